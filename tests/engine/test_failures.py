@@ -8,10 +8,19 @@ import weakref
 
 import pytest
 
-from pensieve_jax.core.errors import EngineClosedError, HistoryError, PensieveError, StepFailedError
+from pensieve_jax.core.errors import (
+    EngineClosedError,
+    HistoryError,
+    InvalidRequestError,
+    PensieveError,
+    StepFailedError,
+)
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.engine import intake
 from pensieve_jax.engine.observer import unobserved
+from pensieve_jax.engine.reply import Reply
 from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.text import byte_tokenizer
 from tests.engine.harness import Harness, small_config
 
 
@@ -307,6 +316,33 @@ def test_a_submission_that_fails_half_way_queues_nothing(monkeypatch):
     with pytest.raises(HistoryError):
         harness.engine.submit(specs)
     assert not harness.engine.has_unfinished
+    harness.check_empty()
+
+
+@pytest.mark.parametrize("names", ["a", "ab", "old"])
+def test_a_turn_that_is_refused_late_is_not_queued(monkeypatch, names):
+    """Its reply could not be made: its request leaves, and its conversation is not busy."""
+    harness = Harness(tokenizer=byte_tokenizer())
+    harness.turn("old", 20, max_tokens=3)
+    names = [names] if names == "old" else list(names)
+    specs = [TurnSpec(harness.prompt(5), SamplingParams(), name) for name in names]
+    made = []
+
+    class Refusing(Reply):
+        def __init__(self, request, tokenizer, *rest):
+            made.append(tokenizer)
+            if tokenizer is not None and len(made) == len(names):
+                raise InvalidRequestError("stop[0]", "", "a non-empty string")
+            super().__init__(request, tokenizer, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(intake, "Reply", Refusing)
+        with pytest.raises(InvalidRequestError, match=r"stop\[0\]"):
+            harness.engine.submit(specs)
+    assert not harness.engine.has_unfinished
+    assert not any(harness.engine.conversations.is_busy(name) for name in names)
+    harness.run(*harness.engine.submit(specs))
+    harness.turn("old", 5, max_tokens=3)
     harness.check_empty()
 
 

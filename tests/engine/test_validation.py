@@ -22,6 +22,7 @@ from pensieve_jax.core.sampling_params import MAX_SEED, SamplingParams
 from pensieve_jax.core.turn_node import TurnNode
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.changes import Expire, QueueResponse, ResponseDraft
+from pensieve_jax.text import byte_tokenizer
 from tests.engine.fake_runner import VOCAB_SIZE
 from tests.engine.harness import Harness, small_config
 
@@ -195,6 +196,18 @@ def test_a_turn_of_another_engine_is_not_cancelled():
     harnesses[0].engine.cancel(turns[1])  # it is done: nothing happens
     for harness in harnesses:
         harness.check_empty()
+
+
+def test_parameters_are_as_they_were_made():
+    """They are checked once: a caller's lists may change afterwards."""
+    stop, ids = ["END"], [3]
+    params = SamplingParams(stop=stop, stop_token_ids=ids, ignore_eos=True)
+    stop[0], ids[0] = "", -1
+    assert (params.stop, params.stop_token_ids) == (("END",), (3,))
+    assert params == dataclasses.replace(params) and hash(params) == hash(dataclasses.replace(params))
+    harness = Harness(tokenizer=byte_tokenizer())
+    harness.run(*harness.engine.submit([TurnSpec([1, 2], params, "a")]))
+    harness.check_empty()
 
 
 def test_one_id_twice_in_a_call_is_busy():
