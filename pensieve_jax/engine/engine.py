@@ -83,7 +83,7 @@ class Engine:
         self._observe = observe
         self._drops = DropJournal(self._clock)
         self._closed = False
-        self._guard = ChangeGuard()
+        self._guard = ChangeGuard(self._start_over)
         self._lost_pools = False  # the next step is to make new ones
         self._make_state()
 
@@ -319,9 +319,7 @@ class Engine:
         """Raise once closed, or for a second thread; then clear up what interrupts left, and nobody holds."""
         if self._closed:
             raise EngineClosedError("The engine is closed; make a new one.")
-        self._guard.check_thread()
-        if self._guard.interrupted:
-            self._start_over()
+        self._guard.check()
         if self._ledger.has_dropped:
             self._guard.run(self._ledger.cancel_dropped)
 
@@ -342,7 +340,6 @@ class Engine:
         self._lost_pools = True
         self._drops.lose(self._cache.held(), DropReason.INTERRUPTED)
         self._make_state()
-        self._guard.interrupted = False
 
     def _note(self, output: SchedulerOutput) -> None:
         try:
