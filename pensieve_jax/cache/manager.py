@@ -297,7 +297,7 @@ class CacheManager:
         self._unpin(sequence, Role.IDLE)
 
     def lose_device(self) -> None:
-        """The device pools were rebuilt: what no slot holds is dropped."""
+        """The device pools are lost: what no slot holds is dropped."""
         self._store.lose_device()
 
     # For reports

@@ -111,7 +111,7 @@ class CellularEngine:
         self._observe = observe
         self._launched: list[Launch] = []
         self._is_closed = False
-        self._guard = ChangeGuard()
+        self._guard = ChangeGuard(self._recover)
         self.begin_again(make_scheduler)
         for worker in self.workers:
             worker.warm_up()
@@ -195,6 +195,9 @@ class CellularEngine:
         num_in_flight = sum(worker.num_in_flight for worker in self.workers)
         if num_in_flight and not self._guard.interrupted:
             raise ConfigError("launches in flight", num_in_flight, "none, before another scheduler begins")
+        self._begin(make_scheduler)
+
+    def _begin(self, make_scheduler: MakeScheduler) -> None:
         self._make_scheduler = make_scheduler
         self.processor = RequestProcessor(self.types, self._config, make_scheduler)
         observe = None if self._observe is None else self._launched.append
@@ -261,11 +264,9 @@ class CellularEngine:
         self._guard.run(lambda: handles.extend(processor.enter(unfolded)))
 
     def _check_usable(self) -> None:
-        self._guard.check_thread()
         if self._is_closed:
             raise EngineClosedError("the engine was closed")
-        if self._guard.interrupted:
-            self._recover()
+        self._guard.check()
 
     def _recover(self) -> None:
         """An interrupt came in the middle of a change, so that nothing that is known can be trusted."""
@@ -276,8 +277,7 @@ class CellularEngine:
         for worker in self.workers:
             worker.begin_again()
         self._launched.clear()
-        self.begin_again(self._make_scheduler)
-        self._guard.interrupted = False
+        self._begin(self._make_scheduler)
 
     def _compiled(
         self, programs: Sequence[CellProgram], device: jax.Device, progress: bool

@@ -1,6 +1,6 @@
 """The exceptions a caller of the engine can meet, each with a sentence that says what to change.
 
-Owns: the error classes and how the message of a bad field is worded.
+Owns: the error classes, how the message of a bad field is worded, and what of an error may be kept.
 Does not know: who raises them, or any value of the engine.
 Called by: every module of `pensieve_jax`; `model_defs` has errors of its own.
 
@@ -287,3 +287,16 @@ class EngineDiedError(StepFailedError):
 
 class EngineClosedError(PensieveError):
     """The engine has been closed and takes no more calls."""
+
+
+def forget_frames(error: BaseException) -> None:
+    """Drop the tracebacks of an error that will be kept, and of what caused it.
+
+    Their frames hold all that was being worked on, such as arrays on a device. What was merely being handled
+    when it was raised may be a caller's own: that is left as it is, and no longer referred to.
+    """
+    one: BaseException | None = error
+    while one is not None:
+        one.__traceback__ = None
+        one.__context__ = None
+        one = one.__cause__

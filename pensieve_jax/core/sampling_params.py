@@ -45,8 +45,8 @@ class SamplingParams:
       top_k: sample among the k most likely ids; 0 is off.
       top_p: sample among the most likely ids whose probabilities add up to this; 1 is off.
       seed: None draws one, which is stored with the turn.
-      stop: strings that end the reply; the text ends before them.
-      stop_token_ids: ids that end the reply, as the model's end-of-sequence does.
+      stop: strings that end the reply; the text ends before them. Kept as a tuple.
+      stop_token_ids: ids that end the reply, as the model's end-of-sequence does. Kept as a tuple.
       ignore_eos: True goes on past the model's end-of-sequence, as benchmarks do; a chat ends there.
       logprobs: None for none, 0 for those of the chosen tokens, k for the k most likely as well.
     """
@@ -80,6 +80,9 @@ class SamplingParams:
             raise InvalidRequestError("stop", self.stop, "a list of non-empty strings")
         if not isinstance(self.stop_token_ids, Sequence):
             raise InvalidRequestError("stop_token_ids", self.stop_token_ids, "a list of ids")
+        # Whoever is given these relies on the checks, and the caller may change its lists.
+        for name in ("stop", "stop_token_ids"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         for i, token_id in enumerate(self.stop_token_ids):
             _check_int(f"stop_token_ids[{i}]", token_id, 0, 2**31 - 1)
         if not isinstance(self.ignore_eos, bool):

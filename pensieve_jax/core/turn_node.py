@@ -40,8 +40,12 @@ class TurnNode:
     attachment: object = None
 
     def __post_init__(self) -> None:
-        """Raise InvalidRequestError for an id that is none, or a parent of another tree."""
+        """Raise InvalidRequestError for a field of another type, or a parent of another tree."""
         check_turn_id("turn_id", self.turn_id)
+        check_owner(self.owner)
+        for field, kind, limit in (("durable", bool, "True or False"), ("chain", bytes, "bytes")):
+            if not isinstance(getattr(self, field), kind):
+                raise InvalidRequestError(field, getattr(self, field), limit)
         if self.parent_id is not None:
             check_turn_id("parent_id", self.parent_id)
             if root_of(self.parent_id) != root_of(self.turn_id):
@@ -68,6 +72,16 @@ def check_turn_id(field: str, turn_id: object) -> None:
     """Raise InvalidRequestError, naming `field`, unless it is the id of a turn."""
     if not isinstance(turn_id, str) or not _TURN_ID.match(turn_id):
         raise InvalidRequestError(field, turn_id, "32 hexadecimal digits")
+
+
+def check_owner(owner: object) -> None:
+    """Raise InvalidRequestError unless turns can be this one's."""
+    try:
+        is_text = isinstance(owner, str) and owner.encode() is not None
+    except UnicodeEncodeError:  # a lone surrogate
+        is_text = False
+    if not is_text:
+        raise InvalidRequestError("owner", owner, "a string that UTF-8 can hold")
 
 
 def root_of(turn_id: str) -> str:

@@ -29,14 +29,20 @@ class DevicePools:
         self.groups: list[list[jax.Array]] = []
 
     def reset(self) -> None:
-        """New, empty pools.
+        """New, empty pools; the arrays that were pools until now are deleted, whoever still refers to them.
 
         Raises:
           StepFailedError: the device has no memory for them.
         """
-        self.groups = []  # freed first: two sets may not fit
+        # First, since two sets may not fit. To forget them would not do: the traceback of what is being
+        # handled, a failed step or Ctrl-C, has frames that refer to them. Those that were donated are deleted
+        # already, and memory that work in flight uses is freed when that has ended.
+        for pool in self.by_layer:
+            pool.delete()
+        self.groups = []
         try:
-            self.replace(jax.block_until_ready(self._storage.new_pools()))
+            self.replace(self._storage.new_pools())  # before they are waited for: an interrupt may come
+            jax.block_until_ready(self.groups)
         except jax.errors.JaxRuntimeError as error:
             raise step_failed("new pools could not be made on the device", error) from error
 

@@ -18,7 +18,7 @@ from pensieve_jax.core.errors import (
     InvalidRequestError,
     UnknownConversationError,
 )
-from pensieve_jax.core.turn_node import check_turn_id
+from pensieve_jax.core.turn_node import check_owner, check_turn_id
 from pensieve_jax.engine.branches import BranchTable
 from pensieve_jax.engine.drop_journal import DropJournal
 from pensieve_jax.engine.live import Branch, LiveConversation
@@ -248,6 +248,7 @@ class ConversationTable:
 
     def _idle_at(self, owner: str, turn_id: str) -> list[Branch]:
         """Idle branches that end with a turn, or have it on their path; none: it is in the history only."""
+        check_owner(owner)
         check_turn_id("turn_id", turn_id)
         branches = self.branches.at(owner, turn_id)
         if not branches:

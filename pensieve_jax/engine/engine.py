@@ -35,12 +35,7 @@ from pensieve_jax.engine.reply import Reply
 from pensieve_jax.engine.runner import Runner
 from pensieve_jax.engine.stats import EngineStats
 from pensieve_jax.engine.turn import Deltas, Turn
-from pensieve_jax.engine.validation import (
-    ModelLimits,
-    TurnSpec,
-    check_beginning,
-    checked_prefix,
-)
+from pensieve_jax.engine.validation import ModelLimits, TurnSpec, check_beginning, check_turn, checked_prefix
 from pensieve_jax.history import HistoryStore
 from pensieve_jax.history.changes import HistoryChange
 from pensieve_jax.scheduler import Planner, RequestStatus, SchedulerOutput
@@ -88,8 +83,8 @@ class Engine:
         self._observe = observe
         self._drops = DropJournal(self._clock)
         self._closed = False
-        self._guard = ChangeGuard()
-        self._lost_pools = False  # a step failed, and new pools could not be made
+        self._guard = ChangeGuard(self._start_over)
+        self._lost_pools = False  # the next step is to make new ones
         self._make_state()
 
     def _make_state(self) -> None:
@@ -171,8 +166,11 @@ class Engine:
 
     @change
     def cancel(self, turn: Turn) -> None:
-        """End a turn as if it had never been sent; nothing happens to one that is done."""
-        if not turn.done:
+        """End a turn as if it had never been sent; nothing happens to one that is done.
+
+        Raises InvalidRequestError for what is no turn, or is in progress in another engine.
+        """
+        if not check_turn(turn, self._ledger.replies).done:
             self._ledger.cancel(turn.reply)
 
     @change
@@ -180,8 +178,12 @@ class Engine:
         """Schedule, plan and dispatch a step, then finish the one before; returns turns that ended.
 
         A step that fails on the device, or a history that cannot be written, becomes the `error` of the
-        turns it hit; conversations survive.
+        turns it hit; conversations survive. The step after one that failed makes new pools first, and raises
+        StepFailedError, with nothing else lost, as long as the device has no memory for them.
         """
+        if self._lost_pools:
+            self._runner.reset()
+            self._lost_pools = False
         try:
             return self._step()
         except StepFailedError as error:
@@ -205,7 +207,7 @@ class Engine:
     @change
     def release_prefix(self, prefix: SharedPrefix) -> None:
         """Take no more turns with a prefix; see `PrefixTable.release`. A second call does nothing."""
-        if not checked_prefix(prefix).released:
+        if not checked_prefix(prefix, self.limits).released:
             self._prefixes.release(prefix)
 
     # Between turns
@@ -317,9 +319,7 @@ class Engine:
         """Raise once closed, or for a second thread; then clear up what interrupts left, and nobody holds."""
         if self._closed:
             raise EngineClosedError("The engine is closed; make a new one.")
-        self._guard.check_thread()
-        if self._guard.interrupted or self._lost_pools:
-            self._start_over()
+        self._guard.check()
         if self._ledger.has_dropped:
             self._guard.run(self._ledger.cancel_dropped)
 
@@ -337,11 +337,9 @@ class Engine:
             if not reply.done:
                 reply.error = error
                 self._stats.num_turns_failed += 1
-        self._runner.reset()
-        reason = DropReason.INTERRUPTED if self._guard.interrupted else DropReason.DEVICE_LOST
-        self._drops.lose(self._cache.held(), reason)
+        self._lost_pools = True
+        self._drops.lose(self._cache.held(), DropReason.INTERRUPTED)
         self._make_state()
-        self._guard.interrupted = self._lost_pools = False
 
     def _note(self, output: SchedulerOutput) -> None:
         try:
@@ -381,15 +379,16 @@ class Engine:
         return ended
 
     def _lose_step(self, error: StepFailedError, lost: Sequence[Reply]) -> list[Turn]:
-        """Rebuild the pools, keep what host memory has, and fail the `lost` turns; conversations survive."""
+        """Fail the `lost` turns, and keep what host memory has; conversations survive.
+
+        Nothing here asks anything of the device: what waits outlives new pools that cannot be made.
+        """
         self._loop.in_flight = None
-        self._lost_pools = True  # where this reset fails as well, the next call starts over
-        self._runner.reset()
+        self._lost_pools = True
         self._cache.lose_device()
         turns = self._ledger.lose(lost, error)
         for request in self._ledger.replies:
             # Suspended with a token in flight: it is sampled again, to the same id.
             if request.token_ids[-1] == PENDING_TOKEN:
                 request.token_ids.pop()
-        self._lost_pools = False
         return turns

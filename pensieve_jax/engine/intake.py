@@ -62,4 +62,11 @@ class Intake:
             ending_ids=params.ending_ids(self._limits.eos_token_ids),
             max_context_tokens=self._limits.max_context_tokens,
         )
-        return self._ledger.enter(Reply(request, self._tokenizer, spec.messages, spec.node, placed.origin))
+        rest = spec.messages, spec.node, placed.origin
+        try:
+            reply = Reply(request, self._tokenizer, *rest)
+        except PensieveError:
+            # It is queued, and its conversation busy: it leaves as a turn does that is cancelled.
+            self._ledger.cancel(self._ledger.enter(Reply(request, None, *rest)).reply)
+            raise
+        return self._ledger.enter(reply)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pensieve_jax.core.clock import Clock
-from pensieve_jax.core.errors import ConversationChangedError, PensieveError
+from pensieve_jax.core.errors import ConversationChangedError, PensieveError, forget_frames
 from pensieve_jax.core.outputs import FinishReason
 from pensieve_jax.core.turn_node import new_turn_id
 from pensieve_jax.engine.conversations import ConversationTable
@@ -139,6 +139,7 @@ class TurnLedger:
     def lose(self, replies: Sequence[Reply], error: PensieveError) -> list[Turn]:
         """End turns with an error; their conversations are as they were before."""
         turns = self._held(self._turns[reply.request] for reply in replies)
+        forget_frames(error)  # callers may hold their turns, and with them this, for ever
         for reply in replies:
             reply.error = error
             self._stats.num_turns_failed += 1

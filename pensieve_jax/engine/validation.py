@@ -6,7 +6,7 @@ Owns: the checks that need the model's limits or the conversations; those that n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,9 @@ from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import TurnNode
 from pensieve_jax.engine.branches import Parent, Place
 from pensieve_jax.engine.conversations import ConversationTable, check_conversation_id
+from pensieve_jax.engine.reply import Reply
+from pensieve_jax.engine.turn import Turn
+from pensieve_jax.scheduler import Request
 from pensieve_jax.text import Message, Tokenizer
 
 
@@ -71,6 +74,13 @@ class TurnSpec:
         return len(self.prompt_token_ids) + (0 if self.prefix is None else len(self.prefix.token_ids))
 
 
+def check_turn(turn: object, replies: Mapping[Request, Reply]) -> Turn:
+    """`turn` itself; raises InvalidRequestError unless it is done, or its reply is one of these."""
+    if not isinstance(turn, Turn) or not (turn.done or replies.get(turn.request) is turn.reply):
+        raise InvalidRequestError("turn", turn, "a turn of this engine, as submit returned it")
+    return turn
+
+
 def check_turns(
     specs: Sequence[TurnSpec],
     limits: ModelLimits,
@@ -82,6 +92,7 @@ def check_turns(
     Raises InvalidRequestError, ContextLengthError, ConversationBusyError, TokenizerMissingError,
     UnknownTurnError or HistoryError.
     """
+    _check_specs(specs)
     seen: set[str] = set()
     known: dict[Parent, Place] = {}
     places: list[Place | None] = []
@@ -109,8 +120,11 @@ def check_turns(
     return places
 
 
-def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+def check_token_ids(field: str, token_ids: Any, vocab_size: int) -> None:
     """Raise InvalidRequestError unless there is a token, and all are of the vocabulary."""
+    is_array = isinstance(token_ids, np.ndarray) and token_ids.ndim > 0
+    if not is_array and not isinstance(token_ids, Sequence):
+        raise InvalidRequestError(field, token_ids, "a list of token ids")
     if len(token_ids) == 0:
         raise InvalidRequestError(field, token_ids, "at least one token")
     # Most often nothing is wrong, and there may be a million of them.
@@ -146,11 +160,27 @@ def check_prefix(prefix: object, conversation_id: str | None, conversations: Con
         )
 
 
-def checked_prefix(prefix: object) -> SharedPrefix:
-    """`prefix` itself; raises InvalidRequestError where it is none."""
-    if not isinstance(prefix, SharedPrefix):
+def checked_prefix(prefix: object, limits: ModelLimits | None = None) -> SharedPrefix:
+    """`prefix` itself; raises InvalidRequestError where it is none, or with `limits` has other ids."""
+    if not isinstance(prefix, SharedPrefix) or not isinstance(prefix.token_ids, tuple):
         raise InvalidRequestError("prefix", prefix, "what share_prefix returned, or None")
+    if limits is not None:
+        check_token_ids("prefix", prefix.token_ids, limits.vocab_size)
     return prefix
+
+
+def _check_specs(specs: object) -> None:
+    """What everything that follows takes for granted: an AttributeError would be taken for an interrupt."""
+    if not isinstance(specs, Sequence):
+        raise InvalidRequestError("specs", specs, "a list of turns")
+    for i, spec in enumerate(specs):
+        if not isinstance(spec, TurnSpec):
+            raise InvalidRequestError(f"specs[{i}]", spec, "a TurnSpec")
+        if spec.messages is None:
+            continue
+        is_list = isinstance(spec.messages, list | tuple)
+        if not is_list or not all(isinstance(one, Mapping) for one in spec.messages):
+            raise InvalidRequestError(f"specs[{i}].messages", spec.messages, "None or a tuple of messages")
 
 
 def _is_int(value: Any) -> bool:

@@ -42,8 +42,10 @@ def keep(
     )
 
 
-def check(request: Idempotency, field: str) -> None:
-    """Raise InvalidRequestError for texts that cannot be kept."""
+def check(request: object, field: str) -> None:
+    """Raise InvalidRequestError for what is none, or texts that cannot be kept."""
+    if not isinstance(request, Idempotency):
+        raise InvalidRequestError(field, request, "an Idempotency or None")
     codec.check_text(request.key, f"{field}.key")
     codec.check_text(request.body_sha256, f"{field}.body_sha256")
 

@@ -16,6 +16,7 @@ from typing import Any, Final
 from pensieve_jax.core.errors import InvalidRequestError, UnknownRecordError, UnknownTurnError
 from pensieve_jax.history import codec, idempotency_table, server_conversations, turns_table
 from pensieve_jax.history.changes import (
+    ConversationAppend,
     DeleteResponse,
     EndResponse,
     Expire,
@@ -54,11 +55,14 @@ def unpack(row: Sequence[Any]) -> ResponseRecord:
     return ResponseRecord(**{**fields, "background": bool(fields["background"])})
 
 
-def check_draft(draft: object, owner: str, field: str) -> tuple[ResponseDraft, list[Item]]:
-    """A draft that can be kept, and its conversation's new items; raises InvalidRequestError."""
+def check_draft(draft: object, owner: str | None, field: str) -> tuple[ResponseDraft, list[Item]]:
+    """A draft that can be kept, and its conversation's new items; raises InvalidRequestError.
+
+    `owner` is that of its turn; None: it has none yet.
+    """
     if not isinstance(draft, ResponseDraft):
         raise InvalidRequestError(field, draft, "a ResponseDraft or None")
-    if draft.owner != owner:
+    if owner is not None and draft.owner != owner:
         raise InvalidRequestError(f"{field}.owner", draft.owner, "the turn's owner")
     for name in ("response_id", "owner", "request", "input_items", "output_item_id", "body_sha256"):
         codec.check_text(getattr(draft, name), f"{field}.{name}")
@@ -66,7 +70,13 @@ def check_draft(draft: object, owner: str, field: str) -> tuple[ResponseDraft, l
         idempotency_table.check(draft.idempotency, f"{field}.idempotency")
     if draft.conversation is None:
         return draft, []
-    return draft, server_conversations.parse_items(draft.conversation.items, f"{field}.conversation.items")
+    return draft, _items_of(draft.conversation, f"{field}.conversation")
+
+
+def _items_of(append: object, field: str) -> list[Item]:
+    if not isinstance(append, ConversationAppend):
+        raise InvalidRequestError(field, append, "a ConversationAppend or None")
+    return server_conversations.parse_items(append.items, f"{field}.items")
 
 
 def complete(
@@ -100,7 +110,7 @@ def queue(connection: Connection, change: QueueResponse) -> None:
 
     Raises InvalidRequestError for an id or a key that is taken, UnknownTurnError for a parent that is gone.
     """
-    draft, _ = check_draft(change.draft, change.draft.owner, "draft")
+    draft, _ = check_draft(change.draft, None, "draft")
     if change.parent_id is not None and not turns_table.exists(connection, draft.owner, change.parent_id):
         raise UnknownTurnError(change.parent_id)
     _insert(connection, draft, "queued", turn_id=change.parent_id, job=change.job)

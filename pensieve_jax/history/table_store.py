@@ -217,6 +217,8 @@ def _prepare(turn: TurnRecord, attachment: object, index: int) -> Commit:
 
 
 def _check_texts(change: HistoryChange) -> None:
+    if not isinstance(change, HistoryChange.__value__):
+        raise InvalidRequestError("change", change, "one of those in history.changes")
     for field in dataclasses.fields(change):
         value = getattr(change, field.name)
         if field.type == "str" or isinstance(value, str):

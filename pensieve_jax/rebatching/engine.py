@@ -74,7 +74,7 @@ class RebatchingEngine:
         self.loop = RebatchingLoop(config, lattice, runner, observe=self._seen.append)
         self._num_submitted = 0
         self._num_compilations = runner.num_compilations
-        self._guard = ChangeGuard()
+        self._guard = ChangeGuard(self._recover)
         self._is_closed = False
 
     @property
@@ -227,12 +227,11 @@ class RebatchingEngine:
             )
 
     def _check_usable(self) -> None:
-        self._guard.check_thread()
         if self._is_closed:
             raise EngineClosedError("The engine has been closed.")
-        if self._guard.interrupted:
-            error = StepFailedError(
-                "an interrupt came in the middle of a step: all that ran or waited is lost"
-            )
-            self.loop.lose_everything(error)
-            self._guard.interrupted = False
+        self._guard.check()
+
+    def _recover(self) -> None:
+        """An interrupt came in the middle of a change, so that nothing that is known can be trusted."""
+        error = StepFailedError("an interrupt came in the middle of a step: all that ran or waited is lost")
+        self.loop.lose_everything(error)

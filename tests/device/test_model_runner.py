@@ -552,6 +552,33 @@ def test_a_failed_step_is_a_typed_error(monkeypatch):
     assert_equals_reference("llama-tiny", talk)
 
 
+@pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError("out of memory"), KeyboardInterrupt()])
+def test_old_pools_are_gone_before_new_ones_are_made(monkeypatch, error):
+    """Though the traceback of what is being handled refers to them: two sets may not fit."""
+    runner, num_left = runner_for(), []
+    stepper, old = Stepper(runner), runner.pools
+    new_pools = runner.storage.new_pools
+
+    def fail(*_):
+        raise error
+
+    def counted():
+        num_left.append(sum(not pool.is_deleted() for pool in old))
+        return new_pools()
+
+    with monkeypatch.context() as patch:
+        patch.setitem(runner._executables.run_layers, (64, len(runner.device_pools.groups[0])), fail)
+        patch.setattr(runner.storage, "new_pools", counted)
+        try:
+            stepper.step(Row(Talk(random_ids(9), pages=[1]), 0, 9, samples=True))
+        except (StepFailedError, KeyboardInterrupt):
+            runner.reset()
+    assert num_left == [0]
+    talk, stepper.num_steps = Talk(random_ids(9), pages=[1]), 0
+    stepper.step(Row(talk, 0, 9, samples=True))
+    assert_equals_reference("llama-tiny", talk)
+
+
 def test_a_plan_is_sent_before_chunks_start(monkeypatch):
     """They start behind a mark that waits for what was sent before; behind them a plan would be late."""
     runner = runner_for()

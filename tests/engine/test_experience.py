@@ -24,6 +24,16 @@ def seen(harness: Harness) -> float:
     return harness.engine.cache.turns.experience().num_returns
 
 
+def interrupt(harness: Harness) -> None:
+    """Ctrl-C in the middle of a change."""
+
+    def change() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        harness.engine._guard.run(change)
+
+
 def test_it_survives_a_restart(tmp_path):
     path = tmp_path / "history.sqlite"
     first = Harness(LEARNED, path=path)
@@ -53,7 +63,7 @@ def test_an_interrupt_leaves_what_was_written(monkeypatch):
     monkeypatch.setattr(kept, "_WRITE_AFTER", 1)
     harness = Harness(LEARNED)
     talk(harness, 4)
-    harness.engine._guard.interrupted = True
+    interrupt(harness)
     talk(harness, 1)
     assert seen(harness) == 3
 
@@ -67,7 +77,7 @@ def test_what_the_history_cannot_read_is_begun_anew(monkeypatch, caplog):
         raise HistoryError("the disk is gone")
 
     monkeypatch.setattr(harness.store, "note", fail)
-    harness.engine._guard.interrupted = True
+    interrupt(harness)
     talk(harness, 1)
     assert "begins anew" in caplog.text and "the disk is gone" in caplog.text and seen(harness) == 0
 
@@ -92,10 +102,10 @@ def test_to_forget_is_a_change_like_others():
         harness.engine.forget_experience()
     assert seen(harness) == 2 and not harness.engine._guard.interrupted
 
-    def interrupt(name: str, text: str | None) -> None:
+    def interrupted(name: str, text: str | None) -> None:
         raise KeyboardInterrupt
 
-    harness.store.keep_note = interrupt
+    harness.store.keep_note = interrupted
     with pytest.raises(KeyboardInterrupt):
         harness.engine.forget_experience()
     assert harness.engine._guard.interrupted

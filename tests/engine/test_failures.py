@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 
 import pytest
 
-from pensieve_jax.core.errors import EngineClosedError, HistoryError, PensieveError, StepFailedError
+from pensieve_jax.core.errors import (
+    EngineClosedError,
+    HistoryError,
+    InvalidRequestError,
+    PensieveError,
+    StepFailedError,
+)
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.engine import intake
 from pensieve_jax.engine.observer import unobserved
+from pensieve_jax.engine.reply import Reply
 from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.text import byte_tokenizer
 from tests.engine.harness import Harness, small_config
 
 
@@ -45,9 +55,45 @@ def test_a_failed_step_fails_the_running_turns_only(where, num_steps):
             ended = harness.step()
     assert set(ended) == set(turns)
     assert all(isinstance(turn.error, StepFailedError) and turn.output is None for turn in turns)
-    assert harness.runner.num_resets == num_resets + 1
     assert [harness.history(name) for name in "ab"] == histories
     assert harness.engine.stats()["num_turns_failed"] == 2
+    check_usable(harness, facts)
+    assert harness.runner.num_resets == num_resets + 1
+
+
+def test_a_failed_turn_keeps_no_frames():
+    """What a step worked on, arrays on a device too, is not kept by whoever keeps the turn."""
+
+    class Array:
+        pass
+
+    refs = []
+
+    def cause():
+        array = Array()
+        refs.append(weakref.ref(array))
+        raise ValueError("the runtime's own")
+
+    def fail():
+        array = Array()
+        refs.append(weakref.ref(array))
+        try:
+            cause()
+        except ValueError as error:
+            raise StepFailedError("the device failed") from error
+
+    harness = Harness()
+    turns, facts = two_running_turns(harness)
+    harness.runner.faults["dispatch"] = fail
+    mine = None
+    try:
+        raise LookupError("the caller's own")
+    except LookupError as error:
+        harness.step()
+        mine = error
+    assert [ref() for ref in refs] == [None, None]
+    assert str(turns[0].error.__cause__) == "the runtime's own", "the reason is kept"
+    assert mine.__traceback__ is not None, "what the caller handles meanwhile is the caller's"
     check_usable(harness, facts)
 
 
@@ -180,21 +226,78 @@ def test_a_closed_engine_takes_no_more_calls():
             call()
 
 
-def test_pools_that_cannot_be_made_again_are_tried_again_at_the_next_call():
-    harness = Harness()
-    turns, facts = two_running_turns(harness)
-    reset = harness.runner.reset
+def fail_resets(harness, monkeypatch, count):
+    """The next `count` resets find no memory; returns how many have been asked for."""
+    reset, calls = harness.runner.reset, []
 
-    def fail() -> None:
-        harness.runner.reset = reset
-        raise StepFailedError("no memory for new pools")
+    def fail():
+        calls.append(None)
+        if len(calls) <= count:
+            raise StepFailedError("no memory for new pools")
+        reset()
 
-    harness.runner.reset = fail
+    monkeypatch.setattr(harness.runner, "reset", fail)
+    return calls
+
+
+def test_pools_that_cannot_be_made_again_are_tried_again_at_the_next_step(monkeypatch):
+    """The turns that ran have the step's own error at once; what waits or is in host memory is kept."""
+    harness = Harness(small_config(max_num_running=1, cpu_pages=40))
+    harness.turn("old", 60, max_tokens=3)
+    harness.engine.push_out("old")
+    harness.turn(None, 5, max_tokens=1)
+    harness.finish_copies()
+    facts = [harness.facts(harness.prompt(9, seed=i), name, max_tokens=8) for i, name in enumerate("ab")]
+    running, waiting = (harness.submit(one, name) for one, name in zip(facts, "ab", strict=True))
+    harness.step(2)
+    fail_resets(harness, monkeypatch, 2)
     harness.runner.faults["dispatch"] = lambda: StepFailedError("the device failed")
+    assert harness.step() == [running]
+    assert str(running.error) == "the device failed" and not waiting.done
+    for _ in range(2):
+        with pytest.raises(StepFailedError, match="no memory"):
+            harness.engine.step()
+        harness.engine.check_integrity()
+    assert harness.run(waiting)[0].token_ids == harness.expected(facts[1])
+    assert harness.turn("old", 5, max_tokens=2).usage.swapped_in_tokens > 48
+    harness.check_empty()
+
+
+def test_without_pools_everything_but_steps_goes_on(monkeypatch):
+    """Nothing hangs: each step says why, and what waits can be cancelled."""
+    harness = Harness(small_config(max_num_running=1))
+    harness.turn("old", 20, max_tokens=3)
+    specs = [TurnSpec(harness.prompt(9), SamplingParams(max_tokens=8), name) for name in "ab"]
+    running, waiting = harness.engine.submit(specs)
+    harness.step(2)
+    calls = fail_resets(harness, monkeypatch, 10**6)
+    harness.runner.faults["fetch"] = lambda: StepFailedError("the device failed")
+    assert harness.step() == [running]
+    harness.engine.truncate("old", 10)
+    (another,) = harness.engine.submit([TurnSpec(harness.prompt(5), SamplingParams(), "c")])
+    assert harness.engine.unfinished == (waiting, another)
+    harness.engine.cancel(waiting)
     with pytest.raises(StepFailedError, match="no memory"):
         harness.engine.step()
-    harness.step()
-    assert all(isinstance(turn.error, StepFailedError) for turn in turns)
+    assert harness.engine.has_unfinished and waiting.output.finish_reason == "cancelled"
+    num_calls = len(calls)
+    harness.engine.close()
+    assert another.output.finish_reason == "cancelled" and len(calls) == num_calls
+
+
+def test_ctrl_c_is_cleaned_up_though_there_is_no_memory_for_new_pools(monkeypatch):
+    """What clears up after it asks nothing of the device, so that nothing comes out in its place."""
+    harness = Harness()
+    turns, facts = two_running_turns(harness)
+    fail_resets(harness, monkeypatch, 1)
+    harness.runner.faults["dispatch"] = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        harness.engine.step()
+    for turn in turns:
+        harness.engine.cancel(turn)
+        assert "interrupted" in str(turn.error)
+    with pytest.raises(StepFailedError, match="no memory"):
+        harness.engine.step()
     check_usable(harness, facts)
 
 
@@ -213,6 +316,33 @@ def test_a_submission_that_fails_half_way_queues_nothing(monkeypatch):
     with pytest.raises(HistoryError):
         harness.engine.submit(specs)
     assert not harness.engine.has_unfinished
+    harness.check_empty()
+
+
+@pytest.mark.parametrize("names", ["a", "ab", "old"])
+def test_a_turn_that_is_refused_late_is_not_queued(monkeypatch, names):
+    """Its reply could not be made: its request leaves, and its conversation is not busy."""
+    harness = Harness(tokenizer=byte_tokenizer())
+    harness.turn("old", 20, max_tokens=3)
+    names = [names] if names == "old" else list(names)
+    specs = [TurnSpec(harness.prompt(5), SamplingParams(), name) for name in names]
+    made = []
+
+    class Refusing(Reply):
+        def __init__(self, request, tokenizer, *rest):
+            made.append(tokenizer)
+            if tokenizer is not None and len(made) == len(names):
+                raise InvalidRequestError("stop[0]", "", "a non-empty string")
+            super().__init__(request, tokenizer, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(intake, "Reply", Refusing)
+        with pytest.raises(InvalidRequestError, match=r"stop\[0\]"):
+            harness.engine.submit(specs)
+    assert not harness.engine.has_unfinished
+    assert not any(harness.engine.conversations.is_busy(name) for name in names)
+    harness.run(*harness.engine.submit(specs))
+    harness.turn("old", 5, max_tokens=3)
     harness.check_empty()
 
 

@@ -5,8 +5,10 @@ After each one, another conversation that runs meanwhile is untouched, and finis
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
+import numpy as np
 import pytest
 
 from pensieve_jax.core.errors import (
@@ -15,8 +17,12 @@ from pensieve_jax.core.errors import (
     InvalidRequestError,
     TokenizerMissingError,
 )
+from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.sampling_params import MAX_SEED, SamplingParams
+from pensieve_jax.core.turn_node import TurnNode
 from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.history.changes import Expire, QueueResponse, ResponseDraft
+from pensieve_jax.text import byte_tokenizer
 from tests.engine.fake_runner import VOCAB_SIZE
 from tests.engine.harness import Harness, small_config
 
@@ -88,6 +94,119 @@ def test_a_bad_turn_harms_nobody(name, company):
     assert harness.run(running)[0].token_ids == harness.expected(facts)
     harness.turn("a", 4, seed=2, max_tokens=3)
     assert {info.conversation_id for info in harness.engine.conversations.listing()} == {"a", "running"}
+    harness.check_empty()
+
+
+def of(*args, **fields):
+    return lambda engine: engine.submit([TurnSpec(*args, **fields)])
+
+
+def placed(**fields):
+    return lambda engine: engine.submit([TurnSpec([1], PLAIN, node=TurnNode(turn_id=TURN_ID, **fields))])
+
+
+TURN_ID = "0" * 32
+DRAFT = ResponseDraft(
+    response_id="r",
+    owner="o",
+    request="{}",
+    input_items="[]",
+    output_item_id="i",
+    created_at_s=1.0,
+    expires_at_s=2.0,
+)
+WRONG_TYPES = {
+    "turns None": (lambda engine: engine.submit(None), "specs"),
+    "a turn alone": (lambda engine: engine.submit(TurnSpec([1], PLAIN)), "specs"),
+    "turns as an iterator": (lambda engine: engine.submit(iter([TurnSpec([1], PLAIN)])), "specs"),
+    "turns None each": (lambda engine: engine.submit([None]), r"specs\[0\]"),
+    "turns as text": (lambda engine: engine.submit("text"), r"specs\[0\]"),
+    "prompt a number": (of(5, PLAIN), "prompt"),
+    "prompt None": (of(None, PLAIN), "prompt"),
+    "prompt an iterator": (of(iter([1]), PLAIN), "prompt"),
+    "prompt a number of numpy's": (of(np.array(3), PLAIN), "prompt"),
+    "prompt a set": (of({1, 2}, PLAIN), "prompt"),
+    "messages an object": (of([1], PLAIN, "new", messages=5), "messages"),
+    "messages of objects": (of([1], PLAIN, "new", messages=(object(),)), "messages"),
+    "prefix of a list": (of([1], PLAIN, "new", prefix=SharedPrefix([1] * 40)), "prefix"),
+    "prefix of an array": (of([1], PLAIN, "new", prefix=SharedPrefix(np.ones(40, int))), "prefix"),
+    "prefix of nothing": (of([1], PLAIN, "new", prefix=SharedPrefix(None)), "prefix"),
+    "prefix of lists": (of([1], PLAIN, "new", prefix=SharedPrefix(([1],) * 40)), "prefix"),
+    "owner a list": (placed(owner=[]), "owner"),
+    "owner None": (placed(owner=None), "owner"),
+    "owner no UTF-8": (placed(owner="\ud800"), "owner"),
+    "durable a string": (placed(durable="no"), "durable"),
+    "chain a string": (placed(chain="x"), "chain"),
+    "release of a list": (lambda engine: engine.release_prefix(SharedPrefix([1] * 40)), "prefix"),
+    "release of lists": (lambda engine: engine.release_prefix(SharedPrefix(([1],) * 40)), "prefix"),
+    "change None": (lambda engine: engine.apply(None), "change"),
+    "change a class": (lambda engine: engine.apply(Expire), "change"),
+    "draft None": (lambda engine: engine.apply(QueueResponse(draft=None, job=b"")), "draft"),
+    "idempotency a string": (
+        lambda engine: engine.apply(
+            QueueResponse(draft=dataclasses.replace(DRAFT, idempotency="key"), job=b"")
+        ),
+        "idempotency",
+    ),
+    "append a string": (
+        lambda engine: engine.apply(
+            QueueResponse(draft=dataclasses.replace(DRAFT, conversation="c"), job=b"")
+        ),
+        "conversation",
+    ),
+    "push out of a list": (lambda engine: engine.push_out_turn([], TURN_ID), "owner"),
+    "forget of a list": (lambda engine: engine.forget_turn_state([], TURN_ID), "owner"),
+    "cancel None": (lambda engine: engine.cancel(None), "turn"),
+    "cancel an output": (lambda engine: engine.cancel(engine.unfinished[0].output), "turn"),
+    "cancel text": (lambda engine: engine.cancel("turn"), "turn"),
+    "cancel a reply": (lambda engine: engine.cancel(engine.unfinished[0].reply), "turn"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_what_is_of_a_wrong_type_harms_nobody(name):
+    """It is refused, and not taken for an interrupt, after which every turn would be lost."""
+    call, field = WRONG_TYPES[name]
+    harness = Harness()
+    shared = harness.engine.share_prefix(harness.prompt(40, seed=2))
+    (first,) = harness.engine.submit([TurnSpec([1], PLAIN, "a", prefix=shared)])
+    harness.run(first)
+    facts = harness.facts(harness.prompt(20, seed=1), None, max_tokens=12)
+    running = harness.submit(facts, "running")
+    harness.step(3)
+    with pytest.raises(InvalidRequestError, match=rf"^\S*{field}"):
+        call(harness.engine)
+    harness.engine.check_integrity()
+    assert harness.run(running)[0].token_ids == harness.expected(facts)
+    harness.check_empty()
+
+
+def test_a_turn_of_another_engine_is_not_cancelled():
+    harnesses = [Harness(), Harness()]
+    facts, turns = [], []
+    for harness in harnesses:
+        facts.append(harness.facts(harness.prompt(20, seed=1), None, max_tokens=12))
+        turns.append(harness.submit(facts[-1], "a"))
+        harness.step(3)
+    with pytest.raises(InvalidRequestError, match=r"turn is .* of this engine"):
+        harnesses[0].engine.cancel(turns[1])
+    for harness, one, turn in zip(harnesses, facts, turns, strict=True):
+        harness.engine.check_integrity()
+        assert harness.run(turn)[0].token_ids == harness.expected(one)
+    harnesses[0].engine.cancel(turns[1])  # it is done: nothing happens
+    for harness in harnesses:
+        harness.check_empty()
+
+
+def test_parameters_are_as_they_were_made():
+    """They are checked once: a caller's lists may change afterwards."""
+    stop, ids = ["END"], [3]
+    params = SamplingParams(stop=stop, stop_token_ids=ids, ignore_eos=True)
+    stop[0], ids[0] = "", -1
+    assert (params.stop, params.stop_token_ids) == (("END",), (3,))
+    assert params == dataclasses.replace(params) and hash(params) == hash(dataclasses.replace(params))
+    harness = Harness(tokenizer=byte_tokenizer())
+    harness.run(*harness.engine.submit([TurnSpec([1, 2], params, "a")]))
     harness.check_empty()
 
 

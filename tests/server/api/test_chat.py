@@ -141,7 +141,7 @@ def test_what_a_request_says_of_sampling_reaches_the_engine():
     ask(harness, chat(temperature=0, top_k=4, stop="x", max_completion_tokens=3, max_tokens=9, seed=-1))
     params = harness.engine.turns[0].spec.params
     assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (0, 0.5, 4, 3)
-    assert params.stop == ["x"] and params.seed == 2**63 - 1
+    assert params.stop == ("x",) and params.seed == 2**63 - 1
     _, body = ask(harness, chat(max_tokens=2))
     assert body["choices"][0]["finish_reason"] == "length"
 

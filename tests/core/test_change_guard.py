@@ -1,0 +1,226 @@
+"""One change at a time, whole or made good: with interrupts and other threads at every line of the guard."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from types import CodeType
+
+import pytest
+
+from pensieve_jax.core import change_guard
+from pensieve_jax.core.change_guard import ChangeGuard
+from pensieve_jax.core.errors import PensieveError
+from pensieve_jax.core.turn_node import root_of
+from tests.interruption import Interruption
+
+_TOOL = 4
+
+
+class Result:
+    """What a change returns."""
+
+
+class World:
+    """Something that is guarded, and is half done while it changes."""
+
+    def __init__(self) -> None:
+        self.is_half = False
+        self.num_changes = self.num_recoveries = 0
+        self.guard = ChangeGuard(self.recover)
+
+    def recover(self) -> None:
+        root_of("a line to be interrupted at")
+        self.is_half = False
+        self.num_recoveries += 1
+
+    def change(self) -> Result:
+        assert not self.is_half, "nobody made good what was interrupted, or two change at a time"
+        self.is_half = True
+        root_of("a line to be interrupted at")
+        self.is_half = False
+        self.num_changes += 1
+        return Result()
+
+    def refuse(self) -> None:
+        raise PensieveError("refused")
+
+
+class Meanwhile:
+    """Calls something in another thread before a line of the guard, counted from 1 as they run."""
+
+    def __init__(self, at: int, call: Callable[[], None]) -> None:
+        self.num_lines = 0
+        self._at, self._call, self._thread = at, call, threading.get_ident()
+
+    def __enter__(self) -> Meanwhile:
+        sys.monitoring.use_tool_id(_TOOL, "another thread")
+        sys.monitoring.register_callback(_TOOL, sys.monitoring.events.LINE, self._on_line)
+        sys.monitoring.set_events(_TOOL, sys.monitoring.events.LINE)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.monitoring.set_events(_TOOL, sys.monitoring.events.NO_EVENTS)
+        sys.monitoring.free_tool_id(_TOOL)
+
+    def _on_line(self, code: CodeType, line: int) -> None:
+        if code.co_filename != change_guard.__file__ or threading.get_ident() != self._thread:
+            return
+        self.num_lines += 1
+        if self.num_lines == self._at:
+            other = threading.Thread(target=self._call)
+            other.start()
+            other.join()
+
+
+@pytest.mark.parametrize("begins", ["whole", "cut", "refused"])
+def test_another_thread_between_any_two_lines_is_served_or_refused(begins: str) -> None:
+    at, num_served, num_refused = 0, 0, 0
+    while True:
+        at += 1
+        world, outcomes = World(), []
+        begin(world, begins)
+
+        def call(world: World = world, outcomes: list[str] = outcomes) -> None:
+            try:
+                world.guard.run(world.change)
+                outcomes.append("served")
+            except PensieveError as error:
+                outcomes.append(str(error))
+
+        with Meanwhile(at, call) as meanwhile:
+            try:
+                world.guard.run(world.change)
+                num_own = 1
+            except PensieveError:
+                num_own = 0
+        if meanwhile.num_lines < at:
+            break
+        assert outcomes == ["served"] or "Another thread" in outcomes[0], outcomes
+        num_served += outcomes == ["served"]
+        num_refused += outcomes != ["served"]
+        assert num_own or outcomes == ["served"], "one of the two is served"
+        world.guard.run(world.change)
+        assert world.num_changes == num_own + (outcomes == ["served"]) + 1
+        assert world.num_recoveries == (begins == "cut"), "what no interrupt came into is whole"
+    assert num_served and num_refused
+
+
+def begin(world: World, how: str) -> None:
+    world.guard.run(world.change)
+    world.num_changes = 0
+    if how == "refused":
+        with pytest.raises(PensieveError, match="refused"):
+            world.guard.run(world.refuse)
+    if how == "cut":
+        interrupt_a_change(world)
+
+
+def interrupt_a_change(world: World) -> None:
+    def change() -> None:
+        world.is_half = True
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        world.guard.run(change)
+
+
+@pytest.mark.parametrize("begins", ["whole", "cut", "refused"])
+@pytest.mark.parametrize("gap", [0, 1, 2, 3, 5, 8, 13])
+def test_interrupts_between_any_two_lines_are_made_good(begins: str, gap: int) -> None:
+    """Two of them, `gap` lines apart, and their tracebacks are kept; `World.change` looks at what is left."""
+    at = 0
+    while True:
+        at += 1
+        world, kept = World(), []
+        begin(world, begins)
+        with Interruption(at, at + gap) as interruption:
+            for _ in range(2):
+                try:
+                    world.guard.run(world.change)
+                except KeyboardInterrupt as error:
+                    kept.append(error)
+        assert world.guard.run(world.change) is not None
+        assert not world.guard.interrupted and not world.is_half
+        if begins == "cut":
+            assert world.num_recoveries
+        if not interruption.come:
+            break
+
+
+def test_a_check_that_is_interrupted_costs_nothing() -> None:
+    at = 0
+    while True:
+        at += 1
+        world = World()
+        begin(world, "whole")
+        with Interruption(at) as interruption, contextlib.suppress(KeyboardInterrupt):
+            world.guard.check()
+        world.guard.run(world.change)
+        assert not world.num_recoveries
+        if not interruption.come:
+            break
+
+
+def test_what_cannot_be_made_good_is_tried_again() -> None:
+    world = World()
+    interrupt_a_change(world)
+    recover, calls = world.guard._recover, []
+
+    def fail() -> None:
+        calls.append(None)
+        if len(calls) < 3:
+            raise PensieveError("not yet")
+        recover()
+
+    world.guard._recover = fail
+    for _ in range(2):
+        with pytest.raises(PensieveError, match="not yet"):
+            world.guard.run(world.change)
+        assert world.guard.interrupted
+    world.guard.run(world.change)
+    assert world.num_recoveries == 1 and not world.guard.interrupted
+
+
+def test_an_observer_is_told_that_it_is_one() -> None:
+    world = World()
+    with pytest.raises(PensieveError, match="observer"):
+        world.guard.run(lambda: world.guard.run(world.change))
+    with pytest.raises(PensieveError, match="observer"):
+        world.guard.run(world.guard.check_thread)
+    world.guard.run(world.change)
+    assert not world.num_recoveries
+
+
+def test_a_call_that_has_ended_is_not_kept() -> None:
+    """Nor is what it was given, when the next one has come: not even by a traceback that is kept."""
+    world, given = World(), []
+
+    def call() -> None:
+        argument = Result()
+        given.append(weakref.ref(argument))
+        world.guard.run(lambda: argument)
+
+    gc.disable()
+    try:
+        for _ in range(3):
+            call()
+        assert [one() is None for one in given] == [True, True, False]
+        try:
+            world.guard.run(raise_interrupt)
+        except KeyboardInterrupt as error:
+            kept = error
+        for _ in range(3):
+            call()
+        assert [one() is None for one in given] == [True, True, True, True, True, False]
+        assert kept.__traceback__ is not None
+    finally:
+        gc.enable()
+
+
+def raise_interrupt() -> None:
+    raise KeyboardInterrupt
