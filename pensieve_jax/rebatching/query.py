@@ -42,7 +42,7 @@ class Query(ReplyTokens):
       place: of its KV state.
       row: of the ring, while it is there.
       suspended: it has been in the ring, and had to leave it.
-      num_failures: failed steps that it was in.
+      num_failures: failed launches that it was in since a step gave it a token.
       output: the result.
       error: why there is none.
     """
