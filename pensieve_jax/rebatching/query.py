@@ -133,7 +133,7 @@ class Query(ReplyTokens):
             reused_gpu_tokens=0,
             swapped_in_tokens=0,
             recomputed_tokens=0,
-            prefilled_tokens=num_prompt,
+            prefilled_tokens=num_prompt if self.num_sampled else 0,  # it may have been cancelled before
             output_tokens=len(self.token_ids),
             num_suspensions=self._num_suspensions,
             resume_recomputed_tokens=self._num_recomputed,

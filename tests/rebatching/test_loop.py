@@ -136,3 +136,13 @@ def test_a_launch_that_always_fails_ends(kind, monkeypatch):
     for query in queries[:3]:
         with pytest.raises(StepFailedError, match="planted"):
             query.result()
+
+
+def test_a_query_counts_as_prefilled_when_it_is():
+    small = Small()
+    waiting, running = *small.submit(1), *small.submit(1)
+    small.loop.cancel(waiting)
+    assert waiting.result().usage.prefilled_tokens == 0
+    small.step()
+    small.loop.cancel(running)
+    assert running.result().usage.prefilled_tokens == 5
