@@ -111,8 +111,8 @@ class LLM:
 
         Everything is checked before anything runs. Raises InvalidRequestError, ContextLengthError,
         ConversationBusyError or TokenizerMissingError, and StepFailedError or HistoryError for a turn that
-        was lost on the way. An interrupt cancels the turns that have not ended; one that falls into the
-        middle of a step loses those of other streams as well.
+        was lost on the way: its `outputs` are what the others became. An interrupt cancels the turns that
+        have not ended; one that falls into the middle of a step loses those of other streams as well.
         """
         self.engine.expire_idle()
         specs = self._prompts.turns(prompts, sampling_params, conversation_ids, prefix=prefix)

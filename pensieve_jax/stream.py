@@ -13,14 +13,16 @@ from typing import Self
 
 from tqdm import tqdm
 
-from pensieve_jax.core.outputs import Delta, Output
+from pensieve_jax.core.outputs import Delta, Output, all_results
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.turn import Turn
 from pensieve_jax.engine.validation import TurnSpec
 
 
 def run_all(engine: Engine, specs: Sequence[TurnSpec], *, progress: bool) -> list[Output]:
-    """Submit turns and step until all have ended; raises what the first one that failed, failed with.
+    """Submit turns and step until all have ended.
+
+    Raises what the first one that failed, failed with; its `outputs` are those of the others.
 
     Whatever interrupts this cancels those that have not ended. `progress` shows a bar for several.
     """
@@ -35,7 +37,7 @@ def run_all(engine: Engine, specs: Sequence[TurnSpec], *, progress: bool) -> lis
                 bar.update(len(ended))
     finally:
         _cancel(engine, turns)
-    return [turn.result() for turn in turns]
+    return all_results(turns)
 
 
 def _cancel(engine: Engine, turns: Sequence[Turn]) -> None:

@@ -124,6 +124,7 @@ class CellType:
 
     def batch_size(self, num_nodes: int) -> int:
         """The smallest batch that is compiled and has room for so many."""
+        assert num_nodes <= self.max_batch, "a task is larger than the largest batch"
         return self.batch_sizes[bisect_left(self.batch_sizes, num_nodes)]
 
 

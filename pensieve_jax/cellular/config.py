@@ -63,6 +63,13 @@ class CellularConfig:
         "thesis, or the one that was launched the longest ago. None is alternate on one device, priority on "
         "several.",
     )
+    max_skips: int | None = option(
+        None,
+        optional(count(1)),
+        "Launches of other types while one has ready cells, after which that is next, whatever batches are "
+        "full. None is no limit, as in the thesis: below a full batch it waits for as long as another has "
+        "one, whatever its priority.",
+    )
     max_nodes: int = option(100_000, count(1), "Cells of one request.")
     max_depth: int = option(10_000, count(1), "Cells of one request that follow one another.")
     max_num_waiting: int | None = option(

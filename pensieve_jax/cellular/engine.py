@@ -33,6 +33,7 @@ from pensieve_jax.cellular.rows import num_rows_for
 from pensieve_jax.cellular.scheduler import Scheduler
 from pensieve_jax.core.change_guard import ChangeGuard
 from pensieve_jax.core.errors import ConfigError, EngineClosedError, InvalidFieldError
+from pensieve_jax.core.outputs import all_results
 from pensieve_jax.runtime.compilation import (
     CompilationCounter,
     CompilationJob,
@@ -168,7 +169,7 @@ class CellularEngine:
 
         Raises:
           GraphError, CapacityError, CellError: one cannot be served; those before it are cancelled.
-          LaunchFailedError: what one was in has failed.
+          LaunchFailedError: what one was in has failed; its `outputs` are the others'.
           EngineClosedError: the engine was closed.
         """
         self._check_usable()
@@ -179,7 +180,7 @@ class CellularEngine:
             for handle in handles:
                 if not handle.done:
                     self.cancel(handle)
-        return [handle.result() for handle in handles]
+        return all_results(handles)
 
     def requests_of(self, launch: Launch) -> list[np.ndarray]:
         """For each task of an observed launch, the numbers (`CellRequest.serial`) of its cells' requests."""

@@ -8,7 +8,9 @@ The thesis leaves open what `config` decides. Nodes whose subgraph is pinned to 
 ready for this one, or its first task could be empty; batch sizes are a type's own; equal priorities go by
 order of registration. On one device the printed order of preference starves encoders below full batches,
 since a decoder has always something to run: there types alternate, unless one has a full batch and another
-has not.
+has not. Who never has one waits then for as long as others have, whatever its priority is: fullness comes
+first in the thesis, or a decoder, which comes before encoders, would run in small batches. `max_skips` bounds
+that.
 """
 
 from __future__ import annotations
@@ -74,6 +76,7 @@ class Scheduler:
         self.num_running = np.zeros(len(types.types), np.int64)
         tie_break = config.tie_break or ("alternate" if config.num_devices == 1 else "priority")
         self._alternates = tie_break == "alternate"
+        self._skips = np.zeros(len(types.types), np.int64)  # launches of others while it was ready
         self._num_launches = 0
         self._last_launch = np.zeros(len(types.types), np.int64)
 
@@ -81,6 +84,8 @@ class Scheduler:
         """`Schedule` of Algorithm 1: tasks for a worker with room for a launch; None if nothing is ready."""
         ready = [queue.count(worker) for queue in self.queues]
         types = self._types.types
+        most, skips = self._config.max_skips, self._skips
+        overdue = [one for one in types if most is not None and ready[one.index] and skips[one.index] >= most]
         chosen = (
             [one for one in types if ready[one.index] >= one.max_batch]
             or [one for one in types if ready[one.index] and not self.num_running[one.index]]
@@ -88,7 +93,11 @@ class Scheduler:
         )
         if not chosen:
             return None
-        return self._batch(self._first(chosen), worker)
+        # Of several the longest overdue, or two of them could leave a third one behind for ever.
+        kind = max(overdue, key=lambda one: skips[one.index]) if overdue else self._first(chosen)
+        if most is not None:
+            self._note_skips(kind, ready)
+        return self._batch(kind, worker)
 
     def check(self, parts: Parts) -> None:
         """Any graph runs."""
@@ -113,6 +122,14 @@ class Scheduler:
         if self._alternates:
             return min(chosen, key=lambda one: (self._last_launch[one.index], -one.priority))
         return max(chosen, key=lambda one: (one.priority, -one.index))
+
+    def _note_skips(self, kind: CellType, ready: list[int]) -> None:
+        """This type is next, though others are ready for the same worker."""
+        for index, queue in enumerate(self.queues):
+            if index == kind.index or not len(queue):
+                self._skips[index] = 0
+            elif ready[index]:  # else what waits belongs to other workers, which pass it or not
+                self._skips[index] += 1
 
     def _batch(self, kind: CellType, worker: int) -> Launch:
         """`Batch` of Algorithm 1."""

@@ -10,6 +10,8 @@ Raise an error before anything is scheduled or written, so that a bad request ne
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Sequence
+from typing import Any
 
 __all__ = [
     "ChatTemplateError",
@@ -40,7 +42,14 @@ _SHORT = reprlib.Repr(maxstring=100)
 
 
 class PensieveError(Exception):
-    """Root of every error that this package raises on purpose."""
+    """Root of every error that this package raises on purpose.
+
+    Attributes:
+      outputs: where it ended one of several that were asked for in one call, what the others became, in
+        order, with None for each that failed; None where nothing else was asked for.
+    """
+
+    outputs: Sequence[Any] | None = None
 
 
 class InvalidFieldError(PensieveError, ValueError):

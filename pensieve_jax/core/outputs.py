@@ -1,13 +1,16 @@
 """What a turn gives back: tokens, text, how it ended, and where its history came from.
 
-Owns: these values, which never change. Does not know: how they came about.
-Called by: the engine, which makes them, and whoever asked for a turn.
+Owns: these values, which never change, and what a call for several of them raises. Does not know: how they
+came about. Called by: the engines, which make them, and whoever asked for a turn.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
+
+from pensieve_jax.core.errors import PensieveError
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -81,3 +84,25 @@ class Delta:
 
     text: str
     token_ids: tuple[int, ...]
+
+
+class Handle[T](Protocol):
+    """Of what was submitted, and is done."""
+
+    @property
+    def error(self) -> Exception | None:
+        """What it failed with."""
+        ...
+
+    def result(self) -> T:
+        """What it became; raises `error`."""
+        ...
+
+
+def all_results[T](handles: Sequence[Handle[T]]) -> list[T]:
+    """What all of these became; else raises what the first that failed, failed with, and the others in it."""
+    for handle in handles:
+        if isinstance(handle.error, PensieveError) and len(handles) > 1:
+            handle.error.outputs = [one.result() if one.error is None else None for one in handles]
+            break
+    return [handle.result() for handle in handles]

@@ -18,7 +18,7 @@ from model_defs import make_mesh, source_config
 from model_defs.registry import resolve_dtype
 from pensieve_jax.assembly import ProgressBar, load_weights, serving_dtype
 from pensieve_jax.core.errors import ConfigError, InvalidRequestError, TokenizerMissingError
-from pensieve_jax.core.outputs import Output
+from pensieve_jax.core.outputs import Output, all_results
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.describing import Description
 from pensieve_jax.device.host_memory import available_bytes
@@ -118,7 +118,7 @@ class PaddedLLM:
 
         Raises:
           InvalidRequestError, ContextLengthError, TokenizerMissingError: one of them cannot be served.
-          StepFailedError: the device failed twice with one of them in it.
+          StepFailedError: the device failed twice with one of them in it; its `outputs` are the others'.
           EngineClosedError: this was closed.
         """
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
@@ -134,7 +134,7 @@ class PaddedLLM:
             for handle in handles:
                 if not handle.done:
                     self.engine.cancel(handle)
-        return [handle.result() for handle in handles]
+        return all_results(handles)
 
     def describe(self) -> Description:
         """What it turned out to be here: shapes of the batch, kernels, memory.

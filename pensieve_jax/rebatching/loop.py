@@ -8,20 +8,21 @@ Called by: `engine` and `simulation`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from pensieve_jax.core.errors import StepFailedError
 from pensieve_jax.rebatching.config import RebatchingConfig
 from pensieve_jax.rebatching.lattice import Lattice
-from pensieve_jax.rebatching.launches import Decode, Launch, Prefill, Shape
+from pensieve_jax.rebatching.launches import Decode, Launch, Prefill, Resize, Shape
+from pensieve_jax.rebatching.line import rank
 from pensieve_jax.rebatching.metrics import Metrics, Observe, StepSeen, unobserved
 from pensieve_jax.rebatching.query import Place, Query
 from pensieve_jax.rebatching.runner import Runner
 from pensieve_jax.rebatching.scheduler import Scheduler
 
 type _Sampling = Prefill | Shape | Decode
-_MAX_FAILURES = 2  # of steps that a query is in; what fails again would fail for ever
+_MAX_FAILURES = 2  # of launches that a query is in; what fails again would fail for ever
 
 
 class RebatchingLoop:
@@ -69,19 +70,23 @@ class RebatchingLoop:
         num_before = len(self._flying)
         scheduled = self.scheduler.schedule(self._runner.has_left)
         kv_bytes = self.kv_bytes
+        failed: Launch | None = None  # the one that is tried, if it fails
         try:
             for launch in scheduled.launches:
+                failed = launch
                 handle = self._runner.launch(launch)
                 if isinstance(launch, Prefill | Shape | Decode):
                     self._flying.append((launch, handle))
             self.metrics.count(scheduled, self.scheduler.ring, self.scheduler.shelf.max_kv_bytes)
             for _ in range(num_before if scheduled.launches else len(self._flying)):
                 sampling, handle = self._flying[0]
+                failed = sampling
                 result = self._runner.fetch(handle)
                 self._flying.popleft()
                 ended += self._accept(sampling, result)
         except StepFailedError as error:
-            return ended + self._fail(error, scheduled.launches)
+            assert failed is not None
+            return ended + self._fail(error, failed, scheduled.launches)
         self._observe(StepSeen(scheduled.launches, self.scheduler.ring, kv_bytes, ended))
         return ended
 
@@ -112,6 +117,10 @@ class RebatchingLoop:
             if query.done:  # it ended one step earlier, or was cancelled: the token is thrown away
                 self.metrics.idle_late += not isinstance(launch, Prefill)  # which has no row of the ring
                 continue
+            if not isinstance(
+                launch, Prefill
+            ):  # that of what was lost goes well each time, and proves nothing
+                query.num_failures = 0
             reason = query.accept(
                 token_ids[place], logprobs[place], result.top_ids[place], result.top_logprobs[place]
             )
@@ -123,23 +132,40 @@ class RebatchingLoop:
                 ended.append(query)
         return ended
 
-    def _fail(self, error: StepFailedError, scheduled: Iterable[Launch]) -> list[Query]:
-        """Compute again what was lost; who was in too many failed steps fails."""
+    def _fail(self, error: StepFailedError, failed: Launch, scheduled: Sequence[Launch]) -> list[Query]:
+        """Compute again what was lost; who was in too many failed launches fails."""
         self.metrics.num_failed_steps += 1
         flying = {query for launch, _ in self._flying for query, _ in launch.samples}
-        for launch in scheduled:  # the one that failed, and those behind it that were not even begun
-            if isinstance(launch, Prefill | Shape | Decode):
-                flying |= {query for query, _ in launch.samples}
+        flying |= _sampled_by(scheduled)  # by those, too, that were not even begun
+        blamed = self._in(failed, scheduled)
         self._flying.clear()
-        lost = self.scheduler.lose_device(flying, self._runner.has_left)
+        self.scheduler.lose_device(flying, self._runner.has_left)
         self._runner.reset([query.serial for query in self.scheduler.shelf.sizes])
-        failed = []
-        for query in lost:
-            query.num_failures += query in flying
+        ended = []
+        for query in sorted((one for one in blamed if not one.done), key=rank):
+            query.num_failures += 1
             if query.num_failures >= _MAX_FAILURES:
                 # One of its own: a traceback holds arrays of the device for as long as somebody holds it.
                 query.error = StepFailedError(str(error))
                 del self.queries[query.serial]
                 self.scheduler.remove(query)
-                failed.append(query)
-        return failed
+                ended.append(query)
+        return ended
+
+    def _in(self, failed: Launch, scheduled: Sequence[Launch]) -> Collection[Query]:
+        """Whose rows a launch concerns: others lost theirs with it, but had no part in that."""
+        if isinstance(failed, Prefill | Shape | Decode):
+            return _sampled_by([failed])
+        if not isinstance(failed, Resize):
+            return [self.queries[failed.serial]] if failed.serial in self.queries else []
+        # All who are in the ring or, if none is, who was to follow: somebody, or it could fail for ever.
+        return [query for _, query in self.scheduler.ring.held] or _sampled_by(scheduled)
+
+
+def _sampled_by(launches: Iterable[Launch]) -> set[Query]:
+    return {
+        query
+        for launch in launches
+        if isinstance(launch, Prefill | Shape | Decode)
+        for query, _ in launch.samples
+    }

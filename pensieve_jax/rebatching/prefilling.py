@@ -61,6 +61,9 @@ class Prefilling:
         """
         length = length or self._lattice.length_for(queries[0].num_to_prefill)
         row_bytes = self._lattice.row_bytes(length)
+        # Whoever was in a launch that failed is computed alone, so that it shows whose fault it was.
+        alone = queries[0].num_failures > 0
+        queries = queries[:1] if alone else [one for one in queries if not one.num_failures]
         width = prefill_widths(self._config, length)[-1]
         if len(queries) == 1 or not self._shelf.has_room(width * row_bytes):
             width = 1  # nobody leaves for those that could wait

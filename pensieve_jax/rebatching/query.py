@@ -42,7 +42,7 @@ class Query(ReplyTokens):
       place: of its KV state.
       row: of the ring, while it is there.
       suspended: it has been in the ring, and had to leave it.
-      num_failures: failed steps that it was in.
+      num_failures: failed launches that it was in since a step gave it a token.
       output: the result.
       error: why there is none.
     """
@@ -133,7 +133,7 @@ class Query(ReplyTokens):
             reused_gpu_tokens=0,
             swapped_in_tokens=0,
             recomputed_tokens=0,
-            prefilled_tokens=num_prompt,
+            prefilled_tokens=num_prompt if self.num_sampled else 0,  # it may have been cancelled before
             output_tokens=len(self.token_ids),
             num_suspensions=self._num_suspensions,
             resume_recomputed_tokens=self._num_recomputed,

@@ -232,18 +232,22 @@ class Fleet:
         return []
 
     def _die(self, change: Change) -> list[int]:
-        """Until it is seen, turns go on being sent there."""
+        """Until it is seen, turns go on being sent there, unless another replica takes the name."""
         index = self._open[change.name]
+        if index in self._dead:  # already, and the turns that it had are kept
+            return []
         server = self.servers[index]
         self._dead[index] = server.load, list(server.unanswered)
         self.servers[index] = self._make(index, change.at_s)  # which nobody gives anything to do
         seen_s = change.at_s + self._fronts.detection_s
-        self._agenda.add(seen_s, lambda: self._see_death(change.name, seen_s))
+        self._agenda.add(seen_s, lambda: self._see_death(index, seen_s))
         return []
 
-    def _see_death(self, name: str, now_s: float) -> list[int]:
-        _, lost = self._dead.pop(self._open.pop(name))
-        self._tell()
+    def _see_death(self, index: int, now_s: float) -> list[int]:
+        _, lost = self._dead.pop(index)
+        if self._open.get(self._names[index]) == index:  # it has not left meanwhile, or come back as another
+            del self._open[self._names[index]]
+            self._tell()
         return [self._send_again(turn, now_s) for turn in lost]
 
     def _send_again(self, turn: UserTurn, now_s: float) -> int:

@@ -13,6 +13,9 @@ from __future__ import annotations
 import csv
 import gzip
 import itertools
+import re
+import reprlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -28,6 +31,10 @@ _PAIR_MU, _PAIR_SIGMA = -0.053, 0.258  # of the logarithm of German to English w
 
 # Of the 8,544 trees of the TreeBank's training part.
 _LEAVES_MEAN, _LEAVES_SPREAD, _MOST_LEAVES, _SHARE_OF_ONE = 19.0, 9.6, 52, 0.55
+
+# A label is a number with a space behind it. Words may be numbers, too, and have spaces that do not break.
+_LABEL = re.compile(r"\(\d+[ \t]")
+_PIECE = re.compile(r"(?P<word>\(\d+[ \t]+[^() \t]+[ \t]*\))|(?P<begin>\(\d+[ \t]+(?=\())|(?P<end>\))|[ \t]+")
 
 
 @dataclass(frozen=True)
@@ -157,6 +164,8 @@ def read_parallel_text(source: Path, target: Path) -> SentencePairs:
 def read_trees(path: Path) -> list[TreeShape]:
     """Binary trees, a line each: `((w,w),w)`, or the TreeBank's own `(3 (2 It) (4 (2 's) (3 good)))`.
 
+    A line has labels if it begins with a parenthesis, a number and a space.
+
     Raises:
       TraceError: a line is no binary tree.
     """
@@ -181,12 +190,12 @@ def complete_tree(num_leaves: int) -> TreeShape:
 def _tree(path: Path, number: int, line: str) -> TreeShape:
     """Without recursion, since parses may be deep. A node is a leaf's number, or -1 minus an inner one's."""
     open_nodes: list[list[int]] = [[]]
-    num_leaves, children, before = 0, [], ""
-    has_labels = line[:1] == "(" and line[1:2].isdecimal()  # a node's first word, then
-    for token in line.replace("(", " ( ").replace(")", " ) ").replace(",", " ").split():
-        if token == "(":
+    num_leaves, children = 0, []
+    pieces = _labelled if _LABEL.match(line) else _unlabelled
+    for piece in pieces(path, number, line):
+        if piece == "(":
             open_nodes.append([])
-        elif token == ")":
+        elif piece == ")":
             found = open_nodes.pop()
             if len(found) == 2:
                 children.append(found)
@@ -194,14 +203,37 @@ def _tree(path: Path, number: int, line: str) -> TreeShape:
             if len(found) != 1 or not open_nodes:
                 raise TraceError(path, number, f"a node has {len(found)} children, but must have two")
             open_nodes[-1].append(found[0])
-        elif not has_labels or before != "(":
+        else:
             open_nodes[-1].append(num_leaves)
             num_leaves += 1
-        before = token
     if len(open_nodes) != 1 or len(open_nodes[0]) != 1:
         raise TraceError(path, number, "it is not one tree")
     ids = np.array(children, np.int64).reshape(-1, 2)
     return TreeShape(num_leaves, np.where(ids < 0, num_leaves - 1 - ids, ids))
+
+
+def _unlabelled(path: Path, number: int, line: str) -> Iterator[str]:
+    """Parentheses and words of `((w,w),w)`."""
+    before = ","
+    for piece in re.findall(r"[(),]|[^(),\s]+", line):
+        if (piece in (",", ")")) == (before in ("(", ",")):
+            raise TraceError(path, number, f"{piece!r} follows {before!r}, but a comma separates two nodes")
+        if piece != ",":
+            yield piece
+        before = piece
+
+
+def _labelled(path: Path, number: int, line: str) -> Iterator[str]:
+    """Parentheses of inner nodes, and words, of the TreeBank's form. A word may have commas in it."""
+    place = 0
+    while place < len(line):
+        piece = _PIECE.match(line, place)
+        if piece is None:
+            rest = reprlib.repr(line[place:])
+            raise TraceError(path, number, f"{rest} is neither '(label word)' nor '(label (...) (...))'")
+        place = piece.end()
+        if piece.lastgroup is not None:
+            yield {"word": "a word", "begin": "(", "end": ")"}[piece.lastgroup]
 
 
 def _open(path: Path) -> IO[str]:

@@ -62,10 +62,29 @@ def serve(
     arrival_s: np.ndarray,
     beginnings: Beginnings,
 ) -> Served:
-    """To the end of the last request; `beginnings` is what the engine was given to observe it."""
-    num, first = len(requests), engine.stats()["num_submitted"]
+    """To the end of the last request; `beginnings` is what the engine was given to observe it.
+
+    Raises:
+      LaunchFailedError: a request failed.
+    """
     gc.collect()
     gc.freeze()  # requests of a whole run would be looked at again and again, which a server has not got
+    try:
+        end_s = _serve(engine, requests, arrival_s, beginnings)
+    finally:
+        begin_s = beginnings.stop()
+        gc.unfreeze()
+    return Served(arrival_s, begin_s, end_s)
+
+
+def _serve(
+    engine: CellularEngine,
+    requests: Sequence[Any],
+    arrival_s: np.ndarray,
+    beginnings: Beginnings,
+) -> np.ndarray:
+    """When each of them had ended."""
+    num, first = len(requests), engine.stats()["num_submitted"]
     end_s = np.full(num, np.nan)
     num_sent = num_ended = 0
     zero_s = time.perf_counter()
@@ -75,6 +94,9 @@ def serve(
         """When these ended; returns how many they are."""
         if ended:
             end_s[[handle.serial - first for handle in ended]] = time.perf_counter() - zero_s
+        for handle in ended:
+            if handle.error is not None:  # no answer, however soon it came
+                raise handle.error
         return len(ended)
 
     while num_ended < num:
@@ -86,5 +108,4 @@ def serve(
             num_sent = most
             num_ended += note(engine.step())  # devices do not wait for all that is due
         num_ended += note(engine.step())
-    gc.unfreeze()
-    return Served(arrival_s, beginnings.stop(), end_s)
+    return end_s

@@ -99,11 +99,21 @@ class WholeSentences:
         Raises:
           ConfigError: a sentence is longer than `LENGTHS` go.
         """
-        num = len(sentences)
         lengths = np.array([len(one) for one in sentences])
         _check(lengths)
         gc.collect()
         gc.freeze()
+        try:
+            begin_s, end_s = self._serve(sentences, lengths, arrival_s, width)
+        finally:
+            gc.unfreeze()
+        return Served(arrival_s, begin_s, end_s)
+
+    def _serve(
+        self, sentences: Sequence[np.ndarray], lengths: np.ndarray, arrival_s: np.ndarray, width: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """When each of them began and had ended."""
+        num = len(sentences)
         buckets: dict[int, deque[int]] = {}
         begin_s, end_s = np.full(num, np.nan), np.full(num, np.nan)
         flying: deque[_Batch] = deque()
@@ -127,8 +137,7 @@ class WholeSentences:
                 np.asarray(batch.result)
                 end_s[batch.places] = time.perf_counter() - zero_s
                 num_ended += len(batch.places)
-        gc.unfreeze()
-        return Served(arrival_s, begin_s, end_s)
+        return begin_s, end_s
 
     def _launch(self, sentences: Sequence[np.ndarray]) -> jax.Array:
         lengths = [len(one) for one in sentences]

@@ -97,8 +97,10 @@ def serve(
     with RebatchingEngine(runner, config, observe=seen.observe) as engine:
         gc.collect()
         gc.freeze()  # models and programs stay: no need to look at them again and again
-        first_s, end_s = _run(engine, seen, load, prompts)
-        gc.unfreeze()
+        try:
+            first_s, end_s = _run(engine, seen, load, prompts)
+        finally:
+            gc.unfreeze()
         stats = engine.stats()
     if stats["max_kv_bytes"] > config.kv_bytes:
         raise PensieveError(f"{stats['max_kv_bytes']:,} bytes of KV state exceed {config.kv_bytes:,}.")

@@ -48,6 +48,7 @@ class Scenario:
             release=str(choose(["completion", "submission"])) if num_workers == 1 else "completion",
             tie_break=choose([None, "priority", "alternate"]),
             launches_in_flight=int(choose([1, 2, 3])),
+            max_skips=(None, 1, 3)[seed % 3],
         )
         batches = {name: int(choose([1, 2, 3, 4, 7, 16])) for name in NAMES}
         self.types = CellTypes(make_cells(batches))

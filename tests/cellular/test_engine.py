@@ -250,3 +250,17 @@ def test_a_launch_that_fails(gru, deletes):
         again = engine.run([[1, 2, 3]])[0]
         np.testing.assert_allclose(again.states[0]["h"], by_loop(gru, [1, 2, 3]), atol=2e-5)
         assert engine.stats()["num_rows_promised"] == 0
+
+
+def test_answers_come_with_the_error_of_one_request(gru):
+    """What the others became is not lost."""
+    config = CellularConfig(num_rows=16, max_num_tasks=1, launches_in_flight=1)
+    cell = Cell(gru, "gru", max_batch=1, batch_sizes=(1,))
+    with CellularEngine([cell], unfold_with(gru), config, progress=False) as engine:
+        (worker,) = engine.workers
+        worker.executables = {key: Broken(one, deletes=False) for key, one in worker.executables.items()}
+        with pytest.raises(LaunchFailedError, match="planted") as caught:
+            engine.run([[1, 2, 3], [4, 5], [8, 9]])
+        assert caught.value.outputs is not None
+        assert [one is None for one in caught.value.outputs] == [True, False, False]
+        np.testing.assert_allclose(caught.value.outputs[2].states[0]["h"], by_loop(gru, [8, 9]), atol=2e-5)

@@ -21,9 +21,9 @@ LEAST = {  # of a thousand
     "moved": 15_000,
 }
 
-# Tried first: three short lives that between them catch every planted bug. Which ones do changes with the
+# Tried first: four short lives that between them catch every planted bug. Which ones do changes with the
 # generator and the engine; for a bug that none of them catches any more, all seeds follow.
-SHORT_SEEDS = (30, 119, 118)
+SHORT_SEEDS = (30, 119, 118, 7)
 
 
 @pytest.mark.parametrize(
@@ -46,9 +46,11 @@ def test_planted_bug_is_caught(name, monkeypatch):
     for seed in (*SHORT_SEEDS, *range(140)):
         try:
             run_scenario(seed)
-        except (AssertionError, ValueError, LookupError, AttributeError) as error:
+        except AssertionError as error:
             print(f"caught by run_scenario({seed}): {error}")
             return
+        except (ValueError, LookupError):
+            continue  # an accident: nobody saw what was wrong
     pytest.fail(f"all passed with this bug: {name}")
 
 

@@ -73,3 +73,26 @@ def test_a_decoder_that_follows_without_a_word():
         served = simulate(types, unfold, config, times, [2, 2, 4, 4], arrivals)
         begun[release] = served.end_s[:2].tolist()
     assert begun == {"completion": [7.0, 7.0], "submission": [3.0, 3.0]}
+
+
+@pytest.mark.parametrize("tie_break", ["alternate", "priority"])
+@pytest.mark.parametrize("priority", [0, 9])
+@pytest.mark.parametrize(("max_skips", "least_s", "most_s"), [(None, 200, 1000), (4, 25, 40), (1, 5, 20)])
+def test_a_type_that_is_never_full_waits_no_longer_than_it_is_told(
+    tie_break, priority, max_skips, least_s, most_s
+):
+    """Whatever its priority: line 5 of Algorithm 1 looks at full batches first, which two others have."""
+    module = {"busy": Step(), "also": Step(), "rare": Step()}
+    ranks = {"busy": 2, "also": 1, "rare": priority}
+    types = CellTypes([Cell(one, name, 4, priority=ranks[name]) for name, one in module.items()])
+
+    def unfold(request, graph):
+        name, num = request
+        graph.returns(graph.chain(module[name], [0] * num)[-1])
+
+    requests = [("busy", 5), ("also", 5)] * 200 + [("rare", 1)]
+    times = CellTimes({name: {4: 1.0} for name in module})
+    config = CellularConfig(num_rows=401, tie_break=tie_break, max_skips=max_skips, launches_in_flight=1)
+    arrivals = np.array([0.0] * 400 + [0.5])
+    served = simulate(types, unfold, config, times, requests, arrivals)
+    assert least_s < served.end_s[-1] - arrivals[-1] < most_s

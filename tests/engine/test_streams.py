@@ -8,6 +8,7 @@ import pytest
 
 from pensieve_jax import Stream
 from pensieve_jax.core.errors import StepFailedError
+from pensieve_jax.stream import run_all
 from pensieve_jax.text import byte_tokenizer
 from tests.engine.harness import Harness
 from tests.engine.oracles import spec_of
@@ -114,6 +115,25 @@ def test_a_failed_stream_raises_what_its_turn_failed_with():
         list(deltas)
     deltas.close()
     assert harness.engine.conversations.listing() == []
+
+
+def test_turns_that_ended_come_with_the_error_of_one_that_did_not():
+    harness = text_harness()
+    facts = [harness.facts(harness.prompt(6, num), str(num), max_tokens=num) for num in (9, 2)]
+    step, num_steps = harness.engine.step, 0
+
+    def fail_later():
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 6:
+            harness.runner.faults["fetch"] = lambda: StepFailedError("the device failed")
+        return step()
+
+    harness.engine.step = fail_later
+    with pytest.raises(StepFailedError, match="the device failed") as caught:
+        run_all(harness.engine, [spec_of(one, str(one.params.max_tokens)) for one in facts], progress=False)
+    lost, kept = caught.value.outputs
+    assert lost is None and kept.token_ids == harness.expected(facts[1])
 
 
 def test_logprobs_come_with_the_tokens():

@@ -8,6 +8,7 @@ those that nobody holds. `tests.engine.fake_runner.dense_continuation` computes 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,12 +88,19 @@ class FakeRunner:
       shape, ring: the ring, u64[NUM_LAYERS, batch, length].
       rows: beside it.
       fails: what goes wrong next: "launch" or "fetch", or "" for nothing.
+      offender: serial of a query whose prompt cannot be computed; -1: of nobody.
+      offends: where that is seen, "launch" or "fetch".
+      failures: by serial, failed launches that a query was in since it last got a token of a step.
+      num_failed_resizes: failed launches that everybody was in.
       leaves: whether copies to host memory are done when somebody asks.
     """
 
     def __init__(self, layout: WordsLayout, num_top: int = 8) -> None:
         self._layout, self._num_top = layout, num_top
         self.fails = ""
+        self.offender, self.offends = -1, "launch"
+        self.failures: Counter[int] = Counter()
+        self.num_failed_resizes = 0
         self.leaves = True
         self.reset(())
         self.rows: dict[int, FakeRow] = {}
@@ -114,14 +122,34 @@ class FakeRunner:
         return row is not None and row.where == "host"
 
     def launch(self, launch: Launch) -> Any:
-        if self.fails == "launch" and not isinstance(launch, Drop):  # which touches nothing on a device
-            raise StepFailedError("a launch failed")
-        return getattr(self, f"_{type(launch).__name__.lower()}")(launch)
+        if not isinstance(launch, Drop):  # which touches nothing on a device
+            self._fail_if(launch, "launch")
+        result = getattr(self, f"_{type(launch).__name__.lower()}")(launch)
+        return None if result is None else (launch, result)
 
-    def fetch(self, handle: StepResult) -> StepResult:
-        if self.fails == "fetch":
-            raise StepFailedError("a step failed")
-        return handle
+    def fetch(self, handle: tuple[Prefill | Shape | Decode, StepResult]) -> StepResult:
+        launch, result = handle
+        self._fail_if(launch, "fetch")
+        if not isinstance(launch, Prefill):
+            for query, _ in launch.samples:
+                self.failures.pop(query.serial, None)
+        return result
+
+    def _fail_if(self, launch: Launch, where: str) -> None:
+        """Raise if this is to fail there, and note for whom."""
+        is_bad = self.offends == where and (
+            (isinstance(launch, Prefill) and self.offender in launch.serials)
+            or (isinstance(launch, Shape) and self.offender == launch.serial)
+        )
+        if self.fails != where and not is_bad:
+            return
+        if isinstance(launch, Resize):
+            self.num_failed_resizes += 1
+        elif isinstance(launch, Prefill | Shape | Decode):
+            self.failures.update(query.serial for query, _ in launch.samples)
+        else:
+            self.failures[launch.serial] += 1
+        raise StepFailedError(f"a {where} failed")
 
     def poison(self, held: dict[int, np.ndarray]) -> None:
         """Let every place hold poison but those of rows that are held."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pensieve_jax.rebatching import fitting, launches, line, prefilling, query, ring, scheduler, shelf
+from pensieve_jax.rebatching import fitting, launches, line, loop, prefilling, query, ring, scheduler, shelf
 from pensieve_jax.rebatching.query import Place
 from tests.rebatching import fake_runner
 
@@ -174,3 +174,11 @@ def who_ended_keeps_its_row(patch: Patch) -> None:
             remove(self, who)
 
     patch.setattr(scheduler.Scheduler, "remove", keep)
+
+
+@mutation
+def all_that_is_lost_is_to_blame(patch: Patch) -> None:
+    held = lambda self: {one for _, one in self.scheduler.ring.held}  # noqa: E731
+    patch.setattr(
+        loop.RebatchingLoop, "_in", lambda self, failed, scheduled: held(self) | loop._sampled_by(scheduled)
+    )

@@ -152,8 +152,14 @@ class Scenario:
             self.totals["cancelled"] += 1
 
     def _fail(self) -> None:
-        if self._fails and self.rng.random() < 0.3:
-            self.runner.fails = str(self.rng.choice(["launch", "fetch"]))
+        """The next launch, or from now on whatever computes the prompt of the next query."""
+        if not self._fails:
+            return
+        draw, where = self.rng.random(), str(self.rng.choice(["launch", "fetch"]))
+        if draw < 0.3:
+            self.runner.fails = where
+        elif draw < 0.5 and self.runner.offender not in self.loop.queries:
+            self.runner.offender, self.runner.offends = self._num_queries, where
 
     def _linger(self) -> None:
         self.runner.leaves = not self.runner.leaves
@@ -165,6 +171,9 @@ class Scenario:
             if query.error is not None:
                 assert isinstance(query.error, StepFailedError)
                 self.totals["failed"] += 1
+                self.totals["offenders"] += query.serial == self.runner.offender
+                num_in = self.runner.failures[query.serial] + self.runner.num_failed_resizes
+                assert num_in >= 2, f"query {query.serial} failed with what it had no part in"
                 self._check_tokens(query, ending_ids, whole=False)
                 continue
             output = query.result()

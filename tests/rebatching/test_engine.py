@@ -20,10 +20,11 @@ from pensieve_jax import (
     SamplingParams,
     TokenizerMissingError,
 )
-from pensieve_jax.core.errors import PensieveError
+from pensieve_jax.core.errors import PensieveError, StepFailedError
 from pensieve_jax.rebatching import PaddedLLM, RebatchingConfig
 from pensieve_jax.rebatching.device.runner import DeviceRunner
 from pensieve_jax.rebatching.integrity import check_integrity
+from pensieve_jax.rebatching.launches import Prefill
 from tests.interruption import Interruption
 from tests.seeds import enough, new_seed
 
@@ -93,6 +94,25 @@ def test_bad_queries_are_named_and_harm_nobody(llm, error, field, call):
         llm.engine.step()
     assert before.result().token_ids == llm.generate([[4, 4]], GREEDY)[0].token_ids
     assert not llm.engine.has_unfinished
+
+
+def test_answers_come_with_the_error_of_one_query(llm, monkeypatch):
+    """What the others became is not lost."""
+    runner = llm.engine._runner
+    launch = runner.launch
+
+    def fail(one: object) -> object:
+        if isinstance(one, Prefill) and one.samples[0][0].prompt_token_ids == [7, 7]:
+            raise StepFailedError("planted")
+        return launch(one)
+
+    monkeypatch.setattr(runner, "launch", fail)
+    with pytest.raises(StepFailedError, match="planted") as caught:
+        llm.generate([[5, 6, 7], [7, 7], [9] * 40], GREEDY)
+    first, second, third = caught.value.outputs
+    assert second is None
+    expected = llm.generate([[5, 6, 7], [9] * 40], GREEDY)
+    assert [one.token_ids for one in (first, third)] == [one.token_ids for one in expected]
 
 
 def test_the_longest_query_ends_by_length(llm):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from pensieve_jax import (
     SchedulerConfig,
     StepFailedError,
 )
+from pensieve_jax.rebatching.launches import Prefill
 from pensieve_jax.rebatching.query import Place, Query
 from tests.rebatching.real_models import LENGTHS, MORE_LENGTHS, Bench, judge, random_params
 from tests.seeds import enough
@@ -135,7 +137,7 @@ def test_a_row_comes_back_as_it_was(insertion):
 
 @pytest.mark.parametrize("where", ["launch", "fetch"])
 def test_a_failed_step_is_computed_again(where, monkeypatch):
-    """Once; queries that fail twice say so, and others go on."""
+    """Once; a query that fails twice says so, and others go on."""
     bench = Bench("llama-tiny", "embed")
     params = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=0)
     queries = bench.engine.submit_many([[7] * 5, [8] * 9, [9] * 40], [params] * 3, [0] * 3)
@@ -151,15 +153,35 @@ def test_a_failed_step_is_computed_again(where, monkeypatch):
     bench.run()
     for query in queries:
         assert judge("llama-tiny", query) and query.result().usage.resume_recomputed_tokens
+    others = bench.engine.submit_many([[7] * 5, [8] * 9], [params] * 2, [0] * 2)
+    for _ in range(6):
+        bench.step()
     doomed = bench.engine.submit([5, 5], params)
-    bench.step()
+    others.append(bench.engine.submit([5, 6], params))  # whose prompts are computed together, one time
+    begun: list[object] = []  # launches of its prompt
+    launch, fetch = bench.runner.launch, bench.runner.fetch
+
+    def launch_others(one: object) -> object:
+        is_doomed = isinstance(one, Prefill) and doomed.serial in one.serials
+        if is_doomed and where == "launch":
+            fail()
+        handle = launch(one)  # type: ignore[arg-type]
+        begun.extend([handle] if is_doomed else [])
+        return handle
+
+    def fetch_others(handle: Any) -> object:
+        if where == "fetch" and any(handle is one for one in begun):
+            fail()
+        return fetch(handle)
+
     with monkeypatch.context() as patch:
-        patch.setattr(bench.runner, where, fail)
-        while not doomed.done:
-            bench.step()
+        patch.setattr(bench.runner, "launch", launch_others)
+        patch.setattr(bench.runner, "fetch", fetch_others)
+        bench.run()
     with pytest.raises(StepFailedError, match="planted"):
         doomed.result()
-    assert not bench.engine.has_unfinished
+    for query in others:
+        assert judge("llama-tiny", query) and len(query.result().token_ids) == 20
     after = bench.engine.submit([5, 5], params)
     bench.run()
     assert judge("llama-tiny", after)

@@ -17,6 +17,7 @@ LEAST = {  # of a thousand
     "ended early": 1_500,
     "cancelled": 2_000,
     "failed": 250,
+    "offenders": 200,
     "came back": 500,
     "idle_late": 2_000,
     "num_shaped_steps": 2_000,
@@ -53,7 +54,7 @@ def test_planted_bug_is_caught(name, monkeypatch):
     for seed in (*SHORT_SEEDS, *range(60), *range(270, 600)):
         try:
             run_scenario(seed)
-        except (AssertionError, ValueError, LookupError) as error:
+        except AssertionError as error:  # another error would say that the bug is none of a policy
             print(f"caught by run_scenario({seed}): {error!r}"[:200])
             return
     pytest.fail(f"all passed with this bug: {name}")

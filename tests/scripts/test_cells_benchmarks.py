@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import json
 
+import jax
 import numpy as np
 import pytest
 
 from model_defs.recurrent import LSTM
 from pensieve_jax import ConfigError
+from pensieve_jax.cellular import CellularConfig, CellularEngine, LaunchFailedError
 from tests.launching import load
 from tests.models.recurrent.plain import plain
 
@@ -144,6 +147,43 @@ def test_whole_sentences_are_what_a_loop_computes(monkeypatch):
         whole.run([np.zeros(13, np.int32)])
     with pytest.raises(ConfigError, match="the longest sentence is 13, but must be at most 12 words"):
         whole.serve([np.zeros(13, np.int32)], np.zeros(1), width=10)
+
+
+def _broken(*_):
+    raise jax.errors.JaxRuntimeError("INTERNAL: planted")
+
+
+@pytest.fixture
+def thaws(monkeypatch):
+    """One for every call; see `conftest`."""
+    found = []
+    monkeypatch.setattr(gc, "unfreeze", lambda: found.append(None))
+    return found
+
+
+def test_a_request_that_fails_is_no_answer(thaws):
+    """It ends the benchmark, whose process is as it was."""
+    real_time, model = load("cells.real_time"), LSTM.random(hidden_size=4, vocab_size=9, seed=0)
+    beginnings, config = real_time.Beginnings(), CellularConfig(num_rows=16, max_num_tasks=1)
+    with CellularEngine(
+        model.cells(max_batch=2), model.unfold, config, observe=beginnings.observe, progress=False
+    ) as engine:
+        (worker,) = engine.workers
+        worker.executables = dict.fromkeys(worker.executables, _broken)
+        requests = [model.request([1, 2, 3])] * 4
+        with pytest.raises(LaunchFailedError, match="planted"):
+            real_time.serve(engine, requests, np.zeros(4), beginnings)
+    assert len(thaws) == 1
+
+
+def test_whole_sentences_that_fail_leave_the_process_as_it_was(monkeypatch, thaws):
+    module = load("cells.whole_sentences")
+    monkeypatch.setattr(module, "LENGTHS", (4,))
+    whole = module.WholeSentences(LSTM.random(hidden_size=4, vocab_size=9, seed=0), (2,), shown=False)
+    monkeypatch.setattr(whole, "_launch", _broken)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="planted"):
+        whole.serve([np.ones(3, np.int32)], np.zeros(1), width=1)
+    assert len(thaws) == 1
 
 
 def test_most_is_what_was_answered_at_any_load(monkeypatch):

@@ -96,6 +96,22 @@ def test_turns_sent_before_a_death_is_seen_are_sent_again():
     assert fleet.num_resent == 1 and answer.turn.arrival_s == 1.5 and answer.first_token_s > 2.0
 
 
+@pytest.mark.parametrize("then", ["join", "leave", "death"])
+def test_a_replica_that_died_may_change_before_its_death_is_seen(then):
+    """It begins anew under its name, leaves, or dies as it begins: all that it had is sent again, once."""
+    sessions = make_sessions(5, num_sessions=40, gap_s=0.1)
+    changes = [Change(1.0, "death", "r1"), Change(1.5, then, "r1")]
+    fronts = Fronts(detection_s=1.0)
+    fleet = Fleet(outline, ConsistentHash, NAMES, changes=changes, fronts=fronts)
+    answers, client = answered(fleet, sessions)
+    assert fleet.num_resent
+    alone, refused = answered(Fleet(outline, ConsistentHash, NAMES), sessions)
+    assert len(answers) == len(alone) and client.num_refused == refused.num_refused
+    assert ("r1" in fleet.loads()) == (then == "join")
+    served = {fleet.name_of(one.replica) for one in answers if one.end_s > 2.0}
+    assert ("r1" in served) == (then == "join")
+
+
 def test_who_leaves_answers_what_it_has_and_gets_nothing_new():
     one = [session("a", (20, 200), (10, 10), think_s=0.5)]
     first = answered(Fleet(outline, ConsistentHash, NAMES), one)[0][0]

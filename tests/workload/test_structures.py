@@ -74,7 +74,48 @@ def test_trees(tmp_path):
     assert labelled.num_leaves == 3 and labelled.children.tolist() == [[1, 2], [0, 3]]
 
 
-@pytest.mark.parametrize("line", ["(w,w,w)", "((w,w)", "w,w", "(w,w))", "()"])
+@pytest.mark.parametrize(
+    ("line", "num_leaves", "children"),
+    [
+        ("(5,9)", 2, [[0, 1]]),
+        ("((5,9),2)", 3, [[0, 1], [3, 2]]),
+        ("(5, (9, 2))", 3, [[1, 2], [0, 3]]),
+        ("(2nd,w)", 2, [[0, 1]]),
+        ("5", 1, []),
+        ("(3 good)", 1, []),
+        ("(3 (2 5) (2 9))", 2, [[0, 1]]),
+        ("(3 (2 about) (2 10,000))", 2, [[0, 1]]),
+        ("(3 (2 2\u00a01/2) (2 stars))", 2, [[0, 1]]),
+        ("(3 (2 (2 Yes) (2 ,)) (3 (2 really) (3 good)))", 4, [[0, 1], [2, 3], [4, 5]]),
+    ],
+)
+def test_words_and_labels_are_told_apart_by_what_is_between(tmp_path, line, num_leaves, children):
+    """A label is a number and a space; commas separate what has none, and are words of what has."""
+    path = tmp_path / "trees.txt"
+    path.write_text(f"{line}\n", encoding="utf-8")
+    (tree,) = read_trees(path)
+    assert (tree.num_leaves, tree.children.tolist()) == (num_leaves, children)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "(w,w,w)",
+        "((w,w)",
+        "w,w",
+        "(w,w))",
+        "()",
+        "(w,)",
+        "(ROOT (NN w))",
+        "(3 2 w)",
+        "(3 w (2 w))",
+        "(3 (2 w) (w))",
+        "(3 (2 w) (w w))",
+        "(2 ())",
+        "(3 w) (3 w)",
+        "(3 (2 w) (2 w)",
+    ],
+)
 def test_what_is_no_binary_tree(tmp_path, line):
     path = tmp_path / "trees.txt"
     path.write_text(f"(w,w)\n{line}\n")

@@ -1,0 +1,148 @@
+"""Who fails when a step does, on a device without a model."""
+
+from __future__ import annotations
+
+import pytest
+
+from pensieve_jax.core.errors import StepFailedError
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.rebatching.config import RebatchingConfig
+from pensieve_jax.rebatching.integrity import check_integrity
+from pensieve_jax.rebatching.lattice import Lattice
+from pensieve_jax.rebatching.launches import Insert, Resize
+from pensieve_jax.rebatching.loop import RebatchingLoop
+from pensieve_jax.rebatching.query import Query
+from tests.rebatching.fake_runner import FakeRunner
+
+TOKEN_BYTES = 10
+
+
+class Small:
+    """A loop on a fake device, with rows of up to 96 columns."""
+
+    def __init__(self, insertion: str = "embed", **changes: object) -> None:
+        options: dict[str, object] = {
+            "max_batch": 4,
+            "kv_bytes": TOKEN_BYTES * 96 * 9,
+            "lengths": (32, 64, 96),
+            "insertion": insertion,
+            "prefill_batch": 1,
+        }
+        self.config = RebatchingConfig(**(options | changes))  # type: ignore[arg-type]
+        self.lattice = Lattice(self.config, TOKEN_BYTES, 10**6)
+        layout = RebatchingLoop(self.config, self.lattice, None).scheduler.layout  # type: ignore[arg-type]
+        self.runner = FakeRunner(layout)
+        self.loop = RebatchingLoop(self.config, self.lattice, self.runner)
+        self._num_queries = 0
+
+    def submit(self, num: int, max_tokens: int = 40) -> list[Query]:
+        first, self._num_queries = self._num_queries, self._num_queries + num
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        queries = [
+            Query(
+                first + index,
+                [1] * 5,
+                params,
+                seed=0,
+                priority=0,
+                ending_ids=(),
+                max_context_tokens=self.lattice.max_context_tokens,
+                tokenizer=None,
+            )
+            for index in range(num)
+        ]
+        for query in queries:
+            self.loop.submit(query)
+        return queries
+
+    def step(self) -> None:
+        self.loop.step()
+        check_integrity(self.loop, self.config, self.lattice)
+
+    def run(self, most: int = 600) -> None:
+        for _ in range(most):
+            if not self.loop.queries:
+                return
+            self.step()
+        pytest.fail(f"{len(self.loop.queries)} queries have not ended in {most} steps")
+
+
+@pytest.mark.parametrize("insertion", ["embed", "shape"])
+@pytest.mark.parametrize("where", ["launch", "fetch"])
+@pytest.mark.parametrize("num_before", [0, 3])
+def test_one_query_that_always_fails_fails_alone(insertion, where, num_before):
+    """Whoever was there before it, and whoever comes with it.
+
+    A shaped step has others in it: who shares two with it, and no other step in between, fails with it.
+    """
+    small = Small(insertion)
+    others = small.submit(num_before)
+    for _ in range(20):
+        small.step()
+    (offender,) = small.submit(1)
+    others += small.submit(3)
+    small.runner.offender, small.runner.offends = offender.serial, where
+    small.run()
+    with pytest.raises(StepFailedError, match=where):
+        offender.result()
+    shared = {serial for serial, num in small.runner.failures.items() if num > 1} - {offender.serial}
+    assert not shared or (insertion == "shape" and len(shared) == 1)
+    for query in others:
+        if query.serial not in shared:
+            assert len(query.result().token_ids) == 40
+
+
+@pytest.mark.parametrize("where", ["launch", "fetch"])
+@pytest.mark.parametrize("changes", [{}, {"insertion": "none", "prefill": "together"}], ids=str)
+def test_prompts_that_failed_together_are_computed_alone(where, changes):
+    """So that it shows whose fault it was."""
+    small = Small(prefill_batch=4, **changes)
+    queries = small.submit(4)
+    small.runner.offender, small.runner.offends = 2, where
+    small.run()
+    assert [query.error is None for query in queries] == [True, True, False, True]
+    assert small.loop.metrics.num_failed_steps == 2
+
+
+@pytest.mark.parametrize("where", ["launch", "fetch"])
+def test_failures_long_ago_do_not_count(where):
+    """One in every life of a few tokens."""
+    small = Small()
+    queries = small.submit(3, max_tokens=60)
+    for _ in range(6):
+        for _ in range(6):
+            small.step()
+        small.runner.fails = where
+        small.step()
+    small.run()
+    assert small.loop.metrics.num_failed_steps == 6
+    assert [len(query.result().token_ids) for query in queries] == [60] * 3
+
+
+@pytest.mark.parametrize("kind", [Resize, Insert])
+def test_a_launch_that_always_fails_ends(kind, monkeypatch):
+    """What samples nothing is of those whose rows it concerns; nobody is computed again for ever."""
+    small = Small()
+    launch = small.runner.launch
+
+    def fail(one: object) -> object:
+        if isinstance(one, kind):
+            raise StepFailedError("planted")
+        return launch(one)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(small.runner, "launch", fail)
+    queries = [*small.submit(3), *small.submit(2, max_tokens=1)]
+    small.run()
+    for query in queries[:3]:
+        with pytest.raises(StepFailedError, match="planted"):
+            query.result()
+
+
+def test_a_query_counts_as_prefilled_when_it_is():
+    small = Small()
+    waiting, running = *small.submit(1), *small.submit(1)
+    small.loop.cancel(waiting)
+    assert waiting.result().usage.prefilled_tokens == 0
+    small.step()
+    small.loop.cancel(running)
+    assert running.result().usage.prefilled_tokens == 5
