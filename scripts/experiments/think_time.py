@@ -1,4 +1,4 @@
-"""Users who think for longer: the paper's Figure 15, and in its first half the thesis' Figure 3.16.
+"""Users who think for longer: the paper's Figure 15, and in its first half the thesis's Figure 3.16.
 
 Owns: think times and loads of that experiment.
 Does not know: how curves are read at a level (`levels`).
