@@ -23,8 +23,8 @@ _WARM_UP_S, _SMALL_WARM_UP_S = 2400.0, 60.0  # as of Figure 15's longest think t
 # Loads of Figures 10b and 15 on both sides of the level, by system and mean think time.
 _RATES_PER_S = (
     (BOTH_TIERS, 60, (1.5, 1.8)),
-    (NO_STATE, 60, (0.45, 0.6, 0.75)),
-    (NO_STATE, 120, (0.45, 0.6, 0.75)),
+    (NO_STATE, 60, (0.45, 0.6, 0.75, 0.9)),
+    (NO_STATE, 120, (0.45, 0.6, 0.75, 0.9)),
 )
 _SMALL_RATES_PER_S = ((BOTH_TIERS, 20, (0.2, 0.8)), (NO_STATE, 20, (0.2, 0.8)))
 _CUT_AT = 2.5  # times the level, as in Figure 10
