@@ -213,7 +213,7 @@ def _chains() -> list[Line]:
 
 def _widths() -> list[Line]:
     widths = [f"width {width}" for width in (1, 10, 40)]
-    lines = []
+    lines: list[Line] = []
     for panel, order in enumerate(("in turn", "oldest first")):
         sweep = Sweep("cells2.8", panel)
         first = min(sweep.p90_ms(widths[0]))

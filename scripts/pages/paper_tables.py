@@ -231,7 +231,7 @@ def unified_latencies() -> str:
 def long_warm_up() -> str:
     """The level of Figure 10b, read after its warm-up and after a long one, by the seeds of the latter."""
     long, usual = document("fig10b-long"), document("fig10b")
-    seeds = [str(seed) for seed in long["seeds"]]
+    seeds: list[Any] = [str(seed) for seed in long["seeds"]]
     after = f"{long['warm_up_s']:,.0f} s"
     rows = [("240 s, Figure 10b", usual["at_level"], {_place(one, "x"): one for one in usual["points"]})]
     for think_s, name in ((60, after), (120, f"{after}, users who think for 120 s")):
