@@ -48,6 +48,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "retention-over": paper_eviction.retention_over,
     "against-lru": paper_eviction.against_lru,
     "think-times": paper_tables.think_times,
+    "long-warm-up": paper_tables.long_warm_up,
     "many-turns": lambda: paper_tables.throughputs({"thesis3.15": ("3.15a", "3.15b")}),
     "conversations": paper_eviction.conversations,
     **trace_tables.TABLES,

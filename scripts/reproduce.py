@@ -4,16 +4,16 @@
     python scripts/reproduce.py --experiment=traces --traces=mooncake:conversation_trace.jsonl
 
 Experiments: fig3 and fig4 (single steps), fig10a to fig10d, fig11, fig13 and thesis3.15 (latency over
-throughput), fig11-measured and fig12 (open loops, the kernel: from committed measurements), fig14 (eviction
-policies), fig15 (think times; the thesis's 3.16 too), thesis3.10 (the conversations themselves; 3.11 too),
-and traces and oracle, which compare eviction policies on recorded traces that you have, with each other and
-with one that knows the future. Scheduler, cache and policies are the engine's own under a virtual clock; a
-step and a copy take what the profile of `--device` says: `a100` is the paper's machine, from published
-figures of the hardware, `h200` goes back to measurements. Every point is simulated once for each of
-`--seeds`, `--num_processes` at a time, and kept in `--keep` if that is given; the same seeds give the same
-figures. `--small` is a version on little memory that takes seconds. A flag that changes nothing of an
-experiment, such as seeds where no workload is simulated, is refused. Tables come first, then one JSON
-document (see `--json`) as the last line.
+throughput), fig11-measured and fig12 (open loops, the kernel: from committed measurements), fig14
+(eviction policies), fig15 (think times; the thesis's 3.16 too), fig10b-long (10b after a longer warm-up),
+thesis3.10 (the conversations themselves; 3.11 too), and traces and oracle, which compare eviction
+policies on recorded traces that you have, with each other and with one that knows the future. Scheduler,
+cache and policies are the engine's own under a virtual clock; a step and a copy take what the profile of
+`--device` says: `a100` is the paper's machine, from published figures of the hardware, `h200` goes back
+to measurements. Every point is simulated once for each of `--seeds`, `--num_processes` at a time, and
+kept in `--keep` if that is given; the same seeds give the same figures. `--small` is a version on little
+memory that takes seconds. A flag that changes nothing of an experiment, such as seeds where no workload
+is simulated, is refused. Tables come first, then one JSON document (see `--json`) as the last line.
 
 Of BatchMaker, the thesis's chapter 2: cells2.3 (a step by batch size), cells2.5 (who is in which task),
 cells2.7, cells2.8 and cells2.11 (LSTM), cells2.9 (queueing), cells2.10 (lengths), cells2.13 (Seq2Seq on

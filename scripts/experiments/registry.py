@@ -10,6 +10,7 @@ from experiments.cells import CELLS
 from experiments.datasets import DATASETS
 from experiments.eviction import EVICTION
 from experiments.kernels import KERNELS
+from experiments.long_warm_up import LONG_WARM_UP
 from experiments.measured_loops import MEASURED_LOOPS
 from experiments.oracle import ORACLE
 from experiments.paper_sweeps import LOAD_EXPERIMENTS
@@ -21,7 +22,7 @@ EXPERIMENTS = {
     experiment.name: experiment
     for experiment in (
         *(TURNS, CHUNKS, *LOAD_EXPERIMENTS, MEASURED_LOOPS, KERNELS, EVICTION, THINK_TIME, DATASETS),
-        *(RECORDED_TRACES, ORACLE),
+        *(LONG_WARM_UP, RECORDED_TRACES, ORACLE),
         *CELLS,
         *BATON,
     )

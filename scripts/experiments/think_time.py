@@ -1,8 +1,8 @@
-"""Users who think for longer: the paper's Figure 15, and in its first half the thesis' Figure 3.16.
+"""Users who think for longer: the paper's Figure 15, and in its first half the thesis's Figure 3.16.
 
 Owns: think times and loads of that experiment.
 Does not know: how curves are read at a level (`levels`).
-Called by: the registry.
+Called by: the registry; `long_warm_up` takes its runs.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _CUT_AT = 2.5  # times the level, as in Figure 10
 def points(settings: Settings) -> list[Point]:
     """Systems by think time, over loads."""
     return [
-        _point(settings, system, think_s, rate, seed)
+        point_of(settings, system, think_s, rate, seed)
         for system in (BOTH_TIERS, NO_STATE)
         for think_s, rates in _rates(settings, system).items()
         for rate in rates
@@ -70,7 +70,8 @@ def _rates(settings: Settings, system: System) -> Mapping[int, Sequence[float]]:
     return (_RATES_PER_S if system == BOTH_TIERS else _STATELESS_RATES_PER_S)[settings.device]
 
 
-def _point(settings: Settings, system: System, think_s: float, rate: float, seed: int) -> Point:
+def point_of(settings: Settings, system: System, think_s: float, rate: float, seed: int) -> Point:
+    """A run of users who think for so long, at so many conversations a second."""
     device, small = settings.device, settings.small
     return Point(
         panel=_panel_name(rate),

@@ -1,6 +1,7 @@
 """The table of `docs/cells_figures.md` in virtual time: what the thesis says, and what came out.
 
-Owns: which claims are rows, and at which latency loads are compared.
+Owns: which claims are rows, what of them follows from times and lengths that went in, and at which latency
+loads are compared.
 Does not know: how a document was made, or how anything is scheduled.
 Called by: `scripts/refresh_pages.py`.
 
@@ -11,22 +12,29 @@ second, which is what it says of an overloaded rival: beyond that a queue grows 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from statistics import fmean
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 from cells.systems import BY_AGENDA, BY_DEPTH, CELLULAR, IDEAL, PADDING, PADDING_OLDEST
 from experiments.committed import committed_document
 
 from pages.paper_summary import claim
 from pages.paper_tables import markdown
+from pensieve_jax.cellular.times import thesis_v100
+from pensieve_jax.workload.structures import europarl_like, treebank_like
 
 _LEVEL_MS: Final = 500.0
 _KEEPS_UP: Final = 0.98  # of the load that arrives
-_COLUMNS: Final = ("figure", "of what", "the thesis", "ours", "seeds")
+_COLUMNS: Final = ("figure", "of what", "the thesis", "ours", "by construction", "seeds")
 _BOTH: Final = (PADDING, PADDING_OLDEST)
 _DIFFERENT, _SAME = "cellular, 512 and 256", "cellular, 256 and 256"
 
-type Line = tuple[str, str, str, str]
+_MANY: Final = 20_000  # lengths and trees, to know those that go in
+
+type Line = tuple[str, ...]
+"""Figure, of what, the thesis, ours; and what times and lengths give without a scheduler, where they do."""
 type Curve = list[tuple[float, float]]
 
 
@@ -114,10 +122,41 @@ def beside_the_thesis() -> str:
     for figure, make in _ROWS.items():
         try:
             num_seeds = len(_results(f"cells{figure}")["seeds"])
-            body += [(*line, str(num_seeds)) for line in make()]
+            body += [(*line[:4], line[4] if len(line) > 4 else "", str(num_seeds)) for line in make()]
         except FileNotFoundError:
-            body.append((figure, "no document yet", "", "", ""))
+            body.append((figure, "no document yet", "", "", "", ""))
     return markdown(_COLUMNS, body)
+
+
+class _Inputs:
+    """What goes into the simulation, and what follows from it if nobody waits, or if all tasks are full."""
+
+    def __init__(self) -> None:
+        """Times are the thesis's, lengths and trees those that requests are drawn from."""
+        self._times = thesis_v100()
+        pairs = [europarl_like(_MANY, seed=seed) for seed in range(3)]
+        self.words = fmean(float(one.target.mean()) for one in pairs)
+        self.source_words = fmean(float(one.source.mean()) for one in pairs)
+        self.long_words = [float(np.percentile(one.target, 90)) for one in pairs]
+        self.nodes = fmean(2 * tree.num_leaves - 1 for tree in treebank_like(_MANY, seed=0))
+
+    def step_s(self, batch_size: int, name: str = "lstm") -> float:
+        """A task of a cell."""
+        return self._times.task_of(name, batch_size)
+
+    def peak(self, batch_size: int, cells: float) -> float:
+        """Requests a second of so many cells each, in full tasks."""
+        return batch_size / self.step_s(batch_size) / cells
+
+    def pairs_peak(self, num_devices: int, encoders: int) -> float:
+        """Of sentences that are encoded so many at a time and decoded 256 at a time."""
+        encode_s = self.source_words * self.step_s(encoders, "encoder") / encoders
+        return num_devices / (encode_s + self.words * self.step_s(256, "decoder") / 256)
+
+
+@cache
+def _inputs() -> _Inputs:
+    return _Inputs()
 
 
 def _chains() -> list[Line]:
@@ -127,6 +166,9 @@ def _chains() -> list[Line]:
     first = min(full.p90_ms(PADDING))
     rivals = " and ".join(f"{full.p90_ms(one)[first]:.0f}" for one in _BOTH)
     lower = f"{_said('2.7-lower-least'):g} to {_said('2.7-lower-most'):g}% lower"
+    inputs = _inputs()
+    long_ms = [1e3 * inputs.step_s(64) * words for words in inputs.long_words]
+    alone = f"{min(long_ms):.1f} to {max(long_ms):.1f} ms"
     low, their_low = (sweep.p90_ms(CELLULAR)[first] for sweep in (narrow, full))
     return [
         (
@@ -134,8 +176,12 @@ def _chains() -> list[Line]:
             f"p90 up to {flat:,.0f} requests/s",
             f"{_said('2.7-p90'):g} ms",
             f"{min(mine):.1f} to {max(mine):.1f} ms",
+            alone,
         ),
-        ("2.7a", "peak", f"{_said('2.7-peak'):,.0f}", str(full.peak(CELLULAR))),
+        (
+            *("2.7a", "peak", f"{_said('2.7-peak'):,.0f}", str(full.peak(CELLULAR))),
+            f"{inputs.peak(512, inputs.words):,.0f}",
+        ),
         (
             "2.7a",
             "p90 of padding, in turn and oldest first",
@@ -160,13 +206,14 @@ def _chains() -> list[Line]:
             "at most 64 in a batch: p90 at low load, peak",
             "the same p90, a lower peak",
             f"{low:.1f} ms (512: {their_low:.1f}), {narrow.peak(CELLULAR)}",
+            f"{alone}, {inputs.peak(64, inputs.words):,.0f}",
         ),
     ]
 
 
 def _widths() -> list[Line]:
     widths = [f"width {width}" for width in (1, 10, 40)]
-    lines = []
+    lines: list[Line] = []
     for panel, order in enumerate(("in turn", "oldest first")):
         sweep = Sweep("cells2.8", panel)
         first = min(sweep.p90_ms(widths[0]))
@@ -190,6 +237,7 @@ def _queueing() -> list[Line]:
             "p99 of queueing at 5,000 requests/s",
             f"{_said('2.9-queueing'):g} ms",
             f"{found[CELLULAR]:.2f} ms",
+            f"{5e3 * _inputs().step_s(64):.2f} ms",
         ),
         (
             "2.9a",
@@ -205,11 +253,11 @@ def _lengths() -> list[Line]:
     thesis = f"{_said('2.10-mean'):g}, {_said('2.10-longest'):g}, {_said('2.10-share'):g}%"
     share = 100 * rows["share below 100"]
     ours = f"{rows['mean']:.1f}, {rows['largest']}, {share:.1f}%"
-    return [("2.10", "words: mean, most, sentences below 100", thesis, ours)]
+    return [("2.10", "words: mean, most, sentences below 100", thesis, ours, "drawn so")]
 
 
 def _variance() -> list[Line]:
-    fixed, bound = Sweep("cells2.11"), _said("2.11-bound")
+    fixed, bound, inputs = Sweep("cells2.11"), _said("2.11-bound"), _inputs()
     shares = {name: 100 * fixed.most(name) / bound for name in (CELLULAR, *_BOTH)}
     first = min(fixed.p90_ms(CELLULAR))
     p90 = ", ".join(f"{Sweep('cells2.11', panel).p90_ms(CELLULAR)[first]:.1f}" for panel in range(3))
@@ -220,6 +268,7 @@ def _variance() -> list[Line]:
             f"24 words each: throughput, of {bound:,.0f}",
             f"{_said('2.11-share'):g}%",
             f"{shares[CELLULAR]:.0f}%",
+            f"{100 * inputs.peak(512, 24) / bound:.0f}%",
         ),
         (
             "2.11",
@@ -232,6 +281,7 @@ def _variance() -> list[Line]:
             f"24, at most 50, at most 100 words: p90 at {first:,.0f} requests/s",
             "the same",
             f"{p90} ms",
+            f"24 words: {24e3 * inputs.step_s(64):.1f} ms",
         ),
         ("2.11", "the same, padding in turn", "much worse", f"{padding} ms"),
     ]
@@ -247,9 +297,15 @@ def _devices() -> list[Line]:
         if not one.peak(_SAME).is_least
     ]
     ours = f"{min(gains):.1f} to {max(gains):.1f}%" if gains else "not to be told: both keep up"
+    inputs = _inputs()
+    alone = 100 * (inputs.pairs_peak(1, 512) / inputs.pairs_peak(1, 256) - 1)
+    peaks = {
+        count: (f"{_said(f'2.13-peak-{count}'):,.0f}", str(sweep.peak(_DIFFERENT)))
+        for count, sweep in ((2, two), (4, four))
+    }
     return [
-        ("2.13a", "two devices: peak", f"{_said('2.13-peak-2'):,.0f}", str(two.peak(_DIFFERENT))),
-        ("2.13b", "four devices: peak", f"{_said('2.13-peak-4'):,.0f}", str(four.peak(_DIFFERENT))),
+        ("2.13a", "two devices: peak", *peaks[2], f"{inputs.pairs_peak(2, 512):,.0f}"),
+        ("2.13b", "four devices: peak", *peaks[4], f"{inputs.pairs_peak(4, 512):,.0f}"),
         (
             "2.13",
             "peak over padding's, oldest first, on two and four",
@@ -257,12 +313,12 @@ def _devices() -> list[Line]:
             ", ".join(one.gain_shown(_DIFFERENT, PADDING_OLDEST) for one in (two, four)),
         ),
         ("2.13", "p90 below half of padding's peak, two devices", lower, two.lower_shown(_DIFFERENT, _BOTH)),
-        ("2.13", "peak with batches of 512 and 256 over 256 and 256", batches, ours),
+        ("2.13", "peak with batches of 512 and 256 over 256 and 256", batches, ours, f"{alone:.1f}%"),
     ]
 
 
 def _trees() -> list[Line]:
-    sweep = Sweep("cells2.14")
+    sweep, inputs = Sweep("cells2.14"), _inputs()
     p90 = {name: sweep.p90_ms(name)[1000] for name in (CELLULAR, BY_AGENDA, BY_DEPTH)}
     ratio = _said("2.14-peak") / _said("2.14-dynet-peak")
     claims = f"{_said('2.14-dynet-gain'):g} x as claimed, {ratio:.2f} x of the two peaks"
@@ -274,7 +330,10 @@ def _trees() -> list[Line]:
             f"{_said('2.14-dynet-p90'):g} ms",
             f"{p90[BY_AGENDA]:.1f} and {p90[BY_DEPTH]:.1f} ms",
         ),
-        ("2.14", "peak", f"{_said('2.14-peak'):,.0f}", str(sweep.peak(CELLULAR))),
+        (
+            *("2.14", "peak", f"{_said('2.14-peak'):,.0f}", str(sweep.peak(CELLULAR))),
+            f"{inputs.peak(64, inputs.nodes):,.0f}",
+        ),
         (
             "2.14",
             "the same, DyNet; merging by agenda",
@@ -292,9 +351,11 @@ def _equal_trees() -> list[Line]:
     less = f"{100 * (1 - mine.throughput / ideal.throughput):.0f}%, {mine} against {ideal}"
     if mine.is_least:
         less = f"not to be told: both keep up, {mine} and {ideal}"
+    times = thesis_v100()  # the ideal is charged for its cells alone
+    alone = 100 * (1 - times.cells_s["leaf"][64] / times.task_of("leaf", 64))
     p90 = f"{sweep.p90_ms(CELLULAR)[first]:.1f} ms against {sweep.p90_ms(IDEAL)[first]:.1f}"
     return [
-        ("2.15", "peak below the ideal's", f"about {_said('2.15-less'):g}%", less),
+        ("2.15", "peak below the ideal's", f"about {_said('2.15-less'):g}%", less, f"{alone:.0f}%"),
         ("2.15", f"p90 at {first:,.0f} requests/s against the ideal's", "lower", p90),
     ]
 

@@ -14,7 +14,7 @@ from common.crossing import crossing_at
 from experiments.claims import claims_of
 from experiments.committed import committed_document
 from experiments.kernels import NAMES, times_us
-from experiments.levels import BySeed, reached
+from experiments.levels import BySeed, ratios, reached
 from experiments.seeds import spread
 
 SYSTEMS = ("pensieve", "pensieve-gpu", "stateless")
@@ -228,6 +228,54 @@ def unified_latencies() -> str:
     return markdown(["", "conversations/s", "unified, ms a token", "apart", "less"], body)
 
 
+def long_warm_up() -> str:
+    """The level of Figure 10b, read after its warm-up and after a long one, by the seeds of the latter."""
+    long, usual = document("fig10b-long"), document("fig10b")
+    seeds: list[Any] = [str(seed) for seed in long["seeds"]]
+    after = f"{long['warm_up_s']:,.0f} s"
+    rows = [("240 s, Figure 10b", usual["at_level"], {_place(one, "x"): one for one in usual["points"]})]
+    for think_s, name in ((60, after), (120, f"{after}, users who think for 120 s")):
+        levels = [one for one in long["at_level"] if one["think_s"] == think_s]
+        points = {_place(one, "rate_per_s"): one for one in long["points"] if one["x"] == think_s}
+        rows.append((name, levels, points))
+    body = []
+    for name, levels, points in rows:
+        of = {one["system"]: one for one in levels}
+        both, none = (of.get(system) for system in ("pensieve", "stateless"))
+        cells = [(both, "requests_per_s_by_seed"), (none, "requests_per_s_by_seed"), (both, "ratio_by_seed")]
+        throughputs = ["" if one is None else range_of({s: one[key][s] for s in seeds}) for one, key in cells]
+        latencies = [
+            "" if place not in points else _span_ms(points[place]["latency_s_by_seed"], seeds)
+            for place in _NEAR_10B
+        ]
+        body.append([name, *throughputs, *latencies])
+    columns = [
+        *("read after", "both tiers, requests/s", "no state, requests/s", "both tiers / no state"),
+        *(
+            f"{name} at {rate:g} conversations/s, ms"
+            for name, (_, rate) in zip(_NAMES_10B, _NEAR_10B, strict=True)
+        ),
+    ]
+    return markdown(columns, body)
+
+
+_NEAR_10B = (("pensieve", 1.8), ("stateless", 0.6))
+_NAMES_10B = ("both tiers", "no state")
+
+
+def _place(point: Mapping[str, Any], rate: str) -> tuple[str, float]:
+    return point["series"], point[rate]
+
+
+def _span_ms(by_seed: Mapping[str, float], seeds: Iterable[str]) -> str:
+    """From the least to the most."""
+    values = [1e3 * by_seed[seed] for seed in seeds]
+    return f"{min(values):,.0f} to {max(values):,.0f}"
+
+
+_SOON_THINK_S = 120  # the longest whose warm-up, four times that, is nearer to 240 s than to 2,400
+
+
 def think_times() -> str:
     """Figure 15 and the thesis's 3.16."""
     results = document("fig15")
@@ -247,12 +295,16 @@ def think_times() -> str:
         ]
         return range_of(values[0]) if values else ""
 
+    soon = at_level(document("fig10b"), "stateless")["requests_per_s_by_seed"]
+    over_soon = "both tiers / no state of Figure 10b, after 240 s"
+    over_late = "both tiers / no state of 600 s, after 2,400 s"
     return markdown(
-        ["think time", "both tiers", "no state", "both tiers / no state", f"found, at {shown}"],
+        ["think time", "both tiers", "no state", over_soon, over_late, f"found, at {shown}"],
         [
             [
                 f"{think_s:g} s",
                 *(cell(system, think_s) for system in ("pensieve", "stateless")),
+                range_of(ratios(one["requests_per_s_by_seed"], soon)) if think_s <= _SOON_THINK_S else "",
                 range_of(one["ratio_by_seed"]),
                 f"{100 * found[think_s]:.0f}%",
             ]
