@@ -54,7 +54,8 @@ class SamplingParams:
       top_k: sample among the k most likely ids; 0 is off.
       top_p: sample among the most likely ids whose probabilities add up to this; 1 is off.
       seed: None draws one, which is stored with the turn.
-      stop: strings that end the reply, at most 16 of 1,024 characters; the text ends before them.
+      stop: strings that end the reply, at most 16 of 1,024 characters; the text ends before them. What was
+        sampled of them stays where a conversation goes on; a server's chats are written anew behind the text.
       stop_token_ids: ids that end the reply, as the model's end-of-sequence does; at most 1,024.
       ignore_eos: True goes on past the model's end-of-sequence, as benchmarks do; a chat ends there.
       logprobs: None for none, 0 for those of the chosen tokens, k for the k most likely as well.
