@@ -14,15 +14,13 @@ latter for the run's end.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from pensieve_jax.core.errors import InvalidRequestError
-from pensieve_jax.text.tokenizer import Tokenizer
+from pensieve_jax.text.tokenizer import BYTE_TOKEN, Tokenizer
 
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
-_BYTE_TOKEN: Final = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class IncrementalDetokenizer:
@@ -102,7 +100,7 @@ class IncrementalDetokenizer:
     def _is_revocable(self, decoded: str, token_text: str) -> bool:
         if decoded.endswith(_REPLACEMENT):
             return True
-        return self._joins_byte_runs and _BYTE_TOKEN.fullmatch(token_text) is not None
+        return self._joins_byte_runs and BYTE_TOKEN.fullmatch(token_text) is not None
 
     def _release(self, fresh: str, *, may_stop: bool) -> str:
         """Take in final text and give out what cannot be part of a stop string."""

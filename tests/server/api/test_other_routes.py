@@ -17,7 +17,9 @@ from pensieve_jax.server.api.routes import ROUTES
 from pensieve_jax.server.api.sampling import model_defaults
 from pensieve_jax.server.api.state import ROUTES as STATE_ROUTES
 from pensieve_jax.server.http.settings import ServerSettings
+from pensieve_jax.text import Tokenizer
 from tests.server.fakes import MODEL, FakeEngine, Harness, say
+from tests.text.tokenizer_zoo import metaspace_backend
 
 
 def ask(harness: Harness, method, path, body=None):
@@ -157,6 +159,28 @@ def test_models_in_vllms_shape():
     assert ask(harness, "GET", "/v1/models/org/mine") == (200, card)
     status, body = ask(harness, "GET", "/v1/models/other")
     assert (status, body["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_are_where_the_tokens_stand_in_the_reply(stream):
+    """Of a tokenizer that writes a space in front of a word, but not at the beginning of a reply."""
+    tokenizer = Tokenizer(
+        metaspace_backend(), bos_token="<s>", eos_token="</s>", chat_template="{{ messages }}"
+    )
+    ids = [tokenizer._backend.token_to_id(token) for token in ("\u2581the", "\u2581", "c", "a", "t")]
+
+    def script(turn):
+        turn.feed("the", ids[:1])
+        turn.feed(" cat", ids[1:])
+        turn.finish("stop")
+
+    harness = Harness(ROUTES, FakeEngine(script), tokenizer=tokenizer)
+    _, told = complete(harness, [1], logprobs=0, stream=stream)
+    choices = [choice for chunk in (events(told) if stream else [told]) for choice in chunk["choices"]]
+    columns = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    tokens = [token for one in columns for token in one["tokens"]]
+    offsets = [offset for one in columns for offset in one["text_offset"]]
+    assert tokens == [" the", " ", "c", "a", "t"] and offsets == [0, 3, 4, 5, 6]
 
 
 def test_text_to_ids_and_back():
