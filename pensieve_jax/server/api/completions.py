@@ -216,6 +216,7 @@ class Completion:
             start,
             num_turns=len(self._prompts) * body.num_choices,
             num_tokens=sum(map(len, self._token_ids)),
+            max_tokens=body.max_tokens or _DEFAULT_MAX_TOKENS,
             wait=self._wait,
         )
 

@@ -21,6 +21,8 @@ from pensieve_jax.text import Tokenizer
 from tests.server.fakes import MODEL, FakeEngine, Harness, say
 from tests.text.tokenizer_zoo import metaspace_backend
 
+HI = [{"role": "user", "content": "Hi"}]
+
 
 def ask(harness: Harness, method, path, body=None):
     async def answer():
@@ -225,6 +227,39 @@ def test_health_and_readiness():
     engine.state = "dead"
     assert both() == (503, 503)
     assert ask(harness, "GET", "/version") == (200, {"version": pensieve_jax.__version__})
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "expected_s"),
+    [
+        ("/v1/completions", {"prompt": [1], "max_tokens": 10}, 11),
+        ("/v1/completions", {"prompt": [1]}, 17),
+        ("/v1/chat/completions", {"messages": HI}, 20),
+        ("/v1/chat/completions", {"messages": HI, "max_completion_tokens": 10}, 10),
+    ],
+)
+def test_a_full_server_stays_ready_and_says_when_to_come_back(path, body, expected_s):
+    """A balancer that took it away would send everybody to servers without their state, soon as full."""
+
+    async def scenario():
+        harness = Harness(ROUTES, FakeEngine(lambda turn: None, max_num_running=1))
+        limits = harness.services.limits
+        harness.clock.advance(10.0)
+        (await limits.enter("")).leave(110, [20])  # replies have 20 tokens, and 11 tokens take a second
+        clients = [harness.open("POST", path, {"model": MODEL, **body}) for _ in range(11)]
+        while limits.num_waiting < 2:
+            await asyncio.sleep(0)
+        status, headers, _ = await harness.open("POST", path, {"model": MODEL, **body}).whole()
+        assert (status, headers["retry-after"]) == (503, str(expected_s))
+        assert [(await harness.open("GET", route).whole())[0] for route in ("/ready", "/health")] == [
+            200,
+            200,
+        ]
+        for client in clients:
+            client.leave()
+            await client.task
+
+    asyncio.run(scenario())
 
 
 def test_what_needs_a_key_and_what_does_not(tmp_path):
