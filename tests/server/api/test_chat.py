@@ -174,7 +174,7 @@ PART = {"type": "image_url", "image_url": {"url": "data:"}}
         ({"messages": [{"role": "user"}]}, 400, "invalid_value", "messages[0].content"),
         ({"messages": [{"role": "bad", "content": "a"}]}, 400, "invalid_value", "messages[0].role"),
         ({"messages": [{"role": "tool", "content": "a"}]}, 400, "invalid_value", "messages[0].role"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "invalid_json", None),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "invalid_value", "messages[0].content"),
         (
             {"messages": [{"role": "user", "content": [PART]}]},
             400,
