@@ -7,7 +7,7 @@ Called by: whoever sends turns; the engine, the scheduler and the dense referenc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -15,6 +15,10 @@ from typing import Any
 from pensieve_jax.core.errors import InvalidRequestError
 
 MAX_SEED = 2**63 - 1
+# Every stop string is looked for in every token's text, between two steps of everybody's engine.
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1024
+MAX_STOP_TOKEN_IDS = 1024
 
 
 def _check_number(name: str, value: Any, low: float, high: float, limit: str) -> None:
@@ -28,6 +32,11 @@ def _check_number(name: str, value: Any, low: float, high: float, limit: str) ->
 def _check_int(name: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise InvalidRequestError(name, value, f"an integer from {low} to {high}")
+
+
+def _check_size(name: str, value: Sized, most: int, what: str) -> None:
+    if len(value) > most:
+        raise InvalidRequestError(name, f"{len(value)} {what}", f"at most {most} {what}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +54,11 @@ class SamplingParams:
       top_k: sample among the k most likely ids; 0 is off.
       top_p: sample among the most likely ids whose probabilities add up to this; 1 is off.
       seed: None draws one, which is stored with the turn.
-      stop: strings that end the reply; the text ends before them. Kept as a tuple.
-      stop_token_ids: ids that end the reply, as the model's end-of-sequence does. Kept as a tuple.
+      stop: strings that end the reply, at most 16 of 1,024 characters; the text ends before them. What was
+        sampled of them stays where a conversation goes on; a server's chats are written anew behind the text.
+        Kept as a tuple.
+      stop_token_ids: ids that end the reply, as the model's end-of-sequence does; at most 1,024.
+        Kept as a tuple.
       ignore_eos: True goes on past the model's end-of-sequence, as benchmarks do; a chat ends there.
       logprobs: None for none, 0 for those of the chosen tokens, k for the k most likely as well.
     """
@@ -78,8 +90,12 @@ class SamplingParams:
         is_list = isinstance(self.stop, Sequence) and not isinstance(self.stop, str)
         if not is_list or not all(isinstance(stop, str) and stop for stop in self.stop):
             raise InvalidRequestError("stop", self.stop, "a list of non-empty strings")
+        _check_size("stop", self.stop, MAX_STOP_STRINGS, "strings")
+        for string in self.stop:
+            _check_size("stop", string, MAX_STOP_CHARACTERS, "characters in a string")
         if not isinstance(self.stop_token_ids, Sequence):
             raise InvalidRequestError("stop_token_ids", self.stop_token_ids, "a list of ids")
+        _check_size("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS, "ids")
         # Whoever is given these relies on the checks, and the caller may change its lists.
         for name in ("stop", "stop_token_ids"):
             object.__setattr__(self, name, tuple(getattr(self, name)))

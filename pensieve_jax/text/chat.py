@@ -91,22 +91,26 @@ class ChatFormat:
         self,
         earlier: Sequence[EarlierTurn | tuple[Sequence[Message] | None, str | None, Sequence[int], str]],
         new_messages: Sequence[Message],
+        *,
+        as_told: bool = False,
     ) -> list[int]:
         """The prompt ids of a turn, to be appended to the ids of the earlier ones.
 
         Args:
           earlier: the conversation's finished turns in order; the tuples' items are `EarlierTurn`'s.
           new_messages: the messages of this turn only.
+          as_told: refuse to go on from a reply whose last ids say more than its text and what closes it:
+            from one that a stop string or a stop id ended.
 
         Raises InvalidRequestError for malformed messages, ChatTemplateError if the template refuses them or
-        has no prefix property.
+        has no prefix property, or the last reply is not as it was told.
         """
         messages = check_messages(new_messages)
         turns = [EarlierTurn(*turn) for turn in earlier]
         without_messages = [index for index, turn in enumerate(turns) if turn.messages is None]
         chat_turns = turns[without_messages[-1] + 1 :] if without_messages else turns
         if chat_turns:
-            return self._later_turn(chat_turns, messages)
+            return self._later_turn(chat_turns, messages, as_told)
         text = self._render(messages, self._now(), generation_prompt=True)
         if not turns:
             return self._tokenizer.encode(text, add_bos=True)
@@ -137,10 +141,17 @@ class ChatFormat:
         pairs = zip(ids, longer_ids, strict=False)
         return [token_id for token_id, other in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
-    def _later_turn(self, turns: Sequence[EarlierTurn], new_messages: Sequence[Message]) -> list[int]:
+    def _later_turn(
+        self, turns: Sequence[EarlierTurn], new_messages: Sequence[Message], as_told: bool
+    ) -> list[int]:
         rendered = self._split_rendering(turns, new_messages)
         text = rendered.closing + rendered.behind
         spelled = self._spelled_closing(turns[-1], rendered.closing)
+        if as_told and not self._is_as_told(turns[-1], spelled):
+            raise ChatTemplateError(
+                "The last reply's tokens say more than its text, since a stop string or a stop id ended it",
+                "write the whole conversation anew",
+            )
         return self._tokenizer.encode_after(_last_id(turns), text[len(spelled) :])
 
     def _split_rendering(self, turns: Sequence[EarlierTurn], new_messages: Sequence[Message]) -> _Rendering:
@@ -184,6 +195,24 @@ class ChatFormat:
             if closing.startswith(ending, start):
                 return closing[: start + len(ending)] if ending else ""
         return closing if closing and ending.startswith(closing) else ""
+
+    def _is_as_told(self, turn: EarlierTurn, spelled: str) -> bool:
+        """Whether a reply's ids are its text, then an end of sequence or `spelled`, the closing's beginning.
+
+        Control tokens within a reply are no text, and are not looked at.
+        """
+        if turn.finish_reason != "stop" or not turn.output_token_ids or turn.output_text is None:
+            return True
+        if self._tokenizer.decode(turn.output_token_ids) == turn.output_text:
+            last_id = turn.output_token_ids[-1]
+            return (
+                bool(spelled)
+                or last_id not in self._tokenizer.special_ids
+                or last_id == self._tokenizer.eos_id
+            )
+        written = self._tokenizer.decode_raw(turn.output_token_ids)
+        # A template may write a space before its end marker, which the reply then lacks.
+        return bool(spelled) and written in (turn.output_text + spelled, turn.output_text + spelled.lstrip())
 
     def _render(self, messages: Sequence[Message], now: datetime, *, generation_prompt: bool) -> str:
         try:

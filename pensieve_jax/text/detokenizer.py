@@ -14,15 +14,13 @@ latter for the run's end.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from pensieve_jax.core.errors import InvalidRequestError
-from pensieve_jax.text.tokenizer import Tokenizer
+from pensieve_jax.text.tokenizer import BYTE_TOKEN, Tokenizer
 
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
-_BYTE_TOKEN: Final = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class IncrementalDetokenizer:
@@ -44,13 +42,7 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._special_ids = tokenizer.special_ids
         self._joins_byte_runs = tokenizer.joins_byte_runs
-        self._stop = tuple(stop)
-        # Every proper beginning of a stop string, longest first: text that ends with one is held back.
-        self._stop_beginnings = tuple(
-            sorted(
-                {string[:size] for string in stop for size in range(1, len(string))}, key=len, reverse=True
-            )
-        )
+        self._stop = tuple(_StopString(string) for string in stop)
         # `_window` is `_num_prefix` ids whose text `_prefix_text` is out already, then ids whose text is not.
         self._window: list[int] = []
         self._num_prefix = 0
@@ -81,7 +73,8 @@ class IncrementalDetokenizer:
         # Not final yet, but final if the turn ended here, which is what a stop string completed in it does.
         if self._is_revocable(decoded, token_text):
             if self._stop and may_stop:
-                return self._end_at_stop(self._held + fresh.rstrip(_REPLACEMENT))
+                matches = [stop.after(fresh.rstrip(_REPLACEMENT)) for stop in self._stop]
+                return self._end_at_stop(self._held + fresh, matches)
             return ""
         # The ids whose text this is become the next prefix, unless they leave nothing to tell a start from.
         newest = window[self._num_prefix :]
@@ -107,7 +100,7 @@ class IncrementalDetokenizer:
     def _is_revocable(self, decoded: str, token_text: str) -> bool:
         if decoded.endswith(_REPLACEMENT):
             return True
-        return self._joins_byte_runs and _BYTE_TOKEN.fullmatch(token_text) is not None
+        return self._joins_byte_runs and BYTE_TOKEN.fullmatch(token_text) is not None
 
     def _release(self, fresh: str, *, may_stop: bool) -> str:
         """Take in final text and give out what cannot be part of a stop string."""
@@ -116,23 +109,83 @@ class IncrementalDetokenizer:
                 self._deltas.append(fresh)
             return fresh
         text = self._held + fresh
+        matches = [stop.after(fresh) for stop in self._stop]
         if may_stop:
-            delta = self._end_at_stop(text)
+            delta = self._end_at_stop(text, matches)
             if self.stop_string is not None:
                 return delta
-        num_held = 0
-        if text.endswith(self._stop_beginnings):
-            num_held = next(len(start) for start in self._stop_beginnings if text.endswith(start))
+        for stop, match in zip(self._stop, matches, strict=True):
+            stop.num_begun = match.num_begun
+        num_held = max(match.num_begun for match in matches)
         delta, self._held = text[: len(text) - num_held], text[len(text) - num_held :]
         if delta:
             self._deltas.append(delta)
         return delta
 
-    def _end_at_stop(self, text: str) -> str:
-        """The part of `text` before the stop string that completes first in it; "" if there is none."""
-        found = [(at + len(string), at, string) for string in self._stop if (at := text.find(string)) >= 0]
+    def _end_at_stop(self, text: str, matches: Sequence[_Match]) -> str:
+        """The part of `text`, which begins with what was held, before the stop string that completes first.
+
+        "" if none does.
+        """
+        found = [
+            (match.completed_at, len(stop.text), stop.text)
+            for stop, match in zip(self._stop, matches, strict=True)
+            if match.completed_at is not None
+        ]
         if not found:
             return ""
-        _, at, self.stop_string = min(found)
+        # The first that completed, and of those the longest.
+        completed_at, size, self.stop_string = min(found, key=lambda one: (one[0], -one[1]))
+        at = len(self._held) + completed_at - size
         self._deltas.append(text[:at])
         return text[:at]
+
+
+class _Match(NamedTuple):
+    """What a text that was gone on with means to a stop string.
+
+    Attributes:
+      num_begun: characters of the string, never all of them, that the text ends with.
+      completed_at: after how many characters of what is new the string was there; None if it was not.
+    """
+
+    num_begun: int
+    completed_at: int | None
+
+
+class _StopString:
+    """One stop string, and how much of it the text so far ends with.
+
+    By Knuth, Morris and Pratt: each character of the text costs about one comparison, however long the string
+    is, and the table grows only as far as the text has followed the string. Whatever a client sends is looked
+    for between two steps of everybody's engine.
+    """
+
+    def __init__(self, text: str) -> None:
+        """Of a string that is not empty."""
+        self.text = text
+        self.num_begun = 0
+        self._shorter = [0, 0]  # for each number of characters: of how many the next shorter beginning is
+
+    def after(self, new: str) -> _Match:
+        """The match where `new` stands behind the text so far; it is not taken for said yet."""
+        text, shorter = self.text, self._shorter
+        num, completed_at = self.num_begun, None
+        for at, character in enumerate(new, 1):
+            while num and text[num] != character:
+                num = shorter[num]
+            if text[num] == character:
+                num += 1
+                if num == len(shorter):
+                    self._extend()
+            if num == len(text):
+                completed_at = at if completed_at is None else completed_at
+                num = shorter[num]  # below the least length of a reply the text may go on
+        return _Match(num, completed_at)
+
+    def _extend(self) -> None:
+        text, shorter = self.text, self._shorter
+        last, num = text[len(shorter) - 1], shorter[-1]
+        while num and text[num] != last:
+            num = shorter[num]
+        shorter.append(num + 1 if text[num] == last else 0)

@@ -41,7 +41,8 @@ class ReplyTokens:
           max_num_tokens: with which it ends by length, the context's limit included.
           tokenizer: no text is made without one.
         """
-        self._params, self._ending_ids, self._max_num_tokens = params, ending_ids, max_num_tokens
+        self._params, self._max_num_tokens = params, max_num_tokens
+        self._ending_ids = frozenset(ending_ids)  # every token is looked for among them
         self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, params.stop)
         self.pieces: list[str] = []
         self.token_ids: list[int] = []

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import tokenizers
 
 from pensieve_jax.core.errors import InvalidRequestError
 
+BYTE_TOKEN: Final = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+"""How tokenizers with byte fallback spell the token of a byte."""
 _LONG = 2048
 """More ids than this are decoded as a batch of one. The library keeps the interpreter's lock for all of a
 single text and lets other threads run during a batch; for the few ids of a stream the lock is not worth
@@ -129,6 +132,37 @@ class Tokenizer:
         else:
             text = self._backend.decode(token_ids, skip_special_tokens=False)
         return text
+
+    def text_behind(self, token_id: int) -> str:
+        """Text of one id where it stands behind other text; a special one is written out.
+
+        By itself an id may lack the space in front of it: some decoders drop that of a text's first token.
+        """
+        alone = self.decode_window([token_id])
+        ground_id = self._ground_id
+        if ground_id is None or token_id in self.special_ids:
+            return alone
+        ground = self.decode_window([ground_id])
+        both = self.decode_window([ground_id, token_id])
+        return both[len(ground) :] if both.startswith(ground) else alone
+
+    def byte_of(self, token_id: int) -> int | None:
+        """The byte that a `<0x..>` token stands for; None for any other."""
+        token = self.token_text(token_id) if self.joins_byte_runs else None
+        return None if token is None or BYTE_TOKEN.fullmatch(token) is None else int(token[3:5], 16)
+
+    @cached_property
+    def _ground_id(self) -> int | None:
+        """An id of plain letters to tell others' texts behind; None where the vocabulary has none.
+
+        Not that of a byte: a run of these is decoded as a whole.
+        """
+        for token_id in range(self.vocab_size):
+            if token_id not in self.special_ids and self.byte_of(token_id) is None:
+                text = self.decode_window([token_id])
+                if text.isascii() and text.isalpha():
+                    return token_id
+        return None
 
     def token_text(self, token_id: int) -> str | None:
         """The vocabulary's own spelling of an id, or None outside it."""

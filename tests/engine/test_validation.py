@@ -252,6 +252,28 @@ def test_sampling_parameters_that_cannot_be(field, value):
     assert caught.value.field.startswith(field) and str(caught.value.limit) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("stop", ["x"] * 17, "17 strings.*at most 16 strings"),
+        ("stop", ["x", "y" * 1025], "1025 characters.*at most 1024 characters"),
+        ("stop", ["x"] * 1_000_000, "at most 16 strings"),
+        ("stop", ["ab" * 40_000], "at most 1024 characters"),
+        ("stop_token_ids", range(1025), "1025 ids.*at most 1024 ids"),
+        ("stop_token_ids", range(1_000_000), "at most 1024 ids"),
+    ],
+    ids=["strings", "characters", "very many", "very long", "ids", "very many ids"],
+)
+def test_what_is_looked_for_in_every_token_is_limited(field, value, said):
+    with pytest.raises(InvalidRequestError, match=said) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.field == field and len(str(caught.value)) < 200
+
+
+def test_stop_strings_and_ids_at_their_limits():
+    SamplingParams(stop=["x" * 1024] * 16, stop_token_ids=range(1024))
+
+
 def test_sampling_parameters_at_their_limits():
     SamplingParams(
         max_tokens=1,

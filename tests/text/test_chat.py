@@ -176,6 +176,32 @@ def test_a_template_without_the_prefix_property_is_refused(template):
         chat.turn_token_ids([((user("a"),), "r", tuple(b"r"), "length")], [user("b")])
 
 
+@pytest.mark.parametrize(
+    ("output", "finish_reason", "is_told"),
+    [
+        (b"r", "length", True),
+        (b"r", "stop", True),
+        (b"r\n", "stop", True),
+        ((*b"r", 257), "stop", True),
+        (b"r\n.", "stop", False),
+        (b"r.", "stop", False),
+        ((*b"r", 258), "stop", False),
+        ((*b"r", 258), "length", True),  # sampled, and not what ended it
+        ((258, *b"r", 257), "stop", True),
+        ((258, *b"r."), "stop", False),
+    ],
+)
+def test_what_ended_a_reply_is_told_or_what_the_template_writes(output, finish_reason, is_told):
+    chat = ChatFormat(with_template(PLAIN))
+    earlier = [((user("a"),), "r", tuple(output), finish_reason)]
+    ids = chat.turn_token_ids(earlier, [user("b")])
+    if is_told:
+        assert chat.turn_token_ids(earlier, [user("b")], as_told=True) == ids
+    else:
+        with pytest.raises(ChatTemplateError, match="more than its text"):
+            chat.turn_token_ids(earlier, [user("b")], as_told=True)
+
+
 def test_a_plain_template_with_a_stop_string_for_marker():
     tokenizer = with_template(PLAIN)
     for output, expected in ((b"r\n", ""), (b"r", "\n"), (b"r\n.", "")):

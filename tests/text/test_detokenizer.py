@@ -1,5 +1,7 @@
 """Deltas joined are the decoded text, cut at the stop string, and never hold half a character."""
 
+import tracemalloc
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -137,6 +139,43 @@ def test_below_the_least_length_a_stop_string_is_text():
     deltas = [detokenizer.push(byte, may_stop=at >= 3) for at, byte in enumerate(b"xaaaab")]
     # The third "a" is the first that may complete it, with the second before it.
     assert ("".join(deltas), detokenizer.stop_string) == ("xa", "aa")
+
+
+@pytest.mark.parametrize("string", ["ab" * 500, "a" * 999 + "b", "a" * 500 + "b" + "a" * 499])
+def test_a_long_stop_string_takes_little_memory(string):
+    """It once took every beginning of it: half a megabyte here, and of one of 10 MiB all that there was."""
+    tracemalloc.start()
+    try:
+        detokenizer = IncrementalDetokenizer(ZOO["bytes"], [string])
+        text = "".join(map(detokenizer.push, f"x{string}".encode()))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (text, detokenizer.stop_string) == ("x", string)
+    assert peak < 200_000
+
+
+repetitive = st.text("ab", min_size=1, max_size=12)
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.text("abc", max_size=40), st.lists(repetitive, min_size=1, max_size=4), st.integers(0, 40))
+@example("aabaaabaab", ["aabaab"], 0)
+@example("aaaab", ["aab", "aaab"], 4)
+def test_stop_strings_that_repeat_themselves(text, stop, num_least):
+    detokenizer = IncrementalDetokenizer(ZOO["bytes"], stop)
+    out = ""
+    for at, byte in enumerate(text.encode()):
+        out += detokenizer.push(byte, may_stop=at >= num_least)
+        said = text[: at + 1]
+        ended = [string for string in stop if said.endswith(string)] if at >= num_least else []
+        if ended:
+            longest = max(ended, key=len)
+            assert (out, detokenizer.stop_string) == (said.removesuffix(longest), longest)
+            return
+        held = max(n for string in stop for n in range(len(string)) if n == 0 or said.endswith(string[:n]))
+        assert (out, detokenizer.stop_string) == (said[: len(said) - held], None)
+    assert out + detokenizer.flush() == text
 
 
 def test_nothing_comes_after_a_stop_string():

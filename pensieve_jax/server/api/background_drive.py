@@ -152,7 +152,13 @@ class BackgroundDriver:
             return [turn]
 
         try:
-            running = await run_turns(services, run.owner, start, num_tokens=len(spec.prompt_token_ids))
+            running = await run_turns(
+                services,
+                run.owner,
+                start,
+                num_tokens=len(spec.prompt_token_ids),
+                max_tokens=spec.params.max_tokens,
+            )
             (turn,) = running.turns
             async for delta in turn:
                 run.take(delta.token_ids)

@@ -61,6 +61,7 @@ class ChatCompletion:
         self._owner = call.owner
         self._body = body
         self._messages = body.context()
+        self._max_tokens = body.max_completion_tokens or body.max_tokens
         self._num_logprobs = body.num_logprobs()
         self._created = int(self._services.now_s())
         self._contexts: list[ResolvedContext] = []
@@ -86,6 +87,7 @@ class ChatCompletion:
                 start,
                 num_turns=self._body.num_choices,
                 num_tokens=num_characters // 4,
+                max_tokens=self._max_tokens,
                 wait=self._wait,
             )
 
@@ -162,7 +164,7 @@ class ChatCompletion:
         params = choice_params(
             body,
             services.defaults,
-            max_tokens=body.max_completion_tokens or body.max_tokens or max(1, room),
+            max_tokens=self._max_tokens or max(1, room),
             logprobs=self._num_logprobs,
         )
         return [

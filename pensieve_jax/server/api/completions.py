@@ -165,7 +165,7 @@ class Completion:
         self._turn_ids: list[list[str]] = []
         self._created = int(self._services.now_s())
         self._token_ids: list[list[int]] = []
-        self._shown: list[int] = [0] * (len(self._prompts) * body.num_choices)
+        self._shown: list[int | None] = [None] * (len(self._prompts) * body.num_choices)
 
     def encode(self) -> None:
         """Tokenize; raises ApiError, InvalidRequestError and TokenizerMissingError."""
@@ -216,6 +216,7 @@ class Completion:
             start,
             num_turns=len(self._prompts) * body.num_choices,
             num_tokens=sum(map(len, self._token_ids)),
+            max_tokens=body.max_tokens or _DEFAULT_MAX_TOKENS,
             wait=self._wait,
         )
 
@@ -305,9 +306,10 @@ class Completion:
         texts = self._services.token_texts
         tokens = [texts.text(one.token_id) for one in logprobs]
         offsets = []
-        for token in tokens:
-            offsets.append(self._shown[index])
-            self._shown[index] += len(token)
+        for one, token in zip(logprobs, tokens, strict=True):
+            shown = self._shown[index]
+            offsets.append(shown or 0)
+            self._shown[index] = len(texts.opening(one.token_id)) if shown is None else shown + len(token)
         return {
             "tokens": tokens,
             "token_logprobs": [one.logprob for one in logprobs],

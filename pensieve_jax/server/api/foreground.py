@@ -73,7 +73,11 @@ class ForegroundResponse:
 
         with renamed_fields(ENGINE_FIELDS):
             self._running = await run_turns(
-                services, plan.owner, start, num_tokens=plan.context.num_characters // 4
+                services,
+                plan.owner,
+                start,
+                num_tokens=plan.context.num_characters // 4,
+                max_tokens=plan.body.max_output_tokens,
             )
 
     async def whole(self) -> dict[str, Any]:

@@ -4,8 +4,10 @@ Owns: when a server is healthy and when it is ready.
 Does not know: what is counted.
 Called by: the application, by the rows of `ROUTES`.
 
-Healthy means that starting the server again would help nobody; ready, that a turn sent now would be run now.
-While the engine starts or is started again, a server is healthy and not ready.
+Healthy means that starting the server again would help nobody; ready, that turns are taken. While the engine
+starts or is started again, a server is healthy and not ready. One whose queue is full stays ready: whoever
+takes servers away for that sends their conversations to others, which have no state of them and fill up in
+turn, while the turns that are too many are told when to come back.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ async def health(call: Call) -> Reply:
 
 
 async def ready(call: Call) -> Reply:
-    """200 where a turn would be run at once, else 503."""
+    """200 where the engine takes turns, at once or after a wait, else 503."""
     call.services.limits.check_ready()
     return await health(call)
 

@@ -137,7 +137,10 @@ class RunningTurns:
         finally:
             self._trace()
             usages = [output.usage for output in outputs if output is not None]
-            self._place.leave(sum(usage.prompt_tokens + usage.output_tokens for usage in usages))
+            self._place.leave(
+                sum(usage.prompt_tokens + usage.output_tokens for usage in usages),
+                [usage.output_tokens for usage in usages],
+            )
 
     def _trace(self) -> None:
         tracing, self._tracing = self._tracing, None
@@ -154,6 +157,7 @@ async def run_turns(
     *,
     num_turns: int = 1,
     num_tokens: int = 0,
+    max_tokens: int | None = None,
     wait: Callable[[Awaitable[Place]], Awaitable[Place]] | None = None,
 ) -> RunningTurns:
     """Wait for a place, and start turns in it.
@@ -163,15 +167,16 @@ async def run_turns(
       owner: whose turns they are.
       start: submits them and waits until they are accepted; may raise.
       num_turns: how many there will be.
-      num_tokens: about what is to be computed for them.
+      num_tokens: about how many their prompts have.
+      max_tokens: the most of each reply, where the client gave a limit.
       wait: how a place is waited for, such as `Call.unless_gone`; most need not wait, nor pay for that.
 
     Raises ApiError 429 and 503, and what `start` raises. Cancelled while it waits, it leaves nothing behind.
     """
     began_s = time.perf_counter()
-    place = services.limits.enter_now(owner, num_turns, num_tokens)
+    place = services.limits.enter_now(owner, num_turns, num_tokens, max_tokens)
     if place is None:
-        entering = services.limits.enter(owner, num_turns, num_tokens)
+        entering = services.limits.enter(owner, num_turns, num_tokens, max_tokens)
         place = await (entering if wait is None else wait(entering))
     services.metrics.waited(time.perf_counter() - began_s)
     try:

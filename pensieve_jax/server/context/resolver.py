@@ -7,8 +7,9 @@ Called by: the handlers of Responses, Conversations and Chat Completions, throug
 A context is a list of messages under an owner. It is cut at its replies; the longest beginning that a
 finished turn ends with is that turn's path, and what follows is the new turn. So a client that sends
 everything again goes on from its state with the ids as they were sampled, and an edited reply or a second
-reply to the same message is another branch of the tree. Without a match the whole context is the first turn
-of a new tree; the engine may still find its first chunks in other sequences of the owner.
+reply to the same message is another branch of the tree. A reply that a stop string ended is no such end,
+since its ids say what its client was not told: it is part of the new turn. Without a match the whole context
+is the first turn of a new tree; the engine may still find its first chunks in other sequences of the owner.
 """
 
 from __future__ import annotations
@@ -214,7 +215,8 @@ class Resolver:
     ) -> ResolvedContext:
         """The turn of `messages` behind a turn that is named.
 
-        Where the template cannot go on from it, its whole path is written anew as a tree of its own.
+        Where that cannot be gone on from, its whole path is written anew as a tree of its own: the template
+        may write it otherwise, or a stop string, which no message has, may be the end of its ids.
 
         Raises UnknownTurnError, and what `resolve` raises.
         """
@@ -273,10 +275,11 @@ class Resolver:
             for turn in self._index.path(parent)
         ]
         try:
-            token_ids = self._chat_format().turn_token_ids(earlier, messages)
+            token_ids = self._chat_format().turn_token_ids(earlier, messages, as_told=True)
         except ChatTemplateError:
-            # Either the template writes the past otherwise once messages follow, or it refuses these
-            # messages: rendering the whole, which comes next, tells.
+            # The reply's ids go on with a stop string, which no message has; or the template writes the past
+            # otherwise once messages follow; or it refuses these messages: rendering more, which comes next,
+            # tells.
             return None
         return self._resolved(new, parent, messages, token_ids, by_id=by_id)
 

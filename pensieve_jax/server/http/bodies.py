@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Final
 import msgspec
 
 from pensieve_jax.server.http.errors import ApiError, invalid_value, misplaced, unsupported
-from pensieve_jax.server.http.wrong_values import explained
+from pensieve_jax.server.http.wrong_values import explained, lone_surrogate
 
 MAX_ITEMS: Final = 4096
 """Of a list of objects in a body: messages, items, or the parts of one of them."""
@@ -62,6 +62,9 @@ def decode_body[T](body: bytes, kind: type[T], *, ignores_offers: bool = False) 
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        surrogate = lone_surrogate(body)
+        if surrogate is not None:
+            raise surrogate from None
         raise ApiError(400, "invalid_json", f"The body is no JSON: {error}.") from None
     except RecursionError:
         raise ApiError(400, "invalid_json", MAX_DEPTH_ERROR) from None

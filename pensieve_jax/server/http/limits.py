@@ -1,12 +1,13 @@
 """How many turns there may be at a time, and what those are told that come too many.
 
-Owns: places in the engine and in the queue before it, a key's share of them, and how fast tokens go by.
+Owns: places in the engine and in the queue before it, a key's share of them, how fast tokens go by, and how
+long replies are.
 Does not know: the engine beyond its state and size, HTTP beyond the error that says "later".
 Called by: handlers, before they give the engine a turn.
 
 The engine gets as many turns as it can run, and some more so that a place never stands empty; the others wait
 here, first come first served, where waiting can be ended. Retry-After is how long the tokens that are waited
-for should take at the rate of late.
+for should take at the rate of late: those of the prompts, and replies as long as late ones were.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Final, Self
 
@@ -24,6 +25,7 @@ from pensieve_jax.server.http.settings import ServerSettings
 
 MAX_RETRY_AFTER_S: Final = 30
 _RATE_WINDOW_S: Final = 30.0
+_NUM_LATE_REPLIES: Final = 64
 _STATES: Final = {
     "starting": "The engine is starting; try again soon.",
     "draining": "The server is about to end, and takes no more turns.",
@@ -62,19 +64,38 @@ class TokenRate:
 class Place:
     """Room for some turns of one request, from `Limits.enter` until `leave`; a context manager."""
 
-    def __init__(self, limits: Limits, owner: str, num_turns: int, num_tokens: int) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        owner: str,
+        num_turns: int,
+        num_tokens: int,
+        max_tokens: int | None,
+        entered_s: float,
+    ) -> None:
         """For `Limits.enter`."""
         self.owner = owner
         self.num_turns = num_turns
         self.num_tokens = num_tokens
+        self.max_tokens = max_tokens
+        self.entered_s = entered_s
         self._limits = limits
         self._left = False
 
-    def leave(self, num_done_tokens: int = 0) -> None:
-        """Give it back; more than once is as good as once. `num_done_tokens` were computed meanwhile."""
+    def num_expected_tokens(self, reply_len: float) -> float:
+        """Of prompts and replies, where a reply takes so many unless it must end before."""
+        if self.max_tokens is not None:
+            reply_len = min(reply_len, self.max_tokens)
+        return self.num_tokens + self.num_turns * reply_len
+
+    def leave(self, num_done_tokens: int = 0, reply_lens: Iterable[int] = ()) -> None:
+        """Give it back; more than once is as good as once.
+
+        `num_done_tokens` were computed meanwhile, and replies of these lengths have ended.
+        """
         if not self._left:
             self._left = True
-            self._limits._leave(self, num_done_tokens)
+            self._limits._leave(self, num_done_tokens, reply_lens)
 
     def __enter__(self) -> Self:
         """For `with`."""
@@ -95,9 +116,11 @@ class Limits:
         self._engine = engine
         self._settings = settings
         self.rate = TokenRate(now_s)
+        self._now_s = now_s
+        self._reply_lens: deque[int] = deque(maxlen=_NUM_LATE_REPLIES)
         self._num_inside = 0
         self._num_waiting = 0
-        self._num_tokens = 0
+        self._places: dict[Place, None] = {}  # that somebody has or waits for, by arrival
         self._has_keys = settings.api_keys_file is not None  # without keys, nobody's share is another's loss
         self._in_flight: dict[str, int] = {}
         self._queue: dict[asyncio.Future[None], Place] = {}  # by arrival
@@ -127,25 +150,30 @@ class Limits:
         if state != "ready":
             raise overloaded(_STATES[state], self.retry_after_s())
 
-    async def enter(self, owner: str, num_turns: int = 1, num_tokens: int = 0) -> Place:
+    async def enter(
+        self, owner: str, num_turns: int = 1, num_tokens: int = 0, max_tokens: int | None = None
+    ) -> Place:
         """Room for turns that are given to the engine together, now or within the time that they may wait.
 
         Args:
           owner: whose they are.
           num_turns: how many.
-          num_tokens: what is to be computed for them, as far as that is known.
+          num_tokens: of their prompts, as far as that is known.
+          max_tokens: of each reply; None where the client gave no limit.
 
         Raises ApiError 400 for more turns than there is ever room for, 429 where the key has too many, 503
         where the queue is full, the wait too long, or the engine takes none.
         """
-        place = self.enter_now(owner, num_turns, num_tokens)
+        place = self.enter_now(owner, num_turns, num_tokens, max_tokens)
         if place is None:
-            place = Place(self, owner, num_turns, num_tokens)
+            place = Place(self, owner, num_turns, num_tokens, max_tokens, self._now_s())
             self._count(place, 1)
             await self._wait(place)
         return place
 
-    def enter_now(self, owner: str, num_turns: int = 1, num_tokens: int = 0) -> Place | None:
+    def enter_now(
+        self, owner: str, num_turns: int = 1, num_tokens: int = 0, max_tokens: int | None = None
+    ) -> Place | None:
         """As `enter`, but None where there is a wait to begin."""
         self.check_ready()
         self._check_possible(num_turns)
@@ -154,7 +182,7 @@ class Limits:
             sentence = f"A key may have {most} turns at a time; wait for one of them."
             raise rate_limited(sentence, self.retry_after_s())
         if not self._queue and self._has_room(num_turns):
-            place = Place(self, owner, num_turns, num_tokens)
+            place = Place(self, owner, num_turns, num_tokens, max_tokens, self._now_s())
             self._num_inside += num_turns
             self._count(place, 1)
             return place
@@ -166,10 +194,15 @@ class Limits:
 
     def retry_after_s(self) -> int:
         """Whole seconds, 1 to 30, until what is waited for should be done."""
-        rate = self.rate.per_second()
-        if self._num_tokens == 0 or rate <= 0:
+        if not self._places:
             return 1
-        return max(1, min(MAX_RETRY_AFTER_S, math.ceil(self._num_tokens / rate)))
+        rate = self.rate.per_second()
+        if rate > 0:
+            reply_len = sum(self._reply_lens) / max(1, len(self._reply_lens))
+            expected_s = sum(place.num_expected_tokens(reply_len) for place in self._places) / rate
+        else:  # nothing has ended of late: what has taken so long will take as long again
+            expected_s = self._now_s() - next(iter(self._places)).entered_s
+        return max(1, min(MAX_RETRY_AFTER_S, math.ceil(expected_s)))
 
     # Inside
 
@@ -195,7 +228,10 @@ class Limits:
 
     def _count(self, place: Place, sign: int) -> None:
         left = self.in_flight(place.owner) + sign * place.num_turns
-        self._num_tokens += sign * place.num_tokens
+        if sign > 0:
+            self._places[place] = None
+        else:
+            del self._places[place]
         if left:
             self._in_flight[place.owner] = left
         else:
@@ -224,9 +260,10 @@ class Limits:
             place.leave()
             raise
 
-    def _leave(self, place: Place, num_done_tokens: int) -> None:
+    def _leave(self, place: Place, num_done_tokens: int, reply_lens: Iterable[int]) -> None:
         self._num_inside -= place.num_turns
         self._count(place, -1)
+        self._reply_lens.extend(reply_lens)
         if num_done_tokens:
             self.rate.add(num_done_tokens)
         self._let_in()

@@ -1,15 +1,17 @@
 """What msgspec says of a value that does not fit, in this API's words and with the path of the field.
 
-Owns: the way from msgspec's sentence to `<field> is <value>, but must be <limit>.`
+Owns: the way from msgspec's sentence to `<field> is <value>, but must be <limit>.`, and where a body that
+msgspec cannot read holds half of a character.
 Does not know: any request's fields; which of them are refused by name.
 Called by: `bodies`.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
-from typing import Any, Final, Literal, get_args, get_origin
+from typing import Any, Final, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 
@@ -30,6 +32,9 @@ _WORDS: Final[Mapping[str, str]] = {
     "object": "an object",
     "null": "null",
 }
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
+_ESCAPED_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
+_LONGEST_PATH: Final = 200  # that an error tells: names that no struct knows may be of any length
 _STEP: Final = re.compile(r"\.(?P<name>[^.\[\]]+)|\[(?P<index>\d+|\.\.\.)\]")
 
 
@@ -58,6 +63,62 @@ def explained(error: msgspec.ValidationError, value: Any, kind: Any, at: str) ->
     if limit is None:
         return invalid_value(path, f"{path} cannot be read: {reason}.")
     return invalid_value(path, str(InvalidFieldError(path, wrong, limit)))
+
+
+def lone_surrogate(body: bytes) -> ApiError | None:
+    """What a client is told of a body that msgspec did not read, if a lone surrogate is why.
+
+    JSON may hold one, and says so with an escape; text in UTF-8, which all of this is for, may not. A
+    client that cuts text between two halves of an emoji sends one.
+    """
+    if _ESCAPED_SURROGATE.search(body) is None:
+        return None
+    try:
+        value = json.loads(body.decode())
+    except (ValueError, RecursionError):  # it is no JSON either way
+        return None
+    found = _surrogate_path(value)
+    if found is None:
+        return None
+    what = "must be text that UTF-8 can hold: there is a lone surrogate, half of a character, in it."
+    if not found or len(found) > _LONGEST_PATH:
+        return ApiError(400, "invalid_value", f"The body {what}")
+    return invalid_value(found, f"{found} {what}")
+
+
+class _Step(NamedTuple):
+    """A key or an index within what is before it."""
+
+    before: _Step | None
+    name: str | int
+
+
+def _surrogate_path(value: Any) -> str | None:
+    """The path of the first text with a lone surrogate, or of the object one of whose names has it.
+
+    Paths are written for what is found only: a body may have a million values.
+    """
+    waiting: list[tuple[_Step | None, Any]] = [(None, value)]
+    while waiting:
+        step, inner = waiting.pop()
+        if isinstance(inner, str):
+            if _SURROGATE.search(inner):
+                return _written(step)
+        elif isinstance(inner, dict):
+            if any(map(_SURROGATE.search, inner)):
+                return _written(step)
+            waiting += [(_Step(step, name), each) for name, each in reversed(inner.items())]
+        elif isinstance(inner, list):
+            waiting += [(_Step(step, index), inner[index]) for index in reversed(range(len(inner)))]
+    return None
+
+
+def _written(step: _Step | None) -> str:
+    parts: list[str] = []
+    while step is not None:
+        parts.append(f"[{step.name}]" if isinstance(step.name, int) else f".{step.name}")
+        step = step.before
+    return "".join(reversed(parts)).removeprefix(".")
 
 
 def _limit(reason: str, kind: Any, path: str) -> str | None:

@@ -174,7 +174,7 @@ PART = {"type": "image_url", "image_url": {"url": "data:"}}
         ({"messages": [{"role": "user"}]}, 400, "invalid_value", "messages[0].content"),
         ({"messages": [{"role": "bad", "content": "a"}]}, 400, "invalid_value", "messages[0].role"),
         ({"messages": [{"role": "tool", "content": "a"}]}, 400, "invalid_value", "messages[0].role"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "invalid_json", None),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "invalid_value", "messages[0].content"),
         (
             {"messages": [{"role": "user", "content": [PART]}]},
             400,
@@ -210,6 +210,9 @@ PART = {"type": "image_url", "image_url": {"url": "data:"}}
         ({"seed": 1.5}, 400, "invalid_value", "seed"),
         ({"stop": [""]}, 400, "invalid_value", "stop"),
         ({"stop": 3}, 400, "invalid_value", "stop"),
+        ({"stop": "x" * 1025}, 400, "invalid_value", "stop"),
+        ({"stop": ["x"] * 17}, 400, "invalid_value", "stop"),
+        ({"stop_token_ids": [1] * 1025}, 400, "invalid_value", "stop_token_ids"),
         ({"top_logprobs": 2}, 400, "invalid_value", "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 9}, 400, "invalid_value", "top_logprobs"),
         ({"stop_token_ids": [999]}, 400, "invalid_value", "stop_token_ids[0]"),

@@ -113,6 +113,7 @@ def threads(monkeypatch):
     watch(ChatFormat, "turn_token_ids")
     watch(Tokenizer, "encode")
     watch(Tokenizer, "decode_raw")
+    watch(Tokenizer, "text_behind")
     return seen
 
 
@@ -120,7 +121,7 @@ SHORT = [
     (CHAT, {"messages": [{"role": "user", "content": "hi"}]}, {"decode_body", "turn_token_ids"}),
     (RESPONSES, {"input": "hi"}, {"decode_body", "parse_input", "turn_token_ids"}),
     ("/v1/completions", {"prompt": "hi"}, {"decode_body", "encode"}),
-    ("/tokenize", {"prompt": "hi", "return_token_strs": True}, {"decode_body", "encode", "decode_raw"}),
+    ("/tokenize", {"prompt": "hi", "return_token_strs": True}, {"decode_body", "encode", "text_behind"}),
     ("/detokenize", {"tokens": [97]}, {"decode_body", "decode_raw"}),
 ]
 LONG = [
@@ -128,7 +129,7 @@ LONG = [
     (RESPONSES, {"input": LONG_TEXT}, {"decode_body", "parse_input", "turn_token_ids"}),
     (COUNT, {"input": LONG_TEXT}, {"decode_body", "parse_input", "turn_token_ids"}),
     ("/v1/completions", {"prompt": LONG_TEXT}, {"decode_body", "encode"}),
-    ("/tokenize", {"prompt": LONG_TEXT, "return_token_strs": True}, {"decode_body", "encode", "decode_raw"}),
+    ("/tokenize", {"prompt": LONG_TEXT, "return_token_strs": True}, {"decode_body", "encode", "text_behind"}),
     ("/tokenize", {"messages": MANY}, {"turn_token_ids"}),
     ("/detokenize", {"tokens": [97] * INLINE_CHARACTERS}, {"decode_body", "decode_raw"}),
     (CHAT, {"messages": MANY}, {"turn_token_ids"}),

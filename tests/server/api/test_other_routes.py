@@ -17,7 +17,11 @@ from pensieve_jax.server.api.routes import ROUTES
 from pensieve_jax.server.api.sampling import model_defaults
 from pensieve_jax.server.api.state import ROUTES as STATE_ROUTES
 from pensieve_jax.server.http.settings import ServerSettings
+from pensieve_jax.text import Tokenizer
 from tests.server.fakes import MODEL, FakeEngine, Harness, say
+from tests.text.tokenizer_zoo import metaspace_backend
+
+HI = [{"role": "user", "content": "Hi"}]
 
 
 def ask(harness: Harness, method, path, body=None):
@@ -159,6 +163,28 @@ def test_models_in_vllms_shape():
     assert (status, body["error"]["code"]) == (404, "model_not_found")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_are_where_the_tokens_stand_in_the_reply(stream):
+    """Of a tokenizer that writes a space in front of a word, but not at the beginning of a reply."""
+    tokenizer = Tokenizer(
+        metaspace_backend(), bos_token="<s>", eos_token="</s>", chat_template="{{ messages }}"
+    )
+    ids = [tokenizer._backend.token_to_id(token) for token in ("\u2581the", "\u2581", "c", "a", "t")]
+
+    def script(turn):
+        turn.feed("the", ids[:1])
+        turn.feed(" cat", ids[1:])
+        turn.finish("stop")
+
+    harness = Harness(ROUTES, FakeEngine(script), tokenizer=tokenizer)
+    _, told = complete(harness, [1], logprobs=0, stream=stream)
+    choices = [choice for chunk in (events(told) if stream else [told]) for choice in chunk["choices"]]
+    columns = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    tokens = [token for one in columns for token in one["tokens"]]
+    offsets = [offset for one in columns for offset in one["text_offset"]]
+    assert tokens == [" the", " ", "c", "a", "t"] and offsets == [0, 3, 4, 5, 6]
+
+
 def test_text_to_ids_and_back():
     harness = Harness(ROUTES)
     _, body = ask(harness, "POST", "/tokenize", {"prompt": "é", "return_token_strs": True})
@@ -201,6 +227,39 @@ def test_health_and_readiness():
     engine.state = "dead"
     assert both() == (503, 503)
     assert ask(harness, "GET", "/version") == (200, {"version": pensieve_jax.__version__})
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "expected_s"),
+    [
+        ("/v1/completions", {"prompt": [1], "max_tokens": 10}, 11),
+        ("/v1/completions", {"prompt": [1]}, 17),
+        ("/v1/chat/completions", {"messages": HI}, 20),
+        ("/v1/chat/completions", {"messages": HI, "max_completion_tokens": 10}, 10),
+    ],
+)
+def test_a_full_server_stays_ready_and_says_when_to_come_back(path, body, expected_s):
+    """A balancer that took it away would send everybody to servers without their state, soon as full."""
+
+    async def scenario():
+        harness = Harness(ROUTES, FakeEngine(lambda turn: None, max_num_running=1))
+        limits = harness.services.limits
+        harness.clock.advance(10.0)
+        (await limits.enter("")).leave(110, [20])  # replies have 20 tokens, and 11 tokens take a second
+        clients = [harness.open("POST", path, {"model": MODEL, **body}) for _ in range(11)]
+        while limits.num_waiting < 2:
+            await asyncio.sleep(0)
+        status, headers, _ = await harness.open("POST", path, {"model": MODEL, **body}).whole()
+        assert (status, headers["retry-after"]) == (503, str(expected_s))
+        assert [(await harness.open("GET", route).whole())[0] for route in ("/ready", "/health")] == [
+            200,
+            200,
+        ]
+        for client in clients:
+            client.leave()
+            await client.task
+
+    asyncio.run(scenario())
 
 
 def test_what_needs_a_key_and_what_does_not(tmp_path):

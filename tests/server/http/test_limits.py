@@ -169,9 +169,49 @@ def test_retry_after_is_what_is_waited_for_over_the_rate_of_late():
         clock.advance(20.0)
         assert limits.retry_after_s() == 30
         place.leave(num_done_tokens=3000)
-        assert limits.retry_after_s() == 1
+        assert limits.retry_after_s() == 1  # nobody is waited for
         clock.advance(31.0)
         assert limits.rate.per_second() == 0
+
+    asyncio.run(scenario())
+
+
+def test_replies_are_waited_for_as_well_by_the_length_of_late_ones():
+    """Short prompts with long replies once were told to come back in a second, whatever the queue."""
+
+    async def scenario():
+        limits, _, clock = limits_of()
+        first = await limits.enter("a", 2, 20)
+        clock.advance(10.0)
+        first.leave(220, [50, 150])
+        assert limits.rate.per_second() == 22
+        places = [await limits.enter("a", num_tokens=10), await limits.enter("a", 2, 20)]
+        assert limits.retry_after_s() == 15  # 30 tokens of prompts, three replies of 100, 22 a second
+        places.append(await limits.enter("a", num_tokens=10, max_tokens=12))
+        assert limits.retry_after_s() == 16  # one that is to be short is no more than that
+        for place in places[:2]:
+            place.leave()
+        assert limits.retry_after_s() == 1
+        for _ in range(100):  # what was said long ago does not count
+            (await limits.enter("a")).leave(0, [400])
+        await limits.enter("a")
+        assert limits.retry_after_s() == 20
+
+    asyncio.run(scenario())
+
+
+def test_where_nothing_ended_of_late_it_is_as_long_again_as_the_first_has_waited():
+    async def scenario():
+        limits, _, clock = limits_of()
+        place = await limits.enter("a", num_tokens=1000)
+        assert limits.retry_after_s() == 1
+        clock.advance(7.5)
+        await limits.enter("a")
+        assert limits.retry_after_s() == 8
+        clock.advance(60.0)
+        assert limits.retry_after_s() == 30
+        place.leave()
+        assert limits.retry_after_s() == 30  # the second has been there for a minute
 
     asyncio.run(scenario())
 
@@ -216,7 +256,7 @@ def test_places_are_never_lost_or_given_twice(seed):
         assert limits.num_inside == sum(place.num_turns for place in held)
         for place in held:
             place.leave()
-        assert (limits.num_inside, limits.num_waiting, limits._num_tokens) == (0, 0, 0)
+        assert limits.num_inside == limits.num_waiting == len(limits._places) == 0
         assert limits._in_flight == {}
 
     asyncio.run(scenario())

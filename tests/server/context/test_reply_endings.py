@@ -1,0 +1,66 @@
+"""A reply that ended with more than its client was told: later turns read what the messages say."""
+
+from __future__ import annotations
+
+import pytest
+
+from pensieve_jax.server.context.resolver import Resolver
+from pensieve_jax.server.context.turn_index import TurnIndex
+from pensieve_jax.text.chat import ChatFormat
+from tests.server.context.scenarios import FakeSource, output_of, tokenizer
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict:
+    return {"role": "assistant", "content": text}
+
+
+@pytest.fixture
+def resolving() -> Resolver:
+    return Resolver(tokenizer(), "model:1", TurnIndex(FakeSource()))
+
+
+def ended_by(resolved, text: str, *ids: int):
+    """Commit a reply that ends with ids whose text its client was not told."""
+    return resolved.commit(output_of([*tokenizer().encode(text, add_bos=False), *ids], text))
+
+
+STOP_IDS = {
+    "a stop string": tokenizer().encode("STOP", add_bos=False),
+    "a control token": [tokenizer()._backend.token_to_id("<|user|>")],
+}
+
+
+@pytest.mark.parametrize("by_id", [False, True])
+@pytest.mark.parametrize("ending", STOP_IDS)
+def test_what_a_client_was_not_told_is_not_read_by_later_turns(resolving, ending, by_id):
+    first = resolving.resolve("ann", [user("hi")], epoch=1, durable=True)
+    ended_by(first, "fine", tokenizer().eos_id)
+    context = [user("hi"), assistant("fine"), user("and")]
+    second = resolving.resolve("ann", context, epoch=1, durable=True)
+    ended_by(second, "one", *STOP_IDS[ending])
+    context += [assistant("one"), user("so")]
+    if by_id:
+        third = resolving.resolve_after("ann", second.node.turn_id, context[-1:], epoch=1, durable=True)
+        assert third.parent is None  # a tree of its own, whose first chunks the engine finds
+        assert third.prompt_token_ids == ChatFormat(tokenizer()).turn_token_ids([], context)
+    else:
+        third = resolving.resolve("ann", context, epoch=1, durable=True)
+        assert third.parent.turn_id == first.node.turn_id and third.messages == tuple(context[2:])
+    assert third.node.chain == resolving.resolve("ann", context, epoch=1, durable=True).node.chain
+    written = tokenizer().decode_raw(third.prompt_token_ids)
+    assert written.endswith("and<|end|><|assistant|>one<|end|><|user|>so<|end|><|assistant|>")
+    ended_by(third, "fine", tokenizer().eos_id)
+    fourth = resolving.resolve("ann", [*context, assistant("fine"), user("on")], epoch=1, durable=True)
+    assert fourth.parent.turn_id == third.node.turn_id
+
+
+def test_what_a_client_was_not_told_may_be_what_the_template_writes(resolving):
+    """Both are the same to read, so the ids stay as they were sampled."""
+    first = resolving.resolve("ann", [user("hi")], epoch=1, durable=True)
+    ended_by(first, "one", *tokenizer().encode("<|end|>", add_bos=False))
+    second = resolving.resolve("ann", [user("hi"), assistant("one"), user("so")], epoch=1, durable=True)
+    assert second.parent.turn_id == first.node.turn_id

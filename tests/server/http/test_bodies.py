@@ -1,0 +1,71 @@
+"""What is said of a body that is JSON, but holds what UTF-8 cannot: half of a character of UTF-16."""
+
+from __future__ import annotations
+
+import pytest
+
+from pensieve_jax.server.http.bodies import Body, decode_body
+from pensieve_jax.server.http.errors import ApiError
+
+
+class Part(Body):
+    text: str = ""
+
+
+class Whole(Body):
+    parts: list[Part] = []  # noqa: RUF012 - a struct copies it
+    name: str = ""
+
+
+def told(body: bytes) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        decode_body(body, Whole)
+    assert caught.value.status == 400
+    caught.value.message.encode()
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (rb'{"name": "\ud800"}', "name"),
+        (rb'{"name": "a\uDC00"}', "name"),
+        (rb'{"name": "\ud800\u0041"}', "name"),
+        (rb'{"name": "\ude00\ud83d"}', "name"),
+        (rb'{"parts": [{"text": "\ud83d\ude00"}, {"text": "b\udfffc"}]}', "parts[1].text"),
+        (rb'{"parts": [{"text": "\ud800"}], "name": "\ud800"}', "parts[0].text"),
+        (rb'{"unknown": {"x": ["\ud800"]}}', "unknown.x[0]"),
+        (rb'{"unknown": {"\ud800": 1}}', "unknown"),
+        (rb'{"\ud800": 1}', None),
+        (rb'"\ud800"', None),
+        (b'{"%b": "\\ud800"}' % (b"x" * 10_000), None),
+    ],
+)
+def test_a_lone_surrogate_is_named_with_its_field(body, param):
+    error = told(body)
+    assert (error.code, error.param) == ("invalid_value", param)
+    assert "lone surrogate" in error.message and (param or "The body") in error.message
+    assert len(error.message) < 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        rb'{"name": "\ud800',
+        rb'{"name": "\ud800", }',
+        rb'{"name": "\ud8"}',
+        b'{"name": "\xed\xa0\x80"}',
+        b'{"name": "\xff\\ud800"}',
+        b'{"name": "\\ud800", "many": ' + b"[" * 100_000,
+        rb'{"name": "\ud800", "many": ' + b"1" * 5_000 + b"}",
+    ],
+    ids=lambda body: str(body[:30]),
+)
+def test_what_is_no_json_is_called_that(body):
+    error = told(body)
+    assert (error.code, error.param) == ("invalid_json", None)
+
+
+def test_surrogates_in_pairs_and_written_out_are_text():
+    value, _ = decode_body(rb'{"name": "\ud83d\ude00 \\ud800"}', Whole)
+    assert value.name == "\U0001f600 \\ud800"
