@@ -307,10 +307,17 @@ class ConversationTable:
 
 
 def _holds_state(live: LiveConversation) -> bool:
-    """Something of it is in some tier that others do not begin with; or of what they do, if that is all."""
-    sequence = live.sequence
-    is_all_shared = isinstance(live, Branch) and len(sequence.chunks) == sequence.num_shared
-    return any(own.holds_state for own in sequence.lineage()) if is_all_shared else sequence.holds_state
+    """Some of what it begins with, its own or shared, is in some tier and would not be found on loading it.
+
+    A prefix that is still given to turns would be (`PrefixTable.rejoin`), with what that begins with; other
+    shared chunks are reached from memory only.
+    """
+    for own in live.sequence.lineage():
+        if own.is_held:
+            return False
+        if own.holds_state:
+            return True
+    return False
 
 
 def check_conversation_id(conversation_id: object, field: str = "conversation_id") -> None:

@@ -47,8 +47,7 @@ class PrefixTable:
     def find(self, token_ids: Sequence[int]) -> CachedSequence | None:
         """The sequence of a prefix that a history begins with."""
         for beginning, shared in self._sequences.items():
-            count = len(beginning)
-            if shared.num_kv_tokens < len(token_ids) and tuple(token_ids[:count]) == beginning:
+            if tuple(token_ids[: len(beginning)]) == beginning:
                 return shared
         return None
 

@@ -1,0 +1,57 @@
+"""Named conversations that begin as another one: what they find, and when they leave memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.engine.validation import TurnSpec
+from tests.engine.harness import Harness, small_config
+
+CHUNK = 16
+
+
+def sweep(harness: Harness) -> None:
+    """So many conversations come that those without state leave memory."""
+    for number in range(70):
+        harness.turn(f"other-{number}", 3, seed=10 + number, max_tokens=2)
+
+
+@pytest.mark.parametrize("name", ["source", "fork"])
+@pytest.mark.parametrize("num_behind", [1, 6])
+def test_all_of_whose_state_is_shared_stays_in_memory(name: str, num_behind: int) -> None:
+    """Where the history ends on a chunk's end the source is such a one, else the fork is."""
+    harness = Harness(small_config(gpu_pages=400))
+    num_tokens = 10 * CHUNK + num_behind
+    harness.turn("source", 150, max_tokens=num_tokens - 150)
+    harness.engine.fork("source", "fork")
+    sweep(harness)
+    usage = harness.turn(name, 5, seed=5, max_tokens=3).usage
+    assert usage.recomputed_tokens < num_behind and usage.reused_gpu_tokens >= 10 * CHUNK
+    harness.check_empty()
+
+
+def test_who_lost_what_is_shared_leaves_memory() -> None:
+    harness = Harness(small_config(gpu_pages=60))
+    harness.turn("source", 150, max_tokens=16)
+    harness.engine.fork("source", "fork")
+    harness.engine.forget_state("source")
+    harness.engine.forget_state("fork")
+    sweep(harness)
+    assert not {"source", "fork"} & harness.engine.conversations._live.keys()
+    harness.check_empty()
+
+
+@pytest.mark.parametrize("num_tokens", [10 * CHUNK, 10 * CHUNK + 5])
+def test_a_fork_within_a_prefix_that_somebody_keeps_finds_it_again(num_tokens: int) -> None:
+    """It may leave memory, since it finds the prefix when it is loaded."""
+    harness = Harness(small_config(gpu_pages=400))
+    prefix = harness.engine.share_prefix(harness.prompt(10 * CHUNK, 3))
+    params = SamplingParams(max_tokens=3, ignore_eos=True, seed=0)
+    harness.run(*harness.submit_all([TurnSpec(harness.prompt(9, 2), params, "source", prefix=prefix)]))
+    harness.engine.fork("source", "fork", num_tokens)
+    sweep(harness)
+    assert "fork" not in harness.engine.conversations._live
+    usage = harness.turn("fork", 5, seed=5, max_tokens=3).usage
+    assert usage.reused_gpu_tokens == 10 * CHUNK
+    harness.check_empty()
