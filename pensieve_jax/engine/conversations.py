@@ -54,6 +54,7 @@ class ConversationTable:
         self._config = config
         self._live: dict[str, LiveConversation] = {}
         self._num_one_off = 0
+        self._stateful = stateful
         self._sweep = Sweep()
         self.branches = BranchTable(store, cache, self._add, shares_state=stateful)
 
@@ -147,7 +148,7 @@ class ConversationTable:
         self._check_idle(new_conversation_id)
         cut = self._store.fork(conversation_id, new_conversation_id, num_tokens)
         source = self._live.get(conversation_id)
-        if source is not None and source.conversation.head == cut.head_before:
+        if self._stateful and source is not None and source.conversation.head == cut.head_before:
             num_known = source.conversation.num_history_tokens if num_tokens is None else int(num_tokens)
             self._fork_state(source, new_conversation_id, num_known, cut)
 

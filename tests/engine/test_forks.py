@@ -55,3 +55,16 @@ def test_a_fork_within_a_prefix_that_somebody_keeps_finds_it_again(num_tokens: i
     usage = harness.turn("fork", 5, seed=5, max_tokens=3).usage
     assert usage.reused_gpu_tokens == 10 * CHUNK
     harness.check_empty()
+
+
+def test_a_fork_of_a_running_conversation_keeps_nothing_without_state() -> None:
+    harness = Harness(small_config(gpu_pages=60, stateful=False))
+    harness.turn("source", 150, max_tokens=11)
+    running = harness.submit(harness.facts(harness.prompt(5, 2), "source", max_tokens=20), "source")
+    harness.step(4)
+    harness.engine.fork("source", "fork")
+    harness.run(running)
+    assert harness.engine.census()["free pages"] == 60
+    usage = harness.turn("fork", 5, seed=5, max_tokens=3).usage
+    assert usage.reused_gpu_tokens == 0 and usage.recomputed_tokens == 160
+    harness.check_empty()
