@@ -147,6 +147,7 @@ class ConversationTable:
         check_conversation_id(new_conversation_id, "new_conversation_id")
         self._check_idle(new_conversation_id)
         cut = self._store.fork(conversation_id, new_conversation_id, num_tokens)
+        self._forget_ended(new_conversation_id)  # one of that name, if another replica has ended it
         source = self._live.get(conversation_id)
         if self._stateful and source is not None and source.conversation.head == cut.head_before:
             num_known = source.conversation.num_history_tokens if num_tokens is None else int(num_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pensieve_jax.core.errors import InvalidRequestError
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.validation import TurnSpec
 from tests.engine.harness import Harness, small_config
@@ -67,4 +68,30 @@ def test_a_fork_of_a_running_conversation_keeps_nothing_without_state() -> None:
     assert harness.engine.census()["free pages"] == 60
     usage = harness.turn("fork", 5, seed=5, max_tokens=3).usage
     assert usage.reused_gpu_tokens == 0 and usage.recomputed_tokens == 160
+    harness.check_empty()
+
+
+@pytest.mark.parametrize("is_source_in_memory", [True, False])
+def test_a_fork_takes_the_place_of_one_that_another_replica_has_ended(is_source_in_memory: bool) -> None:
+    harness = Harness(small_config(gpu_pages=60))
+    harness.turn("source", 60, max_tokens=5)
+    harness.turn("fork", 300, seed=2, max_tokens=5)
+    conversations = harness.engine.conversations
+    harness.store.inner.delete("fork")  # by the other one
+    if not is_source_in_memory:
+        conversations.forget(conversations.get("source"))
+    harness.engine.fork("source", "fork")
+    sequences = [sequence.sequence_id for sequence in harness.engine.cache._store]
+    assert sequences.count("fork") == is_source_in_memory
+    harness.turn("fork", 5, seed=3, max_tokens=3)
+    harness.check_empty()
+
+
+def test_a_refused_fork_leaves_who_has_the_name_as_it_is() -> None:
+    harness = Harness()
+    harness.turn("source", 60, max_tokens=5)
+    harness.turn("taken", 60, seed=2, max_tokens=5)
+    with pytest.raises(InvalidRequestError, match="taken"):
+        harness.engine.fork("source", "taken")
+    assert harness.turn("taken", 5, seed=3, max_tokens=3).usage.recomputed_tokens == 0
     harness.check_empty()
