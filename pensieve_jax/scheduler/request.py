@@ -208,15 +208,13 @@ class Request:
 
     def usage(self, num_output_tokens: int) -> Usage:
         """The accounting of a reply of `num_output_tokens`."""
+        known = self._reused_tokens + self._swapped_in_tokens + self._recomputed_tokens
         return Usage(
             prompt_tokens=self.num_prompt_end - self.num_history_tokens,
             reused_gpu_tokens=self._reused_tokens,
             swapped_in_tokens=self._swapped_in_tokens,
             recomputed_tokens=self._recomputed_tokens,
-            prefilled_tokens=self.num_prompt_end
-            - self._reused_tokens
-            - self._swapped_in_tokens
-            - self._recomputed_tokens,
+            prefilled_tokens=self.num_prompt_end - known if self._was_admitted else 0,
             output_tokens=num_output_tokens,
             num_suspensions=self.num_suspensions,
             resume_recomputed_tokens=self.resume_recomputed_tokens,
