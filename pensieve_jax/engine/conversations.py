@@ -225,17 +225,19 @@ class ConversationTable:
 
         Branches leave memory by the same rules: what the history has of them stays there.
         """
-        if self._config.max_idle_conversations is None and self._config.idle_ttl_s is None:
+        bound, ttl_s = self._config.max_idle_conversations, self._config.idle_ttl_s
+        if bound is None and ttl_s is None:
             return
-        idle = [info for info in self._store.conversations() if not self.is_busy(info.conversation_id)]
-        for position, info in enumerate(idle):
-            if self._is_expired(position, info.last_active_s):
-                with contextlib.suppress(UnknownConversationError):  # another replica was first
-                    self.end(info.conversation_id)
+        before_s = None if ttl_s is None else self._clock.now() - ttl_s
+        busy = {name for name, live in self._live.items() if live.busy and "\0" not in name}  # callers' names
+        for conversation_id in self._store.idle(before_s, bound, busy):
+            with contextlib.suppress(UnknownConversationError):  # another replica was first
+                self.end(conversation_id)
         branches = [live for live in self._live.values() if isinstance(live, Branch) and not live.busy]
         branches.sort(key=lambda branch: -branch.sequence.last_active_s)
         for position, branch in enumerate(branches):
-            if self._is_expired(position, branch.sequence.last_active_s):
+            is_old = before_s is not None and branch.sequence.last_active_s < before_s
+            if is_old or (bound is not None and position >= bound):
                 self.forget(branch)
 
     def forget_stateless(self) -> None:
@@ -268,12 +270,6 @@ class ConversationTable:
             pass
         self.forget(live)
         return None
-
-    def _is_expired(self, position: int, last_active_s: float) -> bool:
-        """Whether an idle one leaves, so many of which were active after it."""
-        bound, ttl_s = self._config.max_idle_conversations, self._config.idle_ttl_s
-        too_many = bound is not None and position >= bound
-        return too_many or (ttl_s is not None and self._clock.now() - last_active_s > ttl_s)
 
     def _check_idle(self, conversation_id: str) -> None:
         check_conversation_id(conversation_id)
