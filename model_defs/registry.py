@@ -93,6 +93,14 @@ def num_parameters(config: ModelConfig) -> int:
     return sum(math.prod(leaf.shape) for leaf in abstract_parameters(config))
 
 
+@functools.cache
+def num_layer_parameters(config: ModelConfig) -> int:
+    """Number of those within the layers: what every token is multiplied with, sampled from or not."""
+    mesh = AbstractMesh((1,), (TENSOR_AXIS,))
+    layers = abstract_model(config, dtype="auto", mesh=mesh).layers
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(layers, nnx.Param)))
+
+
 def parameter_bytes(config: ModelConfig, *, dtype: str = "auto", tensor_parallel_size: int = 1) -> int:
     """Bytes of all parameters on the fullest device of a mesh of `tensor_parallel_size`."""
     mesh = AbstractMesh((tensor_parallel_size,), (TENSOR_AXIS,))

@@ -27,7 +27,7 @@ from model_defs import (
     load_model,
     make_mesh,
     model_fingerprint,
-    num_parameters,
+    num_layer_parameters,
     parameter_bytes,
     source_config,
 )
@@ -290,10 +290,10 @@ def _cost_model(model: ModelConfig, config: EngineConfig, dtype: str) -> CostMod
 
 
 def estimated_cost_model(model: ModelConfig, chunk_tokens: int) -> CostModel:
-    """What recomputing a chunk costs where nothing was measured: by the model's weights and heads."""
+    """What recomputing a chunk costs where nothing was measured: by the layers' weights and heads."""
     return AnalyticCostModel(
         chunk_tokens,
-        num_weights=num_parameters(model),
+        num_weights=num_layer_parameters(model),
         attention_width=model.num_layers * model.num_heads * model.head_dim,
     )
 

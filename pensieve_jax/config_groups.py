@@ -8,6 +8,7 @@ Called by: `config`, from which everybody else has them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from pallas_kernels.attention_names import ATTENTION_BACKENDS, KV_DTYPES
@@ -108,8 +109,8 @@ class CacheConfig:
     reserve_fraction: float = option(
         0.10,
         _PART,
-        "New requests join only while more than this share of the pages stays available (the paper's section "
-        "4.3.5); waived while nothing runs.",
+        "New requests join only while at least this share of the pages, rounded up to whole ones, stays "
+        "available behind them (the paper's section 4.3.5 wants more than it); waived while nothing runs.",
     )
     swap_out_fraction: float = option(
         0.25,
@@ -154,7 +155,8 @@ class CacheConfig:
     @property
     def reserve_pages(self) -> int:
         """Pages that stay available when a request joins running ones."""
-        return int(self.gpu_pages * self.reserve_fraction)
+        # A tenth of 70 pages is above 7 in binary, and still 7 pages.
+        return math.ceil(round(self.gpu_pages * self.reserve_fraction, 6))
 
     @property
     def clean_pages(self) -> int:

@@ -237,8 +237,9 @@ class LLM:
     def share_prefix(self, prefix: Prompt) -> SharedPrefix:
         """A beginning that conversations share: text, token ids, or messages such as a system prompt.
 
-        Its KV state is computed by the first turn that is given it, and kept once for all of them. A
-        conversation that is loaded from the history after a restart has its own copy.
+        Its KV state is computed by the first turn that is given it, and kept once for all of them. So it is
+        for a conversation that is loaded from the history, if by then a turn has been given the prefix since
+        the start; else that has its own copy.
 
         Raises InvalidRequestError, ContextLengthError or TokenizerMissingError; ChatTemplateError where the
         template does not write these messages before, and apart from, what follows.

@@ -173,6 +173,7 @@ def test_step_sizes_follow_the_device_unless_they_are_given(on_gpu, num_buckets)
     assert given.with_num_buckets(on_gpu=on_gpu) == given and given.scheduler.bucket_limit == 3
 
 
-def test_the_reserve_is_a_share_of_the_pool():
-    assert CacheConfig(gpu_pages=40).reserve_pages == 4
-    assert CacheConfig(gpu_pages=9).reserve_pages == 0
+def test_the_reserve_is_a_share_of_the_pool_rounded_up():
+    for gpu_pages, reserve_pages in ((40, 4), (70, 7), (9, 1), (11, 2), (30, 3)):  # 70 * 0.1 is above 7
+        assert CacheConfig(gpu_pages=gpu_pages).reserve_pages == reserve_pages
+    assert CacheConfig(gpu_pages=9, reserve_fraction=0.0).reserve_pages == 0

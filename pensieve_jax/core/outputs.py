@@ -27,7 +27,9 @@ class TokenLogprob(NamedTuple):
 class Usage:
     """Where every token of a turn came from.
 
-    reused_gpu + swapped_in + recomputed + prefilled = history + prompt.
+    reused_gpu + swapped_in + recomputed + prefilled = history + prompt. These are decided when the turn is
+    first admitted to the batch: all four are 0 of one that was cancelled before, and what one that is
+    cancelled later was to compute counts as computed.
 
     Attributes:
       prompt_tokens: ids of the new turn.

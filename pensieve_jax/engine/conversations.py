@@ -54,6 +54,7 @@ class ConversationTable:
         self._config = config
         self._live: dict[str, LiveConversation] = {}
         self._num_one_off = 0
+        self._stateful = stateful
         self._sweep = Sweep()
         self.branches = BranchTable(store, cache, self._add, shares_state=stateful)
 
@@ -146,8 +147,9 @@ class ConversationTable:
         check_conversation_id(new_conversation_id, "new_conversation_id")
         self._check_idle(new_conversation_id)
         cut = self._store.fork(conversation_id, new_conversation_id, num_tokens)
+        self._forget_ended(new_conversation_id)  # one of that name, if another replica has ended it
         source = self._live.get(conversation_id)
-        if source is not None and source.conversation.head == cut.head_before:
+        if self._stateful and source is not None and source.conversation.head == cut.head_before:
             num_known = source.conversation.num_history_tokens if num_tokens is None else int(num_tokens)
             self._fork_state(source, new_conversation_id, num_known, cut)
 
@@ -223,17 +225,19 @@ class ConversationTable:
 
         Branches leave memory by the same rules: what the history has of them stays there.
         """
-        if self._config.max_idle_conversations is None and self._config.idle_ttl_s is None:
+        bound, ttl_s = self._config.max_idle_conversations, self._config.idle_ttl_s
+        if bound is None and ttl_s is None:
             return
-        idle = [info for info in self._store.conversations() if not self.is_busy(info.conversation_id)]
-        for position, info in enumerate(idle):
-            if self._is_expired(position, info.last_active_s):
-                with contextlib.suppress(UnknownConversationError):  # another replica was first
-                    self.end(info.conversation_id)
+        before_s = None if ttl_s is None else self._clock.now() - ttl_s
+        busy = {name for name, live in self._live.items() if live.busy and "\0" not in name}  # callers' names
+        for conversation_id in self._store.idle(before_s, bound, busy):
+            with contextlib.suppress(UnknownConversationError):  # another replica was first
+                self.end(conversation_id)
         branches = [live for live in self._live.values() if isinstance(live, Branch) and not live.busy]
         branches.sort(key=lambda branch: -branch.sequence.last_active_s)
         for position, branch in enumerate(branches):
-            if self._is_expired(position, branch.sequence.last_active_s):
+            is_old = before_s is not None and branch.sequence.last_active_s < before_s
+            if is_old or (bound is not None and position >= bound):
                 self.forget(branch)
 
     def forget_stateless(self) -> None:
@@ -267,12 +271,6 @@ class ConversationTable:
             pass
         self.forget(live)
         return None
-
-    def _is_expired(self, position: int, last_active_s: float) -> bool:
-        """Whether an idle one leaves, so many of which were active after it."""
-        bound, ttl_s = self._config.max_idle_conversations, self._config.idle_ttl_s
-        too_many = bound is not None and position >= bound
-        return too_many or (ttl_s is not None and self._clock.now() - last_active_s > ttl_s)
 
     def _check_idle(self, conversation_id: str) -> None:
         check_conversation_id(conversation_id)
@@ -308,10 +306,17 @@ class ConversationTable:
 
 
 def _holds_state(live: LiveConversation) -> bool:
-    """Something of it is in some tier that others do not begin with; or of what they do, if that is all."""
-    sequence = live.sequence
-    is_all_shared = isinstance(live, Branch) and len(sequence.chunks) == sequence.num_shared
-    return any(own.holds_state for own in sequence.lineage()) if is_all_shared else sequence.holds_state
+    """Some of what it begins with, its own or shared, is in some tier and would not be found on loading it.
+
+    A prefix that is still given to turns would be (`PrefixTable.rejoin`), with what that begins with; other
+    shared chunks are reached from memory only.
+    """
+    for own in live.sequence.lineage():
+        if own.is_held:
+            return False
+        if own.holds_state:
+            return True
+    return False
 
 
 def check_conversation_id(conversation_id: object, field: str = "conversation_id") -> None:

@@ -45,12 +45,11 @@ class PrefixTable:
             self._cache.share(sequence, shared)
 
     def find(self, token_ids: Sequence[int]) -> CachedSequence | None:
-        """The sequence of a prefix that a history begins with."""
-        for beginning, shared in self._sequences.items():
-            count = len(beginning)
-            if shared.num_kv_tokens < len(token_ids) and tuple(token_ids[:count]) == beginning:
-                return shared
-        return None
+        """The sequence of the longest prefix that a history begins with."""
+        found = [
+            beginning for beginning in self._sequences if tuple(token_ids[: len(beginning)]) == beginning
+        ]
+        return self._sequences[max(found, key=len)] if found else None
 
     def release(self, prefix: SharedPrefix) -> None:
         """Leave a prefix's state to those in memory that begin with it; it goes with the last of them.

@@ -119,6 +119,7 @@ def _accept(
         if version != schema.SCHEMA_VERSION:
             _migrate(connection, path, version)
         connection.execute(schema.RESPONSES_BY_TREE)
+        connection.execute(schema.NAMED_BY_ACTIVITY)
         if path is not None:
             connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(f"PRAGMA synchronous = {synchronous.upper()}")

@@ -10,6 +10,9 @@ elsewhere by then.
 
 from __future__ import annotations
 
+import itertools
+import sys
+from collections.abc import Collection
 from typing import Final, NamedTuple
 
 from pensieve_jax.core.errors import (
@@ -40,6 +43,7 @@ _MOVE: Final = (
     f"num_tokens = num_tokens + ?, num_turns = num_turns + 1 WHERE {_THIS} AND num_turns = ? "
     "AND head_turn = ?"
 )
+_MAX_VALUES: Final = 1000  # of one statement
 
 
 class _Head(NamedTuple):
@@ -54,6 +58,35 @@ def listing(connection: Connection) -> list[ConversationInfo]:
     """All of them, the most recently active first, equal times by id."""
     query = f"{_INFO} WHERE {_NAMED} ORDER BY last_active_s DESC, conversation_id"
     return [ConversationInfo(*row) for row in connection.execute(query)]
+
+
+def idle(
+    connection: Connection, before_s: float | None, num_kept: int | None, busy: Collection[str]
+) -> list[str]:
+    """See `HistoryStore.idle`."""
+    found = [] if num_kept is None else _behind(connection, min(num_kept, sys.maxsize), busy)
+    if before_s is not None:
+        query = f"SELECT conversation_id FROM conversations WHERE {_NAMED} AND last_active_s < ?"
+        found += (row[0] for row in connection.execute(query, (before_s,)))
+    return [conversation_id for conversation_id in dict.fromkeys(found) if conversation_id not in busy]
+
+
+def _behind(connection: Connection, num_kept: int, busy: Collection[str]) -> list[str]:
+    """Those behind the first `num_kept` that are not busy: fewer than are behind the first of all."""
+    query = (
+        f"SELECT conversation_id FROM conversations WHERE {_NAMED} "
+        f"ORDER BY last_active_s DESC, conversation_id LIMIT {sys.maxsize} OFFSET ?"
+    )
+    behind = [row[0] for row in connection.execute(query, (num_kept,))]
+    idle_behind = [conversation_id for conversation_id in behind if conversation_id not in busy]
+    if not idle_behind:
+        return []
+    num_busy_before = 0
+    for names in itertools.batched(set(busy).difference(behind), _MAX_VALUES):
+        places = ", ".join("?" * len(names))
+        query = f"SELECT count(*) FROM conversations WHERE {_NAMED} AND conversation_id IN ({places})"
+        num_busy_before += connection.execute(query, names).fetchone()[0]
+    return idle_behind[num_busy_before:]
 
 
 def info(connection: Connection, conversation_id: str) -> ConversationInfo:

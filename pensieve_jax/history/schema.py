@@ -18,10 +18,17 @@ SCHEMA_VERSION: Final = 2
 
 META: Final = "CREATE TABLE meta(key TEXT PRIMARY KEY NOT NULL, value TEXT NOT NULL)"
 
-# Covers the list of trees. Histories of before the list was shown have it made when they are opened.
+# Covers the list of trees. Histories of before there was this index, or the next, have it made when they are
+# opened, if they are files.
 RESPONSES_BY_TREE: Final = (
     "CREATE INDEX IF NOT EXISTS responses_by_tree ON responses(owner, turn_id, completed_at_s) "
     "WHERE turn_id IS NOT NULL"
+)
+
+# Lists named conversations by how long they are idle: every submission to an engine that ends idle ones asks.
+NAMED_BY_ACTIVITY: Final = (
+    "CREATE INDEX IF NOT EXISTS named_by_activity "
+    "ON conversations(owner, last_active_s DESC, conversation_id) WHERE metadata IS NULL"
 )
 
 # The CHECKs are part of what quick_check verifies. Every key begins with the owner: what is another owner's
@@ -74,6 +81,7 @@ TABLES: Final = (
   PRIMARY KEY (owner, conversation_id)
 )""",
     "CREATE INDEX conversations_by_head ON conversations(owner, head_turn) WHERE head_turn IS NOT NULL",
+    NAMED_BY_ACTIVITY,
     """CREATE TABLE items(
   owner TEXT NOT NULL,
   conversation_id TEXT NOT NULL,

@@ -125,6 +125,14 @@ class HistoryStore(Protocol):
         """All named conversations, the most recently active first, equal times by id."""
         ...
 
+    def idle(self, before_s: float | None, num_kept: int | None, busy: Collection[str] = ()) -> list[str]:
+        """Named conversations that are not `busy`, and were last active before a time or are too many.
+
+        Too many are those behind the first `num_kept` of the listing without the busy ones. None: by the
+        other rule only. Made without a listing, as every submission may ask.
+        """
+        ...
+
     def info(self, conversation_id: str) -> ConversationInfo:
         """A conversation's line of the listing; raises UnknownConversationError."""
         ...

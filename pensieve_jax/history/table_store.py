@@ -61,6 +61,10 @@ class TableHistoryStore(ABC):
         """All named conversations, the most recently active first, equal times by id."""
         return self._run(named_conversations.listing)
 
+    def idle(self, before_s: float | None, num_kept: int | None, busy: Collection[str] = ()) -> list[str]:
+        """Named conversations that are idle for too long or too many; see `HistoryStore.idle`."""
+        return self._run(lambda connection: named_conversations.idle(connection, before_s, num_kept, busy))
+
     def info(self, conversation_id: str) -> ConversationInfo:
         """A conversation's line of the listing, read without its tokens."""
         return self._run(lambda connection: named_conversations.info(connection, conversation_id))

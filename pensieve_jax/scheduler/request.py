@@ -19,6 +19,9 @@ from pensieve_jax.core.outputs import Usage
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.scheduler.plan import pack_sampling
 
+type Intervals = list[tuple[int, int]]
+"""Of token positions, ascending, without their ends; none overlaps another one."""
+
 
 class RequestStatus(Enum):
     """Where a request stands."""
@@ -102,7 +105,7 @@ class Request:
         self.num_unending = self.num_prompt_end + params.min_tokens
         self.max_total_tokens = min(self.num_prompt_end + params.max_tokens, max_context_tokens)
         self.status = RequestStatus.WAITING
-        self.holes: list[tuple[int, int]] = []
+        self.holes: Intervals = []
         self.is_decoding = False
         self.sample_row = -1
         self.num_suspensions = 0
@@ -113,8 +116,8 @@ class Request:
         self._recomputed_tokens = 0
         self._was_admitted = False
         self._num_kv_before = 0
-        self._uncomputed: list[tuple[int, int]] = []  # since it was first admitted
-        self._holes_before: list[tuple[int, int]] = []  # when it was suspended
+        self._uncomputed: Intervals = []  # since it was first admitted
+        self._holes_before: Intervals = []  # when it was suspended
 
     @property
     def num_output_tokens(self) -> int:
@@ -152,12 +155,14 @@ class Request:
             if chunk.shelf is Shelf.ARRIVING or (index in sequence.fetched and chunk.readable)
         )
         if self._was_admitted:
-            had = _tokens_outside(self._holes_before, self._num_kv_before)
-            has = _tokens_outside(self.holes, sequence.num_kv_tokens)
-            self.resume_recomputed_tokens += len(had - has)
+            had = _outside(self._holes_before, self._num_kv_before)
+            has = _outside(self.holes, sequence.num_kv_tokens)
+            self.resume_recomputed_tokens += _num_in(had) - _num_in(_in_both(had, has))
             self.resume_swapped_in_tokens += swapped_in
-            for position in has - had:  # in a shared prefix, and another request has computed it
-                self._count_as_reused(position, 1)
+            lacked = [*self._holes_before, (self._num_kv_before, sequence.num_kv_tokens)]
+            self._count_as_reused(
+                _in_both(has, lacked)
+            )  # in a shared prefix: another request has computed it
             return
         self._was_admitted = True
         self._uncomputed = list(self.holes)
@@ -185,15 +190,14 @@ class Request:
                 return
             next_start = min((index + 1) * chunk_tokens, end)
             self.holes[:1] = [(next_start, end)] if next_start < end else []
-            self._count_as_reused(start, next_start - start)
+            self._count_as_reused([(start, next_start)])
 
-    def _count_as_reused(self, start: int, count: int) -> None:
+    def _count_as_reused(self, found: Intervals) -> None:
         """These tokens were to be computed, and are there."""
-        if not any(a <= start < b for a, b in self._uncomputed):
-            self.resume_recomputed_tokens -= count  # it had them when it was suspended
-            return
-        self._reused_tokens += count
-        self._recomputed_tokens -= self._num_computed_before(start, start + count)
+        new = _in_both(found, self._uncomputed)
+        self.resume_recomputed_tokens -= _num_in(found) - _num_in(new)  # it had these when it was suspended
+        self._reused_tokens += _num_in(new)
+        self._recomputed_tokens -= sum(self._num_computed_before(start, end) for start, end in new)
 
     def _num_computed_before(self, start: int, end: int) -> int:
         """How many of the tokens in [start, end) an earlier turn computed.
@@ -204,15 +208,13 @@ class Request:
 
     def usage(self, num_output_tokens: int) -> Usage:
         """The accounting of a reply of `num_output_tokens`."""
+        known = self._reused_tokens + self._swapped_in_tokens + self._recomputed_tokens
         return Usage(
             prompt_tokens=self.num_prompt_end - self.num_history_tokens,
             reused_gpu_tokens=self._reused_tokens,
             swapped_in_tokens=self._swapped_in_tokens,
             recomputed_tokens=self._recomputed_tokens,
-            prefilled_tokens=self.num_prompt_end
-            - self._reused_tokens
-            - self._swapped_in_tokens
-            - self._recomputed_tokens,
+            prefilled_tokens=self.num_prompt_end - known if self._was_admitted else 0,
             output_tokens=num_output_tokens,
             num_suspensions=self.num_suspensions,
             resume_recomputed_tokens=self.resume_recomputed_tokens,
@@ -220,11 +222,26 @@ class Request:
         )
 
 
-def _tokens_outside(holes: list[tuple[int, int]], num_tokens: int) -> set[int]:
-    return set(range(num_tokens)).difference(*(range(start, end) for start, end in holes))
+def _num_in(intervals: Intervals) -> int:
+    return sum(end - start for start, end in intervals)
 
 
-def _in_both(ones: list[tuple[int, int]], others: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Intervals that lie in one of each."""
-    pairs = ((max(a, c), min(b, d)) for a, b in ones for c, d in others)
-    return [(start, end) for start, end in pairs if start < end]
+def _outside(holes: Intervals, num_tokens: int) -> Intervals:
+    """What of the first `num_tokens` tokens is in no hole."""
+    starts = [0, *(end for _, end in holes)]
+    ends = [*(start for start, _ in holes), num_tokens]
+    return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
+
+
+def _in_both(ones: Intervals, others: Intervals) -> Intervals:
+    """Intervals that lie in one of each; one look at each, since a long history can have thousands."""
+    found, i, j = [], 0, 0
+    while i < len(ones) and j < len(others):
+        start, end = max(ones[i][0], others[j][0]), min(ones[i][1], others[j][1])
+        if start < end:
+            found.append((start, end))
+        if ones[i][1] == end:
+            i += 1
+        else:
+            j += 1
+    return found

@@ -51,7 +51,7 @@ class Cache:
             cpu_pages=cpu_pages,
             chunk_tokens=CHUNK,
             policy=policy,
-            reserve_fraction=(reserve_pages + 0.5) / num_pages,
+            reserve_fraction=reserve_pages / num_pages,
             swap_out_fraction=min((clean_pages + 0.5) / num_pages, 0.999),
             retrieval_priority=retrieval_priority,
             prefetch=prefetch,

@@ -160,6 +160,9 @@ class ObservedStore:
     def conversations(self) -> list[ConversationInfo]:
         return self.inner.conversations()
 
+    def idle(self, before_s: float | None, num_kept: int | None, busy: Collection[str] = ()) -> list[str]:
+        return self.inner.idle(before_s, num_kept, busy)
+
     def info(self, conversation_id: str) -> ConversationInfo:
         return self.inner.info(conversation_id)
 

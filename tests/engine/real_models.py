@@ -47,7 +47,14 @@ def real_config(
     """
     return EngineConfig(
         stateful=stateful,
-        cache=CacheConfig(gpu_pages=14, cpu_pages=10, chunk_tokens=16, policy=policy, kv_dtype=kv_dtype),
+        cache=CacheConfig(
+            gpu_pages=14,
+            cpu_pages=10,
+            chunk_tokens=16,
+            policy=policy,
+            kv_dtype=kv_dtype,
+            reserve_fraction=1 / 14,  # a page: with more, short scenarios drop too little
+        ),
         scheduler=SchedulerConfig(
             max_num_running=4,
             max_num_batched_tokens=48,

@@ -146,6 +146,20 @@ def test_idle_conversations_end_after_their_time_to_live():
     harness.check_empty()
 
 
+@pytest.mark.parametrize("limits", [{"max_idle_conversations": 2}, {"idle_ttl_s": 10.0}])
+def test_what_is_to_end_is_found_without_a_listing(monkeypatch, limits):
+    """Every submission asks, and there may be very many conversations."""
+    harness = Harness(small_config(**limits))
+    for name in "abc":
+        harness.turn(name, 8, max_tokens=2)
+        harness.clock.advance(6)
+    with monkeypatch.context() as patch:
+        patch.setattr(harness.store, "conversations", lambda: pytest.fail("all were listed"))
+        harness.engine.expire_idle()
+    assert listed(harness) == (["c", "b"] if "idle_ttl_s" not in limits else ["c"])
+    harness.check_empty()
+
+
 def test_a_conversation_outlives_the_engine(tmp_path):
     """A new engine on the same file recomputes the history, and goes on as if nothing had happened."""
     path = tmp_path / "history.sqlite"

@@ -6,6 +6,7 @@ import pytest
 
 from pensieve_jax.cache import Role
 from pensieve_jax.core.conversation import PENDING_TOKEN
+from pensieve_jax.core.outputs import Usage
 from pensieve_jax.scheduler import RequestStatus
 from tests.engine.harness import Harness, small_config
 
@@ -153,6 +154,15 @@ def test_cancelling_leaves_no_trace(num_steps):
     output = harness.turn("a", 7, seed=7, max_tokens=9)  # at once, the cancelled turn's step still in flight
     assert output.usage.reused_gpu_tokens >= 24
     assert harness.run(running)[0].token_ids == harness.expected(neighbour)
+    harness.check_empty()
+
+
+def test_nothing_is_counted_of_a_turn_that_was_cancelled_before_it_was_admitted():
+    harness = Harness()
+    harness.turn("a", 100, max_tokens=5)
+    turn = harness.submit(harness.facts(harness.prompt(9, seed=2), "a", max_tokens=5), "a")
+    harness.engine.cancel(turn)
+    assert turn.output.usage == Usage(9, 0, 0, 0, 0, 0)
     harness.check_empty()
 
 

@@ -250,6 +250,20 @@ def test_a_conversation_that_left_memory_finds_its_prefix_again():
     harness.check_empty()
 
 
+@pytest.mark.parametrize("order", [(32, 50), (50, 32)])
+def test_a_conversation_that_left_memory_finds_the_longest_of_its_prefixes(order):
+    """Of 50 and of 32 tokens, the one the beginning of the other, whichever was used first."""
+    harness = two_tiers(gpu_pages=40)
+    for num_prefix_tokens in order:
+        facts = replace(prefix_facts(harness, 10, 1), num_prefix_tokens=num_prefix_tokens)
+        harness.run(harness.submit(facts, f"from-{num_prefix_tokens}"))
+    conversations = harness.engine.conversations
+    conversations.forget(conversations.get("from-50"))
+    assert harness.engine.explain("from-50").chunks[2].is_shared
+    assert harness.turn("from-50", 5, seed=7).usage.reused_gpu_tokens == 48
+    harness.check_empty()
+
+
 def test_what_began_with_a_prefix_leaves_memory_and_so_does_the_prefix():
     """As other conversations without state do; and a prefix that nobody has, once its state is gone."""
     harness = two_tiers(cpu_pages=0)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import tracemalloc
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from pensieve_jax.core.conversation import Conversation
 from pensieve_jax.core.sampling_params import SamplingParams
@@ -56,3 +60,69 @@ def test_what_was_lost_at_one_suspension_and_came_back_after_the_next_is_no_stat
     assert (usage.reused_gpu_tokens, usage.recomputed_tokens) == (8 * CHUNK, 0)
     assert usage.resume_recomputed_tokens == 0
     assert usage.prefilled_tokens == HISTORY + PROMPT - 8 * CHUNK
+
+
+def request_of(num_tokens: int, sequence: Any) -> Request:
+    """A turn behind a history, all of it computed once, of all tokens but the last."""
+    conversation = Conversation("a", token_ids=list(range(num_tokens)))
+    conversation.num_history_tokens, conversation.num_computed_tokens = num_tokens - 1, num_tokens - 1
+    options: dict[str, Any] = {"seed": 0, "ending_ids": (), "max_context_tokens": 2 * num_tokens}
+    return Request(0, conversation, sequence, SamplingParams(max_tokens=40), **options)
+
+
+class Chunks(Sequence):
+    """As many chunks as one likes, all of them shared."""
+
+    def __init__(self, lost: list[bool], chunk_tokens: int) -> None:
+        self.chunks = [SimpleNamespace(readable=not is_lost, shelf=None) for is_lost in lost]
+        self.num_shared = len(lost)
+        self.num_kv_tokens = chunk_tokens * len(lost)
+
+    def lose(self, lost: list[bool]) -> None:
+        for chunk, is_lost in zip(self.chunks, lost, strict=True):
+            chunk.readable = not is_lost
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_counted_is_what_is_found_position_by_position(seed: int) -> None:
+    """Of chunks that come and go at random while a request is suspended, time and again."""
+    chance = random.Random(seed)
+    lost = [[chance.random() < 0.4 for _ in range(12)] for _ in range(6)]
+    sequence: Any = Chunks(lost[0], CHUNK)
+    request = request_of(12 * CHUNK + 1, sequence)
+    request.on_admitted(CHUNK)
+    never_had, num_recomputed = set(request_positions(request)), 0
+    num_reused = 12 * CHUNK - len(never_had)
+    for now_lost in lost[1:]:
+        had = set(range(12 * CHUNK)) - request_positions(request)
+        never_had -= had
+        request.on_suspended()
+        sequence.lose(now_lost)
+        request.on_admitted(CHUNK)
+        has = set(range(12 * CHUNK)) - request_positions(request)
+        num_recomputed += len(had - has) - len((has - had) - never_had)
+        num_reused += len((has - had) & never_had)
+        usage = request.usage(0)
+        assert (usage.resume_recomputed_tokens, usage.reused_gpu_tokens) == (num_recomputed, num_reused)
+        assert usage.recomputed_tokens == 12 * CHUNK - num_reused
+
+
+def request_positions(request: Request) -> set[int]:
+    """The positions that it must compute again."""
+    return {position for start, end in request.holes for position in range(start, end)}
+
+
+def test_accounting_looks_at_no_single_token() -> None:
+    """The engine's thread waits for it, however long a history is."""
+    chunk_tokens = 1 << 17
+    sequence: Any = Chunks([False] * 8, chunk_tokens)
+    request = request_of(8 * chunk_tokens + 1, sequence)
+    request.on_admitted(chunk_tokens)
+    request.on_suspended()
+    sequence.lose([True, False] * 4)
+    tracemalloc.start()
+    request.on_admitted(chunk_tokens)
+    num_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert request.resume_recomputed_tokens == 4 * chunk_tokens
+    assert num_bytes < 100_000, "a megabyte or more stands for a value for each token"

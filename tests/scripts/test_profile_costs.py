@@ -64,6 +64,15 @@ def check_engine_takes(path, profile):
             LLM(name, dtype=dtype, config=config, progress=False)
 
 
+def test_the_estimate_is_of_layers_and_not_of_embeddings():
+    """Of `Cost(l) = attention(l) + c`, c has the layers' products; no recomputed token is sampled from."""
+    few, many = (preset("llama-tiny", vocab_size=size) for size in (512, 8192))
+    costs = [assembly.estimated_cost_model(model, 32) for model in (few, many)]
+    assert costs[0] == costs[1]
+    layer = 12 * 5120**2 + 13 * 5120  # OPT's products, its biases and norms
+    assert assembly.estimated_cost_model(preset("opt-13b"), 32).num_weights == 40 * layer
+
+
 def test_analytic_without_a_profile():
     model = preset("llama-tiny")
     assert isinstance(assembly._cost_model(model, EngineConfig(), "auto"), AnalyticCostModel)

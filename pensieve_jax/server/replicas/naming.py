@@ -100,8 +100,11 @@ class RootNames:
         with self._lock:
             for reply in replies:
                 sent = self._sent.pop(reply, None)
-                if sent is not None and reply.output is not None and reply.spec.node is not None:
-                    self._lengths[sent.key] = _length_after(reply.output.usage)
+                output = reply.output
+                if sent is None or output is None or reply.spec.node is None:
+                    continue
+                if output.finish_reason != "cancelled":  # such a one leaves its conversation as it was
+                    self._lengths[sent.key] = _length_after(output.usage)
                     self._lengths.move_to_end(sent.key)
             while len(self._lengths) > _MAX_ROOTS:
                 self._lengths.popitem(last=False)

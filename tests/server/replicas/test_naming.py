@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from pensieve_jax.balance.ring import Ring, hash_of
-from pensieve_jax.core.outputs import Output, Usage
+from pensieve_jax.core.outputs import FinishReason, Output, Usage
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import TurnNode, turn_id_under
 from pensieve_jax.engine.validation import TurnSpec
@@ -47,7 +47,7 @@ def begin(names: RootNames, num_tokens: int = 100) -> tuple[str, Reply]:
     return RING.owner(root), send(names, root, num_tokens)
 
 
-def end(names: RootNames, reply: Reply, num_history_tokens: int) -> None:
+def end(names: RootNames, reply: Reply, num_history_tokens: int, reason: FinishReason = "stop") -> None:
     usage = Usage(
         prompt_tokens=1,
         reused_gpu_tokens=num_history_tokens,
@@ -56,7 +56,7 @@ def end(names: RootNames, reply: Reply, num_history_tokens: int) -> None:
         prefilled_tokens=1,
         output_tokens=1,
     )
-    reply.end(Output(None, (1,), "a", "stop", usage, 0))
+    reply.end(Output(None, (1,), "a", reason, usage, 0))
     names.ended([reply])
 
 
@@ -100,6 +100,16 @@ def test_long_conversations_weigh_more_once_their_length_is_known():
     assert name not in {begin(names, 1)[0] for _ in range(20)}
     end(names, again, 40_000)
     assert begin(names, 1)[0] == name
+
+
+def test_a_cancelled_turn_leaves_a_conversation_as_long_as_it_was():
+    names = names_of()
+    name, first = begin(names)
+    root = first.spec.node.turn_id[:16]
+    end(names, first, 40_000)
+    end(names, send(names, root, 1), 0, "cancelled")  # before anybody knew where its history was
+    send(names, root, 1).add("a", [1], None)
+    assert name not in {begin(names, 1)[0] for _ in range(20)}
 
 
 def test_turns_that_end_badly_are_off_their_replica():

@@ -1,0 +1,97 @@
+"""Named conversations that begin as another one: what they find, and when they leave memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from pensieve_jax.core.errors import InvalidRequestError
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.engine.validation import TurnSpec
+from tests.engine.harness import Harness, small_config
+
+CHUNK = 16
+
+
+def sweep(harness: Harness) -> None:
+    """So many conversations come that those without state leave memory."""
+    for number in range(70):
+        harness.turn(f"other-{number}", 3, seed=10 + number, max_tokens=2)
+
+
+@pytest.mark.parametrize("name", ["source", "fork"])
+@pytest.mark.parametrize("num_behind", [1, 6])
+def test_all_of_whose_state_is_shared_stays_in_memory(name: str, num_behind: int) -> None:
+    """Where the history ends on a chunk's end the source is such a one, else the fork is."""
+    harness = Harness(small_config(gpu_pages=400))
+    num_tokens = 10 * CHUNK + num_behind
+    harness.turn("source", 150, max_tokens=num_tokens - 150)
+    harness.engine.fork("source", "fork")
+    sweep(harness)
+    usage = harness.turn(name, 5, seed=5, max_tokens=3).usage
+    assert usage.recomputed_tokens < num_behind and usage.reused_gpu_tokens >= 10 * CHUNK
+    harness.check_empty()
+
+
+def test_who_lost_what_is_shared_leaves_memory() -> None:
+    harness = Harness(small_config(gpu_pages=60))
+    harness.turn("source", 150, max_tokens=16)
+    harness.engine.fork("source", "fork")
+    harness.engine.forget_state("source")
+    harness.engine.forget_state("fork")
+    sweep(harness)
+    assert not {"source", "fork"} & harness.engine.conversations._live.keys()
+    harness.check_empty()
+
+
+@pytest.mark.parametrize("num_tokens", [10 * CHUNK, 10 * CHUNK + 5])
+def test_a_fork_within_a_prefix_that_somebody_keeps_finds_it_again(num_tokens: int) -> None:
+    """It may leave memory, since it finds the prefix when it is loaded."""
+    harness = Harness(small_config(gpu_pages=400))
+    prefix = harness.engine.share_prefix(harness.prompt(10 * CHUNK, 3))
+    params = SamplingParams(max_tokens=3, ignore_eos=True, seed=0)
+    harness.run(*harness.submit_all([TurnSpec(harness.prompt(9, 2), params, "source", prefix=prefix)]))
+    harness.engine.fork("source", "fork", num_tokens)
+    sweep(harness)
+    assert "fork" not in harness.engine.conversations._live
+    usage = harness.turn("fork", 5, seed=5, max_tokens=3).usage
+    assert usage.reused_gpu_tokens == 10 * CHUNK
+    harness.check_empty()
+
+
+def test_a_fork_of_a_running_conversation_keeps_nothing_without_state() -> None:
+    harness = Harness(small_config(gpu_pages=60, stateful=False))
+    harness.turn("source", 150, max_tokens=11)
+    running = harness.submit(harness.facts(harness.prompt(5, 2), "source", max_tokens=20), "source")
+    harness.step(4)
+    harness.engine.fork("source", "fork")
+    harness.run(running)
+    assert harness.engine.census()["free pages"] == 60
+    usage = harness.turn("fork", 5, seed=5, max_tokens=3).usage
+    assert usage.reused_gpu_tokens == 0 and usage.recomputed_tokens == 160
+    harness.check_empty()
+
+
+@pytest.mark.parametrize("is_source_in_memory", [True, False])
+def test_a_fork_takes_the_place_of_one_that_another_replica_has_ended(is_source_in_memory: bool) -> None:
+    harness = Harness(small_config(gpu_pages=60))
+    harness.turn("source", 60, max_tokens=5)
+    harness.turn("fork", 300, seed=2, max_tokens=5)
+    conversations = harness.engine.conversations
+    harness.store.inner.delete("fork")  # by the other one
+    if not is_source_in_memory:
+        conversations.forget(conversations.get("source"))
+    harness.engine.fork("source", "fork")
+    sequences = [sequence.sequence_id for sequence in harness.engine.cache._store]
+    assert sequences.count("fork") == is_source_in_memory
+    harness.turn("fork", 5, seed=3, max_tokens=3)
+    harness.check_empty()
+
+
+def test_a_refused_fork_leaves_who_has_the_name_as_it_is() -> None:
+    harness = Harness()
+    harness.turn("source", 60, max_tokens=5)
+    harness.turn("taken", 60, seed=2, max_tokens=5)
+    with pytest.raises(InvalidRequestError, match="taken"):
+        harness.engine.fork("source", "taken")
+    assert harness.turn("taken", 5, seed=3, max_tokens=3).usage.recomputed_tokens == 0
+    harness.check_empty()
