@@ -74,7 +74,7 @@ class PromptEncoder:
         Raises InvalidRequestError, TokenizerMissingError, and for messages ChatTemplateError. What needs the
         model's limits is checked by `Engine.submit`.
         """
-        if _is_messages(prompt):
+        if is_messages(prompt):
             return self.chat_turn(prompt, sampling_params, conversation_id, prefix=prefix, field=field)
         if prefix is not None:
             check_prefix(prefix, conversation_id, self._conversations())
@@ -145,7 +145,7 @@ class PromptEncoder:
         Raises InvalidRequestError naming `prefix`, TokenizerMissingError, and for messages
         ChatTemplateError.
         """
-        if not _is_messages(beginning):
+        if not is_messages(beginning):
             return self._encode(beginning, "prefix", add_bos=True), None
         messages = check_messages(beginning, "prefix")
         return self._format().prefix_token_ids(messages), messages
@@ -213,7 +213,7 @@ class PromptEncoder:
         ]
 
 
-def _is_messages(prompt: object) -> TypeGuard[Messages]:
+def is_messages(prompt: object) -> TypeGuard[Messages]:
     """Token ids and messages are both lists; the first item tells."""
     return isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 

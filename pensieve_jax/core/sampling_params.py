@@ -30,6 +30,11 @@ def _check_int(name: str, value: object, low: int, high: int) -> None:
         raise InvalidRequestError(name, value, f"an integer from {low} to {high}")
 
 
+def _is_text(stop: str) -> bool:
+    """Whether a reply can ever say it: none has a lone surrogate."""
+    return stop != "" and not any("\ud800" <= character <= "\udfff" for character in stop)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Parameters of one turn.
@@ -69,6 +74,10 @@ class SamplingParams:
         _check_number("temperature", self.temperature, 0.0, 1e4, "a finite number from 0 to 10000")
         _check_int("top_k", self.top_k, 0, 2**31 - 1)
         _check_number("top_p", self.top_p, 0.0, 1.0, "a number above 0 and at most 1")
+        for name in ("temperature", "top_p"):
+            # A number of NumPy or a fraction: JSON and the way to another process have ints and floats only.
+            if type(getattr(self, name)) not in (int, float):
+                object.__setattr__(self, name, float(getattr(self, name)))
         if self.top_p == 0:
             raise InvalidRequestError("top_p", self.top_p, "a number above 0 and at most 1")
         if self.seed is not None:
@@ -76,8 +85,8 @@ class SamplingParams:
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, 2**31 - 1)
         is_list = isinstance(self.stop, Sequence) and not isinstance(self.stop, str)
-        if not is_list or not all(isinstance(stop, str) and stop for stop in self.stop):
-            raise InvalidRequestError("stop", self.stop, "a list of non-empty strings")
+        if not is_list or not all(isinstance(stop, str) and _is_text(stop) for stop in self.stop):
+            raise InvalidRequestError("stop", self.stop, "a list of non-empty strings that UTF-8 can hold")
         if not isinstance(self.stop_token_ids, Sequence):
             raise InvalidRequestError("stop_token_ids", self.stop_token_ids, "a list of ids")
         # Whoever is given these relies on the checks, and the caller may change its lists.

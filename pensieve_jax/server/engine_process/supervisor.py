@@ -23,14 +23,17 @@ from pensieve_jax.core.errors import (
     HistoryCorruptError,
     HistoryMismatchError,
     HistoryMissingError,
+    InvalidRequestError,
 )
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.changes import HistoryChange
 from pensieve_jax.server.async_engine import EngineInfo, EngineState
-from pensieve_jax.server.engine_process.client import Connection, RunningTurn, numbering
+from pensieve_jax.server.engine_process.client import Connection, numbering
 from pensieve_jax.server.engine_process.lives import Begin, Life
 from pensieve_jax.server.engine_process.messages import sent_spec
+from pensieve_jax.server.engine_process.running_turn import RunningTurn
 from pensieve_jax.server.engine_process.sent_errors import SentError, received_error
+from pensieve_jax.server.engine_process.wire import WireError
 
 _log = logging.getLogger(__name__)
 # The front goes on reading the old file: an engine over another one would write what nobody finds.
@@ -147,7 +150,13 @@ class SupervisedEngine:
 
     async def call(self, name: str, *arguments: Any) -> Any:
         """One of `calls.CALLS` by name; raises EngineClosedError without an answer."""
-        return await self._in_time(self._open().call(name, arguments))
+        if not isinstance(name, str):
+            raise InvalidRequestError("call", name, "the name of one of the engine's methods, such as 'stats'")
+        try:
+            return await self._in_time(self._open().call(name, arguments))
+        except WireError as error:
+            limit = "plain values, which can cross to the engine's process"
+            raise InvalidRequestError(f"{name}(...)", list(arguments), limit, str(error)[:-1]) from error
 
     async def drain(self, deadline_s: float) -> None:
         """Take no more turns, and wait for those that run, or cancel them when the time is over."""
