@@ -55,7 +55,7 @@ class Connection(asyncio.Protocol):
 
     Attributes:
       opening: what the engine says first: its description, or why there is none; EngineDiedError if it died.
-      lost: set when the socket has ended, and all that waited has been told.
+      lost: set when the socket has ended; all that waits is told at once.
       stats: the engine's counters as it sent them last.
       last_heard_s: when it sent anything last, by `time.monotonic`.
     """
@@ -84,11 +84,11 @@ class Connection(asyncio.Protocol):
         self._write(self._writer.frame(message))
 
     def submit(self, turns: Sequence[tuple[SentTurn, str | None]]) -> list[RunningTurn]:
-        """Send turns, all or none, with their ids where they have one; what cannot cross the turns raise."""
-        problem: WireError | None = None
+        """Send turns, all or none, with their ids where they have one; raises nothing, which the turns do."""
+        problem: EngineDiedError | WireError | None = None
         try:
             self.send(submission([turn for turn, _ in turns]))
-        except WireError as error:
+        except (EngineDiedError, WireError) as error:
             problem = error
         found = []
         for sent, turn_id in turns:
@@ -193,7 +193,8 @@ class Connection(asyncio.Protocol):
             self._give_up(error)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Tell everybody."""
+        """Tell everybody; whoever is told finds `lost` set."""
+        self.lost.set()
         died = EngineDiedError(_LOST if self._problem is None else f"{_LOST} {self._problem}")
         for number in list(self._turns):
             self._end(number, lambda turn: turn.fail(died))
@@ -203,7 +204,6 @@ class Connection(asyncio.Protocol):
         if not self.opening.done():
             self.opening.set_exception(died)
             self.opening.exception()  # whoever started may have left
-        self.lost.set()
 
     def _give_up(self, problem: WireError) -> None:
         self._problem = problem

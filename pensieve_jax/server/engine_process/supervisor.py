@@ -113,8 +113,9 @@ class SupervisedEngine:
 
     @property
     def state(self) -> EngineState:
-        """What it can be asked for."""
-        return self._state
+        """What it can be asked for; an engine that has died is none that is ready, whoever asks first."""
+        has_died = self._connection is not None and self._connection.lost.is_set()
+        return "starting" if self._state == "ready" and has_died else self._state
 
     @property
     def epoch(self) -> int:
@@ -239,8 +240,8 @@ class SupervisedEngine:
         return self._connection
 
     def _open_for_turns(self) -> Connection:
-        if self._connection is None or self._state != "ready":
-            raise EngineClosedError(f"The engine takes no turns: it is {self._state}.")
+        if self._connection is None or self.state != "ready":
+            raise EngineClosedError(f"The engine takes no turns: it is {self.state}.")
         return self._connection
 
     async def _live(self) -> SentError | None:

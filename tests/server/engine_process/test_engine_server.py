@@ -321,6 +321,42 @@ def test_draining_takes_no_turns_and_ends_those_that_take_too_long() -> None:
     run(work())
 
 
+def test_whoever_is_told_of_the_death_finds_no_engine_that_is_ready() -> None:
+    """It was ready still, and submit raised EngineDiedError by itself instead of the turn."""
+
+    async def work() -> None:
+        lives = FakeLives()
+        lives.prepare = lambda harness: brakes.append(Brake(harness, 3))
+        brakes: list[Brake] = []
+        async with fake_engine(lives) as engine:
+            turn = engine.submit(spec([5], max_tokens=1500))
+            await turn.accepted()
+            seen: list[object] = []
+
+            async def wait() -> None:
+                try:
+                    await turn.result()
+                except EngineDiedError:
+                    seen.append(engine.state)
+                    with pytest.raises(EngineClosedError, match="starting"):
+                        engine.submit(spec([5]))
+
+            waiting = asyncio.ensure_future(wait())
+            await asyncio.sleep(0)
+            assert engine._connection is not None
+            engine._connection.abort()
+            gone = engine.submit(spec([5]))  # nobody has been told yet
+            for look in (gone.accepted, gone.result, lambda: anext(aiter(gone))):
+                with pytest.raises(EngineDiedError):
+                    await look()
+            await waiting
+            assert seen == ["starting"]
+            brakes[0].let(1500)
+            await until(lambda: engine.epoch == 2)
+
+    run(work())
+
+
 def test_the_engine_is_started_again_and_then_no_more(caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
         lives = FakeLives()
