@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Sequence
@@ -161,6 +162,9 @@ class SupervisedEngine:
 
     async def drain(self, deadline_s: float) -> None:
         """Take no more turns, and wait for those that run, or cancel them when the time is over."""
+        is_number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
+        if not is_number or not 0 <= deadline_s < math.inf:
+            raise InvalidRequestError("deadline_s", deadline_s, "a finite number of seconds, at least 0")
         if self._state == "dead" or self._connection is None:
             return
         self._state, connection = "draining", self._connection

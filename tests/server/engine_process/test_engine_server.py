@@ -321,6 +321,17 @@ def test_draining_takes_no_turns_and_ends_those_that_take_too_long() -> None:
     run(work())
 
 
+@pytest.mark.parametrize("deadline_s", ["x", None, -1, float("nan"), float("inf"), True])
+def test_a_drain_takes_seconds(deadline_s: object) -> None:
+    async def work() -> None:
+        async with fake_engine() as engine:
+            with pytest.raises(InvalidRequestError, match="deadline_s is "):
+                await engine.drain(deadline_s)  # type: ignore[arg-type]
+            assert engine.state == "ready"
+
+    run(work())
+
+
 def test_whoever_is_told_of_the_death_finds_no_engine_that_is_ready() -> None:
     """It was ready still, and submit raised EngineDiedError by itself instead of the turn."""
 
