@@ -280,12 +280,14 @@ def received_change(sent: Apply) -> HistoryChange:
 
 
 def senders(payload: bytes) -> tuple[list[int], list[int]]:
-    """The numbers of turns and of calls in a message that cannot be read; none where that cannot be either."""
+    """The numbers of turns and of calls in a message that cannot be read, if those can."""
     try:
         head = msgspec.msgpack.decode(payload, type=_SubmitHead | _CallHead | _ApplyHead)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return [], []
-    return ([turn.number for turn in head.turns], []) if isinstance(head, _SubmitHead) else ([], [head.number])
+    return (
+        ([turn.number for turn in head.turns], []) if isinstance(head, _SubmitHead) else ([], [head.number])
+    )
 
 
 def plain_ids(prompt: Any) -> Any:

@@ -153,7 +153,7 @@ class SupervisedEngine:
     async def call(self, name: str, *arguments: Any) -> Any:
         """One of `calls.CALLS` by name; raises EngineClosedError without an answer."""
         if not isinstance(name, str):
-            raise InvalidRequestError("call", name, "the name of one of the engine's methods, such as 'stats'")
+            raise InvalidRequestError("call", name, "the name of a method, such as 'stats'")
         try:
             return await self._in_time(self._open().call(name, arguments))
         except WireError as error:

@@ -60,7 +60,8 @@ def test_numbers_of_numpy_are_taken_as_the_library_takes_them() -> None:
         lives = FakeLives()
         async with fake_engine(lives) as engine:
             wanted = expected(lives.harness, spec([5, 6], max_tokens=4))
-            for ids in ([np.int32(5), np.int64(6)], np.array([5, 6], np.uint8), (5, np.int16(6)), range(5, 7)):
+            kinds = ([np.int32(5), np.int64(6)], np.array([5, 6], np.uint8), (5, np.int16(6)), range(5, 7))
+            for ids in kinds:
                 assert (await engine.submit(ids, PARAMS).result()).token_ids == wanted
             params = SamplingParams(max_tokens=4, temperature=np.float32(0.5), top_p=np.float64(0.5), seed=1)
             assert len((await engine.submit([5], params).result()).token_ids) == 4
