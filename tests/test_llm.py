@@ -261,7 +261,18 @@ def test_chats_share_a_system_message(llm: LLM) -> None:
     ("arguments", "words"),
     [
         ({"config": CacheConfig()}, "EngineConfig"),
+        ({"config": {}}, "EngineConfig"),
         ({"model": 5}, "model"),
+        ({"model": ""}, "model is ''"),
+        ({"history": 5, "model": "random:llama-tiny"}, "history is 5"),
+        (
+            {
+                "model": "random:llama-tiny",
+                "config": EngineConfig(runner=RunnerConfig(tensor_parallel_size=9)),
+                "history": "no/such/directory/x",
+            },
+            r"runner\.tensor_parallel_size is 9, but must be at most 4",
+        ),
         ({"model": "./no/such/directory"}, "no such directory"),
         ({"model": "path/to/hf-model"}, "no such directory, and no hub name"),
         ({"config": EngineConfig(scheduler=SchedulerConfig(max_context_tokens=4096))}, "positions"),

@@ -12,11 +12,11 @@ import sys
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 import numpy as np
 
-from pensieve_jax.config import EngineConfig
+from pensieve_jax.config import EngineConfig, checked_config
 from pensieve_jax.core.errors import ConfigError, InvalidRequestError
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.validation import TurnSpec, check_token_ids
@@ -59,12 +59,20 @@ class AsyncEngine(SupervisedEngine):
         """
         if not isinstance(model, str | Path):
             raise ConfigError("model", model, "a name or a path")
+        if not isinstance(dtype, str):
+            raise ConfigError("dtype", dtype, "auto, float32, bfloat16 or float16")
+        if synchronous not in ("normal", "full"):
+            raise ConfigError("synchronous", synchronous, '"normal" or "full"')
+        if progress is not None and not isinstance(progress, bool):
+            raise ConfigError("progress", progress, "True, False or None")
+        if log_format not in (None, *get_args(LogFormat.__value__)):
+            raise ConfigError("log_format", log_format, f"None or one of {get_args(LogFormat.__value__)}")
         greeting = Start(
             str(model),
             dtype,
             None if history is None else absolute(history),
             synchronous,
-            config or EngineConfig(),
+            checked_config(config),
             sys.stderr.isatty() if progress is None else progress,
             log_format,
         )

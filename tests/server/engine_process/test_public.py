@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pensieve_jax import InvalidRequestError, PensieveError, SamplingParams
+from pensieve_jax import (
+    AsyncEngine,
+    CacheConfig,
+    ConfigError,
+    InvalidRequestError,
+    PensieveError,
+    SamplingParams,
+)
 from pensieve_jax.server.engine_process import calls
 from tests.server.engine_process.fakes import FakeLives, expected, fake_engine, run, spec
 
@@ -104,3 +111,18 @@ def test_what_is_no_prompt_the_turn_refuses_by_its_field(prompt: Any, field: str
             assert engine.epoch == 1
 
     run(work())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *({"config": config} for config in (5, 0, {}, CacheConfig())),
+        *({"history": history} for history in (5, b"x", ["x"])),
+        *({"dtype": 5}, {"synchronous": "x"}, {"progress": "x"}, {"log_format": "x"}, {"model": 5}),
+    ],
+    ids=repr,
+)
+def test_what_no_process_can_be_started_with(arguments: dict[str, Any]) -> None:
+    """The engine's process could not read it, and ended with a traceback."""
+    with pytest.raises(ConfigError, match=f"{next(iter(arguments))} is "):
+        AsyncEngine.start(**{"model": "random:llama-tiny", **arguments})
