@@ -236,16 +236,19 @@ def _for_each(
     for i, one in enumerate(params):
         if one is None:  # the default is for whoever gives none at all
             raise InvalidRequestError(f"sampling_params[{i}]", one, "SamplingParams")
-    ids: list[str | None] = one_each("conversation_ids", conversation_ids, None, count)
+    ids: list[str | None] = one_each("conversation_ids", conversation_ids, None, count, None)
     return params, ids
 
 
-def one_each(field: str, given: Any, default: Any, count: int, kind: type = SamplingParams) -> list[Any]:
+def one_each(
+    field: str, given: Any, default: Any, count: int, kind: type | None = SamplingParams
+) -> list[Any]:
     """`given` for each of `count` prompts: one `kind` for all of them, or a sequence of that length."""
     if given is None:
         return [default] * count
-    if isinstance(given, kind):
+    if kind is not None and isinstance(given, kind):
         return [given] * count
     if isinstance(given, str) or not isinstance(given, Sequence) or len(given) != count:
-        raise InvalidRequestError(field, given, f"a list of {count}, one for each prompt")
+        one = "" if kind is None else f"one {kind.__name__} for all, or "
+        raise InvalidRequestError(field, given, f"{one}a list of {count}, one for each prompt")
     return list(given)

@@ -30,6 +30,10 @@ def _check_int(name: str, value: object, low: int, high: int) -> None:
         raise InvalidRequestError(name, value, f"an integer from {low} to {high}")
 
 
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
 def _is_text(stop: str) -> bool:
     """Whether a reply can ever say it: none has a lone surrogate."""
     return stop != "" and not any("\ud800" <= character <= "\udfff" for character in stop)
@@ -82,8 +86,10 @@ class SamplingParams:
             raise InvalidRequestError("top_p", self.top_p, "a number above 0 and at most 1")
         if self.seed is not None:
             _check_int("seed", self.seed, 0, MAX_SEED)
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, 2**31 - 1)
+        if self.logprobs is not None and not _is_count(self.logprobs):
+            # How many there may be at most is the engine's, which checks it.
+            limit = "an integer from 0 to what the engine has room for (max_logprobs)"
+            raise InvalidRequestError("logprobs", self.logprobs, limit)
         is_list = isinstance(self.stop, Sequence) and not isinstance(self.stop, str)
         if not is_list or not all(isinstance(stop, str) and _is_text(stop) for stop in self.stop):
             raise InvalidRequestError("stop", self.stop, "a list of non-empty strings that UTF-8 can hold")
