@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -34,7 +35,7 @@ from model_defs import (
 from model_defs.registry import resolve_dtype
 from pensieve_jax.cache import AnalyticCostModel, CostModel
 from pensieve_jax.cache.cost import CostSubject, MeasuredCostModel
-from pensieve_jax.config import EngineConfig
+from pensieve_jax.config import EngineConfig, checked_config
 from pensieve_jax.core.clock import Clock
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.device.device_memory import (
@@ -51,6 +52,7 @@ from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.observer import Observe, unobserved
 from pensieve_jax.engine.validation import ModelLimits
 from pensieve_jax.history import history_fingerprint, open_store
+from pensieve_jax.history.opening import check_location
 from pensieve_jax.model_source import resolve_model, source_tokenizer
 from pensieve_jax.runtime.compilation import keep_compilations_in
 from pensieve_jax.runtime.pinned_memory import allow_pinning
@@ -93,12 +95,13 @@ def assemble(
 
     Unless `may_make_history`, a history that is not there raises HistoryMissingError.
     """
-    if not isinstance(config, EngineConfig):
-        raise ConfigError("config", config, "an EngineConfig", "wrap the group: EngineConfig(cache=...)")
+    config = checked_config(config)
+    check_location(history)
     source = resolve_model(model)
     model_config = source_config(source, config.runner.max_position_embeddings)
     config.resolve_context_tokens(model_config.max_position_embeddings)  # refused before anything is loaded
     allow_pinning(_host_bytes(model_config, config, dtype), available_bytes())  # before JAX is used
+    mesh_of(config)  # refused before a history is made
     cost_model = _cost_model(model_config, config, dtype)
     tokenizer = source_tokenizer(source, model_config.vocab_size)
     fingerprint = history_fingerprint(
@@ -136,7 +139,7 @@ def make_runner(
     """
     if config.runner.compilation_cache_dir is not None:
         keep_compilations_in(config.runner.compilation_cache_dir)
-    mesh = make_mesh(config.runner.tensor_parallel_size)
+    mesh = mesh_of(config)
     device = mesh.devices.flat[0]
     model = load_weights(
         source,
@@ -155,7 +158,8 @@ def make_runner(
     if cache.gpu_memory_fraction is not None:
         config = config.with_gpu_pages(most_byte_pages(model_config, config.cache, mesh.devices.size))
     config = config.with_num_buckets(on_gpu=device.platform == "gpu")
-    runner = ModelRunner(model, config, mesh, gpu_memory_fraction=fraction)
+    with _naming_bytes(cache.cpu_bytes):
+        runner = ModelRunner(model, config, mesh, gpu_memory_fraction=fraction)
     sizes = ", ".join(str(size) for size in sorted(runner.layouts))
     title = f"{len(runner.layouts)} buckets to compile: steps of up to {sizes} tokens"
     _log.info(title)
@@ -164,6 +168,15 @@ def make_runner(
     with ProgressBar("compiling", progress) as bar:
         runner.warm_up(bar)
     return runner, config
+
+
+def mesh_of(config: EngineConfig) -> Mesh:
+    """The devices that share the model; raises ConfigError where there are too few."""
+    size, num_devices = config.runner.tensor_parallel_size, len(jax.devices())
+    if size > num_devices:
+        limit = f"at most {num_devices}, the number of devices here"
+        raise ConfigError("runner.tensor_parallel_size", size, limit)
+    return make_mesh(size)
 
 
 def load_weights(
@@ -222,6 +235,19 @@ def _in_pages(config: EngineConfig, all_bytes: int, host_bytes: int, mesh: Mesh)
     devices = list(mesh.devices.flat)
     reserved = reserved_bytes(config.cache.gpu_reserved_bytes, len(devices))
     return config.with_gpu_pages(num_pages_in(fraction, devices, page_bytes, staging, reserved))
+
+
+@contextlib.contextmanager
+def _naming_bytes(cpu_bytes: int | None) -> Iterator[None]:
+    """Whoever gave the host tier's bytes is told of these, where the runner, which has pages, refuses it."""
+    try:
+        yield
+    except ConfigError as error:
+        if cpu_bytes is None or error.field != "cache.cpu_pages":
+            raise
+        limit = re.sub(r"([\d,]+ pages) \(([\d,]+ bytes)\)", r"\2 (\1)", str(error.limit), count=1)
+        hint = error.hint.replace(" (or cache.cpu_bytes)", "")
+        raise ConfigError("cache.cpu_bytes", cpu_bytes, limit, hint) from error
 
 
 def _host_bytes(model: ModelConfig, config: EngineConfig, dtype: str) -> int:

@@ -21,6 +21,7 @@ from pensieve_jax.config_groups import (
     RunnerConfig,
     SchedulerConfig,
 )
+from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.core.options import TRUTH, check_options, documented, option, part, require
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "EngineConfig",
     "RunnerConfig",
     "SchedulerConfig",
+    "checked_config",
 ]
 
 _STAGED_BYTES = 10**9  # of chunks in transit, each way and device: some 20 ms of copying
@@ -135,3 +137,12 @@ class EngineConfig:
             f"max_context_tokens ({wanted})",
         )
         return wanted
+
+
+def checked_config(config: object) -> EngineConfig:
+    """`config` itself, or the defaults for None; raises ConfigError for anything else."""
+    if config is None:
+        return EngineConfig()
+    if not isinstance(config, EngineConfig):
+        raise ConfigError("config", config, "an EngineConfig", "wrap the group: EngineConfig(cache=...)")
+    return config

@@ -29,7 +29,7 @@ def resolve_model(model: str | Path) -> str:
     reached.
     """
     expected = "'chat', a model directory, a hub name such as 'org/model', or 'random:<preset>'"
-    if not isinstance(model, str | Path):
+    if not isinstance(model, str | Path) or model == "":  # which Path takes for the directory one is in
         raise ConfigError("model", model, expected)
     name = str(model)
     if model in _INCLUDED:

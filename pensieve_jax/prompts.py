@@ -74,7 +74,7 @@ class PromptEncoder:
         Raises InvalidRequestError, TokenizerMissingError, and for messages ChatTemplateError. What needs the
         model's limits is checked by `Engine.submit`.
         """
-        if _is_messages(prompt):
+        if is_messages(prompt):
             return self.chat_turn(prompt, sampling_params, conversation_id, prefix=prefix, field=field)
         if prefix is not None:
             check_prefix(prefix, conversation_id, self._conversations())
@@ -145,7 +145,7 @@ class PromptEncoder:
         Raises InvalidRequestError naming `prefix`, TokenizerMissingError, and for messages
         ChatTemplateError.
         """
-        if not _is_messages(beginning):
+        if not is_messages(beginning):
             return self._encode(beginning, "prefix", add_bos=True), None
         messages = check_messages(beginning, "prefix")
         return self._format().prefix_token_ids(messages), messages
@@ -213,7 +213,7 @@ class PromptEncoder:
         ]
 
 
-def _is_messages(prompt: object) -> TypeGuard[Messages]:
+def is_messages(prompt: object) -> TypeGuard[Messages]:
     """Token ids and messages are both lists; the first item tells."""
     return isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
@@ -236,16 +236,19 @@ def _for_each(
     for i, one in enumerate(params):
         if one is None:  # the default is for whoever gives none at all
             raise InvalidRequestError(f"sampling_params[{i}]", one, "SamplingParams")
-    ids: list[str | None] = one_each("conversation_ids", conversation_ids, None, count)
+    ids: list[str | None] = one_each("conversation_ids", conversation_ids, None, count, None)
     return params, ids
 
 
-def one_each(field: str, given: Any, default: Any, count: int, kind: type = SamplingParams) -> list[Any]:
+def one_each(
+    field: str, given: Any, default: Any, count: int, kind: type | None = SamplingParams
+) -> list[Any]:
     """`given` for each of `count` prompts: one `kind` for all of them, or a sequence of that length."""
     if given is None:
         return [default] * count
-    if isinstance(given, kind):
+    if kind is not None and isinstance(given, kind):
         return [given] * count
     if isinstance(given, str) or not isinstance(given, Sequence) or len(given) != count:
-        raise InvalidRequestError(field, given, f"a list of {count}, one for each prompt")
+        one = "" if kind is None else f"one {kind.__name__} for all, or "
+        raise InvalidRequestError(field, given, f"{one}a list of {count}, one for each prompt")
     return list(given)

@@ -39,9 +39,10 @@ from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.turn import Turn
 from pensieve_jax.engine.validation import ModelLimits, TurnSpec
 from pensieve_jax.history import SQLiteHistoryStore
-from pensieve_jax.server.engine_process.client import Connection, RunningTurn
+from pensieve_jax.server.engine_process.client import Connection
 from pensieve_jax.server.engine_process.engine_server import EngineServer
 from pensieve_jax.server.engine_process.messages import sent_spec
+from pensieve_jax.server.engine_process.running_turn import RunningTurn
 from pensieve_jax.text import byte_tokenizer
 
 FLAGS = flags.FLAGS

@@ -30,6 +30,7 @@ Llama-2-7B on an H200.
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,9 @@ def main() -> int:
     if FLAGS.plot is not None:
         check_can_plot("--plot", Path(FLAGS.plot))
     keep = _keep()
+    if "small" in experiment.flags and not FLAGS.small and FLAGS.progress is not False:
+        # Not every experiment has points, which a bar would count.
+        print(f"{experiment.name}: this may take minutes; --small takes seconds", file=sys.stderr)
     measured = measure_all(
         experiment.points(asked),
         num_processes=FLAGS.num_processes,

@@ -116,6 +116,21 @@ BAD_CALLS: dict[str, tuple[Any, type[Exception], str]] = {
         InvalidRequestError,
         "sampling_",
     ),
+    "a dict for all": (
+        lambda llm: llm.generate(["a"], {"max_tokens": 5}),
+        InvalidRequestError,
+        "sampling_params is .*, but must be one SamplingParams for all, or a list of 1",
+    ),
+    "a string of ids": (
+        lambda llm: llm.generate(["a"], conversation_ids="a"),
+        InvalidRequestError,
+        "conversation_ids is 'a', but must be a list of 1",
+    ),
+    "logprobs below none": (
+        lambda llm: llm.generate(["a"], SamplingParams(logprobs=-1)),
+        InvalidRequestError,
+        "logprobs is -1, .*max_logprobs",
+    ),
     "none for one": (lambda llm: llm.generate(["a"], [None]), InvalidRequestError, "sampling_params"),
     "too few parameters": (lambda llm: llm.generate(["a", "b"], [SHORT]), InvalidRequestError, "sampling_"),
     "too many logprobs": (
@@ -261,7 +276,22 @@ def test_chats_share_a_system_message(llm: LLM) -> None:
     ("arguments", "words"),
     [
         ({"config": CacheConfig()}, "EngineConfig"),
+        ({"config": {}}, "EngineConfig"),
         ({"model": 5}, "model"),
+        ({"model": ""}, "model is ''"),
+        ({"history": 5, "model": "random:llama-tiny"}, "history is 5"),
+        (
+            {
+                "model": "random:llama-tiny",
+                "config": EngineConfig(runner=RunnerConfig(tensor_parallel_size=9)),
+                "history": "no/such/directory/x",
+            },
+            r"runner\.tensor_parallel_size is 9, but must be at most 4",
+        ),
+        (
+            {"model": "random:llama-tiny", "config": EngineConfig(cache=CacheConfig(cpu_bytes=10**17))},
+            r"cache\.cpu_bytes is 1000\d+, but must be at most [\d,]+ bytes \([\d,]+ pages\): .*; lower it,",
+        ),
         ({"model": "./no/such/directory"}, "no such directory"),
         ({"model": "path/to/hf-model"}, "no such directory, and no hub name"),
         ({"config": EngineConfig(scheduler=SchedulerConfig(max_context_tokens=4096))}, "positions"),

@@ -17,7 +17,7 @@ import numpy as np
 from model_defs.recurrent.cells import DEFAULT_MAX_BATCH, Arrays, Cell, Graph, State, field
 from model_defs.recurrent.model import RecurrentConfig, RecurrentModel
 from model_defs.recurrent.parts import Embedding, Linear, lstm_recipes, lstm_step
-from model_defs.recurrent.requests import check_ids
+from model_defs.recurrent.requests import check_ids, check_requests
 from model_defs.recurrent.tensors import TensorSource, open_tensors, size_of
 from model_defs.tensor_recipes import table
 
@@ -117,8 +117,10 @@ class LSTM(RecurrentModel[LSTMConfig]):
 
     def unfold(self, request: LSTMRequest, graph: Graph) -> None:
         """A node for each word."""
+        check_requests(LSTMRequest, request)
         graph.returns(graph.chain(self, request.token_ids)[-1])
 
     def unfold_many(self, requests: Sequence[LSTMRequest], graph: Graph) -> None:
         """The same for many."""
+        check_requests(LSTMRequest, *requests)
         graph.sentences(self, [request.token_ids for request in requests])

@@ -29,7 +29,7 @@ from model_defs.recurrent.cells import Arrays, Cell, Graph, State, field
 from model_defs.recurrent.mamba_config import MambaConfig, mamba_recipes, parse_mamba
 from model_defs.recurrent.model import RecurrentModel
 from model_defs.recurrent.parts import Embedding, best, declare, project
-from model_defs.recurrent.requests import check_count, check_id, check_ids
+from model_defs.recurrent.requests import check_count, check_id, check_ids, check_requests
 from model_defs.recurrent.tensors import TensorSource, open_tensors
 
 OWN_TOKEN = -1
@@ -215,6 +215,7 @@ class Mamba(RecurrentModel[MambaConfig]):
 
     def unfold(self, request: MambaRequest, graph: Graph) -> None:
         """A chain that reads, and one that may end early: of the prompt's last token, and then of its own."""
+        check_requests(MambaRequest, request)
         prompt = request.prompt_ids
         before = graph.chain(self, prompt[:-1])[-1] if len(prompt) > 1 else None
         words = np.full(request.max_new_tokens, OWN_TOKEN, np.int32)

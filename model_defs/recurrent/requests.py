@@ -14,6 +14,14 @@ import numpy as np
 from model_defs.recurrent.errors import RequestError
 
 
+def check_requests(kind: type, *requests: object) -> None:
+    """Raise RequestError for the first that no model of this kind made."""
+    for place, request in enumerate(requests):
+        if not isinstance(request, kind):
+            field = "request" if len(requests) == 1 else f"requests[{place}]"
+            raise RequestError(field, request, f"a {kind.__name__}, as the model's own request() makes it")
+
+
 def check_ids(field: str, ids: Any, vocab_size: int) -> np.ndarray:
     """i32[n] of token ids, one at least.
 

@@ -22,7 +22,7 @@ from model_defs.errors import UnsupportedModelError
 from model_defs.recurrent.cells import DEFAULT_MAX_BATCH, Arrays, Cell, Graph, State, field
 from model_defs.recurrent.model import RecurrentConfig, RecurrentModel
 from model_defs.recurrent.parts import Embedding, Linear, best, linear_recipes, lstm_recipes, lstm_step
-from model_defs.recurrent.requests import check_count, check_id, check_ids
+from model_defs.recurrent.requests import check_count, check_id, check_ids, check_requests
 from model_defs.recurrent.tensors import TensorSource, open_tensors, size_of
 from model_defs.tensor_recipes import Recipe, table
 
@@ -240,5 +240,6 @@ class Seq2Seq(RecurrentModel[Seq2SeqConfig]):
 
     def unfold(self, request: Seq2SeqRequest, graph: Graph) -> None:
         """A chain of encoders, and behind it one of decoders, which may end early."""
+        check_requests(Seq2SeqRequest, request)
         read = graph.chain(self.encoder, request.source_ids)
         graph.chain(self.decoder, num=request.num_steps, after=read[-1], until=request.eos_id)

@@ -23,6 +23,7 @@ from flax import nnx
 from model_defs.recurrent.cells import DEFAULT_MAX_BATCH, Arrays, Cell, Graph, State, field
 from model_defs.recurrent.model import RecurrentConfig, RecurrentModel
 from model_defs.recurrent.parts import Embedding, Linear, best, linear_recipes
+from model_defs.recurrent.requests import check_requests
 from model_defs.recurrent.tensors import TensorSource, open_tensors, size_of
 from model_defs.recurrent.tree import BinaryTree, from_arrays, from_pairs
 from model_defs.tensor_recipes import Recipe, table
@@ -196,6 +197,7 @@ class TreeLSTM(RecurrentModel[TreeLSTMConfig]):
 
     def unfold(self, request: BinaryTree, graph: Graph) -> None:
         """Leaves, each by itself, and the tree above them."""
+        check_requests(BinaryTree, request)
         num = len(request.words)
         root = graph.nodes(self.leaf, np.empty((num, 0), np.int64), token=request.words)[-1]
         if len(request.children):
@@ -204,6 +206,7 @@ class TreeLSTM(RecurrentModel[TreeLSTMConfig]):
 
     def unfold_many(self, requests: Sequence[BinaryTree], graph: Graph) -> None:
         """The same for many."""
+        check_requests(BinaryTree, *requests)
         words, children = [one.words for one in requests], [one.children for one in requests]
         graph.trees(self.leaf, self.inner, words, children)
 

@@ -13,6 +13,7 @@ from pensieve_jax.core.options import (
     check_options,
     count,
     documented,
+    is_count,
     one_of,
     option,
     optional,
@@ -25,6 +26,14 @@ TASKS_PER_PROGRAM = (1, 2, 5, 10, 20)
 """How many tasks a program runs, one after the other, up to `max_num_tasks`; launches are made of these."""
 
 
+MAX_ROWS = 2**31 - 2
+"""Their numbers are 32 bits wide, and one is the initial state's."""
+
+
+def _are_rows(value: object) -> bool:
+    return is_count(value, 1) and value <= MAX_ROWS
+
+
 @documented
 @dataclass(frozen=True, kw_only=True)
 class CellularConfig:
@@ -33,7 +42,7 @@ class CellularConfig:
     num_devices: int = option(1, count(1), "Devices, each with one worker and all weights.")
     num_rows: int | None = option(
         None,
-        optional(count(1)),
+        optional(count(1)._replace(words=f"an integer from 1 to {MAX_ROWS}", accepts=_are_rows)),
         "Rows of state on each device, for every kind of state. A request is admitted when its peak fits: "
         "one row for a chain, as many as leaves for a tree. None is as many as fit 1 GiB, but from 256 to "
         "4,096.",

@@ -40,6 +40,7 @@ from pensieve_jax.commands.engine_flags import (
 from pensieve_jax.commands.launch import Interrupt, printable
 from pensieve_jax.commands.line_input import LineInput
 from pensieve_jax.commands.words import SMALL_MODEL
+from pensieve_jax.engine.conversations import check_conversation_id
 from pensieve_jax.model_source import DEFAULT_MODEL
 
 FLAGS = flags.FLAGS
@@ -62,6 +63,7 @@ LEAVING = "(Ctrl-C again, Ctrl-D or /quit leaves)"
 def main() -> int:
     """Chat until end of input; the exit status."""
     params = sampling_params()
+    check_conversation_id(FLAGS.conversation_id, "--conversation_id")
     lines = open_lines()
     tells = lines.is_terminal if FLAGS.accounts is None else FLAGS.accounts
     if not shows_progress() and FLAGS.progress is None:

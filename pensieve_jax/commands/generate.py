@@ -12,9 +12,10 @@ Conversations are taken in their order, and a conversation's next turn runs as s
 that its state is still in memory. As many are in progress at a time as fit the device's pages, and at most
 `--concurrency`.
 
-The file is checked whole before any turn runs: its format, ids and lengths before the model is loaded, text
-and messages as soon as its tokenizer is there. Bad lines are reported by number, with exit status 2, and the
-output is left as it is. Whether a later turn still fits depends on the replies: a turn that is refused or
+The file is checked whole before any turn runs: its format, ids, lengths and parameters before the model is
+loaded, text and messages as soon as its tokenizer is there; by the chat template, first turns, since later
+ones go on from replies. Bad lines are reported by number, with exit status 2, and the output
+is left as it is. Whether a later turn still fits depends on the replies: a turn that is refused or
 lost while running ends its own conversation only, and the exit status is then 1. Ctrl-C cancels what runs
 and keeps what has ended (exit status 130).
 
@@ -40,7 +41,14 @@ from pathlib import Path
 from absl import flags
 from tqdm import tqdm
 
-from pensieve_jax import LLM, ContextLengthError, InvalidRequestError, Output, PensieveError
+from pensieve_jax import (
+    LLM,
+    ContextLengthError,
+    InvalidRequestError,
+    Output,
+    PensieveError,
+    SamplingParams,
+)
 from pensieve_jax.commands.batch import Batch
 from pensieve_jax.commands.conversations_file import (
     InputConversation,
@@ -53,6 +61,7 @@ from pensieve_jax.commands.engine_flags import (
     define_engine_flags,
     define_history_flag,
     define_sampling_flags,
+    engine_config,
     model_limits,
     open_llm,
     sampling_params,
@@ -64,8 +73,10 @@ from pensieve_jax.commands.timeline import Recorder, check_timeline
 from pensieve_jax.commands.turns_file import finished_turns, output_line, partial_path, start_output
 from pensieve_jax.commands.usage_tables import summary
 from pensieve_jax.commands.words import SMALL_MODEL
+from pensieve_jax.engine.validation import ModelLimits, check_params, check_turns
 from pensieve_jax.history.postgres_location import is_postgres
 from pensieve_jax.model_source import DEFAULT_MODEL
+from pensieve_jax.prompts import PromptEncoder
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
@@ -96,53 +107,68 @@ def check_paths(source: Path, output: Path, history: str | None) -> None:
 
 
 def check_prompts(
-    conversations: Sequence[InputConversation], path: str, check: Callable[[InputTurn], None]
+    conversations: Sequence[InputConversation], path: str, check: Callable[[InputTurn, int], None]
 ) -> None:
-    """Raise InputFileError for every prompt at which `check` raises a PensieveError."""
+    """Raise InputFileError for every turn, given with its place, at which `check` raises a PensieveError."""
     problems = []
     for conversation in conversations:
         for index, turn in enumerate(conversation.turns):
             try:
-                check(turn)
+                check(turn, index)
             except PensieveError as error:
                 problems.append((conversation.line_number, f"turns[{index}]: {error}"))
     if problems:
         raise InputFileError(path, problems)
 
 
-def check_ids(vocab_size: int, max_context_tokens: int, turn: InputTurn) -> None:
-    """Raise a PensieveError for ids outside the vocabulary, or more of them than ever fit."""
+def check_default_params(params: SamplingParams, limits: ModelLimits) -> None:
+    """Raise InvalidRequestError, which names the flag, for what no turn can be asked for."""
+    try:
+        check_params(dataclasses.replace(params, stop=()), limits, None, group="--")
+    except InvalidRequestError as error:
+        if error.field not in FLAGS:
+            raise
+        raise InvalidRequestError(f"--{error.field}", error.value, error.limit, error.hint) from error
+
+
+def check_ids(limits: ModelLimits, turn: InputTurn, index: int) -> None:
+    """Raise a PensieveError for what needs no tokenizer: ids and how many they are, parameters."""
+    # Stop strings are for when there may be a tokenizer.
+    check_params(dataclasses.replace(turn.params, stop=()), limits, None, group="--")
     if isinstance(turn.prompt, list):
         for token_id in turn.prompt:
-            if not 0 <= token_id < vocab_size:
-                raise InvalidRequestError("prompt", token_id, f"ids from 0 to {vocab_size - 1}")
-        if len(turn.prompt) >= max_context_tokens:
-            limit = f"fewer ids than the {max_context_tokens} tokens of the context"
+            if not 0 <= token_id < limits.vocab_size:
+                raise InvalidRequestError("prompt", token_id, f"ids from 0 to {limits.vocab_size - 1}")
+        if len(turn.prompt) >= limits.max_context_tokens:
+            limit = f"fewer ids than the {limits.max_context_tokens} tokens of the context"
             raise ContextLengthError("prompt", f"{len(turn.prompt)} ids", limit)
 
 
-def check_text(llm: LLM, turn: InputTurn) -> None:
-    """Raise a PensieveError for text or messages without a tokenizer or a template."""
-    if isinstance(turn.prompt, list):
-        return
-    if llm.tokenizer is None:
-        raise InvalidRequestError("prompt", turn.prompt, "token ids", "the model has no tokenizer")
+def check_text(llm: LLM, encoder: PromptEncoder, turn: InputTurn, index: int) -> None:
+    """Raise a PensieveError for what needs the tokenizer or its template; a first turn is checked whole."""
+    check_params(turn.params, llm.engine.limits, llm.tokenizer, group="--")
+    if not isinstance(turn.prompt, list):
+        if llm.tokenizer is None:
+            raise InvalidRequestError("prompt", turn.prompt, "token ids", "the model has no tokenizer")
+        if turn.is_chat and llm.tokenizer.chat_template is None:
+            raise InvalidRequestError("messages", turn.prompt, "a prompt", "the model has no chat template")
+    if index == 0:
+        spec = encoder.turn(turn.prompt, turn.params)
+        check_turns([spec], llm.engine.limits, llm.engine.conversations, llm.tokenizer)
     elif isinstance(turn.prompt, str):
-        count, room = (
-            len(llm.tokenizer.encode(turn.prompt, add_bos=False)),
-            llm.engine.limits.max_context_tokens,
-        )
+        assert llm.tokenizer is not None
+        count = len(llm.tokenizer.encode(turn.prompt, add_bos=False))
+        room = llm.engine.limits.max_context_tokens
         if count >= room:
             raise ContextLengthError(
                 "prompt", f"{count} tokens", f"fewer than the {room} tokens of the context"
             )
-    elif llm.tokenizer.chat_template is None:
-        raise InvalidRequestError("messages", turn.prompt, "a prompt", "the model has no chat template")
 
 
 def generate(llm: LLM, conversations: Sequence[InputConversation], output: Path, concurrency: int) -> int:
     """Run everything that is left to run; returns the exit status."""
-    check_prompts(conversations, FLAGS.input, functools.partial(check_text, llm))
+    encoder = PromptEncoder(llm.tokenizer, lambda: llm.engine.conversations)
+    check_prompts(conversations, FLAGS.input, functools.partial(check_text, llm, encoder))
     done = finished_turns(llm, conversations)
     start_output(output, done)
     num_done = {key: len(list(group)) for key, group in itertools.groupby(done, key=lambda pair: pair[0])}
@@ -193,11 +219,16 @@ def main() -> int:
                 error.strerror or str(error),
             ) from error
         model, max_context_tokens = model_limits()
-        check_prompts(
-            conversations,
-            FLAGS.input,
-            functools.partial(check_ids, model.vocab_size, max_context_tokens),
+        runner = engine_config().runner
+        limits = ModelLimits(
+            model.vocab_size,
+            max_context_tokens,
+            model.eos_token_ids,
+            runner.max_logprobs,
+            runner.max_banned_ids,
         )
+        check_default_params(params, limits)
+        check_prompts(conversations, FLAGS.input, functools.partial(check_ids, limits))
         if FLAGS.model == DEFAULT_MODEL:
             print(SMALL_MODEL, file=sys.stderr)
         with open_llm(history=FLAGS.history) as llm:

@@ -167,6 +167,8 @@ def server_settings(*, is_routed: bool = False) -> ServerSettings:
     """What the flags say of HTTP; raises ConfigError."""
     from pensieve_jax.server.http.settings import ServerSettings
 
+    if FLAGS.max_turns_per_key < 1:  # which the settings have under another name
+        raise ConfigError("--max_turns_per_key", FLAGS.max_turns_per_key, "at least 1")
     return ServerSettings(
         host=FLAGS.host,
         port=FLAGS.port,

@@ -39,6 +39,15 @@ def _check_size(name: str, value: Sized, most: int, what: str) -> None:
         raise InvalidRequestError(name, f"{len(value)} {what}", f"at most {most} {what}")
 
 
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+def _is_text(stop: str) -> bool:
+    """Whether a reply can ever say it: none has a lone surrogate."""
+    return stop != "" and not any("\ud800" <= character <= "\udfff" for character in stop)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Parameters of one turn.
@@ -81,15 +90,21 @@ class SamplingParams:
         _check_number("temperature", self.temperature, 0.0, 1e4, "a finite number from 0 to 10000")
         _check_int("top_k", self.top_k, 0, 2**31 - 1)
         _check_number("top_p", self.top_p, 0.0, 1.0, "a number above 0 and at most 1")
+        for name in ("temperature", "top_p"):
+            # A number of NumPy or a fraction: JSON and the way to another process have ints and floats only.
+            if type(getattr(self, name)) not in (int, float):
+                object.__setattr__(self, name, float(getattr(self, name)))
         if self.top_p == 0:
             raise InvalidRequestError("top_p", self.top_p, "a number above 0 and at most 1")
         if self.seed is not None:
             _check_int("seed", self.seed, 0, MAX_SEED)
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, 2**31 - 1)
+        if self.logprobs is not None and not _is_count(self.logprobs):
+            # How many there may be at most is the engine's, which checks it.
+            limit = "an integer from 0 to what the engine has room for (max_logprobs)"
+            raise InvalidRequestError("logprobs", self.logprobs, limit)
         is_list = isinstance(self.stop, Sequence) and not isinstance(self.stop, str)
-        if not is_list or not all(isinstance(stop, str) and stop for stop in self.stop):
-            raise InvalidRequestError("stop", self.stop, "a list of non-empty strings")
+        if not is_list or not all(isinstance(stop, str) and _is_text(stop) for stop in self.stop):
+            raise InvalidRequestError("stop", self.stop, "a list of non-empty strings that UTF-8 can hold")
         _check_size("stop", self.stop, MAX_STOP_STRINGS, "strings")
         for string in self.stop:
             _check_size("stop", string, MAX_STOP_CHARACTERS, "characters in a string")

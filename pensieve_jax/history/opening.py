@@ -96,8 +96,15 @@ def need_psycopg(url: str) -> None:
         raise ConfigError("history", shown(url), "the path of a file", hint)
 
 
+def check_location(history: object) -> None:
+    """Raise ConfigError for what is neither None nor of a type that a history's place can have."""
+    if history is not None and not isinstance(history, str | os.PathLike):
+        raise ConfigError("history", history, "None, the path of a file, or a URL of Postgres")
+
+
 def absolute(history: Location) -> str:
-    """As another process finds it, whatever its directory."""
+    """As another process finds it, whatever its directory; raises ConfigError for what is no place."""
+    check_location(history)
     return str(history) if is_postgres(history) else str(Path(history).absolute())
 
 

@@ -24,6 +24,8 @@ from pensieve_jax.cellular import (
     Int,
 )
 from pensieve_jax.cellular.cells import CellTypes
+from pensieve_jax.cellular.config import MAX_ROWS, CellularConfig
+from pensieve_jax.core.errors import ConfigError
 
 WIDE, NARROW = {"h": Float(3), "id": Int()}, {"v": Float()}
 
@@ -312,3 +314,11 @@ def test_an_array_of_words_may_be_used_again() -> None:
         graph.end()
         words += 10
     assert np.concatenate(graph.immediates[0]).tolist() == [0, 1, 2, 10, 11, 12]
+
+
+@pytest.mark.parametrize("num_rows", [0, -1, "x", 1.0, True, MAX_ROWS + 1, 10**12])
+def test_rows_are_numbered_in_32_bits(num_rows: Any) -> None:
+    """More of them were an OverflowError when the engine was made."""
+    with pytest.raises(ConfigError, match=f"num_rows is .* an integer from 1 to {MAX_ROWS}"):
+        CellularConfig(num_rows=num_rows)
+    assert CellularConfig(num_rows=MAX_ROWS).num_rows == MAX_ROWS

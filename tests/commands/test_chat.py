@@ -12,6 +12,7 @@ import pytest
 
 from pensieve_jax import (
     ChatTemplateError,
+    InvalidRequestError,
     SamplingParams,
     TokenizerMissingError,
     UnknownConversationError,
@@ -255,6 +256,14 @@ def test_a_model_of_ids_only_is_refused(llm, text, monkeypatch):
     monkeypatch.setattr(llm, "tokenizer", None)
     with pytest.raises(TokenizerMissingError):
         session.Chat(llm, PARAMS, "ids", text)
+
+
+@pytest.mark.parametrize("conversation_id", ["", "a\0b", "\ud800"])
+def test_an_id_that_is_none_is_refused_before_anything_is_loaded(launch, monkeypatch, conversation_id):
+    """The model was loaded, and every line was an error; the status was 0."""
+    monkeypatch.setattr(load("chat"), "open_llm", lambda **_: pytest.fail("loaded"))
+    with pytest.raises(InvalidRequestError, match="--conversation_id is "):
+        launch("chat", shared_llm=False, conversation_id=conversation_id)
 
 
 def test_by_default_a_step_is_one_token_of_one_conversation(launch, monkeypatch):

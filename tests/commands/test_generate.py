@@ -128,6 +128,11 @@ def test_one_conversation_that_outgrows_all_room_still_runs(launch, llm, tmp_pat
         {"prompt": [-1]},
         {"prompt": "x", "top_k": -1},
         {"prompt": "\ud800"},
+        {"prompt": "x" * 767},
+        {"prompt": [9], "logprobs": 50},
+        {"prompt": [9], "stop_token_ids": [1_000_000]},
+        {"prompt": [9], "min_tokens": 2, "stop_token_ids": list(range(10, 30))},
+        {"messages": [{"role": "user", "content": "x" * 800}]},
     ],
 )
 def test_a_bad_line_runs_nothing_and_touches_nothing(launch, llm, tmp_path, capsys, bad):
@@ -139,6 +144,31 @@ def test_a_bad_line_runs_nothing_and_touches_nothing(launch, llm, tmp_path, caps
     assert f"{path}:4: turns[0]" in capsys.readouterr().err
     assert output.read_text() == "precious\n"
     assert llm.stats()["num_steps"] == num_steps
+
+
+def test_a_first_turn_that_the_template_refuses_touches_nothing(launch, llm, tmp_path, capsys, monkeypatch):
+    """It was refused when it ran, and the output was empty by then."""
+    template = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    template += "{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+    path = write_input(tmp_path, {"turns": [{"messages": [{"role": "tool", "content": "x"}]}]})
+    output = tmp_path / "out.jsonl"
+    output.write_text("precious\n")
+    assert launch("generate", input=path, output=output) == 2
+    assert f"{path}:1: turns[0]: " in capsys.readouterr().err
+    assert output.read_text() == "precious\n"
+
+
+def test_logprobs_that_the_runner_has_no_room_for_touch_nothing(launch, tmp_path, monkeypatch, capsys):
+    output = tmp_path / "out.jsonl"
+    output.write_text("precious\n")
+    path = write_input(tmp_path, *three("logprobs"))
+    message = refusal(launch, monkeypatch, input=path, output=output, logprobs=99)
+    assert message == "--logprobs is 99, but must be at most 8; raise --max_logprobs."
+    path = write_input(tmp_path, {"turns": [{"prompt": "x", "logprobs": 9}]})
+    assert launch("generate", shared_llm=False, input=path, output=output) == 2
+    assert "logprobs is 9, but must be at most 8; raise --max_logprobs." in capsys.readouterr().err
+    assert output.read_text() == "precious\n"
 
 
 @pytest.mark.parametrize("bad", [{"prompt": [320]}, {"prompt": [9] * 5000}])

@@ -116,6 +116,12 @@ def test_keys_are_read_again_for_a_hangup(server: Server, keys_file: Path) -> No
     assert server.chat("Hello", key="second")[0] == 200
 
 
+@pytest.mark.parametrize("most", [0, -1])
+def test_a_limit_is_called_as_its_flag(launch: Launch, most: int) -> None:
+    with pytest.raises(ConfigError, match=f"--max_turns_per_key is {most}, but must be at least 1"):
+        launch("serve", shared_llm=False, max_turns_per_key=most)
+
+
 def test_what_cannot_be_served_is_refused(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

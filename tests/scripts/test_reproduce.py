@@ -46,6 +46,20 @@ def experiments():
     return lambda name: load(f"experiments.{name}")
 
 
+@pytest.mark.parametrize("experiment", ["baton-table1", "cells2.7"])
+def test_what_takes_minutes_says_so_first(launch, monkeypatch, capsys, experiment):
+    """It printed nothing until it was done."""
+
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(load("reproduce"), "measure_all", stop)
+    for flags, is_told in (({}, True), ({"small": "true"}, False), ({"progress": "false"}, False)):
+        with pytest.raises(KeyboardInterrupt):
+            launch("reproduce", shared_llm=False, experiment=experiment, **flags)
+        assert ("may take minutes; --small takes seconds" in capsys.readouterr().err) is is_told
+
+
 @pytest.mark.parametrize("device", ["a100", "h200"])
 def test_a_history_comes_to_outweigh_the_reply(reproduce, device):
     out, document = reproduce("fig3", device=device)

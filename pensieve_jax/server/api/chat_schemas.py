@@ -22,6 +22,8 @@ _RESPONSES_ONLY: Final = (
 )
 type Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 type Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+type Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+"""As OpenAI has it: clients send -1, too. A negative one is taken modulo 2**63."""
 
 
 class StreamOptions(Body):
@@ -122,7 +124,7 @@ class SamplingFields(Body):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    seed: int | None = None
+    seed: Seed | None = None
     stop: str | list[str] | None = None
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None

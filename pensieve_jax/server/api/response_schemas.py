@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final
 
 from msgspec import Meta
 
+from pensieve_jax.server.api.chat_schemas import Seed
 from pensieve_jax.server.http.bodies import Body, check_num_items
 from pensieve_jax.server.http.errors import ApiError, invalid_value, unsupported
 
@@ -117,7 +118,7 @@ class CreateResponse(ContextFields, kw_only=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    seed: Seed | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None

@@ -83,7 +83,7 @@ def sampling_params(
     chosen = defaults | {name: value for name, value in given.items() if value is not None}
     return SamplingParams(
         max_tokens=max_tokens,
-        seed=None if seed is None else seed % (MAX_SEED + 1),  # clients send negative ones as well
+        seed=None if seed is None else seed % (MAX_SEED + 1),  # a negative one, too
         stop=[stop] if isinstance(stop, str) else tuple(stop or ()),
         logprobs=logprobs,
         **{name: value for name, value in others.items() if value is not None},

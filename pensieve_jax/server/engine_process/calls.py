@@ -48,6 +48,8 @@ def _drop(drop: Any) -> dict[str, Any]:
 
 def _chunk_map(engine: Engine, owner: str) -> dict[str, Any]:
     """An owner's branches, as `Engine.chunk_map` tells them, and how full both tiers are."""
+    if not isinstance(owner, str):
+        raise InvalidRequestError("owner", owner, "a string")
     stats = engine.stats()
     return {
         "chunk_tokens": engine.cache.chunk_tokens,

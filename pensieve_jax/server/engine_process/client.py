@@ -1,11 +1,11 @@
 """The front's end of the socket: turns as asynchronous iterators, and answers to calls.
 
-Owns: who waits for what of one life of an engine, and what nobody has taken yet of each turn.
+Owns: who waits for what of one life of an engine.
 Does not know: how an engine is started, or what a prompt is.
 Called by: the supervisor, in the thread of one event loop.
 
-A turn keeps what nobody took as one delta. The connection refers to turns weakly, so that one that is
-dropped is cancelled; to who waits for one it refers as event loops do.
+The connection refers to turns weakly, so that one that is dropped is cancelled; to who waits for one it
+refers as event loops do.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import asyncio
 import itertools
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 from pensieve_jax.core.errors import EngineDiedError, PensieveError
-from pensieve_jax.core.outputs import Output, TokenLogprob, Usage
 from pensieve_jax.history.changes import HistoryChange
-from pensieve_jax.server.async_engine import AsyncDelta, EngineInfo
+from pensieve_jax.server.async_engine import EngineInfo
 from pensieve_jax.server.engine_process.messages import (
     Answer,
     Call,
@@ -34,6 +33,7 @@ from pensieve_jax.server.engine_process.messages import (
     sent_change,
     submission,
 )
+from pensieve_jax.server.engine_process.running_turn import RunningTurn
 from pensieve_jax.server.engine_process.sent_errors import SentError, received_error
 from pensieve_jax.server.engine_process.wire import FrameReader, FrameWriter, WireError
 
@@ -41,136 +41,6 @@ _LOST = (
     "The engine's process died. Conversations are as their last committed turn left them; the history may "
     "hold this turn already."
 )
-
-
-class RunningTurn:
-    """A turn in the engine's process: an iterator of deltas. Dropping it before its end cancels it."""
-
-    __slots__ = (
-        "__weakref__",
-        "_connection",
-        "_error",
-        "_ids",
-        "_is_accepted",
-        "_logprobs",
-        "_num_chars",
-        "_num_ids",
-        "_output",
-        "_texts",
-        "_turn_id",
-        "number",
-    )
-
-    def __init__(self, connection: Connection, number: int, turn_id: str, *, has_logprobs: bool) -> None:
-        """Made by `Connection.submit`."""
-        self.number = number
-        self._connection = connection
-        self._turn_id = turn_id
-        self._is_accepted = False
-        self._output: Output | None = None
-        self._error: Exception | None = None
-        # What was not taken, and how much came before and with it.
-        self._texts: list[str] = []
-        self._ids: list[int] = []
-        self._logprobs: list[TokenLogprob] | None = [] if has_logprobs else None
-        self._num_chars = self._num_ids = 0
-
-    @property
-    def turn_id(self) -> str:
-        """Its id; for a turn without a node, one of this process only."""
-        return self._turn_id
-
-    @property
-    def output(self) -> Output | None:
-        """The result, once the turn has ended well."""
-        return self._output
-
-    @property
-    def usage(self) -> Usage | None:
-        """Where its tokens came from, once the turn has ended well."""
-        return None if self._output is None else self._output.usage
-
-    @property
-    def done(self) -> bool:
-        """It has an output, or failed."""
-        return self._output is not None or self._error is not None
-
-    async def accepted(self) -> None:
-        """Wait until the engine has queued it; raises what it was refused with."""
-        while not (self._is_accepted or self.done):
-            await self._connection.change_of(self.number)
-        if self._error is not None and not self._is_accepted:
-            raise self._error
-
-    def __aiter__(self) -> AsyncIterator[AsyncDelta]:
-        """Itself."""
-        return self
-
-    async def __anext__(self) -> AsyncDelta:
-        """What came since the last call; raises what the turn failed with, once all before it was taken."""
-        while not self._ids and not self._texts:
-            if self._error is not None:
-                raise self._error
-            if self._output is not None:
-                raise StopAsyncIteration
-            await self._connection.change_of(self.number)
-        return self._take()
-
-    async def result(self) -> Output:
-        """Wait for the end, whatever of the deltas was taken; raises what the turn failed with."""
-        while not self.done:
-            await self._connection.change_of(self.number)
-        if self._error is not None:
-            raise self._error
-        assert self._output is not None
-        return self._output
-
-    async def cancel(self) -> None:
-        """End it as if it had never been sent, and wait for that; nothing happens to one that is done."""
-        if not self.done:
-            self._connection.cancel(self.number)
-        while not self.done:
-            await self._connection.change_of(self.number)
-
-    # For the connection
-
-    def add(self, text: str, ids: int | list[int], logprobs: list[TokenLogprob] | None) -> None:
-        """What a step gave."""
-        if text:
-            self._texts.append(text)
-            self._num_chars += len(text)
-        if type(ids) is int:
-            self._ids.append(ids)
-            self._num_ids += 1
-        else:
-            more = cast(list[int], ids)
-            self._ids += more
-            self._num_ids += len(more)
-        if logprobs is not None and self._logprobs is not None:
-            self._logprobs += logprobs
-
-    def accept(self) -> None:
-        """The engine has queued it."""
-        self._is_accepted = True
-
-    def end(self, output: Output) -> None:
-        """It ended; what no delta had is the last one."""
-        rest = list(output.token_ids[self._num_ids :])
-        logprobs = None if output.logprobs is None else list(output.logprobs[self._num_ids :])
-        self.add(output.text[self._num_chars :], rest, logprobs)
-        self._output = output
-
-    def fail(self, error: Exception) -> None:
-        """It was refused, or lost."""
-        self._error = error
-
-    def _take(self) -> AsyncDelta:
-        logprobs = None if self._logprobs is None else tuple(self._logprobs)
-        delta = AsyncDelta("".join(self._texts), tuple(self._ids), logprobs)
-        self._texts, self._ids = [], []
-        if self._logprobs is not None:
-            self._logprobs = []
-        return delta
 
 
 class _Held(weakref.ref[RunningTurn]):
@@ -185,7 +55,7 @@ class Connection(asyncio.Protocol):
 
     Attributes:
       opening: what the engine says first: its description, or why there is none; EngineDiedError if it died.
-      lost: set when the socket has ended, and all that waited has been told.
+      lost: set when the socket has ended; all that waits is told at once.
       stats: the engine's counters as it sent them last.
       last_heard_s: when it sent anything last, by `time.monotonic`.
     """
@@ -214,17 +84,30 @@ class Connection(asyncio.Protocol):
         self._write(self._writer.frame(message))
 
     def submit(self, turns: Sequence[tuple[SentTurn, str | None]]) -> list[RunningTurn]:
-        """Send turns, all or none, with their ids where they have one."""
-        self.send(submission([turn for turn, _ in turns]))
+        """Send turns, all or none, with their ids where they have one; raises nothing, which the turns do."""
+        problem: EngineDiedError | WireError | None = None
+        try:
+            self.send(submission([turn for turn, _ in turns]))
+        except (EngineDiedError, WireError) as error:
+            problem = error
         found = []
         for sent, turn_id in turns:
             number = sent.number
             has_logprobs = sent.params.logprobs is not None
             turn = RunningTurn(self, number, turn_id or f"turn-{number}", has_logprobs=has_logprobs)
-            held = self._turns[number] = _Held(turn, self._dropped)
-            held.number = number
+            if problem is None:
+                held = self._turns[number] = _Held(turn, self._dropped)
+                held.number = number
+            else:
+                turn.fail(problem)
             found.append(turn)
         return found
+
+    def refused(self, number: int, error: Exception) -> RunningTurn:
+        """A turn that was not sent, which raises why."""
+        turn = RunningTurn(self, number, f"turn-{number}", has_logprobs=False)
+        turn.fail(error)
+        return turn
 
     def cancel(self, *numbers: int) -> None:
         """Ask for the end of turns; their ends are told as any other."""
@@ -310,7 +193,8 @@ class Connection(asyncio.Protocol):
             self._give_up(error)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Tell everybody."""
+        """Tell everybody; whoever is told finds `lost` set."""
+        self.lost.set()
         died = EngineDiedError(_LOST if self._problem is None else f"{_LOST} {self._problem}")
         for number in list(self._turns):
             self._end(number, lambda turn: turn.fail(died))
@@ -320,7 +204,6 @@ class Connection(asyncio.Protocol):
         if not self.opening.done():
             self.opening.set_exception(died)
             self.opening.exception()  # whoever started may have left
-        self.lost.set()
 
     def _give_up(self, problem: WireError) -> None:
         self._problem = problem

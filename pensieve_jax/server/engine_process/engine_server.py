@@ -15,7 +15,7 @@ import logging
 import select
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pensieve_jax.core.errors import PensieveError
@@ -38,10 +38,11 @@ from pensieve_jax.server.engine_process.messages import (
     Submit,
     received_change,
     received_spec,
+    senders,
     submitted,
 )
 from pensieve_jax.server.engine_process.sent_errors import sent_error
-from pensieve_jax.server.engine_process.wire import FrameReader, FrameWriter, WireError
+from pensieve_jax.server.engine_process.wire import FrameReader, FrameWriter, UnreadableError, WireError
 from pensieve_jax.text import Tokenizer
 
 _READ_BYTES = 1 << 16
@@ -158,7 +159,7 @@ class EngineServer:
             if not data:
                 self._front_left = True
                 self._reader.finish()
-            for message in self._reader.feed(data):
+            for message in self._messages(data):
                 handle = self._handlers.get(type(message))
                 if handle is None:
                     raise WireError(f"The front sent {type(message).__name__}, which this engine did before.")
@@ -166,6 +167,21 @@ class EngineServer:
         except WireError as error:
             _log.error("The front is taken for dead: %s", error)
             self._front_left = True
+
+    def _messages(self, data: bytes) -> Iterator[Any]:
+        """What came. What cannot be read is refused to whoever sent it, for others share the front."""
+        while True:
+            try:
+                yield from self._reader.feed(data)
+                return
+            except UnreadableError as error:
+                turns, answers = senders(error.payload)
+                if not turns and not answers:
+                    raise
+                problem = sent_error(WireError(str(error)))
+                self._report.endings += [Ending(number, error=problem) for number in turns]
+                self._report.answers += [Answer(number, error=problem) for number in answers]
+            data = b""
 
     def _submit(self, message: Submit) -> None:
         try:

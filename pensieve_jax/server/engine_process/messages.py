@@ -21,6 +21,7 @@ from pensieve_jax.core.outputs import Output, TokenLogprob
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import TurnNode
+from pensieve_jax.engine.conversations import check_conversation_id
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history import changes
 from pensieve_jax.history.changes import HistoryChange, ResponseDraft
@@ -119,6 +120,22 @@ class Apply(msgspec.Struct, tag=True, array_like=True):
 type FrontMessage = Start | Submit | Cancel | Call | Apply
 
 
+class _TurnHead(msgspec.Struct, array_like=True):
+    number: int
+
+
+class _SubmitHead(msgspec.Struct, tag="Submit", array_like=True):
+    turns: list[_TurnHead]
+
+
+class _CallHead(msgspec.Struct, tag="Call", array_like=True):
+    number: int
+
+
+class _ApplyHead(msgspec.Struct, tag="Apply", array_like=True):
+    number: int
+
+
 # Engine to front
 
 
@@ -179,9 +196,10 @@ type EngineMessage = Ready | Failed | Report
 def sent_spec(number: int, spec: TurnSpec) -> SentTurn:
     """A specification, to be sent.
 
-    Raises InvalidRequestError for parameters or an attachment of another type than can cross.
+    Raises InvalidRequestError for an id, parameters or an attachment of another type than can cross.
     """
-    _check_params(spec.params)
+    check_conversation_id(spec.conversation_id)
+    check_sampling_params(spec.params)
     node, prefix = spec.node, spec.prefix
     return SentTurn(
         number,
@@ -197,7 +215,8 @@ def sent_spec(number: int, spec: TurnSpec) -> SentTurn:
 
 def sent_prompt(number: int, prompt: Any, params: SamplingParams, conversation_id: str | None) -> SentTurn:
     """A prompt that the engine's process is to encode, to be sent; raises InvalidRequestError."""
-    _check_params(params)
+    check_conversation_id(conversation_id)
+    check_sampling_params(params)
     return SentTurn(number, plain_ids(prompt), False, params, conversation_id)
 
 
@@ -260,12 +279,24 @@ def received_change(sent: Apply) -> HistoryChange:
     return found
 
 
+def senders(payload: bytes) -> tuple[list[int], list[int]]:
+    """The numbers of turns and of calls in a message that cannot be read, if those can."""
+    try:
+        head = msgspec.msgpack.decode(payload, type=_SubmitHead | _CallHead | _ApplyHead)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return [], []
+    return (
+        ([turn.number for turn in head.turns], []) if isinstance(head, _SubmitHead) else ([], [head.number])
+    )
+
+
 def plain_ids(prompt: Any) -> Any:
     """Arrays as lists; anything else as it is."""
     return prompt.tolist() if hasattr(prompt, "tolist") else prompt
 
 
-def _check_params(params: object) -> None:
+def check_sampling_params(params: object) -> None:
+    """Raise InvalidRequestError unless they are some; what they say is checked already."""
     if not isinstance(params, SamplingParams):
         raise InvalidRequestError("sampling_params", params, "SamplingParams")
 

@@ -12,20 +12,23 @@ import sys
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
-from pensieve_jax.config import EngineConfig
+import numpy as np
+
+from pensieve_jax.config import EngineConfig, checked_config
 from pensieve_jax.core.errors import ConfigError, InvalidRequestError
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.engine.validation import TurnSpec, check_token_ids
 from pensieve_jax.history.opening import absolute
 from pensieve_jax.model_source import DEFAULT_MODEL
-from pensieve_jax.prompts import Prompt
-from pensieve_jax.server.engine_process.client import RunningTurn
+from pensieve_jax.prompts import Prompt, is_messages
 from pensieve_jax.server.engine_process.lives import ProcessLife
-from pensieve_jax.server.engine_process.messages import Start, sent_prompt
+from pensieve_jax.server.engine_process.messages import Start, check_sampling_params, sent_prompt
+from pensieve_jax.server.engine_process.running_turn import RunningTurn
 from pensieve_jax.server.engine_process.supervisor import SupervisedEngine
 from pensieve_jax.server.logs import LogFormat
+from pensieve_jax.text import check_messages
 
 
 class AsyncEngine(SupervisedEngine):
@@ -56,12 +59,20 @@ class AsyncEngine(SupervisedEngine):
         """
         if not isinstance(model, str | Path):
             raise ConfigError("model", model, "a name or a path")
+        if not isinstance(dtype, str):
+            raise ConfigError("dtype", dtype, "auto, float32, bfloat16 or float16")
+        if synchronous not in ("normal", "full"):
+            raise ConfigError("synchronous", synchronous, '"normal" or "full"')
+        if progress is not None and not isinstance(progress, bool):
+            raise ConfigError("progress", progress, "True, False or None")
+        if log_format not in (None, *get_args(LogFormat.__value__)):
+            raise ConfigError("log_format", log_format, f"None or one of {get_args(LogFormat.__value__)}")
         greeting = Start(
             str(model),
             dtype,
             None if history is None else absolute(history),
             synchronous,
-            config or EngineConfig(),
+            checked_config(config),
             sys.stderr.isatty() if progress is None else progress,
             log_format,
         )
@@ -83,7 +94,8 @@ class AsyncEngine(SupervisedEngine):
           conversation_id: a new id begins a conversation; None is a one-off request.
 
         What `LLM.submit` refuses, the turn raises: at `accepted`, or when iterated. Raises EngineClosedError
-        while the engine takes no turns.
+        while the engine takes no turns, and InvalidRequestError for parameters that are no SamplingParams or
+        stand beside a TurnSpec.
         """
         if isinstance(prompt, TurnSpec):
             if sampling_params is not None or conversation_id is not None:
@@ -93,7 +105,13 @@ class AsyncEngine(SupervisedEngine):
             return super().submit(prompt)
         connection = self._open_for_turns()
         params = SamplingParams() if sampling_params is None else sampling_params
-        sent = sent_prompt(next(self._numbers), _plain(prompt), params, conversation_id)
+        check_sampling_params(params)
+        number = next(self._numbers)
+        try:
+            plain = _plain(prompt, self.info.limits.vocab_size)
+            sent = sent_prompt(number, plain, params, conversation_id)
+        except InvalidRequestError as error:
+            return connection.refused(number, error)
         return connection.submit([(sent, None)])[0]
 
     async def __aenter__(self) -> Self:
@@ -112,12 +130,21 @@ class AsyncEngine(SupervisedEngine):
         return self.__aenter__().__await__()
 
 
-def _plain(prompt: Prompt) -> object:
-    """Messages may be any mappings; the wire knows dicts."""
-    if isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes):
-        return [one if isinstance(one, int | str) else _plain_item(one) for one in prompt]
-    return prompt
+def _plain(prompt: object, vocab_size: int) -> object:
+    """The prompt as values that can cross, which numbers of NumPy and other mappings than dicts cannot.
 
-
-def _plain_item(one: object) -> object:
-    return dict(one) if hasattr(one, "keys") else one  # type: ignore[call-overload]
+    Raises InvalidRequestError for what is no prompt, where the engine's process could not even read it.
+    """
+    if isinstance(prompt, str):
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            limit = "text that UTF-8 can hold, without lone surrogates"
+            raise InvalidRequestError("prompt", prompt, limit) from error
+        return prompt
+    if is_messages(prompt):
+        return list(check_messages(prompt, "prompt"))
+    if isinstance(prompt, bytes) or not isinstance(prompt, Sequence | np.ndarray):
+        raise InvalidRequestError("prompt", prompt, "text, a list of token ids, or a list of messages")
+    check_token_ids("prompt", prompt, vocab_size)
+    return prompt.tolist() if isinstance(prompt, np.ndarray) else [int(token_id) for token_id in prompt]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Sequence
@@ -23,14 +24,17 @@ from pensieve_jax.core.errors import (
     HistoryCorruptError,
     HistoryMismatchError,
     HistoryMissingError,
+    InvalidRequestError,
 )
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.changes import HistoryChange
 from pensieve_jax.server.async_engine import EngineInfo, EngineState
-from pensieve_jax.server.engine_process.client import Connection, RunningTurn, numbering
+from pensieve_jax.server.engine_process.client import Connection, numbering
 from pensieve_jax.server.engine_process.lives import Begin, Life
 from pensieve_jax.server.engine_process.messages import sent_spec
+from pensieve_jax.server.engine_process.running_turn import RunningTurn
 from pensieve_jax.server.engine_process.sent_errors import SentError, received_error
+from pensieve_jax.server.engine_process.wire import WireError
 
 _log = logging.getLogger(__name__)
 # The front goes on reading the old file: an engine over another one would write what nobody finds.
@@ -110,8 +114,9 @@ class SupervisedEngine:
 
     @property
     def state(self) -> EngineState:
-        """What it can be asked for."""
-        return self._state
+        """What it can be asked for; an engine that has died is none that is ready, whoever asks first."""
+        has_died = self._connection is not None and self._connection.lost.is_set()
+        return "starting" if self._state == "ready" and has_died else self._state
 
     @property
     def epoch(self) -> int:
@@ -147,10 +152,19 @@ class SupervisedEngine:
 
     async def call(self, name: str, *arguments: Any) -> Any:
         """One of `calls.CALLS` by name; raises EngineClosedError without an answer."""
-        return await self._in_time(self._open().call(name, arguments))
+        if not isinstance(name, str):
+            raise InvalidRequestError("call", name, "the name of a method, such as 'stats'")
+        try:
+            return await self._in_time(self._open().call(name, arguments))
+        except WireError as error:
+            limit = "plain values, which can cross to the engine's process"
+            raise InvalidRequestError(f"{name}(...)", list(arguments), limit, str(error)[:-1]) from error
 
     async def drain(self, deadline_s: float) -> None:
         """Take no more turns, and wait for those that run, or cancel them when the time is over."""
+        is_number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
+        if not is_number or not 0 <= deadline_s < math.inf:
+            raise InvalidRequestError("deadline_s", deadline_s, "a finite number of seconds, at least 0")
         if self._state == "dead" or self._connection is None:
             return
         self._state, connection = "draining", self._connection
@@ -230,8 +244,8 @@ class SupervisedEngine:
         return self._connection
 
     def _open_for_turns(self) -> Connection:
-        if self._connection is None or self._state != "ready":
-            raise EngineClosedError(f"The engine takes no turns: it is {self._state}.")
+        if self._connection is None or self.state != "ready":
+            raise EngineClosedError(f"The engine takes no turns: it is {self.state}.")
         return self._connection
 
     async def _live(self) -> SentError | None:

@@ -30,6 +30,23 @@ class WireError(PensieveError):
     """What came over the socket is no message of the other side."""
 
 
+class UnreadableError(WireError):
+    """A whole frame is no message; those behind it can be read.
+
+    Attributes:
+      payload: what the frame holds.
+    """
+
+    def __init__(self, message: str, payload: bytes) -> None:
+        """The message says what is wrong."""
+        self.payload = payload
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle with the constructor's arguments, since `args` holds the message only."""
+        return type(self), (str(self), self.payload)
+
+
 class FrameWriter:
     """Makes frames, each in one buffer."""
 
@@ -42,7 +59,7 @@ class FrameWriter:
         buffer = bytearray(HEADER_BYTES)
         try:
             self._encoder.encode_into(message, buffer, HEADER_BYTES)
-        except (TypeError, OverflowError, UnicodeEncodeError) as error:
+        except (TypeError, OverflowError, UnicodeEncodeError, RecursionError) as error:
             raise WireError(f"A value of this kind cannot cross to the engine's process: {error}.") from error
         length = len(buffer) - HEADER_BYTES
         if length > MAX_FRAME_BYTES:
@@ -60,7 +77,10 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """The messages that `data` completes; raises WireError for what is none."""
+        """The messages that `data` completes.
+
+        Raises WireError for what is none: UnreadableError where the next call goes on behind it.
+        """
         buffer = self._buffer
         buffer += data
         start = 0
@@ -89,4 +109,4 @@ class FrameReader:
         try:
             return self._decoder.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise WireError(f"A frame holds what is no message: {error}.") from error
+            raise UnreadableError(f"A frame holds what is no message: {error}.", payload) from error

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections.abc import Mapping
 from typing import Any, Final, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 
-from pensieve_jax.core.errors import InvalidFieldError
 from pensieve_jax.server.http.errors import ApiError, invalid_value
 
 _PATH: Final = re.compile(r" - at `(?:key in )?\$(?P<path>.*)`\Z")
@@ -35,7 +35,21 @@ _WORDS: Final[Mapping[str, str]] = {
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 _ESCAPED_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 _LONGEST_PATH: Final = 200  # that an error tells: names that no struct knows may be of any length
+_NAMES: Final = {True: "true", False: "false"}
 _STEP: Final = re.compile(r"\.(?P<name>[^.\[\]]+)|\[(?P<index>\d+|\.\.\.)\]")
+
+
+class _Shown(reprlib.Repr):
+    """The ends of a value, as an engine's error shows it, but with JSON's names."""
+
+    def __init__(self) -> None:
+        super().__init__(maxstring=100)
+
+    def repr_bool(self, value: bool, level: int) -> str:
+        return _NAMES[value]
+
+    def repr_NoneType(self, value: None, level: int) -> str:
+        return "null"
 
 
 def explained(error: msgspec.ValidationError, value: Any, kind: Any, at: str) -> ApiError:
@@ -59,10 +73,14 @@ def explained(error: msgspec.ValidationError, value: Any, kind: Any, at: str) ->
     limit = _limit(reason, kind, inner)
     if not path:
         limit = limit or "readable"
-        return ApiError(400, "invalid_value", str(InvalidFieldError("The body", wrong, limit)))
+        return ApiError(400, "invalid_value", _sentence("The body", wrong, limit))
     if limit is None:
         return invalid_value(path, f"{path} cannot be read: {reason}.")
-    return invalid_value(path, str(InvalidFieldError(path, wrong, limit)))
+    return invalid_value(path, _sentence(path, wrong, limit))
+
+
+def _sentence(field: str, value: Any, limit: str) -> str:
+    return f"{field} is {_Shown().repr(value)}, but must be {limit}."
 
 
 def lone_surrogate(body: bytes) -> ApiError | None:
@@ -125,7 +143,9 @@ def _limit(reason: str, kind: Any, path: str) -> str | None:
     """What completes "must be"; None for a reason that is not known here."""
     bound = _BOUND.match(reason)
     if bound:
-        return f"{_BOUNDS[bound['sign']]} {float(bound['bound']):.20g}"
+        # An integer stays one: a float has not as many digits as 2**63 - 1.
+        is_whole = bound["bound"].lstrip("-").isdecimal()
+        return f"{_BOUNDS[bound['sign']]} {bound['bound'] if is_whole else f'{float(bound["bound"]):.20g}'}"
     kinds = _KINDS.match(reason)
     if kinds:
         names = kinds["kinds"].split(" | ")

@@ -208,6 +208,8 @@ PART = {"type": "image_url", "image_url": {"url": "data:"}}
         ({"max_tokens": 0}, 400, "invalid_value", "max_tokens"),
         ({"max_tokens": 2**31}, 400, "invalid_value", "max_tokens"),
         ({"seed": 1.5}, 400, "invalid_value", "seed"),
+        ({"seed": 2**63}, 400, "invalid_value", "seed"),
+        ({"seed": -(2**63) - 1}, 400, "invalid_value", "seed"),
         ({"stop": [""]}, 400, "invalid_value", "stop"),
         ({"stop": 3}, 400, "invalid_value", "stop"),
         ({"stop": "x" * 1025}, 400, "invalid_value", "stop"),

@@ -327,10 +327,33 @@ def test_items_in_many_forms_are_kept_in_one():
         parse_input([{"role": "user", "content": [{"type": "refusal"}]}], "input")
 
 
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/responses", {"input": "a", "store": False}),
+        ("/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/completions", {"prompt": "a"}),
+    ],
+)
+def test_a_seed_is_the_same_on_every_route(post, server, route, body):
+    """One took 2**64 modulo 2**63, and another refused -1."""
+    for seed, drawn in ((-(2**63), 0), (-1, 2**63 - 1), (0, 0), (7, 7), (2**63 - 1, 2**63 - 1)):
+        assert post(route, {**body, "seed": seed})[0] == 200
+        assert server.engine.turns[-1].spec.params.seed == drawn
+    for seed in (2**63, 2**64, -(2**63) - 1, 1.5, True, "1"):
+        status, answer, _ = post(route, {**body, "seed": seed})
+        assert status == 400 and answer["error"]["param"] == "seed"
+
+
 WORDS = [
     ({"input": "hi", "temperature": 9}, "temperature is 9, but must be at most 2."),
     ({"input": "hi", "temperature": "hot"}, "temperature is 'hot', but must be a number."),
     ({"input": "hi", "top_p": 0}, "top_p is 0, but must be above 0."),
+    ({"input": "hi", "seed": 2**63}, f"seed is {2**63}, but must be at most {2**63 - 1}."),
+    ({"input": "hi", "seed": -(2**63) - 1}, f"seed is {-(2**63) - 1}, but must be at least {-(2**63)}."),
+    ({"input": "hi", "max_output_tokens": True}, "max_output_tokens is true, but must be an integer."),
+    ({"input": "hi", "metadata": {"a": None}}, "metadata.a is null, but must be text."),
+    ({"input": "hi", "store": [False, None]}, "store is [false, null], but must be true or false."),
     ({"input": 5}, "input is 5, but must be text or a list."),
     ({"input": ""}, "input is empty, but must be text or at least one item."),
     ({"input": "hi", "metadata": {"a": 5}}, "metadata.a is 5, but must be text."),

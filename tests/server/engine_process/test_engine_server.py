@@ -8,6 +8,7 @@ import random
 import socket
 import threading
 
+import msgspec
 import pytest
 
 from pensieve_jax import (
@@ -24,9 +25,9 @@ from pensieve_jax import (
 from pensieve_jax.core.turn_node import TurnNode, new_turn_id
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.server.engine_process.engine_server import EngineServer
-from pensieve_jax.server.engine_process.messages import Report, Submit, sent_spec
+from pensieve_jax.server.engine_process.messages import Apply, Call, Report, Submit, sent_spec
 from pensieve_jax.server.engine_process.supervisor import Restarts
-from pensieve_jax.server.engine_process.wire import FrameReader, FrameWriter
+from pensieve_jax.server.engine_process.wire import FrameReader, FrameWriter, WireError
 from pensieve_jax.server.engine_report import _COUNTERS, _GAUGES
 from tests.engine.harness import Harness
 from tests.server.engine_process.fakes import (
@@ -320,6 +321,53 @@ def test_draining_takes_no_turns_and_ends_those_that_take_too_long() -> None:
     run(work())
 
 
+@pytest.mark.parametrize("deadline_s", ["x", None, -1, float("nan"), float("inf"), True])
+def test_a_drain_takes_seconds(deadline_s: object) -> None:
+    async def work() -> None:
+        async with fake_engine() as engine:
+            with pytest.raises(InvalidRequestError, match="deadline_s is "):
+                await engine.drain(deadline_s)  # type: ignore[arg-type]
+            assert engine.state == "ready"
+
+    run(work())
+
+
+def test_whoever_is_told_of_the_death_finds_no_engine_that_is_ready() -> None:
+    """It was ready still, and submit raised EngineDiedError by itself instead of the turn."""
+
+    async def work() -> None:
+        lives = FakeLives()
+        lives.prepare = lambda harness: brakes.append(Brake(harness, 3))
+        brakes: list[Brake] = []
+        async with fake_engine(lives) as engine:
+            turn = engine.submit(spec([5], max_tokens=1500))
+            await turn.accepted()
+            seen: list[object] = []
+
+            async def wait() -> None:
+                try:
+                    await turn.result()
+                except EngineDiedError:
+                    seen.append(engine.state)
+                    with pytest.raises(EngineClosedError, match="starting"):
+                        engine.submit(spec([5]))
+
+            waiting = asyncio.ensure_future(wait())
+            await asyncio.sleep(0)
+            assert engine._connection is not None
+            engine._connection.abort()
+            gone = engine.submit(spec([5]))  # nobody has been told yet
+            for look in (gone.accepted, gone.result, lambda: anext(aiter(gone))):
+                with pytest.raises(EngineDiedError):
+                    await look()
+            await waiting
+            assert seen == ["starting"]
+            brakes[0].let(1500)
+            await until(lambda: engine.epoch == 2)
+
+    run(work())
+
+
 def test_the_engine_is_started_again_and_then_no_more(caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
         lives = FakeLives()
@@ -348,7 +396,34 @@ def test_restarts_wait_longer_each_time() -> None:
     assert [restarts.delay_s(number) for number in range(5)] == [0.0, 1.0, 2.0, 4.0, 5.0]
 
 
-# A front that does not read
+# A front that says what cannot be read, or does not read
+
+
+def test_what_cannot_be_read_is_refused_to_whoever_sent_it() -> None:
+    """The engine took its front for dead, and ended everybody's turns."""
+
+    async def work() -> None:
+        lives = FakeLives()
+        async with fake_engine(lives) as engine:
+            other = engine.submit(spec([5], max_tokens=300))
+            await other.accepted()
+            connection = engine._connection
+            assert connection is not None
+            bad = msgspec.structs.replace(sent_spec(1001, spec([5])), conversation_id=42)
+            good = sent_spec(1002, spec([5]))
+            behind = sent_spec(1003, spec([6]))
+            turns = [*connection.submit([(bad, None), (good, None)]), *connection.submit([(behind, None)])]
+            for turn in turns[:2]:  # all or none
+                with pytest.raises(WireError, match="Expected `str"):
+                    await turn.accepted()
+            assert (await turns[2].result()).finish_reason == "length"
+            for bad_call in (Call(1004, 5, []), Apply(1005, 5, msgspec.Raw(b"\xc0"))):  # type: ignore[arg-type]
+                with pytest.raises(WireError, match="Expected `str"):
+                    await connection._answer(bad_call.number, bad_call)
+            assert (await other.result()).finish_reason == "length"
+            assert (engine.state, engine.epoch) == ("ready", 1)
+
+    run(work())
 
 
 def test_a_front_that_never_reads_stops_no_step_and_costs_no_memory() -> None:
@@ -417,6 +492,8 @@ def test_the_engine_ends_with_its_front_whatever_the_bytes() -> None:
         b"",
         b"GET / HTTP/1.1\r\n\r\n",
         b"PJX1\x00\x00\x00\x05hello",
+        bytes(FrameWriter().frame(["Submit", [["x"]]])),
+        bytes(FrameWriter().frame(["Nothing", 1])),
         b"PJX1\xff\xff\xff\xff",
         b"PJX",
     ):

@@ -1,0 +1,33 @@
+"""What is given to a model's cells that the model did not make."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from model_defs.recurrent import LSTM, Mamba, Seq2Seq, TreeLSTM
+from model_defs.recurrent.errors import RequestError
+
+LINES = LSTM.random(hidden_size=4, vocab_size=50)
+MODELS: list[Any] = [
+    LINES,
+    TreeLSTM.random(hidden_size=4, vocab_size=50),
+    Seq2Seq.random(hidden_size=4, vocab_size=50),
+    Mamba.random(hidden_size=4, vocab_size=50, num_layers=1),
+]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: type(model).__name__)
+def test_a_request_that_is_none_of_the_models_own(model: Any) -> None:
+    """It was an AttributeError from within `unfold`."""
+    other = MODELS[1].request((3, 4)) if model is LINES else LINES.request([3])
+    graph: Any = SimpleNamespace()
+    for bad in (5, None, "x", [3], other):
+        with pytest.raises(RequestError, match=r"request is .*as the model's own request"):
+            model.unfold(bad, graph)
+        if hasattr(model, "unfold_many"):
+            good = model.request([3] if model is LINES else (3, 4))
+            with pytest.raises(RequestError, match=r"requests\[1\] is "):
+                model.unfold_many([good, bad], graph)
