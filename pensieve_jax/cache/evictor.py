@@ -9,7 +9,7 @@ Called by: `CacheManager`, within a scheduling pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from pensieve_jax.cache.chunk_store import ChunkStore
 from pensieve_jax.cache.drops import DropReason
@@ -71,11 +71,11 @@ class Evictor:
             return None
         return self._store.pages.allocate()
 
-    def allocate_spare_page(self, kept: Collection[CachedSequence]) -> int | None:
-        """A page that costs nobody anything: free, or of an idle chunk with a copy; none of the `kept`."""
+    def allocate_spare_page(self) -> int | None:
+        """A page that costs nobody anything: free, or of an idle chunk that has a copy."""
         if not self._store.pages.num_free:
             victim = self._victim(Shelf.CLEAN)
-            if victim is None or victim.sequence in kept:
+            if victim is None:
                 return None
             self._free_pages(*victim)
         return self._store.pages.allocate()

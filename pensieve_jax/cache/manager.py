@@ -21,7 +21,6 @@ from pensieve_jax.cache.experience import Experience
 from pensieve_jax.cache.integrity import check_store
 from pensieve_jax.cache.learning import turn_notes
 from pensieve_jax.cache.policies import DatedWorth, make_policy
-from pensieve_jax.cache.prefetching import Prefetcher
 from pensieve_jax.cache.sequence import CachedSequence, Role
 from pensieve_jax.cache.states import ChunkState, Shelf
 from pensieve_jax.cache.trunks import OnMove, Trunks
@@ -37,6 +36,7 @@ class CacheManager:
       page_table: the pages of running sequences, by their `row`.
       prefetch: as configured; it may be changed between steps.
       turns: to be told what becomes of turns; an order may learn from it.
+      num_prefetched_chunks: chunks copied in for requests that were still queued.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class CacheManager:
         `on_move` of chunks that change their owner; an order that learns goes on from `experience`.
         """
         self.chunk_tokens = config.chunk_tokens
+        self.num_prefetched_chunks = 0
         self._store = ChunkStore(config.gpu_pages, config.cpu_pages, config.chunk_tokens, on_drop)
         self.page_table = self._store.page_table
         self._clock = clock
@@ -77,7 +78,6 @@ class CacheManager:
             max_num_copies=max_num_copies,
             retrieval_priority=config.retrieval_priority,
         )
-        self._prefetcher = Prefetcher(self._store, self._evictor, max_num_copies=max_num_copies)
 
     # Sequences
 
@@ -185,7 +185,7 @@ class CacheManager:
     def end_step(self) -> None:
         """Copy what the passes to come will want where they will want it."""
         if self.prefetch:
-            self._prefetcher.begin_copies(self.num_available() - self._reserve_pages)
+            self._prefetch_for_queued()
         self._evictor.swap_out_ahead()
 
     def complete(self, copy_ids: Iterable[int]) -> None:
@@ -337,7 +337,7 @@ class CacheManager:
             "num_free_cpu_pages": self._store.slots.num_free,
             "num_forced_swap_outs": self._evictor.num_forced_swap_outs,
             "num_lost_copies": self._store.num_lost_copies,
-            "num_prefetched_chunks": self._prefetcher.num_chunks,
+            "num_prefetched_chunks": self.num_prefetched_chunks,
             **self.turns.stats(),
         }
 
@@ -374,3 +374,19 @@ class CacheManager:
         self._store.trim(sequence)
         self._store.set_role(sequence, role)
         self._trunks.tidy(sequence)
+
+    def _prefetch_for_queued(self) -> None:
+        """Copy in for queued requests, by arrival, into pages that cost nobody anything."""
+        store = self._store
+        queued = store.members[Role.QUEUED] if store.num_on[Role.QUEUED][Shelf.HOST] else ()
+        for sequence in sorted(queued, key=lambda s: s.arrival):
+            while sequence.num_on[Shelf.HOST]:
+                if store.num_copies_in >= self._max_num_copies or self.num_available() <= self._reserve_pages:
+                    return
+                index = sequence.first_on(Shelf.HOST)
+                page = self._evictor.allocate_spare_page()
+                if page is None:
+                    return
+                store.swap_in(sequence, index, page)
+                sequence.fetched.add(index)
+                self.num_prefetched_chunks += 1

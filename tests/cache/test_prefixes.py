@@ -71,57 +71,6 @@ def test_a_prefix_goes_to_host_memory_and_back_for_all_of_its_users():
     assert resident(one) == resident(two) == [0, 1, 2]
 
 
-def prefix_on_cpu(cache, *lens):
-    """A prefix of two chunks and its idle users, all of it in host memory only, and nothing else anywhere."""
-    prefix, users = users_of_a_prefix(cache, *lens)
-    for user in users:
-        cache.manager.release(user)
-    for sequence in (prefix, *users):
-        cache.manager.push_out(sequence)
-    cache.complete()
-    assert cache.pool.num_free == cache.pool.num_places
-    return prefix, users
-
-
-def test_a_prefix_is_copied_in_for_who_waits_before_what_is_its_own():
-    cache = Cache(12, 12)
-    prefix, (one, two) = prefix_on_cpu(cache, 4 * CHUNK, 3 * CHUNK)
-    cache.queued("two", two)
-    cache.queued("one", one)
-    assert len(cache.end_step()[1]) == 5
-    assert states(two) == ["copying in"] * 3 and states(one) == ["copying in"] * 4
-    assert two.fetched == {0, 1, 2} and one.fetched == {2, 3}
-    assert cache.manager.stats()["num_prefetched_chunks"] == 5 and prefix.role is Role.IDLE
-    cache.complete()
-    cache.manager.begin_step()
-    assert cache.manager.try_admit(one, 4 * CHUNK, waive_reserve=True)
-    assert cache.begin() == ([], []) and resident(one) == [0, 1, 2, 3]
-    cache.check()
-
-
-def test_leading_chunks_of_a_prefix_come_first_where_pages_are_few():
-    cache = Cache(4, 12)
-    _, (one,) = prefix_on_cpu(cache, 4 * CHUNK)
-    cache.running("runs", CHUNK)
-    cache.queued("one", one)
-    cache.end_step()
-    assert states(one) == ["copying in"] * 3 + ["on cpu"]
-
-
-def test_what_is_copied_in_for_one_who_waits_is_not_taken_for_another():
-    """They are idle, and would be copied in again in every step."""
-    cache = Cache(4, 20, policy="lru")
-    lineages = [prefix_on_cpu(cache, 3 * CHUNK) for _ in range(2)]
-    cache.running("runs", CHUNK)
-    for _, (user,) in lineages:
-        cache.queued(user.sequence_id, user)
-    num_copies = 0
-    for _ in range(6):
-        num_copies += len(cache.end_step()[1])
-        cache.complete()
-    assert num_copies == 3 and resident(lineages[0][1][0]) == [0, 1, 2] and not resident(lineages[1][1][0])
-
-
 def test_a_conversation_that_is_cut_inside_its_prefix_keeps_the_full_chunks_before_the_cut():
     cache = Cache(12, 12)
     prefix, (one, two) = users_of_a_prefix(cache, 3 * CHUNK, 3 * CHUNK)
