@@ -13,6 +13,7 @@ from typing import Self
 
 from tqdm import tqdm
 
+from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.outputs import Delta, Output, all_results
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.turn import Turn
@@ -22,7 +23,8 @@ from pensieve_jax.engine.validation import TurnSpec
 def run_all(engine: Engine, specs: Sequence[TurnSpec], *, progress: bool) -> list[Output]:
     """Submit turns and step until all have ended.
 
-    Raises what the first one that failed, failed with; its `outputs` are those of the others.
+    Raises what the first one that failed, failed with, or what kept the engine from a step; its `outputs` are
+    those of the others.
 
     Whatever interrupts this cancels those that have not ended. `progress` shows a bar for several.
     """
@@ -35,6 +37,10 @@ def run_all(engine: Engine, specs: Sequence[TurnSpec], *, progress: bool) -> lis
                 ended = unfinished.intersection(engine.step())
                 unfinished -= ended
                 bar.update(len(ended))
+    except PensieveError as error:  # of a step itself, as where there is no memory for new pools
+        if len(turns) > 1:
+            error.outputs = [turn.output for turn in turns]
+        raise
     finally:
         _cancel(engine, turns)
     return all_results(turns)

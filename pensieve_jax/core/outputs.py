@@ -105,6 +105,15 @@ def all_results[T](handles: Sequence[Handle[T]]) -> list[T]:
     """What all of these became; else raises what the first that failed, failed with, and the others in it."""
     for handle in handles:
         if isinstance(handle.error, PensieveError) and len(handles) > 1:
-            handle.error.outputs = [one.result() if one.error is None else None for one in handles]
-            break
+            error = _twin(handle.error)
+            error.outputs = [one.result() if one.error is None else None for one in handles]
+            raise error
     return [handle.result() for handle in handles]
+
+
+def _twin(error: PensieveError) -> PensieveError:
+    """The same error as another object: whatever one failure has hit, other callers' too, has the first."""
+    twin = type(error).__new__(type(error), *error.args)
+    twin.__dict__.update(error.__dict__)
+    twin.__cause__ = error.__cause__
+    return twin

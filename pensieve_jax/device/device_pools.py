@@ -37,10 +37,10 @@ class DevicePools:
         # First, since two sets may not fit. To forget them would not do: the traceback of what is being
         # handled, a failed step or Ctrl-C, has frames that refer to them. Those that were donated are deleted
         # already, and memory that work in flight uses is freed when that has ended.
-        for pool in self.by_layer:
-            pool.delete()
-        self.groups = []
         try:
+            for pool in self.by_layer:
+                pool.delete()
+            self.groups = []
             self.replace(self._storage.new_pools())  # before they are waited for: an interrupt may come
             jax.block_until_ready(self.groups)
         except jax.errors.JaxRuntimeError as error:

@@ -199,8 +199,11 @@ class ModelRunner:
         """New pools; see `Runner`."""
         self._transfers.reset()  # its staging is freed first as well
         self.device_pools.reset()
-        self._exchange.renew()
-        self._prev_ids = self._no_ids()
+        try:
+            self._exchange.renew()
+            self._prev_ids = self._no_ids()
+        except jax.errors.JaxRuntimeError as error:
+            raise step_failed("the device could not be made ready for steps again", error) from error
         self._next_step_id = self._launched = None
 
     @property

@@ -8,8 +8,10 @@ Does not know: batches or text.
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
+from typing import Final
 
-from pensieve_jax.cache import CacheManager, Role
+from pensieve_jax.cache import CachedSequence, CacheManager, Role
 from pensieve_jax.config import CacheConfig
 from pensieve_jax.core.clock import Clock
 from pensieve_jax.core.conversation import Conversation
@@ -25,6 +27,10 @@ from pensieve_jax.engine.live import Branch, LiveConversation
 from pensieve_jax.engine.loop import Sweep
 from pensieve_jax.engine.prefixes import PrefixTable
 from pensieve_jax.history import ConversationInfo, ConversationRecord, Cut, HistoryStore
+
+# Of those that have no state but what one sequence shares with them, the latest active: a template may be forked
+# for every user there ever is.
+_MAX_SHARERS: Final = 64
 
 
 class ConversationTable:
@@ -244,8 +250,17 @@ class ConversationTable:
         """Take idle conversations without KV state out of memory; now and then, so that it costs little."""
         if not self._sweep.is_due(len(self._live)):
             return
+        sharers: defaultdict[CachedSequence, list[LiveConversation]] = defaultdict(list)
         for live in list(self._live.values()):
-            if not live.busy and not _holds_state(live):
+            if not live.busy:
+                holder = _holder_of_state(live)
+                if holder is None:
+                    self.forget(live)
+                elif holder is not live.sequence:
+                    sharers[holder].append(live)
+        for sharing in sharers.values():  # what they share stays with any one of them
+            sharing.sort(key=lambda live: -live.sequence.last_active_s)
+            for live in sharing[_MAX_SHARERS:]:
                 self.forget(live)
         self._prefixes.forget_unused()
         self._sweep.done(len(self._live))
@@ -305,18 +320,18 @@ class ConversationTable:
         self._live[live.conversation.conversation_id] = live
 
 
-def _holds_state(live: LiveConversation) -> bool:
-    """Some of what it begins with, its own or shared, is in some tier and would not be found on loading it.
+def _holder_of_state(live: LiveConversation) -> CachedSequence | None:
+    """Who has some of what it begins with, itself or shared, in some tier, which loading it would not find.
 
     A prefix that is still given to turns would be (`PrefixTable.rejoin`), with what that begins with; other
     shared chunks are reached from memory only.
     """
     for own in live.sequence.lineage():
         if own.is_held:
-            return False
+            return None
         if own.holds_state:
-            return True
-    return False
+            return own
+    return None
 
 
 def check_conversation_id(conversation_id: object, field: str = "conversation_id") -> None:

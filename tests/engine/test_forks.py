@@ -95,3 +95,18 @@ def test_a_refused_fork_leaves_who_has_the_name_as_it_is() -> None:
         harness.engine.fork("source", "taken")
     assert harness.turn("taken", 5, seed=3, max_tokens=3).usage.recomputed_tokens == 0
     harness.check_empty()
+
+
+def test_forks_of_a_template_leave_memory_but_for_the_latest() -> None:
+    """Each new one keeps the template's state in use, so that nobody else's end frees them."""
+    harness = Harness(small_config(gpu_pages=60))
+    harness.turn("template", 10 * CHUNK, max_tokens=4)
+    for number in range(300):
+        harness.engine.fork("template", f"fork-{number}", 10 * CHUNK)
+        harness.turn(f"fork-{number}", 20, seed=number, max_tokens=2)
+        harness.clock.advance(1.0)
+    assert len(harness.engine._conversations._live) < 300
+    assert harness.turn("fork-298", 5, seed=5, max_tokens=2).usage.reused_gpu_tokens >= 10 * CHUNK
+    usage = harness.turn("fork-0", 5, seed=5, max_tokens=2).usage
+    assert usage.reused_gpu_tokens == 0 and usage.recomputed_tokens > 10 * CHUNK
+    harness.check_empty()
