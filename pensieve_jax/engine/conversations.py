@@ -28,8 +28,8 @@ from pensieve_jax.engine.loop import Sweep
 from pensieve_jax.engine.prefixes import PrefixTable
 from pensieve_jax.history import ConversationInfo, ConversationRecord, Cut, HistoryStore
 
-# Of those that have no state but what one sequence shares with them, the latest active: a template may be forked
-# for every user there ever is.
+# Of those that have no state but what one sequence shares with them, the latest active: a template may be
+# forked for every user there ever is.
 _MAX_SHARERS: Final = 64
 
 
