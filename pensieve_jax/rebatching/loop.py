@@ -117,9 +117,7 @@ class RebatchingLoop:
             if query.done:  # it ended one step earlier, or was cancelled: the token is thrown away
                 self.metrics.idle_late += not isinstance(launch, Prefill)  # which has no row of the ring
                 continue
-            if not isinstance(
-                launch, Prefill
-            ):  # that of what was lost goes well each time, and proves nothing
+            if not isinstance(launch, Prefill):  # to compute a prompt again goes well, and proves nothing
                 query.num_failures = 0
             reason = query.accept(
                 token_ids[place], logprobs[place], result.top_ids[place], result.top_logprobs[place]

@@ -8,8 +8,8 @@ Called by: `pensieve serve`.
 The first SIGTERM or Ctrl-C drains: no more turns are taken, those that run get their time, and the status is
 0. The second ends everything at once. An engine that dies too often ends the server, with status 1, as does
 an end that nobody asked for, so that whoever watches over it can start it anew. One that hangs is killed, and
-started again as one that died. A history that turns out to
-be damaged or gone when the engine is started again ends it with status 2: somebody has to look.
+started again as one that died. A history that turns out to be damaged or gone when the engine is started
+again ends it with status 2: somebody has to look.
 """
 
 from __future__ import annotations
@@ -259,6 +259,7 @@ async def _serve(
     engine = start()
     with contextlib.closing(listening):
         watching = asyncio.create_task(watch(engine))
+        watching.add_done_callback(_log_end)
         _log.info("starting the engine; a first start compiles, which takes a minute or more, once")
         try:
             if not await _until(signals.first, engine.open()):
@@ -271,6 +272,13 @@ async def _serve(
         finally:
             watching.cancel()
             await engine.close()
+
+
+def _log_end(watching: asyncio.Task[None]) -> None:
+    """Of what ends with the server alone; nobody waits for it before."""
+    error = None if watching.cancelled() else watching.exception()
+    if error is not None:
+        _log.error("nobody looks any more whether the engine hangs", exc_info=error)
 
 
 async def _until_told(

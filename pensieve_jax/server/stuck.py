@@ -6,7 +6,8 @@ Called by: `listening`, for as long as a server runs; the actor of a replica, wh
 health.
 
 Whoever waits for such an engine waits without a limit, for a turn's end as for its start: its death ends all
-of that. A front of replicas cannot tell: it hears from the actor, and of the engine what that said last.
+of that. An engine that is being started is not watched. A front of replicas cannot tell: it hears from the
+actor, and of the engine what that said last.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from pensieve_jax.server.async_engine import EngineState
 
 _log = logging.getLogger(__name__)
 
-# Above Postgres' statement_timeout of 60 s: what holds up one statement holds up every replica's engine, and
-# an engine that only waits, or steps slowly on processors, must not be killed, least of all with all others.
+# An engine says something every second, or after a step that takes longer; its history is part of a step.
+# This is above Postgres' statement_timeout of 60 s: what holds up one statement holds up every replica's
+# engine, and one that only waits must not be killed, least of all with all others.
 SILENCE_S: Final = 90.0
-"""An engine says something every second, or after a step that takes longer; its history is part of a step."""
+"""Of a replica, whose turns others take."""
+ALONE_SILENCE_S: Final = 600.0
+"""Of an engine that nobody else stands in for: on a few processors a step may take minutes."""
 LOOK_S: Final = 2.0
 """Between two looks of `watch`."""
 
@@ -48,9 +52,9 @@ class Mortal(Protocol):
 class Watchdog:
     """Kills an engine that says nothing."""
 
-    def __init__(self, engine: Mortal) -> None:
-        """Nothing is known yet."""
-        self._engine = engine
+    def __init__(self, engine: Mortal, silence_s: float) -> None:
+        """Nothing is known yet; `silence_s` is death."""
+        self._engine, self._silence_s = engine, silence_s
         self._was_silent = False
 
     def look(self) -> None:
@@ -59,7 +63,7 @@ class Watchdog:
         Whoever stood still itself finds an old word at first, and at its next look what came meanwhile.
         """
         engine = self._engine
-        is_silent = engine.state == "ready" and engine.last_heard_s > SILENCE_S
+        is_silent = engine.state == "ready" and engine.last_heard_s > self._silence_s
         if is_silent and self._was_silent:
             _log.error("The engine has said nothing for %.0f s, and is killed.", engine.last_heard_s)
             engine.kill_life()
@@ -68,8 +72,8 @@ class Watchdog:
 
 
 async def watch(engine: Mortal) -> None:
-    """Look again and again, until this is cancelled."""
-    watchdog = Watchdog(engine)
+    """Look at an engine that is alone again and again, until this is cancelled."""
+    watchdog = Watchdog(engine, ALONE_SILENCE_S)
     while True:
         watchdog.look()
         await asyncio.sleep(LOOK_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -24,6 +24,7 @@ class App:
         self.asked = asyncio.Event()
         self.may_answer = asyncio.Event()
         self.may_answer.set()
+        self.connect: Callable[[], Awaitable[Client]]
 
     async def __call__(self, scope, receive, send) -> None:
         assert scope["type"] == "http"
@@ -69,7 +70,15 @@ async def clients(num: int = 1) -> AsyncIterator[tuple[App, list[Client]]]:
     server = Listening(app, listening)
     async with asyncio.timeout(PATIENCE_S):
         await server.begun()
-        found = [Client(*await asyncio.open_connection(*address)) for _ in range(num)]
+        found: list[Client] = []
+
+        async def connect() -> Client:
+            found.append(Client(*await asyncio.open_connection(*address)))
+            return found[-1]
+
+        app.connect = connect
+        for _ in range(num):
+            await connect()
         try:
             yield app, found
         finally:
@@ -139,16 +148,15 @@ def test_fields_behind_a_body_count_as_well() -> None:
 
 
 def test_a_head_that_does_not_come_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heads, "HEAD_S", 0.05)
-
     async def work() -> None:
-        async with clients(4) as (_, (silent, half, late, lines)):
+        async with clients(2) as (app, [late, lines]):
+            for client in (late, lines):
+                await client.send(head_of(1000))
+                assert await client.answer() == (200, b"0")
+            monkeypatch.setattr(heads, "HEAD_S", 0.05)
+            silent, half = [await app.connect() for _ in range(2)]
             await half.send(START)
-            await late.send(head_of(1000))
-            assert await late.answer() == (200, b"0")
             await late.send(START)
-            await lines.send(head_of(1000))
-            assert await lines.answer() == (200, b"0")
             await lines.send(b"\r\n")
             for client in (half, late):
                 status, body = await client.answer()

@@ -177,7 +177,7 @@ def test_an_engine_that_hangs_is_started_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nobody else would: its turns' clients wait for it, and so does whoever cancels one."""
-    monkeypatch.setattr(stuck, "SILENCE_S", 1.5)  # it says something every second
+    monkeypatch.setattr(stuck, "ALONE_SILENCE_S", 5.0)  # it says something every second
     monkeypatch.setattr(stuck, "LOOK_S", 0.01)
     lives, gate = FakeLives(), threading.Event()
 

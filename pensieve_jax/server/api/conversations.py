@@ -51,9 +51,8 @@ from pensieve_jax.server.threads import Thought
 
 _MAX_TRIES = 3  # of a change that another one came before
 _COMPACT: Final = (",", ":")  # as items are kept, whose characters are counted
-_MEASURING: Final = Thought(
-    is_long=True, asks_history=True
-)  # a conversation's characters are counted one by one
+# A conversation's characters are counted one by one.
+_MEASURING: Final = Thought(is_long=True, asks_history=True)
 
 
 class NewConversation(Body, kw_only=True):

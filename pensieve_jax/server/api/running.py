@@ -136,10 +136,11 @@ class RunningTurns:
                     await turn.cancel()
         finally:
             self._trace()
-            usages = [output.usage for output in outputs if output is not None]
+            ended = [output for output in outputs if output is not None]
             self._place.leave(
-                sum(usage.prompt_tokens + usage.output_tokens for usage in usages),
-                [usage.output_tokens for usage in usages],
+                sum(output.usage.prompt_tokens + output.usage.output_tokens for output in ended),
+                # Those of clients who left say nothing of how long replies are.
+                [output.usage.output_tokens for output in ended if output.finish_reason != "cancelled"],
             )
 
     def _trace(self) -> None:

@@ -7,7 +7,7 @@ Called by: handlers, before they give the engine a turn.
 
 The engine gets as many turns as it can run, and some more so that a place never stands empty; the others wait
 here, first come first served, where waiting can be ended. Retry-After is how long the tokens that are waited
-for should take at the rate of late: those of the prompts, and replies as long as late ones were.
+for should take at the recent rate: those of the prompts, and replies as long as recent ones were.
 """
 
 from __future__ import annotations

@@ -33,7 +33,12 @@ _WORDS: Final[Mapping[str, str]] = {
     "null": "null",
 }
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
-_ESCAPED_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
+# All of a body up to the escape of a lone surrogate; escapes of others, and of pairs of halves, are whole.
+_WITHOUT_LONE: Final = re.compile(
+    rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*+",
+    re.DOTALL,
+)
+_LONGEST_NAMED: Final = 2**16  # bytes of a body whose field is looked for, value by value
 _LONGEST_PATH: Final = 200  # that an error tells: names that no struct knows may be of any length
 _NAMES: Final = {True: "true", False: "false"}
 _STEP: Final = re.compile(r"\.(?P<name>[^.\[\]]+)|\[(?P<index>\d+|\.\.\.)\]")
@@ -89,8 +94,13 @@ def lone_surrogate(body: bytes) -> ApiError | None:
     JSON may hold one, and says so with an escape; text in UTF-8, which all of this is for, may not. A
     client that cuts text between two halves of an emoji sends one.
     """
-    if _ESCAPED_SURROGATE.search(body) is None:
+    before = _WITHOUT_LONE.match(body)
+    assert before is not None  # it takes nothing as well
+    if not body.startswith(b"\\u", before.end()):
         return None
+    what = "must be text that UTF-8 can hold: there is a lone surrogate, half of a character, in it."
+    if len(body) > _LONGEST_NAMED:
+        return ApiError(400, "invalid_value", f"The body {what}")
     try:
         value = json.loads(body.decode())
     except (ValueError, RecursionError):  # it is no JSON either way
@@ -98,7 +108,6 @@ def lone_surrogate(body: bytes) -> ApiError | None:
     found = _surrogate_path(value)
     if found is None:
         return None
-    what = "must be text that UTF-8 can hold: there is a lone surrogate, half of a character, in it."
     if not found or len(found) > _LONGEST_PATH:
         return ApiError(400, "invalid_value", f"The body {what}")
     return invalid_value(found, f"{found} {what}")

@@ -48,7 +48,7 @@ from pensieve_jax.server.replicas.report_listener import ReportListener
 from pensieve_jax.server.replicas.request_ids import ProxysRequestId
 from pensieve_jax.server.replicas.routed_engine import RoutedEngine
 from pensieve_jax.server.replicas.scaling import QUEUED_TOKENS
-from pensieve_jax.server.stuck import Watchdog
+from pensieve_jax.server.stuck import SILENCE_S, Watchdog
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class EngineReplica:
             log_format=plan.log_format,
         )
         await self._engine.open()
-        self._watchdog = Watchdog(self._engine)
+        self._watchdog = Watchdog(self._engine, SILENCE_S)
         self._links = ReportLinks()
         name = serve.get_replica_context().replica_id.unique_id
         self._replica = Replica(cast(EngineService, self._engine), name)

@@ -6,6 +6,7 @@ import pytest
 
 from pensieve_jax.server.http.bodies import Body, decode_body
 from pensieve_jax.server.http.errors import ApiError
+from pensieve_jax.server.http.wrong_values import lone_surrogate
 
 
 class Part(Body):
@@ -56,7 +57,7 @@ def test_a_lone_surrogate_is_named_with_its_field(body, param):
         rb'{"name": "\ud8"}',
         b'{"name": "\xed\xa0\x80"}',
         b'{"name": "\xff\\ud800"}',
-        b'{"name": "\\ud800", "many": ' + b"[" * 100_000,
+        b'{"name": "\\ud800", "many": ' + b"[" * 60_000,  # of longer ones only the surrogate is told
         rb'{"name": "\ud800", "many": ' + b"1" * 5_000 + b"}",
     ],
     ids=lambda body: str(body[:30]),
@@ -69,3 +70,25 @@ def test_what_is_no_json_is_called_that(body):
 def test_surrogates_in_pairs_and_written_out_are_text():
     value, _ = decode_body(rb'{"name": "\ud83d\ude00 \\ud800"}', Whole)
     assert value.name == "\U0001f600 \\ud800"
+
+
+@pytest.mark.parametrize(
+    ("body", "is_lone"),
+    [
+        (rb'["\ud83d\ude00", NaN]', False),
+        (rb'["\\ud800", NaN]', False),
+        (rb'["\n\u0041\\", "\ud83d\ude00"', False),
+        (rb'["\ude00\ud83d"]', True),
+        (rb'["\ud83d\ud83d\ude00"]', True),
+        (rb'["\\\ud800"]', True),
+    ],
+)
+def test_only_a_half_by_itself_is_looked_for(body, is_lone):
+    """Pairs are whole, and a backslash that is escaped escapes nothing."""
+    assert (lone_surrogate(body) is not None) == is_lone
+
+
+def test_of_a_long_body_no_field_is_looked_for():
+    """That takes a second for 10 MiB, which other requests would wait for."""
+    error = lone_surrogate(b"[" + b"0," * 2**16 + rb'"\ud800"]')
+    assert error is not None and error.message.startswith("The body must be text that UTF-8 can hold")

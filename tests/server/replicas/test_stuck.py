@@ -29,10 +29,10 @@ def replica():
     """What an actor asks after its engine's health with."""
     pytest.importorskip("ray", reason="needs the extra `ray`")
     from pensieve_jax.server.replicas.serve_app import EngineReplica
-    from pensieve_jax.server.stuck import Watchdog
+    from pensieve_jax.server.stuck import SILENCE_S, Watchdog
 
     found = SimpleNamespace(_engine=Engine())
-    found._watchdog = Watchdog(found._engine)
+    found._watchdog = Watchdog(found._engine, SILENCE_S)
     found.check_health = functools.partial(EngineReplica.check_health, found)
     return found
 
