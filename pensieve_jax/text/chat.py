@@ -24,6 +24,8 @@ one.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -62,7 +64,7 @@ class EarlierTurn(NamedTuple):
 
 
 class ChatFormat:
-    """The chat template of one tokenizer. Keeps no state between calls; safe to share by threads."""
+    """The chat template of one tokenizer. Keeps nothing of what is written; safe to share by threads."""
 
     def __init__(self, tokenizer: Tokenizer | None, *, now: Callable[[], datetime] = datetime.now) -> None:
         """Compile the template; `now` is what its `strftime_now` reads, once per turn.
@@ -116,6 +118,29 @@ class ChatFormat:
             return self._tokenizer.encode(text, add_bos=True)
         text = text.removeprefix(self._tokenizer.bos_token or "")
         return self._tokenizer.encode_after(_last_id(turns), text)
+
+    def may_follow(
+        self, turn: EarlierTurn | tuple[Sequence[Message] | None, str | None, Sequence[int], str]
+    ) -> bool:
+        """Whether a turn may follow this one `as_told`: asked of its ids alone, before a path is rendered.
+
+        False where the reply ends with none of what the template closes replies with in short conversations.
+        """
+        turn = EarlierTurn(*turn)
+        closings = self._short_closings
+        told = (self._is_as_told(turn, self._spelled_closing(turn, closing)) for closing in closings)
+        return not closings or any(told)
+
+    @functools.cached_property
+    def _short_closings(self) -> frozenset[str]:
+        """What stands behind a reply in conversations that most templates write; empty where none is."""
+        word = {"role": "user", "content": "x"}
+        past = EarlierTurn([word], "x", (), "stop")
+        found = set()
+        for turns in ([past], [EarlierTurn([{**word, "role": "system"}, word], "x", (), "stop")], [past] * 2):
+            with contextlib.suppress(ChatTemplateError):
+                found.add(self._split_rendering(turns, [word]).closing)
+        return frozenset(found)
 
     def prefix_token_ids(self, messages: Sequence[Message]) -> list[int]:
         """The ids that every conversation begins with whose first messages are these.

@@ -200,6 +200,14 @@ def test_what_ended_a_reply_is_told_or_what_the_template_writes(output, finish_r
     else:
         with pytest.raises(ChatTemplateError, match="more than its text"):
             chat.turn_token_ids(earlier, [user("b")], as_told=True)
+    assert chat.may_follow(earlier[0]) is is_told, "the ids alone show it"
+
+
+def test_a_template_that_writes_no_short_conversation_leaves_it_open_what_may_follow():
+    strict = "{% if messages|length < 9 %}{{ raise_exception('too few') }}{% endif %}" + PLAIN
+    stopped = ((user("a"),), "r", tuple(b"r."), "stop")
+    assert ChatFormat(with_template(strict)).may_follow(stopped)
+    assert not ChatFormat(with_template(PLAIN)).may_follow(stopped)
 
 
 def test_a_plain_template_with_a_stop_string_for_marker():

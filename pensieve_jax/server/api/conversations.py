@@ -37,7 +37,7 @@ from pensieve_jax.server.api.item_schemas import (
 )
 from pensieve_jax.server.api.pages import page_object, page_of_items
 from pensieve_jax.server.api.repeats import check_same_body, idempotency_key, is_retry
-from pensieve_jax.server.api.response_context import too_long
+from pensieve_jax.server.api.response_context import COMPACT, too_long
 from pensieve_jax.server.api.response_schemas import check_metadata
 from pensieve_jax.server.api.responses import check_unlocked
 from pensieve_jax.server.async_engine import UNANSWERED
@@ -50,7 +50,6 @@ from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.threads import Thought
 
 _MAX_TRIES = 3  # of a change that another one came before
-_COMPACT: Final = (",", ":")  # as items are kept, whose characters are counted
 # A conversation's characters are counted one by one.
 _MEASURING: Final = Thought(is_long=True, asks_history=True)
 
@@ -103,7 +102,7 @@ class Conversations:
         body = await call.decode(NewConversation) if call.body else NewConversation()
         check_metadata(body.metadata)
         items = await call.aside(
-            lambda: json.dumps(with_new_ids(_new_items(call, body.items or [])), separators=_COMPACT)
+            lambda: json.dumps(with_new_ids(_new_items(call, body.items or [])), separators=COMPACT)
         )
         _check_size(len(body.items or []), len(items))
         row = ConversationRow(
@@ -178,7 +177,7 @@ class Conversations:
             now_s=now_s,
         )
         kept = await call.aside(
-            lambda: json.dumps(with_named_ids(new_items, append.name), separators=_COMPACT)
+            lambda: json.dumps(with_named_ids(new_items, append.name), separators=COMPACT)
         )
 
         async def change(row: ConversationRow) -> HistoryChange:

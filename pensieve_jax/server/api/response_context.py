@@ -24,6 +24,7 @@ from pensieve_jax.server.api.item_schemas import (
     messages_of,
     parse_input,
     place_of,
+    with_new_ids,
 )
 from pensieve_jax.server.api.response_object import kept_response
 from pensieve_jax.server.api.response_schemas import ContextFields
@@ -37,6 +38,7 @@ from pensieve_jax.text.messages import Message
 MAX_READ_CHARACTERS: Final = 16 * 2**20
 """Of items that one request names, in a conversation or by reference, as JSON and once more as often as each
 is named."""
+COMPACT: Final = (",", ":")  # separators of items as they are kept, whose characters are counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +70,16 @@ def request_context(services: Services, owner: str, body: ContextFields, *, dura
     given, ignored = parse_input(body.input, "input") if body.input is not None else ([], ())
     conversation: ConversationRow | None = None
     past: list[Item] = []
+    num_past_characters = 0
     if body.conversation_id is not None:
-        conversation, past = _conversation(services, owner, body.conversation_id)
+        conversation, past, num_past_characters = _conversation(services, owner, body.conversation_id)
     known = _KnownItems(services, owner, past)
     items = [
         known.referred(item.id, index) if isinstance(item, ItemReference) else item
         for index, item in enumerate(given)
     ]
+    if conversation is not None:
+        _check_growth(len(past), num_past_characters, items)
     messages = messages_of(items)
     num_tokens: int | None = 0
     find: Callable[[Memory], ResolvedContext] | None = None
@@ -129,7 +134,20 @@ def too_long(num_items: int, num_characters: int) -> str | None:
     )
 
 
-def _conversation(services: Services, owner: str, conversation_id: str) -> tuple[ConversationRow, list[Item]]:
+def _check_growth(num_past: int, num_characters: int, new_items: Sequence[Item]) -> None:
+    """Raise ApiError 400 where a turn would make its conversation longer than the next one could read."""
+    num_items = num_past + len(new_items) + 1  # its reply, whose characters nobody knows yet
+    num_characters += len(json.dumps(with_new_ids(new_items), separators=COMPACT))
+    problem = too_long(num_items, num_characters)
+    if problem is not None:
+        sentence = f"With this input and its reply the conversation has {problem}"
+        raise invalid_value("input", f"{sentence} Send less, delete items, or begin another conversation.")
+
+
+def _conversation(
+    services: Services, owner: str, conversation_id: str
+) -> tuple[ConversationRow, list[Item], int]:
+    """A conversation, its items, and how many characters they are as they are kept."""
     try:
         num_items, num_characters = services.history.size_of_items(owner, conversation_id)
     except UnknownRecordError as error:
@@ -138,7 +156,7 @@ def _conversation(services: Services, owner: str, conversation_id: str) -> tuple
     if problem is not None:
         raise invalid_value("conversation", f"conversation has {problem}")
     conversation, rows = services.history.all_items(owner, conversation_id)
-    return conversation, [json.loads(row.item) for row in rows]
+    return conversation, [json.loads(row.item) for row in rows], num_characters
 
 
 def _previous(

@@ -44,6 +44,8 @@ _MAX_LOOK_UPS: Final = 64
 """Of a context's last replies in the history; those before are looked for in the index's memory only."""
 _MAX_TRIES: Final = 8
 """Turns that one context is tried behind: each is a rendering of all, which the template may refuse."""
+_MAX_REFUSED: Final = 2**16
+"""Turns of which it is remembered that nothing may follow them: to see it, their ids are decoded."""
 
 
 class Memory(enum.Enum):
@@ -167,6 +169,7 @@ class Resolver:
         self._index = index
         self._template = None if tokenizer is None else tokenizer.chat_template
         self._format: ChatFormat | None = None
+        self._refused: set[tuple[str, str]] = set()  # turns by owner and id, whose ids never change
 
     @property
     def index(self) -> TurnIndex:
@@ -203,7 +206,9 @@ class Resolver:
         new = _NewTurn(owner, chains[-1], durable, epoch, beginning)
         if memory is not Memory.NONE:
             only_durable = durable or memory is Memory.DURABLE
-            known = self._known_beginnings(owner, messages, chains, only_durable)
+            beginnings = self._known_beginnings(owner, messages, chains, only_durable)
+            # Of a client that stops every reply all parents are refused, and hide those before them.
+            known = ((cut, turn) for cut, turn in beginnings if self._may_follow(turn))
             for cut, parent in itertools.islice(known, _MAX_TRIES):
                 found = self._known_behind(new, parent, messages[cut + 1 :])
                 if found:
@@ -227,7 +232,9 @@ class Resolver:
         if durable and not parent.durable:
             raise UnknownTurnError(turn_id)
         new = _NewTurn(owner, chains_of(parent.chain, new_messages)[-1], durable, epoch)
-        found = self._behind(new, parent, new_messages, by_id=True)
+        found = None
+        if self._may_follow(parent):
+            found = self._behind(new, parent, new_messages, by_id=True)
         return found or self._new_tree(new, (*self.path_messages(owner, turn_id), *new_messages))
 
     def path_messages(self, owner: str, turn_id: str) -> list[Message]:
@@ -257,6 +264,18 @@ class Resolver:
                 if parent is not None:
                     yield cut, parent
 
+    def _may_follow(self, parent: PastTurn) -> bool:
+        """Whether the ids of a turn's reply leave it open that its path is gone on from."""
+        key = (parent.owner, parent.turn_id)
+        if key in self._refused:
+            return False
+        may_follow = self._chat_format().may_follow(_earlier(parent))
+        if not may_follow:
+            if len(self._refused) >= _MAX_REFUSED:
+                self._refused.clear()
+            self._refused.add(key)
+        return may_follow
+
     def _known_behind(
         self, new: _NewTurn, parent: PastTurn, messages: Sequence[Message]
     ) -> ResolvedContext | None:
@@ -270,10 +289,7 @@ class Resolver:
         self, new: _NewTurn, parent: PastTurn, messages: Sequence[Message], *, by_id: bool
     ) -> ResolvedContext | None:
         """A turn that goes on from `parent`; None where the template cannot; raises UnknownTurnError."""
-        earlier = [
-            EarlierTurn(turn.messages, turn.output_text, turn.output_token_ids, turn.finish_reason)
-            for turn in self._index.path(parent)
-        ]
+        earlier = [_earlier(turn) for turn in self._index.path(parent)]
         try:
             token_ids = self._chat_format().turn_token_ids(earlier, messages, as_told=True)
         except ChatTemplateError:
@@ -339,6 +355,10 @@ class Resolver:
 def has_reply(messages: Sequence[Message]) -> bool:
     """Whether there is anything that an earlier turn could have ended with."""
     return any(message["role"] == "assistant" for message in messages)
+
+
+def _earlier(turn: PastTurn) -> EarlierTurn:
+    return EarlierTurn(turn.messages, turn.output_text, turn.output_token_ids, turn.finish_reason)
 
 
 def _first_said(messages: Sequence[Message]) -> int:

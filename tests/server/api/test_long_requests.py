@@ -323,8 +323,35 @@ def test_what_no_turn_could_read_is_not_appended(front, monkeypatch):
     assert front.ask(path, {"items": [item]})[0] == 400
     assert front.ask("/v1/conversations", {"items": [{**item, "content": "x" * 2 * one}]})[0] == 400
     assert front.reader.size_of_items("", conversation["id"])[0] == num_items + 2
-    assert front.ask(RESPONSES, {"conversation": conversation["id"], "input": "hi"})[0] == 200
+    turn = {"conversation": conversation["id"], "input": "hi"}
+    assert front.ask(RESPONSES, turn)[0] == 400, "there is no room for what it would append"
+    monkeypatch.undo()
+    assert front.ask(RESPONSES, turn)[0] == 200
     assert {in_loop for what, in_loop in front.reader.asked if what == "size_of_items"} >= {False}
+
+
+def test_a_turn_makes_no_conversation_longer_than_the_next_can_read(front, monkeypatch):
+    item = {"role": "user", "content": "x" * 100}
+    _, conversation = front.ask("/v1/conversations", {"items": [item] * 5})
+
+    def turn(num_items: int, path: str = RESPONSES) -> tuple[int, dict[str, Any]]:
+        return front.ask(path, {"conversation": conversation["id"], "input": [item] * num_items})
+
+    monkeypatch.setattr(response_context, "MAX_ITEMS", 10)
+    for path in (RESPONSES, COUNT):
+        status, answer = turn(5, path)  # with its reply eleven
+        assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "invalid_value", "input")
+        assert "has 11 items" in answer["error"]["message"]
+    assert front.reader.size_of_items("", conversation["id"])[0] == 5 and not front.engine.turns
+    assert turn(2)[0] == 200 and turn(1)[0] == 200
+    assert front.reader.size_of_items("", conversation["id"])[0] == 10
+    assert turn(1)[0] == 400
+    monkeypatch.undo()
+    _, num_characters = front.reader.size_of_items("", conversation["id"])
+    monkeypatch.setattr(response_context, "MAX_READ_CHARACTERS", num_characters + 500)
+    status, answer = turn(3)
+    assert (status, answer["error"]["param"]) == (400, "input")
+    assert turn(1)[0] == 200
 
 
 def test_pages_of_items_are_made_beside_the_loop(front, monkeypatch):

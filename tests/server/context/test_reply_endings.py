@@ -64,3 +64,35 @@ def test_what_a_client_was_not_told_may_be_what_the_template_writes(resolving):
     ended_by(first, "one", *tokenizer().encode("<|end|>", add_bos=False))
     second = resolving.resolve("ann", [user("hi"), assistant("one"), user("so")], epoch=1, durable=True)
     assert second.parent.turn_id == first.node.turn_id
+
+
+def test_replies_that_were_stopped_do_not_hide_the_turn_before_them(resolving, monkeypatch):
+    """Nor is a path rendered to see that each of them is refused: their ids show it."""
+    first = resolving.resolve("ann", [user("hi")], epoch=1, durable=True)
+    ended_by(first, "fine", tokenizer().eos_id)
+    context = [user("hi"), assistant("fine")]
+    tried = []
+    turn_token_ids = ChatFormat.turn_token_ids
+
+    def counted(self, earlier, *args, **kwargs):
+        tried.append(len(earlier))
+        return turn_token_ids(self, earlier, *args, **kwargs)
+
+    monkeypatch.setattr(ChatFormat, "turn_token_ids", counted)
+    decoded = []
+    may_follow = ChatFormat.may_follow
+    monkeypatch.setattr(
+        ChatFormat, "may_follow", lambda self, turn: decoded.append(turn) or may_follow(self, turn)
+    )
+    for number in range(12):
+        context.append(user(f"and {number}"))
+        tried.clear()
+        decoded.clear()
+        turn = resolving.resolve("ann", context, epoch=1, durable=True)
+        assert turn.parent is not None and turn.parent.turn_id == first.node.turn_id
+        assert tried == [1] and len(decoded) <= 2, "what is refused once is not decoded again"
+        ended_by(turn, "one", *STOP_IDS["a stop string"])
+        context.append(assistant("one"))
+    tried.clear()
+    named = resolving.resolve_after("ann", turn.node.turn_id, [user("so")], epoch=1, durable=True)
+    assert named.parent is None and tried == [0]
