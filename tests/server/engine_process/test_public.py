@@ -23,6 +23,13 @@ PARAMS = SamplingParams(max_tokens=4, seed=1, ignore_eos=True)
 NO_IDS = (42, b"ada", ["ada"], {}, 1.5, "", "\ud800", "a\0b")
 
 
+class Unknown:
+    """What no frame can hold; its name is the same in every process, as names of tests must be."""
+
+    def __repr__(self) -> str:
+        return "Unknown()"
+
+
 def test_an_id_of_a_wrong_type_ends_nobody_elses_turn() -> None:
     """The engine's process could not read it, took its front for dead and left with everybody's turns."""
 
@@ -83,7 +90,7 @@ def test_numbers_of_numpy_are_taken_as_the_library_takes_them() -> None:
         ([5, -(2**70)], "prompt[1]"),
         ([1.5], "prompt[0]"),
         ([True], "prompt[0]"),
-        ([5, object()], "prompt[1]"),
+        ([5, Unknown()], "prompt[1]"),
         (np.array([[5]]), "prompt[0]"),
         ("\ud800", "prompt"),
         (b"text", "prompt"),
@@ -91,8 +98,8 @@ def test_numbers_of_numpy_are_taken_as_the_library_takes_them() -> None:
         (None, "prompt"),
         ({"role": "user"}, "prompt"),
         ([{"role": "user", "content": "\ud800"}], "prompt[0].content"),
-        ([{"role": "user", "content": object()}], "prompt[0].content"),
-        ([{"role": "user", "content": "x", "more": object()}], "prompt[0]"),
+        ([{"role": "user", "content": Unknown()}], "prompt[0].content"),
+        ([{"role": "user", "content": "x", "more": Unknown()}], "prompt[0]"),
         ([{"role": "user", "content": "x", "more": {1}}], "prompt[0]"),
         ([{"role": "user", "content": "x"}, 5], "prompt[1]"),
     ],
