@@ -65,7 +65,7 @@ def test_an_engine_asks_for_what_it_keeps(monkeypatch, sizes):
     asked = []
     monkeypatch.setattr(assembly, "allow_pinning", lambda num_bytes, available: asked.append(num_bytes))
     config = EngineConfig(cache=CacheConfig(**sizes), runner=RunnerConfig(max_num_staged_pages=100))
-    with pytest.raises(ConfigError, match=r"at most [\d,]+ pages"):
+    with pytest.raises(ConfigError, match=r"at most [\d,]+ (bytes|pages)"):
         LLM(TINY_MODEL, dtype="float32", config=config)
     page = 2 * 32 * 2 * 2 * 32 * 4  # 2 layers, 32 tokens, keys and values of 2 heads of 32, float32
     assert asked == [sizes.get("cpu_bytes", 10**10 * page) + 100 * page]
