@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -85,7 +84,7 @@ def assemble(
     dtype: str,
     history: str | Path | None,
     synchronous: Literal["normal", "full"],
-    config: EngineConfig,
+    config: EngineConfig | None,
     progress: bool,
     may_make_history: bool = True,
     clock: Clock | None = None,
@@ -150,7 +149,6 @@ def make_runner(
         progress=progress,
     )
     model_config = model.config
-    fraction = config.cache.gpu_memory_fraction
     weights_dtype = jax.tree.leaves(nnx.state(model))[0].dtype
     cache = config.cache
     all_bytes = chunk_bytes(model_config, cache.chunk_tokens, weights_dtype, cache.kv_dtype)
@@ -158,8 +156,7 @@ def make_runner(
     if cache.gpu_memory_fraction is not None:
         config = config.with_gpu_pages(most_byte_pages(model_config, config.cache, mesh.devices.size))
     config = config.with_num_buckets(on_gpu=device.platform == "gpu")
-    with _naming_bytes(cache.cpu_bytes):
-        runner = ModelRunner(model, config, mesh, gpu_memory_fraction=fraction)
+    runner = ModelRunner(model, config, mesh, given=cache)
     sizes = ", ".join(str(size) for size in sorted(runner.layouts))
     title = f"{len(runner.layouts)} buckets to compile: steps of up to {sizes} tokens"
     _log.info(title)
@@ -235,19 +232,6 @@ def _in_pages(config: EngineConfig, all_bytes: int, host_bytes: int, mesh: Mesh)
     devices = list(mesh.devices.flat)
     reserved = reserved_bytes(config.cache.gpu_reserved_bytes, len(devices))
     return config.with_gpu_pages(num_pages_in(fraction, devices, page_bytes, staging, reserved))
-
-
-@contextlib.contextmanager
-def _naming_bytes(cpu_bytes: int | None) -> Iterator[None]:
-    """Whoever gave the host tier's bytes is told of these, where the runner, which has pages, refuses it."""
-    try:
-        yield
-    except ConfigError as error:
-        if cpu_bytes is None or error.field != "cache.cpu_pages":
-            raise
-        limit = re.sub(r"([\d,]+ pages) \(([\d,]+ bytes)\)", r"\2 (\1)", str(error.limit), count=1)
-        hint = error.hint.replace(" (or cache.cpu_bytes)", "")
-        raise ConfigError("cache.cpu_bytes", cpu_bytes, limit, hint) from error
 
 
 def _host_bytes(model: ModelConfig, config: EngineConfig, dtype: str) -> int:

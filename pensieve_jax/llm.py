@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, overload
 
 from pensieve_jax.assembly import assemble
-from pensieve_jax.config import EngineConfig, checked_config
+from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.clock import Clock
 from pensieve_jax.core.errors import InvalidRequestError
 from pensieve_jax.core.outputs import Output
@@ -77,7 +77,7 @@ class LLM:
             dtype=dtype,
             history=history,
             synchronous=synchronous,
-            config=checked_config(config),
+            config=config,
             progress=self._progress,
             clock=clock,
             observe=observe,

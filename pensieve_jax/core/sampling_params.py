@@ -13,6 +13,7 @@ from numbers import Real
 from typing import Any
 
 from pensieve_jax.core.errors import InvalidRequestError
+from pensieve_jax.core.utf8 import is_utf8
 
 MAX_SEED = 2**63 - 1
 # Every stop string is looked for in every token's text, between two steps of everybody's engine.
@@ -29,9 +30,9 @@ def _check_number(name: str, value: Any, low: float, high: float, limit: str) ->
         raise InvalidRequestError(name, value, limit)
 
 
-def _check_int(name: str, value: object, low: int, high: int) -> None:
+def _check_int(name: str, value: object, low: int, high: int, limit: str | None = None) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise InvalidRequestError(name, value, f"an integer from {low} to {high}")
+        raise InvalidRequestError(name, value, limit or f"an integer from {low} to {high}")
 
 
 def _check_size(name: str, value: Sized, most: int, what: str) -> None:
@@ -39,13 +40,9 @@ def _check_size(name: str, value: Sized, most: int, what: str) -> None:
         raise InvalidRequestError(name, f"{len(value)} {what}", f"at most {most} {what}")
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
-
-
 def _is_text(stop: str) -> bool:
-    """Whether a reply can ever say it: none has a lone surrogate."""
-    return stop != "" and not any("\ud800" <= character <= "\udfff" for character in stop)
+    """Whether a reply can ever say it."""
+    return stop != "" and is_utf8(stop)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +95,10 @@ class SamplingParams:
             raise InvalidRequestError("top_p", self.top_p, "a number above 0 and at most 1")
         if self.seed is not None:
             _check_int("seed", self.seed, 0, MAX_SEED)
-        if self.logprobs is not None and not _is_count(self.logprobs):
+        if self.logprobs is not None:
             # How many there may be at most is the engine's, which checks it.
             limit = "an integer from 0 to what the engine has room for (max_logprobs)"
-            raise InvalidRequestError("logprobs", self.logprobs, limit)
+            _check_int("logprobs", self.logprobs, 0, 2**31 - 1, limit)
         is_list = isinstance(self.stop, Sequence) and not isinstance(self.stop, str)
         if not is_list or not all(isinstance(stop, str) and _is_text(stop) for stop in self.stop):
             raise InvalidRequestError("stop", self.stop, "a list of non-empty strings that UTF-8 can hold")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from pensieve_jax.core.errors import InvalidRequestError
+from pensieve_jax.core.utf8 import is_utf8
 
 _HALF = 16  # hexadecimal digits of a root, and of a turn's own part
 _TURN_ID = re.compile(r"[0-9a-f]{32}\Z")
@@ -76,11 +77,7 @@ def check_turn_id(field: str, turn_id: object) -> None:
 
 def check_owner(owner: object) -> None:
     """Raise InvalidRequestError unless turns can be this one's."""
-    try:
-        is_text = isinstance(owner, str) and owner.encode() is not None
-    except UnicodeEncodeError:  # a lone surrogate
-        is_text = False
-    if not is_text:
+    if not isinstance(owner, str) or not is_utf8(owner):
         raise InvalidRequestError("owner", owner, "a string that UTF-8 can hold")
 
 

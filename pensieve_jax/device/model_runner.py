@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from model_defs.config import ModelConfig
 from model_defs.registry import Model
 from pallas_kernels.ragged_paged_attention import build_tiles, import_backend
-from pensieve_jax.config import EngineConfig
+from pensieve_jax.config import CacheConfig, EngineConfig
 from pensieve_jax.core.errors import ConfigError, StepFailedError
 from pensieve_jax.device import sampler, step
 from pensieve_jax.device.device_memory import bytes_per_device, least_device, reserved_bytes, step_memory
@@ -81,7 +81,7 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: Model, config: EngineConfig, mesh: Mesh, *, gpu_memory_fraction: float | None = None
+        self, model: Model, config: EngineConfig, mesh: Mesh, *, given: CacheConfig | None = None
     ) -> None:
         """Split the model and make the pools; nothing of a step is compiled before `warm_up`.
 
@@ -89,7 +89,7 @@ class ModelRunner:
           model: with its arrays on `mesh`; `model.config` says what it is.
           config: of the engine, `cache.cpu_bytes` already turned into pages.
           mesh: one axis, "tp".
-          gpu_memory_fraction: what `cache.gpu_pages` was made of, if it was: refusals name it.
+          given: what `config.cache` was made of, a share of memory or bytes: refusals name that.
 
         Raises:
           ConfigError: weights and pools exceed the device's memory, or `cache.cpu_pages` the machine's, a
@@ -125,9 +125,9 @@ class ModelRunner:
         self._hidden_size = model_config.hidden_size
         self.weights_bytes = sum(bytes_per_device(leaf) for leaf in every_leaf)
         self.device_pools = DevicePools(self.storage)
-        self._transfers = self._new_transfers(config)
+        self._transfers = self._new_transfers(config, given.cpu_bytes if given else None)
         self.transfers: Transfers = self._transfers
-        self._budget = self._new_budget(config, gpu_memory_fraction)
+        self._budget = self._new_budget(config, given.gpu_memory_fraction if given else None)
         self._budget.check()
         self._executables = StepExecutables({}, {}, {}, {})
         self._next_step_id: int | None = None
@@ -331,7 +331,7 @@ class ModelRunner:
             reserved_bytes=reserved_bytes(config.cache.gpu_reserved_bytes, len(devices)),
         )
 
-    def _new_transfers(self, config: EngineConfig) -> DeviceTransfers:
+    def _new_transfers(self, config: EngineConfig, cpu_bytes: int | None) -> DeviceTransfers:
         assert config.cache.cpu_bytes is None, "whoever knows the size of a page turns bytes into pages"
         return DeviceTransfers(
             self.storage,
@@ -339,6 +339,7 @@ class ModelRunner:
             cpu_pages=config.cache.cpu_pages,
             max_num_staged_pages=config.runner.max_num_staged_pages,
             retrieval_priority=config.cache.retrieval_priority,
+            cpu_bytes=cpu_bytes,
         )
 
 

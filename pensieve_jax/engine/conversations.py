@@ -21,6 +21,7 @@ from pensieve_jax.core.errors import (
     UnknownConversationError,
 )
 from pensieve_jax.core.turn_node import check_owner, check_turn_id
+from pensieve_jax.core.utf8 import is_utf8
 from pensieve_jax.engine.branches import BranchTable
 from pensieve_jax.engine.drop_journal import DropJournal
 from pensieve_jax.engine.live import Branch, LiveConversation
@@ -339,14 +340,6 @@ def check_conversation_id(conversation_id: object, field: str = "conversation_id
     if conversation_id is None:
         return
     ok = isinstance(conversation_id, str) and conversation_id != "" and "\0" not in conversation_id
-    if not ok or not _is_utf8(str(conversation_id)):
+    if not ok or not is_utf8(str(conversation_id)):
         limit = "None or a non-empty string that UTF-8 can hold, without NUL characters"
         raise InvalidRequestError(field, conversation_id, limit)
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # a lone surrogate
-        return False
-    return True

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from pensieve_jax.core.errors import HistoryCorruptError, InvalidRequestError
 from pensieve_jax.core.outputs import Usage
 from pensieve_jax.core.turn_node import check_turn_id
+from pensieve_jax.core.utf8 import is_utf8
 from pensieve_jax.history.store import TurnRecord
 
 TOKEN_BYTES: Final = 4
@@ -182,10 +183,8 @@ def check_text(text: object, field: str) -> None:
     """Raise InvalidRequestError, naming `field`, unless it is text that UTF-8 can hold."""
     if not isinstance(text, str):
         raise InvalidRequestError(field, text, "a string")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(field, text, "text that UTF-8 can hold, without lone surrogates") from error
+    if not is_utf8(text):
+        raise InvalidRequestError(field, text, "text that UTF-8 can hold, without lone surrogates")
 
 
 def _is_int(value: object) -> bool:

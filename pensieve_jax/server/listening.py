@@ -34,6 +34,7 @@ from starlette.types import ASGIApp
 from pensieve_jax.core.errors import ConfigError, PensieveError
 from pensieve_jax.server.engine_process.public import AsyncEngine
 from pensieve_jax.server.heads import LimitedHeads
+from pensieve_jax.server.logs import log_end_of_task
 from pensieve_jax.server.stuck import watch
 
 EXIT_AT_ONCE: Final = 128 + signal.SIGTERM
@@ -259,7 +260,7 @@ async def _serve(
     engine = start()
     with contextlib.closing(listening):
         watching = asyncio.create_task(watch(engine))
-        watching.add_done_callback(_log_end)
+        watching.add_done_callback(log_end_of_task(_log, "nobody looks any more whether the engine hangs"))
         _log.info("starting the engine; a first start compiles, which takes a minute or more, once")
         try:
             if not await _until(signals.first, engine.open()):
@@ -272,13 +273,6 @@ async def _serve(
         finally:
             watching.cancel()
             await engine.close()
-
-
-def _log_end(watching: asyncio.Task[None]) -> None:
-    """Of what ends with the server alone; nobody waits for it before."""
-    error = None if watching.cancelled() else watching.exception()
-    if error is not None:
-        _log.error("nobody looks any more whether the engine hangs", exc_info=error)
 
 
 async def _until_told(

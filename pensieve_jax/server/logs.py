@@ -10,11 +10,12 @@ An exception's message may quote a prompt, so only its class and where it was ra
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final, Literal, TextIO
 
@@ -118,6 +119,17 @@ def log_uncaught() -> None:
 
 def _log_end(error: BaseException | None) -> None:
     LOGGER.critical("ended by an error that nobody expected", exc_info=error)
+
+
+def log_end_of_task(log: logging.Logger, sentence: str) -> Callable[[asyncio.Task[None]], None]:
+    """For a task that ends with the server alone: says if it failed, as nobody waits for it before."""
+
+    def note(task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            log.error(sentence, exc_info=error)
+
+    return note
 
 
 def log_request(request_id: str, **fields: Any) -> None:

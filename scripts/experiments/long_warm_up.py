@@ -17,7 +17,7 @@ from experiments.points import UNITS, Measured, Point
 from experiments.seeds import Group, groups
 from experiments.settings import Experiment, Findings, Row, Settings, Table
 from experiments.systems import BOTH_TIERS, NO_STATE, System
-from experiments.think_time import point_of
+from experiments.think_time import level_results, point_of
 
 _WARM_UP_S, _SMALL_WARM_UP_S = 2400.0, 60.0  # as of Figure 15's longest think time, four times 600 s
 # Loads of Figures 10b and 15 on both sides of the level, by system and mean think time.
@@ -70,16 +70,7 @@ def findings(settings: Settings, measured: list[Measured]) -> Findings:
         results={
             "points": [group.as_dict() | {"rate_per_s": group.rate_per_s} for group in found],
             "warm_up_s": warm_up_s,
-            "at_level": [
-                {
-                    "system": name,
-                    "think_s": think_s,
-                    "level_s": level_s,
-                    "requests_per_s_by_seed": at_level[name, think_s],
-                    "ratio_by_seed": over[name, think_s],
-                }
-                for name, think_s in places
-            ],
+            "at_level": level_results(level_s, at_level, over),
         },
         profiles=[profile_name(settings.device, LLAMA_SHAREGPT.model)],
         units=UNITS

@@ -119,16 +119,7 @@ def findings(settings: Settings, measured: list[Measured]) -> Findings:
         results={
             "points": [group.as_dict() for group in found],
             "shown_rate_per_s": _shown_rate(settings),
-            "at_level": [
-                {
-                    "system": name,
-                    "think_s": think_s,
-                    "level_s": level_s,
-                    "requests_per_s_by_seed": at_level[name, think_s],
-                    "ratio_by_seed": over[name, think_s],
-                }
-                for name, think_s in places
-            ],
+            "at_level": level_results(level_s, at_level, over),
         },
         profiles=[profile_name(settings.device, _MODEL)],
         units=UNITS
@@ -139,6 +130,22 @@ def findings(settings: Settings, measured: list[Measured]) -> Findings:
             "where it never does",
         },
     )
+
+
+def level_results(
+    level_s: float, at_level: Mapping[tuple[str, float], BySeed], over: Mapping[tuple[str, float], BySeed]
+) -> list[dict[str, object]]:
+    """Of each system and think time, as a document has them."""
+    return [
+        {
+            "system": name,
+            "think_s": think_s,
+            "level_s": level_s,
+            "requests_per_s_by_seed": by_seed,
+            "ratio_by_seed": over[name, think_s],
+        }
+        for (name, think_s), by_seed in at_level.items()
+    ]
 
 
 _COLUMNS = ("system", "think s", "rate", "requests/s", "ms/token", "gpu hits", "cpu hits", "share")

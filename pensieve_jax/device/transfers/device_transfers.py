@@ -47,6 +47,7 @@ class DeviceTransfers:
         cpu_pages: int,
         max_num_staged_pages: int,
         retrieval_priority: bool,
+        cpu_bytes: int | None = None,
     ) -> None:
         """Take no memory yet.
 
@@ -58,6 +59,7 @@ class DeviceTransfers:
           retrieval_priority: start no copy to the host while one from it is in flight, unless others need
             its room in staging or it has waited for some steps (the paper's section 5, prioritized
             retrieval).
+          cpu_bytes: what `cpu_pages` were made of, if they were: refusals name it.
 
         Raises:
           ConfigError: the machine has less memory than that.
@@ -65,7 +67,7 @@ class DeviceTransfers:
         self._storage, self._num_groups = storage, len(storage.groups)
         self._window = window(max_num_staged_pages)
         self.retrieval_priority = retrieval_priority
-        self._host = HostPool(storage, cpu_pages, num_spare=min(max_num_staged_pages, cpu_pages))
+        self._host = HostPool(storage, cpu_pages, min(max_num_staged_pages, cpu_pages), cpu_bytes)
         self._copies = PageCopies(storage, pools, max_num_staged_pages)
         self._mover = Mover()
         parts = storage, self._host, self._copies, self._mover, max_num_staged_pages

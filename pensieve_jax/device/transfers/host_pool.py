@@ -35,18 +35,21 @@ class HostPool:
       num_pieces: of the growth.
     """
 
-    def __init__(self, storage: KVStorage, num_slots: int, num_spare: int) -> None:
+    def __init__(
+        self, storage: KVStorage, num_slots: int, num_spare: int, cpu_bytes: int | None = None
+    ) -> None:
         """Hold nothing yet.
 
         Args:
           storage: shape and placement of chunks.
           num_slots: chunks in all.
           num_spare: chunks that are on their way to a slot whose old memory is not free yet.
+          cpu_bytes: what the slots were made of, if they were: refusals name it.
 
         Raises:
           ConfigError: the machine has less memory than that.
         """
-        self.num_slots = num_slots
+        self.num_slots, self._cpu_bytes = num_slots, cpu_bytes
         self._storage = storage
         self._num_chunks = num_slots + num_spare if num_slots else 0
         self.num_pieces = -(-self._num_chunks // _CHUNKS_PER_PIECE)
@@ -103,14 +106,18 @@ class HostPool:
         if not self._num_chunks or available is None or self._num_bytes <= available * _USABLE_FRACTION:
             return
         num_spare = self._num_chunks - self.num_slots
-        num_slots = int(available * _USABLE_FRACTION) // self._storage.slot_bytes - num_spare
+        most = max(int(available * _USABLE_FRACTION) // self._storage.slot_bytes - num_spare, 0)
+        sizes = f"{most:,} pages", f"{most * self._storage.slot_bytes:,} bytes"
+        size, as_well = sizes if self._cpu_bytes is None else sizes[::-1]
         raise self._refusal(
-            f"at most {max(num_slots, 0):,} pages ({max(num_slots, 0) * self._storage.slot_bytes:,} bytes): "
-            f"with {num_spare} pages in transit, of {self._storage.slot_bytes:,} bytes each, it takes "
+            f"at most {size} ({as_well}): with {num_spare} pages in transit, of "
+            f"{self._storage.slot_bytes:,} bytes each, it takes "
             f"{self._num_bytes:,} bytes, and of the {available:,} bytes that are available here "
             f"{_USABLE_FRACTION:.0%} may be pinned",
-            "lower it (or cache.cpu_bytes), or free host memory",
+            f"lower it{' (or cache.cpu_bytes)' if self._cpu_bytes is None else ''}, or free host memory",
         )
 
     def _refusal(self, limit: str, hint: str) -> ConfigError:
+        if self._cpu_bytes is not None:
+            return ConfigError("cache.cpu_bytes", self._cpu_bytes, limit, hint)
         return ConfigError("cache.cpu_pages", self.num_slots, limit, hint)

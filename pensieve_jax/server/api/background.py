@@ -43,6 +43,7 @@ from pensieve_jax.server.http.errors import (
     renamed_fields,
 )
 from pensieve_jax.server.http.services import Services
+from pensieve_jax.server.logs import log_end_of_task
 
 _log = logging.getLogger(__name__)
 
@@ -187,7 +188,9 @@ class BackgroundResponses:
             asyncio.ensure_future(work) for work in (self._adopt_left(), expire_now_and_then(self._services))
         ]
         for task in tasks:
-            task.add_done_callback(_log_end)
+            task.add_done_callback(
+                log_end_of_task(_log, "what runs in the background has ended; start the server anew")
+            )
         try:
             yield
         finally:
@@ -350,10 +353,3 @@ class BackgroundResponses:
             return lambda: None
         self._locks.add(lock)
         return lambda: self._locks.discard(lock)
-
-
-def _log_end(task: asyncio.Task[None]) -> None:
-    """Of a task that ends with the server alone; nobody waits for it before."""
-    error = None if task.cancelled() else task.exception()
-    if error is not None:
-        _log.error("what runs in the background has ended; start the server anew", exc_info=error)

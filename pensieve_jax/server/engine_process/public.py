@@ -20,6 +20,7 @@ from pensieve_jax.config import EngineConfig, checked_config
 from pensieve_jax.core.errors import ConfigError, InvalidRequestError
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.validation import TurnSpec, check_token_ids
+from pensieve_jax.history import codec
 from pensieve_jax.history.opening import absolute
 from pensieve_jax.model_source import DEFAULT_MODEL
 from pensieve_jax.prompts import Prompt, is_messages
@@ -136,11 +137,7 @@ def _plain(prompt: object, vocab_size: int) -> object:
     Raises InvalidRequestError for what is no prompt, where the engine's process could not even read it.
     """
     if isinstance(prompt, str):
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            limit = "text that UTF-8 can hold, without lone surrogates"
-            raise InvalidRequestError("prompt", prompt, limit) from error
+        codec.check_text(prompt, "prompt")
         return prompt
     if is_messages(prompt):
         return list(check_messages(prompt, "prompt"))

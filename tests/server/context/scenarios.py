@@ -67,6 +67,14 @@ class Told:
         return said(self.messages)
 
 
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict:
+    return {"role": "assistant", "content": text}
+
+
 def said(messages: list[dict]) -> list[tuple[str, str]]:
     return [(message["role"], message["content"].rstrip()) for message in messages]
 

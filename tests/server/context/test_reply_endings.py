@@ -4,23 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve_jax.server.context.resolver import Resolver
-from pensieve_jax.server.context.turn_index import TurnIndex
 from pensieve_jax.text.chat import ChatFormat
-from tests.server.context.scenarios import FakeSource, output_of, tokenizer
-
-
-def user(text: str) -> dict:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str) -> dict:
-    return {"role": "assistant", "content": text}
-
-
-@pytest.fixture
-def resolving() -> Resolver:
-    return Resolver(tokenizer(), "model:1", TurnIndex(FakeSource()))
+from tests.server.context.scenarios import assistant, output_of, tokenizer, user
 
 
 def ended_by(resolved, text: str, *ids: int):

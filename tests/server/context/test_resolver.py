@@ -17,22 +17,9 @@ from pensieve_jax.server.context.turn_index import NoTurns, PastTurn, TurnIndex
 from pensieve_jax.text import Tokenizer
 from pensieve_jax.text.chat import ChatFormat
 from tests.seeds import new_seed
-from tests.server.context.scenarios import FakeSource, Scenario, output_of, tokenizer
+from tests.server.context.scenarios import FakeSource, Scenario, assistant, output_of, tokenizer, user
 
 NUM_SCENARIOS = 60
-
-
-def user(text: str) -> dict:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str) -> dict:
-    return {"role": "assistant", "content": text}
-
-
-@pytest.fixture
-def resolving() -> Resolver:
-    return Resolver(tokenizer(), "model:1", TurnIndex(FakeSource()))
 
 
 def finish(resolved, text: str = "fine", **options):
