@@ -102,6 +102,8 @@ class Cluster:
         self._app = self._file["applications"][0]
         self._app["args"] |= {"model": MODEL, "dtype": "float32", "history": history, "engine": engine}
         self._app["args"] |= {"num_gpus": 0, "num_cpus": 0, "log_format": None}
+        del self._app["args"]["server"]["api_keys_file"]
+        self._app["args"]["server"]["allow_no_keys"] = True  # the proxy listens on this machine only
         ray.init(num_cpus=3, object_store_memory=200_000_000, include_dashboard=False, log_to_driver=False)
         serve.start(proxy_location="HeadOnly", http_options=self._file["http_options"])
         self.scale(replicas)
