@@ -69,7 +69,8 @@ class Served(NamedTuple):
 def engine(source: Path) -> LLM:
     """One whose device memory holds two conversations, and whose host memory holds one."""
     config = EngineConfig(
-        cache=CacheConfig(gpu_pages=6, cpu_pages=3, chunk_tokens=16),
+        # Of six pages none is kept back, so that a third conversation joins and state has to go.
+        cache=CacheConfig(gpu_pages=6, cpu_pages=3, chunk_tokens=16, reserve_fraction=0.0),
         scheduler=SchedulerConfig(max_num_running=4, max_num_batched_tokens=32, token_buckets=(32,)),
         runner=RunnerConfig(num_layer_groups=1),
     )
