@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pensieve_jax.server.http.errors import ApiError
 from pensieve_jax.server.http.replies import encode_json
+from pensieve_jax.server.upgrades import StayingParser, head_without_upgrade
 
 MAX_HEAD_BYTES: Final = 64 * 2**10
 """Of a request's line and header fields; and of what stands between and behind the chunks of a body."""
@@ -35,6 +36,8 @@ class LimitedHeads(HttpToolsProtocol):
         self._has_begun = False  # a request whose head has not ended
         self._is_body = False
         self._deadline: asyncio.TimerHandle | None = None
+        self._declines = False  # the offer of another protocol, whose head is read once more without it
+        self.parser = StayingParser(self.parser, self, self._declined)  # type: ignore[assignment]
 
     # What uvicorn's loop calls
 
@@ -72,6 +75,9 @@ class LimitedHeads(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """It has ended."""
+        self._declines = self.parser.should_upgrade() and self._is_offer() and not self._should_upgrade()
+        if self._declines:
+            return
         self._num_bytes, self._has_begun, self._is_body = 0, False, True
         self._stop_waiting()
         super().on_headers_complete()
@@ -87,6 +93,8 @@ class LimitedHeads(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The next byte is another head's."""
+        if self._declines:
+            return
         self._num_bytes, self._is_body = 0, False
         super().on_message_complete()
 
@@ -95,6 +103,16 @@ class LimitedHeads(HttpToolsProtocol):
     @property
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
+
+    def _is_offer(self) -> bool:
+        """Of another protocol, and not of a tunnel."""
+        return any(name == b"upgrade" for name, _ in self.headers) and self.parser.get_method() != b"CONNECT"
+
+    def _declined(self) -> bytes | None:
+        if not self._declines:
+            return None
+        parser = self.parser
+        return head_without_upgrade(parser.get_method(), self.url, parser.get_http_version(), self.headers)
 
     def _wait_for_head(self) -> None:
         if self._deadline is None and self in self.connections:

@@ -190,3 +190,41 @@ def test_who_waits_for_an_answer_is_not_late(monkeypatch: pytest.MonkeyPatch) ->
             assert (await client.answer())[0] == 408
 
     asyncio.run(work())
+
+
+UPGRADE = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQBAAAA\r\n"
+
+
+@pytest.mark.parametrize("in_pieces", [False, True], ids=["at once", "byte by byte"])
+@pytest.mark.parametrize(
+    "rest", [b"content-length: 3\r\n\r\nabc", b"transfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"]
+)
+def test_who_offers_another_protocol_is_answered_in_this_one(rest: bytes, in_pieces: bool) -> None:
+    """As Java's client does, with the body behind the offer."""
+
+    async def work() -> None:
+        async with clients() as (_, (client,)):
+            request = START + UPGRADE + rest
+            step = 1 if in_pieces else len(request)
+            for _ in range(2):
+                for at in range(0, len(request), step):
+                    await client.send(request[at : at + step])
+                assert await client.answer() == (200, b"3")
+            await client.send(request + head_of(1000) + request)
+            for num_bytes in (b"3", b"0", b"3"):
+                assert await client.answer() == (200, num_bytes)
+
+    asyncio.run(work())
+
+
+def test_an_offer_has_the_limit_of_any_head_and_a_tunnel_is_none() -> None:
+    async def work() -> None:
+        async with clients(3) as (_, (fits, longer, tunnel)):
+            await fits.send(head_of(MAX_HEAD_BYTES, b"\r\n" + UPGRADE + b"content-length: 0\r\n\r\n"))
+            assert await fits.answer() == (200, b"0")
+            await longer.send(head_of(MAX_HEAD_BYTES + 1, b"\r\n" + UPGRADE + b"content-length: 0\r\n\r\n"))
+            assert (await longer.answer())[0] == 431
+            await tunnel.send(b"CONNECT here:80 HTTP/1.1\r\nhost: here\r\n" + UPGRADE + b"\r\n")
+            assert (await tunnel.answer())[0] == 400
+
+    asyncio.run(work())
