@@ -1,6 +1,7 @@
 """What a client sends before anybody looks at its request: the head, which must be short and come soon.
 
-Owns: the limits of a request's line and header fields, in bytes and in time, and what is answered beyond.
+Owns: the limits of a request's line and header fields, in bytes and in time, and what is answered beyond;
+that a client is missed which leaves with several requests on their way.
 Does not know: routes, keys, or bodies, which have limits of their own.
 Called by: `listening`, as what uvicorn reads connections with.
 
@@ -11,10 +12,11 @@ such limit: its parser keeps a value that does not end, and copies it whenever m
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from http import HTTPStatus
 from typing import Any, Final
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from pensieve_jax.server.http.errors import ApiError
 from pensieve_jax.server.http.replies import encode_json
@@ -24,6 +26,8 @@ MAX_HEAD_BYTES: Final = 64 * 2**10
 """Of a request's line and header fields; and of what stands between and behind the chunks of a body."""
 HEAD_S: Final = 30.0
 """From the connection, or from the first byte of a later request, to the end of the head."""
+MAX_AHEAD: Final = 8
+"""Requests that are read while another is answered; behind more, its client's leaving is seen at its end."""
 
 
 class LimitedHeads(HttpToolsProtocol):
@@ -36,6 +40,7 @@ class LimitedHeads(HttpToolsProtocol):
         self._has_begun = False  # a request whose head has not ended
         self._is_body = False
         self._deadline: asyncio.TimerHandle | None = None
+        self._earlier = deque[RequestResponseCycle]()  # than the last one, and not answered yet
         self._declines = False  # the offer of another protocol, whose head is read once more without it
         self.parser = StayingParser(self.parser, self, self._declined)  # type: ignore[assignment]
 
@@ -47,8 +52,11 @@ class LimitedHeads(HttpToolsProtocol):
         self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is."""
+        """Nothing is, and nobody is left to be answered: uvicorn tells the last request only."""
         self._stop_waiting()
+        for cycle in self._earlier:
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -80,7 +88,12 @@ class LimitedHeads(HttpToolsProtocol):
             return
         self._num_bytes, self._has_begun, self._is_body = 0, False, True
         self._stop_waiting()
+        earlier = self.cycle if self._is_answering else None
         super().on_headers_complete()
+        if earlier is not None:
+            self._earlier.append(earlier)
+            if len(self.pipeline) <= MAX_AHEAD:  # who reads nothing does not see that a client leaves
+                self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
         """A body has limits elsewhere."""
@@ -97,6 +110,14 @@ class LimitedHeads(HttpToolsProtocol):
             return
         self._num_bytes, self._is_body = 0, False
         super().on_message_complete()
+
+    # What an answer calls
+
+    def on_response_complete(self) -> None:
+        """The next request's turn."""
+        while self._earlier and self._earlier[0].response_complete:
+            self._earlier.popleft()
+        super().on_response_complete()
 
     # Inside
 

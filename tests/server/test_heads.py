@@ -24,6 +24,9 @@ class App:
         self.asked = asyncio.Event()
         self.may_answer = asyncio.Event()
         self.may_answer.set()
+        self.leaves = False  # its client, in place of an answer
+        self.left = asyncio.Event()
+        self.num_asked = 0
         self.connect: Callable[[], Awaitable[Client]]
 
     async def __call__(self, scope, receive, send) -> None:
@@ -35,8 +38,14 @@ class App:
                 return
             num_bytes += len(message["body"])
             more = message["more_body"]
+        self.num_asked += 1
         self.asked.set()
         await self.may_answer.wait()
+        if self.leaves:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self.left.set()
+            return
         body = b"%d" % num_bytes
         headers = [(b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -226,5 +235,22 @@ def test_an_offer_has_the_limit_of_any_head_and_a_tunnel_is_none() -> None:
             assert (await longer.answer())[0] == 431
             await tunnel.send(b"CONNECT here:80 HTTP/1.1\r\nhost: here\r\n" + UPGRADE + b"\r\n")
             assert (await tunnel.answer())[0] == 400
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_client_that_leaves_with_several_requests_is_missed_by_the_first(at_once: bool) -> None:
+    async def work() -> None:
+        async with clients() as (app, (client,)):
+            app.leaves = True
+            first, *others = [START + b"content-length: 1\r\n\r\nb"] * 3
+            await client.send(first + b"".join(others) if at_once else first)
+            await app.asked.wait()
+            if not at_once:
+                await client.send(b"".join(others))
+            client.writer.close()
+            await app.left.wait()
+            assert app.num_asked == 1
 
     asyncio.run(work())
