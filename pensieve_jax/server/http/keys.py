@@ -63,7 +63,7 @@ class ApiKeys:
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer":
             return None
-        shown = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        shown = hashlib.sha256(key.strip(" \t").encode("latin-1", "replace")).digest()  # a header's own bytes
         found = None
         for digest, owner in self._owners:
             if hmac.compare_digest(digest, shown):

@@ -308,6 +308,10 @@ def test_keys_have_owners(tmp_path):
     ] * 6
     assert run(ask(harness, "GET", "/open"))[0] == 500  # reached without a key
 
+    path.write_text(f"dora:{digest('voilà')}\n")
+    harness.services.keys.reload()
+    assert owner("Bearer voilà") == "dora"  # sent in UTF-8, as the digest is of
+
     path.write_text(f"carol:{digest('key-c')}\n")
     assert harness.services.keys.reload() == 1 and owner("Bearer key-c") == "carol"
     assert owner("Bearer key-a") == wrong
