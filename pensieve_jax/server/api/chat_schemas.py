@@ -104,6 +104,7 @@ class SamplingFields(Body):
         "guided_grammar": (),
         "logits_processors": ([],),
         "truncate_prompt_tokens": (),
+        "service_tier": ("auto", "default"),
     }
     IGNORED: ClassVar[frozenset[str]] = frozenset(
         {
@@ -112,7 +113,6 @@ class SamplingFields(Body):
             "safety_identifier",
             "prompt_cache_key",
             "prompt_cache_retention",
-            "service_tier",
         }
     )
 
