@@ -68,8 +68,7 @@ class CompletionBody(SamplingFields, kw_only=True):
     prompt: str | list[str | int | list[int]]
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     previous_response_id: str | None = None
-    return_token_ids: bool = False
-    store: bool = False
+    return_token_ids: bool | None = None
 
 
 async def create_completion(call: Call) -> Reply:
@@ -295,7 +294,7 @@ class Completion:
             turn_id=turn_id,
             parent_id=self._parent_id,
             owner=self._owner,
-            durable=self._body.store,
+            durable=bool(self._body.store),
             attachment=draft,
         )
 

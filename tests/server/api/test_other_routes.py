@@ -13,6 +13,7 @@ import pensieve_jax
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.core.turn_node import root_of
 from pensieve_jax.history.trees import TreeSummary
+from pensieve_jax.server.api.completions import CompletionBody
 from pensieve_jax.server.api.routes import ROUTES
 from pensieve_jax.server.api.sampling import model_defaults
 from pensieve_jax.server.api.state import ROUTES as STATE_ROUTES
@@ -61,6 +62,14 @@ def test_prompts_are_text_ids_or_lists_of_either(prompt, expected):
     assert not harness.engine.turns[0].spec.node.durable
     assert body["object"] == "text_completion"
     assert body["usage"]["prompt_tokens"] == sum(map(len, expected))
+
+
+def test_null_is_as_good_as_nothing():
+    harness = Harness(ROUTES)
+    names = [name for name in CompletionBody.__struct_fields__ if name != "prompt"]
+    status, body = complete(harness, "Hi", **dict.fromkeys(names))
+    assert status == 200 and "token_ids" not in body["choices"][0]
+    assert not harness.engine.turns[0].spec.node.durable
 
 
 def test_several_choices_of_several_prompts():
