@@ -200,7 +200,7 @@ class Resolver:
         self._index.see_epoch(epoch)
         if not messages:
             check_messages(messages)
-        messages = self._with_known_roles(messages)
+        messages = self.with_known_roles(messages)
         chains = chains_of(root_chain(owner, self._fingerprint, self._template), messages)
         beginning = b"" if durable or not self._is_routed else chains[_first_said(messages)]
         new = _NewTurn(owner, chains[-1], durable, epoch, beginning)
@@ -227,7 +227,7 @@ class Resolver:
         """
         self._chat_format()
         self._index.see_epoch(epoch)
-        new_messages = self._with_known_roles(check_messages(messages))
+        new_messages = self.with_known_roles(check_messages(messages))
         parent = self._index.turn(owner, turn_id)
         if durable and not parent.durable:
             raise UnknownTurnError(turn_id)
@@ -243,6 +243,15 @@ class Resolver:
         for turn in self._index.path(self._index.turn(owner, turn_id)):
             messages += [*(turn.messages or ()), {"role": "assistant", "content": turn.output_text or ""}]
         return messages
+
+    def with_known_roles(self, messages: Sequence[Message]) -> list[Message]:
+        """What developers say is the system's message to a template that knows no developers."""
+        if self._template is None or "developer" in self._template:
+            return list(messages)
+        return [
+            {**message, "role": "system"} if message.get("role") == "developer" else message
+            for message in messages
+        ]
 
     # Inside
 
@@ -336,15 +345,6 @@ class Resolver:
             epoch=new.epoch,
             index=self._index,
         )
-
-    def _with_known_roles(self, messages: Sequence[Message]) -> list[Message]:
-        """What developers say is the system's message to a template that knows no developers."""
-        if self._template is None or "developer" in self._template:
-            return list(messages)
-        return [
-            {**message, "role": "system"} if message.get("role") == "developer" else message
-            for message in messages
-        ]
 
     def _chat_format(self) -> ChatFormat:
         if self._format is None:

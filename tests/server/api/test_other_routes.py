@@ -219,6 +219,16 @@ def test_text_to_ids_and_back():
         assert ask(harness, "POST", path, bad)[0] == 400
 
 
+def test_messages_have_the_tokens_that_a_chat_would_have():
+    """Those of a developer too, where the template knows none."""
+    messages = [{"role": "developer", "content": "Be kind."}, *HI]
+    harness = Harness(ROUTES)
+    status, body = ask(harness, "POST", "/tokenize", {"messages": messages})
+    assert status == 200
+    ask(harness, "POST", "/v1/chat/completions", {"messages": messages})
+    assert list(harness.engine.turns[0].spec.prompt_token_ids) == body["tokens"]
+
+
 def test_health_and_readiness():
     engine = FakeEngine()
     harness = Harness(ROUTES, engine)
