@@ -37,7 +37,7 @@ _REQUEST_ID = re.compile(rf"[{REQUEST_ID_CHARACTERS}]{{1,{MAX_REQUEST_ID_LENGTH}
 _MAX_IGNORED_BYTES: Final = 1000
 _CHANGING: Final = frozenset({"POST", "DELETE"})
 _PROBES: Final = frozenset({"/health", "/ready"})
-"""Their 503 is what they were asked for, and refuses nobody."""
+"""Their 503 is what they were asked for, and refuses nobody. Whoever asks knows an address and no name."""
 CLIENT_GONE_STATUS: Final = 499
 """In the log, for clients that left; nothing is sent."""
 
@@ -140,7 +140,8 @@ class HostCheck:
     """Refuses requests under a name that this server does not have.
 
     A page of anybody's may let its own name point to this machine, and its script then reaches a server on
-    loopback that asks for no key. Behind keys any name will do, unless names are given.
+    loopback that asks for no key. Behind keys any name will do, unless names are given. Probes tell a page
+    nothing.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
@@ -152,7 +153,7 @@ class HostCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        if self._is_on and scope["type"] == "http":
+        if self._is_on and scope["type"] == "http" and scope["path"] not in _PROBES:
             name = _host_name(Headers(scope=scope).get("host", ""))
             if name not in self._names and not is_loopback(name):
                 sentence = "This server does not go by the name in the Host header; see --allowed_hosts."

@@ -248,6 +248,18 @@ def test_health_and_readiness():
     assert ask(harness, "GET", "/version") == (200, {"version": pensieve_jax.__version__})
 
 
+def test_who_looks_after_a_server_may_call_it_by_its_address():
+    """As Kubernetes and HTTP/1.0 do, to a server that was told its names."""
+    harness = Harness(ROUTES, settings=ServerSettings(allowed_hosts=("chat.example",)))
+
+    async def statuses(host):
+        paths = ("/health", "/ready", "/version")
+        return [(await harness.open("GET", path, headers={"host": host}).whole())[0] for path in paths]
+
+    for host in ("10.1.2.3:8000", ""):
+        assert asyncio.run(statuses(host)) == [200, 200, 403]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "expected_s"),
     [
