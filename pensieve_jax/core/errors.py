@@ -91,7 +91,7 @@ class ContextLengthError(InvalidRequestError):
     """History and prompt leave no room for one new token within the context or the page pool.
 
     Attributes:
-      num_tokens: of history and prompt; None where there is more to it.
+      num_tokens: of history and prompt; None where there is more to it, or nobody counted them.
       most: what they might have.
     """
 

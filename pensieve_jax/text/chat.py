@@ -95,6 +95,7 @@ class ChatFormat:
         new_messages: Sequence[Message],
         *,
         as_told: bool = False,
+        most: int | None = None,
     ) -> list[int]:
         """The prompt ids of a turn, to be appended to the ids of the earlier ones.
 
@@ -103,21 +104,22 @@ class ChatFormat:
           new_messages: the messages of this turn only.
           as_told: refuse to go on from a reply whose last ids say more than its text and what closes it:
             from one that a stop string or a stop id ended.
+          most: as of `Tokenizer.encode`.
 
         Raises InvalidRequestError for malformed messages, ChatTemplateError if the template refuses them or
-        has no prefix property, or the last reply is not as it was told.
+        has no prefix property, or the last reply is not as it was told; ContextLengthError.
         """
         messages = check_messages(new_messages)
         turns = [EarlierTurn(*turn) for turn in earlier]
         without_messages = [index for index, turn in enumerate(turns) if turn.messages is None]
         chat_turns = turns[without_messages[-1] + 1 :] if without_messages else turns
         if chat_turns:
-            return self._later_turn(chat_turns, messages, as_told)
+            return self._later_turn(chat_turns, messages, as_told, most)
         text = self._render(messages, self._now(), generation_prompt=True)
         if not turns:
-            return self._tokenizer.encode(text, add_bos=True)
+            return self._tokenizer.encode(text, add_bos=True, most=most)
         text = text.removeprefix(self._tokenizer.bos_token or "")
-        return self._tokenizer.encode_after(_last_id(turns), text)
+        return self._tokenizer.encode_after(_last_id(turns), text, most=most)
 
     def may_follow(
         self, turn: EarlierTurn | tuple[Sequence[Message] | None, str | None, Sequence[int], str]
@@ -167,7 +169,7 @@ class ChatFormat:
         return [token_id for token_id, other in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
     def _later_turn(
-        self, turns: Sequence[EarlierTurn], new_messages: Sequence[Message], as_told: bool
+        self, turns: Sequence[EarlierTurn], new_messages: Sequence[Message], as_told: bool, most: int | None
     ) -> list[int]:
         rendered = self._split_rendering(turns, new_messages)
         text = rendered.closing + rendered.behind
@@ -177,7 +179,7 @@ class ChatFormat:
                 "The last reply's tokens say more than its text, since a stop string or a stop id ended it",
                 "write the whole conversation anew",
             )
-        return self._tokenizer.encode_after(_last_id(turns), text[len(spelled) :])
+        return self._tokenizer.encode_after(_last_id(turns), text[len(spelled) :], most=most)
 
     def _split_rendering(self, turns: Sequence[EarlierTurn], new_messages: Sequence[Message]) -> _Rendering:
         """Render with placeholders for replies and take apart what stands behind the last of them."""

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import tokenizers
 
-from pensieve_jax.core.errors import InvalidRequestError
+from pensieve_jax.core.errors import ContextLengthError, InvalidRequestError
 
 BYTE_TOKEN: Final = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 """How tokenizers with byte fallback spell the token of a byte."""
@@ -24,6 +24,10 @@ _LONG = 2048
 """More ids than this are decoded as a batch of one. The library keeps the interpreter's lock for all of a
 single text and lets other threads run during a batch; for the few ids of a stream the lock is not worth
 giving away."""
+
+_FEW_TOKENS: Final = 1000
+_CHARACTERS: Final = 8
+"""Of a token, at most, in nearly any text: with more to a token, more of the text is looked at."""
 
 
 class Tokenizer:
@@ -85,35 +89,37 @@ class Tokenizer:
         described = json.dumps([vocabulary, self.bos_id, self.eos_id, self.wants_bos])
         return hashlib.sha256(described.encode()).hexdigest()[:16]
 
-    def encode(self, text: str, *, add_bos: bool) -> list[int]:
+    def encode(self, text: str, *, add_bos: bool, most: int | None = None) -> list[int]:
         """Ids of `text`; special tokens written out in it become their ids.
 
         Args:
           text: any text; "" gives no ids but the one below.
           add_bos: True at a conversation's start, and only there: put `bos_id` in front if the model wants
             one and the text does not begin with it already.
+          most: tokens that are of any use; a text far beyond that is not read to its end.
 
-        Raises InvalidRequestError for what is no text.
+        Raises InvalidRequestError for what is no text, and ContextLengthError for far more than `most`.
         """
-        token_ids = self._encode(text)
+        token_ids = self._encode(text, most)
         if add_bos and self.wants_bos and token_ids[:1] != [self.bos_id]:
             assert self.bos_id is not None
             token_ids.insert(0, self.bos_id)
         return token_ids
 
-    def encode_after(self, previous_id: int | None, text: str) -> list[int]:
+    def encode_after(self, previous_id: int | None, text: str, *, most: int | None = None) -> list[int]:
         """Ids of `text` as it stands behind other text, without the space that some tokenizers put in front.
 
         Args:
           previous_id: the id before it; what follows a special token may be encoded in a way of its own.
           text: the text.
+          most: as of `encode`.
         """
         if self._anchor_ids and text:
             anchor_id = previous_id if previous_id in self._anchor_ids else self._default_anchor_id
-            token_ids = self._encode(f"{self.token_text(anchor_id)}{text}")
+            token_ids = self._encode(f"{self.token_text(anchor_id)}{text}", most)
             if token_ids[:1] == [anchor_id]:
                 return token_ids[1:]
-        return self._encode(text)
+        return self._encode(text, most)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids`; special ids and ids outside the vocabulary are no text."""
@@ -178,9 +184,25 @@ class Tokenizer:
         parts = decoder.get("decoders", [decoder])
         return any(part.get("type") == "ByteFallback" for part in parts)
 
-    def _encode(self, text: str) -> list[int]:
+    def _check_length(self, text: str, most: int) -> None:
+        """Raise ContextLengthError where the beginning of a long text alone is far too many tokens.
+
+        Twice as many as may be, and some: what stands behind it changes the ids at its end, but not all.
+        """
+        far = 2 * most + _FEW_TOKENS
+        num_characters = _CHARACTERS * far
+        while num_characters < len(text):
+            if len(self._encode(text[:num_characters])) > far:
+                raise ContextLengthError(
+                    "prompt", f"{len(text)} characters", f"at most {most} tokens", most=most
+                )
+            num_characters *= 2
+
+    def _encode(self, text: str, most: int | None = None) -> list[int]:
         if not isinstance(text, str):
             raise InvalidRequestError("prompt", text, "a string")
+        if most is not None:
+            self._check_length(text, most)
         try:
             # A batch, for the lock's sake (see `_LONG`); fast, since it leaves out where each token stood.
             (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)

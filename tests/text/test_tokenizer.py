@@ -1,6 +1,7 @@
 """Ids, beginning-of-sequence tokens, fingerprints, and tokenizers read from model directories."""
 
 import json
+import random
 import threading
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model_defs import preset
-from pensieve_jax.core.errors import ConfigError, InvalidRequestError
+from pensieve_jax.core.errors import ConfigError, ContextLengthError, InvalidRequestError
 from pensieve_jax.text import Tokenizer, byte_tokenizer, load_tokenizer
 from tests.text.tokenizer_zoo import NAMES, ZOO, byte_level_backend, metaspace_backend
 
@@ -178,6 +179,41 @@ def test_long_text_has_the_ids_of_any_text(name):
     assert tokenizer.decode_raw(expected) == tokenizer._backend.decode(expected, skip_special_tokens=False)
     with pytest.raises(InvalidRequestError, match="surrogate"):
         tokenizer.encode(text + "\ud800", add_bos=False)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_refused_unread_would_be_too_long(name, seed):
+    """And what is not has the ids it has without a limit; white space and repeated words are few of them."""
+    rng, tokenizer = random.Random(seed), ZOO[name]
+    print(f"seed {seed}")
+    pieces = ["Hello there", " ", "    " * 50, "x" * 300, "Straße 42!", "\U0001f600", "\n", "</s>"]
+    text = "".join(rng.choices(pieces, [rng.random() ** 3 for _ in pieces], k=rng.choice([10, 1000, 5000])))
+    most = rng.choice([1, 100, 5000])
+    whole = tokenizer.encode(text, add_bos=True)
+    try:
+        assert tokenizer.encode(text, add_bos=True, most=most) == whole
+    except ContextLengthError as error:
+        assert len(whole) > most
+        assert (error.field, error.limit) == ("prompt", f"at most {most} tokens")
+
+
+@pytest.mark.parametrize("text", ["a", " " * 40 + "a"])
+def test_of_a_text_that_is_far_too_long_only_the_beginning_is_read(monkeypatch, text):
+    tokenizer, lengths, encode = ZOO["byte_level"], [], Tokenizer._encode
+
+    def noted(self, text, most=None):
+        lengths.append(0 if most else len(text))
+        return encode(self, text, most)
+
+    monkeypatch.setattr(Tokenizer, "_encode", noted)
+    for call in (
+        lambda: tokenizer.encode(text * 1_000_000, add_bos=True, most=10),
+        lambda: tokenizer.encode_after(None, text * 1_000_000, most=10),
+    ):
+        with pytest.raises(ContextLengthError, match="at most 10 tokens"):
+            call()
+    assert 0 < max(lengths) < 100_000
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,13 @@ from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.changes import ResponseDraft
 from pensieve_jax.server.api.chat_schemas import ChatBody
-from pensieve_jax.server.api.common import check_model, check_num_tokens, commit_context, unwritable
+from pensieve_jax.server.api.common import (
+    check_model,
+    check_num_tokens,
+    commit_context,
+    most_tokens,
+    unwritable,
+)
 from pensieve_jax.server.api.completion_reply import reply_in
 from pensieve_jax.server.api.kept_turns import kept_draft
 from pensieve_jax.server.api.running import RunningTurns, run_turns
@@ -151,6 +157,7 @@ class ChatCompletion:
                 epoch=services.engine.epoch,
                 durable=services.settings.chat_history == "durable" if store is None else store,
                 memory=memory,
+                most=most_tokens(services),
             )
         except ChatTemplateError as error:
             raise unwritable(error, self._messages, "messages") from error

@@ -74,9 +74,14 @@ def unwritable(error: ChatTemplateError, messages: Sequence[Message], field: str
     return invalid_value(field, message)
 
 
+def most_tokens(services: Services) -> int:
+    """Of a context that leaves room for one token of a reply."""
+    return services.engine.info.limits.max_context_tokens - 1
+
+
 def check_num_tokens(services: Services, num_tokens: int, param: str) -> None:
     """Raise ApiError 400 for a context that the engine would refuse, before it is sent all of it."""
-    most = services.engine.info.limits.max_context_tokens - 1
+    most = most_tokens(services)
     if num_tokens > most:
         raise context_too_long(num_tokens, most, param)
 

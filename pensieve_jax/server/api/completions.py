@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Final
 from msgspec import Meta
 
 from pensieve_jax.core.errors import (
+    ContextLengthError,
     InvalidRequestError,
     TokenizerMissingError,
     UnknownTurnError,
@@ -24,7 +25,13 @@ from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import RootFor, TurnNode, check_turn_id, new_turn_id, turn_id_under
 from pensieve_jax.engine.validation import TurnSpec, check_token_ids
 from pensieve_jax.server.api.chat_schemas import SamplingFields
-from pensieve_jax.server.api.common import check_model, check_num_tokens, previous_response, unknown_previous
+from pensieve_jax.server.api.common import (
+    check_model,
+    check_num_tokens,
+    most_tokens,
+    previous_response,
+    unknown_previous,
+)
 from pensieve_jax.server.api.completion_reply import reply_in
 from pensieve_jax.server.api.kept_turns import kept_draft
 from pensieve_jax.server.api.running import RunningTurns, run_turns
@@ -32,7 +39,7 @@ from pensieve_jax.server.api.sampling import choice_params
 from pensieve_jax.server.api.usage import completion_usage
 from pensieve_jax.server.async_engine import AsyncDelta, AsyncTurn
 from pensieve_jax.server.http.call import Call
-from pensieve_jax.server.http.errors import invalid_value
+from pensieve_jax.server.http.errors import as_api_error, invalid_value
 from pensieve_jax.server.http.replies import Reply, encode_json
 from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.services import Services
@@ -177,7 +184,10 @@ class Completion:
                 raise TokenizerMissingError
             else:
                 try:
-                    found.append(tokenizer.encode(prompt, add_bos=self._parent_id is None))
+                    most = most_tokens(self._services)
+                    found.append(tokenizer.encode(prompt, add_bos=self._parent_id is None, most=most))
+                except ContextLengthError as error:
+                    raise as_api_error(error, {"prompt": self._field(index)}) from error
                 except InvalidRequestError as error:
                     raise invalid_value(self._field(index), str(error)) from error
             if not found[-1]:

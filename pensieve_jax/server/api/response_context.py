@@ -62,8 +62,17 @@ class RequestContext:
     ignored_fields: tuple[str, ...]
 
 
-def request_context(services: Services, owner: str, body: ContextFields, *, durable: bool) -> RequestContext:
-    """The context that a request's fields amount to; `durable`: its turn is to be kept.
+def request_context(
+    services: Services, owner: str, body: ContextFields, *, durable: bool, most: int | None = None
+) -> RequestContext:
+    """The context that a request's fields amount to.
+
+    Args:
+      services: of the server.
+      owner: whose it is.
+      body: the request's.
+      durable: its turn is to be kept.
+      most: tokens of a context that is of any use; None counts all there are.
 
     Raises ApiError 400 and 404, UnknownRecordError.
     """
@@ -86,7 +95,7 @@ def request_context(services: Services, owner: str, body: ContextFields, *, dura
     if body.previous_response_id is not None:
         turn_id, past_messages = _previous(services, owner, body, body.previous_response_id)
         if past_messages is None:
-            find = _by_turn(services, owner, turn_id, messages, durable, body.previous_response_id)
+            find = _by_turn(services, owner, turn_id, messages, durable, body.previous_response_id, most)
             num_tokens = services.resolver.index.num_tokens(owner, turn_id)
         else:
             messages = [*_instructions(body.instructions), *past_messages, *messages]
@@ -96,7 +105,7 @@ def request_context(services: Services, owner: str, body: ContextFields, *, dura
             raise ApiError(400, "missing_required_parameter", "input is missing.", param="input")
     num_characters = sum(len(message["content"]) for message in messages)
     return RequestContext(
-        find=find or _by_messages(services, owner, messages, durable),
+        find=find or _by_messages(services, owner, messages, durable, most),
         num_characters=num_characters,
         thought=Thought(
             is_long(num_characters, len(messages), num_tokens), find is not None or has_reply(messages)
@@ -188,11 +197,12 @@ def _by_turn(
     messages: Sequence[Message],
     durable: bool,
     response_id: str,
+    most: int | None,
 ) -> Callable[[Memory], ResolvedContext]:
     def find(memory: Memory) -> ResolvedContext:
         try:
             found: ResolvedContext = services.resolver.resolve_after(
-                owner, turn_id, messages, epoch=services.engine.epoch, durable=durable
+                owner, turn_id, messages, epoch=services.engine.epoch, durable=durable, most=most
             )
         except UnknownTurnError:
             raise unknown_previous(response_id) from None
@@ -204,14 +214,14 @@ def _by_turn(
 
 
 def _by_messages(
-    services: Services, owner: str, messages: Sequence[Message], durable: bool
+    services: Services, owner: str, messages: Sequence[Message], durable: bool, most: int | None
 ) -> Callable[[Memory], ResolvedContext]:
     def find(memory: Memory) -> ResolvedContext:
         if memory is not Memory.ALL:
             services.metrics.rebuilt("turn_lost")
         try:
             found: ResolvedContext = services.resolver.resolve(
-                owner, messages, epoch=services.engine.epoch, durable=durable, memory=memory
+                owner, messages, epoch=services.engine.epoch, durable=durable, memory=memory, most=most
             )
         except ChatTemplateError as error:
             raise unwritable(error, (), "input") from error

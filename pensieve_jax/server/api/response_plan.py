@@ -15,7 +15,7 @@ from typing import Final
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.changes import ConversationAppend, ResponseDraft
-from pensieve_jax.server.api.common import check_num_tokens
+from pensieve_jax.server.api.common import check_num_tokens, most_tokens
 from pensieve_jax.server.api.item_schemas import reply_id, with_input_ids
 from pensieve_jax.server.api.repeats import kept_key
 from pensieve_jax.server.api.response_context import RequestContext, request_context
@@ -55,7 +55,9 @@ class ResponsePlan:
         self.body = body
         self.body_sha256 = body_sha256
         self.key = key
-        self.context: RequestContext = request_context(services, owner, body, durable=body.stores)
+        self.context: RequestContext = request_context(
+            services, owner, body, durable=body.stores, most=most_tokens(services)
+        )
         self.resolved: ResolvedContext | None = None
         self.head: ResponseHead | None = None
         self.draft: ResponseDraft | None = None

@@ -130,13 +130,15 @@ class ResolvedContext:
 class _NewTurn:
     """What is known of a new turn before its place is.
 
-    `beginning` is the chain up to the first message of a user, where roots are made of it; else b"".
+    `beginning` is the chain up to the first message of a user, where roots are made of it; else b"". Of more
+    than `most` tokens the context is of no use.
     """
 
     owner: str
     chain: bytes
     durable: bool
     epoch: int
+    most: int | None
     beginning: bytes = b""
 
 
@@ -184,6 +186,7 @@ class Resolver:
         epoch: int,
         durable: bool,
         memory: Memory = Memory.ALL,
+        most: int | None = None,
     ) -> ResolvedContext:
         """The turn behind the longest beginning of `messages` that is known.
 
@@ -193,8 +196,9 @@ class Resolver:
           epoch: of the engine, `AsyncEngine.epoch`.
           durable: whether the new turn is to be kept; it then goes on from turns of the history only.
           memory: which turns may be gone on from.
+          most: tokens of a context that is of any use; see `Tokenizer.encode`.
 
-        Raises InvalidRequestError for malformed messages, ChatTemplateError.
+        Raises InvalidRequestError for malformed messages, ChatTemplateError, ContextLengthError.
         """
         self._chat_format()  # refuses a model without one before anything else
         self._index.see_epoch(epoch)
@@ -203,7 +207,7 @@ class Resolver:
         messages = self.with_known_roles(messages)
         chains = chains_of(root_chain(owner, self._fingerprint, self._template), messages)
         beginning = b"" if durable or not self._is_routed else chains[_first_said(messages)]
-        new = _NewTurn(owner, chains[-1], durable, epoch, beginning)
+        new = _NewTurn(owner, chains[-1], durable, epoch, most, beginning)
         if memory is not Memory.NONE:
             only_durable = durable or memory is Memory.DURABLE
             beginnings = self._known_beginnings(owner, messages, chains, only_durable)
@@ -216,7 +220,14 @@ class Resolver:
         return self._new_tree(new, check_messages(messages))
 
     def resolve_after(
-        self, owner: str, turn_id: str, messages: Sequence[Message], *, epoch: int, durable: bool
+        self,
+        owner: str,
+        turn_id: str,
+        messages: Sequence[Message],
+        *,
+        epoch: int,
+        durable: bool,
+        most: int | None = None,
     ) -> ResolvedContext:
         """The turn of `messages` behind a turn that is named.
 
@@ -231,7 +242,7 @@ class Resolver:
         parent = self._index.turn(owner, turn_id)
         if durable and not parent.durable:
             raise UnknownTurnError(turn_id)
-        new = _NewTurn(owner, chains_of(parent.chain, new_messages)[-1], durable, epoch)
+        new = _NewTurn(owner, chains_of(parent.chain, new_messages)[-1], durable, epoch, most)
         found = None
         if self._may_follow(parent):
             found = self._behind(new, parent, new_messages, by_id=True)
@@ -300,7 +311,7 @@ class Resolver:
         """A turn that goes on from `parent`; None where the template cannot; raises UnknownTurnError."""
         earlier = [_earlier(turn) for turn in self._index.path(parent)]
         try:
-            token_ids = self._chat_format().turn_token_ids(earlier, messages, as_told=True)
+            token_ids = self._chat_format().turn_token_ids(earlier, messages, as_told=True, most=new.most)
         except ChatTemplateError:
             # The reply's ids go on with a stop string, which no message has; or the template writes the past
             # otherwise once messages follow; or it refuses these messages: rendering more, which comes next,
@@ -309,7 +320,7 @@ class Resolver:
         return self._resolved(new, parent, messages, token_ids, by_id=by_id)
 
     def _new_tree(self, new: _NewTurn, messages: Sequence[Message]) -> ResolvedContext:
-        token_ids = self._chat_format().turn_token_ids([], messages)
+        token_ids = self._chat_format().turn_token_ids([], messages, most=new.most)
         return self._resolved(new, None, messages, token_ids, by_id=False)
 
     def _resolved(

@@ -193,6 +193,8 @@ def _as_sentence(error: BaseException) -> str:
     match error:
         case ContextLengthError(num_tokens=int(num_tokens), most=int(most)):
             return _too_long(num_tokens, most)
+        case ContextLengthError(most=int(most)):
+            return _too_long(f"far more than {most}", most)
         case InvalidFieldError(hint=str(hint)) if hint:
             return message.removesuffix(f"; {hint}.") + "."
         case HistoryUnavailableError(may_be_kept=may_be_kept):  # where it is concerns no client
@@ -204,7 +206,7 @@ def _as_sentence(error: BaseException) -> str:
             return message
 
 
-def _too_long(num_tokens: int, most: int) -> str:
+def _too_long(num_tokens: int | str, most: int) -> str:
     return (
         f"The context would have {num_tokens} tokens; this server takes {most} and a reply. Send less, start "
         "a new conversation, or go on from an earlier turn."

@@ -218,6 +218,24 @@ def test_what_is_too_long_does_not_get_as_far_as_the_engine(front, path, body, p
     assert front.services.limits.num_inside == 0 and not front.responses.locks
 
 
+@pytest.mark.parametrize(("path", "body", "param"), TOO_LONG[:4], ids=range(4))
+def test_what_is_far_too_long_is_not_even_tokenized(front, monkeypatch, path, body, param):
+    """A text of 10 MiB took half a minute of a thread that others wait for, and was refused then."""
+    lengths, encode = [], Tokenizer._encode
+
+    def noted(self: Tokenizer, text: str, most: int | None = None) -> list[int]:
+        lengths.append(0 if most else len(text))
+        return encode(self, text, most)
+
+    monkeypatch.setattr(Tokenizer, "_encode", noted)
+    long = json.loads(json.dumps(body).replace(LONG_TEXT, LONG_TEXT * 20))
+    status, answer = front.ask(path, long)
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert answer["error"]["param"] == param and "far more than 4095 tokens" in answer["error"]["message"]
+    assert max(lengths) < 2 * len(LONG_TEXT)
+    assert front.ask(COUNT, {"input": LONG_TEXT * 2})[0] == 200, "who asks how long it is gets to know"
+
+
 def test_what_is_too_long_with_its_past_does_not_either(front):
     chat = [{"role": "user", "content": "x" * 3000}]
     front.ask(CHAT, {"messages": chat})
