@@ -167,6 +167,10 @@ def check_create(body: CreateResponse) -> None:
             raise invalid_value(f"include[{index}]", f"include[{index}] is {name!r}, which is not known.")
     if body.background and not body.stores:
         raise invalid_value("background", "background needs store: nobody could ask for the response.")
+    if body.conversation_id is not None and not body.stores:
+        raise invalid_value(
+            "conversation", "conversation needs store: the turn's items would be missing in it."
+        )
 
 
 def check_metadata(metadata: Mapping[str, str] | None) -> None:

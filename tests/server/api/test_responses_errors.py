@@ -79,6 +79,7 @@ BAD = [
     ({"input": "hi", "metadata": {"k" * 65: ""}}, "metadata", "invalid_value"),
     ({"input": "hi", "metadata": {"k": "v" * 513}}, "metadata.k", "invalid_value"),
     ({"input": "hi", "background": True, "store": False}, "background", "invalid_value"),
+    ({"input": "hi", "conversation": "conv_x", "store": False}, "conversation", "invalid_value"),
     (
         {"input": "hi", "previous_response_id": "resp_x", "conversation": "conv_x"},
         "previous_response_id",
