@@ -141,6 +141,24 @@ def test_below_the_least_length_a_stop_string_is_text():
     assert ("".join(deltas), detokenizer.stop_string) == ("xa", "aa")
 
 
+def test_below_the_least_length_a_stop_string_in_revocable_text_is_text():
+    """A run of byte tokens is final only behind its end, where the reply may stop by then."""
+    tokenizer = ZOO["byte_fallback"]
+    ids = [tokenizer._backend.token_to_id(f"<0x{byte:02X}>") for byte in "\u00e9a\u00e9b".encode()]
+    detokenizer = IncrementalDetokenizer(tokenizer, ["\u00e9"])
+    deltas = [detokenizer.push(token_id, may_stop=at >= 3) for at, token_id in enumerate(ids)]
+    assert ("".join(deltas), detokenizer.stop_string) == ("\u00e9a", "\u00e9")
+    detokenizer = IncrementalDetokenizer(tokenizer, ["\u00e9"])
+    deltas = [detokenizer.push(token_id, may_stop=False) for token_id in ids[:2]]
+    assert ("".join(deltas), detokenizer.flush(may_stop=False)) == ("", "\u00e9")
+    assert detokenizer.stop_string is None
+    # "!" with the first byte of a character, which heals.
+    detokenizer = IncrementalDetokenizer(tokenizer, ["!"])
+    ids = [tokenizer._backend.token_to_id(f"<0x{byte:02X}>") for byte in "!\u00e9".encode()]
+    deltas = [detokenizer.push(token_id, may_stop=at >= 2) for at, token_id in enumerate(ids)]
+    assert ("".join(deltas) + detokenizer.flush(), detokenizer.stop_string) == ("!\u00e9", None)
+
+
 @pytest.mark.parametrize("string", ["ab" * 500, "a" * 999 + "b", "a" * 500 + "b" + "a" * 499])
 def test_a_long_stop_string_takes_little_memory(string):
     """It once took every beginning of it: half a megabyte here, and of one of 10 MiB all that there was."""
