@@ -153,7 +153,9 @@ class ConversationTable:
         check_conversation_id(conversation_id)
         check_conversation_id(new_conversation_id, "new_conversation_id")
         self._check_idle(new_conversation_id)
-        cut = self._store.fork(conversation_id, new_conversation_id, num_tokens)
+        # As if a turn had ended just now, or the next rule on idle ones could end it before its first turn.
+        now_s = self._clock.now()
+        cut = self._store.fork(conversation_id, new_conversation_id, num_tokens, at_s=now_s)
         self._forget_ended(new_conversation_id)  # one of that name, if another replica has ended it
         source = self._live.get(conversation_id)
         if self._stateful and source is not None and source.conversation.head == cut.head_before:
