@@ -69,10 +69,13 @@ class IncrementalDetokenizer:
             return ""  # beyond the vocabulary; in a window it would stand for text that is not there
         window = self._window
         window.append(token_id)
+        is_in_run = self._joins_byte_runs and BYTE_TOKEN.fullmatch(token_text) is not None
+        if is_in_run and not self._stop:
+            return ""  # a run may be as long as the reply, and is decoded when it ends
         decoded = self._tokenizer.decode_window(window)
         fresh = decoded[len(self._prefix_text) :]
         # Not final yet, but final if the turn ended here, which is what a stop string completed in it does.
-        if self._is_revocable(decoded, token_text):
+        if is_in_run or decoded.endswith(_REPLACEMENT):
             if self._stop:
                 said = fresh.rstrip(_REPLACEMENT)
                 if may_stop:
@@ -99,11 +102,6 @@ class IncrementalDetokenizer:
             delta += self._held
         self._window, self._prefix_text, self._held = [], "", ""
         return delta
-
-    def _is_revocable(self, decoded: str, token_text: str) -> bool:
-        if decoded.endswith(_REPLACEMENT):
-            return True
-        return self._joins_byte_runs and BYTE_TOKEN.fullmatch(token_text) is not None
 
     def _release(self, fresh: str, *, may_stop: bool) -> str:
         """Take in final text and give out what cannot be part of a stop string."""

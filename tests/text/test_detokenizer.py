@@ -115,6 +115,17 @@ def test_a_stop_string_in_bytes_completes_with_its_last_byte():
     assert ("".join(deltas), num_pushed, stop_string) == ("a", 3, "\u00e9")
 
 
+def test_a_run_of_bytes_is_decoded_when_it_ends(monkeypatch):
+    """Not anew with each of its tokens: text in a script that a vocabulary lacks is one run to its end."""
+    tokenizer = ZOO["byte_fallback"]
+    token_ids = [tokenizer._backend.token_to_id(f"<0x{byte:02X}>") for byte in "\U0001f642".encode() * 500]
+    sizes, decode = [], tokenizer.decode_window
+    monkeypatch.setattr(tokenizer, "decode_window", lambda ids: (sizes.append(len(ids)), decode(ids))[1])
+    deltas, _, _ = stream(tokenizer, token_ids)
+    assert "".join(deltas) == "\U0001f642" * 500
+    assert sizes == [2000]
+
+
 def test_a_character_under_way_is_not_the_replacement_character():
     tokenizer = ZOO["bytes"]
     deltas, _, stop_string = stream(tokenizer, list("\u4e2d\ufffdb".encode()), ["\ufffd"])
