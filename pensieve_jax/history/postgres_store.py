@@ -34,7 +34,7 @@ from pensieve_jax.history.postgres_connection import (
     is_refusal,
 )
 from pensieve_jax.history.postgres_location import PostgresLocation, parse
-from pensieve_jax.history.store import Cut
+from pensieve_jax.history.store import ConversationInfo, Cut
 from pensieve_jax.history.table_store import Commit, TableHistoryStore
 
 _READING: Final = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
@@ -102,6 +102,12 @@ class PostgresHistoryStore(TableHistoryStore):
         with self._mutex:
             self._is_closed = True
             self._drop()
+
+    def info(self, conversation_id: str) -> ConversationInfo:
+        """See `HistoryStore.info`; whoever asks before a turn is told at once that none can be kept."""
+        if (error := _refusal_of_name(conversation_id, "conversation_id")) is not None:
+            raise error
+        return super().info(conversation_id)
 
     def fork(
         self,

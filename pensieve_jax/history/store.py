@@ -135,7 +135,10 @@ class HistoryStore(Protocol):
         ...
 
     def info(self, conversation_id: str) -> ConversationInfo:
-        """A conversation's line of the listing; raises UnknownConversationError."""
+        """A conversation's line of the listing.
+
+        Raises UnknownConversationError, or InvalidRequestError for a name that no conversation can have.
+        """
         ...
 
     def head(self, conversation_id: str) -> str | None:
