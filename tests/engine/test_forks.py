@@ -116,6 +116,20 @@ def test_a_fork_of_one_that_is_about_to_end_is_as_new_as_any(limits: dict[str, f
     harness.check_empty()
 
 
+def test_of_many_forks_that_wait_for_a_turn_the_latest_stay_in_memory() -> None:
+    """All of them were once as old as the template, and of these the first made stayed."""
+    harness = Harness(small_config(gpu_pages=400))
+    harness.turn("template", 10 * CHUNK, max_tokens=4)
+    for number in range(100):
+        harness.clock.advance(1.0)
+        harness.engine.fork("template", f"fork-{number}", 10 * CHUNK)
+    assert harness.engine.explain("fork-99").idle_s == 0.0
+    sweep(harness)
+    assert harness.turn("fork-99", 5, seed=5, max_tokens=2).usage.reused_gpu_tokens == 10 * CHUNK
+    assert harness.turn("fork-0", 5, seed=5, max_tokens=2).usage.reused_gpu_tokens == 0
+    harness.check_empty()
+
+
 def test_forks_of_a_template_leave_memory_but_for_the_latest() -> None:
     """Each new one keeps the template's state in use, so that nobody else's end frees them."""
     harness = Harness(small_config(gpu_pages=60))
