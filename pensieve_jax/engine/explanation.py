@@ -107,7 +107,7 @@ def explain(
     else:
         lines.append("This engine keeps no state between turns (stateful=False).")
     if not is_busy:
-        lines.append(_outlook(chunks, num_tokens))
+        lines.append(_outlook(chunks))
     return Explanation(sequence.sequence_id, num_tokens, config.cache.policy, idle_s, chunks, tuple(lines))
 
 
@@ -177,12 +177,12 @@ def _dropped(drops: Sequence[DropRecord], cache: CacheManager, now_s: float) -> 
     return f"dropped {when}: {drops[0].reason.value}{worth}"
 
 
-def _outlook(chunks: Sequence[ChunkReport], num_tokens: int) -> str:
+def _outlook(chunks: Sequence[ChunkReport]) -> str:
     """What a turn would find."""
-    on_gpu, on_cpu = (
-        sum(chunk.end - chunk.start for chunk in chunks if chunk.tier == tier) for tier in ("gpu", "cpu")
+    on_gpu, on_cpu, num_lost = (
+        sum(chunk.end - chunk.start for chunk in chunks if chunk.tier == tier)
+        for tier in ("gpu", "cpu", None)
     )
-    num_lost = max(num_tokens - 1, 0) - on_gpu - on_cpu
     return (
         f"A turn that came now would find {on_gpu} tokens in device memory, copy {on_cpu} in, and compute "
         f"{num_lost} of its history again."

@@ -172,7 +172,11 @@ def truncate(connection: Connection, conversation_id: str, num_tokens: int) -> C
 
 
 def fork(
-    connection: Connection, conversation_id: str, new_conversation_id: str, num_tokens: int | None
+    connection: Connection,
+    conversation_id: str,
+    new_conversation_id: str,
+    num_tokens: int | None,
+    at_s: float | None,
 ) -> Cut:
     """Another name for a part of a path. See `HistoryStore.fork`."""
     codec.check_text(new_conversation_id, "new_conversation_id")
@@ -186,9 +190,9 @@ def fork(
     num_tokens = turns_table.check_cut(num_tokens, source.num_tokens, conversation_id)
     last, num_turns = turns_table.cut(connection, source.head_turn, num_tokens, conversation_id)
     connection.execute(
-        "INSERT INTO conversations SELECT '', ?, ?, 1, NULL, created_at_s, last_active_s, ?, ? "
+        "INSERT INTO conversations SELECT '', ?, ?, 1, NULL, created_at_s, coalesce(?, last_active_s), ?, ? "
         f"FROM conversations WHERE {_THIS}",
-        (new_conversation_id, last, num_tokens, num_turns, conversation_id),
+        (new_conversation_id, last, at_s, num_tokens, num_turns, conversation_id),
     )
     return Cut(num_turns, last, source.head_turn)
 

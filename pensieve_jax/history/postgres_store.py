@@ -24,7 +24,7 @@ from typing import ClassVar, Final
 import psycopg
 
 from pensieve_jax.core.errors import HistoryError, InvalidRequestError, PensieveError
-from pensieve_jax.history import postgres_schema, table_store, turns_table
+from pensieve_jax.history import codec, postgres_schema, table_store, turns_table
 from pensieve_jax.history.connection import Connection
 from pensieve_jax.history.postgres_connection import (
     PostgresConnection,
@@ -34,6 +34,7 @@ from pensieve_jax.history.postgres_connection import (
     is_refusal,
 )
 from pensieve_jax.history.postgres_location import PostgresLocation, parse
+from pensieve_jax.history.store import ConversationInfo, Cut
 from pensieve_jax.history.table_store import Commit, TableHistoryStore
 
 _READING: Final = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
@@ -101,6 +102,26 @@ class PostgresHistoryStore(TableHistoryStore):
         with self._mutex:
             self._is_closed = True
             self._drop()
+
+    def info(self, conversation_id: str) -> ConversationInfo:
+        """See `HistoryStore.info`; whoever asks before a turn is told at once that none can be kept."""
+        if (error := _refusal_of_name(conversation_id, "conversation_id")) is not None:
+            raise error
+        return super().info(conversation_id)
+
+    def fork(
+        self,
+        conversation_id: str,
+        new_conversation_id: str,
+        num_tokens: int | None = None,
+        *,
+        at_s: float | None = None,
+    ) -> Cut:
+        """See `HistoryStore.fork`; the new name is one that a turn could begin."""
+        codec.check_text(new_conversation_id, "new_conversation_id")
+        if (error := _refusal_of_name(new_conversation_id, "new_conversation_id")) is not None:
+            raise error
+        return super().fork(conversation_id, new_conversation_id, num_tokens, at_s=at_s)
 
     @property
     def _connection(self) -> PostgresConnection:
@@ -284,11 +305,15 @@ def _session(location: PostgresLocation) -> Iterator[PostgresConnection]:
 
 def _with_a_short_name(commit: Commit) -> Commit:
     """The same, refused where its conversation has a name that no index can hold."""
-    name = commit.conversation_id
+    refusal = _refusal_of_name(commit.conversation_id, "conversation_id")
+    return commit if refusal is None else commit._replace(refusal=refusal)
+
+
+def _refusal_of_name(name: str, field: str) -> InvalidRequestError | None:
     if len(name.encode()) <= _MAX_NAME_BYTES:
-        return commit
+        return None
     limit = f"at most {_MAX_NAME_BYTES} bytes in a history in Postgres"
-    return commit._replace(refusal=InvalidRequestError("conversation_id", f"{name[:20]}...", limit))
+    return InvalidRequestError(field, f"{name[:20]}...", limit)
 
 
 def _are_there(connection: Connection, commits: Sequence[Commit]) -> bool:

@@ -73,7 +73,8 @@ class ConversationRecord:
       conversation_id: its name; of a path, the id of its last turn.
       token_ids: i32[num_tokens], all prompts and replies in order.
       turns: in order; empty after `truncate(conversation_id, 0)`.
-      last_active_s: `created_at_s` of the turn that was committed last; of a path, of its last turn.
+      last_active_s: `created_at_s` of the turn that was committed last, or when it was forked, if that was
+        later; of a path, of its last turn.
     """
 
     conversation_id: str
@@ -134,7 +135,10 @@ class HistoryStore(Protocol):
         ...
 
     def info(self, conversation_id: str) -> ConversationInfo:
-        """A conversation's line of the listing; raises UnknownConversationError."""
+        """A conversation's line of the listing.
+
+        Raises UnknownConversationError, or InvalidRequestError for a name that no conversation can have.
+        """
         ...
 
     def head(self, conversation_id: str) -> str | None:
@@ -196,12 +200,19 @@ class HistoryStore(Protocol):
         """
         ...
 
-    def fork(self, conversation_id: str, new_conversation_id: str, num_tokens: int | None = None) -> Cut:
+    def fork(
+        self,
+        conversation_id: str,
+        new_conversation_id: str,
+        num_tokens: int | None = None,
+        *,
+        at_s: float | None = None,
+    ) -> Cut:
         """Have a new conversation begin as the first `num_tokens` tokens (None: all) of another one.
 
-        They share what they have in common, but a turn that is cut
-        through as `truncate` would. Raises UnknownConversationError, and InvalidRequestError for a new name
-        that is taken or a length that the conversation does not have.
+        They share what they have in common, but a turn that is cut through as `truncate` would. The new one
+        was last active at `at_s` (None: when the other one was). Raises UnknownConversationError, and
+        InvalidRequestError for a new name that is taken or a length that the conversation does not have.
         """
         ...
 

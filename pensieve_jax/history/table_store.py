@@ -113,11 +113,18 @@ class TableHistoryStore(ABC):
             lambda connection: named_conversations.truncate(connection, conversation_id, num_tokens)
         )
 
-    def fork(self, conversation_id: str, new_conversation_id: str, num_tokens: int | None = None) -> Cut:
+    def fork(
+        self,
+        conversation_id: str,
+        new_conversation_id: str,
+        num_tokens: int | None = None,
+        *,
+        at_s: float | None = None,
+    ) -> Cut:
         """Have a new conversation begin as the first tokens of another one; see `HistoryStore.fork`."""
         return self._transact(
             lambda connection: named_conversations.fork(
-                connection, conversation_id, new_conversation_id, num_tokens
+                connection, conversation_id, new_conversation_id, num_tokens, at_s
             )
         )
 

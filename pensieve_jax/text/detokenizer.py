@@ -48,6 +48,7 @@ class IncrementalDetokenizer:
         self._num_prefix = 0
         self._prefix_text = ""
         self._held = ""  # final text that may turn out to begin a stop string
+        self._num_unending = 0  # characters of the text that is not out which no stop string may end with
         self._deltas: list[str] = []
 
     @property
@@ -59,7 +60,7 @@ class IncrementalDetokenizer:
         """Text that the newest token makes final, often "". After a stop string nothing comes any more.
 
         With `may_stop` False (a turn below its least length) a stop string that this token completes is text
-        like any other; one that it only begins can still complete later.
+        like any other, now and when that text is final; one that it only begins can still complete later.
         """
         if self.stop_string is not None or token_id in self._special_ids:
             return ""
@@ -68,13 +69,18 @@ class IncrementalDetokenizer:
             return ""  # beyond the vocabulary; in a window it would stand for text that is not there
         window = self._window
         window.append(token_id)
+        is_in_run = self._joins_byte_runs and BYTE_TOKEN.fullmatch(token_text) is not None
+        if is_in_run and not self._stop:
+            return ""  # a run may be as long as the reply, and is decoded when it ends
         decoded = self._tokenizer.decode_window(window)
         fresh = decoded[len(self._prefix_text) :]
         # Not final yet, but final if the turn ended here, which is what a stop string completed in it does.
-        if self._is_revocable(decoded, token_text):
-            if self._stop and may_stop:
-                matches = [stop.after(fresh.rstrip(_REPLACEMENT)) for stop in self._stop]
-                return self._end_at_stop(self._held + fresh, matches)
+        if is_in_run or decoded.endswith(_REPLACEMENT):
+            if self._stop:
+                said = fresh.rstrip(_REPLACEMENT)
+                if may_stop:
+                    return self._end_at_stop(self._held + fresh, self._matches(said))
+                self._num_unending = max(self._num_unending, len(said))
             return ""
         # The ids whose text this is become the next prefix, unless they leave nothing to tell a start from.
         newest = window[self._num_prefix :]
@@ -85,22 +91,17 @@ class IncrementalDetokenizer:
             self._num_prefix, self._prefix_text = len(window), decoded
         return self._release(fresh, may_stop=may_stop)
 
-    def flush(self) -> str:
-        """The rest at the turn's end, incomplete characters as U+FFFD included."""
+    def flush(self, *, may_stop: bool = True) -> str:
+        """The rest at the turn's end, incomplete characters as U+FFFD included; `may_stop` as last pushed."""
         if self.stop_string is not None:
             return ""
         fresh = self._tokenizer.decode_window(self._window)[len(self._prefix_text) :] if self._window else ""
-        delta = self._release(fresh, may_stop=True)
+        delta = self._release(fresh, may_stop=may_stop)
         if self.stop_string is None:
             self._deltas.append(self._held)
             delta += self._held
         self._window, self._prefix_text, self._held = [], "", ""
         return delta
-
-    def _is_revocable(self, decoded: str, token_text: str) -> bool:
-        if decoded.endswith(_REPLACEMENT):
-            return True
-        return self._joins_byte_runs and BYTE_TOKEN.fullmatch(token_text) is not None
 
     def _release(self, fresh: str, *, may_stop: bool) -> str:
         """Take in final text and give out what cannot be part of a stop string."""
@@ -109,7 +110,8 @@ class IncrementalDetokenizer:
                 self._deltas.append(fresh)
             return fresh
         text = self._held + fresh
-        matches = [stop.after(fresh) for stop in self._stop]
+        matches = self._matches(fresh)
+        self._num_unending = 0
         if may_stop:
             delta = self._end_at_stop(text, matches)
             if self.stop_string is not None:
@@ -121,6 +123,10 @@ class IncrementalDetokenizer:
         if delta:
             self._deltas.append(delta)
         return delta
+
+    def _matches(self, fresh: str) -> list[_Match]:
+        """Of every stop string, where the text that is not out goes on behind what is."""
+        return [stop.after(fresh, self._num_unending) for stop in self._stop]
 
     def _end_at_stop(self, text: str, matches: Sequence[_Match]) -> str:
         """The part of `text`, which begins with what was held, before the stop string that completes first.
@@ -146,7 +152,8 @@ class _Match(NamedTuple):
 
     Attributes:
       num_begun: characters of the string, never all of them, that the text ends with.
-      completed_at: after how many characters of what is new the string was there; None if it was not.
+      completed_at: after how many characters of what is new the string was there, and might end the text;
+        None if it was not.
     """
 
     num_begun: int
@@ -167,8 +174,11 @@ class _StopString:
         self.num_begun = 0
         self._shorter = [0, 0]  # for each number of characters: of how many the next shorter beginning is
 
-    def after(self, new: str) -> _Match:
-        """The match where `new` stands behind the text so far; it is not taken for said yet."""
+    def after(self, new: str, num_unending: int) -> _Match:
+        """The match where `new` stands behind the text so far; it is not taken for said yet.
+
+        The string does not count where it was there after `num_unending` characters of `new` or fewer.
+        """
         text, shorter = self.text, self._shorter
         num, completed_at = self.num_begun, None
         for at, character in enumerate(new, 1):
@@ -179,7 +189,8 @@ class _StopString:
                 if num == len(shorter):
                     self._extend()
             if num == len(text):
-                completed_at = at if completed_at is None else completed_at
+                if completed_at is None and at > num_unending:
+                    completed_at = at
                 num = shorter[num]  # below the least length of a reply the text may go on
         return _Match(num, completed_at)
 

@@ -78,7 +78,7 @@ class ReplyTokens:
             if not ends_by_id:  # the id that ends a reply is no part of its text, special or not
                 self.pieces.append(self._detokenizer.push(token_id, may_stop=may_end))
             if ends_by_id or ends_by_length:
-                self.pieces.append(self._detokenizer.flush())
+                self.pieces.append(self._detokenizer.flush(may_stop=may_end))
         if ends_by_id or (self._detokenizer is not None and self._detokenizer.stop_string is not None):
             return "stop"
         return "length" if ends_by_length else None

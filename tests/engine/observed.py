@@ -192,8 +192,15 @@ class ObservedStore:
     def apply(self, change: HistoryChange, in_use: Collection[str] = ()) -> None:
         self.inner.apply(change, in_use)
 
-    def fork(self, conversation_id: str, new_conversation_id: str, num_tokens: int | None = None) -> Cut:
-        return self.inner.fork(conversation_id, new_conversation_id, num_tokens)
+    def fork(
+        self,
+        conversation_id: str,
+        new_conversation_id: str,
+        num_tokens: int | None = None,
+        *,
+        at_s: float | None = None,
+    ) -> Cut:
+        return self.inner.fork(conversation_id, new_conversation_id, num_tokens, at_s=at_s)
 
     def truncate(self, conversation_id: str, num_tokens: int) -> Cut:
         return self.inner.truncate(conversation_id, num_tokens)

@@ -53,6 +53,27 @@ def test_what_is_where():
     assert "copy 73 in" in explanation.lines[-1]
 
 
+@pytest.mark.parametrize("num_tokens", [1, 2 * CHUNK, 2 * CHUNK + 5, 74])
+@pytest.mark.parametrize("change", ["truncate", "fork"])
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_turn_finds_what_was_said_also_behind_a_cut(change: str, num_tokens: int, is_lost: bool):
+    """The last token of what a cut leaves was computed, that of a reply was not."""
+    harness = Harness(small_config())
+    harness.turn("a", 70, max_tokens=4)
+    if change == "truncate":
+        harness.engine.truncate("a", num_tokens)
+    else:
+        harness.engine.fork("a", "b", num_tokens)
+    name = "a" if change == "truncate" else "b"
+    if is_lost:
+        harness.engine.forget_state(name)
+    outlook = harness.engine.explain(name).lines[-1]
+    usage = harness.turn(name, 5, seed=1, max_tokens=2).usage
+    found, again = usage.reused_gpu_tokens, usage.recomputed_tokens
+    assert f"find {found} tokens in device memory, copy 0 in, and compute {again} of" in outlook
+    assert found + again == (73 if num_tokens == 74 else num_tokens)
+
+
 def test_why_chunks_were_dropped_when_and_at_what_worth():
     harness = crowded()
     now_s = harness.clock.now()

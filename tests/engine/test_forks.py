@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve_jax.core.errors import InvalidRequestError
+from pensieve_jax.core.errors import InvalidRequestError, UnknownConversationError
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.validation import TurnSpec
 from tests.engine.harness import Harness, small_config
@@ -94,6 +94,39 @@ def test_a_refused_fork_leaves_who_has_the_name_as_it_is() -> None:
     with pytest.raises(InvalidRequestError, match="taken"):
         harness.engine.fork("source", "taken")
     assert harness.turn("taken", 5, seed=3, max_tokens=3).usage.recomputed_tokens == 0
+    harness.check_empty()
+
+
+@pytest.mark.parametrize("limits", [{"max_idle_conversations": 2}, {"idle_ttl_s": 10.0}])
+def test_a_fork_of_one_that_is_about_to_end_is_as_new_as_any(limits: dict[str, float]) -> None:
+    """It once ended before its first turn, which then began another conversation of that name."""
+    harness = Harness(small_config(**limits))
+    harness.turn("source", 40, max_tokens=5)
+    harness.clock.advance(6)
+    harness.turn("other", 40, seed=1, max_tokens=5)
+    history = harness.history("source")
+    harness.engine.expire_idle()
+    harness.engine.fork("source", "the fork")
+    harness.clock.advance(6)
+    harness.engine.expire_idle()
+    assert harness.turn("the fork", 5, seed=2, max_tokens=3).usage.prefilled_tokens == 6
+    assert harness.history("the fork")[: len(history)] == history
+    with pytest.raises(UnknownConversationError):
+        harness.history("source")
+    harness.check_empty()
+
+
+def test_of_many_forks_that_wait_for_a_turn_the_latest_stay_in_memory() -> None:
+    """All of them were once as old as the template, and of these the first made stayed."""
+    harness = Harness(small_config(gpu_pages=400))
+    harness.turn("template", 10 * CHUNK, max_tokens=4)
+    for number in range(100):
+        harness.clock.advance(1.0)
+        harness.engine.fork("template", f"fork-{number}", 10 * CHUNK)
+    assert harness.engine.explain("fork-99").idle_s == 0.0
+    sweep(harness)
+    assert harness.turn("fork-99", 5, seed=5, max_tokens=2).usage.reused_gpu_tokens == 10 * CHUNK
+    assert harness.turn("fork-0", 5, seed=5, max_tokens=2).usage.reused_gpu_tokens == 0
     harness.check_empty()
 
 

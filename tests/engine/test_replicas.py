@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve_jax.core.errors import ConversationChangedError, HistoryUnavailableError
+from pensieve_jax.core.errors import (
+    ConversationChangedError,
+    HistoryUnavailableError,
+    InvalidRequestError,
+)
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.engine.validation import TurnSpec
 from tests.engine.harness import Harness
 
 pytest.importorskip("psycopg", reason="needs the extra `postgres`")
@@ -71,6 +77,17 @@ def test_what_the_other_has_cut_forked_or_ended(replicas):
     assert said(other) == list(in_memory(one)) and len(said(one)) == 6
     for harness in replicas:
         harness.engine.check_integrity()
+
+
+def test_a_turn_whose_conversation_has_no_place_in_postgres_is_refused_before_it_runs(replicas):
+    """Its reply could not be kept, and was once lost at its end."""
+    one, _ = replicas
+    name = "\u4e2d" * 667
+    assert len(name.encode()) == 2001
+    with pytest.raises(InvalidRequestError, match=r"^conversation_id .* at most 2000 bytes"):
+        one.submit_all([TurnSpec((1, 2, 3), SamplingParams(), name)])
+    assert not one.engine.has_unfinished
+    one.turn(name[1:], 7, max_tokens=3)
 
 
 def test_a_turn_at_whose_end_postgres_is_away_is_lost_and_nothing_else(replicas, postgres):

@@ -118,8 +118,8 @@ def fork_moves_the_source(monkeypatch):
     """Cutting for a fork cuts the conversation that it came from as well."""
     fork = named_conversations.fork
 
-    def greedy(connection, conversation_id, new_conversation_id, num_tokens):
-        number = fork(connection, conversation_id, new_conversation_id, num_tokens)
+    def greedy(connection, conversation_id, new_conversation_id, num_tokens, at_s):
+        number = fork(connection, conversation_id, new_conversation_id, num_tokens, at_s)
         if num_tokens is not None:
             named_conversations.truncate(connection, conversation_id, num_tokens)
         return number

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import traceback
 
+import numpy as np
 import pytest
 
 from pensieve_jax.core.errors import (
@@ -15,6 +16,7 @@ from pensieve_jax.core.errors import (
     HistoryMismatchError,
     HistoryMissingError,
     HistoryUnavailableError,
+    InvalidRequestError,
 )
 from pensieve_jax.core.turn_node import new_turn_id
 from pensieve_jax.history import HistoryReader, TurnRecord, open_store, schema, table_store
@@ -295,3 +297,16 @@ def test_a_lock_that_nobody_gives_up_is_an_error_of_this_call_alone(postgres, ur
             store.commit([named])
         stuck._connection.execute("ROLLBACK")
         assert store.commit([named]) == {}
+
+
+def test_a_fork_gets_no_name_that_its_turns_could_not_have(url):
+    """Some of these fit the index by themselves, but no turn would ever be kept behind such a fork."""
+    longest = "".join(map(chr, np.random.default_rng(1).integers(33, 127, 2000)))
+    with opened(url) as store:
+        store.commit([TurnRecord("alice", 0, (1,), (2,), 0, "stop", 1.0)])
+        for name in (longest + "x", "\u4e2d" * 700, longest * 2):
+            with pytest.raises(InvalidRequestError, match=r"^new_conversation_id .* at most 2000 bytes"):
+                store.fork("alice", name)
+        store.fork("alice", longest)
+        assert store.commit([TurnRecord(longest, 1, (3,), (4,), 0, "stop", 2.0)]) == {}
+        assert store.load(longest).token_ids.tolist() == [1, 2, 3, 4]

@@ -169,6 +169,9 @@ def test_a_fork_shares_all_turns_and_goes_on_by_itself(store):
     assert [turn.turn_id for turn in alice.turns[:2]] == [turn.turn_id for turn in bob.turns[:2]]
     assert {turn.conversation_id for turn in bob.turns} == {"bob"}
     assert store.info("bob").last_active_s == 1002.0
+    store.fork("alice", "carol", at_s=2000.5)
+    assert [info.conversation_id for info in store.conversations()] == ["carol", "alice", "bob"]
+    assert store.info("carol").last_active_s == 2000.5
 
 
 @pytest.mark.parametrize(

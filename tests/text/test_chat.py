@@ -1,5 +1,6 @@
 """A turn sends what the template adds to the history, and the history's replies are never written anew."""
 
+import functools
 from datetime import datetime
 
 import pytest
@@ -297,6 +298,7 @@ def test_what_is_missing_is_said():
         ([user(["a"])], r"messages\[0\]\.content"),
         ([user("\ud800")], r"messages\[0\]\.content"),
         ([{**user("a"), "extra": object()}], r"messages\[0\] is"),
+        ([{**user("a"), "extra": functools.reduce(lambda inner, _: [inner], range(10**5), 0)}], r"\[0\] is"),
     ],
 )
 def test_malformed_messages_are_named(messages, field):

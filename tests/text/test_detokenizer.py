@@ -115,6 +115,17 @@ def test_a_stop_string_in_bytes_completes_with_its_last_byte():
     assert ("".join(deltas), num_pushed, stop_string) == ("a", 3, "\u00e9")
 
 
+def test_a_run_of_bytes_is_decoded_when_it_ends(monkeypatch):
+    """Not anew with each of its tokens: text in a script that a vocabulary lacks is one run to its end."""
+    tokenizer = ZOO["byte_fallback"]
+    token_ids = [tokenizer._backend.token_to_id(f"<0x{byte:02X}>") for byte in "\U0001f642".encode() * 500]
+    sizes, decode = [], tokenizer.decode_window
+    monkeypatch.setattr(tokenizer, "decode_window", lambda ids: (sizes.append(len(ids)), decode(ids))[1])
+    deltas, _, _ = stream(tokenizer, token_ids)
+    assert "".join(deltas) == "\U0001f642" * 500
+    assert sizes == [2000]
+
+
 def test_a_character_under_way_is_not_the_replacement_character():
     tokenizer = ZOO["bytes"]
     deltas, _, stop_string = stream(tokenizer, list("\u4e2d\ufffdb".encode()), ["\ufffd"])
@@ -139,6 +150,24 @@ def test_below_the_least_length_a_stop_string_is_text():
     deltas = [detokenizer.push(byte, may_stop=at >= 3) for at, byte in enumerate(b"xaaaab")]
     # The third "a" is the first that may complete it, with the second before it.
     assert ("".join(deltas), detokenizer.stop_string) == ("xa", "aa")
+
+
+def test_below_the_least_length_a_stop_string_in_revocable_text_is_text():
+    """A run of byte tokens is final only behind its end, where the reply may stop by then."""
+    tokenizer = ZOO["byte_fallback"]
+    ids = [tokenizer._backend.token_to_id(f"<0x{byte:02X}>") for byte in "\u00e9a\u00e9b".encode()]
+    detokenizer = IncrementalDetokenizer(tokenizer, ["\u00e9"])
+    deltas = [detokenizer.push(token_id, may_stop=at >= 3) for at, token_id in enumerate(ids)]
+    assert ("".join(deltas), detokenizer.stop_string) == ("\u00e9a", "\u00e9")
+    detokenizer = IncrementalDetokenizer(tokenizer, ["\u00e9"])
+    deltas = [detokenizer.push(token_id, may_stop=False) for token_id in ids[:2]]
+    assert ("".join(deltas), detokenizer.flush(may_stop=False)) == ("", "\u00e9")
+    assert detokenizer.stop_string is None
+    # "!" with the first byte of a character, which heals.
+    detokenizer = IncrementalDetokenizer(tokenizer, ["!"])
+    ids = [tokenizer._backend.token_to_id(f"<0x{byte:02X}>") for byte in "!\u00e9".encode()]
+    deltas = [detokenizer.push(token_id, may_stop=at >= 2) for at, token_id in enumerate(ids)]
+    assert ("".join(deltas) + detokenizer.flush(), detokenizer.stop_string) == ("!\u00e9", None)
 
 
 @pytest.mark.parametrize("string", ["ab" * 500, "a" * 999 + "b", "a" * 500 + "b" + "a" * 499])
