@@ -31,3 +31,17 @@ def test_a_request_that_is_none_of_the_models_own(model: Any) -> None:
             good = model.request([3] if model is LINES else (3, 4))
             with pytest.raises(RequestError, match=r"requests\[1\] is "):
                 model.unfold_many([good, bad], graph)
+
+
+def test_lists_of_different_lengths() -> None:
+    """It was numpy's ValueError, which names no field."""
+    trees = MODELS[1]
+    for request, arguments, message in (
+        (LINES.request, ([[1], [2, 3]],), r"token_ids is \[\[1\], \[2, 3\]\], but must be token ids"),
+        (MODELS[2].request, ([1, [2]],), "source_ids is "),
+        (MODELS[3].request, ([[1], [2, 3]], 5), "prompt_ids is "),
+        (trees.request_from_arrays, ([1, [2]], [[0, 1]]), "words is "),
+        (trees.request_from_arrays, ([1, 2, 3], [[0, 1], [2]]), r"children is .* must be ints \[n, 2\]"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            request(*arguments)
