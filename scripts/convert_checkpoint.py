@@ -3,9 +3,9 @@
     python scripts/convert_checkpoint.py --source path/to/hf-dir --target path/to/orbax-dir --dtype bfloat16
 
 The source may be anything `load_model` takes. Weights are read on the host, one tensor at a time. The
-target records where its weights came from, so that conversations of the source stay valid; it loads like
-any other model directory, onto any number of devices. Exit status 2: the source cannot be read, or the
-target holds a model already; one line says which.
+target records where its weights came from, so that conversations of the source stay valid, unless the dtype
+rounds its weights; it loads like any other model directory, onto any number of devices. Exit status 2: the
+source cannot be read, or the target holds a model already; one line says which.
 """
 
 import shutil
@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 from absl import flags
 from tqdm import tqdm
 
@@ -50,7 +51,8 @@ def convert(source: str, target: Path, dtype: str, seed: int = 0) -> None:
         model = load_model(source, dtype=dtype, mesh=mesh, seed=seed, progress=progress)
     digest = weights_digest(source, seed=seed)
     config = model.config
-    if resolve_dtype(dtype, config) != resolve_dtype("auto", config):
+    saved_dtype = resolve_dtype(dtype, config)
+    if jnp.promote_types(resolve_dtype("auto", config), saved_dtype) != saved_dtype:
         digest += f":{dtype}"  # rounded weights are another model
     print(f"writing {target}", file=sys.stderr)
     target.mkdir(parents=True, exist_ok=True)

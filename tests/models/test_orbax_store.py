@@ -101,9 +101,11 @@ def test_a_save_of_a_family_that_is_not_there(saved: Path, tmp_path: Path) -> No
 def test_conversion_keeps_the_fingerprint_unless_it_rounds(tmp_path: Path) -> None:
     source = GOLDEN / "llama_yarn"  # saved in bfloat16
     convert(str(source), tmp_path / "same", "auto")
+    convert(str(source), tmp_path / "wider", "float32")
     convert(str(source), tmp_path / "rounded", "float16")
-    prints = [model_fingerprint(load_config(path), path) for path in (source, tmp_path / "same")]
-    assert prints[0] == prints[1]
+    paths = source, tmp_path / "same", tmp_path / "wider"
+    prints = [model_fingerprint(load_config(path), path) for path in paths]
+    assert prints[0] == prints[1] == prints[2]
     assert model_fingerprint(load_config(source), tmp_path / "rounded") != prints[0]
 
 
