@@ -13,6 +13,9 @@ import numpy as np
 
 from model_defs.recurrent.errors import RequestError
 
+MAX_STEPS = 2**24
+"""Of one request: far more than engines take, which say so when arrays of as many numbers have been made."""
+
 
 def check_requests(kind: type, *requests: object) -> None:
     """Raise RequestError for the first that no model of this kind made."""
@@ -65,10 +68,12 @@ def check_count(field: str, value: Any, least: int) -> int:
     """A number of steps.
 
     Raises:
-      RequestError: it is no int, or less than `least`.
+      RequestError: it is no int, less than `least`, or more than `MAX_STEPS`.
     """
     if not _is_int(value) or value < least:
         raise RequestError(field, value, f"an int of at least {least}")
+    if value > MAX_STEPS:
+        raise RequestError(field, value, f"at most {MAX_STEPS}")
     return int(value)
 
 
