@@ -7,6 +7,7 @@ Called by everything in model_defs, and by the engine for lengths and special to
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +30,19 @@ ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+def _check_kinds(config: Any, prefix: str = "") -> None:
+    """Raise UnsupportedModelError for what has to be a number, true or false, or a string, and is not."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if field.type is float and not (is_number and math.isfinite(value)):
+            raise UnsupportedModelError(f"{prefix}{field.name}={value!r} must be a finite number")
+        if field.type is bool and not isinstance(value, bool):
+            raise UnsupportedModelError(f"{prefix}{field.name}={value!r} must be true or false")
+        if field.type is str and not isinstance(value, str):
+            raise UnsupportedModelError(f"{prefix}{field.name}={value!r} must be a string")
+
+
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
     """Rotary position embedding; fields beyond `theta` belong to the kinds named.
@@ -48,6 +62,20 @@ class RopeConfig:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
+
+    def __post_init__(self) -> None:
+        """Check what no frequency could be made of."""
+        _check_kinds(self, "rope.")
+        original = self.original_max_positions
+        if type(original) is not int or original < 0:
+            raise UnsupportedModelError(
+                f"rope.original_max_positions={original!r} must be an integer, not below 0"
+            )
+        for field in dataclasses.fields(self):
+            if field.type is float and getattr(self, field.name) <= 0:
+                raise UnsupportedModelError(
+                    f"rope.{field.name}={getattr(self, field.name)!r} must be above 0"
+                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,11 +121,18 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Check what no implementation could run."""
+        _check_kinds(self)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             least = 0 if field.name == "word_embed_dim" else 1
             if field.type is int and (not isinstance(value, int) or value < least):
                 raise UnsupportedModelError(f"{field.name}={value!r} must be a positive integer")
+        for name in ("bos_token_id", "sliding_window"):
+            value = getattr(self, name)
+            if value is not None and type(value) is not int:
+                raise UnsupportedModelError(f"{name}={value!r} must be an integer or null")
+        if not all(type(token_id) is int for token_id in self.eos_token_ids):
+            raise UnsupportedModelError(f"eos_token_ids={self.eos_token_ids!r} must be integers")
         if self.num_heads % self.num_kv_heads:
             raise UnsupportedModelError(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"

@@ -74,12 +74,15 @@ def _family(values: dict[str, Any]) -> Family:
     """From `architectures`, or from `model_type` where that is missing."""
     names = values.get("architectures") or []
     model_type = values.get("model_type")
-    if names:
+    if not isinstance(names, list) or not isinstance(model_type, str | None):
+        found = []  # a name in place of a list of names would match a part of it
+    elif names:
         found = [row for row in FAMILIES.values() if row.hf_architecture in names]
-        if len(found) == 1 and model_type in (None, found[0].name):
-            return found[0]
-    elif model_type in FAMILIES:
-        return FAMILIES[model_type]
+        found = [row for row in found if model_type in (None, row.name)] if len(found) == 1 else []
+    else:
+        found = [row for row in FAMILIES.values() if row.name == model_type]
+    if found:
+        return found[0]
     raise UnsupportedModelError(
         f"architectures={names!r}, model_type={model_type!r} is not supported; "
         f"supported: {', '.join(row.hf_architecture for row in FAMILIES.values())}"

@@ -88,6 +88,11 @@ def _open_sharded(directory: Path) -> dict[str, TensorEntry]:
     weight_map = read_json(directory / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{INDEX_FILE} has no weight_map")
+    for name, file_name in weight_map.items():
+        if not isinstance(file_name, str):
+            raise CheckpointError(
+                f"{INDEX_FILE} places tensor {name!r} in {file_name!r:.60}, which is no file's name"
+            )
     entries: dict[str, TensorEntry] = {}
     for file_name in sorted(set(weight_map.values())):
         path = directory / file_name
@@ -127,10 +132,10 @@ def read_header(path: Path) -> list[TensorEntry]:
 
 def _entry(path: Path, name: str, spec: dict[str, Any], data_start: int, file_bytes: int) -> TensorEntry:
     """Check one header entry: its bytes must lie inside the file and fit its shape."""
-    shape = tuple(int(size) for size in spec["shape"])
-    begin, end = (int(offset) for offset in spec["data_offsets"])
+    shape = _sizes(spec["shape"])
+    begin, end = _sizes(spec["data_offsets"], 2)
     dtype = str(spec["dtype"])
-    if begin < 0 or end < begin or data_start + end > file_bytes:
+    if end < begin or data_start + end > file_bytes:
         raise CheckpointError(
             f"tensor {name!r} {list(shape)} is truncated: {path.name} has {file_bytes} bytes, "
             f"{data_start + end} are needed"
@@ -141,3 +146,11 @@ def _entry(path: Path, name: str, spec: dict[str, Any], data_start: int, file_by
             f"{math.prod(shape) * _DTYPES[dtype].itemsize} are needed"
         )
     return TensorEntry(name, path, dtype, shape, data_start + begin, end - begin)
+
+
+def _sizes(values: Any, count: int | None = None) -> tuple[int, ...]:
+    """Of JSON, `count` of them where that is given; TypeError for anything else."""
+    are_sizes = isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+    if not are_sizes or len(values) != (len(values) if count is None else count):
+        raise TypeError(f"{values!r:.60} is no list of sizes")
+    return tuple(values)

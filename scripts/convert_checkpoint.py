@@ -3,20 +3,29 @@
     python scripts/convert_checkpoint.py --source path/to/hf-dir --target path/to/orbax-dir --dtype bfloat16
 
 The source may be anything `load_model` takes. Weights are read on the host, one tensor at a time. The
-target records where its weights came from, so that conversations of the source stay valid; it loads like
-any other model directory, onto any number of devices. Exit status 2: the source cannot be read, or the
-target holds a model already; one line says which.
+target records where its weights came from, so that conversations of the source stay valid, unless the dtype
+rounds its weights; it loads like any other model directory, onto any number of devices. Exit status 2: the
+source cannot be read, or the target cannot be written or holds a model already; one line says which.
 """
 
+import os
 import shutil
 import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 from absl import flags
 from tqdm import tqdm
 
-from model_defs import load_model, make_mesh, save_parameters, weights_digest
+from model_defs import (
+    CheckpointError,
+    load_model,
+    make_mesh,
+    save_parameters,
+    source_config,
+    weights_digest,
+)
 from model_defs.orbax_store import check_target
 from model_defs.registry import resolve_dtype
 from pensieve_jax.commands.help import require
@@ -39,6 +48,10 @@ COMPANIONS = (
 def convert(source: str, target: Path, dtype: str, seed: int = 0) -> None:
     """Load `source` in `dtype` on the host and save it to `target`. Raises ModelError."""
     check_target(target)
+    if (target / "config.json").exists():  # the source, say
+        raise CheckpointError(f"{target} already holds a model; choose an empty target")
+    config = source_config(source)
+    _make_directory(target)
     mesh = make_mesh(1, jax.local_devices(backend="cpu"))
     with tqdm(desc="reading", unit="array", disable=None) as bar:
 
@@ -49,15 +62,24 @@ def convert(source: str, target: Path, dtype: str, seed: int = 0) -> None:
 
         model = load_model(source, dtype=dtype, mesh=mesh, seed=seed, progress=progress)
     digest = weights_digest(source, seed=seed)
-    config = model.config
-    if resolve_dtype(dtype, config) != resolve_dtype("auto", config):
+    saved_dtype = resolve_dtype(dtype, config)
+    if jnp.promote_types(resolve_dtype("auto", config), saved_dtype) != saved_dtype:
         digest += f":{dtype}"  # rounded weights are another model
     print(f"writing {target}", file=sys.stderr)
-    target.mkdir(parents=True, exist_ok=True)
     save_parameters(model, target, weights_digest=digest)
     for pattern in COMPANIONS if Path(source).is_dir() else ():
         for path in Path(source).glob(pattern):
             shutil.copy2(path, target / path.name)
+
+
+def _make_directory(target: Path) -> None:
+    """Before minutes of reading. Raises CheckpointError where nothing can be written."""
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be made a directory: {error}") from error
+    if not os.access(target, os.W_OK):
+        raise CheckpointError(f"{target} cannot be written to")
 
 
 def main() -> int:

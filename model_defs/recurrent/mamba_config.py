@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from model_defs.errors import UnsupportedModelError
-from model_defs.hf_options import boolean, choice, integer
+from model_defs.hf_options import boolean, choice, integer, number
 from model_defs.recurrent.model import RecurrentConfig
 from model_defs.tensor_recipes import Recipe, matrix, table, vector
 
@@ -74,12 +74,12 @@ def parse_mamba(values: Mapping[str, Any], dtype: str) -> MambaConfig:
         dtype=dtype,
         vocab_size=integer(options, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=int(options.get("expand", 2) * hidden_size),
+        intermediate_size=int(number(options, "expand", 2) * hidden_size),
         num_layers=integer(options, "num_hidden_layers", 32),
         state_size=integer(options, "state_size", 16),
         conv_kernel=integer(options, "conv_kernel", 4),
         time_step_rank=math.ceil(hidden_size / 16) if rank == "auto" else integer(options, "time_step_rank"),
-        norm_eps=float(options.get("layer_norm_epsilon", 1e-5)),
+        norm_eps=number(options, "layer_norm_epsilon", 1e-5),
         use_bias=boolean(options, "use_bias", False),
         use_conv_bias=boolean(options, "use_conv_bias", True),
         tie_word_embeddings=boolean(options, "tie_word_embeddings", True),

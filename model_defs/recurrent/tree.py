@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from model_defs.recurrent.errors import RequestError
-from model_defs.recurrent.requests import check_ids
+from model_defs.recurrent.requests import as_array, check_ids
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,11 +77,12 @@ def from_arrays(words: Any, children: Any, vocab_size: int) -> BinaryTree:
     """
     leaves = check_ids("words", words, vocab_size)
     num = len(leaves)
-    pairs = np.asarray(children)
+    limit = "ints [n, 2], the children of inner nodes"
+    pairs = as_array("children", children, limit)
     if not pairs.size:
         pairs = np.empty((0, 2), np.int64)
     if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iu":
-        raise RequestError("children", children, "ints [n, 2], the children of inner nodes")
+        raise RequestError("children", children, limit)
     pairs = pairs.astype(np.int64)
     total = num + len(pairs)
     bad = np.argwhere((pairs < 0) | (pairs >= total))

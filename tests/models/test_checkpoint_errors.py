@@ -119,6 +119,10 @@ def test_truncated_header(llama: Path, num_bytes: int) -> None:
         (b"not json at all", "damaged safetensors header"),
         (b"[1, 2, 3]", "damaged safetensors header"),
         (b'{"a": {"dtype": "F32"}}', "damaged safetensors header: KeyError"),
+        (b'{"a": {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 4]}}', r"\['x'\] is no list of sizes"),
+        (b'{"a": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}}', r"\[-1, -1\] is no list"),
+        (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4]}}', r"\[4\] is no list of sizes"),
+        (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, Infinity]}}', r"\[0, inf\] is no list"),
         (
             b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}',
             r"'a' F32\[3\] has 8 bytes of data in model.safetensors, 12 are needed",
@@ -151,6 +155,10 @@ def test_index_that_disagrees_with_its_files(sharded: Path) -> None:
     path.write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="tensor 'ghost' is missing"):
         load(sharded)
+    for nothing in (3, None, ["model.safetensors"]):
+        path.write_text(json.dumps({"weight_map": index["weight_map"] | {NORM: nothing}}))
+        with pytest.raises(CheckpointError, match=rf"places tensor '{NORM}' in .*, which is no file's name"):
+            load(sharded)
     path.write_text(json.dumps({"weight_map": {NORM: "../model.safetensors"}}))
     with pytest.raises(CheckpointError, match=r"'\.\./model.safetensors', which is not in"):
         load(sharded)

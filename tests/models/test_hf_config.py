@@ -161,6 +161,12 @@ def test_opt_variants() -> None:
         (LLAMA | {"model_type": "opt"}, "model_type='opt'"),
         (without(LLAMA, "architectures") | {"model_type": "gpt2"}, "model_type='gpt2'"),
         ({}, "supported: OPTForCausalLM, LlamaForCausalLM"),
+        (
+            LLAMA | {"architectures": "LlamaForCausalLM"},
+            "architectures='LlamaForCausalLM', model_type='llama'",
+        ),
+        (LLAMA | {"architectures": 3}, "architectures=3, model_type='llama' is not supported"),
+        (without(LLAMA, "architectures") | {"model_type": ["llama"]}, r"model_type=\['llama'\] is not"),
         (LLAMA | {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         (OPT | {"activation_function": "swish"}, "activation_function='swish'"),
         (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),

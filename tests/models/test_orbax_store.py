@@ -101,9 +101,11 @@ def test_a_save_of_a_family_that_is_not_there(saved: Path, tmp_path: Path) -> No
 def test_conversion_keeps_the_fingerprint_unless_it_rounds(tmp_path: Path) -> None:
     source = GOLDEN / "llama_yarn"  # saved in bfloat16
     convert(str(source), tmp_path / "same", "auto")
+    convert(str(source), tmp_path / "wider", "float32")
     convert(str(source), tmp_path / "rounded", "float16")
-    prints = [model_fingerprint(load_config(path), path) for path in (source, tmp_path / "same")]
-    assert prints[0] == prints[1]
+    paths = source, tmp_path / "same", tmp_path / "wider"
+    prints = [model_fingerprint(load_config(path), path) for path in paths]
+    assert prints[0] == prints[1] == prints[2]
     assert model_fingerprint(load_config(source), tmp_path / "rounded") != prints[0]
 
 
@@ -150,6 +152,30 @@ def test_disagreement_names_the_parameter(
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         load_model(damage(saved, tmp_path / "copy", **changes), mesh=make_mesh(1))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("norm_eps", "1e-5", "norm_eps='1e-5' must be a finite number"),
+        ("norm_eps", float("nan"), "norm_eps=nan must be a finite number"),
+        ("tie_word_embeddings", "no", "tie_word_embeddings='no' must be true or false"),
+        ("bos_token_id", "x", "bos_token_id='x' must be an integer or null"),
+        ("sliding_window", "x", "sliding_window='x' must be an integer or null"),
+        ("eos_token_ids", ["a"], r"eos_token_ids=\('a',\) must be integers"),
+        ("architecture", ["llama"], r"architecture=\['llama'\] must be a string"),
+        ("rope", {"theta": "1e6"}, "rope.theta='1e6' must be a finite number"),
+        ("rope", {"theta": 0}, "rope.theta=0 must be above 0"),
+        ("rope", {"truncate": 1}, "rope.truncate=1 must be true or false"),
+        ("rope", {"original_max_positions": 0.5}, "rope.original_max_positions=0.5 must be an integer"),
+    ],
+)
+def test_a_value_of_another_kind_is_named_before_anything_is_read(
+    saved: Path, tmp_path: Path, field: str, value: object, message: str
+) -> None:
+    """Whoever edits the file gets no error of a kernel's, or of none at all."""
+    with pytest.raises(UnsupportedModelError, match=message):
+        load_config(damage(saved, tmp_path / "copy", **{field: value}))
 
 
 def test_missing_or_damaged_data(saved: Path, tmp_path: Path) -> None:

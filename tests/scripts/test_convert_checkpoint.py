@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 
+import convert_checkpoint
 import pytest
 
-from model_defs import load_config, preset
+from model_defs import CheckpointError, load_config, preset
 from tests.launching import ROOT
+from tests.models.helpers import GOLDEN
 
 
 def test_a_preset_is_converted(launch, tmp_path, capsys):
@@ -17,6 +20,19 @@ def test_a_preset_is_converted(launch, tmp_path, capsys):
     assert launch("convert_checkpoint", shared_llm=False, source="random:llama-tiny", target=target) == 0
     assert load_config(target) == preset("llama-tiny")
     assert "writing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["source", "file", "file/below"])
+def test_a_target_that_cannot_be_is_refused_before_anything_is_read(tmp_path, monkeypatch, target):
+    """Its own source got a second model, then came an error of shutil's; files were found after reading."""
+    source = shutil.copytree(GOLDEN / "llama_default", tmp_path / "source")
+    (tmp_path / "file").touch()
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr(convert_checkpoint, "load_model", None)
+    says = "already holds a model" if target == "source" else "cannot be made a directory"
+    with pytest.raises(CheckpointError, match=says):
+        convert_checkpoint.convert(str(source), tmp_path / target, "auto")
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize(("source", "says"), [("random:nonsense", "preset 'nonsense' is unknown")])

@@ -125,11 +125,19 @@ def test_what_is_float32_in_a_bfloat16_model():
         ({"eos_token_id": [1, 2]}, r"eos_token_id=\[1, 2\] must be one id or null"),
         ({"conv_kernel": 1}, "conv_kernel=1 must be at least 2"),
         ({"use_bias": 1}, "use_bias=1 must be true or false"),
+        ({"expand": "2"}, "expand='2' must be a finite number above 0"),
+        ({"layer_norm_epsilon": "x"}, "layer_norm_epsilon='x' must be a finite number above 0"),
+        ({"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon=nan must be a finite number above 0"),
     ],
 )
 def test_configs_that_are_refused(changes, message):
     with pytest.raises(UnsupportedModelError, match=message):
         Mamba.from_hf(WEIGHTS, CONFIG | changes)
+
+
+def test_null_is_the_default():
+    expected = Mamba.from_hf(WEIGHTS, CONFIG | {"expand": 2, "layer_norm_epsilon": 1e-5}).config
+    assert Mamba.from_hf(WEIGHTS, CONFIG | {"expand": None, "layer_norm_epsilon": None}).config == expected
 
 
 def test_tensors_alone_are_not_enough():
