@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -98,6 +99,15 @@ def test_a_part_without_the_longest_conversation_has_memory_for_it(simulate_serv
     assert "served: 9.68% of them: 3 conversations, 9 turns" in out, "the long one is not among them"
 
 
+@pytest.mark.parametrize("num_tokens", [2, 33, 100])
+def test_memory_is_chosen_for_short_conversations(simulate_serving, tmp_path, num_tokens):
+    """1.25 contexts of 100 tokens are three whole pages of 32, one too few: nothing was served."""
+    path = tmp_path / "short.csv"
+    path.write_text(f"prompt_tokens,output_tokens,time_s\n{num_tokens - 1},1,0\n1,1,1\n")
+    _, document = simulate_serving(trace=path)
+    assert {one["num_requests"] for one in document["results"]["systems"]} == {2}
+
+
 def test_how_much_of_the_trace_is_served_is_said_in_words(simulate_serving, mooncake, monkeypatch):
     """A share of 1.0 was printed as "served: 1 of them"."""
     titles = []
@@ -164,6 +174,18 @@ def test_the_advice_says_why_that_memory_and_what_latencies_are_worth():
     idle, busy = (savings.load(served(busy=share)[0]) for share in (0.02, 0.6))
     assert "one GPU busy for 2% of the time: latencies say little here" in idle
     assert "one GPU busy for 60% of the time" in busy and "latencies" not in busy
+
+
+def test_tokens_that_save_no_time_are_not_called_lost_histories():
+    """Of short histories all may be found, and steps take as long as without: that was said to be nothing."""
+    savings = load("simulation.savings")
+    stateless, *kept = served(busy=0.5)
+    kept = [dataclasses.replace(one, figures={**one.figures, "device_busy_s": 100.1}) for one in kept]
+    told = savings.answer([stateless, *kept])
+    assert told.startswith("State saves none of the GPU's time here")
+    assert told.endswith("With 1 GB device + 2 GB host it saves 75% of the prefilled tokens.")
+    lost = [dataclasses.replace(one, figures={**stateless.figures, "device_busy_s": 100.1}) for one in kept]
+    assert savings.answer([stateless, *lost]).startswith("State saves nothing here: no turn has a history")
 
 
 def test_memory_share_and_rate_can_be_given(simulate_serving, mooncake):
