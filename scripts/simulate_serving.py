@@ -221,7 +221,7 @@ def define_flags() -> None:
     flags.DEFINE_float("time_scale", 1.0, "Multiplies recorded arrivals and pauses.")
     flags.DEFINE_enum("policy", CacheConfig().policy, POLICIES, "Whose chunks leave first.")
     flags.DEFINE_integer("max_context_tokens", 131_072, "Conversations end before they outgrow it.")
-    flags.DEFINE_integer("seed", 0, "Of everything that is drawn.")
+    flags.DEFINE_integer("seed", 0, "Of everything that is drawn.", lower_bound=0)
     flags.DEFINE_string("plot", None, "Where the picture goes, e.g. savings.png; needs matplotlib.")
     flags.DEFINE_bool("progress", None, "Show progress bars; default: on a terminal.")
     define_document_flag()

@@ -98,6 +98,7 @@ def make_sessions(
     Raises WorkloadError for impossible or contradicting arguments, or a time that was not recorded.
     """
     _check_arguments(trace, time_scale, num_sessions, duration_s)
+    check_count("seed", seed, at_least=0)
     order_rng, arrival_rng, think_rng = np.random.default_rng(seed).spawn(3)
     arrivals = _arrivals(trace, rate_per_s, recorded, order_rng, arrival_rng)
     if rate_per_s is not None and num_sessions is None and duration_s is None:

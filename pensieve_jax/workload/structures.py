@@ -73,6 +73,7 @@ def europarl_like(num: int, *, seed: int, at_most: int = MAX_WORDS) -> SentenceP
     """
     check_count("num", num, at_least=1)
     check_count("at_most", at_most, at_least=1)
+    check_count("seed", seed, at_least=0)
     rng = np.random.default_rng(seed)
     target = _drawn(rng, num, at_most)
     ratio = np.exp(rng.normal(_PAIR_MU, _PAIR_SIGMA, num))
@@ -94,6 +95,7 @@ def treebank_like(num: int, *, seed: int) -> list[TreeShape]:
     A node's left part has one word in 55% of the cases, else any number of them.
     """
     check_count("num", num, at_least=1)
+    check_count("seed", seed, at_least=0)
     rng = np.random.default_rng(seed)
     sizes = np.clip(np.rint(rng.normal(_LEAVES_MEAN, _LEAVES_SPREAD, num)), 2, _MOST_LEAVES).astype(int)
     return [_drawn_tree(rng, size) for size in sizes.tolist()]

@@ -49,7 +49,7 @@ def define_session_flags() -> None:
     )
     flags.DEFINE_float("time_scale", 1.0, "Multiplies arrivals and think times; 0.1 is ten times as fast.")
     flags.DEFINE_float("mid_life_s", 1800.0, "Begin this long after the first arrivals, in a steady state.")
-    flags.DEFINE_integer("seed", 0, "Of everything that is drawn.")
+    flags.DEFINE_integer("seed", 0, "Of everything that is drawn.", lower_bound=0)
 
 
 def rates() -> list[float | None]:

@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 import pytest
+from absl import flags
 
 from pensieve_jax import ConfigError
 from pensieve_jax.config import NUM_BUCKETS_GPU
@@ -251,6 +252,13 @@ def test_the_part_is_the_largest_that_is_answered_in_time():
 def test_refuses(launch, mooncake, flags, says):
     with pytest.raises(ConfigError, match=says):
         launch("simulate_serving", shared_llm=False, **QUIET | {"trace": mooncake} | flags)
+
+
+@pytest.mark.parametrize("script", ["simulate", "simulate_serving"])
+def test_a_seed_below_0_is_refused_by_name(launch, mooncake, script):
+    """It was a traceback of numpy's."""
+    with pytest.raises(flags.IllegalFlagValueError, match="--seed=-1: must be a non-negative integer"):
+        launch(script, shared_llm=False, trace=mooncake, seed=-1)
 
 
 def test_says_that_nothing_was_answered_in_time(simulate_serving, mooncake):

@@ -153,6 +153,7 @@ def test_pauses_begin_elsewhere_with_another_seed():
         ({"recorded": TRACE}, "arrival_s of conversation '0' of 't'"),
         ({"rate_per_s": 1, "time_scale": 0}, "time_scale"),
         ({"rate_per_s": 1, "num_sessions": 0}, "num_sessions"),
+        ({"rate_per_s": 1, "seed": -1}, "seed"),
         ({"rate_per_s": 1, "duration_s": -1}, "duration_s"),
         ({"rate_per_s": 1, "think": RecordedThink()}, "think_s of turn 1 of conversation '"),
     ],

@@ -154,3 +154,10 @@ def test_trees_are_as_large_and_as_deep_as_the_treebanks():
         if 18 <= tree.num_leaves <= 20:
             heights.append(height[-1])
     assert np.mean(heights) == pytest.approx(10.1, abs=0.6)
+
+
+@pytest.mark.parametrize("make", [europarl_like, treebank_like])
+def test_a_seed_below_0_is_refused_by_name(make):
+    """It was numpy's own error, without a name."""
+    with pytest.raises(WorkloadError, match="seed is -1, but must be an int of at least 0"):
+        make(3, seed=-1)
