@@ -115,6 +115,10 @@ class UniqueIds:
         """No id yet."""
         self._lines: dict[str, int] = {}
 
+    def has(self, identifier: str) -> bool:
+        """Whether it has been there."""
+        return identifier in self._lines
+
     def add(self, row: Row, name: str) -> str:
         """The identifier in a field, which must not have been there before."""
         identifier = row.identifier(name)
