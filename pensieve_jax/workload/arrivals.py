@@ -207,11 +207,14 @@ def _recorded_arrivals(trace: Trace) -> list[tuple[float, ConversationTrace]]:
 
 def _shuffled(trace: Trace, rng: np.random.Generator) -> Iterator[ConversationTrace]:
     """All conversations in a random order, then all in another one under further ids, for ever."""
+    ids = {conversation.conversation_id for conversation in trace.conversations}
     for use in itertools.count(1):
         for index in rng.permutation(len(trace.conversations)).tolist():
             conversation = trace.conversations[index]
             if use > 1:
                 session_id = conversation.session_id and f"{conversation.session_id}@{use}"
                 conversation_id = f"{conversation.conversation_id}@{use}"
+                while conversation_id in ids:  # of its own
+                    conversation_id += "@"
                 conversation = replace(conversation, conversation_id=conversation_id, session_id=session_id)
             yield conversation
