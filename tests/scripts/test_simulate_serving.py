@@ -100,6 +100,17 @@ def test_a_part_without_the_longest_conversation_has_memory_for_it(simulate_serv
     assert "served: 9.68% of them: 3 conversations, 9 turns" in out, "the long one is not among them"
 
 
+def test_a_recording_may_begin_at_any_time(simulate_serving, mooncake):
+    """Of the end of a recording, the time before it was counted: the GPU stood idle, and loads were light."""
+    _, whole = simulate_serving(trace=mooncake, share=1.0)
+    lines = [json.loads(line) for line in mooncake.read_text().splitlines()]
+    late = [line | {"timestamp": line["timestamp"] + 100_000_000} for line in lines]
+    mooncake.write_text("".join(json.dumps(line) + "\n" for line in late))
+    _, shifted = simulate_serving(trace=mooncake, share=1.0)
+    busy = [found["results"]["systems"][0]["device_busy"] for found in (whole, shifted)]
+    assert busy[1] == pytest.approx(busy[0], rel=0.02)
+
+
 @pytest.mark.parametrize("num_tokens", [2, 33, 100])
 def test_memory_is_chosen_for_short_conversations(simulate_serving, tmp_path, num_tokens):
     """1.25 contexts of 100 tokens are three whole pages of 32, one too few: nothing was served."""
