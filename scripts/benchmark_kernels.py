@@ -262,7 +262,7 @@ def define_flags() -> None:
     flags.DEFINE_string("plot", None, "Where the roofline is drawn, e.g. roofline.png; needs matplotlib.")
     flags.DEFINE_enum("dtype", "bfloat16", list(TOLERANCE), "Of queries, and of pages.")
     flags.DEFINE_enum("kv_dtype", None, KV_DTYPES, "What pages are stored as; default: --dtype.")
-    flags.DEFINE_integer("seed", 0, "Seed of pages and values.")
+    flags.DEFINE_integer("seed", 0, "Seed of pages and values.", lower_bound=0)
     flags.DEFINE_float("target_ms", 40.0, "Device time of one timed call, about.", lower_bound=0.001)
     flags.DEFINE_float(
         "time_limit_s", None, "No case begins after so long; the document is whole.", lower_bound=0.0

@@ -260,7 +260,7 @@ def define_flags() -> None:
     """The command line."""
     flags.DEFINE_integer("num_conversations", 8, "Conversations.")
     flags.DEFINE_integer("num_turns", 5, "Turns of each.")
-    flags.DEFINE_integer("data_seed", 0, "Of the prompts.")
+    flags.DEFINE_integer("data_seed", 0, "Of the prompts.", lower_bound=0)
     define_engine_flags(model=TINY_MODEL)
     FLAGS.set_default("dtype", "float32")
     FLAGS.set_default("chunk_tokens", 16)

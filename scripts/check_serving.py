@@ -245,7 +245,7 @@ def define_flags() -> None:
         "pool_fraction", 0.6, "Pages, as a share of what all conversations fill; see --gpu_pages."
     )
     flags.DEFINE_float("tolerance", 0.05, "Largest 99th percentile of the differences of log-probabilities.")
-    flags.DEFINE_integer("data_seed", 0, "Of the prompts.")
+    flags.DEFINE_integer("data_seed", 0, "Of the prompts.", lower_bound=0)
     define_engine_flags()
     define_document_flag()
 

@@ -204,7 +204,7 @@ def define_flags() -> None:
     flags.DEFINE_float("gpu_fraction", 0.35, "Device pages, as a share of what all fill; see --gpu_pages.")
     flags.DEFINE_float("cpu_fraction", 0.5, "Host pages, as a share of what all fill; see --cpu_pages.")
     flags.DEFINE_bool("policies", False, "Run every eviction policy on both tiers.")
-    flags.DEFINE_integer("data_seed", 0, "Of the prompts.")
+    flags.DEFINE_integer("data_seed", 0, "Of the prompts.", lower_bound=0)
     define_engine_flags()
     define_document_flag()
 

@@ -179,7 +179,7 @@ def define_flags() -> None:
     flags.DEFINE_float("scale", 0.1, "Words for a token of the trace, and tokens of replies.")
     flags.DEFINE_float("edited", 0.05, "Part of the turns that edits a reply or asks for it once more.")
     flags.DEFINE_float("target", 0.95, "Least part of the tokens that could be found.")
-    flags.DEFINE_integer("data_seed", 0, "Of lengths, words and edits.")
+    flags.DEFINE_integer("data_seed", 0, "Of lengths, words and edits.", lower_bound=0)
     flags.DEFINE_string("server_flags", _SERVER, "Of `pensieve serve`.")
     define_document_flag()
 

@@ -55,14 +55,15 @@ class Servers:
 
     Attributes:
       max_context_tokens: that a conversation may have.
+      chunk_tokens: of a page.
     """
 
     def __init__(self, profile: DeviceProfile, max_context_tokens: int) -> None:
         """Of contexts up to so many tokens."""
         self._profile = profile
         self.max_context_tokens = max_context_tokens
-        self._chunk_tokens = 32 if max_context_tokens <= _LONG_CONTEXT_TOKENS else 64
-        self._costs = cost_model(profile, self._chunk_tokens, max_context_tokens)
+        self.chunk_tokens = 32 if max_context_tokens <= _LONG_CONTEXT_TOKENS else 64
+        self._costs = cost_model(profile, self.chunk_tokens, max_context_tokens)
 
     def serve(self, name: str, memory: Memory, sessions: Sequence[Session], title: str) -> Served:
         """Until the last answer; raises ConfigError for memory that does not hold one context."""
@@ -79,12 +80,12 @@ class Servers:
         return Served(name=name, memory=memory, figures=figures(outcome, num_replicas=1))
 
     def _config(self, name: str, memory: Memory) -> EngineConfig:
-        page_bytes = self._chunk_tokens * self._profile.kv_token_bytes
+        page_bytes = self.chunk_tokens * self._profile.kv_token_bytes
         config = EngineConfig(
             cache=CacheConfig(
                 gpu_pages=memory.gpu_bytes // page_bytes,
                 cpu_pages=memory.cpu_bytes // page_bytes,
-                chunk_tokens=self._chunk_tokens,
+                chunk_tokens=self.chunk_tokens,
                 policy=FLAGS.policy,
             ),
             scheduler=SchedulerConfig(
@@ -105,7 +106,7 @@ def find_part(trace: Trace, servers: Servers, token_bytes: int) -> Part:
         return sampler.part(FLAGS.share or sampler.share_of_turns(FLAGS.max_turns), FLAGS.rate)
 
     def latency_s(sessions: Sequence[Session]) -> float:
-        memory = Memory(_gpu_bytes(sessions, token_bytes, servers.max_context_tokens), 0)
+        memory = Memory(_gpu_bytes(sessions, token_bytes, servers), 0)
         found = servers.serve(STATELESS, memory, sessions, "finding a load").figures
         return float(found["normalized_latency_s"]["mean"])
 
@@ -114,7 +115,7 @@ def find_part(trace: Trace, servers: Servers, token_bytes: int) -> Part:
 
 def measure(servers: Servers, part: Part, token_bytes: int) -> Iterator[Served]:
     """Stateless, the device alone, and both tiers from the least memory on."""
-    gpu_bytes = _gpu_bytes(part.sessions, token_bytes, servers.max_context_tokens)
+    gpu_bytes = _gpu_bytes(part.sessions, token_bytes, servers)
     hosts = [num_bytes("--cpu_bytes", text) for text in FLAGS.cpu_bytes] or host_bytes(gpu_bytes)
     systems = [(STATELESS, 0), (PENSIEVE_GPU, 0), *((PENSIEVE, cpu_bytes) for cpu_bytes in hosts)]
     for number, (name, cpu_bytes) in enumerate(systems, start=1):
@@ -122,9 +123,9 @@ def measure(servers: Servers, part: Part, token_bytes: int) -> Iterator[Served]:
         yield servers.serve(name, Memory(gpu_bytes, cpu_bytes), part.sessions, title)
 
 
-def _gpu_bytes(sessions: Sequence[Session], token_bytes: int, max_context_tokens: int) -> int:
+def _gpu_bytes(sessions: Sequence[Session], token_bytes: int, servers: Servers) -> int:
     if FLAGS.gpu_bytes is None:
-        return device_bytes(sessions, token_bytes, max_context_tokens)
+        return device_bytes(sessions, token_bytes, servers.max_context_tokens, servers.chunk_tokens)
     return num_bytes("--gpu_bytes", FLAGS.gpu_bytes)
 
 
@@ -220,7 +221,7 @@ def define_flags() -> None:
     flags.DEFINE_float("time_scale", 1.0, "Multiplies recorded arrivals and pauses.")
     flags.DEFINE_enum("policy", CacheConfig().policy, POLICIES, "Whose chunks leave first.")
     flags.DEFINE_integer("max_context_tokens", 131_072, "Conversations end before they outgrow it.")
-    flags.DEFINE_integer("seed", 0, "Of everything that is drawn.")
+    flags.DEFINE_integer("seed", 0, "Of everything that is drawn.", lower_bound=0)
     flags.DEFINE_string("plot", None, "Where the picture goes, e.g. savings.png; needs matplotlib.")
     flags.DEFINE_bool("progress", None, "Show progress bars; default: on a terminal.")
     define_document_flag()

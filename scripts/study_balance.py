@@ -22,7 +22,7 @@ from pathlib import Path
 
 from absl import flags
 from balance.loads import PROFILE
-from balance.parts import PARTS, Settings
+from balance.parts import PARTS, Settings, formats
 from balance.pictures import draw_all
 from balance.runs import UNITS, profile
 
@@ -34,14 +34,23 @@ FLAGS = flags.FLAGS
 
 
 def files() -> dict[str, Path]:
-    """By format; raises ConfigError."""
+    """By format, all that the parts go by; raises ConfigError, before hours of other loads."""
     found = {}
     for word in FLAGS.traces:
         kind, colon, path = word.partition(":")
         if not colon or not Path(path).is_file():
             raise ConfigError("--traces", word, "FORMAT:FILE of a file that exists")
         found[kind] = Path(path)
+    if missing := formats(FLAGS.parts) - found.keys():
+        raise ConfigError("--traces", ",".join(FLAGS.traces), f"with a file of {', '.join(sorted(missing))}")
     return found
+
+
+def seeds() -> list[int]:
+    """Of the flag; raises ConfigError."""
+    if not FLAGS.seeds or not all(word.isascii() and word.isdigit() for word in FLAGS.seeds):
+        raise ConfigError("--seeds", ",".join(FLAGS.seeds), "numbers from 0 on, with commas between them")
+    return [int(word) for word in FLAGS.seeds]
 
 
 def main() -> int:
@@ -49,9 +58,11 @@ def main() -> int:
     if unknown:
         raise ConfigError("--parts", ",".join(FLAGS.parts), f"among {', '.join(PARTS)}")
     out = Path(FLAGS.out)
+    if not out.is_dir():
+        raise ConfigError("--out", FLAGS.out, "a directory that exists")
     settings = Settings(
+        seeds=seeds(),
         files=files(),
-        seeds=[int(seed) for seed in FLAGS.seeds],
         say=(lambda text: print(text, flush=True)) if FLAGS.talk else (lambda text: None),
     )
     for name in FLAGS.parts:

@@ -98,6 +98,7 @@ def make_sessions(
     Raises WorkloadError for impossible or contradicting arguments, or a time that was not recorded.
     """
     _check_arguments(trace, time_scale, num_sessions, duration_s)
+    check_count("seed", seed, at_least=0)
     order_rng, arrival_rng, think_rng = np.random.default_rng(seed).spawn(3)
     arrivals = _arrivals(trace, rate_per_s, recorded, order_rng, arrival_rng)
     if rate_per_s is not None and num_sessions is None and duration_s is None:
@@ -206,11 +207,14 @@ def _recorded_arrivals(trace: Trace) -> list[tuple[float, ConversationTrace]]:
 
 def _shuffled(trace: Trace, rng: np.random.Generator) -> Iterator[ConversationTrace]:
     """All conversations in a random order, then all in another one under further ids, for ever."""
+    ids = {conversation.conversation_id for conversation in trace.conversations}
     for use in itertools.count(1):
         for index in rng.permutation(len(trace.conversations)).tolist():
             conversation = trace.conversations[index]
             if use > 1:
                 session_id = conversation.session_id and f"{conversation.session_id}@{use}"
                 conversation_id = f"{conversation.conversation_id}@{use}"
+                while conversation_id in ids:  # of its own
+                    conversation_id += "@"
                 conversation = replace(conversation, conversation_id=conversation_id, session_id=session_id)
             yield conversation

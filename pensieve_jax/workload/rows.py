@@ -3,7 +3,7 @@
 Owns: opening by name (`.gz`), decoding, and the typed access to a row's fields whose errors name the file,
 the line, the field and its limit.
 Does not know: any trace format.
-Called by: `trace` for its own files, and every module of `readers`.
+Called by: `trace` for its own files, `structures`, and every module of `readers`.
 """
 
 from __future__ import annotations
@@ -115,6 +115,10 @@ class UniqueIds:
         """No id yet."""
         self._lines: dict[str, int] = {}
 
+    def has(self, identifier: str) -> bool:
+        """Whether it has been there."""
+        return identifier in self._lines
+
     def add(self, row: Row, name: str) -> str:
         """The identifier in a field, which must not have been there before."""
         identifier = row.identifier(name)
@@ -133,9 +137,13 @@ def write_text(path: Path, text: str) -> None:
 
 def first_line(path: Path) -> str:
     """The first line that is not blank, stripped; empty for a file without one."""
+    return next(filter(None, (line.strip() for line in text_lines(path))), "")
+
+
+def text_lines(path: Path) -> Iterator[str]:
+    """The lines of a file as text, one in memory at a time; TraceError names the line that is not UTF-8."""
     with _open(path) as file:
-        lines = (_decode(path, data, line).strip() for line, data in enumerate(file, start=1))
-        return next(filter(None, lines), "")
+        yield from (_decode(path, data, line) for line, data in enumerate(file, start=1))
 
 
 def read_json(path: Path) -> Iterator[Row]:
@@ -150,16 +158,14 @@ def read_json(path: Path) -> Iterator[Row]:
 
 def read_json_lines(path: Path) -> Iterator[Row]:
     """A JSON object on every line that is not blank, one line in memory at a time."""
-    with _open(path) as file:
-        for line, data in enumerate(file, start=1):
-            text = _decode(path, data, line)
-            if not text.strip():
-                continue
-            try:
-                value = json.loads(text)
-            except (ValueError, RecursionError) as error:
-                raise _not_json(path, line, error) from error
-            yield _object_row(path, line, value)
+    for line, text in enumerate(text_lines(path), start=1):
+        if not text.strip():
+            continue
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise _not_json(path, line, error) from error
+        yield _object_row(path, line, value)
 
 
 def read_json_array(path: Path) -> Iterator[Row]:
@@ -194,21 +200,20 @@ def read_csv(path: Path) -> Iterator[Row]:
 
     Values that read as numbers are numbers, empty ones None, all others strings; ids stay as they stand.
     """
-    with _open(path) as file:
-        reader = csv.reader(_decode(path, data, line) for line, data in enumerate(file, start=1))
-        try:
-            header = next(filter(None, reader), [])
-            for values in reader:
-                if not values:
-                    continue
-                if len(values) != len(header):
-                    reason = f"has {len(values)} values, but must have {len(header)}, as the header"
-                    raise TraceError(path, reader.line_num, reason)
-                texts = dict(zip(header, values, strict=True))
-                fields = {name: _parse_value(text) for name, text in texts.items()}
-                yield Row(path, reader.line_num, fields, texts=texts)
-        except csv.Error as error:
-            raise TraceError(path, reader.line_num, f"is not CSV ({error})") from error
+    reader = csv.reader(text_lines(path))
+    try:
+        header = next(filter(None, reader), [])
+        for values in reader:
+            if not values:
+                continue
+            if len(values) != len(header):
+                reason = f"has {len(values)} values, but must have {len(header)}, as the header"
+                raise TraceError(path, reader.line_num, reason)
+            texts = dict(zip(header, values, strict=True))
+            fields = {name: _parse_value(text) for name, text in texts.items()}
+            yield Row(path, reader.line_num, fields, texts=texts)
+    except csv.Error as error:
+        raise TraceError(path, reader.line_num, f"is not CSV ({error})") from error
 
 
 @contextmanager

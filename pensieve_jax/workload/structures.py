@@ -11,19 +11,18 @@ the former it tells a mean of 24 words, at most 330, and that 99% are shorter th
 from __future__ import annotations
 
 import csv
-import gzip
 import itertools
 import re
 import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
 from pensieve_jax.workload.checks import check_count
 from pensieve_jax.workload.errors import TraceError, WorkloadError
+from pensieve_jax.workload.rows import text_lines
 
 MAX_WORDS = 330
 _MU, _SIGMA = 2.914, 0.727  # of the logarithm: a mean of 23.9, 99.0% below 100
@@ -73,6 +72,7 @@ def europarl_like(num: int, *, seed: int, at_most: int = MAX_WORDS) -> SentenceP
     """
     check_count("num", num, at_least=1)
     check_count("at_most", at_most, at_least=1)
+    check_count("seed", seed, at_least=0)
     rng = np.random.default_rng(seed)
     target = _drawn(rng, num, at_most)
     ratio = np.exp(rng.normal(_PAIR_MU, _PAIR_SIGMA, num))
@@ -94,6 +94,7 @@ def treebank_like(num: int, *, seed: int) -> list[TreeShape]:
     A node's left part has one word in 55% of the cases, else any number of them.
     """
     check_count("num", num, at_least=1)
+    check_count("seed", seed, at_least=0)
     rng = np.random.default_rng(seed)
     sizes = np.clip(np.rint(rng.normal(_LEAVES_MEAN, _LEAVES_SPREAD, num)), 2, _MOST_LEAVES).astype(int)
     return [_drawn_tree(rng, size) for size in sizes.tolist()]
@@ -128,9 +129,9 @@ def read_pairs(path: Path) -> SentencePairs:
     Raises:
       TraceError: a row is not two counts.
     """
-    with _open(path) as file:
-        reader = csv.reader(file)
-        rows, names = [], ["", ""]
+    rows, names = [], ["", ""]
+    reader = csv.reader(text_lines(path))
+    try:
         for line, row in enumerate(reader, start=1):
             if line == 1 and len(row) == 2 and not any(one.isdecimal() for one in row):
                 names = row
@@ -138,6 +139,8 @@ def read_pairs(path: Path) -> SentencePairs:
             if len(row) != 2 or not all(one.isdecimal() for one in row):
                 raise TraceError(path, line, f"{row!r} is not two counts of words")
             rows.append([max(int(one), 1) for one in row])
+    except csv.Error as error:
+        raise TraceError(path, reader.line_num, f"it is not CSV ({error})") from error
     if not rows:
         raise TraceError(path, None, "it has no line of two counts of words")
     first, second = np.array(rows).T
@@ -149,15 +152,17 @@ def read_parallel_text(source: Path, target: Path) -> SentencePairs:
     """Lengths of the lines of two files of sentences, such as Europarl's; words are what spaces separate.
 
     Raises:
-      TraceError: one has more lines than the other.
+      TraceError: one has more lines than the other, or neither has any.
     """
     lengths: list[list[int]] = [[], []]
-    with _open(source) as ones, _open(target) as others:
-        for line, pair in enumerate(itertools.zip_longest(ones, others), start=1):
-            for place, text in enumerate(pair):
-                if text is None:
-                    raise TraceError((source, target)[place], line, "it has fewer lines than the other file")
-                lengths[place].append(max(len(text.split()), 1))
+    lines = itertools.zip_longest(text_lines(source), text_lines(target))
+    for line, pair in enumerate(lines, start=1):
+        for place, text in enumerate(pair):
+            if text is None:
+                raise TraceError((source, target)[place], line, "it has fewer lines than the other file")
+            lengths[place].append(max(len(text.split()), 1))
+    if not lengths[0]:
+        raise TraceError(source, None, "it has no line, and neither has the other file")
     return SentencePairs(np.array(lengths[0]), np.array(lengths[1]))
 
 
@@ -167,12 +172,13 @@ def read_trees(path: Path) -> list[TreeShape]:
     A line has labels if it begins with a parenthesis, a number and a space.
 
     Raises:
-      TraceError: a line is no binary tree.
+      TraceError: a line is no binary tree, or there is none.
     """
-    with _open(path) as file:
-        return [
-            _tree(path, number, line.strip()) for number, line in enumerate(file, start=1) if line.strip()
-        ]
+    lines = enumerate(text_lines(path), start=1)
+    trees = [_tree(path, number, line.strip()) for number, line in lines if line.strip()]
+    if not trees:
+        raise TraceError(path, None, "it has no line of a tree")
+    return trees
 
 
 def complete_tree(num_leaves: int) -> TreeShape:
@@ -234,7 +240,3 @@ def _labelled(path: Path, number: int, line: str) -> Iterator[str]:
         place = piece.end()
         if piece.lastgroup is not None:
             yield {"word": "a word", "begin": "(", "end": ")"}[piece.lastgroup]
-
-
-def _open(path: Path) -> IO[str]:
-    return gzip.open(path, "rt") if path.suffix == ".gz" else path.open()

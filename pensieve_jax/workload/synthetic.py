@@ -91,10 +91,11 @@ def generate_trace(
     A conversation ends with the last turn that fits; a first turn that does not fit is shortened. The means
     are those of the shape as long as few conversations reach the cap. The same arguments give the same trace.
 
-    Raises WorkloadError for counts that cannot be.
+    Raises WorkloadError for counts that cannot be, or a seed below 0.
     """
     check_count("num_conversations", num_conversations)
     check_count("max_context_tokens", max_context_tokens, at_least=2)
+    check_count("seed", seed, at_least=0)
     rng = np.random.default_rng(seed)
     mean_turn_tokens = shape.prompt_tokens.mean + shape.output_tokens.mean
     max_turns = max(int(max_context_tokens / mean_turn_tokens), 1)

@@ -199,6 +199,22 @@ PARTS: dict[str, Callable[[Settings], list[Row]]] = {
     "engine": engine,
 }
 
+_LOADS: dict[str, Sequence[Load]] = {
+    "tuning": TUNING,
+    "loads": REPORTED,
+    "named": REPORTED,
+    "fronts": (MOONCAKE,),
+    "changes": (MOONCAKE, MADE),
+    "sizes": (MOONCAKE,),
+    "outline": REPORTED,
+    "engine": (MOONCAKE,),
+}
+
+
+def formats(names: Sequence[str]) -> set[str]:
+    """Of the trace files that these parts go by."""
+    return {load.format for name in names for load in _LOADS[name] if load.format is not None}
+
 
 def _runs(
     settings: Settings,

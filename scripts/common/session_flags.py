@@ -49,7 +49,7 @@ def define_session_flags() -> None:
     )
     flags.DEFINE_float("time_scale", 1.0, "Multiplies arrivals and think times; 0.1 is ten times as fast.")
     flags.DEFINE_float("mid_life_s", 1800.0, "Begin this long after the first arrivals, in a steady state.")
-    flags.DEFINE_integer("seed", 0, "Of everything that is drawn.")
+    flags.DEFINE_integer("seed", 0, "Of everything that is drawn.", lower_bound=0)
 
 
 def rates() -> list[float | None]:
@@ -93,7 +93,8 @@ def sessions(
     """Those of a run of `run_s` seconds, or of one that serves the whole trace.
 
     `seed` is `--seed` by default. `arrivals` is a trace file, whose pauses are scaled to the rate; None is a
-    Poisson process. Raises ConfigError for that file, or a workload's error.
+    Poisson process. Raises ConfigError for that file, or for a recording that ends before the run begins,
+    or a workload's error.
     """
     think = think_time()
     mid_life_s = FLAGS.mid_life_s if run_s is not None else 0.0
@@ -106,7 +107,13 @@ def sessions(
         time_scale=FLAGS.time_scale,
         duration_s=None if run_s is None else mid_life_s + run_s,
     )
-    return start_mid_life(found, at_s=mid_life_s, token_s=_MID_LIFE_TOKEN_S) if mid_life_s else found
+    if not mid_life_s:
+        return found
+    started = start_mid_life(found, at_s=mid_life_s, token_s=_MID_LIFE_TOKEN_S)
+    if rate is None and not started:
+        hint = "0 begins with its first arrival"
+        raise ConfigError("--mid_life_s", mid_life_s, f"less than {trace.name} lasts", hint)
+    return started
 
 
 @functools.cache  # one file for all rates

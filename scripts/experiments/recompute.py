@@ -40,7 +40,9 @@ def cost_points(profile: DeviceProfile, chunk_tokens: int, max_context_tokens: i
 
 def cost_model(profile: DeviceProfile, chunk_tokens: int, max_context_tokens: int) -> CostModel:
     """`Cost(l)` of a simulated device: what `retention` goes by there, and what everybody is judged by."""
-    return MeasuredCostModel(cost_points(profile, chunk_tokens, max_context_tokens))
+    # A curve has two points, of whatever context; those of a few tokens lie within its first chunk.
+    points = cost_points(profile, chunk_tokens, max(max_context_tokens, 2 * chunk_tokens))
+    return MeasuredCostModel(points)
 
 
 class RecomputeSeconds:

@@ -15,6 +15,7 @@ from pensieve_jax.workload import Session
 _GPU_BYTES = 40_000_000_000  # for KV state, as in the paper; a trace may need less
 _GPU_SHARE = 1 / 8  # of the state of all conversations
 _LEAST_CONTEXTS = 1.25  # of the longest, which a part of the trace need not hold
+_LEAST_PAGES = 2  # of any engine
 _HOST_TIMES_GPU = (1, 2, 4)
 
 
@@ -41,9 +42,16 @@ def state_tokens(sessions: Sequence[Session]) -> int:
     return sum(session.conversation.num_tokens for session in sessions)
 
 
-def device_bytes(sessions: Sequence[Session], token_bytes: int, max_context_tokens: int) -> int:
-    """What the paper's machine has, or an eighth of all state if that is less, for a context at least."""
-    least, enough = _LEAST_CONTEXTS * max_context_tokens, _GPU_SHARE * state_tokens(sessions)
+def device_bytes(
+    sessions: Sequence[Session], token_bytes: int, max_context_tokens: int, page_tokens: int
+) -> int:
+    """What the paper's machine has, or an eighth of all state if that is less, for a context at least.
+
+    A context takes whole pages of `page_tokens`, which of a short one are more than its share.
+    """
+    num_pages = max(-(-max_context_tokens // page_tokens), _LEAST_PAGES)
+    least = max(_LEAST_CONTEXTS * max_context_tokens, num_pages * page_tokens)
+    enough = _GPU_SHARE * state_tokens(sessions)
     return _rounded(max(least * token_bytes, min(enough * token_bytes, _GPU_BYTES)))
 
 

@@ -106,7 +106,7 @@ def answer(served: Sequence[Served]) -> str:
     most_s = max(one.saved(stateless)["saved_gpu_s"] for one in served)
     best = next(one for one in served if one.saved(stateless)["saved_gpu_s"] >= _NEARLY * most_s)
     if best is stateless:
-        return "State saves nothing here: no turn has a history, or all of it is lost before it returns."
+        return _nothing(served)
     saved = best.saved(stateless)
     latency = [1e3 * one.figures["normalized_latency_s"]["mean"] for one in (stateless, best)]
     return (
@@ -114,6 +114,19 @@ def answer(served: Sequence[Served]) -> str:
         f"With it, keeping state saves {saved['saved_prefill_share']:.0%} of the prefilled tokens "
         f"and {saved['saved_gpu_share']:.0%} of the GPU's time ({saved['saved_gpu_s']:,.0f} s); "
         f"a token takes {latency[1]:.1f} ms on average instead of {latency[0]:.1f}."
+    )
+
+
+def _nothing(served: Sequence[Served]) -> str:
+    """Why no system needs less of the GPU's time; tokens may be saved all the same."""
+    stateless = served[0]
+    shares = [one.saved(stateless)["saved_prefill_share"] for one in served]
+    if not max(shares) > 0:
+        return "State saves nothing here: no turn has a history, or all of it is lost before it returns."
+    best = served[shares.index(max(shares))]
+    return (
+        f"State saves none of the GPU's time here. "
+        f"With {best.memory} it saves {max(shares):.0%} of the prefilled tokens."
     )
 
 

@@ -142,3 +142,12 @@ def test_refuses(launch, flags, says):
 def test_refuses_rates_that_are_none(launch):
     with pytest.raises(WorkloadError, match="rate_per_s"):
         launch("simulate", shared_llm=False, **SMALL | {"rates": "0"})
+
+
+def test_a_recording_that_ends_before_the_run_begins_is_refused(launch, tmp_path):
+    """The run begins in mid-life, half an hour on by default: a short trace gave a table of zeros."""
+    path = tmp_path / "short.csv"
+    path.write_text("prompt_tokens,output_tokens,time_s\n9,1,0\n9,1,60\n")
+    values = {"trace": path, "recorded_arrivals": "true", "progress": "false"}
+    with pytest.raises(ConfigError, match=r"--mid_life_s is 1800.0, but must be less than short.csv lasts"):
+        launch("simulate", shared_llm=False, **values)

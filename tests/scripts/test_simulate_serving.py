@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
+from absl import flags
 
 from pensieve_jax import ConfigError
 from pensieve_jax.config import NUM_BUCKETS_GPU
@@ -98,6 +100,26 @@ def test_a_part_without_the_longest_conversation_has_memory_for_it(simulate_serv
     assert "served: 9.68% of them: 3 conversations, 9 turns" in out, "the long one is not among them"
 
 
+def test_a_recording_may_begin_at_any_time(simulate_serving, mooncake):
+    """Of the end of a recording, the time before it was counted: the GPU stood idle, and loads were light."""
+    _, whole = simulate_serving(trace=mooncake, share=1.0)
+    lines = [json.loads(line) for line in mooncake.read_text().splitlines()]
+    late = [line | {"timestamp": line["timestamp"] + 100_000_000} for line in lines]
+    mooncake.write_text("".join(json.dumps(line) + "\n" for line in late))
+    _, shifted = simulate_serving(trace=mooncake, share=1.0)
+    busy = [found["results"]["systems"][0]["device_busy"] for found in (whole, shifted)]
+    assert busy[1] == pytest.approx(busy[0], rel=0.02)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 33, 100])
+def test_memory_is_chosen_for_short_conversations(simulate_serving, tmp_path, num_tokens):
+    """1.25 contexts of 100 tokens are three whole pages of 32, one too few: nothing was served."""
+    path = tmp_path / "short.csv"
+    path.write_text(f"prompt_tokens,output_tokens,time_s\n{num_tokens - 1},1,0\n1,1,1\n")
+    _, document = simulate_serving(trace=path)
+    assert {one["num_requests"] for one in document["results"]["systems"]} == {2}
+
+
 def test_how_much_of_the_trace_is_served_is_said_in_words(simulate_serving, mooncake, monkeypatch):
     """A share of 1.0 was printed as "served: 1 of them"."""
     titles = []
@@ -166,6 +188,18 @@ def test_the_advice_says_why_that_memory_and_what_latencies_are_worth():
     assert "one GPU busy for 60% of the time" in busy and "latencies" not in busy
 
 
+def test_tokens_that_save_no_time_are_not_called_lost_histories():
+    """Of short histories all may be found, and steps take as long as without: that was said to be nothing."""
+    savings = load("simulation.savings")
+    stateless, *kept = served(busy=0.5)
+    kept = [dataclasses.replace(one, figures={**one.figures, "device_busy_s": 100.1}) for one in kept]
+    told = savings.answer([stateless, *kept])
+    assert told.startswith("State saves none of the GPU's time here")
+    assert told.endswith("With 1 GB device + 2 GB host it saves 75% of the prefilled tokens.")
+    lost = [dataclasses.replace(one, figures={**stateless.figures, "device_busy_s": 100.1}) for one in kept]
+    assert savings.answer([stateless, *lost]).startswith("State saves nothing here: no turn has a history")
+
+
 def test_memory_share_and_rate_can_be_given(simulate_serving, mooncake):
     flags = {"gpu_bytes": "2GB", "cpu_bytes": "1GB,4GB", "share": 0.5, "rate": 2.0, "seed": 3}
     out, document = simulate_serving(trace=mooncake, **flags)
@@ -229,6 +263,13 @@ def test_the_part_is_the_largest_that_is_answered_in_time():
 def test_refuses(launch, mooncake, flags, says):
     with pytest.raises(ConfigError, match=says):
         launch("simulate_serving", shared_llm=False, **QUIET | {"trace": mooncake} | flags)
+
+
+@pytest.mark.parametrize("script", ["simulate", "simulate_serving"])
+def test_a_seed_below_0_is_refused_by_name(launch, mooncake, script):
+    """It was a traceback of numpy's."""
+    with pytest.raises(flags.IllegalFlagValueError, match=r"--seed=-1: -1 is not a non-negative integer"):
+        launch(script, shared_llm=False, trace=mooncake, seed=-1)
 
 
 def test_says_that_nothing_was_answered_in_time(simulate_serving, mooncake):

@@ -63,3 +63,20 @@ def test_ratios_are_of_the_same_seed():
 def test_refuses_a_trace_that_was_not_given():
     with pytest.raises(ConfigError, match="--traces"):
         loads.MOONCAKE.sessions({}, loads.NEAR, 8, 0)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"seeds": "0,x"}, "--seeds is '0,x', but must be numbers from 0 on"),
+        ({"seeds": "-1"}, "--seeds is '-1', but must be numbers from 0 on"),
+        ({"out": "/nowhere"}, "--out is '/nowhere', but must be a directory that exists"),
+        ({}, "--traces is '', but must be with a file of agent-sessions, burstgpt, mooncake"),
+        ({"parts": "tuning"}, "--traces is '', but must be with a file of mooncake"),
+    ],
+)
+def test_refuses_before_anything_runs(launch, monkeypatch, tmp_path, values, says):
+    """A seed was a traceback; a trace was missed after loads that are made, a directory after them all."""
+    monkeypatch.setattr(study, "PARTS", dict.fromkeys(parts.PARTS, lambda settings: pytest.fail("it runs")))
+    with pytest.raises(ConfigError, match=says):
+        launch("study_balance", shared_llm=False, **{"out": tmp_path, "parts": "loads"} | values)

@@ -103,6 +103,13 @@ def test_every_conversation_is_used_before_one_is_used_again():
     assert [i.removesuffix("@2") for i in ids[10:20]] != ids[:10]
 
 
+def test_an_id_that_looks_like_a_second_use_is_nobody_elses():
+    """Two sessions had one id, and one of them was lost."""
+    trace = Trace("t", (conversation("a", (1, 1)), conversation("a@2", (1, 1))))
+    sessions = make_sessions(trace, rate_per_s=1, think=THINK, seed=0, num_sessions=8)
+    assert len({session.conversation.conversation_id for session in sessions}) == 8
+
+
 @given(traces(min_conversations=1, arrivals=True), seeds)
 def test_recorded_arrivals_belong_to_their_conversations(trace, seed):
     sessions = make_sessions(trace, recorded=trace, think=THINK, seed=seed)
@@ -153,6 +160,7 @@ def test_pauses_begin_elsewhere_with_another_seed():
         ({"recorded": TRACE}, "arrival_s of conversation '0' of 't'"),
         ({"rate_per_s": 1, "time_scale": 0}, "time_scale"),
         ({"rate_per_s": 1, "num_sessions": 0}, "num_sessions"),
+        ({"rate_per_s": 1, "seed": -1}, "seed"),
         ({"rate_per_s": 1, "duration_s": -1}, "duration_s"),
         ({"rate_per_s": 1, "think": RecordedThink()}, "think_s of turn 1 of conversation '"),
     ],

@@ -185,3 +185,13 @@ def test_texts_need_a_tokenizer_and_formats_a_name(tmp_path):
         read_trace(path, format="vllm")
     with pytest.raises(WorkloadError, match="format is 'csv', but must be one of pensieve, sharegpt"):
         read(path, "csv")
+
+
+@pytest.mark.parametrize("ids", [["a", "a", "a#2"], ["a#2", "a", "a"], ["line 2", None, "x"]])
+def test_ids_that_look_like_numbered_ones_are_told_apart(tmp_path, ids):
+    """The whole file was refused, without a line."""
+    chat = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]
+    rows = ({"conversations": chat} | ({} if one is None else {"id": one}) for one in ids)
+    path = write_lines(tmp_path / "a.jsonl", *rows)
+    trace = read_trace(path, format="sharegpt", count_tokens=count_words)
+    assert len(trace.conversations) == 3

@@ -230,11 +230,32 @@ def test_lengths_are_single_turns_without_times(tmp_path):
     assert trace.conversations[0].arrival_s is None
 
 
+def test_a_row_without_an_id_is_no_turn_of_a_conversation_of_that_number(tmp_path):
+    """The second row of a file was appended to the conversation whose id is 1."""
+    text = "conversation_id,prompt_tokens,output_tokens\n1,10,20\n,30,40\n1,5,6\n"
+    trace = read_trace(write(tmp_path / "l.csv", text), format="lengths")
+    assert lengths_of(trace) == [[(10, 20), (5, 6)], [(30, 40)]]
+    assert [one.conversation_id for one in trace.conversations] == ["1", "1#"]
+    whole = write_lines(tmp_path / "l.jsonl", {"id": "1", "turns": [[1, 2]]}, {"turns": [[3, 4]]})
+    trace = read_trace(whole, format="lengths")
+    assert [one.conversation_id for one in trace.conversations] == ["1", "1#"]
+
+
+def test_lengths_by_the_wall_clock_arrive_from_the_earliest_on(tmp_path):
+    """Seconds since 1970 were arrivals: a run of ten minutes had nobody, and a GPU stood idle for decades."""
+    rows = ["b,1,2,1700000009", "a,3,4,1700000000", "a,5,6,1700000004"]
+    text = "\n".join(["conversation_id,prompt_tokens,output_tokens,time_s", *rows])
+    trace = read_trace(write(tmp_path / "l.csv", text), format="lengths")
+    assert [(one.conversation_id, one.arrival_s) for one in trace.conversations] == [("b", 9), ("a", 0)]
+    assert [turn.gap_s for turn in trace.conversations[1].turns] == [None, 4]
+
+
 GOOD = {
     "mooncake": mooncake(5, 10, 10, [0]),
     "bailian": bailian(1, -1, 5),
     "burstgpt": burstgpt("x", (None, 1, 1)),
     "agent-sessions": agent_session(agent(1, 10, 10, 0)),
+    "lengths": {"id": "x", "turns": [[1, 2]]},
 }
 
 
@@ -270,6 +291,12 @@ GOOD = {
             "requests[1].t is 4",
         ),
         ("agent-sessions", GOOD["agent-sessions"], "id is 's', but must be unique in the file"),
+        ("lengths", {"turns": [[True, 2]]}, "turns is [[True, 2]], but must be a list of [prompt, output]"),
+        (
+            "lengths",
+            {"conversation_id": "x", "prompt_tokens": 1, "output_tokens": 1},
+            "conversation_id is 'x', but must be another one than the id of a row of all turns",
+        ),
     ],
 )
 def test_a_bad_line_is_refused_by_name(tmp_path, format, bad, reason):

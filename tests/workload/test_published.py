@@ -143,7 +143,7 @@ def test_lengths_of_turns_and_of_conversations(tmp_path, name, text):
     trace = read_trace(path, format=guess_format(path))
     assert lengths_of(trace) == LENGTHS
     if name.startswith("a"):
-        assert [c.arrival_s for c in trace.conversations] == [5, 6]
+        assert [c.arrival_s for c in trace.conversations] == [0, 1]
         assert [t.gap_s for t in trace.conversations[0].turns] == [None, 60.5]
 
 

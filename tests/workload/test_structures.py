@@ -154,3 +154,45 @@ def test_trees_are_as_large_and_as_deep_as_the_treebanks():
         if 18 <= tree.num_leaves <= 20:
             heights.append(height[-1])
     assert np.mean(heights) == pytest.approx(10.1, abs=0.6)
+
+
+@pytest.mark.parametrize("make", [europarl_like, treebank_like])
+def test_a_seed_below_0_is_refused_by_name(make):
+    """It was numpy's own error, without a name."""
+    with pytest.raises(WorkloadError, match="seed is -1, but must be an int of at least 0"):
+        make(3, seed=-1)
+
+
+def _of_two(path):
+    return read_parallel_text(path, path)
+
+
+@pytest.mark.parametrize("read", [read_pairs, read_trees, _of_two])
+@pytest.mark.parametrize(
+    ("name", "data", "says"),
+    [
+        ("latin.csv", b"4,5\n\xff,3\n", "line 2: is not UTF-8"),
+        ("torn.csv.gz", b"no archive", "is not a whole gzip archive"),
+        ("empty.csv", b"", "it has no line"),
+    ],
+)
+def test_what_is_no_text_is_refused_by_file(tmp_path, read, name, data, says):
+    """It was a traceback of a codec, of gzip, or of numpy, which drew from nothing."""
+    path = tmp_path / name
+    path.write_bytes(data if read is not read_trees else data.replace(b"4,5", b"(a,b)"))
+    with pytest.raises(TraceError, match=rf"{name}.*{says}"):
+        read(path)
+
+
+def test_lines_that_end_in_returns_alone_are_no_csv(tmp_path):
+    path = tmp_path / "old.csv"
+    path.write_bytes(b"12,13\r5,6\r")
+    with pytest.raises(TraceError, match=r"old\.csv, line 1: it is not CSV"):
+        read_pairs(path)
+
+
+def test_a_mark_at_the_beginning_is_no_part_of_a_count(tmp_path):
+    """Spreadsheets write one before a CSV in UTF-8: the first pair was refused."""
+    path = tmp_path / "pairs.csv"
+    path.write_bytes(b"\xef\xbb\xbf12,13\r\n5,6\r\n")
+    assert read_pairs(path).source.tolist() == [12, 5]

@@ -73,6 +73,7 @@ def test_lengths_have_their_mean(mean, sigma):
         (lambda: Lengths(1, 1), "mean"),
         (lambda: Lengths(2, 0), "sigma"),
         (lambda: generate_trace(SHAREGPT, num_conversations=0, seed=0), "num_conversations"),
+        (lambda: generate_trace(SHAREGPT, num_conversations=1, seed=-1), "seed"),
         (
             lambda: generate_trace(SHAREGPT, num_conversations=1, seed=0, max_context_tokens=1),
             "max_context_tokens",

@@ -83,6 +83,7 @@ def _read(
     on_skip: OnSkip | None,
 ) -> Conversations:
     num_uses: dict[str, int] = {}
+    names: set[str] = set()
     for row in rows:
         turns = _turns(messages_of(row), count_tokens)
         if not turns:
@@ -92,7 +93,11 @@ def _read(
         # Public files give some ids twice, or none: the line stands in, and repeats are numbered.
         conversation_id = row.identifier("id") if row.has("id") else f"line {row.line}"
         num_uses[conversation_id] = uses = num_uses.get(conversation_id, 0) + 1
-        yield ConversationTrace(conversation_id if uses == 1 else f"{conversation_id}#{uses}", turns)
+        name = conversation_id if uses == 1 else f"{conversation_id}#{uses}"
+        while name in names:  # a name that was made, or an id that looks like one
+            name += "#"
+        names.add(name)
+        yield ConversationTrace(name, turns)
 
 
 def _turns(messages: Iterable[Message], count_tokens: CountTokens) -> tuple[TurnTrace, ...]:
