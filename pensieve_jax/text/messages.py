@@ -49,6 +49,6 @@ def _check_message(message: object, field: str) -> Message:
         raise InvalidRequestError(
             f"{field}.content", message["content"], "text that UTF-8 can hold, without lone surrogates"
         ) from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(field, message, f"made of JSON values ({error})") from error
     return copied
