@@ -208,7 +208,7 @@ def read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"no {path.name} in {path.parent}; is this a model directory?") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not readable JSON: {error}") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} must hold a JSON object, found {type(values).__name__}")

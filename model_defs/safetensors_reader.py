@@ -126,7 +126,7 @@ def read_header(path: Path) -> list[TensorEntry]:
         header = json.loads(raw)
         header.pop("__metadata__", None)
         return [_entry(path, name, spec, 8 + header_bytes, file_bytes) for name, spec in header.items()]
-    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} has a damaged safetensors header: {error!r}") from error
 
 

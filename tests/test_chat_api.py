@@ -282,3 +282,15 @@ def test_the_last_part_of_a_transcript_is_refused_as_well(monkeypatch: pytest.Mo
         llm.chat([*transcript[4:], user("four")], PARAMS, conversation_id="a")
     example = [user("two"), assistant("another reply"), user("four")]
     assert llm.chat(example, PARAMS, conversation_id="a").finish_reason == "length"
+
+
+def test_what_json_cannot_hold_is_an_error_of_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    llm, _ = fake_llm(monkeypatch)
+    values: list[Any] = [deep, 10**5000, b"x", float("nan")]
+    for value in values:
+        with pytest.raises(InvalidRequestError, match=r"messages\[1\] is .* made of JSON values"):
+            llm.chat([user("hi"), {**user("you"), "also": value}], PARAMS, conversation_id="a")
+    assert llm.conversations() == []

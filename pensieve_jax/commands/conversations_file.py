@@ -19,12 +19,14 @@ import dataclasses
 import difflib
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pensieve_jax import InvalidRequestError, SamplingParams
+from pensieve_jax.core.utf8 import is_utf8
 from pensieve_jax.text import Message, check_messages
 
 _USER = "U"
@@ -80,10 +82,10 @@ def read_conversations(path: str, defaults: SamplingParams) -> list[InputConvers
                     "conversation_id", one.conversation_id, f"unlike that of line {first}"
                 )
             conversations.append(one)
-        except json.JSONDecodeError as error:
-            problems.append((number, f"not JSON: {error}"))
         except (InvalidRequestError, UnicodeDecodeError) as error:
             problems.append((number, str(error)))
+        except (ValueError, RecursionError) as error:  # a number of 5,000 digits, a thousand brackets
+            problems.append((number, f"not JSON: {error}"))
     if not conversations and not problems:
         problems.append((1, "the file has no conversations"))
     if problems:
@@ -93,18 +95,23 @@ def read_conversations(path: str, defaults: SamplingParams) -> list[InputConvers
 
 def _lines(path: str) -> Iterator[tuple[int, bytes]]:
     opener = gzip.open if path.endswith(".gz") else Path.open
-    with opener(Path(path), "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield number, line
+    try:
+        with opener(Path(path), "rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, line
+    except (EOFError, zlib.error) as error:  # what else is no archive is an OSError
+        raise OSError(f"it is not a whole gzip archive: {error}") from error
 
 
 def _conversation(value: Any, number: int, defaults: SamplingParams) -> InputConversation:
     if not isinstance(value, dict):
         raise InvalidRequestError("line", value, "a JSON object with the key turns")
     conversation_id = value.get("conversation_id", value.get("id", f"line-{number}"))
-    if not isinstance(conversation_id, str) or not conversation_id or "\0" in conversation_id:
-        raise InvalidRequestError("conversation_id", conversation_id, "a non-empty string without NUL")
+    is_name = isinstance(conversation_id, str) and conversation_id != "" and "\0" not in conversation_id
+    if not is_name or not is_utf8(conversation_id):
+        limit = "a non-empty string that UTF-8 can hold, without NUL"
+        raise InvalidRequestError("conversation_id", conversation_id, limit)
     _check_keys(value, {"conversation_id", "id", "turns", *_ABOUT}, "")
     given = value.get("turns")
     if not isinstance(given, list):

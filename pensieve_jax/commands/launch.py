@@ -47,6 +47,7 @@ def check_can_write(flag: str, path: Path) -> None:
 
 def until_reader_leaves(work: Callable[[], int]) -> int:
     """Do `work` and return its status; when whoever reads the output has gone, end it without a word."""
+    _replace_closed_streams()
     try:
         status = work()
         sys.stdout.flush()
@@ -55,6 +56,13 @@ def until_reader_leaves(work: Callable[[], int]) -> int:
         # Python flushes once more at exit: that must find a reader.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_NO_READER
+
+
+def _replace_closed_streams() -> None:
+    """Let the null device stand for what was closed at the start (`>&-`): Python has None there."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))  # open to the end
 
 
 def show(text: str) -> int:

@@ -38,7 +38,18 @@ __all__ = [
 ]
 
 
-_SHORT = reprlib.Repr(maxstring=100)
+class _Short(reprlib.Repr):
+    """Values as messages show them."""
+
+    def repr_int(self, value: int, level: int) -> str:
+        """Python refuses to write out a number of more than 4,300 digits."""
+        try:
+            return super().repr_int(value, level)
+        except ValueError:
+            return f"a number of {value.bit_length()} bits"
+
+
+_SHORT = _Short(maxstring=100)
 
 
 class PensieveError(Exception):

@@ -124,7 +124,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(_read_text(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(str(path), "unreadable", f"JSON ({error})", "fetch the checkpoint again") from error
     if not isinstance(value, dict):
         raise ConfigError(str(path), value, "a JSON object", "fetch the checkpoint again")

@@ -50,6 +50,14 @@ def test_compressed(tmp_path):
     assert len(conversations_file.read_conversations(str(path), DEFAULTS)) == 1
 
 
+@pytest.mark.parametrize("harm", [lambda data: data[:-12], lambda data: data[:12] + b"x" * 80])
+def test_a_compressed_file_that_is_not_whole_cannot_be_read(tmp_path, harm):
+    path = tmp_path / "in.jsonl.gz"
+    path.write_bytes(harm(gzip.compress(b'{"turns": [{"prompt": "x"}]}\n' * 100)))
+    with pytest.raises(OSError, match="not a whole gzip archive"):
+        conversations_file.read_conversations(str(path), DEFAULTS)
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
@@ -80,6 +88,9 @@ def test_compressed(tmp_path):
         ({"turns": [{"prompt": "x", "stop": 5}]}, r"turns\[0\].stop is 5"),
         ({"turns": [{"messages": [{"role": "user"}]}]}, r"turns\[0\].messages\[0\].content"),
         ({"conversation_id": 7, "turns": [{"prompt": "x"}]}, "conversation_id is 7"),
+        ({"conversation_id": "\ud800", "turns": [{"prompt": "x"}]}, "conversation_id is .* UTF-8 can hold"),
+        ('{"turns": [{"prompt": [' + "1" * 5000 + "]}]}", "not JSON: .* 5000 digits"),
+        ('{"turns": ' + "[" * 100_000, "not JSON: .* recursion"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, reason):

@@ -252,6 +252,11 @@ def test_sampling_parameters_that_cannot_be(field, value):
     assert caught.value.field.startswith(field) and str(caught.value.limit) in str(caught.value)
 
 
+def test_a_number_that_python_does_not_write_out_is_refused_like_others():
+    with pytest.raises(InvalidRequestError, match="max_tokens is a number of 16610 bits, but must be"):
+        SamplingParams(max_tokens=10**5000)
+
+
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [

@@ -252,9 +252,10 @@ def test_null_is_the_default_of_a_number() -> None:
 def test_files(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no config\.json in"):
         load_config(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"config\.json is not readable JSON"):
-        load_config(tmp_path)
+    for text in ("{", "[" * 100_000, "[" + "1" * 5000 + "]"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"config\.json is not readable JSON"):
+            load_config(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(CheckpointError, match="must hold a JSON object, found list"):
         load_config(tmp_path)

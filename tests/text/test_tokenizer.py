@@ -161,6 +161,7 @@ def test_vocab_and_merges_stand_in_for_tokenizer_json(tmp_path):
         {"vocab__json": "[]", "merges__txt": "a b"},
         {"tokenizer_config__json": "nonsense"},
         {"tokenizer_config__json": "[1]"},
+        {"tokenizer_config__json": "[" * 100_000},
     ],
 )
 def test_unreadable_files_are_named(tmp_path, files):
