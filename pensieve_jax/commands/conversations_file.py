@@ -108,8 +108,7 @@ def _conversation(value: Any, number: int, defaults: SamplingParams) -> InputCon
     if not isinstance(value, dict):
         raise InvalidRequestError("line", value, "a JSON object with the key turns")
     conversation_id = value.get("conversation_id", value.get("id", f"line-{number}"))
-    is_name = isinstance(conversation_id, str) and conversation_id != "" and "\0" not in conversation_id
-    if not is_name or not is_utf8(conversation_id):
+    if not isinstance(conversation_id, str) or not _is_name(conversation_id):
         limit = "a non-empty string that UTF-8 can hold, without NUL"
         raise InvalidRequestError("conversation_id", conversation_id, limit)
     _check_keys(value, {"conversation_id", "id", "turns", *_ABOUT}, "")
@@ -120,6 +119,10 @@ def _conversation(value: Any, number: int, defaults: SamplingParams) -> InputCon
     if not turns:
         raise InvalidRequestError("turns", given, "a list with at least one turn of a user")
     return InputConversation(conversation_id, tuple(turns), number)
+
+
+def _is_name(conversation_id: str) -> bool:
+    return conversation_id != "" and "\0" not in conversation_id and is_utf8(conversation_id)
 
 
 def _check_keys(value: dict[str, Any], known: set[str], where: str) -> None:
