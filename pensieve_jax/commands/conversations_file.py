@@ -108,8 +108,8 @@ def _conversation(value: Any, number: int, defaults: SamplingParams) -> InputCon
     if not isinstance(value, dict):
         raise InvalidRequestError("line", value, "a JSON object with the key turns")
     conversation_id = value.get("conversation_id", value.get("id", f"line-{number}"))
-    is_name = isinstance(conversation_id, str) and conversation_id != "" and "\0" not in conversation_id
-    if not is_name or not is_utf8(conversation_id):
+    is_text = isinstance(conversation_id, str) and is_utf8(conversation_id)
+    if not is_text or not conversation_id or "\0" in conversation_id:
         limit = "a non-empty string that UTF-8 can hold, without NUL"
         raise InvalidRequestError("conversation_id", conversation_id, limit)
     _check_keys(value, {"conversation_id", "id", "turns", *_ABOUT}, "")
