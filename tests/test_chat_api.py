@@ -294,3 +294,15 @@ def test_what_json_cannot_hold_is_an_error_of_the_message(monkeypatch: pytest.Mo
         with pytest.raises(InvalidRequestError, match=r"messages\[1\] is .* made of JSON values"):
             llm.chat([user("hi"), {**user("you"), "also": value}], PARAMS, conversation_id="a")
     assert llm.conversations() == []
+
+
+@pytest.mark.parametrize("beside", [{"name": "\ud800"}, {"\ud800": "x"}, {"name": ["x", {"y": "\udfff"}]}])
+def test_no_part_of_a_message_holds_half_a_character(
+    monkeypatch: pytest.MonkeyPatch, beside: dict[str, Any]
+) -> None:
+    """A template may write any part, and neither a tokenizer nor the way to another process takes that."""
+    llm, _ = fake_llm(monkeypatch)
+    with pytest.raises(InvalidRequestError, match=r"messages\[0\] is .* UTF-8 can hold"):
+        llm.chat([{**user("hi"), **beside}], PARAMS, conversation_id="a")
+    with pytest.raises(InvalidRequestError, match=r"messages\[0\].content is .* UTF-8 can hold"):
+        llm.chat([{**user("\ud800"), **beside}], PARAMS, conversation_id="a")

@@ -263,7 +263,8 @@ class Chat:
         if not turns:
             self._say(NO_TURNS)
             return
-        if not argument.isdecimal() or int(argument) > len(turns):
+        # So many digits at most, since Python makes no number of 5,000.
+        if not argument.isdecimal() or len(argument) > 20 or int(argument) > len(turns):
             self._say(f"/truncate takes the number of turns to keep, from 0 to {len(turns)}")
             return
         kept = turns[: int(argument)]

@@ -50,16 +50,17 @@ def finished_turns(llm: LLM, conversations: Sequence[InputConversation]) -> dict
 
 
 def read_output(path: Path) -> Iterator[Line]:
-    """Lines of an earlier run; one that was cut short is left out."""
+    """Lines of an earlier run; what else is there, as one that was cut short, is left out."""
     if not path.exists():
         return
     for text in path.read_bytes().split(b"\n"):
         try:
             line = json.loads(text)
-            if isinstance(line, dict) and {"conversation_id", "turn", "token_ids"} <= line.keys():
-                yield line
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
+        kinds = {"conversation_id": str, "turn": int, "token_ids": list}
+        if isinstance(line, dict) and all(isinstance(line.get(key), kind) for key, kind in kinds.items()):
+            yield line
 
 
 def partial_path(path: Path) -> Path:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from pensieve_jax.core.errors import InvalidRequestError
+from pensieve_jax.core.utf8 import is_utf8
 
 type Message = Mapping[str, Any]
 """A JSON object with at least `role` (one of `ROLES`) and `content` (a string)."""
@@ -43,12 +44,14 @@ def _check_message(message: object, field: str) -> Message:
         raise InvalidRequestError(f"{field}.role", message["role"], f"one of {', '.join(ROLES)}")
     try:
         # A deep copy by way of what the history can hold: later changes by the caller must not reach it.
-        copied: dict[str, Any] = json.loads(json.dumps(dict(message), allow_nan=False, ensure_ascii=False))
-        message["content"].encode()
+        text = json.dumps(dict(message), allow_nan=False, ensure_ascii=False)
+        text.encode()
+        copied: dict[str, Any] = json.loads(text)
     except UnicodeEncodeError as error:
-        raise InvalidRequestError(
-            f"{field}.content", message["content"], "text that UTF-8 can hold, without lone surrogates"
-        ) from error
+        of_content = not is_utf8(message["content"])
+        name, value = (f"{field}.content", message["content"]) if of_content else (field, message)
+        limit = "text that UTF-8 can hold, without lone surrogates"
+        raise InvalidRequestError(name, value, limit) from error
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(field, message, f"made of JSON values ({error})") from error
     return copied

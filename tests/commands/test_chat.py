@@ -56,6 +56,7 @@ def test_truncate_and_regenerate(chat, llm, text):
     before = llm.history(chat.conversation_id).turns
     assert "from 0 to 3" in said(chat, text, "/truncate 4")
     assert "from 0 to 3" in said(chat, text, "/truncate")
+    assert "from 0 to 3" in said(chat, text, "/truncate " + "1" * 5000)
     assert "kept 2 turns" in said(chat, text, "/truncate 2")
     said(chat, text, "/regenerate")
     after = llm.history(chat.conversation_id).turns

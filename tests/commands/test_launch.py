@@ -170,12 +170,13 @@ def test_what_libraries_do_is_shown_on_demand(starts, flag, shown):
 def test_a_stream_that_was_closed_is_done_without(number):
     """As `>&-` has it: Python sets None for it, which has neither `flush` nor `isatty`."""
     code = (
-        "import sys; from pensieve_jax.commands.launch import run, until_reader_leaves\n"
+        "import sys; from pensieve_jax.commands.launch import until_reader_leaves\n"
         "def main(): print('said', sys.stdin.isatty(), sys.stderr.isatty(), file=sys.stdout); return 3\n"
         "sys.exit(until_reader_leaves(main))"
     )
-    closed = start(
-        "-c", code, preexec_fn=lambda: os.close(number), stdout=subprocess.PIPE, stdin=subprocess.DEVNULL
+    closing = (
+        f"import os, sys; os.close({number}); os.execv(sys.executable, [sys.executable, '-c', {code!r}])"
     )
+    closed = start("-c", closing, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
     assert (closed.returncode, closed.stderr) == (3, "")
     assert closed.stdout == ("" if number == 1 else "said False False\n")
