@@ -7,7 +7,7 @@ Called by everything in model_defs, and by the engine for lengths and special to
 
 import dataclasses
 import json
-import math
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,7 +35,8 @@ def _check_kinds(config: Any, prefix: str = "") -> None:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if field.type is float and not (is_number and math.isfinite(value)):
+        # Not math.isfinite, which is no more able to make a float of an int of 400 digits.
+        if field.type is float and not (is_number and abs(value) <= sys.float_info.max):
             raise UnsupportedModelError(f"{prefix}{field.name}={value!r} must be a finite number")
         if field.type is bool and not isinstance(value, bool):
             raise UnsupportedModelError(f"{prefix}{field.name}={value!r} must be true or false")
@@ -125,7 +126,7 @@ class ModelConfig:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             least = 0 if field.name == "word_embed_dim" else 1
-            if field.type is int and (not isinstance(value, int) or value < least):
+            if field.type is int and (type(value) is not int or value < least):
                 raise UnsupportedModelError(f"{field.name}={value!r} must be a positive integer")
         for name in ("bos_token_id", "sliding_window"):
             value = getattr(self, name)

@@ -42,7 +42,7 @@ from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, json_line, print_document
 from pensieve_jax.config import POLICIES
 from pensieve_jax.simulator import DeviceProfile, Scenario, figures, simulate
-from pensieve_jax.workload import FORMATS, Session, Trace, cap_context
+from pensieve_jax.workload import FORMATS, Session, Trace, cap_context, from_first_arrival
 from pensieve_jax.workload import UNITS as SIMULATOR_UNITS
 
 FLAGS = flags.FLAGS
@@ -99,7 +99,7 @@ class Servers:
 
 def find_part(trace: Trace, servers: Servers, token_bytes: int) -> Part:
     """That of the flags, or one that fits; raises ConfigError or a workload's error."""
-    sampler = Sampler(trace=trace, time_scale=FLAGS.time_scale, seed=FLAGS.seed)
+    sampler = Sampler(trace=from_first_arrival(trace), time_scale=FLAGS.time_scale, seed=FLAGS.seed)
     if FLAGS.rate is None and not sampler.has_arrivals and FLAGS.share is not None:
         raise ConfigError("--rate", None, "given beside --share, for a trace without arrivals")
     if FLAGS.share is not None or FLAGS.rate is not None:

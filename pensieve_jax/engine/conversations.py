@@ -154,13 +154,12 @@ class ConversationTable:
         check_conversation_id(new_conversation_id, "new_conversation_id")
         self._check_idle(new_conversation_id)
         # As if a turn had ended just now, or the next rule on idle ones could end it before its first turn.
-        now_s = self._clock.now()
-        cut = self._store.fork(conversation_id, new_conversation_id, num_tokens, at_s=now_s)
+        cut = self._store.fork(conversation_id, new_conversation_id, num_tokens, at_s=self._clock.now())
         self._forget_ended(new_conversation_id)  # one of that name, if another replica has ended it
         source = self._live.get(conversation_id)
         if self._stateful and source is not None and source.conversation.head == cut.head_before:
             num_known = source.conversation.num_history_tokens if num_tokens is None else int(num_tokens)
-            self._fork_state(source, new_conversation_id, num_known, cut, now_s)
+            self._fork_state(source, new_conversation_id, num_known, cut)
 
     def push_out(self, conversation_id: str, max_num_chunks: int | None = None) -> int:
         """Copy a conversation's state to host memory before anybody needs the room; returns how many chunks.
@@ -311,17 +310,18 @@ class ConversationTable:
         self._add(live)
         return live
 
-    def _fork_state(
-        self, source: LiveConversation, new_id: str, num_tokens: int, cut: Cut, now_s: float
-    ) -> None:
-        """A conversation begins with what another one has in memory, which may be running."""
+    def _fork_state(self, source: LiveConversation, new_id: str, num_tokens: int, cut: Cut) -> None:
+        """A conversation begins with what another one has in memory, which may be running.
+
+        Both are active, with what they share: the new one waits for its first turn, and of a template the
+        next fork may come.
+        """
         token_ids = source.conversation.token_ids[:num_tokens]
         fork = Conversation(new_id, token_ids, num_history_tokens=num_tokens, num_turns=cut.num_turns)
         fork.head = cut.head
         fork.num_computed_tokens = min(source.conversation.num_computed_tokens, num_tokens)
-        live = LiveConversation(fork, self._cache.fork(source.sequence, num_tokens, new_id))
-        live.sequence.last_active_s = now_s  # what it shares stays as old as who was active with it
-        self._add(live)
+        self._cache.touch(source.sequence)
+        self._add(LiveConversation(fork, self._cache.fork(source.sequence, num_tokens, new_id)))
 
     def _add(self, live: LiveConversation) -> None:
         self._live[live.conversation.conversation_id] = live

@@ -32,7 +32,13 @@ from pensieve_jax.workload.synthetic import (
 )
 from pensieve_jax.workload.think import ExponentialThink, LognormalThink, RecordedThink, ThinkTime
 from pensieve_jax.workload.trace import ConversationTrace, Trace, TurnTrace
-from pensieve_jax.workload.transforms import between, cap_context, split_by_session, with_min_turns
+from pensieve_jax.workload.transforms import (
+    between,
+    cap_context,
+    from_first_arrival,
+    split_by_session,
+    with_min_turns,
+)
 from pensieve_jax.workload.turns import Answer, UserTurn
 
 __all__ = [
@@ -71,6 +77,7 @@ __all__ = [
     "between",
     "cap_context",
     "count_words",
+    "from_first_arrival",
     "generate_trace",
     "guess_format",
     "make_sessions",

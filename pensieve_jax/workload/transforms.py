@@ -54,6 +54,17 @@ def between(trace: Trace, begin_s: float, end_s: float) -> Trace:
     return Trace(trace.name, tuple(conversation for conversation in cut if conversation is not None))
 
 
+def from_first_arrival(trace: Trace) -> Trace:
+    """The same as a recording that began with its first conversation; without recorded arrivals as it is."""
+    arrivals_s = [one.arrival_s for one in trace.conversations if one.arrival_s is not None]
+    begin_s = min(arrivals_s, default=0.0)
+    moved = (
+        one if one.arrival_s is None else replace(one, arrival_s=one.arrival_s - begin_s)
+        for one in trace.conversations
+    )
+    return Trace(trace.name, tuple(moved))
+
+
 def _between(conversation: ConversationTrace, begin_s: float, end_s: float) -> ConversationTrace | None:
     if conversation.arrival_s is None:
         raise WorkloadError(f"arrival_s of {conversation.conversation_id!r}", None, "recorded")

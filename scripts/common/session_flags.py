@@ -24,6 +24,7 @@ from pensieve_jax.workload import (
     ThinkTime,
     Trace,
     cap_context,
+    from_first_arrival,
     generate_trace,
     make_sessions,
     start_mid_life,
@@ -96,6 +97,8 @@ def sessions(
     Poisson process. Raises ConfigError for that file, or for a recording that ends before the run begins,
     or a workload's error.
     """
+    if rate is None:
+        trace = from_first_arrival(trace)
     think = think_time()
     mid_life_s = FLAGS.mid_life_s if run_s is not None else 0.0
     found = make_sessions(

@@ -14,18 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 
-from pensieve_jax.workload import (
-    ConversationTrace,
-    ExponentialThink,
-    RecordedThink,
-    Session,
-    Trace,
-    make_sessions,
-)
+from pensieve_jax.workload import ExponentialThink, RecordedThink, Session, Trace, make_sessions
 
 _NEAR_ENOUGH = 0.6  # of the level
 _MAX_TRIES = 7
@@ -84,8 +76,7 @@ class Sampler:
         conversations = self.trace.conversations
         num_drawn = max(round(share * len(conversations)), 1)
         drawn = np.random.default_rng(self.seed).permutation(len(conversations))[:num_drawn]
-        part = (self._from_the_first(conversations[i]) for i in sorted(drawn.tolist()))
-        trace = replace(self.trace, conversations=tuple(part))
+        trace = replace(self.trace, conversations=tuple(conversations[i] for i in sorted(drawn.tolist())))
         pauses = (t for one in trace.conversations for t in one.turns[1:])
         sessions = make_sessions(
             trace,
@@ -101,15 +92,6 @@ class Sampler:
             has_pauses=all(t.gap_s is not None or t.think_s is not None for t in pauses),
             sessions=sessions,
         )
-
-    @cached_property
-    def _first_s(self) -> float:
-        """When the first conversation of the trace begins: nothing is recorded of the time before."""
-        arrivals = (one.arrival_s for one in self.trace.conversations)
-        return min((arrival_s for arrival_s in arrivals if arrival_s is not None), default=0.0)
-
-    def _from_the_first(self, one: ConversationTrace) -> ConversationTrace:
-        return one if one.arrival_s is None else replace(one, arrival_s=one.arrival_s - self._first_s)
 
     def share_of_turns(self, max_turns: int) -> float:
         """Of the conversations that have about so many turns."""

@@ -130,6 +130,34 @@ def test_of_many_forks_that_wait_for_a_turn_the_latest_stay_in_memory() -> None:
     harness.check_empty()
 
 
+def test_a_template_all_of_whose_state_is_shared_outlives_its_forks_in_memory() -> None:
+    """Older than 64 forks that wait for a turn, it left, and the next one had no state to begin with."""
+    harness = Harness(small_config(gpu_pages=400))
+    harness.turn("template", 10 * CHUNK - 3, max_tokens=4)
+    for number in range(100):
+        harness.clock.advance(1.0)
+        harness.engine.fork("template", f"fork-{number}")
+    sweep(harness)
+    harness.engine.fork("template", "next")
+    for name in ("fork-99", "next"):
+        assert harness.turn(name, 5, seed=5, max_tokens=2).usage.reused_gpu_tokens == 10 * CHUNK
+    harness.check_empty()
+
+
+def test_what_a_fork_begins_with_is_as_recent_as_the_fork() -> None:
+    """It was as old as the template, and gave way before what nobody had used for longer than the fork."""
+    harness = Harness(small_config(gpu_pages=400, policy="lru"))
+    for name in ("template", "other"):
+        harness.turn(name, 5 * CHUNK, max_tokens=4)
+        harness.clock.advance(10.0)
+    harness.engine.fork("template", "fork")
+    fork, other = (harness.engine.explain(name) for name in ("fork", "other"))
+    assert (fork.idle_s, other.idle_s) == (0.0, 10.0)
+    worths = [[chunk.worth for chunk in found.chunks if chunk.worth is not None] for found in (fork, other)]
+    assert len(worths[0]) == 5 and min(worths[0]) > max(worths[1])
+    harness.check_empty()
+
+
 def test_forks_of_a_template_leave_memory_but_for_the_latest() -> None:
     """Each new one keeps the template's state in use, so that nobody else's end frees them."""
     harness = Harness(small_config(gpu_pages=60))

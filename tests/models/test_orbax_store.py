@@ -159,6 +159,8 @@ def test_disagreement_names_the_parameter(
     [
         ("norm_eps", "1e-5", "norm_eps='1e-5' must be a finite number"),
         ("norm_eps", float("nan"), "norm_eps=nan must be a finite number"),
+        pytest.param("norm_eps", 10**400, "norm_eps=10+ must be a finite number", id="no float holds it"),
+        ("num_layers", True, "num_layers=True must be a positive integer"),
         ("tie_word_embeddings", "no", "tie_word_embeddings='no' must be true or false"),
         ("bos_token_id", "x", "bos_token_id='x' must be an integer or null"),
         ("sliding_window", "x", "sliding_window='x' must be an integer or null"),

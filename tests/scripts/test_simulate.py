@@ -151,3 +151,15 @@ def test_a_recording_that_ends_before_the_run_begins_is_refused(launch, tmp_path
     values = {"trace": path, "recorded_arrivals": "true", "progress": "false"}
     with pytest.raises(ConfigError, match=r"--mid_life_s is 1800.0, but must be less than short.csv lasts"):
         launch("simulate", shared_llm=False, **values)
+
+
+def test_a_recording_may_begin_at_any_time(simulate, tmp_path):
+    """The end of a long one had nobody in its first minutes, and was said to be too short for a mid-life."""
+    path = tmp_path / "late.jsonl"
+    turns = ({"input_length": 600, "output_length": 20, "hash_ids": [i, i + 1000]} for i in range(30))
+    lines = [json.dumps(turn | {"timestamp": 10**8 + 5000 * i}) for i, turn in enumerate(turns)]
+    path.write_text("\n".join(lines))
+    flags = {"trace": path, "recorded_arrivals": "true", "rates": None, "systems": "stateless"}
+    for mid_life_s, num_requests in ((0, 12), (90, 12)):
+        _, document = simulate(mid_life_s=mid_life_s, warm_up_s=0, window_s=60, **flags)
+        assert document["results"]["systems"]["stateless"][0]["num_requests"] == num_requests

@@ -14,6 +14,7 @@ from pensieve_jax.workload import (
     WorkloadError,
     between,
     cap_context,
+    from_first_arrival,
     split_by_session,
     summarize,
     with_min_turns,
@@ -82,6 +83,16 @@ def test_a_recording_between_two_times():
         between(Trace("t", (conversation("x", (1, 1)),)), 0.0, 1.0)
     with pytest.raises(WorkloadError, match="end_s"):
         between(Trace("t", ()), 2.0, 2.0)
+
+
+def test_a_recording_from_its_first_conversation_on():
+    late, first = (
+        conversation(name, (1, 1), arrival_s=time_s) for name, time_s in (("a", 90.0), ("b", 60.0))
+    )
+    other = conversation("c", (1, 1))
+    moved = from_first_arrival(Trace("t", (late, first, other)))
+    assert [one.arrival_s for one in moved.conversations] == [30.0, 0.0, None]
+    assert from_first_arrival(Trace("t", (other,))) == Trace("t", (other,))
 
 
 def test_limits_are_checked():
