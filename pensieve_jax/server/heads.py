@@ -27,7 +27,8 @@ MAX_HEAD_BYTES: Final = 64 * 2**10
 HEAD_S: Final = 30.0
 """From the connection, or from the first byte of a later request, to the end of the head."""
 MAX_AHEAD: Final = 8
-"""Requests that are read while another is answered; behind more, its client's leaving is seen at its end."""
+"""Requests that are read while another is answered; behind more of them, or a long body, nobody sees a client
+leave before the answer ends."""
 
 
 class LimitedHeads(HttpToolsProtocol):
@@ -83,7 +84,8 @@ class LimitedHeads(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """It has ended."""
-        self._declines = self.parser.should_upgrade() and self._is_offer() and not self._should_upgrade()
+        # A tunnel is asked for, and not offered.
+        self._declines = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
         if self._declines:
             return
         self._num_bytes, self._has_begun, self._is_body = 0, False, True
@@ -124,10 +126,6 @@ class LimitedHeads(HttpToolsProtocol):
     @property
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
-
-    def _is_offer(self) -> bool:
-        """Of another protocol, and not of a tunnel."""
-        return any(name == b"upgrade" for name, _ in self.headers) and self.parser.get_method() != b"CONNECT"
 
     def _declined(self) -> bytes | None:
         if not self._declines:

@@ -96,6 +96,7 @@ class HttpServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 http=LimitedHeads,
+                ws="none",  # nothing here speaks them, and who offers them is answered in HTTP
                 log_config=None,
                 log_level="warning",
                 access_log=False,

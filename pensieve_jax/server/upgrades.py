@@ -34,14 +34,14 @@ class StayingParser:
         """In place of `parser`, whose callbacks are `protocol`'s.
 
         `declined` is the head to be read in place of the one behind which the parser has stopped; None where
-        the offer is taken.
+        that offered nothing, but asked for a tunnel: what comes with it is dropped.
         """
         self._parser = parser
         self._protocol = protocol
         self._declined = declined
 
     def feed_data(self, data: bytes) -> None:
-        """Parse; raises what httptools raises, HttpParserUpgrade only where the offer is taken."""
+        """Parse; raises what httptools raises, but no HttpParserUpgrade."""
         while True:
             try:
                 self._parser.feed_data(data)
@@ -49,7 +49,7 @@ class StayingParser:
             except httptools.HttpParserUpgrade as stopped:
                 head = self._declined()
                 if head is None:
-                    raise
+                    return
                 data = head + data[stopped.args[0] :]
             # One that has stopped never reads on.
             self._parser = httptools.HttpRequestParser(cast(Any, self._protocol))

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from pensieve_jax.core.errors import InvalidRequestError
-from pensieve_jax.text.tokenizer import BYTE_TOKEN, Tokenizer
+from pensieve_jax.text.tokenizer import Tokenizer
 
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 
@@ -41,8 +41,8 @@ class IncrementalDetokenizer:
         self.stop_string: str | None = None
         self._tokenizer = tokenizer
         self._special_ids = tokenizer.special_ids
-        self._joins_byte_runs = tokenizer.joins_byte_runs
         self._stop = tuple(_StopString(string) for string in stop)
+        self._last_bytes = frozenset(string.encode(errors="replace")[-1] for string in stop)
         # `_window` is `_num_prefix` ids whose text `_prefix_text` is out already, then ids whose text is not.
         self._window: list[int] = []
         self._num_prefix = 0
@@ -64,18 +64,17 @@ class IncrementalDetokenizer:
         """
         if self.stop_string is not None or token_id in self._special_ids:
             return ""
-        token_text = self._tokenizer.token_text(token_id)
-        if token_text is None:
+        if self._tokenizer.token_text(token_id) is None:
             return ""  # beyond the vocabulary; in a window it would stand for text that is not there
         window = self._window
         window.append(token_id)
-        is_in_run = self._joins_byte_runs and BYTE_TOKEN.fullmatch(token_text) is not None
-        if is_in_run and not self._stop:
-            return ""  # a run may be as long as the reply, and is decoded when it ends
+        byte = self._tokenizer.byte_of(token_id)
+        if byte is not None and byte not in self._last_bytes and (may_stop or not self._stop):
+            return ""  # a run may be as long as the reply: it is decoded when it ends, or a stop string may
         decoded = self._tokenizer.decode_window(window)
         fresh = decoded[len(self._prefix_text) :]
         # Not final yet, but final if the turn ended here, which is what a stop string completed in it does.
-        if is_in_run or decoded.endswith(_REPLACEMENT):
+        if byte is not None or decoded.endswith(_REPLACEMENT):
             if self._stop:
                 said = fresh.rstrip(_REPLACEMENT)
                 if may_stop:

@@ -226,6 +226,21 @@ def test_who_offers_another_protocol_is_answered_in_this_one(rest: bytes, in_pie
     asyncio.run(work())
 
 
+def test_an_offer_of_websockets_is_as_any_other_and_waits_for_the_answer_before_it() -> None:
+    async def work() -> None:
+        async with clients() as (app, (client,)):
+            app.may_answer.clear()
+            await client.send(head_of(1000))
+            await app.asked.wait()
+            offer = b"connection: Upgrade\r\nupgrade: websocket\r\n"
+            await client.send(START + offer + b"content-length: 3\r\n\r\nabc")
+            app.may_answer.set()
+            for num_bytes in (b"0", b"3"):
+                assert await client.answer() == (200, num_bytes)
+
+    asyncio.run(work())
+
+
 def test_an_offer_has_the_limit_of_any_head_and_a_tunnel_is_none() -> None:
     async def work() -> None:
         async with clients(3) as (_, (fits, longer, tunnel)):

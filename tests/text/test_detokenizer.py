@@ -115,13 +115,14 @@ def test_a_stop_string_in_bytes_completes_with_its_last_byte():
     assert ("".join(deltas), num_pushed, stop_string) == ("a", 3, "\u00e9")
 
 
-def test_a_run_of_bytes_is_decoded_when_it_ends(monkeypatch):
+@pytest.mark.parametrize("stop", [[], ["\n\n", "\u00e9", "stop"]])
+def test_a_run_of_bytes_is_decoded_when_it_ends(monkeypatch, stop):
     """Not anew with each of its tokens: text in a script that a vocabulary lacks is one run to its end."""
     tokenizer = ZOO["byte_fallback"]
     token_ids = [tokenizer._backend.token_to_id(f"<0x{byte:02X}>") for byte in "\U0001f642".encode() * 500]
     sizes, decode = [], tokenizer.decode_window
     monkeypatch.setattr(tokenizer, "decode_window", lambda ids: (sizes.append(len(ids)), decode(ids))[1])
-    deltas, _, _ = stream(tokenizer, token_ids)
+    deltas, _, _ = stream(tokenizer, token_ids, stop)
     assert "".join(deltas) == "\U0001f642" * 500
     assert sizes == [2000]
 

@@ -176,6 +176,7 @@ class Completion:
     def encode(self) -> None:
         """Tokenize; raises ApiError, InvalidRequestError and TokenizerMissingError."""
         tokenizer, limits = self._services.tokenizer, self._services.engine.info.limits
+        most = most_tokens(self._services)
         found: list[list[int]] = []
         for index, prompt in enumerate(self._prompts):
             if isinstance(prompt, list):
@@ -184,7 +185,6 @@ class Completion:
                 raise TokenizerMissingError
             else:
                 try:
-                    most = most_tokens(self._services)
                     found.append(tokenizer.encode(prompt, add_bos=self._parent_id is None, most=most))
                 except ContextLengthError as error:
                     raise as_api_error(error, {"prompt": self._field(index)}) from error
