@@ -178,8 +178,7 @@ def fork(
     num_tokens: int | None,
     at_s: float | None,
 ) -> Cut:
-    """Another name for a part of a path. See `HistoryStore.fork`."""
-    codec.check_text(new_conversation_id, "new_conversation_id")
+    """Another name, which is text, for a part of a path. See `HistoryStore.fork`."""
     source = _existing(connection, conversation_id)
     taken = "SELECT 1 FROM conversations WHERE owner = '' AND conversation_id = ?"
     if not new_conversation_id or connection.execute(taken, (new_conversation_id,)).fetchone():

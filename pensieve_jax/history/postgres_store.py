@@ -24,7 +24,7 @@ from typing import ClassVar, Final
 import psycopg
 
 from pensieve_jax.core.errors import HistoryError, InvalidRequestError, PensieveError
-from pensieve_jax.history import codec, postgres_schema, table_store, turns_table
+from pensieve_jax.history import postgres_schema, table_store, turns_table
 from pensieve_jax.history.connection import Connection
 from pensieve_jax.history.postgres_connection import (
     PostgresConnection,
@@ -34,7 +34,7 @@ from pensieve_jax.history.postgres_connection import (
     is_refusal,
 )
 from pensieve_jax.history.postgres_location import PostgresLocation, parse
-from pensieve_jax.history.store import ConversationInfo, Cut
+from pensieve_jax.history.store import ConversationInfo
 from pensieve_jax.history.table_store import Commit, TableHistoryStore
 
 _READING: Final = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
@@ -105,23 +105,13 @@ class PostgresHistoryStore(TableHistoryStore):
 
     def info(self, conversation_id: str) -> ConversationInfo:
         """See `HistoryStore.info`; whoever asks before a turn is told at once that none can be kept."""
-        if (error := _refusal_of_name(conversation_id, "conversation_id")) is not None:
-            raise error
+        self._check_name(conversation_id, "conversation_id")
         return super().info(conversation_id)
 
-    def fork(
-        self,
-        conversation_id: str,
-        new_conversation_id: str,
-        num_tokens: int | None = None,
-        *,
-        at_s: float | None = None,
-    ) -> Cut:
-        """See `HistoryStore.fork`; the new name is one that a turn could begin."""
-        codec.check_text(new_conversation_id, "new_conversation_id")
-        if (error := _refusal_of_name(new_conversation_id, "new_conversation_id")) is not None:
+    def _check_name(self, name: str, field: str) -> None:
+        super()._check_name(name, field)
+        if (error := _refusal_of_name(name, field)) is not None:
             raise error
-        return super().fork(conversation_id, new_conversation_id, num_tokens, at_s=at_s)
 
     @property
     def _connection(self) -> PostgresConnection:

@@ -122,6 +122,7 @@ class TableHistoryStore(ABC):
         at_s: float | None = None,
     ) -> Cut:
         """Have a new conversation begin as the first tokens of another one; see `HistoryStore.fork`."""
+        self._check_name(new_conversation_id, "new_conversation_id")
         return self._transact(
             lambda connection: named_conversations.fork(
                 connection, conversation_id, new_conversation_id, num_tokens, at_s
@@ -163,6 +164,10 @@ class TableHistoryStore(ABC):
     ) -> None:
         """Close the store."""
         self.close()
+
+    def _check_name(self, name: str, field: str) -> None:
+        """Raise InvalidRequestError for what no conversation can be called in this kind of history."""
+        codec.check_text(name, field)
 
     @abstractmethod
     def _run[T](self, work: Callable[[Connection], T]) -> T:
