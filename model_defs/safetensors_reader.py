@@ -151,6 +151,6 @@ def _entry(path: Path, name: str, spec: dict[str, Any], data_start: int, file_by
 def _sizes(values: Any, count: int | None = None) -> tuple[int, ...]:
     """Of JSON, `count` of them where that is given; TypeError for anything else."""
     are_sizes = isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
-    if not are_sizes or len(values) != (len(values) if count is None else count):
+    if not are_sizes or count not in (None, len(values)):
         raise TypeError(f"{values!r:.60} is no list of sizes")
     return tuple(values)

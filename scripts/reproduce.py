@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from absl import flags
+from common.list_flags import seeds
 from experiments.machines import DEVICES, load_profile
 from experiments.panels import draw_panels
 from experiments.pool import measure_all
@@ -68,18 +69,12 @@ def settings(experiment: Experiment) -> Settings:
             shown = ",".join(value) if isinstance(value, list) else value
             limit = f"left out: --experiment={experiment.name} does not go by it"
             raise ConfigError(f"--{name}", shown, limit)
-    return Settings(device=FLAGS.device, seeds=_seeds(), small=FLAGS.small, traces=_traces())
-
-
-def _seeds() -> tuple[int, ...]:
-    try:
-        seeds = tuple(int(word) for word in FLAGS.seeds)
-    except ValueError:
-        seeds = ()
-    if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
-        limit = "different numbers from 0 on, with commas between them"
-        raise ConfigError("--seeds", ",".join(FLAGS.seeds), limit)
-    return seeds
+    return Settings(
+        device=FLAGS.device,
+        seeds=seeds("--seeds", FLAGS.seeds),
+        small=FLAGS.small,
+        traces=_traces(),
+    )
 
 
 def _traces() -> tuple[TraceFile, ...]:

@@ -25,6 +25,7 @@ from balance.loads import PROFILE
 from balance.parts import PARTS, Settings, formats
 from balance.pictures import draw_all
 from balance.runs import UNITS, profile
+from common.list_flags import seeds
 
 from pensieve_jax import ConfigError
 from pensieve_jax.commands.launch import run
@@ -46,13 +47,6 @@ def files() -> dict[str, Path]:
     return found
 
 
-def seeds() -> list[int]:
-    """Of the flag; raises ConfigError."""
-    if not FLAGS.seeds or not all(word.isascii() and word.isdigit() for word in FLAGS.seeds):
-        raise ConfigError("--seeds", ",".join(FLAGS.seeds), "numbers from 0 on, with commas between them")
-    return [int(word) for word in FLAGS.seeds]
-
-
 def main() -> int:
     unknown = [name for name in FLAGS.parts if name not in PARTS]
     if unknown:
@@ -61,7 +55,7 @@ def main() -> int:
     if not out.is_dir():
         raise ConfigError("--out", FLAGS.out, "a directory that exists")
     settings = Settings(
-        seeds=seeds(),
+        seeds=seeds("--seeds", FLAGS.seeds),
         files=files(),
         say=(lambda text: print(text, flush=True)) if FLAGS.talk else (lambda text: None),
     )

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from pensieve_jax import InvalidRequestError, SamplingParams
-from pensieve_jax.core.utf8 import is_utf8
+from pensieve_jax.core.conversation import is_conversation_id
 from pensieve_jax.text import Message, check_messages
 
 _USER = "U"
@@ -108,7 +108,7 @@ def _conversation(value: Any, number: int, defaults: SamplingParams) -> InputCon
     if not isinstance(value, dict):
         raise InvalidRequestError("line", value, "a JSON object with the key turns")
     conversation_id = value.get("conversation_id", value.get("id", f"line-{number}"))
-    if not isinstance(conversation_id, str) or not _is_name(conversation_id):
+    if not is_conversation_id(conversation_id):
         limit = "a non-empty string that UTF-8 can hold, without NUL"
         raise InvalidRequestError("conversation_id", conversation_id, limit)
     _check_keys(value, {"conversation_id", "id", "turns", *_ABOUT}, "")
@@ -119,10 +119,6 @@ def _conversation(value: Any, number: int, defaults: SamplingParams) -> InputCon
     if not turns:
         raise InvalidRequestError("turns", given, "a list with at least one turn of a user")
     return InputConversation(conversation_id, tuple(turns), number)
-
-
-def _is_name(conversation_id: str) -> bool:
-    return conversation_id != "" and "\0" not in conversation_id and is_utf8(conversation_id)
 
 
 def _check_keys(value: dict[str, Any], known: set[str], where: str) -> None:

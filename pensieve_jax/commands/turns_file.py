@@ -53,12 +53,12 @@ def read_output(path: Path) -> Iterator[Line]:
     """Lines of an earlier run; what else is there, as one that was cut short, is left out."""
     if not path.exists():
         return
+    kinds = {"conversation_id": str, "turn": int, "token_ids": list}
     for text in path.read_bytes().split(b"\n"):
         try:
             line = json.loads(text)
         except (ValueError, RecursionError):
             continue
-        kinds = {"conversation_id": str, "turn": int, "token_ids": list}
         if isinstance(line, dict) and all(isinstance(line.get(key), kind) for key, kind in kinds.items()):
             yield line
 

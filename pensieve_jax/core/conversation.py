@@ -1,13 +1,17 @@
 """A conversation's raw tokens: what was committed, and what the turn in progress has added.
 
-Owns: the one list of token ids that every turn appends to, and how much of it is history.
+Owns: the one list of token ids that every turn appends to, how much of it is history, and what a caller may
+call it.
 Does not know: where the KV state is (`cache`), how turns are scheduled, or how history is stored.
-Called by: the engine's and the simulator's loop; the scheduler reads it.
+Called by: the engine's and the simulator's loop; the scheduler reads it. Whoever takes names from callers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeGuard
+
+from pensieve_jax.core.utf8 import is_utf8
 
 PENDING_TOKEN = -1  # stands in `token_ids` for an id that was sampled but not fetched from the device yet
 
@@ -51,3 +55,8 @@ class Conversation:
         self.num_history_tokens = num_tokens
         self.num_computed_tokens = min(self.num_computed_tokens, num_tokens)
         self.num_turns = num_turns
+
+
+def is_conversation_id(value: object) -> TypeGuard[str]:
+    """Whether a caller may name a conversation so: a non-empty string of UTF-8 without NUL."""
+    return isinstance(value, str) and value != "" and "\0" not in value and is_utf8(value)

@@ -14,14 +14,13 @@ from typing import Final
 from pensieve_jax.cache import CachedSequence, CacheManager, Role
 from pensieve_jax.config import CacheConfig
 from pensieve_jax.core.clock import Clock
-from pensieve_jax.core.conversation import Conversation
+from pensieve_jax.core.conversation import Conversation, is_conversation_id
 from pensieve_jax.core.errors import (
     ConversationBusyError,
     InvalidRequestError,
     UnknownConversationError,
 )
 from pensieve_jax.core.turn_node import check_owner, check_turn_id
-from pensieve_jax.core.utf8 import is_utf8
 from pensieve_jax.engine.branches import BranchTable
 from pensieve_jax.engine.drop_journal import DropJournal
 from pensieve_jax.engine.live import Branch, LiveConversation
@@ -343,9 +342,6 @@ def _holder_of_state(live: LiveConversation) -> CachedSequence | None:
 
 def check_conversation_id(conversation_id: object, field: str = "conversation_id") -> None:
     """Raise InvalidRequestError unless it is None or a non-empty string of UTF-8 without NUL."""
-    if conversation_id is None:
-        return
-    ok = isinstance(conversation_id, str) and conversation_id != "" and "\0" not in conversation_id
-    if not ok or not is_utf8(str(conversation_id)):
+    if conversation_id is not None and not is_conversation_id(conversation_id):
         limit = "None or a non-empty string that UTF-8 can hold, without NUL characters"
         raise InvalidRequestError(field, conversation_id, limit)

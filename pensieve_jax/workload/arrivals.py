@@ -18,7 +18,7 @@ import numpy as np
 from pensieve_jax.workload.checks import check_count, check_positive, check_time
 from pensieve_jax.workload.errors import WorkloadError
 from pensieve_jax.workload.think import ThinkTime
-from pensieve_jax.workload.trace import ConversationTrace, Trace
+from pensieve_jax.workload.trace import ConversationTrace, Trace, unused_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +213,6 @@ def _shuffled(trace: Trace, rng: np.random.Generator) -> Iterator[ConversationTr
             conversation = trace.conversations[index]
             if use > 1:
                 session_id = conversation.session_id and f"{conversation.session_id}@{use}"
-                conversation_id = f"{conversation.conversation_id}@{use}"
-                while conversation_id in ids:  # of its own
-                    conversation_id += "@"
+                conversation_id = unused_id(f"{conversation.conversation_id}@{use}", ids, "@")
                 conversation = replace(conversation, conversation_id=conversation_id, session_id=session_id)
             yield conversation

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -167,6 +167,13 @@ class Trace:
 
     def _lines(self) -> Iterator[str]:
         return (json.dumps(_to_json(conversation)) + "\n" for conversation in self.conversations)
+
+
+def unused_id(conversation_id: str, taken: Container[str | int], mark: str) -> str:
+    """An id that was made, with as many of `mark` behind it as it takes to be none of those `taken`."""
+    while conversation_id in taken:
+        conversation_id += mark
+    return conversation_id
 
 
 def _to_json(conversation: ConversationTrace) -> dict[str, object]:

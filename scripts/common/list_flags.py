@@ -16,3 +16,11 @@ def numbers(flag: str, texts: Sequence[str], *, at_most: int | None = None) -> t
         limit = "integers of at least 1" if at_most is None else f"integers from 1 to {at_most}"
         raise ConfigError(flag, ",".join(texts), f"{limit} with commas between them")
     return tuple(map(int, texts))
+
+
+def seeds(flag: str, texts: Sequence[str]) -> tuple[int, ...]:
+    """Those of the list `flag`; raises ConfigError for none, one twice, or what numpy takes for no seed."""
+    are_numbers = all(text.isascii() and text.isdigit() for text in texts)
+    if not texts or not are_numbers or len(set(map(int, texts))) < len(texts):
+        raise ConfigError(flag, ",".join(texts), "numbers from 0 on, each once, with commas between them")
+    return tuple(map(int, texts))

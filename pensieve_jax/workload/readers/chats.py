@@ -20,7 +20,7 @@ from typing import Final
 
 from pensieve_jax.workload.errors import TraceError
 from pensieve_jax.workload.rows import Row, read_json
-from pensieve_jax.workload.trace import ConversationTrace, TurnTrace
+from pensieve_jax.workload.trace import ConversationTrace, TurnTrace, unused_id
 
 _WORDS_AND_MARKS: Final = re.compile(r"\w+|[^\w\s]")
 
@@ -93,9 +93,8 @@ def _read(
         # Public files give some ids twice, or none: the line stands in, and repeats are numbered.
         conversation_id = row.identifier("id") if row.has("id") else f"line {row.line}"
         num_uses[conversation_id] = uses = num_uses.get(conversation_id, 0) + 1
-        name = conversation_id if uses == 1 else f"{conversation_id}#{uses}"
-        while name in names:  # a name that was made, or an id that looks like one
-            name += "#"
+        # One may be taken by a name that was made, or by an id that looks like one.
+        name = unused_id(conversation_id if uses == 1 else f"{conversation_id}#{uses}", names, "#")
         names.add(name)
         yield ConversationTrace(name, turns)
 

@@ -7,14 +7,14 @@ Called by: `read_trace`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from pensieve_jax.workload.checks import is_count
 from pensieve_jax.workload.rows import Row, UniqueIds, first_line, read_csv, read_json
-from pensieve_jax.workload.trace import ConversationTrace, TurnTrace
+from pensieve_jax.workload.trace import ConversationTrace, TurnTrace, unused_id
 
 _PROMPT: Final = ("prompt_tokens", "num_prefill_tokens")
 _OUTPUT: Final = ("output_tokens", "num_decode_tokens")
@@ -22,9 +22,8 @@ _OUTPUT: Final = ("output_tokens", "num_decode_tokens")
 
 @dataclass(slots=True)
 class _Conversation:
-    """In the making, from rows that need not lie together; `name` is its id, None where it has none."""
+    """In the making, from rows that need not lie together."""
 
-    name: str | None = None
     first_s: float | None = None
     last_s: float | None = None
     turns: list[TurnTrace] = field(default_factory=list)
@@ -51,25 +50,19 @@ def read_lengths(path: Path) -> Iterator[ConversationTrace]:
             name = ids.add(row, "id") if row.has("id") else None
             if name in found:
                 raise row.error("id", "unique in the file; rows of single turns have it too")
-            found[index if name is None else name] = _Conversation(name, turns=list(_pairs(row)))
+            found[index if name is None else name] = _Conversation(turns=list(_pairs(row)))
         else:
             name = row.identifier("conversation_id") if row.has("conversation_id") else None
             if name is not None and ids.has(name):
                 raise row.error("conversation_id", "another one than the id of a row of all turns")
-            _add(found.setdefault(index if name is None else name, _Conversation(name)), row)
+            _add(found.setdefault(index if name is None else name, _Conversation()), row)
     times_s = (one.first_s for one in found.values() if one.first_s is not None)
     start_s = min(times_s, default=0.0)
     for key, one in found.items():
         arrival_s = None if one.first_s is None else one.first_s - start_s
-        yield ConversationTrace(_name(key, found), tuple(one.turns), arrival_s)
-
-
-def _name(key: str | int, found: Mapping[str | int, _Conversation]) -> str:
-    """The id, or the place in the file; an id may look like a place, and is none."""
-    name = str(key)
-    while isinstance(key, int) and name in found:
-        name += "#"
-    return name
+        # An id may look like a place, and is none.
+        name = key if isinstance(key, str) else unused_id(str(key), found, "#")
+        yield ConversationTrace(name, tuple(one.turns), arrival_s)
 
 
 def _add(conversation: _Conversation, row: Row) -> None:
