@@ -70,6 +70,8 @@ class Conversation:
         """Of these lengths; `seed` is of words and edits."""
         self._trace = trace
         self._random = random.Random(seed)
+        # Without seeds, replies differ from run to run, and with them the contexts that are counted.
+        self._reply_seeds = random.Random(f"replies {seed}")
         self._messages: list[dict[str, str]] = []
         # Of replies behind contexts that are as they were sent: place, and tokens of the context.
         self._replies: list[tuple[int, int]] = []
@@ -111,7 +113,13 @@ class Conversation:
 
     def _body(self, output_tokens: int) -> dict[str, Any]:
         num_tokens = max(1, int(output_tokens * FLAGS.scale))
-        return {"messages": self._messages, "max_tokens": num_tokens, "temperature": 1, "stream": False}
+        return {
+            "messages": self._messages,
+            "max_tokens": num_tokens,
+            "temperature": 1,
+            "seed": self._reply_seeds.getrandbits(63),
+            "stream": False,
+        }
 
 
 async def replay(address: str, trace: Trace) -> tuple[Replayed, dict[str, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import httpx2
 import pytest
@@ -35,3 +36,34 @@ def test_resent_chats_are_found(tmp_path, monkeypatch):
     assert replayed.turns["edited"] + replayed.turns["regenerated"] == 3
     assert replayed.fraction(["resent"]) == 1.0 and replayed.possible["resent"] > 100
     assert 0 < replayed.fraction(["edited", "regenerated"]) <= 1.0
+
+
+def test_each_turn_is_sampled_with_a_seed_of_its_own_that_is_the_same_in_every_run(monkeypatch):
+    script = load("replay_resent")
+
+    class Flags:
+        edited, scale = 0.0, 1.0
+
+    monkeypatch.setattr(script, "FLAGS", Flags)
+    trace = ConversationTrace("one", tuple(TurnTrace(6, 12) for _ in range(3)))
+
+    def seeds(conversation_seed: int) -> list[int]:
+        sent = []
+
+        def answer(request: httpx2.Request) -> httpx2.Response:
+            sent.append(json.loads(request.content)["seed"])
+            usage = {"prompt_tokens": 6, "total_tokens": 18, "prompt_tokens_details": {"cached_tokens": 0}}
+            usage["pensieve"] = {"recomputed_tokens": 0}
+            return httpx2.Response(200, json={"usage": usage, "choices": [{"message": {"content": "yes"}}]})
+
+        async def replay() -> None:
+            transport = httpx2.MockTransport(answer)
+            async with httpx2.AsyncClient(base_url="http://server", transport=transport) as http:
+                await script.Conversation(trace, conversation_seed).run(http, script.Replayed())
+
+        asyncio.run(replay())
+        return sent
+
+    first = seeds(0)
+    assert len(set(first)) == 3 and seeds(0) == first
+    assert not set(seeds(1)) & set(first)
