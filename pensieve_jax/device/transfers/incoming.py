@@ -6,7 +6,7 @@ Called by: `device_transfers`.
 
 Usually a chunk is copied beside one step and scattered into the pools before the next. A *rushed* one is
 scattered before the very next step, group by group of layers: the first group computes while the others'
-pieces arrive (the paper's section 5, pipelined transfer).
+pieces arrive (pipelined recovery, the paper's section 4.3.3).
 """
 
 from __future__ import annotations
