@@ -8,7 +8,7 @@ export PYTHON
 # Tests start many processes, each of which would compile all of the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo serve test test-long test-ci test-lives test-all test-gpu lint check-wheel bench-scheduler clean
+.PHONY: setup demo serve test test-long test-ci test-schedules test-all test-gpu lint check-wheel bench-scheduler clean
 
 setup: $(STAMP)
 
@@ -46,11 +46,12 @@ test-long: $(STAMP)
 test-ci: $(STAMP)
 	$(FAST) $(PYTEST)
 
-# Random lives of tiny models whose KV state is in 8 bits, judged by dense ones that store alike.
-LIVES := JAX_PLATFORMS=cpu $(BIN)/python -m tests.engine.search_lives --num_lives=1000 --num_processes=2
-test-lives: $(STAMP)
-	$(LIVES) --kv_dtype=int8 --preset=llama-tiny
-	$(LIVES) --kv_dtype=float8_e4m3fn --preset=opt-tiny
+# Random schedules of every mode, which share SCHEDULES_S seconds. A longer search, on part k of n of the seeds:
+# make test-schedules SCHEDULES_S=7200 SHARD=k/n
+SCHEDULES_S ?= 300
+SHARD ?= 1/1
+test-schedules: $(STAMP)
+	$(FAST) JAX_PLATFORMS=cpu $(BIN)/python -m tests.search_schedules --max_s=$(SCHEDULES_S) --shard=$(SHARD)
 
 # Compiled as for serving, and as often as the tests of `test-long` were meant to be run once: it takes hours.
 test-all: $(STAMP)

@@ -9,7 +9,6 @@ from pensieve_jax.cache.policies import LruPolicy
 from pensieve_jax.cache.shadows import ShadowCache
 from tests.cache.fork_scenarios import run_fork_scenario
 from tests.cache.helpers import CHUNK, Cache, pages_of, resident, states
-from tests.seeds import enough
 
 
 def fork(cache, source, num_tokens, name="fork"):
@@ -357,18 +356,3 @@ def test_a_drop_of_a_shared_chunk_is_noted_once():
 def test_random_forks(seed):
     """Everything that can happen to a tree of sequences; what they read is what was computed for them."""
     run_fork_scenario(seed)
-
-
-@pytest.mark.long
-def test_many_random_forks():
-    totals = sum(
-        (run_fork_scenario(seed) for seed in range(1000, 1000 + enough(300, 1500))),
-        start=run_fork_scenario(999),
-    )
-    print(totals)
-    rare = {
-        name: totals[name]
-        for name in ("forks", "depth 4", "cuts", "lost devices", "read")
-        if totals[name] < 50
-    }
-    assert not rare

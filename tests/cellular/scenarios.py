@@ -1,15 +1,12 @@
 """Random lives of a cellular engine's policy, against recursion over each graph.
 
-    python -m tests.cellular.scenarios --num_scenarios=2000 --seed=0
-
-Scenario i is `run_scenario(seed + i)`: requests of all shapes join, are cancelled, end early, and lose
-launches and whole devices, on one to four workers that end their launches whenever they like. After every
-event the invariants are checked and free rows are poisoned.
+`tests.search_schedules` runs as many as there is time for. Requests of all shapes join, are cancelled, end
+early, and lose launches and whole devices, on one to four workers that end their launches at random. After
+every event the invariants are checked and free rows are poisoned.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 
 import numpy as np
@@ -139,20 +136,3 @@ class Scenario:
 def run_scenario(seed: int) -> Counter[str]:
     """One life; raises AssertionError for whatever is wrong."""
     return Scenario(seed).run()
-
-
-def main() -> None:
-    """Run many, and tell what was seen."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--num_scenarios", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    totals: Counter[str] = Counter()
-    for seed in range(options.seed, options.seed + options.num_scenarios):
-        print(f"run_scenario({seed})", end="\r", flush=True)
-        totals += run_scenario(seed)
-    print(f"{options.num_scenarios} scenarios: {dict(totals)}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,17 +1,15 @@
 """Random lives of an engine on the fake runner, against the reference that knows no pages.
 
-`test_seeded_scenarios` runs others of fixed seeds, and `tests.engine.soak` many more of those. `run_scenario`
-runs what hypothesis prints.
+`test_seeded_scenarios` runs others of fixed seeds, and `tests.search_schedules` many more of those.
+`run_scenario` runs what hypothesis prints.
 """
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 
 from tests.engine.driver import run_scenario
 from tests.engine.scenarios import Scenario, scenarios
-from tests.seeds import enough
 
 _SEARCH = settings(
     deadline=None,
@@ -24,12 +22,4 @@ _SEARCH = settings(
 @given(scenario=scenarios())
 def test_random_scenario(scenario: Scenario):
     """Tokens equal the reference whatever is moved, dropped, suspended, cancelled, cut or failed."""
-    run_scenario(scenario)
-
-
-@pytest.mark.long
-@settings(_SEARCH, max_examples=enough(400, 1100))
-@given(scenario=scenarios())
-def test_many_random_scenarios(scenario: Scenario):
-    """The same, of so many that rarer things meet."""
     run_scenario(scenario)

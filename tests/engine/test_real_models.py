@@ -8,7 +8,6 @@ from collections import Counter
 import jax
 import pytest
 
-from pallas_kernels.attention_names import KV_DTYPES
 from pensieve_jax import LLM, SamplingParams
 from pensieve_jax.config import POLICIES
 from pensieve_jax.core.outputs import TokenLogprob
@@ -23,7 +22,6 @@ from tests.engine.real_models import (
     real_config,
 )
 from tests.engine.scenarios import CALM_OPS, HASTY_OPS, OPS, RandomChooser, Scenario, make_op, tier_ops
-from tests.seeds import enough
 
 PRESETS = ("llama-tiny", "opt-tiny")
 MAX_UNCERTAIN_FRACTION = 0.005
@@ -48,12 +46,9 @@ def real_scenario(seed, kv_dtype=None):
     )
 
 
-@pytest.mark.parametrize(
-    ("preset", "num_scenarios"),
-    [("llama-tiny", 5), *(pytest.param(p, enough(6, 20), marks=pytest.mark.long) for p in PRESETS)],
-)
-def test_random_scenarios_equal_the_dense_reference(preset, num_scenarios, record_property):
+def test_random_scenarios_equal_the_dense_reference(record_property):
     """Greedy and seeded random turns; where the two best tokens all but tie, either is right, and counted."""
+    preset, num_scenarios = "llama-tiny", 5  # `tests.search_schedules` runs others, of both presets
     bench = bench_for(preset)
     num_before, totals = bench.num_turns, Counter()
     bench.uncertain.clear()
@@ -72,19 +67,9 @@ def test_random_scenarios_equal_the_dense_reference(preset, num_scenarios, recor
     assert len(bench.uncertain) <= MAX_UNCERTAIN_FRACTION * num_turns
 
 
-@pytest.mark.parametrize(
-    ("preset", "kv_dtype", "num_scenarios"),
-    [
-        ("llama-tiny", "int8", 2),
-        *(
-            pytest.param(p, name, enough(6, 20), marks=pytest.mark.long)
-            for p in PRESETS
-            for name in KV_DTYPES
-        ),
-    ],
-)
-def test_state_in_8_bits_equals_a_reference_that_stores_alike(preset, kv_dtype, num_scenarios):
+def test_state_in_8_bits_equals_a_reference_that_stores_alike():
     """Swapped, dropped, computed again or shared: what a token is stored as is its own affair."""
+    preset, kv_dtype, num_scenarios = "llama-tiny", "int8", 2  # `tests.search_schedules` runs others
     bench = bench_for(preset, kv_dtype)
     totals = Counter()
     for seed in range(num_scenarios):

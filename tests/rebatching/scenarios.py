@@ -1,15 +1,12 @@
 """Random lives of a padded batch's policy, against tokens that are computed from a plain list.
 
-    python -m tests.rebatching.scenarios --num_scenarios=2000 --seed=0
-
-Scenario i is `run_scenario(seed + i)`: queries join, are cancelled, end by length, by a token and by a stop
-id, are preempted and come back, while the ring grows and shrinks, host memory fills up, and steps fail. After
-every event the invariants are checked, and every place that nobody holds is poisoned.
+`tests.search_schedules` runs as many as there is time for. Queries join, are cancelled, end by length, by a
+token and by a stop id, are preempted and come back, while the ring grows and shrinks, host memory fills up,
+and steps fail. After every event the invariants are checked, and every place that nobody holds is poisoned.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from collections.abc import Callable
 
@@ -221,20 +218,3 @@ class Scenario:
 def run_scenario(seed: int) -> Counter[str]:
     """One life; raises AssertionError for whatever is wrong."""
     return Scenario(seed).run()
-
-
-def main() -> None:
-    """Run many, and tell what was seen."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--num_scenarios", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    totals: Counter[str] = Counter()
-    for seed in range(options.seed, options.seed + options.num_scenarios):
-        print(f"run_scenario({seed})", end="\r", flush=True)
-        totals += run_scenario(seed)
-    print(f"{options.num_scenarios} scenarios: {dict(totals)}")
-
-
-if __name__ == "__main__":
-    main()

@@ -19,8 +19,7 @@ from pensieve_jax import (
 )
 from pensieve_jax.rebatching.launches import Prefill
 from pensieve_jax.rebatching.query import Place, Query
-from tests.rebatching.real_models import LENGTHS, MORE_LENGTHS, Bench, judge, random_params
-from tests.seeds import enough
+from tests.rebatching.real_models import LENGTHS, Bench, judge, random_params
 
 VOCAB_SIZE = 320
 INSERTIONS = ("embed", "shape", "none")
@@ -56,26 +55,13 @@ def run_schedule(preset: str, insertion: str, seed: int, lengths: tuple[int, ...
     return totals
 
 
-@pytest.mark.parametrize(
-    ("preset", "insertion", "number"),
-    [
-        *((*case, 1) for case in FEW_CASES),
-        *(pytest.param(*case, enough(15, 50), marks=pytest.mark.long) for case in CASES),
-    ],
-)
-def test_random_schedules_are_those_of_a_dense_model(preset, insertion, number):
-    """Whoever joins, leaves, is preempted or cancelled: 300 schedules with `make test-all`."""
-    totals: Counter[str] = Counter()
-    lengths = MORE_LENGTHS if number > 2 else LENGTHS
-    for seed in range(number):
-        print(f"run_schedule({preset!r}, {insertion!r}, {seed}, {lengths})")
-        totals += run_schedule(preset, insertion, seed, lengths)
+@pytest.mark.parametrize(("preset", "insertion"), FEW_CASES)
+def test_random_schedules_are_those_of_a_dense_model(preset, insertion):
+    """Whoever joins, leaves, is preempted or cancelled; `tests.search_schedules` runs more."""
+    totals = run_schedule(preset, insertion, 0, LENGTHS)
     print(dict(totals))
     assert totals["certain tokens"] > 0.9 * totals["tokens"] > 0
-    if number > 2:
-        assert totals["num_resizes"] and totals["num_insertions"]
-        assert totals["suspended"] or insertion == "none"
-        assert (totals["num_shaped_steps"] > 0) == (insertion == "shape")
+    assert insertion == "shape" or not totals["num_shaped_steps"]
 
 
 @pytest.mark.parametrize("insertion", ["embed", "shape", "none"])
