@@ -1,0 +1,38 @@
+"""Queries, configs and lattices in small, for tests of one module of the policy.
+
+Called by: tests of the shelf, of fitting, of prefills and of queries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.rebatching.config import RebatchingConfig
+from pensieve_jax.rebatching.lattice import Lattice
+from pensieve_jax.rebatching.query import Query
+
+TOKEN_BYTES = 10
+ROW_BYTES = 32 * TOKEN_BYTES
+
+
+def query(serial: int, num_prompt: int = 20, priority: int = 0, **params: Any) -> Query:
+    """Make a query whose prompt has ids 1, 2, 3 and so on."""
+    options = {"max_tokens": 10, "ignore_eos": True, **params}
+    return Query(
+        serial,
+        list(range(1, num_prompt + 1)),
+        SamplingParams(**options),
+        seed=0,
+        priority=priority,
+        ending_ids=(7, 9) if "min_tokens" in params else (),
+        max_context_tokens=129,
+        tokenizer=None,
+    )
+
+
+def lattice_of(num_rows: int, **config: Any) -> tuple[RebatchingConfig, Lattice]:
+    """Make a config whose budget is `num_rows` rows of 32 columns, and its lattice."""
+    options = {"max_batch": 4, "lengths": (32, 64, 128), **config}
+    made = RebatchingConfig(kv_bytes=num_rows * ROW_BYTES, **options)
+    return made, Lattice(made, TOKEN_BYTES, 10**6)

@@ -1,0 +1,154 @@
+"""Rows beside the ring: budgets to the last byte, and the order in which rows leave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from pensieve_jax.rebatching.launches import Drop, Launch, Park, Return
+from pensieve_jax.rebatching.query import Place, Query
+from pensieve_jax.rebatching.shelf import Shelf
+from tests.rebatching.small_queries import ROW_BYTES, lattice_of, query
+
+
+def shelf_of(queries: Sequence[Query], *, num_host_rows: int = 9, room: int = 8) -> Shelf:
+    """Make a shelf with room for `room` rows, on which each query has a row of 32 columns."""
+    _, lattice = lattice_of(8)
+    shelf = Shelf(lattice, num_host_rows * ROW_BYTES)
+    for one in queries:
+        shelf.put(one, 32)
+    shelf.room_bytes = room * ROW_BYTES
+    return shelf
+
+
+def test_room_is_counted_to_the_last_byte():
+    shelf = shelf_of([query(1)], room=3)
+    assert shelf.has_room(2 * ROW_BYTES) and not shelf.has_room(2 * ROW_BYTES + 1)
+    assert (shelf.device_bytes, shelf.host_bytes) == (ROW_BYTES, 0)
+    assert shelf.kv_bytes == (8 - 3 + 1) * ROW_BYTES, "the ring has what is no room"
+
+
+def test_the_most_bytes_are_remembered():
+    first, second = query(1), query(2)
+    shelf = shelf_of([first, second])
+    assert shelf.max_kv_bytes == 2 * ROW_BYTES
+    shelf.take(first)
+    shelf.note()
+    assert shelf.kv_bytes == ROW_BYTES and shelf.max_kv_bytes == 2 * ROW_BYTES
+
+
+@pytest.mark.parametrize(("num_rows", "parked"), [(1, []), (2, [5]), (3, [5, 4]), (4, [5, 4])])
+def test_nobody_leaves_ahead_of_need_who_is_served_sooner(num_rows, parked):
+    """It would have to come back at once; those that are served last leave first."""
+    rows = [query(1), query(2), query(4), query(5)]
+    shelf = shelf_of(rows, room=5)
+    launches: list[Launch] = []
+    shelf.begin_to_make_room(num_rows * ROW_BYTES, query(3), launches)
+    assert launches == [Park(serial, waits=False) for serial in parked]
+    assert [one.place for one in rows[:2]] == [Place.DEVICE, Place.DEVICE]
+
+
+def test_a_row_of_its_own_does_not_leave_for_a_newcomer():
+    newcomer = query(3)
+    shelf = shelf_of([newcomer], room=1)
+    launches: list[Launch] = []
+    shelf.begin_to_make_room(ROW_BYTES, newcomer, launches)
+    assert not launches and newcomer.place is Place.DEVICE
+
+
+@pytest.mark.parametrize(("num_host_rows", "parked"), [(0, []), (1, [5]), (2, [5, 4]), (3, [5, 4])])
+def test_who_leaves_ahead_of_need_finds_host_memory(num_host_rows, parked):
+    """As far as there is room there: what could be computed ahead can also be computed later."""
+    shelf = shelf_of([query(4), query(5)], room=2, num_host_rows=num_host_rows)
+    launches: list[Launch] = []
+    shelf.begin_to_make_room(2 * ROW_BYTES, query(3), launches)
+    assert launches == [Park(serial, waits=False) for serial in parked]
+    assert len(shelf) == 2
+
+
+def test_a_row_that_leaves_takes_both_memories_until_its_copy_is_done():
+    one, other = query(1), query(2)
+    shelf = shelf_of([one, other], room=2)
+    launches: list[Launch] = []
+    shelf.begin_to_make_room(ROW_BYTES, query(0), launches)
+    assert other.place is Place.LEAVING
+    assert (shelf.device_bytes, shelf.host_bytes) == (2 * ROW_BYTES, ROW_BYTES)
+    shelf.settle(lambda serial: False)
+    assert other.place is Place.LEAVING
+    shelf.settle(lambda serial: True)
+    assert other.place is Place.HOST and one.place is Place.DEVICE
+    assert (shelf.device_bytes, shelf.host_bytes) == (ROW_BYTES, ROW_BYTES)
+
+
+def test_a_row_comes_back():
+    one = query(1)
+    shelf = shelf_of([one])
+    one.place = Place.HOST
+    launches: list[Launch] = []
+    shelf.bring(one, launches)
+    assert launches == [Return(1)] and one.place is Place.DEVICE
+    assert (shelf.device_bytes, shelf.host_bytes) == (ROW_BYTES, 0)
+
+
+@pytest.mark.parametrize(("num_rows", "waits"), [(1, []), (2, [2]), (3, [1, 2])])
+def test_room_that_is_needed_now_is_waited_for(num_rows, waits):
+    """As many leave as are needed, and each is waited for."""
+    shelf = shelf_of([query(1), query(2)], room=3)
+    launches: list[Launch] = []
+    assert shelf.make_room(num_rows * ROW_BYTES, launches)
+    assert sorted(one.serial for one in launches if isinstance(one, Park) and one.waits) == waits
+    assert len(launches) == 2 * len(waits)
+
+
+def test_who_is_leaving_already_is_waited_for_first():
+    """No other row leaves where that is enough."""
+    leaving, other = query(1), query(2)
+    shelf = shelf_of([leaving, other], room=2)
+    leaving.place = Place.LEAVING
+    launches: list[Launch] = []
+    assert shelf.make_room(ROW_BYTES, launches)
+    assert launches == [Park(1, waits=True)] and other.place is Place.DEVICE
+
+
+@pytest.mark.parametrize("place", [Place.DEVICE, Place.LEAVING])
+def test_who_is_kept_takes_its_room(place):
+    """Others leave for it. Where that is not enough, `make_room` returns False."""
+    kept, other = query(2), query(1)
+    shelf = shelf_of([kept, other], room=2)
+    kept.place = place
+    launches: list[Launch] = []
+    assert shelf.make_room(ROW_BYTES, launches, keep=kept)
+    assert launches == [Park(1, waits=False), Park(1, waits=True)] and kept.place is place
+    assert not shelf.make_room(2 * ROW_BYTES, launches, keep=kept)
+
+
+def test_room_may_be_about_to_change():
+    """It is that of the ring that comes which counts."""
+    shelf = shelf_of([query(1), query(2)], room=3)
+    launches: list[Launch] = []
+    assert shelf.make_room(0, launches, room_bytes=ROW_BYTES)
+    assert launches == [Park(2, waits=False), Park(2, waits=True)]
+    shelf.room_bytes = ROW_BYTES
+    assert shelf.make_room(0, launches, room_bytes=8 * ROW_BYTES) and len(launches) == 2
+
+
+def test_as_few_in_host_memory_are_given_up_as_needed():
+    """The row served last goes first, and only rows served after the newcomer go."""
+    there = [query(serial) for serial in (2, 4, 5)]
+    newcomer = query(3)
+    shelf = shelf_of([*there, newcomer], num_host_rows=3, room=1)
+    for one in there:
+        one.place = Place.HOST
+    launches: list[Launch] = []
+    assert shelf.make_room(ROW_BYTES, launches)
+    assert launches == [Drop(5), Park(3, waits=False), Park(3, waits=True)]
+    assert [one.place for one in there] == [Place.HOST, Place.HOST, Place.NOWHERE]
+
+
+def test_who_is_given_up_is_on_no_shelf():
+    one = query(1)
+    shelf = shelf_of([one])
+    launches: list[Launch] = []
+    shelf.drop(one, launches)
+    assert launches == [Drop(1)] and one.place is Place.NOWHERE and not len(shelf)
