@@ -41,6 +41,7 @@ def test_usage_counts_what_was_computed_again_and_copied_back():
     one.note_prefilled()
     one.token_ids += [3, 4]
     one.finish("length")
+    assert one.done
     usage = one.result().usage
     assert (usage.prompt_tokens, usage.prefilled_tokens, usage.output_tokens) == (20, 20, 2)
     assert usage.num_suspensions == 2
@@ -57,6 +58,20 @@ def test_a_query_has_no_result_before_its_end():
     assert one.done
     with pytest.raises(PensieveError, match="planted"):
         one.result()
+
+
+def test_a_query_begins_with_nothing():
+    one = query(1)
+    assert (one.row, one.num_sampled, one.num_failures, one.suspended) == (-1, 0, 0, False)
+    one.finish("cancelled")
+    usage = one.result().usage
+    assert (usage.num_suspensions, usage.resume_swapped_in_tokens, usage.resume_recomputed_tokens) == (
+        0,
+        0,
+        0,
+    )
+    assert (usage.reused_gpu_tokens, usage.swapped_in_tokens, usage.recomputed_tokens) == (0, 0, 0)
+    assert (usage.prompt_tokens, usage.prefilled_tokens) == (20, 0)
 
 
 def test_a_seed_is_two_words():

@@ -1,0 +1,404 @@
+"""When the ring grows and shrinks, what is prefilled ahead, and what is counted of a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from pensieve_jax.core.errors import StepFailedError
+from pensieve_jax.rebatching.config import RebatchingConfig
+from pensieve_jax.rebatching.lattice import Lattice, RingShape, lengths_up_to
+from pensieve_jax.rebatching.query import Place
+from pensieve_jax.rebatching.ring import Ring
+from tests.rebatching.small_queries import lattice_of
+from tests.rebatching.test_methods import TOKEN_BYTES, Run, submit_three
+
+ROW_BYTES = 32 * TOKEN_BYTES
+
+
+def shape(run: Run) -> tuple[int, int]:
+    assert run.ring.shape is not None
+    return tuple(run.ring.shape)  # type: ignore[return-value]
+
+
+def test_the_ring_becomes_longer_when_a_column_is_missing():
+    """A row of 31 columns has room for the step behind it; the next one takes a longer ring."""
+    run = Run("Baton-PD")
+    run.submit(30, 9)
+    shapes = []
+    for _ in range(4):
+        run.step()
+        shapes.append((run.ring.span, shape(run)))
+    assert shapes == [(31, (2, 32)), (32, (2, 32)), (33, (2, 64)), (34, (2, 64))]
+    assert run.loop.metrics.num_resizes == 2
+
+
+@pytest.mark.parametrize(("urgent", "leaves"), [(3, 2), (2, 3), (0, 3)])
+def test_a_longer_ring_may_be_narrower(urgent, leaves):
+    """Four rows of 32 columns become three of 64: of those of the lowest priority the last one leaves."""
+    run = Run("Baton-PD", max_batch=4, kv_bytes=8 * ROW_BYTES)
+    assert [tuple(one) for one in run.lattice.shapes] == [(4, 32), (3, 64), (1, 128)]
+    for serial in range(4):
+        run.submit(30, 9, priority=int(serial == urgent))
+    run.step(2)
+    assert shape(run) == (4, 32) and run.ring.num_held == 4
+    run.step()
+    assert shape(run) == (3, 64) and run.ring.num_held == 3
+    assert [one.serial for one in run.queries if one.suspended] == [leaves]
+    assert run.loop.metrics.num_suspensions == 1
+    run.run()
+    assert all(len(one.result().token_ids) == 9 for one in run.queries)
+
+
+def test_rows_of_a_batch_that_runs_to_its_end_make_way_for_those_that_run():
+    """One that has ended is released before a running one is suspended."""
+    run = Run("PD", max_batch=4, kv_bytes=8 * ROW_BYTES)
+    run.submit(20, 2)
+    for _ in range(3):
+        run.submit(30, 9)
+    run.run()
+    assert run.loop.metrics.num_suspensions == 0
+    assert all(len(one.result().token_ids) in (2, 9) for one in run.queries)
+
+
+def sparse_steps(num_prompt: int) -> list[int]:
+    """Length of the ring in each step behind that in which the only long query has left."""
+    run = Run("Baton-PD", lengths=(32, 64))
+    run.submit(40, 2)
+    lengths = []
+    for step in range(60):
+        if step % 5 == 0:
+            run.submit(num_prompt, 10)
+        run.step()
+        lengths.append(shape(run)[1])
+    return lengths
+
+
+@pytest.mark.parametrize("num_prompt", [5, 13])
+def test_a_ring_that_is_long_for_nothing_becomes_shorter(num_prompt):
+    """After half its length in steps in which less than a third of it was used: at most 21 of 64 columns."""
+    lengths = sparse_steps(num_prompt)
+    num_long = lengths.index(32)
+    assert num_long == 1 + 64 // 2 - 1
+    assert set(lengths[num_long:]) == {32}
+
+
+def test_a_ring_that_is_used_stays_long():
+    """22 of its 64 columns now and then are enough: the count begins anew."""
+    assert set(sparse_steps(14)) == {64}
+
+
+@pytest.mark.parametrize(("prefill_ahead", "num"), [(0, 0), (1, 1), (2, 2), (None, 2)])
+def test_so_many_are_prefilled_ahead(prefill_ahead, num):
+    """None is as many as the batch has rows; a program takes one prompt here."""
+    run = Run("Baton-PD", prefill_ahead=prefill_ahead, prefill_batch=1)
+    for _ in range(6):
+        run.submit(10, 20)
+    run.step(6)
+    assert [one.place for one in run.queries[2:]].count(Place.DEVICE) == num
+    assert len(run.loop.scheduler.shelf) == num
+
+
+def test_one_program_of_prompts_a_step_while_others_decode():
+    run = Run("Baton-PD", prefill_batch=1, max_batch=4)
+    run.submit(10, 20)
+    run.step(2)
+    for _ in range(3):
+        run.submit(10, 20)
+    run.step(3)
+    assert [step.count("prefill") for step in run.steps] == [1, 0, 1, 1, 1]
+    assert run.ring.num_held == 4
+
+
+def test_an_empty_batch_is_filled_at_once():
+    """The limit of one program a step protects decoding queries, and there are none yet."""
+    run = Run("Baton-PD", prefill_batch=1, max_batch=4)
+    for _ in range(4):
+        run.submit(10, 20)
+    run.step()
+    assert run.steps[0].count("prefill") == 4 and run.ring.num_held == 4
+
+
+def test_a_reply_of_one_token_needs_no_row_of_the_ring():
+    run = Run("Baton-PD")
+    run.submit(10, 1)
+    assert run.run() == ["prefill:0x32 drop:0", ""]
+    assert run.loop.metrics.num_insertions == 0 and not len(run.loop.scheduler.shelf)
+
+
+def test_an_urgent_query_takes_a_row_and_the_other_goes_on_later():
+    """Section 4.3: the row is taken out, kept, and put in again."""
+    run = Run("Baton-PD", max_batch=1, preemptive=True)
+    run.submit(10, 6)
+    run.step(2)
+    run.submit(10, 3, priority=1)
+    assert run.run() == [
+        "prefill:0x32 insert:0 decode:0",
+        "decode:0",
+        "suspend:0 prefill:1x32 insert:1 decode:1",
+        "decode:1",
+        "insert:0 decode:0",
+        "decode:0",
+        "decode:0",
+        "",
+    ]
+    usage = run.queries[0].result().usage
+    assert usage.num_suspensions == 1 and usage.resume_recomputed_tokens == 0
+
+
+# What is counted
+
+
+def test_counts_of_a_run_to_the_end():
+    """The rows of 64 columns run for five steps, those of 32 for two."""
+    run = Run("Benchmark")
+    submit_three(run)
+    run.run()
+    counted = run.loop.metrics.as_dict()
+    expected = {
+        "num_steps": 7,
+        "num_shaped_steps": 0,
+        "row_steps": 14,
+        "read_columns": 5 * 2 * 64 + 2 * 2 * 32,
+        "live_columns": (11 + 41) + (12 + 42) + 43 + 44 + 45 + 21 + 22,
+        "computed_tokens": 14,
+        "idle_tail": 2,
+        "idle_waiting": 3,
+        "idle_late": 0,
+        "num_prefills": 2,
+        "prefill_tokens": 70,
+        "padded_prefill_tokens": 2 * 64 + 32,
+        "num_insertions": 3,
+        "num_suspensions": 0,
+        "num_parked": 0,
+        "num_returned": 0,
+        "num_resizes": 2,
+        "num_failed_steps": 0,
+        "max_kv_bytes": (2 * 64 + 2 * 64) * TOKEN_BYTES,
+        "idle_row_share": 5 / 14,
+    }
+    assert counted == expected
+
+
+def test_counts_of_shaped_steps():
+    """A shaped step computes all its columns in every row."""
+    run = Run("Baton")
+    run.submit(10, 4)
+    run.step()
+    run.submit(40, 2)
+    run.run()
+    counted = run.loop.metrics
+    assert (counted.num_steps, counted.num_shaped_steps) == (3, 1)
+    assert counted.computed_tokens == 2 * (1 + 40 + 1)
+    assert (counted.idle_tail, counted.idle_waiting) == (1, 0)
+
+
+def test_a_token_of_a_cancelled_query_is_counted():
+    """Of its row of the ring; a prefill has none."""
+    run = Run("Baton-PD")
+    one = run.submit(10, 9)
+    run.step()
+    assert run.loop.cancel(one)
+    run.step()
+    assert run.loop.metrics.idle_late == 1
+    assert run.loop.metrics.as_dict()["idle_row_share"] == (1 + 1) / 2
+
+
+def test_nothing_is_idle_where_nothing_ran():
+    assert Run("Baton").loop.metrics.as_dict()["idle_row_share"] == 0.0
+    assert set(Run("Baton").loop.metrics.as_dict().values()) == {0}
+
+
+# The lattice and the ring
+
+
+def test_shapes_at_their_bounds():
+    _, lattice = lattice_of(8)
+    assert [tuple(one) for one in lattice.shapes] == [(4, 32), (3, 64), (1, 128)]
+    assert [lattice.shape_for(num) for num in (0, 32, 33, 64, 128, 129)] == [
+        (4, 32),
+        (4, 32),
+        (3, 64),
+        (3, 64),
+        (1, 128),
+        None,
+    ]
+    assert [lattice.length_for(num) for num in (1, 32, 33, 128)] == [32, 32, 64, 128]
+    assert lattice.max_context_tokens == 129 and lattice.unused_lengths == ()
+    assert lattice.room_bytes(RingShape(3, 64)) == 2 * ROW_BYTES
+    assert lengths_up_to(lattice.shapes, 64) == [32, 64]
+
+
+def test_a_length_without_room_for_a_second_row_is_unused():
+    _, lattice = lattice_of(7)
+    assert [tuple(one) for one in lattice.shapes] == [(4, 32), (2, 64)]
+    assert lattice.unused_lengths == (128,) and lattice.max_context_tokens == 65
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "lengths"),
+    [
+        (2048, [64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]),
+        (2049, [512, 768, 1024, 1536, 2048]),
+        (2050, [512, 768, 1024, 1536, 2048, 2080]),
+        (33, [32]),
+        (34, [64]),
+        (98, [64, 96, 128]),
+    ],
+)
+def test_lengths_that_follow_from_the_context(max_tokens, lengths):
+    """1 and 1.5 times powers of two; the last token needs no column."""
+    lattice = Lattice(RebatchingConfig(max_batch=1), 1, max_tokens)
+    assert [one.length for one in lattice.shapes] == lengths
+
+
+def test_rows_of_a_ring():
+    ring: Ring[str] = Ring()
+    ring.resize(RingShape(3, 8))
+    assert [ring.insert(name, 2) for name in "abc"] == [0, 1, 2]
+    ring.advance()
+    ring.release(1)
+    assert ring.held == [(0, "a"), (2, "c")] and ring.insert("d", 1) == 1
+    assert [ring.row_span(row) for row in range(3)] == [3, 1, 3] and ring.span == 3
+    assert ring.places(0).tolist() == [6, 7, 0] and ring.place(9) == 1
+    moved = ring.resize(RingShape(4, 4))
+    assert moved is not None and moved.rows.tolist() == [0, 1, 2, 0]
+    assert moved.columns.tolist() == [0, 5, 6, 7]
+    assert ring.insert("e", 0) == 3
+    for row in range(4):
+        assert ring.cursor == 1
+        ring.release(row)
+    assert ring.cursor == 0 and ring.resize(RingShape(1, 4)) is None
+    ring.clear()
+    assert ring.shape is None and not ring.num_held and ring.span == 0
+
+
+def test_a_ring_has_no_more_rows_than_its_shape():
+    """Behind a change of it as well."""
+    ring: Ring[str] = Ring()
+    for batch in (1, 2, 3):
+        ring.resize(RingShape(batch, 8))
+        ring.insert("x", 1)
+        with pytest.raises(ValueError, match="None"):
+            ring.insert("y", 1)
+
+
+def test_holes_are_behind_the_token_of_other_rows():
+    ring: Ring[str] = Ring()
+    ring.resize(RingShape(2, 16))
+    ring.insert("a", 2)
+    for _ in range(2):
+        row = ring.insert("b", 0)
+        ring.advance(3, filled_row=row)
+        ring.release(row)
+    ring.advance()
+    assert ring.places(0).tolist() == [14, 15, 0, 3, 6] and ring.row_span(0) == 9
+
+
+def test_a_resize_that_changes_nothing_is_not_launched():
+    run = Run("Baton-PD")
+    run.submit(10, 5)
+    run.submit(10, 5)
+    run.run()
+    assert run.loop.metrics.num_resizes == 1
+
+
+# What is lost with a device
+
+
+def test_who_is_in_the_ring_is_lost_with_it_and_who_is_in_host_memory_is_not():
+    """They wait again, with the tokens that have come."""
+    run = Run("Baton-PD", preemptive=True, prefill_batch=1)
+    for _ in range(4):
+        run.submit(10, 20)
+    run.step(4)
+    scheduler = run.loop.scheduler
+    first, second, third, fourth = run.queries
+    assert [one.place for one in run.queries] == [Place.RING, Place.RING, Place.DEVICE, Place.DEVICE]
+    third.place = Place.HOST
+    lost = scheduler.lose_device((), lambda serial: serial == third.serial)
+    assert lost == [first, second, fourth]
+    assert all(one.place is Place.NOWHERE and one.num_sampled == len(one.token_ids) for one in lost)
+    assert list(scheduler.line) == [first, second, third, fourth] and third.place is Place.HOST
+    assert set(scheduler.shelf.sizes) == {third} and not run.ring.num_held
+    assert scheduler.shelf.room_bytes == run.lattice.kv_bytes
+
+
+def test_who_has_ended_is_not_lost():
+    """Nor whose last token was launched, unless that was lost in flight."""
+    run = Run("Benchmark")
+    run.submit(10, 2)
+    run.submit(10, 9)
+    run.step(3)
+    first, second = run.queries
+    assert first.done and run.ring.num_held == 2
+    assert run.loop.scheduler.lose_device([first, second], lambda serial: True) == [second]
+
+
+def test_a_copy_to_host_memory_that_is_not_done_is_lost():
+    run = Run("Baton-PD", prefill_batch=1)
+    for _ in range(3):
+        run.submit(10, 20)
+    run.step(3)
+    third = run.queries[2]
+    third.place = Place.HOST
+    assert third in run.loop.scheduler.lose_device((), lambda serial: False)
+
+
+@pytest.mark.parametrize("method", ["Baton", "Baton-PD"])
+def test_who_is_cancelled_leaves_the_ring(method):
+    run = Run(method)
+    one, other = run.submit(10, 9), run.submit(10, 9)
+    run.step(2)
+    run.loop.cancel(one)
+    assert [owner for _, owner in run.ring.held] == [other]
+
+
+def test_who_is_cancelled_keeps_the_row_of_a_batch_that_runs_to_its_end():
+    run = Run("PD")
+    one, other = run.submit(10, 9), run.submit(10, 9)
+    run.step(2)
+    run.loop.cancel(one)
+    assert [owner for _, owner in run.ring.held] == [one, other] and one.place is Place.GONE
+    assert run.loop.cancel(other) and not run.loop.cancel(other)
+
+
+def test_a_row_beside_the_ring_is_dropped_with_its_query():
+    run = Run("Baton-PD", prefill_batch=1)
+    for _ in range(3):
+        run.submit(10, 20)
+    run.step(3)
+    assert len(run.loop.scheduler.shelf) == 1
+    run.loop.cancel(run.queries[2])
+    assert not len(run.loop.scheduler.shelf) and not len(run.loop.scheduler.line)
+    assert run.loop.scheduler.take_drops() == []
+
+
+def test_a_row_comes_back_from_host_memory_before_it_is_needed():
+    """The first in line alone, once there is room."""
+    run = Run("Baton-PD", prefill_batch=1)
+    for _ in range(4):
+        run.submit(10, 20)
+    run.step(4)
+    runner, third, fourth = run.loop._runner, *run.queries[2:]
+    for one in (third, fourth):
+        one.place, runner.rows[one.serial].where = Place.HOST, "host"  # type: ignore[attr-defined]
+    run.step()
+    assert run.steps[-1] == "decode:0,1 return:2"
+    assert (third.place, fourth.place) == (Place.DEVICE, Place.HOST)
+
+
+def test_after_an_interrupt_all_that_ran_or_waited_fails():
+    """And the loop begins with an empty batch."""
+    run = Run("Baton-PD")
+    for _ in range(3):
+        run.submit(10, 20)
+    run.step(2)
+    run.loop.lose_everything(RuntimeError("planted"))
+    for query in run.queries:
+        with pytest.raises(StepFailedError, match="planted"):
+            query.result()
+    assert not run.loop.queries and not run.loop.scheduler.ring.num_held and not len(run.loop.scheduler.line)
+    run.ring = run.loop.scheduler.ring
+    again = run.submit(10, 2)
+    run.run()
+    assert len(again.result().token_ids) == 2
