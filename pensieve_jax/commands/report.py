@@ -1,19 +1,13 @@
 """Tables for people, and the one JSON line at the end of a benchmark for machines.
 
-Owns: how both look, where the line goes (`--json`), and what a report says about the machine, the command and
-the environment it comes from.
+Owns: how both look, and where the line goes (`--json`). `provenance` says where a document comes from.
 Does not know: what was measured, or whether it is good.
 Called by: every script that prints figures.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import os
-import platform
-import shlex
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,11 +18,9 @@ from absl import flags
 
 from pensieve_jax import ConfigError
 from pensieve_jax.commands.launch import check_can_write
+from pensieve_jax.commands.provenance import provenance
 
 flags.disclaim_key_flags()
-_PACKAGES = ("pensieve-jax", "jax", "jaxlib", "flax", "numpy")
-# Of what may change how something runs; `runtime/executable_environment.py` has what changes executables.
-_VARIABLE_PREFIXES = ("CUDA_", "JAX_", "MOSAIC_GPU_", "NCCL_", "NVIDIA_TF32", "PJRT_", "TRITON_", "XLA_")
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -49,16 +41,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def json_line(benchmark: str, results: Mapping[str, Any], *, units: Mapping[str, str], device: str) -> str:
     """One line of JSON that can be read on its own: what was measured, in what units, where and how."""
-    document = {
-        "benchmark": benchmark,
-        "results": results,
-        "units": units,
-        "hardware": {"device": device, "cpu": _cpu_name(), "num_cpus": os.cpu_count()},
-        "versions": {"python": platform.python_version(), **_versions()},
-        "revision": _revision(),
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "environment": _environment(),
-    }
+    document = {"benchmark": benchmark, "results": results, "units": units, **provenance(device)}
     return json.dumps(document)
 
 
@@ -124,46 +107,9 @@ def device_name() -> str:
     return f"{device.platform}: {device.device_kind}"
 
 
-def _revision() -> str | None:
-    """The commit of the source tree, with a + where files differ from it; None outside a checkout of it."""
-    root = Path(__file__).parents[2]
-    if not (root / "pyproject.toml").is_file():
-        return None  # installed, perhaps within somebody else's checkout
-    git = ["git", "-C", str(root)]
-    try:
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        changes = subprocess.run([*git, "status", "-s", "-uno"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return commit.stdout.strip() + ("+" if changes.stdout else "")
-
-
 def _cell(value: object) -> str:
     if isinstance(value, bool):
         return str(value)
     if isinstance(value, float):
         return f"{value:,.3f}" if abs(value) >= 0.01 or not value else f"{value:.2g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _environment() -> dict[str, str]:
-    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_VARIABLE_PREFIXES)}
-
-
-def _versions() -> dict[str, str]:
-    installed = {}
-    for package in _PACKAGES:
-        try:
-            installed[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            installed[package] = "not installed"
-    return installed
