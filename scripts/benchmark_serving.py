@@ -41,6 +41,7 @@ import contextlib
 import functools
 import gc
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -66,6 +67,7 @@ from serving.load_points import (
 from serving.loop_profile import profile_loop
 from serving.outcome import CLOSED_FLAGS, USERS_FLAGS, Outcome
 from serving.report import BENCHMARK, Named, at_level, draw, named_curve, read_curves
+from serving.request_table import request_table
 from serving.run import System, serve
 from serving.systems import ENGINE_SYSTEMS, OURS, STORES_IN_8_BITS, SYSTEMS, open_systems
 from steps.cost_plot import check_can_plot
@@ -75,6 +77,7 @@ from model_defs import ModelConfig
 from pensieve_jax import ConfigError
 from pensieve_jax.commands.engine_flags import TINY_MODEL, define_engine_flags, model_limits, shows_progress
 from pensieve_jax.commands.launch import EXIT_FAILED, Interrupt, check_can_write, run
+from pensieve_jax.commands.provenance import source_state
 from pensieve_jax.commands.report import define_document_flag, json_line, print_document
 from pensieve_jax.workload import Client, History
 
@@ -144,6 +147,8 @@ def measure(
         "num_mid_life": num_begun,
         "preparation_s": preparation_s,
         "num_compilations_before": num_compilations,
+        "max_client_lag_s": max_lag_s if math.isfinite(max_lag_s) else None,
+        "requests": request_table(seen),
         **figures(seen, max_lag_s),
         **({"profile": profile} if profile else {}),
     }
@@ -223,6 +228,8 @@ def main() -> int:
     if FLAGS.curves or FLAGS.curve:
         return draw_curves()
     check_flags()
+    if not source_state().tree_is_clean:  # said before minutes of measuring, not after
+        print("No clean commit is known here; check_numbers will refuse this document.", file=sys.stderr)
     model, max_context_tokens = model_limits()
     trace, loads = closed_loop() if FLAGS.closed_loop else open_loop(max_context_tokens)
     start_s = time.perf_counter()

@@ -21,6 +21,7 @@ from serving.kv_memory import kv_bytes
 from serving.load_points import LoadPoint
 from serving.loop_profile import UNITS as PROFILE_UNITS
 from serving.report import BENCHMARK, append_line, curve, draw, tables
+from serving.request_table import UNITS as REQUEST_UNITS
 from serving.run import System
 from serving.systems import OURS
 
@@ -107,7 +108,7 @@ class Outcome:
 
     def _line(self, results: Sequence[dict[str, Any]]) -> str:
         """As a JSON line; of several systems, what each was."""
-        units = UNITS | PROFILE_UNITS if FLAGS.profile_steps else UNITS
+        units = UNITS | REQUEST_UNITS | (PROFILE_UNITS if FLAGS.profile_steps else {})
         told: dict[str, Any] = results[0] if len(results) == 1 else {"systems": results}
         return json_line(BENCHMARK, told, units=units, device=self._device_name())
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from pensieve_jax.workload import Answer, Server, Steps, add_steps
+from pensieve_jax.workload import Answer, Server, Steps, UserTurn, add_steps
 from serving.client import Lag, ServingClient
 from serving.clock import RunClock
 
@@ -77,8 +77,7 @@ class Run:
     Attributes:
       window: what counts of it.
       answers: all, in the order of their ends.
-      unfinished_s: of each request that arrived in the window and was not answered, for how long it has been
-        there.
+      unfinished: requests that arrived in the window and were not answered.
       num_refused: sessions that ended early because they had outgrown the context.
       lags: of all turns.
       counters, steps: how they changed within the window.
@@ -87,7 +86,7 @@ class Run:
 
     window: Window
     answers: Sequence[Answer]
-    unfinished_s: Sequence[float]
+    unfinished: Sequence[UserTurn]
     num_refused: int
     lags: Sequence[Lag]
     counters: Mapping[str, float]
@@ -95,9 +94,14 @@ class Run:
     end_s: float
 
     @property
+    def unfinished_s(self) -> list[float]:
+        """How long each unanswered request of the window had waited when the run ended."""
+        return [self.end_s - turn.arrival_s for turn in self.unfinished]
+
+    @property
     def num_unfinished(self) -> int:
         """Requests that arrived in the window and were not answered."""
-        return len(self.unfinished_s)
+        return len(self.unfinished)
 
 
 def serve(
@@ -127,7 +131,7 @@ def serve(
             now_s = clock.now()
             while len(readings) < len(edges_s) and now_s >= edges_s[len(readings)]:
                 readings.append(_read(server))
-            drain_s = window.drain_s if loop.open_s else min(_LATE_S, window.drain_s)
+            drain_s = window.drain_s if loop.unanswered else min(_LATE_S, window.drain_s)
             if now_s >= window.end_s + drain_s or not loop.go_on():
                 break
         end_s = clock.now()
@@ -137,7 +141,7 @@ def serve(
         seen = Run(
             window=window,
             answers=list(loop.answers),
-            unfinished_s=[end_s - arrival_s for arrival_s in loop.open_s.values()],
+            unfinished=list(loop.unanswered.values()),
             num_refused=client.num_refused,
             lags=list(client.lags),
             counters={name: after.counters[name] - before.counters[name] for name in after.counters},
@@ -153,7 +157,7 @@ class _Loop:
 
     Attributes:
       answers: all, in the order of their ends.
-      open_s: when those of the window's requests came that have no answer.
+      unanswered: requests of the window without an answer.
     """
 
     def __init__(
@@ -165,7 +169,7 @@ class _Loop:
         on_answer: Callable[[Answer], None],
     ) -> None:
         self.answers: list[Answer] = []
-        self.open_s: dict[tuple[str, int], float] = {}
+        self.unanswered: dict[tuple[str, int], UserTurn] = {}
         self._server, self._client, self._clock = server, client, clock
         self._window, self._on_answer = window, on_answer
 
@@ -174,12 +178,12 @@ class _Loop:
         for turn in self._client.take():
             self._server.submit(turn)
             if self._window.has(turn.arrival_s):
-                self.open_s[turn.conversation_id, turn.turn_index] = turn.arrival_s
+                self.unanswered[turn.conversation_id, turn.turn_index] = turn
         if self._server.has_unfinished:
             for answer in self._server.step(math.inf):
                 self._client.answer(answer)
                 self.answers.append(answer)
-                self.open_s.pop((answer.turn.conversation_id, answer.turn.turn_index), None)
+                self.unanswered.pop((answer.turn.conversation_id, answer.turn.turn_index), None)
                 self._on_answer(answer)
         elif self._client.done:
             return False

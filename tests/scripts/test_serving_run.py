@@ -114,7 +114,7 @@ def test_sessions_that_outgrow_the_context_are_counted():
 
 def test_a_run_is_void_if_users_were_late():
     lags = [Lag(float(i), 0.001) for i in range(98)] + [Lag(98.0, 0.02), Lag(99.0, 0.02), Lag(200.0, 9.0)]
-    values = {"answers": [], "unfinished_s": [], "num_refused": 0, "counters": {}, "steps": {}, "end_s": 1.0}
+    values = {"answers": [], "unfinished": [], "num_refused": 0, "counters": {}, "steps": {}, "end_s": 1.0}
     run = serving_run.Run(window=Window(0.0, 100.0, 0.0), lags=lags, **values)
     assert serving_figures.figures(run, max_lag_s=0.010)["void"]
     assert not serving_figures.figures(run, max_lag_s=0.021)["void"]
