@@ -1,4 +1,4 @@
-"""Every figure of README.md and docs/*.md against the document that it is of.
+"""Every figure of README.md and docs/*.md against its document, and every document against its raw data.
 
     python scripts/check_numbers.py                  # exit status 1 if a figure is wrong, or nobody's
     python scripts/check_numbers.py --list_prose     # the figures that are of no document, with the reasons
@@ -7,6 +7,10 @@
 `docs/sources/<page>.toml` says where the figures of a page come from; CONTRIBUTING.md says how. The diary
 (docs/log.md) is left out. A page without such a file must be named, with a reason, in
 `docs/sources/unchecked.toml`.
+
+The documents in docs/results are checked as well: each names a clean commit of this history, and the figures
+of a serving benchmark are computed again from its requests. `docs/sources/summary_only.toml` lists the
+documents from before these rules.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from typing import NamedTuple
 from absl import flags
 from pages.expressions import Documents
 from pages.page import WRITTEN, Page, read_page
+from pages.result_documents import History, check_results, read_rules
 from pages.sources import check_page
 
 from pensieve_jax.commands.launch import EXIT_FAILED, run
@@ -29,6 +34,7 @@ ROOT = Path(__file__).parents[1]
 PROFILES = ROOT / "pensieve_jax" / "simulator" / "profiles"
 DIARY = "log.md"
 UNCHECKED = "unchecked.toml"
+SUMMARY_ONLY = "summary_only.toml"
 FRONT_PAGE = "front_page"  # the README of the repository; that of the pages is README, too
 
 
@@ -117,7 +123,11 @@ def main() -> int:
     print("\n".join(prose(checked) if FLAGS.list_prose else coverage(checked)))
     for name, reason in unchecked(docs).items():
         print(f"not checked: {name} ({reason})")
+    history = History(ROOT)
+    if history.notice:
+        print(f"not checked: {history.notice}")
     errors = [error for _, errors in checked for error in errors]
+    errors += check_results(docs / "results", read_rules(docs / "sources" / SUMMARY_ONLY), history)
     done = "every figure with a source is that of its document; --list_prose lists the others"
     print("\n".join(errors) or done)
     return EXIT_FAILED if errors else 0

@@ -2,8 +2,8 @@
 
     export PENSIEVE_REVISION=$(python scripts/print_revision.py)   # here; set the same value beside the copy
 
-A benchmark in the copy compares the digest with its own files and stops if they differ. Exit status 1 where the
-source files are not those of the commit.
+A benchmark in the copy compares the digest with its own files and stops if they differ. Exit status 1 where
+the source files are not those of the commit.
 """
 
 from __future__ import annotations

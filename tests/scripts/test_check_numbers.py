@@ -18,7 +18,7 @@ from pages.sources import check_page, is_shown  # noqa: E402
 DOCS = check_numbers.ROOT / "docs"
 README = check_numbers.ROOT / "README.md"
 SOURCED = sorted(path.stem for path in (DOCS / "sources").glob("*.toml"))
-SOURCED = [stem for stem in SOURCED if stem not in ("papers", "unchecked")]
+SOURCED = [stem for stem in SOURCED if stem not in ("papers", "summary_only", "unchecked")]
 PAGE = """# A page
 JAX 0.4 serves 12 tokens of `llama2-13b` on an H200, 3.5 times
 as many ([there](other_page_7.md)).
@@ -219,6 +219,9 @@ def test_the_exit_status_says_whether_all_is_right(
     launch: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "docs" / "sources").mkdir(parents=True)
+    (tmp_path / "docs" / "results").mkdir()
+    rules = "[kinds]\n[summary_only]\n[attachments]\n"
+    (tmp_path / "docs" / "sources" / check_numbers.SUMMARY_ONLY).write_text(rules)
     (tmp_path / "README.md").write_text("It takes 5 s.\n")
     (tmp_path / "docs" / "run.json").write_text('{"s": 4.9}')
     sources = tmp_path / "docs" / "sources" / "front_page.toml"

@@ -1,0 +1,218 @@
+"""Result documents: where each comes from, and whether its summary is that of its raw data.
+
+Owns: what a document of each kind must have, and the list of documents from before these rules.
+Does not know: pages. Called by: check_numbers.
+
+`docs/sources/summary_only.toml` names the older documents with the SHA-256 of each file, so that they can be
+removed but not edited. Every other document must name a clean commit of this history whose source files are
+those that ran, and a document of the serving benchmark must hold the requests of each load point.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import functools
+import hashlib
+import io
+import json
+import math
+import tomllib
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from serving.request_table import COLUMNS, END, LAGS
+
+from pages.recomputed import differences
+from pensieve_jax.commands.provenance import commit_digest, git
+
+REQUESTS, PROVENANCE = "requests", "provenance"
+_ARRAYS = {*COLUMNS, *LAGS, END}
+_HARDWARE = ("device", "cpu", "num_cpus", "memory_bytes", "gpus")
+_GPU = ("cuda", "gpu")  # how the name of a device with a driver begins
+
+
+class Rules(NamedTuple):
+    """What `summary_only.toml` says.
+
+    Attributes:
+      kinds: what a document must have, by the name of its benchmark: `REQUESTS` or `PROVENANCE`.
+      summary_only: SHA-256 of each older document, by file name.
+      attachments: SHA-256 of each file that is no document, such as a profiler's output.
+    """
+
+    kinds: Mapping[str, str]
+    summary_only: Mapping[str, str]
+    attachments: Mapping[str, str]
+
+
+class History:
+    """The commits of a repository.
+
+    Attributes:
+      notice: why commits cannot be looked up here; None where they can.
+    """
+
+    def __init__(self, root: Path) -> None:
+        """Read the commits that HEAD reaches."""
+        self._root = root
+        is_shallow = git(root, "rev-parse", "--is-shallow-repository")
+        self.notice = None
+        if is_shallow is None or not (root / ".git").exists():
+            self.notice = "there is no git history: revisions of result documents were not looked up"
+        elif is_shallow.strip() == "true":
+            self.notice = "the git history is shallow: only revisions within it were looked up"
+        self._commits = set() if is_shallow is None else set((git(root, "rev-list", "HEAD") or "").split())
+
+    def error(self, revision: str, digest: Any) -> str | None:
+        """Return what is wrong with a commit and the digest of its files; None where that is unknown."""
+        if revision not in self._commits:
+            return (
+                None
+                if self.notice
+                else f"revision {revision} is not reachable from HEAD; merge it, or run again"
+            )
+        committed = _committed(self._root, revision)
+        if digest != committed:
+            return f"source_digest is {digest}; the files of {revision[:12]} have {committed}"
+        return None
+
+
+@functools.cache
+def _committed(root: Path, revision: str) -> str | None:
+    return commit_digest(root, revision)
+
+
+def read_rules(path: Path) -> Rules:
+    """Read `summary_only.toml`."""
+    found = tomllib.loads(path.read_text(encoding="utf-8"))
+    return Rules(found["kinds"], found["summary_only"], found["attachments"])
+
+
+def check_results(folder: Path, rules: Rules, history: History) -> list[str]:
+    """Return a sentence for each fault of the documents in `folder`, which has no folders of its own."""
+    errors = []
+    files = {path.name: path for path in sorted(folder.iterdir())}
+    listed = {**rules.summary_only, **rules.attachments}
+    for name, path in files.items():
+        if name in listed:
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            faults = (
+                []
+                if digest == listed[name]
+                else [f"it was edited: its SHA-256 is {digest}, not {listed[name]}"]
+            )
+        elif path.suffix == ".json":
+            faults = list(_faults(path, rules.kinds, history))
+        else:
+            faults = ["it is no document; name it under [attachments] in summary_only.toml"]
+        errors += [f"{name}: {fault}" for fault in faults]
+    gone = sorted(listed.keys() - files.keys())
+    return errors + [f"{name}: there is no such file; take it out of summary_only.toml" for name in gone]
+
+
+def _faults(path: Path, kinds: Mapping[str, str], history: History) -> Iterator[str]:
+    """Yield what is wrong with a file of one JSON document or of one a line."""
+    text = path.read_text(encoding="utf-8")
+    try:
+        documents = [json.loads(text)]
+    except json.JSONDecodeError:
+        try:
+            documents = [json.loads(line) for line in text.splitlines() if line.strip()]
+        except json.JSONDecodeError as error:
+            yield f"it is not JSON: {error}"
+            return
+    if not documents:
+        yield "it is empty"
+    for document in documents:
+        if not isinstance(document, dict):
+            yield "it is no document: its JSON is not an object"
+            continue
+        yield from provenance_faults(document, history)
+        kind = document.get("benchmark")
+        if kind not in kinds:
+            yield f"its kind {kind!r} is not named under [kinds] in summary_only.toml"
+        elif kinds[kind] == REQUESTS:
+            yield from request_faults(document.get("results", {}))
+
+
+def provenance_faults(document: Mapping[str, Any], history: History) -> Iterator[str]:
+    """Yield what a document lacks to be run again."""
+    if not document.get("command"):
+        yield "command is missing"
+    hardware = document.get("hardware", {})
+    if missing := [name for name in _HARDWARE if hardware.get(name) is None]:
+        yield f"hardware lacks {', '.join(missing)}"
+    elif str(hardware["device"]).startswith(_GPU) and not hardware["gpus"]:
+        yield "hardware.gpus is empty, so the driver is not known; nvidia-smi must run there"
+    revision = document.get("revision")
+    if not revision:
+        yield "revision is missing; run it in a clean checkout, or set PENSIEVE_REVISION"
+        return
+    if document.get("tree_is_clean") is not True:
+        yield "tree_is_clean is not true: its source files were not those of a commit"
+        return
+    if fault := history.error(revision, document.get("source_digest")):
+        yield fault
+
+
+def request_faults(results: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what contradicts the requests of a document's load points."""
+    for system in results.get("systems", [results]):
+        points = system.get("points")
+        if not points and not system.get("left_out"):
+            yield "it has no load points, so nothing of it can be computed again"
+            continue
+        for point in points or ():
+            where = f"{system.get('system')}, rate {point.get('rate')}, seed {point.get('seed')}"
+            for fault in _point_faults(point, system):
+                yield f"{where}: {fault}"
+
+
+def _point_faults(point: Mapping[str, Any], system: Mapping[str, Any]) -> Iterator[str]:
+    if len(str(point.get("sessions_digest"))) != 64:
+        yield "sessions_digest is missing"
+    try:
+        arrays = unpacked(point.get("requests"))
+    except ValueError as error:
+        yield str(error)
+        return
+    yield from differences(point, arrays, _window_s(system))
+
+
+def unpacked(requests: Any) -> dict[str, Any]:
+    """Return the arrays of a load point.
+
+    Raises:
+      ValueError: they are missing, incomplete, or not those of the digest.
+    """
+    if not isinstance(requests, dict) or not {"sha256", "npz_base64"} <= requests.keys():
+        raise ValueError("requests is missing, so its summary cannot be computed again")
+    try:
+        content = base64.b64decode(requests["npz_base64"], validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"requests is not base64: {error}") from error
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != requests["sha256"]:
+        raise ValueError(f"requests has the SHA-256 {digest}; the document says {requests['sha256']}")
+    try:
+        with np.load(io.BytesIO(content), allow_pickle=False) as file:
+            arrays = dict(file)
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise ValueError(f"requests is not a .npz: {error}") from error
+    if missing := _ARRAYS - arrays.keys():
+        raise ValueError(f"requests lacks {', '.join(sorted(missing))}")
+    if len({len(arrays[name]) for name in COLUMNS}) > 1 or len({len(arrays[name]) for name in LAGS}) > 1:
+        raise ValueError("requests has arrays of different lengths")
+    return arrays
+
+
+def _window_s(system: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the window by the settings; a closed loop, or a trace served to its end, counts as a whole."""
+    settings = system.get("settings", {})
+    if system.get("loop") == "closed loop" or not settings.get("window_s"):
+        return 0.0, math.inf
+    return settings["warm_up_s"], settings["warm_up_s"] + settings["window_s"]
