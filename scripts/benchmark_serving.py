@@ -69,7 +69,7 @@ from serving.outcome import CLOSED_FLAGS, USERS_FLAGS, Outcome
 from serving.report import BENCHMARK, Named, at_level, draw, named_curve, read_curves
 from serving.request_table import request_table
 from serving.run import System, serve
-from serving.systems import ENGINE_SYSTEMS, OURS, STORES_IN_8_BITS, SYSTEMS, open_systems
+from serving.systems import ENGINE_SYSTEMS, OURS, STORES_IN_8_BITS, SYSTEMS, VLLM_OFFLOAD, open_systems
 from steps.cost_plot import check_can_plot
 from tqdm import tqdm
 
@@ -172,6 +172,9 @@ def check_flags() -> None:
     if FLAGS.system not in OURS and FLAGS.pack_host is not None:
         limit = f"left out for --system={FLAGS.system}, which packs nothing"
         raise ConfigError("--pack_host", FLAGS.pack_host, limit)
+    if FLAGS.system != VLLM_OFFLOAD and FLAGS["vllm_offload_prompt_only"].present:
+        limit = f"left out for --system={FLAGS.system}"
+        raise ConfigError("--vllm_offload_prompt_only", FLAGS.vllm_offload_prompt_only, limit)
     if FLAGS.output_json is not None:
         check_can_write("--output_json", Path(FLAGS.output_json))
     if FLAGS.plot is not None:
@@ -303,6 +306,12 @@ def define_flags() -> None:
         "transformers_attention",
         "paged|sdpa",
         "Attention of --system=transformers; plain sdpa is flash attention where it finds one.",
+    )
+    flags.DEFINE_bool(
+        "vllm_offload_prompt_only",
+        False,
+        "Let --system=vllm-offload copy only prompts to host memory, as vLLM does by default: a reply gets "
+        "there one turn late.",
     )
     flags.DEFINE_integer("padded_batch", 16, "Rows of a padded batch, at most.", lower_bound=1)
     flags.DEFINE_string("decode_backend", "auto", "Attention of steps of --system=rebatching.")

@@ -30,7 +30,10 @@ _SOURCE_FOLDERS = ("model_defs", "pallas_kernels", "pensieve_jax", "scripts")
 _SOURCE_SUFFIXES = (".json", ".py", ".safetensors")
 _PACKAGES = ("pensieve-jax", "jax", "jaxlib", "flax", "numpy")
 # Of what may change how something runs; `runtime/executable_environment.py` has what changes executables.
-_VARIABLE_PREFIXES = ("CUDA_", "JAX_", "MOSAIC_GPU_", "NCCL_", "NVIDIA_TF32", "PJRT_", "TRITON_", "XLA_")
+_VARIABLE_PREFIXES = (
+    *("CUDA_", "JAX_", "MOSAIC_GPU_", "NCCL_", "NVIDIA_TF32", "PJRT_", "TRITON_", "VLLM_", "XLA_"),
+)
+_SECRET_SUFFIXES = ("_KEY", "_TOKEN")
 _NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
 _TIMEOUT_S = 30.0  # nvidia-smi without its persistence daemon takes seconds
 
@@ -177,7 +180,11 @@ def _cpu_name() -> str:
 
 
 def _environment() -> dict[str, str]:
-    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_VARIABLE_PREFIXES)}
+    return {
+        name: os.environ[name]
+        for name in sorted(os.environ)
+        if name.startswith(_VARIABLE_PREFIXES) and not name.endswith(_SECRET_SUFFIXES)
+    }
 
 
 def _versions() -> dict[str, str]:

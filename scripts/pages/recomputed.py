@@ -77,10 +77,11 @@ def differences(point: Mapping[str, Any], arrays: Arrays, window_s: tuple[float,
     max_lag_s = point.get("max_client_lag_s")
     found = recomputed(arrays, window_s, math.inf if max_lag_s is None else max_lag_s)
     errors = _impossible(arrays)
+    relative = max(_RELATIVE_TOLERANCE, _TIME_TOLERANCE_S / (found["seconds"] or math.inf))  # of rates
     for name, value in found.items():
         if name not in point:
             errors.append(f"{name} is missing; its requests give {_shown(value)}")
-        elif not _is_equal(point[name], value):
+        elif not _is_equal(point[name], value, relative):
             errors.append(f"{name} is {_shown(point[name])}; its requests give {_shown(value)}")
     return errors
 
@@ -148,18 +149,18 @@ def _whole_us(seconds: float) -> float:
     return seconds if math.isinf(seconds) else round(1e6 * seconds)
 
 
-def _is_equal(told: Any, value: Any) -> bool:
+def _is_equal(told: Any, value: Any, relative: float) -> bool:
     """Counts must be equal; times may differ by what rounding to microseconds changes."""
     if isinstance(value, dict):
         return (
             isinstance(told, dict)
             and told.keys() == value.keys()
-            and all(_is_equal(told[name], part) for name, part in value.items())
+            and all(_is_equal(told[name], part, relative) for name, part in value.items())
         )
     if value is None or isinstance(value, bool | int):
         return type(told) is type(value) and bool(told == value)
     return isinstance(told, int | float) and math.isclose(
-        told, value, rel_tol=_RELATIVE_TOLERANCE, abs_tol=_TIME_TOLERANCE_S
+        told, value, rel_tol=relative, abs_tol=_TIME_TOLERANCE_S
     )
 
 

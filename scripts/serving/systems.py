@@ -23,10 +23,11 @@ from serving.run import System
 from serving.static_server import SYSTEM as STATIC_SYSTEM
 from serving.static_server import StaticSystem
 from serving.transformers_server import TransformersSystem
+from serving.vllm_server import OFFLOAD as VLLM_OFFLOAD
 from serving.vllm_server import SYSTEMS as VLLM_SYSTEMS
 from serving.vllm_server import VllmSystem
 
-__all__ = ["ENGINE_SYSTEMS", "OURS", "STORES_IN_8_BITS", "SYSTEMS", "open_systems"]
+__all__ = ["ENGINE_SYSTEMS", "OURS", "STORES_IN_8_BITS", "SYSTEMS", "VLLM_OFFLOAD", "open_systems"]
 
 FLAGS = flags.FLAGS
 OURS = (*ENGINE_SYSTEMS, HTTP)
@@ -77,7 +78,8 @@ def open_system(name: str, model: ModelConfig) -> System:
         return TransformersSystem(source, model, dtype, config, FLAGS.transformers_attention)
     if name == STATIC_SYSTEM:
         return StaticSystem(source, model, dtype, config, FLAGS.transformers_attention, max_batch=rows)
-    return VllmSystem(name, source, model, dtype, config)
+    prompt_only = FLAGS.vllm_offload_prompt_only
+    return VllmSystem(name, source, model, dtype, config, offload_prompt_only=prompt_only)
 
 
 def _padded_lengths() -> tuple[int, ...] | None:

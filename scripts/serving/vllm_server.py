@@ -1,4 +1,4 @@
-"""vLLM as a server of a benchmark (written for vLLM 0.26): its prefix cache on, off, or with host memory.
+"""vLLM (0.26 and 0.33) as a server of a benchmark: its prefix cache on, off, or with host memory.
 
 Owns: its set-up with the same memory, batch and model, and reading its results.
 Does not know: users or figures. Called by: benchmark_serving, where vllm can be imported.
@@ -8,8 +8,10 @@ It recognises a conversation by its tokens: every turn sends its whole history.
 
 from __future__ import annotations
 
+import copy
 import json
 import tempfile
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,16 @@ from pensieve_jax import ConfigError, EngineConfig
 from pensieve_jax.device.kv_storage import slot_bytes
 from pensieve_jax.workload import Answer, History, Steps, UserTurn
 from serving.clock import RunClock
-from serving.peers import Transcripts, check_length, hf_config, import_peer, usage
+from serving.peers import PeerError, Transcripts, check_length, hf_config, import_peer, usage
 
-SYSTEMS = ("vllm", "vllm-no-prefix", "vllm-offload")
+OFFLOAD = "vllm-offload"
+SYSTEMS = ("vllm", "vllm-no-prefix", OFFLOAD)
 _RANDOM = "random:"
 _KV_DTYPES = {None: "auto", "float8_e4m3fn": "fp8"}  # its names of ours
+_NUM_RESETS, _RESET_PAUSE_S = (
+    20,
+    0.1,
+)  # pages of cancelled requests are freed only when their copies have ended
 
 
 class _Request:
@@ -124,7 +131,16 @@ class VllmSystem:
       label: of reports.
     """
 
-    def __init__(self, name: str, source: str, model: ModelConfig, dtype: str, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        name: str,
+        source: str,
+        model: ModelConfig,
+        dtype: str,
+        config: EngineConfig,
+        *,
+        offload_prompt_only: bool = False,
+    ) -> None:
         """Load the model, or make one of random weights.
 
         Args:
@@ -133,11 +149,14 @@ class VllmSystem:
           model: its shape.
           dtype: "float32", "bfloat16" or "float16".
           config: `cache` and `scheduler` say how much memory and how large a batch it gets.
+          offload_prompt_only: vLLM's own default, by which a reply reaches host memory one turn late, as a
+            part of the next prompt.
 
         Raises ConfigError where vllm cannot be imported, there is no host memory to offload to, or it has no
         such pages.
         """
-        self.label = name
+        self.label = f"{name}, prompts only" if name == OFFLOAD and offload_prompt_only else name
+        self._has_host = name == OFFLOAD
         self._vllm = import_peer(name, "vllm")
         self._sampling = import_peer(name, "vllm.sampling_params")
         self._server: VllmServer | None = None
@@ -157,31 +176,44 @@ class VllmSystem:
             "enable_prefix_caching": name != "vllm-no-prefix",
             "tensor_parallel_size": config.runner.tensor_parallel_size,
         }
-        if name == "vllm-offload":
+        if self._has_host:
             slot = slot_bytes(model, cache, resolve_dtype(dtype, model))  # what our pages there take
             cpu_bytes = cache.cpu_bytes or cache.cpu_pages * slot
             if not cpu_bytes:
                 raise ConfigError("--cpu_bytes", cache.cpu_bytes, "given, or --cpu_pages, for vllm-offload")
-            self._options |= {"kv_offloading_size": cpu_bytes / 2**30, "kv_offloading_backend": "native"}
+            self._options |= {
+                "kv_offloading_size": cpu_bytes / 2**30,
+                "kv_offloading_backend": "native",
+                "kv_transfer_config": {
+                    "kv_connector": "OffloadingConnector",
+                    "kv_role": "kv_both",
+                    "kv_connector_extra_config": {"offload_prompt_only": offload_prompt_only},
+                },
+            }
         with tempfile.TemporaryDirectory() as directory:
             if source.startswith(_RANDOM):
                 path = Path(directory) / "config.json"
                 path.write_text(json.dumps(hf_config(model, dtype)), encoding="utf-8")
                 self._options |= {"model": directory, "load_format": "dummy"}
-            arguments = self._vllm.EngineArgs(**self._options)
+            arguments = self._vllm.EngineArgs(**self._engine_options(name))
             self._engine = self._vllm.LLMEngine.from_engine_args(arguments)
 
     def start(self, clock: RunClock) -> VllmServer:
-        """An engine with an empty prefix cache; what ran before is cancelled."""
+        """Return an engine with empty memory; requests of the load point before are cancelled.
+
+        Raises:
+          PeerError: it could not be emptied.
+        """
         self._cancel()
-        self._engine.reset_prefix_cache()
+        self._empty()
         has_cache = bool(self._options["enable_prefix_caching"])
         self._server = VllmServer(self._engine, self._params, clock, has_cache=has_cache)
         return self._server
 
     def describe(self) -> dict[str, Any]:
-        """What a report says of it."""
-        return {"vllm": self._vllm.__version__, "options": self._options}
+        """Return the versions and options that a report names."""
+        torch = import_peer(self.label, "torch")
+        return {"vllm": self._vllm.__version__, "torch": torch.__version__, "options": self._options}
 
     def device_name(self) -> str:
         """The kind of the device, for reports."""
@@ -192,6 +224,28 @@ class VllmSystem:
         """Cancel what runs, and end the engine's process, for which this one would wait for ever."""
         self._cancel()
         self._engine.engine_core.shutdown()
+
+    def _engine_options(self, name: str) -> dict[str, Any]:
+        """Return the options as `EngineArgs` takes them; vLLM writes into what it is given."""
+        options = copy.deepcopy(self._options)
+        if self._has_host:
+            transfer_config = import_peer(name, "vllm.config").KVTransferConfig
+            options["kv_transfer_config"] = transfer_config(**options["kv_transfer_config"])
+        return options
+
+    def _empty(self) -> None:
+        """Forget what was cached. Without `reset_connector`, host memory stays full."""
+        for _ in range(_NUM_RESETS):
+            is_empty = self._engine.reset_prefix_cache(
+                reset_running_requests=False, reset_connector=self._has_host
+            )
+            if is_empty or self._server is None:  # nothing was cached before the first load point
+                return
+            time.sleep(_RESET_PAUSE_S)
+        raise PeerError(
+            f"{self.label} did not empty its caches in {_NUM_RESETS} attempts. "
+            "Run each load point in a process of its own: give --rates one value."
+        )
 
     def _cancel(self) -> None:
         if self._server is not None:

@@ -36,10 +36,11 @@ def test_check_serving(launch, compilation_cache, capsys):
 def test_a_report_names_the_variables_that_matter(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
     monkeypatch.setenv("SOMETHING_ELSE", "1")
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
     line = load("pensieve_jax.commands.report").json_line("name", {}, units={}, device="none")
     environment = json.loads(line)["environment"]
     assert environment["XLA_FLAGS"] == "--xla_gpu_autotune_level=0"
-    assert "SOMETHING_ELSE" not in environment
+    assert "SOMETHING_ELSE" not in environment and "secret" not in line
 
 
 @pytest.mark.long

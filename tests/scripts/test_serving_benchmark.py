@@ -20,6 +20,7 @@ from tests.scripts.serving_fakes import NullFactory
 script = load("benchmark_serving")
 serving_engine = load("serving.engine_server")
 Lag = load("serving.client").Lag
+documents = load("pages.result_documents")
 
 # Memory for a part of what is said, so that every system has something to lose.
 MEMORY = {"gpu_pages": 24, "cpu_pages": 24, "chunk_tokens": 16, "max_num_staged_pages": 4}
@@ -47,7 +48,12 @@ def benchmark(launch, capsys, monkeypatch):
         given = MEMORY | STEPS | flags
         assert launch("benchmark_serving", shared_llm=False, **given) == status
         out = capsys.readouterr().out
-        return out, json.loads(out.splitlines()[-1])
+        document = json.loads(out.splitlines()[-1])
+        if "curves" not in document["results"]:
+            assert list(documents.request_faults(document["results"])) == [], (
+                "its summary is that of its requests"
+            )
+        return out, document
 
     return benchmark
 
@@ -384,6 +390,10 @@ def test_users_in_the_servers_own_thread_make_no_run_void(benchmark, monkeypatch
         ({"system": "vllm", "gpu_memory_fraction": 0.9}, "--gpu_memory_fraction is 0.9, .* --gpu_pages says"),
         ({"system": "rebatching", "kv_dtype": "int8"}, "--kv_dtype is 'int8', .* stores state in --dtype"),
         ({"system": "vllm", "pack_host": True}, "--pack_host is True, .* packs nothing"),
+        (
+            {"system": "vllm", "vllm_offload_prompt_only": "true"},
+            "--vllm_offload_prompt_only is True, .* left out for --system=vllm",
+        ),
         (CLOSED | {"num_turns": 500}, "--num_turns is 500, but must be few enough"),
         (CLOSED | {"output_tokens": 0}, "--output_tokens is 0"),
         ({"system": "vllm"}, "--system is 'vllm', but must be a system that can run here: vllm cannot be"),

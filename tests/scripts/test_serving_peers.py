@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -219,7 +221,11 @@ class VllmEngine:
 
     def __init__(self, calls):
         self.calls, self.running = calls, {}
-        self.reset_prefix_cache = calls.of("reset")
+        self.resets = iter(())  # what the next calls of it return; True behind them
+
+    def reset_prefix_cache(self, **options):
+        self.calls.append(("reset", (), options))
+        return next(self.resets, True)
 
     def add_request(self, request_id, prompt, params):
         self.calls.append(("add", (prompt["prompt_token_ids"],), vars(params)))
@@ -260,8 +266,9 @@ def vllm(monkeypatch, calls):
         SamplingParams=SimpleNamespace,
     )
     module(monkeypatch, "vllm.sampling_params", RequestOutputKind=SimpleNamespace(DELTA="delta"))
+    module(monkeypatch, "vllm.config", KVTransferConfig=SimpleNamespace)
     cuda = SimpleNamespace(get_device_name=lambda _: "a GPU")
-    module(monkeypatch, "torch", cuda=cuda)
+    module(monkeypatch, "torch", __version__="2.11", cuda=cuda)
     return engine
 
 
@@ -281,8 +288,9 @@ def test_vllm(vllm, calls):
     found = {(a.turn.conversation_id, a.turn.turn_index): a.usage for a in run.answers}
     assert found["b", 1].reused_gpu_tokens == 32 and found["b", 1].recomputed_tokens == 17
     assert found["a", 1].reused_gpu_tokens == 16 and found["a", 1].prefilled_tokens == 5
-    assert calls.named("reset") and system.device_name() == "cuda: a GPU"
-    assert system.describe()["vllm"] == "0.26"
+    assert calls.named("reset") == [((), {"reset_running_requests": False, "reset_connector": False})]
+    assert system.device_name() == "cuda: a GPU"
+    assert (system.describe()["vllm"], system.describe()["torch"]) == ("0.26", "2.11")
 
 
 def test_vllm_without_a_cache_and_with_host_memory(vllm, calls):
@@ -299,6 +307,39 @@ def test_vllm_without_a_cache_and_with_host_memory(vllm, calls):
     assert not vllm.running, "the load point before was given up"
     with pytest.raises(ConfigError, match="--cpu_bytes"):
         vllm_server.VllmSystem("vllm-offload", "/model", TINY, "bfloat16", EngineConfig())
+
+
+@pytest.mark.parametrize("prompt_only", [False, True])
+def test_what_vllm_offloads(vllm, calls, prompt_only):
+    """The setting reaches the engine and the document, and the engine's copy of it is its own."""
+    system = vllm_server.VllmSystem(
+        "vllm-offload", "/model", TINY, "bfloat16", CONFIG, offload_prompt_only=prompt_only
+    )
+    ((_, options),) = calls.named("args")
+    given = options["kv_transfer_config"]
+    assert (given.kv_connector, given.kv_role) == ("OffloadingConnector", "kv_both")
+    assert given.kv_connector_extra_config == {"offload_prompt_only": prompt_only}
+    given.kv_connector_extra_config["cpu_bytes_to_use"] = 1
+    told = system.describe()["options"]["kv_transfer_config"]
+    assert told["kv_connector_extra_config"] == {"offload_prompt_only": prompt_only}
+    assert json.loads(json.dumps(told)) == told
+    assert system.label == ("vllm-offload, prompts only" if prompt_only else "vllm-offload")
+
+
+def test_vllm_empties_host_memory_between_load_points(vllm, calls, monkeypatch):
+    pauses: list[float] = []
+    monkeypatch.setattr(vllm_server.time, "sleep", pauses.append)
+    system = vllm_server.VllmSystem("vllm-offload", "/model", TINY, "bfloat16", CONFIG)
+    vllm.resets = iter([False])
+    system.start(serving_clock.RunClock())
+    assert len(calls.named("reset")) == 1 and not pauses, "nothing was cached before the first load point"
+    vllm.resets = iter([False, False, True])
+    system.start(serving_clock.RunClock())
+    resets = calls.named("reset")[1:]
+    assert [options["reset_connector"] for _, options in resets] == [True] * 3 and len(pauses) == 2
+    vllm.resets = itertools.repeat(False)
+    with pytest.raises(peers.PeerError, match="did not empty its caches"):
+        system.start(serving_clock.RunClock())
 
 
 def test_vllm_with_pages_in_8_bits(vllm, calls):
