@@ -41,7 +41,7 @@ class Rules(NamedTuple):
     Attributes:
       kinds: what a document must have, by the name of its benchmark: `REQUESTS` or `PROVENANCE`.
       summary_only: SHA-256 of each older document, by file name.
-      attachments: SHA-256 of each file that is no document, such as a profiler's output.
+      attachments: SHA-256 of each file other than a document, such as a profiler's output.
     """
 
     kinds: Mapping[str, str]
@@ -87,7 +87,7 @@ def _committed(root: Path, revision: str) -> str | None:
 
 
 def read_rules(path: Path) -> Rules:
-    """Read `summary_only.toml`."""
+    """Read the rules from `summary_only.toml`."""
     found = tomllib.loads(path.read_text(encoding="utf-8"))
     return Rules(found["kinds"], found["summary_only"], found["attachments"])
 
