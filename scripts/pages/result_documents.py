@@ -132,7 +132,7 @@ def _faults(path: Path, kinds: Mapping[str, str], history: History) -> Iterator[
             yield "it is no document: its JSON is not an object"
             continue
         yield from provenance_faults(document, history)
-        kind = document.get("benchmark")
+        kind = str(document.get("benchmark"))
         if kind not in kinds:
             yield f"its kind {kind!r} is not named under [kinds] in summary_only.toml"
         elif kinds[kind] == REQUESTS:
