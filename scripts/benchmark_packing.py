@@ -28,7 +28,6 @@ from common.spread import Spread
 from jax.sharding import Mesh
 from kernels.packing_variants import Shape, measure_variants, rows_of
 from steps.device_trace import summary, trace_kernels
-from steps.row_steps import Row, RowSteps, Sampled, Timed
 
 from pensieve_jax import ConfigError, EngineConfig
 from pensieve_jax.assembly import Assembled, ProgressBar
@@ -44,6 +43,7 @@ from pensieve_jax.commands.engine_flags import (
 from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
 from pensieve_jax.device.kv_storage import KVStorage, num_layer_groups_on, read_page
+from pensieve_jax.device.row_steps import Row, RowSteps, Sampled, Timed
 from pensieve_jax.device.transfers.batched_copies import copy_arrays
 from pensieve_jax.device.transfers.page_copies import PageCopies
 from pensieve_jax.runtime.compilation import compile_all

@@ -32,7 +32,6 @@ from common.spread import Spread
 from steps.bounds import bound_s, operations
 from steps.ceilings import Ceilings, measure_ceilings
 from steps.device_trace import summary, trace_kernels
-from steps.row_steps import Row, RowSteps, Sampled, Timed
 from steps.swap_windows import Stage
 
 from pensieve_jax import ConfigError, EngineConfig
@@ -48,6 +47,7 @@ from pensieve_jax.commands.engine_flags import (
 )
 from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
+from pensieve_jax.device.row_steps import Row, RowSteps, Sampled, Timed
 
 FLAGS = flags.FLAGS
 Figures = dict[str, Any]

@@ -26,7 +26,6 @@ from typing import Any
 
 import jax
 from absl import flags
-from steps.chunk_steps import ChunkSteps, Measured, Sampling, measure
 from steps.cost_plot import check_can_plot, plot_costs
 
 from model_defs import ModelConfig, make_mesh, source_config
@@ -38,6 +37,7 @@ from pensieve_jax.commands.engine_flags import COMPILATION_CACHE_HELP, define_mo
 from pensieve_jax.commands.launch import check_can_write, run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
 from pensieve_jax.config import ATTENTION_BACKENDS
+from pensieve_jax.device.chunk_steps import ChunkSteps, Measured, Sampling, measure
 from pensieve_jax.model_source import resolve_model
 
 FLAGS = flags.FLAGS

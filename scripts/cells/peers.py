@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import rnn
-from steps.row_steps import Timed
+
+from pensieve_jax.device.row_steps import Timed
 
 NUM_STEPS = 24  # the mean length of the thesis' sentences
 _SAMPLES, _LAUNCHES = 5, 10

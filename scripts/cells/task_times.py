@@ -12,13 +12,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from steps.row_steps import Timed
 from tqdm import tqdm
 
 from pensieve_jax.cellular import CellularEngine
 from pensieve_jax.cellular.cells import CellType
 from pensieve_jax.cellular.config import TASKS_PER_PROGRAM
 from pensieve_jax.cellular.launches import Part
+from pensieve_jax.device.row_steps import Timed
 
 UNITS = {
     "task_s": "seconds of one task: of a launch behind others, through the number of its tasks",

@@ -16,11 +16,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-from steps.row_steps import Timed
 
 from kernels.ring_cases import RingInputs
 from kernels.timing import Timing
 from pallas_kernels.ring_decode import DecodeBlock, ring_decode_attention
+from pensieve_jax.device.row_steps import Timed
 
 _MAX_ROUNDS = 400
 _NUM_PILOTS = 3

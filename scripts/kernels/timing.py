@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from steps.row_steps import Timed
+
+from pensieve_jax.device.row_steps import Timed
 
 # What compilers, runtimes and other people's packages raise for a kernel that they cannot make or launch.
 KERNEL_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)

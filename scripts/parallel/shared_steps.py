@@ -17,11 +17,11 @@ from common.spread import Spread
 from steps.bounds import bound_s, operations
 from steps.ceilings import Ceilings
 from steps.device_trace import trace_devices
-from steps.row_steps import Row, RowSteps, Sampled, Timed
 
 from parallel.time_line import time_line
 from pensieve_jax import EngineConfig
 from pensieve_jax.assembly import Assembled
+from pensieve_jax.device.row_steps import Row, RowSteps, Sampled, Timed
 
 _BUCKET_STEP = 16
 _NUM_TRACED_STEPS = 3

@@ -22,10 +22,10 @@ import numpy as np
 from common.spread import Spread
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from steps.row_steps import Timed
 
 from model_defs.sharding import TENSOR_AXIS
 from pallas_kernels import all_reduce, residual_norms
+from pensieve_jax.device.row_steps import Timed
 
 _CHAIN = 64
 _BALLAST_BYTES = 96 << 20  # 30 to 40 us of an H100, in which a host launches more than a link of a chain

@@ -18,9 +18,9 @@ import jax
 import numpy as np
 from steps.bounds import bound_s, operations
 from steps.ceilings import Ceilings
-from steps.row_steps import Row, Timed
 
 from pensieve_jax import SamplingParams
+from pensieve_jax.device.row_steps import Row, Timed
 from pensieve_jax.rebatching import Query
 from pensieve_jax.rebatching.config import PAGE_TOKENS
 from pensieve_jax.rebatching.device.runner import DeviceRunner

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from steps.device_trace import Activity, Kernel, seconds_by_kernel, summary, trace_activity
-from steps.row_steps import RowSteps
 
+from pensieve_jax.device.row_steps import RowSteps
 from pensieve_jax.scheduler import StepPlan
 from serving.engine_server import EngineServer
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from model_defs import ModelConfig
+from pensieve_jax.device.row_steps import Row
 from steps.ceilings import Ceilings
-from steps.row_steps import Row
 
 
 class Operation(NamedTuple):

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from common.spread import Spread
 
-from steps.row_steps import Timed
+from pensieve_jax.device.row_steps import Timed
 
 _NUM_LAUNCHES = 16
 _NUM_WARM_UPS = 2

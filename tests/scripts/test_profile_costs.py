@@ -14,6 +14,8 @@ from pensieve_jax import LLM, CacheConfig, ConfigError, EngineConfig, SchedulerC
 from pensieve_jax.assembly import cost_subject
 from pensieve_jax.cache.cost import AnalyticCostModel, CostProfile, MeasuredCostModel
 from pensieve_jax.core.clock import VirtualClock
+from pensieve_jax.device import row_steps
+from pensieve_jax.device.chunk_steps import ChunkSteps
 from pensieve_jax.device.dense_reference import DenseReference
 from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.runtime.compilation import keep_compilations_in
@@ -83,7 +85,6 @@ def test_analytic_without_a_profile():
 @pytest.mark.parametrize(("host_s", "device_s", "row_s"), [(2.0, 7.0, 7.0), (7.0, 2.0, (2.0 + 2 * 7.0) / 3)])
 def test_launches_follow_each_other_behind_one_more(monkeypatch, host_s, device_s, row_s):
     """Whether the host that launches them is faster than the device, or slower."""
-    row_steps = load("steps.row_steps")
     clock, events = VirtualClock(), []
     device_free_s = 0.0
 
@@ -123,7 +124,7 @@ def steps(compilation_cache):
     )  # fmt: skip
     runner = ModelRunner(model, config, mesh)
     runner.warm_up()
-    return load("steps.chunk_steps").ChunkSteps(model.config, config, runner, mesh), model, runner
+    return ChunkSteps(model.config, config, runner, mesh), model, runner
 
 
 def test_steps_compute_what_the_dense_model_does(steps):

@@ -8,10 +8,10 @@ import pytest
 
 from model_defs import preset
 from pensieve_jax import ConfigError
+from pensieve_jax.device import row_steps
 from tests.launching import load
 
 step_bounds = load("steps.bounds")
-row_steps = load("steps.row_steps")
 device_trace = load("steps.device_trace")
 ceilings = load("steps.ceilings")
 

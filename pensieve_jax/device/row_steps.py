@@ -2,7 +2,7 @@
 
 Owns: sequences of random tokens in scattered pages, the plans of their steps, and how launches are timed.
 Does not know: flags, schedulers, or what a time is used for.
-Called by: chunk_steps, benchmark_step, benchmark_packing.
+Called by: `chunk_steps` and scripts that measure steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from pensieve_jax import EngineConfig
+from pensieve_jax.config import EngineConfig
 from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.scheduler import StepPlan
 from pensieve_jax.scheduler.plan import FLAG_LOGPROBS, FLAG_SAMPLES, FLAG_TRUNCATES

@@ -1,7 +1,8 @@
-"""Steps that recompute chunks, and how long they take: what `profile_costs` measures.
+"""Steps that recompute chunks, and how long they take: the measurement behind a cost profile.
 
 Owns: which rows such steps have, their attention by itself, and the order of measurements.
-Does not know: flags, files, or what a cost is used for. Called by: profile_costs.
+Does not know: flags, files, or what a cost is used for.
+Called by: `scripts/profile_costs.py`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model_defs import KV_PAGES_SPEC, TENSOR_AXIS, ModelConfig
 from pallas_kernels.ragged_paged_attention import TileSpec, ragged_paged_attention
-from pensieve_jax import EngineConfig
+from pensieve_jax.config import EngineConfig
 from pensieve_jax.device.layouts import bucket_tile_specs
 from pensieve_jax.device.model_runner import ModelRunner
+from pensieve_jax.device.row_steps import Row, RowSteps, Timed
 from pensieve_jax.scheduler import StepPlan
-from steps.row_steps import Row, RowSteps, Timed
 
 _HEADS = PartitionSpec(None, TENSOR_AXIS, None)
 
