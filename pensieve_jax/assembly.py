@@ -33,10 +33,11 @@ from model_defs import (
 )
 from model_defs.registry import resolve_dtype
 from pensieve_jax.cache import AnalyticCostModel, CostModel
-from pensieve_jax.cache.cost import CostSubject, MeasuredCostModel
+from pensieve_jax.cache.cost import CostSubject
 from pensieve_jax.config import EngineConfig, checked_config
 from pensieve_jax.core.clock import Clock
 from pensieve_jax.core.errors import ConfigError
+from pensieve_jax.cost_choice import CostChoice, costs_before_loading, costs_of_runner
 from pensieve_jax.device.device_memory import (
     check_weights_fit,
     num_pages_in,
@@ -70,7 +71,7 @@ class Assembled:
     engine: Engine
     runner: ModelRunner
     config: EngineConfig
-    cost_model: CostModel
+    costs: CostChoice
     model_config: ModelConfig
     tokenizer: Tokenizer | None
     model_name: str
@@ -101,7 +102,7 @@ def assemble(
     config.resolve_context_tokens(model_config.max_position_embeddings)  # refused before anything is loaded
     allow_pinning(_host_bytes(model_config, config, dtype), available_bytes())  # before JAX is used
     mesh_of(config)  # refused before a history is made
-    cost_model = _cost_model(model_config, config, dtype)
+    costs = _costs_before_loading(model_config, config, dtype)
     tokenizer = source_tokenizer(source, model_config.vocab_size)
     fingerprint = history_fingerprint(
         {"model": model_fingerprint(model_config, source, seed=config.runner.random_seed)},
@@ -113,20 +114,21 @@ def assemble(
         )
         undo.callback(store.close)
         runner, config = make_runner(source, dtype, config, progress)
+        if costs is None:
+            costs = _costs_of_runner(runner, model_config, config, dtype, str(model), progress)
+        _log_costs(costs, config)
         engine = Engine(
             runner,
             config,
             _limits(model_config, config),
             store,
             tokenizer=tokenizer,
-            cost_model=cost_model,
+            cost_model=costs.model,
             clock=clock,
             observe=observe,
         )
         undo.pop_all()
-    return Assembled(
-        engine, runner, config, cost_model, model_config, tokenizer, str(model), source, fingerprint
-    )
+    return Assembled(engine, runner, config, costs, model_config, tokenizer, str(model), source, fingerprint)
 
 
 def make_runner(
@@ -284,19 +286,55 @@ def cost_subject(
     )
 
 
-def _cost_model(model: ModelConfig, config: EngineConfig, dtype: str) -> CostModel:
-    """What was measured, if a profile is given; raises ConfigError if it was measured of something else."""
-    cache = config.cache
-    if cache.cost_profile is not None:
-        subject = cost_subject(
-            model,
-            dtype=dtype,
-            tensor_parallel_size=config.runner.tensor_parallel_size,
-            chunk_tokens=cache.chunk_tokens,
-            kv_dtype=cache.kv_dtype,
+def _subject(model: ModelConfig, config: EngineConfig, dtype: str) -> CostSubject:
+    return cost_subject(
+        model,
+        dtype=dtype,
+        tensor_parallel_size=config.runner.tensor_parallel_size,
+        chunk_tokens=config.cache.chunk_tokens,
+        kv_dtype=config.cache.kv_dtype,
+    )
+
+
+def _costs_before_loading(model: ModelConfig, config: EngineConfig, dtype: str) -> CostChoice | None:
+    """See `cost_choice`; raises ConfigError for a profile of something else."""
+    return costs_before_loading(
+        config,
+        _subject(model, config, dtype),
+        estimated_cost_model(model, config.cache.chunk_tokens),
+        is_accelerator=_is_accelerator(),
+    )
+
+
+def _is_accelerator() -> bool:
+    return jax.default_backend() != "cpu"
+
+
+def _costs_of_runner(
+    runner: ModelRunner, model: ModelConfig, config: EngineConfig, dtype: str, name: str, progress: bool
+) -> CostChoice:
+    """See `cost_choice`."""
+    with ProgressBar("measuring costs", progress) as bar:
+        return costs_of_runner(
+            runner,
+            config,
+            _subject(model, config, dtype),
+            estimated_cost_model(model, config.cache.chunk_tokens),
+            name=name,
+            context_tokens=config.resolve_context_tokens(model.max_position_embeddings),
+            progress=bar,
         )
-        return MeasuredCostModel.load(cache.cost_profile, subject)
-    return estimated_cost_model(model, cache.chunk_tokens)
+
+
+def _log_costs(costs: CostChoice, config: EngineConfig) -> None:
+    ratio, source = costs.ratio_at_4096(config.cache.chunk_tokens), costs.source or "no file"
+    _log.info(
+        "eviction costs: %s (%s; %s); the chunk at 4,096 tokens costs %.2f times the first",
+        costs.kind,
+        source,
+        costs.reason,
+        ratio,
+    )
 
 
 def estimated_cost_model(model: ModelConfig, chunk_tokens: int) -> CostModel:

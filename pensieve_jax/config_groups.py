@@ -15,6 +15,7 @@ from pallas_kernels.attention_names import ATTENTION_BACKENDS, KV_DTYPES
 from pensieve_jax.core.options import (
     PATH,
     TRUTH,
+    Limit,
     beside_others,
     check_options,
     count,
@@ -31,9 +32,13 @@ CHUNK_SIZES_TOKENS = (16, 32, 64)
 NUM_BUCKETS_GPU = 12  # fewer cost more padding, more take longer to compile: docs/steps.md
 ALL_REDUCES = ("auto", "xla", "jax_triton")
 DECODE_MATMULS = ("auto", "xla")
+COST_CHOICES = ("auto", "analytic")
 POLICIES = ("retention", "learned", "lru", "conversation", "trailing")
 _PART = number("in [0, 1)", lambda value: 0 <= value < 1)
 _SHARE = number("above 0 and at most 1", lambda value: 0 < value <= 1)
+_COST_PROFILE = Limit(
+    f"one of {COST_CHOICES}, or a path as a string", lambda value: isinstance(value, str) and value != ""
+)
 _SECONDS = number("above 0 seconds", lambda value: value > 0)
 
 
@@ -100,11 +105,13 @@ class CacheConfig:
         "conversations like these have returned so far), lru, conversation (whole histories, as "
         "CachedAttention) or trailing (tail first, as prefix caches).",
     )
-    cost_profile: str | None = option(
-        None,
-        optional(PATH),
-        "What `scripts/profile_costs.py` measured, as a JSON file, for the policy retention; None is an "
-        "analytic estimate.",
+    cost_profile: str = option(
+        "auto",
+        _COST_PROFILE,
+        "The cost of recomputing a chunk, for the policies retention and learned. auto takes the profile "
+        "that the package has of this model and device. Without one it measures a few steps at the start "
+        "on an accelerator, which takes seconds, and keeps the result for later starts; on a CPU it is as "
+        "analytic. analytic counts operations. A path is a JSON file that `scripts/profile_costs.py` wrote.",
     )
     reserve_fraction: float = option(
         0.10,

@@ -31,7 +31,10 @@ def describe(parts: Assembled) -> Description:
         what both tiers hold: `gpu_pages`, `gpu_bytes` a device and `gpu_tokens`, the dummy page not counted;
         `cpu_slots`, `cpu_bytes` of all devices together and `cpu_tokens`. `packed` says whether chunks are
         packed in host memory and on the way there, and why or why not; `slot_bytes` is what one takes there,
-        all devices together. `cost_model` is "measured", with the file as `cost_profile`, or "analytic".
+        all devices together. `cost_model` says by what costs chunks are evicted: "file", "shipped", "cached"
+        (by an earlier start), "measured at start" or "analytic"; `cost_profile` is the path of the profile,
+        the name of a shipped one, or None; `cost_reason` says why, and `cost_at_4096` what the chunk at 4,096
+        tokens costs over the first.
       steps: `buckets` in tokens, ascending; `max_context_tokens`, `max_num_running`, `max_num_rows` and
         `num_layer_groups`.
       compilation_cache_dir: where compiled steps are kept, or None.
@@ -73,8 +76,10 @@ def _cache(parts: Assembled) -> dict[str, Any]:
         "cpu_slots": cache.cpu_pages,
         "cpu_bytes": cache.cpu_pages * storage.slot_bytes,
         "cpu_tokens": cache.cpu_pages * cache.chunk_tokens,
-        "cost_model": "analytic" if cache.cost_profile is None else "measured",
-        "cost_profile": cache.cost_profile,
+        "cost_model": parts.costs.kind,
+        "cost_profile": parts.costs.source,
+        "cost_reason": parts.costs.reason,
+        "cost_at_4096": round(parts.costs.ratio_at_4096(cache.chunk_tokens), 2),
     }
 
 

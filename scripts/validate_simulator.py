@@ -35,7 +35,7 @@ from model_defs import ModelConfig, source_config
 from pensieve_jax import CacheConfig, ConfigError, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.assembly import estimated_cost_model
 from pensieve_jax.cache import CostModel
-from pensieve_jax.cache.cost import CostProfile, MeasuredCostModel
+from pensieve_jax.cache.cost import CostPoint, CostProfile, MeasuredCostModel
 from pensieve_jax.commands.engine_flags import shows_progress
 from pensieve_jax.commands.launch import EXIT_FAILED, run
 from pensieve_jax.commands.report import define_document_flag, json_line, print_document, table
@@ -109,7 +109,7 @@ def simulate_point(measured: Measured, profile: DeviceProfile) -> dict[str, Any]
     scenario = Scenario(
         config=config,
         profile=stored_profile(profile, config.cache).launching(measured.launches),
-        cost_model=cost_model(config, model),
+        cost_model=cost_model(measured, config, model),
         max_context_tokens=max_context_tokens,
         warm_up_s=window.start_s,
         window_s=window.end_s - window.start_s if has_end else None,
@@ -144,7 +144,7 @@ def engine_config(measured: Measured) -> EngineConfig:
             scheduler["token_buckets"] = tuple(scheduler["token_buckets"])
         return EngineConfig(
             stateful=values["stateful"],
-            cache=CacheConfig(**_UNPACKED | values["cache"]),
+            cache=CacheConfig(**_UNPACKED | values["cache"] | _costs(values["cache"])),
             scheduler=SchedulerConfig(**scheduler),
             runner=RunnerConfig(**values["runner"]),
         )
@@ -153,9 +153,17 @@ def engine_config(measured: Measured) -> EngineConfig:
         raise ConfigError("--documents", measured.where, limit, str(error)) from error
 
 
-def cost_model(config: EngineConfig, model: ModelConfig) -> CostModel:
-    """What `retention` went by."""
-    if config.cache.cost_profile is not None:
+def _costs(cache: Mapping[str, Any]) -> dict[str, str]:
+    """`cost_profile` as it is written now: None was the analytic estimate, and there were no `costs`."""
+    return {"cost_profile": cache.get("cost_profile") or "analytic"}
+
+
+def cost_model(measured: Measured, config: EngineConfig, model: ModelConfig) -> CostModel:
+    """Return the costs that the measured engine evicted by, as its document says."""
+    costs = measured.results.get("costs")
+    if costs is not None and costs["points"] is not None:
+        return MeasuredCostModel([CostPoint(**point) for point in costs["points"]])
+    if costs is None and config.cache.cost_profile != "analytic":
         return MeasuredCostModel(CostProfile.load(config.cache.cost_profile).points)
     return estimated_cost_model(model, config.cache.chunk_tokens)
 

@@ -28,7 +28,7 @@ BAD = [
     *[(CacheConfig, "swap_out_fraction", value, r"\[0, 1\)") for value in (-0.1, 1, math.nan, "a", None)],
     *[(CacheConfig, "retrieval_priority", value, "True or False") for value in (0, None)],
     *[(CacheConfig, "prefetch", value, "True or False") for value in (1, "yes")],
-    *[(CacheConfig, "cost_profile", value, "path") for value in (3, True)],
+    *[(CacheConfig, "cost_profile", value, "'analytic'.*path") for value in (3, True, None, "")],
     *[(CacheConfig, "chunk_tokens", value, "16, 32, 64") for value in (0, 8, 33, 128, 32.0, True)],
     *[(CacheConfig, "policy", value, "retention") for value in ("", "LRU", "fifo", None, 3)],
     *[(CacheConfig, "reserve_fraction", value, r"\[0, 1\)") for value in (-0.1, 1, 1.5, math.nan, "a", None)],

@@ -3,8 +3,8 @@
 Owns: `Cost(l)`, in seconds, non-decreasing in the context length `l`: a chunk's dense layers cost the
 same wherever it stands, its attention grows with what comes before it. That is why leading chunks are
 the cheap ones. The built-in model is analytic; a measured one comes from a profile, a JSON file.
-Does not know: how a profile is measured (`scripts/profile_costs.py`), or what the engine runs on:
-`assembly` says what a profile must have been measured with.
+Does not know: how a profile is measured (`scripts/profile_costs.py`, `device.start_costs`), or what the
+engine runs on: `assembly` says what a profile must have been measured with.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _MEASURE = "measure this model here with scripts/profile_costs.py"
 _UNITS = {
     "*_s": "seconds for one chunk of chunk_tokens tokens, over all layers",
     "context_len": "tokens up to the chunk's end, its own included",
-    "attention_s": "the attention operation by itself",
+    "attention_s": "the attention operation by itself; of a profile measured at a start, how much longer the "
+    "step takes than at the shortest context",
     "rest_s": "everything else of the step: total - attention at the shortest context",
     "total_s": "the whole step, as measured",
 }
@@ -158,13 +159,23 @@ class CostProfile:
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read a file that `save` wrote.
+    def load(cls, path: str | Path, subject: CostSubject | None = None) -> Self:
+        """Read a file that `save` wrote, of `subject` unless that is None.
 
         Raises:
-          ConfigError: it cannot be read, is no profile, or holds values that no measurement gives.
+          ConfigError: it cannot be read, is no profile, holds values that no measurement gives, or was
+            measured of something else than `subject`.
         """
-        return cls(**_Reader(path).profile())
+        profile = cls(**_Reader(path).profile())
+        expected, found = dataclasses.asdict(subject or profile.subject), dataclasses.asdict(profile.subject)
+        differing = [name for name in expected if expected[name] != found[name]]
+        if differing:
+            wanted = ", ".join(f"{name}={expected[name]!r}" for name in differing)
+            got = ", ".join(f"{name}={found[name]!r}" for name in differing)
+            raise ConfigError(
+                _FIELD, str(path), f"a profile of {wanted}", f"this one is of {got}: {_MEASURE}"
+            )
+        return profile
 
 
 class MeasuredCostModel:
@@ -182,21 +193,8 @@ class MeasuredCostModel:
 
     @classmethod
     def load(cls, path: str | Path, subject: CostSubject) -> Self:
-        """The model of a profile's file.
-
-        Raises:
-          ConfigError: as `CostProfile.load`, or the profile was measured of something else than `subject`.
-        """
-        profile = CostProfile.load(path)
-        expected, found = dataclasses.asdict(subject), dataclasses.asdict(profile.subject)
-        differing = [name for name in expected if expected[name] != found[name]]
-        if differing:
-            wanted = ", ".join(f"{name}={expected[name]!r}" for name in differing)
-            got = ", ".join(f"{name}={found[name]!r}" for name in differing)
-            raise ConfigError(
-                _FIELD, str(path), f"a profile of {wanted}", f"this one is of {got}: {_MEASURE}"
-            )
-        return cls(profile.points)
+        """The model of a profile's file; raises ConfigError as `CostProfile.load`."""
+        return cls(CostProfile.load(path, subject).points)
 
     def chunk_cost_s(self, context_len: int) -> float:
         """See `CostModel`."""

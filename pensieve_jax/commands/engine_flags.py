@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from absl import flags
@@ -30,6 +28,7 @@ from pensieve_jax import (
 )
 from pensieve_jax.commands.help import flag_group
 from pensieve_jax.core.options import Option, options_of
+from pensieve_jax.core.user_directories import user_cache_dir
 from pensieve_jax.model_source import DEFAULT_MODEL, resolve_model
 
 if TYPE_CHECKING:  # what imports JAX, which the front of a server does without
@@ -37,7 +36,7 @@ if TYPE_CHECKING:  # what imports JAX, which the front of a server does without
     from pensieve_jax import LLM
     from pensieve_jax.assembly import Assembled
 
-CACHE_DIR = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pensieve_jax"
+CACHE_DIR = user_cache_dir()
 """Where commands of people keep compiled steps for the next start."""
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()

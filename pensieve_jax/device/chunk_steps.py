@@ -20,7 +20,7 @@ from pallas_kernels.ragged_paged_attention import TileSpec, ragged_paged_attenti
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.device.layouts import bucket_tile_specs
 from pensieve_jax.device.model_runner import ModelRunner
-from pensieve_jax.device.row_steps import Row, RowSteps, Timed
+from pensieve_jax.device.row_steps import Row, RowSteps, Timed, sample_rounds
 from pensieve_jax.scheduler import StepPlan
 
 _HEADS = PartitionSpec(None, TENSOR_AXIS, None)
@@ -116,9 +116,8 @@ def measure(
 ) -> list[list[Measured]]:
     """One for each context length, of which `lengths` ascend from one chunk, for each number of chunks.
 
-    Everything is sampled in rounds, so that whatever else the machine does, and a device that warms up or
-    slows down, falls on all of it alike. The first round is thrown away. `progress` takes (number done,
-    number in all, what was done).
+    Everything is sampled in rounds (see `sample_rounds`), and the first round is thrown away.
+    `progress` takes (number done, number in all, what was done).
     """
     chunk, longest = lengths[0], lengths[-1]
     num_steps, num_rounds = longest // chunk, sampling.repeats + 1
@@ -128,13 +127,10 @@ def measure(
         progress(end // chunk, num_steps + num_rounds, "state to attend to")
     plans = [steps.plan(count, end) for count in num_chunks for end in lengths]
     timed = [make(plan) for plan in plans for make in (steps.attention, steps.rows.whole)]
-    for one in timed:
-        one.once_s()  # compiles, or loads what was compiled
-    num_launches = [max(1, round(sampling.sample_s / one.sample_s(2))) for one in timed]
     rounds = []
-    for i in range(num_rounds):
-        rounds.append([one.sample_s(n) for one, n in zip(timed, num_launches, strict=True)])
-        progress(num_steps + i + 1, num_steps + num_rounds, "rounds of samples")
+    for samples in sample_rounds(timed, num_rounds, sampling.sample_s):
+        rounds.append(samples)
+        progress(num_steps + len(rounds), num_steps + num_rounds, "rounds of samples")
     lower, medians, upper = np.percentile(rounds[1:], [25, 50, 75], axis=0).tolist()
     measured = [
         Measured(end, medians[i], medians[i + 1], (upper[i + 1] - lower[i + 1]) / medians[i + 1])

@@ -8,7 +8,7 @@ Called by: `chunk_steps` and scripts that measure steps.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -80,22 +80,38 @@ class RowSteps:
     """Sequences on a runner.
 
     Attributes:
-      pages: of every sequence, [sequence, page]; no page twice.
+      pages: of every sequence, [sequence, page]; no page twice unless they were given.
       token_ids: of every sequence, [sequence, position].
     """
 
     def __init__(
-        self, config: EngineConfig, runner: ModelRunner, vocab_size: int, num_sequences: int
+        self,
+        config: EngineConfig,
+        runner: ModelRunner,
+        vocab_size: int,
+        num_sequences: int,
+        pages: np.ndarray | None = None,
     ) -> None:
-        """Random tokens in scattered pages, as many for each as there are for all."""
+        """Give every sequence random tokens.
+
+        Args:
+          config: of the engine, with the size of the pool.
+          runner: what runs the steps.
+          vocab_size: of the model.
+          num_sequences: how many there are.
+          pages: theirs, [sequence, page]; None: scattered ones, of which each sequence has an equal share.
+        """
         self._chunk_tokens = config.cache.chunk_tokens
         self._runner = runner
         self._step_id = 0
         random = np.random.default_rng(0)
-        pages = 1 + random.permutation(config.cache.gpu_pages)
-        num_pages = len(pages) // num_sequences
-        self.pages = pages[: num_sequences * num_pages].reshape(num_sequences, num_pages)
-        self.token_ids = random.integers(0, vocab_size, (num_sequences, num_pages * self._chunk_tokens))
+        if pages is None:
+            scattered = scattered_pages(config.cache.gpu_pages)
+            num_pages = len(scattered) // num_sequences
+            pages = scattered[: num_sequences * num_pages].reshape(num_sequences, num_pages)
+        self.pages = pages
+        shape = (num_sequences, pages.shape[1] * self._chunk_tokens)
+        self.token_ids = random.integers(0, vocab_size, shape)
 
     def fill(self) -> None:
         """Random KV state in all pools, since a device reads zeros faster than anything else."""
@@ -149,6 +165,23 @@ class RowSteps:
     def layers(self, plan: StepPlan) -> Timed:
         """The same without its sampler."""
         return Timed(lambda: self._runner.forward(plan), jax.block_until_ready)
+
+
+def scattered_pages(num_pages: int) -> np.ndarray:
+    """Return all pages of a pool but the dummy page 0, in a random order that is always the same."""
+    return 1 + np.random.default_rng(0).permutation(num_pages)
+
+
+def sample_rounds(timed: Sequence[Timed], num_rounds: int, sample_s: float) -> Iterator[list[float]]:
+    """Yield seconds per launch of each of `timed`, in rounds of about `sample_s` seconds for each.
+
+    Rounds spread over all of them whatever else the machine does, and a device that warms up or slows down.
+    """
+    for one in timed:
+        one.once_s()  # compiles, or loads what was compiled
+    num_launches = [max(1, round(sample_s / one.sample_s(2))) for one in timed]
+    for _ in range(num_rounds):
+        yield [one.sample_s(num) for one, num in zip(timed, num_launches, strict=True)]
 
 
 def _let_sample(plan: StepPlan, rows: Sequence[Row], sampled: Sampled) -> None:

@@ -26,12 +26,13 @@ class EngineFactory:
 
     Attributes:
       config: what the runner was made for, with `cpu_bytes` turned into pages.
+      costs: the costs of recomputing that its engines evict by.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         """Load the model of the flags and compile; raises PensieveError or ModelError."""
         self._parts = open_parts(config)
-        self.config = self._parts.config
+        self.config, self.costs = self._parts.config, self._parts.costs
         self._engine = self._parts.engine
 
     def start(
@@ -58,7 +59,7 @@ class EngineFactory:
             config,
             self._parts.engine.limits,
             store or SQLiteHistoryStore(None, fingerprint="a benchmark"),
-            cost_model=self._parts.cost_model,
+            cost_model=self.costs.model,
             clock=clock,
         )
         return self._engine

@@ -196,7 +196,10 @@ class EngineSystem:
 
     def describe(self) -> dict[str, Any]:
         """What a report says of it."""
-        return {"config": dataclasses.asdict(self.config)}
+        costs = self._factory.costs
+        points = None if costs.points is None else [point._asdict() for point in costs.points]
+        told = {"kind": costs.kind, "source": costs.source, "reason": costs.reason, "points": points}
+        return {"config": dataclasses.asdict(self.config), "costs": told}
 
     def device_name(self) -> str:
         """See `System`."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from pensieve_jax import EngineConfig, Usage
 from pensieve_jax.cache import AnalyticCostModel
+from pensieve_jax.cost_choice import CostChoice
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.validation import ModelLimits
 from pensieve_jax.workload import Answer, Client, ConversationTrace, Session, StepTotals, TurnTrace, UserTurn
@@ -86,6 +87,12 @@ class NullFactory:
         config = config.with_cpu_pages(10_000)
         self.context_tokens = config.resolve_context_tokens(MODEL_TOKENS)
         self.config = config
+        self.costs = CostChoice(
+            AnalyticCostModel(config.cache.chunk_tokens, num_weights=0, attention_width=1),
+            "analytic",
+            None,
+            "a fake",
+        )
         self.engine: Engine | None = None
 
     def start(self, config, *, clock, store, wrap) -> Engine:
@@ -96,7 +103,7 @@ class NullFactory:
             config,
             ModelLimits(self.model.vocab_size, self.context_tokens),
             store,
-            cost_model=AnalyticCostModel(config.cache.chunk_tokens, num_weights=0, attention_width=1),
+            cost_model=self.costs.model,
             clock=clock,
         )
         return self.engine

@@ -55,9 +55,9 @@ def test_measures_writes_and_draws(launch, compilation_cache, files, capsys):
 def check_engine_takes(path, profile):
     """Of this model and dtype it becomes the cost model; of another it is refused before loading."""
     config = EngineConfig(cache=CacheConfig(cost_profile=path))
-    cost_model = assembly._cost_model(preset("llama-tiny"), config, "auto")
-    assert isinstance(cost_model, MeasuredCostModel)
-    assert cost_model.chunk_cost_s(32) == profile.points[0].total_s
+    costs = assembly._costs_before_loading(preset("llama-tiny"), config, "auto")
+    assert (costs.kind, costs.source) == ("file", path) and isinstance(costs.model, MeasuredCostModel)
+    assert costs.model.chunk_cost_s(32) == profile.points[0].total_s
     for name, dtype, says in (
         ("random:llama-tiny", "bfloat16", "a profile of dtype='bfloat16'"),
         ("random:opt-tiny", "float32", "a profile of architecture='opt', num_kv_heads=4"),
@@ -77,7 +77,8 @@ def test_the_estimate_is_of_layers_and_not_of_embeddings():
 
 def test_analytic_without_a_profile():
     model = preset("llama-tiny")
-    assert isinstance(assembly._cost_model(model, EngineConfig(), "auto"), AnalyticCostModel)
+    costs = assembly._costs_before_loading(model, EngineConfig(), "auto")
+    assert costs.kind == "analytic" and isinstance(costs.model, AnalyticCostModel)
     subject = cost_subject(model, dtype="bfloat16", tensor_parallel_size=2, chunk_tokens=16)
     assert (subject.dtype, subject.tensor_parallel_size, subject.chunk_tokens) == ("bfloat16", 2, 16)
 

@@ -1,0 +1,160 @@
+"""A quick measurement of what recomputing a chunk costs, on the runner that is about to serve.
+
+Owns: which steps are timed, and how a chunk's cost follows from them.
+Does not know: files, models' names, or what a cost is used for.
+Called by: `assembly`, by way of `cost_choice`.
+
+Every timed step recomputes one chunk of each of as many sequences as fill a step. At context length l as
+many of them as the pool holds end at l, and the others at their first chunk. So a small pool measures long
+contexts, too, and the share of the weights that a chunk pays is the same at every length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from pensieve_jax.cache.cost import CostPoint
+from pensieve_jax.config import EngineConfig
+from pensieve_jax.device.model_runner import ModelRunner
+from pensieve_jax.device.row_steps import Row, RowSteps, Timed, sample_rounds, scattered_pages
+from pensieve_jax.scheduler.plan import PlanLayout
+
+NUM_ROUNDS = 6  # the first is thrown away
+SAMPLE_S = 0.02
+_NUM_CHUNKS = 16  # as many as `scripts/profile_costs.py` takes
+_STATE_TOKENS = 65_536  # that are computed to be attended to: some 3 s of a 13B model on an H200
+
+
+class TimedLength(NamedTuple):
+    """One step of a measurement: how many of its sequences end at `context_len`."""
+
+    context_len: int
+    num_long: int
+
+
+class StartSizes(NamedTuple):
+    """What a measurement consists of.
+
+    Attributes:
+      num_chunks: sequences of every step, each with one chunk.
+      lengths: ascending, from one chunk.
+    """
+
+    num_chunks: int
+    lengths: tuple[TimedLength, ...]
+
+
+def start_sizes(
+    layouts: Mapping[int, PlanLayout], *, gpu_pages: int, chunk_tokens: int, context_tokens: int
+) -> StartSizes:
+    """Choose what to measure: lengths by factors of 4, and last the longest power of two chunks.
+
+    Args:
+      layouts: of the steps that are compiled, by their number of tokens.
+      gpu_pages: of the pool.
+      chunk_tokens: tokens of a chunk.
+      context_tokens: the longest context that the engine serves.
+    """
+    largest = max(layouts)
+    wanted = min(_NUM_CHUNKS, largest // chunk_tokens)
+    bucket = min(size for size in layouts if size >= wanted * chunk_tokens)  # and no padding is timed
+    num_chunks = min(bucket // chunk_tokens, layouts[bucket].max_num_rows, gpu_pages)
+    num_state = max(num_chunks, min(gpu_pages, _STATE_TOKENS // chunk_tokens))
+
+    def num_long(num_pages: int) -> int:
+        """Sequences of so many pages that fit beside a page for each of the others."""
+        return num_chunks if num_pages == 1 else min(num_chunks, (num_state - num_chunks) // (num_pages - 1))
+
+    doublings = [1 << i for i in range((context_tokens // chunk_tokens).bit_length()) if num_long(1 << i)]
+    kept = sorted({*doublings[::2], *doublings[-1:]})
+    return StartSizes(num_chunks, tuple(TimedLength(pages * chunk_tokens, num_long(pages)) for pages in kept))
+
+
+def measure_start_costs(
+    runner: ModelRunner,
+    config: EngineConfig,
+    vocab_size: int,
+    sizes: StartSizes,
+    progress: Callable[[int, int, str], None],
+) -> tuple[CostPoint, ...]:
+    """Time the steps and return a chunk's cost at each length; pools are empty again afterwards.
+
+    Nothing is compiled. `progress` is called with (number done, number in all, what was done).
+
+    Raises:
+      StepFailedError: a step failed, or the pools could not be made anew. The runner needs a `reset`.
+    """
+    steps = _Steps(runner, config, vocab_size, sizes)
+    num_all = steps.num_fills + NUM_ROUNDS
+    for num_done, fill in enumerate(steps.fills(), start=1):
+        fill.wait(fill.launch())
+        progress(num_done, num_all, "state to attend to")
+    rounds = []
+    for samples in sample_rounds(steps.timed(), NUM_ROUNDS, SAMPLE_S):
+        rounds.append(samples)
+        progress(steps.num_fills + len(rounds), num_all, "rounds of samples")
+    runner.reset()  # no later answer depends on what was computed here, and steps count from 0 again
+    return cost_points(sizes, np.median(rounds[1:], axis=0).tolist())
+
+
+def cost_points(sizes: StartSizes, seconds: list[float]) -> tuple[CostPoint, ...]:
+    """Return costs of a chunk, from `seconds` of the step of each length.
+
+    The first is a share of the step of first chunks. A longer step takes longer by what its long chunks cost
+    more than a first one.
+    """
+    shortest_s = seconds[0] / sizes.num_chunks
+    points = []
+    for length, step_s in zip(sizes.lengths, seconds, strict=True):
+        rise_s = max(step_s - seconds[0], 0.0) / length.num_long
+        points.append(CostPoint(length.context_len, rise_s, shortest_s, shortest_s + rise_s))
+    return tuple(points)
+
+
+class _Steps:
+    """Sequences of a measurement: those that write the state, and those of each length, on the same pages."""
+
+    def __init__(self, runner: ModelRunner, config: EngineConfig, vocab_size: int, sizes: StartSizes) -> None:
+        self._chunk_tokens, self._sizes = config.cache.chunk_tokens, sizes
+        num, pages = sizes.num_chunks, scattered_pages(config.cache.gpu_pages)
+        tables = [self._table(pages, length) for length in sizes.lengths]
+        num_used = max(int(np.count_nonzero(table)) for table in tables)
+        self.num_fills = -(-num_used // num)
+        state = np.zeros((num, self.num_fills), np.int64)
+        state.flat[:num_used] = pages[:num_used]
+        table = np.zeros((num * (1 + len(tables)), max(one.shape[1] for one in (state, *tables))), np.int64)
+        for i, one in enumerate((state, *tables)):
+            table[i * num : (i + 1) * num, : one.shape[1]] = one
+        self._rows = RowSteps(config, runner, vocab_size, len(table), pages=table)
+
+    def fills(self) -> list[Timed]:
+        """The steps that write the state of every page, chunk by chunk of all sequences."""
+        chunk = self._chunk_tokens
+        return [
+            self._whole([Row(i, end - chunk, end) for i in range(self._sizes.num_chunks)])
+            for end in range(chunk, self.num_fills * chunk + 1, chunk)
+        ]
+
+    def timed(self) -> list[Timed]:
+        """The step of each length."""
+        chunk, num = self._chunk_tokens, self._sizes.num_chunks
+        timed = []
+        for i, length in enumerate(self._sizes.lengths, start=1):
+            ends = [length.context_len] * length.num_long + [chunk] * (num - length.num_long)
+            timed.append(self._whole([Row(i * num + j, end - chunk, end) for j, end in enumerate(ends)]))
+        return timed
+
+    def _whole(self, rows: list[Row]) -> Timed:
+        return self._rows.whole(self._rows.plan(rows))
+
+    def _table(self, pages: np.ndarray, length: TimedLength) -> np.ndarray:
+        """The pages of every sequence; 0 is none."""
+        num_pages, num_long = length.context_len // self._chunk_tokens, length.num_long
+        table = np.zeros((self._sizes.num_chunks, num_pages), np.int64)
+        table[:num_long] = pages[: num_long * num_pages].reshape(num_long, num_pages)
+        num_short = self._sizes.num_chunks - num_long
+        table[num_long:, 0] = pages[num_long * num_pages :][:num_short]
+        return table

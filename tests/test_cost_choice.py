@@ -1,0 +1,358 @@
+"""Which costs an engine evicts by: from a file, the package, an earlier start, this start, or an estimate."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from model_defs import preset
+from pensieve_jax import (
+    LLM,
+    CacheConfig,
+    ConfigError,
+    EngineConfig,
+    RunnerConfig,
+    SamplingParams,
+    SchedulerConfig,
+    assembly,
+    cost_choice,
+)
+from pensieve_jax.cache import CacheManager
+from pensieve_jax.cache.cost import AnalyticCostModel, CostPoint, CostProfile, CostSubject, MeasuredCostModel
+from pensieve_jax.core.clock import VirtualClock
+from pensieve_jax.core.errors import StepFailedError
+from pensieve_jax.cost_choice import costs_before_loading, costs_of_runner
+from pensieve_jax.device import start_costs
+from pensieve_jax.device.layouts import bucket_layouts, bucket_tile_specs
+from pensieve_jax.device.start_costs import StartSizes, TimedLength, cost_points, start_sizes
+
+ROOT = Path(__file__).parents[1]
+ESTIMATED = AnalyticCostModel(32, num_weights=1e9, attention_width=1e5)
+STEPS = SchedulerConfig(max_num_running=2, max_num_batched_tokens=64, token_buckets=(64,))
+PROMPTS = [[5, 6, 7] * 20, [9, 8] * 25]
+
+
+def shipped_subject() -> CostSubject:
+    """As an engine on an H200 asks for it; only the device's kind is put in."""
+    subject = assembly.cost_subject(
+        preset("llama2-13b-gqa10"), dtype="bfloat16", tensor_parallel_size=1, chunk_tokens=32
+    )
+    return dataclasses.replace(subject, device="NVIDIA H200")
+
+
+def before_loading(config=None, subject=None, *, is_accelerator=True):
+    return costs_before_loading(
+        config or EngineConfig(), subject or shipped_subject(), ESTIMATED, is_accelerator=is_accelerator
+    )
+
+
+def test_a_shipped_profile_is_found_by_its_subject():
+    """Whatever the model is called; and the package's copy is the document's measurement."""
+    costs = before_loading()
+    assert (costs.kind, costs.source) == ("shipped", "h200_llama2-13b-gqa10")
+    assert round(costs.ratio_at_4096(32), 2) == 1.30
+    document = json.loads((ROOT / "docs/results/h200_costs_llama2-13b-gqa10.json").read_text("utf-8"))
+    assert [point._asdict() for point in costs.points] == document["results"]["curves"]["in_batch"]
+
+
+@pytest.mark.parametrize("change", [{"kv_dtype": "int8"}, {"device": "NVIDIA H100"}, {"chunk_tokens": 16}])
+def test_a_profile_of_something_else_is_not_taken(change):
+    """Then costs are measured on an accelerator; times of a CPU are noise."""
+    subject = dataclasses.replace(shipped_subject(), **change)
+    assert before_loading(subject=subject) is None
+    costs = before_loading(subject=subject, is_accelerator=False)
+    assert (costs.kind, costs.source, costs.model) == ("analytic", None, ESTIMATED)
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (EngineConfig(cache=CacheConfig(cost_profile="analytic")), "analytic"),
+        (EngineConfig(cache=CacheConfig(policy="learned")), None),
+        (EngineConfig(cache=CacheConfig(policy="lru")), "analytic"),
+        (EngineConfig(stateful=False), "analytic"),
+    ],
+)
+def test_costs_are_measured_where_a_policy_asks_for_them(config, kind):
+    costs = before_loading(config, dataclasses.replace(shipped_subject(), kv_dtype="int8"))
+    assert (costs and costs.kind) == kind
+
+
+def test_named_costs_go_before_a_shipped_profile(tmp_path):
+    path = tmp_path / "costs.json"
+    points = (CostPoint(32, 0.0, 1.0, 1.0), CostPoint(64, 1.0, 1.0, 2.0))
+    profile = CostProfile(
+        subject=shipped_subject(),
+        model="m",
+        jax_version="0",
+        command="c",
+        num_batched_chunks=2,
+        cost="in_batch",
+        curves={"in_batch": points},
+    )
+    profile.save(path)
+    config = EngineConfig(cache=CacheConfig(cost_profile=str(path)))
+    costs = before_loading(config)
+    assert (costs.kind, costs.source, costs.points) == ("file", str(path), points)
+    with pytest.raises(ConfigError, match="a profile of kv_dtype='int8'"):
+        before_loading(config, dataclasses.replace(shipped_subject(), kv_dtype="int8"))
+    assert before_loading(EngineConfig(cache=CacheConfig(cost_profile="analytic"))).kind == "analytic"
+
+
+def layouts(gpu_pages=4096, **scheduler):
+    """Of steps as this scheduler has them; the model's shape does not matter."""
+    model = preset("llama-tiny")
+    config = EngineConfig(cache=CacheConfig(gpu_pages=gpu_pages), scheduler=SchedulerConfig(**scheduler))
+    specs = bucket_tile_specs(model, config, np.dtype("float32"), "xla", 1)
+    return bucket_layouts(model, config, specs)
+
+
+def sizes(context_tokens=4096, gpu_pages=4096, **scheduler):
+    return start_sizes(
+        layouts(gpu_pages, **scheduler), gpu_pages=gpu_pages, chunk_tokens=32, context_tokens=context_tokens
+    )
+
+
+def test_lengths_go_by_factors_of_four_and_end_with_the_longest():
+    assert sizes() == StartSizes(16, tuple(TimedLength(n, m) for n, m in
+        ((32, 16), (128, 16), (512, 16), (2048, 16), (4096, 16))
+    ))  # fmt: skip
+    assert [length.context_len for length in sizes(context_tokens=2100).lengths] == [32, 128, 512, 2048]
+
+
+def test_a_small_pool_has_fewer_long_sequences():
+    """And never more pages than it has."""
+    found = sizes(gpu_pages=300)
+    assert found.lengths[-1] == TimedLength(4096, 2)
+    for length in found.lengths:
+        pages = length.num_long * (length.context_len // 32) + found.num_chunks - length.num_long
+        assert pages <= 300
+    assert max(length.context_len for length in sizes(gpu_pages=100).lengths) == 2048
+
+
+def test_long_contexts_are_bounded():
+    """The state that is computed to be attended to is at most 65,536 tokens."""
+    found = sizes(context_tokens=10**6, gpu_pages=10**5)
+    assert found.lengths[-1].context_len == 32_768 and found.lengths[-1].num_long == 1
+
+
+def test_chunks_fill_a_step():
+    """Else a chunk would pay for padding."""
+    assert sizes(max_num_batched_tokens=2048, token_buckets=(64, 1024, 2048)).num_chunks == 32
+    assert sizes(max_num_running=4, max_num_batched_tokens=512, token_buckets=(512,)).num_chunks == 8
+    assert sizes(max_num_running=1, max_num_batched_tokens=40, token_buckets=(40,)).num_chunks == 1
+
+
+def test_short_contexts_have_too_few_lengths():
+    assert len(sizes(context_tokens=63).lengths) == 1
+    assert len(sizes(context_tokens=31).lengths) == 0
+
+
+def test_a_chunks_cost_is_what_the_long_chunks_add():
+    lengths = (TimedLength(32, 4), TimedLength(128, 4), TimedLength(512, 2))
+    found = cost_points(StartSizes(4, lengths), [8, 12, 18])
+    assert [(point.context_len, point.total_s) for point in found] == [(32, 2.0), (128, 3.0), (512, 7.0)]
+    assert [(point.rest_s, point.attention_s) for point in found] == [(2.0, 0.0), (2.0, 1.0), (2.0, 5.0)]
+    noisy = cost_points(StartSizes(2, lengths[:2]), [8, 7])
+    assert [point.total_s for point in noisy] == [4.0, 4.0]
+
+
+def test_the_order_of_eviction_follows_the_profile():
+    """The chunk at 4,096 tokens, idle for 1.2 times as long as a first chunk: 1.15 / 1.2 and 1.30 / 1.2."""
+    costs = before_loading()
+    analytic = assembly.estimated_cost_model(preset("llama2-13b-gqa10"), 32)
+    assert round(analytic.chunk_cost_s(4096) / analytic.chunk_cost_s(32), 2) == 1.15
+    dropped = []
+    for model in (analytic, costs.model):
+        clock = VirtualClock(100.0)
+        cache = CacheManager(CacheConfig(gpu_pages=129), model, clock, max_num_copies=64)
+        for arrival, (name, num_tokens, then_s) in enumerate(
+            (("long", 4096, 2.0), ("short", 32, 10.0), ("new", 4096, 0.0))
+        ):
+            sequence = cache.open(name)
+            cache.enqueue(sequence, arrival)
+            cache.begin_step()
+            assert cache.try_admit(sequence, num_tokens, waive_reserve=True)
+            cache.fill(sequence, 0, num_tokens)
+            if name != "new":
+                cache.release(sequence)
+            clock.advance(then_s)
+        dropped.append(Counter(drop.conversation_id for drop in cache.take_drops()))
+    assert dropped == [{"long": 128}, {"long": 127, "short": 1}]
+
+
+POINTS = (CostPoint(32, 0.0, 1.0, 1.0), CostPoint(64, 1.0, 1.0, 2.0))
+
+
+def chosen(path, monkeypatch, *, measure=lambda *_: POINTS, context_tokens=4096):
+    """What is chosen for a runner of which only the shapes of steps are looked at, and `path` as its file."""
+    monkeypatch.setattr(cost_choice, "_path", lambda *_: path)
+    monkeypatch.setattr(cost_choice, "measure_start_costs", measure)
+    return costs_of_runner(
+        SimpleNamespace(layouts=layouts()),
+        EngineConfig(),
+        shipped_subject(),
+        ESTIMATED,
+        name="a model",
+        context_tokens=context_tokens,
+        progress=lambda *_: None,
+    )
+
+
+def test_a_damaged_file_is_measured_anew(tmp_path, caplog, monkeypatch):
+    path = tmp_path / "costs.json"
+    path.write_bytes(b"{")
+    costs = chosen(path, monkeypatch)
+    assert (costs.kind, costs.source, costs.points) == ("measured at start", str(path), POINTS)
+    assert "measured anew" in caplog.text and CostProfile.load(path).model == "a model"
+    assert list(tmp_path.iterdir()) == [path], "nothing half-written is left"
+    assert chosen(path, monkeypatch, measure=lambda *_: pytest.fail("measured")).kind == "cached"
+
+
+def test_a_directory_that_cannot_be_written_is_no_error(tmp_path, caplog, monkeypatch):
+    """A file stands where the directory should be."""
+    (tmp_path / "costs").write_text("")
+    costs = chosen(tmp_path / "costs" / "costs.json", monkeypatch)
+    assert (costs.kind, costs.source, costs.points) == ("measured at start", None, POINTS)
+    assert "are not kept in" in caplog.text
+
+
+def test_an_interrupt_keeps_nothing(tmp_path, monkeypatch):
+    """Neither while it is measured, nor while the file is written."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        chosen(tmp_path / "costs.json", monkeypatch, measure=interrupted)
+    monkeypatch.setattr(CostProfile, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        chosen(tmp_path / "costs.json", monkeypatch)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_context_too_short_to_measure(tmp_path, monkeypatch):
+    costs = chosen(
+        tmp_path / "costs.json", monkeypatch, measure=lambda *_: pytest.fail("measured"), context_tokens=63
+    )
+    assert (costs.kind, costs.model) == ("analytic", ESTIMATED)
+    assert costs.reason == "not measured: contexts of at most 63 tokens are too short"
+
+
+@pytest.fixture
+def measures(monkeypatch, tmp_path):
+    """A CPU that is measured as an accelerator is; seconds of steps are the test's."""
+    monkeypatch.setattr(cost_choice, "_directory", lambda config: tmp_path / "cost_profiles")
+    monkeypatch.setattr(assembly, "_is_accelerator", lambda: True)
+    measured = []
+
+    def rounds(timed, num_rounds, sample_s):
+        """As `sample_rounds`: everything runs, but the time does not depend on the machine."""
+        measured.append(len(timed))
+        for _ in range(num_rounds):
+            for one in timed:
+                one.once_s()
+            yield [1.0 + 0.5 * i for i in range(len(timed))]
+
+    monkeypatch.setattr(start_costs, "sample_rounds", rounds)
+    return measured
+
+
+@pytest.fixture
+def config(compilation_cache):
+    """Makes the configuration of a small engine, whose compiled steps later tests find again."""
+    runner = RunnerConfig(num_layer_groups=1, compilation_cache_dir=compilation_cache)
+    return lambda **cache: EngineConfig(
+        cache=CacheConfig(gpu_pages=12, **cache), scheduler=STEPS, runner=runner
+    )
+
+
+def run(engine_config, **runner):
+    """What an engine says of its cache, what it answers, and the costs it has; after some turns."""
+    runner_config = dataclasses.replace(engine_config.runner, **runner)
+    engine_config = dataclasses.replace(engine_config, runner=runner_config)
+    with LLM("random:llama-tiny", config=engine_config, progress=False) as llm:
+        outputs = llm.generate(
+            PROMPTS, SamplingParams(max_tokens=6, ignore_eos=True), conversation_ids=["a", "b"]
+        )
+        pools = [np.asarray(pool)[1:] for pool in llm._runner.pools]
+        return llm.describe()["cache"], [output.token_ids for output in outputs], llm._parts.costs, pools
+
+
+def test_an_engine_measures_once_and_answers_the_same(measures, config, tmp_path, caplog):
+    """Pools hold what they hold without a measurement; the second start reads the file of the first."""
+    with caplog.at_level(logging.INFO, logger="pensieve_jax.assembly"):
+        described, answers, costs, pools = run(config())
+    (path,) = (tmp_path / "cost_profiles").iterdir()
+    assert (described["cost_model"], described["cost_profile"]) == ("measured at start", str(path))
+    assert measures == [3] and isinstance(costs.model, MeasuredCostModel)
+    assert [point.context_len for point in costs.points] == [32, 128, 256]
+    assert "eviction costs: measured at start" in caplog.text and described["cost_at_4096"] > 1
+
+    again, answers_again, costs_again, _ = run(config())
+    assert (again["cost_model"], again["cost_profile"]) == ("cached", str(path)) and measures == [3]
+    assert costs_again.points == costs.points
+
+    plain, plain_answers, _, plain_pools = run(config(cost_profile="analytic"))
+    assert plain["cost_model"] == "analytic" and answers == answers_again == plain_answers
+    for pool, plain_pool in zip(pools, plain_pools, strict=True):
+        np.testing.assert_array_equal(pool, plain_pool)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"format": "x"}', b"\xff"])
+def test_what_is_no_profile_is_not_taken(tmp_path, content, caplog):
+    path = tmp_path / "costs.json"
+    assert cost_choice._load(path, shipped_subject()) is None and not caplog.records
+    path.write_bytes(content)
+    assert cost_choice._load(path, shipped_subject()) is None
+    assert f"{path} cannot be used, costs are measured anew" in caplog.text
+
+
+def test_files_lie_beside_compiled_steps(tmp_path, monkeypatch, caplog):
+    """Or in the user's directory of caches; one who has none keeps none."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cost_choice._directory(EngineConfig()) == tmp_path / "pensieve_jax" / "cost_profiles"
+    beside = EngineConfig(runner=RunnerConfig(compilation_cache_dir="/compiled"))
+    assert cost_choice._directory(beside) == Path("/compiled/cost_profiles")
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(cost_choice, "user_cache_dir", homeless)
+    assert cost_choice._directory(EngineConfig()) is None and "are not kept" in caplog.text
+
+
+def test_a_step_that_fails_leaves_the_estimate(measures, config, monkeypatch, caplog):
+    """And an engine that serves."""
+
+    def fails(timed, num_rounds, sample_s):
+        timed[0].once_s()
+        raise StepFailedError("a step failed on the device")
+        yield
+
+    plain = run(config(cost_profile="analytic"))[1]
+    monkeypatch.setattr(start_costs, "sample_rounds", fails)
+    described, answers, *_ = run(config())
+    assert (
+        described["cost_model"] == "analytic" and "step to measure costs failed" in described["cost_reason"]
+    )
+    assert answers == plain and "a step to measure them failed" in caplog.text
+
+
+@pytest.mark.long
+def test_the_steps_of_two_devices_are_measured(measures, config):
+    described, *_ = run(config(), tensor_parallel_size=2)
+    assert described["cost_model"] == "measured at start"
+
+
+@pytest.mark.long
+def test_state_in_8_bits_beside_host_memory_is_measured(measures, config):
+    described, *_ = run(config(kv_dtype="int8", cpu_pages=4))
+    assert described["cost_model"] == "measured at start"
