@@ -313,7 +313,7 @@ def _is_accelerator() -> bool:
 def _costs_of_runner(
     runner: ModelRunner, model: ModelConfig, config: EngineConfig, dtype: str, name: str, progress: bool
 ) -> CostChoice:
-    """See `cost_choice`."""
+    """Load or measure costs of recomputing with the warm runner; see `cost_choice`."""
     with ProgressBar("measuring costs", progress) as bar:
         return costs_of_runner(
             runner,

@@ -185,7 +185,7 @@ def _load(path: Path, subject: CostSubject) -> tuple[CostPoint, ...] | None:
 
 
 def _save(path: Path, profile: CostProfile) -> bool:
-    """Write the file whole, whoever writes it at the same time; where that fails, it is logged."""
+    """Write the file atomically, since several engines may start at once; a failure is logged."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(".tmp", dir=path.parent)

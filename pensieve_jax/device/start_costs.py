@@ -65,7 +65,7 @@ def start_sizes(
     num_state = max(num_chunks, min(gpu_pages, _STATE_TOKENS // chunk_tokens))
 
     def num_long(num_pages: int) -> int:
-        """Sequences of so many pages that fit beside a page for each of the others."""
+        """Return how many sequences of `num_pages` fit beside a page for each of the others."""
         return num_chunks if num_pages == 1 else min(num_chunks, (num_state - num_chunks) // (num_pages - 1))
 
     doublings = [1 << i for i in range((context_tokens // chunk_tokens).bit_length()) if num_long(1 << i)]
@@ -139,7 +139,7 @@ class _Steps:
         ]
 
     def timed(self) -> list[Timed]:
-        """The step of each length."""
+        """Return the step of each length."""
         chunk, num = self._chunk_tokens, self._sizes.num_chunks
         timed = []
         for i, length in enumerate(self._sizes.lengths, start=1):
