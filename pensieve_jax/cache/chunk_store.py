@@ -141,6 +141,13 @@ class ChunkStore:
             self.shorten(sequence, num_chunks)
             sequence.num_kv_tokens = min(sequence.num_kv_tokens, num_chunks * chunk_tokens)
 
+    def cut_copy(self, sequence: CachedSequence) -> None:
+        """Count only the remaining tokens of a truncated last chunk as copied: others may follow them."""
+        index = sequence.num_kv_tokens // self._chunk_tokens
+        if sequence.num_shared <= index < len(sequence.chunks):
+            chunk = sequence.chunks[index]
+            chunk.slot_tokens = min(chunk.slot_tokens, sequence.num_tokens_of(index, self._chunk_tokens))
+
     # One chunk
 
     def reserve(self, sequence: CachedSequence, index: int, page: int) -> None:
@@ -165,9 +172,11 @@ class ChunkStore:
 
     def swap_out(self, sequence: CachedSequence, index: int, slot: int) -> None:
         """Begin to copy a page to `slot`; the chunk fits there, as far as is known."""
-        assert sequence.chunks[index].fits_host
+        chunk = sequence.chunks[index]
+        assert chunk.fits_host
         self._apply(sequence, index, ChunkEvent.SWAP_OUT)
-        sequence.chunks[index].slot = slot
+        chunk.slot = slot
+        chunk.slot_tokens = sequence.num_tokens_of(index, self._chunk_tokens)
         self._swap_outs.append(self._take_off(sequence, index))
         self.num_copies_out += 1
 

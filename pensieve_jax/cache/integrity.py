@@ -2,6 +2,12 @@
 
 Owns: the checks. Does not know how what they check came about.
 Called by: `CacheManager.check_integrity`.
+
+A host copy must hold exactly the tokens that its chunk has now. `Chunk.slot_tokens` is set when the copy
+begins. A truncation lowers it and nothing raises it, so it is the length of the common beginning of copy and
+chunk. The length of the chunk follows from `num_kv_tokens`, which every step that appends tokens raises. So a
+write that leaves the old slot in place makes the two differ in the same step, also while the copy is in
+flight, and also where a truncated chunk grows to its old length with other tokens.
 """
 
 from __future__ import annotations
@@ -69,6 +75,10 @@ def _check_sequence(sequence: CachedSequence, chunk_tokens: int) -> None:
             assert sequence.trunk is not None and chunk is sequence.trunk.chunks[index]
             continue
         own_counts[chunk.shelf] += 1
+        num_tokens = sequence.num_tokens_of(index, chunk_tokens)
+        assert not chunk.slot or chunk.slot_tokens == num_tokens, (
+            f"{name}[{index}] has {num_tokens} tokens, its slot {chunk.slot} holds {chunk.slot_tokens}"
+        )
         if state is ChunkState.RESERVED:
             assert sequence.role is Role.RUNNING, "an unpinned sequence holds a reserved page"
     assert own_counts == sequence.num_on, f"{name}: {own_counts} on shelves, counted {sequence.num_on}"

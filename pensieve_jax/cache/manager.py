@@ -141,6 +141,7 @@ class CacheManager:
         self._store.cancel_reserved(sequence)
         sequence.num_kv_tokens = min(sequence.num_kv_tokens, num_tokens)
         self._store.trim(sequence)
+        self._store.cut_copy(sequence)
         if sequence.num_kv_tokens < sequence.num_shared * self.chunk_tokens:
             self._trunks.cut(sequence, sequence.num_kv_tokens // self.chunk_tokens)
 

@@ -38,16 +38,18 @@ class Chunk:
     """One chunk: its state, and its page, slot and copy in flight (0 where it has none).
 
     `fits_host` is False while what it holds is known to have no form in which host memory keeps chunks: it is
-    dropped where others are copied.
+    dropped where others are copied. `slot_tokens` is the number of its tokens that the slot holds, or will
+    hold once the copy is complete. It means nothing without a slot.
     """
 
-    __slots__ = ("copy_id", "fits_host", "page", "slot", "state")
+    __slots__ = ("copy_id", "fits_host", "page", "slot", "slot_tokens", "state")
 
     def __init__(self) -> None:
         """Dropped, without a page or a slot."""
         self.state = ChunkState.DROPPED
         self.page = 0
         self.slot = 0
+        self.slot_tokens = 0
         self.copy_id = 0
         self.fits_host = True
 

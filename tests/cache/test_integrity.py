@@ -1,0 +1,106 @@
+"""What `check_integrity` finds: host copies that are older than their pages."""
+
+from __future__ import annotations
+
+import pytest
+
+from pensieve_jax.cache import CachedSequence
+from pensieve_jax.cache.chunk_store import ChunkStore
+from tests.cache.helpers import CHUNK, Cache, states
+
+TAIL = CHUNK // 2
+
+
+def suspended_and_back(cache: Cache) -> CachedSequence:
+    """A running sequence whose tail chunk was copied out and in again."""
+    other = cache.running("other", CHUNK)
+    sequence = cache.running("a", CHUNK + TAIL)
+    cache.manager.suspend(sequence)
+    cache.manager.begin_step()
+    assert cache.manager.grow(other, 4 * CHUNK)
+    cache.complete()
+    assert states(sequence) == ["on cpu", "on cpu"]
+    cache.manager.truncate(other, 0)
+    cache.manager.release(other)
+    cache.manager.begin_step()
+    assert cache.manager.try_admit(sequence, CHUNK + TAIL + 1, waive_reserve=True)
+    cache.complete()
+    assert states(sequence) == ["on both", "on both"]
+    return sequence
+
+
+def copying_out(cache: Cache) -> CachedSequence:
+    """A running sequence whose chunks are being copied out."""
+    sequence = cache.idle("a", CHUNK + TAIL)
+    cache.end_step()
+    cache.queued("a", sequence)
+    assert cache.manager.try_admit(sequence, CHUNK + TAIL + 1, waive_reserve=True)
+    assert states(sequence) == ["copying out", "copying out"]
+    return sequence
+
+
+PATHS = {
+    "fill": lambda cache, sequence: cache.manager.fill(sequence, CHUNK + TAIL, CHUNK + TAIL + 1),
+    "fill_next": lambda cache, sequence: cache.manager.fill_next([sequence]),
+}
+
+
+@pytest.mark.parametrize("write", PATHS.values(), ids=PATHS)
+@pytest.mark.parametrize("prepare", [suspended_and_back, copying_out])
+def test_a_written_tail_gives_its_host_copy_up(prepare, write):
+    cache = Cache(4, 8, clean_pages=4)
+    sequence = prepare(cache)
+    write(cache, sequence)
+    assert states(sequence)[1] == "on gpu" and not sequence.chunks[1].slot
+    assert sequence.num_kv_tokens == CHUNK + TAIL + 1
+    cache.complete()
+    assert cache.slots.num_free == 7, "the copy of the first chunk is still true"
+    cache.check()
+
+
+@pytest.mark.parametrize("prepare", [suspended_and_back, copying_out])
+def test_a_copy_older_than_its_page_is_found_in_the_same_step(prepare, monkeypatch):
+    cache = Cache(4, 8, clean_pages=4)
+    sequence = prepare(cache)
+    monkeypatch.setattr(ChunkStore, "give_slot", lambda store, sequence, index: None)
+    cache.manager.fill_next([sequence])
+    with pytest.raises(AssertionError, match=r"a\[1\] has 9 tokens, its slot \d holds 8"):
+        cache.manager.check_integrity()
+
+
+def test_a_copy_of_other_tokens_of_the_same_number_is_found(monkeypatch):
+    """A truncated tail that grows again has its old length, and other contents."""
+    cache = Cache(4, 8)
+    sequence = suspended_and_back(cache)
+    cache.manager.truncate(sequence, CHUNK + 3)
+    cache.check()
+    assert states(sequence) == ["on both", "on both"], "what is left of the copy is true"
+    monkeypatch.setattr(ChunkStore, "give_slot", lambda store, sequence, index: None)
+    cache.manager.fill(sequence, CHUNK + 3, CHUNK + TAIL)
+    with pytest.raises(AssertionError, match=r"a\[1\] has 8 tokens, its slot \d holds 3"):
+        cache.manager.check_integrity()
+
+
+def test_a_new_copy_counts_what_its_chunk_has_then():
+    """Truncations between whole chunks leave the copies before them as they are."""
+    cache = Cache(8, 8)
+    sequence = cache.on_both("a", 2 * CHUNK + TAIL)
+    assert [chunk.slot_tokens for chunk in sequence.chunks] == [CHUNK, CHUNK, TAIL]
+    cache.manager.truncate(sequence, 2 * CHUNK)
+    cache.manager.truncate(sequence, 2 * CHUNK)
+    assert [chunk.slot_tokens for chunk in sequence.chunks] == [CHUNK, CHUNK]
+    cache.manager.truncate(sequence, CHUNK + 1)
+    cache.manager.truncate(sequence, CHUNK + 5)
+    assert [chunk.slot_tokens for chunk in sequence.chunks] == [CHUNK, 1]
+    cache.check()
+
+
+def test_the_copies_of_a_fork_stay_true_when_it_is_cut():
+    """A cut through a shared chunk leaves the chunk as it is: the fork keeps nothing of it."""
+    cache = Cache(8, 8)
+    sequence = cache.on_both("a", 2 * CHUNK + TAIL)
+    fork = cache.manager.fork(sequence, 2 * CHUNK, "fork")
+    cache.manager.truncate(fork, CHUNK + 1)
+    assert fork.num_kv_tokens == CHUNK and len(fork.chunks) == 1
+    assert [chunk.slot_tokens for chunk in sequence.chunks] == [CHUNK, CHUNK, TAIL]
+    cache.check()
