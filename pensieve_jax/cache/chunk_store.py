@@ -357,8 +357,6 @@ class ChunkStore:
         del self._flights[chunk.copy_id]
         self._orphans[chunk.copy_id] = Orphan(is_in, chunk.page if is_in else 0, chunk.slot)
         chunk.copy_id = chunk.slot = 0
-        if is_in:
-            chunk.page = 0
 
     def _discard(self, sequence: CachedSequence, index: int) -> None:
         """Forget a chunk, whatever it is."""
@@ -367,7 +365,10 @@ class ChunkStore:
         reserved = before is ChunkState.RESERVED
         self._apply(sequence, index, ChunkEvent.CANCEL if reserved else ChunkEvent.DROP)
         if chunk.copy_id:
-            self._orphan(chunk, is_in=before is ChunkState.COPYING_IN)
+            is_in = before is ChunkState.COPYING_IN
+            self._orphan(chunk, is_in=is_in)
+            if is_in:
+                self._set_page(sequence, index, 0)
         self._free_page(sequence, index)
         self._free_slot(chunk)
 
