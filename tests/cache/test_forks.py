@@ -160,6 +160,20 @@ def test_a_trunk_is_as_active_as_the_latest_that_begins_with_it():
     assert ages == [20, 0, 0] and [own.bucket for own in source.lineage()] == [0, 3, 3]
 
 
+def test_a_touch_makes_trunks_like_who_was_touched():
+    """Whoever was active last decides what a trunk's next turn is expected to be like."""
+    cache = Cache(12)
+    source, (one, three) = a_line_of_forks(cache, 1, 3, 5)
+    cache.manager._set_bucket(three, 3)
+    cache.manager._set_bucket(source, 5)
+    assert [own.bucket for own in three.lineage()] == [3, 5, 5] and one.trunk.bucket == 5
+    cache.manager.touch(three)
+    assert [own.bucket for own in three.lineage()] == [3, 3, 3]
+    assert [own.bucket for own in source.lineage()] == [5, 3, 3]
+    cache.manager.touch(source)
+    assert [own.bucket for own in three.lineage()] == [3, 5, 5]
+
+
 def test_copies_in_flight_go_with_the_chunks():
     cache = Cache(12, 12)
     source = cache.on_cpu("source", 4 * CHUNK, but=(3,))

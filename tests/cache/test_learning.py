@@ -1,0 +1,139 @@
+"""What the order that learns makes of turns: buckets, sizes, and what it says of itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from pensieve_jax.cache.insurance import BLOCK_TOKENS
+from pensieve_jax.cache.policies import make_policy
+from pensieve_jax.cache.returns import bucket_of
+from tests.cache.helpers import CHUNK, Cache, experience_of
+
+
+def answered(cache: Cache, sequence, num_history_tokens, prompt_tokens, output_tokens=CHUNK) -> int:
+    cache.manager.turns.answered(
+        sequence, num_history_tokens, prompt_tokens=prompt_tokens, output_tokens=output_tokens
+    )
+    return sequence.bucket
+
+
+@pytest.mark.parametrize(("num_history_tokens", "is_first"), [(316, True), (317, False)])
+def test_a_turn_is_the_first_where_it_is_the_whole_history(num_history_tokens, is_first):
+    cache = Cache(200, policy="learned")
+    sequence = cache.running("a", 320)
+    bucket = answered(cache, sequence, num_history_tokens, 300)
+    assert bucket == bucket_of(is_first=is_first, prompt_tokens=300, output_tokens=CHUNK)
+
+
+@pytest.mark.parametrize(("num_history_tokens", "own_tokens"), [(496, 480 - 400), (500, 480)])
+def test_a_shared_prefix_counts_off_the_first_prompt_only(num_history_tokens, own_tokens):
+    cache = Cache(200, policy="learned")
+    sequence = cache.manager.open("a")
+    cache.manager.share(sequence, cache.manager.open_prefix("prefix", 25 * CHUNK))
+    cache.running("a", 31 * CHUNK, sequence)
+    bucket = answered(cache, sequence, num_history_tokens, 480)
+    is_first = num_history_tokens == 496
+    assert bucket == bucket_of(is_first=is_first, prompt_tokens=own_tokens, output_tokens=CHUNK)
+
+
+def test_a_prompt_is_never_below_nothing():
+    cache = Cache(200, policy="learned")
+    sequence = cache.manager.open("a")
+    cache.manager.share(sequence, cache.manager.open_prefix("prefix", 25 * CHUNK))
+    cache.running("a", 26 * CHUNK, sequence)
+    assert answered(cache, sequence, 316, 300) == bucket_of(is_first=True, prompt_tokens=0, output_tokens=1)
+
+
+def test_a_turn_without_a_history_is_no_return():
+    cache = Cache(200, policy="learned")
+    sequence = cache.running("a", 3 * CHUNK)
+    cache.manager.turns.sent(sequence, 0)
+    assert cache.manager.turns.stats()["num_returns_seen"] == 0
+    answered(cache, sequence, 3 * CHUNK, 2 * CHUNK)
+    cache.clock.advance(3.0)
+    cache.manager.turns.sent(sequence, 1)
+    assert cache.manager.turns.stats()["num_returns_seen"] == 1
+
+
+def test_who_is_ended_does_not_return():
+    cache = Cache(200, policy="learned")
+    sequence = cache.running("a", 3 * CHUNK)
+    answered(cache, sequence, 3 * CHUNK, 2 * CHUNK)
+    cache.clock.advance(3.0)
+    cache.manager.turns.ended("a")
+    cache.manager.turns.sent(sequence, 3 * CHUNK)
+    experience = cache.manager.turns.experience()
+    assert experience.num_returns == 0 and experience.exposure_s.sum() == pytest.approx(3.0)
+
+
+def test_whoever_is_idle_counts_as_not_seen_any_longer():
+    cache = Cache(200, policy="learned")
+    sequence = cache.running("a", 3 * CHUNK)
+    answered(cache, sequence, 3 * CHUNK, 2 * CHUNK)
+    cache.clock.advance(4.0)
+    assert cache.manager.turns.experience().exposure_s[sequence.bucket].sum() == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(
+    ("cpu_pages", "clean_pages", "num_chunks"), [(0, 10, 200), (50, 10, 200 + 40), (5, 10, 200)]
+)
+def test_chunks_that_are_on_both_tiers_ahead_of_need_count_once(cpu_pages, clean_pages, num_chunks):
+    cache = Cache(200, cpu_pages, policy="learned", clean_pages=clean_pages)
+    assert cache.manager.turns.experience().losses.counted_for[0] == num_chunks * CHUNK
+
+
+def test_what_a_conversation_shares_is_not_its_own_in_the_shadows():
+    cache = Cache(200, policy="learned")
+    sequence = cache.running("a", 64 * CHUNK)
+    cache.manager.release(sequence)
+    answered(cache, sequence, 64 * CHUNK, 63 * CHUNK)
+    shadows = cache.manager.turns._insurance._shadows
+    assert [shadow.num_held for shadow in shadows] == [64 * CHUNK // BLOCK_TOKENS] * 3
+    cache.manager.fork(sequence, 32 * CHUNK, "fork")
+    assert [shadow.num_held for shadow in shadows] == [32 * CHUNK // BLOCK_TOKENS] * 3
+
+
+def test_it_says_which_order_is_followed_and_why():
+    cache = Cache(200, policy="learned")
+    turns = cache.manager.turns
+    assert turns.describe() == "following 'retention': nothing was lost yet in any order"
+    assert turns.stats() == {
+        **{f"shadow_{name}_recompute_s": 0.0 for name in ("retention", "lru", "returns")},
+        **{"num_order_changes": 0, "num_returns_seen": 0},
+    }
+    turns._insurance._add([1.0, 0.5, 2.0])
+    assert turns.describe() == (
+        "following 'retention': it would have recomputed retention 1 s, lru 0.5 s, returns 2 s"
+    )
+
+
+def test_an_order_that_is_better_is_followed_after_a_turn():
+    cache = Cache(200, policy="learned")
+    turns, sequence = cache.manager.turns, cache.running("a", 3 * CHUNK)
+    for _ in range(3):
+        turns._insurance._add([1.0, 0.5, 2.0])
+    assert cache.manager._policy.followed == "retention"
+    turns.sent(sequence, 3 * CHUNK)
+    assert cache.manager._policy.followed == "lru" and turns.stats()["num_order_changes"] == 1
+
+
+def test_it_goes_on_from_an_experience_and_forgets_it():
+    cache = Cache(200, policy="learned")
+    experience = experience_of(3)
+    cache.manager.turns.begin(experience)
+    assert cache.manager._policy.followed == "returns"
+    found = cache.manager.turns.experience()
+    assert found.num_returns == experience.num_returns and found.followed == "returns"
+    cache.manager.turns.begin(None)
+    assert cache.manager._policy.followed == "retention"
+
+
+def test_orders_that_do_not_learn_make_nothing_of_turns():
+    cache = Cache(8)
+    sequence, turns = cache.running("a", CHUNK), cache.manager.turns
+    turns.sent(sequence, 5)
+    answered(cache, sequence, CHUNK, 5)
+    turns.left(sequence, 5)
+    turns.ended("a")
+    assert turns.stats() == {} and sequence.bucket == 0 and cache.policy.name == "retention"
+    assert make_policy("learned", None, CHUNK).name == "learned"

@@ -1,0 +1,118 @@
+"""What a shadow keeps, counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from pensieve_jax.cache import Role, Shelf
+from pensieve_jax.cache.policies import RecencyPolicy
+from pensieve_jax.cache.shadows import Shadow, ShadowCache
+
+
+def shadows_of(num_places: int, *sizes: int) -> ShadowCache:
+    """Conversations "0", "1", ... that left one second after the other."""
+    cache = ShadowCache(RecencyPolicy(), num_places)
+    for number, size in enumerate(sizes):
+        cache.left(str(number), size, num_shared=0, bucket=0, now_s=float(number))
+    return cache
+
+
+def lost(cache: ShadowCache) -> dict[str, int]:
+    return {name: shadow.num_lost for name, shadow in cache._shadows.items()}
+
+
+@pytest.mark.parametrize(
+    ("size", "counts"),
+    [
+        ((10, 0, 0), (0, 10, 10)),
+        ((10, 3, 0), (3, 7, 7)),
+        ((10, 3, 2), (5, 5, 5)),
+        ((10, 12, 5), (10, 0, 0)),
+        ((10, 6, 9), (10, 0, 0)),
+    ],
+)
+def test_what_is_there_lies_behind_what_is_shared_and_what_is_lost(size, counts):
+    shadow = Shadow("a")
+    assert shadow.role is Role.RUNNING and (shadow.num_held, shadow.bucket, shadow.last_active_s) == (0, 0, 0)
+    shadow.set_size(*size)
+    first, num_held, num_indices = counts
+    assert (shadow.first_on(Shelf.HOST), shadow.num_held) == (first, num_held)
+    assert list(shadow.indices_on(Shelf.HOST)) == list(range(first, 10)) and num_indices == 10 - first
+    assert shadow.last_on(Shelf.HOST) == 9
+
+
+def test_nothing_gives_way_while_all_fits():
+    cache = shadows_of(10, 4, 6)
+    assert cache.num_held == 10 and lost(cache) == {"0": 0, "1": 0}
+
+
+def test_the_order_gives_way_from_the_front_until_the_rest_fits():
+    cache = shadows_of(10, 4, 6, 3)
+    assert cache.num_held == 10 and lost(cache) == {"0": 3, "1": 0, "2": 0}
+    assert cache.returned("0") == 3 and cache.num_held == 13, "it is there again, and running"
+    assert cache.returned("1") == 0 and cache.returned("9") is None
+
+
+def test_who_has_lost_everything_is_forgotten():
+    cache = shadows_of(10, 4, 6, 4)
+    assert lost(cache) == {"1": 0, "2": 0} and cache.returned("0") is None and cache.num_held == 10
+
+
+def test_room_is_made_for_several_at_once():
+    """One in 64 places more may be taken; then all of these are given back."""
+    cache = shadows_of(128, 100, 30)
+    assert cache.num_held == 130 and lost(cache) == {"0": 0, "1": 0}
+    cache.left("2", 1, num_shared=0, bucket=0, now_s=2.0)
+    assert cache.num_held == 128 and lost(cache) == {"0": 3, "1": 0, "2": 0}
+
+
+def test_who_runs_loses_nothing():
+    cache = shadows_of(10, 8, 2)
+    cache.returned("0")
+    cache.left("2", 5, num_shared=0, bucket=0, now_s=2.0)
+    assert lost(cache) == {"0": 0, "2": 3} and cache.num_held == 10
+
+
+def test_who_leaves_again_has_everything_and_ranks_last():
+    cache = shadows_of(10, 4, 6, 3)
+    cache.left("0", 5, num_shared=0, bucket=0, now_s=3.0)
+    assert lost(cache) == {"0": 0, "1": 4, "2": 0} and cache.num_held == 10
+
+
+@pytest.mark.parametrize(
+    ("num_lost", "before", "after", "lost_after", "held_after"),
+    [
+        (0, 0, 2, 0, 4),
+        (3, 0, 2, 1, 3),
+        (1, 0, 2, 0, 4),
+        (2, 2, 0, 4, 2),
+        (0, 2, 0, 0, 6),
+        (0, 2, 1, 0, 5),
+    ],
+)
+def test_blocks_that_others_share_are_not_its_own(num_lost, before, after, lost_after, held_after):
+    cache = ShadowCache(RecencyPolicy(), 20)
+    cache.left("a", 6, num_shared=before, bucket=0, now_s=0.0)
+    cache._resize(cache._shadows["a"], 6, before, num_lost)
+    cache._noted.clear()
+    cache.resized("a", after)
+    shadow = cache._shadows["a"]
+    assert (shadow.num_shared, shadow.num_lost, shadow.num_held) == (after, lost_after, held_after)
+    assert cache.num_held == held_after and cache._noted == {shadow: None}
+
+
+def test_who_shares_everything_is_forgotten_unless_it_runs():
+    cache = shadows_of(20, 6, 6)
+    cache.resized("0", 6)
+    cache.returned("1")
+    cache.resized("1", 6)
+    cache.resized("unknown", 6)
+    assert list(cache._shadows) == ["1"] and cache.num_held == 0 and not cache._noted
+
+
+def test_who_is_ended_takes_its_blocks_along():
+    cache = shadows_of(20, 6, 5)
+    cache.ended("0")
+    cache.ended("0")
+    assert cache.num_held == 5 and list(cache._shadows) == ["1"]
+    assert [shadow.conversation_id for shadow in cache._noted] == ["1"]
