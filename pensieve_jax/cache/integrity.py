@@ -6,8 +6,8 @@ Called by: `CacheManager.check_integrity`.
 A host copy must hold exactly the tokens that its chunk has now. `Chunk.slot_tokens` is set when the copy
 begins. A truncation lowers it and nothing raises it, so it is the length of the common beginning of copy and
 chunk. The length of the chunk follows from `num_kv_tokens`, which every step that appends tokens raises. So a
-write that leaves the old slot in place makes the two differ in the same step, also while the copy is in
-flight, and also where a truncated chunk grows to its old length with other tokens.
+write that leaves the old slot in place makes the two differ in the same step. This holds while the copy is in
+flight, and where a truncated chunk grows to its old length with other tokens.
 """
 
 from __future__ import annotations

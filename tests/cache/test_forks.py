@@ -161,7 +161,7 @@ def test_a_trunk_is_as_active_as_the_latest_that_begins_with_it():
 
 
 def test_a_touch_makes_trunks_like_who_was_touched():
-    """Whoever was active last decides what a trunk's next turn is expected to be like."""
+    """The user that was active last sets the bucket of a trunk."""
     cache = Cache(12)
     source, (one, three) = a_line_of_forks(cache, 1, 3, 5)
     cache.manager._set_bucket(three, 3)

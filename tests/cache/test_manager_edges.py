@@ -271,3 +271,15 @@ def test_a_row_has_the_pages_that_come_and_go():
     cache.manager.truncate(sequence, 0)
     assert not any(cache.manager.page_table.take([sequence.row])[0].tolist())
     cache.check()
+
+
+def test_rows_are_given_back_by_those_who_stop():
+    cache = Cache(8)
+    rows = set()
+    for i in range(40):
+        sequence = cache.running(str(i), CHUNK)
+        rows.add(sequence.row)
+        stop = cache.manager.release if i % 2 else cache.manager.suspend
+        stop(sequence)
+        cache.manager.truncate(sequence, 0)
+    assert rows == {0}

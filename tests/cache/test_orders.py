@@ -119,7 +119,7 @@ def test_returns_multiply_the_index_by_the_cost_until_the_bin_ends():
 
 
 def test_what_no_order_knows_of_many_is_asked_of_each():
-    """The default of an order that says only what one is worth; nobody's chunk is worth no matter what."""
+    """An order without columns asks for each worth; a row without a chunk is worth infinity."""
 
     class Plain(RetentionPolicy):
         worths = EvictionPolicy.worths
@@ -196,6 +196,28 @@ def test_all_of_many_give_way_in_order(num_sequences):
         found.append(victim.sequence)
         cache.queued("taken", victim.sequence)
     assert found == sorted(made, key=lambda s: s.last_active_s) and len(found) == num_sequences
+
+
+def test_rows_are_found_again_when_others_were_forgotten():
+    """Room for more rows is made by leaving out those of conversations that are gone."""
+    cache = Cache(200, policy="lru")
+    made = [cache.idle(str(i), CHUNK, 90.0 - i / 2) for i in range(64)]
+    noted = dict.fromkeys(made)
+    order = VictimOrder(cache.policy, Shelf.DIRTY, noted)
+    order.begin(100.0)
+    assert order.peek().sequence is made[0]
+    for sequence in made[:32]:
+        cache.queued("gone", sequence)
+    more = [cache.idle(f"new {i}", CHUNK, 1.0) for i in range(40)]
+    noted.update(dict.fromkeys(more))
+    assert order.peek().sequence is made[32]
+    cache.manager._store.set_active(made[32], 99.5)
+    noted[made[32]] = None
+    found = []
+    while (victim := order.peek()) is not None:
+        found.append(victim.sequence)
+        cache.queued("taken", victim.sequence)
+    assert found == [*made[33:], *more, made[32]]
 
 
 def test_who_became_idle_anew_ranks_by_that():

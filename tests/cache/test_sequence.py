@@ -103,7 +103,7 @@ def test_chunks_that_are_counted_move_the_beginning_of_a_shelf_when_they_come():
 
 
 def a_family() -> tuple[CachedSequence, CachedSequence, CachedSequence]:
-    """A sequence of 5 chunks whose first 3 are a trunk's, of which the first is another one's."""
+    """A sequence of 5 chunks. An inner trunk has 3 of them, and an outer trunk has the first."""
     sequence = sequence_of(GPU, CPU, GPU, CPU, GPU)
     outer, inner = (CachedSequence(name, is_trunk=True) for name in ("outer", "inner"))
     for trunk, end in ((outer, 1), (inner, 3)):
