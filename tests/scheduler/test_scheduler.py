@@ -162,6 +162,30 @@ def test_a_request_suspends_itself_where_it_is_the_latest():
     assert last.token_ids[-1] != -1, "the token in flight is kept"
 
 
+def test_a_step_that_suspends_a_request_admits_none(monkeypatch):
+    """The scheduler does not even ask the cache: pages that were just taken are not offered again."""
+    desk = Desk(3)
+    for name in "abc":
+        desk.add(name, 15, max_tokens=20)
+    try_admit, asked = desk.cache.manager.try_admit, []
+
+    def record(sequence, *args, **kwargs):
+        asked.append(sequence.sequence_id)
+        return try_admit(sequence, *args, **kwargs)
+
+    monkeypatch.setattr(desk.cache.manager, "try_admit", record)
+    desk.step()
+    assert asked == ["a", "b", "c"]
+    suspended = []
+    while len(suspended) < 2:
+        asked.clear()
+        output = desk.step()
+        assert not (output.suspended and asked), "a request was suspended and another one was tried"
+        suspended += output.suspended
+    desk.step()
+    assert asked == ["b"], "the next step tries the queue again"
+
+
 def test_a_suspended_request_resumes_in_its_place():
     """Before everything that arrived after it, and only with the reserve."""
     desk = Desk(5, reserve_pages=1)
