@@ -394,3 +394,57 @@ def test_everything_is_free_in_the_end():
     trees.harness.check_empty()
     index = trees.engine.conversations.branches
     assert not len(index._chunks) and not index._by_turn and not index._by_owner and not index._running
+
+
+@pytest.mark.parametrize(("idle_s", "is_left"), [(60.0, True), (60.5, False)])
+def test_a_branch_may_be_idle_for_its_whole_time_to_live(idle_s, is_left):
+    trees = forest(idle_ttl_s=60.0)
+    trees.turn(prompt=40)
+    trees.harness.clock.advance(idle_s)
+    trees.engine.expire_idle()
+    assert trees.engine.stats()["num_live_conversations"] == is_left
+
+
+def reopened(path, trees):
+    """A new engine over the same history, without any branch in memory."""
+    trees.engine.close()
+    again = forest(path=path)
+    again.tokens = trees.tokens
+    return again
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_branch_that_was_loaded_stays_when_its_turn_is_cancelled(tmp_path, is_cancelled):
+    """It is the only one that holds the path, so the next turn behind it extends it."""
+    path = tmp_path / "history.sqlite"
+    trees = forest(path=path)
+    first = trees.turn(prompt=40)
+    trees = reopened(path, trees)
+    (second,) = trees.send(first, 10)
+    assert second.turn.origin.kind == "loaded"
+    trees.harness.step(2)
+    if is_cancelled:
+        trees.engine.cancel(second.turn)
+    else:
+        trees.settle(second)
+    assert trees.engine.stats()["num_live_conversations"] == 1
+    (third,) = trees.send(first, 10, seed=3)
+    assert third.turn.origin.kind == ("extended" if is_cancelled else "forked")
+    trees.settle(third)
+
+
+def test_a_branch_that_was_loaded_was_last_active_when_its_last_turn_was_committed(tmp_path, monkeypatch):
+    """The cache learns from that how long the user was away."""
+    path = tmp_path / "history.sqlite"
+    trees = forest(path=path)
+    first = trees.turn(prompt=40)
+    trees.harness.clock.advance(25.0)
+    second = trees.turn(first, 10)
+    assert trees.harness.clock.now() == 1025.0
+    trees = reopened(path, trees)
+    trees.harness.clock.advance(500.0)
+    seen = []
+    monkeypatch.setattr(trees.engine._cache.turns, "sent", lambda one, _: seen.append(one.last_active_s))
+    (third,) = trees.send(second, 10)
+    assert seen == [1025.0]
+    trees.settle(third)

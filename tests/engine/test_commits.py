@@ -204,3 +204,20 @@ def test_forks_that_cannot_be_change_nothing():
         harness.engine.fork("alice", None)
     harness.run(running)
     assert {info.conversation_id for info in harness.store.conversations()} == {"alice", "bob"}
+
+
+@pytest.mark.parametrize("is_changed", [True, False])
+def test_a_conversation_that_another_engine_changed_leaves_memory(is_changed):
+    """Its tokens in memory are stale. After any other refusal they are still those of the history."""
+    harness = Harness()
+    harness.turn("a", 7, max_tokens=3)
+    turn = harness.submit(harness.facts(harness.prompt(5, 1), "a", max_tokens=3), "a")
+    error = ConversationChangedError("a") if is_changed else HistoryError("refused")
+    harness.store.faults["commit"] = lambda: error
+    while not turn.done:
+        harness.engine.step()
+    assert turn.error is error
+    assert harness.engine.stats()["num_live_conversations"] == (0 if is_changed else 1)
+    harness.engine.check_integrity()
+    output = harness.turn("a", 4, seed=2, max_tokens=2)
+    assert (output.usage.recomputed_tokens > 0) == is_changed

@@ -146,6 +146,16 @@ def test_idle_conversations_end_after_their_time_to_live():
     harness.check_empty()
 
 
+@pytest.mark.parametrize(("idle_s", "is_left"), [(10.0, True), (10.5, False)])
+def test_a_conversation_may_be_idle_for_its_whole_time_to_live(idle_s, is_left):
+    harness = Harness(small_config(idle_ttl_s=10.0))
+    harness.turn("a", 8, max_tokens=2)
+    harness.clock.advance(idle_s)
+    harness.engine.expire_idle()
+    assert listed(harness) == ["a"] * is_left
+    assert harness.engine.stats()["num_live_conversations"] == is_left
+
+
 @pytest.mark.parametrize("limits", [{"max_idle_conversations": 2}, {"idle_ttl_s": 10.0}])
 def test_what_is_to_end_is_found_without_a_listing(monkeypatch, limits):
     """Every submission asks, and there may be very many conversations."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -20,7 +21,13 @@ from pensieve_jax.core.errors import (
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.sampling_params import MAX_SEED, SamplingParams
 from pensieve_jax.core.turn_node import TurnNode
-from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.engine.validation import (
+    ModelLimits,
+    TurnSpec,
+    check_beginning,
+    check_params,
+    check_token_ids,
+)
 from pensieve_jax.history.changes import Expire, QueueResponse, ResponseDraft
 from pensieve_jax.text import byte_tokenizer
 from tests.engine.fake_runner import VOCAB_SIZE
@@ -296,3 +303,68 @@ def test_sampling_parameters_at_their_limits():
 def test_ending_ids_are_stop_ids_and_end_of_sequence():
     assert SamplingParams(stop_token_ids=(5, 2)).ending_ids((2, 9)) == (5, 2, 9)
     assert SamplingParams(stop_token_ids=(5,), ignore_eos=True).ending_ids((2, 9)) == (5,)
+
+
+LIMITS = ModelLimits(
+    vocab_size=100, max_context_tokens=50, eos_token_ids=(2,), max_logprobs=4, max_banned_ids=3
+)
+
+
+@pytest.mark.parametrize(("num_tokens", "is_refused"), [(1, False), (48, False), (49, True)])
+def test_a_shared_beginning_leaves_room_for_a_prompt_and_a_reply(num_tokens, is_refused):
+    with pytest.raises(ContextLengthError, match="at most 48") if is_refused else nullcontext():
+        check_beginning([3] * num_tokens, LIMITS)
+
+
+@pytest.mark.parametrize(
+    "token_ids",
+    [[0, 99], (5,), np.array([0, 99]), [np.int32(7)], range(3)],
+    ids=["list", "tuple", "array", "numpy ints", "range"],
+)
+def test_all_ids_of_the_vocabulary_are_taken(token_ids):
+    check_token_ids("prompt", token_ids, 100)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "field"),
+    [
+        ([1, 100], "prompt[1]"),
+        ([-1, 1], "prompt[0]"),
+        (np.array([1, 100]), "prompt[1]"),
+        (np.array([-1]), "prompt[0]"),
+        ([1, True], "prompt[1]"),
+        ([], "prompt"),
+        (np.array([], int), "prompt"),
+        (np.array(3), "prompt"),
+        ({1, 2}, "prompt"),
+    ],
+)
+def test_what_is_no_id_of_the_vocabulary_is_named_by_its_position(token_ids, field):
+    with pytest.raises(InvalidRequestError) as caught:
+        check_token_ids("prompt", token_ids, 100)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("params", "limits", "field"),
+    [
+        ({"logprobs": 4}, {}, None),
+        ({"logprobs": 5}, {}, "logprobs"),
+        ({"stop_token_ids": [99]}, {}, None),
+        ({"stop_token_ids": [1, 100]}, {}, "stop_token_ids[1]"),
+        ({"stop_token_ids": [5, 6], "min_tokens": 1}, {}, None),
+        ({"stop_token_ids": [5, 6, 7], "min_tokens": 1}, {}, "stop_token_ids"),
+        ({"stop_token_ids": [5, 6, 7], "min_tokens": 0}, {}, None),
+        ({"stop_token_ids": [5, 6, 7], "min_tokens": 1, "ignore_eos": True}, {}, None),
+        ({"stop_token_ids": [0], "min_tokens": 1}, {"vocab_size": 3}, None),
+        ({"stop_token_ids": [0, 1], "min_tokens": 1}, {"vocab_size": 3}, "stop_token_ids"),
+    ],
+)
+def test_parameters_at_and_beyond_what_a_model_allows(params, limits, field):
+    limits = dataclasses.replace(LIMITS, **limits)
+    if field is None:
+        check_params(SamplingParams(**params), limits, None)
+        return
+    with pytest.raises(InvalidRequestError) as caught:
+        check_params(SamplingParams(**params), limits, None)
+    assert caught.value.field == field
