@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 
-from pensieve_jax.server.http.bodies import Body, decode_body
+from pensieve_jax.server.http.bodies import MAX_IGNORED, MAX_ITEMS, Body, decode_body
 from pensieve_jax.server.http.errors import ApiError
 from pensieve_jax.server.http.wrong_values import lone_surrogate
 
@@ -92,3 +94,55 @@ def test_of_a_long_body_no_field_is_looked_for():
     """That takes a second for 10 MiB, which other requests would wait for."""
     error = lone_surrogate(b"[" + b"0," * 2**16 + rb'"\ud800"]')
     assert error is not None and error.message.startswith("The body must be text that UTF-8 can hold")
+
+
+class Limited(Body):
+    UNSUPPORTED: ClassVar = {"off": (False,), "one": (1,)}
+    MISPLACED: ClassVar = {"elsewhere": "on another route"}
+    IGNORED: ClassVar = frozenset({"label"})
+    name: str = ""
+
+
+@pytest.mark.parametrize("body", [rb'{"off": 0}', rb'{"off": true}', rb'{"one": true}', rb'{"one": 2}'])
+def test_a_number_is_no_boolean_in_a_field_that_is_not_supported(body):
+    with pytest.raises(ApiError) as caught:
+        decode_body(body, Limited)
+    assert (caught.value.status, caught.value.param) == (400, "off" if b"off" in body else "one")
+
+
+@pytest.mark.parametrize("value", [b"0", b"1", b"true", b'"x"', b"[0]"])
+def test_a_misplaced_field_that_asks_for_something_is_refused(value):
+    with pytest.raises(ApiError, match="on another route") as caught:
+        decode_body(b'{"elsewhere": %b}' % value, Limited)
+    assert caught.value.param == "elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("body", "ignored"),
+    [
+        (rb'{"off": false, "one": 1}', ()),
+        (rb'{"off": null, "one": null}', ()),
+        (rb'{"one": 1.0, "label": 3}', ()),
+        (rb'{"elsewhere": false}', ("elsewhere",)),
+        (rb'{"elsewhere": {}, "other": 0}', ("elsewhere", "other")),
+    ],
+)
+def test_values_that_ask_for_nothing_are_taken(body, ignored):
+    assert decode_body(body, Limited) == (Limited(), ignored)
+
+
+@pytest.mark.parametrize("num_names", [MAX_IGNORED, MAX_IGNORED + 1])
+def test_no_more_names_are_listed_than_a_header_holds(num_names):
+    body = b"{%b}" % b",".join(b'"x%d": 1' % number for number in range(num_names))
+    _, ignored = decode_body(body, Limited)
+    assert ignored == tuple(f"x{number}" for number in range(MAX_IGNORED))
+
+
+def test_lists_of_objects_have_a_limit():
+    part = b'{"text": ""}'
+    body = b'{"parts": [%b]}'
+    whole, _ = decode_body(body % b",".join([part] * MAX_ITEMS), Whole)
+    assert len(whole.parts) == MAX_ITEMS
+    with pytest.raises(ApiError, match=r"parts has 4097 items, but must have at most 4096") as caught:
+        decode_body(body % b",".join([part] * (MAX_ITEMS + 1)), Whole)
+    assert caught.value.param == "parts"

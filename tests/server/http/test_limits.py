@@ -9,7 +9,7 @@ import pytest
 
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.server.http.errors import ApiError
-from pensieve_jax.server.http.limits import Limits
+from pensieve_jax.server.http.limits import Limits, TokenRate
 from pensieve_jax.server.http.settings import ServerSettings
 from tests.server.fakes import FakeEngine
 
@@ -97,6 +97,26 @@ def test_those_that_wait_come_in_the_order_they_came():
         places.pop().leave()
         await asyncio.gather(*tasks)
         assert order == [0, 1, 2] and limits.num_waiting == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_small_request_gets_in_when_the_large_one_before_it_gives_up():
+    """There was room for it all the time; no place has to fall free."""
+
+    async def scenario():
+        limits, _, _ = limits_of(queue_timeout_s=100.0)
+        places = await fill(limits)
+        places.pop().leave()
+        large = asyncio.ensure_future(limits.enter("b", 2))
+        await asyncio.sleep(0)
+        small = asyncio.ensure_future(limits.enter("c"))
+        await asyncio.sleep(0)
+        assert limits.num_waiting == 3
+        large.cancel()
+        await asyncio.gather(large, return_exceptions=True)
+        assert (limits.num_waiting, limits.num_inside, limits.in_flight("b")) == (0, 10, 0)
+        assert (await small).num_turns == 1
 
     asyncio.run(scenario())
 
@@ -258,5 +278,56 @@ def test_places_are_never_lost_or_given_twice(seed):
             place.leave()
         assert limits.num_inside == limits.num_waiting == len(limits._places) == 0
         assert limits._in_flight == {}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("max_num_running", "most"), [(1, 9), (32, 40), (35, 43), (36, 45), (100, 125)])
+def test_the_engine_has_a_quarter_more_turns_than_it_runs_but_at_least_eight(max_num_running, most):
+    async def scenario():
+        limits, _, _ = limits_of(max_num_running=max_num_running)
+        place = await limits.enter("a", most)
+        assert limits.num_inside == most and not limits._has_room(1)
+        place.leave()
+        with pytest.raises(ApiError, match=f"at most {most}"):
+            await limits.enter("a", most + 1)
+
+    asyncio.run(scenario())
+
+
+def test_a_rate_is_of_the_last_half_minute_or_of_what_there_was_of_it():
+    clock = VirtualClock(1000.0)
+    rate = TokenRate(clock.now)
+    assert rate.per_second() == 0.0
+    rate.add(60)
+    assert rate.per_second() == 0.0, "no time has passed"
+    clock.advance(10.0)
+    assert rate.per_second() == 6.0
+    rate.add(30)
+    clock.advance(20.0)
+    assert rate.per_second() == 3.0, "what is as old as the window counts"
+    clock.advance(1.0)
+    assert rate.per_second() == 1.0
+    clock.advance(9.5)
+    assert rate.per_second() == 0.0
+
+
+@pytest.mark.parametrize(("num_waiting", "is_full"), [(3, False), (4, True)])
+def test_the_queue_takes_two_for_each_that_runs(num_waiting, is_full):
+    async def scenario():
+        limits, _, _ = limits_of()
+        await fill(limits)
+        waiting = [asyncio.ensure_future(limits.enter("b")) for _ in range(num_waiting)]
+        await asyncio.sleep(0)
+        if is_full:
+            with pytest.raises(ApiError, match="full"):
+                limits.enter_now("c")
+        else:
+            assert limits.enter_now("c") is None
+            with pytest.raises(ApiError, match="full"):
+                limits.enter_now("c", 2)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
 
     asyncio.run(scenario())

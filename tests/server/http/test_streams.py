@@ -212,6 +212,60 @@ def test_a_client_that_stalls_and_leaves_ends_its_stream_once():
     asyncio.run(scenario())
 
 
+class FakeTimer:
+    """What `_Writer` uses of an event loop: a time that a test sets, and the delay of the next look."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.delays_s: list[float] = []
+
+    def time(self) -> float:
+        return self.now_s
+
+    def call_later(self, delay_s, callback):
+        self.delays_s.append(delay_s)
+        return asyncio.get_running_loop().call_later(3600.0, callback)
+
+
+@pytest.mark.parametrize(("waited_s", "is_over"), [(1.75, False), (2.0, True)])
+def test_a_write_may_wait_for_the_stall_timeout(waited_s, is_over):
+    async def scenario():
+        async with asyncio.timeout(None) as open_:
+            writer = _Writer(None, Events(Source().events(), heartbeat_s=8.0, stall_timeout_s=2.0), open_)
+            assert writer._period_s == 0.5, "four looks in the shorter of the two times"
+            writer._loop = timer = FakeTimer()
+            writer._write_began_s = timer.now_s - waited_s
+            writer._look()
+            assert (open_.when() is not None) == is_over
+            assert timer.delays_s == ([] if is_over else [0.5])
+            writer.stop()
+            open_.reschedule(None)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("silent_s", "is_broken"), [(3.75, False), (4.0, True)])
+def test_a_comment_comes_after_the_heartbeat(silent_s, is_broken):
+    written = []
+
+    async def send(message):
+        written.append(message["body"])
+
+    async def scenario():
+        async with asyncio.timeout(None) as open_:
+            writer = _Writer(send, Events(Source().events(), heartbeat_s=4.0, stall_timeout_s=8.0), open_)
+            writer._loop = timer = FakeTimer()
+            writer._last_write_s = timer.now_s - silent_s
+            writer._look()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert len(written) == is_broken and timer.delays_s == [1.0]
+            assert writer._last_write_s == timer.now_s - (0.0 if is_broken else silent_s)
+            writer.stop()
+
+    asyncio.run(scenario())
+
+
 def test_a_stream_that_breaks_does_not_look_whole():
     async def broken():
         yield event(b"{}")
