@@ -12,10 +12,12 @@ from pensieve_jax.workload import (
     ULTRACHAT,
     ConversationShape,
     Lengths,
+    TurnTrace,
     WorkloadError,
     generate_trace,
     summarize,
 )
+from pensieve_jax.workload.synthetic import _fitting_turns
 
 # The paper's Table 2.
 TABLE_2 = {"sharegpt": (5.56, 37.77, 204.58), "ultrachat": (3.86, 51.78, 257.81)}
@@ -84,3 +86,17 @@ def test_impossible_arguments_are_refused(make, field):
     with pytest.raises(WorkloadError) as caught:
         make()
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(("max_context_tokens", "num_turns"), [(60, 3), (59, 2), (40, 2), (39, 1)])
+def test_a_conversation_may_fill_the_context_exactly(max_context_tokens, num_turns):
+    turns = _fitting_turns([(5, 15)] * 3, max_context_tokens)
+    assert turns == (TurnTrace(5, 15),) * num_turns
+
+
+@pytest.mark.parametrize(
+    ("first", "fitted"),
+    [((30, 30), (30, 10)), ((39, 1), (39, 1)), ((40, 5), (39, 1)), ((90, 90), (39, 1)), ((1, 39), (1, 39))],
+)
+def test_a_first_turn_is_cut_to_the_context_and_leaves_a_token_for_the_reply(first, fitted):
+    assert _fitting_turns([first], 40) == (TurnTrace(*fitted),)
