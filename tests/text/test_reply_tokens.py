@@ -1,0 +1,80 @@
+"""Which token ends a reply, and why: ids, stop strings, and lengths, one token at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pensieve_jax.core.outputs import TokenLogprob
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.text.reply_tokens import ReplyTokens
+from tests.text.tokenizer_zoo import ZOO
+
+NO_IDS, NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
+
+
+def reply_of(max_num_tokens=100, *, ending_ids=(), with_text=True, **params):
+    tokenizer = ZOO["bytes"] if with_text else None
+    return ReplyTokens(SamplingParams(**params), ending_ids, max_num_tokens, tokenizer)
+
+
+def accepted(reply, text):
+    """How the reply ends with each of these bytes, until it does."""
+    reasons = []
+    for token_id in text.encode():
+        reasons.append(reply.accept(token_id, -1.0, NO_IDS, NO_LOGPROBS))
+        if reasons[-1] is not None:
+            break
+    return reasons
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "num_tokens", "text"),
+    [(0, 1, ""), (1, 2, "x"), (2, 3, "xx"), (3, 4, "xxx")],
+)
+def test_a_stop_string_ends_a_reply_only_behind_its_least_length(min_tokens, num_tokens, text):
+    reply = reply_of(stop=["x"], min_tokens=min_tokens)
+    assert accepted(reply, "xxxxxx") == [None] * (num_tokens - 1) + ["stop"]
+    assert len(reply.token_ids) == num_tokens and reply.text == text
+
+
+@pytest.mark.parametrize(("min_tokens", "num_tokens"), [(0, 1), (1, 2), (3, 4)])
+@pytest.mark.parametrize("with_text", [True, False])
+def test_an_ending_id_ends_a_reply_only_behind_its_least_length(min_tokens, num_tokens, with_text):
+    reply = reply_of(ending_ids=[ord("e")], min_tokens=min_tokens, with_text=with_text)
+    assert accepted(reply, "eeeeee") == [None] * (num_tokens - 1) + ["stop"]
+    assert reply.has_text == with_text
+    assert reply.text == ("e" * (num_tokens - 1) if with_text else ""), "the last one is no text"
+
+
+@pytest.mark.parametrize("with_text", [True, False])
+def test_a_reply_ends_by_length_with_its_last_token(with_text):
+    reply = reply_of(3, with_text=with_text)
+    assert accepted(reply, "abcdef") == [None, None, "length"]
+    assert reply.text == ("abc" if with_text else "")
+
+
+def test_half_a_character_is_shown_only_at_the_end():
+    reply = reply_of(3)
+    assert accepted(reply, "a\u4e2d") == [None, None, "length"]
+    assert reply.pieces[:2] == ["a", ""] and reply.text.startswith("a\ufffd")
+
+
+def test_a_stop_string_that_ends_with_the_last_token_is_why():
+    assert accepted(reply_of(2, stop=["b"]), "ab") == [None, "stop"]
+    assert accepted(reply_of(2, ending_ids=[ord("b")]), "ab") == [None, "stop"]
+
+
+def test_what_might_become_a_stop_string_is_held_back_until_it_cannot():
+    reply = reply_of(4, stop=["bcx"])
+    assert accepted(reply, "abcd") == [None, None, None, "length"]
+    assert reply.pieces[:3] == ["a", "", ""] and reply.text == "abcd"
+
+
+@pytest.mark.parametrize(("logprobs", "top"), [(0, {}), (1, {7: -0.5}), (2, {7: -0.5, 8: -1.5})])
+def test_alternatives_are_those_that_were_asked_for(logprobs, top):
+    reply = reply_of(logprobs=logprobs, with_text=False)
+    ids, values = np.array([7, 8, 9], np.int32), np.array([-0.5, -1.5, -2.5], np.float32)
+    reply.accept(8, -1.5, ids, values)
+    assert reply.logprobs == [TokenLogprob(8, -1.5, top)]
+    assert reply_of().logprobs is None
