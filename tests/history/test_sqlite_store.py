@@ -61,6 +61,12 @@ def test_turns_come_back_as_they_were(store: HistoryStore):
     assert said(store.load("b\u00f6b").turns[0]) == turns[2]
 
 
+@pytest.mark.parametrize("seed", [0, 2**63 - 1, 2**63, 2**64 - 1])
+def test_a_seed_may_be_any_of_64_bits(store, seed):
+    store.commit([turn(seed=seed)])
+    assert store.load("alice").turns[0].seed == seed
+
+
 def test_numpy_ids_are_kept_as_ints(store):
     store.commit([dataclasses.replace(turn(), prompt_token_ids=np.array([9, 8], np.int64))])
     assert store.load("alice").turns[0].prompt_token_ids == (9, 8)
@@ -86,7 +92,8 @@ def test_info_is_a_line_of_the_listing(store):
 @pytest.mark.parametrize("distance", range(1, 6))
 def test_an_interrupt_at_any_line_keeps_all_of_a_commit_or_nothing(distance):
     """A second one comes while the first is cleaned up; whoever called may keep the traceback."""
-    number, num_rolled_back = 0, 0
+    number, num_rolled_back, was_kept = 0, 0, False
+    whole = [ConversationInfo("a", 10, 2, 1001.0), ConversationInfo("b", 5, 1, 1000.0)]
     while True:
         number += 1
         with SQLiteHistoryStore(None, fingerprint=FINGERPRINT) as store:
@@ -99,8 +106,9 @@ def test_an_interrupt_at_any_line_keeps_all_of_a_commit_or_nothing(distance):
             except KeyboardInterrupt as error:
                 kept = error
             after = store.conversations()
-            assert after == before or {info.num_turns for info in after} == {2, 1}
-            num_rolled_back += after == before
+            assert after in ([whole] if was_kept else [before, whole])
+            was_kept = after == whole  # from the first line behind the commit on, every interrupt keeps it
+            num_rolled_back += not was_kept
             store.commit([turn("c")])
             assert len(store.conversations()) == len(after) + 1
             assert all(store.load(info.conversation_id).turns for info in store.conversations())
@@ -199,6 +207,15 @@ def test_truncate_within_a_prompt_drops_its_messages(store):
     store.truncate("alice", 2)
     (kept,) = store.load("alice").turns
     assert (kept.prompt_token_ids, kept.output_token_ids, kept.messages) == ((1, 2), (), None)
+
+
+def test_truncate_at_the_end_of_a_prompt_keeps_its_messages(store):
+    """The messages say the prompt, and all of it is left."""
+    message = {"role": "user", "content": "hi"}
+    store.commit([turn(messages=(message,), output_text="xy")])
+    store.truncate("alice", 3)
+    (kept,) = store.load("alice").turns
+    assert (kept.prompt_token_ids, kept.output_token_ids, kept.messages) == ((1, 2, 3), (), (message,))
 
 
 def test_truncate_to_nothing_leaves_an_empty_conversation_that_goes_on(store):
