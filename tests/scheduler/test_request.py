@@ -62,6 +62,41 @@ def test_what_was_lost_at_one_suspension_and_came_back_after_the_next_is_no_stat
     assert usage.prefilled_tokens == HISTORY + PROMPT - 8 * CHUNK
 
 
+@pytest.mark.parametrize(
+    ("filled", "left"),
+    [
+        ((), [(0, 24), (48, 64), (80, 96)]),
+        ((0,), [(16, 24), (48, 64), (80, 96)]),
+        ((0, 1), [(48, 64), (80, 96)]),
+        ((0, 1, 3), [(80, 96)]),
+        ((1, 3, 5), [(0, 24), (48, 64), (80, 96)]),
+        ((0, 1, 3, 5), []),
+    ],
+)
+def test_leading_holes_that_another_request_has_filled_are_left_out(filled, left):
+    """Chunk by chunk from the front; what is filled behind a hole that is left waits for its turn."""
+    request = request_of(6 * CHUNK + 1, Chunks([index not in filled for index in range(6)], CHUNK))
+    request.holes = [(0, 24), (48, 64), (80, 96)]
+    request.skip_filled(CHUNK)
+    assert request.holes == left
+
+
+def test_holes_in_chunks_of_its_own_are_its_own_to_fill():
+    sequence: Any = Chunks([False] * 6, CHUNK)
+    sequence.num_shared = 3
+    request = request_of(6 * CHUNK + 1, sequence)
+    request.holes = [(32, 48), (48, 64)]
+    request.skip_filled(CHUNK)
+    assert request.holes == [(48, 64)]
+
+
+def test_a_new_request_has_nothing_behind_it():
+    request = request_of(9, Chunks([False], CHUNK))
+    assert (request.num_suspensions, request.num_output_tokens, request.sample_row) == (0, 0, -1)
+    assert (request.num_prompt_end, request.num_unending, request.max_total_tokens) == (9, 9, 18)
+    assert not request.is_decoding and not request.exhausted
+
+
 def request_of(num_tokens: int, sequence: Any) -> Request:
     """A turn behind a history, all of it computed once, of all tokens but the last."""
     conversation = Conversation("a", token_ids=list(range(num_tokens)))

@@ -238,6 +238,7 @@ def test_usage_counts_what_was_lost():
     usage = request.usage(num_output_tokens=4)
     assert (usage.reused_gpu_tokens, usage.recomputed_tokens, usage.prefilled_tokens) == (67, 32, 8)
     assert usage.prompt_tokens == 7 and usage.output_tokens == 4
+    assert usage.num_suspensions == usage.resume_recomputed_tokens == usage.resume_swapped_in_tokens == 0
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2])
