@@ -138,6 +138,15 @@ def test_no_more_names_are_listed_than_a_header_holds(num_names):
     assert ignored == tuple(f"x{number}" for number in range(MAX_IGNORED))
 
 
+class Texts(Body):
+    texts: list[str] = []  # noqa: RUF012 - a struct copies it
+
+
+def test_lists_of_texts_have_none():
+    whole, _ = decode_body(b'{"texts": [%b]}' % b",".join([b'""'] * (MAX_ITEMS + 1)), Texts)
+    assert len(whole.texts) == MAX_ITEMS + 1
+
+
 def test_lists_of_objects_have_a_limit():
     part = b'{"text": ""}'
     body = b'{"parts": [%b]}'
