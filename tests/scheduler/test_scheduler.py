@@ -149,6 +149,7 @@ def test_the_latest_arrival_is_suspended():
     suspended = [request for _ in range(4) for request in desk.step().suspended]
     assert suspended == [requests[2], requests[1]], "b takes the page of c, then a that of b"
     assert requests[0].status is RequestStatus.RUNNING and list(desk.scheduler.waiting) == requests[1:]
+    assert [request.usage(0).num_suspensions for request in requests] == [0, 1, 1]
 
 
 def test_a_request_suspends_itself_where_it_is_the_latest():

@@ -379,3 +379,33 @@ def test_roots_of_what_begins_and_may_be_found_by_anybody_are_named_by_its_token
     grown = [user("Hi"), assistant("Hello"), user("And now?")]
     assert resolving.resolve("me", grown, epoch=1, durable=True).node.parent_id == begun.node.turn_id
     assert len(asked) == 1, "those have a root"
+
+
+def spoken(*roles: str, size: int = 10) -> list[dict[str, str]]:
+    return [{"role": role, "content": "x" * size} for role in roles]
+
+
+@pytest.mark.parametrize(
+    ("roles", "position"),
+    [(("user",), 0), (("system", "user", "user"), 1), (("assistant", "user"), 1), (("system", "tool"), 1)],
+)
+def test_the_first_message_of_a_user_is_found(roles, position):
+    assert resolver._first_said(spoken(*roles)) == position
+
+
+@pytest.mark.parametrize(
+    ("roles", "num_tokens"),
+    [
+        (("user", "user"), 0),
+        (("assistant", "user"), 50),
+        (("user", "assistant", "user", "user"), 50),
+        (("user", "assistant", "user", "assistant", "user"), 80),
+        (("assistant",), 100),
+    ],
+)
+def test_tokens_up_to_the_last_reply_are_missed(roles, num_tokens):
+    assert resolver._missed_tokens(spoken(*roles), 100) == num_tokens
+
+
+def test_messages_without_text_miss_nothing():
+    assert resolver._missed_tokens(spoken("assistant", "user", size=0), 100) == 0

@@ -7,7 +7,8 @@ from typing import ClassVar
 import pytest
 
 from pensieve_jax.server.http.bodies import MAX_IGNORED, MAX_ITEMS, Body, decode_body
-from pensieve_jax.server.http.errors import ApiError
+from pensieve_jax.server.http.errors import ApiError, unsupported
+from pensieve_jax.server.http.middleware import _REQUEST_ID
 from pensieve_jax.server.http.wrong_values import lone_surrogate
 
 
@@ -155,3 +156,25 @@ def test_lists_of_objects_have_a_limit():
     with pytest.raises(ApiError, match=r"parts has 4097 items, but must have at most 4096") as caught:
         decode_body(body % b",".join([part] * (MAX_ITEMS + 1)), Whole)
     assert caught.value.param == "parts"
+
+
+@pytest.mark.parametrize(
+    ("why", "taken", "message"),
+    [
+        ("", (), "x is not supported by this server; leave it out."),
+        ("", (False, ""), "x is not supported by this server; leave it out."),
+        (
+            "too new",
+            ("a", 1, "b"),
+            'x is not supported by this server: too new; leave it out, or make it "a" or "b".',
+        ),
+    ],
+)
+def test_a_field_that_is_not_supported_is_told_with_what_may_stand_there(why, taken, message):
+    error = unsupported("x", why, taken)
+    assert (error.message, error.param, error.status) == (message, "x", 400)
+
+
+@pytest.mark.parametrize(("length", "is_taken"), [(0, False), (1, True), (128, True), (129, False)])
+def test_the_id_of_a_request_has_at_most_128_characters(length, is_taken):
+    assert (_REQUEST_ID.match("a" * length) is not None) == is_taken
