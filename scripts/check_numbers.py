@@ -23,10 +23,12 @@ from typing import NamedTuple
 
 from absl import flags
 from pages.expressions import Documents
-from pages.page import WRITTEN, Page, read_page
+from pages.page import WRITTEN, Page, WordsIn, read_page
 from pages.result_documents import History, check_results, read_rules
 from pages.sources import check_page
+from refresh_pages import refreshed
 
+from pensieve_jax import ConfigError
 from pensieve_jax.commands.launch import EXIT_FAILED, run
 
 FLAGS = flags.FLAGS
@@ -35,6 +37,9 @@ PROFILES = ROOT / "pensieve_jax" / "simulator" / "profiles"
 DIARY = "log.md"
 UNCHECKED = "unchecked.toml"
 SUMMARY_ONLY = "summary_only.toml"
+README = "README.md"
+IN_WORDS = (README, "docs/evaluation.md", "docs/paper_and_we.md")
+"""Pages whose numbers in words are figures everywhere; on others, before the second heading alone."""
 FRONT_PAGE = "front_page"  # the README of the repository; that of the pages is README, too
 
 
@@ -62,17 +67,45 @@ def check(docs: Path, readme: Path) -> list[Checked]:
     found = []
     for path in [readme, *sorted(docs.glob("*.md"))]:
         name = path.relative_to(readme.parent).as_posix()
-        if path.name == DIARY or name in left_out:
-            continue
-        stem = FRONT_PAGE if path == readme else path.stem
-        page = read_page(path, name, is_written=path.name in WRITTEN)
-        sources = docs / "sources" / f"{stem}.toml"
-        if sources.is_file():
-            errors = check_page(page, sources, documents)
-        else:
-            errors = [f"{name}: {sources.relative_to(readme.parent)} is missing"] * any(page.figures)
-        found.append(Checked(page, errors))
+        if path.name != DIARY and name not in left_out:
+            found.append(check_file(path, name, docs, documents))
     return found
+
+
+def check_file(path: Path, name: str, docs: Path, documents: Documents) -> Checked:
+    """Check the text of one file as that of the page `name`."""
+    page = read(path, name)
+    sources = docs / "sources" / f"{FRONT_PAGE if name == README else Path(name).stem}.toml"
+    if sources.is_file():
+        errors = check_page(page, sources, documents, docs.parent)
+    else:
+        errors = [f"{name}: {sources.relative_to(docs.parent)} is missing"] * any(page.figures)
+    if is_written(name):
+        errors += stale_tables(name, path.read_text(encoding="utf-8"))
+    return Checked(page, errors)
+
+
+def read(path: Path, name: str) -> Page:
+    """Read the figures of a file as those of the page `name`."""
+    words: WordsIn = "page" if name in IN_WORDS else "lead"
+    return read_page(path, name, is_written=is_written(name), words=words)
+
+
+def is_written(name: str) -> bool:
+    """Whether `refresh_pages.py` writes tables of this page."""
+    return name in [f"docs/{page}" for page in WRITTEN]
+
+
+def stale_tables(name: str, text: str) -> list[str]:
+    """The tables of a page that are not what `refresh_pages.py` would write."""
+    try:
+        _, changed = refreshed(text)
+    except ConfigError as error:
+        return [f"{name}: {error}"]
+    return [
+        f"{name}: table {table} is not that of its documents; run scripts/refresh_pages.py"
+        for table in changed
+    ]
 
 
 def coverage(checked: Iterable[Checked]) -> list[str]:
@@ -114,7 +147,7 @@ def proposal(page: Page) -> list[str]:
 
 def main() -> int:
     docs = ROOT / "docs"
-    checked = check(docs, ROOT / "README.md")
+    checked = check(docs, ROOT / README)
     if FLAGS.propose:
         for page, _ in checked:
             if page.name == FLAGS.propose:

@@ -14,23 +14,25 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pages import kinds, number_words
 from pages.expressions import Documents, ExpressionError
 from pages.page import Figure, Page, Table, Text, masked
 
 _HOLE = re.compile(r"\{([^{}]*)\}")
-_SHOWN = r"([-+\u2212]?[\d,]+(?:\.\d+)?(?:e[-+]?\d+)?)"
+_SHOWN = rf"([-+\u2212]?[\d,]+(?:\.\d+)?(?:e[-+]?\d+)?|{number_words.PATTERN})"
+FRONT_PAGE = "README.md"
 _KEYS = {"documents", "table", "sentence", "prose"}
 
 
-def check_page(page: Page, sources: Path, documents: Documents) -> list[str]:
-    """Give every figure its source; returns what is wrong, in words."""
+def check_page(page: Page, sources: Path, documents: Documents, root: Path | None = None) -> list[str]:
+    """Give every figure its source; return what is wrong. Named tests are looked up in `root`."""
     try:
         entries = tomllib.loads(sources.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         return [f"{page.name}: {sources.name}: {error}"]
     if unknown := set(entries) - _KEYS:
         return [f"{page.name}: sources have unknown keys {sorted(unknown)}"]
-    checker = _Checker(page, documents, entries.get("documents", {}))
+    checker = _Checker(page, documents, entries.get("documents", {}), root)
     for entry in entries.get("table", []):
         checker.guarded(checker.table, entry)
     for entry in entries.get("sentence", []):
@@ -42,10 +44,12 @@ def check_page(page: Page, sources: Path, documents: Documents) -> list[str]:
 
 
 def is_shown(value: Any, shown: str) -> bool:
-    """The value, rounded as Python does to the digits that are shown, is what is shown."""
-    mantissa, _, exponent = shown.lstrip("+").partition("e")
+    """The value, rounded as Python does to the digits that are shown, is what is shown, or near the words."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
+    if number_words.worth(shown) is not None:
+        return number_words.is_about(value, shown)
+    mantissa, _, exponent = shown.lstrip("+").partition("e")
     num_decimals = len(mantissa.partition(".")[2])
     return f"{value:.{num_decimals}{'e' if exponent else 'f'}}" == shown.lstrip("+")
 
@@ -53,8 +57,9 @@ def is_shown(value: Any, shown: str) -> bool:
 class _Checker:
     """One page's figures against one table of sources."""
 
-    def __init__(self, page: Page, documents: Documents, names: Mapping[str, str]) -> None:
+    def __init__(self, page: Page, documents: Documents, names: Mapping[str, str], root: Path | None) -> None:
         self.errors: list[str] = []
+        self._root = root
         self._page = page
         self._documents = documents
         self._names: dict[str, Any] = {}
@@ -152,7 +157,11 @@ class _Checker:
     # Prose
 
     def prose(self, entry: dict[str, Any]) -> None:
-        """Figures of a section that need no document, in their order, with the reason."""
+        """Figures of a section that need no document, in their order, with the kind of the reason."""
+        for problem in kinds.problems(entry, is_front_page=self._page.name == FRONT_PAGE):
+            self.errors.append(f"{self._page.name}: {_brief(entry)}: {problem}")
+        if "tested" in entry.get("kind", ""):
+            self._check_test(entry["test"])
         left = [
             figure
             for text, figure in self._page.figures
@@ -165,6 +174,13 @@ class _Checker:
                 without = " ".join(figure.shown for figure in left)
                 raise ExpressionError(f"{shown} is not there, in this order; without a source are {without}")
             figure.source, figure.is_prose = entry["reason"], True
+
+    def _check_test(self, name: str) -> None:
+        """A test is named by its file and its function, as pytest does."""
+        path, _, function = name.partition("::")
+        file = self._root / path if self._root else None
+        if file is None or not file.is_file() or f"def {function}(" not in file.read_text(encoding="utf-8"):
+            raise ExpressionError(f"test is {name}; there is no such test")
 
     def find_unsourced(self) -> None:
         """Whatever nobody answered for."""

@@ -11,6 +11,7 @@ import pytest
 from tests.launching import load
 
 check_numbers = load("check_numbers")
+from pages import number_words  # noqa: E402
 from pages.expressions import Documents, ExpressionError  # noqa: E402  # scripts are importable from here on
 from pages.page import Page, read_page  # noqa: E402
 from pages.sources import check_page, is_shown  # noqa: E402
@@ -52,12 +53,14 @@ text = "takes {1e3 * min(row.s for row in run.rows) - 1000.2} ms"
 
 [[prose]]
 heading = "A page"
-reason = "version"
+reason = "of JAX"
+kind = "version"
 figures = "0.4"
 
 [[prose]]
 heading = "Later"
 reason = "the number of a step"
+kind = "label"
 figures = "1"
 """
 DOCUMENT = """{"num_tokens": 12, "fast": 7, "slow": 2, "rows": [
@@ -90,9 +93,9 @@ def test_a_wrong_digit_is_seen(stem: str) -> None:
     """The last digit of every figure that has a document; the whole check, for some figures of a page."""
     path = README if stem == check_numbers.FRONT_PAGE else DOCS / f"{stem}.md"
     sources, documents = DOCS / "sources" / f"{stem}.toml", check_numbers.documents_of(DOCS)
-    page = read_page(path, stem, is_written=path.name in check_numbers.WRITTEN)
+    page = check_numbers.read(path, path.relative_to(check_numbers.ROOT).as_posix())
     unchecked = pickle.dumps(page)  # copies of it are made faster than it is read again
-    assert check_page(page, sources, documents) == []
+    assert check_page(page, sources, documents, check_numbers.ROOT) == []
     figures = [figure for _, figure in page.figures]
     assert not [f for f in figures if f.value is not None and is_shown(f.value, with_another_digit(f.shown))]
     for number in range(0, len(figures), len(figures) // 10 + 1):
@@ -101,11 +104,15 @@ def test_a_wrong_digit_is_seen(stem: str) -> None:
         if figure.source is not None:
             continue  # of a table that a script writes
         figure.shown = with_another_digit(figure.shown)
-        assert check_page(page, sources, documents), f"{figure.shown} in place of another figure"
+        assert check_page(page, sources, documents, check_numbers.ROOT), (
+            f"{figure.shown} in place of another figure"
+        )
 
 
 def with_another_digit(shown: str) -> str:
-    """Its last digit before an exponent is one more, or 0 in place of 9."""
+    """Its last digit before an exponent is one more, or 0 in place of 9; words become others."""
+    if number_words.worth(shown) is not None:
+        return "a-hundredth" if shown != "a-hundredth" else "half"
     mantissa, mark, exponent = shown.partition("e")
     return f"{mantissa[:-1]}{(int(mantissa[-1]) + 1) % 10}{mark}{exponent}"
 
@@ -125,6 +132,58 @@ def test_what_a_figure_is(tmp_path: Path) -> None:
     assert found == ["5", "6", "7", "+8", "9e-06", "1.2.3"]
 
 
+def test_a_number_with_a_unit_is_a_figure(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text(
+        "It is 3x as fast, answers in 5ms and 1.5\u00b5s, 20K requests and 7GiB; "
+        "2.7a, 13B, 10b and 1st are names.\n"
+    )
+    found = figures_of(read_page(tmp_path / "page.md", "page.md"))
+    assert found == ["3", "5", "1.5", "20", "7"]
+
+
+def test_numbers_in_words(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A title\n\nHalf of it, two thirds, *a tenth*, twice, three times, ten-fold, a dozen,\n"
+        "twenty-five, ten percent and one in a hundred; the third of three, half-done, dozens, 5.5 million, "
+        "`half` of Two.\n\n"
+        "## A section\n\nHalf of 5.\n"
+    )
+    words = ["half", "two-thirds", "a-tenth", "twice", "three-times", "ten-fold", "a-dozen", "twenty-five"]
+    words += ["ten-percent", "a-hundred"]
+    assert figures_of(read_page(page, "page.md")) == ["5.5", "5"]
+    assert figures_of(read_page(page, "page.md", words="lead")) == [*words, "5.5", "half", "5"]
+    assert figures_of(read_page(page, "page.md", words="page")) == [*words, "5.5", "half", "half", "5"]
+    values = [number_words.worth(word) for word in words]
+    assert values == [0.5, pytest.approx(2 / 3), 0.1, 2, 3, 10, 12, 25, 10, 100]
+    assert number_words.worth("5.5") is None
+    assert (
+        is_shown(0.63, "two-thirds") and not is_shown(0.55, "two-thirds") and not is_shown(True, "two-thirds")
+    )
+
+
+def test_a_number_in_words_has_a_value(tmp_path: Path) -> None:
+    page, sources = tmp_path / "page.md", tmp_path / "page.toml"
+    (tmp_path / "run.json").write_text('{"share": 0.66}')
+    sources.write_text('[documents]\nrun = "run.json"\n[[sentence]]\ntext = "takes {run.share} of it"\n')
+    for words, is_right in (("two thirds", True), ("half", False), ("two", None), ("66%", False)):
+        page.write_text(f"It takes {words} of it.\n")
+        errors = check_page(read_page(page, "page.md", words="page"), sources, Documents(tmp_path))
+        assert (errors == []) is bool(is_right), errors
+
+
+def test_numbers_of_code(tmp_path: Path) -> None:
+    """What a program says counts: comments, output, numbers in a sentence's code; settings do not."""
+    (tmp_path / "page.md").write_text(
+        "`a=1` `b: 2,` `3` `--rates=4` `f(5)` `x[6]` `opt-13b` `NAME=7` `a_8.json` `is 9.`\n\n"
+        '```python\nx = 10  # 11 of f(12)\n```\n\n```json\n{"a": 13}\n```\n\n'
+        "```sh\npython run.py --rates=14 15  # --rates=16 took 17 s\nA=18 run\n```\n\n"
+        "```\n19 tokens, --rates=20\n```\n\n    python indented.py --tokens=21\n"
+    )
+    found = figures_of(read_page(tmp_path / "page.md", "page.md"))
+    assert found == ["1", "2", "3", "9", "11", "12", "17", "19"]
+
+
 def test_what_a_script_writes_is_its_own(tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text("1\n\n<!-- table x -->\n| 2 |\n|---|\n| 3 |\n<!-- end -->\n\n4\n")
     for is_written, shown in ((True, ["1", "4"]), (False, ["1", "2", "3", "4"])):
@@ -141,6 +200,8 @@ def test_what_a_script_writes_is_its_own(tmp_path: Path) -> None:
         ("(2.0)", "(2.1)", "shows 2.1"),
         ("75%", "76%", "shows 76"),
         ("-0.2 ms", "0.2 ms", "shows 0.2"),
+        ("3.5 times", "3.5 times and 3x", "3 has no source"),
+        ("tokens=99", "tokens=99  # 98 of them", "98 has no source"),
         ("JAX 0.4", "JAX 0.5", "0.4 is not there"),
         ("as many", "as many, on 8 devices", "8 has no source"),
         ("| other | |", "| other | 5 (3) 4 |", "4 has no source"),
@@ -234,3 +295,54 @@ def test_the_exit_status_says_whether_all_is_right(
     (tmp_path / "README.md").write_text("It takes 4 s.\n")
     assert launch("check_numbers", shared_llm=False) == 1
     assert "README.md:1: shows 4, but run.s is 4.9" in capsys.readouterr().out
+
+
+ATTACKS = [
+    ("README.md", "| ours, bfloat16 | 15.6 |", "| ours, bfloat16 | 15.7 |"),
+    ("README.md", "That is 1.3 to 1.4 times", "That is 1.3 to 1.5 times"),
+    ("README.md", "1.2 to 1.3 times in 8 bits", "1.3 to 1.4 times in 8 bits"),
+    ("README.md", "it is 1.2 and 1.5 times", "it is 1.3 and 1.5 times"),
+    ("README.md", "3 to 4 times ours", "3 to 5 times ours"),
+    ("README.md", "`recomputed_tokens=45`", "`recomputed_tokens=145`"),
+    ("README.md", "\n## Install", "\nIt is 3x as fast and answers in 5ms, 20K requests.\n\n## Install"),
+    ("README.md", "\n## Install", "\nIt takes half of vLLM's time.\n\n## Install"),
+    ("README.md", "make test    # the short tests", "make test    # the 9,000 tests"),
+    ("docs/evaluation.md", "takes two thirds of vLLM's time", "takes half of vLLM's time"),
+    ("docs/cells.md", "# [4, 2]", "# [4, 3]"),
+    ("docs/paper_and_we.md", "| 4,096 |", "| 4,097 |"),
+    ("docs/paper_and_we.md", "<!-- table summary -->\n", "<!-- table summary --> \n"),
+    ("docs/paper_and_we.md", "<!-- end -->\n", "<!-- end --> \n\nIt takes 9 ms.\n"),
+    ("docs/paper_and_we.md", "<!-- table summary -->", "<!-- table figure99 -->"),
+]
+
+
+@pytest.mark.parametrize(("name", "old", "new"), ATTACKS)
+def test_an_attack_on_a_page_is_seen(tmp_path: Path, name: str, old: str, new: str) -> None:
+    """Each of them once went unnoticed, or is next to one that did."""
+    text = (check_numbers.ROOT / name).read_text(encoding="utf-8")
+    assert old in text, "the page has changed: attack what it says now"
+    (tmp_path / "page.md").write_text(text.replace(old, new, 1), encoding="utf-8")
+    found = check_numbers.check_file(tmp_path / "page.md", name, DOCS, check_numbers.documents_of(DOCS))
+    assert found.errors
+
+
+@pytest.mark.parametrize(
+    ("kind", "figures", "words"),
+    [
+        ('"because"', "3.5", "kind is 'because'; it must be one of setting"),
+        ("[]", "3.5", "kind is missing"),
+        ('"reading"', "3.5", "on the front page such a figure needs a document"),
+        ('"status"', "3.5", "3.5 is not of the form of status"),
+        ('"tested"', "3.5", "there is no such test"),
+        ('["status", "setting"]', "3.5", None),
+    ],
+)
+def test_reasons_are_of_a_closed_list(tmp_path: Path, kind: str, figures: str, words: str | None) -> None:
+    (tmp_path / "page.md").write_text("It takes 3.5 s.\n")
+    (tmp_path / "page.toml").write_text(
+        f'[[prose]]\nheading = ""\nreason = "so it is"\nkind = {kind}\n'
+        f'test = "tests/a.py::test_a"\nfigures = "{figures}"\n'
+    )
+    page = read_page(tmp_path / "page.md", "README.md")
+    errors = check_page(page, tmp_path / "page.toml", Documents(tmp_path), tmp_path)
+    assert errors == [] if words is None else words in "\n".join(errors)

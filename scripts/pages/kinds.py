@@ -1,0 +1,64 @@
+"""Why a figure may stand on a page without a document: a closed list of kinds.
+
+Owns: the kinds, what each one means, and the form that its figures must have.
+Does not know: pages. Called by: `sources`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+
+class Kind(NamedTuple):
+    """A reason that is accepted.
+
+    Attributes:
+      meaning: what such a figure is.
+      form: what all of it must match.
+      may_stand_on_front_page: whether the README may show such figures.
+    """
+
+    meaning: str
+    form: str = r".*"
+    may_stand_on_front_page: bool = True
+
+
+KINDS = {
+    "setting": Kind("chosen for a run, a command, a test or an example: loads, seeds, levels, lengths"),
+    "size": Kind("a size, shape or count of code, a model, a file or a data set"),
+    "constant": Kind("a default, limit or constant of the code or of another program"),
+    "status": Kind("a status of HTTP or of a process, or a signal", r"-?\d{1,3}"),
+    "aim": Kind("a target, a tolerance or a threshold, set before the measurement"),
+    "paper": Kind("a name or a condition of a paper: its figures, sections and settings, never its results"),
+    "version": Kind("a version of a program or a format", r"\d+(?:\.\d+)*"),
+    "date": Kind("a date, a time of day or a year", r"\d{1,4}"),
+    "label": Kind("the name of a step, an item, a row, a page or a table", r"-?\d+(?:\.\d+)*|[a-z-]+"),
+    "definition": Kind("follows from definitions, or is arithmetic on sizes and settings"),
+    "example": Kind("quoted text, or the output of one run that shows only its form"),
+    "tested": Kind("what a test compares with this page; `test` names it"),
+    "wording": Kind("a word that measures nothing: `half a minute`, `twice` for a second time", r"[a-z-]+"),
+    "reading": Kind(
+        "a rounded figure, range or ratio of tables on the same page", may_stand_on_front_page=False
+    ),
+    "estimate": Kind("estimated or assumed, and the page says so", may_stand_on_front_page=False),
+    "undocumented": Kind(
+        "measured, counted or simulated, and no document was kept", may_stand_on_front_page=False
+    ),
+}
+
+
+def problems(entry: dict[str, Any], *, is_front_page: bool) -> list[str]:
+    """Return unknown kinds of an entry of prose, and its figures that have the form of none."""
+    named = entry.get("kind", [])
+    kinds = [named] if isinstance(named, str) else named
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        return [f"kind is {unknown[0]!r}; it must be one of {', '.join(KINDS)}"]
+    if not kinds:
+        return [f"kind is missing; it must be one of {', '.join(KINDS)}"]
+    refused = [kind for kind in kinds if is_front_page and not KINDS[kind].may_stand_on_front_page]
+    found = [f"kind is {kind!r}; on the front page such a figure needs a document" for kind in refused]
+    for shown in entry["figures"].split():
+        if not any(re.fullmatch(KINDS[kind].form, shown.lstrip("+")) for kind in kinds):
+            found.append(f"{shown} is not of the form of {' or '.join(kinds)}")
+    return found
