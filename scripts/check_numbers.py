@@ -3,6 +3,7 @@
     python scripts/check_numbers.py                  # exit status 1 if a figure is wrong, or nobody's
     python scripts/check_numbers.py --list_prose     # the figures that are of no document, with the reasons
     python scripts/check_numbers.py --propose=PAGE   # sections with figures that still lack a source
+    python scripts/check_numbers.py --record_pictures  # after pictures were drawn again
 
 `docs/sources/<page>.toml` says where the figures of a page come from; CONTRIBUTING.md says how. The diary
 (docs/log.md) is left out. A page without such a file must be named, with a reason, in
@@ -24,6 +25,7 @@ from typing import NamedTuple
 from absl import flags
 from pages.expressions import Documents
 from pages.page import WRITTEN, Page, WordsIn, read_page
+from pages.pictures import check_pictures, record_pictures
 from pages.result_documents import History, check_results, read_rules
 from pages.sources import check_page
 from refresh_pages import refreshed
@@ -147,6 +149,9 @@ def proposal(page: Page) -> list[str]:
 
 def main() -> int:
     docs = ROOT / "docs"
+    if FLAGS.record_pictures:
+        print("\n".join(record_pictures(docs, documents_of(docs))) or "no picture was drawn again")
+        return 0
     checked = check(docs, ROOT / README)
     if FLAGS.propose:
         for page, _ in checked:
@@ -161,6 +166,7 @@ def main() -> int:
         print(f"not checked: {history.notice}")
     errors = [error for _, errors in checked for error in errors]
     errors += check_results(docs / "results", read_rules(docs / "sources" / SUMMARY_ONLY), history)
+    errors += check_pictures(docs, documents_of(docs))
     done = "every figure with a source is that of its document; --list_prose lists the others"
     print("\n".join(errors) or done)
     return EXIT_FAILED if errors else 0
@@ -169,6 +175,7 @@ def main() -> int:
 def define_flags() -> None:
     """The command line."""
     flags.DEFINE_bool("list_prose", False, "List the figures that are of no document, with the reasons.")
+    flags.DEFINE_bool("record_pictures", False, "Write the digests of pictures that were drawn again.")
     flags.DEFINE_string("propose", None, "Print entries for this page's figures without a source.")
 
 

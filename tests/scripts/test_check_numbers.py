@@ -11,15 +11,15 @@ import pytest
 from tests.launching import load
 
 check_numbers = load("check_numbers")
-from pages import number_words  # noqa: E402
-from pages.expressions import Documents, ExpressionError  # noqa: E402  # scripts are importable from here on
+from pages import number_words, pictures  # noqa: E402
+from pages.expressions import Documents, ExpressionError, read_document  # noqa: E402  # scripts are importable from here on
 from pages.page import Page, read_page  # noqa: E402
 from pages.sources import check_page, is_shown  # noqa: E402
 
 DOCS = check_numbers.ROOT / "docs"
 README = check_numbers.ROOT / "README.md"
 SOURCED = sorted(path.stem for path in (DOCS / "sources").glob("*.toml"))
-SOURCED = [stem for stem in SOURCED if stem not in ("papers", "summary_only", "unchecked")]
+SOURCED = [stem for stem in SOURCED if stem not in ("papers", "pictures", "summary_only", "unchecked")]
 PAGE = """# A page
 JAX 0.4 serves 12 tokens of `llama2-13b` on an H200, 3.5 times
 as many ([there](other_page_7.md)).
@@ -346,3 +346,35 @@ def test_reasons_are_of_a_closed_list(tmp_path: Path, kind: str, figures: str, w
     page = read_page(tmp_path / "page.md", "README.md")
     errors = check_page(page, tmp_path / "page.toml", Documents(tmp_path), tmp_path)
     assert errors == [] if words is None else words in "\n".join(errors)
+
+
+def test_pictures_are_of_their_documents() -> None:
+    assert pictures.check_pictures(DOCS, check_numbers.documents_of(DOCS)) == []
+
+
+def test_a_picture_of_other_data_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "run.json").write_text('{"command": "a", "results": {"s": 1}}')
+    (tmp_path / "a.png").write_bytes(b"one")
+    (tmp_path / "sources" / "pictures.toml").write_text(
+        '[[picture]]\npath = "a.png"\ndocuments = ["run.json"]\n'
+    )
+
+    def errors() -> str:
+        read_document.cache_clear()
+        return "\n".join(pictures.check_pictures(tmp_path, Documents(tmp_path)))
+
+    assert "data is None" in errors()
+    assert pictures.record_pictures(tmp_path, Documents(tmp_path)) == ["a.png"]
+    assert errors() == ""
+    (tmp_path / "run.json").write_text('{"command": "b", "results": {"s": 1}}')
+    assert errors() == ""
+    (tmp_path / "run.json").write_text('{"command": "b", "results": {"s": 2}}')
+    assert "draw it again" in errors()
+    assert pictures.record_pictures(tmp_path, Documents(tmp_path)) == [], "it was not drawn again"
+    assert "draw it again" in errors()
+    (tmp_path / "a.png").write_bytes(b"two")
+    assert "picture is" in errors()
+    assert pictures.record_pictures(tmp_path, Documents(tmp_path)) == ["a.png"]
+    (tmp_path / "b.svg").write_bytes(b"three")
+    assert errors() == "b.svg: has no entry in sources/pictures.toml"
