@@ -1,4 +1,4 @@
-"""Print the commit of this tree and the digest of its source files, for a copy without a git history.
+"""Print the commit of this tree and the digest of its source files, for a copy without that history.
 
     export PENSIEVE_REVISION=$(python scripts/print_revision.py)   # here; set the same value beside the copy
 

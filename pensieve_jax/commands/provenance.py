@@ -1,6 +1,6 @@
 """Where a document comes from: the commit, its source files, the command and the machine.
 
-Owns: these fields, the digest of the source files, and how a copy without a git history names its commit.
+Owns: these fields, the digest of the source files, and how a copy without the commit names it.
 Does not know: what was measured, or which documents are kept.
 Called by: `report`, benchmark_serving, print_revision and check_numbers.
 
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from pensieve_jax import ConfigError
 
 REVISION_VARIABLE = "PENSIEVE_REVISION"
-"""Names the commit of a copy without a git history, as `scripts/print_revision.py` prints it."""
+"""Names the commit of a copy whose git history lacks it, as `scripts/print_revision.py` prints it."""
 _SOURCE_FOLDERS = ("model_defs", "pallas_kernels", "pensieve_jax", "scripts")
 _SOURCE_SUFFIXES = (".json", ".py", ".safetensors")
 _PACKAGES = ("pensieve-jax", "jax", "jaxlib", "flax", "numpy")
@@ -77,19 +77,17 @@ def source_state() -> SourceState:
 
 
 def read_source_state(root: Path, named: str | None) -> SourceState:
-    """Return the state of the tree at `root`; `named` counts only where the tree has no git history.
+    """Return the state of the tree at `root`; `named` counts before the history, which may be an older one.
 
     Raises:
       ConfigError: `named` is malformed or belongs to other files.
     """
     digest = tree_digest(root)
-    if (root / ".git").exists():
-        commit = (git(root, "rev-parse", "HEAD") or "").strip()
-        if not commit:  # a history that git refuses to read
+    if named is None:
+        commit = (git(root, "rev-parse", "HEAD") or "").strip() if (root / ".git").exists() else ""
+        if not commit:  # no history, or one that git refuses to read
             return SourceState(None, None, digest)
         return SourceState(commit, commit_digest(root, commit) == digest, digest)
-    if named is None:
-        return SourceState(None, None, digest)
     commit, _, committed = named.partition(":")
     if len(commit) != 40 or len(committed) != 64:
         limit = "COMMIT:DIGEST, as scripts/print_revision.py prints it"

@@ -96,8 +96,15 @@ def test_a_malformed_name_is_refused(tree: Path, tmp_path: Path, named: str) -> 
         provenance.read_source_state(copy, named)
 
 
-def test_a_history_counts_more_than_a_name(tree: Path) -> None:
-    assert provenance.read_source_state(tree, "nonsense").tree_is_clean is True
+def test_a_copy_with_an_older_history_is_told_its_commit(tree: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(tree, copy)
+    (tree / "scripts/a.py").write_text("changed")
+    commit(tree)
+    shutil.copy(tree / "scripts/a.py", copy / "scripts/a.py")
+    state = provenance.read_source_state(tree, None)
+    assert provenance.read_source_state(copy, None).tree_is_clean is False
+    assert provenance.read_source_state(copy, f"{state.revision}:{state.source_digest}") == state
 
 
 def test_a_commit_that_is_not_there(tree: Path) -> None:
