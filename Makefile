@@ -55,6 +55,7 @@ test-schedules: $(STAMP)
 
 # Compiled as for serving, and as often as the tests of `test-long` were meant to be run once: it takes hours.
 test-all: $(STAMP)
+	JAX_PLATFORMS=cpu $(BIN)/python -m tests.search_schedules --max_s=7200 --shard=$(SHARD)
 	TESTS_ALL=1 $(PYTEST) -o faulthandler_timeout=7200
 
 test-gpu: $(STAMP)

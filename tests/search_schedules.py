@@ -47,7 +47,7 @@ from tests.rebatching import test_scenarios as rebatching_tests
 from tests.rebatching.real_models import MORE_LENGTHS
 
 FLAGS = flags.FLAGS
-_ENOUGH_TO_EXPECT = 100  # schedules; fewer vary too much to say that something is rare
+_ENOUGH_TO_EXPECT = 100  # schedules, or counts; fewer vary too much to say what is rare or frequent
 _SHARE_EXPECTED = 0.5  # of the events that the fixed seeds of the tests reach
 _NUM_DEVICES = 2
 
@@ -134,6 +134,7 @@ def _padded_models() -> Schedule:
 
 
 _SOURCES = {"reused_gpu_tokens": 5000.0, "swapped_in_tokens": 5000.0, "recomputed_tokens": 5000.0}
+_FORKS = dict.fromkeys(("forks", "depth 4", "cuts", "lost devices", "read"), 150)
 _EXACT = {("too close to call", "turns"): test_real_models.MAX_UNCERTAIN_FRACTION}
 _IN_8_BITS = {
     ("too close to call", "turns"): MAX_UNCERTAIN_STORED_FRACTION,
@@ -144,7 +145,7 @@ MODES: dict[str, Mode] = {
     # Host-only: a fake runner reads its KV state back.
     "tiers": Mode(_tiers, _per_thousand(test_seeded_scenarios.LEAST, 900)),
     "trees": Mode(_trees, test_tree_scenarios.LEAST),
-    "forks": Mode(lambda: run_fork_scenario, dict.fromkeys(("forks", "cuts", "lost devices", "read"), 150)),
+    "forks": Mode(lambda: run_fork_scenario, _FORKS),
     "cellular": Mode(lambda: cellular_scenarios.run_scenario, cellular_tests.LEAST),
     "rebatching": Mode(lambda: rebatching_scenarios.run_scenario, rebatching_tests.LEAST),
     # Tiny models, judged by dense ones that store keys and values alike.
@@ -165,7 +166,7 @@ class Task(NamedTuple):
 
     Attributes:
       num: how many at most; None for as many as there is time for.
-      max_s: seconds after which no more are begun.
+      max_s: seconds after which no more begin; the first one begins in any case.
     """
 
     mode: str
@@ -189,24 +190,22 @@ class Found(NamedTuple):
     failures: dict[int, str]
 
     def __add__(self, other: Found) -> Found:  # type: ignore[override]
-        """Both together."""
+        """Return the schedules of both."""
         failures = self.failures | other.failures
         return Found(self.num + other.num, self.counts + other.counts, failures)
 
     def doubts(self, mode: Mode) -> list[str]:
-        """Return what speaks against the search itself, where enough schedules ran to say so."""
-        if self.num < _ENOUGH_TO_EXPECT:
-            return []
+        """Return what speaks against the search itself, where enough ran to say so."""
         counts, share = self.counts, _SHARE_EXPECTED * self.num / 1000
         rare = [
             f"{name} happened {counts[name]} times, less than {share * least:.0f}"
             for name, least in mode.least.items()
-            if counts[name] < share * least
+            if self.num >= _ENOUGH_TO_EXPECT and counts[name] < share * least
         ]
         frequent = [
             f"{part} are {counts[part]} of {counts[whole]} {whole}, more than {most:.1%}"
             for (part, whole), most in mode.most.items()
-            if counts[part] > most * counts[whole]
+            if counts[whole] >= _ENOUGH_TO_EXPECT and counts[part] > most * counts[whole]
         ]
         return rare + frequent
 
@@ -217,11 +216,11 @@ def _prepare_process() -> None:
 
 
 def search(task: Task) -> Found:
-    """Run the schedules of one task, each in turn."""
+    """Run the schedules of one task, each in turn, and at least one."""
     start_s, found = time.perf_counter(), Found(0, Counter(), {})
     run_one = MODES[task.mode].make()
     for number in itertools.count() if task.num is None else range(task.num):
-        if time.perf_counter() - start_s > task.max_s:
+        if number and time.perf_counter() - start_s > task.max_s:
             break
         seed = task.start + number * task.stride
         try:

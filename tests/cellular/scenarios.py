@@ -1,4 +1,4 @@
-"""Random lives of a cellular engine's policy, against recursion over each graph.
+"""Random schedules of a cellular engine's policy, against recursion over each graph.
 
 `tests.search_schedules` runs as many as there is time for. Requests of all shapes join, are cancelled, end
 early, and lose launches and whole devices, on one to four workers that end their launches at random. After

@@ -1,8 +1,8 @@
-"""Random lives of a padded batch's policy, against tokens that are computed from a plain list.
+"""Random schedules of a padded batch's policy, against tokens that are computed from a plain list.
 
 `tests.search_schedules` runs as many as there is time for. Queries join, are cancelled, end by length, by a
 token and by a stop id, are preempted and come back, while the ring grows and shrinks, host memory fills up,
-and steps fail. After every event the invariants are checked, and every place that nobody holds is poisoned.
+and steps fail. After every event the invariants are checked, and every free place is poisoned.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def run_schedule(preset: str, insertion: str, seed: int, lengths: tuple[int, ...
 
 @pytest.mark.parametrize(("preset", "insertion"), FEW_CASES)
 def test_random_schedules_are_those_of_a_dense_model(preset, insertion):
-    """Whoever joins, leaves, is preempted or cancelled; `tests.search_schedules` runs more."""
+    """Queries join, leave, are preempted and are cancelled; `tests.search_schedules` runs more."""
     totals = run_schedule(preset, insertion, 0, LENGTHS)
     print(dict(totals))
     assert totals["certain tokens"] > 0.9 * totals["tokens"] > 0
