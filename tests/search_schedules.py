@@ -47,6 +47,7 @@ from tests.rebatching import test_scenarios as rebatching_tests
 from tests.rebatching.real_models import MORE_LENGTHS
 
 FLAGS = flags.FLAGS
+_MODULE = "tests.search_schedules"
 _ENOUGH_TO_EXPECT = 100  # schedules, or counts; fewer vary too much to say what is rare or frequent
 _SHARE_EXPECTED = 0.5  # of the events that the fixed seeds of the tests reach
 _NUM_DEVICES = 2
@@ -281,13 +282,14 @@ def main() -> int:
     unknown = [mode for mode in modes if mode not in MODES]
     if unknown or not modes:
         raise ConfigError("--modes", ",".join(modes), f"all, or some of {', '.join(MODES)}")
+    shard = parse_shard(FLAGS.shard)
     if FLAGS.num_schedules is None and FLAGS.max_s is None:
         raise ConfigError("--max_s", None, "given where --num_schedules is not")
     todo = tasks(
         modes,
         first_seed=FLAGS.first_seed,
         num=FLAGS.num_schedules,
-        shard=parse_shard(FLAGS.shard),
+        shard=shard,
         max_s=float("inf") if FLAGS.max_s is None else FLAGS.max_s,
         num_processes=FLAGS.num_processes,
     )
@@ -304,7 +306,8 @@ def main() -> int:
                 by_mode[task.mode] += found
                 bar.update()
                 for seed, error in found.failures.items():
-                    bar.write(f"{task.mode}, seed {seed}: {error}")
+                    again = f"python -m {_MODULE} --modes={task.mode} --first_seed={seed} --num_schedules=1"
+                    bar.write(f"{task.mode}, seed {seed}: {error}\n  again: {again}")
     doubts = {mode: found.doubts(MODES[mode]) for mode, found in by_mode.items()}
     for mode, found in by_mode.items():
         print("; ".join([f"{mode}: {found.num} schedules, {len(found.failures)} failed", *doubts[mode]]))
