@@ -8,7 +8,7 @@ export PYTHON
 # Tests start many processes, each of which would compile all of the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo serve test test-long test-ci test-schedules test-all test-gpu lint check-wheel bench-scheduler clean
+.PHONY: setup demo serve test test-long test-ci test-schedules test-all test-gpu mutants lint check-wheel bench-scheduler clean
 
 setup: $(STAMP)
 
@@ -60,6 +60,18 @@ test-all: $(STAMP)
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu
+
+# Not part of CI. `mutants` is an extra of its own, so that nothing else depends on it.
+NUM ?= 100
+SEED ?= 1
+ROOMS ?= cache,scheduler,engine,history,text,server,cellular,rebatching,model_defs
+MUTANTS ?=
+mutants: $(VENV)/.mutants
+	$(FAST) JAX_PLATFORMS=cpu $(BIN)/python scripts/run_mutants.py --num=$(NUM) --seed=$(SEED) --rooms=$(ROOMS) $(MUTANTS)
+
+$(VENV)/.mutants: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[mutants]"
+	touch $@
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -32,7 +32,12 @@ type Launch = Callable[..., int]
 
 @pytest.fixture(scope="session")
 def compilation_cache(tmp_path_factory) -> str:
-    """Where the models of these tests, here and in other processes, find each other's steps."""
+    """Where the models of these tests, here and in other processes, find each other's steps.
+
+    A run of mutants names a folder that outlives its many runs of pytest.
+    """
+    if folder := os.environ.get("TESTS_COMPILATION_CACHE"):
+        return folder
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # of all workers of a run
     return str(shared / "compiled")
