@@ -18,39 +18,26 @@ from typing import Final
 
 from absl import flags
 from mutation import coverage_map, report
-from mutation.candidates import Mutant
-from mutation.drawing import PACKAGE, draw
+from mutation.drawing import draw
 from mutation.equivalents import change_of, read_equivalents
+from mutation.mutants import Mutant
 from mutation.pool import Pool, Worker
+from mutation.rooms import PACKAGES
 from mutation.trees import tracked_files, tree_digest
-from mutation.trial import Verdict, VerdictStore, judge
+from mutation.trial import Limits, Verdict, judge
+from mutation.verdicts import VerdictStore
 
 from pensieve_jax.commands.launch import run
 
 FLAGS = flags.FLAGS
 ROOT: Final = Path(__file__).parents[1]
-PACKAGES: Final = (PACKAGE, "model_defs", "pallas_kernels")
 # Imported once by each worker. None of them starts a thread, which a fork would not take along.
 PRELOADED: Final = (
     *("numpy", "jax", "jax.experimental.pallas", "jax.experimental.pallas.triton", "jax.export"),
     *("jax.experimental.pallas.mosaic_gpu", "jax.experimental.pallas.tpu", "flax.nnx", "optax", "hypothesis"),
-    *(
-        "tokenizers",
-        "jinja2.sandbox",
-        "huggingface_hub",
-        "safetensors.numpy",
-        "absl.flags",
-        "tqdm",
-        "msgspec",
-    ),
-    *(
-        "starlette.applications",
-        "starlette.testclient",
-        "uvicorn",
-        "prometheus_client",
-        "jsonschema",
-        "pytest",
-    ),
+    *("tokenizers", "jinja2.sandbox", "huggingface_hub", "safetensors.numpy", "absl.flags", "tqdm"),
+    *("msgspec", "starlette.applications", "starlette.testclient", "uvicorn", "prometheus_client"),
+    "jsonschema",
 )
 
 
@@ -61,7 +48,9 @@ def define_flags() -> None:
     )
     flags.DEFINE_integer("num", 100, "how many mutants to draw", lower_bound=1)
     flags.DEFINE_integer("seed", 1, "where the draw begins")
-    flags.DEFINE_float("budget_s", 120.0, "seconds of tests for each mutant, as recorded", lower_bound=1.0)
+    flags.DEFINE_float(
+        "budget_s", Limits().budget_s, "seconds of tests for each mutant, as recorded", lower_bound=1.0
+    )
     flags.DEFINE_integer("num_workers", 2, "processes that run tests", lower_bound=1)
     flags.DEFINE_list("tests", ["tests"], "folders or files of tests to use")
     flags.DEFINE_bool("record_again", False, "record all test files again")
@@ -114,7 +103,7 @@ def _judge_all(
 
     def work(worker: Worker, mutant: Mutant) -> tuple[Mutant, Verdict]:
         killer = store.killer(mutant)
-        return mutant, judge(worker, mutant, coverage, tree, FLAGS.budget_s, killer)
+        return mutant, judge(worker, mutant, coverage, tree, Limits(FLAGS.budget_s), killer)
 
     for mutant, verdict in pool.map(work, [mutant for mutant in mutants if known[mutant] is None]):
         store.add(verdict)

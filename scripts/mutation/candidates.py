@@ -9,50 +9,18 @@ from __future__ import annotations
 
 import ast
 import difflib
-import hashlib
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 
+from mutation.mutants import Candidate, Mutant, digest
 from mutation.operators import OPERATORS
 
 _LOGGERS: Final = frozenset({"_log", "log", "logger", "logging"})
 type Point = tuple[int, int]
-
-
-class Candidate(NamedTuple):
-    """One place where an operator applies; `occurrence` is its number within the file."""
-
-    file: str
-    operator: str
-    occurrence: int
-    line: int
-    column: int
-
-
-class Mutant(NamedTuple):
-    """A candidate with the changed text of its file."""
-
-    candidate: Candidate
-    source_digest: str
-    function: str  # qualified name of what encloses the change, "" for the module
-    before: str
-    after: str
-    text: str
-
-    @property
-    def key(self) -> str:
-        """Name of this mutant as long as its file does not change."""
-        file, operator, occurrence, *_ = self.candidate
-        return f"{file} {self.source_digest} {operator} {occurrence}"
-
-
-def digest(text: str) -> str:
-    """Return a short digest of a source file."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def find_candidates(file: str, text: str) -> list[Candidate]:

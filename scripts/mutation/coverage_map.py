@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mutation.candidates import digest
 from mutation.line_monitor import code_objects
+from mutation.mutants import digest
 from mutation.pool import Pool, Worker
 
 _VERSION = 1

@@ -1,6 +1,6 @@
 """The mutants of a run: drawn at random from rooms of the product.
 
-Owns: the rooms, and which mutants a seed draws.
+Owns: which mutants a seed draws.
 Does not know: what tests there are.
 Called by: `run_mutants`.
 
@@ -17,18 +17,9 @@ import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mutation.candidates import Candidate, Mutant, find_candidates, make_mutant
-from pensieve_jax import ConfigError
-
-PACKAGE = "pensieve_jax"
-
-
-def room_folder(root: Path, room: str) -> Path:
-    """Return a room's folder: of the main package, or a package of its own."""
-    for folder in (root / PACKAGE / room, root / room):
-        if room and (folder / "__init__.py").is_file():
-            return folder
-    raise ConfigError("--rooms", room, f"a folder of {PACKAGE} or a package")
+from mutation.candidates import find_candidates, make_mutant
+from mutation.mutants import Candidate, Mutant
+from mutation.rooms import room_folder
 
 
 def draw(root: Path, rooms: Sequence[str], num: int, seed: int) -> list[Mutant]:

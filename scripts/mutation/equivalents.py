@@ -21,7 +21,7 @@ import tomllib
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from mutation.candidates import Mutant
+from mutation.mutants import Mutant
 from pensieve_jax import ConfigError
 
 FILE = Path("tests", "mutants_equivalent.toml")

@@ -49,7 +49,7 @@ class Worker:
     def run(self, **job: Any) -> dict[str, Any]:
         """Run pytest on files of the copy."""
         assert self._process.stdin is not None
-        job |= {"root": str(self.tree.path), "scratch": str(Path(self._scratch, "run"))}
+        job = {"root": str(self.tree.path), "scratch": str(Path(self._scratch, "run"))} | job
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         reply: dict[str, Any] = json.loads(self._read())
@@ -58,7 +58,7 @@ class Worker:
     def close(self) -> None:
         """End the process and remove what it wrote."""
         self._process.kill()
-        self._process.wait()
+        self._process.communicate()
         subprocess.run(["rm", "-rf", self._scratch], check=True)
 
     def _read(self) -> str:

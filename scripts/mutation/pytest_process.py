@@ -48,29 +48,41 @@ class Selected:
         """Deselect all other tests; without a list run all."""
         if not self._places:
             return
-        others = [item for item in items if item.nodeid not in self._places]
-        items[:] = sorted(
-            (item for item in items if item.nodeid in self._places),
-            key=lambda item: self._places[item.nodeid],
-        )
+        missing = self._places.keys() - {item.nodeid for item in items}
+        # A mutant may change the parameters of a test, and so its name.
+        renamed = {_without_parameters(test): self._places[test] for test in missing}
+        placed, others = [], []
+        for item in items:
+            place = self._places.get(item.nodeid, renamed.get(_without_parameters(item.nodeid)))
+            if place is None:
+                others.append(item)
+            else:
+                placed.append((place, item))
+        items[:] = [item for _, item in sorted(placed, key=lambda pair: pair[0])]
         config.hook.pytest_deselected(items=others)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Report a test that begins."""
-        self._tell("start", nodeid)
+        tell(self._fd, "start", nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Report a failure."""
         if report.failed:
-            self._tell("failed", report.nodeid, _reason(report))
+            tell(self._fd, "failed", report.nodeid, _reason(report))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Report a file that cannot be imported."""
         if report.failed:
-            self._tell("failed", report.nodeid, _reason(report))
+            tell(self._fd, "failed", report.nodeid, _reason(report))
 
-    def _tell(self, *words: str) -> None:
-        os.write(self._fd, json.dumps(words).encode() + b"\n")
+
+def tell(fd: int, *words: str) -> None:
+    """Write one report to the worker."""
+    os.write(fd, json.dumps(words).encode() + b"\n")
+
+
+def _without_parameters(test: str) -> str:
+    return test.partition("[")[0]
 
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
@@ -101,6 +113,7 @@ def run(job: Job, fd: int) -> NoReturn:
     if recorder is not None:
         Path(job["scratch"], "recorded.json").write_text(json.dumps(recorder.result()))
     sys.stdout.flush()
+    tell(fd, "end", str(status))
     os._exit(status)  # threads that a mutant left running do not matter
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from mutation.candidates import Mutant
+from mutation.mutants import Mutant
 from mutation.trial import KILLED, SURVIVED, TIMED_OUT, Verdict
 
 

@@ -11,30 +11,20 @@ the machine's load.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from pathlib import PurePath
 from typing import NamedTuple
 
 from mutation.coverage_map import CoverageMap, CoveringTest, Place
-from mutation.drawing import PACKAGE
-
-_TEST_FOLDERS = {"model_defs": "models", "pallas_kernels": "kernels"}
+from mutation.rooms import mirrored_folder
 
 
 class Selection(NamedTuple):
-    """Tests to run: those nearby, others, and how many did not fit the budget."""
+    """Tests to run, in groups of one process each, and how many did not fit the budget."""
 
-    nearby: list[CoveringTest]
-    others: list[CoveringTest]
+    groups: list[list[CoveringTest]]
     num_left: int
-
-
-def mirrored_folder(file: str) -> str:
-    """Return the folder of a source file's own tests."""
-    package, *folders = PurePath(file).parts[:-1]
-    if package != PACKAGE:
-        folders = [_TEST_FOLDERS.get(package, package), *folders]
-    return "/".join(("tests", *folders))
 
 
 def select(coverage: CoverageMap, place: Place, budget_s: float, killer: str = "") -> Selection:
@@ -51,6 +41,9 @@ def select(coverage: CoverageMap, place: Place, budget_s: float, killer: str = "
     def rank(test: CoveringTest) -> int:
         return ranks.get(test.file, 1 if PurePath(test.file).is_relative_to(folder) else 2)
 
+    def group_of(test: CoveringTest) -> tuple[bool, bool]:
+        return test.test != killer, rank(test) == 2
+
     def order(test: CoveringTest) -> tuple[bool, int, float, str, float]:
         return test.test != killer, rank(test), file_s[test.file], test.file, test.seconds
 
@@ -60,6 +53,5 @@ def select(coverage: CoverageMap, place: Place, budget_s: float, killer: str = "
         if test.seconds <= left_s or not chosen:
             chosen.append(test)
             left_s -= test.seconds
-    nearby = [test for test in chosen if rank(test) < 2 or test.test == killer]
-    others = [test for test in chosen if rank(test) == 2 and test.test != killer]
-    return Selection(nearby, others, len(tests) - len(chosen))
+    groups = [list(group) for _, group in itertools.groupby(chosen, key=group_of)]
+    return Selection(groups, len(tests) - len(chosen))

@@ -18,12 +18,14 @@ import select
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
 import warnings
 from pathlib import Path
 from typing import Any, Final
 
+import pytest
 from mutation.pytest_process import EXIT_OWN_FAULT, Job, run
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
@@ -41,9 +43,16 @@ def main(modules: list[str]) -> None:
             importlib.import_module(module)
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    _import_plugins()
     print("ready", file=replies, flush=True)
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), file=replies, flush=True)
+
+
+def _import_plugins() -> None:
+    """Have pytest import its plugins, by a run without tests."""
+    with tempfile.TemporaryDirectory() as empty, open(os.devnull, "w") as null, contextlib.redirect_stdout(null):
+        pytest.main(["-q", "-p", "no:cacheprovider", f"--rootdir={empty}", empty])
 
 
 def answer(job: Job) -> dict[str, Any]:
@@ -71,8 +80,8 @@ def answer(job: Job) -> dict[str, Any]:
     code = os.waitstatus_to_exitcode(status)
     if code == EXIT_OWN_FAULT:
         raise RuntimeError((scratch / "log").read_text("utf-8") if (scratch / "log").exists() else "no log")
-    if result["outcome"] == "passed" and code != 0 and "packages" not in job:
-        result |= {"outcome": "failed", "reason": f"pytest ended with status {code}"}
+    if result["outcome"] == "passed" and not result.pop("has_ended"):
+        result |= {"outcome": "failed", "reason": f"the process ended early with status {code}"}
     recorded = scratch / "recorded.json"
     if recorded.is_file():
         result["recorded"] = json.loads(recorded.read_text("utf-8"))
@@ -86,7 +95,7 @@ class _Watch:
         self._limits: dict[str, float] = dict(zip(job.get("tests", ()), job.get("limits", ()), strict=True))
         self._is_recording = "packages" in job
         self._deadline = time.monotonic() + _COLLECTION_S
-        self._result: dict[str, Any] = {"outcome": "passed", "test": "", "reason": "", "num_run": 0}
+        self._result: dict[str, Any] = {"outcome": "passed", "test": "", "reason": "", "num_run": 0, "has_ended": False}
 
     def follow(self, fd: int, pid: int) -> dict[str, Any]:
         """Return the outcome when a test takes too long or the process ends."""
@@ -111,6 +120,8 @@ class _Watch:
         if kind == "start":
             self._deadline = time.monotonic() + self._limits.get(test, _DEFAULT_TEST_S)
             self._result |= {"test": test, "num_run": self._result["num_run"] + 1}
+        elif kind == "end":
+            self._result["has_ended"] = True
         elif self._result["outcome"] == "passed" and not self._is_recording:
             self._result |= {"outcome": "failed", "test": test, "reason": reason}
 
