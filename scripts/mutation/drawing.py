@@ -4,10 +4,10 @@ Owns: which mutants a seed draws.
 Does not know: what tests there are.
 Called by: `run_mutants`.
 
-Each room gives equally many mutants. Within a room every line that can be changed is equally likely, so a
-large file gives more than a small one, and a line of many numbers no more than a line with one comparison.
-A line gives a second mutant only after every other line gave one. A draw of fewer mutants is the beginning
-of a draw of more.
+Each room gives equally many mutants. Within a room each line that can be changed is equally likely, so a
+large file gives more than a small one. A line of many numbers gives no more than a line with one comparison:
+a second mutant of a line comes only after every other line gave one. A draw of fewer is the beginning of a
+draw of more.
 """
 
 from __future__ import annotations

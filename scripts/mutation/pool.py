@@ -90,7 +90,7 @@ class Pool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the workers."""
+        """End the workers and what they run."""
         self._stack.close()
 
     def map[T, R](self, work: Callable[[Worker, T], R], items: Iterable[T]) -> Iterator[R]:

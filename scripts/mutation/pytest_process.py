@@ -39,7 +39,7 @@ class Selected:
     """Pytest plugin that runs given tests in the given order and reports each before it runs."""
 
     def __init__(self, tests: Sequence[str], fd: int) -> None:
-        """Report to a file descriptor."""
+        """Take the tests to run and the descriptor that reports are written to."""
         self._places = {test: place for place, test in enumerate(tests)}
         self._fd = fd
 
@@ -66,7 +66,7 @@ class Selected:
         tell(self._fd, "start", nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Report a failure."""
+        """Report that a test failed, and why."""
         if report.failed:
             tell(self._fd, "failed", report.nodeid, _reason(report))
 

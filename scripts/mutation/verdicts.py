@@ -22,7 +22,10 @@ class VerdictStore:
         self._path = path
         self._latest: dict[str, Verdict] = {}
         if path.is_file():
-            for line in path.read_text("utf-8").split("\n")[:-1]:
+            *lines, rest = path.read_text("utf-8").split("\n")
+            if rest:
+                path.write_text("".join(f"{line}\n" for line in lines), "utf-8")
+            for line in lines:
                 verdict = Verdict(**json.loads(line))
                 self._latest[verdict.key] = verdict
 
@@ -37,7 +40,7 @@ class VerdictStore:
         return found.test if found is not None and found.outcome == KILLED else ""
 
     def add(self, verdict: Verdict) -> None:
-        """Store a verdict."""
+        """Write a verdict behind those that are stored."""
         self._latest[verdict.key] = verdict
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(verdict._asdict()) + "\n")

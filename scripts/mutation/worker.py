@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+
 from mutation.pytest_process import EXIT_OWN_FAULT, Job, run
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
@@ -51,7 +52,11 @@ def main(modules: list[str]) -> None:
 
 def _import_plugins() -> None:
     """Have pytest import its plugins, by a run without tests."""
-    with tempfile.TemporaryDirectory() as empty, open(os.devnull, "w") as null, contextlib.redirect_stdout(null):
+    with (
+        tempfile.TemporaryDirectory() as empty,
+        open(os.devnull, "w") as null,
+        contextlib.redirect_stdout(null),
+    ):
         pytest.main(["-q", "-p", "no:cacheprovider", f"--rootdir={empty}", empty])
 
 
@@ -95,7 +100,13 @@ class _Watch:
         self._limits: dict[str, float] = dict(zip(job.get("tests", ()), job.get("limits", ()), strict=True))
         self._is_recording = "packages" in job
         self._deadline = time.monotonic() + _COLLECTION_S
-        self._result: dict[str, Any] = {"outcome": "passed", "test": "", "reason": "", "num_run": 0, "has_ended": False}
+        self._result: dict[str, Any] = {
+            "outcome": "passed",
+            "test": "",
+            "reason": "",
+            "num_run": 0,
+            "has_ended": False,
+        }
 
     def follow(self, fd: int, pid: int) -> dict[str, Any]:
         """Return the outcome when a test takes too long or the process ends."""

@@ -1,4 +1,9 @@
-"""Record lines in processes that tests start: Python imports this first where PYTHONPATH has its folder."""
+"""Record lines in processes that tests start: Python imports this first where PYTHONPATH has its folder.
+
+Owns: that the recording starts.
+Does not know: how lines are recorded.
+Called by: Python, when it starts.
+"""
 
 from mutation.line_monitor import write_lines
 

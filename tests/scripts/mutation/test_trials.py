@@ -6,6 +6,7 @@ import pytest
 from mutation import coverage_map
 from mutation.pool import Pool, WorkerError
 from mutation.trial import Limits, judge
+
 from tests.scripts.mutation import toy
 
 TEST = "tests/toy/test_limits.py"
