@@ -49,7 +49,10 @@ def define_flags() -> None:
     flags.DEFINE_integer("num", 100, "how many mutants to draw", lower_bound=1)
     flags.DEFINE_integer("seed", 1, "where the draw begins")
     flags.DEFINE_float(
-        "budget_s", Limits().budget_s, "seconds of tests for each mutant, as recorded", lower_bound=1.0
+        "budget_s",
+        Limits().budget_s,
+        "seconds of tests for each mutant, of processor time as recorded",
+        lower_bound=1.0,
     )
     flags.DEFINE_integer("num_workers", 2, "processes that run tests", lower_bound=1)
     flags.DEFINE_list("tests", ["tests"], "folders or files of tests to use")

@@ -20,7 +20,7 @@ from mutation.line_monitor import code_objects
 from mutation.mutants import digest
 from mutation.pool import Pool, Worker
 
-_VERSION = 1
+_VERSION = 2
 
 
 class Place(NamedTuple):

@@ -4,13 +4,15 @@ Owns: the recorder, a pytest plugin: the lines, durations and failures of the te
 Does not know: how lines are reported (`line_monitor`), or what they are used for (`coverage_map`).
 Called by: `pytest_process`.
 
-What a fixture of a wider scope executes counts for every test that uses it.
+What a fixture of a wider scope executes counts for every test that uses it. Durations are of the processors,
+since the machine may have been loaded when they were recorded.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -19,6 +21,12 @@ from typing import Any
 import pytest
 
 from mutation.line_monitor import LINES_FILE, Line, LineMonitor, read_lines
+
+
+def _cpu_s() -> float:
+    """Return the processor time of this process and of those that it started and that have ended."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
 
 
 class Recorder:
@@ -41,10 +49,10 @@ class Recorder:
         """Record one test with its fixtures."""
         self._current = item.nodeid
         self._wide_fixtures[item.nodeid] = set(getattr(item, "fixturenames", ()))
-        start = time.perf_counter()
+        start_s = _cpu_s()
         with self._recorded(item.nodeid):
             result = yield
-        self._seconds[item.nodeid] = time.perf_counter() - start
+        self._seconds[item.nodeid] = _cpu_s() - start_s
         return result
 
     @pytest.hookimpl(wrapper=True)
@@ -76,7 +84,7 @@ class Recorder:
             for line in lines:
                 mask |= 1 << table.setdefault(line, len(table))
             if test not in self._failures:
-                tests[test] = {"seconds": round(seconds, 3), "lines": hex(mask)}
+                tests[test] = {"seconds": round(seconds, 4), "lines": hex(mask)}
         return {"lines": list(table), "tests": tests, "failures": self._failures}
 
     @contextlib.contextmanager

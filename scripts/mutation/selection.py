@@ -5,7 +5,7 @@ Does not know: how tests are run.
 Called by: `trial`.
 
 The tests of the mirrored file come first, then those of its folder, then others; among them, files that
-spend little time on the mutant. The budget is in seconds of the map, so that the choice does not depend on
+spend little time on the mutant. The budget is in processor time as recorded, so the choice does not depend on
 the machine's load.
 """
 
