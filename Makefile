@@ -62,12 +62,10 @@ test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu
 
 # Not part of CI. `mutants` is an extra of its own, so that nothing else depends on it.
-NUM ?= 100
-SEED ?= 1
-ROOMS ?= cache,scheduler,engine,history,text,server,cellular,rebatching,model_defs
 MUTANTS ?=
 mutants: $(VENV)/.mutants
-	$(FAST) JAX_PLATFORMS=cpu $(BIN)/python scripts/run_mutants.py --num=$(NUM) --seed=$(SEED) --rooms=$(ROOMS) $(MUTANTS)
+	$(FAST) JAX_PLATFORMS=cpu $(BIN)/python scripts/run_mutants.py $(if $(NUM),--num=$(NUM)) $(if $(SEED),--seed=$(SEED)) \
+		$(if $(ROOMS),--rooms=$(ROOMS)) $(MUTANTS)
 
 $(VENV)/.mutants: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[mutants]"

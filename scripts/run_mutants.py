@@ -31,6 +31,17 @@ from pensieve_jax.commands.launch import run
 
 FLAGS = flags.FLAGS
 ROOT: Final = Path(__file__).parents[1]
+ROOMS: Final = [
+    "cache",
+    "scheduler",
+    "engine",
+    "history",
+    "text",
+    "server",
+    "cellular",
+    "rebatching",
+    "model_defs",
+]
 # Imported once by each worker. None of them starts a thread, which a fork would not take along.
 PRELOADED: Final = (
     *("numpy", "jax", "jax.experimental.pallas", "jax.experimental.pallas.triton", "jax.export"),
@@ -43,9 +54,7 @@ PRELOADED: Final = (
 
 def define_flags() -> None:
     """Define the flags of this launcher."""
-    flags.DEFINE_list(
-        "rooms", None, "folders of the package, or packages, to draw mutants from", required=True
-    )
+    flags.DEFINE_list("rooms", ROOMS, "folders of the package, or packages, to draw mutants from")
     flags.DEFINE_integer("num", 100, "how many mutants to draw", lower_bound=1)
     flags.DEFINE_integer("seed", 1, "where the draw begins")
     flags.DEFINE_float(

@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 LINES_FILE: Final = "MUTANTS_LINES_FILE"  # where a started process writes, with its process id appended
 LINES_ROOT: Final = "MUTANTS_LINES_ROOT"
 LINES_PACKAGES: Final = "MUTANTS_LINES_PACKAGES"
-_TOOL_ID: Final = 4
+_TOOL_ID: Final = 3  # tests that interrupt at chosen lines take 4
 _EVENTS: Final = sys.monitoring.events.LINE
 
 

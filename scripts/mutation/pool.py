@@ -8,6 +8,7 @@ Called by: `run_mutants`, and by `coverage_map` through `Pool.map`.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import queue
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from mutation.trees import Tree, tracked_files
+from pensieve_jax import ConfigError
 
 # Where the random tests begin, so that a verdict can be repeated.
 _TESTS_SEED: Final = "1"
@@ -73,11 +75,16 @@ class Pool:
     """Workers that take jobs as they become free."""
 
     def __init__(self, root: Path, build: Path, num_workers: int, modules: Sequence[str] = ()) -> None:
-        """Copy the checkout and start the workers."""
+        """Copy the checkout and start the workers.
+
+        Raises:
+          ConfigError: another run uses the copies.
+        """
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(_locked(build))
         files = tracked_files(root)
         environment = _environment(build)
         self._free: queue.Queue[Worker] = queue.Queue()
-        self._stack = contextlib.ExitStack()
         self._num_workers = num_workers
         for number in range(num_workers):
             tree = Tree(root, build / f"tree{number}", files)
@@ -109,6 +116,17 @@ class Pool:
                 yield future.result()
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _locked(build: Path) -> Iterator[None]:
+    build.mkdir(parents=True, exist_ok=True)
+    with (build / "in_use.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError("--root", str(build), "free of another run", "wait for its end") from None
+        yield
 
 
 def _environment(build: Path) -> dict[str, str]:

@@ -7,6 +7,7 @@ from mutation import coverage_map
 from mutation.pool import Pool, WorkerError
 from mutation.trial import Limits, judge
 
+from pensieve_jax import ConfigError
 from tests.scripts.mutation import toy
 
 TEST = "tests/toy/test_limits.py"
@@ -135,6 +136,11 @@ def test_the_test_that_caught_a_mutant_before_comes_first(verdict):
     assert (found.outcome, found.num_run, found.num_left) == ("survived", 1, 5)
     found = verdict("import sys", "import nothing_of_this_name", LONG, killer)
     assert (found.outcome, found.test) == ("killed", killer)
+
+
+def test_two_runs_cannot_share_the_copies(project, pool):
+    with pytest.raises(ConfigError, match="free of another run"):
+        Pool(project, project / "build", 1)
 
 
 def test_a_worker_that_ends_is_an_error(project, pool):
