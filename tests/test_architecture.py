@@ -24,10 +24,10 @@ SAY_WHOSE_THEY_ARE = (
     *("pallas_kernels", "model_defs/recurrent"),
     *(
         f"scripts/{family}"
-        for family in ("cells", "clients", "common", "chat_training", "kernels", "mutation", "pages", "serving")
+        for family in ("cells", "clients", "common", "chat_training", "kernels", "pages", "serving")
     ),
     *("scripts/kv_quality", "scripts/parallel", "scripts/rebatching", "scripts/simulation"),
-    "scripts/steps",
+    *("scripts/mutation", "scripts/steps"),
 )
 ROOMS_WITHOUT_JAX = (
     *("engine", "scheduler", "cache", "core", "history", "text", "workload", "simulator"),
