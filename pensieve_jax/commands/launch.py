@@ -32,6 +32,7 @@ EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_NO_READER = 128 + signal.SIGPIPE
 _words: list[list[str]] = []
+_checks: list[Callable[[], object]] = []
 _NEEDED = {
     r"invalid literal for int\(\)": "an integer",
     "could not convert string to float": "a number",
@@ -82,11 +83,21 @@ def take_words() -> list[str]:
     return words
 
 
+def check_first(check: Callable[[], object]) -> None:
+    """Have `run` call `check` after it has parsed the flags; an error that `check` raises replaces `main`."""
+    _checks.append(check)
+
+
 def run(main: Callable[[], int]) -> None:
     """Parse flags, run `main` and exit with its status; bad flags and typed errors: one line and status 2.
 
     The docstring of the module of `main` is what `--help` begins with.
     """
+
+    def checked_main() -> int:
+        for check in _checks:
+            check()
+        return main()
 
     def guarded(argv: list[str]) -> int:
         for stream in (sys.stdout, sys.stderr):
@@ -95,7 +106,7 @@ def run(main: Callable[[], int]) -> None:
         if not FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)
         try:
-            return until_reader_leaves(main)
+            return until_reader_leaves(checked_main)
         except KeyboardInterrupt:  # before what imports JAX to know its errors
             print("interrupted", file=sys.stderr)
             return EXIT_INTERRUPTED

@@ -65,7 +65,7 @@ def provenance(device: str) -> dict[str, Any]:
 
 @functools.cache
 def source_state() -> SourceState:
-    """Return the state of this tree at the first call, which a benchmark makes before it measures.
+    """Return the state of this tree at the first call, which a launcher with `--json` makes before `main`.
 
     Raises:
       ConfigError: `REVISION_VARIABLE` is malformed or belongs to other files.

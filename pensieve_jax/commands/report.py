@@ -17,8 +17,8 @@ import jax
 from absl import flags
 
 from pensieve_jax import ConfigError
-from pensieve_jax.commands.launch import check_can_write
-from pensieve_jax.commands.provenance import provenance
+from pensieve_jax.commands.launch import check_can_write, check_first
+from pensieve_jax.commands.provenance import provenance, source_state
 
 flags.disclaim_key_flags()
 
@@ -46,8 +46,12 @@ def json_line(benchmark: str, results: Mapping[str, Any], *, units: Mapping[str,
 
 
 def define_document_flag() -> None:
-    """`--json`, for launchers that end with `print_document`."""
+    """Define `--json` for launchers that end with `print_document`, and read the source state before `main`.
+
+    A wrong `REVISION_VARIABLE` then costs no result, and the document names the tree that began to run.
+    """
     flags.DEFINE_flag(_DocumentFlag())
+    check_first(source_state)
 
 
 def print_document(line: str) -> None:

@@ -56,6 +56,13 @@ NOISE = (
     "import logging; from absl import flags; flags.DEFINE_string('model', '', '')\n"
     "from pensieve_jax.commands.launch import run; run(lambda: logging.getLogger('jax').info('found') or 0)"
 )
+DOCUMENT = (
+    "import os, sys; os.environ['PENSIEVE_REVISION'] = sys.argv.pop()\n"
+    "from pensieve_jax.commands.launch import run\n"
+    "from pensieve_jax.commands.report import define_document_flag\n"
+    "define_document_flag(); run(lambda: print('measured') or 0)"
+)
+REVISIONS = (("HEAD", "COMMIT:DIGEST"), (f"{'0' * 40}:{'0' * 64}", "of these source files"))
 QUIET, LOUD = "--model=x", "--verbosity=0"
 
 
@@ -69,6 +76,7 @@ def starts():
         *((f"scripts/{script}.py", flag) for script, flag, _ in BAD_FLAGS),
         ("-c", TYPED_ERROR),
         *(("-c", NOISE, flag) for flag in (QUIET, LOUD)),
+        *(("-c", DOCUMENT, revision) for revision, _ in REVISIONS),
     ]
     return start_all(commands, root=ROOT, environment=ENVIRONMENT)
 
@@ -129,6 +137,14 @@ def test_a_bad_flag_is_told_in_a_line(starts, script, flag, known):
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
     assert known in done.stderr
+
+
+@pytest.mark.parametrize(("revision", "says"), REVISIONS)
+def test_a_wrong_revision_ends_a_launcher_before_its_main(starts, revision, says):
+    """A launcher that ends with a document fails before it measures, and not when it prints the document."""
+    done = starts["-c", DOCUMENT, revision]
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ConfigError: PENSIEVE_REVISION is ") and says in done.stderr
 
 
 def test_typed_errors_are_one_line_and_status_2(starts):
