@@ -296,6 +296,20 @@ def _subject(model: ModelConfig, config: EngineConfig, dtype: str) -> CostSubjec
     )
 
 
+def costs_of_parts(parts: Assembled, config: EngineConfig, dtype: str, progress: bool) -> CostChoice:
+    """Choose costs for another engine on the runner of `parts`, which may differ in policy and `stateful`.
+
+    Where costs are measured, the pools are empty afterwards: no engine may be at work.
+
+    Raises:
+      ConfigError: `cache.cost_profile` names a file that is no profile, or one of something else.
+      StepFailedError: a step failed, and the runner could not be made ready again.
+    """
+    model, runner = parts.model_config, parts.runner
+    costs = _costs_before_loading(model, config, dtype)
+    return costs or _costs_of_runner(runner, model, config, dtype, parts.model_name, progress)
+
+
 def _costs_before_loading(model: ModelConfig, config: EngineConfig, dtype: str) -> CostChoice | None:
     """See `cost_choice`; raises ConfigError for a profile of something else."""
     return costs_before_loading(

@@ -2,7 +2,7 @@
 
 Owns: the order in which profiles are looked for, and the files of those shipped or measured at a start.
 Does not know: how costs are used (`cache.policies`), or how steps are timed (`device.start_costs`).
-Called by: `assembly`; `description` tells what was chosen.
+Called by: `assembly` and `scripts/common/engines.py`; `description` tells what was chosen.
 """
 
 from __future__ import annotations
@@ -56,6 +56,11 @@ class CostChoice(NamedTuple):
         return self.model.chunk_cost_s(_SHOWN_TOKENS) / self.model.chunk_cost_s(chunk_tokens)
 
 
+def needs_costs(config: EngineConfig) -> bool:
+    """Return whether an engine of this configuration weighs chunks by what recomputing them costs."""
+    return config.stateful and config.cache.policy not in _POLICIES_WITHOUT_COSTS
+
+
 def costs_before_loading(
     config: EngineConfig, subject: CostSubject, estimated: CostModel, *, is_accelerator: bool
 ) -> CostChoice | None:
@@ -81,7 +86,7 @@ def costs_before_loading(
             return _measured(profile.points, "shipped", name, "measured of this model on such a device")
     if not is_accelerator:
         return CostChoice(estimated, "analytic", None, "no profile is shipped, and CPUs are not measured")
-    if not config.stateful or config.cache.policy in _POLICIES_WITHOUT_COSTS:
+    if not needs_costs(config):
         policy = config.cache.policy if config.stateful else "an engine without state"
         return CostChoice(estimated, "analytic", None, f"not measured: {policy} asks for no costs")
     return None

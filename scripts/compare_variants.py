@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from absl import flags
-from common.engines import EngineFactory
+from common.engines import EngineFactory, costs_document
 from serving.estimate import probe, seconds
 from serving.rounds import Served, Workload, make_workload, serve
 from tqdm import tqdm
@@ -164,7 +164,9 @@ def measure() -> tuple[EngineConfig, dict[str, dict[str, Any]], dict[str, bool]]
                 engine.check_integrity()
                 bar.write(f"{name}: {served[name].seconds:.1f} s")
         config = factory.config
-    return config, {name: one.figures() for name, one in served.items()}, same_tokens(served)
+        costs = {name: costs_document(factory.costs_of(variant)) for name, variant in compared.items()}
+    figures = {name: one.figures() | {"costs": costs[name]} for name, one in served.items()}
+    return config, figures, same_tokens(served)
 
 
 def main() -> int:

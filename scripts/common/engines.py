@@ -5,20 +5,27 @@ Does not know: what an engine is asked to do. Called by: compare_variants, and `
 
 Whatever a step's shape depends on (the model, `RunnerConfig`, `SchedulerConfig`, `gpu_pages`, the most
 `cpu_pages`) is that of the runner and stays; policies, priorities, `stateful` and fewer `cpu_pages` are the
-engine's own and may differ between engines.
+engine's own and may differ between engines. So do the costs of recomputing, which not every policy needs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+
+from absl import flags
 
 from pensieve_jax import EngineConfig
-from pensieve_jax.commands.engine_flags import open_parts
+from pensieve_jax.assembly import costs_of_parts
+from pensieve_jax.commands.engine_flags import open_parts, shows_progress
 from pensieve_jax.core.clock import Clock
+from pensieve_jax.cost_choice import CostChoice, needs_costs
 from pensieve_jax.device.transfers.device_transfers import DeviceTransfers
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.runner import Runner
 from pensieve_jax.history import HistoryStore, SQLiteHistoryStore
+
+FLAGS = flags.FLAGS
 
 
 class EngineFactory:
@@ -26,14 +33,25 @@ class EngineFactory:
 
     Attributes:
       config: what the runner was made for, with `cpu_bytes` turned into pages.
-      costs: the costs of recomputing that its engines evict by.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         """Load the model of the flags and compile; raises PensieveError or ModelError."""
         self._parts = open_parts(config)
-        self.config, self.costs = self._parts.config, self._parts.costs
+        self.config = self._parts.config
         self._engine = self._parts.engine
+        self._costs = {needs_costs(self.config): self._parts.costs}
+
+    def costs_of(self, config: EngineConfig) -> CostChoice:
+        """Return the costs that an engine of this configuration evicts by.
+
+        The first configuration that needs costs may measure them, which closes the engine that is open.
+        """
+        needed = needs_costs(config)
+        if needed not in self._costs:
+            self.close()
+            self._costs[needed] = costs_of_parts(self._parts, config, FLAGS.dtype, shows_progress())
+        return self._costs[needed]
 
     def start(
         self,
@@ -59,7 +77,7 @@ class EngineFactory:
             config,
             self._parts.engine.limits,
             store or SQLiteHistoryStore(None, fingerprint="a benchmark"),
-            cost_model=self.costs.model,
+            cost_model=self.costs_of(config).model,
             clock=clock,
         )
         return self._engine
@@ -67,3 +85,9 @@ class EngineFactory:
     def close(self) -> None:
         """Close the engine that is open; a second call does nothing."""
         self._engine.close()
+
+
+def costs_document(costs: CostChoice) -> dict[str, Any]:
+    """Return what a document says of the costs that an engine evicts by."""
+    points = None if costs.points is None else [point._asdict() for point in costs.points]
+    return {"kind": costs.kind, "source": costs.source, "reason": costs.reason, "points": points}

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from common.engines import EngineFactory
+from common.engines import EngineFactory, costs_document
 from common.systems import system_config
 
 from pensieve_jax import EngineConfig, SamplingParams
@@ -176,6 +176,7 @@ class EngineSystem:
         """Load and compile, unless another system's `factory` has; raises PensieveError or ModelError."""
         self._factory = factory or EngineFactory(config)
         self.config = config if factory else self._factory.config
+        self._costs = self._factory.costs_of(self.config)
         self.label = label(name, config)
 
     def sibling(self, name: str) -> EngineSystem:
@@ -196,10 +197,7 @@ class EngineSystem:
 
     def describe(self) -> dict[str, Any]:
         """What a report says of it."""
-        costs = self._factory.costs
-        points = None if costs.points is None else [point._asdict() for point in costs.points]
-        told = {"kind": costs.kind, "source": costs.source, "reason": costs.reason, "points": points}
-        return {"config": dataclasses.asdict(self.config), "costs": told}
+        return {"config": dataclasses.asdict(self.config), "costs": costs_document(self._costs)}
 
     def device_name(self) -> str:
         """See `System`."""

@@ -87,13 +87,16 @@ class NullFactory:
         config = config.with_cpu_pages(10_000)
         self.context_tokens = config.resolve_context_tokens(MODEL_TOKENS)
         self.config = config
-        self.costs = CostChoice(
+        self._costs = CostChoice(
             AnalyticCostModel(config.cache.chunk_tokens, num_weights=0, attention_width=1),
             "analytic",
             None,
             "a fake",
         )
         self.engine: Engine | None = None
+
+    def costs_of(self, config) -> CostChoice:
+        return self._costs
 
     def start(self, config, *, clock, store, wrap) -> Engine:
         self.close()
@@ -103,7 +106,7 @@ class NullFactory:
             config,
             ModelLimits(self.model.vocab_size, self.context_tokens),
             store,
-            cost_model=self.costs.model,
+            cost_model=self._costs.model,
             clock=clock,
         )
         return self.engine

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
-from pensieve_jax import CacheConfig, ConfigError, EngineConfig, Output, Usage
+from model_defs import preset
+from pensieve_jax import CacheConfig, ConfigError, EngineConfig, Output, Usage, assembly
+from pensieve_jax.cache.cost import AnalyticCostModel, CostPoint, MeasuredCostModel
 from pensieve_jax.config import POLICIES
+from pensieve_jax.cost_choice import CostChoice
 from tests.launching import load, optimized
 
 compare_variants = load("compare_variants")
@@ -75,6 +80,72 @@ def test_variants(launch, compilation_cache, monkeypatch, capsys):
     monkeypatch.setattr(compare_variants, "measure", lambda: measured)
     assert launch("compare_variants", shared_llm=False, **flags) == 1
     assert "both tiers, lru: tokens differ" in capsys.readouterr().out
+
+
+@pytest.fixture
+def cost_models(monkeypatch):
+    """Cost models of the engines that `compare_variants` starts, in order; they serve nothing.
+
+    The runner is one of an accelerator, whose costs take one measurement.
+    """
+    engines, measured, models = load("common.engines"), [], []
+
+    class Transfers:
+        retrieval_priority = None
+
+    class Engine:
+        limits = None
+
+        def __init__(self, *_, cost_model=None, **__):
+            models.append(cost_model)
+
+        def close(self):
+            pass
+
+        def check_integrity(self):
+            pass
+
+    def open_parts(config):
+        config = config.with_cpu_pages(1)
+        model = preset("llama-tiny")
+        found = assembly._costs_before_loading(model, config, "float32")
+        runner = SimpleNamespace(reset=lambda: None, transfers=Transfers())
+        costs = found or costs_of_runner()
+        return SimpleNamespace(
+            engine=Engine(), runner=runner, config=config, costs=costs, model_config=model, model_name="m"
+        )
+
+    def costs_of_runner(*_, **__):
+        measured.append(None)
+        points = (CostPoint(32, 0.0, 1.0, 1.0), CostPoint(64, 1.0, 1.0, 2.0))
+        return CostChoice(MeasuredCostModel(points), "measured at start", None, "measured", points)
+
+    monkeypatch.setattr(assembly, "_is_accelerator", lambda: True)
+    monkeypatch.setattr(assembly, "costs_of_runner", costs_of_runner)
+    monkeypatch.setattr(engines, "open_parts", open_parts)
+    monkeypatch.setattr(engines, "Engine", Engine)
+    monkeypatch.setattr(engines, "DeviceTransfers", Transfers)
+    monkeypatch.setattr(compare_variants, "probe", lambda *_: estimate.Pace(step_s=1.0, prompt_token_s=1.0))
+    served = workload.Served(seconds=1.0, stats=Counter())
+    monkeypatch.setattr(compare_variants, "serve", lambda *_: served)
+    yield models
+    assert len(measured) == 1
+
+
+@pytest.mark.parametrize("policy", ["lru", "retention"])
+def test_a_variant_that_needs_costs_evicts_by_measured_ones(launch, cost_models, capsys, policy):
+    """Whether the policy of the others, which is that of the flags, needs them or not."""
+    launch("compare_variants", shared_llm=False, **LOAD | {"policy": policy, "policies": True})
+    variants = last_line(capsys.readouterr().out)["results"]["variants"]
+    kinds = {name: one["costs"]["kind"] for name, one in variants.items()}
+    measured = {name for name, kind in kinds.items() if kind == "measured at start"}
+    others = {f"both tiers, {other}" for other in ("retention", "learned") if other != policy}
+    assert measured == others | ({"gpu only", "both tiers"} if policy == "retention" else set())
+    assert variants["both tiers, learned"]["costs"]["points"][1]["total_s"] == 2.0
+    assert variants["stateless"]["costs"]["points"] is None
+    started = dict(zip(variants, cost_models[-len(variants) :], strict=True))
+    expected = {name: MeasuredCostModel if name in measured else AnalyticCostModel for name in variants}
+    assert {name: type(model) for name, model in started.items()} == expected
 
 
 def test_same_tokens():
