@@ -25,7 +25,7 @@ from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.errors import ConfigError, StepFailedError
 from pensieve_jax.core.user_directories import user_cache_dir
 from pensieve_jax.device.model_runner import ModelRunner
-from pensieve_jax.device.start_costs import StartSizes, measure_start_costs, start_sizes
+from pensieve_jax.device.start_costs import StartSizes, measure_start_costs, start_sizes, too_few_lengths
 from pensieve_jax.runtime.executable_environment import environment
 
 _log = logging.getLogger(__name__)
@@ -116,15 +116,14 @@ def costs_of_runner(
     Raises:
       StepFailedError: a step failed, and the runner could not be made ready again.
     """
-    sizes = start_sizes(
-        runner.layouts,
-        gpu_pages=config.cache.gpu_pages,
-        chunk_tokens=config.cache.chunk_tokens,
-        context_tokens=context_tokens,
-    )
-    if len(sizes.lengths) < 2:
-        why = f"not measured: contexts of at most {context_tokens} tokens are too short"
-        return CostChoice(estimated, "analytic", None, why)
+    limits = {
+        "gpu_pages": config.cache.gpu_pages,
+        "chunk_tokens": config.cache.chunk_tokens,
+        "context_tokens": context_tokens,
+    }
+    sizes = start_sizes(runner.layouts, **limits)
+    if (why := too_few_lengths(sizes, **limits)) is not None:
+        return CostChoice(estimated, "analytic", None, f"not measured: {why}")
     path = _path(runner, config, subject, sizes)
     if path is not None and (points := _load(path, subject)) is not None:
         return _measured(points, "cached", str(path), "measured by an earlier start of such an engine")

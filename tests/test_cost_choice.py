@@ -188,16 +188,18 @@ def test_the_order_of_eviction_follows_the_profile():
     assert dropped == [{"long": 128}, {"long": 127, "short": 1}]
 
 
+TINY_STEPS = {"max_num_running": 1, "max_num_batched_tokens": 33, "token_buckets": (33,)}
+HUGE_STEPS = {"max_num_running": 2048, "max_num_batched_tokens": 65_536, "token_buckets": (65_536,)}
 POINTS = (CostPoint(32, 0.0, 1.0, 1.0), CostPoint(64, 1.0, 1.0, 2.0))
 
 
-def chosen(path, monkeypatch, *, measure=lambda *_: POINTS, context_tokens=4096):
+def chosen(path, monkeypatch, *, measure=lambda *_: POINTS, context_tokens=4096, gpu_pages=4096, **scheduler):
     """What is chosen for a runner of which only the shapes of steps are looked at, and `path` as its file."""
     monkeypatch.setattr(cost_choice, "_path", lambda *_: path)
     monkeypatch.setattr(cost_choice, "measure_start_costs", measure)
     return costs_of_runner(
-        SimpleNamespace(layouts=layouts()),
-        EngineConfig(),
+        SimpleNamespace(layouts=layouts(gpu_pages, **scheduler)),
+        EngineConfig(cache=CacheConfig(gpu_pages=gpu_pages)),
         shipped_subject(),
         ESTIMATED,
         name="a model",
@@ -238,12 +240,28 @@ def test_an_interrupt_keeps_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_context_too_short_to_measure(tmp_path, monkeypatch):
-    costs = chosen(
-        tmp_path / "costs.json", monkeypatch, measure=lambda *_: pytest.fail("measured"), context_tokens=63
-    )
+@pytest.mark.parametrize(
+    ("limits", "why"),
+    [
+        ({"context_tokens": 63}, "contexts of at most 63 tokens are too short"),
+        ({"context_tokens": 31, "gpu_pages": 2}, "contexts of at most 31 tokens are too short"),
+        ({"gpu_pages": 16}, "16 pages leave no room beside one chunk of each of 16 sequences"),
+        (HUGE_STEPS, "a step of 65,536 tokens leaves no time for longer contexts"),
+    ],
+)
+def test_why_costs_are_not_measured(tmp_path, monkeypatch, limits, why):
+    """The reason names the limit that left fewer than two lengths."""
+    costs = chosen(tmp_path / "costs.json", monkeypatch, measure=lambda *_: pytest.fail("measured"), **limits)
     assert (costs.kind, costs.model) == ("analytic", ESTIMATED)
-    assert costs.reason == "not measured: contexts of at most 63 tokens are too short"
+    assert costs.reason == f"not measured: {why}"
+
+
+@pytest.mark.parametrize(
+    "limits", [{"context_tokens": 64}, {"gpu_pages": 17}, {"gpu_pages": 2, **TINY_STEPS}]
+)
+def test_the_least_that_is_measured(tmp_path, monkeypatch, limits):
+    """Steps of fewer tokens are refused: every step holds a chunk."""
+    assert chosen(tmp_path / "costs.json", monkeypatch, **limits).kind == "measured at start"
 
 
 @pytest.fixture

@@ -73,6 +73,19 @@ def start_sizes(
     return StartSizes(num_chunks, tuple(TimedLength(pages * chunk_tokens, num_long(pages)) for pages in kept))
 
 
+def too_few_lengths(
+    sizes: StartSizes, *, gpu_pages: int, chunk_tokens: int, context_tokens: int
+) -> str | None:
+    """Say which limit left too few lengths for a measurement; None where `sizes` has at least two."""
+    if len(sizes.lengths) >= 2:
+        return None
+    if context_tokens < 2 * chunk_tokens:
+        return f"contexts of at most {context_tokens:,} tokens are too short"
+    if sizes.num_chunks == gpu_pages:
+        return f"{gpu_pages:,} pages leave no room beside one chunk of each of {sizes.num_chunks:,} sequences"
+    return f"a step of {sizes.num_chunks * chunk_tokens:,} tokens leaves no time for longer contexts"
+
+
 def measure_start_costs(
     runner: ModelRunner,
     config: EngineConfig,
