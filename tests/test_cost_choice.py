@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
@@ -345,6 +346,56 @@ def test_files_lie_beside_compiled_steps(tmp_path, monkeypatch, caplog):
 
     monkeypatch.setattr(cost_choice, "user_cache_dir", homeless)
     assert cost_choice._directory(EngineConfig()) is None and "are not kept" in caplog.text
+
+
+def key_of(monkeypatch, *, subject=None, kernels=("a", "b"), num_groups=2, sizes=None, environment=None):
+    """The file of a measurement that differs from the usual one in what is given."""
+    devices = {jax.devices()[1], jax.devices()[0]}
+    asked = []
+
+    def of_devices(devices):
+        asked.append([device.id for device in devices])
+        return {"source": "digest", "versions": "1"} | (environment or {})
+
+    monkeypatch.setattr(cost_choice, "environment", of_devices)
+    runner = SimpleNamespace(
+        storage=SimpleNamespace(sharding=SimpleNamespace(device_set=devices), groups=(None,) * num_groups),
+        kernels=[name and SimpleNamespace(name=name) for name in kernels],
+    )
+    config = EngineConfig(runner=RunnerConfig(compilation_cache_dir="/compiled"))
+    path = cost_choice._path(runner, config, subject or shipped_subject(), sizes or USUAL_SIZES)
+    assert asked == [[0, 1]], "in the order of their ids, whatever the set's"
+    assert path.parent == Path("/compiled/cost_profiles") and path.suffix == ".json"
+    return path.name
+
+
+USUAL_SIZES = StartSizes(4, (TimedLength(32, 4), TimedLength(64, 2)))
+SUBJECT_FIELDS = [field.name for field in dataclasses.fields(CostSubject)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kernels": ("a", "c")},
+        {"kernels": ("a", None)},
+        {"kernels": ("b", "a")},
+        {"num_groups": 1},
+        {"sizes": StartSizes(5, USUAL_SIZES.lengths)},
+        {"sizes": StartSizes(4, (TimedLength(32, 4), TimedLength(64, 1)))},
+        {"sizes": StartSizes(4, (TimedLength(32, 4), TimedLength(128, 2)))},
+        {"environment": {"source": "another"}},
+        {"environment": {"driver": "new"}},
+        *({"subject": field} for field in SUBJECT_FIELDS),
+    ],
+)
+def test_another_measurement_has_another_file(monkeypatch, change):
+    """And the same one the same file, at every start."""
+    if name := change.get("subject"):
+        value = getattr(shipped_subject(), name)
+        subject = dataclasses.replace(shipped_subject(), **{name: value + type(value)(1)})
+        change = {"subject": subject}
+    usual = key_of(monkeypatch)
+    assert key_of(monkeypatch, **change) != usual == key_of(monkeypatch)
 
 
 def test_a_step_that_fails_leaves_the_estimate(measures, config, monkeypatch, caplog):
