@@ -2,7 +2,7 @@
 
 Owns: the order in which profiles are looked for, and the files of those shipped or measured at a start.
 Does not know: how costs are used (`cache.policies`), or how steps are timed (`device.start_costs`).
-Called by: `assembly` and `scripts/common/engines.py`; `description` tells what was chosen.
+Called by: `assembly` and scripts (`common/engines.py`, `simulate.py`); `description` tells what was chosen.
 """
 
 from __future__ import annotations
@@ -56,6 +56,14 @@ class CostChoice(NamedTuple):
         return self.model.chunk_cost_s(_SHOWN_TOKENS) / self.model.chunk_cost_s(chunk_tokens)
 
 
+def shipped_costs(subject: CostSubject) -> CostChoice | None:
+    """Return the costs that the package has of this subject, if any."""
+    for name, profile in _shipped_profiles().items():
+        if profile.subject == subject:
+            return _measured(profile.points, "shipped", name, "measured of this model on such a device")
+    return None
+
+
 def needs_costs(config: EngineConfig) -> bool:
     """Return whether an engine of this configuration weighs chunks by what recomputing them costs."""
     return config.stateful and config.cache.policy not in _POLICIES_WITHOUT_COSTS
@@ -81,9 +89,8 @@ def costs_before_loading(
     if given != "auto":
         profile = CostProfile.load(given, subject)
         return _measured(profile.points, "file", given, "named in cache.cost_profile")
-    for name, profile in _shipped_profiles().items():
-        if profile.subject == subject:
-            return _measured(profile.points, "shipped", name, "measured of this model on such a device")
+    if (shipped := shipped_costs(subject)) is not None:
+        return shipped
     if not is_accelerator:
         return CostChoice(estimated, "analytic", None, "no profile is shipped, and CPUs are not measured")
     if not needs_costs(config):

@@ -38,17 +38,20 @@ from steps.cost_plot import check_can_plot
 from model_defs import PRESETS, preset
 from pallas_kernels.attention_names import KV_DTYPES
 from pensieve_jax import CacheConfig, ConfigError, EngineConfig, SchedulerConfig
-from pensieve_jax.assembly import estimated_cost_model
+from pensieve_jax.assembly import cost_subject, estimated_cost_model
 from pensieve_jax.cache import CostModel
 from pensieve_jax.cache.cost import CostProfile, MeasuredCostModel
 from pensieve_jax.commands.engine_flags import num_bytes, shows_progress
 from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, json_line, print_document, table
 from pensieve_jax.config import NUM_BUCKETS_GPU, POLICIES
+from pensieve_jax.cost_choice import shipped_costs
 from pensieve_jax.simulator import ROUTERS, DeviceProfile, Scenario, figures, simulate
 from pensieve_jax.workload import UNITS, Session, Trace
 
 FLAGS = flags.FLAGS
+_SHIPPED = "shipped"
+_COSTS = ("analytic", _SHIPPED)
 _SPREADS = {"ms/token": "normalized_latency_s", "ttft ms": "first_token_s", "tpot ms": "output_token_s"}
 _SERVED = {
     "requests/s": "requests_per_s",
@@ -151,12 +154,31 @@ def stored(profile: DeviceProfile) -> DeviceProfile:
 
 def cost_model(profile: DeviceProfile) -> CostModel:
     """What `retention` goes by: a measured profile if given, else the estimate of the profile's model."""
-    if FLAGS.cost_profile is not None:
+    if FLAGS.cost_profile not in (None, *_COSTS):
         return MeasuredCostModel(CostProfile.load(FLAGS.cost_profile).points)
     if profile.model not in PRESETS:
         limit = f"given for a device profile of {profile.model!r}, which is no preset"
-        raise ConfigError("--cost_profile", None, limit)
+        raise ConfigError("--cost_profile", FLAGS.cost_profile, limit)
+    if FLAGS.cost_profile == _SHIPPED:
+        return shipped_cost_model(profile)
     return estimated_cost_model(preset(profile.model), FLAGS.chunk_tokens)
+
+
+def shipped_cost_model(profile: DeviceProfile) -> CostModel:
+    """Return the costs that an engine on the simulated device finds in the package; raises ConfigError."""
+    subject = cost_subject(
+        preset(profile.model),
+        dtype=profile.dtype,
+        tensor_parallel_size=profile.num_devices,
+        chunk_tokens=FLAGS.chunk_tokens,
+        kv_dtype=FLAGS.kv_dtype,
+    )
+    device = profile.device.removeprefix(f"{profile.num_devices} x ").partition(" (")[0]  # without its links
+    costs = shipped_costs(dataclasses.replace(subject, device=device))
+    if costs is None:
+        limit = "'analytic' or a file: the package has no costs of this model, device, dtype and chunk size"
+        raise ConfigError("--cost_profile", _SHIPPED, limit)
+    return costs.model
 
 
 def scenario(profile: DeviceProfile, config: EngineConfig, costs: CostModel) -> Scenario:
@@ -277,7 +299,12 @@ def define_flags() -> None:
     flags.DEFINE_string("profile", "h200_llama2-13b-gqa10", profile_help())
     flags.DEFINE_list("systems", list(SYSTEMS), f"Among {', '.join(SYSTEMS)}.")
     flags.DEFINE_list("policies", ["retention"], f"Eviction policies, among {', '.join(POLICIES)}.")
-    flags.DEFINE_string("cost_profile", None, "What profile_costs.py measured; default: an estimate.")
+    flags.DEFINE_string(
+        "cost_profile",
+        None,
+        "Costs of recomputing: analytic (the default), shipped (those of the package, as an engine on such a "
+        "device takes them), or a file of profile_costs.py.",
+    )
     flags.DEFINE_enum(
         "kv_dtype", None, KV_DTYPES, "What KV state is stored as; default: the profile's dtype."
     )

@@ -8,6 +8,7 @@ import pytest
 
 from pensieve_jax import ConfigError
 from pensieve_jax.workload import SHAREGPT, WorkloadError, generate_trace
+from tests.launching import ROOT, load
 
 # A device small enough that half a minute of a few users fills it.
 SMALL = {
@@ -101,6 +102,27 @@ def test_a_saved_trace_is_the_one_it_was_made_from(simulate, tmp_path):
     assert first == second
 
 
+def test_costs_that_the_policy_goes_by(launch, monkeypatch):
+    """An engine on an H200 takes the shipped profile; the simulator takes the estimate unless it is told."""
+    script, ratios = load("simulate"), {}
+    monkeypatch.setattr(
+        script, "measure_all", lambda profile, trace: ratios.update(found=ratio(profile)) or ()
+    )
+    monkeypatch.setattr(script, "report", lambda *_: None)
+
+    def ratio(profile):
+        costs = script.cost_model(profile)
+        return round(costs.chunk_cost_s(4096) / costs.chunk_cost_s(32), 2)
+
+    def found(**flags):
+        launch("simulate", shared_llm=False, **SMALL | flags)
+        return ratios.pop("found")
+
+    assert found() == found(cost_profile="analytic") == 1.15
+    assert found(cost_profile="shipped") == 1.30
+    assert found(cost_profile=ROOT / "pensieve_jax/cost_profiles/h200_llama2-13b-gqa10.json") == 1.30
+
+
 @pytest.mark.long
 def test_shows_live_figures(launch, capsys):
     assert launch("simulate", shared_llm=False, **SMALL | {"progress": "true", "window_s": 90}) == 0
@@ -130,6 +152,23 @@ def test_shows_live_figures(launch, capsys):
         ({"replicas": 0}, "num_replicas is 0"),
         ({"plot": "curves.exe"}, "--plot is 'curves.exe'"),
         ({"cost_profile": "/nowhere"}, "cost_profile is '/nowhere'"),
+        (
+            {"cost_profile": "shipped", "chunk_tokens": 16},
+            "--cost_profile is 'shipped', but must be 'analytic'",
+        ),
+        (
+            {"cost_profile": "shipped", "kv_dtype": "int8"},
+            "--cost_profile is 'shipped', but must be 'analytic'",
+        ),
+        (
+            {"cost_profile": "shipped", "profile": "h200_opt-13b", "gpu_bytes": "4GB"},
+            "--cost_profile is 'shipped', but must be",
+        ),
+        (
+            {"cost_profile": "shipped", "profile": "h200x2_llama2-70b", "gpu_bytes": "4GB"},
+            "--cost_profile is 'shipped', but",
+        ),
+        ({"cost_profile": "shipped", "profile": "a100_llama2-13b-gqa10"}, "--cost_profile is 'shipped', but"),
         ({"kv_read_rate": 0.5}, "--kv_read_rate is 0.5, but must be left out without --kv_dtype"),
         ({"kv_read_rate": 0, "kv_dtype": "int8"}, "--kv_read_rate is 0.0, but must be above 0"),
     ],
