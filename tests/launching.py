@@ -43,15 +43,19 @@ def compilation_cache(tmp_path_factory) -> str:
     return str(shared / "compiled")
 
 
-@pytest.fixture(scope="session")
-def llm(compilation_cache) -> Iterator[LLM]:
-    """A tiny Llama with its history in memory; every test uses conversations of its own."""
-    config = EngineConfig(
-        cache=CacheConfig(gpu_pages=24),
+def tiny_config(compilation_cache: str, **cache: Any) -> EngineConfig:
+    """The configuration of `llm`; engines of the same sizes load the steps that it has compiled."""
+    return EngineConfig(
+        cache=CacheConfig(gpu_pages=24, **cache),
         scheduler=SchedulerConfig(max_num_running=8, max_num_batched_tokens=64, token_buckets=(64,)),
         runner=RunnerConfig(compilation_cache_dir=compilation_cache),
     )
-    with LLM(TINY_MODEL, dtype="float32", config=config, progress=False) as llm:
+
+
+@pytest.fixture(scope="session")
+def llm(compilation_cache) -> Iterator[LLM]:
+    """A tiny Llama with its history in memory; every test uses conversations of its own."""
+    with LLM(TINY_MODEL, dtype="float32", config=tiny_config(compilation_cache), progress=False) as llm:
         yield llm
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 from collections import Counter
@@ -33,10 +34,10 @@ from pensieve_jax.cost_choice import costs_before_loading, costs_of_runner
 from pensieve_jax.device import start_costs
 from pensieve_jax.device.layouts import bucket_layouts, bucket_tile_specs
 from pensieve_jax.device.start_costs import StartSizes, TimedLength, cost_points, start_sizes
+from tests.launching import TINY_MODEL, tiny_config
 
 ROOT = Path(__file__).parents[1]
 ESTIMATED = AnalyticCostModel(32, num_weights=1e9, attention_width=1e5)
-STEPS = SchedulerConfig(max_num_running=2, max_num_batched_tokens=64, token_buckets=(64,))
 PROMPTS = [[5, 6, 7] * 20, [9, 8] * 25]
 
 
@@ -286,18 +287,15 @@ def measures(monkeypatch, tmp_path):
 
 @pytest.fixture
 def config(compilation_cache):
-    """Makes the configuration of a small engine, whose compiled steps later tests find again."""
-    runner = RunnerConfig(num_layer_groups=1, compilation_cache_dir=compilation_cache)
-    return lambda **cache: EngineConfig(
-        cache=CacheConfig(gpu_pages=12, **cache), scheduler=STEPS, runner=runner
-    )
+    """Makes the configuration of a small engine, whose compiled steps other tests find again."""
+    return functools.partial(tiny_config, compilation_cache)
 
 
 def run(engine_config, **runner):
     """What an engine says of its cache, what it answers, and the costs it has; after some turns."""
     runner_config = dataclasses.replace(engine_config.runner, **runner)
     engine_config = dataclasses.replace(engine_config, runner=runner_config)
-    with LLM("random:llama-tiny", config=engine_config, progress=False) as llm:
+    with LLM(TINY_MODEL, dtype="float32", config=engine_config, progress=False) as llm:
         outputs = llm.generate(
             PROMPTS, SamplingParams(max_tokens=6, ignore_eos=True), conversation_ids=["a", "b"]
         )
@@ -306,23 +304,20 @@ def run(engine_config, **runner):
 
 
 def test_an_engine_measures_once_and_answers_the_same(measures, config, tmp_path, caplog):
-    """Pools hold what they hold without a measurement; the second start reads the file of the first."""
+    """The second start reads the file of the first, measures nothing, and leaves the same in the pools."""
     with caplog.at_level(logging.INFO, logger="pensieve_jax.assembly"):
         described, answers, costs, pools = run(config())
     (path,) = (tmp_path / "cost_profiles").iterdir()
     assert (described["cost_model"], described["cost_profile"]) == ("measured at start", str(path))
     assert measures == [3] and isinstance(costs.model, MeasuredCostModel)
-    assert [point.context_len for point in costs.points] == [32, 128, 256]
+    assert [point.context_len for point in costs.points] == [32, 128, 512]
     assert "eviction costs: measured at start" in caplog.text and described["cost_at_4096"] > 1
 
-    again, answers_again, costs_again, _ = run(config())
+    again, answers_again, costs_again, pools_again = run(config())
     assert (again["cost_model"], again["cost_profile"]) == ("cached", str(path)) and measures == [3]
-    assert costs_again.points == costs.points
-
-    plain, plain_answers, _, plain_pools = run(config(cost_profile="analytic"))
-    assert plain["cost_model"] == "analytic" and answers == answers_again == plain_answers
-    for pool, plain_pool in zip(pools, plain_pools, strict=True):
-        np.testing.assert_array_equal(pool, plain_pool)
+    assert costs_again.points == costs.points and answers == answers_again
+    for pool, pool_again in zip(pools, pools_again, strict=True):
+        np.testing.assert_array_equal(pool, pool_again)
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"format": "x"}', b"\xff"])
