@@ -302,7 +302,7 @@ def costs_of_parts(parts: Assembled, config: EngineConfig, dtype: str, progress:
     Where costs are measured, the pools are empty afterwards: no engine may be at work.
 
     Raises:
-      ConfigError: `cache.cost_profile` names a file that is no profile, or one of something else.
+      ConfigError: `cache.cost_profile` names a file that is not a profile, or a profile of something else.
       StepFailedError: a step failed, and the runner could not be made ready again.
     """
     model, runner = parts.model_config, parts.runner
