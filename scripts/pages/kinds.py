@@ -1,12 +1,14 @@
 """Why a figure may stand on a page without a document: a closed list of kinds.
 
-Owns: the kinds, what each one means, and the form that its figures must have.
+Owns: the kinds, what each one means, the form that its figures must have, and which numbers of a document are
+settings. Only figures of kind `tested`, and on the front page of kind `setting`, are compared with anything.
 Does not know: pages. Called by: `sources`.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 
@@ -48,6 +50,26 @@ KINDS = {
 }
 
 
+def settings_of(document: Any) -> set[float]:
+    """Return the numbers in a document's command and in its `settings`, `config` and `options`."""
+    if not isinstance(document, Mapping):
+        return set()
+    found = {float(number) for number in re.findall(r"(?<=[=:,])\d+(?:\.\d+)?", str(document.get("command")))}
+    results = document.get("results", {})
+    for system in results.get("systems", [results]) if isinstance(results, Mapping) else ():
+        for name in ("settings", "config", "options"):
+            found |= set(_numbers(system.get(name)))
+    return found
+
+
+def _numbers(found: Any) -> Iterator[float]:
+    if isinstance(found, Mapping):
+        for part in found.values():
+            yield from _numbers(part)
+    elif isinstance(found, int | float) and not isinstance(found, bool):
+        yield float(found)
+
+
 def problems(entry: dict[str, Any], *, is_front_page: bool) -> list[str]:
     """Return unknown kinds of an entry of prose, and its figures that have the form of none."""
     named = entry.get("kind", [])
@@ -58,6 +80,8 @@ def problems(entry: dict[str, Any], *, is_front_page: bool) -> list[str]:
         return [f"kind is missing; it must be one of {', '.join(KINDS)}"]
     refused = [kind for kind in kinds if is_front_page and not KINDS[kind].may_stand_on_front_page]
     found = [f"kind is {kind!r}; on the front page such a figure needs a document" for kind in refused]
+    if is_front_page and "setting" in kinds and len(kinds) > 1:
+        found.append("kind is a list with 'setting'; on the front page settings have an entry of their own")
     for shown in entry["figures"].split():
         if not any(re.fullmatch(KINDS[kind].form, shown.lstrip("+")) for kind in kinds):
             found.append(f"{shown} is not of the form of {' or '.join(kinds)}")

@@ -1,8 +1,8 @@
 """Numbers that a page writes as words: shares, multiples and large counts.
 
 Owns: which words are such numbers, what each is worth, and how close a value must be to be called so.
-Small counts (one to nine), ordinals, vague plurals (`dozens`, `halves`) and words beside a hyphen
-(`half-done`) are not numbers here.
+Small counts (one to nine, but for `two and a half`), ordinals, vague plurals (`dozens`, `halves`) and words
+beside a hyphen (`half-done`) are not numbers here.
 Does not know: pages or documents. Called by: `page`, `sources`.
 """
 
@@ -18,7 +18,24 @@ _ONES = dict(
     a=1,
     an=1,
 )
-_TEENS = {"ten": 10, "eleven": 11, "twelve": 12, "fifteen": 15}
+_TEENS = dict(
+    zip(
+        [
+            "ten",
+            "eleven",
+            "twelve",
+            "thirteen",
+            "fourteen",
+            "fifteen",
+            "sixteen",
+            "seventeen",
+            "eighteen",
+            "nineteen",
+        ],
+        range(10, 20),
+        strict=True,
+    )
+)
 _TENS = dict(
     zip(
         ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"],
@@ -32,8 +49,11 @@ _PARTS = {
     **{"tenth": 10, "twelfth": 12, "sixteenth": 16, "twentieth": 20, "hundredth": 100, "thousandth": 1000},
 }
 _MULTIPLES = {
-    **{"twice": 2, "thrice": 3, "double": 2, "doubles": 2, "doubled": 2, "triple": 3, "triples": 3},
-    **{"tripled": 3, "halve": 0.5, "halved": 0.5},
+    **{"twice": 2, "thrice": 3, "halve": 0.5, "halved": 0.5, "halving": 0.5},
+    **{"double": 2, "doubles": 2, "doubled": 2, "doubling": 2},
+    **{"triple": 3, "triples": 3, "tripled": 3, "tripling": 3},
+    **{"quadruple": 4, "quadruples": 4, "quadrupled": 4, "quadrupling": 4},
+    **{"quintuple": 5, "quintuples": 5, "quintupled": 5, "quintupling": 5},
 }
 
 
@@ -42,7 +62,9 @@ def _any(words: dict[str, float] | dict[str, int]) -> str:
 
 
 _COUNT = rf"(?:{_any({**_ONES, **_TEENS, **_TENS})}|hundred)"
+_MORE = rf"[ -]and[ -]an?[ -](?:half|quarter|(?:{_any(_PARTS)})(?=[ -]times))"  # of "two and a half"
 _ALTERNATIVES = (
+    rf"{_COUNT}{_MORE}(?:[ -]times|[ -]?fold)?",
     rf"{_COUNT}[ -](?:{_any(_PARTS)})s?",
     "half",
     _any(_MULTIPLES),
@@ -69,6 +91,9 @@ def worth(shown: str) -> float | None:
         return _MULTIPLES[shown]
     if shown == "half":
         return 0.5
+    whole, _, part = shown.partition("-and-")
+    if part:
+        return (worth(whole) or 0) + (worth(part) or 0)
     count, value = 0.0, 1.0
     for word in re.split(r"-|(?=fold$)", shown):
         singular = word if word in _LARGE or word in _PARTS else word.removesuffix("s")

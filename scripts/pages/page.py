@@ -21,8 +21,14 @@ WordsIn = Literal["page", "lead", ""]
 WRITTEN = ("paper_and_we.md", "traces.md", "simulator.md", "cells_figures.md", "balance.md")
 """Pages of `docs/` with tables that `refresh_pages.py` writes, and its test compares."""
 
+_UNIT = r"[^\W\d_]"
+_BEHIND_UNIT = "|".join(  # the start of a second number, as in `5ms-9 ms`: lookbehinds have fixed widths
+    rf"(?<=\d{space}{first}{rest}-)"
+    for space, first in (("", r"[^\W\d_a-dB]"), (" ", _UNIT))
+    for rest in ("", _UNIT, _UNIT * 2)
+)
 _NUMBER = re.compile(
-    r"(?<![\w.,#])(?<![A-Za-z][-.])(?P<sign>(?<![\w)])[-+\u2212])?"
+    rf"(?<![\w.,#])(?:(?<![A-Za-z][-.])|{_BEHIND_UNIT})(?P<sign>(?<![\w)%])[-+\u2212])?"
     r"(?P<digits>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d++)(?:\.\d+)*+(?:e[-+]?\d+)?)"
     r"(?:(?!\w)|(?!(?:st|nd|rd|th|[a-d]|B)\b)(?=[^\W\d_]+(?!\w)))"  # a unit may follow, no name
 )

@@ -23,7 +23,7 @@ _REASONS = {
     "drawing": "drawn by hand or from code, without data",
     "screenshot": "of a running program",
     "demonstration": "drawn by a command that makes its own data; no document was kept",
-    "undocumented": "drawn from data that were not kept, or of which nobody recorded what they were",
+    "undocumented": "drawn from data that were not kept or not recorded",
 }
 _HEADER = """# What each picture of the pages was drawn from; CONTRIBUTING.md says how to write this.
 # After a picture was drawn again, `python scripts/check_numbers.py --record_pictures` writes its digests.

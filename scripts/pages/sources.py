@@ -162,6 +162,8 @@ class _Checker:
             self.errors.append(f"{self._page.name}: {_brief(entry)}: {problem}")
         if "tested" in entry.get("kind", ""):
             self._check_test(entry["test"])
+        if self._page.name == FRONT_PAGE and "setting" in entry.get("kind", ""):
+            self._check_settings(entry["figures"].split())
         left = [
             figure
             for text, figure in self._page.figures
@@ -174,6 +176,12 @@ class _Checker:
                 without = " ".join(figure.shown for figure in left)
                 raise ExpressionError(f"{shown} is not there, in this order; without a source are {without}")
             figure.source, figure.is_prose = entry["reason"], True
+
+    def _check_settings(self, figures: Iterable[str]) -> None:
+        """Settings on the front page are those of its documents."""
+        known = {number for document in self._names.values() for number in kinds.settings_of(document)}
+        if unknown := [shown for shown in figures if not shown.isalpha() and float(shown) not in known]:
+            raise ExpressionError(f"{unknown[0]} is no setting or flag of the page's documents")
 
     def _check_test(self, name: str) -> None:
         """A test is named by its file and its function, as pytest does."""

@@ -19,7 +19,9 @@ from pages.sources import check_page, is_shown  # noqa: E402
 DOCS = check_numbers.ROOT / "docs"
 README = check_numbers.ROOT / "README.md"
 SOURCED = sorted(path.stem for path in (DOCS / "sources").glob("*.toml"))
-SOURCED = [stem for stem in SOURCED if stem not in ("papers", "pictures", "summary_only", "unchecked")]
+SOURCED = [
+    stem for stem in SOURCED if stem not in ("documents", "papers", "pictures", "summary_only", "unchecked")
+]
 PAGE = """# A page
 JAX 0.4 serves 12 tokens of `llama2-13b` on an H200, 3.5 times
 as many ([there](other_page_7.md)).
@@ -139,6 +141,39 @@ def test_a_number_with_a_unit_is_a_figure(tmp_path: Path) -> None:
     )
     found = figures_of(read_page(tmp_path / "page.md", "page.md"))
     assert found == ["3", "5", "1.5", "20", "7"]
+
+
+@pytest.mark.parametrize(
+    ("text", "figures"),
+    [
+        ("5ms-9ms, 2x-3x, 5 ms-9 ms", ["5", "9", "2", "3", "5", "9"]),
+        ("1.5\u00b5s-3\u00b5s, 2x-3x-4x and 5%-9%", ["1.5", "3", "2", "3", "4", "5", "9"]),
+        ("A 13B-7 and opt-13b-8 are names", []),
+    ],
+)
+def test_both_ends_of_a_range_with_units_are_figures(tmp_path: Path, text: str, figures: list[str]) -> None:
+    (tmp_path / "page.md").write_text(f"{text}\n")
+    assert figures_of(read_page(tmp_path / "page.md", "page.md")) == figures
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        *(("one and a half times", 1.5), ("two and a half", 2.5), ("three-and-a-quarter-fold", 3.25)),
+        *(("four and a third times", 13 / 3), ("quadruple", 4), ("quadrupled", 4), ("quintupled", 5)),
+        *(("doubling", 2), ("ten", 10), ("thirteen", 13), ("fourteen", 14), ("sixteen times", 16)),
+        *(
+            ("seventeen", 17),
+            ("eighteen-fold", 18),
+            ("nineteen percent", 19),
+            ("twenty and a half times", 20.5),
+        ),
+    ],
+)
+def test_the_worth_of_a_number_in_words(text: str, value: float) -> None:
+    ((shown, start, end),) = number_words.find(f"It is {text}.")
+    assert (start, end) == (6, 6 + len(text))
+    assert number_words.worth(shown) == pytest.approx(value)
 
 
 def test_numbers_in_words(tmp_path: Path) -> None:
@@ -281,7 +316,7 @@ def test_the_exit_status_says_whether_all_is_right(
 ) -> None:
     (tmp_path / "docs" / "sources").mkdir(parents=True)
     (tmp_path / "docs" / "results").mkdir()
-    rules = "[kinds]\n[summary_only]\n[attachments]\n"
+    rules = "[kinds]\n[computed]\n[summary_only]\n[attachments]\n"
     (tmp_path / "docs" / "sources" / check_numbers.SUMMARY_ONLY).write_text(rules)
     (tmp_path / "README.md").write_text("It takes 5 s.\n")
     (tmp_path / "docs" / "run.json").write_text('{"s": 4.9}')
@@ -306,6 +341,9 @@ ATTACKS = [
     ("README.md", "`recomputed_tokens=45`", "`recomputed_tokens=145`"),
     ("README.md", "\n## Install", "\nIt is 3x as fast and answers in 5ms, 20K requests.\n\n## Install"),
     ("README.md", "\n## Install", "\nIt takes half of vLLM's time.\n\n## Install"),
+    ("README.md", "\n## Install", "\nIt is quadrupled.\n\n## Install"),
+    ("README.md", "think for 20 s", "think for 21 s"),
+    ("README.md", "40 GB of device", "50 GB of device"),
     ("README.md", "make test    # the short tests", "make test    # the 9,000 tests"),
     ("docs/evaluation.md", "takes two thirds of vLLM's time", "takes half of vLLM's time"),
     ("docs/cells.md", "# [4, 2]", "# [4, 3]"),
@@ -334,7 +372,9 @@ def test_an_attack_on_a_page_is_seen(tmp_path: Path, name: str, old: str, new: s
         ('"reading"', "3.5", "on the front page such a figure needs a document"),
         ('"status"', "3.5", "3.5 is not of the form of status"),
         ('"tested"', "3.5", "there is no such test"),
-        ('["status", "setting"]', "3.5", None),
+        ('["status", "setting"]', "3.5", "settings have an entry of their own"),
+        ('"setting"', "3.5", "3.5 is no setting or flag of the page's documents"),
+        ('["status", "size"]', "3.5", None),
     ],
 )
 def test_reasons_are_of_a_closed_list(tmp_path: Path, kind: str, figures: str, words: str | None) -> None:
@@ -346,6 +386,31 @@ def test_reasons_are_of_a_closed_list(tmp_path: Path, kind: str, figures: str, w
     page = read_page(tmp_path / "page.md", "README.md")
     errors = check_page(page, tmp_path / "page.toml", Documents(tmp_path), tmp_path)
     assert errors == [] if words is None else words in "\n".join(errors)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        '{"command": "a.py --window_s=3.5 --json=a.json"}',
+        '{"command": "a.py --rates=1,3.5GB"}',
+        '{"results": {"settings": {"window_s": 3.5}}}',
+        '{"results": {"systems": [{}, {"config": {"cache": {"share": 3.5}}}]}}',
+    ],
+)
+def test_a_setting_on_the_front_page_is_that_of_a_document(tmp_path: Path, document: str) -> None:
+    (tmp_path / "page.md").write_text("It takes 3.5 s.\n")
+    (tmp_path / "run.json").write_text(document)
+    (tmp_path / "page.toml").write_text(
+        '[documents]\nrun = "run.json"\n[[prose]]\nheading = ""\nreason = "a run"\nkind = "setting"\n'
+        'figures = "3.5"\n'
+    )
+    page = read_page(tmp_path / "page.md", "README.md")
+    read_document.cache_clear()
+    assert check_page(page, tmp_path / "page.toml", Documents(tmp_path), tmp_path) == []
+    (tmp_path / "run.json").write_text(document.replace("3.5", "3.6"))
+    read_document.cache_clear()
+    page = read_page(tmp_path / "page.md", "README.md")
+    assert "3.5 is no setting" in "".join(check_page(page, tmp_path / "page.toml", Documents(tmp_path)))
 
 
 def test_pictures_are_of_their_documents() -> None:
