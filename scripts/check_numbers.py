@@ -4,14 +4,15 @@
     python scripts/check_numbers.py --list_prose     # the figures that are of no document, with the reasons
     python scripts/check_numbers.py --propose=PAGE   # sections with figures that still lack a source
     python scripts/check_numbers.py --record_pictures  # after pictures were drawn again
+    python scripts/check_numbers.py --record_documents  # after a document was added, run again or removed
 
 `docs/sources/<page>.toml` says where the figures of a page come from; CONTRIBUTING.md says how. The diary
 (docs/log.md) is left out. A page without such a file must be named, with a reason, in
 `docs/sources/unchecked.toml`.
 
-The documents in docs/results are checked as well: each names a clean commit of this history, and the figures
-of a serving benchmark are computed again from its requests. `docs/sources/summary_only.toml` lists the
-documents from before these rules.
+The documents in docs/results are checked as well: each names a clean commit of this history, and measured
+load points are computed again from their requests. `docs/sources/documents.toml` has the SHA-256 of each
+document; `docs/sources/summary_only.toml` lists the documents from before these rules.
 """
 
 from __future__ import annotations
@@ -26,7 +27,14 @@ from absl import flags
 from pages.expressions import Documents
 from pages.page import WRITTEN, Page, WordsIn, read_page
 from pages.pictures import check_pictures, record_pictures
-from pages.result_documents import History, check_results, read_rules
+from pages.recorded import check_records, read_records, record_documents
+from pages.result_documents import (
+    SUMMARY_ONLY_SINCE,
+    History,
+    check_results,
+    check_summary_only,
+    read_rules,
+)
 from pages.sources import check_page
 from refresh_pages import refreshed
 
@@ -39,6 +47,7 @@ PROFILES = ROOT / "pensieve_jax" / "simulator" / "profiles"
 DIARY = "log.md"
 UNCHECKED = "unchecked.toml"
 SUMMARY_ONLY = "summary_only.toml"
+DOCUMENTS = "documents.toml"
 README = "README.md"
 IN_WORDS = (README, "docs/evaluation.md", "docs/paper_and_we.md")
 """Pages whose numbers in words are figures everywhere; on others, before the second heading alone."""
@@ -147,11 +156,36 @@ def proposal(page: Page) -> list[str]:
     ]
 
 
+def document_errors(docs: Path, history: History) -> list[str]:
+    """Return what is wrong with the documents in docs/results."""
+    folder, sources = docs / "results", docs / "sources"
+    rules = read_rules(sources / SUMMARY_ONLY)
+    return [
+        *check_results(folder, rules, history),
+        *check_summary_only(folder, rules, history, SUMMARY_ONLY_SINCE),
+        *check_records(folder, rules, read_records(sources / DOCUMENTS)),
+    ]
+
+
+def record(docs: Path) -> int:
+    """Record the digests of documents that pass all other checks; return the exit status."""
+    folder, sources = docs / "results", docs / "sources"
+    rules = read_rules(sources / SUMMARY_ONLY)
+    if errors := check_results(folder, rules, History(docs.parent)):
+        print("\n".join([*errors, "no digest was recorded"]))
+        return EXIT_FAILED
+    changed, refused = record_documents(folder, sources / DOCUMENTS, rules)
+    print("\n".join([*changed, *refused]) or "every document is recorded")
+    return EXIT_FAILED if refused else 0
+
+
 def main() -> int:
     docs = ROOT / "docs"
     if FLAGS.record_pictures:
         print("\n".join(record_pictures(docs, documents_of(docs))) or "no picture was drawn again")
         return 0
+    if FLAGS.record_documents:
+        return record(docs)
     checked = check(docs, ROOT / README)
     if FLAGS.propose:
         for page, _ in checked:
@@ -165,7 +199,7 @@ def main() -> int:
     if history.notice:
         print(f"not checked: {history.notice}")
     errors = [error for _, errors in checked for error in errors]
-    errors += check_results(docs / "results", read_rules(docs / "sources" / SUMMARY_ONLY), history)
+    errors += document_errors(docs, history)
     errors += check_pictures(docs, documents_of(docs))
     done = "every figure with a source is that of its document; --list_prose lists the others"
     print("\n".join(errors) or done)
@@ -176,6 +210,7 @@ def define_flags() -> None:
     """The command line."""
     flags.DEFINE_bool("list_prose", False, "List the figures that are of no document, with the reasons.")
     flags.DEFINE_bool("record_pictures", False, "Write the digests of pictures that were drawn again.")
+    flags.DEFINE_bool("record_documents", False, "Write the digests of documents that are new or run again.")
     flags.DEFINE_string("propose", None, "Print entries for this page's figures without a source.")
 
 

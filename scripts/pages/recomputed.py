@@ -76,7 +76,7 @@ def differences(point: Mapping[str, Any], arrays: Arrays, window_s: tuple[float,
     """Return a sentence for each figure of a load point that its requests contradict, or that is missing."""
     max_lag_s = point.get("max_client_lag_s")
     found = recomputed(arrays, window_s, math.inf if max_lag_s is None else max_lag_s)
-    errors = _impossible(arrays)
+    errors = [*_impossible(arrays), *_uncounted(point, arrays, window_s)]
     relative = max(_RELATIVE_TOLERANCE, _TIME_TOLERANCE_S / (found["seconds"] or math.inf))  # of rates
     for name, value in found.items():
         if name not in point:
@@ -102,6 +102,24 @@ def _impossible(arrays: Arrays) -> list[str]:
         "more or fewer tokens read than sent": (read != sent) & is_answered,
     }
     return [f"{np.count_nonzero(rows)} requests have {what}" for what, rows in wrong.items() if rows.any()]
+
+
+def _uncounted(point: Mapping[str, Any], arrays: Arrays, window_s: tuple[float, float]) -> list[str]:
+    """Return what is wrong with the counts that requests bound and do not determine."""
+    errors = []
+    refused = point.get("num_refused")
+    if type(refused) is not int or refused < 0:
+        errors.append(f"num_refused is {refused}; it must be a number from 0 on")
+    start_us, end_us = (_whole_us(edge_s) for edge_s in window_s)
+    arrival, end = np.asarray(arrays["arrival_us"]), np.asarray(arrays["end_us"])
+    is_within = (arrival >= start_us) & (end >= 0) & (end < end_us)
+    suspended = np.count_nonzero(is_within & (np.asarray(arrays["wasted_tokens"]) > 0))
+    counted = point.get("num_suspensions")
+    if suspended and (counted is None or counted < suspended):
+        errors.append(f"num_suspensions is {counted}; its requests give at least {suspended}")
+    elif counted is not None and (type(counted) is not int or counted < 0):
+        errors.append(f"num_suspensions is {counted}; it must be a number from 0 on, or null")
+    return errors
 
 
 def _tokens(arrived: Sequence[Mapping[str, int]]) -> dict[str, float | int]:
