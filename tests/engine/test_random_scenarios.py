@@ -18,7 +18,7 @@ _SEARCH = settings(
 )
 
 
-@settings(_SEARCH, max_examples=200)
+@settings(_SEARCH, max_examples=100)
 @given(scenario=scenarios())
 def test_random_scenario(scenario: Scenario):
     """Tokens equal the reference whatever is moved, dropped, suspended, cancelled, cut or failed."""

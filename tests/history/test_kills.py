@@ -84,7 +84,7 @@ def is_left_alone(location: Path | str, request: pytest.FixtureRequest) -> bool:
 @pytest.mark.parametrize(
     ("location", "num_kills"),
     [
-        ("file", 20),
+        ("file", 8),
         pytest.param("file", enough(30, 200), marks=pytest.mark.long),
         pytest.param("postgres", enough(12, 100), marks=pytest.mark.long),
     ],

@@ -55,7 +55,10 @@ def run_schedule(preset: str, insertion: str, seed: int, lengths: tuple[int, ...
     return totals
 
 
-@pytest.mark.parametrize(("preset", "insertion"), FEW_CASES)
+@pytest.mark.parametrize(
+    ("preset", "insertion"),
+    [FEW_CASES[0], *(pytest.param(*c, marks=pytest.mark.long) for c in FEW_CASES[1:])],
+)
 def test_random_schedules_are_those_of_a_dense_model(preset, insertion):
     """Queries join, leave, are preempted and are cancelled; `tests.search_schedules` runs more."""
     totals = run_schedule(preset, insertion, 0, LENGTHS)

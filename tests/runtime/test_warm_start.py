@@ -26,6 +26,7 @@ def first(cache_dir):
     return run_start(Start(cache_dir), **FAST)
 
 
+@pytest.mark.long
 def test_a_second_start_makes_nothing(cache_dir, first):
     """Nothing is traced, lowered or compiled, in a process whose hashes are others."""
     assert first.events["traced"] >= first.events["compiled"] >= len(executables(cache_dir)) > 8

@@ -306,6 +306,7 @@ def test_a_file_of_another_run_is_refused(figure, stubs, tmp_path):
         figure(parts="")
 
 
+@pytest.mark.long
 def test_tokens_of_two_devices(launch, compilation_cache, capsys, monkeypatch):
     """State moves every way and the tokens are right; one wrong token is found by both comparisons."""
     kept = {}
