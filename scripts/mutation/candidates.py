@@ -11,6 +11,7 @@ import ast
 import difflib
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import PurePosixPath
 from typing import Any, Final
 
 from cosmic_ray.ast import ast_nodes, get_ast
@@ -19,13 +20,15 @@ from cosmic_ray.mutating import mutate_code
 from mutation.mutants import Candidate, Mutant, digest
 from mutation.operators import OPERATORS
 
+_CHECKERS: Final = "integrity.py"
+"""Files whose assertions are what they are for; elsewhere an assertion only states what cannot happen."""
 _LOGGERS: Final = frozenset({"_log", "log", "logger", "logging"})
 type Point = tuple[int, int]
 
 
 def find_candidates(file: str, text: str) -> list[Candidate]:
     """Return where each operator applies in a file, in the order of the text."""
-    excluded = list(_excluded_ranges(text))
+    excluded = list(_excluded_ranges(text, keeps_assertions=PurePosixPath(file).name == _CHECKERS))
     counts: Counter[str] = Counter()
     found = []
     for node in ast_nodes(get_ast(text)):
@@ -90,11 +93,12 @@ def _enclosing(tree: ast.Module, line: int) -> str:
         body = outermost.body
 
 
-def _excluded_ranges(text: str) -> Iterator[tuple[Point, Point]]:
+def _excluded_ranges(text: str, *, keeps_assertions: bool) -> Iterator[tuple[Point, Point]]:
     """Yield what changes nothing that is promised: annotations, assertions, decorators and logging."""
     lines = text.split("\n")
     for node in ast.walk(ast.parse(text)):
-        for part in _excluded_parts(node):
+        parts = [node.msg] if keeps_assertions and isinstance(node, ast.Assert) else _excluded_parts(node)
+        for part in parts:
             if part is not None:
                 yield (
                     _point(lines, part.lineno, part.col_offset),

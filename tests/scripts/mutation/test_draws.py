@@ -44,9 +44,9 @@ if __name__ == "__main__":
 '''
 
 
-def changes(text):
+def changes(text, file="one.py"):
     """Each line with what it may become."""
-    made = [make_mutant(candidate, text) for candidate in find_candidates("one.py", text)]
+    made = [make_mutant(candidate, text) for candidate in find_candidates(file, text)]
     return [(mutant.before.strip(), mutant.after.strip()) for mutant in made if mutant is not None]
 
 
@@ -88,6 +88,14 @@ def test_what_a_line_may_become(line, mutants):
 def test_what_promises_nothing_is_left_alone():
     assert changes(EXCLUDED) == []
     assert changes(EXCLUDED.replace("TYPE_CHECKING:", "CHECKING:")) != []
+
+
+def test_the_assertions_of_a_checker_are_changed_and_their_messages_are_not():
+    text = 'assert a < b, f"{1 + 1}"\n'
+    assert changes(text) == []
+    assert sorted(changes(text, "pensieve_jax/cache/integrity.py")) == [
+        ('assert a < b, f"{1 + 1}"', f'assert a {operator} b, f"{{1 + 1}}"') for operator in ("<=", ">=")
+    ]
 
 
 def test_what_follows_on_an_excluded_line_is_still_changed():
