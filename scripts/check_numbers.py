@@ -51,6 +51,10 @@ DOCUMENTS = "documents.toml"
 README = "README.md"
 IN_WORDS = (README, "docs/evaluation.md", "docs/paper_and_we.md")
 """Pages whose numbers in words are figures everywhere; on others, before the second heading alone."""
+_WHAT_TO_DO = (
+    "A wrong digit: correct the page. A new figure: --propose=PAGE drafts an entry for docs/sources. "
+    "CONTRIBUTING.md describes both under 'A figure's source'."
+)
 FRONT_PAGE = "front_page"  # the README of the repository; that of the pages is README, too
 
 
@@ -145,13 +149,16 @@ def prose(checked: Iterable[Checked]) -> list[str]:
 
 
 def proposal(page: Page) -> list[str]:
-    """Entries of prose for what has no source yet: to be sourced where there is a document, or named."""
+    """Return an entry of prose for each section with figures that lack a source.
+
+    A figure of a document goes into an expression instead; the others need a kind and a reason.
+    """
     by_heading: dict[str, list[str]] = defaultdict(list)
     for text, figure in page.figures:
         if figure.source is None:
             by_heading[text.heading].append(figure.shown)
     return [
-        f'[[prose]]\nheading = "{heading}"\nreason = ""\nfigures = "{" ".join(shown)}"\n'
+        f'[[prose]]\nheading = "{heading}"\nkind = ""\nreason = ""\nfigures = "{" ".join(shown)}"\n'
         for heading, shown in by_heading.items()
     ]
 
@@ -202,7 +209,7 @@ def main() -> int:
     errors += document_errors(docs, history)
     errors += check_pictures(docs, documents_of(docs))
     done = "every figure with a source is that of its document; --list_prose lists the others"
-    print("\n".join(errors) or done)
+    print("\n".join([*errors, _WHAT_TO_DO] if errors else [done]))
     return EXIT_FAILED if errors else 0
 
 

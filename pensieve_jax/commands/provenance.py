@@ -58,7 +58,7 @@ def provenance(device: str) -> dict[str, Any]:
         "hardware": {"device": device, **_host()},
         "versions": {"python": platform.python_version(), **_versions()},
         **source_state()._asdict(),
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "command": shlex.join([Path(sys.executable).name, *_program()]),
         "environment": _environment(),
     }
 
@@ -145,6 +145,14 @@ def _blob_id(content: bytes) -> str:
 def _digest(blobs: Iterable[tuple[str, str]]) -> str:
     lines = "".join(f"{blob} {name}\n" for name, blob in sorted(blobs))
     return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def _program() -> list[str]:
+    """Return the arguments of the interpreter: a module by its name where `-m` started it."""
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    if module is not None and module.origin == sys.argv[0]:
+        return ["-m", module.name.removesuffix(".__main__"), *sys.argv[1:]]
+    return sys.argv
 
 
 @functools.cache

@@ -174,7 +174,9 @@ class _Checker:
             figure = next((figure for figure in remaining if figure.shown == shown), None)
             if figure is None:
                 without = " ".join(figure.shown for figure in left)
-                raise ExpressionError(f"{shown} is not there, in this order; without a source are {without}")
+                raise ExpressionError(
+                    f"the sources list {shown}, which is not there in this order: {without}"
+                )
             figure.source, figure.is_prose = entry["reason"], True
 
     def _check_settings(self, figures: Iterable[str]) -> None:

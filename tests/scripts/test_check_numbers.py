@@ -237,7 +237,7 @@ def test_what_a_script_writes_is_its_own(tmp_path: Path) -> None:
         ("-0.2 ms", "0.2 ms", "shows 0.2"),
         ("3.5 times", "3.5 times and 3x", "3 has no source"),
         ("tokens=99", "tokens=99  # 98 of them", "98 has no source"),
-        ("JAX 0.4", "JAX 0.5", "0.4 is not there"),
+        ("JAX 0.4", "JAX 0.5", "list 0.4, which is not there"),
         ("as many", "as many, on 8 devices", "8 has no source"),
         ("| other | |", "| other | 5 (3) 4 |", "4 has no source"),
         ("| other |", "| another |", "0 rows have"),

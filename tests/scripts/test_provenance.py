@@ -131,3 +131,13 @@ def test_gpus_and_their_driver(monkeypatch) -> None:
     told = SimpleNamespace(stdout="NVIDIA H200, 580.95.05\nNVIDIA H200, 580.95.05\n")
     monkeypatch.setattr(provenance.subprocess, "run", lambda *_, **__: told)
     assert provenance._gpus() == [{"name": "NVIDIA H200", "driver": "580.95.05"}] * 2
+
+
+def test_a_module_is_named_as_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file would be a path of this machine."""
+    spec = SimpleNamespace(name="tests.search", origin="/somewhere/tests/search.py")
+    monkeypatch.setitem(provenance.sys.modules, "__main__", SimpleNamespace(__spec__=spec))
+    monkeypatch.setattr("sys.argv", ["/somewhere/tests/search.py", "--max_s=3"])
+    assert provenance.provenance("cpu")["command"].partition(" ")[2] == "-m tests.search --max_s=3"
+    monkeypatch.setattr("sys.argv", ["scripts/one.py", "--max_s=3"])
+    assert provenance.provenance("cpu")["command"].partition(" ")[2] == "scripts/one.py --max_s=3"
