@@ -7,7 +7,7 @@ came about. Called by: the engines, which make them, and whoever asked for a tur
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from pensieve_jax.core.errors import PensieveError
@@ -66,6 +66,8 @@ class Output:
       usage: where the tokens came from.
       seed: what a sampled turn was drawn with.
       logprobs: one entry per reply token where asked for, else None.
+      ended_at_s: when the turn ended, by the engine's clock, as the history has it; None from padded batches.
+        Outputs that differ in it alone are equal.
     """
 
     conversation_id: str | None
@@ -75,6 +77,7 @@ class Output:
     usage: Usage
     seed: int
     logprobs: tuple[TokenLogprob, ...] | None = None
+    ended_at_s: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,9 +105,10 @@ class TurnLedger:
         """
         turns = self._held(self._turns[reply.request] for reply, _ in endings)
         kept = [ending for ending in endings if ending[0].durable]
+        now_s = self._clock.now()  # once: a turn's output and the history say the same
         try:
             if kept:
-                records = [self._record(reply, reason) for reply, reason in kept]
+                records = [self._record(reply, reason, now_s) for reply, reason in kept]
                 attachments = [None if reply.node is None else reply.node.attachment for reply, _ in kept]
                 began_s = time.perf_counter()
                 refused = self._store.commit(records, attachments, self.in_use)
@@ -121,13 +122,13 @@ class TurnLedger:
             self.lose([reply for reply, _ in kept], error)
         for reply, reason in endings:
             if not reply.done:
-                self._settle(reply, reason)
+                self._settle(reply, reason, now_s)
         self._keeper.count(len(kept))
         return turns
 
     def cancel(self, reply: Reply) -> None:
         """End a turn as if it had never been sent."""
-        reply.finish("cancelled")
+        reply.finish("cancelled", self._clock.now())
         self._stats.num_turns_cancelled += 1
         self._roll_back(reply)
 
@@ -158,7 +159,7 @@ class TurnLedger:
     def _held(self, turns: Iterable[weakref.ref[Turn]]) -> list[Turn]:
         return [turn for held in turns if (turn := held()) is not None]
 
-    def _record(self, reply: Reply, reason: FinishReason) -> TurnRecord:
+    def _record(self, reply: Reply, reason: FinishReason, now_s: float) -> TurnRecord:
         request, conversation = reply.request, reply.request.conversation
         prompt = conversation.token_ids[conversation.num_history_tokens : request.num_prompt_end]
         node = reply.node
@@ -169,7 +170,7 @@ class TurnLedger:
             output_token_ids=tuple(reply.token_ids),
             seed=request.seed,
             finish_reason=reason,
-            created_at_s=self._clock.now(),
+            created_at_s=now_s,
             messages=reply.messages,
             output_text=reply.text if reply.has_text else None,
             turn_id=new_turn_id(conversation.head) if node is None else node.turn_id,
@@ -179,12 +180,12 @@ class TurnLedger:
             usage=request.usage(num_output_tokens=len(reply.token_ids)),
         )
 
-    def _settle(self, reply: Reply, reason: FinishReason) -> None:
+    def _settle(self, reply: Reply, reason: FinishReason, now_s: float) -> None:
         """A turn that was committed."""
         request, conversation = reply.request, reply.request.conversation
         # A step of look-ahead may have computed one token more than the reply has; it never counts.
         del conversation.token_ids[request.num_prompt_end + len(reply.token_ids) :]
-        self._loop.settle(request, reply.finish(reason))
+        self._loop.settle(request, reply.finish(reason, now_s))
         live = self._live_of(reply)
         if reply.node is not None and isinstance(live, Branch):
             self._conversations.branches.settled(live, reply.node)

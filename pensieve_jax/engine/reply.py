@@ -54,8 +54,8 @@ class Reply(ReplyTokens):
         """The history is to keep it."""
         return not self.request.conversation.one_off if self.node is None else self.node.durable
 
-    def finish(self, reason: FinishReason) -> Usage:
-        """Make the output; returns its accounting."""
+    def finish(self, reason: FinishReason, ended_at_s: float) -> Usage:
+        """Make the output of a turn that ended then; returns its accounting."""
         conversation = self.request.conversation
         usage = self.request.usage(num_output_tokens=len(self.token_ids))
         self.output = Output(
@@ -68,5 +68,6 @@ class Reply(ReplyTokens):
             usage=usage,
             seed=self.request.seed,
             logprobs=None if self.logprobs is None else tuple(self.logprobs),
+            ended_at_s=ended_at_s,
         )
         return usage

@@ -78,6 +78,12 @@ def test_what_is_not_durable_never_reaches_the_history():
         harness.store.load_turn("ann", spec.node.turn_id)
 
 
+def test_an_output_ends_when_the_history_says_so():
+    harness = Harness()
+    output = harness.turn("alice")
+    assert harness.store.load("alice").turns[0].created_at_s == output.ended_at_s is not None
+
+
 def test_usage_of_a_named_turn_is_kept():
     harness = Harness()
     output = harness.turn("alice")

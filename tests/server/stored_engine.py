@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,7 @@ class StoredEngine(FakeEngine):
             turn.fail(refused)
             return
         self.num_committed += 1
-        turn.output = output
+        turn.output = dataclasses.replace(output, ended_at_s=record.created_at_s)
 
 
 def resolving(tokenizer: Tokenizer, reader: HistoryReader) -> Resolver:

@@ -97,7 +97,9 @@ class ForegroundResponse:
         self._is_finished = True
         self._commit(output)
         self._counts |= completion_usage([output.usage])
-        return finished_response(self.head, output, self._services.now_s(), self._services.token_texts)
+        # The same time that a later request for it reads from the history.
+        ended_at_s = self._services.now_s() if output.ended_at_s is None else output.ended_at_s
+        return finished_response(self.head, output, ended_at_s, self._services.token_texts)
 
     def delivered(self) -> None:
         """Its client has got it, or whoever writes it calls `missed` otherwise."""

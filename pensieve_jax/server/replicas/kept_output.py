@@ -50,4 +50,5 @@ def output_of(view: TurnView, spec: TurnSpec) -> Output:
         finish_reason=cast(FinishReason, view.finish_reason),
         usage=usage,
         seed=spec.params.seed or 0,
+        ended_at_s=view.created_at_s,
     )

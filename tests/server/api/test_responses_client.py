@@ -50,6 +50,17 @@ def test_a_response_and_one_behind_it(server, client):
     assert client.responses.retrieve(second.id).to_dict() == second.to_dict()
 
 
+def test_a_response_ends_when_the_history_says_so(server, client):
+    """The server answers later than the engine commits; a second apart, the two differed."""
+    services, clock = server.harness.services, server.harness.clock
+    server.on_loop(lambda: setattr(services, "now_s", lambda: clock.now() + 1.0))
+    made = client.responses.create(input="hi")
+    assert client.responses.retrieve(made.id).to_dict() == made.to_dict()
+    events = list(client.responses.create(input="hi", stream=True))
+    made = events[-1].response
+    assert client.responses.retrieve(made.id).to_dict() == made.to_dict()
+
+
 def test_other_instructions_are_another_context(server, client):
     first = client.responses.create(input="hi", instructions="be kind")
     client.responses.create(input="and", instructions="be brief", previous_response_id=first.id)
