@@ -22,6 +22,20 @@ def test_a_queued_request_does_not_drop_its_own_chunks_for_its_own():
     cache.check()
 
 
+def test_a_later_request_that_loses_its_last_chunk_in_host_memory_is_empty():
+    """The only slot is that of the later request; the earlier one's page must leave the device."""
+    cache = Cache(3, 1)
+    first = cache.running("first", 2 * CHUNK)
+    late, early = cache.on_cpu("late", CHUNK), cache.idle("early", CHUNK)
+    cache.queued("early", early)
+    cache.queued("late", late)
+    cache.manager.begin_step()
+    assert cache.manager.grow(first, 3 * CHUNK)
+    assert cache.manager.take_drops() == (Drop("late", 0, DropReason.EARLIER_REQUEST, math.inf),)
+    assert states(early) == ["leaving"] and late.chunks == [] and late.num_kv_tokens == 0
+    cache.check()
+
+
 def test_in_host_memory_a_tie_falls_to_what_comes():
     cache = Cache(2, 1, policy="lru")
     cache.on_cpu("old", CHUNK, 50.0)
@@ -84,6 +98,19 @@ def test_one_order_is_asked_at_one_time_in_a_pass():
     evictor.allocate_page(9)
     (third,) = (drop.worth for drop in cache.manager.take_drops())
     assert third == pytest.approx(cache.policy.worth(_Active(90.0), 2, 110.0))
+
+
+def test_a_pass_has_the_time_at_which_an_idle_chunk_is_first_asked_for():
+    cache = Cache(2)
+    sequence, evictor = cache.running("a", 2 * CHUNK), cache.manager._evictor
+    evictor.begin_pass()
+    assert evictor.allocate_page(9) is None
+    cache.clock.advance(10.0)
+    cache.manager.release(sequence)
+    cache.manager._store.set_active(sequence, 90.0)
+    assert evictor.allocate_page(9) is not None
+    (drop,) = cache.manager.take_drops()
+    assert drop.worth == pytest.approx(cache.policy.worth(_Active(90.0), 0, 110.0))
 
 
 class _Active:

@@ -175,6 +175,16 @@ def test_every_chunk_and_every_orphan_is_in_the_census():
     assert sorted(cache.manager.held()) == [("mixed", 0), ("mixed", 1), ("mixed", 3)]
 
 
+def test_pages_of_idle_and_queued_sequences_are_available_but_not_to_their_owner():
+    cache = Cache(10, 10)
+    runs, idle = cache.running("runs", 3 * CHUNK), cache.idle("idle", CHUNK)
+    waits = cache.queued("waits", cache.on_both("waits", 2 * CHUNK, but=[1]))
+    assert cache.pool.num_free == 4
+    assert [cache.manager.num_available(asks) for asks in (None, runs, idle, waits)] == [7, 7, 6, 5]
+    cache.manager.suspend(runs)
+    assert [cache.manager.num_available(asks) for asks in (None, runs)] == [10, 7]
+
+
 def test_stats_count_places():
     cache = Cache(8, 5, clean_pages=2)
     cache.idle("idle", 2 * CHUNK)

@@ -183,6 +183,32 @@ def test_there_is_no_victim_without_a_candidate():
     assert order_over(cache, runs, waits, cache.manager.open("empty")).peek() is None
 
 
+def test_an_order_that_never_had_a_candidate_can_be_asked_again():
+    order = order_over(Cache(20))
+    assert order.peek() is None and order.peek() is None
+
+
+def test_each_worth_is_computed_once_in_a_pass():
+    """A new time makes every worth out of date; a sequence that changed as well is not valued twice."""
+
+    class Counting(RetentionPolicy):
+        def worths(self, offers, now_s):
+            num_valued.append(len(offers.chunks))
+            return super().worths(offers, now_s)
+
+    num_valued: list[int] = []
+    cache = Cache(20)
+    made = [cache.idle(str(i), CHUNK, 9.0 - i) for i in range(3)]
+    noted = dict.fromkeys(made)
+    order = VictimOrder(Counting(COSTS, CHUNK), Shelf.DIRTY, noted)
+    order.begin(100.0)
+    assert order.peek().sequence is made[0] and num_valued == [3]
+    cache.manager._store.set_active(made[0], 99.0)
+    noted[made[0]] = None
+    order.begin(110.0)
+    assert order.peek().sequence is made[1] and num_valued == [3, 3]
+
+
 @pytest.mark.parametrize("num_sequences", [63, 64, 65, 66, 130, 300])
 def test_all_of_many_give_way_in_order(num_sequences):
     """More than the front takes at once, and with ties across its end."""
@@ -232,6 +258,10 @@ def test_who_became_idle_anew_ranks_by_that():
     cache.manager._store.set_active(one, 95.0)
     noted[one] = None
     assert order.peek().sequence is two and not noted
+    cache.queued("two", two)
+    assert order.peek().sequence is one
+    cache.queued("one", one)
+    assert order.peek() is None
 
 
 def test_a_bin_that_ends_changes_the_order():
