@@ -98,3 +98,15 @@ def test_every_token_is_right_where_memory_is_short(cpu_pages):
     ]
     assert {True} in kinds and {False} in kinds and {True, False} not in kinds
     assert sum(len(step.drops) for step in harness.scheduled) > 0
+
+
+@pytest.mark.parametrize(("num_missing", "is_admitted"), [(63, True), (64, False)])
+def test_admission_does_not_count_the_tokens_of_decodes_that_pause(num_missing, is_admitted):
+    desk = apart(max_num_running=8)
+    for index in range(3):
+        desk.add(f"decode{index}", 1, max_tokens=50)
+    desk.step()
+    desk.add("long", 64 + num_missing, max_tokens=1)
+    desk.step()
+    late = desk.add("late", 1)
+    assert desk.step().admitted == ((late,) if is_admitted else ())

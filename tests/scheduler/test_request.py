@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from pensieve_jax.core.conversation import Conversation
+from pensieve_jax.core.outputs import Usage
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.scheduler.request import Request
+from pensieve_jax.scheduler.request import Request, _outside
 
 CHUNK = 16
 HISTORY, PROMPT = 118, 22
@@ -161,3 +162,41 @@ def test_accounting_looks_at_no_single_token() -> None:
     tracemalloc.stop()
     assert request.resume_recomputed_tokens == 4 * chunk_tokens
     assert num_bytes < 100_000, "a megabyte or more stands for a value for each token"
+
+
+def test_usage_before_admission_counts_only_the_prompt() -> None:
+    request = request_of(9, Chunks([False], CHUNK))
+    assert request.usage(0) == Usage(
+        prompt_tokens=1,
+        reused_gpu_tokens=0,
+        swapped_in_tokens=0,
+        recomputed_tokens=0,
+        prefilled_tokens=0,
+        output_tokens=0,
+    )
+
+
+def test_usage_of_a_new_conversation_counts_prefilled_tokens() -> None:
+    """An empty cache at admission: every prompt token is prefilled, and none is reused."""
+    conversation = Conversation("a", token_ids=list(range(9)))
+    options: dict[str, Any] = {"seed": 0, "ending_ids": (), "max_context_tokens": 40}
+    request = Request(0, conversation, Chunks([], CHUNK), SamplingParams(max_tokens=4), **options)  # type: ignore[arg-type]
+    request.on_admitted(CHUNK)
+    usage = request.usage(2)
+    assert (usage.prompt_tokens, usage.prefilled_tokens, usage.output_tokens) == (9, 9, 2)
+    assert (usage.reused_gpu_tokens, usage.swapped_in_tokens, usage.recomputed_tokens) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("holes", "num_tokens", "expected"),
+    [
+        ([], 0, []),
+        ([], 5, [(0, 5)]),
+        ([(0, 2)], 5, [(2, 5)]),
+        ([(1, 2)], 5, [(0, 1), (2, 5)]),
+        ([(0, 2), (4, 5)], 5, [(2, 4)]),
+        ([(0, 5)], 5, []),
+    ],
+)
+def test_the_complement_of_holes_starts_at_zero(holes, num_tokens, expected) -> None:
+    assert _outside(holes, num_tokens) == expected

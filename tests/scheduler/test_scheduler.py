@@ -249,3 +249,65 @@ def test_a_turn_at_the_context_limit_is_exhausted(max_tokens):
     request.max_total_tokens = 10
     desk.step()
     assert request.exhausted and request.num_output_tokens == 1
+
+
+def decoding_desk(num_decodes: int, **config) -> Desk:
+    """Return a desk with `num_decodes` requests that decode, and room to run more."""
+    desk = Desk(100, max_num_running=8, **config)
+    for index in range(num_decodes):
+        desk.add(f"decode{index}", 1, max_tokens=50)
+    desk.step()
+    return desk
+
+
+@pytest.mark.parametrize(("num_missing", "is_admitted"), [(60, True), (61, False)])
+def test_admission_counts_the_tokens_of_decodes(num_missing, is_admitted):
+    """Three decodes and the rest of a prompt fill the step of 64 tokens, or leave one."""
+    desk = decoding_desk(3)
+    desk.add("long", 61 + num_missing, max_tokens=1)
+    desk.step()
+    assert desk.steps[-1][-1] == ("long", 0, 61, False)
+    late = desk.add("late", 1)
+    assert desk.step().admitted == ((late,) if is_admitted else ())
+
+
+@pytest.mark.parametrize(("holes", "is_admitted"), [((0, 2, 4), True), ((0, 2, 4, 6), False)])
+def test_admission_counts_the_rows_of_decodes(holes, is_admitted):
+    """Three decodes, the holes, and the prompt behind them take all eight rows, or leave one."""
+    desk = decoding_desk(3, max_num_rows=8, max_num_batched_tokens=200)
+    desk.conversation("back", 161, *holes)
+    back, late = desk.add("back", 3), desk.add("late", 1)
+    assert desk.step().admitted == ((back, late) if is_admitted else (back,))
+
+
+def test_admission_stops_at_the_first_request_that_does_not_fit(monkeypatch):
+    """A later and smaller request does not overtake it, and the cache is asked once a step."""
+    desk = Desk(5)
+    desk.add("a", 40, max_tokens=9)
+    desk.step()
+    desk.add("large", 40)
+    desk.add("small", 1)
+    asked, try_admit = [], desk.cache.manager.try_admit
+
+    def noted(sequence, *args, **options):
+        assert len(asked) < 3, "admission goes on after a refusal"
+        asked.append(sequence)
+        return try_admit(sequence, *args, **options)
+
+    monkeypatch.setattr(desk.cache.manager, "try_admit", noted)
+    assert desk.step().admitted == ()
+    assert asked == [desk.scheduler.waiting[0].sequence]
+    assert [r.conversation.conversation_id for r in desk.scheduler.waiting] == ["large", "small"]
+
+
+def test_a_request_decodes_from_its_first_sampled_token_until_it_is_suspended():
+    desk = Desk(2, max_num_batched_tokens=20)
+    first = desk.add("a", 15, max_tokens=9)
+    second = desk.add("b", 15, max_tokens=9)
+    desk.step()
+    assert (first.is_decoding, second.is_decoding) == (True, False), "the second lacks 10 tokens"
+    desk.step()
+    assert (first.is_decoding, second.is_decoding) == (True, True)
+    while not desk.step().suspended:
+        pass
+    assert (first.is_decoding, second.is_decoding) == (True, False)

@@ -409,3 +409,22 @@ def test_tokens_up_to_the_last_reply_are_missed(roles, num_tokens):
 
 def test_messages_without_text_miss_nothing():
     assert resolver._missed_tokens(spoken("assistant", "user", size=0), 100) == 0
+
+
+@pytest.mark.parametrize("role", ["assistant", "user"])
+def test_the_first_message_of_a_context_continues_no_turn(resolving, role):
+    """It equals the reply to the same context, but nothing is before it."""
+    context = [{"role": role, "content": "fine"}, user("hi")]
+    first = resolving.resolve("ann", context, epoch=1, durable=False)
+    finish(first, "fine")
+    again = resolving.resolve("ann", context, epoch=1, durable=False)
+    assert (first.parent, again.parent) == (None, None)
+    assert again.messages == tuple(context)
+
+
+def test_the_shortest_context_that_continues_a_turn(resolving):
+    """One message, its reply, and a new message."""
+    first = resolving.resolve("ann", [user("hi")], epoch=1, durable=False)
+    finish(first, "fine")
+    context = [user("hi"), assistant("fine"), user("more")]
+    assert resolving.resolve("ann", context, epoch=1, durable=False).parent.turn_id == first.node.turn_id

@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import logging
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -414,3 +415,11 @@ def test_without_keys_pages_of_other_origins_change_nothing(tmp_path):
     keyed = Harness(ROUTES, settings=ServerSettings(api_keys_file=str(keys_file(tmp_path, alice="a"))))
     headers = {"origin": "https://any.example", "authorization": "Bearer a"}
     assert code(keyed, "POST", "/act", **headers) == 200
+
+
+def test_the_log_has_the_milliseconds_of_a_request(lines, monkeypatch):
+    times_s = iter((100.0, 101.2345678))
+    monkeypatch.setattr(middleware, "time", SimpleNamespace(perf_counter=lambda: next(times_s)))
+    run(ask(Harness(ROUTES), "GET", "/things/7"))
+    (line,) = lines()
+    assert line["duration_ms"] == 1234.568

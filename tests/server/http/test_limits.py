@@ -331,3 +331,44 @@ def test_the_queue_takes_two_for_each_that_runs(num_waiting, is_full):
         await asyncio.gather(*waiting, return_exceptions=True)
 
     asyncio.run(scenario())
+
+
+def test_a_cancelled_request_ahead_in_the_queue_holds_nobody_up():
+    """A place that falls free goes past it at once, before its task has run."""
+
+    async def scenario():
+        limits, _, _ = limits_of()
+        places = await fill(limits)
+        gone, late = (asyncio.ensure_future(limits.enter(owner)) for owner in "bc")
+        await asyncio.sleep(0)
+        gone.cancel()
+        places.pop().leave()
+        assert (limits.num_waiting, limits.num_inside) == (0, 10)
+        assert (limits.in_flight("b"), limits.in_flight("c")) == (0, 1)
+        assert (await late).num_turns == 1
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        assert (limits.num_waiting, limits.num_inside) == (0, 10)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("call", ["enter", "enter_now"])
+def test_one_turn_without_tokens_or_a_limit_is_the_default(call):
+    async def scenario():
+        limits, _, _ = limits_of()
+        place = limits.enter_now("a") if call == "enter_now" else await limits.enter("a")
+        assert place is not None and limits.num_inside == limits.in_flight("a") == 1
+        assert (place.num_turns, place.num_tokens, place.max_tokens) == (1, 0, None)
+
+    asyncio.run(scenario())
+
+
+def test_leaving_without_arguments_counts_no_tokens():
+    async def scenario():
+        limits, _, clock = limits_of()
+        clock.advance(1.0)
+        (await limits.enter("a")).leave()
+        assert limits.rate.per_second() == 0.0
+
+    asyncio.run(scenario())
