@@ -304,3 +304,19 @@ def test_what_is_missing_is_said():
 def test_malformed_messages_are_named(messages, field):
     with pytest.raises(InvalidRequestError, match=field):
         ChatFormat(byte_tokenizer()).turn_token_ids([], messages)
+
+
+@pytest.mark.parametrize(
+    ("template", "last_id", "is_told"),
+    [(None, 261, True), (None, 257, True), (None, 258, False), (PLAIN, 261, False), (PLAIN, 257, True)],
+)
+def test_a_reply_may_end_with_the_marker_of_the_template_or_the_end_of_sequence(template, last_id, is_told):
+    """Id 261 is `<|end|>`, which only the first template writes; 257 is the end of sequence."""
+    chat = ChatFormat(byte_tokenizer() if template is None else with_template(template))
+    earlier = ((user("a"),), "r", (*b"r", last_id), "stop")
+    assert chat.may_follow(earlier) is is_told
+    if is_told:
+        assert chat.turn_token_ids([earlier], [user("b")], as_told=True)
+    else:
+        with pytest.raises(ChatTemplateError, match="more than its text"):
+            chat.turn_token_ids([earlier], [user("b")], as_told=True)

@@ -243,3 +243,34 @@ def test_other_threads_run_meanwhile(work):
     finally:
         ended.set()
         thread.join()
+
+
+@pytest.mark.parametrize(
+    ("previous_id", "encoded"), [(None, "<unk>cat"), (9, "<unk>cat"), (1, "<s>cat"), (2, "</s>cat")]
+)
+def test_text_is_encoded_behind_the_special_token_before_it(monkeypatch, previous_id, encoded):
+    """Behind any other id it is encoded behind the special token with the lowest id."""
+    tokenizer, texts, encode = ZOO["metaspace"], [], Tokenizer._encode
+    monkeypatch.setattr(
+        Tokenizer, "_encode", lambda self, text, most: (texts.append(text), encode(self, text, most))[1]
+    )
+    ids = tokenizer.encode_after(previous_id, "cat")
+    assert [tokenizer.token_text(token_id) for token_id in ids] == ["c", "a", "t"]
+    assert texts == [encoded]
+
+
+def test_text_is_encoded_as_it_is_where_no_token_is_special():
+    backend = byte_level_backend(())
+    tokenizer = Tokenizer(backend)
+    assert tokenizer.special_ids == frozenset()
+    assert tokenizer.encode_after(None, "the cat") == backend.encode("the cat").ids
+    assert tokenizer.encode_after(None, "") == []
+
+
+def test_empty_text_is_not_encoded_behind_a_special_token(monkeypatch):
+    tokenizer, texts, encode = ZOO["metaspace"], [], Tokenizer._encode
+    monkeypatch.setattr(
+        Tokenizer, "_encode", lambda self, text, most: (texts.append(text), encode(self, text, most))[1]
+    )
+    assert tokenizer.encode_after(2, "") == []
+    assert texts == [""]

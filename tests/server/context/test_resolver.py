@@ -423,7 +423,7 @@ def test_the_first_message_of_a_context_continues_no_turn(resolving, role):
 
 
 def test_the_shortest_context_that_continues_a_turn(resolving):
-    """One message, its reply, and a new message."""
+    """It has one message, its reply, and a new message."""
     first = resolving.resolve("ann", [user("hi")], epoch=1, durable=False)
     finish(first, "fine")
     context = [user("hi"), assistant("fine"), user("more")]
