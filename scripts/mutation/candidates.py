@@ -97,7 +97,9 @@ def _excluded_ranges(text: str, *, keeps_assertions: bool) -> Iterator[tuple[Poi
     """Yield what changes nothing that is promised: annotations, assertions, decorators and logging."""
     lines = text.split("\n")
     for node in ast.walk(ast.parse(text)):
-        parts = [node.msg] if keeps_assertions and isinstance(node, ast.Assert) else _excluded_parts(node)
+        parts: list[Any] = _excluded_parts(node)
+        if keeps_assertions and isinstance(node, ast.Assert):
+            parts = [node.msg]
         for part in parts:
             if part is not None:
                 yield (
