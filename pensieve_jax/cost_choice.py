@@ -7,13 +7,11 @@ Called by: `assembly` and scripts (`common/engines.py`, `simulate.py`); `descrip
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
 import logging
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +25,7 @@ from pensieve_jax.core.user_directories import user_cache_dir
 from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.device.start_costs import StartSizes, measure_start_costs, start_sizes, too_few_lengths
 from pensieve_jax.runtime.executable_environment import environment
+from pensieve_jax.runtime.replacing import replacing
 
 _log = logging.getLogger(__name__)
 _SHIPPED_DIR = Path(__file__).parent / "cost_profiles"
@@ -199,13 +198,8 @@ def _save(path: Path, profile: CostProfile) -> bool:
     """Write the file atomically, since several engines may start at once; a failure is logged."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(".tmp", dir=path.parent)
-        with contextlib.ExitStack() as undo:
-            undo.callback(os.unlink, temporary)
-            os.close(descriptor)
+        with replacing(path, ".tmp") as temporary:
             profile.save(temporary)
-            os.replace(temporary, path)
-            undo.pop_all()
     except OSError as error:
         _log.warning("costs measured at this start are not kept in %s: %s", path.parent, error)
         return False

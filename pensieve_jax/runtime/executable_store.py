@@ -17,7 +17,6 @@ import hashlib
 import logging
 import os
 import pickle
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 
 from pensieve_jax.runtime.executable_environment import SOURCE_DIGEST, environment, source_digest
 from pensieve_jax.runtime.private_directory import is_private, make_private
+from pensieve_jax.runtime.replacing import replacing
 
 _log = logging.getLogger(__name__)
 _FIELD = "runner.compilation_cache_dir"
@@ -191,10 +191,5 @@ def _read(path: Path) -> bytes:
 
 def _write(path: Path, body: bytes) -> None:
     """Under its name a file is whole, whoever writes it at the same time."""
-    descriptor, temporary = tempfile.mkstemp(_TEMPORARY_SUFFIX, dir=path.parent)
-    with contextlib.ExitStack() as undo:
-        undo.callback(os.unlink, temporary)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(hashlib.sha256(body).digest() + body)
-        os.replace(temporary, path)
-        undo.pop_all()
+    with replacing(path, _TEMPORARY_SUFFIX) as temporary:
+        temporary.write_bytes(hashlib.sha256(body).digest() + body)
