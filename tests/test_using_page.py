@@ -31,7 +31,7 @@ def test_the_pieces_of_the_page_run_in_their_order(
 
     page, _, rest = PAGE.read_text(encoding="utf-8").partition("## Beside an event loop")
     pieces = re.findall(r"```python\n(.*?)```", page + rest.partition("\n## ")[2], re.DOTALL)
-    assert len(pieces) == 3, "the one of the event loop has a test of its own"
+    assert len(pieces) == 4, "the one of the event loop has a test of its own"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pensieve_jax, "LLM", smaller)
     names: dict[str, Any] = {"__name__": "__main__"}

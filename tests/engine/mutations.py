@@ -96,8 +96,8 @@ def fill_marks_the_next_chunk(patch):
 def stale_tail(patch):
     settle = TurnLedger._settle
 
-    def settled(self, turn, reason):
-        settle(self, turn, reason)
+    def settled(self, turn, *rest):
+        settle(self, turn, *rest)
         sequence = turn.request.sequence
         if sequence.num_kv_tokens % self._loop.cache.chunk_tokens:
             sequence.num_kv_tokens += 1
