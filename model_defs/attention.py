@@ -2,7 +2,7 @@
 
 `PagedAttention` writes the step's keys and values into the layer's page pool and attends through the page
 lists, one KV head group per device. `DenseAttention` is the oracle: one whole sequence, no pages, no
-kernel, no shared code. The models know only the protocol. Called by the runner and by tests.
+kernel, no shared code. The models know only the protocol.
 """
 
 import functools

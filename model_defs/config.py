@@ -2,7 +2,6 @@
 
 Owns the meaning of every field, the checks between them, and its JSON form. `hf_config` reads model
 directories, `registry` holds the named presets. Knows nothing of JAX, devices or weights.
-Called by everything in model_defs, and by the engine for lengths and special tokens.
 """
 
 import dataclasses

@@ -3,7 +3,7 @@
 Owns: the choice, which whoever traces a step makes for what is traced inside `summing`; without one it is the
 compiler's, which puts its own sum behind such a product. A sum is left to the norm that follows: until then
 there are `PartialSums`.
-Does not know: kernels, or models. Called by: layers, decoders, and the runner's step.
+Does not know: kernels, or models.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the choice, which whoever traces a step makes for what is traced inside `multiplying_by`; without one it
 is XLA's, which is asked in `layers`. Does not know: kernels, models, or how arrays lie on devices.
-Called by: layers, and the runner's step.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns `model_fingerprint`, a short string that a history store keeps to refuse conversations of another
 model. It depends on the arithmetic of the config and on where the weights come from, not on dtype,
-context length, mesh or directory; a converted checkpoint keeps its source's. Called by the engine.
+context length, mesh or directory; a converted checkpoint keeps its source's.
 """
 
 import hashlib

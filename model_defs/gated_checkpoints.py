@@ -1,7 +1,7 @@
 """What checkpoints of gated decoders have in common: the keys of config.json, and the names of tensors.
 
 Owns what several families share of `Family`; each of them says what is its own: defaults of missing keys,
-which projections have biases, options that are refused. Knows no family. Called by families.
+which projections have biases, options that are refused. Knows no family.
 """
 
 import dataclasses

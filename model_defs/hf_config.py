@@ -2,8 +2,7 @@
 
 Owns which family a config.json is of, and what no family supports. Which options are understood, which
 defaults missing ones have and which are refused by name is the families': an option that changes the
-arithmetic is never ignored. Knows nothing of weights. Called by loading and by whoever wants to know a model
-without loading it, or to tell another program of it.
+arithmetic is never ignored. Knows nothing of weights.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Reading options of config.json: each a typed value, a default for what is missing or null, or an error.
 
 Owns the readers, and the options that every family has. An option of a wrong type or out of range is an
-UnsupportedModelError that names it and its value. Called by families and by what they share.
+UnsupportedModelError that names it and its value.
 """
 
 import sys

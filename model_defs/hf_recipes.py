@@ -1,7 +1,7 @@
 """The recipe of each parameter of a config: which Hugging Face tensors it is made of, and how.
 
 Owns the look-up by our parameter names; the weight maps are the families'. Recipes of one config are the same
-objects for every layer: one compiled program each. Called by hf_weights, and by the export of trained models.
+objects for every layer: one compiled program each.
 """
 
 import functools

@@ -2,7 +2,6 @@
 
 Owns which kinds of rotary positions are understood and which defaults their options have, and how they are
 written. Kinds whose frequencies depend on the current length are refused by name: cached keys would be wrong.
-Called by what reads and writes the configs of decoders with rotary positions.
 """
 
 import math

@@ -3,7 +3,7 @@
 Owns the check that a checkpoint is exactly what the config asks for, made on headers before any data is
 read; only of a head beside a table that it is tied to are bytes compared. Each parameter is made of one to
 three tensors, as hf_recipes says, which go to the devices as the file has them and are cast, transposed and
-fused there, one parameter at a time. Called by loading.
+fused there, one parameter at a time.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """`load_model`: one entry for every source of weights.
 
 Owns the decision what a source string is: "random:<preset>", a converted (Orbax) directory, or a Hugging
-Face directory. Each kind of source has its own module. Called by the engine and by scripts.
+Face directory. Each kind of source has its own module.
 """
 
 import dataclasses

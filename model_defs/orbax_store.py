@@ -3,7 +3,6 @@
 Owns the layout of such a directory: `params/` (Orbax, sharded arrays, nested by parameter name) and
 model_config.json (the config, the digest of the weights' origin, the size and checksum of every file),
 which is written last and so marks a finished save. Tokenizer files are copied by the script, not here.
-Called by loading, convert_checkpoint and recurrent.
 """
 
 import json

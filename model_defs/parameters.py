@@ -2,7 +2,7 @@
 
 Owns the names ("layers.0.qkv.proj.kernel") that checkpoints, mappings and seeds refer to. A filler makes
 one array at a time, already on its devices, so a loader never holds more than one parameter beside the
-model. Called by loading, orbax_store and random_weights.
+model.
 """
 
 from collections.abc import Callable, Iterator

@@ -2,7 +2,7 @@
 
 Owns how a value follows from (seed, parameter name, index of the element): by an integer hash, so that a
 model is the same on any number of devices and in any order of creation, whatever its other layers, and so
-that the program of each distinct shape compiles in milliseconds. Called by loading and recurrent.
+that the program of each distinct shape compiles in milliseconds.
 """
 
 import functools

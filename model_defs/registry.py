@@ -1,7 +1,7 @@
 """Model families by name, named presets, and the sizes of a model.
 
 Owns the table of families, and what a config costs in parameters and bytes. Builds abstract models only: no
-array gets a value here. Called by loading, by the engine (memory planning) and by scripts.
+array gets a value here.
 """
 
 import dataclasses

@@ -2,7 +2,7 @@
 
 Only kinds whose frequencies do not depend on the current length are here: a cached key carries its
 rotation for ever. Frequencies are NumPy constants made once per model; cos and sin are made once per
-step from the positions and shared by all layers. Called by gated_decoder.
+step from the positions and shared by all layers.
 """
 
 import math

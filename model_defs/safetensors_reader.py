@@ -3,7 +3,7 @@
 Owns the file format (an 8-byte little-endian header length, a JSON header, raw data) and every check a
 header allows before data is touched: missing files, truncation, index and files that disagree, and, of a
 tensor that is wanted, its dtype. Data is memory mapped, so opening a checkpoint of any size is quick and
-reading holds one tensor. Knows nothing of models. Called by hf_weights and fingerprint.
+reading holds one tensor. Knows nothing of models.
 """
 
 import dataclasses

@@ -3,7 +3,7 @@
 Owns the mesh, the check that a model divides by it, and the one constraint helper the layers use.
 Column-parallel weights are split by KV head group or by intermediate dimension, row-parallel ones by
 the dimension that is summed over; everything else is replicated. `tp = 1` is a mesh of one device,
-not another code path. Knows nothing of checkpoints. Called by layers, loading, attention and the runner.
+not another code path. Knows nothing of checkpoints.
 """
 
 from collections.abc import Sequence

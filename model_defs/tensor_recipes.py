@@ -3,8 +3,7 @@
 Owns `Recipe` and the parts that weight maps of several families are put together from. Their linear weights
 are [out, in], ours [in, out] with the head dimensions apart; names are given without the prefix ("model." or
 "model.decoder."). Assembly happens on the devices, where a transpose costs nothing, so a recipe also says
-along which axis the tensors may be split beforehand. Knows nothing of files, and no family. Called by
-families; hf_recipes looks up what they made.
+along which axis the tensors may be split beforehand. Knows nothing of files, and no family.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,6 @@
 """The shape of the tiny presets, one a family: small enough for tests, and not blind to their context.
 
-Owns what they share. A name that ends in "-tiny" has the byte tokenizer, whose ids these are. Called by
-families.
+Owns what they share. A name that ends in "-tiny" has the byte tokenizer, whose ids these are.
 """
 
 import dataclasses

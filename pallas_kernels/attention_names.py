@@ -2,7 +2,6 @@
 
 Owns: the names. Does not know: anything about them; a back end is a row of `ragged_paged_attention.backends`,
 whose package imports JAX.
-Called by: that table, which a type checker keeps to these names, and the configurations of both engines.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Owns: the compute capabilities that Triton's and Mosaic's kernels need, and those with much shared memory.
 Does not know: any kernel, or what it serves besides.
-Called by: every package here that chooses a back end, the engine, which refuses what cannot run, and the
-models and the sampler, whose streams and scores lie on every device.
 """
 
 from __future__ import annotations

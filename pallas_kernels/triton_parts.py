@@ -2,7 +2,7 @@
 
 Owns: the three, and which precision and which instruction they take.
 Does not know: what is attended to, or where it lies.
-Called by: `pallas_triton` modules, of attention. Upstream has deprecated this back end: beside files of that
+Upstream has deprecated this back end: beside files of that
 name this is the only one that imports from it, and only they import this.
 """
 

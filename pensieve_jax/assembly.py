@@ -3,7 +3,6 @@
 Owns: which history goes with a model, and the order in which the parts are made, so that what can be refused
 is refused before minutes of loading and compiling.
 Does not know: turns, or what a model's name stands for (`model_source`).
-Called by: `LLM`, and by launchers that drive an `Engine` themselves.
 """
 
 from __future__ import annotations

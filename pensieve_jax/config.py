@@ -5,7 +5,6 @@ cannot work is a `ConfigError` that names the field, at construction; what depen
 length against pages, heads against devices) is checked where both are known, in `resolve_context_tokens` and
 in the runner.
 Does not know: models, devices, policies' code.
-Called by: people, scripts, and every layer above `core`.
 """
 
 from __future__ import annotations

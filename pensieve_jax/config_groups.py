@@ -3,7 +3,6 @@
 Owns: every tunable but one with its default, unit, limit and help, beside each other.
 Does not know: models, devices, policies' code, or how the groups fit together. Checks, docstrings and
 command-line flags are made of the fields by `core.options` and `commands.engine_flags`.
-Called by: `config`, from which everybody else has them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the order in which profiles are looked for, and the files of those shipped or measured at a start.
 Does not know: how costs are used (`cache.policies`), or how steps are timed (`device.start_costs`).
-Called by: `assembly` and scripts (`common/engines.py`, `simulate.py`); `description` tells what was chosen.
 """
 
 from __future__ import annotations

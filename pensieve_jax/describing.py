@@ -2,7 +2,6 @@
 
 Owns: the keys of these, and the lines.
 Does not know: what else an engine has to say, or how anything was chosen.
-Called by: `description`, and `rebatching.description`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Owns: what a caller can ask of a model, in one place.
 Does not know: how prompts become tokens (`PromptEncoder`), how turns are waited for (`stream`), batches,
 pages, or devices; it drives an `Engine`, from one thread.
-Called by: users of the library, and launchers.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: which names there are, fetching one from the hub, and which tokenizer a source has.
 Does not know: weights, devices or JAX, so that a process without them can encode prompts.
-Called by: `assembly`, commands, and the front of a server.
 """
 
 from __future__ import annotations

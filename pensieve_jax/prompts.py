@@ -3,7 +3,6 @@
 Owns: what a prompt may be (text, token ids, chat messages), where the beginning-of-sequence token stands,
 which messages a chat turn is rendered from, and what a shared prefix leaves of it.
 Does not know: jax, batches, how a turn runs or who waits for it. It changes and loads nothing.
-Called by: `LLM`, and `server.engine_process` for those who submit prompts to an engine's process.
 """
 
 from __future__ import annotations

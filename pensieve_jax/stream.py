@@ -2,7 +2,7 @@
 
 Owns: stepping the engine for whoever waits, and cancelling at once what nobody waits for any more. Where an
 interrupt keeps that from being done, nobody holds the turns, and the engine cancels them at its next call.
-Does not know: prompts. Called by: `LLM`.
+Does not know: prompts.
 """
 
 from __future__ import annotations

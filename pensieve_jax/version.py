@@ -4,7 +4,6 @@ Owns: where to look. An installed package has it in its distribution's metadata.
 editable mode or only found on the path, has pyproject.toml itself beside the package; that is read first,
 since the metadata of an editable install is as old as the install, and may be that of another checkout.
 Does not know: git, or when a version was made.
-Called by: the package, when somebody asks for `__version__`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Launchers in this process: one tiny model for all of them, and flags that leave no trace.
-
-Called by: `tests/conftest.py`, as a plugin, so that tests of commands and of scripts share the model.
-"""
+"""Launchers in this process: one tiny model for all of them, and flags that leave no trace."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Owns the family's config.json, weight map and presets. A Llama of transformers has no window: a file that asks
 for layers with one is of another model, and refused; `sliding_window` alone, which exports of other models
 carry along, means nothing. Its chat templates (Llama 2's `[INST]`, Llama 3's headers) continue a conversation
-as they are. Called by registry.
+as they are.
 """
 
 import dataclasses

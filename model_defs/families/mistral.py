@@ -5,7 +5,7 @@ name; one as long as the context hides none and is accepted. Where config.json d
 one, of 4,096, as in transformers: that is Mistral's first version, and later ones say null. The chat
 templates write `[INST]` around a user's message and an end-of-sequence token behind a reply, and continue a
 conversation as they are, unless a system message is given: later versions move that to the last user's
-message, and `LLM.chat` refuses the second turn. Called by registry.
+message, and `LLM.chat` refuses the second turn.
 """
 
 from typing import Any

@@ -2,7 +2,7 @@
 
 Covers the published variants: pre-norm (all but 350m), post-norm with an embedding table narrower than
 the hidden size (350m), and models without biases or without affine norms. Owns the modules, and the family's
-config.json, weight map and presets. Its tokenizers have no chat template. Called by registry.
+config.json, weight map and presets. Its tokenizers have no chat template.
 """
 
 from typing import Any

@@ -4,7 +4,7 @@ Owns the family's config.json, weight map and presets. Small models of it tie th
 sliding window are refused: which ones they are has changed between versions of transformers. Nothing stands
 before a conversation unless the tokenizer's own files ask for it. The chat templates are ChatML with a system
 message of their own where none is given; they write that into the first turn, and continue a conversation as
-they are. Called by registry.
+they are.
 """
 
 from typing import Any

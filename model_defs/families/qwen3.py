@@ -4,7 +4,7 @@ Owns that layer, and the family's config.json, weight map and presets. `head_dim
 heads times it is not the hidden size. Layers with a sliding window are refused. The official chat template
 writes a reply without its reasoning once a later question follows, and puts an empty one before a reply that
 has none: a conversation under it does not only grow, so `LLM.chat` refuses its second turn. A template that
-writes replies as they were said serves. Called by registry.
+writes replies as they were said serves.
 """
 
 from typing import Any

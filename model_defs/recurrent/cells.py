@@ -2,7 +2,6 @@
 
 Owns: the fields of that, which are those of `pensieve_jax.cellular.Cell`; an engine takes either.
 Does not know: any engine, since models stand below them.
-Called by: every model of this package.
 
 A cell is a module, called as `module(inputs, **immediates)`: `inputs` is a tuple with a mapping of arrays
 [B, ...] for each state that it reads, an immediate is i32[B]. It returns a mapping of arrays, and says of

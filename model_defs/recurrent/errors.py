@@ -2,7 +2,6 @@
 
 Owns: that error.
 Does not know: JAX, or models.
-Called by: `requests` and `tree`; caught by whoever asks for a request.
 """
 
 import reprlib

@@ -2,7 +2,6 @@
 
 Owns: the model, its requests and how they unfold.
 Does not know: batches of an engine.
-Called by: users, and benchmarks.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the model, its one cell, its requests and how they unfold.
 Does not know: batches of an engine, text, or how tokens are drawn: the best one is taken.
-Called by: users, and benchmarks.
 
 Gu and Dao (2023), with selective state spaces of version 1, as transformers' `MambaForCausalLM` computes them
 for `state-spaces/mamba-130m-hf` and its like. One cell reads a prompt and writes a reply: requests in either

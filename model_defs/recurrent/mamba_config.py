@@ -2,7 +2,6 @@
 
 Owns: the config, how it is read from Hugging Face's, and the recipe of each parameter.
 Does not know: the arithmetic.
-Called by: `mamba`.
 """
 
 from __future__ import annotations

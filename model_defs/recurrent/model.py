@@ -2,7 +2,6 @@
 
 Owns: how an abstract model is filled, and what a saved one says of itself.
 Does not know: any architecture.
-Called by: every model of this package.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: their arrays, declared before any value exists, their precision, and the torch tensors that make them.
 Does not know: models, graphs, or where values come from.
-Called by: every model of this package.
 
 float32 means float32: matmuls then ask for HIGHEST precision, because GPUs default to TF32. Below it inputs
 of a matmul have the kernel's dtype, and everything else is float32.

@@ -2,7 +2,6 @@
 
 Owns: the checks of token ids and counts.
 Does not know: what becomes of them.
-Called by: every model of this package.
 """
 
 from __future__ import annotations

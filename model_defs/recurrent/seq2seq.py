@@ -2,7 +2,6 @@
 
 Owns: the model, its two cells, its requests and how they unfold.
 Does not know: batches of an engine.
-Called by: users, and benchmarks.
 
 Both cells leave the same kind of state, {h, c, token}, so that a decoder takes over the row of its encoder.
 An encoder leaves the <go> symbol as the token that the first decoder reads.

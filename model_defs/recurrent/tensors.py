@@ -2,7 +2,6 @@
 
 Owns: where they are read from, and the check that they are what a model is made of, before any is read.
 Does not know: models.
-Called by: every model of this package that imports weights.
 """
 
 from __future__ import annotations

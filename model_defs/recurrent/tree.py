@@ -2,7 +2,6 @@
 
 Owns: both forms, the way from one to the other, and their checks.
 Does not know: models, or graphs.
-Called by: `tree_lstm`, and whoever reads trees from files.
 """
 
 from __future__ import annotations

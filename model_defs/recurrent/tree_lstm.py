@@ -2,7 +2,6 @@
 
 Owns: the model, its two cells, its requests and how they unfold.
 Does not know: batches of an engine.
-Called by: users, and benchmarks.
 
 It is the binary tree of Tai, Socher and Manning (2015), section 3.2, for constituency trees: words stand at
 the leaves, each child has a forget gate of its own, and every gate reads both children. Names of torch

@@ -1,7 +1,6 @@
 """What every row of a sum is added to and multiplied with, the same for all rows.
 
 Owns: the arrays' names. Does not know: sums, or norms.
-Called by: `api`, `jax_triton`, and model code, which has the arrays.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: what a sum over devices is: in the order of devices, in float32, rounded once to what was summed.
 Does not know: how devices reach each other.
-Called by: model code inside `shard_map`, each device with its partial sums and its row of the table.
 """
 
 from __future__ import annotations

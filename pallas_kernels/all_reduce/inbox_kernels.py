@@ -2,7 +2,7 @@
 
 Owns: the bodies of both kernels, what goes into which inbox, and what becomes of what comes.
 Does not know: JAX, or who allocated the memory; a table of addresses says where it is.
-Called by: `jax_triton`, which launches them. Needs Triton, which the extra `triton` installs.
+Needs Triton, which the extra `triton` installs.
 
 How devices find each other's numbers, and what that takes for granted of all launches, is in `inboxes`.
 

@@ -2,7 +2,7 @@
 
 Owns: where inboxes are, what an empty one is, whose turn it is, and how long a device looks for a peer's.
 Does not know: what numbers are of, or what is done with them.
-Called by: `inbox_kernels`. Needs Triton, which the extra `triton` installs.
+Needs Triton, which the extra `triton` installs.
 
 An inbox that is empty is full of ones, all bits of it: a NaN that nobody sends, since senders replace it by
 another one. So who reads anything else has what was sent, and no fence or flag needs to travel behind it.

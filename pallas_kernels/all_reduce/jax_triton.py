@@ -1,8 +1,6 @@
 """Launches of the sums' kernels through jax-triton: NVIDIA GPUs from Ampere on.
 
 Owns: the arguments of a launch, and which kernel it is. Does not know: what the kernels do with them.
-Called by: `api`, which imports this file only where it is needed: jax-triton and Triton come with the extra
-`triton`.
 """
 
 from __future__ import annotations

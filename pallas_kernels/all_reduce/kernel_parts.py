@@ -2,7 +2,7 @@
 
 Owns: how a kernel reads its table, counts its launches, gives a peer up, and what is done to a sum.
 Does not know: how devices hand each other their rows.
-Called by: `inbox_kernels`, `inboxes` and `letter_kernels`. Needs Triton, which the extra `triton` installs.
+Needs Triton, which the extra `triton` installs.
 """
 
 from __future__ import annotations

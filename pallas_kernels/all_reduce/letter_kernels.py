@@ -2,7 +2,7 @@
 
 Owns: the body of the kernel in which devices tell each other where their arrays are.
 Does not know: JAX, or who allocated the memory; a table of addresses says where it is.
-Called by: `jax_triton`, which launches it. Needs Triton, which the extra `triton` installs.
+Needs Triton, which the extra `triton` installs.
 
 Every device adds up its own share of the rows, norms it, and writes the normed rows to where the peers want
 them. So launches begin with a letter, the addresses of their arrays, and none ends before its peers have done

@@ -2,7 +2,6 @@
 
 Owns: inboxes, flags and counters of every device, as arrays that nobody hands to a program: kernels know
 their addresses. Inboxes are bytes, for numbers of any size. Does not know: kernels, or when they run.
-Called by: whoever runs programs that exchange; they take `table`.
 
 A process sees the memory of all its devices at one address each, so an address is all that a peer needs. An
 exchange that failed leaves counters that differ from device to device: `renew` makes new ones.

@@ -1,7 +1,7 @@
 """Whether GPUs of this process reach each other's memory, as the driver says.
 
 Owns: the questions to the CUDA driver. Does not know: what would be written there.
-Called by: `api`. JAX makes peers' memory accessible where this says that it can be, and tells nobody.
+JAX makes peers' memory accessible where this says that it can be, and tells nobody.
 """
 
 from __future__ import annotations

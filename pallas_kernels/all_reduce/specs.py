@@ -1,7 +1,6 @@
 """Where everything of an exchange lies: the table of addresses that a device has, and its words.
 
 Owns: the layout of both, and how large rows and launches may be. Does not know: kernels, or JAX.
-Called by: `memory`, `api`, `jax_triton` and the kernels.
 
 A device's table holds 64-bit numbers: its place among the devices, the address of its own status word, then
 the addresses of everybody's inboxes, then of everybody's words. A device's words are a status, padding, for

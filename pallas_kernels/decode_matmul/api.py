@@ -1,7 +1,6 @@
 """The public call: argument checks, the choice of a back end, dispatch.
 
 Owns: what the kernel serves, and the error for what it does not. Does not know: how it works.
-Called by: the projections of models, inside a jit, where one device has all of a kernel's weights.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The product through Pallas' Mosaic GPU back end: NVIDIA Hopper, bfloat16.
 
-Owns: the kernel. Does not know which tile is best, or who multiplies what. Called by: `api`.
+Owns: the kernel. Does not know which tile is best, or who multiplies what.
 
 With so few rows a product is bound by reading its weights, once, as fast as memory goes. A program makes all
 rows of some columns: one warpgroup fetches blocks of x and w through the tensor memory accelerator into a

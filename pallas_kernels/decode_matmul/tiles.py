@@ -1,8 +1,7 @@
 """Which part of a product one program of the kernel makes, and how far ahead it fetches.
 
 Owns: the sizes and what they must divide; the numbers come from `scripts/benchmark_decode_matmul.py`. Does
-not know how the kernel works. Called by: every module of the package; tests and the benchmark pass tiles of
-their own.
+not know how the kernel works.
 """
 
 from __future__ import annotations

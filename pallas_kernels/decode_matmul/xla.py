@@ -1,6 +1,6 @@
 """The same product in plain XLA: what the kernel is tested against, and what serves everything else.
 
-Owns: the formula. Does not know which of the two is faster. Called by: `api`.
+Owns: the formula. Does not know which of the two is faster.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The two copies, their checks, the choice of a back end, and the back end that always works.
 
 Owns: what a batch of pages and its padding mean. Does not know what pages hold, or where the arrays go.
-Called by: the engine's transfers, inside a jit and, with several devices, inside `shard_map`, so shapes are
-one shard's.
 
 A page of several layers lies in as many pools; a *chunk* here is the same page of all of them as one array
 [num_layers, rows, 2 * num_kv_heads, head_dim], which is what moves between memories in one piece. A page has

@@ -1,7 +1,6 @@
 """The two copies of `api` with chunks in their packed form: `packing` says what that is.
 
 Owns: their checks and the choice of a back end. Does not know what becomes of a chunk that cannot be packed.
-Called by: the engine's transfers, as `api` is.
 """
 
 from __future__ import annotations

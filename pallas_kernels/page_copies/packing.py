@@ -2,8 +2,7 @@
 platform.
 
 Owns: the format, for which pages there is one, and the arithmetic of one number that both back ends share.
-Does not know: pools, or who counts chunks that did not fit. Called by: `packed_copies`, `triton_packing`, and
-whoever sizes host memory.
+Does not know: pools, or who counts chunks that did not fit.
 
 A bfloat16 is a sign, 8 bits of exponent and 7 of mantissa. A *tile* is what a page has of one layer and head
 row: [page_size, head_dim] numbers. A row is the key or the value of one token and KV head. Exponents lie

@@ -1,7 +1,7 @@
 """Page copies through Pallas' Triton back end: NVIDIA GPUs from Ampere on.
 
 Owns: the two kernels and their launches. Does not know what a page number means beyond its range.
-Called by: `api`, and for its launches `triton_packing`. Upstream has deprecated this back end, so nothing
+Upstream has deprecated this back end, so nothing
 outside these two files imports from it.
 
 XLA must stack the chunks before it can scatter them, or copies layer by layer: many small operations. Here

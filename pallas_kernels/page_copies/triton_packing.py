@@ -1,7 +1,7 @@
 """Packing and unpacking of pages through Pallas' Triton back end: NVIDIA GPUs from Ampere on.
 
 Owns: the two kernels and their launches. Does not know what the format is for.
-Called by: `packed_copies`. Upstream has deprecated this back end; see `pallas_triton`, whose launches these
+Upstream has deprecated this back end; see `pallas_triton`, whose launches these
 are like, but that a program moves one tile: many small programs hide each other's waits.
 
 A tile is one block [halves, rows, groups, numbers] from the load to the store. Numbers whose codes share a

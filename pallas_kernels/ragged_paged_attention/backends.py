@@ -2,8 +2,6 @@
 
 Owns: what each back end is, what it serves and on which devices, and the words that say why one was chosen.
 Does not know: how any back end works, or what a tile is.
-Called by: `api` and `tile_specs`; `ring_decode.backends`, from whose table is chosen alike; the engine, which
-chooses once for all its buckets and says so; benchmarks.
 """
 
 from __future__ import annotations

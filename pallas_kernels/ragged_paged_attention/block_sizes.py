@@ -1,7 +1,7 @@
 """Block sizes of the tiled back ends: which tile classes a step of a given shape uses.
 
 Owns: the numbers, and only numbers; they come from `scripts/benchmark_kernels.py --sweep`. Does not know what
-a kernel does with them. Called by: `tile_specs`; tests and the benchmark pass their own instead.
+a kernel does with them.
 """
 
 from __future__ import annotations

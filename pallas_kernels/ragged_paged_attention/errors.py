@@ -1,7 +1,6 @@
 """Errors of the attention package: an argument that no back end, or not the chosen one, can serve.
 
 Owns: the one error type. Does not know: what any back end serves.
-Called by: `api` and what it calls, always before anything is traced or launched.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What `mosaic_threads` makes instructions of, computed for all threads of a warpgroup, on any device.
 
 Owns: the meaning of a thread's operations, among them the fragments of matrix products, as arrays with an
-element for each thread. Does not know what is computed. Called by: `mosaic_bytes`, to interpret a kernel.
+element for each thread. Does not know what is computed.
 
 Here all threads take every step together, so there is nothing to wait for; memory is as the kernel's
 references show it, without swizzling.

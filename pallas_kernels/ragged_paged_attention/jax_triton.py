@@ -1,8 +1,7 @@
 """Ragged paged attention in plain Triton, through jax-triton: NVIDIA GPUs from Ampere on.
 
 Owns: the launches of `jax_triton_kernels`: one for each tile class, and the merge. Does not know how tiles
-are chosen (`tile_lists`), nor what the kernels do. Called by: `api`, which imports this file only where the
-back end was asked for: jax-triton and Triton come with the extra `triton`.
+are chosen (`tile_lists`), nor what the kernels do.
 
 The way out should Pallas drop its Triton back end: same tile lists, same block sizes, no Pallas.
 """

@@ -1,7 +1,7 @@
 """Ragged paged attention in plain Triton: the tiles of `pallas_triton` without Pallas.
 
 Owns: two kernels' bodies: attention over the tiles of one class, and the merge of split key ranges. Does not
-know how tiles are chosen (`tile_lists`), nor JAX: `jax_triton` launches them. Called by: `jax_triton`.
+know how tiles are chosen (`tile_lists`), nor JAX: `jax_triton` launches them.
 
 One program serves one tile and one KV head, as `pallas_triton` says: the query heads of that KV head and the
 tile's tokens fold into the rows of one matrix, keys come by a gather over row addresses, page ids are read an

@@ -1,7 +1,7 @@
 """Writing new keys and values into one layer's pool of pages.
 
 Owns: the order of K and V inside a page. Does not know which page belongs to whom; slots come from the
-planner. Called by: the models' attention wrapper, once per layer and step, before the attention itself.
+planner.
 """
 
 from __future__ import annotations

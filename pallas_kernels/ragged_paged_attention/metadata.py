@@ -1,8 +1,7 @@
 """The tile list: a step's attention cut into pieces of bounded, similar size.
 
 Owns: the flat i32 array of a step, and its builder, which runs on the host with numpy or inside a jit with
-jax.numpy on the same lines of code. Does not know: what a kernel does with a tile. Called by: the step
-planner and `api`.
+jax.numpy on the same lines of code. Does not know: what a kernel does with a tile.
 
 What a tile and a merge are: `tile_lists`; where they lie in the array: `tile_specs`.
 """

@@ -2,7 +2,7 @@
 
 Owns: which thread holds which query, key, value and sum, how codes become operands, the online softmax, and
 the merge of the four warps' sums. Does not know what a register is: `mosaic_threads` makes instructions of
-these lines, `interpreted_threads` computes them for all lanes on any device. Called by: `mosaic_bytes`.
+these lines, `interpreted_threads` computes them for all lanes on any device.
 
 The four warps share out a block's keys; each has sums of its own until the item ends, and nothing is waited
 for between them before. Products are m16n8k16 of float16 with keys, and head elements, in the long dimension:

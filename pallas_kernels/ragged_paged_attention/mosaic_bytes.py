@@ -2,7 +2,7 @@
 
 Owns: the kernel of the tile classes marked `in_bytes`: its shared memory, who fetches, who computes, and how
 results leave. Does not know what a computing thread does with a block (`mosaic_byte_lanes`), how items are
-dealt (`mosaic_launch`), nor how split key ranges are merged. Called by: `pallas_mosaic_gpu`.
+dealt (`mosaic_launch`), nor how split key ranges are merged.
 
 A program stays on its multiprocessor, as that of the kernel for 16 bits does, but holds several *pairs* of
 warpgroups, each with a ring of its own: one fetches, the other computes. While one pair ends an item, or

@@ -1,8 +1,7 @@
 """The half of the Mosaic kernel that computes: products, online softmax, masks.
 
 Owns: what a computing warpgroup does with its 64 rows of every item. Does not know how queries, keys and
-values come to shared memory (`pallas_mosaic_gpu`), nor how results leave (`mosaic_results`). Called by:
-`pallas_mosaic_gpu`.
+values come to shared memory (`pallas_mosaic_gpu`), nor how results leave (`mosaic_results`).
 
 Scores, weights and sums stay in registers. While a warpgroup works on the softmax of one block, the weighted
 values of the block before are still being summed on the tensor cores; and of two warpgroups one computes the

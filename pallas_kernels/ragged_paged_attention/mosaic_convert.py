@@ -2,7 +2,7 @@
 
 Owns: how a block of codes and their scales becomes keys or values in bfloat16, where products read them, and
 which thread does what of it. Does not know how codes come to shared memory, nor what is computed with the
-result (`mosaic_compute`, as in the kernel for 16 bits). Called by: `pallas_mosaic_gpu`.
+result (`mosaic_compute`, as in the kernel for 16 bits).
 
 A prompt's tile has 128 rows, so that a code is converted once for many products, and in plain steps: it
 becomes float32, is multiplied by its row's scale, and rounded to bfloat16 once, as a page in 16 bits would

@@ -1,8 +1,7 @@
 """What the two kinds of warpgroup of the Mosaic kernel share: sizes, references, the order of the items.
 
 Owns: the static description of a launch, the named references to global and shared memory, and the walk over
-a program's items, an item being one tile and one KV head. Does not know what is done with an item. Called by:
-`pallas_mosaic_gpu`, which fetches, `mosaic_convert` and `mosaic_compute`.
+a program's items, an item being one tile and one KV head. Does not know what is done with an item.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How a computing warpgroup's rows leave the Mosaic kernel.
 
 Owns: the copies of a tile's results, or of a part's sums, to global memory. Does not know how they were
-computed. Called by: `mosaic_compute`.
+computed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Instructions for the lines of `mosaic_byte_lanes`: one thread of a warpgroup, in a Mosaic GPU kernel.
 
 Owns: registers as values of MLIR, the instructions that the program of a lane is made of, and how arrays of a
-Pallas kernel become a thread's registers and back. Does not know what is computed. Called by: `mosaic_bytes`.
+Pallas kernel become a thread's registers and back. Does not know what is computed.
 
 Only this file writes assembly. What `interpreted_threads` has under the same names means the same.
 """

@@ -3,7 +3,6 @@
 Owns: the 8-bit formats, the codes and scales of rows, and where in a page the scales lie. A row is the key or
 the value of one token and one KV head.
 Does not know: who is in a page, or how attention reads one.
-Called by: `kv_write` and the back ends; whoever makes pools, for the shape of a page.
 
 A page in 8 bits is i8[page_size + num_scale_rows, 2 * num_kv_heads, head_dim]: the codes of its tokens, then
 their scales. So it is one array of bytes for everybody who only moves pages, and is split over devices by KV

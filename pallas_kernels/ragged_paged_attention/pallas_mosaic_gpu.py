@@ -2,8 +2,7 @@
 
 Owns: the launches of the Mosaic tile classes, and the part of the kernel for prompts that fetches. Does not
 know how tiles are chosen (`tile_lists`), how attention is computed (`mosaic_compute`, `mosaic_bytes`), how
-codes are converted (`mosaic_convert`), nor how split key ranges are merged. Called by: `api`, which hands the
-buffers that come back to `pallas_triton` for the rest.
+codes are converted (`mosaic_convert`), nor how split key ranges are merged.
 
 A program stays on its multiprocessor and serves many items, an item being one tile and one KV head. One
 warpgroup fetches: keys and values come page by page through the tensor memory accelerator (TMA) into a ring

@@ -2,7 +2,7 @@
 
 Owns: two kernels' bodies and their launches: attention over the tiles of one class, once per class that is
 not Mosaic's, and the merge of the split key ranges of all. Does not know how tiles are chosen (`tile_lists`).
-Called by: `api`. Upstream has deprecated this back end: see `triton_parts` for who imports from it.
+Upstream has deprecated this back end: see `triton_parts` for who imports from it.
 
 One program serves one tile and one KV head. The query heads of that KV head and the tile's tokens fold into
 the rows of one matrix, whatever their number. Keys come `block_kv` at a time by a gather over row

@@ -3,7 +3,6 @@
 Owns: the definition that every back end is tested against. Dense, float32, one row and one head at a time,
 numpy only; it shares no code with the rest of the package and is itself tested against
 `jax.nn.dot_product_attention`. Does not know: tiles, or what is fast.
-Called by: tests, the benchmark's correctness check, `backend="reference"`.
 """
 
 from __future__ import annotations

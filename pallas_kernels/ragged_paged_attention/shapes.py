@@ -1,7 +1,6 @@
 """Named attention cases, shared by the tests and the benchmark.
 
-Owns: the cases and how a batch of one is drawn. Does not know any back end. Called by:
-`scripts/benchmark_kernels.py` and `tests/kernels`.
+Owns: the cases and how a batch of one is drawn. Does not know any back end.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns: the fields of both lists and the rules by which ranges are cut. The same lines run on the host with
 numpy, where lists have their true length, and inside a jit with jax.numpy, where they have their maximum.
-Does not know: devices or kernels. Called by: `metadata`; the field names also by the kernels.
+Does not know: devices or kernels.
 
 A *tile* is up to `rows // group` query tokens of one row against one key range. A long key range is split,
 as in flash decoding; the parts leave partial results in *slots*, and *merges* add them up, `MERGE_ROWS`

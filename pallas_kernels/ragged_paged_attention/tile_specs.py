@@ -1,8 +1,7 @@
 """The static spec of a bucket's tile list: how many tiles of each class it can need, and where they lie.
 
 Owns: the arguments that shape a list and the worst-case sizes that follow, so the layout of the flat i32
-array. Does not know: batches, or what a kernel does with a tile. Called by: `api`, which makes specs,
-`metadata` and `tile_lists`, which fill them, and the kernels.
+array. Does not know: batches, or what a kernel does with a tile.
 """
 
 from __future__ import annotations

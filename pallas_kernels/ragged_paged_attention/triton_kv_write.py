@@ -1,7 +1,7 @@
 """The write of new keys and values as int8, through Pallas' Triton back end: NVIDIA GPUs from Ampere on.
 
 Owns: one kernel. Does not know which page belongs to whom.
-Called by: `kv_write`. Upstream has deprecated this back end, so nothing outside this file imports from it.
+Upstream has deprecated this back end, so nothing outside this file imports from it.
 
 In XLA it is a reduction and three scatters a layer, each of which takes longer to start than to run.
 """

@@ -5,7 +5,7 @@ for takes one. On accelerators all query tiles walk together, in products of the
 go one after another, each to its own end, in blocks that a core's cache holds, and rows of one query, which
 most rows are, cost no products of a whole tile. Memory is bounded by blocks either way, never by rows times
 context.
-Does not know: tile lists, devices. Called by: `api`.
+Does not know: tile lists, devices.
 
 Slots past a row's keys may hold anything, NaN too, and 0 * NaN is NaN. So values are selected before they are
 weighed; of keys the scores are, after the product.

@@ -1,7 +1,6 @@
 """The public call: argument checks, the choice of a back end, dispatch, the derivative.
 
 Owns: what each back end serves, and the error for what none does. Does not know: how any back end works.
-Called by: model code, inside a jit and, with several devices, inside `shard_map` with everything replicated.
 """
 
 from __future__ import annotations

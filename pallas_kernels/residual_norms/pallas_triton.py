@@ -1,7 +1,7 @@
 """Addition and norm through Pallas' Triton back end: NVIDIA GPUs from Ampere on.
 
 Owns: the kernel and its launch. Does not know what a row is.
-Called by: `api`. Upstream has deprecated this back end, so nothing outside this file imports from it.
+Upstream has deprecated this back end, so nothing outside this file imports from it.
 
 XLA makes a reduction and an elementwise kernel of this, and reads the rows twice. Here a program owns one
 row and keeps it in registers, in pieces that are powers of two; everything it reads is on its way before the

@@ -2,7 +2,6 @@
 
 Owns: the two kinds of norm, and the block sizes.
 Does not know: how any back end works.
-Called by: every module of the package, and whoever fuses a norm with what comes before it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the order of operations that answers on a CPU depend on to the last bit.
 Does not know: the kernel.
-Called by: `api`, and by model code for norms without an addition.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Owns: the checks of arguments that no back end serves, and the dispatch.
 Does not know: what each back end serves (`backends` does), or how it works.
-Called by: attention of padded batches, inside a jit and, with several devices, inside `shard_map`, so shapes
-are one shard's.
 """
 
 from __future__ import annotations

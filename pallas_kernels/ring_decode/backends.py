@@ -2,7 +2,6 @@
 
 Owns: what each serves and on which devices, and the words that say why one was chosen.
 Does not know: how any of them works.
-Called by: `api`; the engine of padded batches, which chooses once for all its shapes; the benchmark.
 """
 
 from __future__ import annotations

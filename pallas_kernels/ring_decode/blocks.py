@@ -2,7 +2,6 @@
 
 Owns: the numbers, and the choice by shape and device, by what `scripts/benchmark_ring_decode.py` measured on
 an H200. Does not know: what a kernel does with them.
-Called by: `api`; tests and the benchmark pass their own instead.
 """
 
 from __future__ import annotations

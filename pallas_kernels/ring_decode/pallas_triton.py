@@ -2,7 +2,7 @@
 
 Owns: two kernels' bodies and their launches: attention over a part of a row's columns, and the merge of the
 parts. Does not know who is in a row.
-Called by: `api`. Upstream has deprecated this back end: see `triton_parts` for who imports from it.
+Upstream has deprecated this back end: see `triton_parts` for who imports from it.
 
 A program serves one part of one row's columns and one KV head, whose query heads are the rows of one matrix.
 It counts columns from the row's oldest one; where one lies is a sum and, past the ring's end, a difference.

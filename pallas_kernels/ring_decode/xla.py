@@ -2,7 +2,6 @@
 
 Owns: the order of operations that answers on a CPU depend on to the last bit.
 Does not know: the kernel, or why a column is hidden.
-Called by: `api`, and by the engine of padded batches for what the kernel does not serve.
 """
 
 from __future__ import annotations

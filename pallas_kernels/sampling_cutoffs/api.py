@@ -1,7 +1,6 @@
 """The public call: argument checks and the choice of back end.
 
 Owns: what a cutoff is. Does not know: temperatures, noise, or how scores become keys and masses.
-Called by: the sampler, inside a jit and, with several devices, inside `shard_map`.
 
 A row's *keys* are its scores as integers that compare alike; its *masses* are what its ids weigh, in units
 of 2**-24 of the most likely one. Top-k keeps the k largest keys and what ties with the last of them; top-p

@@ -1,7 +1,7 @@
 """Cutoffs through Pallas' Triton back end: NVIDIA GPUs from Ampere on.
 
 Owns: the kernel and its launch. Does not know what keys and masses stand for.
-Called by: `api`. Upstream has deprecated this back end, so nothing outside this file imports from it.
+Upstream has deprecated this back end, so nothing outside this file imports from it.
 
 One program finds both cutoffs of one row. It keeps a range of keys in which a cutoff lies, and narrows it
 pass by pass: each pass sums what several candidates within the range would keep. From the second pass on, ids

@@ -1,7 +1,7 @@
 """What is enough for top-p, in one place, so that every back end rounds alike.
 
 Owns: how masses are split and summed, and the float that a sum of them is compared as.
-Does not know: how a cutoff is searched for. Called by: `xla` and `pallas_triton`.
+Does not know: how a cutoff is searched for.
 
 A mass has up to 2**24 units. Its halves are summed apart, as integers: exact, in any order, and in 32 bits
 for up to 2**19 ids. Only the two sums become floats, so that the comparison has no rounding order either;

@@ -1,6 +1,6 @@
 """Cutoffs in plain XLA, for any device: passes of counting over all keys.
 
-Owns: the search bit by bit. Does not know: what keys and masses stand for. Called by: `api`.
+Owns: the search bit by bit. Does not know: what keys and masses stand for.
 
 Nothing here depends on the order of a sum, so a vocabulary may be sharded.
 """

@@ -3,7 +3,6 @@
 Owns: the rules, and what a front must know for them.
 Does not know: who asks. Nothing here imports anything else of this package, so that a router in front of
 engines and the simulator share it.
-Called by: `pensieve_jax.simulator`, and routers.
 """
 
 from pensieve_jax.balance.hashing import BoundedHash, ConsistentHash

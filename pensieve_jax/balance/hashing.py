@@ -1,7 +1,6 @@
 """Consistent hashing by root, plain and with bounded loads. Neither remembers anything.
 
 Owns: both rules. Does not know: where state is, beyond that a root's is where it was last sent.
-Called by: fronts.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: these values, and what they come to in seconds.
 Does not know: rules.
-Called by: rules, replicas, which report, and fronts.
 """
 
 from __future__ import annotations

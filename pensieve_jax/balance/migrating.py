@@ -2,7 +2,6 @@
 
 Owns: the rule, what is overloaded, and for how long. A root moves as a whole, with all its conversations.
 Does not know: how large their states are.
-Called by: fronts.
 """
 
 from __future__ import annotations

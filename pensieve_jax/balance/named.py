@@ -2,7 +2,6 @@
 
 Owns: the rule, and the choice of a name.
 Does not know: how a name is written into ids.
-Called by: fronts.
 """
 
 from __future__ import annotations

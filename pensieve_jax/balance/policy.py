@@ -1,7 +1,6 @@
 """What a front asks of a rule.
 
 Owns: the protocol. Does not know: any rule.
-Called by: fronts.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: where replicas and keys lie. The same names give the same ring everywhere, whatever their order.
 Does not know: loads.
-Called by: rules.
 """
 
 from __future__ import annotations

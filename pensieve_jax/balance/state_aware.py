@@ -2,7 +2,6 @@
 
 Owns: both rules, and the latter's memory of where conversations are.
 Does not know: how loads are reported.
-Called by: fronts.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Owns: the pages and slots, who is idle, queued or running, how many chunks of each stand on which shelf, and
 the copies in flight, with what they still use of chunks that have gone on without them (orphans).
 Does not know: why: who gives way is the evictor's business, who may join is the manager's.
-Called by: `Evictor` and `CacheManager`. A chunk is named by the sequence that owns it and its index there.
+A chunk is named by the sequence that owns it and its index there.
 """
 
 from __future__ import annotations

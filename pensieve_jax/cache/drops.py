@@ -1,8 +1,6 @@
 """Why a chunk was forgotten: a value that the cache makes for whoever wants to know.
 
 Owns: the reasons there are, and how a person is told. Does not know: when it happened, or who asks.
-Called by: `ChunkStore`, which records drops, `Evictor`, which knows the reasons, and the engine's journal and
-explanations.
 """
 
 from __future__ import annotations

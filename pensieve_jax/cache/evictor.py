@@ -3,7 +3,6 @@
 Owns: the order among idle sequences (the policy's), then queued ones (the latest arrival first), and which
 kind of place goes first: pages with a copy, then pages that must be copied or dropped.
 Does not know: what the room is for.
-Called by: `CacheManager`, within a scheduling pass.
 """
 
 from __future__ import annotations

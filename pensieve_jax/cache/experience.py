@@ -2,7 +2,6 @@
 
 Owns: its plain document, and what is refused as one.
 Does not know: files, the history, or what is made of it.
-Called by: `learning`; the engine keeps it with the history, and the simulator hands it from run to run.
 """
 
 from __future__ import annotations

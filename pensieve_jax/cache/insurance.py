@@ -3,7 +3,6 @@
 Owns: a shadow of every order at the cache's size, the seconds of recomputation that each would have paid,
 with forgetting, and the rule by which another order is followed.
 Does not know: how an order comes about, or the real cache.
-Called by: `learning`.
 
 The rule asks for evidence: losses of returning turns differ by orders of magnitude, so a sum that is a little
 smaller says nothing. Another one is followed when the sum of the differences, turn by turn, is above its own

@@ -1,7 +1,6 @@
 """What must hold of the cache between any two calls; tests ask after every step.
 
 Owns: the checks. Does not know how what they check came about.
-Called by: `CacheManager.check_integrity`.
 
 A host copy must hold exactly the tokens that its chunk has now. `Chunk.slot_tokens` is set when the copy
 begins. A truncation lowers it and nothing raises it, so it is the length of the common beginning of copy and

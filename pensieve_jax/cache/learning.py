@@ -2,8 +2,6 @@
 
 Owns: keeping the policy, the log of returns and the insurance in step.
 Does not know: chunks, tiers, or who gives way.
-Called by: the engine's loop, which tells it of turns as they are sent, answered or withdrawn, and whoever
-ends conversations; `CacheManager` owns it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ Owns: every `CachedSequence`, pinning and reserving at admission, growing, copyi
 pages that are *available* (free, or held by somebody who must give way).
 Does not know: tokens, batches, devices. It changes host state only; that a page may be written again at
 once follows from program order, since every step and every copy is dispatched by one thread.
-Called by: the scheduler for requests, the engine for what happens between turns.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: a row for each sequence that runs, and which rows are free. Does not know: sequences, or states: what
 stands in a row is for `ChunkStore` to say.
-Called by: `ChunkStore`, which keeps it true, and the planner, which reads it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the order of victims among idle sequences. A policy sees sequences, a shelf and the time; it counts
 nothing and frees nothing. What the order `learned` goes by is told to it between passes (`learning`).
-Called by: `Evictor`, through a `VictimOrder` for each shelf that it needs room on; `shadows`, likewise.
 """
 
 from __future__ import annotations

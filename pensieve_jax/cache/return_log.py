@@ -4,7 +4,6 @@ Owns: one row for every conversation that may return, closed when it does, is en
 longer than is observed; and when the model is fitted anew.
 Does not know: state, tiers, or what anything is worth. That a conversation has lost all its state changes
 nothing here: its return is what is to be learned.
-Called by: `learning`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: which turns are alike (buckets), the rate of return by bucket and idle time, and the index made of it.
 Does not know: chunks, costs, who is idle now (`return_log`), or what is done with the index (`policies`).
-Called by: `return_log`, which tells it what was observed, and `policies.LearnedPolicy`, which asks.
 
 The estimate is that of survival analysis: returns in a stretch of idle time, over the time that all
 conversations spent in it, those that have not returned included. It is shrunk: a bucket to all turns of its

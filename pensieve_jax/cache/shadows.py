@@ -3,7 +3,6 @@
 Owns: for one order, how many leading blocks each conversation would have lost by now, in a memory of one tier
 and a given size.
 Does not know: what the losses cost, which other orders there are, or the real chunks.
-Called by: `insurance`, with one for each order.
 
 All these orders give way from a conversation's leading end, so what is kept is what lies behind that integer.
 A block is several chunks: losses need not be counted to the chunk, and each takes time of the host.

@@ -3,7 +3,6 @@
 Owns: trunks, from the first fork, or the prefix that somebody shares, to the last user: who begins with
 which, who is pinned through whom, splitting and merging.
 Does not know: what room is made for, or why somebody forks.
-Called by: `CacheManager`.
 
 Sequences form a tree: leaves are conversations, and every inner node is a trunk that owns at least one full
 chunk. A trunk that nobody holds has two users, or one that runs or waits: a single idle one takes its chunks

@@ -2,7 +2,6 @@
 
 Owns: one shelf's order over thousands of sequences, of which a step takes a few and changes a few.
 Does not know: what a policy's numbers mean, or what happens to a victim.
-Called by: `Evictor`, with an order for each shelf that it needs room on, and `shadows`.
 
 Worths change with the clock, each at its own pace, so no sorted list of them lasts. But numpy computes those
 of ten thousand sequences, as columns, in some tens of microseconds: so they are made anew whenever the policy

@@ -2,7 +2,6 @@
 
 Owns: ids of requests in the tables, who waits, what is promised, and the limits that refuse a request.
 Does not know: what runs, or what becomes of a request between its promise and its end.
-Called by: `request_processor`.
 """
 
 from __future__ import annotations

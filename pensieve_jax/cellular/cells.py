@@ -2,7 +2,6 @@
 
 Owns: how a cell says what it reads and leaves, which kinds of state there are, and batch sizes.
 Does not know: how a cell computes, graphs, or devices.
-Called by: whoever writes a cell, and every module of this package.
 
 A cell's weights are part of it; its first dimension everywhere is the batch (thesis, section 2.4.2).
 """

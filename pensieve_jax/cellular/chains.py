@@ -2,7 +2,6 @@
 
 Owns: that case, for which a few operations on arrays are enough.
 Does not know: other graphs.
-Called by: `partition`, whose result it equals.
 
 Such requests are most of what is ever served, and at low load they come alone: then the number of operations
 is what one costs.

@@ -2,7 +2,6 @@
 
 Owns: the limits, their checks and their help.
 Does not know: cells, requests, or devices.
-Called by: people, scripts, and every module of this package.
 """
 
 from __future__ import annotations

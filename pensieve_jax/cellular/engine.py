@@ -2,7 +2,6 @@
 
 Owns: devices and compiled programs of an engine, and its public methods.
 Does not know: how cells are chosen, or what they compute.
-Called by: users, and the launchers.
 """
 
 from __future__ import annotations

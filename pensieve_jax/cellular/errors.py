@@ -2,7 +2,6 @@
 
 Owns: the error classes of cells and graphs.
 Does not know: who raises them.
-Called by: every module of this package.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Owns: rows of nodes while tasks are formed, `UpdateNodesDependency` of Algorithm 1 within subgraphs, and the
 `Launch` that results.
 Does not know: which nodes to take, or when anything completes.
-Called by: `scheduler` and its rivals; `request_processor` when nodes are dropped.
 
 Everything is done for all nodes of a task at once, by arrays. A node takes over the row of an input that
 nobody else needs; so a chain stays where it is, and a tree's node overwrites one of its children. What is

@@ -2,7 +2,6 @@
 
 Owns: the methods that users have, and what is told of their arguments.
 Does not know: when anything runs, or other requests' graphs, though it holds those of one `submit_many`.
-Called by: whoever unfolds a request, and `admission`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: what passes for one, and for several.
 Does not know: what they mean.
-Called by: `graph`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the invariants.
 Does not know: how they are kept.
-Called by: tests, after every event.
 """
 
 from __future__ import annotations

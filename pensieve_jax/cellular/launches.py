@@ -2,7 +2,6 @@
 
 Owns: launches, and how their numbers are laid out for a device.
 Does not know: how nodes were chosen, or how a device computes.
-Called by: `formation` writes them; workers read them.
 """
 
 from __future__ import annotations

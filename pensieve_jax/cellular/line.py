@@ -2,7 +2,6 @@
 
 Owns: the array and its ends.
 Does not know: what the numbers are.
-Called by: `ready_queue`, `admission`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the order of these.
 Does not know: whether workers are devices or a clock.
-Called by: `engine`, `simulation`.
 """
 
 from __future__ import annotations

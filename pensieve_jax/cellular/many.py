@@ -2,7 +2,6 @@
 
 Owns: their checks, and the pieces that they are.
 Does not know: requests of other shapes.
-Called by: `graph`.
 
 One by one a request costs its unfolding, which is Python. Here the arrays of all of them are joined and
 looked at together; what is wrong with one of them is told by whoever unfolds it alone.

@@ -2,7 +2,6 @@
 
 Owns: the request at hand, the checks of its nodes, and their stages and labels.
 Does not know: which methods users have.
-Called by: `graph`, which it is a part of.
 
 A subgraph is connected nodes of one type whose inputs from elsewhere are all available when it begins
 (thesis, section 2.4.3). Nodes get a *stage*: one more than that of an input of another type, and no less than

@@ -2,7 +2,6 @@
 
 Owns: what follows from graphs alone: who reads what, what may begin, how many rows are needed at most.
 Does not know: what has run.
-Called by: `admission`.
 """
 
 from __future__ import annotations

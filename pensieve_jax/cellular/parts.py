@@ -2,7 +2,6 @@
 
 Owns: the columns' names and what stands for none and for several.
 Does not know: how they are found.
-Called by: `partition`, `chains`, and whoever reads them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: what is kept of nodes, and labels of subgraphs, of which several may turn out to be one.
 Does not know: how graphs are written or checked, or what follows from them.
-Called by: `graph` fills it; `partition` and `chains` read it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: that order.
 Does not know: who takes nodes, or why others become ready.
-Called by: `scheduler`, `formation`.
 
 What has begun is in front of what has not, since subgraphs begin in that order. So there are two parts. The
 front holds ready nodes of subgraphs that have begun, which are about as many as are in flight. Behind it is a

@@ -2,7 +2,6 @@
 
 Owns: the handle and the output.
 Does not know: the engine.
-Called by: `request_processor` fills it; senders read it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: what happens to the tables when a launch completes or fails, and handles of requests.
 Does not know: how requests come in and wait, which type runs next, devices, or time.
-Called by: `engine`, `loop`, `simulation`.
 
 Thesis, section 2.4.2: it tracks the progress of every request, and hands subgraphs to the scheduler once what
 they read is there.

@@ -3,7 +3,6 @@
 Owns: how many rows there are, the free ones of each device and kind, and what admitted requests may still
 take.
 Does not know: what a row holds, or why it is taken.
-Called by: `formation`, `admission`, `request_processor`, `engine`.
 
 A request is admitted when its peak is free of promises, on every device, since nobody knows where it will
 run. So whoever was admitted never waits for a row, and half-done requests cannot wait for one another.

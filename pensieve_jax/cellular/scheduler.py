@@ -2,7 +2,6 @@
 
 Owns: the queues of ready nodes, and the choice of type.
 Does not know: requests, completion, or time.
-Called by: `loop`, `request_processor`.
 
 The thesis leaves open what `config` decides. Nodes whose subgraph is pinned to another worker do not count as
 ready for this one, or its first task could be empty; batch sizes are a type's own; equal priorities go by

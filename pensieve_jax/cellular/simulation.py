@@ -2,7 +2,6 @@
 
 Owns: the clock, workers that only take time, and when requests arrive.
 Does not know: JAX, or what cells compute.
-Called by: `scripts/cells`, and tests.
 """
 
 from __future__ import annotations

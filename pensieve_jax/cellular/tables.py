@@ -2,7 +2,6 @@
 
 Owns: the columns, room in them, and how the parts of one `submit_many` come in and go.
 Does not know: what the values mean to anybody.
-Called by: `admission` fills and clears them; every module that schedules reads and writes them.
 
 A Python object for each node would cost more than its cell: a cell of 512 rows takes a GPU 30 to 200
 microseconds. Ids are indices. Those of one `submit_many` follow one another and are given back together, when

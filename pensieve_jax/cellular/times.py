@@ -2,7 +2,6 @@
 
 Owns: the table, what lies between its lines, and that of the thesis.
 Does not know: who waits.
-Called by: `simulation`, and experiments.
 """
 
 from __future__ import annotations

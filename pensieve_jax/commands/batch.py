@@ -1,7 +1,7 @@
 """Which turn of a file of conversations runs next: those in progress go on before others begin.
 
 Owns: the order of work, how many conversations are in progress, and what becomes of one that fails.
-Does not know: files, or what is printed. Called by: generate.
+Does not know: files, or what is printed.
 
 A conversation's next turn is submitted as soon as its answer is there, while its state is in device memory.
 Another one begins when there is room for all of it beside those in progress, so that they do not push each

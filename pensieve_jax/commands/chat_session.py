@@ -1,7 +1,7 @@
 """A person's session: which conversation it is in, and what each line does.
 
 Owns: the commands that begin with /, what is printed of a turn, and the system prompt of new conversations.
-Does not know: where lines come from, flags, or how a model is opened. Called by: chat.
+Does not know: where lines come from, flags, or how a model is opened.
 """
 
 from __future__ import annotations

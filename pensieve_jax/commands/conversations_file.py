@@ -1,7 +1,7 @@
 """Conversations in JSON lines, as `generate.py` reads them.
 
 Owns: the format and what is wrong with a line. Does not know: models; ids are checked against a vocabulary
-by whoever has one. Called by: `generate`, and its `batch` and `turns_file`.
+by whoever has one.
 
 A line is an object:
   conversation_id  any non-empty string; `id` does too, and without either it is "line-<number>"

@@ -1,7 +1,7 @@
 """What the people of the demonstration say.
 
 Owns: the system prompt, every user message, and what of it the last reply should hold.
-Does not know: the engine, or what the model answers. Called by: `demo`.
+Does not know: the engine, or what the model answers.
 
 Each tells something about themselves in the first turn and asks for it in the last one; half of them get
 greedy replies, half of them sampled ones.

@@ -1,7 +1,7 @@
 """What the demonstration shows: one screen of 80 by 24, and on demand every turn.
 
 Owns: the words, the picture of where state is, and the tables.
-Does not know: how turns are served or replayed. Called by: demo.
+Does not know: how turns are served or replayed.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Owns: flags of the model and of sampling, one for every field of a configuration, and the way back from flags
 to configuration.
 Does not know: what a field means, which it says itself, or what a launcher does with the model.
-Called by: every launcher that opens a model. The flags are those of whoever calls, so that its `--help` lists
+The flags are those of whoever calls, so that its `--help` lists
 them.
 """
 

@@ -2,7 +2,7 @@
 
 Owns: which group a flag belongs to, which flags are required, how they look, and the flags that ask for help,
 in place of absl's, which end with status 1 and list flags of different kinds by letter.
-Does not know: what a flag means. Called by: `launch`, and whoever defines flags that belong together.
+Does not know: what a flag means.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ reported, and Ctrl-C that waits for the end of the step: an engine that is inter
 all state on the device, so launchers ask `Interrupt.requested` between steps instead. Warnings of the
 libraries are shown, and what they do is not, unless `--verbosity` says otherwise.
 Does not know: what a launcher does, or its flags.
-Called by: every launcher.
 """
 
 from __future__ import annotations

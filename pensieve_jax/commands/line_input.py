@@ -1,7 +1,7 @@
 """Lines as people type them: edited, recalled, pasted; or as a pipe gives them.
 
 Owns: which library edits lines, what it is told, and the file that keeps lines for the next session.
-Does not know: what a line means. Called by: chat.
+Does not know: what a line means.
 
 On a terminal it is GNU readline, by Python's own module: no line is cut at the 4,096 bytes at which a
 terminal cuts those that it edits itself, arrows recall earlier ones, and what is pasted arrives as one

@@ -3,7 +3,7 @@
 Owns: the table of commands, `--version`, and what is said of a command that is none.
 Does not know: what a command does, or its flags. A command is a module beside this one with `define_flags`
 and `main`, whose docstring is its help, and a row of the table.
-Called by: the console script of the package. Nothing here imports JAX: a list of commands comes at once.
+Nothing here imports JAX: a list of commands comes at once.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: these fields, the digest of the source files, and how a copy without the commit names it.
 Does not know: what was measured, or which documents are kept.
-Called by: `report`, benchmark_serving, print_revision and check_numbers.
 
 A commit is named together with a digest of the source files that ran. `commit_digest` computes the same
 digest from the history, so a check finds a document that names another commit than the one that ran.

@@ -2,7 +2,6 @@
 
 Owns: how both look, and where the line goes (`--json`). `provenance` says where a document comes from.
 Does not know: what was measured, or whether it is good.
-Called by: every script that prints figures.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where the pages of both tiers are, over time: samples after every step, and a picture of them.
 
 Owns: which states are drawn, in what order, and thinning a long run out. Does not know: why chunks move.
-Called by: generate. Matplotlib, which is optional, is loaded only to draw.
+Matplotlib, which is optional, is loaded only to draw.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Turns in JSON lines, as `generate.py` writes them: one line each, whole or not there.
 
 Owns: what a line holds, and how the file of an interrupted run is taken up again from the history.
-Does not know: how turns are run. Called by: `generate`.
+Does not know: how turns are run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Where tokens came from and what moved between the tiers, for people.
 
-Owns: the tables that say it. Does not know: how the figures came about. Called by: `generate`.
+Owns: the tables that say it. Does not know: how the figures came about.
 """
 
 from __future__ import annotations

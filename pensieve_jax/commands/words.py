@@ -1,7 +1,7 @@
 """What commands say in the same words: counts, times, and where the state of a turn's history was.
 
 Owns: these sentences, and the one about the small model.
-Does not know: who says them, or engines. Called by: chat, demo, generate.
+Does not know: who says them, or engines.
 """
 
 from __future__ import annotations

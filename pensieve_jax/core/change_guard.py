@@ -2,7 +2,6 @@
 
 Owns: which thread is in a call, and whether the latest change came to its end.
 Does not know: what is changed, or how what was interrupted is made good.
-Called by: engines, around what changes them.
 
 An interrupt (Ctrl-C) may come between any two lines, in the middle of cleaning up after another one too. So
 nothing here depends on code that runs afterwards. Whether somebody is in a call, and how it ended, is asked

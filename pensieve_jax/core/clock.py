@@ -1,7 +1,6 @@
 """Time as the engine sees it: the wall clock, or one that a test or a simulator moves by hand.
 
 Owns: that time never goes back. Does not know: what is timed.
-Called by: the engine's parts, which are given a clock; `LLM`, the simulator and tests, which choose it.
 """
 
 import time

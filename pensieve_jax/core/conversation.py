@@ -3,7 +3,7 @@
 Owns: the one list of token ids that every turn appends to, how much of it is history, and what a caller may
 call it.
 Does not know: where the KV state is (`cache`), how turns are scheduled, or how history is stored.
-Called by: the engine's and the simulator's loop; the scheduler reads it. Whoever takes names from callers.
+Whoever takes names from callers.
 """
 
 from __future__ import annotations

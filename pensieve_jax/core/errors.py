@@ -2,7 +2,6 @@
 
 Owns: the error classes, how the message of a bad field is worded, and what of an error may be kept.
 Does not know: who raises them, or any value of the engine.
-Called by: every module of `pensieve_jax`; `model_defs` has errors of its own.
 
 Raise an error before anything is scheduled or written, so that a bad request never harms its neighbours.
 """

@@ -3,7 +3,6 @@
 Owns: how a limit is checked and worded, and what follows from the fields of a class: its checks, and the list
 of attributes in its docstring. Command-line flags follow from `options_of`, too.
 Does not know: any field, or absl.
-Called by: `config`, whose classes are made of such fields, and `commands.engine_flags`.
 """
 
 from __future__ import annotations

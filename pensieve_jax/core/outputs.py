@@ -1,7 +1,7 @@
 """What a turn gives back: tokens, text, how it ended, and where its history came from.
 
 Owns: these values, which never change, and what a call for several of them raises. Does not know: how they
-came about. Called by: the engines, which make them, and whoever asked for a turn.
+came about.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: what it begins with, and whether it may still be given to a turn.
 Does not know: where its state is, or who began with it.
-Called by: the engine, which makes it for `LLM.share_prefix`, and whoever begins a turn with it.
 """
 
 from __future__ import annotations

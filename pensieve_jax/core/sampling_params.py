@@ -2,7 +2,6 @@
 
 Owns: `SamplingParams`, its limits that need no model, and the banned/stopping ids they amount to.
 Does not know: the vocabulary or the context length; the engine checks those when a turn is submitted.
-Called by: whoever sends turns; the engine, the scheduler and the dense reference read it.
 """
 
 from __future__ import annotations

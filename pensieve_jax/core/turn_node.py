@@ -2,7 +2,6 @@
 
 Owns: the value, and how ids of turns are made and taken apart.
 Does not know: conversations by name, which the engine places at their head, or what an attachment is.
-Called by: front ends that continue turns and not conversations, such as a server; the engine and the history.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Directories of the user who runs this.
 
 Owns: where files lie that can be made anew.
-Does not know: which files. Called by: `cost_choice` and `commands.engine_flags`.
+Does not know: which files.
 """
 
 from __future__ import annotations

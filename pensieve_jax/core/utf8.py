@@ -1,7 +1,6 @@
 """Which texts can be written down at all.
 
 Owns: the one question. Does not know: what a text is for.
-Called by: whoever checks what a caller sends.
 """
 
 

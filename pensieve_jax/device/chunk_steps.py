@@ -2,7 +2,6 @@
 
 Owns: which rows such steps have, their attention by itself, and the order of measurements.
 Does not know: flags, files, or what a cost is used for.
-Called by: `scripts/profile_costs.py`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ alone, so if every emitted token is the choice over the logits of the sequence b
 generation would have emitted the same tokens; one forward pass proves a whole turn.
 Does not know: the engine, the cache, or how the tokens came about. It shares the sampler and the model's
 layers with the engine, and nothing else.
-Called by: tests, the demonstration and scripts that check an engine's turns.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the sums, over the executables of a step, and the device's own limit.
 Does not know: what the executables compute. `page_budget` refuses pages.
-Called by: `model_runner`, `page_budget`, `transfers.device_transfers`, and `assembly`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Owns: which arrays are the pools now. Steps and page copies take a group's pools, donate them, and put the
 updated ones back; whoever runs next takes those, so program order is the order of calls.
 Does not know: what is in a page.
-Called by: `model_runner` and `transfers.page_copies`, from one thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The memory by which devices add up their partial sums themselves, where they do.
 
 Owns: when the memory is made anew. Does not know: kernels, steps or pools.
-Called by: `model_runner`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the reading of Linux's own figures.
 Does not know: what it is for.
-Called by: `host_pool`, before it takes memory that cannot be swapped, and `device_memory`, for CPUs.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Owns: the refusal of a back end that is named and cannot serve a model here, and the reasons in words.
 Does not know: what a kernel computes, or how the kernel packages choose; it asks them as programs do that are
 traced.
-Called by: `model_runner`, once; `LLM.describe` tells what it found.
 """
 
 from __future__ import annotations

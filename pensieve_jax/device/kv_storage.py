@@ -3,7 +3,6 @@
 Owns: the shape, dtype and placement of both, whether chunks are packed, the groups of layers they are cut
 into, and how new pools are made.
 Does not know: which page holds what (the cache manager does), or how attention reads one.
-Called by: `device_pools`, `host_pool` and `page_copies`; tests read single pages.
 
 Pools are separate arrays, one per layer, because each is updated in place by its layer's KV write; a page
 has the same index in all of them. Page 0 is a dummy on top of the pages that the cache manages. Outside the

@@ -2,7 +2,6 @@
 
 Owns: how limits of the model and of the configuration become shapes.
 Does not know: which back end serves them (`kernel_choices` does), pools, executables, or any step.
-Called by: `model_runner`, once.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Owns: the pools and the transfers to and from them, the previous step's sampled ids (they never leave the
 device between steps), and the executables.
 Does not know: requests, conversations or which page holds what; a plan says everything.
-Called by: the engine loop, from one thread, through the `Runner` protocol.
 
 A step is one copy of the packed plan to the device, the bucket's embedding, its layers, group by group, and
 its logits, the sampler of the batch's mode, and one packed copy back that is started at once and awaited only

@@ -2,7 +2,6 @@
 
 Owns: the sums, and the one line that says what fits and what to change.
 Does not know: how much a step takes; `device_memory` asks its executables.
-Called by: `model_runner`, before pools are made, when steps are compiled, and when they run first.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: sequences of random tokens in scattered pages, the plans of their steps, and how launches are timed.
 Does not know: flags, schedulers, or what a time is used for.
-Called by: `chunk_steps` and scripts that measure steps.
 """
 
 from __future__ import annotations

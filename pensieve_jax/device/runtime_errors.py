@@ -2,7 +2,6 @@
 
 Owns: telling memory that ran out from everything else, and how much of a report people are shown.
 Does not know: what ran, or what else is in the device's memory.
-Called by: whatever runs programs on a device.
 
 XLA explains an allocation that failed by pages of its own buffers. A message has the first line of that, the
 log has all of it, at debug level, and so has the error's cause.

@@ -7,7 +7,6 @@ Two things make that so. The noise is a counter-based hash of (seed, position, t
 because the bits behind `jax.random` follow global flags. The top-k and top-p cuts are found by integer sums,
 which have no rounding order.
 Does not know: requests, plans, models or the KV cache; nor how a cutoff is found (`sampling_cutoffs`).
-Called by: `step` and `split_sampler` inside executables, and `dense_reference` for what a turn should be.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Owns: what devices tell each other about a row: each its best score and id, and what its log-probabilities are
 made of, in one exchange of a few words; where rows are drawn, the largest logit before it.
 Does not know: how scores are made; `sampler` makes a part of the vocabulary's as it makes the whole's.
-Called by: `step`.
 
 Ids are those of whole rows to the bit: maxima have no rounding order, and of equal scores the first device's,
 which has the lower ids, is taken. The sum behind log-probabilities is added up device by device, so they may

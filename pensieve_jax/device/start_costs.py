@@ -2,7 +2,6 @@
 
 Owns: which steps are timed, and how a chunk's cost follows from them.
 Does not know: files, models' names, or what a cost is used for.
-Called by: `assembly`, by way of `cost_choice`.
 
 Every timed step recomputes one chunk of each of as many sequences as fill a step. At context length l as
 many of them as the pool holds end at l, and the others at their first chunk. So a small pool measures long

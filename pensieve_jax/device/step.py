@@ -3,7 +3,6 @@
 Owns: the traced functions every executable is made of, which arrays of a model each part of a step takes, and
 the packing of a step's result.
 Does not know: when steps run, or who owns the pools and the weights.
-Called by: `model_runner`, which compiles them per bucket and per sampler mode.
 
 The choice is a program of its own because the sampler has few shapes and many modes, and the forward pass is
 the other way round: what a batch needs of the sampler is known on the host, and a compiled forward pass is

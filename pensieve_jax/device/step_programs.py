@@ -3,7 +3,6 @@
 Owns: which executables a runner needs, the ends and a group of layers of every bucket, and the samplers; and
 which arrays of the model each takes.
 Does not know: when they run.
-Called by: `model_runner`.
 
 Everything is lowered from shapes alone.
 """

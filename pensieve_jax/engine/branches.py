@@ -2,7 +2,6 @@
 
 Owns: the branches in memory by the turns on their paths, and what a turn is found to go on from.
 Does not know: how turns are run or committed, when branches leave memory, or where their state is.
-Called by: `ConversationTable`, which says what comes and goes; the engine for turns with a node.
 
 A branch is a path of turns in memory, with one cached sequence. A turn whose parent is the tip of an idle
 branch extends it; any other one begins a branch of its own, which shares the full chunks of what it was found

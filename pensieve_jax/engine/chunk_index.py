@@ -3,8 +3,6 @@
 Owns: a hash of every full chunk of the conversations that were entered, chained from the first one, and
 salted by their owner: what one owner sent is never found for another.
 Does not know: state, turns or trees.
-Called by: `BranchTable`, when a turn was answered, when a conversation leaves memory, and for turns whose
-caller did not say, or no longer could, what they go on from.
 
 A hash has 64 bits, so a match is only a candidate: tokens are compared before anybody begins with it.
 """

@@ -1,7 +1,6 @@
 """Where the state of an owner's branches is, chunk by chunk, short enough to be sent several times a second.
 
 Owns: the letters. Does not know: who looks.
-Called by: `Engine.chunk_map`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What was dropped, when and why: the record behind `Engine.explain`.
 
 Owns: which drops are still of interest. Does not know: what is in memory now, or who asks.
-Called by: the cache, which tells every drop, and `ConversationTable`, whose owners make them void.
 """
 
 from __future__ import annotations

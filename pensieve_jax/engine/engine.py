@@ -4,7 +4,7 @@ Owns: turns from submission on, who gets which fetched id, and what happens when
 interrupted.
 Does not know: how tokens are computed (`Runner`), chosen for a step (`Scheduler`) or kept (`CacheManager`),
 in what order a step is done (`EngineLoop`), or how a turn leaves (`TurnLedger`).
-Called by: `LLM`, servers, benchmarks. One thread drives it.
+One thread drives it.
 """
 
 from __future__ import annotations

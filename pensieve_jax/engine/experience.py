@@ -2,7 +2,6 @@
 
 Owns: when it is written, how it is read, and what happens to one that cannot be.
 Does not know: what was learned, or how a note is stored.
-Called by: the engine when it begins and ends, the ledger after commits and to forget it.
 
 It is worth little beside the turns: where it cannot be written or read, that is logged and nothing fails.
 """

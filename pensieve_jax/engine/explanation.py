@@ -1,7 +1,6 @@
 """Where a conversation's state is, and why some of it is nowhere: an answer for people who ask.
 
 Owns: the words. Does not know: how chunks are chosen (`cache.evictor`), or who asks.
-Called by: `Engine.explain`.
 """
 
 from __future__ import annotations

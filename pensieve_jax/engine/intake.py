@@ -2,7 +2,6 @@
 
 Owns: the way of a turn from its check to its place among those in progress.
 Does not know: steps, or how a turn ends.
-Called by: `Engine.submit`.
 """
 
 from __future__ import annotations

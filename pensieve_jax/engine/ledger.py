@@ -3,7 +3,6 @@
 Owns: writing all turns that end in a step in one transaction before any is reported, who forgets a
 conversation that nothing was kept of, and which turns nobody holds any more.
 Does not know: the device, how tokens came about, or what is attached to a turn.
-Called by: the engine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What stands in memory of a conversation: its tokens, its cached state, and where in a tree of turns it is.
 
 Owns: the values. Does not know: who is in memory, or for how long.
-Called by: `ConversationTable` and `BranchTable`, which make them, and whoever runs turns.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ Owns: the cache and the scheduler of one engine; the order of a step; what becom
 it is submitted, when its turn was answered, and when it leaves nothing behind. That both its drivers go
 through here is why a simulation decides as the engine does.
 Does not know: ids, text, histories or devices: its driver says how a step is launched, and finishes steps.
-Called by: `Engine` and `simulator.Replica`.
 """
 
 from __future__ import annotations

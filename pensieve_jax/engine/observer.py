@@ -1,7 +1,7 @@
 """Who watches an engine: one function that is told every step's decisions.
 
 Owns: what an observer is. Does not know: who observes, or why.
-Called by: `EngineLoop`, in the thread that drives the engine. Metrics, timelines and tests are observers.
+Metrics, timelines and tests are observers.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: which turns of a call are choices of one prompt, and what a turn adds to its conversation.
 Does not know: how turns run, or whether they may: they were checked.
-Called by: `Intake`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: one cached sequence per prefix; it holds the full chunks, and each conversation the rest.
 Does not know: conversations, or where the state is. Nothing is computed before the first turn that uses it.
-Called by: the engine for first turns, and the table of conversations for what it loads and forgets.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: what a turn's tokens belong to, and its result. What comes of each token is `text.reply_tokens`.
 Does not know: who waits for it (`Turn`), batches, pages, or the history store.
-Called by: the engine for every fetched token, and `Turn`, which callers read it through.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Owns: the `Runner` protocol. The JAX one is `device.model_runner.ModelRunner`; tests have others, which
 compute tokens by hand.
 Does not know: JAX, models, scheduling.
-Called by: the engine loop, which dispatches and fetches from one thread only.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ Owns: the `Transfers` protocol, how much of what is in transit is awaited at a t
 the device beside a step. The JAX one is `device.transfers.device_transfers.DeviceTransfers`; the simulator
 has one with the same rules, tests one that delays and reorders.
 Does not know: conversations, policies, or why a chunk moves.
-Called by: the engine loop, from one thread, around every step:
 
     completed() -> schedule -> swap_out(), swap_in(), rush() -> dispatch the step
 """

@@ -2,7 +2,7 @@
 
 Owns: what a caller has read of a reply. That somebody holds it is what keeps a turn running.
 Does not know: how the reply comes about (`Reply`), or who runs it.
-Called by: whoever submitted it. The engine refers to it weakly only.
+The engine refers to it weakly only.
 """
 
 from __future__ import annotations

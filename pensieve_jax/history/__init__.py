@@ -3,7 +3,6 @@
 Owns: the records, the `HistoryStore` protocol, the stores on SQLite and Postgres and their reader for another
 process, copies from one to the other, the lock and the fingerprint of a history.
 Does not know: jax, pages, scheduling, or how text becomes ids.
-Called by: `assembly`, which opens one, the engine, and the server's front process, which reads.
 """
 
 from pensieve_jax.history.fingerprint import history_fingerprint

@@ -3,7 +3,6 @@
 Owns: what is committed together with a turn (`ResponseDraft`), what a server changes between turns
 (`HistoryChange`), and the rows it reads back.
 Does not know: SQL, HTTP, or JSON schemas: what is JSON here is kept as it comes and given back.
-Called by: the server, which makes and reads them; the SQLite store, which keeps them.
 
 Times are in seconds since the epoch. An id is only found together with its owner.
 """

@@ -2,7 +2,6 @@
 
 Owns: what a claim promises, and those of a history that one server has alone.
 Does not know: what is claimed, or Postgres (`postgres_claims`).
-Called by: `reader`; through it by responses in the background.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the packing (little-endian int32 blobs, signed 64-bit seeds, JSON messages, a checksum) and its limits.
 Does not know: SQL, files or transactions.
-Called by: `sqlite_store`, the tables' modules, and `reader`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Owns: the few things that SQLite and Postgres say differently: a statement that must change something, the
 beginning of a long text, and reading many rows.
 Does not know: tables, transactions, or Postgres (`postgres_connection`).
-Called by: the tables' modules, which take a `Connection`; `database` and `read_connections`, which make one.
 
 Statements are in the SQL that both understand, with `?` for values. What is taken already is told by `ON
 CONFLICT DO NOTHING` and no row changed, since Postgres gives up a transaction with a failed statement.

@@ -2,7 +2,6 @@
 
 Owns: what is copied, in which order, and that the copy is the same as what was copied.
 Does not know: what rows mean; how a history is opened beyond `opening` and the two databases' own checks.
-Called by: `pensieve history`.
 
 One transaction at either end: what is read is of one moment, and what is written is all there or not at all.
 A server must not have the file; a database may be in use, and what is committed while it is copied is not in

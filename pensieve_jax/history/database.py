@@ -2,7 +2,6 @@
 
 Owns: which file is accepted, what counts as damaged, and where damaged files go.
 Does not know: what the tables are (`schema`, `migration`), or locks; the caller holds the lock on the path.
-Called by: `sqlite_store`.
 
 Files of others are never touched. Nothing is ever overwritten: a damaged history moves, together with
 SQLite's own side files, to the first free name `<name>.corrupt-<n>`, where

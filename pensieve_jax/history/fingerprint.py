@@ -2,7 +2,6 @@
 
 Owns: how the two become one short string.
 Does not know: what the caller puts into the description of a model.
-Called by: `assembly` when it opens a store.
 """
 
 from __future__ import annotations

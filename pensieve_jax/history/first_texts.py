@@ -2,7 +2,6 @@
 
 Owns: how much is read, and how items are understood whose end is not there.
 Does not know: which request it is.
-Called by: `trees`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the statements on `idempotency`, and where a key counts.
 Does not know: transactions (the caller holds one), or what a request asked for.
-Called by: `responses_table`, `server_conversations` and `reader`.
 
 A request for a response has its owner's key as it came. That of one which appends items to a conversation
 counts there: it stands behind the conversation's id and a line break, which no HTTP header has.

@@ -2,7 +2,6 @@
 
 Owns: the side file `<path>.lock` and the advisory lock on it.
 Does not know: what the locked file is.
-Called by: `sqlite_store`.
 
 The kernel drops the lock when the holder dies in whatever way, so there is no stale lock to clean up. The
 side file of a history stays behind; one that was made for a path that turned out to be no history goes

@@ -2,7 +2,6 @@
 
 Owns: what the tables of version 1 were, and what becomes of each row.
 Does not know: files or locks; `database` has checked that the file is a sound history of this model.
-Called by: `database`.
 
 Version 1 had no tree: a conversation was its turns by number. Each becomes a path of its own. Token ids and
 their checksums are copied as they are, and a conversation keeps the counts it had: what was damaged in one is

@@ -2,7 +2,6 @@
 
 Owns: the statements on rows of `conversations` without metadata, all of owner "".
 Does not know: transactions (the caller holds one), or a server's conversations (`server_conversations`).
-Called by: `table_store`.
 
 A head moves by compare and swap: whoever moves it says where it stood, and nothing happens where it stands
 elsewhere by then.

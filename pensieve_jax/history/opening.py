@@ -2,7 +2,6 @@
 
 Owns: what tells a URL of Postgres from a path, and which store, reader and claims a history has.
 Does not know: what either does.
-Called by: `assembly`, `reader`, `copying`, and whoever shows where a history is.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the session, and the number that stands for a name.
 Does not know: what is claimed.
-Called by: `opening`, for the reader.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Owns: a session's settings, the tables' SQL as Postgres takes it, statements that are sent ahead of their
 answers, and which failure is which typed error.
 Does not know: tables, or when a transaction is begun.
-Called by: `postgres_store`, `postgres_reader` and `postgres_schema`.
 
 Text of Postgres cannot hold the character NUL, which a model may say: that stands as two others, on the way
 there and back, in every value.

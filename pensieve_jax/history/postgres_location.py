@@ -2,7 +2,6 @@
 
 Owns: which URLs are taken, what of one is shown, and the name of the schema that holds a history's tables.
 Does not know: psycopg, or how one connects.
-Called by: `opening` and the other modules of Postgres.
 
 A URL is libpq's, `postgresql://USER@HOST/DATABASE?sslmode=require`, with one parameter more: `namespace`, the
 schema of the tables. A password belongs into a file (`~/.pgpass`) or the environment (PGPASSWORD), since what

@@ -2,7 +2,6 @@
 
 Owns: how one is opened and used, and that what was lost is looked for once more.
 Does not know: the tables.
-Called by: `opening`, for the reader.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Owns: what the tables of `schema` are in Postgres, by which marks a history is known, the steps from one
 version to the next, and the lock that replicas share.
 Does not know: what is written into the tables, or how one connects.
-Called by: `postgres_store`, `postgres_reader` and `copying`.
 
 A history is not brought up to date by whoever opens it: replicas of the release before may be using it.
 `pensieve history migrate` does that, in one transaction, when they have been stopped.

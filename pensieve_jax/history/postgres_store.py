@@ -3,7 +3,6 @@
 Owns: the transactions of `HistoryStore`, one session, and what happens when that is lost.
 Does not know: the statements of a method (`table_store`), the tables (`postgres_schema`), or psycopg beyond
 its errors (`postgres_connection`).
-Called by: `opening`, and the engine.
 
 Turns never change, and heads move by compare and swap: of two replicas that go on from the same head, one
 gets ConversationChangedError and nothing of its turn is kept. Those who add turns work side by side; who

@@ -3,7 +3,6 @@
 Owns: that whoever reads has a connection alone, without waiting for another reader; how one to a file is
 opened, and which files are refused.
 Does not know: tables, or Postgres (`postgres_reader`).
-Called by: `opening`, for the reader.
 """
 
 from __future__ import annotations

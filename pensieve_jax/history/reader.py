@@ -2,7 +2,6 @@
 
 Owns: what can be looked up, each under the owner whose it is.
 Does not know: how anything comes to be written (`table_store`), which database has it (`opening`), or HTTP.
-Called by: the server's front process.
 
 Each method sees one state of the history, whole commits only, and waits neither for the writer nor for
 another reader. Whatever belongs to somebody is looked up together with its owner:

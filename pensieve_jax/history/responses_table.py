@@ -2,7 +2,6 @@
 
 Owns: the statements on `responses`; which end of a turn makes which status.
 Does not know: transactions (the caller holds one), or what a response's fields mean to a client.
-Called by: `table_store` and `reader`.
 
 What a reply said stands in its turn, once; a response names the turn. A queued one has none yet: it names the
 turn that it goes on from, which therefore stays.

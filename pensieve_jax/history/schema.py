@@ -2,7 +2,6 @@
 
 Owns: the schema of the newest version, its number, and the application id.
 Does not know: older versions (`migration`), files, or what is written into the tables.
-Called by: `database`, `migration` and the tables' own modules.
 """
 
 from __future__ import annotations

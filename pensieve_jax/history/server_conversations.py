@@ -2,7 +2,6 @@
 
 Owns: the statements on `items` and on rows of `conversations` with metadata; what the item of a reply is.
 Does not know: transactions (the caller holds one), what a client may put into an item, or HTTP.
-Called by: `table_store`, `responses_table` and `reader`.
 
 The head of such a conversation is the turn that was last appended to it, which keeps its tokens for as long
 as the conversation lives. What its items say decides which turn the next one goes on from, not the head.

@@ -3,7 +3,6 @@
 Owns: the transactions of `HistoryStore`, the lock on the file, and one connection.
 Does not know: the statements of a method (`table_store`), the file's schema history and damage (`database`),
 jax.
-Called by: `opening`, and the engine.
 
 Durability: the file is in write-ahead mode. With `synchronous="normal"` a committed turn survives `kill -9`,
 since its bytes are with the kernel; a power loss may take the last commits but never half of one. With "full"

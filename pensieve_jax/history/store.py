@@ -2,7 +2,6 @@
 
 Owns: `TurnRecord`, `ConversationRecord`, `ConversationInfo`, `HistoryStore` and what its methods promise.
 Does not know: any file format, jax, or KV state.
-Called by: the engine; implemented by `table_store.TableHistoryStore` and those that derive from it.
 
 A turn never changes once it is committed, and goes on from another one or begins a tree. A named conversation
 is a name for the turn at its head: the path to that turn, from the first of its tree on, is what was said in

@@ -3,7 +3,6 @@
 Owns: which statements each method of `HistoryStore` is made of, and which turns of a commit are refused
 alone.
 Does not know: how a transaction begins and ends, locks, or what a database's own errors mean.
-Called by: `sqlite_store` and `postgres_store`, which derive from it; through them by the engine.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Owns: the statements on responses by tree; a response's id is resp_ and its turn's,
 which begins with the root that all turns of a tree share.
 Does not know: transactions, or how a tree is drawn.
-Called by: `reader`.
 """
 
 from __future__ import annotations

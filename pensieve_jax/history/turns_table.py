@@ -2,7 +2,6 @@
 
 Owns: the statements on the table `turns`, and when a turn is garbage.
 Does not know: transactions (the caller holds one), or why somebody needs a turn.
-Called by: `table_store`, the other tables' modules, and `reader`.
 """
 
 from __future__ import annotations

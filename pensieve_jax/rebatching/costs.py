@@ -2,7 +2,6 @@
 
 Owns: the coefficients, what they mean, and how they make up the time of each launch.
 Does not know: who launches what, or when.
-Called by: `simulation`, and scripts that fit a profile to measurements.
 
 A profile is of one model on one device. `source` says whether its coefficients were fitted to measurements or
 derived from published figures of the hardware, and `provenance` from which.

@@ -2,7 +2,6 @@
 
 Owns: the keys of `PaddedLLM.describe`, and what each means.
 Does not know: how anything was chosen; the parts say.
-Called by: `llm`.
 """
 
 from __future__ import annotations

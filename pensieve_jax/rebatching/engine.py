@@ -2,7 +2,6 @@
 
 Owns: its public methods, the checks of what is submitted, and its device.
 Does not know: prompts as text (`llm`), or how queries are scheduled.
-Called by: `llm`, launchers, and users with loops of their own.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the arithmetic of columns and rows for somebody who is not there yet. It changes nothing.
 Does not know: launches, or rows beside the ring.
-Called by: `scheduler`.
 """
 
 from __future__ import annotations

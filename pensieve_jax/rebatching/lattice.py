@@ -3,7 +3,6 @@
 Owns: which lengths there are, and how many rows each has, so that growing the length and shrinking the batch
 are one walk along a list (Baton, section 4.3, batch size scaling).
 Does not know: who is in a row.
-Called by: `scheduler`, and whoever compiles a program for every shape.
 """
 
 from __future__ import annotations

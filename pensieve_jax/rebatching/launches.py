@@ -2,7 +2,6 @@
 
 Owns: these values, and the packing of what programs read of queries into integers.
 Does not know: how something is done, or why.
-Called by: the scheduler, which makes them; runners, which carry them out.
 
 A runner reads numbers and arrays only; `samples` says for the engine whose token is at which place of a
 result.

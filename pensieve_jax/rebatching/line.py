@@ -2,7 +2,6 @@
 
 Owns: the order: by priority, then those that were suspended, then by arrival.
 Does not know: rows, budgets, or KV state.
-Called by: `scheduler` and `shelf`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The front of padded batches: a model's name, prompts as text or ids, and outputs in order.
 
 Owns: the order in which the parts are made, and prompts.
-Does not know: how queries are scheduled. Called by: users, and launchers.
+Does not know: how queries are scheduled.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the order of these, who gets which token, and what becomes of queries when a step fails.
 Does not know: whether the runner is a device or a clock, prompts as text, or who waits.
-Called by: `engine` and `simulation`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: what is counted, and why a row was idle.
 Does not know: how anything is decided, or seconds.
-Called by: `loop`; `RebatchingEngine.stats` and observers read it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the sizes of prefill programs, and who shares one.
 Does not know: the ring, or when a prefill is due.
-Called by: `scheduler`.
 """
 
 from __future__ import annotations

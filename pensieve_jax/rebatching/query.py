@@ -2,7 +2,6 @@
 
 Owns: its counts (what was launched, what has come), its place, and its result.
 Does not know: rings, budgets, or who is served next.
-Called by: the engine, which makes and fills it; its caller, who waits for it; the scheduler, for its counts.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ Owns: the cursor, who holds which row, where each row begins, and its holes. Log
 c lies at c mod length, so releasing columns (Baton, section 4.1) moves nothing, and rows are end-aligned at
 the cursor. A row's keys are in [start, cursor) but for its holes, which vector shaping leaves.
 Does not know: priorities, queues, or bytes.
-Called by: `scheduler`.
 """
 
 from __future__ import annotations

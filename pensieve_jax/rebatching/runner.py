@@ -2,7 +2,6 @@
 
 Owns: the protocol.
 Does not know: who implements it (`device.runner`, `simulation`, a fake of tests).
-Called by: `loop`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Owns: which of them are in device memory, in host memory, or on their way, within both budgets; who has to
 leave the device, and who is given up where host memory is full.
 Does not know: the ring, or why room is needed.
-Called by: `scheduler`.
 
 What leaves the device keeps its memory there until its copy is done. Whoever cannot wait for that says so,
 and the runner waits.

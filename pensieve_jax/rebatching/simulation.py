@@ -2,7 +2,6 @@
 
 Owns: when queries arrive, and what is noted of each and of every step.
 Does not know: JAX, or who joins when: that is the engine's own loop and scheduler.
-Called by: experiments, and tests.
 """
 
 from __future__ import annotations

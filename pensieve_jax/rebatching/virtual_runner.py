@@ -2,7 +2,6 @@
 
 Owns: the clock, program order, copies beside programs, and what the serving thread waits for.
 Does not know: queries, or who launches what.
-Called by: `simulation`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: asking for it, which has to be done before JAX has a client for GPUs.
 Does not know: what is launched.
-Called by: the package, when it is imported.
 
 A step of 40 layers is 540 kernels. To launch them takes the thread that schedules 2 to 6 ms, and 9 where
 chunks are copied meanwhile, in which nothing else is done (docs/log.md, "Open loops on the device"). XLA can

@@ -2,7 +2,6 @@
 
 Owns: the threads that compile and load, the process-wide count, and the switch of JAX's persistent cache.
 Does not know: what is compiled.
-Called by: whoever has programs (`device.model_runner` and its transfers) for its jobs, and `assembly`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the list of these, each by name, and how each is read.
 Does not know: programs (`program`), or files (`executable_store`).
-Called by: `executable_store`.
 """
 
 from __future__ import annotations

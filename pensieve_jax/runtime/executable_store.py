@@ -2,7 +2,6 @@
 
 Owns: the files: when one may be used, how it is written, and when it goes.
 Does not know: what the programs are (`program`), or what else they depend on (`executable_environment`).
-Called by: `compilation`, and `device.model_runner`, which opens one.
 
 JAX's own cache spares the compiler alone: before it is asked a program has been traced and lowered, which
 takes seconds for each step of a large model, in Python, one after the other. Here a file's name says all

@@ -2,7 +2,6 @@
 
 Owns: the question.
 Does not know: what it is asked for.
-Called by: whoever sets variables that jaxlib reads when it makes a client for GPUs.
 """
 
 from __future__ import annotations

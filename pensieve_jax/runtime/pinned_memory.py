@@ -2,7 +2,6 @@
 
 Owns: raising that limit, which has to be done before JAX has a client for GPUs.
 Does not know: what it is pinned for.
-Called by: whoever assembles an engine that keeps state there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Directories whose files are run as code, so that nobody else may write to them.
 
 Owns: how one is made, and what is refused. Does not know: the files.
-Called by: `executable_store` and, by way of it, `compilation`.
 """
 
 from __future__ import annotations

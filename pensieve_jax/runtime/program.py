@@ -2,7 +2,6 @@
 
 Owns: how a jitted function and its arguments are told from any others.
 Does not know: what else a compiled program depends on (`executable_environment`), or files.
-Called by: whoever has programs, and `compilation`.
 
 A key names everything that a program is lowered from, since it is made of the very arguments of `lower`.
 Arrays count by what is traced of them: shape, dtype, weak type, layout and placement. Structures are walked

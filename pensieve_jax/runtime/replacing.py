@@ -2,7 +2,6 @@
 
 Owns: the temporary file beside the one that is written, and its removal after an error.
 Does not know: what is in the files.
-Called by: `executable_store` and `cost_choice`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Owns: which sizes exist, which one a step takes, how much a step computes so that it fills one, and what else
 a plan of that size has room for. Only query tokens are bucketed; rows, pages and tiles have fixed maxima that
 cost nothing where empty.
-Called by: the scheduler, the planner, and the runner when it compiles.
 """
 
 from __future__ import annotations

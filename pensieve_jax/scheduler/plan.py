@@ -4,7 +4,6 @@ Owns: the one table of a plan's fields, in the body of `StepPlan`, and so the la
 that goes to the device each step, with a named view on every part of it, so that one copy carries all of a
 step's metadata (a copy costs far more than its bytes).
 Does not know: how a plan comes about (`planner`), or what a device does with it (`device.model_runner`).
-Called by: the planner, the runner, and whoever makes plans by hand to measure or to test.
 """
 
 from __future__ import annotations

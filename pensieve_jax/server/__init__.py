@@ -2,5 +2,4 @@
 
 Owns: the OpenAI-compatible API, which turn a request goes on from, and the two processes.
 Does not know: batches, pages, devices.
-Called by: `pensieve serve`, and programs that want an engine beside an event loop.
 """

@@ -2,7 +2,6 @@
 
 Owns: which parts there are, what each is made of, and giving back what they hold.
 Does not know: sockets, processes or signals.
-Called by: `pensieve serve`; programs that put the application into a server of their own; tests.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns: the protocols and the values that cross.
 Does not know: in which process or thread the engine runs, HTTP, or where turns come from.
-Called by: everything of `server` that handles requests. Implemented over a socket by the client of the
+Implemented over a socket by the client of the
 engine's process, and by fakes in tests.
 """
 

@@ -2,7 +2,6 @@
 
 Owns: which of its counters are shown, under which names, and what is derived from them.
 Does not know: how they are counted, or how they came here.
-Called by: `metrics`.
 
 An engine that is started again begins at zero, which Prometheus' rates allow for.
 """

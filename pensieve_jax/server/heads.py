@@ -3,7 +3,6 @@
 Owns: the limits of a request's line and header fields, in bytes and in time, and what is answered beyond;
 that a client is missed which leaves with several requests on their way.
 Does not know: routes, keys, or bodies, which have limits of their own.
-Called by: `listening`, as what uvicorn reads connections with.
 
 No key is known yet, so this is what keeps anybody at all from holding memory and connections. uvicorn has no
 such limit: its parser keeps a value that does not end, and copies it whenever more of it comes.

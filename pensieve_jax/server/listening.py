@@ -3,7 +3,6 @@
 Owns: in which order the two start and end, what signals mean, the socket that is listened on, and the file
 of a history that nobody wants to keep.
 Does not know: what the application does, command lines, or how an engine runs.
-Called by: `pensieve serve`.
 
 The first SIGTERM or Ctrl-C drains: no more turns are taken, those that run get their time, and the status is
 0. The second ends everything at once. An engine that dies too often ends the server, with status 1, as does

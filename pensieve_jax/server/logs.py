@@ -3,7 +3,6 @@
 Owns: the two forms of a line, JSON for programs and a few words for a terminal, and what of an error is
 written.
 Does not know: where lines go beyond a stream.
-Called by: `http` for requests and errors; the command that starts a server; the engine's process.
 
 An exception's message may quote a prompt, so only its class and where it was raised are written.
 """

@@ -2,7 +2,6 @@
 
 Owns: the metrics, their names and labels.
 Does not know: when something happens: handlers tell it; the engine's counters, which `engine_report` has.
-Called by: handlers as turns go on and end, `/metrics`.
 
 Names that begin with vllm: mean what they mean there, so that dashboards and scalers made for vLLM work; what
 has no equal there begins with pensieve:. Labels hold the model's name and words from fixed lists, never what

@@ -2,8 +2,6 @@
 
 Owns: when silence is a death, which the engine is given then.
 Does not know: Ray, or how an engine is started again.
-Called by: `listening`, for as long as a server runs; the actor of a replica, whenever Serve asks after its
-health.
 
 Whoever waits for such an engine waits without a limit, for a turn's end as for its start: its death ends all
 of that. An engine that is being started is not watched. A front of replicas cannot tell: it hears from the

@@ -2,7 +2,6 @@
 
 Owns: which work is long or waits for another machine, the threads that do it, and a key's share of them.
 Does not know: what the work is.
-Called by: `http` for bodies, `context` for contexts, handlers for whatever else grows with a request.
 """
 
 from __future__ import annotations

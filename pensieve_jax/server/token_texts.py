@@ -1,7 +1,6 @@
 """Tokens as answers show them one by one.
 
 Owns: the text and the bytes of a token. Does not know: replies.
-Called by: handlers that answer with log-probabilities or tokens.
 """
 
 from __future__ import annotations

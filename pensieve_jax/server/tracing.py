@@ -2,8 +2,7 @@
 
 Owns: which spans a turn becomes, their attributes, and whose child it is.
 Does not know: when something happens, which whoever runs turns tells it; anybody's text.
-Called by: `api.running` once a turn has ended; `http.app`, which puts `TraceContext` around its routes; the
-command that starts a server. Nothing here is imported but where spans were asked for.
+Nothing here is imported but where spans were asked for.
 
 A turn is three spans in one: `queue` until the engine has it, `prefill` until its first token, `decode` until
 its last. Restoring state has no span of its own, since copies arrive while others compute and while what was

@@ -1,7 +1,6 @@
 """When what happened to a turn, as the process in front of the engine sees it.
 
 Owns: the moments. Does not know: what is done with them, which metrics and spans are.
-Called by: `api.running`, which sets them; `tracing`.
 """
 
 from __future__ import annotations

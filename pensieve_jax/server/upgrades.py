@@ -2,7 +2,6 @@
 
 Owns: reading on behind the head of such a request.
 Does not know: limits, connections, or which protocols there are: whoever reads a connection says.
-Called by: `heads`, as the parser of a connection.
 
 Some clients offer HTTP/2 with whatever they ask (`Upgrade: h2c`, as Java's own does), and a server without it
 is to answer in HTTP/1.1. The parser stops behind such a head, and takes the body for the other protocol's.

@@ -3,7 +3,6 @@
 Owns: device profiles, the time of steps and copies, replicas and routing.
 Does not know: jax, tokens, models. Decisions are the engine's own code; this package decides nothing. Who
 sends what and what is reported is `pensieve_jax.workload`'s.
-Called by: `scripts/simulate.py` and experiments.
 """
 
 from pensieve_jax.simulator.figures import figures

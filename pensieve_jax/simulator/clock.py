@@ -2,7 +2,6 @@
 
 Owns: the two times that everything in a simulation is placed on.
 Does not know: what takes the time.
-Called by: `device`, `transfers`, and whoever drives a replica; the cache reads it as its `Clock`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Owns: how long the host is busy with a step; when a step that was dispatched runs, and when its ids are on the
 host.
 Does not know: what a step computes, or who waits for it.
-Called by: `replica`, as the engine calls its runner: step N+1 is dispatched before step N is fetched.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: what happens next.
 Does not know: how turns are routed, how a server serves, or what is reported.
-Called by: `simulation` and `fleet`.
 
 A server takes the turns that were sent by the time at which its loop comes round. The one that is furthest
 behind goes first, so a turn meets every server as it is when the turn is sent, give or take a step.

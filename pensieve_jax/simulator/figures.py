@@ -1,7 +1,6 @@
 """What is reported of a simulated run: as `workload.figures` has it, and what only a simulation knows.
 
 Owns: what a simulation adds to those figures. Does not know: tables or files.
-Called by: `scripts/simulate.py`, its like, and experiments.
 """
 
 from __future__ import annotations

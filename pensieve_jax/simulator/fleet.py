@@ -2,7 +2,6 @@
 
 Owns: who is a member, what is lost with a replica, fronts with old loads, and what of it is counted.
 Does not know: rules (`pensieve_jax.balance`), or what happens next (`driving`).
-Called by: `scripts/study_balance.py` and tests.
 """
 
 from __future__ import annotations

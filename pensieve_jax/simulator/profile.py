@@ -2,7 +2,6 @@
 
 Owns: the coefficients, what they mean, where they come from, and the measurements that they must reproduce.
 Does not know: how they make up the time of a step (`step_time`) or of a copy (`transfers`).
-Called by: whoever starts a simulation.
 
 A profile is of one model on one device. `source` says whether its coefficients were fitted to measurements,
 which the file then names with what it took them from, or derived from published figures of the hardware.

@@ -3,7 +3,6 @@
 Owns: what takes the place of ids, histories and a device around the engine's own loop (`engine.loop`), so
 that the same turns lead to the same decisions; stretches of steps that need no scheduler.
 Does not know: clients, other replicas, or what turns are for.
-Called by: `simulation`.
 """
 
 from __future__ import annotations

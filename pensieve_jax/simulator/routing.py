@@ -1,7 +1,6 @@
 """Which replica a turn goes to.
 
 Owns: three rules. Does not know: what a replica has of a conversation.
-Called by: `simulation`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: what a run is made of, and which part of it counts.
 Does not know: what happens next (`driving`), how a replica serves, or what is reported (`figures`).
-Called by: `scripts/simulate.py`, experiments and tests.
 """
 
 from __future__ import annotations

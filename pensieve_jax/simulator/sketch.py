@@ -8,7 +8,6 @@ Owns: a model of what the engine does with turns, at the level of turns:
 Not in it: pages, copies' time but for a first token that waits for its own, suspensions, orders but LRU,
 reading ahead. How near it comes to `Replica` is on the page about balance.
 Does not know: routing.
-Called by: `fleet`.
 """
 
 from __future__ import annotations

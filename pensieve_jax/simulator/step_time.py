@@ -8,7 +8,6 @@ the layers, so they add up:
              longer; all rows together no less than what is serial in the longest context;
   the rest   a constant, and a share for every padded token: norms, rotations, writing KV, sampling.
 Does not know: requests, pages, or what comes before and after a step.
-Called by: `device`, for every step; `stretch` steps change a `StepLoad` a little at a time.
 """
 
 from __future__ import annotations

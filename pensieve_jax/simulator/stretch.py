@@ -3,7 +3,7 @@
 Owns: what such a step changes, without looking at every request. The cache is asked for the few that begin a
 page and, as in every step, for copies ahead of time; all lengths are brought up to date at the end.
 Does not know: devices, transfers, or time.
-Called by: `replica`. That its steps are the scheduler's own is what `tests/simulator/test_stretch.py` shows.
+That its steps are the scheduler's own is what `tests/simulator/test_stretch.py` shows.
 
 A stretch begins after a step in which every running request sampled a token that is not its last. It goes on
 as long as the oldest waiting request cannot join and there are pages for all that begin one, both of which is

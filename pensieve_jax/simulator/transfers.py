@@ -2,8 +2,6 @@
 
 Owns: when a copy starts, when it ends, and when the cache hears of it.
 Does not know: pages, slots, or why a chunk moves.
-Called by: `replica` and `device`, as the engine and its runner call theirs
-(`device.transfers.device_transfers`, whose rules these are).
 
 What the rules come to: a copy waits for the computation that was dispatched before it, so it runs beside the
 next step. In each direction copies follow one another in order. A copy to the device is named as complete

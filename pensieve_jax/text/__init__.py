@@ -2,7 +2,6 @@
 
 Owns: the tokenizer wrapper, incremental detokenization with stop strings, chat templates.
 Does not know: jax, conversations' KV state, scheduling, or where a history is kept.
-Called by: `pensieve_jax.prompts`, `pensieve_jax.assembly` and the engine loop.
 """
 
 from pensieve_jax.text.chat import ChatFormat, EarlierTurn

@@ -2,7 +2,6 @@
 
 Owns: rendering of chat templates, and which part of a rendering is new in a turn.
 Does not know: where earlier turns are kept, sampling, KV state.
-Called by: `pensieve_jax.prompts` for messages; `server.context.resolver` for contexts of requests.
 
 A conversation only ever grows, so a turn sends render(all messages, generation prompt) minus what stands in
 the history already. The history holds the reply as it was sampled, and that is never tokenized again: the

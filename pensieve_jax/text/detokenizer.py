@@ -2,7 +2,6 @@
 
 Owns: which text is final already, which is held back, and where a stop string completed.
 Does not know: sampling, requests, or stop token ids.
-Called by: the engine loop, once per sampled token.
 
 The deltas of a turn joined are `tokenizer.decode(ids)`, cut before the stop string. A window of the last few
 ids is decoded with and without the newest: what decoders do to the start of a text (dropping one space) then

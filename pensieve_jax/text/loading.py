@@ -2,7 +2,6 @@
 
 Owns: which files are read and which of them wins.
 Does not know: the model's configuration or weights.
-Called by: `pensieve_jax.assembly`.
 """
 
 from __future__ import annotations

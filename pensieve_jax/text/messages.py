@@ -2,7 +2,6 @@
 
 Owns: `Message` and what a well-formed list of them is.
 Does not know: templates, tokenizers or conversations.
-Called by: `chat`, `pensieve_jax.prompts`; `pensieve_jax.history` keeps messages as they are.
 """
 
 from __future__ import annotations

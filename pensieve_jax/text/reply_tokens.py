@@ -2,7 +2,6 @@
 
 Owns: which token ends a reply, and why.
 Does not know: who asked, batches, or KV state.
-Called by: what engines fill token by token (`engine.reply`, `rebatching.query`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: when a beginning-of-sequence token is added, which ids are no text, and what identifies a vocabulary.
 Does not know: files (`loading`), streaming (`detokenizer`), templates (`chat`).
-Called by: `loading` makes it; the rest of `text` and `pensieve_jax.prompts` use it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: what counts as sending a conversation's messages again.
 Does not know: templates, tokens, or where earlier turns are kept.
-Called by: `pensieve_jax.prompts`.
 
 A message may well be sent twice ("yes", and "yes" again), so equal messages alone are no sign. Messages are
 taken for a transcript where they begin with those that the first turn ended with, one or more, and the next

@@ -3,7 +3,6 @@
 Owns: the trace type, readers of public formats, the synthetic generator, arrivals and think times; users,
 their turns and the answers, and how a run is counted, whether it was measured or simulated.
 Does not know: jax, engines or models.
-Called by: scripts and `pensieve_jax.simulator`.
 """
 
 from pensieve_jax.workload.arrivals import Session, make_sessions, start_mid_life

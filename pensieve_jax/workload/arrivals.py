@@ -4,7 +4,6 @@ Owns: `Session`, Poisson and recorded arrivals, recorded ones at another rate, a
 in mid-life.
 Does not know: engines or clocks. Who drives a session sends its turn k+1 `think_s[k]` seconds after the
 answer of turn k has ended, whenever that is.
-Called by: benchmarks (in real time) and `pensieve_jax.simulator` (in virtual time).
 """
 
 from __future__ import annotations

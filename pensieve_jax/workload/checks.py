@@ -2,7 +2,6 @@
 
 Owns: the checks and their wording.
 Does not know: where a value comes from; what comes out of a file is checked by `rows`, which knows the line.
-Called by: every module of this package that takes values from its caller.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Owns: sessions in progress, and the rule that turn k + 1 is sent when turn k has been answered and its user
 has thought. Arrivals never wait for the engine.
 Does not know: who answers, or how long it takes.
-Called by: `simulator.simulation`, and the users of `scripts/serving`.
 """
 
 from __future__ import annotations

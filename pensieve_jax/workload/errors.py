@@ -2,7 +2,6 @@
 
 Owns: the two error classes of this package.
 Does not know: any format.
-Called by: every module of `pensieve_jax.workload`.
 """
 
 from __future__ import annotations

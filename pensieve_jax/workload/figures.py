@@ -3,7 +3,6 @@
 Owns: the definitions. A turn counts where it was answered within the part of the run that counts; its latency
 runs from its arrival, so waiting for the engine's loop is part of it.
 Does not know: where answers come from, tables or files.
-Called by: `scripts/simulate.py` and experiments; `scripts/benchmark_serving.py` for what it measures.
 """
 
 from __future__ import annotations

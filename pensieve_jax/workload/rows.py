@@ -3,7 +3,6 @@
 Owns: opening by name (`.gz`), decoding, and the typed access to a row's fields whose errors name the file,
 the line, the field and its limit.
 Does not know: any trace format.
-Called by: `trace` for its own files, `structures`, and every module of `readers`.
 """
 
 from __future__ import annotations

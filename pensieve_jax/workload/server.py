@@ -3,7 +3,6 @@
 Owns: the `Server` protocol, and what a server may be told before a run. Engines, other servers and simulated
 replicas implement it; a second engine enters a benchmark by doing so.
 Does not know: who sends turns (`client`), or what is made of the answers (`figures`).
-Called by: `scripts/serving/run.py` in real time, and `simulator.simulation` in virtual time.
 """
 
 from __future__ import annotations

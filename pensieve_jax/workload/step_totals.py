@@ -1,8 +1,7 @@
 """How many steps there were of one size, and how long they took together.
 
 Owns: from when to when a step counts, the sums, and the means that are reported of them.
-Does not know: whether the steps were simulated or measured. Called by: `pensieve_jax.simulator`; the
-serving benchmark counts its steps by it.
+Does not know: whether the steps were simulated or measured.
 """
 
 from __future__ import annotations

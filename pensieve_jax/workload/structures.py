@@ -2,7 +2,6 @@
 
 Owns: lengths like those of Europarl, and readers of people's own files.
 Does not know: words, models, or when requests arrive.
-Called by: benchmarks and simulations of cellular batching.
 
 The thesis samples WMT-15's Europarl, German and English, and trees of Stanford's TreeBank (section 2.7.1). Of
 the former it tells a mean of 24 words, at most 330, and that 99% are shorter than 100 (section 2.7.3).

@@ -2,7 +2,6 @@
 
 Owns: the statistics that reports show of a workload.
 Does not know: where the trace is from.
-Called by: scripts.
 """
 
 from __future__ import annotations

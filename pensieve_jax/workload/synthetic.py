@@ -2,7 +2,6 @@
 
 Owns: the shapes of ShareGPT and UltraChat after the paper's Table 2, and drawing conversations of a shape.
 Does not know: arrivals, think times or texts.
-Called by: scripts and tests.
 
 The means are the paper's. It gives no spreads, so those are ours: everything is lognormal, rounded to whole
 turns and tokens, and wide for ShareGPT, whose users are people, narrow for UltraChat, which models wrote.

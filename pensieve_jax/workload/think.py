@@ -2,7 +2,6 @@
 
 Owns: the distributions of think times, and how recorded ones are used.
 Does not know: arrivals, or how long answers take: a think time starts when the answer has ended.
-Called by: `arrivals`; scripts choose one.
 """
 
 from __future__ import annotations

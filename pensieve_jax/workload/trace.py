@@ -3,7 +3,6 @@
 Owns: the one trace type that every reader and generator makes and every benchmark and the simulator takes,
 its digest, and its file: the one trace file that all systems of a benchmark are fed from.
 Does not know: token ids or texts, other formats (`readers`), when sessions start (`arrivals`), any engine.
-Called by: every other module of this package, and through it by benchmarks and `pensieve_jax.simulator`.
 
 A conversation only grows: turn k is sent on top of everything that was said before it. A recorded session
 whose context was cut or rewritten is therefore more than one conversation here.

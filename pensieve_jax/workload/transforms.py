@@ -2,7 +2,6 @@
 
 Owns: how a trace is cut to what a model can serve or an experiment wants.
 Does not know: formats, arrivals or engines.
-Called by: scripts.
 """
 
 from __future__ import annotations

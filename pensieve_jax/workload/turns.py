@@ -2,7 +2,6 @@
 
 Owns: `UserTurn`, which the client makes and a server serves; `Answer`, its outcome.
 Does not know: queues, devices, or sessions as a whole.
-Called by: `client`, and servers; `figures` reads answers.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: those choices, which halves of traces parameters may be chosen on, and hot roots.
 Does not know: fleets or rules.
-Called by: `balance.runs` and `balance.parts`.
 """
 
 from __future__ import annotations

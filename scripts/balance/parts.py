@@ -3,7 +3,6 @@
 Owns: the parts of the study: choosing parameters, loads, sizes of fleets, changes, fronts, and how far the
 outline of a replica is from the engine's own scheduler.
 Does not know: how a run is made, or pictures.
-Called by: `study_balance.py`.
 """
 
 from __future__ import annotations

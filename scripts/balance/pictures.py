@@ -1,7 +1,6 @@
 """The pictures of docs/balance.md, out of the study's documents.
 
 Owns: what each shows. Does not know: how anything was run, or how curves are drawn (`experiments.panels`).
-Called by: `study_balance.py`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: fleets of both kinds of replica, and the definitions of the figures.
 Does not know: which runs there are.
-Called by: `balance.parts`.
 """
 
 from __future__ import annotations

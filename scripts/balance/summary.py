@@ -2,7 +2,6 @@
 
 Owns: those, and the order of rules in tables.
 Does not know: how anything was run or is shown.
-Called by: `balance.pictures` and `pages.balance_tables`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the clock around it.
 Does not know: what the function does.
-Called by: `host_costs`, and `scripts/benchmark_cellular.py`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the device that takes no time, and the clocks.
 Does not know: JAX, or models; dispatch is not in it.
-Called by: `scripts/benchmark_cells.py`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: which part of a run counts, and the figures' names.
 Does not know: which rates an experiment has.
-Called by: experiments; launchers count the same way in real time.
 """
 
 from __future__ import annotations

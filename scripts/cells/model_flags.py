@@ -1,7 +1,6 @@
 """Flags of launchers that run a recurrent model, and the model they name.
 
 Owns: their names and help. Does not know: what is measured.
-Called by: `scripts/benchmark_cells.py`, `scripts/benchmark_cellular.py`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: sizes that do not matter to time, and where lengths come from.
 Does not know: systems, or loads.
-Called by: launchers that run cells.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: their calls and their precision.
 Does not know: our cells.
-Called by: `scripts/benchmark_cells.py`.
 """
 
 from __future__ import annotations

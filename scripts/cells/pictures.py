@@ -1,7 +1,6 @@
 """Which request has a cell in which task, as a picture.
 
 Owns: the drawing. Does not know: where the tasks are from.
-Called by: `scripts/demo_cells.py`.
 """
 
 from __future__ import annotations

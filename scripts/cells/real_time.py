@@ -2,7 +2,6 @@
 
 Owns: when requests are sent, and the clock.
 Does not know: models or systems.
-Called by: `scripts/benchmark_cellular.py`.
 
 One thread sends and steps, as a server's would: every turn of its loop takes all that is due. Latency counts
 from when a request was due, so a loop that is late is charged for it.

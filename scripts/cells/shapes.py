@@ -2,7 +2,6 @@
 
 Owns: what virtual time needs of LSTM, Seq2Seq and TreeLSTM.
 Does not know: how they compute; `model_defs.recurrent` does.
-Called by: experiments in virtual time.
 """
 
 from __future__ import annotations

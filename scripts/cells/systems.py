@@ -1,7 +1,6 @@
 """Cellular batching and its rivals by name, each a scheduler of the same cells.
 
 Owns: the names. Does not know: models, loads or devices.
-Called by: experiments, and launchers.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the launches that are timed.
 Does not know: who is waiting for them, or what others take.
-Called by: `scripts/benchmark_cells.py`.
 """
 
 from __future__ import annotations

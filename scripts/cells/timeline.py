@@ -2,7 +2,6 @@
 
 Owns: the requests, and what is noted of a run.
 Does not know: how it is shown.
-Called by: experiments, and tests of what the figure says.
 
 The thesis gives the lengths of requests 1 to 4, that request 5 has come by 2, 6 and 7 by 3, and that the
 second batch of graphs takes 7; the others are chosen to fit.

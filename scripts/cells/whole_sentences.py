@@ -2,7 +2,6 @@
 
 Owns: buckets, the batches made of them, and their programs.
 Does not know: cells, or an engine.
-Called by: `scripts/benchmark_cellular.py`.
 
 The oldest sentence's bucket is next, as many of it as fit, padded to its longest member rounded up to a
 length that is compiled; two batches are in flight. cuDNN is told each sentence's length. Its weights are the

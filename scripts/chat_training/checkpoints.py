@@ -2,7 +2,6 @@
 
 Owns: the Orbax checkpoints of a training, and the record of the settings that they belong to.
 Does not know: what the settings mean, or how a step is made.
-Called by: `train_chat_model`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the mixture, and which replies of it count how much.
 Does not know: files, how ids are made, or the model.
-Called by: `train_chat_model`.
 """
 
 from __future__ import annotations

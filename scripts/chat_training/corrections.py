@@ -2,7 +2,6 @@
 
 Owns: the wordings, which of them training never sees, and how the answer to a correction is worded.
 Does not know: where in a conversation one stands, tokens or models.
-Called by: `recall` and `recall_cases`.
 
 A bare correction gives the value alone, and means what was told or answered just before. A named one says
 what it is about, and may come at any time. The last two of either list are for the tests; the constructions

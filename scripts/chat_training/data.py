@@ -1,7 +1,6 @@
 """Recorded dialogues as training reads them.
 
 Owns: the file format and what is wrong with a line. Does not know: tokens, templates or facts.
-Called by: `train_chat_model`; the conversations go to `recall` and `examples`.
 
 A line is a JSON object whose `turns` are ["U", text] for a user and [another letter, text] for the other
 side: "S" for the system of a task, say, or "A" for an assistant. A name that ends in .gz is decompressed.

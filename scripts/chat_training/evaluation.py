@@ -1,7 +1,6 @@
 """Whether the conversation so far matters to a model: loss and recall, with the history and without it.
 
 Owns: the two measurements and their names. Does not know: training.
-Called by: `train_chat_model`.
 
   history loss   the loss per token of recorded replies from the fourth turn on, each once behind its whole
                  conversation and once behind its own user message alone

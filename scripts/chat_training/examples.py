@@ -3,7 +3,6 @@
 Owns: which tokens a conversation is, in the very form in which the engine sends it; how much each counts in
 the loss; how conversations share a row.
 Does not know: the model, the loss, or where conversations come from.
-Called by: `train_chat_model`, `corpus`, `feed`, `evaluation` and `step` (the form of a batch).
 
 A turn's ids are those that `ChatFormat` makes for `LLM.chat`. What it writes around a message is asked for
 once: between two markers a message's own ids depend on nothing else.

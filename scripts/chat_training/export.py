@@ -2,7 +2,6 @@
 
 Owns: config.json, generation_config.json and model.safetensors of a Llama.
 Does not know: how it was trained, or its tokenizer.
-Called by: `train_chat_model`; what it writes is read back by `model_defs.load_model`.
 
 Names and layouts are those of `model_defs.hf_recipes`: a recipe only moves values (it fuses and transposes),
 so its transpose as a linear map is its inverse, and no second table can disagree with the first.

@@ -2,7 +2,6 @@
 
 Owns: what a kind of fact is, and how its own wordings and the common frames are drawn and combined.
 Does not know: the wordings (`kinds`), conversations, tokens or models.
-Called by: `kinds`, `recall` and `corpus`.
 
 `~` in a wording marks where an aside may stand.
 """

@@ -2,7 +2,6 @@
 
 Owns: which recorded dialogues a step gets, and how the rest of its rows is filled.
 Does not know: how conversations are made or encoded, or the model.
-Called by: `train_chat_model`; the batches go to `loop`.
 
 A batch is a function of the seed and the step alone, so a training goes on anywhere, and any process can
 make it. Recorded dialogues are few: a step gets a fixed number of them, every one once in an epoch.

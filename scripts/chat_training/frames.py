@@ -4,7 +4,6 @@ Owns: what may stand before, behind and within a sentence that tells something, 
 ask for a thing by its name ("my dog's name") or as a question ("what my dog is called"); among the latter the
 two that training never sees.
 Does not know: kinds of facts, or how often a frame is drawn.
-Called by: `facts`.
 
 A model takes what it has no frame for as small talk, or its first word for a name. Imperatives are many here,
 since nothing else is built like them.

@@ -2,7 +2,6 @@
 
 Owns: the patterns, and how words of other texts are put around what a sentence cannot do without.
 Does not know: kinds of facts, held-out wordings, or how often a pattern is drawn.
-Called by: `facts`.
 
 In a pattern "(a|b)" is one of the two. {question} is a question within a sentence ("what my dog is called"),
 {topic} a name of what is asked for ("my dog's name"), {clause} a statement. With scraps of other texts around

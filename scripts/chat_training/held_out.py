@@ -2,7 +2,6 @@
 
 Owns: their wordings, for every kind of fact, for two at once and for corrections.
 Does not know: values, conversations or models.
-Called by: `facts`, `questions` and `corrections`.
 
 No run of four words of theirs stands in a wording of training, apart from what they are about (a test holds
 the two against each other). They were written before any model saw their training's sentences, and have not

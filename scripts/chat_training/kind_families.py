@@ -4,7 +4,6 @@ Owns: the wordings of these families. The last two of every list are for the tes
 others, as people's own wordings would, but no sentence. The two behind each list of statements are for its
 second part: they are built as none of training is.
 Does not know: which members a family has, how sentences are varied, or values drawn.
-Called by: `kinds`.
 """
 
 from __future__ import annotations

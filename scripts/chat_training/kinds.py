@@ -4,7 +4,6 @@ Owns: the list of kinds, and the wordings of those that stand alone. The last tw
 are for the test: they share words with the others, as people's own wordings would, but no sentence. The two
 behind each list of statements are for its second part: they are built as none of training is.
 Does not know: how sentences are varied or values drawn, or the wordings of whole families (`kind_families`).
-Called by: `recall`, which puts facts into conversations, and `corpus`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Owns: their wordings, in the parts that `kind_families` describes: the last two of every list, and the two
 behind each list of statements, are for the tests.
 Does not know: which days there are in all, how sentences are varied, or values drawn.
-Called by: `kinds`.
 """
 
 from __future__ import annotations

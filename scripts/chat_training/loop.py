@@ -2,7 +2,6 @@
 
 Owns: in which step what happens, the progress bar, and the throughput that it shows.
 Does not know: the model, or what is evaluated.
-Called by: `train_chat_model`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Owns: how questions are joined into one message and answers into one reply, what is said of what was not
 told, and what an answer is that gives a fact.
 Does not know: how a single question is worded (`facts`), conversations or models.
-Called by: `recall`, `recall_cases` and `served_recall`.
 """
 
 from __future__ import annotations

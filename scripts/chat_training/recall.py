@@ -2,7 +2,6 @@
 
 Owns: how such conversations are put together for training, and the parts that test cases share with them.
 Does not know: the wordings (`kinds`, `corrections`, `questions`, `small_talk`), test cases, tokens or models.
-Called by: `corpus` for training, and `recall_cases`.
 
 The talk in between is whole exchanges of recorded dialogues, in their order; where one dialogue ends, another
 follows. Some questions are about what nobody told: their answer is that it was not told, so that a model

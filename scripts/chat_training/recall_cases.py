@@ -2,7 +2,6 @@
 
 Owns: the sorts of cases, how one is put together, and when an answer is right.
 Does not know: the wordings, tokens or models.
-Called by: `train_chat_model`, `check_recall`, `evaluation` and `served_recall`.
 
 A case tells one to three facts in its first message. Corrections follow at once, or after an exchange. Then
 others talk, and the last message asks.

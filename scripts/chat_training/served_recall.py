@@ -3,7 +3,6 @@
 Owns: the talk in between where no dialogues are given, the order of turns, and the figures; likewise some
 greetings with nothing before them.
 Does not know: how large the tiers are, or what share must be right.
-Called by: `check_recall`.
 
 The user's side of the talk is fixed, and the model's own replies stand in the history. Conversations take a
 turn each, one after the other, so that between two turns of one all others want its memory.

@@ -3,7 +3,6 @@
 Owns: their wordings and replies, which of them training never sees (the last two of every list, as with
 facts), and how they are varied.
 Does not know: facts, where in a conversation they stand, tokens or models.
-Called by: `recall`, `corpus` and `served_recall`.
 
 A model that has seen greetings only before facts answers a bare "Hi" with a fact that nobody told.
 """

@@ -2,7 +2,6 @@
 
 Owns: attention within the conversations of a row, the loss, the optimizer, and what changes in a step.
 Does not know: text, files, or when steps run.
-Called by: `train_chat_model` and `evaluation`.
 
 The model is `model_defs`' own, which knows tokens, positions and an `attention` callable: a batch of rows is
 one flat list of tokens to it, as a batch of requests is to the engine, and only who attends to what is said

@@ -2,7 +2,6 @@
 
 Owns: the markers, how the vocabulary is learned, and the files it is kept in.
 Does not know: conversations or the model.
-Called by: `train_chat_model`; `pensieve_jax.text.load_tokenizer` reads the files back.
 
 Every digit is a token of its own, so that a number or a time that was told is copied digit by digit instead
 of being looked up among learned pieces.

@@ -5,7 +5,6 @@ of five. It is one rule for all kinds, but for short lists that a language close
 Most names are invented, or no names at all: a model copies what it has seen copied, and learns to copy
 anything only where anything may come.
 Does not know: what the values stand for.
-Called by: `facts`.
 """
 
 from __future__ import annotations

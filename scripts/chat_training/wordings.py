@@ -2,7 +2,6 @@
 
 Owns: the three parts that wordings fall into, the rule by which a list falls into the first two, and case.
 Does not know: any wording.
-Called by: `facts`, `small_talk` and `recall`.
 """
 
 from __future__ import annotations

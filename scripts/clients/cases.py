@@ -2,7 +2,6 @@
 
 Owns: the list of cases, running each with the synchronous and the asynchronous client, and its outcome.
 Does not know: what the cases do, processes, or tables.
-Called by: modules of cases, which add theirs by `case`; `check_clients`, tests of clients.
 
 A case is written once, for the asynchronous client. The synchronous one is made to look like it: what its
 methods return is awaited at once, and what can be iterated is iterated.

@@ -1,7 +1,6 @@
 """Cases of Chat Completions, Completions and models: every call that this server has.
 
 Owns: the cases. Does not know: how they are run.
-Called by: `check_clients` and tests, which import it for its cases.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
     python scripts/clients/langchain_cases.py http://127.0.0.1:8000/v1
 
 Owns: the cases. Does not know: this project, whose packages that interpreter need not have.
-Called by: `check_clients`, as a process.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns: which schema of the document an answer must satisfy, what is excepted and why, and the part of the
 document that this needs.
-Does not know: who asked. Called by: `check_clients`, tests of clients.
+Does not know: who asked.
 
 The document is `openapi.json` of github.com/openai/openai-openapi (MIT). `reduced` makes the file that tests
 use of it: the schemas that answers of this server can reach, without descriptions and examples.

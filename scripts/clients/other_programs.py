@@ -1,7 +1,7 @@
 """Clients that are programs of their own: langchain-openai, and Open Responses' compliance test.
 
 Owns: starting them, and reading what they say of each of their cases.
-Does not know: the server, or tables. Called by: `check_clients`.
+Does not know: the server, or tables.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: sockets of its own, passing requests on and answers back as they come, and the list of exchanges.
 Does not know: what either side means by it.
-Called by: `check_clients`, tests of clients; `python scripts/clients/recorder.py` for those started by hand.
 
 Answers are passed on piece by piece, so that streams stay streams.
 """

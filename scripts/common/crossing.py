@@ -1,7 +1,7 @@
 """Where a curve crosses a level.
 
 Owns: how a curve is read between its points.
-Does not know: what it is of. Called by: `serving.report`, `experiments.levels`, `pages`.
+Does not know: what it is of.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Several engines on one model, one after the other: what comparing configurations takes.
 
 Owns: loading and compiling once, and beginning anew on the same weights, pages and slots.
-Does not know: what an engine is asked to do. Called by: compare_variants, and `serving.engine_server`.
+Does not know: what an engine is asked to do.
 
 Whatever a step's shape depends on (the model, `RunnerConfig`, `SchedulerConfig`, `gpu_pages`, the most
 `cpu_pages`) is that of the runner and stays; policies, priorities, `stateful` and fewer `cpu_pages` are the

@@ -1,6 +1,6 @@
 """Flags that are lists of numbers.
 
-Owns: their reading, and the error for what is none. Does not know: what is counted. Called by: benchmarks.
+Owns: their reading, and the error for what is none. Does not know: what is counted.
 """
 
 from __future__ import annotations

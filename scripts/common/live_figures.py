@@ -1,7 +1,6 @@
 """A progress bar over the time of a run, virtual or real, that shows what the latest answers were like.
 
 Owns: which figures, and over how many answers. Does not know: who answers.
-Called by: simulate, benchmark_serving.
 """
 
 from __future__ import annotations

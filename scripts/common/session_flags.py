@@ -1,7 +1,7 @@
 """The command-line flags that say who comes when: a trace, arrivals, think times.
 
 Owns: names, defaults and help of these flags, and the way from them to sessions.
-Does not know: who serves the sessions. Called by: simulate, benchmark_serving. The flags are those of whoever
+Does not know: who serves the sessions. The flags are those of whoever
 calls.
 """
 

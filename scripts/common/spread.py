@@ -1,6 +1,6 @@
 """A measurement that was repeated: its median, and how far repetitions lie apart.
 
-Owns: what is said of repetitions. Does not know: what was repeated. Called by: every benchmark that repeats.
+Owns: what is said of repetitions. Does not know: what was repeated.
 """
 
 from __future__ import annotations

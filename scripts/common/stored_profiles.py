@@ -1,7 +1,7 @@
 """A device's profile for KV state that is stored in fewer bytes than it was measured with.
 
 Owns: how many bytes a token then takes, on the device and in host memory.
-Does not know: flags, or what is simulated. Called by: simulate, validate_simulator.
+Does not know: flags, or what is simulated.
 """
 
 from __future__ import annotations

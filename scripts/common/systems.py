@@ -1,8 +1,7 @@
 """The three systems of the paper's section 6, by name: state in two tiers, in one, and none.
 
 Owns: their names, and what of an engine's configuration tells them apart.
-Does not know: what they are measured with. Called by: `serving.engine_server`, simulate, benchmark_serving,
-and experiments.
+Does not know: what they are measured with.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A trace file of somebody's, by its path: guessed where no format is named, counted where it holds texts.
 
 Owns: how texts are counted for want of a tokenizer, and what is said of rows that were left out.
-Does not know: flags of users or arrivals. Called by: `session_flags`, simulate_serving, reproduce.
+Does not know: flags of users or arrivals.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: names and words of these experiments.
 Does not know: how one is run.
-Called by: the registry.
 
 Figures 1 to 5 are drawings: there is nothing to run.
 """

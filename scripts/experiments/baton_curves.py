@@ -2,7 +2,6 @@
 
 Owns: what is shown of each run.
 Does not know: how a run is made.
-Called by: `baton`.
 
 Curves are of the first seed; tables are of all.
 """

@@ -2,7 +2,6 @@
 
 Owns: which memory a method has, and what is kept of a run.
 Does not know: tables or figures.
-Called by: `baton_tables`, `baton_curves`.
 
 The paper's machines had 48 GB and 24 GB, of which weights left some 34 and 10 for KV state; a small version
 has shorter sequences and as much less of it.

@@ -2,7 +2,6 @@
 
 Owns: what is compared.
 Does not know: how a run is made.
-Called by: `baton`.
 
 Seconds are of another device than the paper's, so methods are compared by ratios. Steps alone say what the
 policy saves; the rest of a ratio of seconds is what prefills, padding and longer rings cost.

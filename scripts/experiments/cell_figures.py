@@ -2,7 +2,6 @@
 
 Owns: what is shown of each.
 Does not know: how cells are scheduled or measured.
-Called by: `cells`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: loads, systems and panels of each figure.
 Does not know: how cells are scheduled; the engine's own scheduler runs, and its rivals.
-Called by: `cells`, `cell_figures`.
 
 Cells take what the thesis says of them (`thesis_v100`), and for cellular batching what scheduling and
 gathering cost there. Rivals are charged for cells alone: the thesis finds them at the bound that cells set

@@ -2,7 +2,6 @@
 
 Owns: names and words of these experiments.
 Does not know: how one is run.
-Called by: the registry.
 
 Figures 2.1, 2.2, 2.4, 2.6 and 2.12 are drawings: there is nothing to run.
 """

@@ -2,7 +2,6 @@
 
 Owns: reading that file, and a claim in words.
 Does not know: what was measured or simulated beside it.
-Called by: experiments, and `pages.paper_tables`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Measurements that are committed beside the documents, for experiments that show what was measured.
 
 Owns: where they are. Does not know: what is in them.
-Called by: experiments.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: which figures of a made dataset are shown.
 Does not know: how conversations are made (`pensieve_jax.workload`), or who serves them.
-Called by: the registry.
 """
 
 from __future__ import annotations

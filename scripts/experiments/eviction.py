@@ -4,7 +4,6 @@ Owns: loads, memory sizes, and the comparison of recomputation between policies.
 Does not know: policies' code; `retention` is the paper's, `conversation` what CachedAttention does,
 `trailing` what caches that match prefixes must do, `lru` differs from `retention` by cost alone, and
 `learned` begins as `retention`.
-Called by: the registry; `recorded_traces` compares policies in the same way.
 """
 
 from __future__ import annotations

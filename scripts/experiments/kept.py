@@ -3,7 +3,6 @@
 Owns: when a kept point may stand for a new one: the same point, trace and code, on libraries whose
 first two numbers are the same.
 Does not know: how points are simulated, or by how many processes.
-Called by: `pool`, in this process or in others.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: which committed document and cases belong to that figure, and what its rivals are called.
 Does not know: how kernels are measured, or any figure.
-Called by: the registry.
 """
 
 from __future__ import annotations

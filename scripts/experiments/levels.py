@@ -2,7 +2,6 @@
 
 Owns: reading curves at a level, seed by seed, and how that looks in a document and a table.
 Does not know: what the curves are of, or which level the paper took (`claims`).
-Called by: `load_sweeps`, `think_time`.
 """
 
 from __future__ import annotations

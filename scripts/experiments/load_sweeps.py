@@ -2,7 +2,6 @@
 
 Owns: how a sweep over loads becomes points, tables and curves, and what is read off curves at a level.
 Does not know: which sweeps there are (`paper_sweeps`).
-Called by: `paper_sweeps`.
 """
 
 from __future__ import annotations

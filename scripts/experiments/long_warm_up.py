@@ -2,7 +2,6 @@
 
 Owns: which of Figure 15's settings are simulated again, and for how long before anything counts.
 Does not know: what a run of those settings is (`think_time`), or how curves are read (`levels`).
-Called by: the registry.
 """
 
 from __future__ import annotations

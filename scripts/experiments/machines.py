@@ -3,7 +3,6 @@
 Owns: which devices and models there are, the memory they have for KV state, and the arithmetic that makes a
 profile of several GPUs, or of another kind of GPU, out of one GPU's.
 Does not know: workloads or systems.
-Called by: `systems`, `points`, experiments that ask a profile directly, and scripts that take one by name.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: which committed documents belong to which run, and which prediction was committed before it.
 Does not know: how a loop is run or simulated.
-Called by: the registry.
 """
 
 from __future__ import annotations

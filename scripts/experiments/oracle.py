@@ -3,7 +3,6 @@
 Owns: that order, and a memory without an engine, in which it stands beside LRU and the paper: turns take no
 time, and conversations give way from their leading end, as they do in the cache.
 Does not know: how the engine does (`recorded_traces`), or how a trace is served (`trace_studies`).
-Called by: the registry.
 """
 
 from __future__ import annotations

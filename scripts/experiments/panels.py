@@ -1,7 +1,6 @@
 """Plots of experiments: panels of curves side by side.
 
 Owns: the picture. Does not know: what it shows.
-Called by: experiments, which make panels, and `scripts/reproduce.py`, which has them drawn.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: their parameters. On the paper's device a curve is read at the level that its text names (`claims`).
 Does not know: how a sweep is carried out (`load_sweeps`).
-Called by: the registry.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: what a point is made of, and the figures that are kept of it.
 Does not know: which points an experiment has, or what they mean there.
-Called by: `pool`, in this process or in others.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the order of results, which is that of the points, and the progress bar.
 Does not know: what a point is of.
-Called by: `scripts/reproduce.py`.
 """
 
 from __future__ import annotations

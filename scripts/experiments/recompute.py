@@ -2,7 +2,6 @@
 
 Owns: `Cost(l)` of a simulated device, and the seconds that recomputed history comes to.
 Does not know: how a run is made, or what a policy does beyond the end from which it drops.
-Called by: `points` and `single_steps`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: which runs there are, and what of them is kept.
 Does not know: how a trace is served (`trace_studies`), or how results are shown (`trace_tables`).
-Called by: the registry.
 
 Results are of held-out sessions: one half of them (`split_by_session`), of all times or of later ones.
 The order that learns is there twice: beginning with nothing, and with what the other sessions taught it.

@@ -1,7 +1,4 @@
-"""Every experiment by name.
-
-Called by: `scripts/reproduce.py`.
-"""
+"""Every experiment by name."""
 
 from __future__ import annotations
 

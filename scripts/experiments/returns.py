@@ -2,7 +2,7 @@
 
 Owns: the rate of return by idle time. The paper's order stands on its being 1 / idle time: then rate x idle
 time is the same at every idle time.
-Does not know: any order. Called by: `recorded_traces`.
+Does not know: any order.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: grouping, means and ratios over seeds, and the part of the JSON document that holds points.
 Does not know: what the figures mean.
-Called by: experiments that simulate.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the types between `scripts/reproduce.py` and the experiments.
 Does not know: any experiment, or how flags are called.
-Called by: every module of this package.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the batch of Figure 3, and the curves of Figure 4 beside the measured ones.
 Does not know: caches or schedulers; a device profile is asked for single steps.
-Called by: the registry.
 """
 
 from __future__ import annotations

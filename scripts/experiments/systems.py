@@ -2,7 +2,6 @@
 
 Owns: how a system with a policy, and the like, becomes an engine's configuration for a machine.
 Does not know: workloads, or what tells the three systems apart (`common.systems`).
-Called by: experiments that simulate.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: think times and loads of that experiment.
 Does not know: how curves are read at a level (`levels`).
-Called by: the registry; `long_warm_up` takes its runs.
 """
 
 from __future__ import annotations

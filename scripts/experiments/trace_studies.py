@@ -2,7 +2,6 @@
 
 Owns: those choices, and which sessions an order that learns may have seen before.
 Does not know: eviction orders, or what is made of the runs.
-Called by: `recorded_traces`.
 
 Recorded arrivals are kept where a file has them and they make memory scarce; elsewhere sessions arrive at
 random, at a rate that does. Pauses are the recorded ones throughout. The paper's load stands beside them:

@@ -2,7 +2,6 @@
 
 Owns: what is shown, and when an order is said to lose.
 Does not know: how the results came about. `docs/traces.md` holds these tables.
-Called by: `recorded_traces`, and `scripts/reproduce.py` for the tables of a document.
 """
 
 from __future__ import annotations

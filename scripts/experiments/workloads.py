@@ -2,7 +2,6 @@
 
 Owns: the few kinds of workload that experiments have, as values.
 Does not know: who serves them.
-Called by: `points`; experiments make them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the sizes tried, and which back ends serve a case here. Does not know: how a program is timed or
 checked.
-Called by: benchmark_kernels, peers.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Owns: pages, queries and lengths; the decode and the prompt part of a batch over the same pool; which rows one
 call over contiguous keys can serve; the expected answer and how far another one is from it. Does not know:
 which kernels there are, or how they are timed.
-Called by: benchmark_kernels, backends, peers, torch_peers, table.
 """
 
 from __future__ import annotations

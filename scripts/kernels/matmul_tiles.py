@@ -1,7 +1,6 @@
 """The tiles that are tried for products of few rows.
 
-Owns: the lists. Does not know: how a product is timed, or which tile is best. Called by:
-benchmark_decode_matmul.
+Owns: the lists. Does not know: how a product is timed, or which tile is best.
 """
 
 from __future__ import annotations

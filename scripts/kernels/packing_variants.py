@@ -1,7 +1,6 @@
 """The kernels that pack pages, cut up in several ways, by themselves: no engine, no weights, no link.
 
 Owns: what is tried, its check and its time. Does not know: which way is the best one; it prints all.
-Called by: `benchmark_packing`, with `--kernels_only`.
 
 A call moves pages that none of the calls before it moved, until all were, so that caches are no help. Before
 anything is timed, chunks are compared byte by byte with what XLA packs, and pages with what they were.

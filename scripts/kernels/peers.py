@@ -2,7 +2,6 @@
 
 Owns: the names of all peers, and the three that are JAX: copy-out, rounds of single tokens, ideal contiguous
 attention. Does not know: how a program is timed, or what is said of one that fails.
-Called by: benchmark_kernels.
 
 cuDNN aligns a causal mask with the first key, and JAX hands on no other kind. The last queries of a longer
 context therefore take their mask as a bias, the same for all rows and heads, that is made beforehand.

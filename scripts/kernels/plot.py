@@ -1,7 +1,6 @@
 """Draws the roofline: how fast kernels compute, over how much they compute for every byte they must move.
 
 Owns: the picture. Does not know: how anything was measured.
-Called by: benchmark_kernels.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the cases, how many layers one is measured over, what a free column holds, and how far an answer is from
 two references that share no code. Does not know: which kernels there are, or how they are timed.
-Called by: benchmark_ring_decode.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """How long attention over rings takes: layer after layer, round after round, none of which can be moved.
 
 Owns: what asks whom, and how rounds are repeated on the device. Does not know: cases, bounds, flags.
-Called by: benchmark_ring_decode.
 
 `timing.JaxProgram` answers several queries that know nothing of one another. A compiler may then take them
 layer by layer, or merge their products, and read keys once for all of them. Here there is one chain: a layer

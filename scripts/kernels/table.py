@@ -2,7 +2,6 @@
 
 Owns: the record of a measurement, its share of the bound, and how whole batches compare with their parts.
 Does not know: how anything was measured.
-Called by: benchmark_kernels, plot.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Owns: programs that answer and can be timed, and how: iterations run one after the other with nothing of the
 host between them; compiling in threads; and what may be raised instead. Does not know: what a program
 computes, whether it is right, flags.
-Called by: benchmark_kernels, benchmark_ring_decode, benchmark_byte_pages, benchmark_decode_matmul, backends,
-peers, torch_peers.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Owns: what each is called with, and the check that PyTorch has memory. PyTorch is imported when one of them is
 prepared, never before; what cannot be imported is an ImportError of that one. Does not know: how a program is
 timed, or what is said of one that fails.
-Called by: peers, benchmark_kernels.
 
 Queries and pages come by dlpack, without a copy. The paged kernels get pools of K and of V in the layout they
 are made for, with the same pages at the same places, and contiguous ones a piece for each row; both are made

@@ -3,7 +3,6 @@
 Owns: factors of channels, where in the weights they go, outliers that are planted so, and factors that take
 them out again.
 Does not know: formats, figures.
-Called by: `measure_kv_quality`.
 
 A channel of K may be times f if the same channel of the query heads that read it is divided by f; rotary
 positions mix channels i and i + head_dim / 2, so both have one factor. A channel of V may be times f if what

@@ -2,7 +2,6 @@
 
 Owns: what `--text` and `--outlier_scales` stand for. Does not know: what is
 measured of them, or other flags.
-Called by: `measure_kv_quality` and `measure_packing`, which define them.
 """
 
 from __future__ import annotations

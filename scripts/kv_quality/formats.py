@@ -2,7 +2,6 @@
 
 Owns: the formats that are compared, by name, and dense attention over what comes back.
 Does not know: models, texts or figures.
-Called by: `quality`, `replies` and `measure_kv_quality`.
 """
 
 from __future__ import annotations

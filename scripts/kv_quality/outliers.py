@@ -2,7 +2,6 @@
 
 Owns: which models are made and compared, and what is averaged over seeds.
 Does not know: flags, or how anything is shown.
-Called by: `measure_kv_quality`; its averages are drawn by `picture`.
 """
 
 from __future__ import annotations

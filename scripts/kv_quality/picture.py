@@ -1,7 +1,6 @@
 """Draws what planted outliers do to each format.
 
 Owns: the picture. Does not know: how the figures were found.
-Called by: `measure_kv_quality`.
 """
 
 from __future__ import annotations

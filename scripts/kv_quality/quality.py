@@ -2,7 +2,6 @@
 
 Owns: the figures, each token behind its own text in one dense pass, and their bootstrap intervals.
 Does not know: what the texts or the weights are.
-Called by: `measure_kv_quality`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: generation by itself, a token of every row at a time over a plain array of keys and values.
 Does not know: engines, pages or texts.
-Called by: `measure_kv_quality`.
 
 Every token of a prompt is fed as if it had been generated, so that one compiled loop does all of it.
 """

@@ -2,7 +2,6 @@
 
 Owns: which file is read how, and the conversations that stand in for a file.
 Does not know: formats, figures.
-Called by: `flags`, `measure_kv_quality`.
 
 A file whose name ends in .jsonl or .jsonl.gz holds dialogues (`chat_training.data`), which are written in the
 model's chat template. Any other is plain text, which is cut into pieces. Without a file the model is talked

@@ -2,7 +2,6 @@
 
 Owns: the positions of operators, and the places where a change means nothing.
 Does not know: which mutants are drawn (`drawing`), or how tests are run.
-Called by: `drawing`.
 """
 
 from __future__ import annotations

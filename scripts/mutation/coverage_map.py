@@ -2,7 +2,6 @@
 
 Owns: the map: one file for each test file, made again when that file changes.
 Does not know: mutants.
-Called by: `run_mutants`, `selection`.
 
 The map may be older than the product. Where a source file has changed since, every test that executes the
 function counts, rather than the line.

@@ -2,7 +2,6 @@
 
 Owns: which mutants a seed draws.
 Does not know: what tests there are.
-Called by: `run_mutants`.
 
 Each room gives equally many mutants. Within a room each line that can be changed is equally likely, so a
 large file gives more than a small one. A line of many numbers gives no more than a line with one comparison:

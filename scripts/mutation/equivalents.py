@@ -2,7 +2,6 @@
 
 Owns: the file of them and its form.
 Does not know: how mutants are run.
-Called by: `run_mutants`.
 
 The file is `tests/mutants_equivalent.toml`; each entry is
 

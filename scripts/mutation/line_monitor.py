@@ -2,7 +2,6 @@
 
 Owns: the monitor of this process, and the name of a line.
 Does not know: tests.
-Called by: `recording`, and `site/sitecustomize`, in processes that tests start.
 
 Only code of the product reports lines, and each line once until lines are asked for anew, so this costs
 little. A line is named by its file, the qualified name of its code and its distance from that code's first

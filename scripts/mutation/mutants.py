@@ -2,7 +2,6 @@
 
 Owns: the two types, and the digest of a source file.
 Does not know: cosmic-ray, so that all that runs mutants can be tested without it.
-Called by: all of this folder.
 """
 
 from __future__ import annotations

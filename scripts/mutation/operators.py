@@ -2,7 +2,6 @@
 
 Owns: the list of operators and the two that cosmic-ray lacks.
 Does not know: where an operator may be applied (`candidates`), or what the tests say.
-Called by: `candidates`.
 
 Cosmic-ray replaces each operator by every other one. Most of those mutants fail in every test, and would
 only raise the share of mutants caught. Here a comparison moves its boundary or is negated, and arithmetic

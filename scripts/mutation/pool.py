@@ -2,7 +2,6 @@
 
 Owns: the worker processes, their environment and their copies.
 Does not know: which mutants there are, or which tests are worth running.
-Called by: `run_mutants`, and by `coverage_map` through `Pool.map`.
 """
 
 from __future__ import annotations

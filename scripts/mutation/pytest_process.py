@@ -2,7 +2,6 @@
 
 Owns: the forked process: its folder, paths, limits and pytest plugins, and the lines that it reports.
 Does not know: mutants, or which tests are worth running.
-Called by: `worker`, which has imported what all runs need and forks for each.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the recorder, a pytest plugin: the lines, durations and failures of the tests of one file.
 Does not know: how lines are reported (`line_monitor`), or what they are used for (`coverage_map`).
-Called by: `pytest_process`.
 
 What a fixture of a wider scope executes counts for every test that uses it. Durations are of the processors,
 since the machine may have been loaded when they were recorded.

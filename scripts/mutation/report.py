@@ -2,7 +2,6 @@
 
 Owns: the form of the report.
 Does not know: how verdicts are reached.
-Called by: `run_mutants`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: where a room is, and where its own tests are.
 Does not know: mutants.
-Called by: `drawing`, `selection`, `run_mutants`.
 """
 
 from __future__ import annotations

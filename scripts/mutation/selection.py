@@ -2,7 +2,6 @@
 
 Owns: the order and the budget.
 Does not know: how tests are run.
-Called by: `trial`.
 
 The tests of the mirrored file come first, then those of its folder, then others; among them, files that
 spend little time on the mutant. The budget is in processor time as recorded, so the choice does not depend on

@@ -2,7 +2,6 @@
 
 Owns: the copies, and that Python sees a change.
 Does not know: what is changed, or what runs there.
-Called by: `pool`.
 """
 
 from __future__ import annotations

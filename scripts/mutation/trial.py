@@ -2,7 +2,6 @@
 
 Owns: a verdict and how it is reached.
 Does not know: which mutants are drawn, or where verdicts are stored.
-Called by: `run_mutants`.
 """
 
 from __future__ import annotations

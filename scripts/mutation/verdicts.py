@@ -2,7 +2,6 @@
 
 Owns: the file and its form.
 Does not know: how verdicts are reached.
-Called by: `run_mutants`.
 """
 
 from __future__ import annotations

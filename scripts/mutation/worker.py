@@ -4,7 +4,6 @@
 
 Owns: forking, time limits, and the end of whatever a run leaves behind.
 Does not know: mutants, or which tests are worth running.
-Called by: `pool`, which writes one JSON object a line to its input and reads one a line from its output.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The tables of `docs/balance.md`, as Markdown, out of the study's documents.
 
 Owns: which figures stand in which table. Does not know: how they came about.
-Called by: `scripts/refresh_pages.py`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: which documents are shown, and at which loads.
 Does not know: how they were made.
-Called by: `scripts/refresh_pages.py`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Owns: which claims are rows, what of them follows from times and lengths that went in, and at which latency
 loads are compared.
 Does not know: how a document was made, or how anything is scheduled.
-Called by: `scripts/refresh_pages.py`.
 
 The thesis names no latency at which its peaks are read. Ours are of loads with a 90th percentile below half a
 second, which is what it says of an overloaded rival: beyond that a queue grows as long as a run lasts.

@@ -2,7 +2,7 @@
 
 Owns: which flags of `benchmark_serving.py` a document repeats and where, and the bytes of KV cache that a
 model's shape, the pages and the data types give.
-Does not know: requests or provenance. Called by: `result_documents`.
+Does not know: requests or provenance.
 
 Settings are compared only where the command names them, except for the flags in `_DEFAULTS`, whose defaults
 have not changed since documents were recorded.

@@ -1,7 +1,7 @@
 """Expressions over documents: small, safe Python in which `a.b` is `a["b"]`.
 
 Owns: what an expression may be, and what it may call.
-Does not know: pages. Called by: `sources`.
+Does not know: pages.
 """
 
 from __future__ import annotations

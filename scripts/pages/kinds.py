@@ -2,7 +2,7 @@
 
 Owns: the kinds, what each one means, the form that its figures must have, and which numbers of a document are
 settings. Only figures of kind `tested`, and on the front page of kind `setting`, are compared with anything.
-Does not know: pages. Called by: `sources`.
+Does not know: pages.
 """
 
 from __future__ import annotations

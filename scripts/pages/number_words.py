@@ -3,7 +3,7 @@
 Owns: which words are such numbers, what each is worth, and how close a value must be to be called so.
 Small counts (one to nine, but for `two and a half`), ordinals, vague plurals (`dozens`, `halves`) and words
 beside a hyphen (`half-done`) are not numbers here.
-Does not know: pages or documents. Called by: `page`, `sources`.
+Does not know: pages or documents.
 """
 
 from __future__ import annotations

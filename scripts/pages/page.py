@@ -4,7 +4,7 @@ Owns: what counts as a figure. Numbers with a unit behind them do (`5ms`, `3x`),
 where the reader is told to look for them (`number_words`). Names do not (`H200`, `Llama-2-13B`, `13B`,
 `float32`, `99th`, `10b`), nor do addresses and the settings of commands. Of code, what a program says counts:
 comments in blocks, blocks without a language, and in a sentence numbers behind `=` or on their own.
-Does not know: where figures come from. Called by: `sources`.
+Does not know: where figures come from.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: which claims are rows, and the words around their numbers.
 Does not know: how a document was made.
-Called by: `scripts/refresh_pages.py`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: what each table shows, and how its numbers are rounded.
 Does not know: how a document was made, or where in the page a table stands (`refresh_pages.py`).
-Called by: `scripts/refresh_pages.py`; `paper_summary` takes pieces of it.
 """
 
 from __future__ import annotations

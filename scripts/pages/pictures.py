@@ -3,7 +3,7 @@
 Owns: the format of `docs/sources/pictures.toml`, described in CONTRIBUTING.md, and its digests. A digest of
 data covers what a document says was found (`results`, or all of a document without it), so that a new
 `command` or `versions` beside it makes no picture old.
-Does not know: what a picture shows. Called by: `scripts/check_numbers.py`.
+Does not know: what a picture shows.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns: the same definitions as docs/serving_benchmark.md, in code of its own, so that an error in
 `serving.figures` shows as a difference.
-Does not know: documents, or where requests come from. Called by: `result_documents`.
+Does not know: documents, or where requests come from.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Result documents: where each comes from, and whether its summary is that of its raw data.
 
 Owns: what a document of each kind must have, and the list of documents from before these rules.
-Does not know: pages, or the digests of accepted documents (`recorded`). Called by: check_numbers.
+Does not know: pages, or the digests of accepted documents (`recorded`).
 
 `docs/sources/summary_only.toml` names the older documents with the SHA-256 of each file, so that they can be
 removed but not edited. Every other document must name a clean commit of this history whose source files are

@@ -1,7 +1,6 @@
 """The tables of `docs/simulator.md`, as Markdown, out of the documents of `scripts/validate_simulator.py`.
 
 Owns: which points stand together, and in which order. Does not know: what is compared, or within which limit.
-Called by: `scripts/refresh_pages.py`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Owns: the format of `docs/sources/<page>.toml`, described in CONTRIBUTING.md, and the comparison: a figure is
 right if the value of its expression, rounded to the digits that are shown, is what is shown.
 Does not know: how figures are found on a page (`page`) or expressions evaluated (`expressions`).
-Called by: `scripts/check_numbers.py`.
 """
 
 from __future__ import annotations

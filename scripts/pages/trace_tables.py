@@ -2,7 +2,6 @@
 
 Owns: which table stands where.
 Does not know: what is in them (`experiments.trace_tables`, `experiments.oracle`).
-Called by: `scripts/refresh_pages.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A command as a process of its own, which may take so long and no longer.
 
 Owns: its start, looking in on it meanwhile, its end with all that it started, and what it said last.
-Does not know: what it measures. Called by: run_figure11 and profile_parallel.
+Does not know: what it measures.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The command-line flags that say which shared steps are timed, how often, and against which ceilings.
 
 Owns: names, defaults and help of these flags, and the list of their names for who passes them on.
-Does not know: how a step is timed. Called by: profile_parallel, run_figure11. The flags are those of whoever
+Does not know: how a step is timed. The flags are those of whoever
 calls.
 """
 

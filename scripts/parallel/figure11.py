@@ -2,7 +2,7 @@
 
 Owns: the flags that committed documents were measured with, the order of load points, which flags go to which
 part, and the environment of all.
-Does not know: time limits, documents, or what came of a part. Called by: run_figure11, whose flags these are.
+Does not know: time limits, documents, or what came of a part.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What devices' memory is taken by: arrays, by what JAX says, and everything, by what the driver says.
 
-Owns: the two readings. Does not know: what ran. Called by: profile_parallel.
+Owns: the two readings. Does not know: what ran.
 
 Libraries that exchange take memory beside JAX's share, which JAX does not see.
 """

@@ -1,7 +1,7 @@
 """What a run in parts has so far: each part's documents and what was tried, kept in one file between calls.
 
 Owns: what the file holds, reading it back, which loads are still to be measured, and each document as a file.
-Does not know: how a part is run. Called by: run_figure11.
+Does not know: how a part is run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Steps of a model that several devices share, timed and traced, each against its bound.
 
 Owns: the cases, the engine's sizes that follow from them, and the figures of each.
-Does not know: variants, or other processes. Called by: profile_parallel.
+Does not know: variants, or other processes.
 
 Sequences that decode and a prompt that is a step by itself have the pool one after the other, so that it need
 hold no more than the larger of the two.

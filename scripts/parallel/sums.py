@@ -1,7 +1,7 @@
 """How long a sum over devices takes by itself: many in a row, each of what the one before left.
 
 Owns: the chains, of the compiler's sums and of our own, and how far ours is from the compiler's.
-Does not know: steps or models. Called by: profile_parallel.
+Does not know: steps or models.
 
 Between two sums each row is multiplied by a device's own numbers, since a sum of equal parts would be none,
 and `_BALLAST_BYTES` of memory are read, so that the host launches ahead of the devices, as in a step. A chain

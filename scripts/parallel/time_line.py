@@ -1,7 +1,6 @@
 """What several GPUs did on one time line: kernels, exchanges, gaps, and who waited for whom.
 
 Owns: the arithmetic over traces of devices. Does not know: how they were traced, or what ran.
-Called by: profile_parallel.
 """
 
 from __future__ import annotations

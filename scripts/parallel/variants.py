@@ -1,7 +1,6 @@
 """Ways for several devices to add up partial sums, and to launch what does it.
 
 Owns: a name for each, and the XLA flags and engine flags behind it. Does not know: what they are worth.
-Called by: profile_parallel.
 
 By its defaults jaxlib 0.11.2 sums up to 256 KB with a one-shot kernel of its own and up to 2 MB with a
 two-shot one, and takes NCCL for more; it leaves collectives out of the graphs that it launches kernels by,

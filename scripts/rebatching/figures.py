@@ -1,7 +1,6 @@
 """Figures 6 to 8 of the Baton paper: what a run has done, over time.
 
 Owns: the picture. Does not know: what ran, or how it was measured.
-Called by: `scripts/benchmark_rebatching.py`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: which launch says which coefficient, and what is kept where nothing was measured.
 Does not know: how launches are timed (`launch_times`), or who simulates with the result.
-Called by: `fit_ring_costs`.
 
 Each coefficient is fitted alone, by least squares of relative errors, so that a short launch counts as much
 as a long one. What one document cannot tell apart keeps the share that it has in the profile one begins with:

@@ -2,7 +2,6 @@
 
 Owns: their names, help and checks, and the way from them to a configuration and to loads.
 Does not know: what is measured.
-Called by: `benchmark_rebatching`.
 """
 
 from __future__ import annotations

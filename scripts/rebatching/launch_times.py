@@ -2,7 +2,6 @@
 
 Owns: the launches that are timed, through the runner that engines use, and their bounds.
 Does not know: flags, or who waits for them.
-Called by: `benchmark_rebatching`, experiments.
 
 What consumes a row is timed behind what makes one, and that one's time is taken off.
 """

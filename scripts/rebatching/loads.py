@@ -3,7 +3,6 @@
 Owns: the two sets of queries of the Baton paper, Poisson arrivals of recorded lengths, the digest by which
 runs of several systems are known to have served the same, and the ids of prompts.
 Does not know: who serves them, or how long that takes.
-Called by: `real_time`, experiments, and whoever simulates the same load.
 
 The paper gives words; a word is 1.33 tokens here.
 """

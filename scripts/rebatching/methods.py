@@ -2,7 +2,6 @@
 
 Owns: the names, what each changes of a configuration, and how long a ring each may grow.
 Does not know: models, loads or devices.
-Called by: `benchmark_rebatching`, experiments.
 
 Vector shaping leaves holes, so its rows take more columns than they have tokens: it may have twice as many as
 the longest query, where the budget has room for them. The others never need more than that query.

@@ -2,7 +2,6 @@
 
 Owns: what is noted of a step, and the drawing.
 Does not know: methods, models, or what is compared.
-Called by: `scripts/demo_rebatching.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Loads of several seeds as one: latencies of all their queries, and what preemption takes from the others.
 
 Owns: what is pooled, and the comparison query by query.
-Does not know: how a run came about. Called by: `benchmark_rebatching`.
+Does not know: how a run came about.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: when queries are sent, what is noted of each and of every step, and the figures' names.
 Does not know: methods, flags, or what figures are compared.
-Called by: `benchmark_rebatching`, experiments.
 
 One thread sends and steps, as a server's would. Latency counts from when a query was due, so a loop that is
 late is charged for it. Replies have the lengths of the load: nothing else ends them.

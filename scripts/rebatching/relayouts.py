@@ -2,7 +2,6 @@
 
 Owns: which changes are noted, and their seconds.
 Does not know: loads, methods, or what else a run does.
-Called by: `real_time`.
 
 In a run a change is hidden among other launches, so it is timed alone: the ring of before is filled with
 random numbers, and the same change is launched and waited for. Of many alike some are timed, and each counts

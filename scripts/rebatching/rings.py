@@ -1,7 +1,7 @@
 """Rings of random numbers, since a device reads zeros faster than anything else.
 
 Owns: how one is made in place of a runner's own, without more memory than it takes: all rows are alike.
-Does not know: what is timed on it. Called by: `launch_times`, `relayouts`.
+Does not know: what is timed on it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the model, which runner can be used again, and what is said of the device's memory and of back ends.
 Does not know: methods, loads, or what is measured.
-Called by: `benchmark_rebatching`, `rebatching_server`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the thread that users live in, the token ids they send, and how late they were.
 Does not know: servers. Who sends which turn when is `pensieve_jax.workload.Client`, the simulator's users.
-Called by: `run`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The time of one run of a benchmark: 0 is when its clients may send.
 
 Owns: the one origin that arrivals, answers and the engine's cache share.
-Does not know: who reads it. Called by: `run`, its clients and servers; an engine's `Clock`.
+Does not know: who reads it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Draws systems side by side: median and tail of latencies over the load.
 
 Owns: the picture, and what it has room for. Does not know: where figures come from, or files of documents.
-Called by: compare_serving.
 """
 
 from __future__ import annotations

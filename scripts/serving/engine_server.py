@@ -1,7 +1,7 @@
 """This project's engine as a server of a benchmark: with both tiers, with one, and without state.
 
 Owns: the names of ablations, when tokens are seen, and how conversations come into an engine before a run.
-Does not know: users, rates or figures, or what the systems are (`systems`). Called by: benchmark_serving.
+Does not know: users, rates or figures, or what the systems are (`systems`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the probe, and the arithmetic from its times to those of the whole.
 Does not know: variants or tiers; it says what everything found and nothing found would take.
-Called by: compare_variants.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns: the figures of a measured run and their units, and when a run is void. Latencies, throughput and hit
 rates are defined in `pensieve_jax.workload.figures`, for simulated and measured runs alike.
-Does not know: how a run came about, tables or files. Called by: benchmark_serving.
+Does not know: how a run came about, tables or files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where the serving thread's time goes: part by part of every step, as it serves.
 
 Owns: the parts, their sums, how long whole steps kept the host, and a table with a row for every step.
-Does not know: engines. Called by: `timed_runner` and `engine_server`, at the end of every part.
+Does not know: engines.
 
 Every moment of the thread belongs to one part: each `lap` gives the time since the one before to its part.
 """

@@ -1,7 +1,7 @@
 """Clients of a completions API: streams on kept connections, each turn behind the one before by its id.
 
 Owns: connections, and what a benchmark reads of a stream: when its first token came, and its last events.
-Does not know: which server answers, users, or figures. Called by: `http_server`.
+Does not know: which server answers, users, or figures.
 
 One thread with an event loop of its own. Events in the middle of a stream are counted, not parsed: a client
 that looks at every delta costs more than the server that sends it.

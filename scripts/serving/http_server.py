@@ -1,7 +1,7 @@
 """This project's server as a server of a benchmark: the same engine, behind HTTP and in processes of its own.
 
 Owns: starting `pensieve serve` with the flags of the run, the clients' event loop, and what its answers tell.
-Does not know: users or figures. Called by: benchmark_serving.
+Does not know: users or figures.
 
 A turn is a streamed completion of token ids that goes on from the one before by its id, so that it differs
 from a turn of the engine in this process by the wire alone. Histories of before the run are computed in the

@@ -2,7 +2,6 @@
 
 Owns: the way from what a system tells of itself, or else from the flags, to bytes that can be compared.
 Does not know: how a system spends them, or host memory, which some systems have and others do not.
-Called by: benchmark_serving.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Draws latency over throughput, a curve for each system (the paper's Figure 10).
 
 Owns: the picture, and saying what of it is cut off. Does not know: where figures come from.
-Called by: `report`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns: their flags, those of sessions among them, the way from flags to sessions and windows, which system
 serves whom, and the digest by which two runs are known to have met the same.
-Does not know: what a system is. Called by: benchmark_serving, and run_figure11, which starts it. The flags
+Does not know: what a system is. The flags
 are those of whoever calls.
 """
 

@@ -3,7 +3,6 @@
 Owns: which of a trace's kernels are of steps of the bucket that most steps had, how steps are told apart, and
 the same plans launched again in a row, on pages of random numbers, with nothing beside them.
 Does not know: how a run goes on, or how a trace is read (`steps.device_trace`).
-Called by: benchmark_serving.
 
 An executable's kernels carry its number in the trace. A step begins with the executable that embeds its
 tokens, of which every bucket has its own, and ends with its last, the sampler; that of the layers may run

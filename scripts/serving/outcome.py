@@ -1,7 +1,7 @@
 """What came of the load points of a run of the serving benchmark, system by system, and how it is told.
 
 Owns: lines on the way, tables, the picture, and the JSON documents, with all that their figures depend on.
-Does not know: how a load point is measured. Called by: benchmark_serving, whose flags these are.
+Does not know: how a load point is measured.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A visit to the server's page with a browser: what a person does there, and what it shows then.
 
 Owns: the browser, and how the page's parts are found.
-Does not know: which server, or what should be seen. Called by: picture_page and tests of the page.
+Does not know: which server, or what should be seen.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns: transcripts, where such a server's tokens came from, models described as Hugging Face does, and the
 refusal where a server is not installed.
-Does not know: any server. Called by: `transformers_server`, `vllm_server`.
+Does not know: any server.
 """
 
 from __future__ import annotations

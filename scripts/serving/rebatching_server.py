@@ -1,7 +1,7 @@
 """A padded batch as a server of a benchmark: turns join and leave it (Baton), or it runs to its end.
 
 Owns: its set-up with the same memory and model, when tokens are seen, and reading its results.
-Does not know: users or figures. Called by: benchmark_serving.
+Does not know: users or figures.
 
 It keeps no conversations: every turn sends its whole history.
 """

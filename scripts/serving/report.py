@@ -1,8 +1,7 @@
 """Load points for people and for files: tables, JSON lines, and the curves of several systems.
 
 Owns: columns, what a file of points holds, reading it back, and which points may be drawn together.
-Does not know: how points are measured. Called by: benchmark_serving; simulate draws its curves by it;
-compare_serving and validate_simulator read its files.
+Does not know: how points are measured.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The requests of a load point, one row each, from which its latencies and rates can be computed again.
 
 Owns: the columns, and their compressed form inside a JSON document.
-Does not know: figures. Called by: benchmark_serving; `pages.recomputed` reads what it writes.
+Does not know: figures.
 
 The array is a part of the document, not a file beside it: load points are appended to one file, cut apart and
 put together again, and a companion file is lost on the way.

@@ -1,7 +1,6 @@
 """Conversations of seeded random ids in a closed loop, and what serving them showed.
 
 Owns: who speaks when, and the times of it. Does not know: tiers or policies; an engine is given.
-Called by: compare_variants.
 
 Turns come in rounds: everybody's first one, everybody's second one, each round in an order of its own, with a
 fixed number of turns in the engine. So a conversation returns after about all the others have spoken, which

@@ -2,7 +2,6 @@
 
 Owns: what is done between steps, which part of a run counts, and when it ends.
 Does not know: what serves (`Server` is a protocol), what figures are made of a run (`figures`).
-Called by: benchmark_serving.
 
 The server runs in the calling thread. What was sent is handed to it between steps, as a front end would.
 """

@@ -1,7 +1,7 @@
 """`pensieve serve` as a process of a script: started, waited for, ended.
 
 Owns: the process and the address that it tells.
-Does not know: what is asked of it. Called by: `http_server`, picture_page, tests.
+Does not know: what is asked of it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Hugging Face transformers' `generate` as a server of a benchmark: static batches, padded on the left.
 
 Owns: which turns make a batch, its padding, and when each of its answers is there.
-Does not know: users or figures. Called by: benchmark_serving, where transformers and torch can be imported.
+Does not know: users or figures.
 
 It is the rival of the Baton paper ("Benchmark"): what waits becomes a batch when the one before has ended,
 and that one goes on to its last token. As in section 5.1 of the paper, an answer is told when its own tokens

@@ -1,7 +1,7 @@
 """The systems that conversations are served by, by the names of `--system`.
 
 Owns: which there are, and how each is opened from the flags of a benchmark.
-Does not know: what is measured of them. Called by: benchmark_serving, whose flags these are.
+Does not know: what is measured of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """When steps and copies began and ended: a runner and its transfers, timed around another one's.
 
 Owns: what counts as a step's wall time, as the host's, and as waiting for the device; how long copies take.
-Does not know: what a step computes. Called by: `engine_server`; an engine takes it as its runner.
+Does not know: what a step computes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Hugging Face transformers' continuous batching as a server of a benchmark (written for transformers 5.17).
 
 Owns: its set-up with the same memory, batch and model, and reading its results.
-Does not know: users or figures. Called by: benchmark_serving, where transformers and torch can be imported.
+Does not know: users or figures.
 
 Every turn sends its whole history. What requests left in memory is found again by its tokens, in whole blocks
 from the beginning on, until other requests need the room.

@@ -1,7 +1,7 @@
 """How far a simulated load point may be from the measured one.
 
 Owns: the figures that are compared, the limits, and when a load point is over the knee.
-Does not know: where either side comes from. Called by: validate_simulator.
+Does not know: where either side comes from.
 
 Over the knee latencies grow for as long as a run lasts, so throughput counts there, and latency elsewhere.
 Users slow down with the server, since they wait for answers: where all that is sent is served in the end,

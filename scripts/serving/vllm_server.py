@@ -1,7 +1,7 @@
 """vLLM (0.26 and 0.33) as a server of a benchmark: its prefix cache on, off, or with host memory.
 
 Owns: its set-up with the same memory, batch and model, and reading its results.
-Does not know: users or figures. Called by: benchmark_serving, where vllm can be imported.
+Does not know: users or figures.
 
 It recognises a conversation by its tokens: every turn sends its whole history.
 """

@@ -1,4 +1,1 @@
-"""What `simulate_serving.py` stands on: one GPU's part of a trace, memory to try, what is saved, a picture.
-
-Called by: `scripts/simulate_serving.py`.
-"""
+"""What `simulate_serving.py` stands on: one part of a trace, memory to try, what is saved, a picture."""

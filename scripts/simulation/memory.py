@@ -2,7 +2,6 @@
 
 Owns: the choice of sizes, and how they read.
 Does not know: engines.
-Called by: `scripts/simulate_serving.py`.
 """
 
 from __future__ import annotations

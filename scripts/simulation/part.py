@@ -2,7 +2,6 @@
 
 Owns: which conversations are served, when they begin, and how the part is found.
 Does not know: what serves it beyond how long answers took.
-Called by: `scripts/simulate_serving.py`.
 
 A load that the slowest system keeps up with lets all of them be compared: past it, latencies say how long
 the trace was. A trace with arrivals is thinned, as a router that keeps conversations in their place would;

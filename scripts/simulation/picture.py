@@ -1,7 +1,6 @@
 """The picture of what state saves: tokens computed, time a token, and where histories were found.
 
 Owns: the picture. Does not know: how the figures came about.
-Called by: `scripts/simulate_serving.py`.
 """
 
 from __future__ import annotations

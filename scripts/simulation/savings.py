@@ -2,7 +2,6 @@
 
 Owns: the figures that are compared, and the table.
 Does not know: how they came about.
-Called by: `scripts/simulate_serving.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Clients of every kind, who mostly do as the API's pages say, and sometimes leave without a word.
 
 Owns: what a client does from its first request to its last, and what of that is counted.
-Does not know: the server's process, or what is sampled of it. Called by: soak_server, tests.
+Does not know: the server's process, or what is sampled of it.
 
 Who ends a conversation deletes what it made, as far as it knows its name: what somebody left before its name
 came stays in the history, as in any server.

@@ -1,6 +1,6 @@
 """Draws what was sampled of a server over time.
 
-Owns: the picture. Does not know: where figures come from. Called by: soak_server.
+Owns: the picture. Does not know: where figures come from.
 """
 
 from __future__ import annotations

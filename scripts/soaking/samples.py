@@ -1,7 +1,7 @@
 """What is sampled of a server while it is busy, and whether that grows.
 
 Owns: the figures of a sample, where they come from, and what counts as growth.
-Does not know: what clients do. Called by: soak_server, tests.
+Does not know: what clients do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """How fast a step can be at best: every operation at the speed of what limits it, memory or arithmetic.
 
 Owns: what a step's operations read, write and multiply. Does not know: kernels, padding or devices.
-Called by: benchmark_step.
 
 Norms, activations, rotary embeddings and residuals are left out: their bytes may stay on the chip.
 """

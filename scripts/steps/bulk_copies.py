@@ -1,7 +1,7 @@
 """How fast chunks move between device and pinned host memory, with nothing else going on.
 
 Owns: the machine's ceilings (one large array, and batches of arrays like chunks), and the same bytes through
-a runner's transfers. Does not know: engines. Called by: benchmark_swaps, before its engine does anything.
+a runner's transfers. Does not know: engines.
 """
 
 from __future__ import annotations

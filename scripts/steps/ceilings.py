@@ -1,7 +1,6 @@
 """What this device can do at most: bytes a second read and copied, operations a second multiplied.
 
-Owns: the programs that find out. Does not know: what is compared with them. Called by: benchmark_step,
-benchmark_kernels.
+Owns: the programs that find out. Does not know: what is compared with them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Draws what a chunk costs to recompute, attention and the rest apart (the paper's Figure 4).
 
 Owns: the picture, and whether one can be drawn. Does not know: how costs are measured.
-Called by: profile_costs; benchmark_kernels and simulate ask whether they can draw.
 """
 
 from __future__ import annotations

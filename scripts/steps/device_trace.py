@@ -1,7 +1,6 @@
 """What a GPU did, kernel by kernel, while something ran: from the profiler's own trace.
 
-Owns: reading the trace. Does not know: what ran. Called by: benchmark_step, benchmark_packing,
-kernels.packing_variants, profile_parallel, parallel.time_line, serving.loop_profile.
+Owns: reading the trace. Does not know: what ran.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the calls, of a runner's transfers, in the order in which an engine makes them.
 Does not know: engines, or how long copies take.
-Called by: benchmark_swaps, before its engine does anything.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns: an engine of the real parts, the conversations that it serves, and how long each of its steps took the
 host. Time in the engine goes by steps, so that two versions of the code decide about the same.
-Does not know: what is done with the times. Called by: benchmark_scheduler.
+Does not know: what is done with the times.
 """
 
 from __future__ import annotations

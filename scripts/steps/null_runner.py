@@ -1,7 +1,7 @@
 """A runner that computes nothing, for measuring what the host does.
 
 Owns: answers of made-up ids, and the times at which it was called. Does not know: models beyond the shapes of
-their heads. Called by: host_loads.
+their heads.
 """
 
 from __future__ import annotations

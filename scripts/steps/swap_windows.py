@@ -2,7 +2,6 @@
 
 Owns: a crowd of conversations that decode all the time, one that returns again and again, donors whose state
 is pushed out, and the clock around a number of steps. Does not know: targets, or how figures are shown.
-Called by: benchmark_swaps.
 """
 
 from __future__ import annotations

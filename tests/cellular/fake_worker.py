@@ -2,7 +2,6 @@
 
 Owns: rows of state, poisoned wherever nobody should look, and when a launch ends or fails.
 Does not know: requests.
-Called by: the scenarios.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the cells, random graphs, and what each node of a graph is.
 Does not know: batches, rows, or an engine.
-Called by: the scenarios, and the fake worker, which computes the same for many at once.
 """
 
 from __future__ import annotations

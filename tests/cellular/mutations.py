@@ -1,7 +1,6 @@
 """Bugs, planted one at a time: each is one that a change of the policy could well make.
 
 Owns: the bugs, by name. Does not know: what sees them.
-Called by: `test_scenarios`, which must see that every one of them is caught.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A chain's cell that computes nothing, for tests of the policy alone, and a request of so many of them.
-
-Called by: tests of simulation, rivals and clocks.
-"""
+"""A chain's cell that computes nothing, for tests of the policy alone, and a request of so many of them."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 Owns: when to kill, the killing, and what must hold of the file after each death.
 Does not know: a model; whether tokens are right is checked by whoever has a reference.
-Called by: `tests.test_kill`.
 
 One thread serves all pipes; it waits on them, never for a time to pass.
 """

@@ -2,7 +2,6 @@
 
 Owns: the engine's shape, and the marks: what was begun, and every turn that the library has returned.
 Does not know: when it will die.
-Called by: `tests.kill.lives`, in a process of its own.
 
 Marks are tuples `(name, ...)`, each one write to the pipe:
   ("started",)  ("opening", fingerprint)  ("opened",)  ("ready",)

@@ -2,7 +2,6 @@
 
 Owns: prompts, sampling parameters, and which conversations there are.
 Does not know: processes, kills, or an engine.
-Called by: the processes that live a life, and whoever checks what they left behind.
 
 A lane is an endless line of turns; every `TURNS_PER_CONVERSATION` of them a new conversation begins. Two
 lanes in three sample: with a seed of the script's, and with one that the library draws.

@@ -2,7 +2,7 @@
 
 Owns: the bugs, by name; the first five are those that the design was made with in mind.
 Does not know: what sees them.
-Called by: `test_scenarios`, which must see that every one of them is caught. Those of programs are in
+Those of programs are in
 `test_planted_programs`.
 """
 

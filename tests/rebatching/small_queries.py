@@ -1,7 +1,4 @@
-"""Queries, configs and lattices in small, for tests of one module of the policy.
-
-Called by: tests of the shelf, of fitting, of prefills and of queries.
-"""
+"""Queries, configs and lattices in small, for tests of one module of the policy."""
 
 from __future__ import annotations
 

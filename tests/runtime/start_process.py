@@ -1,6 +1,6 @@
 """A start of the library in a process of its own, and what it took: `python -m tests.runtime.start_process`.
 
-Called by: `run_start`, in the tests of executables that are kept on disk. The one argument is a `Start` as
+The one argument is a `Start` as
 JSON; the last line of the output is a `Started` as JSON.
 """
 

@@ -2,7 +2,6 @@
 
 Owns: that order.
 Does not know: how tasks run.
-Called by: `RequestProcessor`, as a scheduler.
 
 The thesis hardcodes a tree of 16 leaves in TensorFlow so (section 2.7.5): 31 cells, whose batches are full.
 """

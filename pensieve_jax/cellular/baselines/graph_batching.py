@@ -2,8 +2,6 @@
 
 Owns: batches on their way, and when their requests may be told.
 Does not know: which requests form a batch, or in which tasks it runs.
-Called by: `RequestProcessor` and `Loop`, as a scheduler; `padding`, `graph_merging` and `fixed_graph` say the
-rest.
 
 Thesis, section 2.2.3: such systems synchronise requests that need not be. They run the same cells here, in
 the same programs, in batches of the same sizes, and begin a batch as soon as a device is free, without a

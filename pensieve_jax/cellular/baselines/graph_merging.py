@@ -2,7 +2,6 @@
 
 Owns: how the graphs of a batch are merged.
 Does not know: how tasks run.
-Called by: `RequestProcessor`, as a scheduler.
 
 As TensorFlow Fold does it ("depth"): cells of a type at the same height above the leaves are one operator. As
 DyNet does it ("agenda"): of the types with cells that are ready, all cells of the type that lies lowest on

@@ -2,7 +2,6 @@
 
 Owns: buckets by length, and which is next.
 Does not know: how tasks run.
-Called by: `RequestProcessor`, as a scheduler.
 
 Twice: as the thesis has it in MXNet and TensorFlow (section 2.7.1), round robin over buckets of a width, each
 padded to its top; and as strong as it gets, the bucket whose first request is the oldest, padded to its

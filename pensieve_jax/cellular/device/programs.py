@@ -2,7 +2,6 @@
 
 Owns: what is traced, and the check of what a user's module returns.
 Does not know: which rows, or when.
-Called by: `worker`, `engine`.
 
 A launch of several tasks is one executable, since the host needs longer to launch a cell than a GPU to run
 it. Each task of it gathers rows, runs the cell, and scatters, all on the same donated pool, in place.

@@ -2,7 +2,6 @@
 
 Owns: pools, weights on the device, launches in program order, and how it is seen that one has ended.
 Does not know: requests, or what a row means.
-Called by: `loop`, from one thread.
 
 The thesis has a kernel behind each task that raises a counter in pinned memory, and a thread that polls it
 (section 2.5). Here every program has a number as its last output, of which JAX says whether it is there,

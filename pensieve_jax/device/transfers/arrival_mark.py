@@ -1,7 +1,6 @@
 """A mark in the device's program behind everything that was sent to the device before.
 
 Owns: the tiny computation that is the mark. Does not know: what is sent before it, or who waits.
-Called by: `incoming`.
 
 Copies of chunks share the copy engine with a step's plan, and the engine takes turns between its streams,
 some 2 ms each: a plan that has to wait until such copies have had their turn is late, and its step with it.

@@ -5,7 +5,6 @@ array, whatever it is given at once, which for the chunks of one history is mill
 swaps; the call of jaxlib that it ends in takes a tenth of that. Where jaxlib has no such call, `device_put`
 does the same.
 Does not know: what the arrays are, or when they arrive.
-Called by: `in_flight`, and `device_transfers` when it prepares.
 """
 
 from __future__ import annotations

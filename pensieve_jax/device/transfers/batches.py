@@ -2,7 +2,6 @@
 
 Owns: the sizes.
 Does not know: what is done with a batch.
-Called by: `page_copies`, and `device_memory`, which sets memory aside for padding.
 """
 
 from __future__ import annotations

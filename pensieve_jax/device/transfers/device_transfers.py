@@ -2,7 +2,6 @@
 
 Owns: the order of gathers, scatters and copies around the steps, and whose turn it is.
 Does not know: whose chunks they are, or what a step computes.
-Called by: the engine, through the `Transfers` protocol, and by `model_runner`, which lets rushed copies land.
 
 Every copy is enqueued before a step is dispatched and runs beside it, because the runtime lets a copy into a
 new buffer wait for whatever computation was dispatched before it. What is small and urgent (a step's plan,

@@ -3,7 +3,6 @@
 Owns: the arrays of every slot, and the one-time growth of the runtime's pinned allocator, with the refusal of
 a size that the machine does not have.
 Does not know: which slot belongs to whom, or how arrays come and go.
-Called by: `outgoing` and `incoming`.
 
 Memory that the runtime has to pin first is filled 15 times slower than recycled memory, so all of it is
 taken once at the start and given back to the runtime, which keeps it.

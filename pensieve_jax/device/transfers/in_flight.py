@@ -2,7 +2,6 @@
 
 Owns: what is kept until a copy has ended, how copies are started and awaited, and the host's seconds for it.
 Does not know: pages, slots, or in what order with the steps things happen.
-Called by: `outgoing`, `incoming` and `device_transfers`.
 """
 
 from __future__ import annotations

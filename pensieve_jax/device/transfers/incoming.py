@@ -2,7 +2,6 @@
 
 Owns: the staging arrays of copies from the host, their bound, and those that the next step waits for.
 Does not know: copies the other way, or why a chunk is wanted.
-Called by: `device_transfers`.
 
 Usually a chunk is copied beside one step and scattered into the pools before the next. A *rushed* one is
 scattered before the very next step, group by group of layers: the first group computes while the others'

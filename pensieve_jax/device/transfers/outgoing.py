@@ -2,7 +2,6 @@
 
 Owns: the staging arrays of copies to the host, and their bound.
 Does not know: copies the other way, or when it is whose turn.
-Called by: `device_transfers`.
 
 Pages are gathered in program order with the steps, so whoever takes a page next may write it at once. The
 copies that follow end in any order: the copy engine takes turns between its streams. A chunk that could not

@@ -2,7 +2,6 @@
 
 Owns: the executables, one per group of layers, direction and batch size, and the packing on the way.
 Does not know: host memory, or why a chunk moves.
-Called by: `outgoing` and `incoming`.
 """
 
 from __future__ import annotations

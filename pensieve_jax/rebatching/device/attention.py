@@ -2,7 +2,6 @@
 
 Owns: `RingAttention`: the write of new columns, who sees which, and what computes that.
 Does not know: who is in a row, positions, or programs.
-Called by: models, inside the programs of a step.
 
 Softmax does not care for the order of columns and keys carry their rotation, so a ring is attended to as it
 lies. A step of one token a row without holes goes to `pallas_kernels.ring_decode`, which may read the rows'

@@ -2,7 +2,6 @@
 
 Owns: the choice for one model on one mesh, and how a refusal is said.
 Does not know: programs, or how a back end works.
-Called by: `runner`.
 """
 
 from __future__ import annotations

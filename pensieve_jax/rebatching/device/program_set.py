@@ -2,7 +2,6 @@
 
 Owns: which there are for which shapes, and what each is lowered from.
 Does not know: when they run.
-Called by: `runner`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the traced functions, and how words are read.
 Does not know: when something runs, or who is in a row.
-Called by: `runner` and `program_set`, which compile them for every shape.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: their shapes, dtypes and placement.
 Does not know: who is in a row, or programs.
-Called by: `programs` and `runner`.
 
 One array per layer for keys and one for values, heads before length, so that a step appends a column in place
 and reads whole rows. A row beside the ring is one array over all layers, since small copies are slow ones.

@@ -2,7 +2,6 @@
 
 Owns: the ring, rows beside it in both memories, and the ids that the last program sampled.
 Does not know: queries, priorities or budgets.
-Called by: the loop, from one thread, through the `Runner` protocol.
 """
 
 from __future__ import annotations

@@ -2,5 +2,4 @@
 
 Owns: handlers and the schemas of their bodies.
 Does not know: sockets, keys or limits of HTTP, which `server.http` has, or how the engine runs a turn.
-Called by: whoever starts a server, by way of the table of routes.
 """

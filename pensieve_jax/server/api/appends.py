@@ -2,7 +2,6 @@
 
 Owns: under which ids a request's items are kept, and which requests their clients may not know the end of.
 Does not know: how items are kept, or what they say.
-Called by: `conversations`.
 
 Whoever repeats a request is answered with its items under the same ids, which are made of a name. The
 history keeps that of a request with an idempotency key, with a digest of its body, so that what is deleted

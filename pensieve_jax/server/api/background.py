@@ -3,7 +3,6 @@
 Owns: which of them run, that each is in the history before anybody is told of it, that it ends once, and that
 it is run again after a restart, with the same seed and the same id.
 Does not know: how one is brought to its end (`background_drive`), requests, or how an answer is written.
-Called by: `responses`; whoever starts a server, through its `lifespan`.
 
 Nothing that the history has as queued is left without somebody who runs it: not what an earlier server left,
 and not what an engine queued whose answer was lost.

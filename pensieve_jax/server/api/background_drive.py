@@ -3,7 +3,6 @@
 Owns: that its turn runs on as many engines as that takes, that it ends in the history before anybody is told,
 and when those whose clients wait come first.
 Does not know: which responses run, or who asked for them.
-Called by: `background`.
 """
 
 from __future__ import annotations

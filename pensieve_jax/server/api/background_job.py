@@ -2,7 +2,6 @@
 
 Owns: the form of a job in the history, and what is known of a response without one that can be read.
 Does not know: when it runs.
-Called by: `background`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: what a chat completion does, and its answers, whole and in chunks.
 Does not know: how a context is recognised, or how turns run.
-Called by: the application, by the row of `ROUTES`.
 
 A client sends all messages of a conversation each time. The resolver finds the turn that they go on from, so
 only what is new is computed. Turns are kept in the engine's memory, and in the history where the request says

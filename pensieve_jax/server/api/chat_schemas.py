@@ -2,7 +2,6 @@
 
 Owns: its fields, and what of OpenAI's API is refused or taken without effect.
 Does not know: turns, templates, answers.
-Called by: `chat`.
 """
 
 from __future__ import annotations

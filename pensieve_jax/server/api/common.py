@@ -4,7 +4,6 @@ Owns: the checks of a model's name and of a context's length; a previous respons
 is not there; which field names messages that cannot be written; what is done once a turn of a context has
 ended well.
 Does not know: schemas.
-Called by: handlers.
 """
 
 from __future__ import annotations

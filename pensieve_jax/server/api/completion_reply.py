@@ -2,7 +2,6 @@
 
 Owns: what Chat Completions and Completions have in common once their turns run, and the form of chunks.
 Does not know: what a choice is made of; each API writes its own.
-Called by: `chat`, `completions`.
 
 A delta is a few bytes of text in a frame that is the same for all chunks of a stream, so the frame is encoded
 once, and no encoder goes its way through objects.

@@ -4,7 +4,6 @@ Owns: its body, what a completion does, and its answers, whole and in chunks.
 Does not know: chats or messages. A prompt is one of its own, and the engine still finds the state of what it
 begins with, where a conversation of the same owner begins so; or it goes on from the completion that
 `previous_response_id` names, by the ids that were sampled, for clients that speak tokens.
-Called by: the application, by the row of `ROUTES`.
 """
 
 from __future__ import annotations

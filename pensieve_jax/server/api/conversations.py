@@ -3,7 +3,6 @@
 Owns: what each of them does.
 Does not know: turns: which one a conversation goes on from follows from its items, so that to delete an item
 is right by construction.
-Called by: the application, by the rows of `Conversations.routes`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: telling each reader what has ended since it began.
 Does not know: what ends, or what is read.
-Called by: `background` and `repeats`.
 """
 
 from __future__ import annotations

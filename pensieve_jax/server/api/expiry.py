@@ -2,7 +2,6 @@
 
 Owns: when the history is told to forget what has expired, and how much at a time.
 Does not know: what expires, which is written with it.
-Called by: `background`, for as long as a server runs.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: that its turn runs, becomes a response, and leaves no trace where its client goes first.
 Does not know: requests, or how an answer is written.
-Called by: `responses`, directly or in a task of its own for a request with an idempotency key.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: when a server is healthy and when it is ready.
 Does not know: what is counted.
-Called by: the application, by the rows of `ROUTES`.
 
 Healthy means that starting the server again would help nobody; ready, that turns are taken. While the engine
 starts or is started again, a server is healthy and not ready. One whose queue is full stays ready: whoever

@@ -2,7 +2,6 @@
 
 Owns: which items and parts of content there are, their form when they are kept, and how their ids are made.
 Does not know: where items are kept, turns, or responses.
-Called by: `response_schemas` and `conversations` for what clients send; whoever makes a context of items.
 
 An item is kept as a JSON object that satisfies OpenAI's schema for output: parts in a list, an id, a status.
 The ids say where an item can be found again, which is what makes `item_reference` cheap: `msg_` and the id of

@@ -2,7 +2,6 @@
 
 Owns: that such a turn is kept as a response, under resp_ and its turn's id: found, deleted and expiring so.
 Does not know: how replies are written.
-Called by: `chat`, `completions`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: how the model is described to clients.
 Does not know: models.
-Called by: the application, by the rows of `ROUTES`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: what a client may ask of a list, and the object that a part is.
 Does not know: what the list is of.
-Called by: `responses`, `conversations`, `state`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: how long and how much is remembered.
 Does not know: of what, or what time it is.
-Called by: `repeats`, `appends`.
 """
 
 from __future__ import annotations

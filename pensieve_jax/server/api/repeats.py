@@ -3,7 +3,6 @@
 Owns: which request with an idempotency key runs, which responses may have been committed without arriving,
 and when an earlier response is the answer to a repeated request.
 Does not know: how a response runs, or how it is answered.
-Called by: `responses`, and `foreground` for responses whose clients have left.
 
 The openai client sends no key by itself, but repeats a request whose connection was lost, with
 `x-stainless-retry-count`. Such a retry gets the response to the same body that was committed while its client

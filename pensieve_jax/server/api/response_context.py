@@ -3,7 +3,6 @@
 Owns: how instructions, a previous response, a conversation and input become one list of messages, or a turn
 and the messages behind it.
 Does not know: sampling, streams, or what becomes of the turn.
-Called by: `response_plan`, and `responses` for the counting of input tokens.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: which events there are, their order, numbers and fields, and how each is written.
 Does not know: where deltas come from, or whether anybody listens.
-Called by: `response_streams`.
 
 The order: created, (queued), in_progress, output_item.added, content_part.added, deltas, output_text.done,
 content_part.done, output_item.done, completed or incomplete. Numbers count from 0 without a gap.

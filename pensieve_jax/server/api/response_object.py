@@ -2,7 +2,6 @@
 
 Owns: its fields, and what of a turn's end they say.
 Does not know: HTTP, streams, or where responses are kept.
-Called by: `response_events`, `responses`.
 """
 
 from __future__ import annotations

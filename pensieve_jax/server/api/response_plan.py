@@ -2,7 +2,6 @@
 
 Owns: the way from a request's fields to a turn: its context, its parameters, and what is kept with it.
 Does not know: how the turn runs, or how it is answered.
-Called by: `foreground`, `background`.
 """
 
 from __future__ import annotations

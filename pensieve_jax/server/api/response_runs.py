@@ -2,7 +2,6 @@
 
 Owns: what is known of such a response while it runs, and waking those who follow it.
 Does not know: HTTP, engines, or how events are written.
-Called by: `responses`, `background`, which drive them; `response_streams`, which follows them.
 
 What is kept of a running reply is its tokens only. The events of its stream are made from them, one for
 each token that shows text, so that their numbers are a function of the tokens: whoever comes back, after the

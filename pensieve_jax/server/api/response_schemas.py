@@ -2,7 +2,6 @@
 
 Owns: `CreateResponse`, the limits of its fields, and what a response echoes of them.
 Does not know: turns, engines, or where anything is kept.
-Called by: `responses`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: making events of deltas or of token ids, and what ends a stream.
 Does not know: where a response comes from, or HTTP beyond what an event is.
-Called by: `responses`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: what each of them does, and which of its answers a repeated request gets.
 Does not know: how turns run, what is kept, or how events are written.
-Called by: the application, by the rows of `Responses.routes`.
 """
 
 from __future__ import annotations

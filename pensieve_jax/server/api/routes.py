@@ -1,7 +1,6 @@
 """The table of routes.
 
 Owns: which modules' rows a server has. Does not know: what is in them.
-Called by: whoever starts a server.
 """
 
 from __future__ import annotations

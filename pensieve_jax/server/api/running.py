@@ -3,7 +3,6 @@
 Owns: that a place is taken before and given back after, that turns end with their request, and what is
 counted of them.
 Does not know: what turns are for, schemas, or how a reply is written.
-Called by: the handlers of everything that runs turns.
 """
 
 from __future__ import annotations

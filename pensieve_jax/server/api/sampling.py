@@ -2,7 +2,6 @@
 
 Owns: the fields that Chat Completions and Completions share, and their defaults.
 Does not know: prompts, or other schemas' names.
-Called by: handlers; whoever starts a server, for the model's own defaults.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Owns: `/v1/pensieve/...`: the map of chunks, once or as a stream; pushing a turn's state out or forgetting it;
 the engine's counters; the trees of turns that responses make.
 Does not know: how state is kept, or who draws it.
-Called by: the application, with these rows; the page, and people with curl.
 """
 
 from __future__ import annotations

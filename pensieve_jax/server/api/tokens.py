@@ -2,7 +2,6 @@
 
 Owns: both bodies and answers.
 Does not know: turns: messages are written as those of a new conversation.
-Called by: the application, by the rows of `ROUTES`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Tokens as clients count them, and where they came from.
 
 Owns: the usage objects of answers. Does not know: engines.
-Called by: handlers.
 """
 
 from __future__ import annotations

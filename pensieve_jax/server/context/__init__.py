@@ -2,5 +2,4 @@
 
 Owns: hashes of messages, what the front remembers of turns, and the resolver of every route with messages.
 Does not know: HTTP, JSON schemas, or where KV state is.
-Called by: the handlers in `server.api`.
 """

@@ -2,7 +2,6 @@
 
 Owns: the canonical form of a message, and the hash that goes on from message to message.
 Does not know: turns; how messages fell into turns does not change a chain.
-Called by: `resolver`, and `turn_index` for the reply of a turn.
 
 Of a message its role and its text count, without white space at the end, which clients trim. Ids, names and
 annotations do not count. A chain begins with whoever may share state at all: an owner, a model, a template.

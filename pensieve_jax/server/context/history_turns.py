@@ -2,7 +2,6 @@
 
 Owns: the translation from what the history's reader gives.
 Does not know: how turns are matched, SQL.
-Called by: whoever starts a server, for the `TurnIndex`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: cutting a context at its replies, the longest match, and the prompt of what follows.
 Does not know: HTTP, schemas, sampling, or whether a turn's state is still on the device.
-Called by: the handlers of Responses, Conversations and Chat Completions, through `start`.
 
 A context is a list of messages under an owner. It is cut at its replies; the longest beginning that a
 finished turn ends with is that turn's path, and what follows is the new turn. So a client that sends

@@ -2,7 +2,6 @@
 
 Owns: what is tried once an engine says that a turn is gone.
 Does not know: HTTP, schemas, or what the turns are for.
-Called by: the handlers of Responses, Conversations and Chat Completions.
 """
 
 from __future__ import annotations

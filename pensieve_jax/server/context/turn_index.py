@@ -2,7 +2,6 @@
 
 Owns: the turns in memory, newest first, within a budget of bytes, and asking the history for older ones.
 Does not know: requests, rendering, or whether a turn's state is on the device.
-Called by: `resolver`, from the event loop and from threads that tokenize.
 
 Turns that are in memory only last as long as the engine has their state: they go when its epoch changes, and
 when it says that it does not know one of them.

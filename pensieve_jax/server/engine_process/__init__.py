@@ -2,5 +2,4 @@
 
 Owns: what the two say to each other, the engine's loop beside its inbox, and starting it again when it died.
 Does not know: HTTP. Only `worker`, which is that process, imports what imports JAX.
-Called by: the server, and `pensieve_jax.AsyncEngine`.
 """

@@ -2,7 +2,6 @@
 
 Owns: the list of what may be called, and how results become plain.
 Does not know: sockets, or who asks. The calls themselves are the engine's.
-Called by: the engine's loop.
 """
 
 from __future__ import annotations

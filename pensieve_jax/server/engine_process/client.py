@@ -2,7 +2,6 @@
 
 Owns: who waits for what of one life of an engine.
 Does not know: how an engine is started, or what a prompt is.
-Called by: the supervisor, in the thread of one event loop.
 
 The connection refers to turns weakly, so that one that is dropped is cancelled; to who waits for one it
 refers as event loops do.

@@ -2,7 +2,6 @@
 
 Owns: which turns are the front's, one message a step, and what happens while the front does not read.
 Does not know: JAX, in which process or thread it runs, or what the front is.
-Called by: the engine's process, and the thread that stands in for one.
 
 A stalled front never stops a step. While the socket is full nothing is made for it: turns keep their text,
 so the next message has more of each, and what is held is bounded by the replies themselves.

@@ -2,7 +2,7 @@
 
 Owns: the socket pair, starting the other side, waiting for its end, and ending it by force.
 Does not know: what is said over the socket, or when to start again.
-Called by: the supervisor. The thread is for tests: it shares Python's lock with the event loop.
+The thread is for tests: it shares Python's lock with the event loop.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the messages, and how a turn's specification crosses.
 Does not know: frames, sockets, or what is done with a message.
-Called by: both ends of the engine's socket.
 
 Turns and calls are numbered by the front, which is the only one to begin something.
 """

@@ -2,7 +2,6 @@
 
 Owns: starting an engine in a process of its own, and turns of text, ids or messages.
 Does not know: batches, pages, devices, or what the processes say to each other.
-Called by: users of the library, as `pensieve_jax.AsyncEngine`, and `pensieve serve`.
 """
 
 from __future__ import annotations

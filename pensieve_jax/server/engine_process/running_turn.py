@@ -2,7 +2,6 @@
 
 Owns: what nobody has taken yet of a turn, how it ended, and waiting for either.
 Does not know: the socket, frames, or what a prompt is.
-Called by: the connection, which makes turns and fills them, and whoever holds one.
 
 A turn keeps what nobody took as one delta.
 """

@@ -2,7 +2,6 @@
 
 Owns: which classes cross, and what becomes of values that cannot.
 Does not know: frames, or who raised them.
-Called by: the engine's loop, which sends them, and the client, which raises them.
 
 An error crosses as its class, its message and its attributes, and is made again without its constructor: so
 the message is word for word the same, though a value of a foreign type arrives as the text that showed it.

@@ -2,7 +2,6 @@
 
 Owns: its state, when to start it again and when to give up, draining, and the end.
 Does not know: how a life begins, what a message looks like, or HTTP.
-Called by: the server and `pensieve_jax.AsyncEngine`, in the thread of one event loop.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the header, the limit of a frame, and what is said of bytes that are none.
 Does not know: what messages there are, sockets, or who listens.
-Called by: both ends of the engine's socket.
 
 A frame is `MAGIC`, the length of what follows in four bytes, big-endian, and so many bytes of msgpack. The
 magic makes noise an error at once: a length alone would have the reader wait for gigabytes.

@@ -3,7 +3,6 @@
 Owns: making the engine of what the front says first, why there is none, and what the process does about
 signals and a front that dies before it is ready.
 Does not know: turns, which `EngineServer` serves.
-Called by: the supervisor, with one end of a socket pair as its only descriptor.
 
 Ctrl-C and SIGTERM are the front's business, which drains first: this process goes when its socket ends.
 """

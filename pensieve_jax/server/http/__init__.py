@@ -2,5 +2,4 @@
 
 Owns: everything between a socket and a handler.
 Does not know: what a route does, models, or the history.
-Called by: `server.api`, whose handlers it runs, and whoever starts a server.
 """

@@ -2,7 +2,6 @@
 
 Owns: how a request gets to its handler: the layers around it, its key, its body.
 Does not know: what handlers do, or sockets.
-Called by: whoever starts a server, with rows from `server.api`; tests.
 """
 
 from __future__ import annotations

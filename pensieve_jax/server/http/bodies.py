@@ -2,7 +2,6 @@
 
 Owns: how a body is decoded, which of its fields are unknown, and which are refused by name.
 Does not know: any request's fields: the structs say.
-Called by: `call`, for handlers.
 
 A field of OpenAI's API that this server does not have is in a struct's `UNSUPPORTED`, with the values that
 would change nothing; any other value is refused, by name. So is a field of another route

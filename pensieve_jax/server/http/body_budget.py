@@ -2,7 +2,6 @@
 
 Owns: the bytes of bodies from their first part until their requests are answered, in all and by key.
 Does not know: what bodies mean, or how they are read.
-Called by: the application.
 
 Places for turns bound what the engine has; this bounds what is read, decoded and tokenized before that.
 """

@@ -2,7 +2,6 @@
 
 Owns: the values that came with it, reading its body, and whether its client is still there.
 Does not know: routes, what a body means, or how an answer is written.
-Called by: the application, which makes one for each request; handlers.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Owns: the body of an error, its status, code and headers, which of the package's errors means which, and
 what of their messages a client is told.
 Does not know: where an error came from, logs, or HTTP beyond a status and headers.
-Called by: handlers, which raise `ApiError`; the application, which answers with what `as_api_error` says.
 
 The openai client retries 408, 409, 429 and 5xx unless `x-should-retry` says otherwise, and honours
 `Retry-After`.

@@ -2,7 +2,6 @@
 
 Owns: the file of keys, and finding the owner of the key that a request shows.
 Does not know: HTTP beyond the Authorization header's text, or what owners own.
-Called by: the application for each request; the command that starts a server, at the start and on SIGHUP.
 
 A line of the file is `owner:sha256` with the SHA-256 of the key in hexadecimal digits; empty lines and those
 that begin with # are skipped. An owner may have several keys. Keys themselves are nowhere.

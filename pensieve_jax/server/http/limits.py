@@ -3,7 +3,6 @@
 Owns: places in the engine and in the queue before it, a key's share of them, how fast tokens go by, and how
 long replies are.
 Does not know: the engine beyond its state and size, HTTP beyond the error that says "later".
-Called by: handlers, before they give the engine a turn.
 
 The engine gets as many turns as it can run, and some more so that a place never stands empty; the others wait
 here, first come first served, where waiting can be ended. Retry-After is how long the tokens that are waited

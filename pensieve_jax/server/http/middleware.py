@@ -3,7 +3,7 @@
 Owns: request ids, the access log, errors as answers, names that a server may be called by, which pages may
 ask and read.
 Does not know: routes, keys, bodies.
-Called by: the application, around its routes. Plain ASGI: nothing here stands between a handler and the news
+Plain ASGI: nothing here stands between a handler and the news
 that its client left.
 """
 

@@ -2,7 +2,6 @@
 
 Owns: whole answers: JSON and plain text.
 Does not know: what is in them; streams of events, which `sse` writes.
-Called by: handlers, which return one; the application, which sends it.
 """
 
 from __future__ import annotations

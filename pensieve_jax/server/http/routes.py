@@ -1,7 +1,6 @@
 """Rows of the table of routes.
 
 Owns: what is said of a route. Does not know: any route.
-Called by: modules of handlers, which have a list of rows each; the application, which serves them.
 """
 
 from __future__ import annotations

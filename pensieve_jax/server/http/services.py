@@ -1,7 +1,6 @@
 """What a server is made of, as handlers get it.
 
 Owns: the list. Does not know: how the parts are made.
-Called by: whoever starts a server, which fills it; handlers, which read it.
 """
 
 from __future__ import annotations

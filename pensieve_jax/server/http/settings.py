@@ -2,7 +2,6 @@
 
 Owns: the fields, their defaults, and which of them do not go together.
 Does not know: command lines, or what else a server is made of.
-Called by: the command that starts a server, and everything of `http` that has a limit to keep.
 """
 
 from __future__ import annotations

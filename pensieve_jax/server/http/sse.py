@@ -2,7 +2,6 @@
 
 Owns: how an event is written, comments in silence, what happens when a client leaves or takes nothing.
 Does not know: what events say, or what to do about a turn whose client left: the iterator of events does.
-Called by: handlers, which return `Events`.
 
 Every event is one write, since some readers forget half an event between two reads. Nothing is queued here:
 while a client does not take an event, the next one is not asked for, and the turn merges its deltas. Events

@@ -3,7 +3,6 @@
 Owns: the way from msgspec's sentence to `<field> is <value>, but must be <limit>.`, and where a body that
 msgspec cannot read holds half of a character.
 Does not know: any request's fields; which of them are refused by name.
-Called by: `bodies`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns: the files beside this module and the headers they are served with.
 Does not know: what the page asks: its script says, in OpenAI's API and in that of `server.api.state`.
-Called by: the application, with these rows. No key is asked for: the page has none of anybody's words in it.
+No key is asked for: the page has none of anybody's words in it.
 """
 
 from __future__ import annotations

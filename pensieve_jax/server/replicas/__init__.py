@@ -2,5 +2,4 @@
 
 Owns: which replica a turn goes to, what becomes of turns whose replica dies, and what Ray Serve is told.
 Does not know: HTTP, or how an engine works. Ray, an extra, is known to `serve_app`, `ray_replicas`, `local`.
-Called by: `pensieve serve --replicas=N`, and Serve's configuration files.
 """

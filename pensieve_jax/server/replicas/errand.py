@@ -2,7 +2,6 @@
 
 Owns: what is done about a replica's death: what was committed is told from the history, the rest runs again.
 Does not know: Ray, how a replica is chosen, or what turns are for.
-Called by: `routed_engine`.
 
 A turn is a function of its seed, its place and its tokens, so another replica makes the same reply; what a
 client was told already must be its beginning, else the turn fails. A replica's last act may have been the

@@ -2,7 +2,6 @@
 
 Owns: how a record becomes the output that its replica did not live to send.
 Does not know: replicas, or when somebody asks.
-Called by: `routed_engine`, once a replica has died.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns: the protocol, the messages beside those of an engine's process, and their bytes.
 Does not know: Ray, or which replica a key belongs to.
-Called by: both ends, `routed_engine` and `replica`. Implemented over handles of Ray Serve, and by fakes in
+Implemented over handles of Ray Serve, and by fakes in
 tests.
 """
 

@@ -2,7 +2,6 @@
 
 Owns: in which order they start and end, and what signals mean.
 Does not know: command lines, turns, or what the actors do.
-Called by: `pensieve serve --replicas=N`.
 
 The first SIGTERM or Ctrl-C drains: the front takes no more turns, and those that run get `drain_s`; while
 replicas start there are none. The second ends everything at once. SIGHUP has the front read its keys again.

@@ -2,7 +2,6 @@
 
 Owns: the table of calls by name, sums of counters, and who is asked for what.
 Does not know: how a replica is reached.
-Called by: `routed_engine`.
 
 Calls about one conversation by name go to the replica of that name. Those about a turn go to all: its state
 may be where it ran before the replicas changed. Counters are added up, and kept by replica beside the sums.

@@ -2,7 +2,6 @@
 
 Owns: what a front has sent and not heard the end of, what that makes of each replica's load, and new roots.
 Does not know: Ray, messages, or where a turn that has a root goes: the router's ring says that.
-Called by: `routed_engine`, which tells of turns; handlers, through the resolver, for roots.
 
 The rule is `balance.NamedRoots`, see docs/balance.md. Loads are of this front's own turns: their prompts, and
 contexts as the last turn of their root left them; where there are several fronts, each evens out what it

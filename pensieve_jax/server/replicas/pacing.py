@@ -2,7 +2,6 @@
 
 Owns: the pace of all streams together.
 Does not know: Ray, or what a piece says.
-Called by: the front, around its application.
 
 A proxy takes some half a millisecond of a processor for each piece (docs/log.md), and refuses none that comes
 too soon: it lies in a queue that grows. So whoever writes waits for its turn, and a stream whose writer waits

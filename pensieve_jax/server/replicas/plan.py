@@ -2,7 +2,6 @@
 
 Owns: the fields, which of them do not go together, and sizes that Ray Serve is told.
 Does not know: Ray, command lines, or where the fields come from.
-Called by: `serve_app`, `local` and the command.
 """
 
 from __future__ import annotations

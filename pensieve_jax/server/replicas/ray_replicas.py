@@ -2,7 +2,6 @@
 
 Owns: how they are asked, and what Ray's errors are here.
 Does not know: actors, turns, or what is said.
-Called by: the front in `serve_app`.
 """
 
 from __future__ import annotations

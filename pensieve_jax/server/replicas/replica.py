@@ -2,7 +2,6 @@
 
 Owns: reports of turns that run together, how often they are sent, and whose a turn is that is sent twice.
 Does not know: Ray, routing, or what a front does when this replica is gone.
-Called by: the actor that Ray Serve runs.
 
 What comes of turns goes out at once where it begins or ends one, and in between as often as every 20 ms: each
 message costs both processes more than the tokens in it.

@@ -2,7 +2,6 @@
 
 Owns: that what was told once is never told again or otherwise: a replay is skipped as far as it was told.
 Does not know: replicas, messages, or when a turn is run again.
-Called by: `errand`, which fills replies; handlers, which hold turns.
 """
 
 from __future__ import annotations

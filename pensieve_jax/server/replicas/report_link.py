@@ -2,7 +2,6 @@
 
 Owns: the frames of both ends, the replica's connections, and what keeps them from being dead unnoticed.
 Does not know: Ray, what a message says, or who reads it.
-Called by: replicas, in `serve_app`; `report_listener` is the other end.
 
 A message through Ray costs both processes many times what is in it. So Ray carries what is asked, once for
 each turn, and the pieces of replies come here: whatever several turns have to say at a time is one frame.

@@ -2,7 +2,6 @@
 
 Owns: who may connect, which stream a message belongs to, and what a loss means to each stream.
 Does not know: Ray, what a message says, or what is done about a loss.
-Called by: the front in `serve_app`, and `ray_replicas`, which reads streams.
 
 A stream belongs to the run that fed it first: where Serve sends a call twice, two replicas may run the same
 turns for one stream, and the second is told that nobody reads it. So is whoever feeds a stream that was left.

@@ -2,7 +2,6 @@
 
 Owns: which of the two ids there is then: the proxy's, which is the client's own where it sent one.
 Does not know: Ray, or what an id is for.
-Called by: the front, around its application.
 
 The proxy writes its id into each request that has none, and into every answer, whatever the application
 puts there. So the application logs by that id, and leaves the header of answers to the proxy.

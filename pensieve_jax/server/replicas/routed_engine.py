@@ -2,7 +2,6 @@
 
 Owns: which replica is asked for what, what is known of all of them, and the turns on their way.
 Does not know: Ray, HTTP, or what becomes of a turn whose replica dies (`errand`).
-Called by: the application in a front, as any engine.
 
 `epoch` stays as it is: a replica that starts anew does not know turns that were in its memory only, and says
 so of each; whoever sent such a turn then begins anew from its messages. The others' turns are good.

@@ -2,7 +2,6 @@
 
 Owns: the policy: by the tokens of prompts that wait, and no fewer than what runs needs.
 Does not know: Ray, which calls it with what the replicas said, delays a change and keeps it within bounds.
-Called by: Ray Serve's controller, by the name in `serve_app`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the two actors, and how Ray is told of them.
 Does not know: turns, routes, or command lines.
-Called by: Serve, by its configuration files (`build_app`), and `local`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: which news is worth a line, in which words, and that silence of a start never lasts long.
 Does not know: Ray, where the news comes from, or how a line is written.
-Called by: `local`, while Serve starts front and replicas and while they serve.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the list of formats and the one function that reads them all.
 Does not know: any format's fields; each family has a module.
-Called by: scripts.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: this format, sub-agents included, and the judgement of which request continues the one before.
 Does not know: how requests become turns (`chains`).
-Called by: `read_trace`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: this format.
 Does not know: conversations; arrivals can be given to those of another trace (`make_sessions`).
-Called by: `read_trace`.
 """
 
 from __future__ import annotations

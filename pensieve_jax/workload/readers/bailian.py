@@ -2,7 +2,6 @@
 
 Owns: this format.
 Does not know: how requests become turns (`chains`); the hashes of blocks are not needed for it.
-Called by: `read_trace`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: both formats, and what of a request of the published file is new.
 Does not know: how gaps become think times (`think`).
-Called by: `read_trace`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: the step from whole inputs, as a stateless service logs them, to turns that only add to their history.
 Does not know: file formats.
-Called by: the readers of Mooncake, Bailian and agent sessions.
 
 The context of a conversation here is the sum of its prompts and answers, and a request's prompt is its
 recorded input minus that. Where a service left part of an answer out of the next input (its thinking, for

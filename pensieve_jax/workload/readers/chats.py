@@ -3,7 +3,6 @@
 Owns: these file formats, each of which may be a JSON array or JSON lines, and how a list of messages becomes
 turns.
 Does not know: tokenizers; texts are measured by the `count_tokens` that the caller gives.
-Called by: `read_trace`.
 
 A turn's prompt is everything between two answers: user, system and tool messages together. What a chat
 template puts around a message is not counted unless `count_tokens` does. Public files hold conversations

@@ -2,7 +2,6 @@
 
 Owns: the fields that tell formats apart.
 Does not know: how any of them is read, or whether the rest of a file is of that format.
-Called by: scripts, where no format is named.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: this format, as CSV and as JSON; it is what becomes of a ShareGPT or UltraChat that somebody counted.
 Does not know: texts (`chats` counts them itself).
-Called by: `read_trace`.
 """
 
 from __future__ import annotations

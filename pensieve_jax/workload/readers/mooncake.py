@@ -2,7 +2,6 @@
 
 Owns: both spellings of the format, and finding conversations by hashes where the file does not name parents.
 Does not know: how requests become turns (`chains`).
-Called by: `read_trace`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns: that the recording starts.
 Does not know: how lines are recorded.
-Called by: Python, when it starts.
 """
 
 from mutation.line_monitor import write_lines

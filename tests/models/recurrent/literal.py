@@ -2,7 +2,6 @@
 
 Owns: an arithmetic that shares nothing with what is tested, and random tensors.
 Does not know: JAX, or batches.
-Called by: the tests of recurrent models.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Requests of recurrent models by loops and recursion over their cells, one at a time and without an engine.
-
-Called by: tests of engines, whose answers these are.
-"""
+"""Requests of recurrent models by loops and recursion over their cells, one at a time, without an engine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""An engine of a model with few programs, and requests that come while others run.
-
-Called by: the tests of recurrent models.
-"""
+"""An engine of a model with few programs, and requests that come while others run."""
 
 from __future__ import annotations
 
