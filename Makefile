@@ -12,10 +12,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml lab/pyproject.toml
 	python=$$(sh scripts/find_python.sh) && "$$python" -m venv $(VENV)
 	@echo "installing (about a minute)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]" -e ./lab
 	touch $@
 
 demo: $(STAMP)
@@ -64,18 +64,19 @@ test-gpu: $(STAMP)
 # Not part of CI. `mutants` is an extra of its own, so that nothing else depends on it.
 MUTANTS ?=
 mutants: $(VENV)/.mutants
-	$(FAST) JAX_PLATFORMS=cpu $(BIN)/python scripts/run_mutants.py $(if $(NUM),--num=$(NUM)) $(if $(SEED),--seed=$(SEED)) \
+	$(FAST) JAX_PLATFORMS=cpu $(BIN)/python -m pensieve_lab.programs.run_mutants $(if $(NUM),--num=$(NUM)) $(if $(SEED),--seed=$(SEED)) \
 		$(if $(ROOMS),--rooms=$(ROOMS)) $(MUTANTS)
 
 $(VENV)/.mutants: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[mutants]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e "./lab[mutants]"
 	touch $@
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	MYPYPATH=scripts $(BIN)/mypy --explicit-package-bases --exclude make_golden scripts
+	MYPYPATH=lab $(BIN)/mypy -p pensieve_lab
+	$(BIN)/mypy --explicit-package-bases --exclude make_golden scripts
 	$(BIN)/lint-imports
 
 # The package as people install it, in an environment and a directory of its own.
@@ -83,7 +84,7 @@ check-wheel: $(STAMP)
 	VENV=$(VENV) sh .ci/check_wheel
 
 bench-scheduler: $(STAMP)
-	JAX_PLATFORMS=cpu $(BIN)/python scripts/benchmark_scheduler.py
+	JAX_PLATFORMS=cpu $(BIN)/python -m pensieve_lab.programs.benchmark_scheduler
 
 clean:
 	rm -rf $(VENV)

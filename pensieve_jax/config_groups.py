@@ -110,7 +110,7 @@ class CacheConfig:
         "The cost of recomputing a chunk, for the policies retention and learned. auto takes the profile "
         "that the package has of this model and device. Without one it measures a few steps at the start "
         "on an accelerator, which takes seconds, and keeps the result for later starts; on a CPU it is as "
-        "analytic. analytic counts operations. A path is a JSON file that `scripts/profile_costs.py` wrote.",
+        "analytic. analytic counts operations. A path is a JSON file that `pensieve profile` wrote.",
     )
     reserve_fraction: float = option(
         0.10,

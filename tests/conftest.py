@@ -1,9 +1,7 @@
 """Session set-up: launches as in serving, four virtual CPU devices, long files first, `gpu` marks, notes."""
 
 import gc
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +9,6 @@ import pytest
 # not off, since it stays so in the process that only hands out files.
 gc.set_threshold(200_000, 50, 50)
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))  # as for `python scripts/x.py`
 _PLUGINS = ("tests.launching", "tests.postgres_server")
 
 # Files that take a worker ten seconds or more, about the longest first: by their long tests down to

@@ -101,8 +101,12 @@ def launch(request, monkeypatch) -> Iterator[Launch]:
 
 
 def load(script: str) -> ModuleType:
-    """A launcher as a module: an installed command's, or a script's."""
-    return importlib.import_module(f"pensieve_jax.commands.{script}" if script in COMMANDS else script)
+    """Return a module: an installed command, a program of the laboratory, or any module by its path."""
+    if "." in script:
+        return importlib.import_module(script)
+    if script in COMMANDS:
+        return importlib.import_module(f"pensieve_jax.commands.{script}")
+    return importlib.import_module(f"pensieve_lab.programs.{script}")
 
 
 @pytest.fixture

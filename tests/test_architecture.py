@@ -34,7 +34,7 @@ ROOMS_WITHOUT_JAX = (
     "balance",
 )
 
-architecture = load("draw_architecture")
+architecture = load("scripts.dev.draw_architecture")
 
 
 def sources(*folders: str) -> list[Path]:
@@ -91,7 +91,7 @@ def test_the_picture_is_of_this_code():
     rooms = architecture.read_rooms()
     assert architecture.cycles(rooms) == []
     assert architecture.PICTURE.read_text("utf-8") == architecture.draw(rooms), (
-        "run scripts/draw_architecture.py, and see whether docs/architecture.md still says what it shows"
+        "run scripts/dev/draw_architecture.py, and see whether docs/architecture.md still says what it shows"
     )
 
 
@@ -130,7 +130,7 @@ def test_packages_do_not_know_launchers():
 @pytest.mark.parametrize("path", sorted((ROOT / "scripts").glob("benchmark_*.py")), ids=lambda p: p.stem)
 def test_benchmarks_do_not_simulate(path):
     """What is measured must not depend on what is simulated."""
-    assert not [module for module in reached(path.stem) if module.startswith("pensieve_jax.simulator")]
+    assert not [module for module in reached(path.stem) if module.startswith("pensieve_lab.simulator")]
 
 
 def test_the_drawer_that_everybody_shares_is_small():

@@ -1,6 +1,6 @@
 """Which part of a product one program of the kernel makes, and how far ahead it fetches.
 
-Owns: the sizes and what they must divide; the numbers come from `scripts/benchmark_decode_matmul.py`. Does
+Owns: the sizes and what they must divide; the numbers come from `benchmark_decode_matmul`. Does
 not know how the kernel works.
 """
 

@@ -1,6 +1,6 @@
 """Block sizes of the tiled back ends: which tile classes a step of a given shape uses.
 
-Owns: the numbers, and only numbers; they come from `scripts/benchmark_kernels.py --sweep`. Does not know what
+Owns: the numbers, and only numbers; they come from `benchmark_kernels --sweep`. Does not know what
 a kernel does with them.
 """
 

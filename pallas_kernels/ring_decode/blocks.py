@@ -1,6 +1,6 @@
 """Into how many parts the kernel cuts a row's columns, and how many of them it takes at once.
 
-Owns: the numbers, and the choice by shape and device, by what `scripts/benchmark_ring_decode.py` measured on
+Owns: the numbers, and the choice by shape and device, by what `benchmark_ring_decode` measured on
 an H200. Does not know: what a kernel does with them.
 """
 

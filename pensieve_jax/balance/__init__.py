@@ -5,24 +5,16 @@ Does not know: who asks. Nothing here imports anything else of this package, so 
 engines and the simulator share it.
 """
 
-from pensieve_jax.balance.hashing import BoundedHash, ConsistentHash
+from pensieve_jax.balance.hashing import ConsistentHash
 from pensieve_jax.balance.load import Asked, Load, Speeds
-from pensieve_jax.balance.migrating import MigratingHash
 from pensieve_jax.balance.named import NamedRoots
-from pensieve_jax.balance.policy import Policy
 from pensieve_jax.balance.ring import Ring
-from pensieve_jax.balance.state_aware import LeastTokens, StateAware
 
 __all__ = [
     "Asked",
-    "BoundedHash",
     "ConsistentHash",
-    "LeastTokens",
     "Load",
-    "MigratingHash",
     "NamedRoots",
-    "Policy",
     "Ring",
     "Speeds",
-    "StateAware",
 ]

@@ -1,11 +1,10 @@
-"""Consistent hashing by root, plain and with bounded loads. Neither remembers anything.
+"""Consistent hashing by root. It remembers nothing.
 
-Owns: both rules. Does not know: where state is, beyond that a root's is where it was last sent.
+Owns: the rule. Does not know: where state is, beyond that a root's is where it was last sent.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 
 from pensieve_jax.balance.load import Asked, Load
@@ -37,25 +36,3 @@ class ConsistentHash:
     def home(self, asked: Asked) -> str:
         """See `Policy`."""
         return self._ring.owner(asked.root)
-
-
-class BoundedHash(ConsistentHash):
-    """The next replica clockwise that has no more than its share of the turns, times a constant.
-
-    After Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads", SODA 2018. Who was sent
-    away returns as soon as there is room, to what is left of its state there.
-    """
-
-    def __init__(self, bound: float = 1.25, num_virtual_nodes: int = NUM_VIRTUAL_NODES) -> None:
-        """`bound`: turns of a replica over the mean, above 1."""
-        super().__init__(num_virtual_nodes)
-        self._bound = bound
-
-    def choose(self, asked: Asked, loads: Mapping[str, Load], now_s: float) -> str:
-        """See `Policy`."""
-        num_turns = sum(load.num_turns for load in loads.values()) + 1
-        limit = math.ceil(self._bound * num_turns / len(loads))
-        for name in self._ring.clockwise(asked.root):
-            if loads[name].num_turns < limit:
-                return name
-        raise AssertionError("no replica is below the mean")

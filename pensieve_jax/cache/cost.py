@@ -3,7 +3,7 @@
 Owns: `Cost(l)`, in seconds, non-decreasing in the context length `l`: a chunk's dense layers cost the
 same wherever it stands, its attention grows with what comes before it. That is why leading chunks are
 the cheap ones. The built-in model is analytic; a measured one comes from a profile, a JSON file.
-Does not know: how a profile is measured (`scripts/profile_costs.py`, `device.start_costs`), or what the
+Does not know: how a profile is measured (`pensieve profile`, `device.start_costs`), or what the
 engine runs on: `assembly` says what a profile must have been measured with.
 """
 
@@ -32,7 +32,7 @@ DEFAULT_COST_KIND = "in_batch"
 
 _FORMAT = "pensieve cost profile, version 1"
 _FIELD = "cache.cost_profile"
-_MEASURE = "measure this model here with scripts/profile_costs.py"
+_MEASURE = "measure this model here with `pensieve profile`"
 _UNITS = {
     "*_s": "seconds for one chunk of chunk_tokens tokens, over all layers",
     "context_len": "tokens up to the chunk's end, its own included",

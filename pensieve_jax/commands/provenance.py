@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 from pensieve_jax import ConfigError
 
 REVISION_VARIABLE = "PENSIEVE_REVISION"
-"""Names the commit of a copy whose git history lacks it, as `scripts/print_revision.py` prints it."""
-_SOURCE_FOLDERS = ("model_defs", "pallas_kernels", "pensieve_jax", "scripts")
+"""Names the commit of a copy whose git history lacks it, as `print_revision` prints it."""
+_SOURCE_FOLDERS = ("model_defs", "pallas_kernels", "pensieve_jax", "lab", "scripts")
 _SOURCE_SUFFIXES = (".json", ".py", ".safetensors")
 _PACKAGES = ("pensieve-jax", "jax", "jaxlib", "flax", "numpy")
 # Of what may change how something runs; `runtime/executable_environment.py` has what changes executables.
@@ -89,7 +89,7 @@ def read_source_state(root: Path, named: str | None) -> SourceState:
         return SourceState(commit, commit_digest(root, commit) == digest, digest)
     commit, _, committed = named.partition(":")
     if len(commit) != 40 or len(committed) != 64:
-        limit = "COMMIT:DIGEST, as scripts/print_revision.py prints it"
+        limit = "COMMIT:DIGEST, as lab/pensieve_lab/programs/print_revision.py prints it"
         raise ConfigError(REVISION_VARIABLE, named, limit)
     if committed != digest:
         limit = f"of these source files, whose digest is {digest}"

@@ -20,7 +20,7 @@ from pensieve_jax.device.transfers.batches import max_padding
 
 _LEAST_PAGES = 2
 # What a device of several takes beside arrays: buffers that peers write to, and those of compiling, which
-# tries out products. An estimate; `scripts/profile_parallel.py` says what was taken.
+# tries out products. An estimate; `pensieve_lab.programs.profile_parallel` says what was taken.
 _EXCHANGE_BYTES = 2**30
 
 

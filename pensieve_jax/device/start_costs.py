@@ -23,7 +23,7 @@ from pensieve_jax.scheduler.plan import PlanLayout
 
 NUM_ROUNDS = 6  # the first is thrown away
 SAMPLE_S = 0.02
-_NUM_CHUNKS = 16  # as many as `scripts/profile_costs.py` takes
+_NUM_CHUNKS = 16  # as many as `pensieve profile` takes
 _STATE_TOKENS = 65_536  # that are computed to be attended to: some 3 s of a 13B model on an H200
 
 

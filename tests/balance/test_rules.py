@@ -10,18 +10,10 @@ from collections import Counter
 
 import pytest
 
-from pensieve_jax.balance import (
-    Asked,
-    BoundedHash,
-    ConsistentHash,
-    LeastTokens,
-    Load,
-    MigratingHash,
-    NamedRoots,
-    Ring,
-    Speeds,
-    StateAware,
-)
+from pensieve_jax.balance import Asked, ConsistentHash, Load, NamedRoots, Ring, Speeds
+from pensieve_lab.balance.bounded_hash import BoundedHash
+from pensieve_lab.balance.migrating import MigratingHash
+from pensieve_lab.balance.state_aware import LeastTokens, StateAware
 from tests.seeds import new_seed
 
 SPEEDS = Speeds(token_s=4e-5, step_s=8e-3, context_token_s=5e-8, output_tokens=200.0, capacity_tokens=100_000)

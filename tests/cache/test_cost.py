@@ -39,7 +39,7 @@ PROFILE = CostProfile(
     subject=SUBJECT,
     model="random:llama-tiny",
     jax_version="0.11.2",
-    command="python scripts/profile_costs.py",
+    command="pensieve profile",
     num_batched_chunks=16,
     cost="in_batch",
     curves={"alone": points(10.0, 11.0), "in_batch": points(1.0, 2.0, 5.0)},
@@ -194,4 +194,4 @@ def test_a_profile_of_something_else(path, name, value):
     """It says what was found and what is meant, and of nothing else."""
     message = refusal(path, dataclasses.replace(SUBJECT, **{name: value}))
     assert f"a profile of {name}={value!r}; this one is of {name}={getattr(SUBJECT, name)!r}:" in message
-    assert "scripts/profile_costs.py" in message
+    assert "pensieve_jax/commands/profile.py" in message

@@ -10,8 +10,8 @@ from pensieve_jax.cellular import CapacityError, CellularConfig, CellularEngine
 from pensieve_jax.cellular.cells import Cell, CellTypes, Float
 from pensieve_jax.cellular.request_processor import RequestProcessor
 from pensieve_jax.cellular.rows import num_rows_for
-from pensieve_jax.cellular.simulation import simulate
-from pensieve_jax.cellular.times import CellTimes
+from pensieve_lab.cells.simulation import simulate
+from pensieve_lab.cells.times import CellTimes
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from pensieve_jax.cellular.line import Line
 from pensieve_jax.cellular.partition import _by_key, _distinct_pairs, _roots, partition
 from pensieve_jax.cellular.parts import MANY, NONE, Several
 from pensieve_jax.cellular.rows import RowBudget, Rows
-from pensieve_jax.cellular.simulation import VirtualClock, VirtualWorker
 from pensieve_jax.cellular.tables import Room, _size, all_values, distinct
-from pensieve_jax.cellular.times import CellTimes, thesis_v100
+from pensieve_lab.cells.simulation import VirtualClock, VirtualWorker
+from pensieve_lab.cells.times import CellTimes, thesis_v100
 from tests.cellular.hash_cells import make_cells
 
 TYPES = CellTypes(make_cells(dict.fromkeys(("step", "decode", "leaf", "inner", "join", "narrow"), 4)))

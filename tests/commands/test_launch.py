@@ -12,7 +12,7 @@ from pensieve_jax import __version__
 from tests.commands.starts import start_all
 from tests.launching import ROOT
 
-ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'scripts'}"}
+ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'lab'}"}
 
 
 def start(*command, **options):

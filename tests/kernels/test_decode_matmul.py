@@ -21,7 +21,7 @@ from pallas_kernels.decode_matmul import (
 from tests.kernels.cross_lower import lower_for_cuda
 from tests.launching import load
 
-matmul_tiles = load("kernels.matmul_tiles")
+matmul_tiles = load("pensieve_lab.kernels.matmul_tiles")
 
 SHAPE = jax.ShapeDtypeStruct
 INTERPRETED = {"backend": "pallas_mosaic_gpu", "interpret": True}

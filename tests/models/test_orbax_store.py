@@ -25,7 +25,7 @@ from model_defs.parameters import named_parameters
 from tests.launching import load
 from tests.models.helpers import GOLDEN, dense_logits, golden
 
-convert = load("convert_checkpoint").convert
+convert = load("scripts.convert_checkpoint").convert
 
 
 @pytest.fixture(scope="module")

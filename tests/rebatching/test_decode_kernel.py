@@ -31,7 +31,7 @@ CONFIG = RebatchingConfig(
     preemptive=True,
     decode_backend="pallas_triton",
 )
-rebatching_runners = load("rebatching.runners")
+rebatching_runners = load("pensieve_lab.rebatching.runners")
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 
 

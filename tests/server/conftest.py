@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import httpcore2
 import pytest
-from serving.served import ServedProcess
 
 from pensieve_jax import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
+from pensieve_lab.serving.served import ServedProcess
 
 # Of every server and engine with this model, so that one of them compiles for all.
 SIZES = ("--model=chat", "--gpu_pages=256", "--cpu_pages=64", "--max_num_running=8", "--token_buckets=8,64")

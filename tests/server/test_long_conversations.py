@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from serving.page_visit import BROWSER, browsing, visiting
 
 from pensieve_jax.history import trees
+from pensieve_lab.serving.page_visit import BROWSER, browsing, visiting
 from tests.server.api.live import LiveServer
 from tests.server.fakes import say
 

@@ -267,9 +267,9 @@ def test_an_engine_that_cannot_answer_leaves_what_is_known():
 
 
 def test_the_dashboard_asks_only_for_what_there_is():
-    make_dashboard = load("make_dashboard")
+    make_dashboard = load("scripts.dev.make_dashboard")
     text = make_dashboard.DASHBOARD.read_text("utf-8")
-    assert json.loads(text) == make_dashboard.dashboard(), "run scripts/make_dashboard.py"
+    assert json.loads(text) == make_dashboard.dashboard(), "run scripts/dev/make_dashboard.py"
     names, labels = set(), {}
     for harness in (busy(), with_replicas()):
         for name, *key in scraped(harness):

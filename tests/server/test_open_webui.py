@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx2
 import pytest
-from serving.served import ServedProcess
 
+from pensieve_lab.serving.served import ServedProcess
 from tests.server.conftest import SIZES
 
 TRAFFIC = Path(__file__).with_name("traffic") / "open_webui.jsonl"

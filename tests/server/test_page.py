@@ -10,9 +10,9 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
-from serving.page_visit import BROWSER, browsing, visiting
-from serving.served import ServedProcess
 
+from pensieve_lab.serving.page_visit import BROWSER, browsing, visiting
+from pensieve_lab.serving.served import ServedProcess
 from tests.server.conftest import SIZES
 
 FIRST = "Hi! My name is Ada. I am looking for a place to eat in San Jose."

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving.served import ServedProcess
 
+from pensieve_lab.serving.served import ServedProcess
 from tests.launching import ROOT
 
 ADDRESS = "http://127.0.0.1:8000"

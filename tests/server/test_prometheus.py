@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serving.served import ServedProcess
 
+from pensieve_lab.serving.served import ServedProcess
 from tests.launching import TINY_MODEL, load
 
 PROMETHEUS = shutil.which("prometheus") or "/usr/bin/prometheus"
@@ -120,7 +120,7 @@ def ask(server: ServedProcess, path: str, body: dict[str, Any]) -> dict[str, Any
 
 def expressions() -> dict[str, str]:
     """By panel and line, with Grafana's variables filled in."""
-    panels = json.loads(load("make_dashboard").DASHBOARD.read_text("utf-8"))["panels"]
+    panels = json.loads(load("scripts.dev.make_dashboard").DASHBOARD.read_text("utf-8"))["panels"]
     return {
         f"{panel['title']}: {target['legendFormat']}": target["expr"]
         .replace("$model_name", ".+")

@@ -6,9 +6,9 @@ import asyncio
 from collections import Counter
 
 import pytest
-from soaking.clients import SoakClient
-from soaking.samples import Samples, child_of, process_figures, table_figures
 
+from pensieve_lab.soaking.clients import SoakClient
+from pensieve_lab.soaking.samples import Samples, child_of, process_figures, table_figures
 from tests.seeds import new_seed
 from tests.server.faults.served import FaultyServer
 from tests.server.test_vanishing import IN_FLIGHT, held, settled

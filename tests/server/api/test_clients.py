@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from clients import completion_cases, response_cases  # noqa: F401 - imported for their cases
-from clients.cases import CASES, Case, run_case
-from clients.openai_schemas import Schemas, all_complaints, reduced
-from clients.recorder import Exchange, Recorder
-from serving.served import ServedProcess
+
+from pensieve_lab.clients import completion_cases, response_cases  # noqa: F401 - imported for their cases
+from pensieve_lab.clients.cases import CASES, Case, run_case
+from pensieve_lab.clients.openai_schemas import Schemas, all_complaints, reduced
+from pensieve_lab.clients.recorder import Exchange, Recorder
+from pensieve_lab.serving.served import ServedProcess
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ from typing import Any
 
 import openai
 import pytest
-from serving.served import ServedProcess
 
 from pensieve_jax import LLM, SamplingParams
+from pensieve_lab.serving.served import ServedProcess
 from tests.server.conftest import SIZES, engine_config
 
 PROMPT = "Tell me about the weather in San Jose, and where to eat there in the evening."

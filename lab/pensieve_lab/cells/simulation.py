@@ -1,0 +1,135 @@
+"""An engine in virtual time: the same requests, scheduler and launches; cells take as long as a table says.
+
+Owns: the clock, workers that only take time, and when requests arrive.
+Does not know: JAX, or what cells compute.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pensieve_jax.cellular.admission import Unfold
+from pensieve_jax.cellular.cells import CellTypes
+from pensieve_jax.cellular.config import CellularConfig
+from pensieve_jax.cellular.launches import Done, Launch
+from pensieve_jax.cellular.loop import Loop
+from pensieve_jax.cellular.request_processor import MakeScheduler, RequestProcessor
+from pensieve_jax.cellular.scheduler import Scheduler
+from pensieve_lab.cells.times import CellTimes
+
+
+class VirtualClock:
+    """Seconds since the start of a run."""
+
+    now_s = 0.0
+
+
+class VirtualWorker:
+    """A device that takes time and computes nothing; what it tells is zeros.
+
+    Attributes:
+      begun_s: when each task of its last launch began, or will.
+    """
+
+    def __init__(self, times: CellTimes, clock: VirtualClock) -> None:
+        """Nothing has run."""
+        self._times, self._clock = times, clock
+        self._flying: deque[tuple[float, Launch]] = deque()
+        self._free_s = 0.0
+        self.begun_s: np.ndarray = np.empty(0)
+
+    @property
+    def num_in_flight(self) -> int:
+        """See `loop.Worker`."""
+        return len(self._flying)
+
+    @property
+    def next_end_s(self) -> float:
+        """When its oldest launch ends; infinity if it has none."""
+        return self._flying[0][0] if self._flying else np.inf
+
+    def launch(self, launch: Launch) -> None:
+        """See `loop.Worker`."""
+        parts = launch.parts
+        took_s = [self._times.task_of(launch.kind.name, part.batch_size) for part in parts]
+        ends_s = np.cumsum(np.repeat(took_s, [part.num_tasks for part in parts]))
+        begin_s = max(self._free_s, self._clock.now_s) + self._times.launch_s
+        self.begun_s = begin_s + np.append(0.0, ends_s[:-1])
+        self._free_s = begin_s + float(ends_s[-1])
+        self._flying.append((self._free_s, launch))
+
+    def poll(self) -> Iterator[Done]:
+        """See `loop.Worker`."""
+        while self._flying and self._flying[0][0] <= self._clock.now_s:
+            _, launch = self._flying.popleft()
+            emitted = [
+                [np.zeros((part.num_tasks, part.batch_size), np.int32) for part in launch.parts]
+                for _ in launch.kind.emits
+            ]
+            yield Done(launch, emitted, [{} for _ in launch.reads])
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a run was like, an entry for each request in order of arrival.
+
+    Attributes:
+      arrival_s, begin_s, end_s: when it came, when its first cell began, and when its result was there. In
+        real time nobody sees a cell begin, and the second is when the launch with it was given to a device.
+    """
+
+    arrival_s: np.ndarray
+    begin_s: np.ndarray
+    end_s: np.ndarray
+
+
+def simulate(
+    types: CellTypes,
+    unfold: Unfold,
+    config: CellularConfig,
+    times: CellTimes,
+    requests: Sequence[Any],
+    arrival_s: np.ndarray,
+    make_scheduler: MakeScheduler = Scheduler,
+    observe: Callable[[float, list[np.ndarray]], None] | None = None,
+) -> Served:
+    """Serve requests that arrive at these times, in rising order, to the end of the last.
+
+    Every emitted value is 0, so a chain `until` another value runs to its length. `observe` is called with
+    when each launch begins, and for each task of it the places of its cells' requests.
+    """
+    clock = VirtualClock()
+    workers = [VirtualWorker(times, clock) for _ in range(config.num_devices)]
+    processor = RequestProcessor(types, config, make_scheduler)
+    most = config.launches_in_flight or 1
+    begin_s, end_s = np.full(len(requests), np.inf), np.full(len(requests), np.nan)
+
+    def begun(launch: Launch) -> None:
+        """Its requests have begun, if not before; a request's serial is its place in order of arrival."""
+        begun_s = workers[launch.worker].begun_s
+        tasks = [processor.requests.serial[processor.nodes.request[task]] for task in launch.tasks]
+        for serials, one_s in zip(tasks, begun_s, strict=True):
+            np.minimum.at(begin_s, serials, one_s)
+        if observe is not None:
+            observe(float(begun_s[0]), tasks)
+
+    loop = Loop(processor, workers, most, observe=begun)
+    num_sent = num_ended = 0
+    while num_ended < len(requests):
+        next_arrival_s = arrival_s[num_sent] if num_sent < len(requests) else np.inf
+        has_room = any(worker.num_in_flight < most for worker in workers)
+        next_end_s = min(worker.next_end_s for worker in workers)
+        clock.now_s = min(next_end_s, next_arrival_s) if has_room else next_end_s
+        num_due = int(np.searchsorted(arrival_s, clock.now_s, "right"))
+        if num_due > num_sent:
+            processor.submit_many(requests[num_sent:num_due], unfold)
+            num_sent = num_due
+        for handle in loop.step():
+            end_s[handle.serial] = clock.now_s
+            num_ended += 1
+    return Served(arrival_s, begin_s, end_s)

@@ -1,0 +1,163 @@
+"""Recall as the engine serves it: many conversations are told something first, and asked for it last.
+
+Owns: the talk in between where no dialogues are given, the order of turns, and the figures; likewise some
+greetings with nothing before them.
+Does not know: how large the tiers are, or what share must be right.
+
+The user's side of the talk is fixed, and the model's own replies stand in the history. Conversations take a
+turn each, one after the other, so that between two turns of one all others want its memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+from tqdm import tqdm
+
+from pensieve_jax import LLM, Output, SamplingParams, Usage
+from pensieve_lab.chat_training.data import Conversation, Exchange
+from pensieve_lab.chat_training.questions import gives_a_fact
+from pensieve_lab.chat_training.recall_cases import RecallCase, percent_by_kind
+from pensieve_lab.chat_training.small_talk import held_out_prompts
+
+_AT_ONCE: Final = 64  # conversations that take turns; the next ones begin when these have ended
+_PARAMS: Final = SamplingParams(max_tokens=48)
+_TALKS: Final = """
+I am looking for a restaurant in Oakland. | Something Mexican. | Is it expensive? | A table for four.
+Can you find me a song? | I like jazz. | Who sings it? | Do you have something newer? | Play it, please.
+I want to fly to Seattle. | From Denver. | How much is it? | Is there an earlier one? | Book it.
+What is the weather like in San Jose? | And tomorrow? | Will it rain? | How strong is the wind? | Thank you.
+I need a bus to Fresno. | On March 9th, from Anaheim. | One ticket. | The price? | That is fine.
+Find me a movie for tonight. | I like comedies. | Where is it shown? | What time does it start? | Two tickets.
+I would like a hotel in London. | For three nights. | Does it have wifi? | What is the address? | Book it.
+I need a dentist in Berkeley. | What is their phone number? | Can I come on Monday? | At 10 am. | Yes.
+What is my account balance? | The savings account. | Send 50 dollars to Kim. | From checking. | Yes, do that.
+Get me a cab to the airport. | For two people. | A shared one is fine. | How long is it? | Great, thanks.
+Are there any concerts in New York? | Something with rock. | When does it begin? | Where is it? | One ticket.
+I am looking for an apartment in Napa. | Two bedrooms. | May I have pets there? | What is the rent? | Thanks.
+"""
+GREETINGS: Final = (
+    *("Hi", "Hello!", "hello", "Hey there", "Good morning", "good evening", "How are you?", "Thanks.", "ok"),
+    *("What can you do?", "Who are you?", "What is your name?", "It is raining.", "Bye!"),
+    *held_out_prompts(),
+)
+"""Messages that tell and ask nothing about anybody; training has some of them."""
+
+
+class Greeted(NamedTuple):
+    """Greetings and their replies."""
+
+    replies: Sequence[tuple[str, str]]
+
+    @property
+    def invented(self) -> list[tuple[str, str]]:
+        """Those whose reply gives a fact, which nobody has told."""
+        return [(greeting, reply) for greeting, reply in self.replies if gives_a_fact(reply)]
+
+
+class Served(NamedTuple):
+    """What an engine made of the cases: the outputs of each, the last one the answer to its question.
+
+    `histories` are all tokens of each conversation in the end.
+    """
+
+    cases: Sequence[RecallCase]
+    outputs: Sequence[Sequence[Output]]
+    histories: Sequence[Sequence[int]]
+
+    @property
+    def recall_percent(self) -> float:
+        """The share of right answers."""
+        return 100 * sum(self._right()) / len(self.cases)
+
+    @property
+    def recall_by_kind(self) -> dict[str, tuple[float, int]]:
+        """The same and the number of cases, of each kind of question."""
+        return percent_by_kind(self.cases, [outputs[-1].text for outputs in self.outputs])
+
+    @property
+    def wrong(self) -> list[tuple[RecallCase, str]]:
+        """The cases whose answer is not right, and that answer."""
+        pairs = zip(self.cases, self.outputs, self._right(), strict=True)
+        return [(case, outputs[-1].text) for case, outputs, is_right in pairs if not is_right]
+
+    @property
+    def returns(self) -> list[Usage]:
+        """Where the tokens of every turn but the first ones came from."""
+        return [output.usage for outputs in self.outputs for output in outputs[1:]]
+
+    def transcripts(self, number: int) -> Iterator[str]:
+        """The first conversations in Markdown, each with its kind and whether its answer is right."""
+        served = zip(self.cases, self.outputs, self._right(), strict=True)
+        for index, (case, outputs, is_right) in enumerate(itertools.islice(served, number)):
+            verdict = "right" if is_right else f"wrong: told was {' and '.join(case.values)}"
+            said = [*(turn.user for turn in case.history.exchanges), case.question]
+            lines = [f"**Case {index}, {case.kind}**: {verdict}", ""]
+            for user, output in zip(said, outputs, strict=True):
+                reply = " ".join(output.text.split())
+                lines += [f"> {' '.join(user.split())}  ", f"> **{reply}**  "]
+            yield "\n".join([*lines, ""])
+
+    def _right(self) -> Iterator[bool]:
+        for case, outputs in zip(self.cases, self.outputs, strict=True):
+            yield case.is_right(outputs[-1].text)
+
+
+def written_talks() -> list[Conversation]:
+    """Talk for those who have no recorded dialogues; without replies, which are the model's own."""
+    return [
+        Conversation(tuple(Exchange(text, "") for text in line.split(" | ")))
+        for line in _TALKS.strip().splitlines()
+    ]
+
+
+def serve_cases(
+    llm: LLM, cases: Sequence[RecallCase], *, with_history: bool = True, progress: bool = False
+) -> Served:
+    """Tell and ask, or ask out of nowhere; the conversations are forgotten again."""
+    scripts = [
+        [*(turn.user for turn in case.history.exchanges if with_history), case.question] for case in cases
+    ]
+    with tqdm(total=sum(map(len, scripts)), unit="turn", disable=not progress, leave=False) as bar:
+        outputs, histories = zip(*_serve(llm, scripts, bar), strict=True)
+        return Served(cases, outputs, histories)
+
+
+def serve_greetings(llm: LLM) -> Greeted:
+    """Each of `GREETINGS` as the only message of a conversation."""
+    with tqdm(disable=True) as bar:
+        outputs = _serve(llm, [[greeting] for greeting in GREETINGS], bar)
+    replies = [output.text for [output], _ in outputs]
+    return Greeted(list(zip(GREETINGS, replies, strict=True)))
+
+
+def _serve(llm: LLM, scripts: Sequence[Sequence[str]], bar: tqdm) -> list[tuple[list[Output], list[int]]]:
+    """The outputs and the tokens of every conversation, some of which take turns at a time."""
+    batches = itertools.batched(scripts, _AT_ONCE)
+    return [found for some in batches for found in _take_turns(llm, some, bar)]
+
+
+def _take_turns(
+    llm: LLM, scripts: Sequence[Sequence[str]], bar: tqdm
+) -> list[tuple[list[Output], list[int]]]:
+    """A turn of every conversation, then the next one of each."""
+    outputs: list[list[Output]] = [[] for _ in scripts]
+    names = [f"recall {index}" for index in range(len(scripts))]
+    for turn in range(max(map(len, scripts))):
+        streams = {
+            i: llm.stream_chat([{"role": "user", "content": script[turn]}], _PARAMS, conversation_id=names[i])
+            for i, script in enumerate(scripts)
+            if turn < len(script)
+        }
+        for i, stream in streams.items():
+            for _ in stream:
+                pass
+            assert stream.output is not None
+            outputs[i].append(stream.output)
+            bar.update()
+    histories: list[list[int]] = [llm.history(name).token_ids.tolist() for name in names]
+    for name in names:
+        llm.end(name)
+    return list(zip(outputs, histories, strict=True))

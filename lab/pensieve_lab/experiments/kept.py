@@ -1,0 +1,77 @@
+"""Points that were simulated before, on disk: an interrupted run goes on where it stopped.
+
+Owns: when a kept point may stand for a new one: the same point, trace and code, on libraries whose
+first two numbers are the same.
+Does not know: how points are simulated, or by how many processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from pensieve_lab.experiments.points import Measured, Point, measure
+
+_ROOT = Path(__file__).resolve().parents[3]
+_CODE = (
+    *(
+        "pensieve_jax/**/*.py",
+        "pensieve_jax/**/*.json",
+        "lab/pensieve_lab/**/*.json",
+        "lab/pensieve_lab/**/*.py",
+    ),
+    *("model_defs/**/*.py", "pallas_kernels/**/*.py"),
+)
+
+
+def measure_kept(point: Point, directory: Path) -> Measured:
+    """As `measure`; from its file in `directory` if there is one, which is written otherwise."""
+    path = directory / f"{key(point)}.json"
+    if path.exists():
+        return Measured(point, json.loads(path.read_text()))
+    found = measure(point)
+    text = json.dumps(found.figures)
+    assert json.loads(text) == found.figures, "figures are what JSON can hold"
+    # In one step, so that no other process, and no later run, finds half of a file.
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_text(text)
+    part.replace(path)
+    return found
+
+
+def key(point: Point) -> str:
+    """The name of a point: all that its figures depend on."""
+    described = repr(point)
+    for workload in (point.workload, point.experience):
+        if workload is not None and workload.trace is not None:
+            path = workload.trace[0]
+            described = described.replace(repr(path), _digest(path))
+    return hashlib.sha256(f"{_code_digest()}\n{described}".encode()).hexdigest()
+
+
+@cache
+def _code_digest() -> str:
+    minor = [".".join(version.split(".")[:2]) for version in (platform.python_version(), np.__version__)]
+    digest = hashlib.sha256(" ".join(minor).encode())
+    for path in sorted(path for pattern in _CODE for path in _ROOT.glob(pattern)):
+        digest.update(str(path.relative_to(_ROOT)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def _digest(trace: Path) -> str:
+    """Of a file, or of all files of a directory."""
+    files = sorted(trace.rglob("*")) if trace.is_dir() else [trace]
+    digest = hashlib.sha256()
+    for path in files:
+        if path.is_file():
+            digest.update(str(path.relative_to(trace)).encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

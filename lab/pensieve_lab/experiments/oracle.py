@@ -1,0 +1,204 @@
+"""How far the orders are from one that knows when everybody returns.
+
+Owns: that order, and a memory without an engine, in which it stands beside LRU and the paper: turns take no
+time, and conversations give way from their leading end, as they do in the cache.
+Does not know: how the engine does (`recorded_traces`), or how a trace is served (`trace_studies`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pensieve_jax.cache.policies import (
+    Activity,
+    Candidate,
+    EvictionPolicy,
+    LruPolicy,
+    Offers,
+    RetentionPolicy,
+)
+from pensieve_jax.cache.returns import Array
+from pensieve_jax.cache.shadows import ShadowCache
+from pensieve_jax.cache.states import Shelf
+from pensieve_lab.experiments.machines import load_profile, profile_name
+from pensieve_lab.experiments.panels import Panel
+from pensieve_lab.experiments.points import Measured
+from pensieve_lab.experiments.recompute import cost_model
+from pensieve_lab.experiments.recorded_traces import studied_traces
+from pensieve_lab.experiments.seeds import Spread, spread
+from pensieve_lab.experiments.settings import Experiment, Findings, Settings, Table
+from pensieve_lab.experiments.trace_studies import Studied
+from pensieve_lab.workload import Session
+
+_MODEL = "llama2-13b-gqa10"
+_LEAST_S = 1e-3  # until a return that is now
+
+
+class Turn(NamedTuple):
+    """A turn that somebody sends.
+
+    Attributes:
+      sent_s: when.
+      conversation_id: of whom.
+      num_history_tokens: that the engine had computed before it.
+      num_tokens: of the conversation when it is answered.
+      returns_s: when the conversation's next turn is sent; infinity for the last one.
+    """
+
+    sent_s: float
+    conversation_id: str
+    num_history_tokens: int
+    num_tokens: int
+    returns_s: float
+
+
+class OraclePolicy(EvictionPolicy):
+    """Cost over the time until the chunk is needed; whoever never returns goes first.
+
+    The paper's order with the future in place of the past. The bucket of an activity is its turn's number.
+    """
+
+    name = "oracle"
+
+    def __init__(self, turns: Sequence[Turn], costs_s: Sequence[float]) -> None:
+        """`costs_s` are of chunks by index."""
+        self._returns_s = np.array([turn.returns_s for turn in turns])
+        self._costs_s = np.array(costs_s)
+
+    def chunk(self, sequence: Candidate, shelf: Shelf) -> int:
+        """The leading one."""
+        return sequence.first_on(shelf)
+
+    def worth(self, sequence: Activity, index: int, now_s: float) -> float:
+        """Seconds to recompute, over seconds until that would happen."""
+        until_s = max(self._returns_s[sequence.bucket] - now_s, _LEAST_S)
+        return float(self._costs_s[index] / until_s)
+
+    def worths(self, offers: Offers, now_s: float) -> Array:
+        """As `worth`."""
+        until_s = np.maximum(self._returns_s[offers.buckets] - now_s, _LEAST_S)
+        worths: Array = self._costs_s[offers.chunks] / until_s
+        return worths
+
+
+_ORDERS = (LruPolicy.name, RetentionPolicy.name, OraclePolicy.name)
+
+
+def turns_of(sessions: Sequence[Session]) -> list[Turn]:
+    """In order of time, answers taking none."""
+    return sorted(turn for session in sessions for turn in _turns(session))
+
+
+def _turns(session: Session) -> Iterator[Turn]:
+    conversation, first = session.conversation, session.first_turn
+    sent_s = list(itertools.accumulate(session.think_s[first:], initial=session.arrival_s))
+    for number, (time_s, returns_s) in enumerate(zip(sent_s, [*sent_s[1:], math.inf], strict=True), first):
+        history = conversation.num_history_tokens(number)
+        turn = conversation.turns[number]
+        num_tokens = history + turn.prompt_tokens + turn.output_tokens
+        yield Turn(time_s, conversation.conversation_id, history, num_tokens, returns_s)
+
+
+def recomputed_share(
+    turns: Sequence[Turn],
+    policy: EvictionPolicy,
+    costs_s: Sequence[float],
+    num_chunks: int,
+    chunk_tokens: int,
+) -> float:
+    """Seconds that a memory of `num_chunks` recomputes, over those of all histories."""
+    before_s = [0.0, *itertools.accumulate(costs_s)]
+    memory = ShadowCache(policy, num_chunks)
+    recomputed_s = history_s = 0.0
+    for number, turn in enumerate(turns):
+        num_history = turn.num_history_tokens // chunk_tokens
+        num_lost = memory.returned(turn.conversation_id)
+        recomputed_s += before_s[num_history if num_lost is None else min(num_lost, num_history)]
+        history_s += before_s[num_history]
+        memory.left(
+            turn.conversation_id,
+            turn.num_tokens // chunk_tokens,
+            num_shared=0,
+            bucket=number,
+            now_s=turn.sent_s,
+        )
+    return recomputed_s / history_s if history_s else 0.0
+
+
+def findings(settings: Settings, measured: list[Measured]) -> Findings:
+    """The share of every order, over memory, for every trace."""
+    rows = [row for studied in studied_traces(settings) for row in _compared(settings, studied)]
+    return Findings(
+        tables=[table_of(rows)],
+        panels=[
+            Panel(
+                title=title,
+                x_label="tokens of memory",
+                y_label="recompute seconds, share of stateless",
+                curves={
+                    name: [(row["num_tokens"], _spread(row, name).mean) for row in of_trace]
+                    for name in _ORDERS
+                },
+                log_x=True,
+            )
+            for title, of_trace in ((title, list(of)) for title, of in itertools.groupby(rows, _title))
+        ],
+        results={"orders": rows},
+        profiles=[profile_name(settings.device, _MODEL)],
+        units={
+            "num_tokens": "of memory, one tier",
+            "lru, retention, oracle": "by seed: seconds of recomputed history over those of all history",
+        },
+    )
+
+
+def table_of(rows: Sequence[dict[str, Any]]) -> Table:
+    """Of the document's `orders`."""
+    return Table(
+        title="Recompute seconds, share of a stateless system's; mean and range over seeds",
+        columns=("trace", "memory, tokens", *_ORDERS),
+        rows=[[row["title"], row["num_tokens"], *(_spread(row, name) for name in _ORDERS)] for row in rows],
+    )
+
+
+def _title(row: dict[str, Any]) -> str:
+    return str(row["title"])
+
+
+def _spread(row: dict[str, Any], name: str) -> Spread:
+    found = spread(list(row[name].values()))
+    assert found is not None
+    return found
+
+
+def _compared(settings: Settings, studied: Studied) -> Iterator[dict[str, Any]]:
+    chunk_tokens = studied.chunk_tokens
+    profile = load_profile(settings.device, _MODEL)
+    costs = cost_model(profile, chunk_tokens, studied.workload.max_context_tokens)
+    turns = {seed: turns_of(studied.workload.sessions(seed)) for seed in settings.seeds}
+    longest = max(turn.num_tokens for of_seed in turns.values() for turn in of_seed)
+    costs_s = [costs.chunk_cost_s((index + 1) * chunk_tokens) for index in range(longest // chunk_tokens)]
+    for place in studied.places:
+        num_chunks = place.num_tokens // chunk_tokens
+        shares: dict[str, dict[str, float]] = {name: {} for name in _ORDERS}
+        for seed, of_seed in turns.items():
+            orders = (LruPolicy(), RetentionPolicy(costs, chunk_tokens), OraclePolicy(of_seed, costs_s))
+            for order in orders:
+                share = recomputed_share(of_seed, order, costs_s, num_chunks, chunk_tokens)
+                shares[order.name][str(seed)] = round(share, 6)
+        yield {"title": studied.title, "num_tokens": place.num_tokens, **shares}
+
+
+ORACLE = Experiment(
+    name="oracle",
+    title="Orders beside one that knows the future",
+    paper="Not in the paper.",
+    points=lambda settings: [],
+    findings=findings,
+    flags=frozenset({"device", "seeds", "small", "traces"}),
+)

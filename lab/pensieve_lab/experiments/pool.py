@@ -1,0 +1,42 @@
+"""Points over processes: they are independent, so each is simulated wherever there is room.
+
+Owns: the order of results, which is that of the points, and the progress bar.
+Does not know: what a point is of.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from tqdm import tqdm
+
+from pensieve_lab.experiments.kept import measure_kept
+from pensieve_lab.experiments.points import Measured, Point, measure
+
+
+def measure_all(
+    points: Sequence[Point], *, num_processes: int, keep: Path | None = None, title: str, shown: bool
+) -> list[Measured]:
+    """Their figures, the same for any number of processes; the bar is shown if `shown`.
+
+    With a directory to `keep` them in, points that it has are not simulated again.
+    """
+    measured = measure if keep is None else partial(measure_kept, directory=keep)
+    found = _measured(points, measured, num_processes)
+    return list(tqdm(found, title, total=len(points), disable=not shown, leave=False))
+
+
+def _measured(
+    points: Sequence[Point], measure: Callable[[Point], Measured], num_processes: int
+) -> Iterator[Measured]:
+    if num_processes == 1 or len(points) < 2:
+        yield from map(measure, points)
+        return
+    # Not forked: this process may run the threads of libraries that a child would inherit half of.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(num_processes, len(points)), mp_context=context) as pool:
+        yield from pool.map(measure, points)

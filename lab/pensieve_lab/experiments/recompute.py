@@ -1,0 +1,81 @@
+"""What recomputing costs by the cost model: the yardstick of eviction policies.
+
+Owns: `Cost(l)` of a simulated device, and the seconds that recomputed history comes to.
+Does not know: how a run is made, or what a policy does beyond the end from which it drops.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from pensieve_jax.cache.cost import CostModel, CostPoint, MeasuredCostModel
+from pensieve_lab.simulator import DeviceProfile
+from pensieve_lab.simulator.step_time import StepLoad, StepTime
+from pensieve_lab.workload import Answer
+
+NUM_BATCHED_CHUNKS = 16  # as of `profile_costs.py`: what one chunk more costs a step that holds many
+
+
+def cost_points(profile: DeviceProfile, chunk_tokens: int, max_context_tokens: int) -> list[CostPoint]:
+    """What `profile_costs.py` would measure on that device, at powers of two: the share of one chunk.
+
+    On a device that has rested, as it has there: on one that is hot from products every chunk costs more.
+    """
+    step_time = StepTime(profile.step, (NUM_BATCHED_CHUNKS * chunk_tokens,))
+
+    def chunk_s(context_len: int) -> float:
+        load = StepLoad()
+        for _ in range(NUM_BATCHED_CHUNKS):
+            load.add(chunk_tokens, context_len)
+        return step_time.seconds(load, 0.0) / NUM_BATCHED_CHUNKS
+
+    rest_s = chunk_s(chunk_tokens)
+    lens = [chunk_tokens]
+    while lens[-1] < max_context_tokens:
+        lens.append(2 * lens[-1])
+    return [CostPoint(n, chunk_s(n) - rest_s, rest_s, chunk_s(n)) for n in lens]
+
+
+def cost_model(profile: DeviceProfile, chunk_tokens: int, max_context_tokens: int) -> CostModel:
+    """`Cost(l)` of a simulated device: what `retention` goes by there, and what everybody is judged by."""
+    # A curve has two points, of whatever context; those of a few tokens lie within its first chunk.
+    points = cost_points(profile, chunk_tokens, max(max_context_tokens, 2 * chunk_tokens))
+    return MeasuredCostModel(points)
+
+
+class RecomputeSeconds:
+    """Seconds for history tokens, by where they stand."""
+
+    def __init__(self, costs: CostModel, chunk_tokens: int, max_context_tokens: int) -> None:
+        """For contexts of up to `max_context_tokens`."""
+        num_chunks = -(-max_context_tokens // chunk_tokens)
+        each_s = (costs.chunk_cost_s((index + 1) * chunk_tokens) for index in range(num_chunks))
+        self._before_s = [0.0, *itertools.accumulate(each_s)]
+        self._chunk_tokens = chunk_tokens
+
+    def of(self, answers: Iterable[Answer], policy: str) -> tuple[float, float]:
+        """Of what was recomputed, and of the whole history: what a stateless system would recompute.
+
+        Answers say how many tokens were recomputed, not which. `trailing` drops from the tail of a
+        conversation, the other policies from its beginning.
+        """
+        recompute_s = history_s = 0.0
+        for answer in answers:
+            num_history = max(answer.turn.num_history_tokens - 1, 0)  # the last token never had any KV
+            num_lost = answer.usage.recomputed_tokens
+            whole_s = self._before(num_history)
+            history_s += whole_s
+            if policy == "trailing":
+                recompute_s += whole_s - self._before(num_history - num_lost)
+            else:
+                recompute_s += self._before(num_lost)
+        return recompute_s, history_s
+
+    def _before(self, num_tokens: int) -> float:
+        """Of the first tokens of a conversation; a part of a chunk counts as that part."""
+        index, rest = divmod(num_tokens, self._chunk_tokens)
+        whole_s = self._before_s[index]
+        if not rest:
+            return whole_s
+        return whole_s + (self._before_s[index + 1] - whole_s) * rest / self._chunk_tokens

@@ -1,0 +1,373 @@
+"""The table of `docs/cells_figures.md` in virtual time: what the thesis says, and what came out.
+
+Owns: which claims are rows, what of them follows from times and lengths that went in, and at which latency
+loads are compared.
+Does not know: how a document was made, or how anything is scheduled.
+
+The thesis names no latency at which its peaks are read. Ours are of loads with a 90th percentile below half a
+second, which is what it says of an overloaded rival: beyond that a queue grows as long as a run lasts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from statistics import fmean
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from pensieve_lab.cells.systems import BY_AGENDA, BY_DEPTH, CELLULAR, IDEAL, PADDING, PADDING_OLDEST
+from pensieve_lab.cells.times import thesis_v100
+from pensieve_lab.experiments.committed import committed_document
+from pensieve_lab.pages.paper_summary import claim
+from pensieve_lab.pages.paper_tables import markdown
+from pensieve_lab.workload.structures import europarl_like, treebank_like
+
+_LEVEL_MS: Final = 500.0
+_KEEPS_UP: Final = 0.98  # of the load that arrives
+_COLUMNS: Final = ("figure", "of what", "the thesis", "ours", "by construction", "seeds")
+_BOTH: Final = (PADDING, PADDING_OLDEST)
+_DIFFERENT, _SAME = "cellular, 512 and 256", "cellular, 256 and 256"
+
+_MANY: Final = 20_000  # lengths and trees, to know those that go in
+
+type Line = tuple[str, ...]
+"""Figure, of what, the thesis, ours; and what times and lengths give without a scheduler, where they do."""
+type Curve = list[tuple[float, float]]
+
+
+class Peak(NamedTuple):
+    """The highest throughput of some loads.
+
+    Attributes:
+      throughput: requests a second; 0 if none of them counts.
+      is_least: whether a higher load might have shown more.
+    """
+
+    throughput: float
+    is_least: bool
+
+    def __str__(self) -> str:
+        """In words."""
+        if not self.throughput:
+            return "none"
+        return f"{'at least ' if self.is_least else ''}{self.throughput:,.0f}"
+
+
+class Sweep:
+    """An axes of a document: curves by series."""
+
+    def __init__(self, experiment: str, panel: int = 0) -> None:
+        """Raises FileNotFoundError: the experiment has no document yet."""
+        points = _results(experiment)["points"]
+        title = list(dict.fromkeys(point["panel"] for point in points))[panel]
+        self._points = [point for point in points if point["panel"] == title]
+
+    def curve(self, series: str, read: Callable[[Mapping[str, Any]], float]) -> Curve:
+        """Of a series, the mean over seeds at each rate."""
+        mine = [point for point in self._points if point["series"] == series]
+        rates = list(dict.fromkeys(point["rate"] for point in mine))
+        return [(rate, fmean(read(one) for one in mine if one["rate"] == rate)) for rate in rates]
+
+    def p90_ms(self, series: str) -> dict[float, float]:
+        """By rate."""
+        return dict(self.curve(series, lambda point: 1e3 * point["latency_s"]["p90"]))
+
+    def peak(self, series: str) -> Peak:
+        """Of a series; it is at least that where the highest load that was tried was served in time."""
+        served = dict(self.curve(series, lambda point: point["throughput"]))
+        in_time = {rate: served[rate] for rate, p90 in self.p90_ms(series).items() if p90 <= _LEVEL_MS}
+        highest = max(served)
+        is_least = served[highest] > _KEEPS_UP * highest and highest in in_time
+        return Peak(max(in_time.values(), default=0.0), is_least)
+
+    def gain_shown(self, series: str, rival: str) -> str:
+        """How many times the rival's peak."""
+        mine, its = self.peak(series), self.peak(rival)
+        if its.is_least:
+            return "not to be told: the rival keeps up"
+        return f"{'at least ' if mine.is_least else ''}{mine.throughput / its.throughput:.2f} x"
+
+    def most(self, series: str) -> float:
+        """The highest throughput."""
+        return max(value for _, value in self.curve(series, lambda point: point["throughput"]))
+
+    def lower_shown(self, series: str, rivals: Sequence[str]) -> str:
+        """By how much its 90th percentile is below the rivals', at loads below half of theirs."""
+        shares = []
+        for rival in rivals:
+            its = self.p90_ms(rival)
+            half = self.peak(rival).throughput / 2
+            shares += [100 * (1 - self.p90_ms(series)[rate] / its[rate]) for rate in its if rate <= half]
+        if not shares:
+            return "no load that low was tried"
+        least, most = (f"{one(shares):.0f}" for one in (min, max))
+        return f"{least}% lower" if least == most else f"{least} to {most}% lower"
+
+
+def _results(experiment: str) -> dict[str, Any]:
+    results: dict[str, Any] = committed_document(f"sim_{experiment}_v100.json")["results"]
+    return results
+
+
+def _said(id: str) -> float:
+    return claim(f"batchmaker-{id}").value
+
+
+def beside_the_thesis() -> str:
+    """Every row; an experiment without a document has one that says so."""
+    body: list[tuple[str, ...]] = []
+    for figure, make in _ROWS.items():
+        try:
+            num_seeds = len(_results(f"cells{figure}")["seeds"])
+            body += [(*line[:4], line[4] if len(line) > 4 else "", str(num_seeds)) for line in make()]
+        except FileNotFoundError:
+            body.append((figure, "no document yet", "", "", "", ""))
+    return markdown(_COLUMNS, body)
+
+
+class _Inputs:
+    """What goes into the simulation, and what follows from it if nobody waits, or if all tasks are full."""
+
+    def __init__(self) -> None:
+        """Times are the thesis's, lengths and trees those that requests are drawn from."""
+        self._times = thesis_v100()
+        pairs = [europarl_like(_MANY, seed=seed) for seed in range(3)]
+        self.words = fmean(float(one.target.mean()) for one in pairs)
+        self.source_words = fmean(float(one.source.mean()) for one in pairs)
+        self.long_words = [float(np.percentile(one.target, 90)) for one in pairs]
+        self.nodes = fmean(2 * tree.num_leaves - 1 for tree in treebank_like(_MANY, seed=0))
+
+    def step_s(self, batch_size: int, name: str = "lstm") -> float:
+        """A task of a cell."""
+        return self._times.task_of(name, batch_size)
+
+    def peak(self, batch_size: int, cells: float) -> float:
+        """Requests a second of so many cells each, in full tasks."""
+        return batch_size / self.step_s(batch_size) / cells
+
+    def pairs_peak(self, num_devices: int, encoders: int) -> float:
+        """Of sentences that are encoded so many at a time and decoded 256 at a time."""
+        encode_s = self.source_words * self.step_s(encoders, "encoder") / encoders
+        return num_devices / (encode_s + self.words * self.step_s(256, "decoder") / 256)
+
+
+@cache
+def _inputs() -> _Inputs:
+    return _Inputs()
+
+
+def _chains() -> list[Line]:
+    full, narrow = Sweep("cells2.7"), Sweep("cells2.7", 1)
+    flat = _said("2.7-flat")
+    mine = [value for rate, value in full.p90_ms(CELLULAR).items() if rate <= flat]
+    first = min(full.p90_ms(PADDING))
+    rivals = " and ".join(f"{full.p90_ms(one)[first]:.0f}" for one in _BOTH)
+    lower = f"{_said('2.7-lower-least'):g} to {_said('2.7-lower-most'):g}% lower"
+    inputs = _inputs()
+    long_ms = [1e3 * inputs.step_s(64) * words for words in inputs.long_words]
+    alone = f"{min(long_ms):.1f} to {max(long_ms):.1f} ms"
+    low, their_low = (sweep.p90_ms(CELLULAR)[first] for sweep in (narrow, full))
+    return [
+        (
+            "2.7a",
+            f"p90 up to {flat:,.0f} requests/s",
+            f"{_said('2.7-p90'):g} ms",
+            f"{min(mine):.1f} to {max(mine):.1f} ms",
+            alone,
+        ),
+        (
+            *("2.7a", "peak", f"{_said('2.7-peak'):,.0f}", str(full.peak(CELLULAR))),
+            f"{inputs.peak(512, inputs.words):,.0f}",
+        ),
+        (
+            "2.7a",
+            "p90 of padding, in turn and oldest first",
+            f"{_said('2.7-rivals-p90'):g} ms at best",
+            f"{rivals} ms at {first:,.0f} requests/s",
+        ),
+        (
+            "2.7a",
+            "peak of padding, the same",
+            f"{_said('2.7-rivals-load'):,.0f}",
+            " and ".join(str(full.peak(one)) for one in _BOTH),
+        ),
+        (
+            "2.7",
+            "peak over padding's, oldest first",
+            f"{1 + _said('2.7-gain') / 100:.2f} x",
+            full.gain_shown(CELLULAR, PADDING_OLDEST),
+        ),
+        ("2.7", "p90 below half of padding's peak", lower, full.lower_shown(CELLULAR, _BOTH)),
+        (
+            "2.7b",
+            "at most 64 in a batch: p90 at low load, peak",
+            "the same p90, a lower peak",
+            f"{low:.1f} ms (512: {their_low:.1f}), {narrow.peak(CELLULAR)}",
+            f"{alone}, {inputs.peak(64, inputs.words):,.0f}",
+        ),
+    ]
+
+
+def _widths() -> list[Line]:
+    widths = [f"width {width}" for width in (1, 10, 40)]
+    lines: list[Line] = []
+    for panel, order in enumerate(("in turn", "oldest first")):
+        sweep = Sweep("cells2.8", panel)
+        first = min(sweep.p90_ms(widths[0]))
+        p90 = ", ".join(f"{sweep.p90_ms(one)[first]:.0f}" for one in widths)
+        loads = ", ".join(str(sweep.peak(one)) for one in widths)
+        what = f"padding {order} by 1, 10 and 40 words: p90 at {first:,.0f} requests/s"
+        lines += [
+            ("2.8", what, "" if panel else "40 is best", f"{p90} ms"),
+            ("2.8", "the same: peak", "" if panel else "1 has the highest peak", loads),
+        ]
+    return lines
+
+
+def _queueing() -> list[Line]:
+    found = {
+        row["system"]: row["p99, ms"] for row in _results("cells2.9")["rows"] if row["part"] == "queueing"
+    }
+    return [
+        (
+            "2.9a",
+            "p99 of queueing at 5,000 requests/s",
+            f"{_said('2.9-queueing'):g} ms",
+            f"{found[CELLULAR]:.2f} ms",
+            f"{5e3 * _inputs().step_s(64):.2f} ms",
+        ),
+        (
+            "2.9a",
+            "the same, padding in turn and oldest first",
+            f"over {_said('2.9-rivals-queueing'):g} ms",
+            f"{found[PADDING]:.0f} and {found[PADDING_OLDEST]:.0f} ms",
+        ),
+    ]
+
+
+def _lengths() -> list[Line]:
+    rows = _results("cells2.10")["rows"]
+    thesis = f"{_said('2.10-mean'):g}, {_said('2.10-longest'):g}, {_said('2.10-share'):g}%"
+    share = 100 * rows["share below 100"]
+    ours = f"{rows['mean']:.1f}, {rows['largest']}, {share:.1f}%"
+    return [("2.10", "words: mean, most, sentences below 100", thesis, ours, "drawn so")]
+
+
+def _variance() -> list[Line]:
+    fixed, bound, inputs = Sweep("cells2.11"), _said("2.11-bound"), _inputs()
+    shares = {name: 100 * fixed.most(name) / bound for name in (CELLULAR, *_BOTH)}
+    first = min(fixed.p90_ms(CELLULAR))
+    p90 = ", ".join(f"{Sweep('cells2.11', panel).p90_ms(CELLULAR)[first]:.1f}" for panel in range(3))
+    padding = ", ".join(f"{Sweep('cells2.11', panel).p90_ms(PADDING)[first]:.0f}" for panel in range(3))
+    return [
+        (
+            "2.11",
+            f"24 words each: throughput, of {bound:,.0f}",
+            f"{_said('2.11-share'):g}%",
+            f"{shares[CELLULAR]:.0f}%",
+            f"{100 * inputs.peak(512, 24) / bound:.0f}%",
+        ),
+        (
+            "2.11",
+            "the same, padding in turn and oldest first",
+            "closely",
+            f"{shares[PADDING]:.0f} and {shares[PADDING_OLDEST]:.0f}%",
+        ),
+        (
+            "2.11",
+            f"24, at most 50, at most 100 words: p90 at {first:,.0f} requests/s",
+            "the same",
+            f"{p90} ms",
+            f"24 words: {24e3 * inputs.step_s(64):.1f} ms",
+        ),
+        ("2.11", "the same, padding in turn", "much worse", f"{padding} ms"),
+    ]
+
+
+def _devices() -> list[Line]:
+    two, four = Sweep("cells2.13"), Sweep("cells2.13", 1)
+    lower = f"{_said('2.13-lower-least'):g} to {_said('2.13-lower-most'):g}% lower"
+    batches = f"{_said('2.13-batches-least'):g} to {_said('2.13-batches-most'):g}%"
+    gains = [
+        100 * (one.peak(_DIFFERENT).throughput / one.peak(_SAME).throughput - 1)
+        for one in (two, four)
+        if not one.peak(_SAME).is_least
+    ]
+    ours = f"{min(gains):.1f} to {max(gains):.1f}%" if gains else "not to be told: both keep up"
+    inputs = _inputs()
+    alone = 100 * (inputs.pairs_peak(1, 512) / inputs.pairs_peak(1, 256) - 1)
+    peaks = {
+        count: (f"{_said(f'2.13-peak-{count}'):,.0f}", str(sweep.peak(_DIFFERENT)))
+        for count, sweep in ((2, two), (4, four))
+    }
+    return [
+        ("2.13a", "two devices: peak", *peaks[2], f"{inputs.pairs_peak(2, 512):,.0f}"),
+        ("2.13b", "four devices: peak", *peaks[4], f"{inputs.pairs_peak(4, 512):,.0f}"),
+        (
+            "2.13",
+            "peak over padding's, oldest first, on two and four",
+            f"{1 + _said('2.13-gain') / 100:.2f} x",
+            ", ".join(one.gain_shown(_DIFFERENT, PADDING_OLDEST) for one in (two, four)),
+        ),
+        ("2.13", "p90 below half of padding's peak, two devices", lower, two.lower_shown(_DIFFERENT, _BOTH)),
+        ("2.13", "peak with batches of 512 and 256 over 256 and 256", batches, ours, f"{alone:.1f}%"),
+    ]
+
+
+def _trees() -> list[Line]:
+    sweep, inputs = Sweep("cells2.14"), _inputs()
+    p90 = {name: sweep.p90_ms(name)[1000] for name in (CELLULAR, BY_AGENDA, BY_DEPTH)}
+    ratio = _said("2.14-peak") / _said("2.14-dynet-peak")
+    claims = f"{_said('2.14-dynet-gain'):g} x as claimed, {ratio:.2f} x of the two peaks"
+    return [
+        ("2.14", "p90 at 1,000 requests/s", f"{_said('2.14-p90'):g} ms", f"{p90[CELLULAR]:.1f} ms"),
+        (
+            "2.14",
+            "the same, DyNet; merging by agenda and by depth",
+            f"{_said('2.14-dynet-p90'):g} ms",
+            f"{p90[BY_AGENDA]:.1f} and {p90[BY_DEPTH]:.1f} ms",
+        ),
+        (
+            *("2.14", "peak", f"{_said('2.14-peak'):,.0f}", str(sweep.peak(CELLULAR))),
+            f"{inputs.peak(64, inputs.nodes):,.0f}",
+        ),
+        (
+            "2.14",
+            "the same, DyNet; merging by agenda",
+            f"{_said('2.14-dynet-peak'):,.0f}",
+            str(sweep.peak(BY_AGENDA)),
+        ),
+        ("2.14", "peak over DyNet's; merging by agenda", claims, sweep.gain_shown(CELLULAR, BY_AGENDA)),
+    ]
+
+
+def _equal_trees() -> list[Line]:
+    sweep = Sweep("cells2.15")
+    first = min(sweep.p90_ms(CELLULAR))
+    mine, ideal = sweep.peak(CELLULAR), sweep.peak(IDEAL)
+    less = f"{100 * (1 - mine.throughput / ideal.throughput):.0f}%, {mine} against {ideal}"
+    if mine.is_least:
+        less = f"not to be told: both keep up, {mine} and {ideal}"
+    times = thesis_v100()  # the ideal is charged for its cells alone
+    alone = 100 * (1 - times.cells_s["leaf"][64] / times.task_of("leaf", 64))
+    p90 = f"{sweep.p90_ms(CELLULAR)[first]:.1f} ms against {sweep.p90_ms(IDEAL)[first]:.1f}"
+    return [
+        ("2.15", "peak below the ideal's", f"about {_said('2.15-less'):g}%", less, f"{alone:.0f}%"),
+        ("2.15", f"p90 at {first:,.0f} requests/s against the ideal's", "lower", p90),
+    ]
+
+
+_ROWS: Final[dict[str, Callable[[], list[Line]]]] = {
+    "2.7": _chains,
+    "2.8": _widths,
+    "2.9": _queueing,
+    "2.10": _lengths,
+    "2.11": _variance,
+    "2.13": _devices,
+    "2.14": _trees,
+    "2.15": _equal_trees,
+}
+
+TABLES: Final[dict[str, Callable[[], str]]] = {"cells-thesis": beside_the_thesis}

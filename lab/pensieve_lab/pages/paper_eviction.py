@@ -1,0 +1,141 @@
+"""The tables of `docs/paper_and_we.md` on who gives way (Figure 14), and on the conversations themselves.
+
+Owns: what each shows, and how its numbers are rounded.
+Does not know: how a document was made, or where in the page a table stands.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from pensieve_lab.experiments.claims import claims_of
+from pensieve_lab.experiments.committed import committed_document
+from pensieve_lab.experiments.seeds import spread
+from pensieve_lab.pages.paper_tables import document, markdown
+
+_LOADS = "loads"  # a panel of the document
+
+
+class BesideLru(NamedTuple):
+    """Retention against LRU at one place.
+
+    Attributes:
+      place: in words.
+      points: of CPU hits more.
+      tokens: recomputed, as a share of history, over LRU's, less one.
+      seconds: recomputed, over LRU's, less one.
+    """
+
+    place: str
+    points: float
+    tokens: float
+    seconds: float
+
+
+def _place(panel: str, x: float) -> str:
+    return f"{x:g} conversations/s, 220 GB" if panel == _LOADS else f"0.45 conversations/s, {x:g} GB"
+
+
+def _by_place() -> dict[tuple[str, float], dict[str, dict[str, Any]]]:
+    found: dict[tuple[str, float], dict[str, dict[str, Any]]] = {}
+    for point in document("fig14")["points"]:
+        found.setdefault((point["panel"], point["x"]), {})[point["series"]] = point
+    return found
+
+
+def beside_lru() -> list[BesideLru]:
+    """As the paper compares them, at every place."""
+    found = []
+    for (panel, x), policies in _by_place().items():
+        retention, lru = policies["retention"], policies["lru"]
+        found.append(
+            BesideLru(
+                _place(panel, x),
+                100 * (retention["cpu_hit_rate"] - lru["cpu_hit_rate"]),
+                (1 - retention["found_rate"]) / (1 - lru["found_rate"]) - 1,
+                retention["recompute_share"] / lru["recompute_share"] - 1,
+            )
+        )
+    return found
+
+
+def policies() -> str:
+    """Recompute shares of every order."""
+    places = _by_place()
+    names = list(next(iter(places.values())))
+    return markdown(
+        ["", *names],
+        [
+            [_place(panel, x), *(f"{by_policy[name]['recompute_share']:.3f}" for name in names)]
+            for (panel, x), by_policy in places.items()
+        ],
+    )
+
+
+def retention_over() -> str:
+    """Retention over every other order, with the range of seeds."""
+    compared = document("fig14")["retention_over"]
+    others = list(dict.fromkeys(one["policy"] for one in compared))
+    ratios = {
+        (one["panel"], one["x"], one["policy"]): f"{one['mean']:.2f} ({one['low']:.2f}-{one['high']:.2f})"
+        for one in compared
+    }
+    return markdown(
+        ["", *(f"over {name}" for name in others)],
+        [
+            [_place(panel, x), *(ratios.get((panel, x, name), "") for name in others)]
+            for panel, x in dict.fromkeys((one["panel"], one["x"]) for one in compared)
+        ],
+    )
+
+
+def against_lru() -> str:
+    """Hits and tokens, as the paper counts."""
+    hits, tokens = (
+        claim.value for claim in claims_of("14") if claim.id in ("pensieve-14-hits", "pensieve-14-recomputed")
+    )
+    body = [
+        ["the paper, at best", f"+{hits:g}", f"-{tokens:g}%", ""],
+        *(
+            [one.place, f"{one.points:+.1f}", f"{100 * one.tokens:+.1f}%", f"{100 * one.seconds:+.1f}%"]
+            for one in beside_lru()
+        ),
+    ]
+    return markdown(["", "CPU hits, points", "tokens recomputed", "seconds recomputed"], body)
+
+
+_DATASET_ROWS = {
+    "mean_turns": ("turns, mean", 2, 1.0),
+    "many_turns_share": ("of at least 5 turns", 1, 100.0),
+    "mean_context_tokens": ("tokens of a whole conversation, mean", 0, 1.0),
+    "p50_context_tokens": ("the same, p50", 0, 1.0),
+    "p90_context_tokens": ("the same, p90", 0, 1.0),
+    "over_cap_share": ("above 16,384 tokens, if not cut", 2, 100.0),
+}
+
+
+def conversations_of(shape: str, name: str) -> tuple[float, float, float]:
+    """Mean and range over seeds of a made dataset."""
+    made = committed_document("sim_thesis3.10.json")["results"]["made"][shape]
+    found = spread([one[name] for one in made.values()])
+    assert found is not None
+    return found
+
+
+def conversations() -> str:
+    """Figures 3.10 and 3.11 of the thesis, in numbers."""
+    [many, mean], [over] = claims_of("3.10"), claims_of("3.11")
+    said = {
+        "mean_turns": f"{mean.value:g}",
+        "many_turns_share": f"{many.value:g}%",
+        "over_cap_share": f"{over.value:g}%",
+    }
+    body = []
+    for name, (words, digits, factor) in _DATASET_ROWS.items():
+        unit = "%" if factor == 100.0 else ""
+        cells = []
+        for shape in ("sharegpt", "ultrachat"):
+            low, high = (factor * value for value in conversations_of(shape, name)[1:])
+            cells.append(f"{low:,.{digits}f}-{high:,.{digits}f}{unit}")
+        body.append([words, said.get(name, ""), *cells])
+    return markdown(["", "ShareGPT, the thesis", "ShareGPT-like, ours", "UltraChat-like, ours"], body)

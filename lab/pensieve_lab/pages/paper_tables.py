@@ -1,0 +1,312 @@
+"""The tables of `docs/paper_and_we.md`, as Markdown, out of committed documents.
+
+Owns: what each table shows, and how its numbers are rounded.
+Does not know: how a document was made, or where in the page a table stands (`refresh_pages.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pensieve_lab.common.crossing import crossing_at
+from pensieve_lab.experiments.claims import claims_of
+from pensieve_lab.experiments.committed import committed_document
+from pensieve_lab.experiments.kernels import NAMES, times_us
+from pensieve_lab.experiments.levels import BySeed, ratios, reached
+from pensieve_lab.experiments.seeds import spread
+
+SYSTEMS = ("pensieve", "pensieve-gpu", "stateless")
+MODEL_WORDS = {"opt-13b": "OPT-13B", "llama2-13b-gqa10": "Llama-2-13B"}
+_HISTORIES = (1024, 4096, 16_384)
+_PROMPT = 32
+_CONTEXTS = (32, 1024, 4096, 8192, 16_384)
+
+
+def markdown(columns: Sequence[str], body: Iterable[Sequence[object]]) -> str:
+    """A table of cells that are text already."""
+    return "\n".join(map(_line, [columns, ["---"] * len(columns), *body]))
+
+
+def _line(cells: Sequence[object]) -> str:
+    return "".join(f"| {cell} " if str(cell) else "| " for cell in cells) + "|"
+
+
+def document(experiment: str, device: str = "a100") -> dict[str, Any]:
+    """The results of a simulated experiment."""
+    results: dict[str, Any] = committed_document(f"sim_{experiment}_{device}.json")["results"]
+    return results
+
+
+def range_of(by_seed: BySeed, digits: int = 2) -> str:
+    """Mean and range over the seeds that reach the level, and how many of them where some do not."""
+    values = reached(by_seed)
+    found = spread(values)
+    if found is None:
+        return "not reached"
+    text = f"{found.mean:.{digits}f} ({found.low:.{digits}f}-{found.high:.{digits}f})"
+    return text if len(values) == len(by_seed) else f"{text}, {len(values)} of {len(by_seed)} seeds"
+
+
+def at_level(results: Mapping[str, Any], system: str, panel: str | None = None) -> dict[str, Any]:
+    """What a document says of a system at its level; of the only panel, or of the one of that name."""
+    [found] = [
+        one
+        for one in results["at_level"]
+        if one["system"] == system and (panel is None or one["panel"] == panel)
+    ]
+    by_seed = {
+        key: {str(seed): found[key].get(str(seed)) for seed in results["seeds"]}
+        for key in ("requests_per_s_by_seed", "ratio_by_seed")
+    }
+    return {**found, **by_seed}
+
+
+def panels_of(results: Mapping[str, Any]) -> list[str]:
+    """In their order."""
+    return list(dict.fromkeys(one["panel"] for one in results["at_level"]))
+
+
+def num_seeds(results: Mapping[str, Any]) -> str:
+    """In words."""
+    count = len(results["seeds"])
+    return f"{count} seed{'s' if count > 1 else ''}"
+
+
+def crossing_history(device: str, model: str, prompt: int) -> float | None:
+    """Tokens of history from which on computing them again takes longer than generating the reply."""
+    turns = [
+        turn
+        for turn in document("fig3", device)["turns"]
+        if (turn["model"], turn["prompt_tokens"]) == (model, prompt)
+    ]
+    return crossing_at(
+        0.0, [(turn["history_tokens"], turn["stateless_prefill_s"] - turn["generation_s"]) for turn in turns]
+    )
+
+
+def histories() -> str:
+    """Figure 3, the caption's prompt."""
+    body = []
+    for turn in document("fig3")["turns"]:
+        if turn["prompt_tokens"] == _PROMPT and turn["history_tokens"] in _HISTORIES:
+            stateless_s, stateful_s = turn["stateless_prefill_s"], turn["stateful_prefill_s"]
+            share = (stateless_s - stateful_s) / (stateless_s + turn["generation_s"])
+            seconds = (stateless_s, turn["generation_s"], stateful_s)
+            body.append(
+                [
+                    MODEL_WORDS[turn["model"]],
+                    f"{turn['history_tokens']:,}",
+                    *(f"{one:.1f}" for one in seconds[:2]),
+                    f"{seconds[2]:.2f}",
+                    f"{100 * share:.0f}%",
+                ]
+            )
+    columns = (
+        "",
+        "history",
+        "prompt and history",
+        "200 steps",
+        "prompt alone",
+        "of a stateless turn, history",
+    )
+    return markdown(columns, body)
+
+
+def history_crossings() -> str:
+    """Figure 3, where the curves cross."""
+    return markdown(
+        ["", *(f"{words}, prompt of {prompt}" for words in MODEL_WORDS.values() for prompt in (32, 200))],
+        [
+            [
+                device.upper(),
+                *(
+                    "-" if (found := crossing_history(device, model, prompt)) is None else f"{found:,.0f}"
+                    for model in MODEL_WORDS
+                    for prompt in (32, 200)
+                ),
+            ]
+            for device in ("a100", "h200")
+        ],
+    )
+
+
+def chunk_ratios() -> dict[str, dict[int, float]]:
+    """Figure 4: attention over the rest by context, of each curve."""
+    curves = {**document("fig4", "h200")["curves"], **document("fig4")["curves"]}
+    return {
+        name: {point["context_len"]: point["attention_s"] / point["rest_s"] for point in points}
+        for name, points in curves.items()
+    }
+
+
+def chunks() -> str:
+    """Figure 4."""
+    paper = {claim.context_tokens: claim.value for claim in claims_of("4")}
+    ratios = chunk_ratios()
+    names = ("a100_opt-13b", "a100_llama2-13b-gqa10", "measured: h200_llama2-13b-gqa10")
+    words = ("OPT-13B, A100, simulated", "Llama-2-13B, A100, simulated", "Llama-2-13B, H200, measured")
+    return markdown(
+        ["context", "the paper", *words],
+        [
+            [
+                f"{context:,}",
+                f"{paper[context]:.2f}" if context in paper else "",
+                *(f"{ratios[name][context]:.2f}" if context in ratios[name] else "" for name in names),
+            ]
+            for context in _CONTEXTS
+        ],
+    )
+
+
+def throughputs(experiments: Mapping[str, Sequence[str]]) -> str:
+    """Requests a second at the level, by system: `experiments` has figures of their panels, in order."""
+    body = []
+    for name, figures in experiments.items():
+        results = document(name)
+        for figure, panel in zip(figures, panels_of(results), strict=True):
+            levels = [at_level(results, system, panel) for system in SYSTEMS]
+            body.append(
+                [
+                    f"{figure} {panel.removesuffix(', 5 turns or more')}",
+                    f"{1e3 * levels[0]['level_s']:g} ms",
+                    *(range_of(one["requests_per_s_by_seed"]) for one in levels),
+                    range_of(levels[0]["ratio_by_seed"]),
+                    num_seeds(results),
+                ]
+            )
+    columns = ("level", "both tiers", "device alone", "no state", "both tiers / no state", "")
+    return markdown(["", *columns], body)
+
+
+def kernels() -> str:
+    """Figure 12."""
+    return markdown(
+        ["context", *NAMES.values()],
+        [
+            [
+                f"{context:,}",
+                *(f"{by_kernel[kernel]:,.0f}" if kernel in by_kernel else "" for kernel in NAMES),
+            ]
+            for context, by_kernel in times_us().items()
+        ],
+    )
+
+
+def unified() -> str:
+    """Figure 13, throughput at the level."""
+    results, body = document("fig13"), []
+    for panel in panels_of(results):
+        both, apart = at_level(results, "pensieve", panel), at_level(results, "not unified", panel)
+        body.append(
+            [
+                panel,
+                f"{1e3 * both['level_s']:g} ms",
+                *(range_of(one["requests_per_s_by_seed"]) for one in (both, apart)),
+                range_of(both["ratio_by_seed"]),
+            ]
+        )
+    return markdown(["", "level", "unified, requests/s", "apart, requests/s", "unified / apart"], body)
+
+
+def unified_latencies() -> str:
+    """Figure 13, latency at loads below the level."""
+    results, body = document("fig13"), []
+    for panel in panels_of(results):
+        level_s = at_level(results, "pensieve", panel)["level_s"]
+        latency_s = {
+            (point["series"], point["x"]): point["normalized_latency_s"]["mean"]
+            for point in results["points"]
+            if point["panel"] == panel
+        }
+        for series, rate in latency_s:
+            unified_s, apart_s = latency_s["pensieve", rate], latency_s["not unified", rate]
+            if series == "pensieve" and max(unified_s, apart_s) <= level_s:
+                less = f"{100 * (1 - unified_s / apart_s):.0f}%"
+                body.append([panel, f"{rate:g}", f"{1e3 * unified_s:.0f}", f"{1e3 * apart_s:.0f}", less])
+    return markdown(["", "conversations/s", "unified, ms a token", "apart", "less"], body)
+
+
+def long_warm_up() -> str:
+    """The level of Figure 10b, read after its warm-up and after a long one, by the seeds of the latter."""
+    long, usual = document("fig10b-long"), document("fig10b")
+    seeds: list[Any] = [str(seed) for seed in long["seeds"]]
+    after = f"{long['warm_up_s']:,.0f} s"
+    rows = [("240 s, Figure 10b", usual["at_level"], {_place(one, "x"): one for one in usual["points"]})]
+    for think_s, name in ((60, after), (120, f"{after}, users who think for 120 s")):
+        levels = [one for one in long["at_level"] if one["think_s"] == think_s]
+        points = {_place(one, "rate_per_s"): one for one in long["points"] if one["x"] == think_s}
+        rows.append((name, levels, points))
+    body = []
+    for name, levels, points in rows:
+        of = {one["system"]: one for one in levels}
+        both, none = (of.get(system) for system in ("pensieve", "stateless"))
+        cells = [(both, "requests_per_s_by_seed"), (none, "requests_per_s_by_seed"), (both, "ratio_by_seed")]
+        throughputs = ["" if one is None else range_of({s: one[key][s] for s in seeds}) for one, key in cells]
+        latencies = [
+            "" if place not in points else _span_ms(points[place]["latency_s_by_seed"], seeds)
+            for place in _NEAR_10B
+        ]
+        body.append([name, *throughputs, *latencies])
+    columns = [
+        *("read after", "both tiers, requests/s", "no state, requests/s", "both tiers / no state"),
+        *(
+            f"{name} at {rate:g} conversations/s, ms"
+            for name, (_, rate) in zip(_NAMES_10B, _NEAR_10B, strict=True)
+        ),
+    ]
+    return markdown(columns, body)
+
+
+_NEAR_10B = (("pensieve", 1.8), ("stateless", 0.6))
+_NAMES_10B = ("both tiers", "no state")
+
+
+def _place(point: Mapping[str, Any], rate: str) -> tuple[str, float]:
+    return point["series"], point[rate]
+
+
+def _span_ms(by_seed: Mapping[str, float], seeds: Iterable[str]) -> str:
+    """From the least to the most."""
+    values = [1e3 * by_seed[seed] for seed in seeds]
+    return f"{min(values):,.0f} to {max(values):,.0f}"
+
+
+_SOON_THINK_S = 120  # the longest whose warm-up, four times that, is nearer to 240 s than to 2,400
+
+
+def think_times() -> str:
+    """Figure 15 and the thesis's 3.16."""
+    results = document("fig15")
+    both = {one["think_s"]: one for one in results["at_level"] if one["system"] == "pensieve"}
+    shown = f"{results['shown_rate_per_s']:g} conversations a second"
+    found = {
+        point["x"]: point["found_rate"]
+        for point in results["points"]
+        if (point["panel"], point["series"]) == (shown, "pensieve")
+    }
+
+    def cell(system: str, think_s: float) -> str:
+        values = [
+            one["requests_per_s_by_seed"]
+            for one in results["at_level"]
+            if (one["system"], one["think_s"]) == (system, think_s)
+        ]
+        return range_of(values[0]) if values else ""
+
+    soon = at_level(document("fig10b"), "stateless")["requests_per_s_by_seed"]
+    over_soon = "both tiers / no state of Figure 10b, after 240 s"
+    over_late = "both tiers / no state of 600 s, after 2,400 s"
+    return markdown(
+        ["think time", "both tiers", "no state", over_soon, over_late, f"found, at {shown}"],
+        [
+            [
+                f"{think_s:g} s",
+                *(cell(system, think_s) for system in ("pensieve", "stateless")),
+                range_of(ratios(one["requests_per_s_by_seed"], soon)) if think_s <= _SOON_THINK_S else "",
+                range_of(one["ratio_by_seed"]),
+                f"{100 * found[think_s]:.0f}%",
+            ]
+            for think_s, one in both.items()
+        ],
+    )

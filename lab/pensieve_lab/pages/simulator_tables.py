@@ -1,0 +1,100 @@
+"""The tables of `docs/simulator.md`, as Markdown, out of the documents of `programs.validate_simulator`.
+
+Owns: which points stand together, and in which order. Does not know: what is compared, or within which limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+from pensieve_lab.experiments.committed import committed_document
+from pensieve_lab.pages.paper_tables import markdown
+
+_LLAMA: Final = "llama2-13b-gqa10"
+_OPT: Final = "opt-13b"
+_LLAMA_70B: Final = "llama2-70b"
+_OPT_66B: Final = "opt-66b"
+_H200: Final = f"h200_{_LLAMA}"
+_KINDS: Final = ("new", "knee", "fitted", "older")
+_BUCKETS: Final = (128, 256, 512, 1024, 2048)
+_SHARES: Final = (  # what an error is a share of, by the column's name
+    *(("mean", "ms/token mean"), ("p50", "ms/token p50"), ("p90", "ms/token p90"), ("p99", "ms/token p99")),
+    *(("first token, mean", "ttft ms mean"), ("p99", "ttft ms p99"), ("requests/s", "requests/s")),
+    *(("gpu hits", "gpu hits"), ("cpu hits", "cpu hits")),
+)
+
+type _Point = dict[str, Any]
+
+
+def _kind(point: _Point) -> str:
+    """Over the knee; fitted; measured with launches of now; or of before."""
+    if point["over_the_knee"]:
+        return "knee"
+    if point["fitted"]:
+        return "fitted"
+    return "new" if point["launches"] == "jaxlib" else "older"
+
+
+def _points(document: str, kind: str | None) -> list[_Point]:
+    """Of `results/validation_DOCUMENT.json`; of every kind where none is said."""
+    found = committed_document(f"validation_{document}.json")["results"]["points"]
+    chosen = (one for one in found if kind is None or _kind(one) == kind)
+    return sorted(chosen, key=lambda one: (str(one["document"]), one["rate"]))
+
+
+def _name(point: _Point, model: str) -> str:
+    """Of its document, without what is the same of all."""
+    _, _, name = point["document"].removesuffix(".json").partition("_")  # the device is the table's
+    return f"`{name.replace(f'_{model}', '')}`"
+
+
+def _compared(point: _Point, figure: str) -> dict[str, Any]:
+    """Measured, simulated and their difference; nothing where the point has no such figure."""
+    return next((one for one in point["criteria"] if one["figure"] == figure), {})
+
+
+def _percent(point: _Point, figure: str) -> str:
+    difference = _compared(point, figure).get("difference")
+    return "" if difference is None else f"{100 * difference:+.1f}"
+
+
+def _latencies(document: str, kind: str | None, model: str) -> str:
+    rows = []
+    for point in _points(document, kind):
+        latency = _compared(point, "ms/token mean")
+        times = (f"{latency['measured']:.1f}", f"{latency['simulated']:.1f}")
+        errors = (_percent(point, figure) for _, figure in _SHARES)
+        rows.append([_name(point, model), f"{point['rate']:g}", *times, *errors])
+    columns = ["", "conversations/s", "ms a token, measured", "simulated", *(name for name, _ in _SHARES)]
+    return markdown(columns, rows)
+
+
+def _steps() -> str:
+    rows = []
+    for point in (one for kind in _KINDS for one in _points(_H200, kind)):
+        host, steps = _compared(point, "host ms/step"), _compared(point, "steps")
+        rows.append(
+            [
+                _name(point, _LLAMA),
+                *(_percent(point, f"ms/step of {bucket}") for bucket in _BUCKETS),
+                *(f"{host['measured']:.1f}", f"{host['simulated']:.1f}"),
+                *(f"{steps['measured']:,.0f}", _percent(point, "steps")),
+            ]
+        )
+    columns = ["", *map(str, _BUCKETS), "host ms a step, measured", "simulated", "steps, measured", "off"]
+    return markdown(columns, rows)
+
+
+TABLES: Final[dict[str, Callable[[], str]]] = {
+    **{f"validation-{kind}": partial(_latencies, _H200, kind, _LLAMA) for kind in _KINDS},
+    "validation-opt": partial(_latencies, f"h200_{_OPT}", "new", _OPT),
+    "validation-kv": partial(_latencies, f"{_H200}_kv", None, _LLAMA),
+    "validation-h100": partial(_latencies, f"h100_{_LLAMA}", None, _LLAMA),
+    "validation-two-llama": partial(_latencies, f"h200x2_{_LLAMA_70B}", None, _LLAMA_70B),
+    "validation-two-opt": partial(_latencies, f"h200x2_{_OPT_66B}", None, _OPT_66B),
+    "validation-four-opt": partial(_latencies, f"h200x4_{_OPT_66B}", None, _OPT_66B),
+    "validation-steps": _steps,
+}
+"""By name in the page."""

@@ -1,0 +1,52 @@
+"""The tables of `docs/traces.md`, as Markdown, out of the documents of two experiments.
+
+Owns: which table stands where.
+Does not know: what is in them (`experiments.trace_tables`, `experiments.oracle`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
+from typing import Any, Final
+
+from pensieve_lab.experiments.committed import committed_document
+from pensieve_lab.experiments.oracle import table_of
+from pensieve_lab.experiments.settings import Table
+from pensieve_lab.experiments.trace_tables import tables
+from pensieve_lab.pages.paper_tables import markdown
+
+_NAMES: Final = ("served", "returns", "recompute", "ratios", "latency-ratios", "latencies", "losses")
+
+
+def made_of(results: Mapping[str, Any]) -> dict[str, str]:
+    """All of them, by name."""
+    return {f"traces-{name}": _markdown(one) for name, one in zip(_NAMES, tables(results), strict=True)}
+
+
+def _markdown(one: Table) -> str:
+    return markdown(one.columns, [[_cell(value) for value in row] for row in one.rows])
+
+
+def _cell(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+@lru_cache(maxsize=1)
+def _committed() -> dict[str, str]:
+    return made_of(committed_document("sim_traces_h200.json")["results"])
+
+
+def _table(name: str) -> str:
+    return _committed()[name]
+
+
+def _oracle() -> str:
+    return _markdown(table_of(committed_document("sim_oracle_h200.json")["results"]["orders"]))
+
+
+TABLES: Final[dict[str, Callable[[], str]]] = {
+    **{f"traces-{name}": partial(_table, f"traces-{name}") for name in _NAMES},
+    "traces-oracle": _oracle,
+}
+"""By name in the page."""

@@ -1,0 +1,1 @@
+"""Programs of the laboratory: `python -m pensieve_lab.programs.NAME`."""

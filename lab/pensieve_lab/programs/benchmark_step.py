@@ -1,0 +1,335 @@
+"""Whole steps of a model against what the device could do at best, and the engine against its own steps.
+
+    python -m pensieve_lab.programs.benchmark_step --model=random:llama2-13b-gqa10 --dtype=bfloat16
+
+- Ceilings of this device, measured in the same run: reading, copying, multiplying.
+- Decode steps, a step of prompt tokens, and both in one step, each launched in a row as the engine would;
+  the bound of each is the sum over its operations of what limits them, memory or arithmetic. And what
+  calling it costs the host while the step before runs.
+- What sampling adds to a step of the first case, by what is asked of it.
+- An engine that decodes, against a bare loop over the same compiled step at the same contexts: tokens a
+  second, and the host's time.
+- With `--trace` what the device did in each of the steps and in the engine, kernel by kernel, and where it
+  stood idle.
+
+Page and bucket sizes follow from the cases asked for. KV state of bare steps is random numbers. Figures are
+medians. The last line is one JSON document (see `--json`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+from absl import flags
+
+from pensieve_jax import ConfigError, EngineConfig
+from pensieve_jax.assembly import Assembled, ProgressBar, serving_dtype
+from pensieve_jax.commands.engine_flags import (
+    TINY_MODEL,
+    define_engine_flags,
+    engine_config,
+    model_limits,
+    open_parts,
+    refuse_sizes,
+    shows_progress,
+)
+from pensieve_jax.commands.launch import run
+from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
+from pensieve_jax.device.row_steps import Row, RowSteps, Sampled, Timed
+from pensieve_lab.common.list_flags import numbers
+from pensieve_lab.common.spread import Spread
+from pensieve_lab.steps.bounds import bound_s, operations
+from pensieve_lab.steps.ceilings import Ceilings, measure_ceilings
+from pensieve_lab.steps.device_trace import summary, trace_kernels
+from pensieve_lab.steps.swap_windows import Stage
+
+FLAGS = flags.FLAGS
+Figures = dict[str, Any]
+_BUCKET_STEP = 16
+_NUM_TRACED_STEPS = 5
+_CROWD_PROMPT = 512  # tokens of prompts beside the decodes of an engine whose crowd is still arriving
+_CPU_CEILING_BYTES, _CPU_CEILING_MATRIX = 32 << 20, 256
+_NUM_WINDOWS = 5  # of the engine's steps
+SAMPLERS = {
+    "greedy": Sampled(),
+    "temperature": Sampled(temperature=0.8),
+    "top-k and top-p": Sampled(temperature=0.8, top_k=50, top_p=0.9),
+    "greedy, with log-probabilities": Sampled(logprobs=True),
+}
+
+
+def cases() -> dict[str, list[Row]]:
+    """Rows by name, as the flags ask for them; raises ConfigError."""
+    context = FLAGS.context_tokens
+
+    def decode(count: int) -> list[Row]:
+        return [Row(i, context - 1, context) for i in range(count)]
+
+    found = {f"decode {count} x {context}": decode(count) for count in numbers("--decodes", FLAGS.decodes)}
+    found |= {f"prompt of {count}": [Row(0, 0, count)] for count in numbers("--prompts", FLAGS.prompts)}
+    for text in FLAGS.mixed:
+        count, prompt = numbers("--mixed", text.split("+"))[:2] if text.count("+") == 1 else (0, 0)
+        if not count:
+            raise ConfigError("--mixed", text, "decodes+prompt tokens, as in 128+512")
+        found[f"decode {count} x {context} + prompt of {prompt}"] = [*decode(count), Row(count, 0, prompt)]
+    if not found:
+        limit = "at least one case, here or in --prompts or --mixed"
+        raise ConfigError("--decodes", ",".join(FLAGS.decodes), limit)
+    return found
+
+
+def sized_config(found: dict[str, list[Row]]) -> EngineConfig:
+    """The flags' engine with pages and buckets for these cases, and for the crowd."""
+    refuse_sizes()
+    config = engine_config()
+    chunk = config.cache.chunk_tokens
+    num_sequences = max(max(len(rows) for rows in found.values()), FLAGS.num_serving)
+    num_tokens = {sum(row.end - row.begin for row in rows) for rows in found.values()}
+    if FLAGS.num_serving:
+        num_tokens |= {FLAGS.num_serving}
+        if max(num_tokens) < FLAGS.num_serving + _CROWD_PROMPT:
+            num_tokens |= {FLAGS.num_serving + _CROWD_PROMPT}
+    num_tokens |= {max(*num_tokens, num_sequences + chunk)}  # the least that an engine of so many has to have
+    buckets = sorted({-(-number // _BUCKET_STEP) * _BUCKET_STEP for number in num_tokens})
+    longest = max(row.end for rows in found.values() for row in rows)
+    if FLAGS.num_serving:
+        longest = max(longest, FLAGS.context_tokens + crowd_tokens(buckets[-1]) + chunk)
+    cache = dataclasses.replace(config.cache, gpu_pages=num_sequences * -(-longest // chunk))
+    scheduler = dataclasses.replace(
+        config.scheduler,
+        max_num_running=num_sequences,
+        max_num_rows=None,
+        max_num_batched_tokens=buckets[-1],
+        token_buckets=tuple(buckets),
+        max_context_tokens=longest,
+    )
+    return dataclasses.replace(config, cache=cache, scheduler=scheduler)
+
+
+def crowd_tokens(max_num_batched_tokens: int) -> int:
+    """The most that a sequence of the crowd decodes, while the others' prompts are computed and after."""
+    count = FLAGS.num_serving
+    num_prompt_steps = -(-count * FLAGS.context_tokens // (max_num_batched_tokens - count))
+    return num_prompt_steps + FLAGS.num_steps + 4 * _NUM_TRACED_STEPS
+
+
+def measure_steps(
+    parts: Assembled, steps: RowSteps, found: dict[str, list[Row]], ceilings: Ceilings
+) -> Figures:
+    """Every case in turn, several times over."""
+    plans = {name: steps.plan(rows, Sampled()) for name, rows in found.items()}
+    timed = {name: steps.whole(plan) for name, plan in plans.items()}
+    samples: dict[str, list[float]] = {name: [] for name in timed}
+    num_rounds, storage = FLAGS.num_repeats + 1, parts.runner.storage
+    with ProgressBar("steps", shows_progress()) as progress:
+        for number in range(num_rounds):  # the first warms up
+            for name, one in timed.items():
+                samples[name].append(one.sample_s(FLAGS.num_launches))
+            progress(number + 1, num_rounds, "")
+    figures = {}
+    for name, rows in found.items():
+        step = Spread.of(samples[name][1:])
+        todo = operations(
+            parts.model_config,
+            rows,
+            num_samples=len(rows),
+            bytes_per_number=parts.runner.dtype.itemsize,
+            kv_token_bytes=storage.page_bytes * FLAGS.tensor_parallel_size / storage.page_size,
+            num_devices=FLAGS.tensor_parallel_size,
+        )
+        bound = bound_s(todo, ceilings)
+        figures[name] = {
+            "num_tokens": sum(row.end - row.begin for row in rows),
+            "bucket": plans[name].layout.num_tokens,
+            "step_s": step.as_dict(),
+            "dispatch_s": timed[name].dispatch_s(FLAGS.num_launches),
+            "bound_s": bound,
+            "share_of_bound": bound / step.median,
+            "operations_s": {one.name: one.seconds(ceilings) for one in todo},
+        }
+        if FLAGS.trace:
+            figures[name]["trace"] = traced(timed[name])
+    return figures
+
+
+def traced(step: Timed) -> Figures:
+    """What the device does in a step of several in a row; nothing without a GPU."""
+    num_launches = _NUM_TRACED_STEPS - 1  # and the one before them
+    return summary(trace_kernels(lambda: step.sample_s(num_launches)), _NUM_TRACED_STEPS)
+
+
+def measure_sampling(steps: RowSteps, rows: list[Row]) -> Figures:
+    """The same step without a sampler and with one after the other, and what each adds."""
+    timed = {"no sampler": steps.layers(steps.plan(rows, Sampled()))}
+    timed |= {name: steps.whole(steps.plan(rows, sampled)) for name, sampled in SAMPLERS.items()}
+    samples: dict[str, list[float]] = {name: [] for name in timed}
+    for _ in range(FLAGS.num_repeats + 1):
+        for name, one in timed.items():
+            samples[name].append(one.sample_s(FLAGS.num_launches))
+    spreads = {name: Spread.of(values[1:]) for name, values in samples.items()}
+    least = spreads["no sampler"].median
+    return {
+        name: {"step_s": spread.as_dict(), "extra": spread.median / least - 1}
+        for name, spread in spreads.items()
+    }
+
+
+@contextlib.contextmanager
+def fetches_timed(parts: Assembled) -> Iterator[list[float]]:
+    """Seconds of every wait for a step's results."""
+    waits: list[float] = []
+    fetch = parts.runner.fetch
+
+    def timed_fetch(handle: Any) -> Any:
+        start_s = time.perf_counter()
+        try:
+            return fetch(handle)
+        finally:
+            waits.append(time.perf_counter() - start_s)
+
+    with mock.patch.object(parts.runner, "fetch", timed_fetch):
+        yield waits
+
+
+def measure_serving(parts: Assembled, steps: RowSteps) -> Figures:
+    """A crowd that decodes, and a bare loop at the contexts that the crowd had meanwhile."""
+    engine, count = parts.engine, FLAGS.num_serving
+    stage = Stage(engine, parts.model_config.vocab_size, chunk_tokens=FLAGS.chunk_tokens, prompt_tokens=1)
+    parts.runner.reset()  # an engine counts its steps from 0
+    stage.start_crowd(count, FLAGS.context_tokens, crowd_tokens(max(parts.runner.layouts)))
+    for _ in range(_NUM_TRACED_STEPS):
+        engine.step()
+    num_compilations = engine.stats()["num_compilations"]
+    windows, num_steps = [], -(-FLAGS.num_steps // _NUM_WINDOWS)
+    first_tokens = stage.crowd_tokens()
+    with fetches_timed(parts) as waits:
+        for _ in range(_NUM_WINDOWS):
+            start_s = time.perf_counter()
+            for _ in range(num_steps):
+                engine.step()
+            windows.append((time.perf_counter() - start_s) / num_steps)
+    contexts = [
+        FLAGS.context_tokens + (a + b) // 2 for a, b in zip(first_tokens, stage.crowd_tokens(), strict=True)
+    ]
+    assert engine.stats()["num_compilations"] == num_compilations, "something was compiled while serving"
+    found: Figures = {}
+    if FLAGS.trace:
+        kernels = trace_kernels(lambda: [engine.step() for _ in range(_NUM_TRACED_STEPS)])
+        found["trace"] = summary(kernels, _NUM_TRACED_STEPS)
+    stage.end_crowd()
+    engine.check_integrity()
+    parts.runner.reset()
+    steps.fill()
+    bare = steps.whole(steps.plan([Row(i, end - 1, end) for i, end in enumerate(contexts)], Sampled()))
+    bare_s = [bare.sample_s(num_steps) for _ in range(_NUM_WINDOWS + 1)][1:]
+    step, loop = Spread.of(windows), Spread.of(bare_s)
+    return found | {
+        "num_sequences": count,
+        "mean_context_tokens": sum(contexts) / count,
+        "engine_step_s": step.as_dict(),
+        "bare_step_s": loop.as_dict(),
+        "wait_s": Spread.of(waits).as_dict(),
+        "host_s": sum(windows) / len(windows) - sum(waits) / len(waits),
+        "engine_tokens_per_s": count / step.median,
+        "bare_tokens_per_s": count / loop.median,
+        "share_of_bare": loop.median / step.median,
+    }
+
+
+def print_tables(found: Figures) -> None:
+    """What a reader looks at first."""
+    rows = [
+        [
+            name,
+            one["bucket"],
+            1e3 * one["step_s"]["median"],
+            1e3 * one["bound_s"],
+            one["share_of_bound"],
+            1e3 * one["dispatch_s"],
+        ]
+        for name, one in found["steps"].items()
+    ]
+    print(table(["step", "bucket", "median, ms", "bound, ms", "share of the bound", "host, ms"], rows))
+    rows = [
+        [name, 1e3 * one["step_s"]["median"], 100 * one["extra"]] for name, one in found["sampling"].items()
+    ]
+    print(table(["sampler", "median, ms", "extra, %"], rows))
+    serving = found.get("serving")
+    if serving:
+        shown = [[name, 1e3 * serving[name]["median"]] for name in ("bare_step_s", "engine_step_s", "wait_s")]
+        print(table(["serving", "ms"], [*shown, ["host_s", 1e3 * serving["host_s"]]]))
+        print(f"engine / bare loop: {serving['share_of_bare']:.3f}")
+        kernels = serving.get("trace", {}).get("kernels_s", {})
+        if kernels:
+            print(table(["kernel", "us a step"], [[name[:70], 1e6 * one] for name, one in kernels.items()]))
+
+
+def main() -> int:
+    found_cases = cases()
+    config = sized_config(found_cases)
+    model_limits()  # a model that is not there is refused before anything is measured
+    is_gpu = jax.default_backend() == "gpu"
+    dtype = "bfloat16" if serving_dtype(FLAGS.dtype) == "auto" else serving_dtype(FLAGS.dtype)
+    ceilings = measure_ceilings(
+        num_bytes=FLAGS.ceiling_bytes if is_gpu else min(FLAGS.ceiling_bytes, _CPU_CEILING_BYTES),
+        matrix_size=FLAGS.ceiling_matrix if is_gpu else min(FLAGS.ceiling_matrix, _CPU_CEILING_MATRIX),
+        dtype=dtype,
+        repeats=FLAGS.num_repeats,
+    )  # before anything else takes memory
+    start_s = time.perf_counter()
+    parts = open_parts(config)
+    start_up_s = time.perf_counter() - start_s
+    print(f"ready after {start_up_s:.0f} s", flush=True)
+    num_sequences = config.scheduler.max_num_running
+    steps = RowSteps(config, parts.runner, parts.model_config.vocab_size, num_sequences)
+    steps.fill()
+    found: Figures = {
+        "ceilings": ceilings._asdict(),
+        "start_up_s": start_up_s,
+        "steps": measure_steps(parts, steps, found_cases, ceilings),
+        "sampling": measure_sampling(steps, next(iter(found_cases.values()))),
+    }
+    if FLAGS.num_serving:
+        found["serving"] = measure_serving(parts, steps)
+    parts.engine.close()
+    print(
+        table(["ceiling", "10^12 a second"], [[name, 1e-12 * one] for name, one in found["ceilings"].items()])
+    )
+    print_tables(found)
+    document = {
+        "model": FLAGS.model,
+        "dtype": FLAGS.dtype,
+        "config": dataclasses.asdict(parts.config),
+        **found,
+    }
+    units = {"*_s": "seconds", "*_bytes_per_s": "bytes a second", "flop_per_s": "operations a second"}
+    print_document(json_line("steps", document, units=units, device=device_name()))
+    return 0
+
+
+def define_flags() -> None:
+    """The command line."""
+    flags.DEFINE_list("decodes", ["128", "1", "32", "180"], "Numbers of sequences in decode steps.")
+    flags.DEFINE_list("prompts", ["2048"], "Tokens of a prompt that is a step by itself.")
+    flags.DEFINE_list("mixed", ["128+512"], "Decodes and prompt tokens of a step that has both.")
+    flags.DEFINE_integer("context_tokens", 1024, "Context of sequences that decode.", lower_bound=1)
+    flags.DEFINE_integer("num_repeats", 7, "Samples of everything.", lower_bound=1)
+    flags.DEFINE_integer("num_launches", 20, "Launches in a row that a sample is of.", lower_bound=1)
+    flags.DEFINE_integer("num_serving", 128, "Sequences that an engine decodes; 0: none.", lower_bound=0)
+    flags.DEFINE_integer("num_steps", 100, "Steps of the engine, and of the bare loop.", lower_bound=1)
+    flags.DEFINE_bool("trace", False, "Trace some of the steps, and of the engine's.")
+    flags.DEFINE_integer("ceiling_bytes", 2**32, "Of the array that is read and copied.", lower_bound=2**20)
+    flags.DEFINE_integer("ceiling_matrix", 8192, "Rows and columns of the matrices.", lower_bound=16)
+    define_engine_flags(model=TINY_MODEL)
+    define_document_flag()
+
+
+if __name__ == "__main__":
+    define_flags()
+    run(main)

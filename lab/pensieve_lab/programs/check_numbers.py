@@ -1,0 +1,230 @@
+"""Every figure of README.md and docs/*.md against its document, and every document against its raw data.
+
+    # exit status 1 if a figure is wrong, or nobody's
+    python -m pensieve_lab.programs.check_numbers
+    # the figures that are of no document, with the reasons
+    python -m pensieve_lab.programs.check_numbers --list_prose
+    # sections with figures that still lack a source
+    python -m pensieve_lab.programs.check_numbers --propose=PAGE
+    python -m pensieve_lab.programs.check_numbers --record_pictures  # after pictures were drawn again
+    # after a document was added, run again or removed
+    python -m pensieve_lab.programs.check_numbers --record_documents
+
+`docs/sources/<page>.toml` says where the figures of a page come from; CONTRIBUTING.md says how. The diary
+(docs/log.md) is left out. A page without such a file must be named, with a reason, in
+`docs/sources/unchecked.toml`.
+
+The documents in docs/results are checked as well: each names a clean commit of this history, and measured
+load points are computed again from their requests. `docs/sources/documents.toml` has the SHA-256 of each
+document; `docs/sources/summary_only.toml` lists the documents from before these rules.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from absl import flags
+
+from pensieve_jax import ConfigError
+from pensieve_jax.commands.launch import EXIT_FAILED, run
+from pensieve_lab.pages.expressions import Documents
+from pensieve_lab.pages.page import WRITTEN, Page, WordsIn, read_page
+from pensieve_lab.pages.pictures import check_pictures, record_pictures
+from pensieve_lab.pages.recorded import check_records, read_records, record_documents
+from pensieve_lab.pages.result_documents import (
+    SUMMARY_ONLY_SINCE,
+    History,
+    check_results,
+    check_summary_only,
+    read_rules,
+)
+from pensieve_lab.pages.sources import check_page
+from pensieve_lab.programs.refresh_pages import refreshed
+
+FLAGS = flags.FLAGS
+ROOT = Path(__file__).parents[3]
+PROFILES = ROOT / "lab" / "pensieve_lab" / "simulator" / "profiles"
+DIARY = "log.md"
+UNCHECKED = "unchecked.toml"
+SUMMARY_ONLY = "summary_only.toml"
+DOCUMENTS = "documents.toml"
+README = "README.md"
+IN_WORDS = (README, "docs/evaluation.md", "docs/paper_and_we.md")
+"""Pages whose numbers in words are figures everywhere; on others, before the second heading alone."""
+_WHAT_TO_DO = (
+    "A wrong digit: correct the page. A new figure: --propose=PAGE drafts an entry for docs/sources. "
+    "CONTRIBUTING.md describes both under 'A figure's source'."
+)
+FRONT_PAGE = "front_page"  # the README of the repository; that of the pages is README, too
+
+
+class Checked(NamedTuple):
+    """A page whose figures have been looked up, and what is wrong with them."""
+
+    page: Page
+    errors: list[str]
+
+
+def unchecked(docs: Path) -> dict[str, str]:
+    """Pages that are not checked yet, and why."""
+    path = docs / "sources" / UNCHECKED
+    return tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def documents_of(docs: Path) -> Documents:
+    """Those of the pages, and the simulator's profiles as `profiles/...`."""
+    return Documents(docs, profiles=PROFILES)
+
+
+def check(docs: Path, readme: Path) -> list[Checked]:
+    """All pages but the diary and those that are named as unchecked."""
+    left_out, documents = unchecked(docs), documents_of(docs)
+    found = []
+    for path in [readme, *sorted(docs.glob("*.md"))]:
+        name = path.relative_to(readme.parent).as_posix()
+        if path.name != DIARY and name not in left_out:
+            found.append(check_file(path, name, docs, documents))
+    return found
+
+
+def check_file(path: Path, name: str, docs: Path, documents: Documents) -> Checked:
+    """Check the text of one file as that of the page `name`."""
+    page = read(path, name)
+    sources = docs / "sources" / f"{FRONT_PAGE if name == README else Path(name).stem}.toml"
+    if sources.is_file():
+        errors = check_page(page, sources, documents, docs.parent)
+    else:
+        errors = [f"{name}: {sources.relative_to(docs.parent)} is missing"] * any(page.figures)
+    if is_written(name):
+        errors += stale_tables(name, path.read_text(encoding="utf-8"))
+    return Checked(page, errors)
+
+
+def read(path: Path, name: str) -> Page:
+    """Read the figures of a file as those of the page `name`."""
+    words: WordsIn = "page" if name in IN_WORDS else "lead"
+    return read_page(path, name, is_written=is_written(name), words=words)
+
+
+def is_written(name: str) -> bool:
+    """Whether `refresh_pages.py` writes tables of this page."""
+    return name in [f"docs/{page}" for page in WRITTEN]
+
+
+def stale_tables(name: str, text: str) -> list[str]:
+    """The tables of a page that are not what `refresh_pages.py` would write."""
+    try:
+        _, changed = refreshed(text)
+    except ConfigError as error:
+        return [f"{name}: {error}"]
+    return [
+        f"{name}: table {table} is not that of its documents; run pensieve_lab.programs.refresh_pages"
+        for table in changed
+    ]
+
+
+def coverage(checked: Iterable[Checked]) -> list[str]:
+    """A line for each page: figures, those from documents, and prose."""
+    lines = [f"{'page':32}{'figures':>9}{'sourced':>9}{'prose':>7}"]
+    totals = [0, 0, 0]
+    for page, _ in checked:
+        figures = [figure for _, figure in page.figures]
+        prose = sum(figure.is_prose for figure in figures)
+        sourced = sum(figure.source is not None for figure in figures) - prose
+        totals = [a + b for a, b in zip(totals, (len(figures), sourced, prose), strict=True)]
+        lines.append(f"{page.name:32}{len(figures):9}{sourced:9}{prose:7}")
+    return [*lines, f"{'all':32}{totals[0]:9}{totals[1]:9}{totals[2]:7}"]
+
+
+def prose(checked: Iterable[Checked]) -> list[str]:
+    """The figures that are of no document, by page and reason."""
+    lines = []
+    for page, _ in checked:
+        by_reason: dict[str, list[str]] = defaultdict(list)
+        for _, figure in page.figures:
+            if figure.is_prose:
+                by_reason[figure.source or ""].append(figure.shown)
+        lines += [f"{page.name}: {reason}: {' '.join(shown)}" for reason, shown in by_reason.items()]
+    return lines
+
+
+def proposal(page: Page) -> list[str]:
+    """Return an entry of prose for each section with figures that lack a source.
+
+    A figure of a document goes into an expression instead; the others need a kind and a reason.
+    """
+    by_heading: dict[str, list[str]] = defaultdict(list)
+    for text, figure in page.figures:
+        if figure.source is None:
+            by_heading[text.heading].append(figure.shown)
+    return [
+        f'[[prose]]\nheading = "{heading}"\nkind = ""\nreason = ""\nfigures = "{" ".join(shown)}"\n'
+        for heading, shown in by_heading.items()
+    ]
+
+
+def document_errors(docs: Path, history: History) -> list[str]:
+    """Return what is wrong with the documents in docs/results."""
+    folder, sources = docs / "results", docs / "sources"
+    rules = read_rules(sources / SUMMARY_ONLY)
+    return [
+        *check_results(folder, rules, history),
+        *check_summary_only(folder, rules, history, SUMMARY_ONLY_SINCE),
+        *check_records(folder, rules, read_records(sources / DOCUMENTS)),
+    ]
+
+
+def record(docs: Path) -> int:
+    """Record the digests of documents that pass all other checks; return the exit status."""
+    folder, sources = docs / "results", docs / "sources"
+    rules = read_rules(sources / SUMMARY_ONLY)
+    if errors := check_results(folder, rules, History(docs.parent)):
+        print("\n".join([*errors, "no digest was recorded"]))
+        return EXIT_FAILED
+    changed, refused = record_documents(folder, sources / DOCUMENTS, rules)
+    print("\n".join([*changed, *refused]) or "every document is recorded")
+    return EXIT_FAILED if refused else 0
+
+
+def main() -> int:
+    docs = ROOT / "docs"
+    if FLAGS.record_pictures:
+        print("\n".join(record_pictures(docs, documents_of(docs))) or "no picture was drawn again")
+        return 0
+    if FLAGS.record_documents:
+        return record(docs)
+    checked = check(docs, ROOT / README)
+    if FLAGS.propose:
+        for page, _ in checked:
+            if page.name == FLAGS.propose:
+                print("\n".join(proposal(page)))
+        return 0
+    print("\n".join(prose(checked) if FLAGS.list_prose else coverage(checked)))
+    for name, reason in unchecked(docs).items():
+        print(f"not checked: {name} ({reason})")
+    history = History(ROOT)
+    if history.notice:
+        print(f"not checked: {history.notice}")
+    errors = [error for _, errors in checked for error in errors]
+    errors += document_errors(docs, history)
+    errors += check_pictures(docs, documents_of(docs))
+    done = "every figure with a source is that of its document; --list_prose lists the others"
+    print("\n".join([*errors, _WHAT_TO_DO] if errors else [done]))
+    return EXIT_FAILED if errors else 0
+
+
+def define_flags() -> None:
+    """The command line."""
+    flags.DEFINE_bool("list_prose", False, "List the figures that are of no document, with the reasons.")
+    flags.DEFINE_bool("record_pictures", False, "Write the digests of pictures that were drawn again.")
+    flags.DEFINE_bool("record_documents", False, "Write the digests of documents that are new or run again.")
+    flags.DEFINE_string("propose", None, "Print entries for this page's figures without a source.")
+
+
+if __name__ == "__main__":
+    define_flags()
+    run(main)

@@ -1,0 +1,104 @@
+"""Write tables of pages from the documents in `docs/results`: Paper and we, traces, cells, balance, more.
+
+    python -m pensieve_lab.programs.refresh_pages           # after new documents were written
+    # which tables differ, without writing; fails if any does
+    python -m pensieve_lab.programs.refresh_pages --check
+
+A table stands between `<!-- table NAME -->` and `<!-- end -->`. Words around it are left alone: read them
+again where numbers moved.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from absl import flags
+
+from pensieve_jax import ConfigError
+from pensieve_jax.commands.launch import run
+from pensieve_lab.pages import (
+    balance_tables,
+    cells_measured,
+    cells_tables,
+    paper_eviction,
+    paper_tables,
+    simulator_tables,
+    trace_tables,
+)
+from pensieve_lab.pages.page import WRITTEN
+from pensieve_lab.pages.paper_summary import summary
+
+FLAGS = flags.FLAGS
+_DOCS = Path(__file__).resolve().parents[3] / "docs"
+PAGES = tuple(_DOCS / name for name in WRITTEN)
+_BLOCK = re.compile(r"<!-- table (\S+) -->\n.*?<!-- end -->", re.DOTALL)
+
+TABLES: dict[str, Callable[[], str]] = {
+    "summary": summary,
+    "histories": paper_tables.histories,
+    "history-crossings": paper_tables.history_crossings,
+    "chunks": paper_tables.chunks,
+    "fig10": lambda: paper_tables.throughputs({f"fig10{part}": (f"10{part}",) for part in "abcd"}),
+    "fig11": lambda: paper_tables.throughputs({"fig11": ("11a", "11b")}),
+    "kernels": paper_tables.kernels,
+    "unified": paper_tables.unified,
+    "unified-latencies": paper_tables.unified_latencies,
+    "policies": paper_eviction.policies,
+    "retention-over": paper_eviction.retention_over,
+    "against-lru": paper_eviction.against_lru,
+    "think-times": paper_tables.think_times,
+    "long-warm-up": paper_tables.long_warm_up,
+    "many-turns": lambda: paper_tables.throughputs({"thesis3.15": ("3.15a", "3.15b")}),
+    "conversations": paper_eviction.conversations,
+    **trace_tables.TABLES,
+    **simulator_tables.TABLES,
+    **cells_tables.TABLES,
+    **balance_tables.TABLES,
+    **cells_measured.TABLES,
+}
+
+
+def refreshed(text: str) -> tuple[str, list[str]]:
+    """A page with its tables written anew, and the names of those that differed; raises ConfigError."""
+    changed: list[str] = []
+
+    def write(block: re.Match[str]) -> str:
+        name = block[1]
+        if name not in TABLES:
+            raise ConfigError("table", name, f"one of {', '.join(TABLES)}")
+        new = f"<!-- table {name} -->\n\n{_made(name)}\n\n<!-- end -->"
+        if new != block[0]:
+            changed.append(name)
+        return new
+
+    return _BLOCK.sub(write, text), changed
+
+
+def _made(name: str) -> str:
+    try:
+        return TABLES[name]()
+    except FileNotFoundError as missing:
+        return f"*No document yet: {Path(missing.filename).name}.*"
+
+
+def main() -> int:
+    any_changed = False
+    for page in PAGES:
+        new, changed = refreshed(page.read_text(encoding="utf-8"))
+        print(f"{page.name}: {', '.join(changed) or 'no table'} differed from the documents")
+        any_changed = any_changed or bool(changed)
+        if not FLAGS.check:
+            page.write_text(new, encoding="utf-8")
+    return 1 if FLAGS.check and any_changed else 0
+
+
+def define_flags() -> None:
+    """The command line."""
+    flags.DEFINE_bool("check", False, "Write nothing, and fail where a table is not that of the documents.")
+
+
+if __name__ == "__main__":
+    define_flags()
+    run(main)

@@ -1,0 +1,232 @@
+"""What would keeping state save on your trace? Serves it with and without, on a GPU that is only simulated.
+
+    python -m pensieve_lab.programs.simulate_serving --trace=conversation_trace.jsonl
+
+reads BurstGPT's CSV, Mooncake's JSON lines, a directory of kv-cache-tester's sessions, ShareGPT, UltraChat
+and more (docs/formats.md has the list); which it is shows in its fields. It then serves one GPU's part of the
+trace by three systems: `stateless` computes every history anew, `pensieve-gpu` keeps state in device memory
+alone, `pensieve` in device and host memory, of several sizes. A table says what each computed, how long
+answers took, where histories were found, and what that saves; `--plot` draws it; the last line is one JSON
+document (see `--json`).
+
+What is not given is chosen, and said. The part is as many conversations as the stateless system answers in
+`--level_ms` a token on average (`--share`, or `--rate` where the trace has no arrivals), of at most about
+`--max_turns` turns; if even a few take longer, that is said. The device's memory is an eighth of their state,
+at most the 40 GB of the paper, and the host's 1, 2 and 4 times that. Scheduler, cache and eviction order are
+the engine's own, in virtual time: a step and a copy take what `--profile` says. `programs.simulate` sweeps
+loads, policies and replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from tqdm import tqdm
+
+from pensieve_jax import CacheConfig, ConfigError, EngineConfig, SchedulerConfig
+from pensieve_jax.commands.cost_plot import check_can_plot
+from pensieve_jax.commands.engine_flags import num_bytes, shows_progress
+from pensieve_jax.commands.help import require
+from pensieve_jax.commands.launch import run
+from pensieve_jax.commands.report import define_document_flag, json_line, print_document
+from pensieve_jax.config import POLICIES
+from pensieve_lab.common.systems import PENSIEVE, PENSIEVE_GPU, STATELESS, system_config
+from pensieve_lab.common.trace_files import TOKENIZER_HELP, WORDS, read_trace_file
+from pensieve_lab.experiments.machines import find_profile, profile_help
+from pensieve_lab.experiments.recompute import cost_model
+from pensieve_lab.simulation.memory import Memory, device_bytes, gigabytes, host_bytes, state_tokens
+from pensieve_lab.simulation.part import Part, Sampler, fitting_part
+from pensieve_lab.simulation.picture import draw_savings
+from pensieve_lab.simulation.savings import UNITS, Served, answer, load, savings_table
+from pensieve_lab.simulator import DeviceProfile, Scenario, figures, simulate
+from pensieve_lab.workload import FORMATS, Session, Trace, cap_context, from_first_arrival
+from pensieve_lab.workload import UNITS as SIMULATOR_UNITS
+
+FLAGS = flags.FLAGS
+_LONG_CONTEXT_TOKENS = 16_384  # from here on pages are larger
+_SETTINGS = ("level_ms", "time_scale", "seed", "policy", "max_context_tokens", "max_turns")
+
+
+class Servers:
+    """Systems on one device, that serve sessions.
+
+    Attributes:
+      max_context_tokens: that a conversation may have.
+      chunk_tokens: of a page.
+    """
+
+    def __init__(self, profile: DeviceProfile, max_context_tokens: int) -> None:
+        """Of contexts up to so many tokens."""
+        self._profile = profile
+        self.max_context_tokens = max_context_tokens
+        self.chunk_tokens = 32 if max_context_tokens <= _LONG_CONTEXT_TOKENS else 64
+        self._costs = cost_model(profile, self.chunk_tokens, max_context_tokens)
+
+    def serve(self, name: str, memory: Memory, sessions: Sequence[Session], title: str) -> Served:
+        """Until the last answer; raises ConfigError for memory that does not hold one context."""
+        config = self._config(name, memory)
+        scenario = Scenario(
+            config=config,
+            profile=self._profile,
+            cost_model=self._costs,
+            max_context_tokens=config.resolve_context_tokens(self.max_context_tokens),
+        )
+        num_turns = sum(len(session.conversation.turns) for session in sessions)
+        with tqdm(desc=title, total=num_turns, unit="turn", disable=not shows_progress(), leave=False) as bar:
+            outcome = simulate(scenario, sessions, lambda answer: bar.update() and None)
+        return Served(name=name, memory=memory, figures=figures(outcome, num_replicas=1))
+
+    def _config(self, name: str, memory: Memory) -> EngineConfig:
+        page_bytes = self.chunk_tokens * self._profile.kv_token_bytes
+        config = EngineConfig(
+            cache=CacheConfig(
+                gpu_pages=memory.gpu_bytes // page_bytes,
+                cpu_pages=memory.cpu_bytes // page_bytes,
+                chunk_tokens=self.chunk_tokens,
+                policy=FLAGS.policy,
+            ),
+            scheduler=SchedulerConfig(
+                max_num_running=256,
+                max_num_batched_tokens=2048,
+                max_context_tokens=self.max_context_tokens,
+            ),
+        )
+        return system_config(name, config)
+
+
+def find_part(trace: Trace, servers: Servers, token_bytes: int) -> Part:
+    """That of the flags, or one that fits; raises ConfigError or a workload's error."""
+    sampler = Sampler(trace=from_first_arrival(trace), time_scale=FLAGS.time_scale, seed=FLAGS.seed)
+    if FLAGS.rate is None and not sampler.has_arrivals and FLAGS.share is not None:
+        raise ConfigError("--rate", None, "given beside --share, for a trace without arrivals")
+    if FLAGS.share is not None or FLAGS.rate is not None:
+        return sampler.part(FLAGS.share or sampler.share_of_turns(FLAGS.max_turns), FLAGS.rate)
+
+    def latency_s(sessions: Sequence[Session]) -> float:
+        memory = Memory(_gpu_bytes(sessions, token_bytes, servers), 0)
+        found = servers.serve(STATELESS, memory, sessions, "finding a load").figures
+        return float(found["normalized_latency_s"]["mean"])
+
+    return fitting_part(sampler, FLAGS.max_turns, 1e-3 * FLAGS.level_ms, latency_s)
+
+
+def measure(servers: Servers, part: Part, token_bytes: int) -> Iterator[Served]:
+    """Stateless, the device alone, and both tiers from the least memory on."""
+    gpu_bytes = _gpu_bytes(part.sessions, token_bytes, servers)
+    hosts = [num_bytes("--cpu_bytes", text) for text in FLAGS.cpu_bytes] or host_bytes(gpu_bytes)
+    systems = [(STATELESS, 0), (PENSIEVE_GPU, 0), *((PENSIEVE, cpu_bytes) for cpu_bytes in hosts)]
+    for number, (name, cpu_bytes) in enumerate(systems, start=1):
+        title = f"{name} ({number} of {len(systems)})"
+        yield servers.serve(name, Memory(gpu_bytes, cpu_bytes), part.sessions, title)
+
+
+def _gpu_bytes(sessions: Sequence[Session], token_bytes: int, servers: Servers) -> int:
+    if FLAGS.gpu_bytes is None:
+        return device_bytes(sessions, token_bytes, servers.max_context_tokens, servers.chunk_tokens)
+    return num_bytes("--gpu_bytes", FLAGS.gpu_bytes)
+
+
+def described(trace: Trace, format: str, part: Part, token_bytes: int) -> str:
+    """What is served of what, in a few lines."""
+    sessions = part.sessions
+    num_turns = sum(len(session.conversation.turns) for session in sessions)
+    tokens = state_tokens(sessions)
+    conversations = f"{len(sessions):,} conversations"
+    conversations = f"all {conversations}" if part.share == 1 else f"{part.of_all} them: {conversations}"
+    arrivals = "as recorded" if part.rate_per_s is None else f"at random, {part.rate_per_s:.3g} a second"
+    pauses = "recorded" if part.has_pauses else "recorded where they are, else drawn, 60 s on average"
+    times = "" if FLAGS.time_scale == 1 else f", all times x {FLAGS.time_scale:g}"
+    whole = f"{len(trace.conversations):,} conversations, {trace.num_turns:,} turns"
+    overloaded = (
+        f"\nno part that was tried is answered by the stateless system in {FLAGS.level_ms:g} ms a token; "
+        "this is the smallest of them"
+    )
+    return (
+        f"{trace.name}, read as {format}: {whole}\n"
+        f"served: {conversations}, {num_turns:,} turns, which come to "
+        f"{tokens:,} tokens of state ({gigabytes(tokens * token_bytes)})\n"
+        f"they begin {arrivals}; pauses are {pauses}{times}{overloaded if part.in_time is False else ''}"
+    )
+
+
+def main() -> int:
+    if not 0 < FLAGS.time_scale < 1e6:
+        raise ConfigError("--time_scale", FLAGS.time_scale, "a number above 0")
+    if FLAGS.share is not None and not 0 < FLAGS.share <= 1:
+        raise ConfigError("--share", FLAGS.share, "above 0 and at most 1")
+    if not FLAGS.level_ms > 0:
+        raise ConfigError("--level_ms", FLAGS.level_ms, "above 0")
+    if FLAGS.max_turns < 1:
+        raise ConfigError("--max_turns", FLAGS.max_turns, "at least 1")
+    plot = None if FLAGS.plot is None else Path(FLAGS.plot)
+    if plot is not None:
+        check_can_plot("--plot", plot)
+    profile = find_profile(FLAGS.profile)
+    whole, format = read_trace_file(FLAGS.trace, FLAGS.trace_format, FLAGS.tokenizer)
+    trace = cap_context(whole, FLAGS.max_context_tokens)
+    if not trace.conversations:
+        limit = "at least the length of a first turn of the trace"
+        raise ConfigError("--max_context_tokens", FLAGS.max_context_tokens, limit)
+    longest = max(conversation.num_tokens for conversation in trace.conversations)
+    servers = Servers(profile, max(longest, 2))
+    part = find_part(trace, servers, profile.kv_token_bytes)
+    print(described(whole, format, part, profile.kv_token_bytes), end="\n\n")
+    served = list(measure(servers, part, profile.kv_token_bytes))
+    report(profile, trace, format, part, served, plot)
+    return 0
+
+
+def report(
+    profile: DeviceProfile, trace: Trace, format: str, part: Part, served: Sequence[Served], plot: Path | None
+) -> None:
+    """The table and the answer for people, the picture, and the JSON line."""
+    stateless = served[0]
+    device = f"simulated: {profile.device}, {profile.model}, profile {profile.source}"
+    print(savings_table(served), end="\n\n")
+    print(answer(served))
+    print(f"{load(stateless)} {device}")
+    if plot is not None:
+        draw_savings(served, f"{part.of_all} {trace.name} on {profile.device}, {profile.model}", plot)
+        print(f"drawn: {plot}")
+    document: dict[str, Any] = {
+        "profile": {"name": FLAGS.profile, "source": profile.source, "provenance": profile.provenance},
+        "trace": {"name": trace.name, "format": format, "digest": trace.digest},
+        "part": {
+            **{name: getattr(part, name) for name in ("share", "rate_per_s", "has_pauses", "in_time")},
+            "num_sessions": len(part.sessions),
+            "state_tokens": state_tokens(part.sessions),
+        },
+        "settings": {name: FLAGS[name].value for name in _SETTINGS},
+        "systems": [one.as_dict(stateless) for one in served],
+    }
+    print_document(json_line("savings", document, units=SIMULATOR_UNITS | UNITS, device=device))
+
+
+def define_flags() -> None:
+    """The command line."""
+    flags.DEFINE_string("trace", None, "The file; of kv-cache-tester the directory.")
+    require("trace")
+    flags.DEFINE_enum("trace_format", None, FORMATS, "What it is; default: guessed from its fields.")
+    flags.DEFINE_string("tokenizer", WORDS, TOKENIZER_HELP)
+    flags.DEFINE_string("profile", "h200_llama2-13b-gqa10", profile_help())
+    flags.DEFINE_string("gpu_bytes", None, "Device memory for KV state, e.g. 40GB; default: chosen.")
+    flags.DEFINE_list("cpu_bytes", [], "Host memory for it, sizes with commas; default: chosen.")
+    flags.DEFINE_float("share", None, "Of the conversations; default: what fits --level_ms.")
+    flags.DEFINE_float("rate", None, "Conversations that begin in a second; default: as recorded, or chosen.")
+    flags.DEFINE_float("level_ms", 100.0, "Mean ms a token that the stateless system may take.")
+    flags.DEFINE_integer("max_turns", 2000, "Of the part, about, unless --share is given.")
+    flags.DEFINE_float("time_scale", 1.0, "Multiplies recorded arrivals and pauses.")
+    flags.DEFINE_enum("policy", CacheConfig().policy, POLICIES, "Whose chunks leave first.")
+    flags.DEFINE_integer("max_context_tokens", 131_072, "Conversations end before they outgrow it.")
+    flags.DEFINE_integer("seed", 0, "Of everything that is drawn.", lower_bound=0)
+    flags.DEFINE_string("plot", None, "Where the picture goes, e.g. savings.png; needs matplotlib.")
+    flags.DEFINE_bool("progress", None, "Show progress bars; default: on a terminal.")
+    define_document_flag()
+
+
+if __name__ == "__main__":
+    define_flags()
+    run(main)

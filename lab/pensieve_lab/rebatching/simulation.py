@@ -1,0 +1,178 @@
+"""An engine in virtual time: the same queries, policy and launches, which take as long as a profile says.
+
+Owns: when queries arrive, and what is noted of each and of every step.
+Does not know: JAX, or who joins when: that is the engine's own loop and scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from pensieve_jax.core.errors import ContextLengthError
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.rebatching.config import RebatchingConfig
+from pensieve_jax.rebatching.lattice import Lattice
+from pensieve_jax.rebatching.loop import RebatchingLoop
+from pensieve_jax.rebatching.metrics import Metrics, Observe, StepSeen, unobserved
+from pensieve_jax.rebatching.query import Query
+from pensieve_lab.rebatching.costs import RingCosts
+from pensieve_lab.rebatching.virtual_runner import VirtualClock, VirtualRunner
+
+
+class Asked(Protocol):
+    """A query, by its numbers."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of the prompt."""
+        ...
+
+    @property
+    def output_tokens(self) -> int:
+        """Of the reply, which ends by its length alone."""
+        ...
+
+    @property
+    def arrival_s(self) -> float:
+        """When it comes, since the start."""
+        ...
+
+    @property
+    def priority(self) -> int:
+        """Higher is more urgent."""
+        ...
+
+
+@dataclass(frozen=True)
+class Series:
+    """What was there behind each step.
+
+    Attributes:
+      time_s: f64[n].
+      completed, tokens: i64[n], queries that were answered and tokens that had come.
+      kv_bytes: i64[n], of device memory: the ring, and rows beside it.
+      span_bytes: i64[n], what the ring needed of that: columns up to the cursor, of rows that somebody held.
+    """
+
+    time_s: np.ndarray
+    completed: np.ndarray
+    tokens: np.ndarray
+    kv_bytes: np.ndarray
+    span_bytes: np.ndarray
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a run was like; arrays have an entry for each query, in the order in which they were given.
+
+    Attributes:
+      arrival_s, first_s, end_s: when it came, and when its first token and its last were there.
+      series: behind each step; None if not asked for.
+      metrics: the engine's.
+      device_s: for which the device computed.
+    """
+
+    arrival_s: np.ndarray
+    first_s: np.ndarray
+    end_s: np.ndarray
+    series: Series | None
+    metrics: Metrics
+    device_s: float
+
+    @property
+    def completion_s(self) -> float:
+        """When the last one was answered."""
+        return float(self.end_s.max())
+
+
+class _Recorder:
+    """Notes a line of a `Series` for each step."""
+
+    def __init__(self, runner: VirtualRunner, clock: VirtualClock, token_bytes: int, then: Observe) -> None:
+        self._runner, self._clock, self._token_bytes, self._then = runner, clock, token_bytes, then
+        self._num_completed = 0
+        self._lines: list[tuple[float, int, int, int, int]] = []
+
+    def see(self, seen: StepSeen) -> None:
+        """A step was launched, and one before it has come."""
+        self._num_completed += len(seen.ended)
+        span_bytes = seen.ring.span * seen.ring.num_held * self._token_bytes
+        line = (self._clock.now_s, self._num_completed, self._runner.num_tokens, seen.kv_bytes, span_bytes)
+        self._lines.append(line)
+        self._then(seen)
+
+    def series(self) -> Series:
+        """All lines."""
+        time_s, *counts = zip(*self._lines, strict=True)
+        return Series(np.array(time_s), *(np.array(one, np.int64) for one in counts))
+
+
+def simulate(
+    config: RebatchingConfig,
+    costs: RingCosts,
+    queries: Sequence[Asked],
+    *,
+    max_positions: int,
+    records: bool = False,
+    observe: Observe = unobserved,
+) -> Served:
+    """Serve queries that arrive in rising order, to the end of the last.
+
+    Args:
+      config: of the engine.
+      costs: of the model on the device; its `token_bytes` and `config` give the shapes of the ring.
+      queries: with when they arrive.
+      max_positions: the model's.
+      records: give `Served.series`.
+      observe: told of every step, as by an engine.
+
+    Raises:
+      ConfigError: the budget holds no ring.
+      ContextLengthError: a query is too long for it.
+    """
+    lattice = Lattice(config, costs.token_bytes, max_positions)
+    most = min(lattice.max_context_tokens, max_positions)
+    waiting = [_query(index, one, most) for index, one in enumerate(queries)]
+    arrival_s = [float(one.arrival_s) for one in queries]
+    clock = VirtualClock()
+    runner = VirtualRunner(costs, clock, config.max_batch)
+    recorder = _Recorder(runner, clock, costs.token_bytes, observe) if records else None
+    loop = RebatchingLoop(config, lattice, runner, observe=recorder.see if recorder else observe)
+    end_s = np.full(len(waiting), np.nan)
+    num_sent = num_ended = 0
+    while num_ended < len(waiting):
+        if not loop.queries:
+            clock.now_s = max(clock.now_s, arrival_s[num_sent])
+        while num_sent < len(waiting) and arrival_s[num_sent] <= clock.now_s:
+            loop.submit(waiting[num_sent])
+            num_sent += 1
+        num_calls = runner.num_calls
+        for query in loop.step():
+            end_s[query.serial] = clock.now_s
+            num_ended += 1
+        assert runner.num_calls > num_calls, "nothing runs, so time stands still"
+    first_s = np.array([runner.first_s[index] for index in range(len(waiting))])
+    series = recorder.series() if recorder else None
+    return Served(np.array(arrival_s), first_s, end_s, series, loop.metrics, runner.device_s)
+
+
+def _query(serial: int, asked: Asked, max_context_tokens: int) -> Query:
+    """Ids are zeros; the reply ends by its length."""
+    num_tokens = asked.prompt_tokens + asked.output_tokens
+    if num_tokens > max_context_tokens:
+        limit = f"at most {max_context_tokens}, prompt and reply"
+        raise ContextLengthError(f"queries[{serial}]", f"{num_tokens} tokens", limit)
+    return Query(
+        serial,
+        [0] * asked.prompt_tokens,
+        SamplingParams(max_tokens=asked.output_tokens, ignore_eos=True),
+        seed=0,
+        priority=asked.priority,
+        ending_ids=(),
+        max_context_tokens=max_context_tokens,
+        tokenizer=None,
+    )

@@ -1,0 +1,174 @@
+"""A device in virtual time: what is launched only takes as long as a profile says.
+
+Owns: the clock, program order, copies beside programs, and what the serving thread waits for.
+Does not know: queries, or who launches what.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from pensieve_jax.rebatching.lattice import RingShape
+from pensieve_jax.rebatching.launches import (
+    Decode,
+    Drop,
+    Insert,
+    Launch,
+    Park,
+    Prefill,
+    Resize,
+    Return,
+    Shape,
+    Suspend,
+)
+from pensieve_jax.scheduler.plan import StepResult
+from pensieve_lab.rebatching.costs import RingCosts
+
+
+class VirtualClock:
+    """Seconds since the start of a run, as the serving thread sees them."""
+
+    now_s = 0.0
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row beside the ring.
+
+    Attributes:
+      length: in columns.
+      ready_s: when it may be read in device memory.
+      left_s: when host memory has it; infinity if it is not on its way there.
+    """
+
+    length: int
+    ready_s: float
+    left_s: float = math.inf
+
+
+@dataclass(slots=True)
+class Flight:
+    """A program that samples, once launched: `Runner`'s handle.
+
+    Attributes:
+      end_s: on the device.
+      serials: whose first token it may be.
+      num_tokens: that it samples for somebody.
+    """
+
+    end_s: float
+    serials: tuple[int, ...]
+    num_tokens: int
+
+
+class VirtualRunner:
+    """See `rebatching.runner.Runner`: programs run one by one in program order, copies beside them.
+
+    The link takes one copy at a time, whichever way it goes.
+
+    Attributes:
+      first_s: when the first token of each query was on the host, by serial.
+      num_tokens: that were fetched.
+      device_s: for which the device has computed, or is going to.
+      num_calls: launches and fetches.
+    """
+
+    def __init__(self, costs: RingCosts, clock: VirtualClock, max_batch: int) -> None:
+        """Nothing has run."""
+        self._costs, self._clock = costs, clock
+        self._decode_s = lru_cache(maxsize=None)(costs.decode_of)
+        none = np.zeros((max_batch, 0))
+        zeros = np.zeros(max_batch, np.int32)
+        self._result = StepResult(zeros, zeros.astype(np.float32), none.astype(np.int32), none)
+        self.first_s: dict[int, float] = {}
+        self.num_tokens = self.num_calls = 0
+        self.device_s = 0.0
+        self._free_s = self._link_free_s = 0.0
+        self._shape = RingShape(0, 0)
+        self._rows: dict[int, _Row] = {}
+
+    def launch(self, launch: Launch) -> Flight | None:
+        """See `Runner`."""
+        self.num_calls += 1
+        match launch:
+            case Decode():
+                return self._samples(self._decode_s(self._shape), (), len(launch.samples))
+            case Prefill():
+                took_s = self._costs.prefill_of(launch.num_rows, launch.length)
+                flight = self._samples(took_s, launch.serials, len(launch.samples))
+                for serial in launch.serials:
+                    self._rows[serial] = _Row(launch.length, flight.end_s)
+                return flight
+            case Shape():
+                took_s = self._costs.shaped_of(self._shape, len(launch.token_ids))
+                return self._samples(took_s, (launch.serial,), len(launch.samples))
+            case Insert():
+                row = self._rows.pop(launch.serial)
+                self._run(self._costs.insert_of(self._shape), row.ready_s)
+            case Suspend():
+                length = len(launch.places)
+                self._rows[launch.serial] = _Row(length, self._run(self._costs.take_of(length)))
+            case Park():
+                self._park(launch)
+            case Return():
+                row = self._rows[launch.serial]
+                row.ready_s, row.left_s = self._copy(row, 0.0), math.inf
+            case Drop():
+                del self._rows[launch.serial]
+            case Resize():
+                self._resize(launch)
+        return None
+
+    def fetch(self, handle: Flight) -> StepResult:
+        """See `Runner`: the clock goes on to where its ids are on the host."""
+        now_s = self._clock.now_s = max(self._clock.now_s, handle.end_s + self._costs.fetch_s)
+        self.num_calls += 1
+        self.num_tokens += handle.num_tokens
+        for serial in handle.serials:
+            self.first_s.setdefault(serial, now_s)
+        return self._result
+
+    def has_left(self, serial: int) -> bool:
+        """See `Runner`."""
+        row = self._rows.get(serial)
+        return row is not None and row.left_s <= self._clock.now_s
+
+    def reset(self, kept: Collection[int]) -> None:
+        """See `Runner`."""
+        self._rows = {serial: row for serial, row in self._rows.items() if serial in kept}
+
+    def _samples(self, took_s: float, serials: tuple[int, ...], num_tokens: int) -> Flight:
+        """A program of a step, for which the serving thread has to do something."""
+        self._clock.now_s += self._costs.host_s
+        return Flight(self._run(took_s), serials, num_tokens)
+
+    def _run(self, took_s: float, ready_s: float = 0.0) -> float:
+        """The device computes for so long, not before `ready_s`; returns when that ends."""
+        self._free_s = max(self._free_s, self._clock.now_s, ready_s) + took_s
+        self.device_s += took_s
+        return self._free_s
+
+    def _copy(self, row: _Row, ready_s: float) -> float:
+        """A row crosses the link; returns when it is there."""
+        begin_s = max(self._link_free_s, self._clock.now_s, ready_s)
+        self._link_free_s = begin_s + self._costs.copy_of(row.length)
+        return self._link_free_s
+
+    def _park(self, launch: Park) -> None:
+        row = self._rows[launch.serial]
+        if row.left_s == math.inf:
+            row.left_s = self._copy(row, row.ready_s)
+        if launch.waits:
+            self._clock.now_s = max(self._clock.now_s, row.left_s)
+
+    def _resize(self, launch: Resize) -> None:
+        """What is moved is moved layer by layer, for which the serving thread waits."""
+        self._shape, moves = launch.shape, launch.relayout is not None
+        end_s = self._run(self._costs.resize_of(launch.shape, moves=moves))
+        if moves:
+            self._clock.now_s = max(self._clock.now_s, end_s)

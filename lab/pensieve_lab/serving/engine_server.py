@@ -1,0 +1,224 @@
+"""This project's engine as a server of a benchmark: with both tiers, with one, and without state.
+
+Owns: the names of ablations, when tokens are seen, and how conversations come into an engine before a run.
+Does not know: users, rates or figures, or what the systems are (`systems`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pensieve_jax import EngineConfig, SamplingParams
+from pensieve_jax.commands.report import device_name
+from pensieve_jax.device.model_runner import ModelRunner
+from pensieve_jax.engine.engine import Engine
+from pensieve_jax.engine.runner import Runner
+from pensieve_jax.engine.turn import Turn
+from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.history import HistoryStore, SQLiteHistoryStore, TurnRecord
+from pensieve_jax.scheduler import StepPlan
+from pensieve_lab.common.engines import EngineFactory, costs_document
+from pensieve_lab.common.systems import system_config
+from pensieve_lab.serving.clock import RunClock
+from pensieve_lab.serving.host_parts import IDLE
+from pensieve_lab.serving.timed_runner import TimedRunner
+from pensieve_lab.workload import Answer, History, Steps, UserTurn
+
+
+def label(name: str, config: EngineConfig) -> str:
+    """A system's name with what was changed of it."""
+    cache = config.cache
+    changes = {
+        f"{cache.policy} eviction": config.stateful and cache.policy != "retention",
+        "not unified": not config.scheduler.unified,
+        "no prefetch": bool(cache.cpu_pages or cache.cpu_bytes) and not cache.prefetch,
+        "no retrieval priority": bool(cache.cpu_pages or cache.cpu_bytes) and not cache.retrieval_priority,
+    }
+    return ", ".join([name, *(text for text, is_changed in changes.items() if is_changed)])
+
+
+class EngineServer:
+    """A `Server` on an engine; `clock` is of the run."""
+
+    def __init__(
+        self, engine: Engine, runner: TimedRunner, store: HistoryStore, config: EngineConfig, clock: RunClock
+    ) -> None:
+        """`runner`, `store` and `clock` are the engine's."""
+        self._engine = engine
+        self._runner = runner
+        self._store = store
+        self._config = config
+        self.clock = clock
+        self._turns: dict[Turn, UserTurn] = {}
+        self._silent: set[Turn] = set()  # no token yet
+        self._first_token_s: dict[Turn, float] = {}
+
+    @property
+    def num_unfinished(self) -> int:
+        """See `Server`."""
+        return len(self._turns)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """See `Server`."""
+        return self._engine.has_unfinished
+
+    def remember(self, histories: Iterable[History]) -> None:
+        """See `Server`: each history is a turn with a reply of one token, computed in bulk as any other.
+
+        What memory is too small for leaves it as it would. A stateless engine needs the ids only.
+        """
+        if not self._config.stateful:
+            self._store.commit([_record(history) for history in histories])
+            return
+        running: dict[Turn, History] = {}
+        params = SamplingParams(max_tokens=1, ignore_eos=True)
+        for history in histories:
+            spec = TurnSpec(history.token_ids[:-1], params, history.conversation_id)
+            running[self._engine.submit([spec])[0]] = history
+            while len(running) >= self._config.scheduler.max_num_running:
+                self._step_in_the_past(running)
+        while self._engine.has_unfinished:
+            self._step_in_the_past(running)
+
+    def submit(self, turn: UserTurn) -> None:
+        """See `Server`."""
+        params = SamplingParams(max_tokens=turn.output_tokens, ignore_eos=True)
+        (submitted,) = self._engine.submit([TurnSpec(turn.token_ids, params, turn.conversation_id)])
+        self._runner.parts.work["submitted"] += 1
+        self._turns[submitted] = turn
+        self._silent.add(submitted)
+
+    def step(self, until_s: float) -> list[Answer]:
+        """See `Server`."""
+        parts = self._runner.parts
+        parts.lap("users" if self._runner.in_flight else IDLE)
+        ended = self._engine.step()
+        parts.work["answered"] += len(ended)
+        parts.lap("finish")
+        now_s = self.clock.now()
+        for turn in [turn for turn in self._silent if turn.token_ids or turn.done]:
+            self._silent.remove(turn)
+            self._first_token_s[turn] = now_s
+        return [self._answer(turn, now_s) for turn in ended]
+
+    def counters(self) -> Mapping[str, float]:
+        """See `Server`."""
+        runner = self._runner
+        return {
+            **self._engine.stats(),
+            "host_s": runner.host_s,
+            "num_host_steps": runner.num_host_steps,
+            "dispatch_s": runner.dispatch_s,
+            "device_wait_s": runner.device_wait_s,
+            "num_late_steps": runner.num_late_steps,
+            **runner.parts.counters(),
+            "host_cpu_s": time.thread_time(),
+        }
+
+    def steps(self) -> Steps:
+        """See `Server`."""
+        return self._runner.totals
+
+    def save_steps(self, path: Path) -> None:
+        """Write a row of every step since the start; see `HostParts.save`."""
+        self._runner.parts.save(path)
+
+    def recording(self, plans: list[StepPlan]) -> contextlib.AbstractContextManager[None]:
+        """Every plan that is launched meanwhile goes into `plans`."""
+        return self._runner.recording(plans)
+
+    def give_up(self) -> tuple[ModelRunner, EngineConfig, int]:
+        """Close the engine; the runner that it leaves, with empty pools, its configuration and vocabulary."""
+        vocab_size = self._engine.limits.vocab_size
+        self._engine.close()
+        runner = self._runner.inner
+        assert isinstance(runner, ModelRunner)
+        runner.reset()
+        return runner, self._config, vocab_size
+
+    def _step_in_the_past(self, running: dict[Turn, History]) -> None:
+        """A step at the time at which the next turn ended; they end in the order of their arrival."""
+        if running:
+            self.clock.go_to(next(iter(running.values())).last_active_s)
+        for turn in self._engine.step():
+            _check(turn)
+            del running[turn]
+
+    def _answer(self, turn: Turn, now_s: float) -> Answer:
+        _check(turn)
+        assert turn.output is not None
+        sent, usage = self._turns.pop(turn), turn.output.usage
+        assert usage.output_tokens == sent.output_tokens
+        read = (
+            *(usage.reused_gpu_tokens, usage.swapped_in_tokens),
+            *(usage.recomputed_tokens, usage.prefilled_tokens),
+        )
+        assert sum(read) == sent.num_history_tokens + sent.prompt_tokens, "another history than the trace's"
+        return Answer(sent, 0, self._first_token_s.pop(turn), now_s, usage)
+
+
+class EngineSystem:
+    """One model and its compiled steps, for one load point after the other.
+
+    Attributes:
+      label: of reports.
+      config: with both tiers' sizes in pages.
+    """
+
+    def __init__(self, name: str, config: EngineConfig, factory: EngineFactory | None = None) -> None:
+        """Load and compile, unless another system's `factory` has; raises PensieveError or ModelError."""
+        self._factory = factory or EngineFactory(config)
+        self.config = config if factory else self._factory.config
+        self._costs = self._factory.costs_of(self.config)
+        self.label = label(name, config)
+
+    def sibling(self, name: str) -> EngineSystem:
+        """Another of the paper's systems on the same model and pages, to be served in turn with this one."""
+        return EngineSystem(name, system_config(name, self.config), self._factory)
+
+    def start(self, clock: RunClock) -> EngineServer:
+        """An engine without conversations; the one before is closed, and its turns are cancelled."""
+        store = SQLiteHistoryStore(None, fingerprint="a benchmark")
+        runners: list[TimedRunner] = []
+
+        def wrap(runner: Runner) -> Runner:
+            runners.append(TimedRunner(runner))
+            return runners[0]
+
+        engine = self._factory.start(self.config, clock=clock, store=store, wrap=wrap)
+        return EngineServer(engine, runners[0], store, self.config, clock)
+
+    def describe(self) -> dict[str, Any]:
+        """What a report says of it."""
+        return {"config": dataclasses.asdict(self.config), "costs": costs_document(self._costs)}
+
+    def device_name(self) -> str:
+        """See `System`."""
+        return device_name()
+
+    def close(self) -> None:
+        """Close the engine."""
+        self._factory.close()
+
+
+def _check(turn: Turn) -> None:
+    if turn.error is not None:
+        raise turn.error
+
+
+def _record(history: History) -> TurnRecord:
+    return TurnRecord(
+        conversation_id=history.conversation_id,
+        turn_index=0,
+        prompt_token_ids=tuple(history.token_ids[:-1]),
+        output_token_ids=tuple(history.token_ids[-1:]),
+        seed=0,
+        finish_reason="length",
+        created_at_s=history.last_active_s,
+    )

@@ -1,0 +1,81 @@
+"""`pensieve serve` as a process of a script: started, waited for, ended.
+
+Owns: the process and the address that it tells.
+Does not know: what is asked of it.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from pensieve_jax import PensieveError
+
+_LAUNCHER = "from pensieve_jax.commands.main import main; main()"
+_ADDRESS = re.compile(r"http://(?P<host>[^:/]+):(?P<port>\d+)")
+_DRAIN_S = 1  # for turns that still run at the end: nobody waits for them
+_STOP_S = 60.0
+
+
+class ServerEndedError(PensieveError):
+    """A server ended before it was ready."""
+
+
+class ServedProcess:
+    """A server from its start until `close`; a context manager.
+
+    Attributes:
+      host, port: where it listens.
+    """
+
+    def __init__(self, flags: Sequence[str]) -> None:
+        """Start it on a free port and wait until it is ready; raises ServerEndedError."""
+        command = [sys.executable, "-c", _LAUNCHER, "serve", "--port=0", f"--drain_s={_DRAIN_S}", *flags]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        try:
+            self.host, self.port = self._wait()
+        except BaseException:  # Ctrl-C as well: nobody holds it who could end it
+            self.close()
+            raise
+
+    @property
+    def address(self) -> str:
+        """For clients."""
+        return f"http://{self.host}:{self.port}"
+
+    def close(self) -> None:
+        """End it with what it was doing; a second call does nothing. One that does not end is killed."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            self.process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def _wait(self) -> tuple[str, int]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            found = _ADDRESS.search(line)
+            if found:
+                return found["host"], int(found["port"])
+        raise ServerEndedError(
+            f"The server ended with status {self.process.wait(_STOP_S)} before it was ready."
+        )
+
+    def __enter__(self) -> Self:
+        """The server itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End it."""
+        self.close()

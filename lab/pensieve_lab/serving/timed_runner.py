@@ -1,0 +1,219 @@
+"""When steps and copies began and ended: a runner and its transfers, timed around another one's.
+
+Owns: what counts as a step's wall time, as the host's, and as waiting for the device; how long copies take.
+Does not know: what a step computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from pensieve_jax.cache import Copy
+from pensieve_jax.engine.runner import Progress, Runner
+from pensieve_jax.engine.transfers import Ended, Transfers
+from pensieve_jax.scheduler import PlanLayout, StepPlan, StepResult
+from pensieve_lab.serving.host_parts import WAIT, HostParts
+from pensieve_lab.workload import StepLog, Steps
+
+_READY_S = 1e-4  # a fetch that is shorter found its ids on the host
+
+
+class TimedRunner:
+    """Passes everything on to `runner`.
+
+    A step's time is that of `StepLog`, from when its dispatch begins. While steps follow one another the host
+    works from a fetch to the next dispatch, beside the step that was dispatched before.
+
+    Attributes:
+      layouts, transfers: the runner's.
+      host_s: from fetches to the dispatches that followed, while a step was in flight.
+      num_host_steps: dispatches that `host_s` counts.
+      dispatch_s: within dispatches, copies of chunks that begin with them included; the launches of kernels
+        are not, where jaxlib makes them in a thread of its own.
+      device_wait_s: blocked in fetches.
+      num_late_steps: fetches whose ids were there already: the device may have waited for the host.
+      parts: of the host's time.
+      inner: the runner.
+    """
+
+    def __init__(self, runner: Runner, timer: Callable[[], float] = time.perf_counter) -> None:
+        """`timer` counts seconds from any origin."""
+        self.layouts: Mapping[int, PlanLayout] = runner.layouts
+        self.parts = HostParts(timer)
+        self.timed_transfers = TimedTransfers(runner.transfers, self.parts, timer)
+        self.transfers: Transfers = self.timed_transfers
+        self._steps = StepLog(runner.layouts)
+        self.host_s = self.dispatch_s = self.device_wait_s = 0.0
+        self.num_host_steps = self.num_late_steps = 0
+        self.inner = runner
+        self._recorded: list[StepPlan] | None = None
+        self._timer = timer
+
+    @contextlib.contextmanager
+    def recording(self, plans: list[StepPlan]) -> Iterator[None]:
+        """Every plan that is dispatched meanwhile goes into `plans`."""
+        self._recorded = plans
+        try:
+            yield
+        finally:
+            self._recorded = None
+
+    @property
+    def totals(self) -> Steps:
+        """Of fetched steps, by bucket."""
+        return self._steps.totals
+
+    @property
+    def in_flight(self) -> bool:
+        """A step was dispatched and not fetched."""
+        return self._steps.first_begun_s is not None
+
+    @property
+    def num_compilations(self) -> int:
+        """See `Runner`."""
+        return self.inner.num_compilations
+
+    def fill_tiles(self, plan: StepPlan) -> None:
+        """See `Runner`."""
+        self.inner.fill_tiles(plan)
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """See `Runner`."""
+        self.inner.warm_up(progress)
+
+    def dispatch(self, plan: StepPlan) -> Any:
+        """See `Runner`."""
+        self.parts.lap("plan")
+        if self._recorded is not None:
+            self._recorded.append(plan)
+        begun_s = self._timer()
+        handle = self.inner.dispatch(plan)
+        now_s = self._timer()
+        self.dispatch_s += now_s - begun_s
+        first_begun_s, fetched_s = self._steps.first_begun_s, self._steps.fetched_s
+        follows = first_begun_s is not None and fetched_s > first_begun_s
+        if follows:
+            self.host_s += now_s - fetched_s
+            self.num_host_steps += 1
+        self.parts.work |= _work(plan)
+        self.parts.lap("dispatch")
+        self.parts.launched(follows=follows)
+        self._steps.launch(plan.layout.num_tokens, int(plan.cu_q_lens[-1]), begun_s)
+        return handle
+
+    def fetch(self, handle: Any) -> StepResult:
+        """See `Runner`."""
+        self.parts.lap("finish")  # of nothing: right after a launch
+        asked_s = self._timer()
+        result = self.inner.fetch(handle)
+        now_s = self._timer()
+        self._steps.fetch(now_s)
+        self.device_wait_s += now_s - asked_s
+        self.num_late_steps += now_s - asked_s < _READY_S
+        self.parts.lap(WAIT)
+        return result
+
+    def reset(self) -> None:
+        """See `Runner`."""
+        self._steps.forget()
+        self.timed_transfers.forget()
+        self.inner.reset()
+
+    def memory_analysis(self) -> dict[str, Any]:
+        """See `Runner`."""
+        return self.inner.memory_analysis()
+
+
+class TimedTransfers:
+    """Passes everything on to `transfers`.
+
+    Attributes:
+      out_s, in_s: from when copies were asked for until they were named as complete or rushed, together.
+      num_out, num_in: such copies.
+    """
+
+    def __init__(self, transfers: Transfers, parts: HostParts, timer: Callable[[], float]) -> None:
+        """`parts` has the host's time for them as "complete" and "copies"."""
+        self.out_s = self.in_s = 0.0
+        self.num_out = self.num_in = 0
+        self._transfers = transfers
+        self._parts = parts
+        self._timer = timer
+        self._asked_out_s: dict[int, float] = {}
+        self._asked_in_s: dict[int, float] = {}
+
+    def swap_out(self, copies: Sequence[Copy]) -> None:
+        """See `Transfers`."""
+        self._parts.lap("schedule")
+        self._parts.work["chunks_out"] += len(copies)
+        self._asked_out_s |= dict.fromkeys((copy.copy_id for copy in copies), self._timer())
+        self._transfers.swap_out(copies)
+
+    def swap_in(self, copies: Sequence[Copy]) -> None:
+        """See `Transfers`."""
+        self._parts.work["chunks_in"] += len(copies)
+        self._asked_in_s |= dict.fromkeys((copy.copy_id for copy in copies), self._timer())
+        self._transfers.swap_in(copies)
+
+    def rush(self, copy_ids: Collection[int]) -> None:
+        """See `Transfers`."""
+        self._transfers.rush(copy_ids)
+        self._parts.work["rushed"] += len(copy_ids)
+        self._end(copy_ids)
+        self._parts.lap("copies")
+
+    def completed(self) -> Ended:
+        """See `Transfers`."""
+        ended = self._transfers.completed()
+        for copy_ids in ended:
+            self._parts.work["ended"] += len(copy_ids)
+            self._end(copy_ids)
+        self._parts.lap("complete")
+        return ended
+
+    def wait(self) -> None:
+        """See `Transfers`."""
+        self._transfers.wait()
+        self._parts.lap(WAIT)
+
+    def stats(self) -> dict[str, int | float]:
+        """See `Transfers`; and the copies' own times."""
+        return {
+            **self._transfers.stats(),
+            "swap_out_s": self.out_s,
+            "swap_in_s": self.in_s,
+            "num_timed_swap_outs": self.num_out,
+            "num_timed_swap_ins": self.num_in,
+        }
+
+    def forget(self) -> None:
+        """Copies that are in flight will not be named."""
+        self._asked_out_s.clear()
+        self._asked_in_s.clear()
+
+    def _end(self, copy_ids: Collection[int]) -> None:
+        now_s = self._timer()
+        for copy_id in copy_ids:
+            asked_s = self._asked_out_s.pop(copy_id, None)
+            if asked_s is not None:
+                self.out_s += now_s - asked_s
+                self.num_out += 1
+            else:
+                self.in_s += now_s - self._asked_in_s.pop(copy_id)
+                self.num_in += 1
+
+
+def _work(plan: StepPlan) -> dict[str, int]:
+    num_rows = int(plan.num_rows[0])
+    num_single = int(np.count_nonzero(np.diff(plan.cu_q_lens[: num_rows + 1]) == 1))
+    return {
+        "bucket": plan.layout.num_tokens,
+        "tokens": int(plan.cu_q_lens[-1]),
+        "rows": num_rows,
+        "single_rows": num_single,
+    }

@@ -1,0 +1,200 @@
+"""Hugging Face transformers' continuous batching as a server of a benchmark (written for transformers 5.17).
+
+Owns: its set-up with the same memory, batch and model, and reading its results.
+Does not know: users or figures.
+
+Every turn sends its whole history. What requests left in memory is found again by its tokens, in whole blocks
+from the beginning on, until other requests need the room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from model_defs import ModelConfig
+from pensieve_jax import EngineConfig
+from pensieve_lab.serving.clock import RunClock
+from pensieve_lab.serving.peers import PeerError, Transcripts, check_length, hf_config, import_peer, usage
+from pensieve_lab.workload import Answer, History, Steps, UserTurn
+
+_POLL_S = 0.005  # a third of a step of the models meant here; it decides how soon new turns are handed over
+_NO_ID = -1  # its word for an end of sequence that never comes
+_WARM_UP_IDS = [3] * 8
+_BLOCK_TOKENS = 256  # its default, which some of its attention back ends need
+_RANDOM = "random:"
+
+
+class TransformersServer:
+    """A `Server` on a running `ContinuousBatchingManager`, which has a thread of its own."""
+
+    def __init__(self, manager: Any, clock: RunClock) -> None:
+        """Stamps of the manager are readings of the timer that `clock` counts by."""
+        self._manager = manager
+        self.clock = clock
+        self._transcripts = Transcripts()
+        self._turns: dict[str, UserTurn] = {}
+        self._num_requests = 0
+        self._num_found: dict[str, int] = {}  # tokens that the cache had of a request's prompt
+        self._note_what_is_found(manager.batch_processor.cache)
+
+    @property
+    def num_unfinished(self) -> int:
+        """See `Server`."""
+        return len(self._turns)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """See `Server`."""
+        return bool(self._turns)
+
+    def remember(self, histories: Iterable[History]) -> None:
+        """See `Server`: the client remembers, and every history is read once."""
+        num_left = 0
+        for history in histories:
+            self._transcripts.add(history.conversation_id, history.token_ids)
+            self._add(history.token_ids, 1)
+            num_left += 1
+        while num_left:
+            num_left -= len(self._results())
+
+    def submit(self, turn: UserTurn) -> None:
+        """See `Server`."""
+        transcript = self._transcripts.add(turn.conversation_id, turn.token_ids)
+        request_id = self._add(transcript, turn.output_tokens)
+        self._turns[request_id] = turn
+
+    def step(self, until_s: float) -> list[Answer]:
+        """See `Server`."""
+        return [self._answer(result) for result in self._results()]
+
+    def counters(self) -> Mapping[str, float]:
+        """See `Server`: nothing is known."""
+        return {}
+
+    def steps(self) -> Steps:
+        """See `Server`: nothing is known."""
+        return {}
+
+    def _note_what_is_found(self, cache: Any) -> None:
+        """From here on note what `cache` has of prompts, which no result says. Its thread calls."""
+        search = cache.search_prefix_match
+
+        def noted(request_id: str, prompt_ids: list[int]) -> int:
+            num_tokens: int = search(request_id, prompt_ids)
+            if num_tokens:  # a request that waits is looked up again; one that was evicted finds its answer
+                self._num_found.setdefault(request_id, num_tokens)
+            return num_tokens
+
+        cache.search_prefix_match = noted
+
+    def _add(self, token_ids: Sequence[int], num_tokens: int) -> str:
+        self._num_requests += 1
+        request_id = str(self._num_requests)
+        self._manager.add_request(
+            token_ids,
+            request_id=request_id,
+            max_new_tokens=num_tokens,
+            record_timestamps=True,
+            eos_token_id=_NO_ID,
+        )
+        return request_id
+
+    def _results(self) -> list[Any]:
+        """What has ended, after some milliseconds at most; raises PeerError for what failed."""
+        results = []
+        result = self._manager.get_result(timeout=_POLL_S)
+        while result is not None:
+            if result.error is not None:
+                raise PeerError(f"transformers failed a request: {result.error}")
+            results.append(result)
+            result = self._manager.get_result(timeout=0)
+        if not results and not self._manager.is_running():
+            raise PeerError("transformers' generation thread ended before its time; its log says why.")
+        return results
+
+    def _answer(self, result: Any) -> Answer:
+        turn = self._turns.pop(result.request_id)
+        check_length(turn, result.generated_tokens)
+        self._transcripts.add(turn.conversation_id, result.generated_tokens)
+        first_token_s = self.clock.at(result.timestamps[0])
+        num_found = self._num_found.pop(result.request_id, 0)
+        return Answer(turn, 0, first_token_s, self.clock.now(), usage(turn, num_found))
+
+
+class TransformersSystem:
+    """One model; a manager for each load point.
+
+    Attributes:
+      label: of reports.
+    """
+
+    def __init__(
+        self, source: str, model: ModelConfig, dtype: str, config: EngineConfig, attention: str
+    ) -> None:
+        """Load the model, or make one of random weights; raises ConfigError where that cannot be imported.
+
+        Args:
+          source: as of `--model`, resolved.
+          model: its shape.
+          dtype: "float32", "bfloat16" or "float16".
+          config: `cache` and `scheduler` say how much memory and how large a batch it gets.
+          attention: what computes attention, e.g. "flash_attention_2", or "paged|sdpa"; plain "sdpa" is
+            replaced by flash attention where transformers finds one, or believes that it can fetch one.
+        """
+        self.label = "transformers"
+        self._torch = import_peer(self.label, "torch")
+        self._transformers = import_peer(self.label, "transformers")
+        self._config = config
+        self._manager: Any = None
+        options = {"dtype": getattr(self._torch, dtype), "attn_implementation": attention}
+        causal = self._transformers.AutoModelForCausalLM
+        self._device = "cuda" if self._torch.cuda.is_available() else "cpu"
+        if source.startswith(_RANDOM):
+            values = hf_config(model, dtype)
+            shape = self._transformers.AutoConfig.for_model(**values)
+            with self._torch.device(self._device):
+                self._model = causal.from_config(shape, **options)
+        else:
+            self._model = causal.from_pretrained(source, device_map=self._device, **options)
+
+    def start(self, clock: RunClock) -> TransformersServer:
+        """A manager with an empty cache; the one before is stopped."""
+        self.close()
+        generation = import_peer(self.label, "transformers.generation")
+        cache, scheduler = self._config.cache, self._config.scheduler
+        self._manager = self._model.init_continuous_batching(
+            generation_config=generation.GenerationConfig(do_sample=False, eos_token_id=_NO_ID),
+            continuous_batching_config=generation.ContinuousBatchingConfig(
+                block_size=_BLOCK_TOKENS,
+                num_blocks=cache.gpu_pages * cache.chunk_tokens // _BLOCK_TOKENS,
+                max_batch_tokens=scheduler.max_num_batched_tokens,
+                max_requests_per_batch=scheduler.max_num_running,
+            ),
+        )
+        self._manager.warmup()
+        # Batching asynchronously it needs a request to begin with.
+        self._manager.add_request(_WARM_UP_IDS, request_id="warm-up", max_new_tokens=2, eos_token_id=_NO_ID)
+        self._manager.start()
+        while self._manager.get_result(timeout=_POLL_S) is None:
+            if not self._manager.is_running():
+                raise PeerError("transformers' generation thread ended while warming up; its log says why.")
+        return TransformersServer(self._manager, clock)
+
+    def describe(self) -> dict[str, Any]:
+        """What a report says of it."""
+        return {
+            "transformers": self._transformers.__version__,
+            "torch": self._torch.__version__,
+            "attention": self._model.config._attn_implementation,
+        }
+
+    def device_name(self) -> str:
+        """The kind of the device, for reports."""
+        return f"cuda: {self._torch.cuda.get_device_name(0)}" if self._device == "cuda" else "cpu"
+
+    def close(self) -> None:
+        """Stop the manager, if one runs; what it has not answered it gives up."""
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            manager.stop(block=True, timeout=10, hard_stop=True)

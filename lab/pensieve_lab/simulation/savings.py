@@ -1,0 +1,139 @@
+"""What state saved: systems beside the stateless one, for people and for programs.
+
+Owns: the figures that are compared, and the table.
+Does not know: how they came about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pensieve_jax.commands.report import table
+from pensieve_lab.simulation.memory import Memory
+
+UNITS = {
+    "gpu_bytes": "device memory for KV state",
+    "cpu_bytes": "host memory for it",
+    "computed_tokens": "prompts and histories that were prefilled, again after suspensions too",
+    "saved_prefill_share": "of computed_tokens of the stateless system",
+    "saved_gpu_s": "seconds of steps of the stateless system that this one did not need",
+    "saved_gpu_share": "saved_gpu_s / device_busy_s of the stateless system",
+    "share": "of the conversations of the trace: one GPU's part",
+    "in_time": "whether the stateless system answers them within level_ms; null: nobody asked",
+    "rate_per_s": "conversations that begin in a second; null: as recorded",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """One system.
+
+    Attributes:
+      name: of it.
+      memory: for KV state.
+      figures: as `pensieve_lab.simulator.figures` has them.
+    """
+
+    name: str
+    memory: Memory
+    figures: Mapping[str, Any]
+
+    @property
+    def label(self) -> str:
+        """For the picture."""
+        return f"{self.name}\n{self.memory}"
+
+    @property
+    def found(self) -> tuple[float, float]:
+        """Shares of history on the device and on the host."""
+        return self.figures["gpu_hit_rate"], self.figures["cpu_hit_rate"]
+
+    @property
+    def computed_tokens(self) -> int:
+        """Prefilled: what is new, what was lost of histories, and what suspensions lost."""
+        return sum(self.figures[name] for name in ("prefilled_tokens", "recomputed_tokens", "wasted_tokens"))
+
+    def saved(self, stateless: Served) -> dict[str, float]:
+        """By name; see `UNITS`."""
+        mine, theirs = self.figures, stateless.figures
+        gpu_s = theirs["device_busy_s"] - mine["device_busy_s"]
+        return {
+            "saved_prefill_share": 1 - self.computed_tokens / max(stateless.computed_tokens, 1),
+            "saved_gpu_s": gpu_s,
+            "saved_gpu_share": gpu_s / max(theirs["device_busy_s"], 1e-9),
+        }
+
+    def as_dict(self, stateless: Served) -> dict[str, Any]:
+        """For JSON."""
+        memory = {"gpu_bytes": self.memory.gpu_bytes, "cpu_bytes": self.memory.cpu_bytes}
+        computed = {"computed_tokens": self.computed_tokens}
+        return {"system": self.name, **memory, **computed, **self.saved(stateless), **self.figures}
+
+
+_NEARLY = 0.97
+_MOSTLY_IDLE = 0.25
+
+COLUMNS = (
+    *("system", "memory", "requests", "ms/token", "p50", "p90", "p99", "first token ms", "p90 "),
+    *("history on device", "on host", "prefilled tokens", "saved", "GPU s", "saved "),
+)
+
+
+def savings_table(served: Sequence[Served]) -> str:
+    """A row for each; the first is the stateless one."""
+    return table(COLUMNS, [_row(one, served[0]) for one in served])
+
+
+def _row(one: Served, stateless: Served) -> list[object]:
+    figures, saved = one.figures, one.saved(stateless)
+    latency, first = figures["normalized_latency_s"], figures["first_token_s"]
+    return [
+        *(one.name, str(one.memory), figures["num_requests"]),
+        *(f"{1e3 * latency[part]:.1f}" for part in ("mean", "p50", "p90", "p99")),
+        *(f"{1e3 * first[part]:,.0f}" for part in ("mean", "p90")),
+        *(f"{share:.0%}" for share in one.found),
+        *(one.computed_tokens, f"{saved['saved_prefill_share']:.0%}"),
+        *(f"{figures['device_busy_s']:,.0f}", f"{saved['saved_gpu_share']:.0%}"),
+    ]
+
+
+def answer(served: Sequence[Served]) -> str:
+    """In a sentence: of those that save most, or nearly, the one with the least memory."""
+    stateless = served[0]
+    most_s = max(one.saved(stateless)["saved_gpu_s"] for one in served)
+    best = next(one for one in served if one.saved(stateless)["saved_gpu_s"] >= _NEARLY * most_s)
+    if best is stateless:
+        return _nothing(served)
+    saved = best.saved(stateless)
+    latency = [1e3 * one.figures["normalized_latency_s"]["mean"] for one in (stateless, best)]
+    return (
+        f"{best.memory} is the smallest memory that saves nearly as much of the GPU's time as any here. "
+        f"With it, keeping state saves {saved['saved_prefill_share']:.0%} of the prefilled tokens "
+        f"and {saved['saved_gpu_share']:.0%} of the GPU's time ({saved['saved_gpu_s']:,.0f} s); "
+        f"a token takes {latency[1]:.1f} ms on average instead of {latency[0]:.1f}."
+    )
+
+
+def _nothing(served: Sequence[Served]) -> str:
+    """Why no system needs less of the GPU's time; tokens may be saved all the same."""
+    stateless = served[0]
+    shares = [one.saved(stateless)["saved_prefill_share"] for one in served]
+    if not max(shares) > 0:
+        return "State saves nothing here: no turn has a history, or all of it is lost before it returns."
+    best = served[shares.index(max(shares))]
+    return (
+        f"State saves none of the GPU's time here. "
+        f"With {best.memory} it saves {max(shares):.0%} of the prefilled tokens."
+    )
+
+
+def load(stateless: Served) -> str:
+    """In a sentence: how busy the stateless system was, and whether latencies can tell systems apart."""
+    share = stateless.figures["device_busy"]
+    busy = f"{share:.0%}" if share >= 0.005 else "under 1%"
+    if share < _MOSTLY_IDLE:
+        told = "latencies say little here, prefilled tokens count"
+        return f"Without state this load keeps one GPU busy for {busy} of the time: {told}."
+    return f"Without state this load keeps one GPU busy for {busy} of the time until the last answer."

@@ -1,0 +1,91 @@
+"""A device that computes nothing and takes its time, and the host that feeds it.
+
+Owns: how long the host is busy with a step; when a step that was dispatched runs, and when its ids are on the
+host.
+Does not know: what a step computes, or who waits for it.
+"""
+
+from __future__ import annotations
+
+from pensieve_jax.scheduler import bucket_for
+from pensieve_lab.simulator.clock import Timeline
+from pensieve_lab.simulator.profile import DeviceProfile
+from pensieve_lab.simulator.step_time import Heat, StepLoad, StepTime
+from pensieve_lab.simulator.transfers import SimulatedTransfers
+from pensieve_lab.workload.step_totals import StepLog
+
+
+class SimulatedDevice:
+    """One device (or several that work as one), and the host that feeds it.
+
+    Attributes:
+      busy_s: time that steps took, so far.
+      num_padded_tokens: query tokens that steps were padded with.
+      padding_s: time of `busy_s` that they took.
+      host_s: of the host, for steps.
+      steps: as a clock of the host would see them.
+    """
+
+    def __init__(
+        self,
+        profile: DeviceProfile,
+        buckets: tuple[int, ...],
+        timeline: Timeline,
+        transfers: SimulatedTransfers,
+    ) -> None:
+        """Idle. `buckets`: the padded step sizes."""
+        self._step_time = StepTime(profile.step, buckets)
+        self._buckets = buckets
+        self._host, self._fetch_s = profile.host, profile.fetch_s
+        self._heat = Heat(profile.step.hot_s)
+        self._is_launching = profile.launches == "engine"
+        self._num_turns = 0  # since the last step
+        self._num_chunks = 0  # asked for before the last step
+        self._timeline = timeline
+        self._transfers = transfers
+        self.busy_s = 0.0
+        self.num_padded_tokens = 0
+        self.padding_s = self.host_s = 0.0
+        self.steps = StepLog(buckets, timeline.now())
+
+    def submit(self) -> None:
+        """A turn came."""
+        self._num_turns += 1
+
+    def dispatch(self, load: StepLoad) -> float:
+        """Launch a step behind everything that was dispatched; returns when it will have ended."""
+        timeline, host = self._timeline, self._host
+        self._transfers.before_dispatch()
+        timeline.advance(self._work_s(load))
+        bucket = bucket_for(self._buckets, load.num_tokens)
+        self.steps.launch(bucket, load.num_tokens, timeline.now())
+        self._heat.rest(timeline.now() - timeline.device_free_s)
+        is_heating = self._step_time.is_heating(bucket)
+        heat = self._heat.step(self._step_time.seconds(load, 0.0), is_heating=is_heating)
+        seconds = self._step_time.seconds(load, heat)
+        self.busy_s += seconds
+        self.num_padded_tokens += bucket - load.num_tokens
+        self.padding_s += self._step_time.padding_s(load.num_tokens)
+        # The device computes what has been launched while the rest is being launched.
+        launch_s = host.launch_beside_copies_s if self._transfers.is_moving() else host.launch_s
+        begin_s = max(timeline.now(), timeline.device_free_s)
+        end_s = max(begin_s + seconds, timeline.now() + launch_s)
+        timeline.occupy_device(end_s)
+        if self._is_launching:
+            timeline.advance(launch_s)
+            self.host_s += launch_s
+        return end_s
+
+    def _work_s(self, load: StepLoad) -> float:
+        """What the host does for a step before it is launched."""
+        host, num_chunks = self._host, self._transfers.num_chunks
+        seconds = host.step_s + host.row_s * load.num_rows
+        seconds += host.turn_s * self._num_turns + host.chunk_s * (num_chunks - self._num_chunks)
+        self._num_turns, self._num_chunks = 0, num_chunks
+        self.host_s += seconds
+        return seconds
+
+    def fetch(self, end_s: float) -> None:
+        """Wait for the ids of a step that ends at `end_s`."""
+        self._timeline.advance_to(end_s + self._fetch_s)
+        self.steps.fetch(self._timeline.now())

@@ -1,0 +1,315 @@
+"""One serving engine under virtual time: the real scheduler and cache, a device that only takes time.
+
+Owns: what takes the place of ids, histories and a device around the engine's own loop (`engine.loop`), so
+that the same turns lead to the same decisions; stretches of steps that need no scheduler.
+Does not know: clients, other replicas, or what turns are for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pensieve_jax.balance import Load
+from pensieve_jax.cache import CachedSequence, CacheManager, CostModel, Experience, Shelf
+from pensieve_jax.config import EngineConfig
+from pensieve_jax.core.conversation import Conversation
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.engine.loop import EngineLoop, Sweep
+from pensieve_jax.engine.observer import Observe, unobserved
+from pensieve_jax.engine.stats import EngineStats
+from pensieve_jax.scheduler import Grant, Request, token_buckets
+from pensieve_lab.simulator.clock import Timeline
+from pensieve_lab.simulator.device import SimulatedDevice
+from pensieve_lab.simulator.profile import DeviceProfile
+from pensieve_lab.simulator.step_time import StepLoad
+from pensieve_lab.simulator.stretch import Stretch, is_blocked
+from pensieve_lab.simulator.transfers import SimulatedTransfers
+from pensieve_lab.workload.server import History
+from pensieve_lab.workload.step_totals import Steps
+from pensieve_lab.workload.turns import Answer, UserTurn
+
+_TOKEN_ID = 0  # of every prompt: nobody reads them
+_NOBODY: list[Request] = []
+
+
+@dataclass(slots=True)
+class _Served:
+    """A turn that was submitted, what it missed then, and when its first token came."""
+
+    turn: UserTurn
+    compute_tokens: int
+    first_token_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step: what it computes, who gets a first or a last token, how many get one, and when it ends."""
+
+    load: StepLoad
+    first: list[Request]
+    last: list[Request]
+    num_samples: int
+    end_s: float = 0.0
+
+
+class Replica:
+    """A `Server` of turns in virtual time.
+
+    Attributes:
+      number: among its like.
+      clock: its time, and its device's.
+      cache: where the state of conversations is.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        profile: DeviceProfile,
+        cost_model: CostModel,
+        *,
+        number: int = 0,
+        start_s: float = 0.0,
+        stretches: bool = True,
+        observe: Observe | None = None,
+        experience: Experience | None = None,
+    ) -> None:
+        """Idle. `config.cache.cpu_bytes` must be turned into pages.
+
+        `stretches` False asks the scheduler for every step, which takes longer and changes nothing else.
+        `observe` sees every decision; see `Observe`. An order that learns goes on from `experience`.
+        """
+        self.number = number
+        self.clock = Timeline(start_s)
+        cache = config.cache
+        chunk_bytes = profile.host_chunk_bytes(cache.chunk_tokens)
+        share_bytes = chunk_bytes // profile.num_devices
+        max_num_staged = config.with_staged_pages(share_bytes).runner.max_num_staged_pages
+        self._transfers = SimulatedTransfers(
+            profile,
+            self.clock,
+            chunk_bytes=chunk_bytes,
+            max_num_staged=max_num_staged,
+            retrieval_priority=cache.retrieval_priority,
+        )
+        self._device = SimulatedDevice(profile, token_buckets(config.scheduler), self.clock, self._transfers)
+        self._stats = EngineStats()
+        self._loop: EngineLoop[_Step] = EngineLoop(
+            config,
+            cost_model,
+            self.clock,
+            self._transfers,
+            self._stats,
+            max_num_copies=max_num_staged,
+            observe=observe or unobserved,
+            experience=experience,
+        )
+        self.cache: CacheManager = self._loop.cache
+        self._config = config
+        self._stretches = stretches
+        self._stretch: Stretch | None = None
+        self._is_observed = observe is not None
+        self._turns: dict[Request, _Served] = {}
+        self._sequences: dict[str, CachedSequence] = {}
+        self._busy: set[str] = set()
+        self._compute_tokens = self._context_tokens = 0
+        self._sweep = Sweep()
+
+    @property
+    def num_unfinished(self) -> int:
+        """Turns that were submitted and not answered."""
+        return len(self._turns)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """A turn has no answer yet, or a step is in flight."""
+        return bool(self._turns) or self._loop.in_flight is not None
+
+    def submit(self, turn: UserTurn) -> None:
+        """Queue a turn of a conversation that none is running of; its history may be known or not.
+
+        It takes what it does from the time on at which it was sent, if nothing else is going on.
+        """
+        if not self.has_unfinished:
+            self.clock.advance_to(turn.arrival_s)
+        self._busy.add(turn.conversation_id)
+        num_history = turn.num_history_tokens
+        conversation = Conversation(
+            turn.conversation_id,
+            [_TOKEN_ID] * (num_history + turn.prompt_tokens),
+            num_history_tokens=num_history,
+            num_computed_tokens=max(num_history - 1, 0),
+        )
+        request = self._loop.submit(
+            conversation,
+            self._sequence(turn.conversation_id),
+            _params(turn.output_tokens),
+            seed=0,
+            ending_ids=(),
+            max_context_tokens=num_history + turn.prompt_tokens + turn.output_tokens,
+        )
+        compute_tokens = self._missing_tokens(turn)
+        self._turns[request] = _Served(turn, compute_tokens)
+        self._compute_tokens += compute_tokens
+        self._context_tokens += num_history + turn.prompt_tokens
+        self._device.submit()
+
+    @property
+    def load(self) -> Load:
+        """What there is to do."""
+        return Load(len(self._turns), self._compute_tokens, self._context_tokens)
+
+    @property
+    def unanswered(self) -> list[UserTurn]:
+        """Turns that were submitted and not answered, in that order."""
+        return [served.turn for served in self._turns.values()]
+
+    def _missing_tokens(self, turn: UserTurn) -> int:
+        """What has to be computed for a turn, as its conversation is now."""
+        sequence = self._sequences[turn.conversation_id]
+        num_kept = (len(sequence.chunks) - sequence.num_on[Shelf.ABSENT]) * self.cache.chunk_tokens
+        return turn.prompt_tokens + max(turn.num_history_tokens - num_kept, 0)
+
+    def remember(self, histories: Iterable[History]) -> None:
+        """Have the state of conversations, as if computed and left at their times; in no other time.
+
+        What gives way to it is moved or dropped as the cache decides. For the start of a run.
+        """
+        for history in histories:
+            self.clock.advance_to(min(history.last_active_s, 0.0))
+            # The last token of a reply has no KV yet.
+            self._have(history.conversation_id, history.num_tokens - 1)
+
+    def _have(self, conversation_id: str, num_tokens: int) -> None:
+        sequence, cache = self._sequence(conversation_id), self.cache
+        cache.begin_step()
+        cache.enqueue(sequence, -1)
+        if not cache.try_admit(sequence, num_tokens, waive_reserve=True):
+            raise AssertionError(f"the pool has no room for {num_tokens} tokens, or requests are running")
+        cache.fill(sequence, 0, num_tokens)
+        cache.turns.left(sequence, num_tokens)
+        cache.release(sequence)
+        cache.end_step()
+        for copies in cache.take_copies():
+            cache.complete(copy.copy_id for copy in copies)
+        cache.take_drops()
+
+    def step(self, until_s: float) -> list[Answer]:
+        """Go on by a step, or by several while the clock is before `until_s` and nobody is answered.
+
+        A step is scheduled and dispatched, then the one before is awaited; returns what that one answered.
+        """
+        if self._advance(until_s):
+            return []
+        return self._finish(self._loop.step(lambda output: self._launch(self._look_at(output.grants))))
+
+    def counters(self) -> dict[str, int | float]:
+        """Counters since the start, named as those of `Engine.stats`, and the device's."""
+        return {
+            **self._stats.as_dict(),
+            **self.cache.stats(),
+            **self._transfers.stats(),
+            "device_busy_s": self._device.busy_s,
+            "num_padded_tokens": self._device.num_padded_tokens,
+            "padding_s": self._device.padding_s,
+            "host_s": self._device.host_s,
+        }
+
+    def steps(self) -> Steps:
+        """Steps since the start, by bucket."""
+        return self._device.steps.totals
+
+    def check_integrity(self) -> None:
+        """Assert that pages, chunks and requests agree (for tests)."""
+        self._loop.check_integrity()
+
+    def _sequence(self, conversation_id: str) -> CachedSequence:
+        sequence = self._sequences.get(conversation_id)
+        if sequence is None:
+            sequence = self._sequences[conversation_id] = self.cache.open(conversation_id)
+        return sequence
+
+    def _advance(self, until_s: float) -> bool:
+        """Do steps that need no scheduler, if the next one is one; False if it is not."""
+        if self._stretch is None and self._can_stretch():
+            self._stretch = Stretch(self._config, self._loop.scheduler, self.cache)
+        stretch, has_advanced = self._stretch, False
+        while stretch is not None and (not has_advanced or self.clock.now() < until_s):
+            if arrived := self._transfers.completed().arrived:
+                self.cache.complete(arrived)
+            if not stretch.can_go_on():
+                stretch.end()
+                stretch = self._stretch = None
+                break
+            output = stretch.step(with_grants=self._is_observed)
+            step = _Step(stretch.load, _NOBODY, stretch.last(), len(stretch.running))
+            launch = functools.partial(self._launch, step)
+            self._finish(self._loop.carry_out(output, step.load.num_tokens, launch))
+            stretch.load.lengthen()
+            has_advanced = True
+        return has_advanced
+
+    def _can_stretch(self) -> bool:
+        """Every running request got a token in the latest step, and none its last."""
+        latest, num_running = self._loop.in_flight, len(self._loop.scheduler.running)
+        if not self._stretches or latest is None or latest.last or latest.num_samples != num_running:
+            return False
+        return is_blocked(self._config, self._loop.scheduler, self.cache)
+
+    def _look_at(self, grants: tuple[Grant, ...]) -> _Step:
+        step = _Step(StepLoad(), [], [], 0)
+        for request, start, end, samples in grants:
+            step.load.add(end - start, end)
+            if samples:
+                step.num_samples += 1
+                num_tokens = len(request.token_ids)
+                if num_tokens == request.num_prompt_end + 1:
+                    step.first.append(request)
+                if num_tokens == request.max_total_tokens:
+                    step.last.append(request)
+        return step
+
+    def _launch(self, step: _Step) -> _Step:
+        step.end_s = self._device.dispatch(step.load)
+        return step
+
+    def _finish(self, step: _Step | None) -> list[Answer]:
+        """Wait for a step's ids, and settle the turns that end with them."""
+        if step is None:
+            return []
+        self._device.fetch(step.end_s)
+        now_s = self.clock.now()
+        for request in step.first:
+            served = self._turns[request]
+            served.first_token_s = now_s
+            self._compute_tokens -= served.compute_tokens
+        if not step.last:
+            return []
+        answers = [self._settle(request, now_s) for request in step.last]
+        self._forget_stateless()
+        return answers
+
+    def _settle(self, request: Request, now_s: float) -> Answer:
+        """A turn was answered."""
+        served = self._turns.pop(request)
+        usage = request.usage(request.num_output_tokens)
+        self._loop.settle(request, usage)
+        self._busy.remove(request.conversation.conversation_id)
+        self._context_tokens -= served.turn.num_history_tokens + served.turn.prompt_tokens
+        return Answer(served.turn, self.number, served.first_token_s, now_s, usage)
+
+    def _forget_stateless(self) -> None:
+        """Forget conversations without state, now and then, so that it costs little."""
+        if not self._sweep.is_due(len(self._sequences)):
+            return
+        for conversation_id, sequence in list(self._sequences.items()):
+            if conversation_id not in self._busy and not sequence.holds_state:
+                del self._sequences[conversation_id]
+                self.cache.close(sequence)
+        self._sweep.done(len(self._sequences))
+
+
+@functools.lru_cache(maxsize=4096)
+def _params(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True)

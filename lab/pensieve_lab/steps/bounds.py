@@ -1,0 +1,91 @@
+"""How fast a step can be at best: every operation at the speed of what limits it, memory or arithmetic.
+
+Owns: what a step's operations read, write and multiply. Does not know: kernels, padding or devices.
+
+Norms, activations, rotary embeddings and residuals are left out: their bytes may stay on the chip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from model_defs import ModelConfig
+from pensieve_jax.device.row_steps import Row
+from pensieve_lab.steps.ceilings import Ceilings
+
+
+class Operation(NamedTuple):
+    """Of all layers, on one device."""
+
+    name: str
+    num_bytes: int
+    flop: int
+
+    def seconds(self, ceilings: Ceilings) -> float:
+        """At best."""
+        return max(self.num_bytes / ceilings.read_bytes_per_s, self.flop / ceilings.flop_per_s)
+
+
+def operations(
+    model: ModelConfig,
+    rows: Sequence[Row],
+    *,
+    num_samples: int,
+    bytes_per_number: int,
+    kv_token_bytes: float,
+    num_devices: int,
+) -> list[Operation]:
+    """What a step of these rows has to do, of which `num_samples` tokens get logits.
+
+    Weights and activations are numbers of `bytes_per_number`, KV state takes `kv_token_bytes` a token, over
+    all layers; devices share all of it evenly.
+    """
+    num_tokens = sum(row.end - row.begin for row in rows)
+    width, heads = model.hidden_size, model.num_heads * model.head_dim
+    kv_width = 2 * model.num_kv_heads * model.head_dim
+    inner = model.intermediate_size
+    products = {
+        "qkv": (width, heads + kv_width),
+        "attention out": (heads, width),
+        "mlp in": (width, (2 if model.is_gated else 1) * inner),
+        "mlp out": (inner, width),
+    }
+    found = [
+        _product(name, num_tokens, *shape, model.num_layers, bytes_per_number)
+        for name, shape in products.items()
+    ]
+    found.append(_attention(model, rows, bytes_per_number, kv_token_bytes))
+    found.append(_product("logits", num_samples, model.embed_width, model.vocab_size, 1, bytes_per_number))
+    return [Operation(one.name, one.num_bytes // num_devices, one.flop // num_devices) for one in found]
+
+
+def bound_s(found: Sequence[Operation], ceilings: Ceilings) -> float:
+    """One operation after the other."""
+    return sum(one.seconds(ceilings) for one in found)
+
+
+def _product(
+    name: str, num_rows: int, num_in: int, num_out: int, count: int, bytes_per_number: int
+) -> Operation:
+    """`count` products of activations [num_rows, num_in] with weights [num_in, num_out]."""
+    numbers = num_in * num_out + num_rows * (num_in + num_out)
+    is_any = num_rows > 0
+    return Operation(
+        name, count * numbers * bytes_per_number * is_any, count * 2 * num_rows * num_in * num_out
+    )
+
+
+def _attention(
+    model: ModelConfig, rows: Sequence[Row], bytes_per_number: int, kv_token_bytes: float
+) -> Operation:
+    """Causal; every row reads the state of its context once."""
+    num_kept, numbers, pairs = 0, 0, 0
+    for row in rows:
+        num_tokens = row.end - row.begin
+        num_kept += row.end
+        numbers += 2 * num_tokens * model.num_heads * model.head_dim  # queries and answers
+        pairs += (row.begin + 1 + row.end) * num_tokens // 2
+    flop = 4 * pairs * model.num_heads * model.head_dim
+    num_bytes = round(num_kept * kv_token_bytes) + model.num_layers * numbers * bytes_per_number
+    return Operation("attention", num_bytes, model.num_layers * flop)

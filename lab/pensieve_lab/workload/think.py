@@ -1,0 +1,91 @@
+"""How long users think between an answer and their next turn.
+
+Owns: the distributions of think times, and how recorded ones are used.
+Does not know: arrivals, or how long answers take: a think time starts when the answer has ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from pensieve_lab.workload.checks import check_positive, check_time, is_number
+from pensieve_lab.workload.errors import WorkloadError
+from pensieve_lab.workload.trace import ConversationTrace
+
+
+class ThinkTime(Protocol):
+    """Think times of a conversation; draws only from the generator that it is given."""
+
+    def draw(self, conversation: ConversationTrace, rng: np.random.Generator) -> tuple[float, ...]:
+        """Seconds before each turn but the first: `len(conversation.turns) - 1` values, 0 or more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExponentialThink:
+    """Independent exponential think times, the paper's default; its Figure 15 sweeps the mean."""
+
+    mean_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        """Raise WorkloadError for a negative mean; 0 is a user who answers at once."""
+        check_time("mean_s", self.mean_s)
+
+    def draw(self, conversation: ConversationTrace, rng: np.random.Generator) -> tuple[float, ...]:
+        """See ThinkTime."""
+        return tuple(rng.exponential(self.mean_s, size=len(conversation.turns) - 1).tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class LognormalThink:
+    """Independent lognormal think times: exp(N(mu, sigma)) seconds, of median exp(mu).
+
+    The gaps of real chats are near mu=5.21, sigma=1.75 (BurstGPT), far heavier than an exponential.
+    """
+
+    mu: float
+    sigma: float
+
+    def __post_init__(self) -> None:
+        """Raise WorkloadError for a sigma that is not above 0 or a mu that is no number."""
+        if not is_number(self.mu):
+            raise WorkloadError("mu", self.mu, "a finite number: the logarithm of the median in seconds")
+        check_positive("sigma", self.sigma)
+
+    def draw(self, conversation: ConversationTrace, rng: np.random.Generator) -> tuple[float, ...]:
+        """See ThinkTime."""
+        return tuple(rng.lognormal(self.mu, self.sigma, size=len(conversation.turns) - 1).tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedThink:
+    """Think times as recorded: `think_s` of the turn, else its `gap_s`, else drawn from `otherwise`.
+
+    A gap is taken whole. It runs from arrival to arrival and so contains the answer of the recorded service,
+    whose duration is not known: sessions replayed by gaps think too long by one answer.
+
+    Attributes:
+      otherwise: for turns without either; None makes such a turn an error.
+    """
+
+    otherwise: ThinkTime | None = None
+
+    def draw(self, conversation: ConversationTrace, rng: np.random.Generator) -> tuple[float, ...]:
+        """See ThinkTime. Raises WorkloadError for a turn without a recorded time where none may be drawn."""
+        recorded = [turn.gap_s if turn.think_s is None else turn.think_s for turn in conversation.turns[1:]]
+        drawn: tuple[float, ...] | None = None
+        think: list[float] = []
+        for index, value in enumerate(recorded):
+            if value is None:
+                if self.otherwise is None:
+                    field = f"think_s of turn {index + 1} of conversation {conversation.conversation_id!r}"
+                    raise WorkloadError(
+                        field, None, "recorded", "draw think times from a distribution instead"
+                    )
+                drawn = drawn or self.otherwise.draw(conversation, rng)
+                value = drawn[index]
+            think.append(float(value))
+        return tuple(think)

@@ -1,0 +1,187 @@
+"""Profiles: the measurements that they must reproduce, what a step's time does, and files that are none."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from pensieve_jax import ConfigError
+from pensieve_lab.simulator import DeviceProfile, profile_names
+from pensieve_lab.simulator import profile as profile_module
+from pensieve_lab.simulator.step_time import Heat, StepLoad, StepTime
+
+H200 = DeviceProfile.load("h200_llama2-13b-gqa10")
+PATH = Path(profile_module.__file__).parent / "profiles" / "h200_llama2-13b-gqa10.json"
+
+
+def load_of(rows):
+    load = StepLoad()
+    for count, q_len, kv_len in rows:
+        for _ in range(count):
+            load.add(q_len, kv_len)
+    return load
+
+
+def seconds(*rows, bucket=2048, profile=H200):
+    return StepTime(profile.step, (bucket,)).seconds(load_of(rows))
+
+
+def _figures():
+    for name in profile_names():
+        profile = DeviceProfile.load(name)
+        for figure in profile.figures:
+            yield pytest.param(profile, figure, id=f"{profile.model}, {figure.what[:40]}")
+
+
+@pytest.mark.parametrize(("profile", "figure"), list(_figures()))
+def test_reproduces_what_was_measured(profile, figure):
+    modelled_s = seconds(*figure.rows, bucket=figure.bucket_tokens, profile=profile)
+    assert modelled_s == pytest.approx(figure.measured_s, rel=figure.tolerance)
+    assert figure.tolerance <= 0.1
+
+
+def test_reproduces_the_parts_of_a_step():
+    """Attention with its merges, and the rest, by the traces of the steps that it was fitted to."""
+    time = StepTime(H200.step, (128, 2048))
+    decode, prompt = load_of([(128, 1, 1024)]), load_of([(1, 2048, 2048)])
+    for load, attention_s, others_s in ((decode, 6.76e-3, 7.36e-3), (prompt, 4.31e-3, 71.1e-3)):
+        assert time._attention_s(load) == pytest.approx(attention_s, rel=0.05)
+        assert time.seconds(load) - time._attention_s(load) == pytest.approx(others_s, rel=0.12), (
+            "served: longer than bare"
+        )
+
+
+def test_every_profile_says_where_it_is_from():
+    assert set(profile_names()) >= {"h200_llama2-13b-gqa10", "a100_llama2-13b-gqa10", "a100_opt-13b"}
+    for name in profile_names():
+        profile = DeviceProfile.load(name)
+        assert profile.provenance and profile.model in name
+        assert (profile.source == "measured") == bool(profile.figures), name
+        assert 5e-3 < seconds((1, 1, 100), bucket=16, profile=profile) < 30e-3
+
+
+def test_heat_follows_what_steps_do():
+    heat = Heat(2.0)
+    assert heat.step(2.0, is_heating=True) == pytest.approx(math.exp(-1.0)), "the mean of 1 - exp(-t / 2)"
+    first = heat.step(1e-9, is_heating=False)
+    assert first == pytest.approx(1 - math.exp(-1.0))
+    assert heat.step(1000.0, is_heating=True) == pytest.approx(1.0, abs=1e-3)
+    heat.rest(2.0)
+    assert heat.step(1e-9, is_heating=True) == pytest.approx(math.exp(-1.0))
+    heat.rest(-5.0)
+    assert heat.step(1e-9, is_heating=True) == pytest.approx(math.exp(-1.0)), "nobody rested"
+    assert Heat(0.0).step(3.0, is_heating=True) == 0.0
+
+
+def test_heat_is_felt_by_products_alone():
+    time, costs = StepTime(H200.step, (128, 2048)), H200.step
+    decode, prompt = load_of([(128, 1, 1024)]), load_of([(1, 2048, 2048)])
+    assert not time.is_heating(128) and time.is_heating(2048)
+    assert time.seconds(decode) == time.seconds(decode, 0.0)
+    assert time.seconds(prompt) == time.seconds(prompt, 1.0)
+    products_s = costs.token_s * 2048
+    extra_s = time.seconds(prompt, 1.0) - time.seconds(prompt, 0.0)
+    assert extra_s == pytest.approx(costs.hot_share * products_s, rel=0.01)
+    assert 0 < time.seconds(decode, 1.0) - time.seconds(decode, 0.0) < costs.hot_share * products_s / 16
+
+
+def test_rows_of_either_kind_are_counted():
+    load = load_of([(3, 1, 10), (2, 5, 5)])
+    assert (load.num_rows, load.num_tokens) == (5, 13)
+    load = load_of([(3, 1, 10)])
+    load.lengthen()
+    assert load.num_rows == 3
+
+
+def test_whose_thread_launches_kernels_is_asked_for():
+    assert H200.launches == "jaxlib" and H200.host == H200.hosts["jaxlib"]
+    older = H200.launching("engine")
+    assert older.host == H200.hosts["engine"] and older.launches == "engine"
+    with pytest.raises(
+        ConfigError, match="launches is 'engine', but must be one that the profile has a host"
+    ):
+        DeviceProfile.load("a100_opt-13b").launching("engine")
+
+
+def test_state_may_take_fewer_bytes():
+    """Steps read it by the byte, at a speed of its own; all else stays."""
+    profile = DeviceProfile.load("h200_llama2-13b-gqa10")
+    half = profile.keeping(profile.kv_token_bytes // 2)
+    assert half.kv_token_bytes == profile.kv_token_bytes // 2
+    assert half.step.kv_read_s == pytest.approx(profile.step.kv_read_s / 2)
+    slow = profile.keeping(profile.kv_token_bytes // 2, rate=0.5)
+    assert slow.step.kv_read_s == pytest.approx(profile.step.kv_read_s)
+    assert dataclasses.replace(slow, kv_token_bytes=profile.kv_token_bytes, step=profile.step) == profile
+
+
+def test_padding_is_what_a_step_would_take_less_in_a_bucket_of_its_size():
+    time, exact = StepTime(H200.step, (16, 512)), StepTime(H200.step, (300,))
+    load = load_of([(299, 1, 1000), (1, 1, 4000)])
+    assert time.padding_s(300) == pytest.approx(time.seconds(load, 0.0) - exact.seconds(load, 0.0))
+    assert time.padding_s(300) > 0 == time.padding_s(512) == time.padding_s(16)
+    assert time.padding_s(17) > time.padding_s(300), "more of it"
+
+
+def test_more_takes_longer():
+    base = seconds((64, 1, 1000), bucket=512)
+    assert seconds((64, 1, 1000)) > seconds((64, 1, 1000), bucket=1024) > base
+    assert seconds((64, 1, 2000), bucket=512) > base
+    assert seconds((64, 1, 1000), (1, 256, 256), bucket=512) > base
+    assert seconds((1, 256, 4096), bucket=512) > seconds((1, 256, 256), bucket=512)
+    assert seconds((1, 1, 16384), bucket=16) > seconds((1, 1, 16), bucket=16) + 1e-3  # serial, not bandwidth
+
+
+def test_lengthening_is_looking_again():
+    load = load_of([(3, 1, 10), (1, 1, 40)])
+    load.lengthen()
+    assert (load.num_tokens, load.num_single_kv, load.longest_kv) == (4, 74, 41)
+    again = load_of([(3, 1, 11), (1, 1, 41)])
+    assert StepTime(H200.step, (16,)).seconds(load) == StepTime(H200.step, (16,)).seconds(again)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"format": "another"}, "a file of format"),
+        ({"source": "guessed"}, "source is one of"),
+        ({"provenance": []}, "provenance"),
+        ({"model": 3}, "a text 'model'"),
+        ({"kv_token_bytes": 0}, "'kv_token_bytes' above 0"),
+        ({"step": 1}, "an object 'step'"),
+        ({"step": {"weight_read_s": "long"}}, "'weight_read_s' from 0 on"),
+        ({"to_host": {"bytes_per_s": 0, "latency_s": 0}}, "'bytes_per_s' above 0"),
+        ({"both_ways_share": 0}, "both_ways_share above 0"),
+        ({"page_copy_byte_s": True}, "'page_copy_byte_s'"),
+        ({"hosts": {}}, "hosts of jaxlib and engine, the first at least"),
+        ({"hosts": {"jaxlib": {}, "users": {}}}, "found jaxlib, users"),
+        ({"hosts": {"jaxlib": {"step_s": -1}}}, "'step_s' from 0 on"),
+        ({"fetch_s": float("nan")}, "'fetch_s'"),
+        ({"fitted_runs": [1]}, "texts in the list 'fitted_runs'"),
+        ({"figures": {}}, "a list 'figures'"),
+        ({"figures": [1]}, "figures are objects"),
+        ({"figures": [{"rows": [[1, 2]]}]}, "rows of three numbers"),
+    ],
+)
+def test_refuses_other_files(tmp_path, change, says):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(json.loads(PATH.read_text()) | change))
+    with pytest.raises(ConfigError, match=says):
+        DeviceProfile.load(path)
+
+
+def test_refuses_what_is_no_file_and_an_overlap_below_1(tmp_path):
+    with pytest.raises(ConfigError, match="or one of a100_llama2-13b-gqa10"):
+        DeviceProfile.load("b200")
+    (tmp_path / "text").write_text("{")
+    with pytest.raises(ConfigError, match="not JSON"):
+        DeviceProfile.load(tmp_path / "text")
+    values = json.loads(PATH.read_text())
+    values["step"]["overlap"] = 0.5
+    (tmp_path / "overlap").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=r"step\.overlap"):
+        DeviceProfile.load(tmp_path / "overlap")
+    assert DeviceProfile.load(PATH) == H200

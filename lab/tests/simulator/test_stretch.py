@@ -1,0 +1,88 @@
+"""Advancing stretches is stepping: the same decisions, answers, times and counters."""
+
+from __future__ import annotations
+
+import pytest
+
+from lab.tests.simulator.workloads import make_sessions, serve, small_config
+from pensieve_jax.config import POLICIES
+from pensieve_lab.simulator import replica as replica_module
+from tests.cache.helpers import experience_of
+
+CONFIGS = {
+    **{policy: small_config(policy=policy) for policy in POLICIES},
+    "gpu": small_config(cpu_pages=0),
+    "stateless": small_config(cpu_pages=0, stateful=False),
+    "ample": small_config(gpu_pages=400, cpu_pages=400, max_num_running=32),
+    "tight": small_config(gpu_pages=26, cpu_pages=12),
+    "no priority": small_config(retrieval_priority=False, prefetch=False),
+}
+
+
+def check_equal(config, sessions):
+    stepped = serve(config, sessions, stretches=False)
+    advanced = serve(config, sessions, stretches=True)
+    assert advanced.outputs == stepped.outputs
+    assert advanced.plain_answers() == stepped.plain_answers()
+    assert advanced.stats == stepped.stats
+    return stepped
+
+
+SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3))]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_equals_stepping(name, seed):
+    seen = check_equal(CONFIGS[name], make_sessions(seed))
+    assert len(seen.answers) > 24
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_equals_stepping_in_an_order_that_has_learned(seed):
+    """Idle time goes from bin to bin while a stretch lasts."""
+    config, sessions = CONFIGS["learned"], make_sessions(seed, think_s=3.0)
+    experience = experience_of(seed)
+    seen = [
+        serve(config, sessions, stretches=stretches, experience=experience) for stretches in (False, True)
+    ]
+    assert seen[0].outputs == seen[1].outputs and seen[0].stats == seen[1].stats
+    assert any(output[4] for output in seen[0].outputs), "nothing gave way"
+
+
+@pytest.mark.parametrize("gap_s", [0.01, 2.0])
+def test_equals_stepping_crowded_and_lonely(gap_s):
+    """A queue all the time, or one conversation at a time."""
+    check_equal(CONFIGS["retention"], make_sessions(7, gap_s=gap_s))
+
+
+def test_equals_stepping_when_nobody_looks():
+    """Grants are made for observers alone, and nothing else hangs on that."""
+    config, sessions = CONFIGS["tight"], make_sessions(11)
+    seen = [serve(config, sessions, stretches=stretches, observed=False) for stretches in (False, True)]
+    assert seen[0].plain_answers() == seen[1].plain_answers() and seen[0].stats == seen[1].stats
+
+
+def test_everything_happens_here_and_stretches_are_long(monkeypatch):
+    """Otherwise these tests would show little."""
+    lengths = []
+
+    class Counted(replica_module.Stretch):
+        def end(self):
+            lengths.append(self.num_steps)
+            super().end()
+
+    monkeypatch.setattr(replica_module, "Stretch", Counted)
+    happened, num_steps = set(), 0
+    for name in ("retention", "tight"):
+        for seed in range(4):
+            seen = serve(CONFIGS[name], make_sessions(seed), stretches=True)
+            num_steps += seen.stats["num_steps"]
+            for grants, _, admitted, suspended, drops, swap_outs, swap_ins, rushed in seen.outputs:
+                kinds = {
+                    "grants": grants, "admitted": admitted, "suspended": suspended, "drops": drops,
+                    "swap_outs": swap_outs, "swap_ins": swap_ins, "rushed": rushed,
+                }  # fmt: skip
+                happened |= {kind for kind, values in kinds.items() if values}
+    assert happened == {"grants", "admitted", "suspended", "drops", "swap_outs", "swap_ins", "rushed"}
+    assert sum(lengths) > num_steps / 3 and max(lengths) > 30

@@ -1,0 +1,202 @@
+"""What recomputing a chunk costs, by context length: the profile behind `Cost(l)` (the paper's 4.3.1).
+
+    pensieve profile --model=random:llama2-13b-gqa10 --dtype=bfloat16 \\
+        --output=costs.json --plot=costs.png
+
+Times steps of the real runner that recompute a chunk which ends at context length l, for l = one chunk and
+its doublings. Sequences grow chunk by chunk, so that attention reads KV state that the model wrote, out of
+scattered pages. At each l two steps are timed:
+  alone     one chunk and nothing else, as the paper profiles it: mostly the reading of the weights;
+  in_batch  a chunk of each of `--num_batched_chunks` sequences, divided by their number: what one chunk
+            more costs in the batches that the engine runs.
+and of both the attention of all layers by itself, with the same kernel, pages and work list. Launches follow
+each other without waiting, as the engine's do; all are sampled in turn, and medians count. `rest` is the
+whole step less its attention at the shortest context; `--cost` says which of the two the cache takes.
+Prints a table and, as the last line, one JSON document (see `--json`). Give the file to
+`CacheConfig.cost_profile`.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import flags
+
+from model_defs import ModelConfig, make_mesh, source_config
+from pallas_kernels.attention_names import KV_DTYPES
+from pensieve_jax import CacheConfig, ConfigError, EngineConfig, RunnerConfig, SchedulerConfig
+from pensieve_jax.assembly import ProgressBar, cost_subject, make_runner
+from pensieve_jax.cache.cost import COST_KINDS, DEFAULT_COST_KIND, CostPoint, CostProfile, CostSubject
+from pensieve_jax.commands.cost_plot import check_can_plot, plot_costs
+from pensieve_jax.commands.engine_flags import COMPILATION_CACHE_HELP, define_model_flag, shows_progress
+from pensieve_jax.commands.launch import check_can_write
+from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
+from pensieve_jax.config import ATTENTION_BACKENDS
+from pensieve_jax.device.chunk_steps import ChunkSteps, Measured, Sampling, measure
+from pensieve_jax.model_source import resolve_model
+
+FLAGS = flags.FLAGS
+_DEFAULT_MAX_CONTEXT_TOKENS = 16384
+
+
+def cost_points(measured: Sequence[Measured], num_chunks: int) -> tuple[CostPoint, ...]:
+    """Per chunk; the rest of a step is what its attention leaves of it at the shortest context."""
+    rest_s = max(measured[0].total_s - measured[0].attention_s, 0.0)
+    return tuple(
+        CostPoint(m.context_len, m.attention_s / num_chunks, rest_s / num_chunks, m.total_s / num_chunks)
+        for m in measured
+    )
+
+
+def context_lengths(model: ModelConfig) -> list[int]:
+    """One chunk and its doublings, as far as flags and model go; raises ConfigError for fewer than two."""
+    chunk, wanted = FLAGS.chunk_tokens, FLAGS.max_context_tokens
+    most = model.max_position_embeddings
+    longest = min(most, _DEFAULT_MAX_CONTEXT_TOKENS) if wanted is None else wanted
+    if not 2 * chunk <= longest <= most:
+        limit = f"from 2 chunks ({2 * chunk}) to the model's {most} positions"
+        raise ConfigError("--max_context_tokens", longest, limit)
+    return [chunk << i for i in range((longest // chunk).bit_length())]
+
+
+def engine_config(longest: int) -> EngineConfig:
+    """Two buckets, and pages for as many sequences of that length as a step has chunks."""
+    chunk, num_chunks = FLAGS.chunk_tokens, FLAGS.num_batched_chunks
+    return EngineConfig(
+        cache=CacheConfig(
+            chunk_tokens=chunk, gpu_pages=num_chunks * longest // chunk, kv_dtype=FLAGS.kv_dtype
+        ),
+        scheduler=SchedulerConfig(
+            max_num_running=num_chunks,
+            max_num_rows=num_chunks,
+            max_num_batched_tokens=num_chunks * chunk,
+            token_buckets=(chunk, num_chunks * chunk),
+            max_context_tokens=longest,
+        ),
+        runner=RunnerConfig(
+            attention_backend=FLAGS.attention_backend,
+            tensor_parallel_size=FLAGS.tensor_parallel_size,
+            max_position_embeddings=FLAGS.max_position_embeddings,
+            random_seed=FLAGS.random_seed,
+            compilation_cache_dir=FLAGS.compilation_cache_dir or None,
+        ),
+    )
+
+
+def make_steps(model: ModelConfig, source: str, config: EngineConfig) -> ChunkSteps:
+    """Weights loaded and both buckets compiled; raises ConfigError or ModelError."""
+    try:
+        runner, config = make_runner(source, FLAGS.dtype, config, shows_progress())
+    except ConfigError as error:
+        if error.field != "cache.gpu_pages":
+            raise
+        limit = f"fewer than the pages of {FLAGS.num_batched_chunks} sequences of --max_context_tokens"
+        raise ConfigError("--num_batched_chunks", FLAGS.num_batched_chunks, limit, str(error)) from error
+    return ChunkSteps(model, config, runner, make_mesh(FLAGS.tensor_parallel_size))
+
+
+def subject_of(model: ModelConfig) -> CostSubject:
+    """Return what the profile is of: model, types, devices and chunk size, by the flags."""
+    return cost_subject(
+        model,
+        dtype=FLAGS.dtype,
+        tensor_parallel_size=FLAGS.tensor_parallel_size,
+        chunk_tokens=FLAGS.chunk_tokens,
+        kv_dtype=FLAGS.kv_dtype,
+    )
+
+
+def check_files() -> None:
+    """Raise ConfigError, before anything is measured, for a file that could not be written afterwards."""
+    if FLAGS.output is not None:
+        check_can_write("--output", Path(FLAGS.output))
+    if FLAGS.plot is not None:
+        check_can_plot("--plot", Path(FLAGS.plot))
+
+
+def profile_of(
+    model: ModelConfig, steps: ChunkSteps, lengths: Sequence[int]
+) -> tuple[CostProfile, list[Any]]:
+    """The measurement, and rows of a table."""
+    num_chunks = {"alone": 1, "in_batch": FLAGS.num_batched_chunks}
+    sampling = Sampling(FLAGS.repeats, 1e-3 * FLAGS.sample_ms)
+    with ProgressBar("measuring", shows_progress()) as progress:
+        measured = measure(steps, sampling, list(num_chunks.values()), lengths, progress)
+    by_kind = dict(zip(num_chunks, measured, strict=True))
+    profile = CostProfile(
+        subject=subject_of(model),
+        model=FLAGS.model,
+        jax_version=jax.__version__,
+        command=shlex.join([Path(sys.executable).name, *sys.argv]),
+        num_batched_chunks=FLAGS.num_batched_chunks,
+        cost=FLAGS.cost,
+        curves={kind: cost_points(by_kind[kind], count) for kind, count in num_chunks.items()},
+    )
+    rows = [
+        [kind, point.context_len, *(1e3 * seconds for seconds in point[1:]), 100 * one.spread]
+        for kind, points in profile.curves.items()
+        for point, one in zip(points, by_kind[kind], strict=True)
+    ]
+    return profile, rows
+
+
+def main() -> int:
+    """Measure, print and write the profile."""
+    check_files()
+    source = resolve_model(FLAGS.model)
+    model = source_config(source, FLAGS.max_position_embeddings)
+    lengths = context_lengths(model)
+    profile, rows = profile_of(model, make_steps(model, source, engine_config(lengths[-1])), lengths)
+    columns = ["cost", "context_len", "attention ms", "rest ms", "total ms", "spread %"]
+    print(table(columns, rows))
+    print(f"Cost(l) is {profile.cost}: {COST_KINDS[profile.cost]}")
+    if FLAGS.output is not None:
+        profile.save(FLAGS.output)
+    if FLAGS.plot is not None:
+        plot_costs(profile, Path(FLAGS.plot))
+    document = profile.to_json()
+    units = {**document.pop("units"), "spread_percent": "interquartile range of total_s over its median"}
+    document["spread_percent"] = {
+        kind: [row[-1] for row in rows if row[0] == kind] for kind in profile.curves
+    }
+    print_document(json_line("recompute_costs", document, units=units, device=device_name()))
+    return 0
+
+
+def define_flags() -> None:
+    """The command line."""
+    define_model_flag()
+    flags.DEFINE_enum(
+        "dtype",
+        "auto",
+        ["auto", "float32", "bfloat16", "float16"],
+        "Of weights, and of KV state but for kv_dtype.",
+    )
+    flags.DEFINE_enum("kv_dtype", None, KV_DTYPES, "What KV state is stored as; default: --dtype.")
+    flags.DEFINE_integer("chunk_tokens", 32, "Tokens of a chunk: 16, 32 or 64.", lower_bound=1)
+    flags.DEFINE_integer(
+        "max_context_tokens", None, "The longest context measured; default: the model's, at most 16,384."
+    )
+    flags.DEFINE_integer(
+        "num_batched_chunks", 16, "Chunks of the larger step, each of another sequence.", lower_bound=2
+    )
+    kinds = "; ".join(f"{kind}: {meaning}" for kind, meaning in COST_KINDS.items())
+    flags.DEFINE_enum(
+        "cost", DEFAULT_COST_KIND, list(COST_KINDS), f"What the cache takes for Cost(l). {kinds}."
+    )
+    flags.DEFINE_string("output", None, "Where the profile is written, as JSON.")
+    flags.DEFINE_string("plot", None, "Where the picture is written, e.g. costs.png; needs matplotlib.")
+    flags.DEFINE_integer("repeats", 9, "Samples, of which the median is taken.", lower_bound=1)
+    flags.DEFINE_float("sample_ms", 50.0, "How long a sample takes, about.", lower_bound=0.0)
+    flags.DEFINE_enum("attention_backend", "auto", ATTENTION_BACKENDS, "What computes attention.")
+    flags.DEFINE_integer("tensor_parallel_size", 1, "Devices that share each layer.", lower_bound=1)
+    flags.DEFINE_integer("max_position_embeddings", None, "Raises the context of a random: preset.")
+    flags.DEFINE_integer("random_seed", 0, "Of random: weights.", lower_bound=0)
+    flags.DEFINE_string("compilation_cache_dir", None, COMPILATION_CACHE_HELP)
+    flags.DEFINE_bool("progress", None, "Show progress bars; default: on a terminal.")
+    define_document_flag()

@@ -1,0 +1,47 @@
+"""Conversion as a program: what it writes is tested with the models; here how it ends."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+from scripts import convert_checkpoint
+import pytest
+
+from model_defs import CheckpointError, load_config, preset
+from tests.launching import ROOT
+from tests.models.helpers import GOLDEN
+
+
+def test_a_preset_is_converted(launch, tmp_path, capsys):
+    target = tmp_path / "target"
+    assert (
+        launch("scripts.convert_checkpoint", shared_llm=False, source="random:llama-tiny", target=target) == 0
+    )
+    assert load_config(target) == preset("llama-tiny")
+    assert "writing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["source", "file", "file/below"])
+def test_a_target_that_cannot_be_is_refused_before_anything_is_read(tmp_path, monkeypatch, target):
+    """Its own source got a second model, then came an error of shutil's; files were found after reading."""
+    source = shutil.copytree(GOLDEN / "llama_default", tmp_path / "source")
+    (tmp_path / "file").touch()
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr(convert_checkpoint, "load_model", None)
+    says = "already holds a model" if target == "source" else "cannot be made a directory"
+    with pytest.raises(CheckpointError, match=says):
+        convert_checkpoint.convert(str(source), tmp_path / target, "auto")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(("source", "says"), [("random:nonsense", "preset 'nonsense' is unknown")])
+def test_a_typed_error_is_one_line_and_status_2(tmp_path, source, says):
+    command = [sys.executable, "scripts/convert_checkpoint.py", f"--source={source}", f"--target={tmp_path}"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: UnsupportedModelError:")
+    assert says in done.stderr and "Traceback" not in done.stderr
