@@ -3,6 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS ?= dev
+LAB_EXTRAS ?=
 PYTHON ?=
 export PYTHON
 # Tests start many processes, each of which would compile all of the package again.
@@ -15,7 +16,8 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml lab/pyproject.toml
 	python=$$(sh scripts/find_python.sh) && "$$python" -m venv $(VENV)
 	@echo "installing (about a minute)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]" -e ./lab
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]" \
+		-e "./lab$(if $(LAB_EXTRAS),[$(LAB_EXTRAS)])"
 	touch $@
 
 demo: $(STAMP)
@@ -25,7 +27,7 @@ serve: $(STAMP)
 	$(BIN)/pensieve serve --history=chats.sqlite
 
 # A file's tests share what they compile, so a file stays in one process. Files are handed out in the order of
-# `tests/conftest.py`, long ones first; pytest-xdist by itself would keep files of few tests, the longest, for the end.
+# `conftest.py`, long ones first; pytest-xdist by itself would keep files of few tests, the longest, for the end.
 PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Most programs of tests run a few times: here they are compiled fast. XLA optimises little; its older emitters write
@@ -76,7 +78,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	MYPYPATH=lab $(BIN)/mypy -p pensieve_lab
-	$(BIN)/mypy --explicit-package-bases --exclude make_golden scripts
+	MYPYPATH=scripts $(BIN)/mypy --explicit-package-bases --exclude make_golden scripts
 	$(BIN)/lint-imports
 
 # The package as people install it, in an environment and a directory of its own.

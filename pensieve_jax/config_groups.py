@@ -28,7 +28,7 @@ from pensieve_jax.core.options import (
 )
 
 CHUNK_SIZES_TOKENS = (16, 32, 64)
-NUM_BUCKETS_GPU = 12  # fewer cost more padding, more take longer to compile: docs/steps.md
+NUM_BUCKETS_GPU = 12  # fewer cost more padding, more take longer to compile: lab/docs/steps.md
 ALL_REDUCES = ("auto", "xla", "jax_triton")
 DECODE_MATMULS = ("auto", "xla")
 COST_CHOICES = ("auto", "analytic")

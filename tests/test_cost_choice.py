@@ -60,7 +60,7 @@ def test_a_shipped_profile_is_found_by_its_subject():
     costs = before_loading()
     assert (costs.kind, costs.source) == ("shipped", "h200_llama2-13b-gqa10")
     assert round(costs.ratio_at_4096(32), 2) == 1.30
-    document = json.loads((ROOT / "docs/results/h200_costs_llama2-13b-gqa10.json").read_text("utf-8"))
+    document = json.loads((ROOT / "lab/results/h200_costs_llama2-13b-gqa10.json").read_text("utf-8"))
     assert [point._asdict() for point in costs.points] == document["results"]["curves"]["in_batch"]
 
 

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from tests.conftest import pytest_terminal_summary
+from conftest import pytest_terminal_summary
 
 
 def report(when: str, *properties: tuple[str, object]) -> pytest.TestReport:

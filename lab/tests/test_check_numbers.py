@@ -8,20 +8,19 @@ from typing import Any
 
 import pytest
 
+from pensieve_lab.pages import number_words, pictures
+from pensieve_lab.pages.expressions import Documents, ExpressionError, read_document
+from pensieve_lab.pages.page import Page, read_page
+from pensieve_lab.pages.sources import check_page, is_shown
 from tests.launching import load
 
 check_numbers = load("check_numbers")
-from pensieve_lab.pages import number_words, pictures  # noqa: E402
-from pensieve_lab.pages.expressions import Documents, ExpressionError, read_document  # noqa: E402  # scripts are importable from here on
-from pensieve_lab.pages.page import Page, read_page  # noqa: E402
-from pensieve_lab.pages.sources import check_page, is_shown  # noqa: E402
 
-DOCS = check_numbers.ROOT / "docs"
+LAB = check_numbers.ROOT / "lab"
 README = check_numbers.ROOT / "README.md"
-SOURCED = sorted(path.stem for path in (DOCS / "sources").glob("*.toml"))
-SOURCED = [
-    stem for stem in SOURCED if stem not in ("documents", "papers", "pictures", "summary_only", "unchecked")
-]
+NO_PAGES = {"documents", "papers", "pictures", "removed", "summary_only", "unchecked"}
+SOURCED = sorted({path.stem for path in (LAB / "sources").glob("*.toml")} - NO_PAGES)
+PAGES = {path.stem: path for folder in ("docs", "lab/docs") for path in (LAB.parent / folder).glob("*.md")}
 PAGE = """# A page
 JAX 0.4 serves 12 tokens of `llama2-13b` on an H200, 3.5 times
 as many ([there](other_page_7.md)).
@@ -79,13 +78,13 @@ def errors_of(folder: Path, page: str = PAGE, sources: str = SOURCES, document: 
 
 
 def test_every_page_is_checked_or_named() -> None:
-    checked = {found.page.name for found in check_numbers.check(DOCS, README)}
-    pages = {f"docs/{path.name}" for path in DOCS.glob("*.md")} - {"docs/log.md"} | {"README.md"}
-    assert checked | set(check_numbers.unchecked(DOCS)) == pages
+    checked = {found.page.name for found in check_numbers.check(LAB, README)}
+    pages = {path.relative_to(LAB.parent).as_posix() for path in PAGES.values()} | {"README.md"}
+    assert checked | set(check_numbers.unchecked(LAB)) == pages
 
 
 def test_the_figures_of_the_pages_are_those_of_their_documents(capsys: pytest.CaptureFixture[str]) -> None:
-    checked = check_numbers.check(DOCS, README)
+    checked = check_numbers.check(LAB, README)
     assert [error for _, errors in checked for error in errors] == []
     print("\n".join(check_numbers.coverage(checked)))
 
@@ -93,8 +92,8 @@ def test_the_figures_of_the_pages_are_those_of_their_documents(capsys: pytest.Ca
 @pytest.mark.parametrize("stem", SOURCED)
 def test_a_wrong_digit_is_seen(stem: str) -> None:
     """The last digit of every figure that has a document; the whole check, for some figures of a page."""
-    path = README if stem == check_numbers.FRONT_PAGE else DOCS / f"{stem}.md"
-    sources, documents = DOCS / "sources" / f"{stem}.toml", check_numbers.documents_of(DOCS)
+    path = README if stem == check_numbers.FRONT_PAGE else PAGES[stem]
+    sources, documents = LAB / "sources" / f"{stem}.toml", check_numbers.documents_of(LAB)
     page = check_numbers.read(path, path.relative_to(check_numbers.ROOT).as_posix())
     unchecked = pickle.dumps(page)  # copies of it are made faster than it is read again
     assert check_page(page, sources, documents, check_numbers.ROOT) == []
@@ -314,13 +313,13 @@ def test_a_figure_at_a_latency(tmp_path: Path) -> None:
 def test_the_exit_status_says_whether_all_is_right(
     launch: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "docs" / "sources").mkdir(parents=True)
-    (tmp_path / "docs" / "results").mkdir()
+    (tmp_path / "lab" / "sources").mkdir(parents=True)
+    (tmp_path / "lab" / "results").mkdir()
     rules = "[kinds]\n[computed]\n[summary_only]\n[attachments]\n"
-    (tmp_path / "docs" / "sources" / check_numbers.SUMMARY_ONLY).write_text(rules)
+    (tmp_path / "lab" / "sources" / check_numbers.SUMMARY_ONLY).write_text(rules)
     (tmp_path / "README.md").write_text("It takes 5 s.\n")
-    (tmp_path / "docs" / "run.json").write_text('{"s": 4.9}')
-    sources = tmp_path / "docs" / "sources" / "front_page.toml"
+    (tmp_path / "lab" / "run.json").write_text('{"s": 4.9}')
+    sources = tmp_path / "lab" / "sources" / "front_page.toml"
     monkeypatch.setattr(check_numbers, "ROOT", tmp_path)
     assert launch("check_numbers", shared_llm=False) == 1
     assert "front_page.toml is missing" in capsys.readouterr().out
@@ -345,12 +344,12 @@ ATTACKS = [
     ("README.md", "think for 20 s", "think for 21 s"),
     ("README.md", "40 GB of device", "50 GB of device"),
     ("README.md", "make test    # the short tests", "make test    # the 9,000 tests"),
-    ("docs/evaluation.md", "takes two thirds of vLLM's time", "takes half of vLLM's time"),
+    ("lab/docs/evaluation.md", "takes two thirds of vLLM's time", "takes half of vLLM's time"),
     ("docs/cells.md", "# [4, 2]", "# [4, 3]"),
-    ("docs/paper_and_we.md", "| 4,096 |", "| 4,097 |"),
-    ("docs/paper_and_we.md", "<!-- table summary -->\n", "<!-- table summary --> \n"),
-    ("docs/paper_and_we.md", "<!-- end -->\n", "<!-- end --> \n\nIt takes 9 ms.\n"),
-    ("docs/paper_and_we.md", "<!-- table summary -->", "<!-- table figure99 -->"),
+    ("lab/docs/paper_and_we.md", "| 4,096 |", "| 4,097 |"),
+    ("lab/docs/paper_and_we.md", "<!-- table summary -->\n", "<!-- table summary --> \n"),
+    ("lab/docs/paper_and_we.md", "<!-- end -->\n", "<!-- end --> \n\nIt takes 9 ms.\n"),
+    ("lab/docs/paper_and_we.md", "<!-- table summary -->", "<!-- table figure99 -->"),
 ]
 
 
@@ -360,7 +359,7 @@ def test_an_attack_on_a_page_is_seen(tmp_path: Path, name: str, old: str, new: s
     text = (check_numbers.ROOT / name).read_text(encoding="utf-8")
     assert old in text, "the page has changed: attack what it says now"
     (tmp_path / "page.md").write_text(text.replace(old, new, 1), encoding="utf-8")
-    found = check_numbers.check_file(tmp_path / "page.md", name, DOCS, check_numbers.documents_of(DOCS))
+    found = check_numbers.check_file(tmp_path / "page.md", name, LAB, check_numbers.documents_of(LAB))
     assert found.errors
 
 
@@ -414,32 +413,34 @@ def test_a_setting_on_the_front_page_is_that_of_a_document(tmp_path: Path, docum
 
 
 def test_pictures_are_of_their_documents() -> None:
-    assert pictures.check_pictures(DOCS, check_numbers.documents_of(DOCS)) == []
+    assert pictures.check_pictures(LAB, check_numbers.documents_of(LAB)) == []
 
 
 def test_a_picture_of_other_data_is_seen(tmp_path: Path) -> None:
-    (tmp_path / "sources").mkdir()
-    (tmp_path / "run.json").write_text('{"command": "a", "results": {"s": 1}}')
-    (tmp_path / "a.png").write_bytes(b"one")
-    (tmp_path / "sources" / "pictures.toml").write_text(
-        '[[picture]]\npath = "a.png"\ndocuments = ["run.json"]\n'
+    lab = tmp_path / "lab"
+    for folder in (lab / "sources", tmp_path / "docs"):
+        folder.mkdir(parents=True)
+    (lab / "run.json").write_text('{"command": "a", "results": {"s": 1}}')
+    (tmp_path / "docs" / "a.png").write_bytes(b"one")
+    (lab / "sources" / "pictures.toml").write_text(
+        '[[picture]]\npath = "docs/a.png"\ndocuments = ["run.json"]\n'
     )
 
     def errors() -> str:
         read_document.cache_clear()
-        return "\n".join(pictures.check_pictures(tmp_path, Documents(tmp_path)))
+        return "\n".join(pictures.check_pictures(lab, Documents(lab)))
 
     assert "data is None" in errors()
-    assert pictures.record_pictures(tmp_path, Documents(tmp_path)) == ["a.png"]
+    assert pictures.record_pictures(lab, Documents(lab)) == ["docs/a.png"]
     assert errors() == ""
-    (tmp_path / "run.json").write_text('{"command": "b", "results": {"s": 1}}')
+    (lab / "run.json").write_text('{"command": "b", "results": {"s": 1}}')
     assert errors() == ""
-    (tmp_path / "run.json").write_text('{"command": "b", "results": {"s": 2}}')
+    (lab / "run.json").write_text('{"command": "b", "results": {"s": 2}}')
     assert "draw it again" in errors()
-    assert pictures.record_pictures(tmp_path, Documents(tmp_path)) == [], "it was not drawn again"
+    assert pictures.record_pictures(lab, Documents(lab)) == [], "it was not drawn again"
     assert "draw it again" in errors()
-    (tmp_path / "a.png").write_bytes(b"two")
+    (tmp_path / "docs" / "a.png").write_bytes(b"two")
     assert "picture is" in errors()
-    assert pictures.record_pictures(tmp_path, Documents(tmp_path)) == ["a.png"]
-    (tmp_path / "b.svg").write_bytes(b"three")
-    assert errors() == "b.svg: has no entry in sources/pictures.toml"
+    assert pictures.record_pictures(lab, Documents(lab)) == ["docs/a.png"]
+    (tmp_path / "docs" / "b.svg").write_bytes(b"three")
+    assert errors() == "docs/b.svg: has no entry in sources/pictures.toml"

@@ -21,7 +21,7 @@ apart = load("pensieve_lab.parallel.apart")
 figure11 = load("pensieve_lab.parallel.figure11")
 tokens = load("check_parallel")
 
-RESULTS = ROOT / "docs" / "results"
+RESULTS = ROOT / "lab" / "results"
 SMALL = {
     "model": "random:llama-tiny", "tensor_parallel_size": 2, "gpu_pages": 24, "cpu_pages": 24,
     "chunk_tokens": 16, "max_num_staged_pages": 4, "token_buckets": 64, "max_num_running": 8,

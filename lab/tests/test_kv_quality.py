@@ -188,7 +188,9 @@ def plain(tmp_path, num_characters):
 
 @pytest.mark.long
 def test_the_document_has_every_format(launch, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("kv_quality.replies._AT_ONCE", 8)  # of five texts: more rows are nobody's
+    monkeypatch.setattr(
+        "pensieve_lab.kv_quality.replies._AT_ONCE", 8
+    )  # of five texts: more rows are nobody's
     flags = {"text": plain(tmp_path, 900), "context_tokens": 100, "num_seeds": 1, "reply_tokens": 5}
     picture = tmp_path / "kv.png"
     status = launch(
@@ -236,7 +238,7 @@ def test_what_cannot_be_measured(launch, tmp_path, flag, values):
 
 
 def test_a_changed_function_is_a_failure(launch, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("kv_quality.outliers.logit_difference", lambda *_: 0.1)
+    monkeypatch.setattr("pensieve_lab.kv_quality.outliers.logit_difference", lambda *_: 0.1)
     flags = {"text": plain(tmp_path, 500), "context_tokens": 100, "num_seeds": 1, "num_replies": 0}
     assert launch("measure_kv_quality", shared_llm=False, outlier_scales=4, **flags) == 1
     assert "missed: planted outliers change float32 logits" in capsys.readouterr().out

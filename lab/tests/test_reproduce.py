@@ -43,7 +43,7 @@ def reproduce(launch, capsys):
 @pytest.fixture
 def experiments():
     """Modules of `experiments`."""
-    return lambda name: load(f"experiments.{name}")
+    return lambda name: load(f"pensieve_lab.experiments.{name}")
 
 
 @pytest.mark.parametrize("experiment", ["baton-table1", "cells2.7"])
@@ -131,7 +131,7 @@ def test_loops_are_those_that_were_measured(reproduce, tmp_path):
     committed = [
         path.name
         for pattern in ("h200x2_open_*.json", "h200x4_open_*.json", "h100x4_open_*.json")
-        for path in (ROOT / "docs" / "results").glob(pattern)
+        for path in (ROOT / "lab" / "results").glob(pattern)
     ]
     replaced = {"h100x4_open_llama2-70b_stateless_1_first_sums.json"}
     assert sorted(named) == sorted(set(committed) - replaced) and len(found) == 4
@@ -139,7 +139,7 @@ def test_loops_are_those_that_were_measured(reproduce, tmp_path):
         curves = [*part["measured"].values(), *part["of_other_users"].values()]
         assert sum(map(len, curves)) == len(part["documents"])
         for name in part["documents"]:
-            loop = json.loads((ROOT / "docs" / "results" / name).read_text())["results"]
+            loop = json.loads((ROOT / "lab" / "results" / name).read_text())["results"]
             [point] = loop["points"]
             mean_ms = 1e3 * point["normalized_latency_s"]["mean"]
             # Documents of before there were several seeds have none in their points.
@@ -379,7 +379,7 @@ def test_memory_for_a_trace_has_room_for_its_longest_conversation_and_a_host_tie
 
 def test_results_are_of_experiments_that_there_are(experiments):
     """Committed documents, whatever they were called with, are of this registry."""
-    paths = sorted(Path(ROOT / "docs" / "results").glob("sim_*.json"))
+    paths = sorted(Path(ROOT / "lab" / "results").glob("sim_*.json"))
     assert paths
     for path in paths:
         results = json.loads(path.read_text())["results"]

@@ -44,7 +44,7 @@ def test_a_step_beside_what_is_committed(reproduce, tmp_path, monkeypatch):
         {"64": 64e-6 / 5, "512": 512e-6 / 5}
     )
     assert results["steps"]["cudnn, hidden size 1024, float32"] == {"64": 5e-5}
-    assert results["documents"] == ["docs/results/h200_cells_a.json"]
+    assert results["documents"] == ["lab/results/h200_cells_a.json"]
     assert "the thesis' V100, by its text and measured on NVIDIA H200" in out
     assert plot.stat().st_size > 1000
 

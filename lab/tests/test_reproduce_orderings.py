@@ -1,7 +1,7 @@
 """Small versions of every simulated experiment: the orderings that the paper is about, by one seed and five.
 
-Times are virtual, so nothing here depends on the machine; magnitudes are in `docs/paper_and_we.md`. Where an
-ordering is of one load or one size of memory, only that is simulated: `fig10b`, which stands for all, and
+Times are virtual, so nothing here depends on the machine; magnitudes are in `lab/docs/paper_and_we.md`. Where
+an ordering is of one load or one size of memory, only that is simulated: `fig10b`, which stands for all, and
 `make test-all` simulate the others too.
 """
 

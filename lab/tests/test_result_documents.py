@@ -217,7 +217,7 @@ def test_an_edit_that_contradicts_the_command_fails(edit: tuple[Any, ...]) -> No
 
 
 def test_another_command_fails() -> None:
-    assert "does not run benchmark_serving.py" in faults(results(), "python")[0]
+    assert "does not run benchmark_serving," in faults(results(), "python")[0]
     for flag in ("--kv_dtype=int8", "--max_client_lag_s=0.75"):
         (fault, *_) = faults(results(), COMMAND.replace(flag, ""))
         assert flag[2:].partition("=")[0] in fault or "kv_bytes" in fault
@@ -453,7 +453,9 @@ def test_nothing_is_added_to_the_older_documents(folder: Path) -> None:
 
     def added(*names: str, since: str = first) -> list[str]:
         rules = RULES._replace(summary_only=dict.fromkeys(names, "0" * 64))
-        return documents.check_summary_only(folder / "results", rules, documents.History(folder), since)
+        return documents.check_summary_only(
+            folder / "results", rules, documents.History(folder), (since, "results")
+        )
 
     assert added("old.json", "a.json") == []
     assert "new.json: nothing is added" in added("old.json", "new.json")[0]
@@ -502,31 +504,32 @@ def test_listed_files_have_no_record(folder: Path) -> None:
 
 
 def test_only_documents_that_pass_are_recorded(monkeypatch, capsys, launch, folder: Path) -> None:
-    docs = folder / "docs"
-    shutil.move(folder / "results", docs / "results")
-    (docs / "sources").mkdir()
-    (docs / "sources/summary_only.toml").write_text(
+    lab = folder / "lab"
+    lab.mkdir(exist_ok=True)
+    shutil.move(folder / "results", lab / "results")
+    (lab / "sources").mkdir()
+    (lab / "sources/summary_only.toml").write_text(
         '[kinds]\nsteps = "provenance"\n[computed]\n[summary_only]\n[attachments]\n'
     )
     monkeypatch.setattr(check_numbers, "ROOT", folder)
-    good = (docs / "results/a.json").read_text()
-    (docs / "results/a.json").write_text(good.replace('"command": "c"', '"command": ""'))
+    good = (lab / "results/a.json").read_text()
+    (lab / "results/a.json").write_text(good.replace('"command": "c"', '"command": ""'))
     assert launch("check_numbers", record_documents=True, shared_llm=False) == 1
     assert "command is missing" in capsys.readouterr().out
-    assert not (docs / "sources/documents.toml").exists()
-    (docs / "results/a.json").write_text(good)
+    assert not (lab / "sources/documents.toml").exists()
+    (lab / "results/a.json").write_text(good)
     assert launch("check_numbers", record_documents=True, shared_llm=False) == 0
     assert "a.json" in capsys.readouterr().out
-    (docs / "results/a.json").write_text(good.replace('"command": "c"', '"command": "d"'))
+    (lab / "results/a.json").write_text(good.replace('"command": "c"', '"command": "d"'))
     assert launch("check_numbers", record_documents=True, shared_llm=False) == 1
     assert "a.json: it was edited" in capsys.readouterr().out
 
 
 def test_the_committed_documents() -> None:
-    docs = check_numbers.ROOT / "docs"
-    rules = documents.read_rules(docs / "sources" / check_numbers.SUMMARY_ONLY)
+    lab = check_numbers.ROOT / "lab"
+    rules = documents.read_rules(lab / "sources" / check_numbers.SUMMARY_ONLY)
     history = documents.History(check_numbers.ROOT)
-    assert check_numbers.document_errors(docs, history) == []
+    assert check_numbers.document_errors(lab, history) == []
     assert set(rules.kinds.values()) == {documents.REQUESTS, documents.PROVENANCE}
 
 

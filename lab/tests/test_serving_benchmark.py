@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import signal
+import sys
 import threading
 
 import numpy as np
@@ -418,7 +419,7 @@ def test_users_in_the_servers_own_thread_make_no_run_void(benchmark, monkeypatch
 def test_refuses(launch, monkeypatch, flags, says):
     monkeypatch.setattr(serving_engine, "EngineFactory", lambda _: pytest.fail("loaded"))
     for name in ("vllm", "torch"):
-        monkeypatch.setitem(load("sys").modules, name, None)  # cannot be imported
+        monkeypatch.setitem(sys.modules, name, None)  # cannot be imported
     with pytest.raises(ConfigError, match=says):
         launch("benchmark_serving", shared_llm=False, **(MEMORY | STEPS | flags))
 

@@ -10,7 +10,7 @@ from pensieve_jax import ConfigError
 from pensieve_jax.commands.launch import EXIT_FAILED
 from tests.launching import ROOT
 
-RESULTS = ROOT / "docs" / "results"
+RESULTS = ROOT / "lab" / "results"
 
 
 def test_steps_of_an_h200_are_those_of_the_simulator(launch, capsys):

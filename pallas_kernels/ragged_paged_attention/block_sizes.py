@@ -162,7 +162,7 @@ def default_block_sizes(
     if mosaic and enough:
         # One computing warpgroup and three blocks each of 128 keys and values, or two and two: what shared
         # memory holds. Two items for each program: a prompt of 2048 tokens has enough of them whole, and four
-        # for each, evener, cost it more in merges than they saved (docs/log.md).
+        # for each, evener, cost it more in merges than they saved (lab/log/2026-11.md).
         few, many = mosaic_class(64, 128, 3, 256, 264), mosaic_class(128, 128, 2, 1024, 264)
         return BlockSizes((few,) if num_tokens <= _MOSAIC_FEW_TOKENS else (few, many))
     if num_tokens * group <= 4 * small_rows or small_rows >= (64 if must_save else 128):

@@ -7,7 +7,7 @@ Does not know: how an order comes about, or the real cache.
 The rule asks for evidence: losses of returning turns differ by orders of magnitude, so a sum that is a little
 smaller says nothing. Another one is followed when the sum of the differences, turn by turn, is above its own
 standard error and above 3% of what the present one lost. So nothing is followed for long that keeps losing.
-More caution costs more where losses are few and large (docs/learned_order.md).
+More caution costs more where losses are few and large (lab/docs/learned_order.md).
 """
 
 from __future__ import annotations

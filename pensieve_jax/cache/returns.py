@@ -23,7 +23,7 @@ type Integers = NDArray[np.int64]
 
 # Turns are alike if they are both first ones or both later ones of their conversation, and brought about as
 # much text each way. What tells who returns was chosen on half of the sessions of public traces: see
-# docs/learned_order.md.
+# lab/docs/learned_order.md.
 _PROMPT_TOKENS = (100, 400, 1500, 5000, 12000)
 _OUTPUT_TOKENS = (250,)
 _NUM_SIZES = (len(_PROMPT_TOKENS) + 1) * (len(_OUTPUT_TOKENS) + 1)

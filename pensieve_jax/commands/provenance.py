@@ -25,7 +25,7 @@ from pensieve_jax import ConfigError
 
 REVISION_VARIABLE = "PENSIEVE_REVISION"
 """Names the commit of a copy whose git history lacks it, as `print_revision` prints it."""
-_SOURCE_FOLDERS = ("model_defs", "pallas_kernels", "pensieve_jax", "lab", "scripts")
+_SOURCE_FOLDERS = ("model_defs", "pallas_kernels", "pensieve_jax", "lab/pensieve_lab", "scripts")
 _SOURCE_SUFFIXES = (".json", ".py", ".safetensors")
 _PACKAGES = ("pensieve-jax", "jax", "jaxlib", "flax", "numpy")
 # Of what may change how something runs; `runtime/executable_environment.py` has what changes executables.

@@ -4,7 +4,7 @@ Owns: asking for it, which has to be done before JAX has a client for GPUs.
 Does not know: what is launched.
 
 A step of 40 layers is 540 kernels. To launch them takes the thread that schedules 2 to 6 ms, and 9 where
-chunks are copied meanwhile, in which nothing else is done (docs/log.md, "Open loops on the device"). XLA can
+chunks are copied meanwhile, in which nothing else is done. XLA can
 hand executions and copies to one thread for each device instead, which starts them in the order of the calls.
 In jaxlib 0.11.2 that is an option whose variable is still named after a client that is gone.
 """

@@ -30,7 +30,7 @@ def token_buckets(config: SchedulerConfig) -> tuple[int, ...]:
     Derived sizes are in multiples of 16. A step of decodes cannot choose how many tokens it has, so up to
     `max_num_running` sizes lie where each wastes about the same share of a step's time. Larger steps have
     prompts in them, of which they take as much as fills a size (`step_limit`): those sizes double. Fewer than
-    eight sizes lie evenly in the logarithm instead. What padding costs: `docs/steps.md`.
+    eight sizes lie evenly in the logarithm instead. What padding costs: `lab/docs/steps.md`.
     """
     largest, limit = config.max_num_batched_tokens, config.bucket_limit
     if config.token_buckets is not None:
@@ -98,7 +98,7 @@ def step_limit(
     As much as fills the largest bucket that it can, and beside decodes at least a quarter of what others
     miss: a lower limit would hold those up. With `prompt_steps`, beside decodes: what fills one of 256
     tokens, which costs next to nothing since a step of decodes reads all weights anyway, or that part of what
-    others miss; the more that is, the larger are the steps. What either gains: `docs/steps.md`.
+    others miss; the more that is, the larger are the steps. What either gains: `lab/docs/steps.md`.
 
     Never less than all that is missing, or the decodes and a chunk, or the largest bucket: so the oldest
     request advances, even where it recomputes.

@@ -7,10 +7,10 @@ import shutil
 import subprocess
 import sys
 
-from scripts import convert_checkpoint
 import pytest
 
 from model_defs import CheckpointError, load_config, preset
+from scripts import convert_checkpoint
 from tests.launching import ROOT
 from tests.models.helpers import GOLDEN
 

@@ -15,6 +15,12 @@ from tests.launching import ROOT
 ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'lab'}"}
 
 
+def path_of(program: str) -> str:
+    """Return the launcher of a program, or the program itself where it has none."""
+    path = f"scripts/{program}.py"
+    return path if (ROOT / path).is_file() else f"lab/pensieve_lab/programs/{program}.py"
+
+
 def start(*command, **options):
     return subprocess.run(
         [sys.executable, *command],
@@ -70,10 +76,10 @@ QUIET, LOUD = "--model=x", "--verbosity=0"
 def starts():
     """How all of these ended, by command."""
     commands = [
-        *((f"scripts/{script}.py", "--help") for script in HELPFUL),
+        *((path_of(script), "--help") for script in HELPFUL),
         ("scripts/generate.py", "--helpfull"),
         ("scripts/chat.py", "--version"),
-        *((f"scripts/{script}.py", flag) for script, flag, _ in BAD_FLAGS),
+        *((path_of(script), flag) for script, flag, _ in BAD_FLAGS),
         ("-c", TYPED_ERROR),
         *(("-c", NOISE, flag) for flag in (QUIET, LOUD)),
         *(("-c", DOCUMENT, revision) for revision, _ in REVISIONS),
@@ -88,7 +94,7 @@ def test_every_launcher_tells_the_version(starts):
 
 @pytest.mark.parametrize("script", HELPFUL)
 def test_help_shows_the_shared_flags(starts, script):
-    done = starts[f"scripts/{script}.py", "--help"]
+    done = starts[path_of(script), "--help"]
     assert (done.returncode, done.stderr) == (0, "")
     for flag in ("--model", "--gpu_pages", "--cpu_bytes", "--policy", "--[no]progress"):
         assert f"  {flag}: " in done.stdout
@@ -124,16 +130,19 @@ def test_help_is_the_docstring_and_flags_by_group_with_defaults(starts):
 
 def test_every_launcher_starts_alike():
     """So that what is tested of some holds for all; one runs where this project is not installed."""
-    for path in (ROOT / "scripts").glob("*.py"):
+    folders = (ROOT / "scripts", ROOT / "lab" / "pensieve_lab" / "programs")
+    for path in (path for folder in folders for path in folder.glob("*.py")):
         text = path.read_text()
-        if "__main__" in text and not path.stem.startswith("make_golden"):
-            assert "    define_flags()\n    run(main)\n" in text, path
+        if "__main__" in text:
+            is_launcher = "from lab_program import start" in text
+            starts = f'    start("{path.stem}")\n' if is_launcher else "    define_flags()\n    run(main)\n"
+            assert starts in text, path
             assert "required=True" not in text, f"{path}: `require` says what a flag is for, absl does not"
 
 
 @pytest.mark.parametrize(("script", "flag", "known"), BAD_FLAGS)
 def test_a_bad_flag_is_told_in_a_line(starts, script, flag, known):
-    done = starts[f"scripts/{script}.py", flag]
+    done = starts[path_of(script), flag]
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
     assert known in done.stderr

@@ -1,4 +1,4 @@
-"""The pictures of docs/balance.md, out of the study's documents.
+"""The pictures of lab/docs/balance.md, out of the study's documents.
 
 Owns: what each shows. Does not know: how anything was run, or how curves are drawn (`experiments.panels`).
 """

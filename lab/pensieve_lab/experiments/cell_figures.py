@@ -54,7 +54,7 @@ def steps(asked: Settings, _: list[Measured]) -> Findings:
         ],
         results={
             "steps": {name: {str(size): took_s for size, took_s in curve} for name, curve in curves.items()},
-            "documents": [f"docs/results/{name}" for name in documents],
+            "documents": [f"lab/results/{name}" for name in documents],
         },
         origin=" and ".join([f"{_THESIS}, by its text", *(f"measured on {one}" for one in devices)]),
         units={"steps": "seconds of a step by batch size"},

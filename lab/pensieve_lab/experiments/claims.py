@@ -1,4 +1,4 @@
-"""What the paper and the thesis claim, in numbers: `docs/sources/papers.toml`.
+"""What the paper and the thesis claim, in numbers: `lab/sources/papers.toml`.
 
 Owns: reading that file, and a claim in words.
 Does not know: what was measured or simulated beside it.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-PAPERS = Path(__file__).resolve().parents[3] / "docs" / "sources" / "papers.toml"
+PAPERS = Path(__file__).resolve().parents[2] / "sources" / "papers.toml"
 
 
 @dataclass(frozen=True, kw_only=True)

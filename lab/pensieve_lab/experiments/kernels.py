@@ -83,7 +83,7 @@ def _findings(settings: Settings, measured: list[Measured]) -> Findings:
         ],
         results={
             "time_us": {str(context): by_kernel for context, by_kernel in found.items()},
-            "document": f"docs/results/{_DOCUMENT}",
+            "document": f"lab/results/{_DOCUMENT}",
             "document_command": committed_document(_DOCUMENT)["command"],
         },
         units={"time_us": "microseconds a call, by context tokens and kernel"},

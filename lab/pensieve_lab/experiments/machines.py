@@ -44,7 +44,7 @@ _INTERCONNECTS = {
     "h100": _NVLINK,
 }
 # An H100 computes as an H200 does, and reads its memory at 3.17 TB/s and not at 4.61 (ceilings of
-# docs/results/h100_steps_llama2-13b-gqa10.json and h200_steps_llama2-13b-gqa10.json).
+# lab/results/h100_steps_llama2-13b-gqa10.json and h200_steps_llama2-13b-gqa10.json).
 _SLOWER_MEMORY = {"h100": ("h200", 4.61 / 3.17)}
 
 

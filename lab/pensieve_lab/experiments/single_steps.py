@@ -172,7 +172,7 @@ def _chunks(settings: Settings, measured: list[Measured]) -> Findings:
             "chunk_tokens": _CHUNK_TOKENS,
             "curves": {name: [point._asdict() for point in points] for name, points in curves.items()},
             "paper_ratios": [{"context_len": n, "attention_over_rest": ratio} for n, ratio in _PAPER_RATIOS],
-            "measured": f"docs/results/{_MEASURED}",
+            "measured": f"lab/results/{_MEASURED}",
         },
         profiles=[profile_name(settings.device, model) for model in _MODELS],
         units={"*_s": "seconds for one chunk of chunk_tokens tokens, over all layers"},

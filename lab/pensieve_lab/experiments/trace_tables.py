@@ -1,7 +1,7 @@
 """Results on recorded traces for people: tables and panels, made of the document and of nothing else.
 
 Owns: what is shown, and when an order is said to lose.
-Does not know: how the results came about. `docs/traces.md` holds these tables.
+Does not know: how the results came about. `lab/docs/traces.md` holds these tables.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Worker:
         self.tree = tree
         self._scratch = tempfile.mkdtemp(prefix="mutants-")  # short: sockets have their paths in it
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "mutation.worker", *modules],
+            [sys.executable, "-m", "pensieve_lab.mutation.worker", *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,6 +1,6 @@
 """A process that imports what every run of pytest needs and forks one process for each run.
 
-    python -m mutation.worker MODULE ...
+    python -m pensieve_lab.mutation.worker MODULE ...
 
 Owns: forking, time limits, and the end of whatever a run leaves behind.
 Does not know: mutants, or which tests are worth running.

@@ -1,4 +1,4 @@
-"""The tables of `docs/balance.md`, as Markdown, out of the study's documents.
+"""The tables of `lab/docs/balance.md`, as Markdown, out of the study's documents.
 
 Owns: which figures stand in which table. Does not know: how they came about.
 """

@@ -1,4 +1,4 @@
-"""The tables of `docs/cells_figures.md` on what was measured: loads and rivals, tasks and cuDNN, the host.
+"""The tables of `lab/docs/cells_figures.md` on what was measured: loads, rivals, tasks, cuDNN, the host.
 
 Owns: which documents are shown, and at which loads.
 Does not know: how they were made.

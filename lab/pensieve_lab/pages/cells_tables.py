@@ -1,4 +1,4 @@
-"""The table of `docs/cells_figures.md` in virtual time: what the thesis says, and what came out.
+"""The table of `lab/docs/cells_figures.md` in virtual time: what the thesis says, and what came out.
 
 Owns: which claims are rows, what of them follows from times and lengths that went in, and at which latency
 loads are compared.

@@ -19,7 +19,7 @@ from pensieve_lab.pages import number_words
 
 WordsIn = Literal["page", "lead", ""]
 WRITTEN = ("paper_and_we.md", "traces.md", "simulator.md", "cells_figures.md", "balance.md")
-"""Pages of `docs/` with tables that `refresh_pages.py` writes, and its test compares."""
+"""Pages of `lab/docs/` with tables that `refresh_pages.py` writes, and its test compares."""
 
 _UNIT = r"[^\W\d_]"
 _BEHIND_UNIT = "|".join(  # the start of a second number, as in `5ms-9 ms`: lookbehinds have fixed widths

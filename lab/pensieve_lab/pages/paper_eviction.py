@@ -1,4 +1,4 @@
-"""The tables of `docs/paper_and_we.md` on who gives way (Figure 14), and on the conversations themselves.
+"""The tables of `lab/docs/paper_and_we.md` on who gives way (Figure 14), and on the conversations themselves.
 
 Owns: what each shows, and how its numbers are rounded.
 Does not know: how a document was made, or where in the page a table stands.

@@ -1,4 +1,4 @@
-"""The first table of `docs/paper_and_we.md`: every claim, and what came out here, in a row each.
+"""The first table of `lab/docs/paper_and_we.md`: every claim, and what came out here, in a row each.
 
 Owns: which claims are rows, and the words around their numbers.
 Does not know: how a document was made.

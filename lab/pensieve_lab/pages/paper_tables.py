@@ -1,4 +1,4 @@
-"""The tables of `docs/paper_and_we.md`, as Markdown, out of committed documents.
+"""The tables of `lab/docs/paper_and_we.md`, as Markdown, out of committed documents.
 
 Owns: what each table shows, and how its numbers are rounded.
 Does not know: how a document was made, or where in the page a table stands (`refresh_pages.py`).

@@ -1,6 +1,6 @@
 """Pictures of the pages: which documents each one was drawn from, and whether those still say the same.
 
-Owns: the format of `docs/sources/pictures.toml`, described in CONTRIBUTING.md, and its digests. A digest of
+Owns: the format of `lab/sources/pictures.toml`, described in CONTRIBUTING.md, and its digests. A digest of
 data covers what a document says was found (`results`, or all of a document without it), so that a new
 `command` or `versions` beside it makes no picture old.
 Does not know: what a picture shows.
@@ -45,10 +45,13 @@ def digest_of_picture(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
-def check_pictures(docs: Path, documents: Documents) -> list[str]:
+def check_pictures(lab: Path, documents: Documents) -> list[str]:
     """Return what is wrong: pictures without an entry, other data, other bytes."""
-    entries = _entries(docs)
-    found = {path.relative_to(docs).as_posix(): path for kind in _KINDS for path in docs.rglob(kind)}
+    entries, root = _entries(lab), lab.parent
+    paths = [
+        path for folder in (root / "docs", lab / "docs") for kind in _KINDS for path in folder.rglob(kind)
+    ]
+    found = {path.relative_to(root).as_posix(): path for path in paths}
     listed = [entry["path"] for entry in entries]
     errors = [f"{name}: has no entry in sources/{SOURCES}" for name in sorted(set(found) - set(listed))]
     errors += [
@@ -88,20 +91,20 @@ def _problems(entry: dict[str, Any], path: Path, documents: Documents) -> list[s
     return problems
 
 
-def record_pictures(docs: Path, documents: Documents) -> list[str]:
+def record_pictures(lab: Path, documents: Documents) -> list[str]:
     """Write the digests of pictures that were drawn again, and return their names.
 
     A picture whose bytes are as they were keeps its digest of data: it was not drawn again.
     """
     changed, lines = [], [_HEADER]
-    for entry in _entries(docs):
+    for entry in _entries(lab):
         if "documents" in entry:
-            picture = digest_of_picture(docs / entry["path"])
+            picture = digest_of_picture(lab.parent / entry["path"])
             if picture != entry.get("picture"):
                 changed.append(entry["path"])
                 entry = {**entry, "data": digest_of_data(entry["documents"], documents), "picture": picture}
         lines.append(f"[[picture]]\n{''.join(map(_line, entry.items()))}")
-    (docs / "sources" / SOURCES).write_text("\n".join(lines), encoding="utf-8")
+    (lab / "sources" / SOURCES).write_text("\n".join(lines), encoding="utf-8")
     return changed
 
 
@@ -113,8 +116,8 @@ def _line(item: tuple[str, Any]) -> str:
     return f"{key} = {json.dumps(value)}\n"
 
 
-def _entries(docs: Path) -> list[dict[str, Any]]:
-    path = docs / "sources" / SOURCES
+def _entries(lab: Path) -> list[dict[str, Any]]:
+    path = lab / "sources" / SOURCES
     entries: list[dict[str, Any]] = []
     if path.is_file():
         entries = tomllib.loads(path.read_text(encoding="utf-8"))["picture"]

@@ -1,6 +1,6 @@
 """The figures of a load point, computed again from its requests.
 
-Owns: the same definitions as docs/serving_benchmark.md, in code of its own, so that an error in
+Owns: the same definitions as lab/docs/serving_benchmark.md, in code of its own, so that an error in
 `serving.figures` shows as a difference.
 Does not know: documents, or where requests come from.
 """

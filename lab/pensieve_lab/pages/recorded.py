@@ -1,6 +1,6 @@
 """The digests of accepted result documents, so that an edit of one shows as a second changed line.
 
-Owns: `docs/sources/documents.toml`: the SHA-256 and the commit of each document, by file name.
+Owns: `lab/sources/documents.toml`: the SHA-256 and the commit of each document, by file name.
 Does not know: what makes a document acceptable (`result_documents`).
 
 Older documents and attachments have their digests in `summary_only.toml` and no entry here.
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from pensieve_lab.pages.result_documents import Rules, read_documents
 
-_HEADER = """# The SHA-256 of each accepted document in docs/results, and the commit that it names.
+_HEADER = """# The SHA-256 of each accepted document in lab/results, and the commit that it names.
 # `python -m pensieve_lab.programs.check_numbers --record_documents` writes this file.
 """
 

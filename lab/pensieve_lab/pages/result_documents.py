@@ -3,7 +3,7 @@
 Owns: what a document of each kind must have, and the list of documents from before these rules.
 Does not know: pages, or the digests of accepted documents (`recorded`).
 
-`docs/sources/summary_only.toml` names the older documents with the SHA-256 of each file, so that they can be
+`lab/sources/summary_only.toml` names the older documents with the SHA-256 of each file, so that they can be
 removed but not edited. Every other document must name a clean commit of this history whose source files are
 those that ran. A document that holds measured load points must hold the requests of each.
 
@@ -15,7 +15,7 @@ A load point's summary is compared with its requests (`recomputed`), and its set
 - of a load point: `sessions_digest`, `num_mid_life`, `preparation_s`, `steps`, `host_*`, `num_refused`, the
   counters of pages, copies, compilations and steps, and `num_suspensions` beyond its lower bound.
 
-Raw data and command can be replaced themselves. Only the digests in `docs/sources/documents.toml` show such
+Raw data and command can be replaced themselves. Only the digests in `lab/sources/documents.toml` show such
 edits.
 """
 
@@ -42,7 +42,7 @@ from pensieve_lab.pages.recomputed import differences
 from pensieve_lab.serving.request_table import COLUMNS, END, LAGS
 
 REQUESTS, PROVENANCE = "requests", "provenance"
-SUMMARY_ONLY_SINCE = "0cc9d001e890e70d3c9082a9b96a248afbf4fe84"
+SUMMARY_ONLY_SINCE = ("0cc9d001e890e70d3c9082a9b96a248afbf4fe84", "docs/results")
 """The last commit whose documents may be listed as summary only, with what they held then."""
 _MEASURED = {"requests", "sessions_digest", "max_client_lag_s", "client_lag_s"}
 """Fields of load points that only a measurement has."""
@@ -90,12 +90,14 @@ class History:
             self.notice = "the git history is shallow: only revisions within it were looked up"
         self._commits = set() if is_shallow is None else set((git(root, "rev-list", "HEAD") or "").split())
 
-    def blobs(self, revision: str, folder: Path) -> dict[str, str] | None:
-        """Return git's digest of each file of a folder at a commit; None if the commit is unknown."""
+    def blobs(self, revision: str, folder: str) -> dict[str, str] | None:
+        """Return git's digest of each file of a folder at a commit; None if the commit is unknown.
+
+        `folder` is a path in the repository, as it was at that commit.
+        """
         if revision not in self._commits:
             return None
-        path = folder.relative_to(self._root).as_posix()
-        lines = (git(self._root, "ls-tree", revision, f"{path}/") or "").splitlines()
+        lines = (git(self._root, "ls-tree", revision, f"{folder}/") or "").splitlines()
         entries = [line.partition("\t") for line in lines]
         return {path.rpartition("/")[2]: entry.split()[2] for entry, _, path in entries}
 
@@ -124,18 +126,24 @@ def read_rules(path: Path) -> Rules:
     return Rules(*(found[name] for name in ("kinds", "summary_only", "attachments", "computed")))
 
 
-def check_summary_only(folder: Path, rules: Rules, history: History, since: str) -> list[str]:
-    """Return a sentence for each summary-only document that the commit `since` lacks or holds differently."""
-    blobs = history.blobs(since, folder)
+def check_summary_only(folder: Path, rules: Rules, history: History, since: tuple[str, str]) -> list[str]:
+    """Return a sentence for each summary-only document that `since` lacks or holds differently.
+
+    Args:
+      since: a commit, and the folder of the documents at that commit.
+    """
+    blobs = history.blobs(*since)
     if blobs is None:
-        return [] if history.notice else [f"{since} is not reachable from HEAD; summary_only.toml needs it"]
+        return (
+            [] if history.notice else [f"{since[0]} is not reachable from HEAD; summary_only.toml needs it"]
+        )
     errors = []
     for name in rules.summary_only:
         path = folder / name
         if name not in blobs:
             errors.append(f"{name}: nothing is added to [summary_only]; give it what its kind must hold")
         elif path.is_file() and _blob_digest(path.read_bytes()) != blobs[name]:
-            errors.append(f"{name}: it was edited after {since[:12]}; restore it, or run it again")
+            errors.append(f"{name}: it was edited after {since[0][:12]}; restore it, or run it again")
     return errors
 
 

@@ -1,4 +1,4 @@
-"""The tables of `docs/simulator.md`, as Markdown, out of the documents of `programs.validate_simulator`.
+"""The tables of `lab/docs/simulator.md`, as Markdown, out of the documents of `programs.validate_simulator`.
 
 Owns: which points stand together, and in which order. Does not know: what is compared, or within which limit.
 """

@@ -1,6 +1,6 @@
 """Where a page's figures come from: a table of sources beside it, and what is wrong with them.
 
-Owns: the format of `docs/sources/<page>.toml`, described in CONTRIBUTING.md, and the comparison: a figure is
+Owns: the format of `lab/sources/<page>.toml`, described in CONTRIBUTING.md, and the comparison: a figure is
 right if the value of its expression, rounded to the digits that are shown, is what is shown.
 Does not know: how figures are found on a page (`page`) or expressions evaluated (`expressions`).
 """

@@ -1,4 +1,4 @@
-"""The tables of `docs/traces.md`, as Markdown, out of the documents of two experiments.
+"""The tables of `lab/docs/traces.md`, as Markdown, out of the documents of two experiments.
 
 Owns: which table stands where.
 Does not know: what is in them (`experiments.trace_tables`, `experiments.oracle`).

@@ -33,8 +33,8 @@ Systems, one to a process (but see `--loads`), on the same memory:
                  its `generate`, on batches of up to `--padded_batch` of those who wait, padded on the left;
   vllm, vllm-no-prefix, vllm-offload
                  vLLM, if it can be imported: with its prefix cache, without, and with host memory as well.
-The last line is one JSON document (see `--json`); docs/serving_benchmark.md defines every figure. Ctrl-C ends
-the run after the step; load points that were done are in `--output_json`.
+The last line is one JSON document (see `--json`); lab/docs/serving_benchmark.md defines every figure. Ctrl-C
+ends the run after the step; load points that were done are in `--output_json`.
 """
 
 from __future__ import annotations

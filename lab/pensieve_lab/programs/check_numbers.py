@@ -1,4 +1,4 @@
-"""Every figure of README.md and docs/*.md against its document, and every document against its raw data.
+"""Every figure of README.md and of all pages against its document, and every document against its raw data.
 
     # exit status 1 if a figure is wrong, or nobody's
     python -m pensieve_lab.programs.check_numbers
@@ -10,13 +10,13 @@
     # after a document was added, run again or removed
     python -m pensieve_lab.programs.check_numbers --record_documents
 
-`docs/sources/<page>.toml` says where the figures of a page come from; CONTRIBUTING.md says how. The diary
-(docs/log.md) is left out. A page without such a file must be named, with a reason, in
-`docs/sources/unchecked.toml`.
+`lab/sources/<page>.toml` says where the figures of a page come from; CONTRIBUTING.md says how. The log
+(lab/log) is left out. A page without such a file must be named, with a reason, in
+`lab/sources/unchecked.toml`.
 
-The documents in docs/results are checked as well: each names a clean commit of this history, and measured
-load points are computed again from their requests. `docs/sources/documents.toml` has the SHA-256 of each
-document; `docs/sources/summary_only.toml` lists the documents from before these rules.
+The documents in lab/results are checked as well: each names a clean commit of this history, and measured
+load points are computed again from their requests. `lab/sources/documents.toml` has the SHA-256 of each
+document; `lab/sources/summary_only.toml` lists the documents from before these rules.
 """
 
 from __future__ import annotations
@@ -48,15 +48,14 @@ from pensieve_lab.programs.refresh_pages import refreshed
 FLAGS = flags.FLAGS
 ROOT = Path(__file__).parents[3]
 PROFILES = ROOT / "lab" / "pensieve_lab" / "simulator" / "profiles"
-DIARY = "log.md"
 UNCHECKED = "unchecked.toml"
 SUMMARY_ONLY = "summary_only.toml"
 DOCUMENTS = "documents.toml"
 README = "README.md"
-IN_WORDS = (README, "docs/evaluation.md", "docs/paper_and_we.md")
+IN_WORDS = (README, "lab/docs/evaluation.md", "lab/docs/paper_and_we.md")
 """Pages whose numbers in words are figures everywhere; on others, before the second heading alone."""
 _WHAT_TO_DO = (
-    "A wrong digit: correct the page. A new figure: --propose=PAGE drafts an entry for docs/sources. "
+    "A wrong digit: correct the page. A new figure: --propose=PAGE drafts an entry for lab/sources. "
     "CONTRIBUTING.md describes both under 'A figure's source'."
 )
 FRONT_PAGE = "front_page"  # the README of the repository; that of the pages is README, too
@@ -69,36 +68,36 @@ class Checked(NamedTuple):
     errors: list[str]
 
 
-def unchecked(docs: Path) -> dict[str, str]:
+def unchecked(lab: Path) -> dict[str, str]:
     """Pages that are not checked yet, and why."""
-    path = docs / "sources" / UNCHECKED
+    path = lab / "sources" / UNCHECKED
     return tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
-def documents_of(docs: Path) -> Documents:
+def documents_of(lab: Path) -> Documents:
     """Those of the pages, and the simulator's profiles as `profiles/...`."""
-    return Documents(docs, profiles=PROFILES)
+    return Documents(lab, profiles=PROFILES)
 
 
-def check(docs: Path, readme: Path) -> list[Checked]:
-    """All pages but the diary and those that are named as unchecked."""
-    left_out, documents = unchecked(docs), documents_of(docs)
+def check(lab: Path, readme: Path) -> list[Checked]:
+    """Check README, the product's pages and the laboratory's, but for those that are named as unchecked."""
+    left_out, documents = unchecked(lab), documents_of(lab)
     found = []
-    for path in [readme, *sorted(docs.glob("*.md"))]:
+    for path in [readme, *sorted(readme.parent.glob("docs/*.md")), *sorted(lab.glob("docs/*.md"))]:
         name = path.relative_to(readme.parent).as_posix()
-        if path.name != DIARY and name not in left_out:
-            found.append(check_file(path, name, docs, documents))
+        if name not in left_out:
+            found.append(check_file(path, name, lab, documents))
     return found
 
 
-def check_file(path: Path, name: str, docs: Path, documents: Documents) -> Checked:
+def check_file(path: Path, name: str, lab: Path, documents: Documents) -> Checked:
     """Check the text of one file as that of the page `name`."""
     page = read(path, name)
-    sources = docs / "sources" / f"{FRONT_PAGE if name == README else Path(name).stem}.toml"
+    sources = lab / "sources" / f"{FRONT_PAGE if name == README else Path(name).stem}.toml"
     if sources.is_file():
-        errors = check_page(page, sources, documents, docs.parent)
+        errors = check_page(page, sources, documents, lab.parent)
     else:
-        errors = [f"{name}: {sources.relative_to(docs.parent)} is missing"] * any(page.figures)
+        errors = [f"{name}: {sources.relative_to(lab.parent)} is missing"] * any(page.figures)
     if is_written(name):
         errors += stale_tables(name, path.read_text(encoding="utf-8"))
     return Checked(page, errors)
@@ -112,7 +111,7 @@ def read(path: Path, name: str) -> Page:
 
 def is_written(name: str) -> bool:
     """Whether `refresh_pages.py` writes tables of this page."""
-    return name in [f"docs/{page}" for page in WRITTEN]
+    return name in [f"lab/docs/{page}" for page in WRITTEN]
 
 
 def stale_tables(name: str, text: str) -> list[str]:
@@ -167,9 +166,9 @@ def proposal(page: Page) -> list[str]:
     ]
 
 
-def document_errors(docs: Path, history: History) -> list[str]:
-    """Return what is wrong with the documents in docs/results."""
-    folder, sources = docs / "results", docs / "sources"
+def document_errors(lab: Path, history: History) -> list[str]:
+    """Return what is wrong with the documents in lab/results."""
+    folder, sources = lab / "results", lab / "sources"
     rules = read_rules(sources / SUMMARY_ONLY)
     return [
         *check_results(folder, rules, history),
@@ -178,11 +177,11 @@ def document_errors(docs: Path, history: History) -> list[str]:
     ]
 
 
-def record(docs: Path) -> int:
+def record(lab: Path) -> int:
     """Record the digests of documents that pass all other checks; return the exit status."""
-    folder, sources = docs / "results", docs / "sources"
+    folder, sources = lab / "results", lab / "sources"
     rules = read_rules(sources / SUMMARY_ONLY)
-    if errors := check_results(folder, rules, History(docs.parent)):
+    if errors := check_results(folder, rules, History(lab.parent)):
         print("\n".join([*errors, "no digest was recorded"]))
         return EXIT_FAILED
     changed, refused = record_documents(folder, sources / DOCUMENTS, rules)
@@ -191,27 +190,27 @@ def record(docs: Path) -> int:
 
 
 def main() -> int:
-    docs = ROOT / "docs"
+    lab = ROOT / "lab"
     if FLAGS.record_pictures:
-        print("\n".join(record_pictures(docs, documents_of(docs))) or "no picture was drawn again")
+        print("\n".join(record_pictures(lab, documents_of(lab))) or "no picture was drawn again")
         return 0
     if FLAGS.record_documents:
-        return record(docs)
-    checked = check(docs, ROOT / README)
+        return record(lab)
+    checked = check(lab, ROOT / README)
     if FLAGS.propose:
         for page, _ in checked:
             if page.name == FLAGS.propose:
                 print("\n".join(proposal(page)))
         return 0
     print("\n".join(prose(checked) if FLAGS.list_prose else coverage(checked)))
-    for name, reason in unchecked(docs).items():
+    for name, reason in unchecked(lab).items():
         print(f"not checked: {name} ({reason})")
     history = History(ROOT)
     if history.notice:
         print(f"not checked: {history.notice}")
     errors = [error for _, errors in checked for error in errors]
-    errors += document_errors(docs, history)
-    errors += check_pictures(docs, documents_of(docs))
+    errors += document_errors(lab, history)
+    errors += check_pictures(lab, documents_of(lab))
     done = "every figure with a source is that of its document; --list_prose lists the others"
     print("\n".join([*errors, _WHAT_TO_DO] if errors else [done]))
     return EXIT_FAILED if errors else 0

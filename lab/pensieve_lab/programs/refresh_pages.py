@@ -1,4 +1,4 @@
-"""Write tables of pages from the documents in `docs/results`: Paper and we, traces, cells, balance, more.
+"""Write tables of pages from the documents in `lab/results`: Paper and we, traces, cells, balance, more.
 
     python -m pensieve_lab.programs.refresh_pages           # after new documents were written
     # which tables differ, without writing; fails if any does
@@ -31,7 +31,7 @@ from pensieve_lab.pages.page import WRITTEN
 from pensieve_lab.pages.paper_summary import summary
 
 FLAGS = flags.FLAGS
-_DOCS = Path(__file__).resolve().parents[3] / "docs"
+_DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = tuple(_DOCS / name for name in WRITTEN)
 _BLOCK = re.compile(r"<!-- table (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 

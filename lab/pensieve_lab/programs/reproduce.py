@@ -24,7 +24,7 @@ Of Baton: baton-table1 and baton-table2 (how long its methods take, in steps and
 and baton8 (queries, tokens and KV state over time), with the engine's own loop and the costs of
 Llama-2-7B on an H200.
 
-`docs/paper_and_we.md` has the results beside the paper's, and `programs.refresh_pages` writes its tables.
+`lab/docs/paper_and_we.md` has the results beside the paper's, and `programs.refresh_pages` writes its tables.
 """
 
 from __future__ import annotations

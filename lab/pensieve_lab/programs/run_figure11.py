@@ -3,7 +3,7 @@ r"""The paper's Figure 11 on several devices, measured: tokens, steps and open l
     python -m pensieve_lab.programs.run_figure11 --model=random:llama2-70b --tensor_parallel_size=4 \
         --compilation_cache_dir=compiled --json=llama2-70b.json
     python -m pensieve_lab.programs.run_figure11 --model=random:llama2-70b --tensor_parallel_size=4 --parts= \
-        --json=llama2-70b.json --documents=docs/results/h200x4
+        --json=llama2-70b.json --documents=lab/results/h200x4
 
 Parts, each a process of its own, in this order:
   tokens  check_parallel.py: float32 tokens of a tiny model of the family are one device's and the dense
@@ -19,11 +19,11 @@ which one that was running when the loops failed comes last. Compiled steps are 
 the others left as they are.
 
 Settings of Llama-2-70B and OPT-66B on two and on four devices (memory, users, windows, loads, and variables
-of the environment: `pensieve_lab.parallel.figure11`) are those of docs/results; flags and variables that are
+of the environment: `pensieve_lab.parallel.figure11`) are those of lab/results; flags and variables that are
 given go before them.
 
 `--json` is written after each part and each load point, and holds each part's own document: a load point is
-one of benchmark_serving. `--documents=docs/results/h200x4` writes each of them as a file, for example
+one of benchmark_serving. `--documents=lab/results/h200x4` writes each of them as a file, for example
 h200x4_open_llama2-70b_pensieve_2.5.json, for compare_serving.py, validate_simulator.py, and the rows of
 `experiments.measured_loops`. The exit status is 1 if tokens differ or a part of this call failed.
 """

@@ -1,6 +1,6 @@
 """Which of many replicas should serve a turn: rules beside each other on simulated fleets.
 
-    python -m pensieve_lab.programs.study_balance --out=docs/results \\
+    python -m pensieve_lab.programs.study_balance --out=lab/results \\
         --traces=mooncake:mooncake_conversation.jsonl.gz,\
 agent-sessions:agent_sessions.jsonl.gz,burstgpt:burstgpt_sessions.jsonl
 
@@ -13,7 +13,7 @@ Each part of `--parts` writes one document, `balance_<part>.json`:
   sizes    up to 256 replicas;
   outline  the outline of a replica that the other parts use, beside the engine's own scheduler;
   engine   the same on the load with the largest gain, for longer.
-`programs.refresh_pages` makes the tables of docs/balance.md of them, and `--plot=DIRECTORY` its pictures.
+`programs.refresh_pages` makes the tables of lab/docs/balance.md of them, and `--plot=DIRECTORY` its pictures.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def define_flags() -> None:
     flags.DEFINE_list("parts", list(PARTS), f"Among {', '.join(PARTS)}; empty: only the pictures.")
     flags.DEFINE_list("traces", [], "FORMAT:FILE of mooncake, agent-sessions and burstgpt.")
     flags.DEFINE_list("seeds", ["0", "1", "2", "3", "4"], "Of all that is drawn.")
-    flags.DEFINE_string("out", "docs/results", "Where the documents are written.")
+    flags.DEFINE_string("out", "lab/results", "Where the documents are written.")
     flags.DEFINE_string("plot", None, "Where pictures are drawn, e.g. docs/balance; needs matplotlib.")
     flags.DEFINE_bool("talk", True, "Say what every run came to.")
 

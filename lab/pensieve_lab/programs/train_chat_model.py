@@ -17,8 +17,8 @@ conversation around facts is a new one.
   settings.json  the flags of the training
 While it trains, and at its end, it measures whether history matters: the loss of recorded replies from the
 fourth turn on, and recall of facts whose values and sentences training never saw (once in constructions that
-it knows, twice in new ones; see docs/chat_model.md), each with the history and without. The last line is one
-JSON document (see `--json`).
+it knows, twice in new ones; see lab/docs/chat_model.md), each with the history and without. The last line is
+one JSON document (see `--json`).
 
 The data, its order and the first weights follow from `--seed`. On a CPU the result does too, to the bit; on a
 GPU sums of gradients may come in any order unless XLA_FLAGS=--xla_gpu_deterministic_ops=true.

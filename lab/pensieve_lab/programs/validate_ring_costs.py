@@ -1,6 +1,6 @@
 """How far the simulator of padded batches is from measured runs: the same queries, settings and steps.
 
-    python -m pensieve_lab.programs.validate_ring_costs --documents=docs/results/h200_rebatching_table2.json
+    python -m pensieve_lab.programs.validate_ring_costs --documents=lab/results/h200_rebatching_table2.json
 
 `--documents` are of benchmark_rebatching.py, table1 or table2. Each point is simulated with the costs of
 `--profile`; steps must be the same, seconds tell the error. Settings that a document does not have

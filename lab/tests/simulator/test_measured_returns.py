@@ -1,4 +1,4 @@
-"""Whole returns of a conversation, as `docs/results/h200_swaps_before_groups.json` measured them.
+"""Whole returns of a conversation, as `lab/results/h200_swaps_before_groups.json` measured them.
 
 That was with one group of layers and the Triton kernel for prompts, as the profile's single steps were, and
 with kernels launched by the engine's thread.

@@ -3,7 +3,7 @@
 Owns: what a front has sent and not heard the end of, what that makes of each replica's load, and new roots.
 Does not know: Ray, messages, or where a turn that has a root goes: the router's ring says that.
 
-The rule is `balance.NamedRoots`, see docs/balance.md. Loads are of this front's own turns: their prompts, and
+The rule is `balance.NamedRoots`. Loads are of this front's own turns: their prompts, and
 contexts as the last turn of their root left them; where there are several fronts, each evens out what it
 sends itself. Whether a follow-up finds its state is not known here; one that is run again does not.
 """
