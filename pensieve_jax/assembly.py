@@ -37,16 +37,9 @@ from pensieve_jax.config import EngineConfig, checked_config
 from pensieve_jax.core.clock import Clock
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.cost_choice import CostChoice, costs_before_loading, costs_of_runner
-from pensieve_jax.device.device_memory import (
-    check_weights_fit,
-    num_pages_in,
-    refusing_weights,
-    reserved_bytes,
-    staging_bytes,
-)
-from pensieve_jax.device.host_memory import available_bytes
 from pensieve_jax.device.kv_storage import chunk_bytes, most_byte_pages, slot_bytes
 from pensieve_jax.device.model_runner import ModelRunner
+from pensieve_jax.device.page_budget import num_pages_in, reserved_bytes, staging_bytes
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.observer import Observe, unobserved
 from pensieve_jax.engine.validation import ModelLimits
@@ -54,7 +47,8 @@ from pensieve_jax.history import history_fingerprint, open_store
 from pensieve_jax.history.opening import check_location
 from pensieve_jax.model_source import resolve_model, source_tokenizer
 from pensieve_jax.runtime.compilation import keep_compilations_in
-from pensieve_jax.runtime.pinned_memory import allow_pinning
+from pensieve_jax.runtime.device_memory import check_weights_fit, refusing_weights
+from pensieve_jax.runtime.host_memory import allow_pinning, available_bytes
 from pensieve_jax.text import Tokenizer
 
 _log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import jax
 
 from pensieve_jax.device.kv_storage import KVStorage
-from pensieve_jax.device.runtime_errors import step_failed
+from pensieve_jax.runtime.errors import step_failed
 
 
 class DevicePools:

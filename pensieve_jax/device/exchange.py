@@ -14,7 +14,7 @@ from model_defs.config import ModelConfig
 from model_defs.device_sums import SumSpec
 from pallas_kernels.all_reduce import ExchangeMemory
 from pallas_kernels.ragged_paged_attention import BackendChoice
-from pensieve_jax.device.runtime_errors import step_failed
+from pensieve_jax.runtime.errors import step_failed
 
 
 class Exchange:

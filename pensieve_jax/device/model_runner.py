@@ -30,14 +30,12 @@ from pallas_kernels.ragged_paged_attention import build_tiles, import_backend
 from pensieve_jax.config import CacheConfig, EngineConfig
 from pensieve_jax.core.errors import ConfigError, StepFailedError
 from pensieve_jax.device import sampler, step
-from pensieve_jax.device.device_memory import bytes_per_device, least_device, reserved_bytes, step_memory
 from pensieve_jax.device.device_pools import DevicePools
 from pensieve_jax.device.exchange import Exchange
 from pensieve_jax.device.kernel_choices import choose_kernels
 from pensieve_jax.device.kv_storage import KVStorage, num_layer_groups_on
 from pensieve_jax.device.layouts import bucket_layouts, bucket_tile_specs
-from pensieve_jax.device.page_budget import PageBudget
-from pensieve_jax.device.runtime_errors import step_failed
+from pensieve_jax.device.page_budget import PageBudget, reserved_bytes
 from pensieve_jax.device.sampler import SamplerMode
 from pensieve_jax.device.step import ModelStructure, Scores
 from pensieve_jax.device.step_programs import StepExecutables, StepPrograms
@@ -46,6 +44,8 @@ from pensieve_jax.device.transfers.in_flight import is_ready
 from pensieve_jax.engine.runner import Progress
 from pensieve_jax.engine.transfers import Transfers
 from pensieve_jax.runtime.compilation import CompilationCounter, compile_all
+from pensieve_jax.runtime.device_memory import bytes_per_device, least_device, step_memory
+from pensieve_jax.runtime.errors import step_failed
 from pensieve_jax.runtime.executable_store import ExecutableStore
 from pensieve_jax.scheduler.plan import (
     FLAG_LOGPROBS,

@@ -1,24 +1,86 @@
-"""What shares a device's memory with the pages, and refusals of more pages than that leaves room for.
+"""How many pages a device's memory holds beside weights and steps, and refusals of more pages than that.
 
-Owns: the sums, and the one line that says what fits and what to change.
-Does not know: how much a step takes; `device_memory` asks its executables.
+Owns: the sums, what is set aside for chunks in transit and for exchanges, and the one line that says what
+fits and what to change.
+Does not know: how much a step takes; `runtime.device_memory` asks its executables.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
 
 from pensieve_jax.core.errors import ConfigError, StepFailedError
-from pensieve_jax.device import device_memory
-from pensieve_jax.device.runtime_errors import in_a_line, is_out_of_memory, requested_bytes
+from pensieve_jax.device.transfers.batches import max_padding
+from pensieve_jax.runtime import device_memory
+from pensieve_jax.runtime.errors import in_a_line, is_out_of_memory, requested_bytes
 
 _LEAST_PAGES = 2
 _OTHER_WAYS = "raise runner.tensor_parallel_size or XLA_PYTHON_CLIENT_MEM_FRACTION, JAX's share of the device"
+# What a device of several takes beside arrays: buffers that peers write to, and those of compiling, which
+# tries out products. An estimate; `pensieve_lab.programs.profile_parallel` says what was taken.
+_EXCHANGE_BYTES = 2**30
+
+
+def staging_bytes(cpu_pages: int, num_staged_pages: int, page_bytes: int) -> int:
+    """What is set aside for chunks in transit on a device: one set out, and two in; none without a host tier.
+
+    What a step scatters is freed after it, and the next copies are started before it. A batch that is
+    gathered has padding, which is freed when it has run.
+    """
+    return (3 * num_staged_pages + max_padding(num_staged_pages)) * page_bytes if cpu_pages else 0
+
+
+def reserved_bytes(given: int | None, num_devices: int) -> int:
+    """`cache.gpu_reserved_bytes`, or what None stands for on so many devices."""
+    if given is not None:
+        return given
+    return _EXCHANGE_BYTES if num_devices > 1 else 0
+
+
+def num_pages_in(
+    fraction: float,
+    devices: Sequence[jax.Device],
+    page_bytes: int,
+    staging_bytes: int,
+    reserved_bytes: int = 0,
+) -> int:
+    """Pages that fit into `fraction` of every device's memory beside what is in use there already.
+
+    Args:
+      fraction: `cache.gpu_memory_fraction`.
+      devices: with the weights on them, and nothing that goes away.
+      page_bytes: a device's share of a page.
+      staging_bytes: that chunks in transit will take of each.
+      reserved_bytes: of each, that is for neither.
+
+    Raises:
+      ConfigError: a device does not say what memory it has, or not even two pages fit.
+    """
+    field = "cache.gpu_memory_fraction"
+    found = []
+    for device in devices:
+        limit_bytes = device_memory.memory_limit_bytes(device)
+        if limit_bytes is None:
+            limit = f"None: {device.device_kind!r} does not say how much memory it has"
+            raise ConfigError(field, fraction, limit, "give cache.gpu_pages")
+        used_bytes = (device.memory_stats() or {}).get("bytes_in_use", 0)
+        left_bytes = int(fraction * limit_bytes) - used_bytes - staging_bytes - reserved_bytes
+        num_pages = left_bytes // page_bytes - 1
+        if num_pages < _LEAST_PAGES:
+            beside = f", chunks in transit {staging_bytes:,}" if staging_bytes else ""
+            beside += f", exchanges {reserved_bytes:,}" if reserved_bytes else ""
+            limit = (
+                f"more: of the device's {limit_bytes:,} bytes, what is loaded takes {used_bytes:,}{beside}, "
+                f"and a page {page_bytes:,}"
+            )
+            raise ConfigError(field, fraction, limit, "or raise runner.tensor_parallel_size")
+        found.append(num_pages)
+    return min(found)
 
 
 @dataclass(frozen=True)

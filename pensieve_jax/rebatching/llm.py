@@ -21,7 +21,6 @@ from pensieve_jax.core.errors import ConfigError, InvalidRequestError, Tokenizer
 from pensieve_jax.core.outputs import Output, all_results
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.describing import Description
-from pensieve_jax.device.host_memory import available_bytes
 from pensieve_jax.model_source import DEFAULT_MODEL, resolve_model, source_tokenizer
 from pensieve_jax.prompts import one_each
 from pensieve_jax.rebatching.config import RebatchingConfig
@@ -31,7 +30,7 @@ from pensieve_jax.rebatching.engine import RebatchingEngine
 from pensieve_jax.rebatching.metrics import Observe, unobserved
 from pensieve_jax.rebatching.query import Query
 from pensieve_jax.runtime.compilation import keep_compilations_in
-from pensieve_jax.runtime.pinned_memory import allow_pinning
+from pensieve_jax.runtime.host_memory import allow_pinning, available_bytes
 
 
 class PaddedLLM:

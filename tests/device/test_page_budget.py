@@ -11,12 +11,15 @@ import pytest
 
 from model_defs import parameter_bytes, preset
 from pensieve_jax import CacheConfig, ConfigError, EngineConfig, SchedulerConfig, assembly
+from pensieve_jax import config as config_module
 from pensieve_jax.assembly import make_runner
 from pensieve_jax.core.errors import StepFailedError
-from pensieve_jax.device import device_memory, model_runner
+from pensieve_jax.device import model_runner
 from pensieve_jax.device.kv_storage import chunk_bytes
-from pensieve_jax.device.page_budget import PageBudget
-from pensieve_jax.device.runtime_errors import in_a_line, is_out_of_memory, requested_bytes, step_failed
+from pensieve_jax.device.page_budget import PageBudget, num_pages_in, reserved_bytes
+from pensieve_jax.runtime import device_memory
+from pensieve_jax.runtime.device_memory import least_device
+from pensieve_jax.runtime.errors import in_a_line, is_out_of_memory, requested_bytes, step_failed
 
 BY_DEFAULT = EngineConfig()
 H200_BYTES = 141_104_775_168
@@ -81,7 +84,7 @@ def test_a_fraction_is_told_which_one_fits():
     )
     stats = {"bytes_limit": 105 * GB, "bytes_in_use": 70 * GB}
     device = SimpleNamespace(memory_stats=lambda: stats, device_kind="a device")
-    assert device_memory.num_pages_in(0.97, [device], 5 * MB, 0) == 6369
+    assert num_pages_in(0.97, [device], 5 * MB, 0) == 6369
     budget(0.97, gpu_pages=6369).check(3 * GB)
 
 
@@ -221,3 +224,70 @@ def test_a_start_that_runs_out_names_the_fraction(monkeypatch, stage):
     said = refusal(make_runner, "random:llama-tiny", "float32", config, False)
     assert "cache.gpu_memory_fraction is 0.9, but must be lower, and then not even 2 pages" in said
     assert "steps of up to 512 tokens need 3.5 GB beside weights" in said
+
+
+def device(limit_bytes, used_bytes):
+    stats = None if limit_bytes is None else {"bytes_limit": limit_bytes, "bytes_in_use": used_bytes}
+    return SimpleNamespace(memory_stats=lambda: stats, device_kind="a device", platform="gpu")
+
+
+def test_pages_are_what_the_weights_leave():
+    """Of the fullest device, beside chunks in transit and the dummy page."""
+    assert num_pages_in(0.9, [device(1000, 100)], 10, 0) == 79
+    assert num_pages_in(0.9, [device(1000, 100)], 10, 300) == 49
+    assert num_pages_in(1.0, [device(1000, 100), device(1000, 505)], 10, 0) == 48
+
+
+def test_a_fraction_is_the_same_share_of_one_device_and_of_several():
+    """Of each by itself: what is in use there, and what exchanges need, whose default one device has not."""
+    assert num_pages_in(0.9, [device(1000, 100)] * 2, 10, 0) == num_pages_in(0.9, [device(1000, 100)], 10, 0)
+    assert num_pages_in(0.9, [device(1000, 100)] * 2, 10, 300, 200) == 29
+    assert num_pages_in(0.9, [device(1000, 100), device(700, 100)], 10, 0, 200) == 32
+    assert (reserved_bytes(None, 1), reserved_bytes(None, 2), reserved_bytes(0, 2)) == (0, 2**30, 0)
+    assert least_device([device(3, 0), device(None, 0), device(2, 0)]).memory_stats()["bytes_limit"] == 2
+
+
+def test_what_cannot_work_is_refused_with_numbers():
+    with pytest.raises(
+        ConfigError, match=r"gpu_memory_fraction is 0\.9, .*'a device' does not say.*gpu_pages"
+    ):
+        num_pages_in(0.9, [device(None, 0)], 10, 0)
+    numbers = r"of the device's 1,000 bytes, what is loaded takes 600, chunks in transit 280, and a page 10"
+    with pytest.raises(ConfigError, match=numbers):
+        num_pages_in(0.9, [device(1000, 600)], 10, 280)
+    with pytest.raises(ConfigError, match=r"in transit 80, exchanges 200, and a page 10"):
+        num_pages_in(0.9, [device(1000, 600)], 10, 80, 200)
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Runners are made whole, and compile nothing: sizes are settled before."""
+    monkeypatch.setattr(assembly.ModelRunner, "warm_up", lambda self, progress=None: None)
+
+
+def test_a_runner_has_as_many_pages_as_fit(monkeypatch, uncompiled):
+    """The config that comes back has them. What is in use there already, as weights are, is counted."""
+    limit_bytes, used_bytes = 2**28, 5 * 2**20
+    sized = assembly.num_pages_in
+    monkeypatch.setattr(
+        assembly,
+        "num_pages_in",
+        lambda fraction, devices, *sizes: sized(fraction, [device(limit_bytes, used_bytes)], *sizes),
+    )
+    config = EngineConfig(cache=CacheConfig(gpu_memory_fraction=0.125))
+    runner, config = make_runner("random:llama-tiny", "float32", config, progress=False)
+    page_bytes = runner.memory_analysis()["page_bytes"]
+    assert config.cache.gpu_pages == (limit_bytes // 8 - used_bytes) // page_bytes - 1
+    assert config.cache.gpu_memory_fraction is None
+    num_buckets = 8 if jax.default_backend() == "gpu" else 4
+    assert config.scheduler.max_num_buckets == len(runner.layouts) == num_buckets
+    assert runner.storage.num_pages == config.cache.gpu_pages + 1
+
+
+def test_a_runner_stages_what_a_gigabyte_holds(monkeypatch, uncompiled):
+    """The config that comes back says how many; what is asked for is the most."""
+    monkeypatch.setattr(config_module, "_STAGED_BYTES", 0)
+    monkeypatch.setattr(config_module, "_LEAST_STAGED_PAGES", 3)
+    config = EngineConfig(cache=CacheConfig(cpu_pages=8), scheduler=SchedulerConfig(max_num_buckets=1))
+    _, config = make_runner("random:llama-tiny", "float32", config, progress=False)
+    assert config.runner.max_num_staged_pages == 3

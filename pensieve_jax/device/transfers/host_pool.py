@@ -17,10 +17,9 @@ import jax
 import numpy as np
 
 from pensieve_jax.core.errors import ConfigError
-from pensieve_jax.device.host_memory import available_bytes
 from pensieve_jax.device.kv_storage import KVStorage
-from pensieve_jax.device.runtime_errors import in_a_line
-from pensieve_jax.runtime.pinned_memory import OWN_LIMIT_GB, VARIABLE
+from pensieve_jax.runtime.errors import in_a_line
+from pensieve_jax.runtime.host_memory import OWN_LIMIT_GB, VARIABLE, available_bytes
 
 _USABLE_FRACTION = 0.9  # of what is available: pinned memory cannot be swapped, and others live here too
 _CHUNKS_PER_PIECE = 64

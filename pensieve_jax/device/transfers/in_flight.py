@@ -17,9 +17,9 @@ import jax
 from jax.sharding import NamedSharding
 
 from pensieve_jax.cache.copies import Copy
-from pensieve_jax.device.runtime_errors import step_failed
 from pensieve_jax.device.transfers.batched_copies import copy_arrays
 from pensieve_jax.device.transfers.page_copies import Gathered
+from pensieve_jax.runtime.errors import step_failed
 
 _POLL_S = 5e-5
 _sleep = time.sleep

@@ -21,8 +21,6 @@ from pallas_kernels import sampling_cutoffs
 from pallas_kernels.ragged_paged_attention import AttentionHeads, import_backend
 from pensieve_jax.core.errors import ConfigError, StepFailedError
 from pensieve_jax.device import step
-from pensieve_jax.device.device_memory import bytes_per_device
-from pensieve_jax.device.runtime_errors import in_a_line, is_out_of_memory, step_failed
 from pensieve_jax.device.sampler import SamplerMode, all_modes
 from pensieve_jax.device.step import ModelStructure
 from pensieve_jax.rebatching.config import RebatchingConfig
@@ -48,6 +46,8 @@ from pensieve_jax.rebatching.launches import (
 )
 from pensieve_jax.rebatching.ring import Relayout
 from pensieve_jax.runtime.compilation import CompilationCounter, compile_all
+from pensieve_jax.runtime.device_memory import bytes_per_device
+from pensieve_jax.runtime.errors import in_a_line, is_out_of_memory, step_failed
 from pensieve_jax.runtime.executable_store import ExecutableStore
 from pensieve_jax.scheduler.plan import StepResult
 

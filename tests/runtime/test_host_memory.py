@@ -1,4 +1,4 @@
-"""jaxlib may pin what an engine is to keep in host memory, unless it is told otherwise or too late."""
+"""What the machine and its control groups leave, from files of a made-up system; and what jaxlib may pin."""
 
 from __future__ import annotations
 
@@ -9,9 +9,75 @@ import sys
 import pytest
 
 from pensieve_jax import LLM, CacheConfig, ConfigError, EngineConfig, RunnerConfig, assembly
-from pensieve_jax.runtime import pinned_memory
-from pensieve_jax.runtime.pinned_memory import VARIABLE, allow_pinning
+from pensieve_jax.runtime import host_memory
+from pensieve_jax.runtime.host_memory import VARIABLE, allow_pinning, available_bytes
 from tests.launching import TINY_MODEL
+
+MEMINFO = "MemTotal:       100000 kB\nMemFree:  10 kB\nMemAvailable:   {} kB\n"
+
+
+def make_files(root, files):
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_this_machine():
+    assert available_bytes() > 1 << 20
+
+
+def test_nothing_is_known(tmp_path):
+    assert available_bytes(tmp_path) is None
+
+
+def test_the_machine_alone(tmp_path):
+    make_files(tmp_path, {"proc/meminfo": MEMINFO.format(50), "proc/self/cgroup": "0::/user/own\n"})
+    assert available_bytes(tmp_path) == 50 * 1024
+
+
+@pytest.mark.parametrize("path", ["/", "/user/own", "/seen/by/the/host/only"])
+def test_version_2(tmp_path, path):
+    """The tightest group from this process's own to the root of the mount; cached files do not count."""
+    stat = "anon 700\ninactive_file 250\nactive_file 1\n"
+    files = {
+        "proc/meminfo": MEMINFO.format(50),
+        "proc/self/cgroup": f"0::{path}\n",
+        "sys/fs/cgroup/memory.max": "4000\n",
+        "sys/fs/cgroup/memory.current": "1000\n",
+        "sys/fs/cgroup/memory.stat": stat,
+        "sys/fs/cgroup/user/memory.max": "2000\n",
+        "sys/fs/cgroup/user/memory.current": "1500\n",
+        "sys/fs/cgroup/user/own/memory.max": "max\n",
+        "sys/fs/cgroup/user/own/memory.current": "1\n",
+    }
+    make_files(tmp_path, files)
+    assert available_bytes(tmp_path) == (500 if path == "/user/own" else 3250)
+
+
+def test_version_1(tmp_path):
+    files = {
+        "proc/meminfo": MEMINFO.format(50),
+        "proc/self/cgroup": "12:cpu,cpuacct:/x\n5:memory:/jobs/7\n1:name=systemd:/\n",
+        "sys/fs/cgroup/memory/jobs/7/memory.limit_in_bytes": "3000\n",
+        "sys/fs/cgroup/memory/jobs/7/memory.usage_in_bytes": "2900\n",
+        "sys/fs/cgroup/memory/jobs/7/memory.stat": "cache 5\ntotal_inactive_file 100\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2**63 - 4096}\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": "5000\n",
+    }
+    make_files(tmp_path, files)
+    assert available_bytes(tmp_path) == 200
+
+
+def test_a_group_beyond_its_limit_leaves_nothing(tmp_path):
+    files = {
+        "proc/self/cgroup": "0::/\n",
+        "sys/fs/cgroup/memory.max": "100\n",
+        "sys/fs/cgroup/memory.current": "130\n",
+    }
+    make_files(tmp_path, files)
+    assert available_bytes(tmp_path) == 0
+
 
 _GIB = 2**30
 
@@ -21,8 +87,8 @@ def unset(monkeypatch):
     """The variable is put back as it was, and nobody has set it."""
     monkeypatch.setenv(VARIABLE, "1")
     monkeypatch.delenv(VARIABLE)
-    monkeypatch.setattr(pinned_memory, "_set_here", set())
-    monkeypatch.setattr(pinned_memory, "has_clients", lambda: False)
+    monkeypatch.setattr(host_memory, "_set_here", set())
+    monkeypatch.setattr(host_memory, "has_clients", lambda: False)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +110,7 @@ def test_the_limit_is_raised(num_bytes, available, limit):
 
 def test_nothing_is_set_when_it_is_too_late_or_said_by_others(monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(pinned_memory, "has_clients", lambda: True)
+        patch.setattr(host_memory, "has_clients", lambda: True)
         allow_pinning(100 * _GIB, None)
     assert VARIABLE not in os.environ
     monkeypatch.setenv(VARIABLE, "70")

@@ -1,7 +1,8 @@
-"""What weights, pools and steps take of the device's memory: how many pages fit, and refusals of models.
+"""What a device's memory holds: its limit, the weights of a model, and what a step takes.
 
-Owns: the sums, over the executables of a step, and the device's own limit.
-Does not know: what the executables compute. `page_budget` refuses pages.
+Owns: the sums over the executables of a step, JAX's limit of the device, and refusals of models whose weights
+do not fit.
+Does not know: what the executables compute, or how many pages there are (`device.page_budget`).
 """
 
 from __future__ import annotations
@@ -14,76 +15,13 @@ import jax
 import numpy as np
 
 from pensieve_jax.core.errors import ConfigError
-from pensieve_jax.device.host_memory import available_bytes
-from pensieve_jax.device.runtime_errors import in_a_line, is_out_of_memory
-from pensieve_jax.device.transfers.batches import max_padding
-
-_LEAST_PAGES = 2
-# What a device of several takes beside arrays: buffers that peers write to, and those of compiling, which
-# tries out products. An estimate; `pensieve_lab.programs.profile_parallel` says what was taken.
-_EXCHANGE_BYTES = 2**30
+from pensieve_jax.runtime.errors import in_a_line, is_out_of_memory
+from pensieve_jax.runtime.host_memory import available_bytes
 
 
 def memory_limit_bytes(device: jax.Device) -> int | None:
     """What JAX may use of the device, or None where the device does not say."""
     return (device.memory_stats() or {}).get("bytes_limit")
-
-
-def staging_bytes(cpu_pages: int, num_staged_pages: int, page_bytes: int) -> int:
-    """What is set aside for chunks in transit on a device: one set out, and two in; none without a host tier.
-
-    What a step scatters is freed after it, and the next copies are started before it. A batch that is
-    gathered has padding, which is freed when it has run.
-    """
-    return (3 * num_staged_pages + max_padding(num_staged_pages)) * page_bytes if cpu_pages else 0
-
-
-def reserved_bytes(given: int | None, num_devices: int) -> int:
-    """`cache.gpu_reserved_bytes`, or what None stands for on so many devices."""
-    if given is not None:
-        return given
-    return _EXCHANGE_BYTES if num_devices > 1 else 0
-
-
-def num_pages_in(
-    fraction: float,
-    devices: Sequence[jax.Device],
-    page_bytes: int,
-    staging_bytes: int,
-    reserved_bytes: int = 0,
-) -> int:
-    """Pages that fit into `fraction` of every device's memory beside what is in use there already.
-
-    Args:
-      fraction: `cache.gpu_memory_fraction`.
-      devices: with the weights on them, and nothing that goes away.
-      page_bytes: a device's share of a page.
-      staging_bytes: that chunks in transit will take of each.
-      reserved_bytes: of each, that is for neither.
-
-    Raises:
-      ConfigError: a device does not say what memory it has, or not even two pages fit.
-    """
-    field = "cache.gpu_memory_fraction"
-    found = []
-    for device in devices:
-        limit_bytes = memory_limit_bytes(device)
-        if limit_bytes is None:
-            limit = f"None: {device.device_kind!r} does not say how much memory it has"
-            raise ConfigError(field, fraction, limit, "give cache.gpu_pages")
-        used_bytes = (device.memory_stats() or {}).get("bytes_in_use", 0)
-        left_bytes = int(fraction * limit_bytes) - used_bytes - staging_bytes - reserved_bytes
-        num_pages = left_bytes // page_bytes - 1
-        if num_pages < _LEAST_PAGES:
-            beside = f", chunks in transit {staging_bytes:,}" if staging_bytes else ""
-            beside += f", exchanges {reserved_bytes:,}" if reserved_bytes else ""
-            limit = (
-                f"more: of the device's {limit_bytes:,} bytes, what is loaded takes {used_bytes:,}{beside}, "
-                f"and a page {page_bytes:,}"
-            )
-            raise ConfigError(field, fraction, limit, "or raise runner.tensor_parallel_size")
-        found.append(num_pages)
-    return min(found)
 
 
 def bytes_per_device(array: jax.Array) -> int:

@@ -1,17 +1,28 @@
-"""How much memory the machine, or the container around this process, still has for it.
+"""Host memory: what this process can still take, and how much of it jaxlib may pin for GPUs.
 
-Owns: the reading of Linux's own figures.
-Does not know: what it is for.
+Owns: the reading of Linux's own figures, and raising jaxlib's limit, which has to be done before JAX has a
+client for GPUs.
+Does not know: what the memory is for.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
+
+from pensieve_jax.runtime.jax_clients import has_clients
 
 _MEMINFO = Path("proc/meminfo")
 _OWN_CGROUPS = Path("proc/self/cgroup")
 _MOUNT = Path("sys/fs/cgroup")
+VARIABLE: Final = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""Of jaxlib: so many times 2**30 bytes."""
+OWN_LIMIT_GB: Final = 64
+"""Of jaxlib 0.11.2, where the variable is not set."""
+_set_here: set[str] = set()
+"""Limits that the environment has from here, and not from whoever started the process."""
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
@@ -24,6 +35,29 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     """
     known = [*_machine_bytes(root), *_cgroup_bytes(root)]
     return min(known) if known else None
+
+
+def allow_pinning(num_bytes: int, available: int | None) -> None:
+    """Let so much be pinned and a fifth more, unless the environment says how much.
+
+    Regions of jaxlib's allocator do not fill up to the last byte, and copies of weights pass through it. It
+    takes regions twice as large as those before while the limit lets it, so that all of the limit may be
+    pinned in the end. Where JAX has been used before it is too late, and nothing is set.
+
+    Args:
+      num_bytes: of what will be kept.
+      available: bytes that the machine has for this; the fifth is what fits into 95% of them. None: unknown.
+    """
+    most = num_bytes * 6 // 5
+    if available is not None:
+        most = max(min(most, available * 19 // 20), num_bytes)
+    limit_gb = -(-most // 2**30)
+    now = os.environ.get(VARIABLE)
+    is_others = now is not None and now not in _set_here
+    if is_others or limit_gb <= int(now or OWN_LIMIT_GB) or has_clients():
+        return
+    os.environ[VARIABLE] = str(limit_gb)
+    _set_here.add(os.environ[VARIABLE])
 
 
 def _machine_bytes(root: Path) -> Iterator[int]:

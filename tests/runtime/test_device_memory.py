@@ -1,0 +1,65 @@
+"""Models that a device's memory does not hold, and what is said of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from pensieve_jax import CacheConfig, ConfigError, EngineConfig, assembly
+from pensieve_jax.assembly import make_runner
+from pensieve_jax.runtime import device_memory
+from pensieve_jax.runtime.device_memory import check_weights_fit
+
+
+def device(limit_bytes, used_bytes):
+    stats = None if limit_bytes is None else {"bytes_limit": limit_bytes, "bytes_in_use": used_bytes}
+    return SimpleNamespace(memory_stats=lambda: stats, device_kind="a device", platform="gpu")
+
+
+def test_weights_that_do_not_fit_are_refused():
+    check_weights_fit("a model", 1000, [device(1000, 0)])
+    check_weights_fit("a model", 1000, [device(None, 0)])
+    with pytest.raises(ConfigError, match=r"model is 'a model'.*1,000 bytes.*'?a device.*take 1,001 bytes"):
+        check_weights_fit("a model", 1001, [device(1000, 0)])
+    with pytest.raises(ConfigError) as refused:
+        check_weights_fit("a model", 2500, [device(2600, 0), device(2000, 0)])
+    assert str(refused.value) == (
+        "model is 'a model', but must be one whose parameters take at most the 2,000 bytes that JAX may use "
+        "of a device; its parameters take 2,500 bytes of each of 2 devices; raise "
+        "runner.tensor_parallel_size to 3 or more."
+    )
+
+
+def test_a_model_beyond_the_machine_is_refused_before_it_is_loaded(monkeypatch):
+    """On a CPU, where it would be made until the system ends the process."""
+    monkeypatch.setattr(device_memory, "available_bytes", lambda: 2**20)
+    monkeypatch.setattr(assembly, "load_model", lambda *_, **__: pytest.fail("loaded"))
+    with pytest.raises(ConfigError, match=r"model is 'random:opt-125m'.*1,048,576 bytes that the machine"):
+        make_runner("random:opt-125m", "float32", EngineConfig(), progress=False)
+
+
+def test_weights_for_which_memory_runs_out_on_the_way_are_refused_in_a_line(monkeypatch):
+    """They would have fit by their size: others use the device, say. What else goes wrong is not that."""
+
+    def load(text):
+        def fail(*_, **__):
+            raise jax.errors.JaxRuntimeError(text)
+
+        monkeypatch.setattr(assembly, "load_model", fail)
+        make_runner("random:llama-tiny", "float32", EngineConfig(), progress=False)
+
+    says = r"model is 'random:llama-tiny'.* parameters take [\d,]+ bytes.*tensor_parallel_size.*2\.50GiB"
+    with pytest.raises(ConfigError, match=says) as refused:
+        load("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2.50GiB.\nBufferAssignment\n...")
+    assert "\n" not in str(refused.value)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        load("INTERNAL: illegal address")
+
+
+def test_a_cpu_does_not_say():
+    assert jax.default_backend() != "cpu" or device_memory.memory_limit_bytes(jax.devices()[0]) is None
+    config = EngineConfig(cache=CacheConfig(gpu_memory_fraction=0.125))
+    with pytest.raises(ConfigError, match=r"cache\.gpu_memory_fraction is 0\.125.*give cache\.gpu_pages"):
+        make_runner("random:llama-tiny", "float32", config, progress=False)
