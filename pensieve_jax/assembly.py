@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,16 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from model_defs import (
-    Model,
-    ModelConfig,
-    load_model,
-    make_mesh,
-    model_fingerprint,
-    num_layer_parameters,
-    parameter_bytes,
-    source_config,
-)
+from model_defs import ModelConfig, make_mesh, model_fingerprint, num_layer_parameters, source_config
 from model_defs.registry import resolve_dtype
 from pensieve_jax.cache import AnalyticCostModel, CostModel
 from pensieve_jax.cache.cost import CostSubject
@@ -37,17 +27,17 @@ from pensieve_jax.config import EngineConfig, checked_config
 from pensieve_jax.core.clock import Clock
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.cost_choice import CostChoice, costs_before_loading, costs_of_runner
+from pensieve_jax.decoding.device.weights import ProgressBar, load_weights, serving_dtype
+from pensieve_jax.decoding.turn_spec import ModelLimits
 from pensieve_jax.device.kv_storage import chunk_bytes, most_byte_pages, slot_bytes
 from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.device.page_budget import num_pages_in, reserved_bytes, staging_bytes
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.observer import Observe, unobserved
-from pensieve_jax.engine.validation import ModelLimits
 from pensieve_jax.history import history_fingerprint, open_store
 from pensieve_jax.history.opening import check_location
 from pensieve_jax.model_source import resolve_model, source_tokenizer
 from pensieve_jax.runtime.compilation import keep_compilations_in
-from pensieve_jax.runtime.device_memory import check_weights_fit, refusing_weights
 from pensieve_jax.runtime.host_memory import allow_pinning, available_bytes
 from pensieve_jax.text import Tokenizer
 
@@ -171,48 +161,6 @@ def mesh_of(config: EngineConfig) -> Mesh:
     return make_mesh(size)
 
 
-def load_weights(
-    source: str,
-    dtype: str,
-    mesh: Mesh,
-    *,
-    seed: int,
-    max_position_embeddings: int | None,
-    progress: bool,
-) -> Model:
-    """A model with its arrays on `mesh`.
-
-    Args:
-      source: what `model_source.resolve_model` returned.
-      dtype: as of `LLM`.
-      mesh: one axis, "tp".
-      seed: of random weights.
-      max_position_embeddings: more positions than the checkpoint says; None: as many.
-      progress: show a bar.
-
-    Raises:
-      ConfigError: they do not fit the device's memory.
-      model_defs.ModelError: the checkpoint or the architecture cannot be served.
-    """
-    devices = list(mesh.devices.flat)
-    weights_bytes = parameter_bytes(
-        source_config(source, max_position_embeddings),
-        dtype=serving_dtype(dtype),
-        tensor_parallel_size=len(devices),
-    )
-    check_weights_fit(source, weights_bytes, devices)
-    refusing = refusing_weights(source, weights_bytes, devices)
-    with refusing, ProgressBar("loading weights", progress) as bar:
-        return load_model(
-            source,
-            dtype=serving_dtype(dtype),
-            mesh=mesh,
-            seed=seed,
-            max_position_embeddings=max_position_embeddings,
-            progress=bar,
-        )
-
-
 def _in_pages(config: EngineConfig, all_bytes: int, host_bytes: int, mesh: Mesh) -> EngineConfig:
     """Sizes of tiers as pages: of `all_bytes` on all devices together, which have the weights already.
 
@@ -235,11 +183,6 @@ def _host_bytes(model: ModelConfig, config: EngineConfig, dtype: str) -> int:
     slot = slot_bytes(model, cache, resolve_dtype(dtype, model))
     tier = cache.cpu_pages * slot if cache.cpu_bytes is None else cache.cpu_bytes
     return tier + config.runner.max_num_staged_pages * slot
-
-
-def serving_dtype(dtype: str) -> str:
-    """What a model is loaded with: "auto" is float32 on a CPU, and elsewhere left to the checkpoint."""
-    return "float32" if dtype == "auto" and jax.default_backend() == "cpu" else dtype
 
 
 def _limits(model: ModelConfig, config: EngineConfig) -> ModelLimits:
@@ -351,25 +294,3 @@ def estimated_cost_model(model: ModelConfig, chunk_tokens: int) -> CostModel:
         num_weights=num_layer_parameters(model),
         attention_width=model.num_layers * model.num_heads * model.head_dim,
     )
-
-
-class ProgressBar:
-    """A progress bar that is fed (number done, number in all, what was done)."""
-
-    def __init__(self, title: str, shown: bool) -> None:
-        """Nothing shows unless `shown`."""
-        self._bar = tqdm(desc=title, disable=not shown, leave=False)
-
-    def __call__(self, num_done: int, num_all: int, name: str) -> None:
-        """So much is done."""
-        self._bar.total = num_all
-        self._bar.set_postfix_str(name, refresh=False)
-        self._bar.update(num_done - self._bar.n)
-
-    def __enter__(self) -> Callable[[int, int, str], None]:
-        """The bar itself, to be called."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Take it away."""
-        self._bar.close()

@@ -11,7 +11,12 @@ from typing import Any
 from jax.sharding import Mesh
 
 from pensieve_jax.assembly import Assembled
-from pensieve_jax.describing import Description, describe_choice, describe_devices, describe_model
+from pensieve_jax.decoding.device.describe import (
+    Description,
+    describe_choice,
+    describe_devices,
+    describe_model,
+)
 from pensieve_jax.device.kv_storage import packing_reason
 
 

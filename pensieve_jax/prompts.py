@@ -8,27 +8,18 @@ Does not know: jax, batches, how a turn runs or who waits for it. It changes and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeGuard
+from typing import NoReturn, TypeGuard
 
 import numpy as np
 
-from pensieve_jax.core.errors import (
-    InvalidRequestError,
-    TokenizerMissingError,
-    UnknownConversationError,
-)
+from pensieve_jax.core.errors import InvalidRequestError, TokenizerMissingError, UnknownConversationError
+from pensieve_jax.core.outputs import one_each
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.engine.conversations import ConversationTable
-from pensieve_jax.engine.validation import TurnSpec, check_prefix
-from pensieve_jax.text import (
-    ChatFormat,
-    EarlierTurn,
-    Message,
-    Tokenizer,
-    check_messages,
-    num_messages_held,
-)
+from pensieve_jax.engine.validation import check_prefix
+from pensieve_jax.text import ChatFormat, EarlierTurn, Message, Tokenizer, check_messages, num_messages_held
 
 type Messages = Sequence[Message]
 """Chat messages: dicts with `role` and `content`."""
@@ -237,17 +228,3 @@ def _for_each(
             raise InvalidRequestError(f"sampling_params[{i}]", one, "SamplingParams")
     ids: list[str | None] = one_each("conversation_ids", conversation_ids, None, count, None)
     return params, ids
-
-
-def one_each(
-    field: str, given: Any, default: Any, count: int, kind: type | None = SamplingParams
-) -> list[Any]:
-    """`given` for each of `count` prompts: one `kind` for all of them, or a sequence of that length."""
-    if given is None:
-        return [default] * count
-    if kind is not None and isinstance(given, kind):
-        return [given] * count
-    if isinstance(given, str) or not isinstance(given, Sequence) or len(given) != count:
-        one = "" if kind is None else f"one {kind.__name__} for all, or "
-        raise InvalidRequestError(field, given, f"{one}a list of {count}, one for each prompt")
-    return list(given)

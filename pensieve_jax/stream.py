@@ -15,9 +15,9 @@ from tqdm import tqdm
 
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.outputs import Delta, Output, all_results
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.turn import Turn
-from pensieve_jax.engine.validation import TurnSpec
 
 
 def run_all(engine: Engine, specs: Sequence[TurnSpec], *, progress: bool) -> list[Output]:

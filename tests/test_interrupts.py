@@ -17,7 +17,7 @@ import pytest
 
 from pensieve_jax import LLM, SamplingParams
 from pensieve_jax.core.turn_node import TurnNode, new_turn_id
-from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history.store import CUT_FINISH_REASON
 from tests.engine.fake_transfers import Delays
 from tests.engine.harness import Harness, small_config

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pensieve_jax import EngineConfig, Usage
 from pensieve_jax.cache import AnalyticCostModel
 from pensieve_jax.cost_choice import CostChoice
+from pensieve_jax.decoding.turn_spec import ModelLimits
 from pensieve_jax.engine.engine import Engine
-from pensieve_jax.engine.validation import ModelLimits
 from pensieve_lab.workload import Answer, Client, ConversationTrace, Session, StepTotals, TurnTrace, UserTurn
 from tests.launching import load
 

@@ -73,7 +73,8 @@ from pensieve_jax.commands.timeline import Recorder, check_timeline
 from pensieve_jax.commands.turns_file import finished_turns, output_line, partial_path, start_output
 from pensieve_jax.commands.usage_tables import summary
 from pensieve_jax.commands.words import SMALL_MODEL
-from pensieve_jax.engine.validation import ModelLimits, check_params, check_turns
+from pensieve_jax.decoding.turn_spec import ModelLimits, check_params
+from pensieve_jax.engine.validation import check_turns
 from pensieve_jax.history.postgres_location import is_postgres
 from pensieve_jax.model_source import DEFAULT_MODEL
 from pensieve_jax.prompts import PromptEncoder

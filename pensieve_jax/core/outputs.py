@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
-from pensieve_jax.core.errors import PensieveError
+from pensieve_jax.core.errors import InvalidRequestError, PensieveError
+from pensieve_jax.core.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -120,3 +121,17 @@ def _twin(error: PensieveError) -> PensieveError:
     twin.__dict__.update(error.__dict__)
     twin.__cause__ = error.__cause__
     return twin
+
+
+def one_each(
+    field: str, given: Any, default: Any, count: int, kind: type | None = SamplingParams
+) -> list[Any]:
+    """`given` for each of `count` prompts: one `kind` for all of them, or a sequence of that length."""
+    if given is None:
+        return [default] * count
+    if kind is not None and isinstance(given, kind):
+        return [given] * count
+    if isinstance(given, str) or not isinstance(given, Sequence) or len(given) != count:
+        one = "" if kind is None else f"one {kind.__name__} for all, or "
+        raise InvalidRequestError(field, given, f"{one}a list of {count}, one for each prompt")
+    return list(given)

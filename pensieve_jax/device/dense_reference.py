@@ -24,9 +24,9 @@ from model_defs.config import ModelConfig
 from model_defs.registry import Model
 from pensieve_jax.core.errors import ContextLengthError
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.device import sampler
-from pensieve_jax.device.sampler import SamplerMode, SamplingRows
-from pensieve_jax.device.step import ModelStructure
+from pensieve_jax.decoding.device import sampler
+from pensieve_jax.decoding.device.structure import ModelStructure
+from pensieve_jax.decoding.sampling_rows import SamplerMode, SamplingRows, truncates
 
 _MIN_PADDED = 16
 MIN_MARGIN: Final = 1e-3
@@ -132,7 +132,7 @@ class DenseReference:
         rows = turn_rows(params, seed, _padded(positions, num_padded), self._config.eos_token_ids)
         rows.banned_ids[params.min_tokens :] = -1
         draws = params.temperature > 0
-        mode = sampler.mode_for(draws, params.top_k > 0 or params.top_p < 1, False)
+        mode = sampler.mode_for(draws, truncates(params.temperature, params.top_k, params.top_p), False)
         emitted = _padded(np.asarray(output_ids, np.int32), num_padded)
         parts = _judge(logits, rows, emitted, np.float32(margin), mode=mode)
         token_ids, possible, margins, logprobs = (np.asarray(part)[:num_outputs] for part in parts)

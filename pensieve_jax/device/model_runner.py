@@ -29,15 +29,16 @@ from model_defs.registry import Model
 from pallas_kernels.ragged_paged_attention import build_tiles, import_backend
 from pensieve_jax.config import CacheConfig, EngineConfig
 from pensieve_jax.core.errors import ConfigError, StepFailedError
-from pensieve_jax.device import sampler, step
+from pensieve_jax.decoding.device import sampler
+from pensieve_jax.decoding.device.choose import Scores, lost_a_device, unpack_result
+from pensieve_jax.decoding.device.structure import ModelStructure
+from pensieve_jax.decoding.sampling_rows import SamplerMode, StepResult
 from pensieve_jax.device.device_pools import DevicePools
 from pensieve_jax.device.exchange import Exchange
 from pensieve_jax.device.kernel_choices import choose_kernels
 from pensieve_jax.device.kv_storage import KVStorage, num_layer_groups_on
 from pensieve_jax.device.layouts import bucket_layouts, bucket_tile_specs
 from pensieve_jax.device.page_budget import PageBudget, reserved_bytes
-from pensieve_jax.device.sampler import SamplerMode
-from pensieve_jax.device.step import ModelStructure, Scores
 from pensieve_jax.device.step_programs import StepExecutables, StepPrograms
 from pensieve_jax.device.transfers.device_transfers import DeviceTransfers
 from pensieve_jax.device.transfers.in_flight import is_ready
@@ -47,14 +48,7 @@ from pensieve_jax.runtime.compilation import CompilationCounter, compile_all
 from pensieve_jax.runtime.device_memory import bytes_per_device, least_device, step_memory
 from pensieve_jax.runtime.errors import step_failed
 from pensieve_jax.runtime.executable_store import ExecutableStore
-from pensieve_jax.scheduler.plan import (
-    FLAG_LOGPROBS,
-    FLAG_SAMPLES,
-    FLAG_TRUNCATES,
-    PlanLayout,
-    StepPlan,
-    StepResult,
-)
+from pensieve_jax.scheduler.plan import FLAG_LOGPROBS, FLAG_SAMPLES, FLAG_TRUNCATES, PlanLayout, StepPlan
 
 _log = logging.getLogger(__name__)
 
@@ -190,9 +184,9 @@ class ModelRunner:
             words = np.asarray(handle.words.block_until_ready())
         except jax.errors.JaxRuntimeError as error:
             raise step_failed("a step failed on the device", error) from error
-        if step.lost_a_device(words):
+        if lost_a_device(words):
             raise StepFailedError("a step failed: a device waited in vain for its peer's part of a sum")
-        return step.unpack_result(words, handle.num_samples, self._num_top)
+        return unpack_result(words, handle.num_samples, self._num_top)
 
     def reset(self) -> None:
         """New pools; see `Runner`."""

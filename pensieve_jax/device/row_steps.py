@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from pensieve_jax.config import EngineConfig
+from pensieve_jax.decoding.sampling_rows import truncates
 from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.scheduler import StepPlan
 from pensieve_jax.scheduler.plan import FLAG_LOGPROBS, FLAG_SAMPLES, FLAG_TRUNCATES
@@ -192,5 +193,5 @@ def _let_sample(plan: StepPlan, rows: Sequence[Row], sampled: Sampled) -> None:
     plan.top_k[:num] = sampled.top_k
     plan.top_p[:num] = sampled.top_p
     plan.flags[FLAG_SAMPLES] = sampled.temperature > 0
-    plan.flags[FLAG_TRUNCATES] = sampled.top_k > 0 or sampled.top_p < 1
+    plan.flags[FLAG_TRUNCATES] = truncates(sampled.temperature, sampled.top_k, sampled.top_p)
     plan.flags[FLAG_LOGPROBS] = sampled.logprobs

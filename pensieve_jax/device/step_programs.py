@@ -20,11 +20,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model_defs.registry import Model
 from pallas_kernels.ragged_paged_attention import TileSpec
-from pensieve_jax.device import sampler, step
+from pensieve_jax.decoding.device import sampler
+from pensieve_jax.decoding.device.choose import choose, logits_spec
+from pensieve_jax.decoding.device.structure import ModelStructure
+from pensieve_jax.decoding.sampling_rows import SamplerMode, SamplingRows
+from pensieve_jax.device import step
 from pensieve_jax.device.exchange import Exchange
 from pensieve_jax.device.kv_storage import KVStorage
-from pensieve_jax.device.sampler import SamplerMode, SamplingRows
-from pensieve_jax.device.step import EndStatics, LayerStatics, ModelStructure
+from pensieve_jax.device.step import EndStatics, LayerStatics
 from pensieve_jax.runtime.compilation import CompilationJob
 from pensieve_jax.runtime.program import Program
 from pensieve_jax.scheduler.plan import PlanLayout
@@ -163,7 +166,7 @@ class StepPrograms:
     def _sampler(self, layout: PlanLayout, mode: SamplerMode) -> Program:
         fields = [layout.fields[name] for name in SamplingRows._fields]
         rows = SamplingRows(*(self._abstract(field.shape, field.dtype) for field in fields))
-        spec = step.logits_spec(self._config.vocab_size, self._mesh)
+        spec = logits_spec(self._config.vocab_size, self._mesh)
         shape = (layout.max_num_samples, self._config.vocab_size)
         logits: Any = jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(self._mesh, spec))
         statics = {
@@ -173,7 +176,7 @@ class StepPrograms:
             "cutoff_backend": self._cutoff_backend,
             "split_over": self._mesh if self._mesh.size > 1 and any(spec) else None,
         }
-        return Program(step.choose, (logits, rows, *self._exchanged[1:]), statics)
+        return Program(choose, (logits, rows, *self._exchanged[1:]), statics)
 
     def _abstract(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """What one executable hands to the next lies on every device; only logits are split."""

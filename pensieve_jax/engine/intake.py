@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from pensieve_jax.core.errors import PensieveError
+from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec
 from pensieve_jax.engine.ledger import TurnLedger
 from pensieve_jax.engine.loop import EngineLoop
 from pensieve_jax.engine.placing import Placed, Placing
 from pensieve_jax.engine.reply import Reply
 from pensieve_jax.engine.turn import Turn
-from pensieve_jax.engine.validation import ModelLimits, TurnSpec, check_turns
+from pensieve_jax.engine.validation import check_turns
 from pensieve_jax.text import Tokenizer
 
 

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pensieve_jax.core.turn_node import TurnNode, TurnOrigin
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.engine.branches import Place
 from pensieve_jax.engine.conversations import ConversationTable
 from pensieve_jax.engine.live import Branch, LiveConversation
 from pensieve_jax.engine.prefixes import PrefixTable
-from pensieve_jax.engine.validation import TurnSpec
 
 type _Choice = tuple[str, str | None, tuple[int, ...]]
 

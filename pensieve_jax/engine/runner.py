@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from pensieve_jax.decoding.sampling_rows import StepResult
 from pensieve_jax.engine.transfers import Transfers
-from pensieve_jax.scheduler.plan import PlanLayout, StepPlan, StepResult
+from pensieve_jax.scheduler.plan import PlanLayout, StepPlan
 
 type Progress = Callable[[int, int, str], None]
 """Called with the number of executables that are ready, the number in all, and the last one's name."""

@@ -6,7 +6,12 @@ Does not know: how anything was chosen; the parts say.
 
 from __future__ import annotations
 
-from pensieve_jax.describing import Description, describe_choice, describe_devices, describe_model
+from pensieve_jax.decoding.device.describe import (
+    Description,
+    describe_choice,
+    describe_devices,
+    describe_model,
+)
 from pensieve_jax.rebatching.config import RebatchingConfig
 from pensieve_jax.rebatching.device.runner import DeviceRunner
 

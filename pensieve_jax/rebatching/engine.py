@@ -21,7 +21,7 @@ from pensieve_jax.core.errors import (
     StepFailedError,
 )
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.engine.validation import ModelLimits, check_params, check_token_ids
+from pensieve_jax.decoding.turn_spec import ModelLimits, check_params, check_token_ids
 from pensieve_jax.rebatching.config import RebatchingConfig
 from pensieve_jax.rebatching.loop import RebatchingLoop
 from pensieve_jax.rebatching.metrics import Observe, StepSeen, unobserved

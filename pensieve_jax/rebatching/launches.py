@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.decoding.sampling_rows import SAMPLING_WORDS, SamplerMode, sampling_words, truncates
 from pensieve_jax.rebatching.lattice import RingShape
 from pensieve_jax.rebatching.query import Query
 from pensieve_jax.rebatching.ring import Relayout
@@ -23,18 +25,8 @@ HEADER = ("place", "num_new", "row", "unused")
 COUNTS = ("position", "num_columns", "sample_position")
 """Of a row: the position of its first new token, its columns up to the last of the step, and the position of
 the token that is sampled. A row that nobody holds has 1 column."""
-SAMPLING = ("temperature", "top_k", "top_p", "seed_low", "seed_high")
-"""Of a row: `Query.sampling_words`; ids that must not be sampled follow."""
-_GREEDY_ROW = np.zeros(len(SAMPLING), np.int32)
-_GREEDY_ROW[SAMPLING.index("top_p")] = np.float32(1.0).view(np.int32)
-
-
-class Needs(NamedTuple):
-    """What is asked of the sampler; fields as of `device.sampler.SamplerMode`."""
-
-    draws: bool = False
-    truncates: bool = False
-    top_logprobs: bool = False
+# Of a row, behind its counts: `SAMPLING_WORDS`; ids that must not be sampled follow.
+_GREEDY_ROW = sampling_words(SamplingParams(temperature=0.0), seed=0)
 
 
 class WordsLayout(NamedTuple):
@@ -51,7 +43,7 @@ class WordsLayout(NamedTuple):
     @property
     def num_fields(self) -> int:
         """Of a row."""
-        return len(COUNTS) + len(SAMPLING) + self.num_banned
+        return len(COUNTS) + len(SAMPLING_WORDS) + self.num_banned
 
     @property
     def size(self) -> int:
@@ -73,27 +65,26 @@ class StepWords:
         self.words[: len(HEADER)] = place, num_new, row, 0
         self._fields = self.words[len(HEADER) :].reshape(layout.num_fields, layout.width)
         self._fields[COUNTS.index("num_columns")] = 1
-        self._fields[self._num_counts : self._num_counts + len(SAMPLING)] = _GREEDY_ROW[:, None]
-        self._fields[self._num_counts + len(SAMPLING) :] = -1
+        self._fields[self._num_counts : self._num_counts + len(SAMPLING_WORDS)] = _GREEDY_ROW[:, None]
+        self._fields[self._num_counts + len(SAMPLING_WORDS) :] = -1
         self._needs = [False, False, False]
 
     def add(self, row: int, query: Query, position: int, num_columns: int, sample_position: int) -> None:
         """Let a row be a query's, whose next token is then sampled."""
         fields, params = self._fields, query.params
         fields[: self._num_counts, row] = position, num_columns, sample_position
-        end = self._num_counts + len(SAMPLING)
+        end = self._num_counts + len(SAMPLING_WORDS)
         fields[self._num_counts : end, row] = query.sampling_words
         if query.num_sampled < params.min_tokens:
             fields[end : end + len(query.ending_ids), row] = query.ending_ids
-        draws = params.temperature > 0
-        self._needs[0] |= draws
-        self._needs[1] |= draws and (params.top_k > 0 or params.top_p < 1)
+        self._needs[0] |= params.temperature > 0
+        self._needs[1] |= truncates(params.temperature, params.top_k, params.top_p)
         self._needs[2] |= bool(params.logprobs)
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> SamplerMode:
         """Of all rows."""
-        return Needs(*self._needs)
+        return SamplerMode(*self._needs)
 
 
 Samples = tuple[tuple[Query, int], ...]
@@ -119,7 +110,7 @@ class Prefill:
     num_rows: int
     token_ids: np.ndarray
     words: np.ndarray
-    needs: Needs
+    needs: SamplerMode
     samples: Samples
     num_tokens: int
 
@@ -159,7 +150,7 @@ class Shape:
     serial: int
     token_ids: np.ndarray
     words: np.ndarray
-    needs: Needs
+    needs: SamplerMode
     samples: Samples
     num_tokens: int
 
@@ -169,7 +160,7 @@ class Decode:
     """A step in which every row takes one token; fields as of `Shape`."""
 
     words: np.ndarray
-    needs: Needs
+    needs: SamplerMode
     samples: Samples
 
 

@@ -16,13 +16,12 @@ from tqdm import tqdm
 
 from model_defs import make_mesh, source_config
 from model_defs.registry import resolve_dtype
-from pensieve_jax.assembly import ProgressBar, load_weights, serving_dtype
 from pensieve_jax.core.errors import ConfigError, InvalidRequestError, TokenizerMissingError
-from pensieve_jax.core.outputs import Output, all_results
+from pensieve_jax.core.outputs import Output, all_results, one_each
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.describing import Description
+from pensieve_jax.decoding.device.describe import Description
+from pensieve_jax.decoding.device.weights import ProgressBar, load_weights, serving_dtype
 from pensieve_jax.model_source import DEFAULT_MODEL, resolve_model, source_tokenizer
-from pensieve_jax.prompts import one_each
 from pensieve_jax.rebatching.config import RebatchingConfig
 from pensieve_jax.rebatching.description import describe
 from pensieve_jax.rebatching.device.runner import DeviceRunner

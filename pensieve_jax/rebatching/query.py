@@ -9,11 +9,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
-import numpy as np
-
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.outputs import FinishReason, Output, Usage
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.decoding.sampling_rows import sampling_words
 from pensieve_jax.text import ReplyTokens, Tokenizer
 
 
@@ -35,7 +34,7 @@ class Query(ReplyTokens):
       serial: numbers queries in the order of their arrival.
       prompt_token_ids, params, seed, priority: as submitted; higher priorities are served first.
       ending_ids: ids that end the reply.
-      sampling_words: i32[5], how it is sampled: temperature, top-k, top-p and the seed's two words, as bits.
+      sampling_words: i32[5], how it is sampled, as bits; see `SAMPLING_WORDS`.
       max_num_tokens: of the reply, the context's limit included.
       num_sampled: tokens of the reply that were launched; those of them that have come are in `token_ids`.
       place: of its KV state.
@@ -63,7 +62,7 @@ class Query(ReplyTokens):
         super().__init__(params, ending_ids, self.max_num_tokens, tokenizer)
         self.serial, self.prompt_token_ids, self.params = serial, prompt_token_ids, params
         self.seed, self.priority, self.ending_ids = seed, priority, ending_ids
-        self.sampling_words = _sampling_words(params, seed)
+        self.sampling_words = sampling_words(params, seed)
         self.num_sampled = 0
         self.place = Place.NOWHERE
         self.row = -1
@@ -147,9 +146,3 @@ class Query(ReplyTokens):
             seed=self.seed,
             logprobs=None if self.logprobs is None else tuple(self.logprobs),
         )
-
-
-def _sampling_words(params: SamplingParams, seed: int) -> np.ndarray:
-    temperature, top_p = np.array([params.temperature, params.top_p], np.float32).view(np.int32)
-    low, high = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32).view(np.int32)
-    return np.array([temperature, params.top_k, top_p, low, high], np.int32)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, Protocol
 
+from pensieve_jax.decoding.sampling_rows import StepResult
 from pensieve_jax.rebatching.launches import Launch
-from pensieve_jax.scheduler.plan import StepResult
 
 
 class Runner(Protocol):

@@ -1,8 +1,9 @@
 """Which tokens the next step computes, and the arrays that say so. No jax here."""
 
+from pensieve_jax.decoding.sampling_rows import StepResult
 from pensieve_jax.scheduler.buckets import bucket_for, bucket_layout, bucket_rows, token_buckets
 from pensieve_jax.scheduler.output import Grant, SchedulerOutput
-from pensieve_jax.scheduler.plan import PlanLayout, StepPlan, StepResult
+from pensieve_jax.scheduler.plan import PlanLayout, StepPlan
 from pensieve_jax.scheduler.planner import Planner
 from pensieve_jax.scheduler.request import Request, RequestStatus
 from pensieve_jax.scheduler.scheduler import Scheduler

@@ -1,4 +1,4 @@
-"""What one step is told and what it answers, as numpy: the packed plan, and the packed result.
+"""What one step is told, as numpy: the packed plan.
 
 Owns: the one table of a plan's fields, in the body of `StepPlan`, and so the layout of the one int32 buffer
 that goes to the device each step, with a named view on every part of it, so that one copy carries all of a
@@ -15,32 +15,11 @@ from typing import Any, NamedTuple, Self, overload
 
 import numpy as np
 
-from pensieve_jax.core.sampling_params import SamplingParams
-
 NUM_FLAGS = 4
 # Fields begin at multiples of 256 bytes: XLA hands a kernel a slice of the buffer as it lies, without a copy,
 # and Mosaic GPU kernels refuse arguments that are not aligned so.
 _ALIGNMENT = 64
 FLAG_SAMPLES, FLAG_TRUNCATES, FLAG_LOGPROBS = range(3)
-
-
-# What a plan says of how a request is sampled, field by field as `StepPlan` has them, and whether it wants
-# log probabilities.
-SAMPLING = np.dtype(
-    [("temperature", "<f4"), ("top_k", "<i4"), ("top_p", "<f4"), ("seed", "<u4", 2), ("logprobs", "<i4")]
-)
-
-
-def pack_sampling(params: SamplingParams, seed: int) -> bytes:
-    """A `SAMPLING` record, made once a request: a step joins those of its rows into one array."""
-    record = (
-        params.temperature,
-        params.top_k,
-        params.top_p,
-        (seed & 0xFFFFFFFF, seed >> 32),
-        bool(params.logprobs),
-    )
-    return np.array(record, SAMPLING).tobytes()
 
 
 class Field(NamedTuple):
@@ -221,15 +200,3 @@ class StepPlan:
     def rows(cls) -> dict[str, PlanField]:
         """The table: every field by name, in the order of the buffer."""
         return {name: row for name, row in vars(cls).items() if isinstance(row, PlanField)}
-
-
-class StepResult(NamedTuple):
-    """What a step sampled; rows in the plan's order.
-
-    `top_ids` and `top_logprobs` are undefined unless the plan's FLAG_LOGPROBS was set.
-    """
-
-    token_ids: np.ndarray  # i32[S]
-    logprobs: np.ndarray  # f32[S]: of the chosen ids, under the distribution before temperature
-    top_ids: np.ndarray  # i32[S, K]: most likely first
-    top_logprobs: np.ndarray  # f32[S, K]

@@ -19,16 +19,10 @@ import numpy as np
 
 from pensieve_jax.cache import PageTable
 from pensieve_jax.core.conversation import PENDING_TOKEN
+from pensieve_jax.decoding.sampling_rows import SAMPLING, truncates
 from pensieve_jax.scheduler.buckets import bucket_for
 from pensieve_jax.scheduler.output import SchedulerOutput
-from pensieve_jax.scheduler.plan import (
-    FLAG_LOGPROBS,
-    FLAG_SAMPLES,
-    FLAG_TRUNCATES,
-    SAMPLING,
-    PlanLayout,
-    StepPlan,
-)
+from pensieve_jax.scheduler.plan import FLAG_LOGPROBS, FLAG_SAMPLES, FLAG_TRUNCATES, PlanLayout, StepPlan
 from pensieve_jax.scheduler.request import Request
 
 
@@ -126,8 +120,7 @@ class Planner:
             request.sample_row = sample_row
             if len(request.token_ids) <= request.num_unending:
                 plan.banned_ids[sample_row, : len(request.ending_ids)] = request.ending_ids
-        live = sampling["temperature"] > 0
-        truncates = (sampling["top_k"] > 0) | (sampling["top_p"] < 1)
-        plan.flags[FLAG_SAMPLES] = live.any()
-        plan.flags[FLAG_TRUNCATES] = (live & truncates).any()
+        temperature, top_k, top_p = (sampling[name] for name in ("temperature", "top_k", "top_p"))
+        plan.flags[FLAG_SAMPLES] = (temperature > 0).any()
+        plan.flags[FLAG_TRUNCATES] = truncates(temperature, top_k, top_p).any()
         plan.flags[FLAG_LOGPROBS] = sampling["logprobs"].any()

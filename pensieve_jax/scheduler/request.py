@@ -17,7 +17,7 @@ from pensieve_jax.cache import CachedSequence, Shelf
 from pensieve_jax.core.conversation import Conversation
 from pensieve_jax.core.outputs import Usage
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.scheduler.plan import pack_sampling
+from pensieve_jax.decoding.sampling_rows import pack_sampling
 
 type Intervals = list[tuple[int, int]]
 """Of token positions, ascending, without their ends; none overlaps another one."""

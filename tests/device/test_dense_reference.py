@@ -12,7 +12,8 @@ import pytest
 from model_defs import load_model, make_mesh
 from pensieve_jax.core.errors import ContextLengthError
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.device import sampler
+from pensieve_jax.decoding.device import sampler
+from pensieve_jax.decoding.sampling_rows import SamplerMode
 from pensieve_jax.device.dense_reference import DenseReference, turn_rows
 
 PRESETS = ("llama-tiny", "opt-tiny")
@@ -28,7 +29,7 @@ def reference_for(preset):
     return DenseReference(_model(preset))
 
 
-_sample = jax.jit(functools.partial(sampler.sample, mode=sampler.SamplerMode(True, True, False), num_top=1))
+_sample = jax.jit(functools.partial(sampler.sample, mode=SamplerMode(True, True, False), num_top=1))
 
 
 def random_ids(num_ids, seed=0):

@@ -16,7 +16,8 @@ from pallas_kernels import all_reduce
 from pallas_kernels.all_reduce import Affine
 from pallas_kernels.residual_norms import NormSpec
 from pensieve_jax.core.errors import ConfigError, StepFailedError
-from pensieve_jax.device import exchange, sampler
+from pensieve_jax.decoding.device import sampler
+from pensieve_jax.device import exchange
 from pensieve_jax.device.model_runner import ModelRunner
 from tests.collectives import collectives
 from tests.device.test_model_runner import (

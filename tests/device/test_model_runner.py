@@ -19,11 +19,11 @@ from model_defs import load_model, make_mesh, preset, random_model
 from pensieve_jax.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.core.errors import ConfigError, StepFailedError
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.decoding.device.structure import ModelStructure
 from pensieve_jax.device import kernel_choices, model_runner
 from pensieve_jax.device.dense_reference import DenseReference
 from pensieve_jax.device.kv_storage import read_page
 from pensieve_jax.device.model_runner import ModelRunner
-from pensieve_jax.device.step import ModelStructure
 from pensieve_jax.runtime import device_memory
 from pensieve_jax.runtime.compilation import keep_compilations_in
 from pensieve_jax.runtime.executable_store import ExecutableStore

@@ -11,11 +11,11 @@ from pensieve_jax.config import CacheConfig, EngineConfig, RunnerConfig, Schedul
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.live import Branch
 from pensieve_jax.engine.observer import Observe, unobserved
 from pensieve_jax.engine.turn import Turn
-from pensieve_jax.engine.validation import ModelLimits, TurnSpec
 from pensieve_jax.history import open_store
 from pensieve_jax.scheduler import Request, RequestStatus, SchedulerOutput
 from pensieve_jax.text import Tokenizer

@@ -15,8 +15,8 @@ from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.outputs import TokenLogprob
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.engine.runner import Runner
-from pensieve_jax.engine.validation import TurnSpec
 from tests.engine.fake_runner import (
     EOS_TOKEN_IDS,
     VOCAB_SIZE,

@@ -15,7 +15,7 @@ from pensieve_jax.core.errors import (
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import TurnNode, TurnOrigin, new_turn_id
-from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from tests.engine.harness import Harness, small_config
 from tests.engine.trees import Forest
 

@@ -14,7 +14,7 @@ from pensieve_jax.core.errors import (
 )
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import TurnNode, new_turn_id
-from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history import HistoryReader
 from pensieve_jax.history.changes import (
     ConversationAppend,

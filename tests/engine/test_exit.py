@@ -14,7 +14,7 @@ import numpy
 
 from pensieve_jax import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.assembly import make_runner
-from pensieve_jax.device.sampler import all_modes
+from pensieve_jax.decoding.device.sampler import all_modes
 
 runner, _ = make_runner(
     "random:llama-tiny",

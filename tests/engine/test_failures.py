@@ -16,10 +16,10 @@ from pensieve_jax.core.errors import (
     StepFailedError,
 )
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.engine import intake
 from pensieve_jax.engine.observer import unobserved
 from pensieve_jax.engine.reply import Reply
-from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.text import byte_tokenizer
 from tests.engine.harness import Harness, small_config
 

@@ -6,7 +6,7 @@ import pytest
 
 from pensieve_jax.core.errors import InvalidRequestError, UnknownConversationError
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from tests.engine.harness import Harness, small_config
 
 CHUNK = 16

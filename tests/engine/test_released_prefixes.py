@@ -7,8 +7,8 @@ import pytest
 from pensieve_jax.core.errors import InvalidRequestError
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.engine.turn import Turn
-from pensieve_jax.engine.validation import TurnSpec
 from tests.engine.harness import Harness, small_config
 from tests.engine.oracles import prompt_ids
 

@@ -10,7 +10,7 @@ from pensieve_jax.core.errors import (
     InvalidRequestError,
 )
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from tests.engine.harness import Harness
 
 pytest.importorskip("psycopg", reason="needs the extra `postgres`")

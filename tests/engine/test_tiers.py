@@ -8,7 +8,7 @@ import pytest
 
 from pensieve_jax.core.errors import InvalidRequestError, StepFailedError
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from tests.engine.fake_transfers import IMMEDIATE, Delays
 from tests.engine.harness import Harness, small_config
 from tests.engine.oracles import spec_of

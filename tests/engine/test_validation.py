@@ -6,7 +6,6 @@ After each one, another conversation that runs meanwhile is untouched, and finis
 from __future__ import annotations
 
 import dataclasses
-import math
 from contextlib import nullcontext
 
 import numpy as np
@@ -19,15 +18,10 @@ from pensieve_jax.core.errors import (
     TokenizerMissingError,
 )
 from pensieve_jax.core.prefix import SharedPrefix
-from pensieve_jax.core.sampling_params import MAX_SEED, SamplingParams
+from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import TurnNode
-from pensieve_jax.engine.validation import (
-    ModelLimits,
-    TurnSpec,
-    check_beginning,
-    check_params,
-    check_token_ids,
-)
+from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec
+from pensieve_jax.engine.validation import check_beginning
 from pensieve_jax.history.changes import Expire, QueueResponse, ResponseDraft
 from pensieve_jax.text import byte_tokenizer
 from tests.engine.fake_runner import VOCAB_SIZE
@@ -236,75 +230,6 @@ def test_the_longest_turn_that_fits_is_served():
     harness.check_empty()
 
 
-BAD_PARAMS = {
-    "max_tokens": (0, -1, 1.0, "3", True, None, 2**31),
-    "min_tokens": (-1, 33, 0.5, True, None),
-    "temperature": (math.nan, math.inf, -math.inf, -0.1, "1", True, None, 1e9, 1j),
-    "top_k": (-1, 1.5, True, None, 2**31),
-    "top_p": (math.nan, 0, 0.0, -0.5, 1.01, math.inf, "1", True, None),
-    "seed": (-1, MAX_SEED + 1, 1.0, True, "1"),
-    "logprobs": (-1, 1.0, True, "1"),
-    "stop": ("text", [""], [1], [b"x"], 5, None),
-    "stop_token_ids": ([-1], [1.0], [True], ["1"], [2**31], 5, None),
-    "ignore_eos": (1, None, "yes"),
-}
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [(f, v) for f, values in BAD_PARAMS.items() for v in values], ids=repr
-)
-def test_sampling_parameters_that_cannot_be(field, value):
-    with pytest.raises(InvalidRequestError, match=field) as caught:
-        SamplingParams(**{field: value})
-    assert caught.value.field.startswith(field) and str(caught.value.limit) in str(caught.value)
-
-
-def test_a_number_that_python_does_not_write_out_is_refused_like_others():
-    with pytest.raises(InvalidRequestError, match="max_tokens is a number of 16610 bits, but must be"):
-        SamplingParams(max_tokens=10**5000)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "said"),
-    [
-        ("stop", ["x"] * 17, "17 strings.*at most 16 strings"),
-        ("stop", ["x", "y" * 1025], "1025 characters.*at most 1024 characters"),
-        ("stop", ["x"] * 1_000_000, "at most 16 strings"),
-        ("stop", ["ab" * 40_000], "at most 1024 characters"),
-        ("stop_token_ids", range(1025), "1025 ids.*at most 1024 ids"),
-        ("stop_token_ids", range(1_000_000), "at most 1024 ids"),
-    ],
-    ids=["strings", "characters", "very many", "very long", "ids", "very many ids"],
-)
-def test_what_is_looked_for_in_every_token_is_limited(field, value, said):
-    with pytest.raises(InvalidRequestError, match=said) as caught:
-        SamplingParams(**{field: value})
-    assert caught.value.field == field and len(str(caught.value)) < 200
-
-
-def test_stop_strings_and_ids_at_their_limits():
-    SamplingParams(stop=["x" * 1024] * 16, stop_token_ids=range(1024))
-
-
-def test_sampling_parameters_at_their_limits():
-    SamplingParams(
-        max_tokens=1,
-        min_tokens=1,
-        temperature=1e4,
-        top_k=0,
-        top_p=1,
-        seed=MAX_SEED,
-        stop=("a", "b"),
-        stop_token_ids=(0,),
-        logprobs=0,
-    )
-
-
-def test_ending_ids_are_stop_ids_and_end_of_sequence():
-    assert SamplingParams(stop_token_ids=(5, 2)).ending_ids((2, 9)) == (5, 2, 9)
-    assert SamplingParams(stop_token_ids=(5,), ignore_eos=True).ending_ids((2, 9)) == (5,)
-
-
 LIMITS = ModelLimits(
     vocab_size=100, max_context_tokens=50, eos_token_ids=(2,), max_logprobs=4, max_banned_ids=3
 )
@@ -314,57 +239,3 @@ LIMITS = ModelLimits(
 def test_a_shared_beginning_leaves_room_for_a_prompt_and_a_reply(num_tokens, is_refused):
     with pytest.raises(ContextLengthError, match="at most 48") if is_refused else nullcontext():
         check_beginning([3] * num_tokens, LIMITS)
-
-
-@pytest.mark.parametrize(
-    "token_ids",
-    [[0, 99], (5,), np.array([0, 99]), [np.int32(7)], range(3)],
-    ids=["list", "tuple", "array", "numpy ints", "range"],
-)
-def test_all_ids_of_the_vocabulary_are_taken(token_ids):
-    check_token_ids("prompt", token_ids, 100)
-
-
-@pytest.mark.parametrize(
-    ("token_ids", "field"),
-    [
-        ([1, 100], "prompt[1]"),
-        ([-1, 1], "prompt[0]"),
-        (np.array([1, 100]), "prompt[1]"),
-        (np.array([-1]), "prompt[0]"),
-        ([1, True], "prompt[1]"),
-        ([], "prompt"),
-        (np.array([], int), "prompt"),
-        (np.array(3), "prompt"),
-        ({1, 2}, "prompt"),
-    ],
-)
-def test_what_is_no_id_of_the_vocabulary_is_named_by_its_position(token_ids, field):
-    with pytest.raises(InvalidRequestError) as caught:
-        check_token_ids("prompt", token_ids, 100)
-    assert caught.value.field == field
-
-
-@pytest.mark.parametrize(
-    ("params", "limits", "field"),
-    [
-        ({"logprobs": 4}, {}, None),
-        ({"logprobs": 5}, {}, "logprobs"),
-        ({"stop_token_ids": [99]}, {}, None),
-        ({"stop_token_ids": [1, 100]}, {}, "stop_token_ids[1]"),
-        ({"stop_token_ids": [5, 6], "min_tokens": 1}, {}, None),
-        ({"stop_token_ids": [5, 6, 7], "min_tokens": 1}, {}, "stop_token_ids"),
-        ({"stop_token_ids": [5, 6, 7], "min_tokens": 0}, {}, None),
-        ({"stop_token_ids": [5, 6, 7], "min_tokens": 1, "ignore_eos": True}, {}, None),
-        ({"stop_token_ids": [0], "min_tokens": 1}, {"vocab_size": 3}, None),
-        ({"stop_token_ids": [0, 1], "min_tokens": 1}, {"vocab_size": 3}, "stop_token_ids"),
-    ],
-)
-def test_parameters_at_and_beyond_what_a_model_allows(params, limits, field):
-    limits = dataclasses.replace(LIMITS, **limits)
-    if field is None:
-        check_params(SamplingParams(**params), limits, None)
-        return
-    with pytest.raises(InvalidRequestError) as caught:
-        check_params(SamplingParams(**params), limits, None)
-    assert caught.value.field == field

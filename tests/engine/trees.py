@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pensieve_jax.cache import CachedSequence
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import TurnNode, new_turn_id
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.engine.turn import Turn
-from pensieve_jax.engine.validation import TurnSpec
 from tests.engine.harness import Harness
 from tests.engine.oracles import TurnFacts
 

@@ -22,9 +22,9 @@ from pensieve_jax import LLM, CacheConfig, EngineConfig, SchedulerConfig, assemb
 from pensieve_jax.config import RunnerConfig
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.outputs import Output
-from pensieve_jax.device import sampler
-from pensieve_jax.device.sampler import SamplerMode
-from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.decoding.device import sampler
+from pensieve_jax.decoding.sampling_rows import SamplerMode
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history import SQLiteHistoryStore, TurnRecord, table_store
 from tests.kill.script import MAX_CONTEXT_TOKENS, TURNS_PER_CONVERSATION, Script, TurnKey
 

@@ -8,7 +8,7 @@ import pytest
 
 from model_defs import PagedAttention, RaggedBatch, abstract_model, preset
 from pallas_kernels.ragged_paged_attention import tile_spec
-from pensieve_jax.device.step import ModelStructure
+from pensieve_jax.decoding.device.structure import ModelStructure
 from tests.kernels.cross_lower import lower_for_cuda, mesh_of_gpus
 
 NUM_TOKENS, PAGE_SIZE, NUM_PAGES, PAGES_A_ROW = 128, 32, 9, 4

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from pensieve_jax.core.errors import StepFailedError
+from pensieve_jax.decoding.sampling_rows import SAMPLING_WORDS, StepResult
 from pensieve_jax.rebatching.lattice import RingShape
 from pensieve_jax.rebatching.launches import (
     COUNTS,
     HEADER,
-    SAMPLING,
     Decode,
     Drop,
     Insert,
@@ -33,7 +33,6 @@ from pensieve_jax.rebatching.launches import (
     Suspend,
     WordsLayout,
 )
-from pensieve_jax.scheduler.plan import StepResult
 from tests.engine.fake_runner import (
     NUM_LAYERS,
     Choice,
@@ -281,7 +280,7 @@ class FakeRunner:
         assert packed.shape == (self._layout.size,) and packed.dtype == np.int32
         place, num_new, row, _ = packed[: len(HEADER)].tolist()
         fields = packed[len(HEADER) :].reshape(self._layout.num_fields, self._layout.width)
-        names = (*COUNTS, *SAMPLING)
+        names = (*COUNTS, *SAMPLING_WORDS)
         named = dict(zip(names, fields, strict=False))
         return Words(place, num_new, row, named, fields[len(names) :])
 

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pensieve_jax.rebatching.launches import COUNTS, HEADER, SAMPLING, Needs, Prefill, StepWords, WordsLayout
+from pensieve_jax.decoding.sampling_rows import SAMPLING_WORDS, SamplerMode
+from pensieve_jax.rebatching.launches import COUNTS, HEADER, Prefill, StepWords, WordsLayout
 from pensieve_jax.rebatching.line import Line
 from pensieve_jax.rebatching.prefilling import Prefilling, is_ready, prefill_widths
 from pensieve_jax.rebatching.query import Place, Query
@@ -134,7 +135,7 @@ def test_words_lie_in_fields_of_rows():
     words.add(1, query(1, temperature=0.5, top_k=3, top_p=0.25), 20, 6, 21)
     fields = words.words[4:].reshape(10, 3)
     assert fields[:3].tolist() == [[0, 20, 0], [1, 6, 1], [0, 21, 0]]
-    sampling = dict(zip(SAMPLING, fields[3:8], strict=True))
+    sampling = dict(zip(SAMPLING_WORDS, fields[3:8], strict=True))
     assert sampling["temperature"].view(np.float32).tolist() == [0.0, 0.5, 0.0]
     assert sampling["top_k"].tolist() == [0, 3, 0]
     assert sampling["top_p"].view(np.float32).tolist() == [1.0, 0.25, 1.0]
@@ -154,13 +155,13 @@ def test_ending_ids_are_banned_until_enough_tokens_are_there(num_sampled, is_ban
 @pytest.mark.parametrize(
     ("params", "needs"),
     [
-        ({}, Needs()),
-        ({"temperature": 0.0, "top_k": 5, "top_p": 0.5}, Needs()),
-        ({"temperature": 0.1}, Needs(draws=True)),
-        ({"temperature": 0.1, "top_k": 1}, Needs(draws=True, truncates=True)),
-        ({"temperature": 0.1, "top_p": 0.5}, Needs(draws=True, truncates=True)),
-        ({"logprobs": 0}, Needs()),
-        ({"logprobs": 1}, Needs(top_logprobs=True)),
+        ({}, SamplerMode()),
+        ({"temperature": 0.0, "top_k": 5, "top_p": 0.5}, SamplerMode()),
+        ({"temperature": 0.1}, SamplerMode(draws=True)),
+        ({"temperature": 0.1, "top_k": 1}, SamplerMode(draws=True, truncates=True)),
+        ({"temperature": 0.1, "top_p": 0.5}, SamplerMode(draws=True, truncates=True)),
+        ({"logprobs": 0}, SamplerMode()),
+        ({"logprobs": 1}, SamplerMode(top_logprobs=True)),
     ],
 )
 def test_what_a_row_needs_of_the_sampler(params, needs):

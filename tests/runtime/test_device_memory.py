@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from pensieve_jax import CacheConfig, ConfigError, EngineConfig, assembly
+from pensieve_jax import CacheConfig, ConfigError, EngineConfig
 from pensieve_jax.assembly import make_runner
+from pensieve_jax.decoding.device import weights
 from pensieve_jax.runtime import device_memory
 from pensieve_jax.runtime.device_memory import check_weights_fit
 
@@ -35,7 +36,7 @@ def test_weights_that_do_not_fit_are_refused():
 def test_a_model_beyond_the_machine_is_refused_before_it_is_loaded(monkeypatch):
     """On a CPU, where it would be made until the system ends the process."""
     monkeypatch.setattr(device_memory, "available_bytes", lambda: 2**20)
-    monkeypatch.setattr(assembly, "load_model", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(weights, "load_model", lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(ConfigError, match=r"model is 'random:opt-125m'.*1,048,576 bytes that the machine"):
         make_runner("random:opt-125m", "float32", EngineConfig(), progress=False)
 
@@ -47,7 +48,7 @@ def test_weights_for_which_memory_runs_out_on_the_way_are_refused_in_a_line(monk
         def fail(*_, **__):
             raise jax.errors.JaxRuntimeError(text)
 
-        monkeypatch.setattr(assembly, "load_model", fail)
+        monkeypatch.setattr(weights, "load_model", fail)
         make_runner("random:llama-tiny", "float32", EngineConfig(), progress=False)
 
     says = r"model is 'random:llama-tiny'.* parameters take [\d,]+ bytes.*tensor_parallel_size.*2\.50GiB"

@@ -22,7 +22,7 @@ import numpy as np
 from flax import nnx
 
 from model_defs.registry import Model
-from pensieve_jax.device.step import ModelStructure
+from pensieve_jax.decoding.device.structure import ModelStructure
 from pensieve_lab.kv_quality.formats import EXACT, StoredAttention
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from model_defs.registry import Model
-from pensieve_jax.device.step import ModelStructure
+from pensieve_jax.decoding.device.structure import ModelStructure
 from pensieve_lab.kv_quality.formats import EXACT, StoredAttention
 from pensieve_lab.kv_quality.texts import Text
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from model_defs.registry import Model
-from pensieve_jax.device.step import ModelStructure
+from pensieve_jax.decoding.device.structure import ModelStructure
 from pensieve_lab.kv_quality.formats import STORES
 
 _AT_ONCE = 32

@@ -27,7 +27,7 @@ from absl import flags
 from jax.sharding import Mesh
 
 from pensieve_jax import ConfigError, EngineConfig
-from pensieve_jax.assembly import Assembled, ProgressBar
+from pensieve_jax.assembly import Assembled
 from pensieve_jax.commands.engine_flags import (
     TINY_MODEL,
     define_engine_flags,
@@ -39,6 +39,7 @@ from pensieve_jax.commands.engine_flags import (
 )
 from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
+from pensieve_jax.decoding.device.weights import ProgressBar
 from pensieve_jax.device.kv_storage import KVStorage, num_layer_groups_on, read_page
 from pensieve_jax.device.row_steps import Row, RowSteps, Sampled, Timed
 from pensieve_jax.device.transfers.batched_copies import copy_arrays

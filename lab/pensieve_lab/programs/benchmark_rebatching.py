@@ -32,12 +32,12 @@ from tqdm import tqdm
 
 from model_defs import source_config
 from model_defs.registry import resolve_dtype
-from pensieve_jax.assembly import serving_dtype
 from pensieve_jax.commands.cost_plot import check_can_plot
 from pensieve_jax.commands.engine_flags import num_bytes, shows_progress
 from pensieve_jax.commands.launch import check_can_write, run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
 from pensieve_jax.core.errors import ConfigError
+from pensieve_jax.decoding.device.weights import serving_dtype
 from pensieve_jax.model_source import resolve_model
 from pensieve_lab.rebatching import launch_times, methods, pooled, real_time
 from pensieve_lab.rebatching.figures import draw_over_time

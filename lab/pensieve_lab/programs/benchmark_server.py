@@ -34,9 +34,9 @@ from pensieve_jax import CacheConfig, EngineConfig, SamplingParams, SchedulerCon
 from pensieve_jax.assembly import estimated_cost_model
 from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, json_line, print_document, table
+from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.turn import Turn
-from pensieve_jax.engine.validation import ModelLimits, TurnSpec
 from pensieve_jax.history import SQLiteHistoryStore
 from pensieve_jax.server.engine_process.client import Connection
 from pensieve_jax.server.engine_process.engine_server import EngineServer

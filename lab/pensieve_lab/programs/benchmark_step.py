@@ -29,7 +29,7 @@ import jax
 from absl import flags
 
 from pensieve_jax import ConfigError, EngineConfig
-from pensieve_jax.assembly import Assembled, ProgressBar, serving_dtype
+from pensieve_jax.assembly import Assembled
 from pensieve_jax.commands.engine_flags import (
     TINY_MODEL,
     define_engine_flags,
@@ -41,6 +41,7 @@ from pensieve_jax.commands.engine_flags import (
 )
 from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
+from pensieve_jax.decoding.device.weights import ProgressBar, serving_dtype
 from pensieve_jax.device.row_steps import Row, RowSteps, Sampled, Timed
 from pensieve_lab.common.list_flags import numbers
 from pensieve_lab.common.spread import Spread

@@ -25,7 +25,6 @@ from absl import flags
 
 from model_defs import PRESETS, load_model, make_mesh, preset
 from pensieve_jax import ConfigError, EngineConfig, SamplingParams
-from pensieve_jax.assembly import serving_dtype
 from pensieve_jax.commands.engine_flags import (
     TINY_MODEL,
     define_engine_flags,
@@ -36,6 +35,7 @@ from pensieve_jax.commands.engine_flags import (
 )
 from pensieve_jax.commands.launch import EXIT_FAILED, run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
+from pensieve_jax.decoding.device.weights import serving_dtype
 from pensieve_jax.device.dense_reference import MIN_MARGIN, DenseReference
 from pensieve_jax.model_source import resolve_model
 from pensieve_lab.serving.rounds import Served, Workload, make_workload, serve

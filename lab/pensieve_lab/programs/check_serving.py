@@ -23,10 +23,10 @@ from tqdm import tqdm
 
 from model_defs import load_model, make_mesh
 from pensieve_jax import LLM, ConfigError, Output, SamplingParams
-from pensieve_jax.assembly import serving_dtype
 from pensieve_jax.commands.engine_flags import define_engine_flags, engine_config, model_limits, open_llm
 from pensieve_jax.commands.launch import EXIT_FAILED, run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
+from pensieve_jax.decoding.device.weights import serving_dtype
 from pensieve_jax.device.dense_reference import DenseReference
 from pensieve_jax.model_source import resolve_model
 

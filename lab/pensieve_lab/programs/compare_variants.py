@@ -25,7 +25,6 @@ from absl import flags
 from tqdm import tqdm
 
 from pensieve_jax import ConfigError, EngineConfig
-from pensieve_jax.assembly import serving_dtype
 from pensieve_jax.commands.engine_flags import (
     define_engine_flags,
     engine_config,
@@ -36,6 +35,7 @@ from pensieve_jax.commands.launch import EXIT_FAILED, run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
 from pensieve_jax.commands.words import counted, duration
 from pensieve_jax.config import POLICIES
+from pensieve_jax.decoding.device.weights import serving_dtype
 from pensieve_lab.common.engines import EngineFactory, costs_document
 from pensieve_lab.serving.estimate import probe, seconds
 from pensieve_lab.serving.rounds import Served, Workload, make_workload, serve

@@ -27,7 +27,7 @@ from pensieve_jax import ConfigError
 from pensieve_jax.commands.engine_flags import define_model_flag
 from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
-from pensieve_jax.device.step import ModelStructure
+from pensieve_jax.decoding.device.structure import ModelStructure
 from pensieve_jax.model_source import resolve_model
 from pensieve_lab.kv_quality.channels import planted, with_factors
 from pensieve_lab.kv_quality.flags import load_texts, outlier_scales

@@ -34,7 +34,6 @@ from absl import flags
 from model_defs import PRESETS, make_mesh, preset
 from model_defs.registry import resolve_dtype
 from pensieve_jax import ConfigError
-from pensieve_jax.assembly import serving_dtype
 from pensieve_jax.commands.engine_flags import (
     TINY_MODEL,
     define_engine_flags,
@@ -45,6 +44,7 @@ from pensieve_jax.commands.engine_flags import (
 )
 from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
+from pensieve_jax.decoding.device.weights import serving_dtype
 from pensieve_lab.common.list_flags import numbers
 from pensieve_lab.parallel.apart import run_apart
 from pensieve_lab.parallel.case_flags import define_case_flags

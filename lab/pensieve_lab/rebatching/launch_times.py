@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from pensieve_jax import SamplingParams
+from pensieve_jax.decoding.sampling_rows import SamplerMode
 from pensieve_jax.device.row_steps import Row, Timed
 from pensieve_jax.rebatching import Query
 from pensieve_jax.rebatching.config import PAGE_TOKENS
@@ -26,7 +27,6 @@ from pensieve_jax.rebatching.launches import (
     Decode,
     Drop,
     Insert,
-    Needs,
     Park,
     Prefill,
     Resize,
@@ -129,7 +129,7 @@ class LaunchTimes:
         words = StepWords(self._runner.layout, place=num_tokens)
         for row in range(batch):
             words.add(row, _query(num_tokens), num_tokens, length, num_tokens + 1)
-        decode = Decode(words.words, Needs(), ())
+        decode = Decode(words.words, SamplerMode(), ())
         timed = Timed(lambda: self._runner.launch(decode), jax.block_until_ready)
         num_bytes = self._runner.weights_bytes + batch * length * self._token_bytes
         return self._launched("decode", batch, length, _samples(timed), num_bytes)
@@ -160,7 +160,7 @@ class LaunchTimes:
 
     def _behind_a_step(self) -> None:
         """Whatever was launched has run, for a step behind it has; a row by itself cannot be waited for."""
-        decode = Decode(StepWords(self._runner.layout).words, Needs(), ())
+        decode = Decode(StepWords(self._runner.layout).words, SamplerMode(), ())
         self._runner.fetch(self._runner.launch(decode))
 
     def _through_host(self, out: Suspend, into: Insert, insert_s: float) -> Iterator[Launched]:
@@ -190,7 +190,9 @@ class LaunchTimes:
         words = StepWords(runner.layout)
         for row in range(num_rows):
             words.add(row, _query(length), length - 1, 1, length)
-        launch = Prefill(serials, length, num_rows, token_ids, words.words, Needs(), (), num_rows * length)
+        launch = Prefill(
+            serials, length, num_rows, token_ids, words.words, SamplerMode(), (), num_rows * length
+        )
         timed = Timed(lambda: runner.launch(launch), jax.block_until_ready)
         samples = _samples(timed)
         for serial in serials:

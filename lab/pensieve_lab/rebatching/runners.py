@@ -13,7 +13,7 @@ import jax
 
 from model_defs import ModelConfig, make_mesh, source_config
 from model_defs.registry import resolve_dtype
-from pensieve_jax.assembly import ProgressBar, load_weights, serving_dtype
+from pensieve_jax.decoding.device.weights import ProgressBar, load_weights, serving_dtype
 from pensieve_jax.model_source import resolve_model
 from pensieve_jax.rebatching import RebatchingConfig
 from pensieve_jax.rebatching.device.runner import DeviceRunner

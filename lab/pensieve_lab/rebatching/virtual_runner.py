@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from pensieve_jax.decoding.sampling_rows import StepResult
 from pensieve_jax.rebatching.lattice import RingShape
 from pensieve_jax.rebatching.launches import (
     Decode,
@@ -26,7 +27,6 @@ from pensieve_jax.rebatching.launches import (
     Shape,
     Suspend,
 )
-from pensieve_jax.scheduler.plan import StepResult
 from pensieve_lab.rebatching.costs import RingCosts
 
 

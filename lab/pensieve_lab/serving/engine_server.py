@@ -15,11 +15,11 @@ from typing import Any
 
 from pensieve_jax import EngineConfig, SamplingParams
 from pensieve_jax.commands.report import device_name
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.runner import Runner
 from pensieve_jax.engine.turn import Turn
-from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history import HistoryStore, SQLiteHistoryStore, TurnRecord
 from pensieve_jax.scheduler import StepPlan
 from pensieve_lab.common.engines import EngineFactory, costs_document

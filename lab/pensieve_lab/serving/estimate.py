@@ -11,8 +11,8 @@ import time
 from typing import NamedTuple
 
 from pensieve_jax import SamplingParams
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.engine.engine import Engine
-from pensieve_jax.engine.validation import TurnSpec
 from pensieve_lab.serving.rounds import Workload
 
 _PROBE_TOKENS = 8

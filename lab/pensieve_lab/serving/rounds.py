@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pensieve_jax import Output, SamplingParams
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.turn import Turn
-from pensieve_jax.engine.validation import TurnSpec
 from pensieve_lab.common.spread import Spread
 
 MOVES = ("none", "in", "out", "both")

@@ -20,9 +20,9 @@ from model_defs import preset
 from pensieve_jax import CacheConfig, EngineConfig, SamplingParams, SchedulerConfig
 from pensieve_jax.assembly import estimated_cost_model
 from pensieve_jax.core.clock import VirtualClock
+from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.turn import Turn
-from pensieve_jax.engine.validation import ModelLimits, TurnSpec
 from pensieve_jax.history import SQLiteHistoryStore
 from pensieve_lab.steps.null_runner import NullRunner
 

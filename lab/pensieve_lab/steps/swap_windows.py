@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from pensieve_jax import SamplingParams
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.turn import Turn
-from pensieve_jax.engine.validation import TurnSpec
 
 _NUM_SETTLING_STEPS = 4
 _IN_FLIGHT = ("copying out", "leaving", "copying in")

@@ -12,11 +12,11 @@ import pytest
 
 from pensieve_jax.core.errors import ConfigError, ContextLengthError
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.decoding.sampling_rows import SamplerMode
 from pensieve_jax.rebatching.config import RebatchingConfig
 from pensieve_jax.rebatching.lattice import Lattice, RingShape
 from pensieve_jax.rebatching.launches import (
     Insert,
-    Needs,
     Park,
     Prefill,
     Resize,
@@ -152,7 +152,7 @@ def test_arithmetic_and_padding_count():
 
 
 def _prefill(serial: int, length: int) -> Prefill:
-    return Prefill((serial,), length, 1, _ZEROS, _ZEROS, Needs(), (), length)
+    return Prefill((serial,), length, 1, _ZEROS, _ZEROS, SamplerMode(), (), length)
 
 
 def test_a_row_leaves_beside_programs_and_a_park_may_wait():
@@ -181,7 +181,7 @@ def test_a_row_that_is_taken_can_leave_when_that_is_done():
     clock = VirtualClock()
     runner = VirtualRunner(costs(take_column_s=0.1, copy_bytes_per_s=100, weights_s=1.0), clock, 2)
     runner.launch(Resize(RingShape(2, 20), None))
-    runner.launch(Shape(5, np.zeros(4, np.int32), _ZEROS, Needs(), (), 4))
+    runner.launch(Shape(5, np.zeros(4, np.int32), _ZEROS, SamplerMode(), (), 4))
     runner.launch(Suspend(5, 0, np.zeros(20, np.int32), 12))
     runner.launch(Park(5, waits=True))
     assert clock.now_s == 1.0 + 2.0 + 2.0

@@ -19,9 +19,9 @@ from lab.tests.simulator.workloads import (
 from pensieve_jax.cache import Experience
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.turn import Turn
-from pensieve_jax.engine.validation import ModelLimits, TurnSpec
 from pensieve_jax.history import SQLiteHistoryStore
 from pensieve_jax.scheduler import StepPlan, StepResult, token_buckets
 from pensieve_lab.simulator import run

@@ -14,8 +14,9 @@ import jax
 import numpy as np
 
 from pallas_kernels.ragged_paged_attention import TileSpec, build_tiles, tile_spec
-from pensieve_jax.device import sampler, step
-from pensieve_jax.device.sampler import SamplerMode, SamplingRows
+from pensieve_jax.decoding.device import sampler
+from pensieve_jax.decoding.device.choose import choose
+from pensieve_jax.decoding.sampling_rows import SamplerMode, SamplingRows
 from pensieve_jax.rebatching.config import PAGE_TOKENS, RebatchingConfig
 from pensieve_jax.rebatching.device import programs
 from pensieve_jax.rebatching.device.programs import Statics
@@ -166,7 +167,7 @@ class ProgramSet:
             "max_num_samples": width,
             "cutoff_backend": self._cutoff_backend,
         }
-        return Program(step.choose, (logits, rows), statics)
+        return Program(choose, (logits, rows), statics)
 
     def _tile_spec(self, one: PrefillShape, backend: str) -> TileSpec:
         model, num_shards = self._storage.model, self._storage.mesh.devices.size

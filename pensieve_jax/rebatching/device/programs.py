@@ -17,12 +17,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model_defs.attention import PagedAttention, RaggedBatch
 from pallas_kernels.ragged_paged_attention import TileSpec
-from pensieve_jax.device.sampler import SamplingRows
-from pensieve_jax.device.step import ModelStructure, Scores
+from pensieve_jax.decoding.device.choose import Scores
+from pensieve_jax.decoding.device.structure import ModelStructure
+from pensieve_jax.decoding.sampling_rows import SAMPLING_WORDS, SamplingRows
 from pensieve_jax.rebatching.config import PAGE_TOKENS
 from pensieve_jax.rebatching.device.attention import RingAttention
 from pensieve_jax.rebatching.device.ring_state import RingState
-from pensieve_jax.rebatching.launches import COUNTS, HEADER, SAMPLING, WordsLayout
+from pensieve_jax.rebatching.launches import COUNTS, HEADER, WordsLayout
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class _Words(NamedTuple):
 def _read(words: jax.Array, layout: WordsLayout) -> _Words:
     header, fields = words[: len(HEADER)], words[len(HEADER) :].reshape(layout.num_fields, layout.width)
     counts = dict(zip(COUNTS, fields, strict=False))
-    named = dict(zip(SAMPLING, fields[len(COUNTS) :], strict=False))
+    named = dict(zip(SAMPLING_WORDS, fields[len(COUNTS) :], strict=False))
     seeds = jnp.stack([named["seed_low"], named["seed_high"]], axis=1)
     rows = SamplingRows(
         temperature=lax.bitcast_convert_type(named["temperature"], jnp.float32),
@@ -65,7 +66,7 @@ def _read(words: jax.Array, layout: WordsLayout) -> _Words:
         top_p=lax.bitcast_convert_type(named["top_p"], jnp.float32),
         seed=lax.bitcast_convert_type(seeds, jnp.uint32),
         sample_positions=counts["sample_position"],
-        banned_ids=fields[len(COUNTS) + len(SAMPLING) :].T,
+        banned_ids=fields[len(COUNTS) + len(SAMPLING_WORDS) :].T,
     )
     return _Words(header[0], header[1], header[2], counts, rows)
 

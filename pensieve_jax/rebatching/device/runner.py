@@ -20,9 +20,10 @@ from model_defs import Model
 from pallas_kernels import sampling_cutoffs
 from pallas_kernels.ragged_paged_attention import AttentionHeads, import_backend
 from pensieve_jax.core.errors import ConfigError, StepFailedError
-from pensieve_jax.device import step
-from pensieve_jax.device.sampler import SamplerMode, all_modes
-from pensieve_jax.device.step import ModelStructure
+from pensieve_jax.decoding.device.choose import unpack_result
+from pensieve_jax.decoding.device.sampler import all_modes
+from pensieve_jax.decoding.device.structure import ModelStructure
+from pensieve_jax.decoding.sampling_rows import SamplerMode, StepResult
 from pensieve_jax.rebatching.config import RebatchingConfig
 from pensieve_jax.rebatching.device.backends import AttentionBackends
 from pensieve_jax.rebatching.device.program_set import PrefillShape, ProgramSet
@@ -34,7 +35,6 @@ from pensieve_jax.rebatching.launches import (
     Drop,
     Insert,
     Launch,
-    Needs,
     Park,
     Prefill,
     Resize,
@@ -49,7 +49,6 @@ from pensieve_jax.runtime.compilation import CompilationCounter, compile_all
 from pensieve_jax.runtime.device_memory import bytes_per_device
 from pensieve_jax.runtime.errors import in_a_line, is_out_of_memory, step_failed
 from pensieve_jax.runtime.executable_store import ExecutableStore
-from pensieve_jax.scheduler.plan import StepResult
 
 Progress = Callable[[int, int, str], None]
 _log = logging.getLogger(__name__)
@@ -189,7 +188,7 @@ class DeviceRunner:
             words = np.asarray(handle)
         except jax.errors.JaxRuntimeError as error:
             raise step_failed("a step failed on the device", error, _LOWER) from error
-        return step.unpack_result(words, self._config.max_batch, self._config.max_logprobs)
+        return unpack_result(words, self._config.max_batch, self._config.max_logprobs)
 
     def has_left(self, serial: int) -> bool:
         """See `Runner`."""
@@ -286,9 +285,9 @@ class DeviceRunner:
 
     # Inside
 
-    def _sample(self, scores: Any, needs: Needs) -> tuple[jax.Array, jax.Array]:
+    def _sample(self, scores: Any, needs: SamplerMode) -> tuple[jax.Array, jax.Array]:
         """Ids for the next step, and the packed result on its way to the host."""
-        ids, result = self.programs.choose[SamplerMode(*needs)](*scores)
+        ids, result = self.programs.choose[needs](*scores)
         if self._device.platform != "cpu":  # where results are read in place
             result.copy_to_host_async()
         return ids, result
@@ -313,17 +312,16 @@ class DeviceRunner:
     def _rehearse(self) -> None:
         """Run every program once, which loads kernels and allocates workspaces; no query should pay."""
         words = StepWords(self.layout).words
-        shapes = self.lattice.shapes
+        shapes, greedy = self.lattice.shapes, SamplerMode()
         for mode in all_modes():
-            needs = Needs(*mode)
             self._resize(shapes[0], None)
-            self.fetch(self._decode(Decode(words, needs, ())))
+            self.fetch(self._decode(Decode(words, mode, ())))
         for one in self.programs.prefill:
             token_ids = np.zeros(one.num_rows * one.length, np.int32)
             serials = tuple(range(one.num_rows))
             self.fetch(
                 self._prefill(
-                    Prefill(serials, one.length, one.num_rows, token_ids, words, Needs(), (), one.length)
+                    Prefill(serials, one.length, one.num_rows, token_ids, words, greedy, (), one.length)
                 )
             )
             self._rows.clear()
@@ -333,13 +331,13 @@ class DeviceRunner:
             self._resize(new, relayout)
         for shape in shapes:
             self._resize(shape, None)
-            self.fetch(self._decode(Decode(words, Needs(), ())))
+            self.fetch(self._decode(Decode(words, greedy, ())))
             for length in [one for kept, one in self.programs.insert if kept == shape]:
                 self._suspend(Suspend(0, 0, np.zeros(length, np.int32), length))
                 self._insert(Insert(0, 0, 0, length, 0))
                 if self._config.insertion == "shape":
                     token_ids = np.zeros(length, np.int32)
-                    self.fetch(self._shaped(Shape(0, token_ids, words, Needs(), (), 1)))
+                    self.fetch(self._shaped(Shape(0, token_ids, words, greedy, (), 1)))
             jax.block_until_ready(self._state)
 
     @contextlib.contextmanager

@@ -21,7 +21,7 @@ from pensieve_jax.core.errors import (
     UnknownTurnError,
 )
 from pensieve_jax.core.outputs import Output
-from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history.changes import EndResponse, ResponseDraft, ResponseRecord
 from pensieve_jax.server.api.common import commit_context
 from pensieve_jax.server.api.response_events import failure_object

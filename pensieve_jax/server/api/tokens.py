@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pensieve_jax.core.errors import ChatTemplateError, InvalidRequestError, TokenizerMissingError
-from pensieve_jax.engine.validation import check_token_ids
+from pensieve_jax.decoding.turn_spec import check_token_ids
 from pensieve_jax.server.api.chat_schemas import ChatMessage
 from pensieve_jax.server.api.common import check_model, unwritable
 from pensieve_jax.server.http.bodies import Body

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 
 from pensieve_jax.core.errors import UnknownTurnError
-from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.server.async_engine import AsyncTurn, EngineService
 from pensieve_jax.server.context.resolver import Memory, ResolvedContext
 

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pensieve_jax.core.errors import PensieveError
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.turn import Deltas, Turn
-from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.prompts import PromptEncoder
 from pensieve_jax.server.async_engine import EngineInfo
 from pensieve_jax.server.engine_process import calls

@@ -20,8 +20,8 @@ from pensieve_jax.core.outputs import Output, TokenLogprob
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import TurnNode
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.engine.conversations import check_conversation_id
-from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history import changes
 from pensieve_jax.history.changes import HistoryChange, ResponseDraft
 from pensieve_jax.server.async_engine import EngineInfo

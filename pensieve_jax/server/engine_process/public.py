@@ -18,7 +18,7 @@ import numpy as np
 from pensieve_jax.config import EngineConfig, checked_config
 from pensieve_jax.core.errors import ConfigError, InvalidRequestError
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.engine.validation import TurnSpec, check_token_ids
+from pensieve_jax.decoding.turn_spec import TurnSpec, check_token_ids
 from pensieve_jax.history import codec
 from pensieve_jax.history.opening import absolute
 from pensieve_jax.model_source import DEFAULT_MODEL

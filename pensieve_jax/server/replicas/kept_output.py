@@ -11,7 +11,7 @@ from typing import cast
 
 from pensieve_jax.core.errors import UnknownTurnError
 from pensieve_jax.core.outputs import FinishReason, Output, Usage
-from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history.reader import HistoryReader, TurnView
 from pensieve_jax.server.threads import far
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from pensieve_jax.core.errors import EngineClosedError, PensieveError
-from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.server.async_engine import AsyncTurn, EngineInfo, EngineService
 from pensieve_jax.server.engine_process.messages import (
     Answer,

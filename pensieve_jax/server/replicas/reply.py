@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from pensieve_jax.core.errors import EngineDiedError
 from pensieve_jax.core.outputs import Output, TokenLogprob, Usage
-from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.server.async_engine import AsyncDelta
 
 _OTHERWISE = (

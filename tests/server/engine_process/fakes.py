@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.server.async_engine import EngineInfo
 from pensieve_jax.server.engine_process.lives import Life, Parts, ThreadLife
 from pensieve_jax.server.engine_process.messages import Failed, Ready, Start

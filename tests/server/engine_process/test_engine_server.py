@@ -23,7 +23,7 @@ from pensieve_jax import (
     UnknownTurnError,
 )
 from pensieve_jax.core.turn_node import TurnNode, new_turn_id
-from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.server.engine_process.engine_server import EngineServer
 from pensieve_jax.server.engine_process.messages import Apply, Call, Report, Submit, sent_spec
 from pensieve_jax.server.engine_process.supervisor import Restarts

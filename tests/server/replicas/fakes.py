@@ -11,7 +11,7 @@ from pensieve_jax.core.errors import EngineDiedError
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import TurnNode, new_turn_id
-from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.server.engine_process.messages import Call
 from pensieve_jax.server.replicas.links import REPORT, decoded_answer, decoded_replica_report, encoded
 from pensieve_jax.server.replicas.naming import RootNames

@@ -20,7 +20,8 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from model_defs.sharding import TENSOR_AXIS
-from pensieve_jax.device.sampler import Part, SamplerMode, Samples, SamplingRows, decision_scores
+from pensieve_jax.decoding.device.sampler import Part, Samples, decision_scores
+from pensieve_jax.decoding.sampling_rows import SamplerMode, SamplingRows
 
 
 def sample_split(

@@ -21,37 +21,10 @@ from jax import lax
 
 from pallas_kernels.devices import on_every_device
 from pallas_kernels.sampling_cutoffs import MASS_BITS, cutoffs
+from pensieve_jax.decoding.sampling_rows import SamplerMode, SamplingRows
 
 _WORD = np.uint32
 _MOST_OFF = 60.0  # e to that, and to minus that, are numbers of float32
-
-
-class SamplingRows[A](NamedTuple):
-    """How each row is to be sampled; fields as in the plan. A is the kind of array: jax's or numpy's."""
-
-    temperature: A  # f32[S]: 0 is greedy
-    top_k: A  # i32[S]: 0 is off
-    top_p: A  # f32[S]: 1 is off
-    seed: A  # u32[S, 2]: 64 bits, low word first
-    sample_positions: A  # i32[S]: absolute position of the token to be sampled
-    banned_ids: A  # i32[S, B]: never sampled; padding -1
-
-
-class SamplerMode(NamedTuple):
-    """What a batch needs beyond greedy choice; static, so that nobody pays for what no row asks.
-
-    These are not traced conditions because a GPU conditional can make the host wait for the device to
-    reach it, and a dispatch must never wait. The mode changes no row's result, only what is computed.
-
-    Attributes:
-      draws: some row has a temperature above 0.
-      truncates: some row has top-k or top-p.
-      top_logprobs: some row wants the most likely ids.
-    """
-
-    draws: bool
-    truncates: bool
-    top_logprobs: bool
 
 
 class Part(NamedTuple):

@@ -10,10 +10,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from model_defs import make_mesh
-from pensieve_jax.device import sampler, step
-from pensieve_jax.scheduler.plan import StepResult
+from pensieve_jax.decoding.device import sampler
+from pensieve_jax.decoding.device.choose import choose, logits_spec, unpack_result
+from pensieve_jax.decoding.sampling_rows import SamplerMode, StepResult
 from tests.collectives import collectives
-from tests.device.test_sampler import make_rows, random_logits
+from tests.decoding.device.test_sampler import make_rows, random_logits
 
 NUM_ROWS, NUM_TOP, VOCAB_SIZE = 24, 5, 128
 
@@ -23,7 +24,7 @@ def chooser(num_devices, mode, vocab_size=VOCAB_SIZE):
     """The compiled sampler of a step, and how its arguments are placed."""
     mesh = make_mesh(num_devices)
     places = (
-        NamedSharding(mesh, step.logits_spec(vocab_size, mesh)),
+        NamedSharding(mesh, logits_spec(vocab_size, mesh)),
         NamedSharding(mesh, PartitionSpec()),
     )
     statics = {
@@ -31,13 +32,13 @@ def chooser(num_devices, mode, vocab_size=VOCAB_SIZE):
         "split_over": mesh if num_devices > 1 else None,
     }  # fmt: skip
     arguments = jax.device_put((random_logits(NUM_ROWS, vocab_size=vocab_size), make_rows(NUM_ROWS)), places)
-    return step.choose.lower(*arguments, **statics).compile(), places
+    return choose.lower(*arguments, **statics).compile(), places
 
 
 def run(num_devices, mode, logits, rows) -> StepResult:
     compiled, places = chooser(num_devices, mode, logits.shape[1])
     next_ids, words = compiled(*jax.device_put((logits, rows), places))
-    result = step.unpack_result(np.asarray(words), NUM_ROWS, NUM_TOP)
+    result = unpack_result(np.asarray(words), NUM_ROWS, NUM_TOP)
     np.testing.assert_array_equal(next_ids, result.token_ids)
     return result
 
@@ -67,7 +68,7 @@ def test_every_mode_chooses_as_one_device_does(mode):
 
 def test_parts_without_a_possible_id_and_more_devices():
     """All of one part is minus infinity; four devices; fewer ids a device than most likely ones are told."""
-    mode = sampler.SamplerMode(draws=True, truncates=False, top_logprobs=True)
+    mode = SamplerMode(draws=True, truncates=False, top_logprobs=True)
     rows = make_rows(NUM_ROWS, temperature=np.tile([0.0, 1.0], NUM_ROWS // 2), seeds=np.arange(NUM_ROWS))
     logits = random_logits(NUM_ROWS, seed=5, vocab_size=VOCAB_SIZE)
     logits[:, : VOCAB_SIZE // 2] = -np.inf

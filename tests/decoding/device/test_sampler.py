@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pensieve_jax.device import sampler, step
-from pensieve_jax.device.sampler import SamplerMode, SamplingRows
+from pensieve_jax.decoding.device import sampler
+from pensieve_jax.decoding.device.choose import choose
+from pensieve_jax.decoding.sampling_rows import SamplerMode, SamplingRows
 from tests.kernels.cross_lower import lower_for_cuda
 from tests.launching import optimized
 from tests.seeds import new_seed
@@ -195,7 +196,7 @@ def test_lowers_for_cuda(backend, mode):
     """Only a mode that truncates has the kernel, and only where a step is told to take it."""
     logits, rows = random_logits(4), make_rows(4)
     statics = {"mode": mode, "num_top": NUM_TOP, "max_num_samples": 4, "cutoff_backend": backend}
-    text = lower_for_cuda(functools.partial(step.choose, **statics), logits, rows)
+    text = lower_for_cuda(functools.partial(choose, **statics), logits, rows)
     assert text.count("xla.gpu.triton") == (mode.truncates and backend == "pallas_triton")
 
 

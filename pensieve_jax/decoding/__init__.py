@@ -1,0 +1,1 @@
+"""From a turn to sampled tokens: what every engine that decodes shares. Without jax, `device` apart."""

@@ -1,0 +1,1 @@
+"""Sampling, weights and the structure of a model, with JAX."""

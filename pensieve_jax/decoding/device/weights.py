@@ -1,0 +1,85 @@
+"""Loading a model's weights onto a mesh, with a progress bar, for any engine.
+
+Owns: the dtype that a model is served with here, and the refusal of weights that do not fit.
+Does not know: configurations of engines, or checkpoints (`model_defs.loading`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from model_defs import Model, load_model, parameter_bytes, source_config
+from pensieve_jax.runtime.device_memory import check_weights_fit, refusing_weights
+
+
+def load_weights(
+    source: str,
+    dtype: str,
+    mesh: Mesh,
+    *,
+    seed: int,
+    max_position_embeddings: int | None,
+    progress: bool,
+) -> Model:
+    """A model with its arrays on `mesh`.
+
+    Args:
+      source: what `model_source.resolve_model` returned.
+      dtype: as of `LLM`.
+      mesh: one axis, "tp".
+      seed: of random weights.
+      max_position_embeddings: more positions than the checkpoint says; None: as many.
+      progress: show a bar.
+
+    Raises:
+      ConfigError: they do not fit the device's memory.
+      model_defs.ModelError: the checkpoint or the architecture cannot be served.
+    """
+    devices = list(mesh.devices.flat)
+    weights_bytes = parameter_bytes(
+        source_config(source, max_position_embeddings),
+        dtype=serving_dtype(dtype),
+        tensor_parallel_size=len(devices),
+    )
+    check_weights_fit(source, weights_bytes, devices)
+    refusing = refusing_weights(source, weights_bytes, devices)
+    with refusing, ProgressBar("loading weights", progress) as bar:
+        return load_model(
+            source,
+            dtype=serving_dtype(dtype),
+            mesh=mesh,
+            seed=seed,
+            max_position_embeddings=max_position_embeddings,
+            progress=bar,
+        )
+
+
+def serving_dtype(dtype: str) -> str:
+    """What a model is loaded with: "auto" is float32 on a CPU, and elsewhere left to the checkpoint."""
+    return "float32" if dtype == "auto" and jax.default_backend() == "cpu" else dtype
+
+
+class ProgressBar:
+    """A progress bar that is fed (number done, number in all, what was done)."""
+
+    def __init__(self, title: str, shown: bool) -> None:
+        """Nothing shows unless `shown`."""
+        self._bar = tqdm(desc=title, disable=not shown, leave=False)
+
+    def __call__(self, num_done: int, num_all: int, name: str) -> None:
+        """So much is done."""
+        self._bar.total = num_all
+        self._bar.set_postfix_str(name, refresh=False)
+        self._bar.update(num_done - self._bar.n)
+
+    def __enter__(self) -> Callable[[int, int, str], None]:
+        """The bar itself, to be called."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Take it away."""
+        self._bar.close()

@@ -1,0 +1,94 @@
+"""How the rows of a batch are sampled, as numpy: what goes to the device, and what comes back.
+
+Owns: the one packing of sampling parameters and a seed, the one rule of which rows need the sampler's cuts,
+and the arrays of a result.
+Does not know: plans, requests, or how tokens are chosen (`decoding.device.sampler`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+
+from pensieve_jax.core.sampling_params import SamplingParams
+
+# How a request is sampled, field by field as `SamplingRows` has them, and whether it wants log probabilities.
+SAMPLING = np.dtype(
+    [("temperature", "<f4"), ("top_k", "<i4"), ("top_p", "<f4"), ("seed", "<u4", 2), ("logprobs", "<i4")]
+)
+SAMPLING_WORDS = ("temperature", "top_k", "top_p", "seed_low", "seed_high")
+"""The 32-bit words that a `SAMPLING` record begins with: all but `logprobs`."""
+
+
+class SamplingRows[A](NamedTuple):
+    """How each row is to be sampled. A is the kind of array: jax's or numpy's."""
+
+    temperature: A  # f32[S]: 0 is greedy
+    top_k: A  # i32[S]: 0 is off
+    top_p: A  # f32[S]: 1 is off
+    seed: A  # u32[S, 2]: 64 bits, low word first
+    sample_positions: A  # i32[S]: absolute position of the token to be sampled
+    banned_ids: A  # i32[S, B]: never sampled; padding -1
+
+
+class SamplerMode(NamedTuple):
+    """What a batch needs beyond greedy choice; static, so that nobody pays for what no row asks.
+
+    These are not traced conditions because a GPU conditional can make the host wait for the device to
+    reach it, and a dispatch must never wait. The mode changes no row's result, only what is computed.
+
+    Attributes:
+      draws: some row has a temperature above 0.
+      truncates: some row has top-k or top-p.
+      top_logprobs: some row wants the most likely ids.
+    """
+
+    draws: bool = False
+    truncates: bool = False
+    top_logprobs: bool = False
+
+
+class StepResult(NamedTuple):
+    """What a step sampled, row by row.
+
+    `top_ids` and `top_logprobs` are undefined unless the mode had `top_logprobs`.
+    """
+
+    token_ids: np.ndarray  # i32[S]
+    logprobs: np.ndarray  # f32[S]: of the chosen ids, under the distribution before temperature
+    top_ids: np.ndarray  # i32[S, K]: most likely first
+    top_logprobs: np.ndarray  # f32[S, K]
+
+
+def pack_sampling(params: SamplingParams, seed: int) -> bytes:
+    """A `SAMPLING` record, made once a request: a step joins those of its rows into one array."""
+    record = (
+        params.temperature,
+        params.top_k,
+        params.top_p,
+        (seed & 0xFFFFFFFF, seed >> 32),
+        bool(params.logprobs),
+    )
+    return np.array(record, SAMPLING).tobytes()
+
+
+def sampling_words(params: SamplingParams, seed: int) -> np.ndarray:
+    """Return the `SAMPLING_WORDS` of a record as i32[5], bit for bit."""
+    return np.frombuffer(pack_sampling(params, seed), np.int32)[: len(SAMPLING_WORDS)]
+
+
+@overload
+def truncates(temperature: float, top_k: int, top_p: float) -> bool: ...
+
+
+@overload
+def truncates(temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray) -> np.ndarray: ...
+
+
+def truncates(temperature: Any, top_k: Any, top_p: Any) -> Any:
+    """Return whether a row needs the sampler's cuts: only a row that draws has a use for top-k or top-p.
+
+    Takes the parameters of one row, or arrays with an element for each row.
+    """
+    return (temperature > 0) & ((top_k > 0) | (top_p < 1))

@@ -1,0 +1,119 @@
+"""A turn to submit, and what a model allows of it.
+
+Owns: the fields of a turn, the limits of a model and a configuration, and the checks that need these alone;
+what needs no limits is checked by `SamplingParams` itself.
+Does not know: conversations, engines, or how a turn runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pensieve_jax.core.errors import InvalidRequestError, TokenizerMissingError
+from pensieve_jax.core.prefix import SharedPrefix
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.core.turn_node import TurnNode
+from pensieve_jax.text import Message, Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSpec:
+    """A turn to submit.
+
+    Attributes:
+      prompt_token_ids: the NEW turn only.
+      params: how to sample.
+      conversation_id: None for a one-off request.
+      messages: the chat messages that the prompt was rendered from, kept with the turn.
+      prefix: what the conversation begins with, before the prompt; on a first turn only.
+      node: where the turn stands in the tree of turns, from whoever places turns itself, without a
+        `conversation_id`; None: behind the last turn of its conversation.
+    """
+
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    conversation_id: str | None = None
+    messages: tuple[Message, ...] | None = None
+    prefix: SharedPrefix | None = None
+    node: TurnNode | None = None
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens of the prefix and the prompt."""
+        return len(self.prompt_token_ids) + (0 if self.prefix is None else len(self.prefix.token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a model and a configuration allow of a turn.
+
+    Attributes:
+      vocab_size: token ids are below this.
+      max_context_tokens: history + prompt + reply.
+      eos_token_ids: the model's end-of-sequence ids.
+      max_logprobs, max_banned_ids: see `RunnerConfig`.
+    """
+
+    vocab_size: int
+    max_context_tokens: int
+    eos_token_ids: tuple[int, ...] = ()
+    max_logprobs: int = 8
+    max_banned_ids: int = 8
+
+
+def check_params(
+    params: SamplingParams, limits: ModelLimits, tokenizer: Tokenizer | None, group: str = "runner."
+) -> None:
+    """Raise InvalidRequestError or TokenizerMissingError for what this model cannot be asked for.
+
+    `group` is what the settings that hints name are part of.
+    """
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequestError("sampling_params", params, "SamplingParams")
+    if params.stop and tokenizer is None:
+        raise TokenizerMissingError(
+            "stop strings need text, but the model has no tokenizer; use stop_token_ids."
+        )
+    if params.logprobs is not None and params.logprobs > limits.max_logprobs:
+        raise InvalidRequestError(
+            "logprobs", params.logprobs, f"at most {limits.max_logprobs}", f"raise {group}max_logprobs"
+        )
+    for i, token_id in enumerate(params.stop_token_ids):
+        if token_id >= limits.vocab_size:
+            raise InvalidRequestError(f"stop_token_ids[{i}]", token_id, f"below {limits.vocab_size}")
+    num_banned = len(params.ending_ids(limits.eos_token_ids)) if params.min_tokens else 0
+    if num_banned > limits.max_banned_ids:
+        raise InvalidRequestError(
+            "stop_token_ids",
+            f"{num_banned} ids with end-of-sequence",
+            f"at most {limits.max_banned_ids} where min_tokens is set",
+            f"raise {group}max_banned_ids",
+        )
+    if num_banned >= limits.vocab_size:
+        raise InvalidRequestError(
+            "stop_token_ids", num_banned, f"fewer than the vocabulary ({limits.vocab_size})"
+        )
+
+
+def check_token_ids(field: str, token_ids: Any, vocab_size: int) -> None:
+    """Raise InvalidRequestError unless there is a token, and all are of the vocabulary."""
+    is_array = isinstance(token_ids, np.ndarray) and token_ids.ndim > 0
+    if not is_array and not isinstance(token_ids, Sequence):
+        raise InvalidRequestError(field, token_ids, "a list of token ids")
+    if len(token_ids) == 0:
+        raise InvalidRequestError(field, token_ids, "at least one token")
+    # Most often nothing is wrong, and there may be a million of them.
+    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
+        return
+    for position, token_id in enumerate(token_ids):
+        if not _is_int(token_id) or not 0 <= token_id < vocab_size:
+            limit = f"an integer from 0 to {vocab_size - 1}, the model's vocabulary"
+            raise InvalidRequestError(f"{field}[{position}]", token_id, limit)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
