@@ -33,7 +33,7 @@ from pensieve_jax.device.kv_storage import chunk_bytes, most_byte_pages, slot_by
 from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.device.page_budget import num_pages_in, reserved_bytes, staging_bytes
 from pensieve_jax.engine.engine import Engine
-from pensieve_jax.engine.observer import Observe, unobserved
+from pensieve_jax.engine.loop import Observe, unobserved
 from pensieve_jax.history import history_fingerprint, open_store
 from pensieve_jax.history.opening import check_location
 from pensieve_jax.model_source import resolve_model, source_tokenizer

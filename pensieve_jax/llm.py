@@ -23,7 +23,7 @@ from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.description import describe
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.explanation import Explanation
-from pensieve_jax.engine.observer import Observe, unobserved
+from pensieve_jax.engine.loop import Observe, unobserved
 from pensieve_jax.engine.turn import Turn
 from pensieve_jax.history import ConversationInfo, ConversationRecord
 from pensieve_jax.model_source import DEFAULT_MODEL
@@ -63,7 +63,7 @@ class LLM:
           synchronous: "full" makes committed turns survive a power loss, not only the process's death.
           progress: show bars while loading, compiling and generating; None: on a terminal.
           clock: where the time comes from; the wall clock unless a test brings its own.
-          observe: told what every step decides, and why chunks are dropped; see `engine.observer.Observe`.
+          observe: told what every step decides, and why chunks are dropped; see `engine.loop.Observe`.
 
         Raises:
           ConfigError: a configuration value that cannot work with this model or device, or an unknown model.

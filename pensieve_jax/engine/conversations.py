@@ -22,7 +22,7 @@ from pensieve_jax.core.errors import (
 )
 from pensieve_jax.core.turn_node import check_owner, check_turn_id
 from pensieve_jax.engine.branches import BranchTable
-from pensieve_jax.engine.drop_journal import DropJournal
+from pensieve_jax.engine.explanation import DropJournal
 from pensieve_jax.engine.live import Branch, LiveConversation
 from pensieve_jax.engine.loop import Sweep
 from pensieve_jax.engine.prefixes import PrefixTable

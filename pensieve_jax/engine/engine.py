@@ -21,21 +21,16 @@ from pensieve_jax.core.errors import EngineClosedError, PensieveError, StepFaile
 from pensieve_jax.core.outputs import FinishReason
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec
-from pensieve_jax.engine.chunk_map import BranchMap, chunk_map
 from pensieve_jax.engine.conversations import ConversationTable
-from pensieve_jax.engine.drop_journal import DropJournal
 from pensieve_jax.engine.experience import kept_experience
-from pensieve_jax.engine.explanation import Explanation, explain
-from pensieve_jax.engine.intake import Intake
+from pensieve_jax.engine.explanation import BranchMap, DropJournal, Explanation, chunk_map, explain
 from pensieve_jax.engine.ledger import TurnLedger
-from pensieve_jax.engine.loop import EngineLoop
-from pensieve_jax.engine.observer import Observe, unobserved
-from pensieve_jax.engine.placing import Placing
+from pensieve_jax.engine.loop import EngineLoop, Observe, unobserved
 from pensieve_jax.engine.prefixes import PrefixTable
-from pensieve_jax.engine.reply import Reply
 from pensieve_jax.engine.runner import Runner
 from pensieve_jax.engine.stats import EngineStats
-from pensieve_jax.engine.turn import Deltas, Turn
+from pensieve_jax.engine.submission import Intake, Placing
+from pensieve_jax.engine.turn import Deltas, Reply, Turn
 from pensieve_jax.engine.validation import check_beginning, check_turn, checked_prefix
 from pensieve_jax.history import HistoryStore
 from pensieve_jax.history.changes import HistoryChange

@@ -21,9 +21,8 @@ from pensieve_jax.engine.conversations import ConversationTable
 from pensieve_jax.engine.experience import ExperienceKeeper
 from pensieve_jax.engine.live import Branch, LiveConversation
 from pensieve_jax.engine.loop import EngineLoop
-from pensieve_jax.engine.reply import Reply
 from pensieve_jax.engine.stats import EngineStats
-from pensieve_jax.engine.turn import Deltas, Turn, take_deltas
+from pensieve_jax.engine.turn import Deltas, Reply, Turn, take_deltas
 from pensieve_jax.history import HistoryStore, TurnRecord
 from pensieve_jax.scheduler import Request
 

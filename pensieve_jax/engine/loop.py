@@ -1,9 +1,11 @@
 """One engine's loop without tokens: what `Engine` does with a device, and a simulated replica in no time.
 
 Owns: the cache and the scheduler of one engine; the order of a step; what becomes of a request's state when
-it is submitted, when its turn was answered, and when it leaves nothing behind. That both its drivers go
-through here is why a simulation decides as the engine does.
-Does not know: ids, text, histories or devices: its driver says how a step is launched, and finishes steps.
+it is submitted, when its turn was answered, and when it leaves nothing behind; what an observer is: one
+function that is told every step's decisions. That both its drivers go through here is why a simulation
+decides as the engine does.
+Does not know: ids, text, histories or devices: its driver says how a step is launched, and finishes steps;
+nor who observes: metrics, timelines and tests do.
 """
 
 from __future__ import annotations
@@ -16,12 +18,16 @@ from pensieve_jax.core.clock import Clock
 from pensieve_jax.core.conversation import Conversation
 from pensieve_jax.core.outputs import Usage
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.engine.observer import Observe
 from pensieve_jax.engine.stats import EngineStats
 from pensieve_jax.engine.transfers import Transfers
 from pensieve_jax.scheduler import Request, Scheduler, SchedulerOutput
 
 _MIN_KNOWN_TO_SWEEP = 64
+type Observe = Callable[[SchedulerOutput], None]
+"""Called with what a step does, before it is done: grants, who joined and who was suspended, copies between
+the tiers, and every chunk that was dropped, with its reason and worth. It must not call the engine. What it
+raises leaves a step half done: `Engine.step` raises it (a PensieveError as the cause of a RuntimeError), and
+the engine starts over with the next call, as after an interrupt."""
 
 
 class EngineLoop[Step]:
@@ -200,3 +206,7 @@ class Sweep:
     def done(self, num_left: int) -> None:
         """There was one, and it left so many."""
         self._num_known = 2 * num_left + _MIN_KNOWN_TO_SWEEP
+
+
+def unobserved(output: SchedulerOutput) -> None:
+    """An observer that looks away."""

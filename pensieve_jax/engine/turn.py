@@ -1,8 +1,9 @@
-"""A turn as its caller sees it, and holds it.
+"""A turn: the reply that the engine fills, and the handle that its caller holds.
 
-Owns: what a caller has read of a reply. That somebody holds it is what keeps a turn running.
-Does not know: how the reply comes about (`Reply`), or who runs it.
-The engine refers to it weakly only.
+Owns: what a turn's tokens belong to, its result, and what its caller has read of it. That somebody holds the
+handle is what keeps a turn running; the engine refers to it weakly only.
+Does not know: who runs a turn, batches, pages, or the history store. What comes of each token is
+`text.reply_tokens`.
 """
 
 from __future__ import annotations
@@ -11,26 +12,10 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from pensieve_jax.core.errors import PensieveError
-from pensieve_jax.core.outputs import Delta, Output, TokenLogprob
-from pensieve_jax.core.turn_node import TurnOrigin
-from pensieve_jax.engine.reply import Reply
+from pensieve_jax.core.outputs import Delta, FinishReason, Output, TokenLogprob, Usage
+from pensieve_jax.core.turn_node import TurnNode, TurnOrigin
 from pensieve_jax.scheduler import Request
-from pensieve_jax.text import Message
-
-
-class Deltas(NamedTuple):
-    """What came of many turns, by columns: turn i said `texts[i]`, with `token_ids[i]`.
-
-    Attributes:
-      turns, texts: of those that said something.
-      token_ids: an id where there is one, as almost always, else a list of them.
-      logprobs: by turn, of those that asked for them.
-    """
-
-    turns: list[Turn]
-    texts: list[str]
-    token_ids: list[int | list[int]]
-    logprobs: dict[Turn, list[TokenLogprob]]
+from pensieve_jax.text import Message, ReplyTokens, Tokenizer
 
 
 class Turn:
@@ -107,6 +92,21 @@ class Turn:
         return Delta(deltas.texts[0], (token_ids,) if isinstance(token_ids, int) else tuple(token_ids))
 
 
+class Deltas(NamedTuple):
+    """What came of many turns, by columns: turn i said `texts[i]`, with `token_ids[i]`.
+
+    Attributes:
+      turns, texts: of those that said something.
+      token_ids: an id where there is one, as almost always, else a list of them.
+      logprobs: by turn, of those that asked for them.
+    """
+
+    turns: list[Turn]
+    texts: list[str]
+    token_ids: list[int | list[int]]
+    logprobs: dict[Turn, list[TokenLogprob]]
+
+
 def take_deltas(turns: Iterable[Turn]) -> Deltas:
     """What came of each turn since it was last taken. Its caller has 256 of them in every step."""
     deltas = said, texts, ids, logprobs = Deltas([], [], [], {})
@@ -124,3 +124,62 @@ def take_deltas(turns: Iterable[Turn]) -> Deltas:
             logprobs[turn] = reply.logprobs[start:]
         turn._num_ids, turn._num_pieces = start + num_new, len(pieces)
     return deltas
+
+
+class Reply(ReplyTokens):
+    """What has come of one submitted turn.
+
+    Attributes:
+      request: what the scheduler holds.
+      messages: the chat messages that the prompt was rendered from; None for text or ids.
+      node: where it stands in a tree of turns, if its caller placed it.
+      origin: what that was found to go on from in memory.
+      output: the result, once the turn has ended.
+      error: why there is none, if a step failed.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        messages: tuple[Message, ...] | None,
+        node: TurnNode | None = None,
+        origin: TurnOrigin | None = None,
+    ) -> None:
+        """No tokens yet; no text is made without a tokenizer."""
+        num_tokens = request.max_total_tokens - request.num_prompt_end
+        super().__init__(request.params, request.ending_ids, num_tokens, tokenizer)
+        self.request = request
+        self.messages = messages
+        self.node = node
+        self.origin = origin
+        self.output: Output | None = None
+        self.error: PensieveError | None = None
+
+    @property
+    def done(self) -> bool:
+        """It has an output or an error."""
+        return self.output is not None or self.error is not None
+
+    @property
+    def durable(self) -> bool:
+        """The history is to keep it."""
+        return not self.request.conversation.one_off if self.node is None else self.node.durable
+
+    def finish(self, reason: FinishReason, ended_at_s: float) -> Usage:
+        """Make the output of a turn that ended then; returns its accounting."""
+        conversation = self.request.conversation
+        usage = self.request.usage(num_output_tokens=len(self.token_ids))
+        self.output = Output(
+            conversation_id=None
+            if conversation.one_off or self.node is not None
+            else conversation.conversation_id,
+            token_ids=tuple(self.token_ids),
+            text=self.text,
+            finish_reason=reason,
+            usage=usage,
+            seed=self.request.seed,
+            logprobs=None if self.logprobs is None else tuple(self.logprobs),
+            ended_at_s=ended_at_s,
+        )
+        return usage

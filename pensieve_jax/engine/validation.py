@@ -14,8 +14,7 @@ from pensieve_jax.core.turn_node import TurnNode
 from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec, check_params, check_token_ids
 from pensieve_jax.engine.branches import Parent, Place
 from pensieve_jax.engine.conversations import ConversationTable, check_conversation_id
-from pensieve_jax.engine.reply import Reply
-from pensieve_jax.engine.turn import Turn
+from pensieve_jax.engine.turn import Reply, Turn
 from pensieve_jax.scheduler import Request
 from pensieve_jax.text import Tokenizer
 

@@ -14,7 +14,7 @@ from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.live import Branch
-from pensieve_jax.engine.observer import Observe, unobserved
+from pensieve_jax.engine.loop import Observe, unobserved
 from pensieve_jax.engine.turn import Turn
 from pensieve_jax.history import open_store
 from pensieve_jax.scheduler import Request, RequestStatus, SchedulerOutput

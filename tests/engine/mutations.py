@@ -23,7 +23,7 @@ from pensieve_jax.cache.evictor import Evictor
 from pensieve_jax.core.conversation import PENDING_TOKEN
 from pensieve_jax.engine.conversations import ConversationTable
 from pensieve_jax.engine.ledger import TurnLedger
-from pensieve_jax.engine.reply import Reply
+from pensieve_jax.engine.turn import Reply
 from pensieve_jax.scheduler import Planner, Request, Scheduler, StepPlan
 
 Mutation = Callable[[pytest.MonkeyPatch], None]

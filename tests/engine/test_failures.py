@@ -17,9 +17,9 @@ from pensieve_jax.core.errors import (
 )
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.decoding.turn_spec import TurnSpec
-from pensieve_jax.engine import intake
-from pensieve_jax.engine.observer import unobserved
-from pensieve_jax.engine.reply import Reply
+from pensieve_jax.engine import submission
+from pensieve_jax.engine.loop import unobserved
+from pensieve_jax.engine.turn import Reply
 from pensieve_jax.text import byte_tokenizer
 from tests.engine.harness import Harness, small_config
 
@@ -336,7 +336,7 @@ def test_a_turn_that_is_refused_late_is_not_queued(monkeypatch, names):
             super().__init__(request, tokenizer, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(intake, "Reply", Refusing)
+        patch.setattr(submission, "Reply", Refusing)
         with pytest.raises(InvalidRequestError, match=r"stop\[0\]"):
             harness.engine.submit(specs)
     assert not harness.engine.has_unfinished

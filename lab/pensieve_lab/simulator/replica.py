@@ -16,8 +16,7 @@ from pensieve_jax.cache import CachedSequence, CacheManager, CostModel, Experien
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.conversation import Conversation
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.engine.loop import EngineLoop, Sweep
-from pensieve_jax.engine.observer import Observe, unobserved
+from pensieve_jax.engine.loop import EngineLoop, Observe, Sweep, unobserved
 from pensieve_jax.engine.stats import EngineStats
 from pensieve_jax.scheduler import Grant, Request, token_buckets
 from pensieve_lab.simulator.clock import Timeline
