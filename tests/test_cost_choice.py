@@ -32,8 +32,8 @@ from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.core.errors import StepFailedError
 from pensieve_jax.cost_choice import costs_before_loading, costs_of_runner
 from pensieve_jax.device import start_costs
-from pensieve_jax.device.layouts import bucket_layouts, bucket_tile_specs
 from pensieve_jax.device.start_costs import StartSizes, TimedLength, cost_points, start_sizes
+from pensieve_jax.device.step_programs import bucket_layouts, bucket_tile_specs
 from tests.launching import TINY_MODEL, tiny_config
 
 ROOT = Path(__file__).parents[1]

@@ -17,9 +17,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from model_defs import KV_PAGES_SPEC, TENSOR_AXIS, ModelConfig
 from pallas_kernels.ragged_paged_attention import TileSpec, ragged_paged_attention
 from pensieve_jax.config import EngineConfig
-from pensieve_jax.device.layouts import bucket_tile_specs
 from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.device.row_steps import Row, RowSteps, Timed, sample_rounds
+from pensieve_jax.device.step_programs import bucket_tile_specs
 from pensieve_jax.scheduler import StepPlan
 
 _HEADS = PartitionSpec(None, TENSOR_AXIS, None)

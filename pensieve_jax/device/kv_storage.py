@@ -1,7 +1,9 @@
-"""What KV state looks like in memory: pages of the device's pools, and chunks of host memory.
+"""KV state in memory: pages of the device's pools, chunks of host memory, and the pools themselves.
 
 Owns: the shape, dtype and placement of both, whether chunks are packed, the groups of layers they are cut
-into, and how new pools are made.
+into, and which arrays are the pools now: the one mutable place for KV state on the device. Steps and page
+copies take a group's pools, donate them, and put the updated ones back; whoever runs next takes those, so
+program order is the order of calls.
 Does not know: which page holds what (the cache manager does), or how attention reads one.
 
 Pools are separate arrays, one per layer, because each is updated in place by its layer's KV write; a page
@@ -28,6 +30,7 @@ from pallas_kernels.page_copies import PackedTile, packed_tile
 from pallas_kernels.ragged_paged_attention import page_dtype, page_shape
 from pensieve_jax.config import CacheConfig
 from pensieve_jax.core.errors import ConfigError
+from pensieve_jax.runtime.errors import step_failed
 
 _NUM_DUMMY_PAGES = 1
 
@@ -119,6 +122,46 @@ class KVStorage:
     def new_pools(self) -> list[jax.Array]:
         """Pools of zeros, one per layer, made on the device."""
         return self._make()
+
+
+class DevicePools:
+    """Pools by group of layers.
+
+    Attributes:
+      groups: the pools of every group's layers, as the last dispatched program leaves them.
+    """
+
+    def __init__(self, storage: KVStorage) -> None:
+        """Hold nothing before the first `reset`."""
+        self._storage = storage
+        self.groups: list[list[jax.Array]] = []
+
+    def reset(self) -> None:
+        """New, empty pools; the arrays that were pools until now are deleted, whoever still refers to them.
+
+        Raises:
+          StepFailedError: the device has no memory for them.
+        """
+        # First, since two sets may not fit. To forget them would not do: the traceback of what is being
+        # handled, a failed step or Ctrl-C, has frames that refer to them. Those that were donated are deleted
+        # already, and memory that work in flight uses is freed when that has ended.
+        try:
+            for pool in self.by_layer:
+                pool.delete()
+            self.groups = []
+            self.replace(self._storage.new_pools())  # before they are waited for: an interrupt may come
+            jax.block_until_ready(self.groups)
+        except jax.errors.JaxRuntimeError as error:
+            raise step_failed("new pools could not be made on the device", error) from error
+
+    def replace(self, pools: Sequence[jax.Array]) -> None:
+        """Take `pools`, one per layer, instead."""
+        self.groups = [[pools[layer] for layer in layers] for layers in self._storage.groups]
+
+    @property
+    def by_layer(self) -> list[jax.Array]:
+        """The pools, one per layer."""
+        return [pool for group in self.groups for pool in group]
 
 
 def num_layer_groups_on(num_devices: int, given: int | None) -> int:

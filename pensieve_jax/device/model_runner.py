@@ -33,13 +33,11 @@ from pensieve_jax.decoding.device import sampler
 from pensieve_jax.decoding.device.choose import Scores, lost_a_device, unpack_result
 from pensieve_jax.decoding.device.structure import ModelStructure
 from pensieve_jax.decoding.sampling_rows import SamplerMode, StepResult
-from pensieve_jax.device.device_pools import DevicePools
 from pensieve_jax.device.exchange import Exchange
 from pensieve_jax.device.kernel_choices import choose_kernels
-from pensieve_jax.device.kv_storage import KVStorage, num_layer_groups_on
-from pensieve_jax.device.layouts import bucket_layouts, bucket_tile_specs
+from pensieve_jax.device.kv_storage import DevicePools, KVStorage, num_layer_groups_on
 from pensieve_jax.device.page_budget import PageBudget, reserved_bytes
-from pensieve_jax.device.step_programs import StepExecutables, StepPrograms
+from pensieve_jax.device.step_programs import StepExecutables, StepPrograms, bucket_layouts, bucket_tile_specs
 from pensieve_jax.device.transfers.device_transfers import DeviceTransfers
 from pensieve_jax.device.transfers.in_flight import is_ready
 from pensieve_jax.engine.runner import Progress

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import jax
 
 from pensieve_jax.core.errors import ConfigError, StepFailedError
-from pensieve_jax.device.transfers.batches import max_padding
+from pensieve_jax.device.transfers.copy_batches import max_padding
 from pensieve_jax.runtime import device_memory
 from pensieve_jax.runtime.errors import in_a_line, is_out_of_memory, requested_bytes
 

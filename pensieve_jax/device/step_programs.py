@@ -1,8 +1,9 @@
-"""The programs of a step, and what each is lowered from.
+"""The programs of a step, what each is lowered from, and what a runner's buckets look like.
 
-Owns: which executables a runner needs, the ends and a group of layers of every bucket, and the samplers; and
-which arrays of the model each takes.
-Does not know: when they run.
+Owns: which executables a runner needs, the ends and a group of layers of every bucket, and the samplers;
+which arrays of the model each takes; and how limits of the model and of the configuration become shapes: the
+attention kernel's spec and the plan's layout of each bucket.
+Does not know: when they run, or which back end serves them (`kernel_choices` does).
 
 Everything is lowered from shapes alone.
 """
@@ -18,8 +19,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from model_defs.config import ModelConfig
 from model_defs.registry import Model
-from pallas_kernels.ragged_paged_attention import TileSpec
+from pallas_kernels.ragged_paged_attention import TileSpec, tile_spec
+from pensieve_jax.config import EngineConfig
 from pensieve_jax.decoding.device import sampler
 from pensieve_jax.decoding.device.choose import choose, logits_spec
 from pensieve_jax.decoding.device.structure import ModelStructure
@@ -30,6 +33,7 @@ from pensieve_jax.device.kv_storage import KVStorage
 from pensieve_jax.device.step import EndStatics, LayerStatics
 from pensieve_jax.runtime.compilation import CompilationJob
 from pensieve_jax.runtime.program import Program
+from pensieve_jax.scheduler.buckets import bucket_layout, bucket_rows, token_buckets
 from pensieve_jax.scheduler.plan import PlanLayout
 
 type Executables[K] = dict[K, jax.stages.Compiled]
@@ -181,3 +185,38 @@ class StepPrograms:
     def _abstract(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """What one executable hands to the next lies on every device; only logits are split."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._replicated)
+
+
+def bucket_tile_specs(
+    model: ModelConfig, config: EngineConfig, dtype: np.dtype, backend: str, num_shards: int
+) -> dict[int, TileSpec]:
+    """Per bucket the spec of an attention back end that serves this model; heads are one shard's."""
+    return {
+        bucket: tile_spec(
+            num_tokens=bucket,
+            max_num_seqs=bucket_rows(config.scheduler, bucket),
+            num_q_heads=model.num_heads // num_shards,
+            num_kv_heads=model.num_kv_heads // num_shards,
+            head_dim=model.head_dim,
+            page_size=config.cache.chunk_tokens,
+            dtype=dtype,
+            backend=backend,
+            kv_dtype=config.cache.kv_dtype,
+        )
+        for bucket in token_buckets(config.scheduler)
+    }
+
+
+def bucket_layouts(
+    model: ModelConfig, config: EngineConfig, tile_specs: Mapping[int, TileSpec]
+) -> dict[int, PlanLayout]:
+    """Per bucket the plan's layout.
+
+    Raises:
+      ConfigError: `scheduler.max_context_tokens` exceeds the model's positions or the page pool.
+    """
+    context_tokens = config.resolve_context_tokens(model.max_position_embeddings)
+    return {
+        bucket: bucket_layout(config, bucket, context_tokens=context_tokens, tiles_len=spec.tiles_len)
+        for bucket, spec in tile_specs.items()
+    }

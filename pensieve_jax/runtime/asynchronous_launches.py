@@ -1,6 +1,7 @@
 """That jaxlib launches a program's kernels from a thread of its own, and not from the one that calls it.
 
-Owns: asking for it, which has to be done before JAX has a client for GPUs.
+Owns: asking for it, which has to be done before JAX has a client for GPUs; and whether JAX has clients, after
+which what it reads once is read no more.
 Does not know: what is launched.
 
 A step of 40 layers is 540 kernels. To launch them takes the thread that schedules 2 to 6 ms, and 9 where
@@ -13,13 +14,12 @@ from __future__ import annotations
 
 import logging
 import os
-
-from pensieve_jax.runtime.jax_clients import has_clients
+import sys
 
 VARIABLE = "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT"
 """Of jaxlib: "1" for launches from its own thread, "0", its default, for launches from the caller's."""
-
 _log = logging.getLogger(__name__)
+_BRIDGE = "jax._src.xla_bridge"
 
 
 def ask_for_asynchronous_launches() -> None:
@@ -37,3 +37,9 @@ def ask_for_asynchronous_launches() -> None:
             "schedules. Import pensieve_jax first, or set %s=1.",
             VARIABLE,
         )
+
+
+def has_clients() -> bool:
+    """Whether JAX has clients of devices in this process. It publishes no way to ask: unknown is no."""
+    ask = getattr(sys.modules.get(_BRIDGE), "backends_are_initialized", None)
+    return ask is not None and bool(ask())

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from pensieve_jax.runtime.jax_clients import has_clients
+from pensieve_jax.runtime.asynchronous_launches import has_clients
 
 _MEMINFO = Path("proc/meminfo")
 _OWN_CGROUPS = Path("proc/self/cgroup")

@@ -1,16 +1,21 @@
-"""How many pages a pool may have, before any is made."""
+"""How many pages a pool may have; and pools are made anew, once the old ones gave back their memory."""
 
 from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from model_defs import preset
+from model_defs import make_mesh, preset
 from pensieve_jax.config import CacheConfig
 from pensieve_jax.core.errors import ConfigError
+from pensieve_jax.device import kv_storage
 from pensieve_jax.device.kv_storage import (
+    DevicePools,
+    KVStorage,
     check_addresses,
     chunk_bytes,
     host_packing,
@@ -19,6 +24,8 @@ from pensieve_jax.device.kv_storage import (
     packing_reason,
     slot_bytes,
 )
+from tests.device.transfers.transfer_bench import CACHE
+from tests.device.transfers.transfer_bench import MODEL as SMALL_MODEL
 
 MODEL = preset("llama2-7b")  # 32 layers, 32 heads of 128
 PAGE_BYTES = 33 * 64 * 128  # of a layer, in 8 bits
@@ -83,3 +90,61 @@ def test_pools_of_bytes_that_kernels_cannot_address_are_refused(num_devices):
 def test_layers_are_two_groups_on_one_device_and_one_on_several_unless_told():
     assert [num_layer_groups_on(num_devices, None) for num_devices in (1, 2, 4)] == [2, 1, 1]
     assert [num_layer_groups_on(num_devices, 3) for num_devices in (1, 4)] == [3, 3]
+
+
+@pytest.fixture(scope="module")
+def storage():
+    return KVStorage(SMALL_MODEL, CACHE, jnp.dtype("float32"), make_mesh(1), 2)
+
+
+def test_a_reset_deletes_pools_that_others_refer_to(storage):
+    pools = DevicePools(storage)
+    pools.reset()
+    old = pools.by_layer
+    pools.reset()
+    assert all(pool.is_deleted() for pool in old)
+    assert not any(pool.is_deleted() for pool in pools.by_layer)
+
+
+def test_a_reset_takes_pools_that_were_donated(storage):
+    """A program that took them failed before the updated ones were put back."""
+    pools = DevicePools(storage)
+    pools.reset()
+    donate = jax.jit(lambda pools: [pool + 1 for pool in pools], donate_argnums=0)
+    updated = donate(pools.groups[0])
+    assert all(pool.is_deleted() for pool in pools.groups[0])
+    pools.reset()
+    assert not any(np.asarray(pool).any() for pool in pools.by_layer)
+    del updated
+
+
+def test_work_in_flight_ends_with_the_pools_it_was_given(storage):
+    pools = DevicePools(storage)
+    pools.reset()
+    pools.replace([jnp.full(storage.shape, layer, storage.dtype) for layer in range(MODEL.num_layers)])
+    read = jax.jit(lambda pools: [jnp.tanh(pool).sum() for pool in pools])
+    expected = [float(each) for each in read(pools.by_layer)]
+    results = read(pools.by_layer)
+    pools.reset()
+    assert [float(each) for each in results] == expected
+
+
+def test_new_pools_that_an_interrupt_kept_from_use_are_deleted_as_well(storage, monkeypatch):
+    pools, made = DevicePools(storage), []
+    new_pools = storage.new_pools
+
+    def kept():
+        made.append(new_pools())
+        return made[-1]
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(storage, "new_pools", kept)
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_storage.jax, "block_until_ready", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pools.reset()
+    pools.reset()
+    assert all(pool.is_deleted() for pool in made[0])
+    assert not any(pool.is_deleted() for pool in made[1])

@@ -142,7 +142,7 @@ def test_it_is_asked_for_before_jax_is_used():
     code = """
 from pensieve_jax import LLM, assembly
 from pensieve_jax.rebatching import llm
-from pensieve_jax.runtime.jax_clients import has_clients
+from pensieve_jax.runtime.asynchronous_launches import has_clients
 
 def asked(num_bytes, available):
     print(num_bytes > 0, available > 0, has_clients())

@@ -42,7 +42,7 @@ from pensieve_jax.commands.report import define_document_flag, device_name, json
 from pensieve_jax.decoding.device.weights import ProgressBar
 from pensieve_jax.device.kv_storage import KVStorage, num_layer_groups_on, read_page
 from pensieve_jax.device.row_steps import Row, RowSteps, Sampled, Timed
-from pensieve_jax.device.transfers.batched_copies import copy_arrays
+from pensieve_jax.device.transfers.copy_batches import copy_arrays
 from pensieve_jax.device.transfers.page_copies import PageCopies
 from pensieve_jax.runtime.compilation import compile_all
 from pensieve_lab.common.spread import Spread

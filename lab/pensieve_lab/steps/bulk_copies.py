@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pensieve_jax.cache.copies import Copy
 from pensieve_jax.device.model_runner import ModelRunner
-from pensieve_jax.device.transfers.batched_copies import copy_arrays
+from pensieve_jax.device.transfers.copy_batches import copy_arrays
 from pensieve_lab.common.spread import Spread
 
 _NUM_WARM_UPS = 2

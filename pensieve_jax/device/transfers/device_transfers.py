@@ -16,10 +16,9 @@ from collections.abc import Collection, Iterator, Sequence
 import jax
 
 from pensieve_jax.cache.copies import Copy
-from pensieve_jax.device.device_pools import DevicePools
-from pensieve_jax.device.kv_storage import KVStorage
+from pensieve_jax.device.kv_storage import DevicePools, KVStorage
 from pensieve_jax.device.page_budget import staging_bytes
-from pensieve_jax.device.transfers.batched_copies import copy_arrays
+from pensieve_jax.device.transfers.copy_batches import copy_arrays
 from pensieve_jax.device.transfers.host_pool import HostPool
 from pensieve_jax.device.transfers.in_flight import Mover
 from pensieve_jax.device.transfers.incoming import IncomingCopies

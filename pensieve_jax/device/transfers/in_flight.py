@@ -17,7 +17,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from pensieve_jax.cache.copies import Copy
-from pensieve_jax.device.transfers.batched_copies import copy_arrays
+from pensieve_jax.device.transfers.copy_batches import copy_arrays
 from pensieve_jax.device.transfers.page_copies import Gathered
 from pensieve_jax.runtime.errors import step_failed
 

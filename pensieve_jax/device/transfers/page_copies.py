@@ -25,9 +25,8 @@ from pallas_kernels.page_copies import (
     scatter_packed,
     scatter_pages,
 )
-from pensieve_jax.device.device_pools import DevicePools
-from pensieve_jax.device.kv_storage import KVStorage
-from pensieve_jax.device.transfers.batches import Batch, batch_sizes, batches
+from pensieve_jax.device.kv_storage import DevicePools, KVStorage
+from pensieve_jax.device.transfers.copy_batches import Batch, batch_sizes, batches
 from pensieve_jax.runtime.compilation import CompilationJob
 from pensieve_jax.runtime.program import Program
 

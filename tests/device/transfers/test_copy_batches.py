@@ -2,7 +2,7 @@
 
 import pytest
 
-from pensieve_jax.device.transfers.batches import batch_sizes, batches, max_padding
+from pensieve_jax.device.transfers.copy_batches import batch_sizes, batches, max_padding
 
 
 @pytest.mark.parametrize("max_num_chunks", [1, 3, 4, 5, 16, 20, 64, 65, 128])

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.device.transfer_bench import CACHE, MODEL, Bench
+from tests.device.transfers.transfer_bench import CACHE, MODEL, Bench
 
 NUM_HEADS = 2 * MODEL.num_kv_heads
 

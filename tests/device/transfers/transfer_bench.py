@@ -16,8 +16,7 @@ import numpy as np
 from model_defs import make_mesh, preset
 from pensieve_jax.cache.copies import Copy
 from pensieve_jax.config import CacheConfig
-from pensieve_jax.device.device_pools import DevicePools
-from pensieve_jax.device.kv_storage import KVStorage
+from pensieve_jax.device.kv_storage import DevicePools, KVStorage
 from pensieve_jax.device.transfers.device_transfers import DeviceTransfers
 from pensieve_jax.runtime.compilation import CompilationCounter, compile_all
 

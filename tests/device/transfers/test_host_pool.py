@@ -13,7 +13,7 @@ from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.device.kv_storage import KVStorage, layer_groups
 from pensieve_jax.device.transfers import host_pool
 from pensieve_jax.device.transfers.host_pool import HostPool
-from tests.device.transfer_bench import CACHE, CPU_PAGES, MODEL, Bench, failing
+from tests.device.transfers.transfer_bench import CACHE, CPU_PAGES, MODEL, Bench, failing
 
 
 def test_groups():

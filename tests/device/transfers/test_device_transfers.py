@@ -12,14 +12,13 @@ import pytest
 
 from model_defs import make_mesh
 from pensieve_jax.core.errors import StepFailedError
-from pensieve_jax.device.device_pools import DevicePools
-from pensieve_jax.device.kv_storage import KVStorage, chunk_bytes, slot_bytes
-from pensieve_jax.device.transfers import batched_copies, in_flight
-from pensieve_jax.device.transfers.batched_copies import copy_arrays
+from pensieve_jax.device.kv_storage import DevicePools, KVStorage, chunk_bytes, slot_bytes
+from pensieve_jax.device.transfers import copy_batches, in_flight
+from pensieve_jax.device.transfers.copy_batches import copy_arrays
 from pensieve_jax.device.transfers.device_transfers import DeviceTransfers
 from pensieve_jax.device.transfers.in_flight import InFlight
 from pensieve_jax.engine.transfers import num_beside_step, window
-from tests.device.transfer_bench import CACHE, MODEL, Bench, failing
+from tests.device.transfers.transfer_bench import CACHE, MODEL, Bench, failing
 
 BFLOAT16 = jnp.dtype("bfloat16")
 
@@ -452,7 +451,7 @@ def test_copies_that_fail_are_failed_steps(monkeypatch):
 @pytest.mark.parametrize("has_batch_call", [True, False])
 def test_a_batch_is_copied_as_device_put_copies_it(num_devices, has_batch_call, monkeypatch):
     if not has_batch_call:
-        monkeypatch.setattr(batched_copies, "_copy_batch", None)
+        monkeypatch.setattr(copy_batches, "_copy_batch", None)
     storage = KVStorage(MODEL, CACHE, jnp.dtype("bfloat16"), make_mesh(num_devices))
     arrays = [jnp.full(storage.shape, i, jnp.bfloat16, device=storage.sharding) for i in range(3)]
     pinned = copy_arrays(arrays, storage.host_sharding)
