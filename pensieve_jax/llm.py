@@ -20,7 +20,7 @@ from pensieve_jax.core.errors import InvalidRequestError
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.description import describe
+from pensieve_jax.describe import describe
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.explanation import Explanation
 from pensieve_jax.engine.loop import Observe, unobserved
@@ -307,7 +307,7 @@ class LLM:
         """What this is on this machine: model, device, kernels and why those, tiers, steps, as plain values.
 
         `print` shows a line for each, and `json.dumps` takes it as it is.
-        `pensieve_jax.description.describe` documents the keys.
+        `pensieve_jax.describe.describe` documents the keys.
         """
         return describe(self._parts)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
-from pensieve_jax.core.utf8 import is_utf8
+from pensieve_jax.core.options import is_utf8
 
 PENDING_TOKEN = -1  # stands in `token_ids` for an id that was sampled but not fetched from the device yet
 

@@ -1,7 +1,8 @@
 """Fields of a configuration that say everything about themselves: default, limit, help and unit, once.
 
 Owns: how a limit is checked and worded, and what follows from the fields of a class: its checks, and the list
-of attributes in its docstring. Command-line flags follow from `options_of`, too.
+of attributes in its docstring; and which texts can be written down at all. Command-line flags follow from
+`options_of`, too.
 Does not know: any field, or absl.
 """
 
@@ -186,3 +187,12 @@ def _kind_of(hint: Any) -> type:
         (hint,) = (kind for kind in get_args(hint) if kind is not types.NoneType)
     kind: type = get_origin(hint) or hint
     return kind
+
+
+def is_utf8(text: str) -> bool:
+    """Whether UTF-8 can hold it: a lone surrogate, half of a character, it cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

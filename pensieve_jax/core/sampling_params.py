@@ -12,7 +12,7 @@ from numbers import Real
 from typing import Any
 
 from pensieve_jax.core.errors import InvalidRequestError
-from pensieve_jax.core.utf8 import is_utf8
+from pensieve_jax.core.options import is_utf8
 
 MAX_SEED = 2**63 - 1
 # Every stop string is looked for in every token's text, between two steps of everybody's engine.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from pensieve_jax.core.errors import InvalidRequestError
-from pensieve_jax.core.utf8 import is_utf8
+from pensieve_jax.core.options import is_utf8
 
 _HALF = 16  # hexadecimal digits of a root, and of a turn's own part
 _TURN_ID = re.compile(r"[0-9a-f]{32}\Z")

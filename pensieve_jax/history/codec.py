@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pensieve_jax.core.errors import HistoryCorruptError, InvalidRequestError
+from pensieve_jax.core.options import is_utf8
 from pensieve_jax.core.outputs import Usage
 from pensieve_jax.core.turn_node import check_turn_id
-from pensieve_jax.core.utf8 import is_utf8
 from pensieve_jax.history.store import TurnRecord
 
 TOKEN_BYTES: Final = 4

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from pensieve_jax.core.errors import InvalidRequestError
-from pensieve_jax.core.utf8 import is_utf8
+from pensieve_jax.core.options import is_utf8
 
 type Message = Mapping[str, Any]
 """A JSON object with at least `role` (one of `ROLES`) and `content` (a string)."""

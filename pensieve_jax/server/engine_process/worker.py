@@ -22,7 +22,7 @@ from model_defs import ModelError
 from pallas_kernels.ragged_paged_attention import AttentionArgumentError
 from pensieve_jax.assembly import Assembled, assemble
 from pensieve_jax.core.errors import PensieveError
-from pensieve_jax.description import describe
+from pensieve_jax.describe import describe
 from pensieve_jax.server.async_engine import EngineInfo
 from pensieve_jax.server.engine_process.engine_server import EngineServer
 from pensieve_jax.server.engine_process.messages import Failed, Start

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pensieve_jax.config import EngineConfig
-from pensieve_jax.config_groups import CacheConfig, RunnerConfig, SchedulerConfig
+from pensieve_jax.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.core.options import is_count, options_of
 from pensieve_jax.history.opening import shown
