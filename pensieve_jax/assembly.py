@@ -22,7 +22,7 @@ from tqdm import tqdm
 from model_defs import ModelConfig, make_mesh, model_fingerprint, num_layer_parameters, source_config
 from model_defs.registry import resolve_dtype
 from pensieve_jax.cache import AnalyticCostModel, CostModel
-from pensieve_jax.cache.cost import CostSubject
+from pensieve_jax.cache.order.cost import CostSubject
 from pensieve_jax.config import EngineConfig, checked_config
 from pensieve_jax.core.clock import Clock
 from pensieve_jax.core.errors import ConfigError

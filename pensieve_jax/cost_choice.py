@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import jax
 
-from pensieve_jax.cache.cost import CostModel, CostPoint, CostProfile, CostSubject, MeasuredCostModel
+from pensieve_jax.cache.order.cost import CostModel, CostPoint, CostProfile, CostSubject, MeasuredCostModel
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.errors import ConfigError, StepFailedError
 from pensieve_jax.core.user_directories import user_cache_dir

@@ -27,7 +27,13 @@ from pensieve_jax import (
     cost_choice,
 )
 from pensieve_jax.cache import CacheManager
-from pensieve_jax.cache.cost import AnalyticCostModel, CostPoint, CostProfile, CostSubject, MeasuredCostModel
+from pensieve_jax.cache.order.cost import (
+    AnalyticCostModel,
+    CostPoint,
+    CostProfile,
+    CostSubject,
+    MeasuredCostModel,
+)
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.core.errors import StepFailedError
 from pensieve_jax.cost_choice import costs_before_loading, costs_of_runner

@@ -16,7 +16,7 @@ import pytest
 from lab.tests.simulator.workloads import MAX_CONTEXT_TOKENS, PROFILE, make_sessions, small_config
 from model_defs import num_parameters, preset
 from pensieve_jax import ConfigError
-from pensieve_jax.cache.cost import CostPoint, MeasuredCostModel
+from pensieve_jax.cache.order.cost import CostPoint, MeasuredCostModel
 from pensieve_lab.simulator import DeviceProfile, Replica, run
 from pensieve_lab.simulator.routing import AffinityRouter
 from pensieve_lab.workload import Client

@@ -11,7 +11,7 @@ import pytest
 
 from model_defs import preset
 from pensieve_jax import CacheConfig, ConfigError, EngineConfig, Output, Usage, assembly
-from pensieve_jax.cache.cost import AnalyticCostModel, CostPoint, MeasuredCostModel
+from pensieve_jax.cache.order.cost import AnalyticCostModel, CostPoint, MeasuredCostModel
 from pensieve_jax.config import POLICIES
 from pensieve_jax.cost_choice import CostChoice
 from tests.launching import load, optimized

@@ -1,17 +1,16 @@
 """Where the KV state of every conversation is, and what gives way when room runs out. No jax here."""
 
-from pensieve_jax.cache.copies import Copy
-from pensieve_jax.cache.cost import AnalyticCostModel, CostModel
-from pensieve_jax.cache.drops import Drop, DropReason
-from pensieve_jax.cache.experience import Experience
+from pensieve_jax.cache.drops import Copy, Drop, DropReason
 from pensieve_jax.cache.manager import CacheManager
+from pensieve_jax.cache.order.cost import AnalyticCostModel, CostModel
+from pensieve_jax.cache.order.learned_state import Experience
+from pensieve_jax.cache.order.policies import EvictionPolicy, make_policy
+from pensieve_jax.cache.order.victims import VictimOrder
 from pensieve_jax.cache.page_table import PageTable
-from pensieve_jax.cache.place_pool import PlacePool
-from pensieve_jax.cache.policies import EvictionPolicy, make_policy
 from pensieve_jax.cache.sequence import CachedSequence, Role
 from pensieve_jax.cache.states import TRANSITIONS, ChunkEvent, ChunkState, Shelf
+from pensieve_jax.cache.tiers import PlacePool
 from pensieve_jax.cache.trunks import OnMove
-from pensieve_jax.cache.victims import VictimOrder
 
 __all__ = [
     "TRANSITIONS",

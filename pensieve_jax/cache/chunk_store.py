@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from pensieve_jax.cache.copies import Copy, Orphan
-from pensieve_jax.cache.drops import Drop, DropReason
+from pensieve_jax.cache.drops import Copy, Drop, DropReason, Orphan
 from pensieve_jax.cache.page_table import PageTable
-from pensieve_jax.cache.place_pool import PlacePool
 from pensieve_jax.cache.sequence import NUM_SHELVES, CachedSequence, Chunk, Role
 from pensieve_jax.cache.states import CONTESTED, ChunkEvent, ChunkState, Shelf, next_state
+from pensieve_jax.cache.tiers import PlacePool
 
 
 class ChunkStore:

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 
 from pensieve_jax.cache.chunk_store import ChunkStore
 from pensieve_jax.cache.drops import DropReason
-from pensieve_jax.cache.policies import EvictionPolicy
+from pensieve_jax.cache.order.policies import EvictionPolicy
+from pensieve_jax.cache.order.victims import Victim, VictimOrder
 from pensieve_jax.cache.sequence import CachedSequence, Role
 from pensieve_jax.cache.states import ChunkState, Shelf
-from pensieve_jax.cache.victims import Victim, VictimOrder
 from pensieve_jax.core.clock import Clock
 
 _BY_PRICE = (Shelf.CLEAN, Shelf.DIRTY)  # shelves with pages to take: for nothing, then for a copy or a loss

@@ -12,14 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from pensieve_jax.cache.chunk_store import ChunkStore
-from pensieve_jax.cache.copies import Copy
-from pensieve_jax.cache.cost import CostModel
-from pensieve_jax.cache.drops import Drop
+from pensieve_jax.cache.drops import Copy, Drop
 from pensieve_jax.cache.evictor import Evictor
-from pensieve_jax.cache.experience import Experience
 from pensieve_jax.cache.integrity import check_store
-from pensieve_jax.cache.learning import turn_notes
-from pensieve_jax.cache.policies import DatedWorth, make_policy
+from pensieve_jax.cache.order.cost import CostModel
+from pensieve_jax.cache.order.learned_state import Experience
+from pensieve_jax.cache.order.learning import turn_notes
+from pensieve_jax.cache.order.policies import DatedWorth, make_policy
 from pensieve_jax.cache.sequence import CachedSequence, Role
 from pensieve_jax.cache.states import ChunkState, Shelf
 from pensieve_jax.cache.trunks import OnMove, Trunks

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pensieve_jax import ConfigError
-from pensieve_jax.cache.cost import CostPoint, CostProfile
+from pensieve_jax.cache.order.cost import CostPoint, CostProfile
 from pensieve_jax.commands.launch import check_can_write
 
 if TYPE_CHECKING:

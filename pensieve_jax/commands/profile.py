@@ -31,7 +31,7 @@ from model_defs import ModelConfig, make_mesh, source_config
 from pallas_kernels.attention_names import KV_DTYPES
 from pensieve_jax import CacheConfig, ConfigError, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.assembly import cost_subject, make_runner
-from pensieve_jax.cache.cost import COST_KINDS, DEFAULT_COST_KIND, CostPoint, CostProfile, CostSubject
+from pensieve_jax.cache.order.cost import COST_KINDS, DEFAULT_COST_KIND, CostPoint, CostProfile, CostSubject
 from pensieve_jax.commands.cost_plot import check_can_plot, plot_costs
 from pensieve_jax.commands.engine_flags import COMPILATION_CACHE_HELP, define_model_flag, shows_progress
 from pensieve_jax.commands.launch import check_can_write

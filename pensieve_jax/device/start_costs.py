@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pensieve_jax.cache.cost import CostPoint
+from pensieve_jax.cache.order.cost import CostPoint
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.device.row_steps import Row, RowSteps, Timed, sample_rounds, scattered_pages

@@ -12,7 +12,7 @@ import json
 import logging
 
 from pensieve_jax.cache import CacheManager, Experience
-from pensieve_jax.cache.policies import LearnedPolicy
+from pensieve_jax.cache.order.policies import LearnedPolicy
 from pensieve_jax.core.errors import HistoryError
 from pensieve_jax.history import HistoryStore
 

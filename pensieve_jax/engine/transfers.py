@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
-from pensieve_jax.cache.copies import Copy
+from pensieve_jax.cache.drops import Copy
 
 MAX_HELD_STEPS = 4  # that copies to the host wait while others come from it all the time
 # 9 ms of a PCIe 5 link, 15 where copies go the other way as well; decode steps of a 13B model take 7 to 18.

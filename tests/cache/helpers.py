@@ -18,8 +18,8 @@ from pensieve_jax.cache import (
     Shelf,
     make_policy,
 )
-from pensieve_jax.cache.insurance import Losses
-from pensieve_jax.cache.returns import NUM_BINS, NUM_BUCKETS, ReturnModel
+from pensieve_jax.cache.order.policy_selector import Losses
+from pensieve_jax.cache.order.returns import NUM_BINS, NUM_BUCKETS, ReturnModel
 from pensieve_jax.config import CacheConfig
 from pensieve_jax.core.clock import VirtualClock
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pensieve_jax.cache import DropReason, Role, Shelf
-from pensieve_jax.cache.policies import LruPolicy
-from pensieve_jax.cache.shadows import ShadowCache
+from pensieve_jax.cache.order.policies import LruPolicy
+from pensieve_jax.cache.order.shadows import ShadowCache
 from tests.cache.fork_scenarios import run_fork_scenario
 from tests.cache.helpers import CHUNK, Cache, pages_of, resident, states
 

@@ -12,7 +12,7 @@ import pytest
 from model_defs import load_model, make_mesh, preset
 from pensieve_jax import LLM, CacheConfig, ConfigError, EngineConfig, SchedulerConfig, assembly
 from pensieve_jax.assembly import cost_subject
-from pensieve_jax.cache.cost import AnalyticCostModel, CostProfile, MeasuredCostModel
+from pensieve_jax.cache.order.cost import AnalyticCostModel, CostProfile, MeasuredCostModel
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.device import row_steps
 from pensieve_jax.device.chunk_steps import ChunkSteps

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pensieve_jax.cache.copies import Copy
+from pensieve_jax.cache.drops import Copy
 from pensieve_jax.engine.transfers import Ended
 
 POISON_64 = np.uint64(0xDEADBEEFDEADBEEF)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from pensieve_jax.cache.copies import Copy
+from pensieve_jax.cache.drops import Copy
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.engine.runner import Progress, Runner
 from pensieve_jax.engine.transfers import Ended, Transfers

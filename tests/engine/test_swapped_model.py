@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from model_defs import make_mesh
-from pensieve_jax.cache.copies import Copy
+from pensieve_jax.cache.drops import Copy
 from pensieve_jax.device.model_runner import ModelRunner
 from tests.device.poison import poisoned_pools
 from tests.device.test_model_runner import Row, Stepper, Talk, _model, engine_config, random_ids

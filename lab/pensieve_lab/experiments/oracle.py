@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pensieve_jax.cache.policies import (
+from pensieve_jax.cache.order.policies import (
     Activity,
     Candidate,
     EvictionPolicy,
@@ -22,8 +22,8 @@ from pensieve_jax.cache.policies import (
     Offers,
     RetentionPolicy,
 )
-from pensieve_jax.cache.returns import Array
-from pensieve_jax.cache.shadows import ShadowCache
+from pensieve_jax.cache.order.returns import Array
+from pensieve_jax.cache.order.shadows import ShadowCache
 from pensieve_jax.cache.states import Shelf
 from pensieve_lab.experiments.machines import load_profile, profile_name
 from pensieve_lab.experiments.panels import Panel

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from pensieve_jax.cache.cost import CostModel, CostPoint, MeasuredCostModel
+from pensieve_jax.cache.order.cost import CostModel, CostPoint, MeasuredCostModel
 from pensieve_lab.simulator import DeviceProfile
 from pensieve_lab.simulator.step_time import StepLoad, StepTime
 from pensieve_lab.workload import Answer

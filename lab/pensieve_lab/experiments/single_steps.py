@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pensieve_jax.cache.cost import CostPoint
+from pensieve_jax.cache.order.cost import CostPoint
 from pensieve_lab.experiments.claims import claims_of
 from pensieve_lab.experiments.committed import committed_document
 from pensieve_lab.experiments.machines import load_profile, profile_name

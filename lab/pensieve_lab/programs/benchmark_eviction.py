@@ -28,10 +28,10 @@ from absl import flags
 
 from pensieve_jax import CacheConfig, ConfigError
 from pensieve_jax.cache import AnalyticCostModel, CachedSequence, CacheManager, Experience
-from pensieve_jax.cache.insurance import Losses
-from pensieve_jax.cache.policies import ORDERS
-from pensieve_jax.cache.return_log import ReturnLog
-from pensieve_jax.cache.returns import NUM_BINS, NUM_BUCKETS, ReturnModel
+from pensieve_jax.cache.order.policies import ORDERS
+from pensieve_jax.cache.order.policy_selector import Losses
+from pensieve_jax.cache.order.return_log import ReturnLog
+from pensieve_jax.cache.order.returns import NUM_BINS, NUM_BUCKETS, ReturnModel
 from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, json_line, print_document, table
 from pensieve_jax.config import POLICIES

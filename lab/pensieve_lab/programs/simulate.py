@@ -33,7 +33,7 @@ from pallas_kernels.attention_names import KV_DTYPES
 from pensieve_jax import CacheConfig, ConfigError, EngineConfig, SchedulerConfig
 from pensieve_jax.assembly import cost_subject, estimated_cost_model
 from pensieve_jax.cache import CostModel
-from pensieve_jax.cache.cost import CostProfile, MeasuredCostModel
+from pensieve_jax.cache.order.cost import CostProfile, MeasuredCostModel
 from pensieve_jax.commands.cost_plot import check_can_plot
 from pensieve_jax.commands.engine_flags import num_bytes, shows_progress
 from pensieve_jax.commands.launch import run

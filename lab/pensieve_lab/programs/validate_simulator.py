@@ -29,7 +29,7 @@ from model_defs import ModelConfig, source_config
 from pensieve_jax import CacheConfig, ConfigError, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.assembly import estimated_cost_model
 from pensieve_jax.cache import CostModel
-from pensieve_jax.cache.cost import CostPoint, CostProfile, MeasuredCostModel
+from pensieve_jax.cache.order.cost import CostPoint, CostProfile, MeasuredCostModel
 from pensieve_jax.commands.engine_flags import shows_progress
 from pensieve_jax.commands.launch import EXIT_FAILED, run
 from pensieve_jax.commands.report import define_document_flag, json_line, print_document, table

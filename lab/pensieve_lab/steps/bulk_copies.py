@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pensieve_jax.cache.copies import Copy
+from pensieve_jax.cache.drops import Copy
 from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.device.transfers.copy_batches import copy_arrays
 from pensieve_lab.common.spread import Spread

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from pensieve_jax.cache.copies import Copy
+from pensieve_jax.cache.drops import Copy
 from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.device.transfers.device_transfers import DeviceTransfers
 from pensieve_lab.common.spread import Spread

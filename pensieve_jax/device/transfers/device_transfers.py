@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import jax
 
-from pensieve_jax.cache.copies import Copy
+from pensieve_jax.cache.drops import Copy
 from pensieve_jax.device.kv_storage import DevicePools, KVStorage
 from pensieve_jax.device.page_budget import staging_bytes
 from pensieve_jax.device.transfers.copy_batches import copy_arrays

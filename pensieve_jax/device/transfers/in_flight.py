@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from pensieve_jax.cache.copies import Copy
+from pensieve_jax.cache.drops import Copy
 from pensieve_jax.device.transfers.copy_batches import copy_arrays
 from pensieve_jax.device.transfers.page_copies import Gathered
 from pensieve_jax.runtime.errors import step_failed

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from pensieve_jax.cache.copies import Copy
+from pensieve_jax.cache.drops import Copy
 from pensieve_jax.device.kv_storage import KVStorage
 from pensieve_jax.device.transfers.arrival_mark import ArrivalMark
 from pensieve_jax.device.transfers.host_pool import HostPool

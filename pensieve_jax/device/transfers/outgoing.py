@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from pensieve_jax.cache.copies import Copy
+from pensieve_jax.cache.drops import Copy
 from pensieve_jax.device.kv_storage import KVStorage
 from pensieve_jax.device.transfers.host_pool import HostPool
 from pensieve_jax.device.transfers.in_flight import InFlight, Mover, part

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from model_defs import make_mesh, preset
-from pensieve_jax.cache.copies import Copy
+from pensieve_jax.cache.drops import Copy
 from pensieve_jax.config import CacheConfig
 from pensieve_jax.device.kv_storage import DevicePools, KVStorage
 from pensieve_jax.device.transfers.device_transfers import DeviceTransfers

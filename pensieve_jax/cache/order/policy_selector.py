@@ -16,9 +16,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from pensieve_jax.cache.cost import CostModel
-from pensieve_jax.cache.policies import EvictionPolicy
-from pensieve_jax.cache.shadows import ShadowCache
+from pensieve_jax.cache.order.cost import CostModel
+from pensieve_jax.cache.order.policies import EvictionPolicy
+from pensieve_jax.cache.order.shadows import ShadowCache
 
 BLOCK_TOKENS = 256
 _KEEP = 0.5 ** (1 / 500)  # a half-life in returning turns means the same under every load

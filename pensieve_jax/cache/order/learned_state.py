@@ -12,9 +12,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from pensieve_jax.cache.insurance import Losses
-from pensieve_jax.cache.policies import ORDERS
-from pensieve_jax.cache.returns import NUM_BINS, NUM_BUCKETS, Array
+from pensieve_jax.cache.order.policies import ORDERS
+from pensieve_jax.cache.order.policy_selector import Losses
+from pensieve_jax.cache.order.returns import NUM_BINS, NUM_BUCKETS, Array
 from pensieve_jax.core.errors import ConfigError
 
 _FORMAT = "pensieve experience, version 1"

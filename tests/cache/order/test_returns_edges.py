@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from pensieve_jax.cache.return_log import ReturnLog
-from pensieve_jax.cache.returns import (
+from pensieve_jax.cache.order.return_log import ReturnLog
+from pensieve_jax.cache.order.returns import (
     EDGES_S,
     ENDS_S,
     HORIZON_S,

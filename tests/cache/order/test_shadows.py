@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pensieve_jax.cache import Role, Shelf
-from pensieve_jax.cache.policies import RecencyPolicy
-from pensieve_jax.cache.shadows import Shadow, ShadowCache
+from pensieve_jax.cache.order.policies import RecencyPolicy
+from pensieve_jax.cache.order.shadows import Shadow, ShadowCache
 
 
 def shadows_of(num_places: int, *sizes: int) -> ShadowCache:

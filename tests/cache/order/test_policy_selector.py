@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve_jax.cache.insurance import BLOCK_TOKENS, Insurance, Losses, _num_blocks
-from pensieve_jax.cache.policies import RecencyPolicy
+from pensieve_jax.cache.order.policies import RecencyPolicy
+from pensieve_jax.cache.order.policy_selector import BLOCK_TOKENS, Insurance, Losses, _num_blocks
 
 
 class Constant:

@@ -8,18 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pensieve_jax.cache.cost import CostModel
-from pensieve_jax.cache.experience import Experience
-from pensieve_jax.cache.insurance import BLOCK_TOKENS, Insurance
-from pensieve_jax.cache.policies import (
-    ORDERS,
-    EvictionPolicy,
-    LearnedPolicy,
-    ReturnsPolicy,
-    orders_of,
-)
-from pensieve_jax.cache.return_log import ReturnLog
-from pensieve_jax.cache.returns import ReturnModel, bucket_of
+from pensieve_jax.cache.order.cost import CostModel
+from pensieve_jax.cache.order.learned_state import Experience
+from pensieve_jax.cache.order.policies import ORDERS, EvictionPolicy, LearnedPolicy, ReturnsPolicy, orders_of
+from pensieve_jax.cache.order.policy_selector import BLOCK_TOKENS, Insurance
+from pensieve_jax.cache.order.return_log import ReturnLog
+from pensieve_jax.cache.order.returns import ReturnModel, bucket_of
 from pensieve_jax.cache.sequence import CachedSequence
 from pensieve_jax.config import CacheConfig
 from pensieve_jax.core.clock import Clock

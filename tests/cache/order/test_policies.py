@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pensieve_jax.cache import AnalyticCostModel, DropReason, Role, Shelf, VictimOrder, make_policy
-from pensieve_jax.cache.policies import Offers, RetentionPolicy
-from pensieve_jax.cache.returns import EDGES_S, NUM_BUCKETS
+from pensieve_jax.cache.order.policies import Offers, RetentionPolicy
+from pensieve_jax.cache.order.returns import EDGES_S, NUM_BUCKETS
 from pensieve_jax.config import POLICIES
 from tests.cache.helpers import CHUNK, Cache, habits, resident
 

@@ -9,8 +9,7 @@ import pytest
 
 from pensieve_jax import ConfigError
 from pensieve_jax.cache import AnalyticCostModel, Experience, Shelf, make_policy
-from pensieve_jax.cache.insurance import Losses
-from pensieve_jax.cache.policies import (
+from pensieve_jax.cache.order.policies import (
     EvictionPolicy,
     LearnedPolicy,
     Offers,
@@ -19,8 +18,9 @@ from pensieve_jax.cache.policies import (
     ReturnsPolicy,
     orders_of,
 )
-from pensieve_jax.cache.returns import EDGES_S, NUM_BINS, NUM_BUCKETS, ReturnModel, bin_of
-from pensieve_jax.cache.victims import VictimOrder
+from pensieve_jax.cache.order.policy_selector import Losses
+from pensieve_jax.cache.order.returns import EDGES_S, NUM_BINS, NUM_BUCKETS, ReturnModel, bin_of
+from pensieve_jax.cache.order.victims import VictimOrder
 from tests.cache.helpers import CHUNK, Cache, habits
 
 COSTS = AnalyticCostModel(CHUNK, num_weights=1e3, attention_width=1e3)

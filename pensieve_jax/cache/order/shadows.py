@@ -10,10 +10,10 @@ A block is several chunks: losses need not be counted to the chunk, and each tak
 
 from __future__ import annotations
 
-from pensieve_jax.cache.policies import EvictionPolicy
+from pensieve_jax.cache.order.policies import EvictionPolicy
+from pensieve_jax.cache.order.victims import VictimOrder
 from pensieve_jax.cache.sequence import NUM_SHELVES, Role
 from pensieve_jax.cache.states import Shelf
-from pensieve_jax.cache.victims import VictimOrder
 
 _SHELF = Shelf.HOST  # one shelf is all that there is here
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pensieve_jax.cache.returns import HORIZON_S, Array, ReturnModel, exposure_of
+from pensieve_jax.cache.order.returns import HORIZON_S, Array, ReturnModel, exposure_of
 
 _FIT_AFTER = 32  # returns
 _MIN_ROWS = 64

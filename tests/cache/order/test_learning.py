@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve_jax.cache.insurance import BLOCK_TOKENS
-from pensieve_jax.cache.policies import make_policy
-from pensieve_jax.cache.returns import bucket_of
+from pensieve_jax.cache.order.policies import make_policy
+from pensieve_jax.cache.order.policy_selector import BLOCK_TOKENS
+from pensieve_jax.cache.order.returns import bucket_of
 from tests.cache.helpers import CHUNK, Cache, experience_of
 
 

@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from pensieve_jax.cache.cost import CostModel
-from pensieve_jax.cache.returns import ENDS_S, Array, Integers, ReturnModel, bin_of, bins_of
+from pensieve_jax.cache.order.cost import CostModel
+from pensieve_jax.cache.order.returns import ENDS_S, Array, Integers, ReturnModel, bin_of, bins_of
 from pensieve_jax.cache.sequence import Role
 from pensieve_jax.cache.states import Shelf
 

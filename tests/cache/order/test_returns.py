@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from pensieve_jax import ConfigError
 from pensieve_jax.cache import Experience
-from pensieve_jax.cache.insurance import Losses
-from pensieve_jax.cache.return_log import ReturnLog
-from pensieve_jax.cache.returns import (
+from pensieve_jax.cache.order.policy_selector import Losses
+from pensieve_jax.cache.order.return_log import ReturnLog
+from pensieve_jax.cache.order.returns import (
     EDGES_S,
     HORIZON_S,
     NUM_BINS,

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pensieve_jax.cache import AnalyticCostModel, DropReason, Role, Shelf, VictimOrder
-from pensieve_jax.cache.insurance import BLOCK_TOKENS, Insurance
-from pensieve_jax.cache.policies import LearnedPolicy, RecencyPolicy, RetentionPolicy, ReturnsPolicy
-from pensieve_jax.cache.returns import NUM_BINS, NUM_BUCKETS, ReturnModel
-from pensieve_jax.cache.shadows import ShadowCache
+from pensieve_jax.cache.order.policies import LearnedPolicy, RecencyPolicy, RetentionPolicy, ReturnsPolicy
+from pensieve_jax.cache.order.policy_selector import BLOCK_TOKENS, Insurance
+from pensieve_jax.cache.order.returns import NUM_BINS, NUM_BUCKETS, ReturnModel
+from pensieve_jax.cache.order.shadows import ShadowCache
 from tests.cache.helpers import CHUNK, Cache, habits
-from tests.cache.test_policies import cache_with, holes_strategy, order_of, peek, sizes_strategy
+from tests.cache.order.test_policies import cache_with, holes_strategy, order_of, peek, sizes_strategy
 
 COSTS = AnalyticCostModel(CHUNK, num_weights=1e3, attention_width=1e3)
 ORDERS = ("retention", "lru", "returns")

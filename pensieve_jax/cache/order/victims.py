@@ -23,8 +23,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pensieve_jax.cache.policies import Candidate, EvictionPolicy, Offers
-from pensieve_jax.cache.returns import Integers
+from pensieve_jax.cache.order.policies import Candidate, EvictionPolicy, Offers
+from pensieve_jax.cache.order.returns import Integers
 from pensieve_jax.cache.sequence import Role
 from pensieve_jax.cache.states import Shelf
 

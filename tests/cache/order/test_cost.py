@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pensieve_jax import ConfigError
 from pensieve_jax.cache import make_policy
-from pensieve_jax.cache.cost import COST_KINDS, CostPoint, CostProfile, CostSubject, MeasuredCostModel
+from pensieve_jax.cache.order.cost import COST_KINDS, CostPoint, CostProfile, CostSubject, MeasuredCostModel
 
 SUBJECT = CostSubject(
     architecture="llama",
