@@ -15,9 +15,9 @@ from pensieve_jax.cellular.cells import CellTypes
 from pensieve_jax.cellular.config import CellularConfig
 from pensieve_jax.cellular.errors import CapacityError, UnfoldError
 from pensieve_jax.cellular.graph import Graph
-from pensieve_jax.cellular.line import Line
 from pensieve_jax.cellular.partition import partition
 from pensieve_jax.cellular.parts import Parts
+from pensieve_jax.cellular.ready_queue import Line
 from pensieve_jax.cellular.rows import RowBudget
 from pensieve_jax.cellular.tables import NOWHERE, Tables
 from pensieve_jax.core.errors import InvalidFieldError

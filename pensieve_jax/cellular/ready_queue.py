@@ -1,6 +1,6 @@
 """Ready nodes of one type, in the order in which their subgraphs were released.
 
-Owns: that order.
+Owns: that order, and the line of numbers behind it: first in, first out, many at a time.
 Does not know: who takes nodes, or why others become ready.
 
 What has begun is in front of what has not, since subgraphs begin in that order. So there are two parts. The
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from pensieve_jax.cellular.line import Line
 from pensieve_jax.cellular.tables import DROPPED, Nodes, Subgraphs
 
 _NOTHING = np.empty(0, np.int64)
@@ -90,3 +89,43 @@ class ReadyQueue:
     def _is_free_for(self, worker: int) -> np.ndarray:
         pinned = self._subgraphs.pinned[self._nodes.sub[self._front]]
         return (pinned < 0) | (pinned == worker)
+
+
+class Line:
+    """First in, first out, of i64."""
+
+    def __init__(self) -> None:
+        """Nobody stands in it."""
+        self._values = np.empty(1024, np.int64)
+        self._begin = self._end = 0
+
+    def __len__(self) -> int:
+        """How many stand in it."""
+        return self._end - self._begin
+
+    @property
+    def values(self) -> np.ndarray:
+        """All of them, in order; not to be kept."""
+        return self._values[self._begin : self._end]
+
+    def push(self, values: np.ndarray) -> None:
+        """These come last."""
+        if self._end + len(values) > len(self._values):
+            waiting = self.values
+            self._values = np.empty(max(1024, 2 * (len(waiting) + len(values))), np.int64)
+            self._values[: len(waiting)] = waiting
+            self._begin, self._end = 0, len(waiting)
+        self._values[self._end : self._end + len(values)] = values
+        self._end += len(values)
+
+    def pop(self, num: int) -> np.ndarray:
+        """The first `num`, or all if there are fewer."""
+        taken = self.values[:num].copy()
+        self._begin += len(taken)
+        return taken
+
+    def keep(self, is_kept: np.ndarray) -> None:
+        """Only these stay, a truth value for each of `values`."""
+        kept = self.values[is_kept]
+        self._values[self._begin : self._begin + len(kept)] = kept
+        self._end = self._begin + len(kept)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pensieve_jax.rebatching.config import RebatchingConfig
 from pensieve_jax.rebatching.lattice import Lattice
-from pensieve_jax.rebatching.line import rank
 from pensieve_jax.rebatching.loop import RebatchingLoop
 from pensieve_jax.rebatching.query import Place, Query
+from pensieve_jax.rebatching.queue import rank
 
 
 def check_integrity(loop: RebatchingLoop, config: RebatchingConfig, lattice: Lattice) -> None:

@@ -14,9 +14,9 @@ from pensieve_jax.core.errors import StepFailedError
 from pensieve_jax.rebatching.config import RebatchingConfig
 from pensieve_jax.rebatching.lattice import Lattice
 from pensieve_jax.rebatching.launches import Decode, Launch, Prefill, Resize, Shape
-from pensieve_jax.rebatching.line import rank
 from pensieve_jax.rebatching.metrics import Metrics, Observe, StepSeen, unobserved
 from pensieve_jax.rebatching.query import Place, Query
+from pensieve_jax.rebatching.queue import rank
 from pensieve_jax.rebatching.runner import Runner
 from pensieve_jax.rebatching.scheduler import Scheduler
 

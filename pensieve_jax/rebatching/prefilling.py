@@ -13,9 +13,9 @@ import numpy as np
 from pensieve_jax.rebatching.config import RebatchingConfig
 from pensieve_jax.rebatching.lattice import Lattice
 from pensieve_jax.rebatching.launches import Launch, Prefill, StepWords, WordsLayout
-from pensieve_jax.rebatching.line import Line
+from pensieve_jax.rebatching.parked_rows import Shelf
 from pensieve_jax.rebatching.query import Place, Query
-from pensieve_jax.rebatching.shelf import Shelf
+from pensieve_jax.rebatching.queue import Line
 
 
 def prefill_widths(config: RebatchingConfig, length: int) -> list[int]:

@@ -29,11 +29,11 @@ from pensieve_jax.rebatching.launches import (
     Suspend,
     WordsLayout,
 )
-from pensieve_jax.rebatching.line import Line, rank
+from pensieve_jax.rebatching.parked_rows import Shelf
 from pensieve_jax.rebatching.prefilling import Prefilling, is_ready
 from pensieve_jax.rebatching.query import Place, Query
+from pensieve_jax.rebatching.queue import Line, rank
 from pensieve_jax.rebatching.ring import Ring
-from pensieve_jax.rebatching.shelf import Shelf
 
 _SPARSE = 3  # a ring is too long if no more than one of so many parts is used, for half its length in steps
 

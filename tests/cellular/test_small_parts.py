@@ -13,9 +13,9 @@ from pensieve_jax.cellular.errors import CapacityError, GraphError
 from pensieve_jax.cellular.graph import Graph
 from pensieve_jax.cellular.integers import int32s, is_int32, is_sized
 from pensieve_jax.cellular.launches import make_parts
-from pensieve_jax.cellular.line import Line
 from pensieve_jax.cellular.partition import _by_key, _distinct_pairs, _roots, partition
 from pensieve_jax.cellular.parts import MANY, NONE, Several
+from pensieve_jax.cellular.ready_queue import Line
 from pensieve_jax.cellular.rows import RowBudget, Rows
 from pensieve_jax.cellular.tables import Room, _size, all_values, distinct
 from pensieve_lab.cells.simulation import VirtualClock, VirtualWorker

@@ -14,7 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pensieve_jax.rebatching import fitting, launches, line, loop, prefilling, query, ring, scheduler, shelf
+from pensieve_jax.rebatching import (
+    fitting,
+    launches,
+    loop,
+    parked_rows,
+    prefilling,
+    query,
+    queue,
+    ring,
+    scheduler,
+)
 from pensieve_jax.rebatching.query import Place
 from tests.rebatching import fake_runner
 
@@ -127,13 +137,13 @@ def equals_are_preempted(patch: Patch) -> None:
 @mutation
 def the_urgent_wait(patch: Patch) -> None:
     rank = lambda one: (0, not one.suspended, one.serial)  # noqa: E731
-    for module in (line, shelf):
+    for module in (queue, parked_rows):
         patch.setattr(module, "rank", rank)
 
 
 @mutation
 def rows_that_leave_take_no_memory(patch: Patch) -> None:
-    patch.setattr(shelf.Shelf, "device_bytes", property(lambda self: self._bytes(Place.DEVICE)))
+    patch.setattr(parked_rows.Shelf, "device_bytes", property(lambda self: self._bytes(Place.DEVICE)))
 
 
 @mutation

@@ -9,10 +9,10 @@ import pytest
 
 from pensieve_jax.decoding.sampling_rows import SAMPLING_WORDS, SamplerMode
 from pensieve_jax.rebatching.launches import COUNTS, HEADER, Prefill, StepWords, WordsLayout
-from pensieve_jax.rebatching.line import Line
+from pensieve_jax.rebatching.parked_rows import Shelf
 from pensieve_jax.rebatching.prefilling import Prefilling, is_ready, prefill_widths
 from pensieve_jax.rebatching.query import Place, Query
-from pensieve_jax.rebatching.shelf import Shelf
+from pensieve_jax.rebatching.queue import Line
 from tests.rebatching.small_queries import ROW_BYTES, lattice_of, query
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from pensieve_jax.core.errors import PensieveError
-from pensieve_jax.rebatching.line import Line, rank
 from pensieve_jax.rebatching.query import Query
+from pensieve_jax.rebatching.queue import Line, rank
 from tests.rebatching.small_queries import query
 
 

@@ -9,9 +9,9 @@ from pensieve_jax.rebatching.config import RebatchingConfig
 from pensieve_jax.rebatching.fitting import Fitting
 from pensieve_jax.rebatching.lattice import Lattice
 from pensieve_jax.rebatching.launches import Drop, Launch, Park
+from pensieve_jax.rebatching.parked_rows import Shelf
 from pensieve_jax.rebatching.query import Place, Query
 from pensieve_jax.rebatching.ring import Ring
-from pensieve_jax.rebatching.shelf import Shelf
 
 TOKEN_BYTES = 10
 ROW_BYTES = 32 * TOKEN_BYTES

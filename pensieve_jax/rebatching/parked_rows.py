@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 from pensieve_jax.rebatching.lattice import Lattice
 from pensieve_jax.rebatching.launches import Drop, Launch, Park, Return
-from pensieve_jax.rebatching.line import rank
 from pensieve_jax.rebatching.query import Place, Query
+from pensieve_jax.rebatching.queue import rank
 
 
 class Shelf:

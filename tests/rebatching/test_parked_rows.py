@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from pensieve_jax.rebatching.launches import Drop, Launch, Park, Return
+from pensieve_jax.rebatching.parked_rows import Shelf
 from pensieve_jax.rebatching.query import Place, Query
-from pensieve_jax.rebatching.shelf import Shelf
 from tests.rebatching.small_queries import ROW_BYTES, lattice_of, query
 
 
