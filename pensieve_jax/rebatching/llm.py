@@ -142,7 +142,7 @@ class PaddedLLM:
     def describe(self) -> Description:
         """What it turned out to be here: shapes of the batch, kernels, memory.
 
-        Plain values for programs; printed, a line for each. `rebatching.description` documents the keys.
+        Plain values for programs; printed, a line for each. `rebatching.llm.describe` documents the keys.
         """
         return self._description
 

@@ -194,4 +194,4 @@ def test_a_profile_of_something_else(path, name, value):
     """It says what was found and what is meant, and of nothing else."""
     message = refusal(path, dataclasses.replace(SUBJECT, **{name: value}))
     assert f"a profile of {name}={value!r}; this one is of {name}={getattr(SUBJECT, name)!r}:" in message
-    assert "pensieve_jax/commands/profile.py" in message
+    assert "pensieve profile" in message
