@@ -1,7 +1,7 @@
 """Which cost model an engine evicts by: measured before, measured at this start, or analytic.
 
 Owns: the order in which profiles are looked for, and the files of those shipped or measured at a start.
-Does not know: how costs are used (`cache.policies`), or how steps are timed (`device.start_costs`).
+Does not know: how costs are used (`cache.order.policies`), or how steps are timed (`device.start_costs`).
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class CachedSequence:
       fetched: chunks copied in for its queued request, before that was admitted.
       last_active_s: when its last turn ended, or began.
       arrival: arrival number of its queued or running request.
-      bucket: which turns its last one was like (`returns.bucket_of`); of a trunk, that of its latest user.
+      bucket: which turns its last one was like (`order.returns.bucket_of`); of a trunk, its latest user's.
       role: who may take its pages.
       role_number: counts up with every sequence that takes a role.
       row: of the table of pages that steps read, while it runs; else -1. Steps read no trunk as such.

@@ -4,7 +4,7 @@ Owns: the rules (Baton, sections 4.1 to 4.3), and the order of what one step lau
 paper's rivals: with insertion "none" a batch runs to its end.
 Does not know: devices, tokens, text, or time.
 
-A query is served in the order of its rank (`line`); nobody passes one that does not fit, so a long query
+A query is served in the order of its rank (`queue`); nobody passes one that does not fit, so a long query
 waits for the batch to become narrow enough, and not for ever. What a query needs it can have alone: that was
 checked when it was submitted, so the first one always advances.
 """

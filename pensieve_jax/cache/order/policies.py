@@ -300,7 +300,7 @@ def orders_of(
 
 
 class LearnedPolicy(_LeadingFirst):
-    """What `insurance` found to be the best of three orders: the paper's, LRU's, and that of returns.
+    """What `policy_selector` found to be the best of three orders: the paper's, LRU's, and that of returns.
 
     Attributes:
       orders: by name; all give way from the leading end.

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jaxlib import xla_client
 
 # A launch takes all pools of a group, on every device, which costs the host as much as ten to fifty chunks in
-# it do (docs/swapping.md). So there is padding rather than another launch, and a size for any number that is
+# it do. So there is padding rather than another launch, and a size for any number that is
 # less than twice as large.
 _SIZES = (4, 8, 16, 32, 64)
 _copy_batch = getattr(xla_client, "batched_copy_array_to_devices_with_sharding", None)
