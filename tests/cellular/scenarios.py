@@ -14,12 +14,12 @@ import numpy as np
 from pensieve_jax.cellular.cells import CellTypes
 from pensieve_jax.cellular.config import CellularConfig
 from pensieve_jax.cellular.errors import LaunchFailedError, RequestCancelledError
-from pensieve_jax.cellular.integrity import check_integrity, check_pins, check_work_conserving
 from pensieve_jax.cellular.loop import Loop
 from pensieve_jax.cellular.request import CellRequest
 from pensieve_jax.cellular.request_processor import RequestProcessor
 from tests.cellular.fake_worker import FakeWorker
 from tests.cellular.hash_cells import Drawn, draw, make_cells, unfold_many
+from tests.cellular.integrity import check_integrity, check_pins, check_work_conserving
 
 NAMES = ("step", "decode", "leaf", "inner", "join", "narrow")
 NUM_EVENTS = 60

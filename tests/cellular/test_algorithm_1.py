@@ -8,11 +8,11 @@ import pytest
 
 from pensieve_jax.cellular.cells import Cell, CellTypes, Int
 from pensieve_jax.cellular.config import CellularConfig
-from pensieve_jax.cellular.integrity import check_integrity
 from pensieve_jax.cellular.launches import Done, Launch
 from pensieve_jax.cellular.request import CellRequest
 from pensieve_jax.cellular.request_processor import RequestProcessor
 from pensieve_jax.cellular.scheduler import Scheduler
+from tests.cellular.integrity import check_integrity
 from tests.cellular.step_cell import Step
 
 

@@ -18,8 +18,8 @@ from pensieve_jax.cellular import (
     GraphError,
     Int,
 )
-from pensieve_jax.cellular.integrity import check_integrity
 from pensieve_jax.cellular.scheduler import Scheduler
+from tests.cellular.integrity import check_integrity
 
 
 class Sum:

@@ -24,8 +24,8 @@ from pensieve_jax.cellular import (
     Int,
     LaunchFailedError,
 )
-from pensieve_jax.cellular.integrity import check_integrity
 from pensieve_jax.core.errors import ConfigError, EngineClosedError
+from tests.cellular.integrity import check_integrity
 
 SIZE = 8
 

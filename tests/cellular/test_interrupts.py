@@ -21,8 +21,8 @@ from pensieve_jax.cellular import (
     Int,
     LaunchFailedError,
 )
-from pensieve_jax.cellular.integrity import check_integrity
 from pensieve_jax.core.errors import PensieveError
+from tests.cellular.integrity import check_integrity
 from tests.seeds import enough, new_seed
 
 

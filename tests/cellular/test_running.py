@@ -15,8 +15,8 @@ import pytest
 
 from model_defs.recurrent import Seq2Seq, TreeLSTM
 from pensieve_jax.cellular import Cell, CellularConfig, CellularEngine, Float, Graph, Int, LaunchFailedError
-from pensieve_jax.cellular.integrity import check_integrity
 from pensieve_jax.cellular.request_processor import RequestProcessor
+from tests.cellular.integrity import check_integrity
 from tests.cellular.test_engine import Broken
 from tests.launching import optimized
 from tests.models.recurrent.test_tree_lstm import random_tree

@@ -14,8 +14,8 @@ from pensieve_jax.rebatching.config import RebatchingConfig
 from pensieve_jax.rebatching.device.ring_state import RingState
 from pensieve_jax.rebatching.device.runner import DeviceRunner
 from pensieve_jax.rebatching.engine import RebatchingEngine
-from pensieve_jax.rebatching.integrity import check_integrity
 from pensieve_jax.rebatching.query import Query
+from tests.rebatching.integrity import check_integrity
 
 LENGTHS = (32, 96)
 MORE_LENGTHS = (32, 64, 96)  # two thirds more programs: for long tests

@@ -15,7 +15,6 @@ import numpy as np
 from pensieve_jax.core.errors import StepFailedError
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.rebatching.config import RebatchingConfig
-from pensieve_jax.rebatching.integrity import check_integrity, check_urgent_first
 from pensieve_jax.rebatching.lattice import Lattice
 from pensieve_jax.rebatching.launches import Insert, Suspend
 from pensieve_jax.rebatching.loop import RebatchingLoop
@@ -24,6 +23,7 @@ from pensieve_jax.rebatching.query import Query
 from pensieve_jax.rebatching.scheduler import Scheduled
 from tests.engine.fake_runner import EOS_TOKEN_IDS, VOCAB_SIZE, dense_continuation
 from tests.rebatching.fake_runner import FakeRunner
+from tests.rebatching.integrity import check_integrity, check_urgent_first
 
 TOKEN_BYTES = 10
 NUM_EVENTS = 50

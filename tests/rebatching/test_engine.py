@@ -23,9 +23,9 @@ from pensieve_jax import (
 from pensieve_jax.core.errors import PensieveError, StepFailedError
 from pensieve_jax.rebatching import PaddedLLM, RebatchingConfig
 from pensieve_jax.rebatching.device.runner import DeviceRunner
-from pensieve_jax.rebatching.integrity import check_integrity
 from pensieve_jax.rebatching.launches import Prefill
 from tests.interruption import Interruption
+from tests.rebatching.integrity import check_integrity
 from tests.seeds import enough, new_seed
 
 CONFIG = RebatchingConfig(max_batch=2, kv_bytes=2**18, lengths=(32, 64), prefill_batch=1, preemptive=True)

@@ -7,12 +7,12 @@ import pytest
 from pensieve_jax.core.errors import StepFailedError
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.rebatching.config import RebatchingConfig
-from pensieve_jax.rebatching.integrity import check_integrity
 from pensieve_jax.rebatching.lattice import Lattice
 from pensieve_jax.rebatching.launches import Insert, Resize
 from pensieve_jax.rebatching.loop import RebatchingLoop
 from pensieve_jax.rebatching.query import Query
 from tests.rebatching.fake_runner import FakeRunner
+from tests.rebatching.integrity import check_integrity
 
 TOKEN_BYTES = 10
 

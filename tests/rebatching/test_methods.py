@@ -12,13 +12,13 @@ import pytest
 
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.rebatching.config import RebatchingConfig
-from pensieve_jax.rebatching.integrity import check_integrity
 from pensieve_jax.rebatching.lattice import Lattice
 from pensieve_jax.rebatching.launches import Decode, Prefill, Resize, Shape
 from pensieve_jax.rebatching.loop import RebatchingLoop
 from pensieve_jax.rebatching.metrics import StepSeen
 from pensieve_jax.rebatching.query import Place, Query
 from tests.rebatching.fake_runner import FakeRunner
+from tests.rebatching.integrity import check_integrity
 
 TOKEN_BYTES = 10
 METHODS: dict[str, dict[str, Any]] = {

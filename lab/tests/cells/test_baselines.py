@@ -10,7 +10,6 @@ import pytest
 from pensieve_jax.cellular.cells import Cell, CellTypes
 from pensieve_jax.cellular.config import CellularConfig
 from pensieve_jax.cellular.errors import GraphError
-from pensieve_jax.cellular.integrity import check_integrity
 from pensieve_jax.cellular.launches import Done
 from pensieve_jax.cellular.loop import Loop
 from pensieve_jax.cellular.request_processor import RequestProcessor
@@ -22,6 +21,7 @@ from pensieve_lab.cells.simulation import simulate
 from pensieve_lab.cells.times import CellTimes
 from tests.cellular.fake_worker import FakeWorker
 from tests.cellular.hash_cells import Drawn, draw, make_cells
+from tests.cellular.integrity import check_integrity
 from tests.cellular.step_cell import STEP, chain
 from tests.launching import load
 
