@@ -21,7 +21,7 @@ from pensieve_jax.engine.validation import check_turns
 from pensieve_jax.history.changes import HistoryChange
 from pensieve_jax.server.async_engine import AsyncDelta, EngineInfo, EngineState
 from pensieve_jax.server.context.resolver import Resolver
-from pensieve_jax.server.context.turn_index import NoTurns, TurnIndex
+from pensieve_jax.server.context.turn_index import TurnIndex
 from pensieve_jax.server.engine_process.messages import sent_spec, submission
 from pensieve_jax.server.engine_process.wire import FrameWriter
 from pensieve_jax.server.http.app import Lifespan, make_app
@@ -34,6 +34,7 @@ from pensieve_jax.server.metrics import Metrics
 from pensieve_jax.server.token_texts import TokenTexts
 from pensieve_jax.text import ChatFormat, Tokenizer
 from pensieve_jax.text.loading import byte_tokenizer
+from tests.server.context.no_turns import NoTurns
 
 MODEL = "fake"
 LIMITS = ModelLimits(vocab_size=262, max_context_tokens=4096, eos_token_ids=(257,), max_logprobs=8)

@@ -18,7 +18,6 @@ import pytest
 
 from pensieve_jax import AsyncEngine, ConfigError, EngineClosedError
 from pensieve_jax.server import stuck
-from pensieve_jax.server.engine_process.lives import ThreadLife
 from pensieve_jax.server.engine_process.supervisor import Restarts
 from pensieve_jax.server.listening import (
     EXIT_AT_ONCE,
@@ -33,7 +32,7 @@ from pensieve_jax.server.listening import (
     serve,
 )
 from tests.engine.harness import Harness
-from tests.server.engine_process.fakes import TIMEOUT_S, FakeLives, spec
+from tests.server.engine_process.fakes import TIMEOUT_S, FakeLives, ThreadLife, spec
 
 LONG = 1500
 

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pensieve_jax.core.errors import UnknownTurnError
 from pensieve_jax.server.context.chains import chain_after
 from pensieve_jax.text.messages import Message
 
@@ -75,18 +74,6 @@ class TurnSource(Protocol):
     def path(self, owner: str, turn_id: str) -> Sequence[PastTurn]:
         """The turns from the first of a tree to this one; raises UnknownTurnError."""
         ...
-
-
-class NoTurns:
-    """A source without any."""
-
-    def find_chain(self, owner: str, before: bytes, reply: str) -> PastTurn | None:
-        """None."""
-        return None
-
-    def path(self, owner: str, turn_id: str) -> Sequence[PastTurn]:
-        """Raises UnknownTurnError."""
-        raise UnknownTurnError(turn_id)
 
 
 class TurnIndex:

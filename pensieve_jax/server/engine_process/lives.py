@@ -1,8 +1,7 @@
-"""How an engine comes to life: in a process of its own, or on a thread of this one.
+"""How an engine comes to life, in a process of its own.
 
 Owns: the socket pair, starting the other side, waiting for its end, and ending it by force.
 Does not know: what is said over the socket, or when to start again.
-The thread is for tests: it shares Python's lock with the event loop.
 """
 
 from __future__ import annotations
@@ -13,16 +12,11 @@ import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
 
-from pensieve_jax.engine.engine import Engine
-from pensieve_jax.server.async_engine import EngineInfo
-from pensieve_jax.server.engine_process.engine_server import EngineServer
 from pensieve_jax.server.engine_process.messages import Start
-from pensieve_jax.text import Tokenizer
 
 _WORKER = "pensieve_jax.server.engine_process.worker"
 _ROOT = Path(__file__).parents[3]  # what the package is imported from
@@ -93,39 +87,3 @@ class ProcessLife:
         """Kill the process."""
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
-
-
-type Parts = tuple[Engine, Tokenizer | None, EngineInfo]
-"""What a thread serves."""
-
-
-class ThreadLife:
-    """An engine on a thread of this process."""
-
-    def __init__(self, make: Callable[[], Parts]) -> None:
-        """Start the thread, which makes the engine itself."""
-        self.front, self._engine_end = socket.socketpair()
-        self.greeting: Start | None = None
-        self._make = make
-        self._loop = asyncio.get_running_loop()
-        self._ended = asyncio.Event()
-        threading.Thread(target=self._run, daemon=True, name="engine").start()
-
-    async def wait(self) -> str:
-        """Until the thread has ended."""
-        await self._ended.wait()
-        return "ended"
-
-    def kill(self) -> None:
-        """A thread cannot be killed; it ends with its socket."""
-        with contextlib.suppress(OSError):
-            self._engine_end.shutdown(socket.SHUT_RDWR)
-
-    def _run(self) -> None:
-        try:
-            engine, tokenizer, info = self._make()
-            EngineServer(engine, tokenizer, self._engine_end, info=info).run()
-        finally:
-            self._engine_end.close()
-            if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._ended.set)

@@ -13,10 +13,11 @@ from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import root_of
 from pensieve_jax.server.context import chains, resolver, turn_index
 from pensieve_jax.server.context.resolver import Memory, Resolver
-from pensieve_jax.server.context.turn_index import NoTurns, PastTurn, TurnIndex
+from pensieve_jax.server.context.turn_index import PastTurn, TurnIndex
 from pensieve_jax.text import Tokenizer
 from pensieve_jax.text.chat import ChatFormat
 from tests.seeds import new_seed
+from tests.server.context.no_turns import NoTurns
 from tests.server.context.scenarios import FakeSource, Scenario, assistant, output_of, tokenizer, user
 
 NUM_SCENARIOS = 60

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pensieve_jax.core.errors import UnknownTurnError
-from pensieve_jax.server.context.turn_index import NoTurns, PastTurn, TurnIndex
+from pensieve_jax.server.context.turn_index import PastTurn, TurnIndex
+from tests.server.context.no_turns import NoTurns
 
 
 def past(turn_id: str, parent_id: str | None = None, *, owner: str = "ann", text: str = "fine", **fields):

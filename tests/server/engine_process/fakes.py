@@ -15,13 +15,15 @@ from typing import Any
 
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.decoding.turn_spec import TurnSpec
+from pensieve_jax.engine.engine import Engine
 from pensieve_jax.server.async_engine import EngineInfo
-from pensieve_jax.server.engine_process.lives import Life, Parts, ThreadLife
+from pensieve_jax.server.engine_process.engine_server import EngineServer
+from pensieve_jax.server.engine_process.lives import Life
 from pensieve_jax.server.engine_process.messages import Failed, Ready, Start
 from pensieve_jax.server.engine_process.public import AsyncEngine
 from pensieve_jax.server.engine_process.supervisor import Restarts
 from pensieve_jax.server.engine_process.wire import FrameReader, FrameWriter
-from pensieve_jax.text import byte_tokenizer
+from pensieve_jax.text import Tokenizer, byte_tokenizer
 from tests.engine.harness import Harness, small_config
 from tests.engine.oracles import TurnFacts
 
@@ -58,6 +60,42 @@ class Brake:
     def _held(self, plan: Any) -> Any:
         assert self._steps.acquire(timeout=TIMEOUT_S), "nobody let another step"
         return self._dispatch(plan)
+
+
+type Parts = tuple[Engine, Tokenizer | None, EngineInfo]
+"""What a thread serves."""
+
+
+class ThreadLife:
+    """An engine on a thread of this process, which shares Python's lock with the event loop."""
+
+    def __init__(self, make: Callable[[], Parts]) -> None:
+        """Start the thread, which makes the engine itself."""
+        self.front, self._engine_end = socket.socketpair()
+        self.greeting: Start | None = None
+        self._make = make
+        self._loop = asyncio.get_running_loop()
+        self._ended = asyncio.Event()
+        threading.Thread(target=self._run, daemon=True, name="engine").start()
+
+    async def wait(self) -> str:
+        """Until the thread has ended."""
+        await self._ended.wait()
+        return "ended"
+
+    def kill(self) -> None:
+        """A thread cannot be killed; it ends with its socket."""
+        with contextlib.suppress(OSError):
+            self._engine_end.shutdown(socket.SHUT_RDWR)
+
+    def _run(self) -> None:
+        try:
+            engine, tokenizer, info = self._make()
+            EngineServer(engine, tokenizer, self._engine_end, info=info).run()
+        finally:
+            self._engine_end.close()
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._ended.set)
 
 
 class FakeLives:

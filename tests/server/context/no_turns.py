@@ -1,0 +1,16 @@
+"""A source of durable turns that has none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pensieve_jax.core.errors import UnknownTurnError
+from pensieve_jax.server.context.turn_index import PastTurn
+
+
+class NoTurns:
+    def find_chain(self, owner: str, before: bytes, reply: str) -> PastTurn | None:
+        return None
+
+    def path(self, owner: str, turn_id: str) -> Sequence[PastTurn]:
+        raise UnknownTurnError(turn_id)
