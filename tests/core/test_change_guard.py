@@ -110,6 +110,105 @@ def test_another_thread_between_any_two_lines_is_served_or_refused(begins: str) 
     assert num_served and num_refused
 
 
+class Race:
+    """Stops each of two threads once, before a line of the guard counted from 1 as that thread runs it.
+
+    The second thread starts where the first one stops. The first goes on when the second has stopped or
+    ended, and the second when the first is in its change or has ended.
+    """
+
+    def __init__(self, at: int, other_at: int, call: Callable[[], None]) -> None:
+        self.num_lines = self.num_other_lines = 0
+        self._at, self._other_at, self._thread = at, other_at, threading.get_ident()
+        self._stopped, self._goes_on = threading.Event(), threading.Event()
+        self._call = call
+        self._other = threading.Thread(target=self._run)
+
+    def let_the_other_go_on(self) -> None:
+        self._goes_on.set()
+        if self._other.ident is not None:
+            self._other.join(10)
+            assert not self._other.is_alive()
+
+    def __enter__(self) -> Race:
+        sys.monitoring.use_tool_id(_TOOL, "a race")
+        sys.monitoring.register_callback(_TOOL, sys.monitoring.events.LINE, self._on_line)
+        sys.monitoring.set_events(_TOOL, sys.monitoring.events.LINE)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.let_the_other_go_on()
+        sys.monitoring.set_events(_TOOL, sys.monitoring.events.NO_EVENTS)
+        sys.monitoring.free_tool_id(_TOOL)
+
+    def _run(self) -> None:
+        try:
+            self._call()
+        finally:
+            self._stopped.set()
+
+    def _on_line(self, code: CodeType, line: int) -> None:
+        if code.co_filename != change_guard.__file__:
+            return
+        if threading.get_ident() == self._thread:
+            self.num_lines += 1
+            if self.num_lines == self._at:
+                self._other.start()
+                assert self._stopped.wait(10)
+        elif threading.get_ident() == self._other.ident:
+            self.num_other_lines += 1
+            if self.num_other_lines == self._other_at:
+                self._stopped.set()
+                assert self._goes_on.wait(10)
+
+
+def race_of(begins: str, at: int, other_at: int) -> tuple[dict[str, bool], Race]:
+    """Which of both calls are served; each of those is alone in its change."""
+    world, served = World(), {}
+    begin(world, begins)
+    num_inside, most_inside = 0, 0
+
+    def change(waits: Callable[[], None]) -> None:
+        nonlocal num_inside, most_inside
+        num_inside += 1
+        most_inside = max(most_inside, num_inside)
+        waits()
+        world.change()
+        num_inside -= 1
+
+    def call(name: str, waits: Callable[[], None]) -> None:
+        try:
+            world.guard.run(lambda: change(waits))
+            served[name] = True
+        except PensieveError as error:
+            assert "Another thread" in str(error)
+            served[name] = False
+
+    with Race(at, other_at, lambda: call("second", lambda: None)) as race:
+        call("first", race.let_the_other_go_on)
+    assert most_inside == 1, "two change at a time"
+    assert world.num_changes == sum(served.values()) and not world.guard.interrupted
+    world.guard.run(world.change)
+    return served, race
+
+
+@pytest.mark.parametrize("begins", ["whole", "cut", "refused"])
+def test_of_two_threads_that_race_into_a_call_one_is_refused(begins: str) -> None:
+    """Each stops once, before any line; when both are in a call, one of them changes nothing."""
+    at, seen = 0, set()
+    while True:
+        at, other_at = at + 1, 0
+        while True:
+            other_at += 1
+            served, race = race_of(begins, at, other_at)
+            if race.num_lines < at or race.num_other_lines < other_at:
+                break
+            seen.add((served["first"], served["second"]))
+        if race.num_lines < at:
+            break
+    assert seen == {(True, False), (False, True)}
+
+
 def begin(world: World, how: str) -> None:
     world.guard.run(world.change)
     world.num_changes = 0
@@ -197,7 +296,7 @@ def test_an_observer_is_told_that_it_is_one() -> None:
 
 
 def test_a_call_that_has_ended_is_not_kept() -> None:
-    """Nor is what it was given, when the next one has come: not even by a traceback that is kept."""
+    """Nor is what it was given; a traceback that is kept does not change that for later calls."""
     world, given = World(), []
 
     def call() -> None:
@@ -209,14 +308,14 @@ def test_a_call_that_has_ended_is_not_kept() -> None:
     try:
         for _ in range(3):
             call()
-        assert [one() is None for one in given] == [True, True, False]
+        assert [one() is None for one in given] == [True, True, True]
         try:
             world.guard.run(raise_interrupt)
         except KeyboardInterrupt as error:
             kept = error
         for _ in range(3):
             call()
-        assert [one() is None for one in given] == [True, True, True, True, True, False]
+        assert [one() is None for one in given] == [True] * 6
         assert kept.__traceback__ is not None
     finally:
         gc.enable()
