@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import grimp
 import pytest
 
 from pensieve_jax.commands.main import COMMANDS
@@ -18,20 +19,25 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("pensieve_jax", "model_defs", "pallas_kernels")
 NUM_LONGEST, MAX_COMMON_FILES = 10, 12
 SAY_WHOSE_THEY_ARE = (
-    *("pensieve_jax/balance", "scripts/balance"),
-    *(f"pensieve_jax/{room}" for room in ("commands", "core", "device", "history", "runtime", "simulator")),
-    *("pensieve_jax/cellular", "pensieve_jax/rebatching", "pensieve_jax/text", "pensieve_jax/workload"),
+    *(f"pensieve_jax/{room}" for room in ("balance", "commands", "core", "device", "history", "runtime")),
+    *("pensieve_jax/cellular", "pensieve_jax/rebatching", "pensieve_jax/text"),
     *("pallas_kernels", "model_defs/recurrent"),
     *(
-        f"scripts/{family}"
-        for family in ("cells", "clients", "common", "chat_training", "kernels", "pages", "serving")
+        f"lab/pensieve_lab/{family}"
+        for family in ("balance", "balance_study", "cells", "clients", "common", "chat_training", "kernels")
     ),
-    *("scripts/kv_quality", "scripts/parallel", "scripts/rebatching", "scripts/simulation"),
-    *("scripts/mutation", "scripts/steps"),
+    *(
+        f"lab/pensieve_lab/{family}"
+        for family in ("kv_quality", "mutation", "pages", "parallel", "rebatching", "serving", "simulation")
+    ),
+    *(f"lab/pensieve_lab/{family}" for family in ("simulator", "steps", "workload")),
 )
 ROOMS_WITHOUT_JAX = (
-    *("engine", "scheduler", "cache", "core", "history", "text", "workload", "simulator"),
-    "balance",
+    *(
+        f"pensieve_jax/{room}"
+        for room in ("engine", "scheduler", "cache", "core", "history", "text", "balance")
+    ),
+    *("lab/pensieve_lab/workload", "lab/pensieve_lab/simulator"),
 )
 
 architecture = load("scripts.dev.draw_architecture")
@@ -42,12 +48,9 @@ def sources(*folders: str) -> list[Path]:
 
 
 def module_of(path: Path) -> str:
-    """As it is imported: launchers' parts without `scripts`."""
+    """As it is imported."""
     parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[1:] if parts[0] == "scripts" else parts).removesuffix(".__init__")
-
-
-SOURCES = {module_of(path): path for path in sources(*PACKAGES, "scripts")}
+    return ".".join(parts[1:] if parts[0] == "lab" else parts).removesuffix(".__init__")
 
 
 class Outline(NamedTuple):
@@ -64,27 +67,16 @@ def outline(path: Path) -> Outline:
     tree = ast.parse(text)
     functions = [
         (node.name, node.end_lineno - node.lineno + 1)
-        for node in architecture.statements(tree)
+        for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
     return Outline(len(text.splitlines()), ast.get_docstring(tree) or "", tuple(functions))
 
 
 @functools.cache
-def imports() -> dict[str, set[str]]:
-    """By module, what it imports; for whoever runs these tests, not for all who collect them."""
-    return {module: architecture.imported_modules(path, SOURCES) for module, path in SOURCES.items()}
-
-
-def reached(start: str) -> set[str]:
-    """Modules of this repository that importing one brings along."""
-    found, left = set(), [start]
-    while left:
-        for module in imports()[left.pop()] & imports().keys():
-            if module not in found:
-                found.add(module)
-                left.append(module)
-    return found
+def imports() -> grimp.ImportGraph:
+    """Who imports whom; for whoever runs these tests, not for all who collect them."""
+    return architecture.read_imports()
 
 
 def test_the_picture_is_of_this_code():
@@ -102,11 +94,12 @@ def test_rooms_that_import_each_other_are_found():
 
 
 def test_no_module_imports_itself_however_far_round():
-    assert [module for module in imports() if module in reached(module)] == []
+    graph = imports()
+    assert [module for module in graph.modules if module in graph.find_upstream_modules(module)] == []
 
 
 def test_policy_runs_where_there_is_no_jax():
-    modules = [module_of(path) for room in ROOMS_WITHOUT_JAX for path in sources(f"pensieve_jax/{room}")]
+    modules = [module_of(path) for room in ROOMS_WITHOUT_JAX for path in sources(room)]
     modules += [
         module_of(path)
         for path in sources("pensieve_jax/cellular")
@@ -122,19 +115,22 @@ def test_policy_runs_where_there_is_no_jax():
 
 def test_packages_do_not_know_launchers():
     launchers = {path.stem for path in (ROOT / "scripts").iterdir() if path.suffix == ".py" or path.is_dir()}
-    for path in sources(*PACKAGES):
-        tops = {module.partition(".")[0] for module in architecture.imported_modules(path)}
-        assert not tops & (launchers | {"scripts"}), path
+    graph = grimp.build_graph(*PACKAGES, include_external_packages=True, cache_dir=None)
+    assert not graph.modules & (launchers | {"scripts"})
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "scripts").glob("benchmark_*.py")), ids=lambda p: p.stem)
-def test_benchmarks_do_not_simulate(path):
+BENCHMARKS = sorted(path.stem for path in (ROOT / "lab/pensieve_lab/programs").glob("benchmark_*.py"))
+
+
+@pytest.mark.parametrize("program", BENCHMARKS)
+def test_benchmarks_do_not_simulate(program):
     """What is measured must not depend on what is simulated."""
-    assert not [module for module in reached(path.stem) if module.startswith("pensieve_lab.simulator")]
+    found = imports().find_upstream_modules(f"pensieve_lab.programs.{program}")
+    assert found and not [module for module in found if module.startswith("pensieve_lab.simulator")]
 
 
 def test_the_drawer_that_everybody_shares_is_small():
-    assert len(sources("scripts/common")) <= MAX_COMMON_FILES
+    assert 0 < len(sources("lab/pensieve_lab/common")) <= MAX_COMMON_FILES
 
 
 def missing_words(docstring: str) -> list[str]:
@@ -146,6 +142,7 @@ def missing_words(docstring: str) -> list[str]:
 def test_a_module_says_what_it_owns_and_does_not_know():
     """But programs, which say how they are started."""
     programs = {ROOT / "pensieve_jax" / "commands" / f"{command}.py" for command in COMMANDS}
+    assert all(sources(folder) for folder in SAY_WHOSE_THEY_ARE)
     paths = {*sources(*SAY_WHOSE_THEY_ARE), *(ROOT / "pensieve_jax").glob("*.py")} - programs
     docstrings = {
         str(path.relative_to(ROOT)): outline(path).docstring for path in paths if path.name != "__init__.py"
@@ -157,7 +154,7 @@ def test_a_module_says_what_it_owns_and_does_not_know():
 
 def test_the_longest_files_and_functions_are_shown(record_property):
     """Length is advice for a review: a file holds one subject, however long that takes."""
-    paths = sources(*PACKAGES, "scripts")
+    paths = sources(*PACKAGES, "lab/pensieve_lab", "scripts")
     files = {str(path.relative_to(ROOT)): outline(path).num_lines for path in paths}
     functions = {
         f"{path.relative_to(ROOT)}:{name}": count

@@ -3,31 +3,31 @@
     python scripts/dev/draw_architecture.py            # writes docs/architecture.svg
     python scripts/dev/draw_architecture.py --check    # exit status 1 if the picture there is of other code
 
-A room is a package or a module at the top of `pensieve_jax`, or another package. A room stands above all that
-it imports. An arrow is an import; those that follow from others are left out. Under a name is how the first
-line of its docstring begins.
+A room is a package or a module at the top of `pensieve_jax`, `pensieve_jax` itself with the names that it
+gives, or another package. A room stands above all that it imports. An arrow is an import; those that follow
+from others are left out. Under a name is how the first line of its docstring begins.
 """
 
 from __future__ import annotations
 
 import ast
-import functools
 import html
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import grimp
 from absl import flags
 
 from pensieve_jax.commands.launch import EXIT_FAILED, run
 
 FLAGS = flags.FLAGS
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PICTURE = ROOT / "docs" / "architecture.svg"
 PACKAGES = ("pensieve_jax", "model_defs", "pallas_kernels")
-LAUNCHERS = "scripts"
-_FACADE = "pensieve_jax"  # what `import pensieve_jax` gives is a list of what stands in its rooms
+LABORATORY = "pensieve_lab"
+_FACADE = "pensieve_jax"
 _WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _MARGIN = 190, 74, 30, 46, 16
 
 
@@ -38,97 +38,38 @@ class Room(NamedTuple):
     imports: frozenset[str]
 
 
-def room_of(module: str) -> str | None:
-    """The room of a dotted module name; None for what is not of this repository."""
+def room_of(module: str) -> str:
+    """The room of a dotted module name."""
     parts = module.split(".")
-    if parts[0] not in PACKAGES:
-        return None
-    return ".".join(parts[:2]) if parts[0] == _FACADE and len(parts) > 1 else parts[0]
+    return ".".join(parts[: 2 if parts[0] == _FACADE else 1])
 
 
-def imported_modules(path: Path, modules: Collection[str] = ()) -> set[str]:
-    """Dotted names of what a file imports, at any place in it, but for type checkers only.
-
-    `from a import b` is an import of `a.b` where that is one of `modules`, else of `a`.
-    """
-    found: set[str] = set()
-    for node in _imports(path):
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            names = {_facade().get(name, name) for name in names}
-            known = names.intersection(modules) | (names & set(_facade().values()))
-            found.update(known)
-            if names != known:
-                found.add(node.module)
-    return found
+def read_imports() -> grimp.ImportGraph:
+    """Who imports whom in the packages and the laboratory, anywhere in a file but for type checkers only."""
+    graph = grimp.build_graph(*PACKAGES, LABORATORY, exclude_type_checking_imports=True, cache_dir=None)
+    # Most names that `import pensieve_jax` gives are imported when they are asked for. grimp sees them only
+    # where they stand for type checkers.
+    names = grimp.build_graph(_FACADE, cache_dir=None).find_modules_directly_imported_by(_FACADE)
+    for name in names:
+        graph.add_import(importer=_FACADE, imported=name)
+    return graph
 
 
-@functools.cache
-def _imports(path: Path) -> list[ast.Import | ast.ImportFrom]:
-    """The import statements of a file, but for type checkers only."""
-    nodes = list(statements(ast.parse(path.read_text(encoding="utf-8"))))
-    typing_only = {
-        id(inner)
-        for node in nodes
-        if isinstance(node, ast.If) and _is_type_checking(node.test)
-        for inner in statements(node)
-    }
-    return [
-        node
-        for node in nodes
-        if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in typing_only
-    ]
-
-
-def statements(node: ast.AST) -> Iterator[ast.stmt]:
-    """All statements in a node, at any depth: far fewer than nodes, most of which are of expressions."""
-    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
-        for inner in getattr(node, field, ()):
-            if isinstance(inner, ast.stmt):
-                yield inner
-            yield from statements(inner)
-
-
-def _is_type_checking(test: ast.expr) -> bool:
-    """`if TYPE_CHECKING:` or `if typing.TYPE_CHECKING:`."""
-    name = test.attr if isinstance(test, ast.Attribute) else getattr(test, "id", "")
-    return name == "TYPE_CHECKING"
-
-
-@functools.cache
-def _facade() -> dict[str, str]:
-    """Where a name stands that `import pensieve_jax` gives."""
-    tree = ast.parse((ROOT / _FACADE / "__init__.py").read_text(encoding="utf-8"))
-    return {
-        f"{_FACADE}.{alias.name}": node.module
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module
-        for alias in node.names
-    }
-
-
-def read_rooms(root: Path = ROOT) -> dict[str, Room]:
+def read_rooms() -> dict[str, Room]:
     """Every room, by name."""
-    rooms = {f"{_FACADE}.{path.stem}" for path in (root / _FACADE).iterdir()}
-    imports: dict[str, set[str]] = {}
-    purposes: dict[str, str] = {}
-    for package in (*PACKAGES, LAUNCHERS):
-        for path in sorted((root / package).rglob("*.py")):
-            module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-            name = LAUNCHERS if package == LAUNCHERS else room_of(module)
-            if name is None or name == _FACADE:
-                continue
-            if name == module:
-                purposes.setdefault(name, ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "")
-            found = {room_of(imported) for imported in imported_modules(path, rooms)}
-            imports.setdefault(name, set()).update(one for one in found if one)
-    purposes[LAUNCHERS] = "Launchers: benchmarks, simulations, figures, training"
-    return {
-        name: Room(purposes.get(name, "").partition("\n")[0], frozenset(found & imports.keys()) - {name})
-        for name, found in sorted(imports.items())
-    }
+    graph = read_imports()
+    imports: dict[str, set[str]] = {room_of(module): set() for module in graph.modules}
+    for module in graph.modules:
+        found = graph.find_modules_directly_imported_by(module)
+        imports[room_of(module)].update(room_of(imported) for imported in found)
+    return {name: Room(_purpose(name), frozenset(found - {name})) for name, found in sorted(imports.items())}
+
+
+def _purpose(room: str) -> str:
+    """The first line of its docstring."""
+    path = (ROOT / "lab" if room == LABORATORY else ROOT).joinpath(*room.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").partition("\n")[0]
 
 
 def cycles(rooms: Mapping[str, Room]) -> list[str]:
