@@ -1,13 +1,11 @@
-"""Histories as a whole: a copy from one place to another, and the tables of an older release.
+"""Copies a whole history from one place to another.
 
     pensieve history copy chats.sqlite postgresql://me@db/chats
     pensieve history copy postgresql://me@db/chats chats.sqlite
-    pensieve history migrate postgresql://me@db/chats
 
 `copy` takes the path of a file or a URL of Postgres for both, copies all of a history in one transaction,
 counts it and compares a digest. Where it goes to there must be nothing yet, or an empty history of the same
-model. Nobody may serve from a file meanwhile. `migrate` brings a history in Postgres to this release's
-tables, when the servers that use it have been stopped; a file is brought there by whoever opens it.
+model. Nobody may serve from a file meanwhile.
 
 A password belongs into ~/.pgpass or PGPASSWORD, not into a command line, which others can read.
 """
@@ -22,12 +20,11 @@ from tqdm import tqdm
 from pensieve_jax.commands.launch import take_words
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.history.copying import Copied, copy_history
-from pensieve_jax.history.opening import need_psycopg, shown
-from pensieve_jax.history.postgres_location import is_postgres
+from pensieve_jax.history.opening import shown
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
-_TAKEN = "copy SRC DST, or migrate URL"
+_TAKEN = "copy SRC DST"
 _WORDS: list[str] = []
 
 
@@ -38,16 +35,6 @@ def main() -> int:
             copied = _copy(source, target)
             rows = ", ".join(f"{number} {name}" for name, number in copied.num_rows.items() if number)
             print(f"copied {rows or 'nothing'} to {shown(target)}; digest {copied.digest[:16]}")
-        case ["migrate", url] if is_postgres(url):
-            need_psycopg(url)
-            from pensieve_jax.history.postgres_store import migrate  # of an extra
-
-            before, now = migrate(url)
-            what = "is of" if before == now else f"was brought from version {before} to"
-            print(f"{shown(url)} {what} schema version {now}")
-        case ["migrate", path]:
-            limit = "a URL of Postgres; a file is brought to the newest version by whoever opens it"
-            raise ConfigError("URL", path, limit)
         case _:
             raise ConfigError(
                 "what to do", " ".join(map(shown, _WORDS)), _TAKEN, "see pensieve history --help"

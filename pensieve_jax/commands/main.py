@@ -21,7 +21,7 @@ COMMANDS = {
     "chat": "a chat in the terminal, with replies as they come",
     "generate": "JSON lines of conversations in, JSON lines of turns out",
     "serve": "an OpenAI-compatible server over HTTP, whose conversations are state",
-    "history": "copies of a history between files and Postgres, and the tables of older releases",
+    "history": "copies of a history between files and Postgres",
     "profile": "what recomputing a chunk costs on this device: the eviction order reads it",
     "demo": "conversations that lose state and answer as if they had not, checked against a dense reference",
 }

@@ -1,7 +1,7 @@
 """Opens the SQLite file of a history: makes, accepts, refuses, or sets a damaged one aside.
 
 Owns: which file is accepted, what counts as damaged, and where damaged files go.
-Does not know: what the tables are (`schema`, `migration`), or locks; the caller holds the lock on the path.
+Does not know: what the tables are (`schema`), or locks; the caller holds the lock on the path.
 
 Files of others are never touched. Nothing is ever overwritten: a damaged history moves, together with
 SQLite's own side files, to the first free name `<name>.corrupt-<n>`, where
@@ -23,7 +23,7 @@ from pensieve_jax.core.errors import (
     HistoryMismatchError,
     HistoryMissingError,
 )
-from pensieve_jax.history import migration, schema
+from pensieve_jax.history import schema
 from pensieve_jax.history.connection import SQLiteConnection
 
 type Synchronous = Literal["normal", "full"]
@@ -112,11 +112,9 @@ def _accept(
         connection.setconfig(sqlite3.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, True)
         if _is_empty(connection):
             _create(connection, fingerprint)
-        version = _check(connection, path, fingerprint)
+        _check(connection, path, fingerprint)
         is_ours = True
         connection.setconfig(sqlite3.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, False)
-        if version != schema.SCHEMA_VERSION:
-            _migrate(connection, path, version)
         connection.execute(schema.RESPONSES_BY_TREE)
         connection.execute(schema.NAMED_BY_ACTIVITY)
         if path is not None:
@@ -149,21 +147,8 @@ def _create(connection: sqlite3.Connection, fingerprint: str) -> None:
     connection.execute("COMMIT")
 
 
-def _migrate(connection: sqlite3.Connection, path: Path | None, version: int) -> None:
-    try:
-        migration.migrate(connection)
-    except sqlite3.Error as error:
-        if is_damage(error):
-            raise
-        raise HistoryError(
-            f"history is {str(path)!r}, which has schema version {version} and could not be brought to "
-            f"version {schema.SCHEMA_VERSION} ({error}); it is as it was. It takes as much disk space again "
-            "as the file has: make room, and open it once more."
-        ) from error
-
-
-def _check(connection: sqlite3.Connection, path: Path | None, fingerprint: str) -> int:
-    """The file's version, of a history that this release can read; raises what `open_database` says."""
+def _check(connection: sqlite3.Connection, path: Path | None, fingerprint: str) -> None:
+    """Raise what `open_database` says, unless the file is a sound history of this version and model."""
     is_ours = _pragma(connection, "application_id") == schema.APPLICATION_ID
     version = _pragma(connection, "user_version")
     if not is_ours:
@@ -171,14 +156,13 @@ def _check(connection: sqlite3.Connection, path: Path | None, fingerprint: str) 
     findings = [row[0] for row in connection.execute("PRAGMA quick_check(1)")]
     if findings != ["ok"]:
         raise _DamageError(f"quick_check says: {' '.join(findings[0].split())}")
-    columns_by_version = {1: migration.VERSION_1_COLUMNS, schema.SCHEMA_VERSION: schema.newest_columns()}
-    if version not in columns_by_version:
+    if version != schema.SCHEMA_VERSION:
         raise HistoryMismatchError(
-            f"history is {str(path)!r}, which has schema version {version}, but this release reads version "
-            f"{schema.SCHEMA_VERSION} and older ones; use the release that wrote it or choose another path. "
+            f"history is {str(path)!r}, which has schema version {version}, but this release reads and "
+            f"writes version {schema.SCHEMA_VERSION}; use the release that wrote it or choose another path. "
             "The file was left as it is."
         )
-    for table, columns in columns_by_version[version].items():
+    for table, columns in schema.newest_columns().items():
         found = schema.columns_of(connection, table)
         if found != columns:
             raise _DamageError(f"table {table} has the columns {sorted(found)} instead of {sorted(columns)}")
@@ -191,7 +175,6 @@ def _check(connection: sqlite3.Connection, path: Path | None, fingerprint: str) 
             f"{fingerprint!r}; load the model and tokenizer that wrote it or choose another path. The file "
             "was left as it is."
         )
-    return version
 
 
 def _set_aside(path: Path | None, reason: str) -> NoReturn:

@@ -1,17 +1,13 @@
-"""The tables of a history in Postgres: a schema of its own, made, accepted, refused, or brought up to date.
+"""The tables of a history in Postgres: a schema of its own, made, accepted or refused.
 
-Owns: what the tables of `schema` are in Postgres, by which marks a history is known, the steps from one
-version to the next, and the lock that replicas share.
+Owns: what the tables of `schema` are in Postgres, by which marks a history is known, and the lock that
+replicas share.
 Does not know: what is written into the tables, or how one connects.
-
-A history is not brought up to date by whoever opens it: replicas of the release before may be using it.
-`pensieve history migrate` does that, in one transaction, when they have been stopped.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any, Final
 
 from pensieve_jax.core.errors import HistoryMismatchError, HistoryMissingError
@@ -20,10 +16,6 @@ from pensieve_jax.history.connection import Connection
 from pensieve_jax.history.postgres_location import PostgresLocation
 
 MARK: Final = "a history of Pensieve"
-FIRST_VERSION: Final = 2
-"""Postgres was not known before the tables had this version."""
-STEPS: Final[Mapping[int, tuple[str, ...]]] = {}
-"""By version, the statements that make the next one of it."""
 
 # SQLite's words. Ids are compared byte by byte, as SQLite does, whatever language the database is of.
 _TYPES: Final = {"TEXT": 'text COLLATE "C"', "INTEGER": "bigint", "REAL": "double precision"}
@@ -63,8 +55,8 @@ def open_namespace(
     _create(connection, namespace, fingerprint)
 
 
-def check(connection: Connection, location: PostgresLocation, fingerprint: str | None) -> int:
-    """The version of a history that is there; raises HistoryMismatchError for another's.
+def check(connection: Connection, location: PostgresLocation, fingerprint: str | None) -> None:
+    """Raise HistoryMismatchError where there is no history of this release and model.
 
     With `fingerprint` None, whose it is and which version it has does not matter.
     """
@@ -73,19 +65,14 @@ def check(connection: Connection, location: PostgresLocation, fingerprint: str |
     marks = dict(connection.execute(_META).fetchall())
     if marks.get("mark") != MARK:
         raise _foreign(location)
-    version = int(marks["schema_version"])
     if fingerprint is None:
-        return version
-    newest = schema.SCHEMA_VERSION
-    if version != newest:
-        remedy = (
-            "stop the servers that use it, and run `pensieve history migrate` with its URL"
-            if version < newest
-            else "use the release that made it"
-        )
+        return
+    version = int(marks["schema_version"])
+    if version != schema.SCHEMA_VERSION:
         raise HistoryMismatchError(
             f"history is {location.shown!r}, which has schema version {version}, but this release reads and "
-            f"writes version {newest}; {remedy}. It was left as it is."
+            f"writes version {schema.SCHEMA_VERSION}; use the release that made it, or give another "
+            "namespace: ?namespace=NAME behind the URL. It was left as it is."
         )
     if marks["fingerprint"] != fingerprint:
         raise HistoryMismatchError(
@@ -93,30 +80,12 @@ def check(connection: Connection, location: PostgresLocation, fingerprint: str |
             f"use is {fingerprint!r}; load the model and tokenizer that wrote it, or give another namespace: "
             "?namespace=NAME behind the URL. It was left as it is."
         )
-    return version
 
 
 def fingerprint_of(connection: Connection, location: PostgresLocation) -> str:
     """Which model wrote a history; raises HistoryMismatchError where there is none."""
     check(connection, location, None)
     return str(dict(connection.execute(_META).fetchall())["fingerprint"])
-
-
-def migrate(connection: Connection, location: PostgresLocation) -> tuple[int, int]:
-    """Bring a history to the newest version, in the caller's transaction; the one that it had, and that."""
-    lock_alone(connection, location.namespace)
-    before = check(connection, location, None)
-    newest = schema.SCHEMA_VERSION
-    if before > newest or any(version not in STEPS for version in range(before, newest)):
-        raise HistoryMismatchError(
-            f"history is {location.shown!r}, which has schema version {before}, from which this release "
-            f"knows no way to version {newest}; use the release that made it."
-        )
-    for version in range(before, newest):
-        for statement in STEPS[version]:
-            connection.execute(ddl(statement))
-    connection.execute("UPDATE meta SET value = ? WHERE key = 'schema_version'", (str(newest),))
-    return before, newest
 
 
 def lock_together(connection: Connection, namespace: str) -> None:

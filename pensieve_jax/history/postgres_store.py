@@ -268,20 +268,6 @@ def fingerprint_in(location: PostgresLocation) -> str:
         return postgres_schema.fingerprint_of(session, location)
 
 
-def migrate(url: str) -> tuple[int, int]:
-    """Bring a history to the newest version, in one transaction; the version that it had, and that.
-
-    Raises HistoryMismatchError where there is no way, or no history, and HistoryError; it is then as it was.
-    """
-    location = parse(url)
-    with _session(location) as session:
-        session.settings({"statement_timeout": "0"})
-        session.execute("BEGIN")
-        found = postgres_schema.migrate(session, location)
-        session.execute("COMMIT")
-        return found
-
-
 @contextlib.contextmanager
 def _session(location: PostgresLocation) -> Iterator[PostgresConnection]:
     """For one piece of work, which is undone if it raises."""

@@ -172,9 +172,13 @@ def _check(connection: Connection, shown: str, fingerprint: str) -> None:
     marks: tuple[Any, ...] = tuple(
         connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
     )
-    if marks != (schema.APPLICATION_ID, schema.SCHEMA_VERSION):
+    application_id, version = marks
+    if application_id != schema.APPLICATION_ID:
+        raise HistoryMismatchError(f"history is {shown!r}, which is no history.")
+    if version != schema.SCHEMA_VERSION:
         raise HistoryMismatchError(
-            f"history is {shown!r}, which is no history of schema version {schema.SCHEMA_VERSION}."
+            f"history is {shown!r}, which has schema version {version}, but this release reads version "
+            f"{schema.SCHEMA_VERSION}; use the release that wrote it."
         )
     (written_by,) = connection.execute("SELECT value FROM meta WHERE key = 'fingerprint'").fetchone()
     if written_by != fingerprint:

@@ -1,7 +1,7 @@
 """The tables of a history file, and by which marks a file is known as one.
 
-Owns: the schema of the newest version, its number, and the application id.
-Does not know: older versions (`migration`), files, or what is written into the tables.
+Owns: the schema, its number, and the application id.
+Does not know: files, or what is written into the tables.
 """
 
 from __future__ import annotations

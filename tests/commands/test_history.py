@@ -23,9 +23,7 @@ def test_a_copy_to_postgres_and_one_that_is_refused(tmp_path, postgres):
     path, url = tmp_path / "chats.sqlite", postgres.url(user=f"locked:{PASSWORD}")
     with open_store(path, fingerprint="f") as store:
         store.commit([TurnRecord("alice", 0, (1,), (2,), 0, "stop", 1.0)])
-    copied, refused, migrated = pensieve_history(
-        ("copy", path, url, "--progress"), ("copy", path, url), ("migrate", url)
-    )
+    copied, refused = pensieve_history(("copy", path, url, "--progress"), ("copy", path, url))
     status, out, err = copied
     assert status == 0 and out.startswith("copied 1 turns, 1 conversations to postgresql://locked@"), err
     assert "2/2" in err and PASSWORD not in out + err
@@ -34,8 +32,6 @@ def test_a_copy_to_postgres_and_one_that_is_refused(tmp_path, postgres):
     status, out, err = refused
     assert (status, out) == (2, "") and "holds 1 rows of turns already" in err and err.count("\n") == 1
     assert PASSWORD not in err
-    status, out, err = migrated
-    assert status == 0 and out.endswith("is of schema version 2\n"), err
 
 
 def test_what_is_none_of_it_is_told_in_a_line():

@@ -18,7 +18,8 @@ from pensieve_jax.core.errors import (
     HistoryMismatchError,
     HistoryMissingError,
 )
-from pensieve_jax.history import SQLiteHistoryStore, TurnRecord
+from pensieve_jax.history import HistoryReader, SQLiteHistoryStore, TurnRecord, database
+from pensieve_jax.history.connection import SQLiteConnection
 
 FINGERPRINT = "model:a tokenizer:b"
 # The children import the history alone: what the whole package imports would cost each of them seconds.
@@ -296,13 +297,40 @@ def test_a_lock_on_a_file_that_was_discarded_meanwhile_is_taken_again(path, monk
     second.release()
 
 
-def test_another_schema_version_is_refused(filled):
+@pytest.mark.parametrize("version", [1, 9])
+def test_another_schema_version_is_refused(filled, version):
     with contextlib.closing(sqlite3.connect(filled)) as connection:
-        connection.execute("PRAGMA user_version = 9")
+        connection.execute(f"PRAGMA user_version = {version}")
     before, names = filled.read_bytes(), sorted(filled.parent.iterdir())
-    with pytest.raises(HistoryMismatchError, match="schema version 9"):
+    words = f"schema version {version}, .* version 2; use the release"
+    with pytest.raises(HistoryMismatchError, match=words):
         open_store(filled)
     assert filled.read_bytes() == before and sorted(filled.parent.iterdir()) == names
+    with pytest.raises(HistoryMismatchError, match=words):
+        HistoryReader(filled, fingerprint=FINGERPRINT)
+    assert filled.read_bytes() == before
+
+
+def test_a_read_only_file_can_be_read_and_loses_nothing(filled, monkeypatch):
+    """As on a file system that is mounted read-only, whose lock could be taken."""
+    monkeypatch.setattr(
+        database,
+        "_connect",
+        lambda path: sqlite3.connect(
+            f"file:{path}?mode=ro",
+            uri=True,
+            isolation_level=None,
+            check_same_thread=False,
+            factory=SQLiteConnection,
+        ),
+    )
+    with open_store(filled) as store:
+        with pytest.raises(HistoryError, match=r"readonly.*nothing of this call was kept"):
+            store.commit([turn(40)])
+        assert len(store.load("alice").turns) == 40
+    monkeypatch.undo()
+    with open_store(filled) as store:
+        assert len(store.load("alice").turns) == 40
 
 
 def test_a_refused_history_keeps_the_log_of_a_killed_process(filled, tmp_path):
