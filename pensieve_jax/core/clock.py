@@ -29,7 +29,7 @@ class WallClock:
 
 
 class VirtualClock:
-    """A clock that stands still until `advance` moves it."""
+    """A clock that stands still until it is moved."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         """Start at `start_s` seconds."""
@@ -44,3 +44,8 @@ class VirtualClock:
         if delta_s < 0:
             raise ValueError(f"delta_s is {delta_s}: a clock only moves forward")
         self._now_s += delta_s
+
+    def advance_to(self, time_s: float) -> None:
+        """Move forward to `time_s`, if that is not past."""
+        if time_s > self._now_s:
+            self._now_s = time_s

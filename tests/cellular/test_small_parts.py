@@ -18,7 +18,8 @@ from pensieve_jax.cellular.parts import MANY, NONE, Several
 from pensieve_jax.cellular.ready_queue import Line
 from pensieve_jax.cellular.rows import RowBudget, Rows
 from pensieve_jax.cellular.tables import Room, _size, all_values, distinct
-from pensieve_lab.cells.simulation import VirtualClock, VirtualWorker
+from pensieve_jax.core.clock import VirtualClock
+from pensieve_lab.cells.simulation import VirtualWorker
 from pensieve_lab.cells.times import CellTimes, thesis_v100
 from tests.cellular.hash_cells import make_cells
 
@@ -175,13 +176,13 @@ def test_a_virtual_worker_runs_launches_one_behind_the_other():
     tasks = [np.zeros((3, 1), np.int64)] * 3
     launch: Any = SimpleNamespace(kind=kind, parts=make_parts(kind, tasks, 9), reads=[])
     assert worker.next_end_s == np.inf and worker.num_in_flight == 0
-    clock.now_s = 2.0
+    clock.advance_to(2.0)
     worker.launch(launch)
     assert worker.begun_s.tolist() == [2.5, 3.5, 4.5] and worker.next_end_s == 5.5
     worker.launch(launch)
     assert worker.begun_s.tolist() == [6.0, 7.0, 8.0] and worker.num_in_flight == 2
     assert not list(worker.poll())
-    clock.now_s = 5.5
+    clock.advance_to(5.5)
     assert [len(done.emitted) for done in worker.poll()] == [1] and worker.next_end_s == 9.0
 
 

@@ -1,6 +1,6 @@
 """An engine in virtual time: the same requests, scheduler and launches; cells take as long as a table says.
 
-Owns: the clock, workers that only take time, and when requests arrive.
+Owns: workers that only take time, and when requests arrive.
 Does not know: JAX, or what cells compute.
 """
 
@@ -20,13 +20,8 @@ from pensieve_jax.cellular.launches import Done, Launch
 from pensieve_jax.cellular.loop import Loop
 from pensieve_jax.cellular.request_processor import MakeScheduler, RequestProcessor
 from pensieve_jax.cellular.scheduler import Scheduler
+from pensieve_jax.core.clock import VirtualClock
 from pensieve_lab.cells.times import CellTimes
-
-
-class VirtualClock:
-    """Seconds since the start of a run."""
-
-    now_s = 0.0
 
 
 class VirtualWorker:
@@ -58,14 +53,14 @@ class VirtualWorker:
         parts = launch.parts
         took_s = [self._times.task_of(launch.kind.name, part.batch_size) for part in parts]
         ends_s = np.cumsum(np.repeat(took_s, [part.num_tasks for part in parts]))
-        begin_s = max(self._free_s, self._clock.now_s) + self._times.launch_s
+        begin_s = max(self._free_s, self._clock.now()) + self._times.launch_s
         self.begun_s = begin_s + np.append(0.0, ends_s[:-1])
         self._free_s = begin_s + float(ends_s[-1])
         self._flying.append((self._free_s, launch))
 
     def poll(self) -> Iterator[Done]:
         """See `loop.Worker`."""
-        while self._flying and self._flying[0][0] <= self._clock.now_s:
+        while self._flying and self._flying[0][0] <= self._clock.now():
             _, launch = self._flying.popleft()
             emitted = [
                 [np.zeros((part.num_tasks, part.batch_size), np.int32) for part in launch.parts]
@@ -124,12 +119,12 @@ def simulate(
         next_arrival_s = arrival_s[num_sent] if num_sent < len(requests) else np.inf
         has_room = any(worker.num_in_flight < most for worker in workers)
         next_end_s = min(worker.next_end_s for worker in workers)
-        clock.now_s = min(next_end_s, next_arrival_s) if has_room else next_end_s
-        num_due = int(np.searchsorted(arrival_s, clock.now_s, "right"))
+        clock.advance_to(min(next_end_s, next_arrival_s) if has_room else next_end_s)
+        num_due = int(np.searchsorted(arrival_s, clock.now(), "right"))
         if num_due > num_sent:
             processor.submit_many(requests[num_sent:num_due], unfold)
             num_sent = num_due
         for handle in loop.step():
-            end_s[handle.serial] = clock.now_s
+            end_s[handle.serial] = clock.now()
             num_ended += 1
     return Served(arrival_s, begin_s, end_s)

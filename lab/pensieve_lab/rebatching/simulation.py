@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
+from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.core.errors import ContextLengthError
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.rebatching.config import RebatchingConfig
@@ -20,7 +21,7 @@ from pensieve_jax.rebatching.loop import RebatchingLoop
 from pensieve_jax.rebatching.metrics import Metrics, Observe, StepSeen, unobserved
 from pensieve_jax.rebatching.query import Query
 from pensieve_lab.rebatching.costs import RingCosts
-from pensieve_lab.rebatching.virtual_runner import VirtualClock, VirtualRunner
+from pensieve_lab.rebatching.virtual_runner import VirtualRunner
 
 
 class Asked(Protocol):
@@ -101,7 +102,7 @@ class _Recorder:
         """A step was launched, and one before it has come."""
         self._num_completed += len(seen.ended)
         span_bytes = seen.ring.span * seen.ring.num_held * self._token_bytes
-        line = (self._clock.now_s, self._num_completed, self._runner.num_tokens, seen.kv_bytes, span_bytes)
+        line = (self._clock.now(), self._num_completed, self._runner.num_tokens, seen.kv_bytes, span_bytes)
         self._lines.append(line)
         self._then(seen)
 
@@ -146,13 +147,13 @@ def simulate(
     num_sent = num_ended = 0
     while num_ended < len(waiting):
         if not loop.queries:
-            clock.now_s = max(clock.now_s, arrival_s[num_sent])
-        while num_sent < len(waiting) and arrival_s[num_sent] <= clock.now_s:
+            clock.advance_to(arrival_s[num_sent])
+        while num_sent < len(waiting) and arrival_s[num_sent] <= clock.now():
             loop.submit(waiting[num_sent])
             num_sent += 1
         num_calls = runner.num_calls
         for query in loop.step():
-            end_s[query.serial] = clock.now_s
+            end_s[query.serial] = clock.now()
             num_ended += 1
         assert runner.num_calls > num_calls, "nothing runs, so time stands still"
     first_s = np.array([runner.first_s[index] for index in range(len(waiting))])

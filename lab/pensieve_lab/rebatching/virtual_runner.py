@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.decoding.sampling_rows import StepResult
 from pensieve_jax.rebatching.lattice import RingShape
 from pensieve_jax.rebatching.launches import (
@@ -28,12 +29,6 @@ from pensieve_jax.rebatching.launches import (
     Suspend,
 )
 from pensieve_lab.rebatching.costs import RingCosts
-
-
-class VirtualClock:
-    """Seconds since the start of a run, as the serving thread sees them."""
-
-    now_s = 0.0
 
 
 @dataclass(slots=True)
@@ -126,17 +121,17 @@ class VirtualRunner:
 
     def fetch(self, handle: Flight) -> StepResult:
         """See `Runner`: the clock goes on to where its ids are on the host."""
-        now_s = self._clock.now_s = max(self._clock.now_s, handle.end_s + self._costs.fetch_s)
+        self._clock.advance_to(handle.end_s + self._costs.fetch_s)
         self.num_calls += 1
         self.num_tokens += handle.num_tokens
         for serial in handle.serials:
-            self.first_s.setdefault(serial, now_s)
+            self.first_s.setdefault(serial, self._clock.now())
         return self._result
 
     def has_left(self, serial: int) -> bool:
         """See `Runner`."""
         row = self._rows.get(serial)
-        return row is not None and row.left_s <= self._clock.now_s
+        return row is not None and row.left_s <= self._clock.now()
 
     def reset(self, kept: Collection[int]) -> None:
         """See `Runner`."""
@@ -144,18 +139,18 @@ class VirtualRunner:
 
     def _samples(self, took_s: float, serials: tuple[int, ...], num_tokens: int) -> Flight:
         """A program of a step, for which the serving thread has to do something."""
-        self._clock.now_s += self._costs.host_s
+        self._clock.advance(self._costs.host_s)
         return Flight(self._run(took_s), serials, num_tokens)
 
     def _run(self, took_s: float, ready_s: float = 0.0) -> float:
         """The device computes for so long, not before `ready_s`; returns when that ends."""
-        self._free_s = max(self._free_s, self._clock.now_s, ready_s) + took_s
+        self._free_s = max(self._free_s, self._clock.now(), ready_s) + took_s
         self.device_s += took_s
         return self._free_s
 
     def _copy(self, row: _Row, ready_s: float) -> float:
         """A row crosses the link; returns when it is there."""
-        begin_s = max(self._link_free_s, self._clock.now_s, ready_s)
+        begin_s = max(self._link_free_s, self._clock.now(), ready_s)
         self._link_free_s = begin_s + self._costs.copy_of(row.length)
         return self._link_free_s
 
@@ -164,11 +159,11 @@ class VirtualRunner:
         if row.left_s == math.inf:
             row.left_s = self._copy(row, row.ready_s)
         if launch.waits:
-            self._clock.now_s = max(self._clock.now_s, row.left_s)
+            self._clock.advance_to(row.left_s)
 
     def _resize(self, launch: Resize) -> None:
         """What is moved is moved layer by layer, for which the serving thread waits."""
         self._shape, moves = launch.shape, launch.relayout is not None
         end_s = self._run(self._costs.resize_of(launch.shape, moves=moves))
         if moves:
-            self._clock.now_s = max(self._clock.now_s, end_s)
+            self._clock.advance_to(end_s)

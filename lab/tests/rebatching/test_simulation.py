@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.core.errors import ConfigError, ContextLengthError
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.decoding.sampling_rows import SamplerMode
@@ -31,7 +32,7 @@ from pensieve_jax.rebatching.query import Query
 from pensieve_jax.rebatching.ring import Relayout
 from pensieve_lab.rebatching.costs import NUMBERS, RingCosts, costs_names
 from pensieve_lab.rebatching.simulation import simulate
-from pensieve_lab.rebatching.virtual_runner import VirtualClock, VirtualRunner
+from pensieve_lab.rebatching.virtual_runner import VirtualRunner
 from tests.rebatching.fake_runner import FakeRunner
 
 _ZEROS = np.zeros(1, np.int32)
@@ -162,10 +163,10 @@ def test_a_row_leaves_beside_programs_and_a_park_may_wait():
     runner.launch(_prefill(2, 10))  # ends at 2
     runner.launch(Park(1, waits=False))  # 2 s on the link, from 1 on
     runner.launch(Park(2, waits=False))  # 1 s behind it
-    assert clock.now_s == 0 and not runner.has_left(1)
+    assert clock.now() == 0 and not runner.has_left(1)
     runner.launch(Park(1, waits=True))
-    assert clock.now_s == 3.0 and runner.has_left(1) and not runner.has_left(2)
-    clock.now_s = 3.5
+    assert clock.now() == 3.0 and runner.has_left(1) and not runner.has_left(2)
+    clock.advance_to(3.5)
     assert not runner.has_left(2)
     runner.launch(Return(1))  # behind the other copy: from 4 to 6
     assert not runner.has_left(1)
@@ -174,7 +175,7 @@ def test_a_row_leaves_beside_programs_and_a_park_may_wait():
     flight = runner.launch(_prefill(3, 10))
     assert flight is not None and flight.end_s == 6.0 + 0.5 + 1.0
     runner.fetch(flight)
-    assert clock.now_s == 7.5 and runner.first_s == {3: 7.5}
+    assert clock.now() == 7.5 and runner.first_s == {3: 7.5}
 
 
 def test_a_row_that_is_taken_can_leave_when_that_is_done():
@@ -184,7 +185,7 @@ def test_a_row_that_is_taken_can_leave_when_that_is_done():
     runner.launch(Shape(5, np.zeros(4, np.int32), _ZEROS, SamplerMode(), (), 4))
     runner.launch(Suspend(5, 0, np.zeros(20, np.int32), 12))
     runner.launch(Park(5, waits=True))
-    assert clock.now_s == 1.0 + 2.0 + 2.0
+    assert clock.now() == 1.0 + 2.0 + 2.0
     assert not runner.has_left(7)
     runner.reset(())
     assert not runner.has_left(5)
@@ -199,9 +200,9 @@ def test_moving_a_ring_is_waited_for():
     clock = VirtualClock()
     runner = VirtualRunner(dataclasses.replace(priced, column_s=1.0), clock, 2)
     runner.launch(Resize(RingShape(2, 32), None))
-    assert clock.now_s == 0.0
+    assert clock.now() == 0.0
     runner.launch(Resize(RingShape(2, 64), Relayout(_ZEROS, _ZEROS)))
-    assert clock.now_s == 2 * 32.0 + 2 * 64.0
+    assert clock.now() == 2 * 32.0 + 2 * 64.0
 
 
 def test_time_never_goes_back():
