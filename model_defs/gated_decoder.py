@@ -28,7 +28,6 @@ class GatedMLP(nnx.Module):
     """SwiGLU; gate and up are one column-parallel matmul, kernel [hidden_size, 2, intermediate_size]."""
 
     def __init__(self, build: Build) -> None:
-        """Declare the projections."""
         config = build.config
         hidden, wide, bias = (config.hidden_size,), config.intermediate_size, config.mlp_bias
         self.gate_up = Linear(build, hidden, (2, wide), out_axis=1, bias=bias)

@@ -162,7 +162,6 @@ class Embedding(nnx.Module):
     """Token table [vocab_size, width], split by vocabulary where that divides; also the tied head."""
 
     def __init__(self, build: Build, width: int) -> None:
-        """Declare the table."""
         vocab_size = build.config.vocab_size
         self.build = build
         self.vocab_axis = vocabulary_axis(vocab_size, build.mesh)
@@ -236,7 +235,6 @@ class RMSNorm(Norm):
     """Root-mean-square norm with a scale."""
 
     def __init__(self, build: Build) -> None:
-        """Declare the scale."""
         super().__init__(build, "rms", affine=True)
 
 
@@ -256,7 +254,6 @@ class FusedQKV(nnx.Module):
     """
 
     def __init__(self, build: Build, *, bias: bool) -> None:
-        """Declare the projection."""
         config = build.config
         out_shape = (config.num_kv_heads, config.group_size + 2, config.head_dim)
         self.build = build

@@ -320,13 +320,11 @@ class LLM:
         self.engine.close()
 
     def __enter__(self) -> Self:
-        """The LLM itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close it."""
         self.close()
 
 

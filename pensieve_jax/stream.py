@@ -85,11 +85,9 @@ class Stream(Iterator[Delta]):
         _cancel(self._engine, [self._turn])
 
     def __enter__(self) -> Self:
-        """The stream itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close it."""
         self.close()

@@ -45,7 +45,6 @@ class LSTM(RecurrentModel[LSTMConfig]):
     immediates = ("token",)
 
     def __init__(self, config: LSTMConfig) -> None:
-        """Declare every array."""
         super().__init__(config)
         self.embedding = Embedding(config.vocab_size, config.embedding_size, config.dtype)
         self.lstm = Linear(config.embedding_size + config.hidden_size, 4 * config.hidden_size, config.dtype)

@@ -99,7 +99,6 @@ class Mamba(RecurrentModel[MambaConfig]):
     emits = ("token",)
 
     def __init__(self, config: MambaConfig) -> None:
-        """Declare every array."""
         super().__init__(config)
         self.embeddings = Embedding(config.vocab_size, config.hidden_size, config.dtype, scale=0.1)
         self.layers = MambaLayers(config)

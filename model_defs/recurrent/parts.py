@@ -52,7 +52,6 @@ class Linear(nnx.Module):
     """A projection; weight [in, out], which is torch's transposed, and bias [out]."""
 
     def __init__(self, in_size: int, out_size: int, dtype: str, *, bias: bool = True) -> None:
-        """Declare both."""
         self.weight = declare((in_size, out_size), dtype, in_size**-0.5)
         self.bias = declare((out_size,), dtype, in_size**-0.5) if bias else None
 

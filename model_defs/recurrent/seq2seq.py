@@ -90,7 +90,6 @@ class Encoder(_Coder):
     immediates = ("token",)
 
     def __init__(self, config: Seq2SeqConfig) -> None:
-        """Declare every array."""
         super().__init__(config, config.vocab_size, config.embedding_size)
 
     def __call__(self, inputs: tuple[Arrays], token: jax.Array) -> dict[str, jax.Array]:
@@ -106,7 +105,6 @@ class Decoder(_Coder):
     emits = ("token",)
 
     def __init__(self, config: Seq2SeqConfig) -> None:
-        """Declare every array."""
         super().__init__(config, config.target_vocab_size, config.target_embedding_size)
         self.out = Linear(config.hidden_size, config.target_vocab_size, config.dtype)
 
@@ -123,7 +121,6 @@ class Seq2Seq(RecurrentModel[Seq2SeqConfig]):
     config_class = Seq2SeqConfig
 
     def __init__(self, config: Seq2SeqConfig) -> None:
-        """Declare every array."""
         super().__init__(config)
         self.encoder, self.decoder = Encoder(config), Decoder(config)
 

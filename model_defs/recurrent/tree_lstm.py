@@ -68,13 +68,11 @@ class Leaf(_TreeCell):
     immediates = ("token",)
 
     def __init__(self, config: TreeLSTMConfig, head: Linear | None) -> None:
-        """Declare every array."""
         super().__init__(config, head)
         self.embedding = Embedding(config.vocab_size, config.embedding_size, config.dtype)
         self.gates = Linear(config.embedding_size, 3 * config.hidden_size, config.dtype)
 
     def __call__(self, inputs: tuple[()], token: jax.Array) -> dict[str, jax.Array]:
-        """Words i32[B]."""
         return self._leave(self.gates(self.embedding(token)), 0.0)
 
 
@@ -107,7 +105,6 @@ class TreeLSTM(RecurrentModel[TreeLSTMConfig]):
     config_class = TreeLSTMConfig
 
     def __init__(self, config: TreeLSTMConfig) -> None:
-        """Declare every array."""
         super().__init__(config)
         self.head = (
             Linear(config.hidden_size, config.num_classes, config.dtype) if config.num_classes else None

@@ -160,7 +160,6 @@ class AttentionHeads:
         return self.num_q_heads // self.num_kv_heads
 
     def __str__(self) -> str:
-        """In words."""
         heads = f"{self.num_q_heads} query heads on {self.num_kv_heads} KV heads of {self.head_dim}"
         stored = "" if self.kv_dtype is None else f", stored as {self.kv_dtype}"
         return f"{heads} in {jnp.dtype(self.dtype).name}{stored}"

@@ -24,7 +24,6 @@ class InterpretedThreads:
     """All threads; see `MosaicThreads`, whose methods these are."""
 
     def __init__(self) -> None:
-        """All of them."""
         thread = jnp.arange(_THREADS, dtype=jnp.int32)
         self.lane, self.warp = thread & 31, thread >> 5
         self.t, self.g = self.lane & 3, self.lane >> 2

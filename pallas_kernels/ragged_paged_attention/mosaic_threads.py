@@ -52,7 +52,6 @@ class Register:
     """A value of one thread: i32, f32 or a predicate. Numbers of Python become constants of its type."""
 
     def __init__(self, value: ir.Value) -> None:
-        """Of a value."""
         self.value = value
 
     @property

@@ -58,7 +58,6 @@ class ChunkStore:
     # Sequences
 
     def __iter__(self) -> Iterator[CachedSequence]:
-        """Every sequence."""
         for members in self.members.values():
             yield from members
 

@@ -108,7 +108,6 @@ class CachedSequence:
     )
 
     def __init__(self, sequence_id: str, *, is_trunk: bool = False) -> None:
-        """Empty."""
         self.sequence_id = sequence_id
         self.chunks: list[Chunk] = []
         self.num_kv_tokens = 0

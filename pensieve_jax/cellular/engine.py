@@ -234,7 +234,6 @@ class CellularEngine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close."""
         self.close()
 
     def _run(self, todo: list[Any], handles: list[CellRequest]) -> None:

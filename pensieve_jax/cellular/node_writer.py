@@ -27,7 +27,6 @@ class NodeWriter(Pieces):
     """Of requests, one after the other; ids are those of the request at hand, from 0."""
 
     def __init__(self, types: CellTypes, *, max_nodes: int) -> None:
-        """Nothing yet."""
         super().__init__(types)
         self._max_nodes = max_nodes
         self._base = 0

@@ -62,7 +62,6 @@ class Pieces:
     """
 
     def __init__(self, types: CellTypes) -> None:
-        """Nothing yet."""
         self.types = types
         self.pieces: list[Piece] = []
         self.starts: list[int] = []

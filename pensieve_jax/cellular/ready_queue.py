@@ -22,7 +22,6 @@ class ReadyQueue:
     """See above; nodes are ids."""
 
     def __init__(self, nodes: Nodes, subgraphs: Subgraphs, *, num_workers: int) -> None:
-        """Empty."""
         self._nodes, self._subgraphs, self._is_shared = nodes, subgraphs, num_workers > 1
         self._front = _NOTHING
         self._line = Line()

@@ -52,7 +52,6 @@ class CellRequest:
     __slots__ = ("_emitted", "_output", "_rows", "done", "error", "num_wasted", "request_id", "serial")
 
     def __init__(self, request_id: int, serial: int, num_returned: int) -> None:
-        """Nothing has run."""
         self.done = False
         self.error: Exception | None = None
         self.num_wasted = 0

@@ -32,7 +32,6 @@ class Rows:
     """
 
     def __init__(self, num_rows: int) -> None:
-        """All are free."""
         self._free = np.arange(num_rows - 1, -1, -1, dtype=np.int32)
         self.num_free = num_rows
 
@@ -62,7 +61,6 @@ class RowBudget:
     """
 
     def __init__(self, num_rows: int, num_kinds: int) -> None:
-        """Nothing is promised."""
         self.num_rows = num_rows
         self.promised = np.zeros(num_kinds, np.int64)
 

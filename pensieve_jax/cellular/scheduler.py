@@ -66,7 +66,6 @@ class Scheduler:
     def __init__(
         self, types: CellTypes, tables: Tables, formation: Formation, config: CellularConfig
     ) -> None:
-        """Nothing is ready."""
         self._types, self._formation, self._config = types, formation, config
         self._subgraphs = tables.subgraphs
         self.queues = [

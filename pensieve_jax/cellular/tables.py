@@ -207,7 +207,6 @@ class Subgraphs(Room):
     mark: np.ndarray
 
     def __init__(self, num_types: int) -> None:
-        """None yet."""
         super().__init__()
         self.num_bent = np.zeros(num_types, np.int64)
         self.column("is_bent", np.bool_, 0)
@@ -302,7 +301,6 @@ class Requests(Room):
     rows: np.ndarray
 
     def __init__(self, num_kinds: int) -> None:
-        """None yet."""
         super().__init__()
         for name in ("start", "end", "sub_start", "sub_end", "serial", "subs_left", "mark"):
             self.column(name, np.int64, 0)
@@ -335,7 +333,6 @@ class Arrivals(Room):
     _NAMES = ("node", "num_nodes", "sub", "num_subs", "first", "num", "num_left")
 
     def __init__(self) -> None:
-        """Nothing has come."""
         super().__init__()
         for name in self._NAMES:
             self.column(name, np.int64, 0)
@@ -361,7 +358,6 @@ class Tables:
     """
 
     def __init__(self, types: CellTypes, num_rows: int) -> None:
-        """Empty."""
         self.nodes = Nodes(types, num_rows)
         self.subgraphs = Subgraphs(len(types.types))
         self.requests, self.arrivals = Requests(len(types.kinds)), Arrivals()

@@ -155,18 +155,15 @@ class Interrupt:
     """While it is entered, the first Ctrl-C only sets `requested`; the second raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
-        """Nothing requested."""
         self.requested = False
 
     def __enter__(self) -> Self:
-        """Take over SIGINT."""
         self._previous = signal.signal(signal.SIGINT, self._on_signal)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give SIGINT back."""
         signal.signal(signal.SIGINT, self._previous)
 
     def _on_signal(self, signal_number: int, frame: FrameType | None) -> None:

@@ -70,7 +70,6 @@ class Recorder:
     """
 
     def __init__(self, engine: Engine) -> None:
-        """Starts now."""
         self.samples: list[Sample] = []
         self._engine = engine
         self._start_s = time.perf_counter()

@@ -211,7 +211,6 @@ class ConversationChangedError(PensieveError):
     """
 
     def __init__(self, conversation_id: str) -> None:
-        """Name the conversation."""
         self.conversation_id = conversation_id
         super().__init__(
             f"Conversation {conversation_id!r} was changed in the meantime; read it and send this once more."

@@ -38,7 +38,6 @@ class ChunkIndex[C: Indexed]:
     """Conversations by the chunks that they begin with."""
 
     def __init__(self, chunk_tokens: int) -> None:
-        """None."""
         self._chunk_tokens = chunk_tokens
         self._found: dict[int, C | dict[C, None]] = {}  # mostly one has a chunk
 

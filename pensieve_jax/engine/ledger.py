@@ -45,7 +45,6 @@ class TurnLedger:
         stats: EngineStats,
         clock: Clock,
     ) -> None:
-        """No turns."""
         self.replies: dict[Request, Reply] = {}
         self.touched: dict[Request, None] = {}
         self._turns: dict[Request, weakref.ref[Turn]] = {}

@@ -16,13 +16,11 @@ class PrefixTable:
     """Prefixes in use since the engine's state was made; one that nobody uses is evicted like any history."""
 
     def __init__(self, cache: CacheManager) -> None:
-        """None."""
         self._cache = cache
         self._sequences: dict[tuple[int, ...], CachedSequence] = {}  # by tokens
         self._num_opened = 0
 
     def __len__(self) -> int:
-        """Prefixes."""
         return len(self._sequences)
 
     def begin(self, sequence: CachedSequence, prefix: SharedPrefix) -> None:

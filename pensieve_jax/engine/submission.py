@@ -87,7 +87,6 @@ class Placing:
     """
 
     def __init__(self, conversations: ConversationTable, prefixes: PrefixTable, *, stateful: bool) -> None:
-        """Among these."""
         self.conversations = conversations
         self._prefixes = prefixes
         self._stateful = stateful

@@ -152,7 +152,6 @@ class SentAhead:
     """
 
     def __init__(self, raw: psycopg.Connection[Any]) -> None:
-        """Within a pipeline."""
         self._raw = raw
 
     def execute(self, statement: str, values: Sequence[Any] = (), /) -> psycopg.Cursor[Any]:

@@ -271,13 +271,11 @@ class HistoryReader:
         self._connections.close()
 
     def __enter__(self) -> Self:
-        """The reader itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close it."""
         self.close()
 
 

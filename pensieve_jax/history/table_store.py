@@ -161,7 +161,6 @@ class TableHistoryStore(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close the store."""
         self.close()
 
     def _check_name(self, name: str, field: str) -> None:

@@ -185,7 +185,6 @@ class RebatchingEngine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close."""
         self.close()
 
     def _query(self, prompt: Sequence[int], params: SamplingParams, priority: int) -> Query:

@@ -155,13 +155,11 @@ class PaddedLLM:
         self.engine.close()
 
     def __enter__(self) -> Self:
-        """The LLM itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close it."""
         self.close()
 
     def _run(self, handles: Sequence[Query]) -> None:

@@ -40,7 +40,6 @@ class RebatchingLoop:
         *,
         observe: Observe = unobserved,
     ) -> None:
-        """Nobody is there."""
         self._config, self._lattice, self._runner, self._observe = config, lattice, runner, observe
         self.scheduler = Scheduler(config, lattice)
         self.metrics = Metrics()

@@ -35,7 +35,6 @@ class Shelf:
         self.max_kv_bytes = 0
 
     def __len__(self) -> int:
-        """Rows in all."""
         return len(self.sizes)
 
     @property

@@ -26,11 +26,9 @@ class Line:
     """Queries that are neither in the ring nor done."""
 
     def __init__(self) -> None:
-        """Nobody waits."""
         self._entries: list[tuple[Rank, Query]] = []
 
     def __len__(self) -> int:
-        """How many wait."""
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Query]:

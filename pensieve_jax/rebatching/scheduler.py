@@ -61,7 +61,6 @@ class Scheduler:
     """
 
     def __init__(self, config: RebatchingConfig, lattice: Lattice) -> None:
-        """Nobody is there."""
         self._config, self._lattice = config, lattice
         self.layout = WordsLayout(config.max_batch, config.max_banned_ids)
         self.ring: Ring[Query] = Ring()

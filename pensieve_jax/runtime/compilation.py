@@ -118,7 +118,6 @@ class CompilationCounter:
     """Counts the compilations of this process, whoever asks for them, from its making on."""
 
     def __init__(self) -> None:
-        """Start at 0."""
         self._num_before = _process_total().value
 
     @property

@@ -50,7 +50,6 @@ class ProgramKeys:
     """Keys of programs, which may share large parts: each of those is walked once."""
 
     def __init__(self) -> None:
-        """Remember nothing yet."""
         self._known: dict[int, tuple[Any, str]] = {}  # frozen values by id, kept so that ids stay theirs
 
     def key(self, program: Program) -> str:

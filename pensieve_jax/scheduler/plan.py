@@ -48,7 +48,6 @@ class PlanField:
     def __init__(
         self, *sizes: int | str, dtype: type[np.generic] = np.int32, padding: float | None = 0
     ) -> None:
-        """Keep the row."""
         self.sizes, self.dtype, self.padding = sizes, np.dtype(dtype), padding
 
     @overload

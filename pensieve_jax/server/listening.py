@@ -54,7 +54,6 @@ class Signals:
     """What this process was told. Whoever enters it takes over SIGTERM, SIGINT and SIGHUP."""
 
     def __init__(self, on_hangup: Callable[[], object]) -> None:
-        """Nothing yet."""
         self.first = asyncio.Event()
         self.second = asyncio.Event()
         self._on_hangup = on_hangup
@@ -68,7 +67,6 @@ class Signals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give them back."""
         for number in (*_ENDING, signal.SIGHUP):
             asyncio.get_running_loop().remove_signal_handler(number)
 
@@ -90,7 +88,6 @@ class HttpServer(uvicorn.Server):
     """Leaves signals to us, and says when it listens; to be run by `serve(sockets=...)`."""
 
     def __init__(self, app: ASGIApp) -> None:
-        """Not yet."""
         super().__init__(
             uvicorn.Config(
                 app,

@@ -51,7 +51,6 @@ class Metrics:
     """
 
     def __init__(self, model_name: str) -> None:
-        """All at zero."""
         self.registry = CollectorRegistry()
         self._label = {"model_name": model_name}
         self._children: dict[tuple[Any, str], Any] = {}

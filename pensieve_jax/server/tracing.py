@@ -44,7 +44,6 @@ class TraceContext:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         if scope["type"] == "http":
             headers = Headers(scope=scope)
             with _kept({name: headers[name] for name in _HEADERS if name in headers}):

@@ -25,7 +25,6 @@ class ReturnLog:
     """
 
     def __init__(self, model: ReturnModel) -> None:
-        """Nobody is idle."""
         self.model = model
         self._rows: dict[str, int] = {}
         self._ids: list[str] = []  # by row

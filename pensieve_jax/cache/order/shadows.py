@@ -34,7 +34,6 @@ class Shadow:
     )
 
     def __init__(self, conversation_id: str) -> None:
-        """Running, and empty."""
         self.conversation_id = conversation_id
         self.role, self.role_number = Role.RUNNING, 0
         self.last_active_s, self.bucket = 0.0, 0

@@ -58,7 +58,6 @@ class Mover:
     """
 
     def __init__(self) -> None:
-        """Nothing has moved."""
         self.num_steps = 0
         self.dispatch_s = 0.0
         self.stall_s = 0.0

@@ -214,7 +214,6 @@ class _RowAttention(PagedAttention):
         self.rows = [jnp.zeros(sizes, kv_pages[0].dtype) for _ in range(num_rows)]
 
     def __call__(self, layer_index: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """See `Attention`."""
         out = super().__call__(layer_index, q, k, v)
         num_heads, head_dim = k.shape[1:]
         both = jnp.stack([k, v]).astype(self.rows[0].dtype)  # what was written into the pages

@@ -42,7 +42,6 @@ class Appends:
     """The appends of one server. Used by the event loop's thread only."""
 
     def __init__(self) -> None:
-        """None yet."""
         self._unanswered = Recent[tuple[str, str, str], str](LIFETIME_S, MAX_UNANSWERED)
 
     def __len__(self) -> int:

@@ -14,7 +14,6 @@ class Ends[K: Hashable]:
     """Of one server. Used by the event loop's thread only."""
 
     def __init__(self) -> None:
-        """Nobody reads."""
         self._readers: dict[int, set[K]] = {}
 
     @contextmanager

@@ -119,7 +119,6 @@ class Begun:
     """Events, and whether somebody has taken the first of them."""
 
     def __init__(self, events: AsyncGenerator[bytes]) -> None:
-        """Nobody has."""
         self._events = events
         self.has_begun = False
 

@@ -53,7 +53,6 @@ class TimedTurn:
         return self._turn.output
 
     def __aiter__(self) -> AsyncIterator[AsyncDelta]:
-        """Itself."""
         return self
 
     async def __anext__(self) -> AsyncDelta:

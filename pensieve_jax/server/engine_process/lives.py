@@ -50,7 +50,6 @@ class ProcessLife:
     """An engine in a process of its own."""
 
     def __init__(self, process: asyncio.subprocess.Process, front: socket.socket, greeting: Start) -> None:
-        """Made by `begin`."""
         self.front = front
         self.greeting: Start | None = greeting
         self.process = process

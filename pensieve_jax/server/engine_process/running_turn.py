@@ -46,7 +46,6 @@ class RunningTurn:
     )
 
     def __init__(self, connection: Changes, number: int, turn_id: str, *, has_logprobs: bool) -> None:
-        """Made by `Connection.submit`."""
         self.number = number
         self._connection = connection
         self._turn_id = turn_id
@@ -87,7 +86,6 @@ class RunningTurn:
             raise self._error
 
     def __aiter__(self) -> AsyncIterator[AsyncDelta]:
-        """Itself."""
         return self
 
     async def __anext__(self) -> AsyncDelta:

@@ -25,7 +25,6 @@ class BodyBudget:
     """The budget of one server. Used by the event loop's thread only."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        """Nothing is held."""
         self._most = NUM_LONGEST * settings.max_body_bytes
         self._has_keys = settings.api_keys_file is not None  # without keys, nobody's part is another's loss
         self._by_owner: Counter[str] = Counter()
@@ -55,7 +54,6 @@ class HeldBody:
     """What one request holds; a context manager that gives it back."""
 
     def __init__(self, budget: BodyBudget, owner: str) -> None:
-        """Nothing yet."""
         self._budget = budget
         self._owner = owner
         self._num_bytes = 0
@@ -66,11 +64,9 @@ class HeldBody:
         self._num_bytes += num_bytes
 
     def __enter__(self) -> Self:
-        """For `with`."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give it back."""
         self._budget.give_back(self._owner, self._num_bytes)

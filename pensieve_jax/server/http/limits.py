@@ -72,7 +72,6 @@ class Place:
         max_tokens: int | None,
         entered_s: float,
     ) -> None:
-        """For `Limits.enter`."""
         self.owner = owner
         self.num_turns = num_turns
         self.num_tokens = num_tokens
@@ -97,13 +96,11 @@ class Place:
             self._limits._leave(self, num_done_tokens, reply_lens)
 
     def __enter__(self) -> Self:
-        """For `with`."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave."""
         self.leave()
 
 

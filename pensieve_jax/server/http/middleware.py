@@ -46,11 +46,9 @@ class RequestLog:
     """Gives requests their ids, and writes one line of each when it is over."""
 
     def __init__(self, app: ASGIApp) -> None:
-        """Around everything else."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -99,7 +97,6 @@ class ErrorReplies:
         self._refused = refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -152,7 +149,6 @@ class HostCheck:
         self._names.add(settings.host.lower().strip("[]"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         if self._is_on and scope["type"] == "http" and scope["path"] not in _PROBES:
             name = _host_name(Headers(scope=scope).get("host", ""))
             if name not in self._names and not is_loopback(name):
@@ -175,7 +171,6 @@ class OriginCheck:
         self._is_on = settings.api_keys_file is None and "*" not in self._origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         if self._is_on and scope["type"] == "http" and scope["method"] in _CHANGING:
             headers = Headers(scope=scope)
             origin = headers.get("origin")

@@ -21,9 +21,7 @@ from pensieve_jax.server.engine_process.messages import Answer, Apply, Call, Rep
 class Lines(Protocol):
     """What comes of one submission, message by message; see `Replicas.run`."""
 
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        """Itself."""
-        ...
+    def __aiter__(self) -> AsyncIterator[bytes]: ...
 
     async def __anext__(self) -> bytes:
         """The next message; raises EngineDiedError where the replica was lost."""

@@ -258,7 +258,6 @@ class Signals:
     """What this process was told, in place of what Ray would do. For the main thread."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
         # A handler may run while its thread waits here: an Event's lock would be held by that thread itself.
         self._told: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._before: dict[int, Any] = {}
@@ -299,7 +298,6 @@ class Signals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give them back."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

@@ -47,7 +47,6 @@ class RootNames:
     """Names for roots, by what every replica has to do. Safe to share by threads."""
 
     def __init__(self, hash_key: Callable[[str], int], now_s: Callable[[], float] = time.monotonic) -> None:
-        """`hash_key`: the router's."""
         self._lock = threading.Lock()
         self._hash_key, self._now_s = hash_key, now_s
         self._rule: NamedRoots | None = None

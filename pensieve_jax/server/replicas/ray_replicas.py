@@ -120,11 +120,9 @@ class RayLines:
         self._waiting.add_done_callback(_waiting.discard)
 
     def __aiter__(self) -> AsyncIterator[bytes]:
-        """Itself."""
         return self
 
     async def __anext__(self) -> bytes:
-        """The next message."""
         try:
             line = await self._inbox.take()
         except (asyncio.CancelledError, PensieveError):

@@ -32,7 +32,6 @@ class Reply:
     """
 
     def __init__(self, spec: TurnSpec) -> None:
-        """Nothing yet."""
         self.spec = spec
         self.is_accepted = False
         self.num_runs = 0
@@ -191,7 +190,6 @@ class RoutedTurn:
             raise reply.error
 
     def __aiter__(self) -> AsyncIterator[AsyncDelta]:
-        """Itself."""
         return self
 
     async def __anext__(self) -> AsyncDelta:

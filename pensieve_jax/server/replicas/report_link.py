@@ -192,7 +192,6 @@ class OutStream:
     """One run's messages to one stream of a front."""
 
     def __init__(self, link: ReportLink, number: int, run: int) -> None:
-        """Made by `ReportLink.stream`."""
         self._link, self._number, self._run = link, number, run
 
     async def send(self, message: bytes) -> None:

@@ -34,7 +34,6 @@ class Inbox:
     """One stream, as the front reads it: messages in order, then an end or a loss."""
 
     def __init__(self, number: int, forget: Callable[[int], object]) -> None:
-        """Made by `ReportListener.open`."""
         self.number = number
         self._forget = forget
         self._messages: deque[bytes] = deque()
@@ -112,7 +111,6 @@ class ReportListener:
     """The front's side. Used by the thread of one event loop."""
 
     def __init__(self) -> None:
-        """Not listening yet."""
         self._token = secrets.token_hex(16)
         self._inboxes: dict[int, Inbox] = {}
         self._last_number = 0

@@ -24,11 +24,9 @@ class ProxysRequestId:
     """An application whose requests have the ids that a proxy gives them."""
 
     def __init__(self, app: ASGIApp) -> None:
-        """Around the application."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
