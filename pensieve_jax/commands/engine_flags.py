@@ -28,6 +28,7 @@ from pensieve_jax import (
 )
 from pensieve_jax.commands.help import flag_group
 from pensieve_jax.core.options import Option, options_of
+from pensieve_jax.core.sampling_params import sampling_table
 from pensieve_jax.core.user_directories import user_cache_dir
 from pensieve_jax.model_source import DEFAULT_MODEL, resolve_model
 
@@ -154,15 +155,24 @@ def define_history_flag() -> None:
 
 @flag_group("sampling")
 def define_sampling_flags(*, max_tokens: int) -> None:
-    """Flags of `SamplingParams`."""
-    flags.DEFINE_integer("max_tokens", max_tokens, "The most tokens of a reply.")
-    flags.DEFINE_integer("min_tokens", 0, "Replies do not end before this many tokens.")
-    flags.DEFINE_float("temperature", 0.0, "0 is greedy.")
-    flags.DEFINE_integer("top_k", 0, "Sample among the k most likely ids; 0 is off.")
-    flags.DEFINE_float("top_p", 1.0, "Sample among ids of this much probability; 1 is off.")
-    flags.DEFINE_integer("seed", None, "Of sampled turns; default: a new one for each.")
-    flags.DEFINE_multi_string("stop", [], "A string that ends the reply.")
-    flags.DEFINE_bool("ignore_eos", False, "Go on past the end of sequence.")
+    """Flags of `SamplingParams`, those of its table; `max_tokens` is the default of its flag."""
+    define: dict[type, Callable[..., object]] = {
+        bool: flags.DEFINE_bool,
+        int: flags.DEFINE_integer,
+        float: flags.DEFINE_float,
+    }
+    for option, text in _sampling_flags().items():
+        if option.default is tuple:
+            flags.DEFINE_multi_string(option.name, [], text)
+        else:
+            default = max_tokens if option.name == "max_tokens" else option.default
+            define[option.kind](option.name, default, text)
+
+
+def _sampling_flags() -> dict[Option, str]:
+    """Return the sampling fields that have a flag, in order, each with its help."""
+    table = sampling_table()
+    return {one: text for one in options_of(SamplingParams) if (text := table[one.name].flag)}
 
 
 def engine_config() -> EngineConfig:
@@ -205,16 +215,7 @@ def model_limits() -> tuple[ModelConfig, int]:
 
 def sampling_params() -> SamplingParams:
     """What the flags say; raises InvalidRequestError."""
-    return SamplingParams(
-        max_tokens=FLAGS.max_tokens,
-        min_tokens=FLAGS.min_tokens,
-        temperature=FLAGS.temperature,
-        top_k=FLAGS.top_k,
-        top_p=FLAGS.top_p,
-        seed=FLAGS.seed,
-        stop=tuple(FLAGS.stop),
-        ignore_eos=FLAGS.ignore_eos,
-    )
+    return SamplingParams(**{option.name: getattr(FLAGS, option.name) for option in _sampling_flags()})
 
 
 def shows_progress() -> bool:

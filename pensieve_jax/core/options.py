@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeGuard, Union, get_args, get_origin, get_
 from pensieve_jax.core.errors import ConfigError
 
 _DOCUMENTED_WIDTH = 100
-_KEY = "option"
+KEY = "option"
 
 
 class Limit(NamedTuple):
@@ -84,7 +84,7 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-class _Row(NamedTuple):
+class Row(NamedTuple):
     """What a field keeps in its metadata."""
 
     limit: Limit
@@ -101,12 +101,12 @@ def option[T](default: T, limit: Limit, help: str, *, unit: str = "") -> T:
       help: what it means, as sentences: for the docstring and for the command line.
       unit: "bytes" for what a command line takes as 16GiB; the names of others say theirs.
     """
-    return field(default=default, metadata={_KEY: _Row(limit, help, unit)})
+    return field(default=default, metadata={KEY: Row(limit, help, unit)})
 
 
 def part(kind: type, help: str) -> dict[str, Any]:
     """The metadata of a field that is a configuration of its own; its `default_factory` is `kind`."""
-    return {_KEY: _Row(instance_of(kind), help, "")}
+    return {KEY: Row(instance_of(kind), help, "")}
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def options_of(config_class: type) -> tuple[Option, ...]:
     hints = get_type_hints(config_class)
     found = []
     for one in fields(config_class):
-        row: _Row = one.metadata[_KEY]
+        row: Row = one.metadata[KEY]
         default = one.default_factory if isinstance(one.default_factory, type) else one.default
         found.append(Option(one.name, _kind_of(hints[one.name]), default, *row))
     return tuple(found)
@@ -169,7 +169,7 @@ def documented[T: type](config_class: T) -> T:
     """The class, with every field and its help, limit and default in its docstring."""
     lines = [inspect.cleandoc(config_class.__doc__ or ""), "", "Attributes:"]
     for one in options_of(config_class):
-        default = "" if one.kind is one.default else f" Default: {one.default!r}."
+        default = "" if isinstance(one.default, type) else f" Default: {one.default!r}."
         lines += textwrap.wrap(
             f"{one.name}: {one.text}{default}",
             _DOCUMENTED_WIDTH,

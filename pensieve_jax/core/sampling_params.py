@@ -1,37 +1,96 @@
-"""How a turn's tokens are chosen and when it ends.
+"""How a turn's tokens are chosen and when it ends: `SamplingParams`, and the table of its fields.
 
-Owns: `SamplingParams`, its limits that need no model, and the banned/stopping ids they amount to.
+Owns: the parameters, their limits that need no model, and the banned/stopping ids they amount to. The table
+is the metadata of the fields: checks, documentation, command-line flags, the columns of a step's plan,
+defaults from a model's files, and what the server's routes take or refuse follow from it.
 Does not know: the vocabulary or the context length; the engine checks those when a turn is submitted.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Real
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from pensieve_jax.core.errors import InvalidRequestError
-from pensieve_jax.core.options import is_utf8
+from pensieve_jax.core.options import KEY, Limit, Row, documented, is_utf8, options_of
 
 MAX_SEED = 2**63 - 1
 # Every stop string is looked for in every token's text, between two steps of everybody's engine.
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
+_MAX_INT = 2**31 - 1
+_TABLE_KEY: Final = "sampling"
+
+COMPLETIONS, RESPONSES = "completions", "responses"
+ROUTES: Final = (COMPLETIONS, RESPONSES)
+"""Where the server takes sampling fields: Chat Completions and Completions alike, and Responses."""
 
 
-def _check_number(name: str, value: Any, low: float, high: float, limit: str) -> None:
-    """Refuse what is no number, NaN, infinite or outside [low, high]."""
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    # Compared before anything else: NaN fails, and an int may be too large for a float.
-    if not is_number or not low <= value <= high:
-        raise InvalidRequestError(name, value, limit)
+class Column(NamedTuple):
+    """What a row of a step's plan says of a field: one word of 32 bits.
+
+    Attributes:
+      dtype: of the word, as numpy names it: "<f4" or "<i4".
+      off: the value of rows that do not use the field, and of padding.
+    """
+
+    dtype: str
+    off: float
 
 
-def _check_int(name: str, value: object, low: int, high: int, limit: str | None = None) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise InvalidRequestError(name, value, limit or f"an integer from {low} to {high}")
+class SamplingField(NamedTuple):
+    """A row of the table, beside what `options_of(SamplingParams)` says of it.
+
+    Attributes:
+      column: what a step's plan says of it; None where only the host needs it.
+      routes: of `ROUTES`, those that take it under its own name. Others refuse every value but its default.
+      flag: the flag's help; "" where there is no flag.
+      is_model_default: a model's generation_config.json may set it for requests that say nothing.
+    """
+
+    column: Column | None = None
+    routes: tuple[str, ...] = ROUTES
+    flag: str = ""
+    is_model_default: bool = False
+
+
+def sampling_field(default: Any, limit: Limit, help: str, table: SamplingField) -> Any:
+    """Return a field of `SamplingParams`: its default, what it must be, what it means, and its row."""
+    metadata = {KEY: Row(limit, help, ""), _TABLE_KEY: table}
+    if isinstance(default, tuple):
+        return field(default_factory=tuple, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def _is_int(value: object, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _integer(low: int, high: int, words: str | None = None) -> Limit:
+    return Limit(
+        words or f"an integer from {low} to {high}",
+        lambda value: _is_int(value, low, high),
+        is_told=words is not None,
+    )
+
+
+def _real(low: float, high: float, words: str) -> Limit:
+    """A number that is not NaN and lies in [low, high]."""
+
+    def accepts(value: Any) -> bool:
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        # Compared before anything else: NaN fails, and an int may be too large for a float.
+        return is_number and bool(low <= value <= high)
+
+    return Limit(words, accepts)
+
+
+def _none_or(limit: Limit) -> Limit:
+    return limit._replace(accepts=lambda value: value is None or limit.accepts(value))
 
 
 def _check_size(name: str, value: Sized, most: int, what: str) -> None:
@@ -39,83 +98,148 @@ def _check_size(name: str, value: Sized, most: int, what: str) -> None:
         raise InvalidRequestError(name, f"{len(value)} {what}", f"at most {most} {what}")
 
 
-def _is_text(stop: str) -> bool:
-    """Whether a reply can ever say it."""
-    return stop != "" and is_utf8(stop)
+def _is_text(stop: object) -> bool:
+    """Return whether a reply can ever contain this string."""
+    return isinstance(stop, str) and stop != "" and is_utf8(stop)
 
 
+def _are_strings(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(map(_is_text, value))
+
+
+_TOP_P = _real(0.0, 1.0, "a number above 0 and at most 1")
+_FLOAT, _INT = "<f4", "<i4"
+
+
+@documented
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Parameters of one turn.
 
     A sampled turn is a function of (seed, absolute position, logits): it does not depend on the batch it
     ran in, on evictions or on restarts.
-
-    Attributes:
-      max_tokens: the most tokens of the reply; the turn then ends with "length".
-      min_tokens: the first so many tokens of a reply do not end it: end-of-sequence and stop ids are not
-        sampled, and a stop string that they complete is text.
-      temperature: 0 is greedy.
-      top_k: sample among the k most likely ids; 0 is off.
-      top_p: sample among the most likely ids whose probabilities add up to this; 1 is off.
-      seed: None draws one, which is stored with the turn.
-      stop: strings that end the reply, at most 16 of 1,024 characters; the text ends before them. What was
-        sampled of them stays where a conversation goes on; a server's chats are written anew behind the text.
-        Kept as a tuple.
-      stop_token_ids: ids that end the reply, as the model's end-of-sequence does; at most 1,024.
-        Kept as a tuple.
-      ignore_eos: True goes on past the model's end-of-sequence, as benchmarks do; a chat ends there.
-      logprobs: None for none, 0 for those of the chosen tokens, k for the k most likely as well.
     """
 
-    max_tokens: int = 32
-    min_tokens: int = 0
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-    stop: Sequence[str] = field(default_factory=tuple)
-    stop_token_ids: Sequence[int] = field(default_factory=tuple)
-    ignore_eos: bool = False
-    logprobs: int | None = None
+    max_tokens: int = sampling_field(
+        32,
+        _integer(1, _MAX_INT),
+        'The most tokens of the reply; the turn then ends with "length".',
+        SamplingField(flag="The most tokens of a reply."),
+    )
+    min_tokens: int = sampling_field(
+        0,
+        _integer(0, _MAX_INT),
+        "This many tokens at the beginning of a reply do not end it: end-of-sequence and stop ids are not "
+        "sampled, and a stop string that they complete is text.",
+        SamplingField(routes=(COMPLETIONS,), flag="Replies do not end before this many tokens."),
+    )
+    temperature: float = sampling_field(
+        0.0,
+        _real(0.0, 1e4, "a finite number from 0 to 10000"),
+        "0 is greedy.",
+        SamplingField(Column(_FLOAT, 0), flag="0 is greedy.", is_model_default=True),
+    )
+    top_k: int = sampling_field(
+        0,
+        _integer(0, _MAX_INT),
+        "Sample among the k most likely ids; 0 is off.",
+        SamplingField(
+            Column(_INT, 0), flag="Sample among the k most likely ids; 0 is off.", is_model_default=True
+        ),
+    )
+    top_p: float = sampling_field(
+        1.0,
+        Limit(_TOP_P.words, lambda value: _TOP_P.accepts(value) and value != 0),
+        "Sample among the most likely ids whose probabilities add up to this; 1 is off.",
+        SamplingField(
+            Column(_FLOAT, 1),
+            flag="Sample among ids of this much probability; 1 is off.",
+            is_model_default=True,
+        ),
+    )
+    seed: int | None = sampling_field(
+        None,
+        _none_or(_integer(0, MAX_SEED)),
+        "None draws one, which is stored with the turn.",
+        SamplingField(flag="Of sampled turns; default: a new one for each."),
+    )
+    stop: Sequence[str] = sampling_field(
+        (),
+        Limit("a list of non-empty strings that UTF-8 can hold", _are_strings, is_told=False),
+        "Strings that end the reply, at most 16 of 1,024 characters; the text ends before them. What was "
+        "sampled of them stays where a conversation goes on; a server's chats are written anew behind the "
+        "text. Kept as a tuple.",
+        SamplingField(routes=(COMPLETIONS,), flag="A string that ends the reply."),
+    )
+    stop_token_ids: Sequence[int] = sampling_field(
+        (),
+        Limit("a list of ids", lambda value: isinstance(value, Sequence), is_told=False),
+        "Ids that end the reply, as the model's end-of-sequence does; at most 1,024. Kept as a tuple.",
+        SamplingField(routes=(COMPLETIONS,)),
+    )
+    ignore_eos: bool = sampling_field(
+        False,
+        Limit("True or False", lambda value: isinstance(value, bool), is_told=False),
+        "True goes on past the model's end-of-sequence, as benchmarks do; a chat ends there.",
+        SamplingField(routes=(COMPLETIONS,), flag="Go on past the end of sequence."),
+    )
+    logprobs: int | None = sampling_field(
+        None,
+        # How many there may be at most is the engine's, which checks it.
+        _none_or(_integer(0, _MAX_INT, "an integer from 0 to what the engine has room for (max_logprobs)")),
+        "None for none, 0 for those of the chosen tokens, k for the k most likely as well.",
+        SamplingField(routes=(COMPLETIONS,)),
+    )
 
     def __post_init__(self) -> None:
         """Raise `InvalidRequestError`, naming the field, on what cannot work."""
-        _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _check_number("temperature", self.temperature, 0.0, 1e4, "a finite number from 0 to 10000")
-        _check_int("top_k", self.top_k, 0, 2**31 - 1)
-        _check_number("top_p", self.top_p, 0.0, 1.0, "a number above 0 and at most 1")
-        for name in ("temperature", "top_p"):
+        for option in options_of(SamplingParams):
+            value = getattr(self, option.name)
+            if not option.limit.accepts(value):
+                raise InvalidRequestError(option.name, value, option.limit.words)
             # A number of NumPy or a fraction: JSON and the way to another process have ints and floats only.
-            if type(getattr(self, name)) not in (int, float):
-                object.__setattr__(self, name, float(getattr(self, name)))
-        if self.top_p == 0:
-            raise InvalidRequestError("top_p", self.top_p, "a number above 0 and at most 1")
-        if self.seed is not None:
-            _check_int("seed", self.seed, 0, MAX_SEED)
-        if self.logprobs is not None:
-            # How many there may be at most is the engine's, which checks it.
-            limit = "an integer from 0 to what the engine has room for (max_logprobs)"
-            _check_int("logprobs", self.logprobs, 0, 2**31 - 1, limit)
-        is_list = isinstance(self.stop, Sequence) and not isinstance(self.stop, str)
-        if not is_list or not all(isinstance(stop, str) and _is_text(stop) for stop in self.stop):
-            raise InvalidRequestError("stop", self.stop, "a list of non-empty strings that UTF-8 can hold")
+            if option.kind is float and type(value) not in (int, float):
+                object.__setattr__(self, option.name, float(value))
+        if self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                "min_tokens", self.min_tokens, f"an integer from 0 to {self.max_tokens}"
+            )
         _check_size("stop", self.stop, MAX_STOP_STRINGS, "strings")
         for string in self.stop:
             _check_size("stop", string, MAX_STOP_CHARACTERS, "characters in a string")
-        if not isinstance(self.stop_token_ids, Sequence):
-            raise InvalidRequestError("stop_token_ids", self.stop_token_ids, "a list of ids")
         _check_size("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS, "ids")
+        for i, token_id in enumerate(self.stop_token_ids):
+            if not _is_int(token_id, 0, _MAX_INT):
+                limit = f"an integer from 0 to {_MAX_INT}"
+                raise InvalidRequestError(f"stop_token_ids[{i}]", token_id, limit)
         # Whoever is given these relies on the checks, and the caller may change its lists.
         for name in ("stop", "stop_token_ids"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        for i, token_id in enumerate(self.stop_token_ids):
-            _check_int(f"stop_token_ids[{i}]", token_id, 0, 2**31 - 1)
-        if not isinstance(self.ignore_eos, bool):
-            raise InvalidRequestError("ignore_eos", self.ignore_eos, "True or False")
 
     def ending_ids(self, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
         """The ids that end a reply, for a model with these end-of-sequence ids."""
         eos = () if self.ignore_eos else tuple(eos_token_ids)
         return tuple(dict.fromkeys((*self.stop_token_ids, *eos)))
+
+
+@functools.cache
+def sampling_table() -> dict[str, SamplingField]:
+    """Return the table, by name of the field and in order."""
+    return {one.name: one.metadata[_TABLE_KEY] for one in fields(SamplingParams)}
+
+
+@functools.cache
+def plan_columns() -> dict[str, Column]:
+    """Return the columns of a step's plan, by name of the field and in order."""
+    return {name: row.column for name, row in sampling_table().items() if row.column is not None}
+
+
+@functools.cache
+def refused_fields(route: str) -> dict[str, tuple[Any, ...]]:
+    """Return the fields that a route does not take, each with the one value that changes nothing."""
+    defaults = {option.name: option.default for option in options_of(SamplingParams)}
+    return {
+        name: ([] if defaults[name] is tuple else defaults[name],)
+        for name, row in sampling_table().items()
+        if route not in row.routes
+    }

@@ -7,22 +7,31 @@ Does not know: plans, requests, or how tokens are chosen (`decoding.device.sampl
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, overload
+from typing import Any, Final, NamedTuple, overload
 
 import numpy as np
 
-from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.core.sampling_params import SamplingParams, plan_columns
 
+COLUMNS: Final = plan_columns()
+"""The sampling fields that a device reads, by name: one word of a row each."""
 # How a request is sampled, field by field as `SamplingRows` has them, and whether it wants log probabilities.
-SAMPLING = np.dtype(
-    [("temperature", "<f4"), ("top_k", "<i4"), ("top_p", "<f4"), ("seed", "<u4", 2), ("logprobs", "<i4")]
+SAMPLING: Final = np.dtype(
+    [
+        *((name, column.dtype) for name, column in COLUMNS.items()),
+        ("seed", "<u4", (2,)),
+        ("logprobs", "<i4"),
+    ]
 )
-SAMPLING_WORDS = ("temperature", "top_k", "top_p", "seed_low", "seed_high")
+SAMPLING_WORDS: Final = (*COLUMNS, "seed_low", "seed_high")
 """The 32-bit words that a `SAMPLING` record begins with: all but `logprobs`."""
 
 
 class SamplingRows[A](NamedTuple):
-    """How each row is to be sampled. A is the kind of array: jax's or numpy's."""
+    """How each row is to be sampled. A is the kind of array: jax's or numpy's.
+
+    It begins with a field for each of `COLUMNS`, in their order.
+    """
 
     temperature: A  # f32[S]: 0 is greedy
     top_k: A  # i32[S]: 0 is off
@@ -63,13 +72,8 @@ class StepResult(NamedTuple):
 
 def pack_sampling(params: SamplingParams, seed: int) -> bytes:
     """A `SAMPLING` record, made once a request: a step joins those of its rows into one array."""
-    record = (
-        params.temperature,
-        params.top_k,
-        params.top_p,
-        (seed & 0xFFFFFFFF, seed >> 32),
-        bool(params.logprobs),
-    )
+    columns = [getattr(params, name) for name in COLUMNS]
+    record = (*columns, (seed & 0xFFFFFFFF, seed >> 32), bool(params.logprobs))
     return np.array(record, SAMPLING).tobytes()
 
 

@@ -26,7 +26,7 @@ from pensieve_jax.core.errors import ContextLengthError
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.decoding.device import sampler
 from pensieve_jax.decoding.device.structure import ModelStructure
-from pensieve_jax.decoding.sampling_rows import SamplerMode, SamplingRows, truncates
+from pensieve_jax.decoding.sampling_rows import COLUMNS, SamplerMode, SamplingRows, truncates
 
 _MIN_PADDED = 16
 MIN_MARGIN: Final = 1e-3
@@ -158,9 +158,7 @@ def turn_rows(
     num_rows = len(positions)
     ending_ids = np.array(params.ending_ids(eos_token_ids), np.int32)
     return SamplingRows(
-        temperature=np.full(num_rows, params.temperature, np.float32),
-        top_k=np.full(num_rows, params.top_k, np.int32),
-        top_p=np.full(num_rows, params.top_p, np.float32),
+        **{name: np.full(num_rows, getattr(params, name), column.dtype) for name, column in COLUMNS.items()},
         seed=np.tile(np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32), (num_rows, 1)),
         sample_positions=positions.astype(np.int32),
         banned_ids=np.tile(ending_ids, (num_rows, 1)),

@@ -1,19 +1,22 @@
 """What one step is told, as numpy: the packed plan.
 
-Owns: the one table of a plan's fields, in the body of `StepPlan`, and so the layout of the one int32 buffer
-that goes to the device each step, with a named view on every part of it, so that one copy carries all of a
-step's metadata (a copy costs far more than its bytes).
+Owns: the one table of a plan's fields, in the body of `StepPlan` but for the columns of sampling fields
+(`core.sampling_params`), and so the layout of the one int32 buffer that goes to the device each step. Every
+part of it has a named view, and one copy carries all of a step's metadata (a copy costs far more than its bytes).
 Does not know: how a plan comes about (`planner`), or what a device does with it (`device.model_runner`).
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple, Self, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, overload
 
 import numpy as np
+
+from pensieve_jax.decoding.sampling_rows import COLUMNS
 
 NUM_FLAGS = 4
 # Fields begin at multiples of 256 bytes: XLA hands a kernel a slice of the buffer as it lies, without a copy,
@@ -168,9 +171,7 @@ class StepPlan:
     num_samples = PlanField(1)
     sample_tokens = PlanField("S")  # index into the T tokens
     sample_positions = PlanField("S")  # absolute position of the token to be sampled
-    temperature = PlanField("S", dtype=np.float32)  # 0 is greedy
-    top_k = PlanField("S")  # 0 is off
-    top_p = PlanField("S", dtype=np.float32, padding=1)  # 1 is off
+    # Here stand the columns of the table of sampling fields: `temperature`, `top_k`, `top_p`, each of "S".
     seed = PlanField("S", 2, dtype=np.uint32)  # 64 bits, low word first
     banned_ids = PlanField("S", "B", padding=-1)
     flags = PlanField(NUM_FLAGS)  # see the FLAG_ constants
@@ -195,7 +196,22 @@ class StepPlan:
                 view = view.view(dtype)
             own[name] = view if shape is None else view.reshape(shape)
 
+    if TYPE_CHECKING:  # columns are attributes as the fields above are
+
+        def __getattr__(self, name: str) -> np.ndarray: ...
+
     @classmethod
+    @functools.cache
     def rows(cls) -> dict[str, PlanField]:
-        """The table: every field by name, in the order of the buffer."""
-        return {name: row for name, row in vars(cls).items() if isinstance(row, PlanField)}
+        """The table: every field by name, in the order of the buffer, columns before `seed`."""
+        declared = {name: row for name, row in vars(cls).items() if isinstance(row, PlanField)}
+        columns = {
+            name: PlanField("S", dtype=np.dtype(column.dtype).type, padding=column.off)
+            for name, column in COLUMNS.items()
+        }
+        found: dict[str, PlanField] = {}
+        for name, row in declared.items():
+            if name == "seed":
+                found |= columns
+            found[name] = row
+        return found

@@ -19,7 +19,7 @@ import numpy as np
 
 from pensieve_jax.cache import PageTable
 from pensieve_jax.core.conversation import PENDING_TOKEN
-from pensieve_jax.decoding.sampling_rows import SAMPLING, truncates
+from pensieve_jax.decoding.sampling_rows import COLUMNS, SAMPLING, truncates
 from pensieve_jax.scheduler.buckets import bucket_for
 from pensieve_jax.scheduler.output import SchedulerOutput
 from pensieve_jax.scheduler.plan import FLAG_LOGPROBS, FLAG_SAMPLES, FLAG_TRUNCATES, PlanLayout, StepPlan
@@ -114,7 +114,7 @@ class Planner:
         plan.sample_tokens[:num_samples] = plan.cu_q_lens[1:].take(numbers) - 1
         plan.sample_positions[:num_samples] = plan.kv_lens.take(numbers)
         sampling = np.frombuffer(b"".join([request.sampling for request in requests]), SAMPLING)
-        for name in ("temperature", "top_k", "top_p", "seed"):
+        for name in (*COLUMNS, "seed"):
             getattr(plan, name)[:num_samples] = sampling[name]
         for sample_row, request in enumerate(requests):
             request.sample_row = sample_row

@@ -16,7 +16,7 @@ import numpy as np
 from pallas_kernels.ragged_paged_attention import TileSpec, build_tiles, tile_spec
 from pensieve_jax.decoding.device import sampler
 from pensieve_jax.decoding.device.choose import choose
-from pensieve_jax.decoding.sampling_rows import SamplerMode, SamplingRows
+from pensieve_jax.decoding.sampling_rows import COLUMNS, SamplerMode, SamplingRows
 from pensieve_jax.rebatching.config import PAGE_TOKENS, RebatchingConfig
 from pensieve_jax.rebatching.device import programs
 from pensieve_jax.rebatching.device.programs import Statics
@@ -153,9 +153,10 @@ class ProgramSet:
     def _sampler(self, mode: SamplerMode) -> Program:
         storage, width = self._storage, self._config.max_batch
         rows = SamplingRows(
-            temperature=storage.whole(width, dtype=np.float32),
-            top_k=storage.whole(width),
-            top_p=storage.whole(width, dtype=np.float32),
+            **{
+                name: storage.whole(width, dtype=np.dtype(column.dtype).type)
+                for name, column in COLUMNS.items()
+            },
             seed=storage.whole(width, 2, dtype=np.uint32),
             sample_positions=storage.whole(width),
             banned_ids=storage.whole(width, self._config.max_banned_ids),

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -19,7 +20,7 @@ from model_defs.attention import PagedAttention, RaggedBatch
 from pallas_kernels.ragged_paged_attention import TileSpec
 from pensieve_jax.decoding.device.choose import Scores
 from pensieve_jax.decoding.device.structure import ModelStructure
-from pensieve_jax.decoding.sampling_rows import SAMPLING_WORDS, SamplingRows
+from pensieve_jax.decoding.sampling_rows import COLUMNS, SAMPLING_WORDS, SamplingRows
 from pensieve_jax.rebatching.config import PAGE_TOKENS
 from pensieve_jax.rebatching.device.attention import RingAttention
 from pensieve_jax.rebatching.device.ring_state import RingState
@@ -61,9 +62,10 @@ def _read(words: jax.Array, layout: WordsLayout) -> _Words:
     named = dict(zip(SAMPLING_WORDS, fields[len(COUNTS) :], strict=False))
     seeds = jnp.stack([named["seed_low"], named["seed_high"]], axis=1)
     rows = SamplingRows(
-        temperature=lax.bitcast_convert_type(named["temperature"], jnp.float32),
-        top_k=named["top_k"],
-        top_p=lax.bitcast_convert_type(named["top_p"], jnp.float32),
+        **{
+            name: lax.bitcast_convert_type(named[name], np.dtype(column.dtype))
+            for name, column in COLUMNS.items()
+        },
         seed=lax.bitcast_convert_type(seeds, jnp.uint32),
         sample_positions=counts["sample_position"],
         banned_ids=fields[len(COUNTS) + len(SAMPLING_WORDS) :].T,
