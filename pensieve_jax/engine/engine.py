@@ -33,7 +33,7 @@ from pensieve_jax.engine.submission import Intake, Placing
 from pensieve_jax.engine.turn import Deltas, Reply, Turn
 from pensieve_jax.engine.validation import check_beginning, check_turn, checked_prefix
 from pensieve_jax.history import HistoryStore
-from pensieve_jax.history.changes import HistoryChange
+from pensieve_jax.history.server_tables.changes import HistoryChange
 from pensieve_jax.scheduler import Planner, RequestStatus, SchedulerOutput
 from pensieve_jax.text import Message, Tokenizer
 

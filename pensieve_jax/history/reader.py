@@ -19,18 +19,12 @@ from typing import Any, Final, Literal, Self
 
 from pensieve_jax.core.errors import InvalidRequestError, UnknownRecordError, UnknownTurnError
 from pensieve_jax.core.outputs import Usage
-from pensieve_jax.history import (
-    codec,
-    idempotency_table,
-    opening,
-    responses_table,
-    server_conversations,
-    turns_table,
-)
+from pensieve_jax.history import codec, opening, turns_table
 from pensieve_jax.history import trees as response_trees
-from pensieve_jax.history.changes import ConversationRow, ItemRow, ResponseRecord
 from pensieve_jax.history.connection import Connection
 from pensieve_jax.history.postgres_location import is_postgres
+from pensieve_jax.history.server_tables import idempotency_table, responses_table, server_conversations
+from pensieve_jax.history.server_tables.changes import ConversationRow, ItemRow, ResponseRecord
 from pensieve_jax.text.messages import Message
 
 type Order = Literal["asc", "desc"]

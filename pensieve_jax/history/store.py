@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.outputs import Usage
-from pensieve_jax.history.changes import HistoryChange
+from pensieve_jax.history.server_tables.changes import HistoryChange
 from pensieve_jax.text.messages import Message
 
 CUT_FINISH_REASON: Final = "truncated"

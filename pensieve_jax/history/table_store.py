@@ -15,14 +15,10 @@ from types import TracebackType
 from typing import ClassVar, NamedTuple, Self
 
 from pensieve_jax.core.errors import ConversationChangedError, InvalidRequestError, PensieveError
-from pensieve_jax.history import (
-    codec,
-    named_conversations,
-    responses_table,
-    server_conversations,
-    turns_table,
-)
-from pensieve_jax.history.changes import (
+from pensieve_jax.history import codec, named_conversations, turns_table
+from pensieve_jax.history.connection import Connection
+from pensieve_jax.history.server_tables import responses_table, server_conversations
+from pensieve_jax.history.server_tables.changes import (
     AppendItems,
     CreateConversation,
     DeleteConversation,
@@ -35,7 +31,6 @@ from pensieve_jax.history.changes import (
     ResponseDraft,
     UpdateConversation,
 )
-from pensieve_jax.history.connection import Connection
 from pensieve_jax.history.store import ConversationInfo, ConversationRecord, Cut, TurnRecord
 
 _NOTES = "note:"  # before the names of notes among the keys of `meta`

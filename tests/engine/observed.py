@@ -11,7 +11,7 @@ from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.engine.runner import Progress, Runner
 from pensieve_jax.engine.transfers import Ended, Transfers
 from pensieve_jax.history import ConversationInfo, ConversationRecord, Cut, HistoryStore, TurnRecord
-from pensieve_jax.history.changes import HistoryChange
+from pensieve_jax.history.server_tables.changes import HistoryChange
 from pensieve_jax.scheduler import PlanLayout, StepPlan, StepResult
 
 Fault = Callable[[], BaseException]

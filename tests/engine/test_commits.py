@@ -16,7 +16,7 @@ from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import TurnNode, new_turn_id
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history import HistoryReader
-from pensieve_jax.history.changes import (
+from pensieve_jax.history.server_tables.changes import (
     ConversationAppend,
     CreateConversation,
     DeleteResponse,

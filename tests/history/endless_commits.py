@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from pensieve_jax.core.errors import InvalidRequestError, PensieveError
 from pensieve_jax.history import HistoryStore, TurnRecord, open_store
-from pensieve_jax.history.changes import (
+from pensieve_jax.history.server_tables.changes import (
     ConversationAppend,
     CreateConversation,
     Idempotency,

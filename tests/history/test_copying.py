@@ -8,12 +8,12 @@ import pytest
 
 from pensieve_jax.core.errors import ConfigError, HistoryError, HistoryLockedError, HistoryMismatchError
 from pensieve_jax.history import HistoryReader, TurnRecord, copying, open_store
-from pensieve_jax.history.changes import DeleteResponse, QueueResponse
 from pensieve_jax.history.copying import contents, copy_history, fingerprint_at
+from pensieve_jax.history.server_tables.changes import DeleteResponse, QueueResponse
 from tests.history.conftest import FINGERPRINT
 from tests.history.endless_commits import named, planned
+from tests.history.server_tables.test_responses import append_to, begin_conversation, draft, message, turn
 from tests.history.test_response_trees import respond
-from tests.history.test_responses import append_to, begin_conversation, draft, message, turn
 
 OTHER = "model:z tokenizer:b"
 

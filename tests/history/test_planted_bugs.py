@@ -7,17 +7,10 @@ import inspect
 import pytest
 
 from pensieve_jax.core.errors import PensieveError
-from pensieve_jax.history import (
-    HistoryReader,
-    named_conversations,
-    open_store,
-    responses_table,
-    server_conversations,
-    table_store,
-    turns_table,
-)
-from tests.history import test_responses as responses
+from pensieve_jax.history import HistoryReader, named_conversations, open_store, table_store, turns_table
+from pensieve_jax.history.server_tables import responses_table, server_conversations
 from tests.history import test_trees as trees
+from tests.history.server_tables import test_responses as responses
 
 
 def without_savepoint(monkeypatch):

@@ -15,7 +15,7 @@ from pensieve_jax.history import copying, named_conversations, open_store
 from pensieve_jax.history.postgres_location import parse
 from tests.deadlines import wait_until
 from tests.history.racing_commits import FINGERPRINT, behind
-from tests.history.test_responses import append_to, begin_conversation, commit, draft, turn
+from tests.history.server_tables.test_responses import append_to, begin_conversation, commit, draft, turn
 from tests.postgres_server import PASSWORD
 
 psycopg = pytest.importorskip("psycopg", reason="needs the extra `postgres`")

@@ -20,13 +20,20 @@ from pensieve_jax.core.errors import (
 )
 from pensieve_jax.core.turn_node import new_turn_id
 from pensieve_jax.history import HistoryReader, TurnRecord, named_conversations, open_store
-from pensieve_jax.history.changes import AppendItems, DeleteResponse, Expire
 from pensieve_jax.history.postgres_location import parse
+from pensieve_jax.history.server_tables.changes import AppendItems, DeleteResponse, Expire
 from tests.deadlines import wait_until
 from tests.history import racing_commits
 from tests.history.racing_commits import FINGERPRINT, behind, race
+from tests.history.server_tables.test_responses import (
+    append_to,
+    begin_conversation,
+    commit,
+    draft,
+    message,
+    turn,
+)
 from tests.history.test_database_file import PREAMBLE
-from tests.history.test_responses import append_to, begin_conversation, commit, draft, message, turn
 from tests.seeds import enough, new_seed
 
 psycopg = pytest.importorskip("psycopg", reason="needs the extra `postgres`")

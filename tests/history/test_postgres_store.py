@@ -23,7 +23,7 @@ from pensieve_jax.history import HistoryReader, TurnRecord, open_store, table_st
 from pensieve_jax.history.opening import absolute, shown
 from pensieve_jax.history.postgres_location import parse
 from tests.history.conftest import FINGERPRINT
-from tests.history.test_responses import append_to, begin_conversation, draft, turn
+from tests.history.server_tables.test_responses import append_to, begin_conversation, draft, turn
 from tests.postgres_server import PASSWORD
 
 psycopg = pytest.importorskip("psycopg", reason="needs the extra `postgres`")
@@ -237,7 +237,7 @@ def test_what_a_head_has_left_behind_is_removed(url):
         for version, one in enumerate((old, new)):
             assert store.commit([one], [draft(one, conversation=append_to("conv_1", version))]) == {}
             assert store.has_turn("ann", one.turn_id)
-        from pensieve_jax.history.changes import DeleteResponse, Expire
+        from pensieve_jax.history.server_tables.changes import DeleteResponse, Expire
 
         store.apply(DeleteResponse(owner="ann", response_id=f"resp_{old.turn_id}"))
         store.apply(Expire(now_s=0.0))

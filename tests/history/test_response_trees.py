@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pensieve_jax.core.outputs import Usage
 from pensieve_jax.core.turn_node import new_turn_id, root_of
 from pensieve_jax.history import SQLiteHistoryStore, TurnRecord, open_store, trees
-from pensieve_jax.history.changes import DeleteResponse, ResponseDraft
 from pensieve_jax.history.reader import HistoryReader
+from pensieve_jax.history.server_tables.changes import DeleteResponse, ResponseDraft
 
 USAGE = Usage(3, 0, 1, 2, 3, 2)
 

@@ -17,8 +17,8 @@ from pensieve_jax.core.outputs import FinishReason, Output, TokenLogprob, Usage
 from pensieve_jax.core.turn_node import TurnNode
 from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec
 from pensieve_jax.engine.branches import Place
-from pensieve_jax.engine.validation import check_turns
-from pensieve_jax.history.changes import HistoryChange
+from pensieve_jax.engine.validation import ModelLimits, TurnSpec, check_turns
+from pensieve_jax.history.server_tables.changes import HistoryChange
 from pensieve_jax.server.async_engine import AsyncDelta, EngineInfo, EngineState
 from pensieve_jax.server.context.resolver import Resolver
 from pensieve_jax.server.context.turn_index import TurnIndex

@@ -10,10 +10,10 @@ from typing import Any
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.core.errors import PensieveError, UnknownTurnError
 from pensieve_jax.core.outputs import FinishReason
-from pensieve_jax.decoding.turn_spec import TurnSpec
-from pensieve_jax.history.changes import HistoryChange
+from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.opening import open_store
 from pensieve_jax.history.reader import HistoryReader
+from pensieve_jax.history.server_tables.changes import HistoryChange
 from pensieve_jax.history.store import TurnRecord
 from pensieve_jax.server.context.history_turns import HistoryTurns
 from pensieve_jax.server.context.resolver import Resolver

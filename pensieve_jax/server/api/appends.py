@@ -14,7 +14,7 @@ from __future__ import annotations
 import secrets
 from typing import Final, NamedTuple
 
-from pensieve_jax.history.changes import Idempotency
+from pensieve_jax.history.server_tables.changes import Idempotency
 from pensieve_jax.server.api.recent import Recent
 from pensieve_jax.server.api.repeats import kept_key
 

@@ -21,8 +21,13 @@ from typing import Any, Final
 import msgspec
 
 from pensieve_jax.core.errors import PensieveError, UnknownTurnError
-from pensieve_jax.decoding.turn_spec import TurnSpec
-from pensieve_jax.history.changes import EndResponse, QueueResponse, ResponseDraft, ResponseRecord
+from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.history.server_tables.changes import (
+    EndResponse,
+    QueueResponse,
+    ResponseDraft,
+    ResponseRecord,
+)
 from pensieve_jax.server.api import background_drive
 from pensieve_jax.server.api.background_drive import BackgroundDriver
 from pensieve_jax.server.api.background_job import decode_job, draft_of, encode_job

@@ -13,8 +13,8 @@ import msgspec
 
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import TurnNode
-from pensieve_jax.decoding.turn_spec import TurnSpec
-from pensieve_jax.history.changes import ResponseDraft, ResponseRecord
+from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.history.server_tables.changes import ResponseDraft, ResponseRecord
 
 
 class _Job(msgspec.Struct):

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from pensieve_jax.core.errors import ConversationChangedError, UnknownRecordError
-from pensieve_jax.history.changes import (
+from pensieve_jax.history.server_tables.changes import (
     AppendItems,
     ConversationRow,
     CreateConversation,

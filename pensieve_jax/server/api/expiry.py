@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Final
 
 from pensieve_jax.core.errors import PensieveError
-from pensieve_jax.history.changes import Expire
+from pensieve_jax.history.server_tables.changes import Expire
 from pensieve_jax.server.http.services import Services
 
 _PERIOD_S: Final = 600.0

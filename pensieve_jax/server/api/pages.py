@@ -13,8 +13,8 @@ from typing import Any, Final
 import msgspec
 from starlette.datastructures import QueryParams
 
-from pensieve_jax.history.changes import ItemRow
 from pensieve_jax.history.reader import Order, Page
+from pensieve_jax.history.server_tables.changes import ItemRow
 from pensieve_jax.server.http.call import Call
 from pensieve_jax.server.http.errors import invalid_value
 from pensieve_jax.server.http.replies import Bytes, Reply, encode_json

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
 from pensieve_jax.core.errors import UnknownRecordError
-from pensieve_jax.history.changes import Idempotency, ResponseRecord
+from pensieve_jax.history.server_tables.changes import Idempotency, ResponseRecord
 from pensieve_jax.server.api.ends import Ends
 from pensieve_jax.server.api.recent import Recent
 from pensieve_jax.server.api.response_runs import ResponseRun

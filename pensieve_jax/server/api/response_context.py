@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pensieve_jax.core.errors import ChatTemplateError, UnknownRecordError, UnknownTurnError
-from pensieve_jax.history.changes import ConversationRow, ResponseRecord
+from pensieve_jax.history.server_tables.changes import ConversationRow, ResponseRecord
 from pensieve_jax.server.api.common import previous_response, unknown_previous, unwritable
 from pensieve_jax.server.api.item_schemas import (
     Item,

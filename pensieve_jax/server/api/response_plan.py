@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Final
 
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.decoding.turn_spec import TurnSpec
-from pensieve_jax.history.changes import ConversationAppend, ResponseDraft
+from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.history.server_tables.changes import ConversationAppend, ResponseDraft
 from pensieve_jax.server.api.common import check_num_tokens, most_tokens
 from pensieve_jax.server.api.item_schemas import reply_id, with_input_ids
 from pensieve_jax.server.api.repeats import kept_key

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from pensieve_jax.core.errors import PensieveError
-from pensieve_jax.history.changes import DeleteResponse, ResponseRecord
+from pensieve_jax.history.server_tables.changes import DeleteResponse, ResponseRecord
 from pensieve_jax.server.api.background import BackgroundResponses
 from pensieve_jax.server.api.common import check_model
 from pensieve_jax.server.api.foreground import ForegroundResponse

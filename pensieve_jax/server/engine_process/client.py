@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 from pensieve_jax.core.errors import EngineDiedError, PensieveError
-from pensieve_jax.history.changes import HistoryChange
+from pensieve_jax.history.server_tables.changes import HistoryChange
 from pensieve_jax.server.async_engine import EngineInfo
 from pensieve_jax.server.engine_process.messages import (
     Answer,

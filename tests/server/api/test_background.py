@@ -8,9 +8,9 @@ import openai
 import pytest
 
 from pensieve_jax.core.errors import EngineDiedError, HistoryError, HistoryMismatchError, StepFailedError
-from pensieve_jax.history import responses_table
-from pensieve_jax.history.changes import DeleteResponse, QueueResponse
 from pensieve_jax.history.reader import HistoryReader
+from pensieve_jax.history.server_tables import responses_table
+from pensieve_jax.history.server_tables.changes import DeleteResponse, QueueResponse
 from pensieve_jax.server.api import background_drive
 from pensieve_jax.server.api.background import BackgroundResponses
 from tests.server.api.live import START_S, LiveServer

@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from pensieve_jax.core.errors import EngineClosedError, EngineDiedError, HistoryError
-from pensieve_jax.history.changes import DeleteResponse, EndResponse, QueueResponse
 from pensieve_jax.history.reader import HistoryReader
+from pensieve_jax.history.server_tables.changes import DeleteResponse, EndResponse, QueueResponse
 from pensieve_jax.server.api import background, background_drive
 from pensieve_jax.server.http.errors import INTERNAL_ERROR
 from tests.server.api.live import LiveServer

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from pensieve_jax.core.clock import VirtualClock
-from pensieve_jax.history import server_conversations
 from pensieve_jax.history.reader import HistoryReader
+from pensieve_jax.history.server_tables import server_conversations
 from pensieve_jax.server.api import response_context
 from pensieve_jax.server.api.conversations import Conversations
 from pensieve_jax.server.api.responses import Responses

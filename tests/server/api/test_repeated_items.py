@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from pensieve_jax.core.errors import EngineClosedError
-from pensieve_jax.history.changes import AppendItems
+from pensieve_jax.history.server_tables.changes import AppendItems
 from pensieve_jax.server.api.appends import LIFETIME_S, MAX_UNANSWERED, Appends
 from pensieve_jax.server.api.repeats import KEY_LIFETIME_S
 from tests.server.api.test_left_behind import DIED, NO_ANSWER, losing

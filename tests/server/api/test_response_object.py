@@ -9,7 +9,7 @@ from openai.types.responses import Response
 from pydantic import ConfigDict
 
 from pensieve_jax.core.outputs import Usage
-from pensieve_jax.history.changes import ResponseRecord
+from pensieve_jax.history.server_tables.changes import ResponseRecord
 from pensieve_jax.server.api.response_object import kept_response, usage_object
 from pensieve_jax.server.api.response_schemas import CreateResponse, echo_of
 

@@ -19,7 +19,7 @@ from pensieve_jax.core.errors import (
     HistoryMismatchError,
     HistoryMissingError,
 )
-from pensieve_jax.history.changes import CreateConversation, DeleteConversation
+from pensieve_jax.history.server_tables.changes import CreateConversation, DeleteConversation
 from pensieve_jax.server.engine_process.lives import Life
 from pensieve_jax.server.engine_process.messages import Failed, Ready, Start
 from pensieve_jax.server.engine_process.sent_errors import sent_error

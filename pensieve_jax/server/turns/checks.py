@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from pensieve_jax.core.errors import ChatTemplateError, UnknownRecordError
 from pensieve_jax.core.outputs import Output
-from pensieve_jax.history.changes import ResponseRecord
+from pensieve_jax.history.server_tables.changes import ResponseRecord
 from pensieve_jax.server.context.resolver import ResolvedContext
 from pensieve_jax.server.http.errors import ApiError, as_api_error, context_too_long, invalid_value
 from pensieve_jax.server.http.services import Services

@@ -19,15 +19,9 @@ from pensieve_jax.core.errors import (
 )
 from pensieve_jax.core.outputs import Usage
 from pensieve_jax.core.turn_node import new_turn_id
-from pensieve_jax.history import (
-    HistoryReader,
-    SQLiteHistoryStore,
-    TurnRecord,
-    open_store,
-    responses_table,
-    server_conversations,
-)
-from pensieve_jax.history.changes import (
+from pensieve_jax.history import HistoryReader, SQLiteHistoryStore, TurnRecord, open_store
+from pensieve_jax.history.server_tables import responses_table, server_conversations
+from pensieve_jax.history.server_tables.changes import (
     AppendItems,
     ConversationAppend,
     CreateConversation,

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from pensieve_jax.core.errors import InvalidRequestError
 from pensieve_jax.history import codec
-from pensieve_jax.history.changes import Idempotency
 from pensieve_jax.history.connection import Connection
+from pensieve_jax.history.server_tables.changes import Idempotency
 
 type KnownRow = tuple[str, str, float]  # digest of the body, what it became, when its time is over
 

@@ -13,8 +13,11 @@ from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 from pensieve_jax.core.errors import InvalidRequestError, UnknownRecordError, UnknownTurnError
-from pensieve_jax.history import codec, idempotency_table, server_conversations, turns_table
-from pensieve_jax.history.changes import (
+from pensieve_jax.history import codec, turns_table
+from pensieve_jax.history.codec import TurnRow
+from pensieve_jax.history.connection import Connection
+from pensieve_jax.history.server_tables import idempotency_table, server_conversations
+from pensieve_jax.history.server_tables.changes import (
     ConversationAppend,
     DeleteResponse,
     EndResponse,
@@ -23,9 +26,7 @@ from pensieve_jax.history.changes import (
     ResponseDraft,
     ResponseRecord,
 )
-from pensieve_jax.history.codec import TurnRow
-from pensieve_jax.history.connection import Connection
-from pensieve_jax.history.server_conversations import Item
+from pensieve_jax.history.server_tables.server_conversations import Item
 
 MAX_EXPIRED: Final = 50  # of one change, so that the engine's thread is not held up
 _OWN_FIELDS: Final = (

@@ -20,8 +20,11 @@ from pensieve_jax.core.errors import (
     PensieveError,
     UnknownRecordError,
 )
-from pensieve_jax.history import codec, idempotency_table, turns_table
-from pensieve_jax.history.changes import (
+from pensieve_jax.history import codec, turns_table
+from pensieve_jax.history.codec import TurnRow
+from pensieve_jax.history.connection import Connection
+from pensieve_jax.history.server_tables import idempotency_table
+from pensieve_jax.history.server_tables.changes import (
     AppendItems,
     ConversationAppend,
     ConversationRow,
@@ -31,8 +34,6 @@ from pensieve_jax.history.changes import (
     ItemRow,
     UpdateConversation,
 )
-from pensieve_jax.history.codec import TurnRow
-from pensieve_jax.history.connection import Connection
 
 ROW: Final = "SELECT conversation_id, owner, version, metadata, created_at_s FROM conversations"
 THIS: Final = "owner = ? AND conversation_id = ? AND metadata IS NOT NULL"

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.history.changes import ResponseDraft
-from pensieve_jax.server.api.item_schemas import item_of, reply_id, with_input_ids
-from pensieve_jax.server.api.response_plan import LIFETIME_S
+from pensieve_jax.history.server_tables.changes import ResponseDraft
 from pensieve_jax.server.api.response_schemas import CreateResponse, echo_of
 from pensieve_jax.server.http.services import Services
+from pensieve_jax.server.turns.items import item_of, reply_id, with_input_ids
 from pensieve_jax.text import Message
+from typing import Final
 
 
 def kept_draft(
@@ -42,3 +41,7 @@ def kept_draft(
         created_at_s=now_s,
         expires_at_s=now_s + LIFETIME_S,
     )
+
+
+
+LIFETIME_S: Final = 30 * 24 * 3600.0

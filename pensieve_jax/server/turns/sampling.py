@@ -1,0 +1,218 @@
+"""What a request says about sampling, to the engine's parameters.
+
+Owns: the fields that Chat Completions and Completions share, and their defaults.
+Does not know: prompts, or other schemas' names.
+"""
+
+# MERGED DOCSTRING of pensieve_jax/server/api/usage.py:
+#   Tokens as clients count them, and where they came from.
+#   
+#   Owns: the usage objects of answers. Does not know: engines.
+
+from __future__ import annotations
+
+import msgspec
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from msgspec import Meta
+from pathlib import Path
+from pensieve_jax.core.errors import ConfigError
+from pensieve_jax.core.outputs import Usage
+from pensieve_jax.core.sampling_params import MAX_SEED, SamplingParams
+from pensieve_jax.server.http.bodies import Body
+from typing import Annotated, Any, ClassVar, Final
+
+_DEFAULTS = {"temperature": 1.0}
+
+
+def model_defaults(source: str) -> dict[str, Any]:
+    """Sampling as the model's generation_config.json has it, for requests that say nothing.
+
+    Args:
+      source: the model's directory; one that is none has no such file.
+
+    A file that says not to sample means temperature 0. Raises ConfigError for a file that is no JSON object.
+    """
+    path = Path(source) / "generation_config.json"
+    if not path.is_file():
+        return dict(_DEFAULTS)
+    try:
+        values = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(path), "unreadable", f"a JSON object ({error})") from error
+    found = {name: values[name] for name in ("temperature", "top_p", "top_k") if name in values}
+    if values.get("do_sample") is False:
+        found.setdefault("temperature", 0.0)
+    found = {name: value for name, value in found.items() if value is not None}
+    SamplingParams(**found)  # refuses what cannot be, at the start and not with every request
+    return _DEFAULTS | found
+
+
+def choice_params(
+    body: SamplingFields, defaults: dict[str, Any], *, max_tokens: int, logprobs: int | None
+) -> list[SamplingParams]:
+    """Parameters of each choice of a completion; raises InvalidRequestError naming the field."""
+    params = sampling_params(
+        defaults,
+        max_tokens=max_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        seed=body.seed,
+        stop=body.stop,
+        logprobs=logprobs,
+        min_tokens=body.min_tokens,
+        stop_token_ids=body.stop_token_ids,
+        ignore_eos=body.ignore_eos,
+    )
+    if params.seed is None:
+        return [params] * body.num_choices
+    # With one seed for all, every choice would be the same reply.
+    return [replace(params, seed=(params.seed + i) % (MAX_SEED + 1)) for i in range(body.num_choices)]
+
+
+def sampling_params(
+    defaults: dict[str, Any],
+    *,
+    max_tokens: int,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    seed: int | None = None,
+    stop: str | list[str] | None = None,
+    logprobs: int | None = None,
+    **others: Any,
+) -> SamplingParams:
+    """Parameters of a turn; None takes the default. Raises InvalidRequestError naming the field."""
+    given = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    chosen = defaults | {name: value for name, value in given.items() if value is not None}
+    return SamplingParams(
+        max_tokens=max_tokens,
+        seed=None if seed is None else seed % (MAX_SEED + 1),  # a negative one, too
+        stop=[stop] if isinstance(stop, str) else tuple(stop or ()),
+        logprobs=logprobs,
+        **{name: value for name, value in others.items() if value is not None},
+        **chosen,
+    )
+
+
+
+
+def num_context_tokens(usage: Usage) -> int:
+    """History and prompt."""
+    return num_cached_tokens(usage) + usage.recomputed_tokens + usage.prefilled_tokens
+
+
+def num_cached_tokens(usage: Usage) -> int:
+    """Of them, those whose state was found, in any tier."""
+    return usage.reused_gpu_tokens + usage.swapped_in_tokens
+
+
+def token_sources(usages: Sequence[Usage]) -> dict[str, int]:
+    """`usage.pensieve`: of the contexts of these turns, what was new and where the rest came from.
+
+    gpu + cpu + recomputed + prefilled are all tokens of the contexts.
+    """
+    return {
+        "new_tokens": sum(usage.prompt_tokens for usage in usages),
+        "gpu_tokens": sum(usage.reused_gpu_tokens for usage in usages),
+        "cpu_tokens": sum(usage.swapped_in_tokens for usage in usages),
+        "recomputed_tokens": sum(usage.recomputed_tokens for usage in usages),
+        "prefilled_tokens": sum(usage.prefilled_tokens for usage in usages),
+    }
+
+
+def completion_usage(usages: Sequence[Usage], num_shared: int = 1) -> dict[str, Any]:
+    """The usage object of Chat Completions and Completions.
+
+    Args:
+      usages: of the request's turns.
+      num_shared: how many turns in a row are several replies to one prompt, which counts once.
+    """
+    prompts = usages[::num_shared]
+    num_prompt = sum(map(num_context_tokens, prompts))
+    num_reply = sum(usage.output_tokens for usage in usages)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_reply,
+        "total_tokens": num_prompt + num_reply,
+        "prompt_tokens_details": {"cached_tokens": sum(map(num_cached_tokens, prompts))},
+        "pensieve": token_sources(usages),
+    }
+
+
+
+MAX_CHOICES: Final = 8
+type Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+type Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+type Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+
+
+class StreamOptions(Body):
+    """What a stream has beside text."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
+
+    include_usage: bool | None = None
+
+
+class SamplingFields(Body):
+    """What Chat Completions and Completions have in common.
+
+    `top_k`, `min_tokens`, `stop_token_ids` and `ignore_eos` are vLLM's.
+    """
+
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "frequency_penalty": (0,),
+        "presence_penalty": (0,),
+        "repetition_penalty": (1,),
+        "length_penalty": (1,),
+        "logit_bias": ({},),
+        "min_p": (0,),
+        "use_beam_search": (False,),
+        "best_of": (1,),
+        "prompt_logprobs": (),
+        "response_format": ({"type": "text"},),
+        "structured_outputs": ({},),
+        "guided_json": (),
+        "guided_regex": (),
+        "guided_choice": (),
+        "guided_grammar": (),
+        "logits_processors": ([],),
+        "truncate_prompt_tokens": (),
+        "service_tier": ("auto", "default"),
+    }
+    IGNORED: ClassVar[frozenset[str]] = frozenset(
+        {
+            "user",
+            "metadata",
+            "safety_identifier",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+        }
+    )
+
+    model: str | None = None
+    n: Choices | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Tokens | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: Seed | None = None
+    stop: str | list[str] | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    store: bool | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """Replies to each prompt."""
+        return self.n or 1
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with what was used."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)

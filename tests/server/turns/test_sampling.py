@@ -1,0 +1,22 @@
+"""TODO docstring."""
+
+from __future__ import annotations
+
+import pytest
+from pensieve_jax.core.sampling_params import MAX_SEED
+from pensieve_jax.server.turns.sampling import sampling_params
+
+
+@pytest.mark.parametrize(
+    ("seed", "taken"), [(None, None), (0, 0), (MAX_SEED, MAX_SEED), (MAX_SEED + 1, 0), (-1, MAX_SEED)]
+)
+def test_any_seed_is_brought_into_range(seed, taken):
+    assert sampling_params({}, max_tokens=3, seed=seed).seed == taken
+
+
+def test_what_a_request_says_goes_before_the_models_defaults():
+    defaults = {"temperature": 0.5, "top_k": 7}
+    params = sampling_params(defaults, max_tokens=3, temperature=0.0, stop="x", min_tokens=None)
+    assert (params.temperature, params.top_k, params.stop, params.max_tokens) == (0.0, 7, ("x",), 3)
+    assert sampling_params(defaults, max_tokens=3, stop=["x", "y"]).stop == ("x", "y")
+    assert sampling_params(defaults, max_tokens=3).stop == ()
