@@ -26,9 +26,9 @@ from pensieve_jax.server.async_engine import EngineService
 from pensieve_jax.server.context.history_turns import HistoryTurns
 from pensieve_jax.server.context.resolver import Resolver
 from pensieve_jax.server.context.turn_index import TurnIndex
+from pensieve_jax.server.http.admission import Limits
 from pensieve_jax.server.http.app import make_app
 from pensieve_jax.server.http.keys import ApiKeys
-from pensieve_jax.server.http.limits import Limits
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.metrics import Metrics

@@ -176,7 +176,7 @@ def test_every_operator_has_an_own_name():
 @pytest.mark.parametrize(
     ("file", "folder"),
     [
-        ("pensieve_jax/server/http/limits.py", "tests/server/http"),
+        ("pensieve_jax/server/http/admission.py", "tests/server/http"),
         ("model_defs/recurrent/lstm.py", "tests/models/recurrent"),
         ("pallas_kernels/rows.py", "tests/kernels"),
     ],

@@ -35,9 +35,9 @@ from pensieve_jax.server.api.usage import completion_usage
 from pensieve_jax.server.async_engine import AsyncDelta, AsyncTurn
 from pensieve_jax.server.context.resolver import Memory, ResolvedContext, has_reply
 from pensieve_jax.server.context.start import start_turns
-from pensieve_jax.server.http.call import Call
 from pensieve_jax.server.http.errors import renamed_fields
 from pensieve_jax.server.http.replies import Reply, encode_json
+from pensieve_jax.server.http.request import Call
 from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.threads import Thought, is_long
 

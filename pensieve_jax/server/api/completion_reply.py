@@ -18,10 +18,9 @@ from pensieve_jax.core.outputs import FinishReason, Output
 from pensieve_jax.server.api.chat_schemas import SamplingFields
 from pensieve_jax.server.api.running import RunningTurns, merged
 from pensieve_jax.server.async_engine import AsyncDelta
-from pensieve_jax.server.http.call import Call
 from pensieve_jax.server.http.errors import ApiError, as_api_error, renamed_fields
-from pensieve_jax.server.http.replies import Reply, encode_json, json_reply
-from pensieve_jax.server.http.sse import DONE, Events, event
+from pensieve_jax.server.http.replies import DONE, Events, Reply, encode_json, event, json_reply
+from pensieve_jax.server.http.request import Call
 
 
 class Words(Protocol):

@@ -37,9 +37,9 @@ from pensieve_jax.server.api.running import RunningTurns, run_turns
 from pensieve_jax.server.api.sampling import choice_params
 from pensieve_jax.server.api.usage import completion_usage
 from pensieve_jax.server.async_engine import AsyncDelta, AsyncTurn
-from pensieve_jax.server.http.call import Call
 from pensieve_jax.server.http.errors import as_api_error, invalid_value
 from pensieve_jax.server.http.replies import Reply, encode_json
+from pensieve_jax.server.http.request import Call
 from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.threads import Thought, is_long

@@ -34,16 +34,16 @@ from pensieve_jax.server.api.item_schemas import (
     with_named_ids,
     with_new_ids,
 )
-from pensieve_jax.server.api.pages import page_object, page_of_items
 from pensieve_jax.server.api.repeats import check_same_body, idempotency_key, is_retry
 from pensieve_jax.server.api.response_context import COMPACT, too_long
 from pensieve_jax.server.api.response_schemas import check_metadata
 from pensieve_jax.server.api.responses import check_unlocked
 from pensieve_jax.server.async_engine import UNANSWERED
 from pensieve_jax.server.http.bodies import Body
-from pensieve_jax.server.http.call import Call
 from pensieve_jax.server.http.errors import invalid_value, unsupported
+from pensieve_jax.server.http.pagination import page_object, page_of_items
 from pensieve_jax.server.http.replies import Bytes, Reply, encode_json, json_reply
+from pensieve_jax.server.http.request import Call
 from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.threads import Thought

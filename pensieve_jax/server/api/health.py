@@ -16,9 +16,9 @@ from contextlib import suppress
 from typing import Final
 
 from pensieve_jax.core.errors import PensieveError
-from pensieve_jax.server.http.call import Call
 from pensieve_jax.server.http.errors import overloaded
 from pensieve_jax.server.http.replies import Bytes, Reply, json_reply
+from pensieve_jax.server.http.request import Call
 from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.metrics import CONTENT_TYPE
 from pensieve_jax.version import __version__

@@ -15,8 +15,7 @@ from typing import Any
 from pensieve_jax.server.api.item_schemas import output_part
 from pensieve_jax.server.api.response_object import ResponseHead
 from pensieve_jax.server.http.errors import ApiError
-from pensieve_jax.server.http.replies import encode_json
-from pensieve_jax.server.http.sse import event
+from pensieve_jax.server.http.replies import encode_json, event
 
 
 class ResponseEvents:

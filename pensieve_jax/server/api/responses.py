@@ -16,7 +16,6 @@ from pensieve_jax.history.server_tables.changes import DeleteResponse, ResponseR
 from pensieve_jax.server.api.background import BackgroundResponses
 from pensieve_jax.server.api.common import check_model
 from pensieve_jax.server.api.foreground import ForegroundResponse
-from pensieve_jax.server.api.pages import page_of_items
 from pensieve_jax.server.api.repeats import Repeats, idempotency_key, is_retry
 from pensieve_jax.server.api.response_context import reading, request_context
 from pensieve_jax.server.api.response_object import head_of, kept_response
@@ -25,7 +24,6 @@ from pensieve_jax.server.api.response_runs import ResponseRun
 from pensieve_jax.server.api.response_schemas import CountTokens, CreateResponse, check_context, check_create
 from pensieve_jax.server.api.response_streams import Begun, ReplyTexts, kept_events, run_events
 from pensieve_jax.server.context.resolver import Memory
-from pensieve_jax.server.http.call import Call, ClientGoneError
 from pensieve_jax.server.http.errors import (
     ApiError,
     as_api_error,
@@ -33,10 +31,11 @@ from pensieve_jax.server.http.errors import (
     invalid_value,
     renamed_fields,
 )
-from pensieve_jax.server.http.replies import Reply, json_reply
+from pensieve_jax.server.http.pagination import page_of_items
+from pensieve_jax.server.http.replies import Events, Reply, json_reply
+from pensieve_jax.server.http.request import Call, ClientGoneError
 from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.services import Services
-from pensieve_jax.server.http.sse import Events
 
 
 class Responses:

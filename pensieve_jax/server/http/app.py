@@ -15,10 +15,10 @@ from starlette.routing import Route as StarletteRoute
 from starlette.routing import Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pensieve_jax.server.http.body_budget import BodyBudget, HeldBody
-from pensieve_jax.server.http.call import Call, RequestNotes, read_body
+from pensieve_jax.server.http.admission import BodyBudget, HeldBody
 from pensieve_jax.server.http.errors import ApiError
 from pensieve_jax.server.http.middleware import NOTES, Cors, ErrorReplies, HostCheck, OriginCheck, RequestLog
+from pensieve_jax.server.http.request import Call, RequestNotes, read_body
 from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.services import Services
 

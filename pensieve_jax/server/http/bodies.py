@@ -1,27 +1,30 @@
-"""JSON bodies to structs, with the path of what is wrong.
+"""JSON bodies to structs, and errors that name the path of what is wrong.
 
-Owns: how a body is decoded, which of its fields are unknown, and which are refused by name.
+Owns: how a body is decoded, which of its fields are unknown, and which are refused by name; the way from
+msgspec's sentence to `<field> is <value>, but must be <limit>.`; where a body that msgspec cannot read holds
+half of a character.
 Does not know: any request's fields: the structs say.
 
 A field of OpenAI's API that this server does not have is in a struct's `UNSUPPORTED`, with the values that
-would change nothing; any other value is refused, by name. So is a field of another route
-that would be missed, with a hint. A name that no struct knows is left alone, and listed, so that a client can
-tell that it had no effect.
+would change nothing; any other value is refused, by name. So is a field of another route that would be
+missed, with a hint. A name that no struct knows is left alone, and listed, so that a client can tell that it
+had no effect.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import re
+import reprlib
 import types
 import typing
 from collections.abc import Mapping, Sized
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 
 from pensieve_jax.server.http.errors import ApiError, invalid_value, misplaced, unsupported
-from pensieve_jax.server.http.wrong_values import explained, lone_surrogate
 
 MAX_ITEMS: Final = 4096
 """Of a list of objects in a body: messages, items, or the parts of one of them."""
@@ -30,6 +33,30 @@ MAX_IGNORED: Final = 500
 MAX_DEPTH_ERROR = "The body is nested too deeply."
 _NOTHING: Final[tuple[Any, ...]] = (None, False, "", [], {})
 _OFFER = "its model calls none, and only `pensieve serve --tools=ignore` takes them, without effect"
+_PATH: Final = re.compile(r" - at `(?:key in )?\$(?P<path>.*)`\Z")
+_MISSING: Final = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
+_BOUND: Final = re.compile(r"Expected `\w+` (?P<sign><=|>=|<|>) (?P<bound>\S+)\Z")
+_KINDS: Final = re.compile(r"Expected `(?P<kinds>[^`]*)`, got `")
+_BOUNDS: Final[Mapping[str, str]] = {"<=": "at most", ">=": "at least", "<": "below", ">": "above"}
+_WORDS: Final[Mapping[str, str]] = {
+    "str": "text",
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
+# All of a body up to the escape of a lone surrogate; escapes of others, and of pairs of halves, are whole.
+_WITHOUT_LONE: Final = re.compile(
+    rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*+",
+    re.DOTALL,
+)
+_LONGEST_NAMED: Final = 2**16  # bytes of a body whose field is looked for, value by value
+_LONGEST_PATH: Final = 200  # that an error tells: names that no struct knows may be of any length
+_NAMES: Final = {True: "true", False: "false"}
+_STEP: Final = re.compile(r"\.(?P<name>[^.\[\]]+)|\[(?P<index>\d+|\.\.\.)\]")
 
 
 class Body(msgspec.Struct):
@@ -175,3 +202,163 @@ def _item_of(kind: Any) -> Any:
             if any(isinstance(each, type) and issubclass(each, Body) for each in _options(item)):
                 return item
     return None
+
+
+class _Shown(reprlib.Repr):
+    """The ends of a value, as an engine's error shows it, but with JSON's names."""
+
+    def __init__(self) -> None:
+        super().__init__(maxstring=100)
+
+    def repr_bool(self, value: bool, level: int) -> str:
+        return _NAMES[value]
+
+    def repr_NoneType(self, value: None, level: int) -> str:
+        return "null"
+
+
+def explained(error: msgspec.ValidationError, value: Any, kind: Any, at: str) -> ApiError:
+    """What a client is told.
+
+    Args:
+      error: as msgspec raised it.
+      value: what was to become a `kind`.
+      kind: a struct, mostly.
+      at: the value's own path.
+    """
+    text = str(error)
+    match = _PATH.search(text)
+    reason = text[: match.start()] if match else text
+    inner, wrong = _followed(value, match["path"] if match else "", reason)
+    path = (at + inner).removeprefix(".")
+    missing = _MISSING.match(reason)
+    if missing:
+        path = f"{path}.{missing['name']}".removeprefix(".")
+        return ApiError(400, "missing_required_parameter", f"{path} is missing.", param=path)
+    limit = _limit(reason, kind, inner)
+    if not path:
+        limit = limit or "readable"
+        return ApiError(400, "invalid_value", _sentence("The body", wrong, limit))
+    if limit is None:
+        return invalid_value(path, f"{path} cannot be read: {reason}.")
+    return invalid_value(path, _sentence(path, wrong, limit))
+
+
+def _sentence(field: str, value: Any, limit: str) -> str:
+    return f"{field} is {_Shown().repr(value)}, but must be {limit}."
+
+
+def lone_surrogate(body: bytes) -> ApiError | None:
+    """What a client is told of a body that msgspec did not read, if a lone surrogate is why.
+
+    JSON may hold one, and says so with an escape; text in UTF-8, which all of this is for, may not. A
+    client that cuts text between two halves of an emoji sends one.
+    """
+    before = _WITHOUT_LONE.match(body)
+    assert before is not None  # it takes nothing as well
+    if not body.startswith(b"\\u", before.end()):
+        return None
+    what = "must be text that UTF-8 can hold: there is a lone surrogate, half of a character, in it."
+    if len(body) > _LONGEST_NAMED:
+        return ApiError(400, "invalid_value", f"The body {what}")
+    try:
+        value = json.loads(body.decode())
+    except (ValueError, RecursionError):  # it is no JSON either way
+        return None
+    found = _surrogate_path(value)
+    if found is None:
+        return None
+    if not found or len(found) > _LONGEST_PATH:
+        return ApiError(400, "invalid_value", f"The body {what}")
+    return invalid_value(found, f"{found} {what}")
+
+
+class _Step(NamedTuple):
+    """A key or an index within what is before it."""
+
+    before: _Step | None
+    name: str | int
+
+
+def _surrogate_path(value: Any) -> str | None:
+    """The path of the first text with a lone surrogate, or of the object one of whose names has it.
+
+    Paths are written for what is found only: a body may have a million values.
+    """
+    waiting: list[tuple[_Step | None, Any]] = [(None, value)]
+    while waiting:
+        step, inner = waiting.pop()
+        if isinstance(inner, str):
+            if _SURROGATE.search(inner):
+                return _written(step)
+        elif isinstance(inner, dict):
+            if any(map(_SURROGATE.search, inner)):
+                return _written(step)
+            waiting += [(_Step(step, name), each) for name, each in reversed(inner.items())]
+        elif isinstance(inner, list):
+            waiting += [(_Step(step, index), inner[index]) for index in reversed(range(len(inner)))]
+    return None
+
+
+def _written(step: _Step | None) -> str:
+    parts: list[str] = []
+    while step is not None:
+        parts.append(f"[{step.name}]" if isinstance(step.name, int) else f".{step.name}")
+        step = step.before
+    return "".join(reversed(parts)).removeprefix(".")
+
+
+def _limit(reason: str, kind: Any, path: str) -> str | None:
+    """What completes "must be"; None for a reason that is not known here."""
+    bound = _BOUND.match(reason)
+    if bound:
+        # An integer stays one: a float has not as many digits as 2**63 - 1.
+        is_whole = bound["bound"].lstrip("-").isdecimal()
+        return f"{_BOUNDS[bound['sign']]} {bound['bound'] if is_whole else f'{float(bound["bound"]):.20g}'}"
+    kinds = _KINDS.match(reason)
+    if kinds:
+        names = kinds["kinds"].split(" | ")
+        words = [_WORDS[name] for name in names if name in _WORDS and name != "null"]
+        return " or ".join(words) or None
+    if reason.startswith("Invalid enum value"):
+        return _one_of(kind, path.removeprefix("."))
+    return None
+
+
+def _one_of(kind: Any, name: str) -> str | None:
+    """The choices of a struct's own field, if it is one that has some."""
+    if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
+        return None
+    types = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    choices = get_args(types[name]) if get_origin(types.get(name)) is Literal else ()
+    return f"one of {', '.join(map(str, choices))}" if choices else None
+
+
+def _followed(value: Any, path: str, reason: str) -> tuple[str, Any]:
+    """The path with the names of keys, for which msgspec has dots, and what is there."""
+    found = ""
+    for step in _STEP.finditer(path):
+        key: Any = step["name"]
+        if step["index"] is not None and isinstance(value, list):
+            key = int(step["index"])
+            found += f"[{key}]"
+        else:
+            if step["index"] is not None:
+                key = _wrong_key(value, reason)
+            found += f".{key}"
+        try:
+            value = value[key]
+        except (LookupError, TypeError):  # a key that is no name of a field
+            return found, None
+    return found, value
+
+
+def _wrong_key(value: Mapping[str, Any], reason: str) -> str:
+    """The first key of an object whose value has the type that msgspec does not want."""
+    got = reason.rpartition("got `")[2].rstrip("`")
+    return next((key for key, inner in value.items() if _kind(inner) == got), "...")
+
+
+def _kind(value: Any) -> str:
+    names: dict[type, str] = {dict: "object", list: "array", type(None): "null"}
+    return names.get(type(value), type(value).__name__)

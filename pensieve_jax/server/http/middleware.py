@@ -22,9 +22,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pensieve_jax.server.http.call import ClientGoneError, RequestNotes
 from pensieve_jax.server.http.errors import ApiError, as_api_error, is_expected
 from pensieve_jax.server.http.replies import encode_json, error_reply
+from pensieve_jax.server.http.request import ClientGoneError, RequestNotes
 from pensieve_jax.server.http.settings import ServerSettings, is_loopback
 from pensieve_jax.server.logs import log_error, log_request
 

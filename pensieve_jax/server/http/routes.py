@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from pensieve_jax.server.http.call import Call
 from pensieve_jax.server.http.replies import Reply
+from pensieve_jax.server.http.request import Call
 
 type Handler = Callable[[Call], Awaitable[Reply]]
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from pensieve_jax.server.async_engine import EngineService
 from pensieve_jax.server.context.resolver import Resolver
+from pensieve_jax.server.http.admission import Limits
 from pensieve_jax.server.http.keys import ApiKeys
-from pensieve_jax.server.http.limits import Limits
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.metrics import Metrics
 from pensieve_jax.server.threads import Thought, aside, far

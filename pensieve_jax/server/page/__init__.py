@@ -10,9 +10,9 @@ from __future__ import annotations
 from importlib import resources
 from typing import Final
 
-from pensieve_jax.server.http.call import Call
 from pensieve_jax.server.http.errors import ApiError
 from pensieve_jax.server.http.replies import Bytes, Reply
+from pensieve_jax.server.http.request import Call
 from pensieve_jax.server.http.routes import Route
 
 _TYPES: Final = {

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.server.async_engine import AsyncDelta, AsyncTurn
+from pensieve_jax.server.http.admission import Place
 from pensieve_jax.server.http.errors import overloaded
-from pensieve_jax.server.http.limits import Place
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.metrics import Metrics
 from pensieve_jax.server.turn_times import TurnTimes

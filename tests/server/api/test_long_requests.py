@@ -17,7 +17,7 @@ from pensieve_jax.server.api import response_context
 from pensieve_jax.server.api.conversations import Conversations
 from pensieve_jax.server.api.responses import Responses
 from pensieve_jax.server.api.routes import ROUTES
-from pensieve_jax.server.http import call as http_call
+from pensieve_jax.server.http import request as http_call
 from pensieve_jax.server.http.app import make_app
 from pensieve_jax.server.http.bodies import MAX_ITEMS
 from pensieve_jax.server.threads import INLINE_CHARACTERS

@@ -6,10 +6,9 @@ from typing import ClassVar
 
 import pytest
 
-from pensieve_jax.server.http.bodies import MAX_IGNORED, MAX_ITEMS, Body, decode_body
+from pensieve_jax.server.http.bodies import MAX_IGNORED, MAX_ITEMS, Body, decode_body, lone_surrogate
 from pensieve_jax.server.http.errors import ApiError, unsupported
 from pensieve_jax.server.http.middleware import _REQUEST_ID
-from pensieve_jax.server.http.wrong_values import lone_surrogate
 
 
 class Part(Body):

@@ -14,12 +14,12 @@ import pytest
 
 from pensieve_jax.core import errors as core
 from pensieve_jax.core.errors import ConfigError
-from pensieve_jax.server.http import body_budget, middleware
+from pensieve_jax.server.http import admission, middleware
 from pensieve_jax.server.http.bodies import MAX_IGNORED, Body, convert
-from pensieve_jax.server.http.call import Call
 from pensieve_jax.server.http.errors import ApiError
 from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.replies import Reply, json_reply
+from pensieve_jax.server.http.request import Call
 from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.logs import LOGGER, JsonLines
@@ -224,7 +224,7 @@ def test_bodies_are_json_of_a_bounded_length():
 
 @pytest.mark.parametrize("has_keys", [False, True])
 def test_bodies_have_a_budget_in_all_and_by_key(monkeypatch, tmp_path, has_keys):
-    monkeypatch.setattr(body_budget, "NUM_LONGEST", 1)
+    monkeypatch.setattr(admission, "NUM_LONGEST", 1)
     keys = tmp_path / "keys"
     keys.write_text("".join(f"{name}:{hashlib.sha256(name.encode()).hexdigest()}\n" for name in "abcde"))
     held = asyncio.Event()

@@ -7,10 +7,17 @@ import asyncio
 import pytest
 import uvloop
 
-from pensieve_jax.server.http.call import Call, ClientGoneError
-from pensieve_jax.server.http.replies import Reply, json_reply
+from pensieve_jax.server.http.replies import (
+    DONE,
+    Events,
+    Reply,
+    _close_on_disconnect,
+    _Writer,
+    event,
+    json_reply,
+)
+from pensieve_jax.server.http.request import Call, ClientGoneError
 from pensieve_jax.server.http.routes import Route
-from pensieve_jax.server.http.sse import DONE, Events, _close_on_disconnect, _Writer, event
 from pensieve_jax.server.listening import Listening, bind
 from tests.server.fakes import Harness
 

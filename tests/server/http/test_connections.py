@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from pensieve_jax.server import heads
-from pensieve_jax.server.heads import MAX_HEAD_BYTES
+from pensieve_jax.server.http import connections
+from pensieve_jax.server.http.connections import MAX_HEAD_BYTES
 from pensieve_jax.server.listening import Listening, bind
 
 PATIENCE_S = 20.0
@@ -162,7 +162,7 @@ def test_a_head_that_does_not_come_ends_its_connection(monkeypatch: pytest.Monke
             for client in (late, lines):
                 await client.send(head_of(1000))
                 assert await client.answer() == (200, b"0")
-            monkeypatch.setattr(heads, "HEAD_S", 0.05)
+            monkeypatch.setattr(connections, "HEAD_S", 0.05)
             silent, half = [await app.connect() for _ in range(2)]
             await half.send(START)
             await late.send(START)
@@ -178,9 +178,9 @@ def test_a_head_that_does_not_come_ends_its_connection(monkeypatch: pytest.Monke
 
 def test_who_waits_for_an_answer_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is who has begun another request meanwhile, before that answer has come."""
-    looks, is_late = asyncio.Semaphore(0), heads.LimitedHeads._is_late
+    looks, is_late = asyncio.Semaphore(0), connections.LimitedHeads._is_late
 
-    def noted(protocol: heads.LimitedHeads) -> None:
+    def noted(protocol: connections.LimitedHeads) -> None:
         is_late(protocol)
         looks.release()
 
@@ -189,8 +189,8 @@ def test_who_waits_for_an_answer_is_not_late(monkeypatch: pytest.MonkeyPatch) ->
             app.may_answer.clear()
             await client.send(head_of(1000))
             await app.asked.wait()
-            monkeypatch.setattr(heads, "HEAD_S", 0.001)
-            monkeypatch.setattr(heads.LimitedHeads, "_is_late", noted)
+            monkeypatch.setattr(connections, "HEAD_S", 0.001)
+            monkeypatch.setattr(connections.LimitedHeads, "_is_late", noted)
             await client.send(START)
             for _ in range(2):
                 await looks.acquire()

@@ -1,19 +1,23 @@
-"""How many turns there may be at a time, and what those are told that come too many.
+"""What the server takes on at a time: bytes of bodies and turns. The rest is told to come later.
 
-Owns: places in the engine and in the queue before it, a key's share of them, how fast tokens go by, and how
-long replies are.
-Does not know: the engine beyond its state and size, HTTP beyond the error that says "later".
+Owns: the bytes of bodies from their first part until their requests are answered, in all and by key; places
+in the engine and in the queue before it, a key's share of them; the rate of tokens and the length of replies.
+Does not know: what bodies mean or how they are read, the engine beyond its state and size, HTTP beyond the
+errors that say "later".
 
-The engine gets as many turns as it can run, and some more so that a place never stands empty; the others wait
+The engine gets as many turns as it can run, and some more so that a place never stands empty. The others wait
 here, first come first served, where waiting can be ended. Retry-After is how long the tokens that are waited
 for should take at the recent rate: those of the prompts, and replies as long as recent ones were.
+
+Places for turns bound what the engine has. The budget of bodies bounds what is read, decoded and tokenized
+before that.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Final, Self
@@ -30,6 +34,10 @@ _STATES: Final = {
     "draining": "The server is about to end, and takes no more turns.",
     "dead": "The engine has ended; it is started again, or the server ends.",
 }
+NUM_LONGEST: Final = 32
+"""So many bodies of the longest kind fit."""
+KEYS_PART: Final = 4
+"""One key may have one part in so many."""
 
 
 class TokenRate:
@@ -282,3 +290,58 @@ class Limits:
         if place is not None:
             self._num_waiting -= place.num_turns
             self._count(place, -1)
+
+
+class BodyBudget:
+    """The budget of one server. Used by the event loop's thread only."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        """Nothing is held."""
+        self._most = NUM_LONGEST * settings.max_body_bytes
+        self._has_keys = settings.api_keys_file is not None  # without keys, nobody's part is another's loss
+        self._by_owner: Counter[str] = Counter()
+
+    @property
+    def num_bytes(self) -> int:
+        """Held now."""
+        return self._by_owner.total()
+
+    def take(self, owner: str, num_bytes: int) -> None:
+        """Hold more for an owner; raises ApiError 429 past the key's part, 503 past the whole."""
+        most = self._most // KEYS_PART
+        if self._has_keys and self._by_owner[owner] + num_bytes > most:
+            raise rate_limited(f"A key may have {most} bytes of bodies at a time; wait for an answer.", 1)
+        if self.num_bytes + num_bytes > self._most:
+            raise overloaded("Too many long bodies are being read; try again later.", 1)
+        self._by_owner[owner] += num_bytes
+
+    def give_back(self, owner: str, num_bytes: int) -> None:
+        """What was taken."""
+        self._by_owner[owner] -= num_bytes
+        if not self._by_owner[owner]:
+            del self._by_owner[owner]
+
+
+class HeldBody:
+    """What one request holds; a context manager that gives it back."""
+
+    def __init__(self, budget: BodyBudget, owner: str) -> None:
+        """Nothing yet."""
+        self._budget = budget
+        self._owner = owner
+        self._num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """As `BodyBudget.take`."""
+        self._budget.take(self._owner, num_bytes)
+        self._num_bytes += num_bytes
+
+    def __enter__(self) -> Self:
+        """For `with`."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Give it back."""
+        self._budget.give_back(self._owner, self._num_bytes)

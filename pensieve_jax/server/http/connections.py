@@ -1,25 +1,31 @@
-"""What a client sends before anybody looks at its request: the head, which must be short and come soon.
+"""Connections as uvicorn's parser reads them: the head of a request is short, soon there, and HTTP/1.1.
 
-Owns: the limits of a request's line and header fields, in bytes and in time, and what is answered beyond;
-that a client is missed which leaves with several requests on their way.
-Does not know: routes, keys, or bodies, which have limits of their own.
+Owns: the limits of a request's line and header fields, in bytes and in time, and the answer beyond them;
+noticing that a client with several requests under way has left; reading on behind a head that offers
+another protocol.
+Does not know: routes, keys, or bodies, which have limits of their own; which other protocols exist.
 
-No key is known yet, so this is what keeps anybody at all from holding memory and connections. uvicorn has no
+No key is known yet, so these limits are what protects memory and connections from any client. uvicorn has no
 such limit: its parser keeps a value that does not end, and copies it whenever more of it comes.
+
+Some clients offer HTTP/2 with every request (`Upgrade: h2c`, as Java's own does). A server without it must
+answer in HTTP/1.1, but the parser stops behind such a head and takes the body for the other protocol's.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, cast
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from pensieve_jax.server.http.errors import ApiError
 from pensieve_jax.server.http.replies import encode_json
-from pensieve_jax.server.upgrades import StayingParser, head_without_upgrade
 
 MAX_HEAD_BYTES: Final = 64 * 2**10
 """Of a request's line and header fields; and of what stands between and behind the chunks of a body."""
@@ -163,3 +169,47 @@ class LimitedHeads(HttpToolsProtocol):
                 b"connection: close\r\n\r\n%b" % (error.status, phrase, len(body), body)
             )
         self.transport.close()
+
+
+def head_without_upgrade(
+    method: bytes, url: bytes, version: str, headers: list[tuple[bytes, bytes]]
+) -> bytes:
+    """A request's head as it would be without its offer; names of `headers` are in lower case."""
+    fields = [b"%b: %b\r\n" % field for field in headers if field[0] != b"upgrade"]
+    return b"%b %b HTTP/%b\r\n%b\r\n" % (method, url, version.encode(), b"".join(fields))
+
+
+class StayingParser:
+    """The parser of one connection; what it lacks here it has from httptools."""
+
+    def __init__(
+        self, parser: httptools.HttpRequestParser, protocol: object, declined: Callable[[], bytes | None]
+    ) -> None:
+        """In place of `parser`, whose callbacks are `protocol`'s.
+
+        `declined` is the head to be read in place of the one behind which the parser has stopped; None where
+        that offered nothing, but asked for a tunnel: what comes with it is dropped.
+        """
+        self._parser = parser
+        self._protocol = protocol
+        self._declined = declined
+
+    def feed_data(self, data: bytes) -> None:
+        """Parse; raises what httptools raises, but no HttpParserUpgrade."""
+        while True:
+            try:
+                self._parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as stopped:
+                head = self._declined()
+                if head is None:
+                    return
+                data = head + data[stopped.args[0] :]
+            # One that has stopped never reads on.
+            self._parser = httptools.HttpRequestParser(cast(Any, self._protocol))
+            with suppress(AttributeError):  # as uvicorn has it, for those that have it
+                self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
+
+    def __getattr__(self, name: str) -> Any:
+        """What is known of the request."""
+        return getattr(self._parser, name)

@@ -15,9 +15,9 @@ from starlette.datastructures import QueryParams
 
 from pensieve_jax.history.reader import Order, Page
 from pensieve_jax.history.server_tables.changes import ItemRow
-from pensieve_jax.server.http.call import Call
 from pensieve_jax.server.http.errors import invalid_value
 from pensieve_jax.server.http.replies import Bytes, Reply, encode_json
+from pensieve_jax.server.http.request import Call
 from pensieve_jax.server.threads import Thought
 
 DEFAULT_LIMIT: Final = 20

@@ -1,4 +1,4 @@
-"""Places for turns: who gets one, who waits, and what the others are told."""
+"""Places for turns and the budget of bodies: who gets room, who waits, and what the others are told."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import random
 import pytest
 
 from pensieve_jax.core.clock import VirtualClock
+from pensieve_jax.server.http.admission import BodyBudget, HeldBody, Limits, TokenRate
 from pensieve_jax.server.http.errors import ApiError
-from pensieve_jax.server.http.limits import Limits, TokenRate
 from pensieve_jax.server.http.settings import ServerSettings
 from tests.server.fakes import FakeEngine
 
@@ -372,3 +372,28 @@ def test_leaving_without_arguments_counts_no_tokens():
         assert limits.rate.per_second() == 0.0
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("has_keys", "most"), [(True, 800), (False, 3200)])
+def test_bodies_may_take_exactly_their_part(has_keys, most):
+    """32 of the longest bodies fit; with keys, each of these has a quarter of that."""
+    budget = BodyBudget(ServerSettings(max_body_bytes=100, api_keys_file="keys" if has_keys else None))
+    with HeldBody(budget, "a") as held:
+        held.take(most - 1)
+        with pytest.raises(ApiError) as caught:
+            held.take(2)
+        assert caught.value.status == (429 if has_keys else 503)
+        held.take(1)
+        assert budget.num_bytes == most
+    assert budget.num_bytes == 0 and not budget._by_owner
+
+
+def test_all_keys_together_have_the_whole():
+    budget = BodyBudget(ServerSettings(max_body_bytes=100, api_keys_file="keys"))
+    for owner in "abcd":
+        budget.take(owner, 800)
+    with pytest.raises(ApiError) as caught:
+        budget.take("e", 1)
+    assert caught.value.status == 503 and budget.num_bytes == 3200
+    budget.give_back("a", 800)
+    budget.take("e", 800)
