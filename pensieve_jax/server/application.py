@@ -21,7 +21,6 @@ from pensieve_jax.model_source import source_tokenizer
 from pensieve_jax.server.api.conversations import Conversations
 from pensieve_jax.server.api.responses import Responses
 from pensieve_jax.server.api.routes import ROUTES
-from pensieve_jax.server.api.sampling import model_defaults
 from pensieve_jax.server.async_engine import EngineService
 from pensieve_jax.server.context.history_turns import HistoryTurns
 from pensieve_jax.server.context.resolver import Resolver
@@ -33,6 +32,7 @@ from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.metrics import Metrics
 from pensieve_jax.server.token_texts import TokenTexts
+from pensieve_jax.server.turns.sampling import model_defaults
 from pensieve_jax.text import ChatFormat, Tokenizer
 
 if TYPE_CHECKING:  # of an extra

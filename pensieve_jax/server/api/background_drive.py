@@ -23,16 +23,16 @@ from pensieve_jax.core.errors import (
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.server_tables.changes import EndResponse, ResponseDraft, ResponseRecord
-from pensieve_jax.server.api.common import commit_context
 from pensieve_jax.server.api.response_events import failure_object
 from pensieve_jax.server.api.response_object import kept_response
 from pensieve_jax.server.api.response_plan import ENGINE_FIELDS
 from pensieve_jax.server.api.response_runs import ResponseRun
-from pensieve_jax.server.api.running import RunningTurns, run_turns
 from pensieve_jax.server.async_engine import UNANSWERED, AsyncTurn
 from pensieve_jax.server.context.resolver import ResolvedContext
 from pensieve_jax.server.http.errors import ApiError, as_api_error, not_found, overloaded
 from pensieve_jax.server.http.services import Services
+from pensieve_jax.server.turns.checks import commit_context
+from pensieve_jax.server.turns.run import RunningTurns, run_turns
 
 _log = logging.getLogger(__name__)
 

@@ -20,18 +20,7 @@ from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.server_tables.changes import ResponseDraft
 from pensieve_jax.server.api.chat_schemas import ChatBody
-from pensieve_jax.server.api.common import (
-    check_model,
-    check_num_tokens,
-    commit_context,
-    most_tokens,
-    unwritable,
-)
 from pensieve_jax.server.api.completion_reply import reply_in
-from pensieve_jax.server.api.kept_turns import kept_draft
-from pensieve_jax.server.api.running import RunningTurns, run_turns
-from pensieve_jax.server.api.sampling import choice_params
-from pensieve_jax.server.api.usage import completion_usage
 from pensieve_jax.server.async_engine import AsyncDelta, AsyncTurn
 from pensieve_jax.server.context.resolver import Memory, ResolvedContext, has_reply
 from pensieve_jax.server.context.start import start_turns
@@ -40,6 +29,16 @@ from pensieve_jax.server.http.replies import Reply, encode_json
 from pensieve_jax.server.http.request import Call
 from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.threads import Thought, is_long
+from pensieve_jax.server.turns.checks import (
+    check_model,
+    check_num_tokens,
+    commit_context,
+    most_tokens,
+    unwritable,
+)
+from pensieve_jax.server.turns.run import RunningTurns, run_turns
+from pensieve_jax.server.turns.sampling import choice_params, completion_usage
+from pensieve_jax.server.turns.stored import kept_draft
 
 
 async def create_chat_completion(call: Call) -> Reply:

@@ -13,24 +13,12 @@ from msgspec import Meta
 
 from pensieve_jax.server.http.bodies import Body
 from pensieve_jax.server.http.errors import invalid_value, unsupported
+from pensieve_jax.server.turns.sampling import SamplingFields, Tokens
 from pensieve_jax.text import Message
 
-MAX_CHOICES: Final = 8
 _RESPONSES_ONLY: Final = (
     "/v1/responses goes on from what the server has; here every request has all messages."
 )
-type Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
-type Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-type Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-"""As OpenAI has it: clients send -1, too. A negative one is taken modulo 2**63."""
-
-
-class StreamOptions(Body):
-    """What a stream has beside text."""
-
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
-
-    include_usage: bool | None = None
 
 
 class ContentPart(Body):
@@ -77,68 +65,6 @@ def _text(part: ContentPart, index: int, at: str) -> str:
     if part.text is None:
         raise invalid_value(f"{path}.text", f"{path}.text is missing, but must be text.")
     return part.text
-
-
-class SamplingFields(Body):
-    """What Chat Completions and Completions have in common.
-
-    `top_k`, `min_tokens`, `stop_token_ids` and `ignore_eos` are vLLM's.
-    """
-
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "frequency_penalty": (0,),
-        "presence_penalty": (0,),
-        "repetition_penalty": (1,),
-        "length_penalty": (1,),
-        "logit_bias": ({},),
-        "min_p": (0,),
-        "use_beam_search": (False,),
-        "best_of": (1,),
-        "prompt_logprobs": (),
-        "response_format": ({"type": "text"},),
-        "structured_outputs": ({},),
-        "guided_json": (),
-        "guided_regex": (),
-        "guided_choice": (),
-        "guided_grammar": (),
-        "logits_processors": ([],),
-        "truncate_prompt_tokens": (),
-        "service_tier": ("auto", "default"),
-    }
-    IGNORED: ClassVar[frozenset[str]] = frozenset(
-        {
-            "user",
-            "metadata",
-            "safety_identifier",
-            "prompt_cache_key",
-            "prompt_cache_retention",
-        }
-    )
-
-    model: str | None = None
-    n: Choices | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Tokens | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: Seed | None = None
-    stop: str | list[str] | None = None
-    min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    store: bool | None = None
-
-    @property
-    def num_choices(self) -> int:
-        """Replies to each prompt."""
-        return self.n or 1
-
-    @property
-    def includes_usage(self) -> bool:
-        """Whether a stream ends with what was used."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 class ChatBody(SamplingFields, kw_only=True):

@@ -15,12 +15,12 @@ from typing import Any, Protocol
 
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.outputs import FinishReason, Output
-from pensieve_jax.server.api.chat_schemas import SamplingFields
-from pensieve_jax.server.api.running import RunningTurns, merged
 from pensieve_jax.server.async_engine import AsyncDelta
 from pensieve_jax.server.http.errors import ApiError, as_api_error, renamed_fields
 from pensieve_jax.server.http.replies import DONE, Events, Reply, encode_json, event, json_reply
 from pensieve_jax.server.http.request import Call
+from pensieve_jax.server.turns.run import RunningTurns, merged
+from pensieve_jax.server.turns.sampling import SamplingFields
 
 
 class Words(Protocol):

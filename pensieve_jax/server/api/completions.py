@@ -22,20 +22,8 @@ from pensieve_jax.core.errors import (
 from pensieve_jax.core.outputs import FinishReason, Output, TokenLogprob
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import RootFor, TurnNode, check_turn_id, new_turn_id, turn_id_under
-from pensieve_jax.decoding.turn_spec import TurnSpec, check_token_ids
-from pensieve_jax.server.api.chat_schemas import SamplingFields
-from pensieve_jax.server.api.common import (
-    check_model,
-    check_num_tokens,
-    most_tokens,
-    previous_response,
-    unknown_previous,
-)
+from pensieve_jax.engine.validation import TurnSpec, check_token_ids
 from pensieve_jax.server.api.completion_reply import reply_in
-from pensieve_jax.server.api.kept_turns import kept_draft
-from pensieve_jax.server.api.running import RunningTurns, run_turns
-from pensieve_jax.server.api.sampling import choice_params
-from pensieve_jax.server.api.usage import completion_usage
 from pensieve_jax.server.async_engine import AsyncDelta, AsyncTurn
 from pensieve_jax.server.http.errors import as_api_error, invalid_value
 from pensieve_jax.server.http.replies import Reply, encode_json
@@ -43,6 +31,16 @@ from pensieve_jax.server.http.request import Call
 from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.threads import Thought, is_long
+from pensieve_jax.server.turns.checks import (
+    check_model,
+    check_num_tokens,
+    most_tokens,
+    previous_response,
+    unknown_previous,
+)
+from pensieve_jax.server.turns.run import RunningTurns, run_turns
+from pensieve_jax.server.turns.sampling import SamplingFields, choice_params, completion_usage
+from pensieve_jax.server.turns.stored import kept_draft
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's, of this API alone
 _MAX_PROMPTS = 64

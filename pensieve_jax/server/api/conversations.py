@@ -25,15 +25,7 @@ from pensieve_jax.history.server_tables.changes import (
     UpdateConversation,
 )
 from pensieve_jax.server.api.appends import Append, Appends
-from pensieve_jax.server.api.item_schemas import (
-    MAX_ITEMS_OF_A_POST,
-    Item,
-    ItemReference,
-    named_id,
-    parse_input,
-    with_named_ids,
-    with_new_ids,
-)
+from pensieve_jax.server.api.item_schemas import MAX_ITEMS_OF_A_POST, ItemReference, parse_input
 from pensieve_jax.server.api.repeats import check_same_body, idempotency_key, is_retry
 from pensieve_jax.server.api.response_context import COMPACT, too_long
 from pensieve_jax.server.api.response_schemas import check_metadata
@@ -47,6 +39,7 @@ from pensieve_jax.server.http.request import Call
 from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.threads import Thought
+from pensieve_jax.server.turns.items import Item, named_id, with_named_ids, with_new_ids
 
 _MAX_TRIES = 3  # of a change that another one came before
 # A conversation's characters are counted one by one.

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pensieve_jax.server.api.common import check_model
 from pensieve_jax.server.http.replies import Reply, json_reply
 from pensieve_jax.server.http.request import Call
 from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.services import Services
+from pensieve_jax.server.turns.checks import check_model
 
 
 async def list_models(call: Call) -> Reply:

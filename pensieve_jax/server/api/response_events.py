@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pensieve_jax.server.api.item_schemas import output_part
 from pensieve_jax.server.api.response_object import ResponseHead
 from pensieve_jax.server.http.errors import ApiError
 from pensieve_jax.server.http.replies import encode_json, event
+from pensieve_jax.server.turns.items import output_part
 
 
 class ResponseEvents:

@@ -11,9 +11,10 @@ from typing import Annotated, Any, Final
 
 from msgspec import Meta
 
-from pensieve_jax.server.api.chat_schemas import Seed
 from pensieve_jax.server.http.bodies import Body, check_num_items
 from pensieve_jax.server.http.errors import ApiError, invalid_value, unsupported
+from pensieve_jax.server.turns.sampling import Seed
+from pensieve_jax.server.turns.stored import default_echo
 
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 LOGPROBS: Final = "message.output_text.logprobs"
@@ -194,25 +195,14 @@ def check_metadata(metadata: Mapping[str, str] | None) -> None:
 
 def echo_of(body: CreateResponse, model: str, temperature: float, top_p: float) -> dict[str, Any]:
     """What a response repeats of its request, by the schemas of OpenAI and of Open Responses."""
-    echo: dict[str, Any] = {
-        "model": model,
+    echo = default_echo(model, temperature, top_p) | {
         "instructions": body.instructions,
         "previous_response_id": body.previous_response_id,
         "metadata": body.metadata or {},
-        "temperature": temperature,
-        "top_p": top_p,
         "top_logprobs": body.top_logprobs or 0,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "tools": [],
-        "tool_choice": "auto",
-        "text": {"format": {"type": "text"}},
-        "truncation": "disabled",
-        "reasoning": None,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "service_tier": "default",
         "store": body.stores,
         "background": bool(body.background),
         "safety_identifier": body.safety_identifier,

@@ -17,10 +17,10 @@ from pensieve_jax.server.api.response_events import ResponseEvents
 from pensieve_jax.server.api.response_object import ResponseHead, logprob_objects
 from pensieve_jax.server.api.response_plan import ENGINE_FIELDS
 from pensieve_jax.server.api.response_runs import ResponseRun, Token
-from pensieve_jax.server.api.running import TimedTurn
 from pensieve_jax.server.http.errors import ApiError, as_api_error, overloaded
 from pensieve_jax.server.http.replies import DONE
 from pensieve_jax.server.token_texts import TokenTexts
+from pensieve_jax.server.turns.run import TimedTurn
 from pensieve_jax.text import Tokenizer
 from pensieve_jax.text.detokenizer import IncrementalDetokenizer
 

@@ -14,7 +14,6 @@ from typing import Any
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.history.server_tables.changes import DeleteResponse, ResponseRecord
 from pensieve_jax.server.api.background import BackgroundResponses
-from pensieve_jax.server.api.common import check_model
 from pensieve_jax.server.api.foreground import ForegroundResponse
 from pensieve_jax.server.api.repeats import Repeats, idempotency_key, is_retry
 from pensieve_jax.server.api.response_context import reading, request_context
@@ -36,6 +35,7 @@ from pensieve_jax.server.http.replies import Events, Reply, json_reply
 from pensieve_jax.server.http.request import Call, ClientGoneError
 from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.services import Services
+from pensieve_jax.server.turns.checks import check_model
 
 
 class Responses:

@@ -13,7 +13,6 @@ from typing import Any, Final
 
 from pensieve_jax.core.errors import InvalidRequestError, UnknownTurnError
 from pensieve_jax.core.turn_node import check_turn_id
-from pensieve_jax.server.api.usage import token_sources
 from pensieve_jax.server.http.bodies import Body
 from pensieve_jax.server.http.errors import not_found, rate_limited
 from pensieve_jax.server.http.pagination import limit_of
@@ -21,6 +20,7 @@ from pensieve_jax.server.http.replies import Events, Reply, encode_json, event, 
 from pensieve_jax.server.http.request import Call
 from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.threads import aside
+from pensieve_jax.server.turns.sampling import token_sources
 
 _PERIOD_S: Final = 0.25
 """Between two maps of a stream."""

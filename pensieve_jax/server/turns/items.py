@@ -1,4 +1,12 @@
-"""TODO docstring."""
+"""Items that conversations and responses hold, and the messages they amount to.
+
+Owns: the form of an item that is kept, and how ids are made.
+Does not know: what clients send as items, where items are kept, turns, or responses.
+
+An item is kept as a JSON object that satisfies OpenAI's schema for output: parts in a list, an id, a status.
+The ids say where an item can be found again, which is what makes `item_reference` cheap: `msg_` and the id of
+a turn is that turn's reply, with `_` and a number behind it one of its request's items.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +14,27 @@ import hashlib
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from pensieve_jax.text.messages import Message
 from typing import Any, Final
+
+from pensieve_jax.text.messages import Message
 
 type Item = dict[str, Any]
 _REPLY_ID: Final = re.compile(r"msg_([0-9a-f]{32})\Z")
 _INPUT_ID: Final = re.compile(r"msg_([0-9a-f]{32})_(\d{1,6})\Z")
 
 
-def _kept(role: str, texts: Sequence[str]) -> Item:
+def item_of(message: Mapping[str, Any]) -> Item:
+    """A message of text as an item that is kept, without an id."""
+    return kept_item(message["role"], [message["content"]])
+
+
+def kept_item(role: str, texts: Sequence[str]) -> Item:
+    """A message with these parts as an item that is kept, without an id."""
     if role == "assistant":
         parts = [output_part(text) for text in texts]
     else:
         parts = [{"type": "input_text", "text": text} for text in texts]
     return {"type": "message", "status": "completed", "role": role, "content": parts}
-
-
-def item_of(message: Mapping[str, Any]) -> Item:
-    """A message of text as an item that is kept, without an id."""
-    return _kept(message["role"], [message["content"]])
 
 
 def output_part(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:

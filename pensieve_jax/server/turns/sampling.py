@@ -1,28 +1,101 @@
-"""What a request says about sampling, to the engine's parameters.
+"""Sampling as requests ask for it, and tokens as answers count them.
 
-Owns: the fields that Chat Completions and Completions share, and their defaults.
-Does not know: prompts, or other schemas' names.
+Owns: the fields that Chat Completions and Completions share, their defaults and their way to the engine's
+parameters; the usage objects of answers.
+Does not know: prompts, engines, or other schemas' names.
 """
-
-# MERGED DOCSTRING of pensieve_jax/server/api/usage.py:
-#   Tokens as clients count them, and where they came from.
-#   
-#   Owns: the usage objects of answers. Does not know: engines.
 
 from __future__ import annotations
 
-import msgspec
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from msgspec import Meta
 from pathlib import Path
+from typing import Annotated, Any, ClassVar, Final
+
+import msgspec
+from msgspec import Meta
+
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.core.outputs import Usage
 from pensieve_jax.core.sampling_params import MAX_SEED, SamplingParams
 from pensieve_jax.server.http.bodies import Body
-from typing import Annotated, Any, ClassVar, Final
 
 _DEFAULTS = {"temperature": 1.0}
+MAX_CHOICES: Final = 8
+type Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+type Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+type Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+"""As OpenAI has it: clients send -1, too. A negative one is taken modulo 2**63."""
+
+
+class StreamOptions(Body):
+    """What a stream has beside text."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
+
+    include_usage: bool | None = None
+
+
+class SamplingFields(Body):
+    """What Chat Completions and Completions have in common.
+
+    `top_k`, `min_tokens`, `stop_token_ids` and `ignore_eos` are vLLM's.
+    """
+
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "frequency_penalty": (0,),
+        "presence_penalty": (0,),
+        "repetition_penalty": (1,),
+        "length_penalty": (1,),
+        "logit_bias": ({},),
+        "min_p": (0,),
+        "use_beam_search": (False,),
+        "best_of": (1,),
+        "prompt_logprobs": (),
+        "response_format": ({"type": "text"},),
+        "structured_outputs": ({},),
+        "guided_json": (),
+        "guided_regex": (),
+        "guided_choice": (),
+        "guided_grammar": (),
+        "logits_processors": ([],),
+        "truncate_prompt_tokens": (),
+        "service_tier": ("auto", "default"),
+    }
+    IGNORED: ClassVar[frozenset[str]] = frozenset(
+        {
+            "user",
+            "metadata",
+            "safety_identifier",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+        }
+    )
+
+    model: str | None = None
+    n: Choices | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Tokens | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: Seed | None = None
+    stop: str | list[str] | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    store: bool | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """Replies to each prompt."""
+        return self.n or 1
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with what was used."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 def model_defaults(source: str) -> dict[str, Any]:
@@ -96,8 +169,6 @@ def sampling_params(
     )
 
 
-
-
 def num_context_tokens(usage: Usage) -> int:
     """History and prompt."""
     return num_cached_tokens(usage) + usage.recomputed_tokens + usage.prefilled_tokens
@@ -139,80 +210,3 @@ def completion_usage(usages: Sequence[Usage], num_shared: int = 1) -> dict[str, 
         "prompt_tokens_details": {"cached_tokens": sum(map(num_cached_tokens, prompts))},
         "pensieve": token_sources(usages),
     }
-
-
-
-MAX_CHOICES: Final = 8
-type Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
-type Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-type Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-
-
-class StreamOptions(Body):
-    """What a stream has beside text."""
-
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
-
-    include_usage: bool | None = None
-
-
-class SamplingFields(Body):
-    """What Chat Completions and Completions have in common.
-
-    `top_k`, `min_tokens`, `stop_token_ids` and `ignore_eos` are vLLM's.
-    """
-
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "frequency_penalty": (0,),
-        "presence_penalty": (0,),
-        "repetition_penalty": (1,),
-        "length_penalty": (1,),
-        "logit_bias": ({},),
-        "min_p": (0,),
-        "use_beam_search": (False,),
-        "best_of": (1,),
-        "prompt_logprobs": (),
-        "response_format": ({"type": "text"},),
-        "structured_outputs": ({},),
-        "guided_json": (),
-        "guided_regex": (),
-        "guided_choice": (),
-        "guided_grammar": (),
-        "logits_processors": ([],),
-        "truncate_prompt_tokens": (),
-        "service_tier": ("auto", "default"),
-    }
-    IGNORED: ClassVar[frozenset[str]] = frozenset(
-        {
-            "user",
-            "metadata",
-            "safety_identifier",
-            "prompt_cache_key",
-            "prompt_cache_retention",
-        }
-    )
-
-    model: str | None = None
-    n: Choices | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Tokens | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: Seed | None = None
-    stop: str | list[str] | None = None
-    min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    store: bool | None = None
-
-    @property
-    def num_choices(self) -> int:
-        """Replies to each prompt."""
-        return self.n or 1
-
-    @property
-    def includes_usage(self) -> bool:
-        """Whether a stream ends with what was used."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)

@@ -1,20 +1,23 @@
-"""Turns of Chat Completions and Completions that a client asks to be kept.
+"""Turns that are kept as responses.
 
-Owns: that such a turn is kept as a response, under resp_ and its turn's id: found, deleted and expiring so.
-Does not know: how replies are written.
+Owns: that a turn of Chat Completions or Completions is kept on request, under resp_ and its turn's id: found,
+deleted and expiring so; how long responses are kept; what a response repeats of a request that says nothing.
+Does not know: how replies are written, or the fields of any request.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any, Final
+
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.history.server_tables.changes import ResponseDraft
-from pensieve_jax.server.api.response_schemas import CreateResponse, echo_of
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.turns.items import item_of, reply_id, with_input_ids
 from pensieve_jax.text import Message
-from typing import Final
+
+LIFETIME_S: Final = 30 * 24 * 3600.0
 
 
 def kept_draft(
@@ -30,8 +33,8 @@ def kept_draft(
       params: how it is sampled.
     """
     now_s = services.now_s()
-    body = CreateResponse(max_output_tokens=params.max_tokens)
-    echo = echo_of(body, services.model_name, params.temperature, params.top_p)
+    echo = default_echo(services.model_name, params.temperature, params.top_p)
+    echo["max_output_tokens"] = params.max_tokens
     return ResponseDraft(
         response_id=f"resp_{turn_id}",
         owner=owner,
@@ -43,5 +46,32 @@ def kept_draft(
     )
 
 
+def default_echo(model: str, temperature: float, top_p: float) -> dict[str, Any]:
+    """What a response repeats of a request that says nothing else.
 
-LIFETIME_S: Final = 30 * 24 * 3600.0
+    It has the fields that the schemas of OpenAI and of Open Responses require.
+    """
+    return {
+        "model": model,
+        "instructions": None,
+        "previous_response_id": None,
+        "metadata": {},
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_logprobs": 0,
+        "max_output_tokens": None,
+        "max_tool_calls": None,
+        "parallel_tool_calls": True,
+        "tools": [],
+        "tool_choice": "auto",
+        "text": {"format": {"type": "text"}},
+        "truncation": "disabled",
+        "reasoning": None,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "service_tier": "default",
+        "store": True,
+        "background": False,
+        "safety_identifier": None,
+        "prompt_cache_key": None,
+    }

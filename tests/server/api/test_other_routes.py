@@ -15,9 +15,9 @@ from pensieve_jax.core.turn_node import root_of
 from pensieve_jax.history.trees import TreeSummary
 from pensieve_jax.server.api.completions import CompletionBody
 from pensieve_jax.server.api.routes import ROUTES
-from pensieve_jax.server.api.sampling import model_defaults
 from pensieve_jax.server.api.state import ROUTES as STATE_ROUTES
 from pensieve_jax.server.http.settings import ServerSettings
+from pensieve_jax.server.turns.sampling import model_defaults
 from pensieve_jax.text import Tokenizer
 from tests.server.fakes import MODEL, FakeEngine, Harness, say
 from tests.text.tokenizer_zoo import metaspace_backend

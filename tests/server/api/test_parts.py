@@ -1,12 +1,8 @@
-"""The small parts of routes, by themselves: what is remembered for a while, and sampling."""
+"""What is remembered for a while."""
 
 from __future__ import annotations
 
-import pytest
-
-from pensieve_jax.core.sampling_params import MAX_SEED
 from pensieve_jax.server.api.recent import Recent
-from pensieve_jax.server.api.sampling import sampling_params
 
 
 def test_a_value_is_remembered_until_its_time_is_over():
@@ -38,18 +34,3 @@ def test_a_value_that_was_replaced_is_not_dropped():
     assert recent.get("a", 0.0) == 2
     recent.drop("a", 2)
     assert len(recent) == 0
-
-
-@pytest.mark.parametrize(
-    ("seed", "taken"), [(None, None), (0, 0), (MAX_SEED, MAX_SEED), (MAX_SEED + 1, 0), (-1, MAX_SEED)]
-)
-def test_any_seed_is_brought_into_range(seed, taken):
-    assert sampling_params({}, max_tokens=3, seed=seed).seed == taken
-
-
-def test_what_a_request_says_goes_before_the_models_defaults():
-    defaults = {"temperature": 0.5, "top_k": 7}
-    params = sampling_params(defaults, max_tokens=3, temperature=0.0, stop="x", min_tokens=None)
-    assert (params.temperature, params.top_k, params.stop, params.max_tokens) == (0.0, 7, ("x",), 3)
-    assert sampling_params(defaults, max_tokens=3, stop=["x", "y"]).stop == ("x", "y")
-    assert sampling_params(defaults, max_tokens=3).stop == ()

@@ -1,8 +1,9 @@
-"""TODO docstring."""
+"""Parameters of turns, of what requests and models say."""
 
 from __future__ import annotations
 
 import pytest
+
 from pensieve_jax.core.sampling_params import MAX_SEED
 from pensieve_jax.server.turns.sampling import sampling_params
 
