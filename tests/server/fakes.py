@@ -378,3 +378,14 @@ class Open:
     def leave(self) -> None:
         """The client closes its connection."""
         self._incoming.put_nowait({"type": "http.disconnect"})
+
+
+def ask(harness: Harness, method, path, body=None):
+    """Status and decoded answer of one request."""
+
+    async def answer():
+        return await harness.open(method, path, body).whole()
+
+    status, headers, raw = asyncio.run(answer())
+    is_json = headers["content-type"] == "application/json"
+    return status, json.loads(raw) if is_json else raw.decode()

@@ -11,8 +11,8 @@ import pytest
 
 from pensieve_jax.history import trees
 from pensieve_lab.serving.page_visit import BROWSER, browsing, visiting
-from tests.server.api.live import LiveServer
 from tests.server.fakes import say
+from tests.server.live import LiveServer
 
 CUT = "Earlier turns are not shown"
 MAP = {

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pensieve_jax.core.errors import ChatTemplateError, InvalidRequestError, TokenizerMissingError
-from pensieve_jax.decoding.turn_spec import check_token_ids
-from pensieve_jax.server.api.chat_schemas import ChatMessage
+from pensieve_jax.engine.validation import check_token_ids
 from pensieve_jax.server.http.bodies import Body
 from pensieve_jax.server.http.errors import invalid_value
 from pensieve_jax.server.http.replies import Reply, json_reply
 from pensieve_jax.server.http.request import Call
 from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.services import Services
+from pensieve_jax.server.openai.schemas import ChatMessage
 from pensieve_jax.server.threads import aside, is_long
 from pensieve_jax.server.turns.checks import check_model, unwritable
 from pensieve_jax.text import ChatFormat

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.server.api.live import LiveServer
+from tests.server.live import LiveServer
 
 
 @pytest.fixture

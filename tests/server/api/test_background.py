@@ -13,8 +13,8 @@ from pensieve_jax.history.server_tables import responses_table
 from pensieve_jax.history.server_tables.changes import DeleteResponse, QueueResponse
 from pensieve_jax.server.api import background_drive
 from pensieve_jax.server.api.background import BackgroundResponses
-from tests.server.api.live import START_S, LiveServer
 from tests.server.fakes import say
+from tests.server.live import START_S, LiveServer
 
 
 def turn_of(server, index: int = -1):

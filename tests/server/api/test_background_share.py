@@ -10,7 +10,7 @@ import pytest
 
 from pensieve_jax.server.api import background
 from pensieve_jax.server.http.settings import ServerSettings
-from tests.server.api.live import LiveServer
+from tests.server.live import LiveServer
 
 
 def test_no_key_can_fill_the_background(tmp_path):

@@ -11,10 +11,10 @@ import pytest
 
 from pensieve_jax.server.api.repeats import Repeats
 from pensieve_jax.server.threads import FAR_THREADS
-from tests.server.api.live import LiveServer
 from tests.server.api.test_background import ended, feed, turn_of, wait_until
 from tests.server.api.test_repeats import at_once
 from tests.server.fakes import say
+from tests.server.live import LiveServer
 
 
 class Slow:

@@ -14,9 +14,9 @@ from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.history.server_tables.changes import DeleteResponse, EndResponse, QueueResponse
 from pensieve_jax.server.api import background, background_drive
 from pensieve_jax.server.http.errors import INTERNAL_ERROR
-from tests.server.api.live import LiveServer
 from tests.server.api.test_background import ended, feed, turn_of, wait_until
 from tests.server.fakes import say
+from tests.server.live import LiveServer
 
 RETRY = {"x-stainless-retry-count": "1"}
 NO_ANSWER = EngineClosedError("The engine has not answered within 30 s; it may still do so.")

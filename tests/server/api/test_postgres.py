@@ -14,8 +14,8 @@ import pytest
 from pensieve_jax.core.errors import HistoryUnavailableError
 from pensieve_jax.history.postgres_location import parse
 from pensieve_jax.server.api import background, background_drive
-from tests.server.api.live import LiveServer
 from tests.server.api.test_background import feed, turn_of, wait_until
+from tests.server.live import LiveServer
 
 pytest.importorskip("psycopg", reason="needs the extra `postgres`")
 from pensieve_jax.history.postgres_claims import PostgresClaims  # of that extra

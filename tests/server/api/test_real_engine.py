@@ -16,9 +16,9 @@ from pensieve_jax.server.context.resolver import Resolver
 from pensieve_jax.server.context.turn_index import TurnIndex
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.text.loading import load_tokenizer
-from tests.server.api.live import LiveServer
 from tests.server.conftest import engine_config
 from tests.server.fakes import Harness
+from tests.server.live import LiveServer
 
 GREEDY = {"temperature": 0, "max_output_tokens": 12}
 ASKED = ("Who are you?", "Say it again.", "And why?")

@@ -13,9 +13,9 @@ import pytest
 
 from pensieve_jax.core.errors import EngineDiedError
 from pensieve_jax.server.api.repeats import UNDELIVERED_LIFETIME_S, Repeats
-from tests.server.api.live import START_S, LiveServer
 from tests.server.api.test_background import feed, turn_of, wait_until
 from tests.server.fakes import say
+from tests.server.live import START_S, LiveServer
 
 RETRY = {"x-stainless-retry-count": "1"}
 

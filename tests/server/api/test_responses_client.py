@@ -5,8 +5,8 @@ from __future__ import annotations
 import openai
 import pytest
 
-from tests.server.api.live import LiveServer
 from tests.server.fakes import say
+from tests.server.live import LiveServer
 
 MESSAGE_EVENTS = [
     "response.created",

@@ -13,8 +13,8 @@ from pensieve_jax.core.errors import EngineClosedError, HistoryError, StepFailed
 from pensieve_jax.server.api.item_schemas import parse_input
 from pensieve_jax.server.http.errors import ApiError
 from pensieve_jax.server.http.settings import ServerSettings
-from tests.server.api.live import LiveServer
 from tests.server.fakes import say
+from tests.server.live import LiveServer
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ import httpx2
 import pytest
 
 from pensieve_jax.history import trees
-from tests.server.api.live import LiveServer
 from tests.server.fakes import say
+from tests.server.live import LiveServer
 
 
 @pytest.fixture

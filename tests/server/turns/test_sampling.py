@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.core.sampling_params import MAX_SEED
-from pensieve_jax.server.turns.sampling import sampling_params
+from pensieve_jax.server.turns.sampling import model_defaults, sampling_params
 
 
 @pytest.mark.parametrize(
@@ -21,3 +22,26 @@ def test_what_a_request_says_goes_before_the_models_defaults():
     assert (params.temperature, params.top_k, params.stop, params.max_tokens) == (0.0, 7, ("x",), 3)
     assert sampling_params(defaults, max_tokens=3, stop=["x", "y"]).stop == ("x", "y")
     assert sampling_params(defaults, max_tokens=3).stop == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, {"temperature": 1.0}),
+        ("{}", {"temperature": 1.0}),
+        ('{"temperature": 0.6, "top_p": 0.9, "do_sample": true}', {"temperature": 0.6, "top_p": 0.9}),
+        ('{"do_sample": false}', {"temperature": 0.0}),
+        ('{"temperature": null, "top_k": 50}', {"temperature": 1.0, "top_k": 50}),
+    ],
+)
+def test_sampling_is_as_the_model_has_it(tmp_path, text, expected):
+    if text is not None:
+        (tmp_path / "generation_config.json").write_text(text)
+    assert model_defaults(str(tmp_path)) == expected
+
+
+@pytest.mark.parametrize("text", ["[", "[]", "3"])
+def test_defaults_that_cannot_be_read_are_named(tmp_path, text):
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match="generation_config"):
+        model_defaults(str(tmp_path))

@@ -19,8 +19,6 @@ from pensieve_jax.core.outputs import FinishReason, Output, TokenLogprob
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.server_tables.changes import ResponseDraft
-from pensieve_jax.server.api.chat_schemas import ChatBody
-from pensieve_jax.server.api.completion_reply import reply_in
 from pensieve_jax.server.async_engine import AsyncDelta, AsyncTurn
 from pensieve_jax.server.context.resolver import Memory, ResolvedContext, has_reply
 from pensieve_jax.server.context.start import start_turns
@@ -28,6 +26,8 @@ from pensieve_jax.server.http.errors import renamed_fields
 from pensieve_jax.server.http.replies import Reply, encode_json
 from pensieve_jax.server.http.request import Call
 from pensieve_jax.server.http.routes import Route
+from pensieve_jax.server.openai.completion_stream import reply_in
+from pensieve_jax.server.openai.schemas import ChatBody
 from pensieve_jax.server.threads import Thought, is_long
 from pensieve_jax.server.turns.checks import (
     check_model,

@@ -7,8 +7,8 @@ import hashlib
 import pytest
 
 from pensieve_jax.server.http.keys import ApiKeys
-from tests.server.api.live import LiveServer
 from tests.server.fakes import say
+from tests.server.live import LiveServer
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from pensieve_jax.server.api.chat_schemas import ChatBody
-from pensieve_jax.server.api.completions import CompletionBody
 from pensieve_jax.server.api.routes import ROUTES
 from pensieve_jax.server.http.bodies import Body
 from pensieve_jax.server.http.settings import ServerSettings
+from pensieve_jax.server.openai.completions import CompletionBody
+from pensieve_jax.server.openai.schemas import ChatBody
 from tests.seeds import new_seed
 from tests.server.fakes import MODEL, say
 from tests.server.stored_server import StoredServer

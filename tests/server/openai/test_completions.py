@@ -1,0 +1,162 @@
+"""Completions: prompts of text or ids, several choices, offsets, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pensieve_jax.core.turn_node import root_of
+from pensieve_jax.server.api.routes import ROUTES
+from pensieve_jax.server.openai.completions import CompletionBody
+from pensieve_jax.text import Tokenizer
+from tests.server.fakes import MODEL, FakeEngine, Harness, ask, say
+from tests.text.tokenizer_zoo import metaspace_backend
+
+
+def complete(harness: Harness, prompt, **fields):
+    return ask(harness, "POST", "/v1/completions", {"model": MODEL, "prompt": prompt, **fields})
+
+
+def events(raw: str):
+    return [json.loads(part[6:]) for part in raw.split("\n\n")[:-2]]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("Hi", [[256, 72, 105]]),
+        ([1, 2, 3], [[1, 2, 3]]),
+        (["a", "b"], [[256, 97], [256, 98]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+        (["a", [5]], [[256, 97], [5]]),
+    ],
+)
+def test_prompts_are_text_ids_or_lists_of_either(prompt, expected):
+    harness = Harness(ROUTES)
+    status, body = complete(harness, prompt)
+    assert status == 200
+    assert [list(turn.spec.prompt_token_ids) for turn in harness.engine.turns] == expected
+    assert [choice["index"] for choice in body["choices"]] == list(range(len(expected)))
+    assert harness.engine.turns[0].spec.params.max_tokens == 16
+    assert not harness.engine.turns[0].spec.node.durable
+    assert body["object"] == "text_completion"
+    assert body["usage"]["prompt_tokens"] == sum(map(len, expected))
+
+
+def test_null_is_as_good_as_nothing():
+    harness = Harness(ROUTES)
+    names = [name for name in CompletionBody.__struct_fields__ if name != "prompt"]
+    status, body = complete(harness, "Hi", **dict.fromkeys(names))
+    assert status == 200 and "token_ids" not in body["choices"][0]
+    assert not harness.engine.turns[0].spec.node.durable
+
+
+def test_several_choices_of_several_prompts():
+    harness = Harness(ROUTES)
+    _, body = complete(harness, ["a", "bc"], n=2, seed=3)
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert [turn.spec.params.seed for turn in harness.engine.turns] == [3, 4, 3, 4]
+    assert body["usage"]["prompt_tokens"] == 2 + 3 and body["usage"]["completion_tokens"] == 4 * 12
+
+
+def test_a_root_is_named_for_each_prompt_by_its_tokens_once_there_is_a_place():
+    asked = []
+
+    def root_for(num_tokens: int) -> str:
+        asked.append(num_tokens)
+        return f"{len(asked):016x}"
+
+    harness = Harness(ROUTES)
+    harness.services.resolver.root_for = root_for
+    assert complete(harness, [[1] * 10_000, [2]])[0] == complete(harness, "a", max_tokens=0)[0] == 400
+    assert not asked, "they were refused"
+    _, body = complete(harness, ["a", [5, 6, 7]], n=2)
+    assert asked == [2, 3] and body["id"].startswith(f"cmpl-{1:016x}")
+    roots = [root_of(turn.spec.node.turn_id) for turn in harness.engine.turns]
+    assert roots == [f"{1:016x}", f"{1:016x}", f"{2:016x}", f"{2:016x}"]
+
+
+def test_seeds_of_choices_go_round_at_the_largest():
+    harness = Harness(ROUTES)
+    assert complete(harness, "a", n=3, seed=-2)[0] == 200
+    assert [turn.spec.params.seed for turn in harness.engine.turns] == [2**63 - 2, 2**63 - 1, 0]
+
+
+def test_a_stream_and_the_whole_answer_say_the_same():
+    fields = {"logprobs": 2, "n": 2}
+    _, whole = complete(Harness(ROUTES), "Hi", **fields)
+    _, raw = complete(Harness(ROUTES), "Hi", stream=True, stream_options={"include_usage": True}, **fields)
+    chunks = events(raw)
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == whole["usage"]
+    for index in range(2):
+        mine = [c["choices"][0] for c in chunks[:-1] if c["choices"][0]["index"] == index]
+        assert "".join(choice["text"] for choice in mine) == whole["choices"][index]["text"]
+        assert mine[-1]["finish_reason"] == "stop"
+        columns = whole["choices"][index]["logprobs"]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            assert [x for choice in mine if choice["logprobs"] for x in choice["logprobs"][name]] == columns[
+                name
+            ]
+    assert columns["tokens"][:3] == ["h", "e", "l"] and columns["text_offset"][:3] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "param"),
+    [
+        ([], {}, "prompt"),
+        ("", {}, None),
+        ([[]], {}, "prompt"),
+        (["a", []], {}, "prompt[1]"),
+        ([1, "a"], {}, "prompt"),
+        ([300], {}, "prompt[0]"),
+        ([-1], {}, "prompt[0]"),
+        ([True], {}, "prompt[0]"),
+        ([1, 2**64], {}, "prompt[1]"),
+        ([[1], [-(2**63) - 1]], {}, "prompt[1][0]"),
+        (None, {}, "prompt"),
+        (["a"] * 65, {}, "prompt"),
+        (["a"] * 33, {"n": 2}, "n"),
+        ("a", {"echo": True}, "echo"),
+        ("a", {"suffix": "b"}, "suffix"),
+        ("a", {"best_of": 2}, "best_of"),
+        ("a", {"logprobs": 9}, "logprobs"),
+        ("a", {"n": 2, "temperature": "x"}, "temperature"),
+    ],
+)
+def test_what_cannot_be_completed_is_named(prompt, fields, param):
+    harness = Harness(ROUTES)
+    status, body = complete(harness, prompt, **fields)
+    if prompt == "":  # the beginning of a text alone is a prompt, where a model has one
+        assert status == 200 and list(harness.engine.turns[0].spec.prompt_token_ids) == [256]
+        return
+    assert (status, body["error"]["param"]) == (400, param)
+    assert harness.services.limits.num_inside == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_are_where_the_tokens_stand_in_the_reply(stream):
+    """Of a tokenizer that writes a space in front of a word, but not at the beginning of a reply."""
+    tokenizer = Tokenizer(
+        metaspace_backend(), bos_token="<s>", eos_token="</s>", chat_template="{{ messages }}"
+    )
+    ids = [tokenizer._backend.token_to_id(token) for token in ("\u2581the", "\u2581", "c", "a", "t")]
+
+    def script(turn):
+        turn.feed("the", ids[:1])
+        turn.feed(" cat", ids[1:])
+        turn.finish("stop")
+
+    harness = Harness(ROUTES, FakeEngine(script), tokenizer=tokenizer)
+    _, told = complete(harness, [1], logprobs=0, stream=stream)
+    choices = [choice for chunk in (events(told) if stream else [told]) for choice in chunk["choices"]]
+    columns = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    tokens = [token for one in columns for token in one["tokens"]]
+    offsets = [offset for one in columns for offset in one["text_offset"]]
+    assert tokens == [" the", " ", "c", "a", "t"] and offsets == [0, 3, 4, 5, 6]
+
+
+def test_a_turn_of_a_script_can_be_anything():
+    harness = Harness(ROUTES, FakeEngine(say("")))
+    _, body = complete(harness, "a")
+    assert body["choices"][0]["text"] == "" and body["usage"]["completion_tokens"] == 1
