@@ -18,8 +18,6 @@ from pensieve_jax.core.errors import ChatTemplateError, TokenizerMissingError
 from pensieve_jax.core.turn_node import RootFor, new_root
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.model_source import source_tokenizer
-from pensieve_jax.server.api.conversations import Conversations
-from pensieve_jax.server.api.responses import Responses
 from pensieve_jax.server.api.routes import ROUTES
 from pensieve_jax.server.async_engine import EngineService
 from pensieve_jax.server.context.history_turns import HistoryTurns
@@ -31,6 +29,8 @@ from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.metrics import Metrics
+from pensieve_jax.server.openai.responses.conversations import Conversations
+from pensieve_jax.server.openai.responses.routes import Responses
 from pensieve_jax.server.token_texts import TokenTexts
 from pensieve_jax.server.turns.sampling import model_defaults
 from pensieve_jax.text import ChatFormat, Tokenizer

@@ -8,10 +8,10 @@ from typing import Any
 
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.history.reader import HistoryReader
-from pensieve_jax.server.api.conversations import Conversations
-from pensieve_jax.server.api.responses import Responses
 from pensieve_jax.server.api.routes import ROUTES
 from pensieve_jax.server.http.app import make_app
+from pensieve_jax.server.openai.responses.conversations import Conversations
+from pensieve_jax.server.openai.responses.routes import Responses
 from pensieve_jax.text.loading import byte_tokenizer
 from tests.server.fakes import FakeTurn, Harness
 from tests.server.stored_engine import FINGERPRINT, StoredEngine, resolving

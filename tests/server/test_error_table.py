@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pensieve_jax.server
-from pensieve_jax.server.api.response_events import failure_object
 from pensieve_jax.server.http.errors import _MEANINGS, ApiError
+from pensieve_jax.server.openai.responses.events import failure_object
 from tests.launching import ROOT
 
 PACKAGE = Path(pensieve_jax.server.__file__).parent

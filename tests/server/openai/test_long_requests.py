@@ -13,13 +13,13 @@ import pytest
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.history.server_tables import server_conversations
-from pensieve_jax.server.api import response_context
-from pensieve_jax.server.api.conversations import Conversations
-from pensieve_jax.server.api.responses import Responses
 from pensieve_jax.server.api.routes import ROUTES
 from pensieve_jax.server.http import request as http_call
 from pensieve_jax.server.http.app import make_app
 from pensieve_jax.server.http.bodies import MAX_ITEMS
+from pensieve_jax.server.openai.responses import context
+from pensieve_jax.server.openai.responses.conversations import Conversations
+from pensieve_jax.server.openai.responses.routes import Responses
 from pensieve_jax.server.threads import INLINE_CHARACTERS
 from pensieve_jax.text import Tokenizer
 from pensieve_jax.text.chat import ChatFormat
@@ -109,7 +109,7 @@ def threads(monkeypatch):
         monkeypatch.setattr(owner, name, watched)
 
     watch(http_call, "decode_body")
-    watch(response_context, "parse_input")
+    watch(context, "parse_input")
     watch(ChatFormat, "turn_token_ids")
     watch(Tokenizer, "encode")
     watch(Tokenizer, "decode_raw")
@@ -187,7 +187,7 @@ def test_lists_have_a_limit(front, path, body_of, param):
 @pytest.mark.parametrize("path", [RESPONSES, COUNT])
 def test_lists_of_what_is_no_object_are_counted_before_anybody_looks_at_them(front, monkeypatch, path):
     """On the loop, a million numbers took half a second."""
-    monkeypatch.setattr(response_context, "is_reference", lambda item: pytest.fail("it is looked at"))
+    monkeypatch.setattr(context, "is_reference", lambda item: pytest.fail("it is looked at"))
     status, answer = front.ask(path, {"input": [0] * (MAX_ITEMS + 1)})
     assert (status, answer["error"]["param"]) == (400, "input")
     assert f"has {MAX_ITEMS + 1} items, but must have at most {MAX_ITEMS}." in answer["error"]["message"]
@@ -270,7 +270,7 @@ def test_unknown_references_are_looked_up_once(front):
 
 
 def test_what_references_name_has_a_limit(front, monkeypatch):
-    monkeypatch.setattr(response_context, "MAX_READ_CHARACTERS", 2000)
+    monkeypatch.setattr(context, "MAX_READ_CHARACTERS", 2000)
     _, response = front.ask(RESPONSES, {"input": "x" * 300})
     reference = {"type": "item_reference", "id": f"msg_{response['id'].removeprefix('resp_')}_0"}
     assert front.ask(COUNT, {"input": [reference] * 4})[0] == 200
@@ -286,7 +286,7 @@ def test_a_conversation_is_read_beside_the_loop_up_to_a_limit(front, monkeypatch
     front.reader.asked.clear()
     assert front.ask(RESPONSES, body)[0] == 200
     assert front.reader.asked == {("size_of_items", False): 1, ("all_items", False): 1}
-    monkeypatch.setattr(response_context, "MAX_READ_CHARACTERS", 2000)
+    monkeypatch.setattr(context, "MAX_READ_CHARACTERS", 2000)
     front.reader.asked.clear()
     status, answer = front.ask(RESPONSES, body)
     assert (status, answer["error"]["param"]) == (400, "conversation")
@@ -326,7 +326,7 @@ def test_what_no_turn_could_read_is_not_appended(front, monkeypatch):
     _, conversation = front.ask("/v1/conversations", {"items": [item] * 20})
     path = f"/v1/conversations/{conversation['id']}/items"
     num_items, num_characters = front.reader.size_of_items("", conversation["id"])
-    monkeypatch.setattr(response_context, "MAX_ITEMS", num_items + 1)
+    monkeypatch.setattr(context, "MAX_ITEMS", num_items + 1)
     assert front.ask(path, {"items": [item] * 2})[0] == 400
     assert front.ask(path, {"items": [item]})[0] == 200
     status, answer = front.ask(path, {"items": [item]})
@@ -334,7 +334,7 @@ def test_what_no_turn_could_read_is_not_appended(front, monkeypatch):
     assert f"a turn reads at most {num_items + 1} of" in answer["error"]["message"]
     monkeypatch.undo()
     _, one = front.reader.size_of_items("", conversation["id"])
-    monkeypatch.setattr(response_context, "MAX_READ_CHARACTERS", 2 * one - num_characters + 9)
+    monkeypatch.setattr(context, "MAX_READ_CHARACTERS", 2 * one - num_characters + 9)
     assert front.ask(path, {"items": [item]})[0] == 200, (
         "there is room for one more and a list's own characters"
     )
@@ -355,7 +355,7 @@ def test_a_turn_makes_no_conversation_longer_than_the_next_can_read(front, monke
     def turn(num_items: int, path: str = RESPONSES) -> tuple[int, dict[str, Any]]:
         return front.ask(path, {"conversation": conversation["id"], "input": [item] * num_items})
 
-    monkeypatch.setattr(response_context, "MAX_ITEMS", 10)
+    monkeypatch.setattr(context, "MAX_ITEMS", 10)
     for path in (RESPONSES, COUNT):
         status, answer = turn(5, path)  # with its reply eleven
         assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "invalid_value", "input")
@@ -366,7 +366,7 @@ def test_a_turn_makes_no_conversation_longer_than_the_next_can_read(front, monke
     assert turn(1)[0] == 400
     monkeypatch.undo()
     _, num_characters = front.reader.size_of_items("", conversation["id"])
-    monkeypatch.setattr(response_context, "MAX_READ_CHARACTERS", num_characters + 500)
+    monkeypatch.setattr(context, "MAX_READ_CHARACTERS", num_characters + 500)
     status, answer = turn(3)
     assert (status, answer["error"]["param"]) == (400, "input")
     assert turn(1)[0] == 200

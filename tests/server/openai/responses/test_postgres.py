@@ -13,9 +13,9 @@ import pytest
 
 from pensieve_jax.core.errors import HistoryUnavailableError
 from pensieve_jax.history.postgres_location import parse
-from pensieve_jax.server.api import background, background_drive
-from tests.server.api.test_background import feed, turn_of, wait_until
+from pensieve_jax.server.openai.responses import background
 from tests.server.live import LiveServer
+from tests.server.openai.responses.test_background import feed, turn_of, wait_until
 
 pytest.importorskip("psycopg", reason="needs the extra `postgres`")
 from pensieve_jax.history.postgres_claims import PostgresClaims  # of that extra
@@ -66,7 +66,7 @@ def test_what_one_server_has_said_the_other_goes_on_from(servers):
 @pytest.fixture
 def soon(monkeypatch):
     monkeypatch.setattr(background, "LOOK_S", 0.02)
-    monkeypatch.setattr(background_drive, "RETRY_S", 0.01)
+    monkeypatch.setattr(background, "RETRY_S", 0.01)
 
 
 def looked(server):

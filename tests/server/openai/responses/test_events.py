@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from pensieve_jax.server.api.response_object import ResponseHead
-from pensieve_jax.server.api.response_runs import ResponseRun
-from pensieve_jax.server.api.response_streams import ReplyTexts, kept_events, run_events
+from pensieve_jax.server.openai.responses.events import ReplyTexts, kept_events, run_events
+from pensieve_jax.server.openai.responses.response import ResponseHead
+from pensieve_jax.server.openai.responses.run import ResponseRun
 from pensieve_jax.server.token_texts import TokenTexts
 from pensieve_jax.text.loading import byte_tokenizer
 

@@ -13,15 +13,6 @@ from typing import Any
 
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.history.server_tables.changes import DeleteResponse, ResponseRecord
-from pensieve_jax.server.api.background import BackgroundResponses
-from pensieve_jax.server.api.foreground import ForegroundResponse
-from pensieve_jax.server.api.repeats import Repeats, idempotency_key, is_retry
-from pensieve_jax.server.api.response_context import reading, request_context
-from pensieve_jax.server.api.response_object import head_of, kept_response
-from pensieve_jax.server.api.response_plan import ENGINE_FIELDS, ResponsePlan
-from pensieve_jax.server.api.response_runs import ResponseRun
-from pensieve_jax.server.api.response_schemas import CountTokens, CreateResponse, check_context, check_create
-from pensieve_jax.server.api.response_streams import Begun, ReplyTexts, kept_events, run_events
 from pensieve_jax.server.context.resolver import Memory
 from pensieve_jax.server.http.errors import (
     ApiError,
@@ -35,6 +26,20 @@ from pensieve_jax.server.http.replies import Events, Reply, json_reply
 from pensieve_jax.server.http.request import Call, ClientGoneError
 from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.services import Services
+from pensieve_jax.server.openai.responses.background import BackgroundResponses
+from pensieve_jax.server.openai.responses.context import reading, request_context
+from pensieve_jax.server.openai.responses.events import Begun, ReplyTexts, kept_events, run_events
+from pensieve_jax.server.openai.responses.foreground import ForegroundResponse
+from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS, ResponsePlan
+from pensieve_jax.server.openai.responses.response import head_of, kept_response
+from pensieve_jax.server.openai.responses.retries import Repeats, idempotency_key, is_retry
+from pensieve_jax.server.openai.responses.run import ResponseRun
+from pensieve_jax.server.openai.responses.schemas import (
+    CountTokens,
+    CreateResponse,
+    check_context,
+    check_create,
+)
 from pensieve_jax.server.turns.checks import check_model
 
 

@@ -9,12 +9,12 @@ import threading
 
 import pytest
 
-from pensieve_jax.server.api.repeats import Repeats
+from pensieve_jax.server.openai.responses.retries import Repeats
 from pensieve_jax.server.threads import FAR_THREADS
-from tests.server.api.test_background import ended, feed, turn_of, wait_until
-from tests.server.api.test_repeats import at_once
 from tests.server.fakes import say
 from tests.server.live import LiveServer
+from tests.server.openai.responses.test_background import ended, feed, turn_of, wait_until
+from tests.server.openai.responses.test_retries import at_once
 
 
 class Slow:

@@ -10,8 +10,8 @@ from pydantic import ConfigDict
 
 from pensieve_jax.core.outputs import Usage
 from pensieve_jax.history.server_tables.changes import ResponseRecord
-from pensieve_jax.server.api.response_object import kept_response, usage_object
-from pensieve_jax.server.api.response_schemas import CreateResponse, echo_of
+from pensieve_jax.server.openai.responses.response import kept_response, usage_object
+from pensieve_jax.server.openai.responses.schemas import CreateResponse, echo_of
 
 # `ResponseResource` of Open Responses' schema; the types are those of its fields that are not objects.
 OPEN_RESPONSES = {

@@ -10,9 +10,9 @@ import openai
 import pytest
 
 from pensieve_jax.core.errors import EngineClosedError, HistoryError, StepFailedError
-from pensieve_jax.server.api.item_schemas import parse_input
 from pensieve_jax.server.http.errors import ApiError
 from pensieve_jax.server.http.settings import ServerSettings
+from pensieve_jax.server.openai.responses.schemas import parse_input
 from tests.server.fakes import say
 from tests.server.live import LiveServer
 

@@ -1,7 +1,11 @@
-"""Streams of a response: as its turn goes on, beside one that runs by itself, and of one that is kept.
+"""The events of a streamed response, in the order that clients rely on, and the streams made of them.
 
-Owns: making events of deltas or of token ids, and what ends a stream.
+Owns: which events there are, their order, numbers and fields; making them of the deltas of a turn, of the
+tokens of a response that runs by itself, and of the ids of one that is kept; what ends a stream.
 Does not know: where a response comes from, or HTTP beyond what an event is.
+
+The order: created, (queued), in_progress, output_item.added, content_part.added, deltas, output_text.done,
+content_part.done, output_item.done, completed or incomplete. Numbers count from 0 without a gap.
 """
 
 from __future__ import annotations
@@ -13,13 +17,13 @@ from typing import Any, Final, NamedTuple
 
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.outputs import Output, TokenLogprob
-from pensieve_jax.server.api.response_events import ResponseEvents
-from pensieve_jax.server.api.response_object import ResponseHead, logprob_objects
-from pensieve_jax.server.api.response_plan import ENGINE_FIELDS
-from pensieve_jax.server.api.response_runs import ResponseRun, Token
 from pensieve_jax.server.http.errors import ApiError, as_api_error, overloaded
-from pensieve_jax.server.http.replies import DONE
+from pensieve_jax.server.http.replies import DONE, encode_json, event
+from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS
+from pensieve_jax.server.openai.responses.response import ResponseHead, logprob_objects
+from pensieve_jax.server.openai.responses.run import ResponseRun, Token
 from pensieve_jax.server.token_texts import TokenTexts
+from pensieve_jax.server.turns.items import output_part
 from pensieve_jax.server.turns.run import TimedTurn
 from pensieve_jax.text import Tokenizer
 from pensieve_jax.text.detokenizer import IncrementalDetokenizer
@@ -29,10 +33,90 @@ REPLAYED_OTHERWISE = ApiError(
     "replayed_otherwise",
     "The engine was started again and sampled another reply; get the response anew.",
 )
-
 _TURN_TOKENS: Final = 64
 """After so many that are there already, others get a turn of the loop: making their text takes some ms."""
 NOT_RUNNING = overloaded("The response is queued and has not begun; follow it again in a moment.", 1)
+
+
+class ResponseEvents:
+    """Writes the events of one response. Those up to `starting_after` are counted, but come out as b""."""
+
+    def __init__(self, head: ResponseHead, starting_after: int = -1) -> None:
+        """Nothing is written yet."""
+        self._head = head
+        self._starting_after = starting_after
+        self._last_number = -1
+        self._texts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """All of the reply that there were events of."""
+        return "".join(self._texts)
+
+    def begin(self, *, background: bool) -> list[bytes]:
+        """Everything before the first delta."""
+        head = self._head
+        events = [self._lifecycle("response.created", "queued" if background else "in_progress")]
+        if background:
+            events.append(self._lifecycle("response.queued", "queued"))
+        events.append(self._lifecycle("response.in_progress", "in_progress"))
+        item = head.item("in_progress")
+        events.append(self._write("response.output_item.added", {"output_index": 0, "item": item}))
+        part = {**self._place(), "part": output_part("")}
+        events.append(self._write("response.content_part.added", part))
+        return events
+
+    def delta(self, text: str, logprobs: Sequence[Any] = ()) -> bytes:
+        """A piece of the reply."""
+        self._texts.append(text)
+        fields = {**self._place(), "delta": text, "logprobs": list(logprobs)}
+        return self._write("response.output_text.delta", fields)
+
+    def end(self, response: Mapping[str, Any]) -> list[bytes]:
+        """Everything behind the last delta, of the response object with its reply."""
+        (item,) = response["output"]
+        (part,) = item["content"]
+        done = {**self._place(), "text": part["text"], "logprobs": part["logprobs"]}
+        return [
+            self._write("response.output_text.done", done),
+            self._write("response.content_part.done", {**self._place(), "part": part}),
+            self._write("response.output_item.done", {"output_index": 0, "item": item}),
+            self._write(f"response.{response['status']}", {"response": response}),
+        ]
+
+    def failure(self, error: ApiError) -> list[bytes]:
+        """What comes behind the last delta of a response that failed."""
+        response = self._head.failed(failure_object(error))
+        return [self.interruption(error), self._write("response.failed", {"response": response})]
+
+    def interruption(self, error: ApiError) -> bytes:
+        """Why a stream ends before its response, which goes on."""
+        return self._write("error", {"code": error.code, "message": error.message, "param": error.param})
+
+    def cancelled(self) -> list[bytes]:
+        """What comes behind the last delta of a response that was cancelled; OpenAI has no event of it."""
+        response = self._head.object("cancelled")
+        return [self._write("response.incomplete", {"response": response})]
+
+    # Inside
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._head.item_id, "output_index": 0, "content_index": 0}
+
+    def _lifecycle(self, kind: str, status: str) -> bytes:
+        return self._write(kind, {"response": self._head.object(status)})
+
+    def _write(self, kind: str, fields: Mapping[str, Any]) -> bytes:
+        self._last_number += 1
+        if self._last_number <= self._starting_after:
+            return b""
+        return event(encode_json({"type": kind, "sequence_number": self._last_number, **fields}), kind)
+
+
+def failure_object(error: ApiError) -> dict[str, Any]:
+    """What a failed response says of its error; the codes are a list of OpenAI's."""
+    code = "rate_limit_exceeded" if error.status in (429, 503) else "server_error"
+    return {"code": code, "message": error.message}
 
 
 async def turn_events(

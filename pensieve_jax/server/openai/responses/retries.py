@@ -1,7 +1,8 @@
 """Requests that come more than once, and must not run more than once.
 
 Owns: which request with an idempotency key runs, which responses may have been committed without arriving,
-and when an earlier response is the answer to a repeated request.
+and when an earlier response is the answer to a repeated request; how long that is remembered; telling readers
+of the history what has ended since they began.
 Does not know: how a response runs, or how it is answered.
 
 The openai client sends no key by itself, but repeats a request whose connection was lost, with
@@ -12,15 +13,15 @@ two minutes before it; in between, every other response was answered.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 from pensieve_jax.core.errors import UnknownRecordError
 from pensieve_jax.history.server_tables.changes import Idempotency, ResponseRecord
-from pensieve_jax.server.api.ends import Ends
-from pensieve_jax.server.api.recent import Recent
-from pensieve_jax.server.api.response_runs import ResponseRun
 from pensieve_jax.server.http.errors import ApiError
+from pensieve_jax.server.openai.responses.run import ResponseRun
 
 KEY_LIFETIME_S: Final = 24 * 3600.0
 UNDELIVERED_LIFETIME_S: Final = 600.0
@@ -163,3 +164,58 @@ def check_same_body(body_sha256: str, earlier: str) -> None:
     if body_sha256 != earlier:
         sentence = "This Idempotency-Key was sent with another body; take a new key for a new request."
         raise ApiError(422, "idempotency_key_reused", sentence, param="Idempotency-Key")
+
+
+class Recent[K: Hashable, V]:
+    """Values by key, in the order in which they were put. Used by the event loop's thread only."""
+
+    def __init__(self, lifetime_s: float, most: int) -> None:
+        """Nothing yet; at most `most` values, each for `lifetime_s` seconds."""
+        self._lifetime_s = lifetime_s
+        self._most = most
+        self._found: OrderedDict[K, tuple[V, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        """How many are remembered."""
+        return len(self._found)
+
+    def put(self, key: K, value: V, now_s: float) -> None:
+        """Remember a value from now on, in place of an earlier one of its key."""
+        self._found[key] = (value, now_s)
+        self._found.move_to_end(key)
+        forgotten_s = now_s - self._lifetime_s
+        while len(self._found) > self._most or next(iter(self._found.values()))[1] <= forgotten_s:
+            self._found.popitem(last=False)
+
+    def get(self, key: K, now_s: float) -> V | None:
+        """The value of a key; None where there is none, or its time is over."""
+        value, put_s = self._found.get(key, (None, 0.0))
+        return value if put_s > now_s - self._lifetime_s else None
+
+    def drop(self, key: K, value: V) -> None:
+        """Forget a key, if it has this value."""
+        if key in self._found and self._found[key][0] == value:
+            del self._found[key]
+
+
+class Ends[K: Hashable]:
+    """Of one server. Used by the event loop's thread only."""
+
+    def __init__(self) -> None:
+        """Nobody reads."""
+        self._readers: dict[int, set[K]] = {}
+
+    @contextmanager
+    def seen(self) -> Iterator[set[K]]:
+        """What ends from now on, as long as the block lasts."""
+        ended = set[K]()
+        self._readers[id(ended)] = ended
+        try:
+            yield ended
+        finally:
+            del self._readers[id(ended)]
+
+    def end(self, key: K) -> None:
+        """Something ended."""
+        for ended in self._readers.values():
+            ended.add(key)

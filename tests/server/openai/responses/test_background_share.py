@@ -8,8 +8,8 @@ import hashlib
 import openai
 import pytest
 
-from pensieve_jax.server.api import background
 from pensieve_jax.server.http.settings import ServerSettings
+from pensieve_jax.server.openai.responses import background
 from tests.server.live import LiveServer
 
 

@@ -1,8 +1,13 @@
 """The routes of /v1/conversations: lists of items that responses are appended to.
 
-Owns: what each of them does.
-Does not know: turns: which one a conversation goes on from follows from its items, so that to delete an item
-is right by construction.
+Owns: what each of them does, and that the items of a request that comes twice are appended once.
+Does not know: turns: which one a conversation goes on from follows from its items, so that deleting an item
+needs nothing else; how items are kept.
+
+A repeated request is answered with its items under the same ids, which are made of a name. The history keeps
+the name of a request with an idempotency key, with a digest of its body, so that what is deleted later is not
+appended again. The name of a request without a key is remembered until it was answered, for a retry that says
+that it is one (`x-stainless-retry-count`): the same items may well be sent twice on purpose.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ import json
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from pensieve_jax.core.errors import ConversationChangedError, UnknownRecordError
 from pensieve_jax.history.server_tables.changes import (
@@ -22,14 +27,9 @@ from pensieve_jax.history.server_tables.changes import (
     DeleteConversation,
     DeleteItem,
     HistoryChange,
+    Idempotency,
     UpdateConversation,
 )
-from pensieve_jax.server.api.appends import Append, Appends
-from pensieve_jax.server.api.item_schemas import MAX_ITEMS_OF_A_POST, ItemReference, parse_input
-from pensieve_jax.server.api.repeats import check_same_body, idempotency_key, is_retry
-from pensieve_jax.server.api.response_context import COMPACT, too_long
-from pensieve_jax.server.api.response_schemas import check_metadata
-from pensieve_jax.server.api.responses import check_unlocked
 from pensieve_jax.server.async_engine import UNANSWERED
 from pensieve_jax.server.http.bodies import Body
 from pensieve_jax.server.http.errors import invalid_value, unsupported
@@ -38,12 +38,29 @@ from pensieve_jax.server.http.replies import Bytes, Reply, encode_json, json_rep
 from pensieve_jax.server.http.request import Call
 from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.services import Services
+from pensieve_jax.server.openai.responses.context import COMPACT, too_long
+from pensieve_jax.server.openai.responses.retries import (
+    Recent,
+    check_same_body,
+    idempotency_key,
+    is_retry,
+    kept_key,
+)
+from pensieve_jax.server.openai.responses.routes import check_unlocked
+from pensieve_jax.server.openai.responses.schemas import (
+    MAX_ITEMS_OF_A_POST,
+    ItemReference,
+    check_metadata,
+    parse_input,
+)
 from pensieve_jax.server.threads import Thought
 from pensieve_jax.server.turns.items import Item, named_id, with_named_ids, with_new_ids
 
 _MAX_TRIES = 3  # of a change that another one came before
 # A conversation's characters are counted one by one.
 _MEASURING: Final = Thought(is_long=True, asks_history=True)
+LIFETIME_S: Final = 600.0
+MAX_UNANSWERED: Final = 10_000
 
 
 class NewConversation(Body, kw_only=True):
@@ -301,3 +318,61 @@ def _new_items(call: Call, given: Sequence[Any]) -> list[Item]:
         if isinstance(item, ItemReference):
             raise unsupported(f"items[{index}].type", "a conversation is made of messages")
     return [item for item in items if not isinstance(item, ItemReference)]
+
+
+class Append(NamedTuple):
+    """One request.
+
+    Attributes:
+      name: what the ids of its items are made of.
+      is_repeated: its items may be there already.
+      kept: its key, to be kept with the items; None without one.
+      request: what a retry of it is known by; None with a key.
+    """
+
+    name: str
+    is_repeated: bool
+    kept: Idempotency | None
+    request: tuple[str, str, str] | None
+
+
+class Appends:
+    """The appends of one server. Used by the event loop's thread only."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        self._unanswered = Recent[tuple[str, str, str], str](LIFETIME_S, MAX_UNANSWERED)
+
+    def __len__(self) -> int:
+        """How many were not answered, as far as that is remembered."""
+        return len(self._unanswered)
+
+    def begin(
+        self,
+        owner: str,
+        conversation_id: str,
+        key: str | None,
+        body_sha256: str,
+        *,
+        is_retry: bool,
+        now_s: float,
+    ) -> Append:
+        """A request to append came; call `answered` when its client knows."""
+        kept = kept_key(key, body_sha256, now_s)
+        if kept is not None:
+            return Append(secrets.token_hex(24), True, kept, None)
+        request = (owner, conversation_id, body_sha256)
+        known = self._unanswered.get(request, now_s) if is_retry else None
+        append = Append(known or secrets.token_hex(24), known is not None, None, request)
+        self.missed(append, now_s)
+        return append
+
+    def answered(self, append: Append) -> None:
+        """Its client knows that its items are there."""
+        if append.request is not None:
+            self._unanswered.drop(append.request, append.name)
+
+    def missed(self, append: Append, now_s: float) -> None:
+        """Its client may not know, and ask again."""
+        if append.request is not None:
+            self._unanswered.put(append.request, append.name, now_s)

@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from pensieve_jax.core.outputs import TokenLogprob
-from pensieve_jax.server.api.response_object import ResponseHead
 from pensieve_jax.server.http.errors import ApiError
+from pensieve_jax.server.openai.responses.response import ResponseHead
 
 type Token = tuple[int, TokenLogprob | None]
 """An id, with its log-probabilities where those were asked for and are not kept."""

@@ -12,11 +12,11 @@ import pytest
 from pensieve_jax.core.errors import EngineClosedError, EngineDiedError, HistoryError
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.history.server_tables.changes import DeleteResponse, EndResponse, QueueResponse
-from pensieve_jax.server.api import background, background_drive
 from pensieve_jax.server.http.errors import INTERNAL_ERROR
-from tests.server.api.test_background import ended, feed, turn_of, wait_until
+from pensieve_jax.server.openai.responses import background
 from tests.server.fakes import say
 from tests.server.live import LiveServer
+from tests.server.openai.responses.test_background import ended, feed, turn_of, wait_until
 
 RETRY = {"x-stainless-retry-count": "1"}
 NO_ANSWER = EngineClosedError("The engine has not answered within 30 s; it may still do so.")
@@ -26,7 +26,7 @@ DOWN = EngineClosedError("The engine takes no calls: it is starting.")
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    monkeypatch.setattr(background_drive, "RETRY_S", 0.01)
+    monkeypatch.setattr(background, "RETRY_S", 0.01)
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_it_runs_where_the_engine_queues_it_late(server, client):
 def test_a_retry_gets_a_response_that_is_queued_late(server, client, monkeypatch, headers, is_looked_for):
     """It waits until it is certain whether there is one: a second one would run for nobody, or be refused."""
     if not is_looked_for:
-        monkeypatch.setattr(background_drive, "RETRY_S", 60.0)
+        monkeypatch.setattr(background, "RETRY_S", 60.0)
     options = {"extra_headers": {name: value for name, value in headers.items() if headers is not RETRY}}
     with stuck(server):
         with pytest.raises(openai.InternalServerError):
@@ -351,7 +351,7 @@ def test_an_error_that_nobody_expected_fails_it(server, client, monkeypatch):
     async def broken(*_, **__):
         raise RuntimeError("unexpected")
 
-    monkeypatch.setattr(background_drive, "run_turns", broken)
+    monkeypatch.setattr(background, "run_turns", broken)
     queued = client.responses.create(input="hi", background=True)
     failed = ended(client, queued.id)
     assert (failed.status, failed.error.message) == ("failed", INTERNAL_ERROR)

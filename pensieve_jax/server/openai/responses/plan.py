@@ -14,12 +14,12 @@ from typing import Final
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.server_tables.changes import ConversationAppend, ResponseDraft
-from pensieve_jax.server.api.repeats import kept_key
-from pensieve_jax.server.api.response_context import RequestContext, request_context
-from pensieve_jax.server.api.response_object import ResponseHead
-from pensieve_jax.server.api.response_schemas import CreateResponse, echo_of
 from pensieve_jax.server.context.resolver import ResolvedContext
 from pensieve_jax.server.http.services import Services
+from pensieve_jax.server.openai.responses.context import RequestContext, request_context
+from pensieve_jax.server.openai.responses.response import ResponseHead
+from pensieve_jax.server.openai.responses.retries import kept_key
+from pensieve_jax.server.openai.responses.schemas import CreateResponse, echo_of
 from pensieve_jax.server.turns.checks import check_num_tokens, most_tokens
 from pensieve_jax.server.turns.items import reply_id, with_input_ids
 from pensieve_jax.server.turns.sampling import sampling_params

@@ -11,8 +11,8 @@ from pensieve_jax.core.errors import EngineDiedError, HistoryError, HistoryMisma
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.history.server_tables import responses_table
 from pensieve_jax.history.server_tables.changes import DeleteResponse, QueueResponse
-from pensieve_jax.server.api import background_drive
-from pensieve_jax.server.api.background import BackgroundResponses
+from pensieve_jax.server.openai.responses import background
+from pensieve_jax.server.openai.responses.background import BackgroundResponses
 from tests.server.fakes import say
 from tests.server.live import START_S, LiveServer
 
@@ -329,7 +329,7 @@ def test_what_was_left_is_run_though_the_history_refused_at_first(tmp_path, monk
         await settle(background)
 
     monkeypatch.setattr(BackgroundResponses, "settle", refuse)
-    monkeypatch.setattr(background_drive, "RETRY_S", 0.01)
+    monkeypatch.setattr(background, "RETRY_S", 0.01)
     with LiveServer(path, start_s=START_S + 5) as server, server.client() as client:
         feed(server, turn_of(server), "hello", end=True)
         assert ended(client, queued.id).output_text == "hello"

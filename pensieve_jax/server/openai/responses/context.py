@@ -14,13 +14,17 @@ from typing import Final
 
 from pensieve_jax.core.errors import ChatTemplateError, UnknownRecordError, UnknownTurnError
 from pensieve_jax.history.server_tables.changes import ConversationRow, ResponseRecord
-from pensieve_jax.server.api.item_schemas import ItemReference, is_reference, parse_input
-from pensieve_jax.server.api.response_object import kept_response
-from pensieve_jax.server.api.response_schemas import ContextFields
 from pensieve_jax.server.context.resolver import Memory, ResolvedContext, has_reply
 from pensieve_jax.server.http.bodies import MAX_ITEMS
 from pensieve_jax.server.http.errors import ApiError, invalid_value
 from pensieve_jax.server.http.services import Services
+from pensieve_jax.server.openai.responses.response import kept_response
+from pensieve_jax.server.openai.responses.schemas import (
+    ContextFields,
+    ItemReference,
+    is_reference,
+    parse_input,
+)
 from pensieve_jax.server.threads import Thought, is_long
 from pensieve_jax.server.turns.checks import previous_response, unknown_previous, unwritable
 from pensieve_jax.server.turns.items import Item, message_of, messages_of, place_of, with_new_ids
