@@ -43,13 +43,13 @@ if TYPE_CHECKING:
     from pensieve_jax.engine.turn import Turn
     from pensieve_jax.history import ConversationInfo, ConversationRecord, TurnRecord
     from pensieve_jax.llm import LLM
-    from pensieve_jax.server.engine_process.public import AsyncEngine
+    from pensieve_jax.server.engine_process.async_llm import AsyncEngine
     from pensieve_jax.stream import Stream
 
     __version__: str
 else:  # a type checker would take a `__getattr__` for leave to import any name
     _LATER = {
-        "AsyncEngine": "pensieve_jax.server.engine_process.public",
+        "AsyncEngine": "pensieve_jax.server.engine_process.async_llm",
         "CheckpointError": "model_defs.errors",
         "ConversationInfo": "pensieve_jax.history",
         "ConversationRecord": "pensieve_jax.history",

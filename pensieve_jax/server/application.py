@@ -20,9 +20,8 @@ from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.model_source import source_tokenizer
 from pensieve_jax.server.api.routes import ROUTES
 from pensieve_jax.server.async_engine import EngineService
-from pensieve_jax.server.context.history_turns import HistoryTurns
 from pensieve_jax.server.context.resolver import Resolver
-from pensieve_jax.server.context.turn_index import TurnIndex
+from pensieve_jax.server.context.turn_index import HistoryTurns, TurnIndex
 from pensieve_jax.server.http.admission import Limits
 from pensieve_jax.server.http.app import make_app
 from pensieve_jax.server.http.keys import ApiKeys

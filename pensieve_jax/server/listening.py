@@ -31,7 +31,7 @@ import uvloop
 from starlette.types import ASGIApp
 
 from pensieve_jax.core.errors import ConfigError, PensieveError
-from pensieve_jax.server.engine_process.public import AsyncEngine
+from pensieve_jax.server.engine_process.async_llm import AsyncEngine
 from pensieve_jax.server.http.connections import LimitedHeads
 from pensieve_jax.server.logs import log_end_of_task
 from pensieve_jax.server.stuck import watch

@@ -15,9 +15,8 @@ from pensieve_jax.history.opening import open_store
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.history.server_tables.changes import HistoryChange
 from pensieve_jax.history.store import TurnRecord
-from pensieve_jax.server.context.history_turns import HistoryTurns
 from pensieve_jax.server.context.resolver import Resolver
-from pensieve_jax.server.context.turn_index import TurnIndex
+from pensieve_jax.server.context.turn_index import HistoryTurns, TurnIndex
 from pensieve_jax.text import Tokenizer
 from tests.server.fakes import FakeEngine, FakeTurn
 

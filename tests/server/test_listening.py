@@ -18,6 +18,7 @@ import pytest
 
 from pensieve_jax import AsyncEngine, ConfigError, EngineClosedError
 from pensieve_jax.server import stuck
+from pensieve_jax.server.engine_process.spawn import ThreadLife
 from pensieve_jax.server.engine_process.supervisor import Restarts
 from pensieve_jax.server.listening import (
     EXIT_AT_ONCE,

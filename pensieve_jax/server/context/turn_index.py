@@ -1,7 +1,8 @@
 """What the front remembers of turns: enough to find them by their messages and to write what follows.
 
-Owns: the turns in memory, newest first, within a budget of bytes, and asking the history for older ones.
-Does not know: requests, rendering, or whether a turn's state is on the device.
+Owns: the turns in memory, newest first, within a budget of bytes; asking the history for older ones, and the
+translation from what its reader gives.
+Does not know: requests, rendering, SQL, or whether a turn's state is on the device.
 
 Turns that are in memory only last as long as the engine has their state: they go when its epoch changes, and
 when it says that it does not know one of them.
@@ -17,7 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pensieve_jax.server.context.chains import chain_after
+from pensieve_jax.core.errors import UnknownTurnError
+from pensieve_jax.history.reader import HistoryReader, TurnView
+from pensieve_jax.server.context.hashes import canonical_text, chain_after
 from pensieve_jax.text.messages import Message
 
 _TURN_BYTES = 1000  # of a turn's objects, beside its messages, texts and ids
@@ -196,3 +199,37 @@ class TurnIndex:
         by_chain = (turn.owner, turn.chain, turn.durable)
         if self._by_chain.get(by_chain) == turn.turn_id:
             del self._by_chain[by_chain]
+
+
+class HistoryTurns:
+    """A `TurnSource` of the durable turns. Safe to share by threads, as the reader is."""
+
+    def __init__(self, reader: HistoryReader) -> None:
+        """Of an open history."""
+        self._reader = reader
+
+    def find_chain(self, owner: str, before: bytes, reply: str) -> PastTurn | None:
+        """The newest turn with this chain before its reply and this reply, among the newest of the chain."""
+        for view in self._reader.find_chain(owner, before):
+            if canonical_text(view.output_text or "") == reply:
+                return _past(owner, view)
+        return None
+
+    def path(self, owner: str, turn_id: str) -> Sequence[PastTurn]:
+        """The turns from the first of a tree to this one; raises UnknownTurnError."""
+        return [_past(owner, view) for view in self._reader.turn_path(owner, turn_id)]
+
+
+def _past(owner: str, view: TurnView) -> PastTurn:
+    return PastTurn(
+        turn_id=view.turn_id,
+        parent_id=view.parent_id,
+        owner=owner,
+        before=view.chain,
+        num_tokens=view.num_tokens,
+        messages=view.messages,
+        output_token_ids=view.output_token_ids,
+        output_text=view.output_text,
+        finish_reason=view.finish_reason,
+        durable=True,
+    )

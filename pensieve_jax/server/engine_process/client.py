@@ -28,12 +28,13 @@ from pensieve_jax.server.engine_process.messages import (
     Failed,
     Ready,
     Report,
+    SentError,
     SentTurn,
+    received_error,
     sent_change,
     submission,
 )
 from pensieve_jax.server.engine_process.running_turn import RunningTurn
-from pensieve_jax.server.engine_process.sent_errors import SentError, received_error
 from pensieve_jax.server.engine_process.wire import FrameReader, FrameWriter, WireError
 
 _LOST = (

@@ -38,9 +38,9 @@ from pensieve_jax.server.engine_process.messages import (
     received_change,
     received_spec,
     senders,
+    sent_error,
     submitted,
 )
-from pensieve_jax.server.engine_process.sent_errors import sent_error
 from pensieve_jax.server.engine_process.wire import FrameReader, FrameWriter, UnreadableError, WireError
 from pensieve_jax.text import Tokenizer
 

@@ -1,21 +1,27 @@
-"""What the two processes say to each other.
+"""What the two processes say to each other, errors included.
 
-Owns: the messages, and how a turn's specification crosses.
+Owns: the messages; how a turn's specification crosses; which classes of errors cross, and what becomes of
+values that cannot.
 Does not know: frames, sockets, or what is done with a message.
 
 Turns and calls are numbered by the front, which is the only one to begin something.
+
+An error crosses as its class, its message and its attributes, and is made again without its constructor: so
+the message is word for word the same, though a value of a foreign type arrives as the text that showed it.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import reprlib
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
 from pensieve_jax.config import EngineConfig
-from pensieve_jax.core.errors import InvalidRequestError
+from pensieve_jax.core.errors import InvalidRequestError, PensieveError
 from pensieve_jax.core.outputs import Output, TokenLogprob
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.sampling_params import SamplingParams
@@ -26,10 +32,19 @@ from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.server_tables import changes
 from pensieve_jax.history.server_tables.changes import HistoryChange, ResponseDraft
 from pensieve_jax.server.async_engine import EngineInfo
-from pensieve_jax.server.engine_process.sent_errors import SentError
 from pensieve_jax.server.logs import LogFormat
 
 _CHANGES: dict[str, type[Any]] = {kind.__name__: kind for kind in HistoryChange.__value__.__args__}
+# Modules whose errors cross; a name from anywhere else must not make this process import something.
+_MODULES: Final = frozenset(
+    {
+        "pensieve_jax.core.errors",
+        "pensieve_jax.server.engine_process.wire",
+        "model_defs.errors",
+        "pallas_kernels.ragged_paged_attention.errors",
+    }
+)
+_PLAIN: Final = (str, int, float, bool, type(None))
 
 
 # Front to engine
@@ -313,3 +328,39 @@ def _sent_node(node: TurnNode) -> SentNode:
     if attachment is not None and not isinstance(attachment, changes.ResponseDraft):
         raise InvalidRequestError("node.attachment", attachment, "a ResponseDraft or None")
     return SentNode(node.turn_id, node.parent_id, node.owner, node.durable, node.chain, attachment)
+
+
+class SentError(msgspec.Struct, frozen=True, array_like=True):
+    """An error as it crosses."""
+
+    module: str
+    name: str
+    message: tuple[Any, ...]
+    attributes: dict[str, Any]
+
+
+def sent_error(error: Exception) -> SentError:
+    """To be sent; attributes are those that the error's own class sets."""
+    kind = type(error)
+    attributes = {name: _plain(value) for name, value in vars(error).items() if not name.startswith("_")}
+    return SentError(kind.__module__, kind.__name__, tuple(map(_plain, error.args)), attributes)
+
+
+def received_error(sent: SentError) -> Exception:
+    """The error again; a PensieveError of the same words where its class is not one of this project's."""
+    kind: Any = None
+    if sent.module in _MODULES:
+        kind = getattr(importlib.import_module(sent.module), sent.name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        return PensieveError(*sent.message)
+    error: Exception = kind.__new__(kind)
+    error.args = sent.message
+    for name, value in sent.attributes.items():
+        setattr(error, name, value)
+    return error
+
+
+def _plain(value: object) -> object:
+    if type(value) is int and not -(2**63) <= value < 2**64:
+        return str(value)
+    return value if type(value) in _PLAIN else reprlib.repr(value)

@@ -29,10 +29,9 @@ from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.server_tables.changes import HistoryChange
 from pensieve_jax.server.async_engine import EngineInfo, EngineState
 from pensieve_jax.server.engine_process.client import Connection, numbering
-from pensieve_jax.server.engine_process.lives import Begin, Life
-from pensieve_jax.server.engine_process.messages import sent_spec
+from pensieve_jax.server.engine_process.messages import SentError, received_error, sent_spec
 from pensieve_jax.server.engine_process.running_turn import RunningTurn
-from pensieve_jax.server.engine_process.sent_errors import SentError, received_error
+from pensieve_jax.server.engine_process.spawn import Begin, Life
 from pensieve_jax.server.engine_process.wire import WireError
 
 _log = logging.getLogger(__name__)

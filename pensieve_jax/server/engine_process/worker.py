@@ -25,8 +25,7 @@ from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.describe import describe
 from pensieve_jax.server.async_engine import EngineInfo
 from pensieve_jax.server.engine_process.engine_server import EngineServer
-from pensieve_jax.server.engine_process.messages import Failed, Start
-from pensieve_jax.server.engine_process.sent_errors import sent_error
+from pensieve_jax.server.engine_process.messages import Failed, Start, sent_error
 from pensieve_jax.server.engine_process.wire import FrameReader, FrameWriter, WireError
 from pensieve_jax.server.logs import log_to, log_uncaught
 

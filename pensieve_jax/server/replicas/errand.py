@@ -18,9 +18,8 @@ from typing import Final
 from pensieve_jax.core.errors import EngineClosedError, EngineDiedError, HistoryError, PensieveError
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.core.turn_node import root_of
-from pensieve_jax.decoding.turn_spec import TurnSpec
-from pensieve_jax.server.engine_process.messages import Ending, Report, sent_spec, submission
-from pensieve_jax.server.engine_process.sent_errors import received_error
+from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.server.engine_process.messages import Ending, Report, received_error, sent_spec, submission
 from pensieve_jax.server.replicas.links import Lines, Replicas, decoded_report, encoded
 from pensieve_jax.server.replicas.reply import Reply
 

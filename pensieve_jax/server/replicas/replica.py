@@ -27,9 +27,9 @@ from pensieve_jax.server.engine_process.messages import (
     Report,
     received_change,
     received_spec,
+    sent_error,
     submitted,
 )
-from pensieve_jax.server.engine_process.sent_errors import sent_error
 from pensieve_jax.server.replicas.links import (
     REPORT,
     ReplicaReport,

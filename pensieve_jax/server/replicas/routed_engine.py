@@ -23,8 +23,7 @@ from pensieve_jax.core.turn_node import root_of
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.server_tables.changes import HistoryChange
 from pensieve_jax.server.async_engine import EngineInfo, EngineState
-from pensieve_jax.server.engine_process.messages import Call, sent_change
-from pensieve_jax.server.engine_process.sent_errors import received_error
+from pensieve_jax.server.engine_process.messages import Call, received_error, sent_change
 from pensieve_jax.server.replicas.errand import Errand, Kept, key_of
 from pensieve_jax.server.replicas.links import (
     REPORT,

@@ -23,8 +23,8 @@ from pensieve_jax.core.errors import ConfigError, EngineClosedError
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.server.application import make_application
 from pensieve_jax.server.async_engine import EngineService
+from pensieve_jax.server.engine_process.async_llm import AsyncEngine
 from pensieve_jax.server.engine_process.messages import Call
-from pensieve_jax.server.engine_process.public import AsyncEngine
 from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.listening import Listening, bind_in_time

@@ -11,7 +11,7 @@ import pytest
 from pensieve_jax.core.errors import ChatTemplateError, TokenizerMissingError, UnknownTurnError
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import root_of
-from pensieve_jax.server.context import chains, resolver, turn_index
+from pensieve_jax.server.context import hashes, resolver, turn_index
 from pensieve_jax.server.context.resolver import Memory, Resolver
 from pensieve_jax.server.context.turn_index import PastTurn, TurnIndex
 from pensieve_jax.text import Tokenizer
@@ -81,11 +81,11 @@ def keep_white_space(text: str) -> str:
     return text
 
 
-ORIGINAL_CHAIN_AFTER, ORIGINAL_ROOT = chains.chain_after, chains.root_chain
+ORIGINAL_CHAIN_AFTER, ORIGINAL_ROOT = hashes.chain_after, hashes.root_chain
 ORIGINAL_FIND, ORIGINAL_COMMIT = TurnIndex.find, resolver.ResolvedContext.commit
 PLANTED = {
     "a chain that ignores roles": [
-        (chains, "chain_after", ignore_role),
+        (hashes, "chain_after", ignore_role),
         (turn_index, "chain_after", ignore_role),
     ],
     "another owner's turn": [
@@ -96,7 +96,7 @@ PLANTED = {
     "a reply that was tokenized again": [(resolver.ResolvedContext, "commit", commit_retokenized)],
     "memory of an engine that is gone": [(TurnIndex, "see_epoch", find_in_old_memory)],
     "a durable turn behind one in memory": [(TurnIndex, "find", find_undurable)],
-    "white space that counts": [(chains, "canonical_text", keep_white_space)],
+    "white space that counts": [(hashes, "canonical_text", keep_white_space)],
 }
 
 
@@ -293,12 +293,12 @@ def test_the_spec_carries_node_messages_and_attachment(resolving):
 
 
 def test_parts_of_a_chain_do_not_run_together():
-    root = chains.root_chain("ann", "m", None)
-    assert chains.root_chain("an", "nm", None) != root
-    assert chains.chain_after(root, "user", "ab") != chains.chain_after(root, "usera", "b")
-    assert chains.chain_after(root, "user", "hi \n") == chains.chain_after(root, "user", "hi")
-    assert chains.chain_after(root, "user", " hi") != chains.chain_after(root, "user", "hi")
-    assert chains.chain_after(root, "user", "\ud800") != chains.chain_after(root, "user", "")
+    root = hashes.root_chain("ann", "m", None)
+    assert hashes.root_chain("an", "nm", None) != root
+    assert hashes.chain_after(root, "user", "ab") != hashes.chain_after(root, "usera", "b")
+    assert hashes.chain_after(root, "user", "hi \n") == hashes.chain_after(root, "user", "hi")
+    assert hashes.chain_after(root, "user", " hi") != hashes.chain_after(root, "user", "hi")
+    assert hashes.chain_after(root, "user", "\ud800") != hashes.chain_after(root, "user", "")
 
 
 class CountingSource(NoTurns):

@@ -20,9 +20,8 @@ from pensieve_jax.core.errors import (
     HistoryMissingError,
 )
 from pensieve_jax.history.server_tables.changes import CreateConversation, DeleteConversation
-from pensieve_jax.server.engine_process.lives import Life
-from pensieve_jax.server.engine_process.messages import Failed, Ready, Start
-from pensieve_jax.server.engine_process.sent_errors import sent_error
+from pensieve_jax.server.engine_process.messages import Failed, Ready, Start, sent_error
+from pensieve_jax.server.engine_process.spawn import Life
 from pensieve_jax.server.engine_process.supervisor import Restarts
 from tests.server.engine_process.fakes import (
     TIMEOUT_S,

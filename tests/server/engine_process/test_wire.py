@@ -22,16 +22,18 @@ from pensieve_jax.server.engine_process.messages import (
     EngineMessage,
     FrontMessage,
     Report,
+    SentError,
     Submit,
     received_change,
+    received_error,
     received_spec,
     sent_change,
+    sent_error,
     sent_prompt,
     sent_spec,
     submission,
     submitted,
 )
-from pensieve_jax.server.engine_process.sent_errors import SentError, received_error, sent_error
 from pensieve_jax.server.engine_process.wire import FrameReader, FrameWriter, WireError
 
 SEEDS = range(3000)

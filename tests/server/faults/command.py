@@ -13,14 +13,14 @@ from typing import Any
 from pensieve_jax import AsyncEngine, EngineConfig
 from pensieve_jax.commands import serve
 from pensieve_jax.commands.launch import run
-from pensieve_jax.server.engine_process import lives
+from pensieve_jax.server.engine_process import spawn
 from pensieve_jax.server.engine_process.messages import Start
 from tests.server.faults.served import ROOT
 
 
 def main() -> None:
     """Serve until told to end, with the flags of the command line; ends the process."""
-    lives._WORKER = "tests.server.faults.worker"
+    spawn._WORKER = "tests.server.faults.worker"
     AsyncEngine.start = staticmethod(_start)  # type: ignore[method-assign, assignment]
     serve.define_flags()
     run(serve.main)
@@ -28,7 +28,7 @@ def main() -> None:
 
 def _start(model: str, *, history: str, **_: Any) -> AsyncEngine:
     greeting = Start(model, "auto", history, "normal", EngineConfig(), False)
-    return AsyncEngine(functools.partial(lives.ProcessLife.begin, greeting))
+    return AsyncEngine(functools.partial(spawn.ProcessLife.begin, greeting))
 
 
 def started(before: str, *flags: str, **more: Any) -> subprocess.Popen[str]:

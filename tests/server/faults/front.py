@@ -17,9 +17,9 @@ from pensieve_jax import EngineConfig
 from pensieve_jax.commands.launch import EXIT_BAD_INPUT
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.server.application import make_application
-from pensieve_jax.server.engine_process import lives
+from pensieve_jax.server.engine_process import spawn
+from pensieve_jax.server.engine_process.async_llm import AsyncEngine
 from pensieve_jax.server.engine_process.messages import Start
-from pensieve_jax.server.engine_process.public import AsyncEngine
 from pensieve_jax.server.engine_process.supervisor import Restarts
 from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.settings import ServerSettings
@@ -28,7 +28,7 @@ from pensieve_jax.server.logs import log_to
 from tests.server.faults import worker
 from tests.server.faults.worker import FORKS
 
-lives._WORKER = "tests.server.faults.worker"
+spawn._WORKER = "tests.server.faults.worker"
 
 
 class Nursery:
@@ -45,7 +45,7 @@ class Nursery:
             _bear(theirs, front)
         theirs.close()
 
-    async def begin(self, greeting: Start) -> lives.Life:
+    async def begin(self, greeting: Start) -> spawn.Life:
         front, engine = socket.socketpair()
         socket.send_fds(self._ours, [b"another"], [engine.fileno()])
         engine.close()
@@ -107,7 +107,7 @@ def main(history: str, port: str, keys_file: str | None = None) -> int:
     greeting = Start("fake", "auto", str(Path(history).absolute()), "normal", EngineConfig(), False)
     settings = ServerSettings(api_keys_file=keys_file, max_in_flight_per_key=1000)
     keys = ApiKeys(keys_file)
-    begin = Nursery().begin if FORKS in os.environ else lives.ProcessLife.begin
+    begin = Nursery().begin if FORKS in os.environ else spawn.ProcessLife.begin
     return serve(
         lambda: AsyncEngine(
             functools.partial(begin, greeting),

@@ -19,8 +19,7 @@ from pensieve_jax.engine.engine import Engine
 from pensieve_jax.history.database import check_is_there
 from pensieve_jax.server.async_engine import EngineInfo
 from pensieve_jax.server.engine_process.engine_server import EngineServer
-from pensieve_jax.server.engine_process.messages import Failed
-from pensieve_jax.server.engine_process.sent_errors import sent_error
+from pensieve_jax.server.engine_process.messages import Failed, sent_error
 from pensieve_jax.server.engine_process.wire import FrameWriter
 from pensieve_jax.server.engine_process.worker import EXIT_REFUSED, _first_message
 from pensieve_jax.text import byte_tokenizer

@@ -30,7 +30,6 @@ _INCLUDES: Final = (
 MAX_ITEMS_OF_A_POST: Final = 20
 _TEXT_PARTS: Final = ("input_text", "output_text", "text")
 _PARTS_WITHOUT_TEXT: Final = ("input_image", "input_file", "input_audio", "computer_screenshot")
-type NewItem = MessageItem | ItemReference
 
 
 class StreamOptions(Body, kw_only=True):
@@ -247,6 +246,9 @@ class ItemReference(Body, kw_only=True):
 
     id: str
     type: Literal["item_reference"] | None = None
+
+
+type NewItem = MessageItem | ItemReference
 
 
 def parse_input(value: str | Sequence[Any], at: str) -> tuple[list[Item | ItemReference], tuple[str, ...]]:

@@ -11,9 +11,8 @@ import pytest
 
 from pensieve_jax import LLM, AsyncEngine, SamplingParams
 from pensieve_jax.history.reader import HistoryReader
-from pensieve_jax.server.context.history_turns import HistoryTurns
 from pensieve_jax.server.context.resolver import Resolver
-from pensieve_jax.server.context.turn_index import TurnIndex
+from pensieve_jax.server.context.turn_index import HistoryTurns, TurnIndex
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.text.loading import load_tokenizer
 from tests.server.conftest import engine_config

@@ -23,9 +23,9 @@ from pensieve_jax.history import codec
 from pensieve_jax.history.opening import absolute
 from pensieve_jax.model_source import DEFAULT_MODEL
 from pensieve_jax.prompts import Prompt, is_messages
-from pensieve_jax.server.engine_process.lives import ProcessLife
 from pensieve_jax.server.engine_process.messages import Start, check_sampling_params, sent_prompt
 from pensieve_jax.server.engine_process.running_turn import RunningTurn
+from pensieve_jax.server.engine_process.spawn import ProcessLife
 from pensieve_jax.server.engine_process.supervisor import SupervisedEngine
 from pensieve_jax.server.logs import LogFormat
 from pensieve_jax.text import check_messages
