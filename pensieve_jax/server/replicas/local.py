@@ -36,7 +36,7 @@ from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.listening import EXIT_AT_ONCE, EXIT_ENDED, address_of, bind
 from pensieve_jax.server.replicas.plan import FLUSH_S, ReplicaPlan
 from pensieve_jax.server.replicas.serve_app import FRONT, REPLICA, application
-from pensieve_jax.server.replicas.starting import (
+from pensieve_jax.server.replicas.startup import (
     Attendance,
     Seen,
     StartReport,

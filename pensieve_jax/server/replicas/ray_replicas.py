@@ -28,8 +28,7 @@ from ray.serve.exceptions import (
 from ray.serve.experimental.consistent_hash_router import CONSISTENT_HASH_SEED
 
 from pensieve_jax.core.errors import EngineClosedError, EngineDiedError, PensieveError
-from pensieve_jax.server.replicas.report_link import FrontLostError, ReplyTo
-from pensieve_jax.server.replicas.report_listener import Inbox, ReportListener
+from pensieve_jax.server.replicas.report_stream import FrontLostError, Inbox, ReplyTo, ReportListener
 
 _log = logging.getLogger(__name__)
 
@@ -134,7 +133,7 @@ class RayLines:
         return line
 
     def cancel(self) -> None:
-        """End the turns on the replica, also where Serve's word does not get there: see `report_listener`."""
+        """End the turns on the replica, also where Serve's word does not get there: see `report_stream`."""
         self._inbox.leave()
         if not self._has_ended and not self._waiting.done():
             self._call.cancel()

@@ -24,7 +24,6 @@ from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.server_tables.changes import HistoryChange
 from pensieve_jax.server.async_engine import EngineInfo, EngineState
 from pensieve_jax.server.engine_process.messages import Call, received_error, sent_change
-from pensieve_jax.server.replicas.errand import Errand, Kept, key_of
 from pensieve_jax.server.replicas.links import (
     REPORT,
     ReplicaReport,
@@ -34,8 +33,9 @@ from pensieve_jax.server.replicas.links import (
     encoded,
 )
 from pensieve_jax.server.replicas.merging import BY_REPLICA, OF_ALL, merged, summed
-from pensieve_jax.server.replicas.naming import RootNames
-from pensieve_jax.server.replicas.reply import Reply, RoutedTurn
+from pensieve_jax.server.replicas.placement import RootNames
+from pensieve_jax.server.replicas.retry import Errand, Kept, key_of
+from pensieve_jax.server.replicas.stream import Reply, RoutedTurn
 
 _log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.listening import Listening, bind_in_time
 from pensieve_jax.server.logs import LogFormat, log_to, log_uncaught
-from pensieve_jax.server.replicas.kept_output import kept_outputs
+from pensieve_jax.server.replicas.history_lookup import kept_outputs
 from pensieve_jax.server.replicas.links import (
     REPORT,
     ReplicaReport,
@@ -37,16 +37,14 @@ from pensieve_jax.server.replicas.links import (
     decoded_replica_report,
     encoded,
 )
-from pensieve_jax.server.replicas.naming import RootNames
-from pensieve_jax.server.replicas.pacing import Paced
+from pensieve_jax.server.replicas.placement import RootNames
 from pensieve_jax.server.replicas.plan import FLUSH_S, ReplicaPlan, plan_of
 from pensieve_jax.server.replicas.ray_replicas import RayReplicas, router_hash
 from pensieve_jax.server.replicas.replica import Replica
-from pensieve_jax.server.replicas.report_link import ReplyTo, ReportLinks
-from pensieve_jax.server.replicas.report_listener import ReportListener
-from pensieve_jax.server.replicas.request_ids import ProxysRequestId
+from pensieve_jax.server.replicas.report_stream import ReplyTo, ReportLinks, ReportListener
 from pensieve_jax.server.replicas.routed_engine import RoutedEngine
 from pensieve_jax.server.replicas.scaling import QUEUED_TOKENS
+from pensieve_jax.server.replicas.serve_middleware import Paced, ProxysRequestId
 from pensieve_jax.server.stuck import SILENCE_S, Watchdog
 
 _log = logging.getLogger(__name__)

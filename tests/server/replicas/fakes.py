@@ -14,7 +14,7 @@ from pensieve_jax.core.turn_node import TurnNode, new_turn_id
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.server.engine_process.messages import Call
 from pensieve_jax.server.replicas.links import REPORT, decoded_answer, decoded_replica_report, encoded
-from pensieve_jax.server.replicas.naming import RootNames
+from pensieve_jax.server.replicas.placement import RootNames
 from pensieve_jax.server.replicas.replica import Replica
 from pensieve_jax.server.replicas.routed_engine import RoutedEngine
 from tests.server.fakes import FakeEngine, FakeTurn

@@ -13,8 +13,7 @@ from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.listening import Listening, NotListeningError, bind
 from pensieve_jax.server.replicas.plan import ReplicaPlan
-from pensieve_jax.server.replicas.report_link import ReportLinks
-from pensieve_jax.server.replicas.report_listener import ReportListener
+from pensieve_jax.server.replicas.report_stream import ReportLinks, ReportListener
 from tests.server.replicas.fakes import FakeReplicas, routed, spec_of
 
 pytest.importorskip("ray", reason="needs the extra `ray`")

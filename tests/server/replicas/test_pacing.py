@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from pensieve_jax.server.replicas.pacing import Paced
+from pensieve_jax.server.replicas.serve_middleware import Paced
 
 
 class Clock(asyncio.SelectorEventLoop):

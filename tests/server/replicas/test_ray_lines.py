@@ -8,8 +8,7 @@ import logging
 import pytest
 
 from pensieve_jax.core.errors import EngineClosedError, EngineDiedError, UnknownTurnError
-from pensieve_jax.server.replicas.report_link import FrontLostError
-from pensieve_jax.server.replicas.report_listener import ReportListener
+from pensieve_jax.server.replicas.report_stream import FrontLostError, ReportListener
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Ray imports

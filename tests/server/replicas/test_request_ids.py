@@ -11,8 +11,7 @@ import pytest
 
 from pensieve_jax.server.http.middleware import ErrorReplies, RequestLog
 from pensieve_jax.server.logs import log_to
-from pensieve_jax.server.replicas.pacing import Paced
-from pensieve_jax.server.replicas.request_ids import ProxysRequestId
+from pensieve_jax.server.replicas.serve_middleware import Paced, ProxysRequestId
 from tests.log_state import kept_log
 
 pytest.importorskip("ray", reason="needs the extra `ray`")

@@ -24,7 +24,7 @@ from pensieve_jax.history.server_tables.changes import DeleteConversation, Delet
 from pensieve_jax.server.engine_process.messages import Call
 from pensieve_jax.server.replicas import routed_engine
 from pensieve_jax.server.replicas.links import REPORT, UnreadableMessageError, decoded_answer, encoded
-from pensieve_jax.server.replicas.naming import RootNames
+from pensieve_jax.server.replicas.placement import RootNames
 from tests.server.fakes import FakeTurn, say
 from tests.server.replicas.fakes import FakeReplicas, routed, spec_of
 

@@ -20,7 +20,7 @@ from pensieve_jax.balance import Asked, Load, NamedRoots, Speeds
 from pensieve_jax.core.outputs import Usage
 from pensieve_jax.core.turn_node import new_root
 from pensieve_jax.server.async_engine import EngineInfo
-from pensieve_jax.server.replicas.reply import Reply
+from pensieve_jax.server.replicas.stream import Reply
 
 _FLOP_PER_S: Final = 4e14
 _BYTES_PER_S: Final = 3.5e12

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from pensieve_jax.server.replicas import starting
-from pensieve_jax.server.replicas.starting import Seen, StartReport, problem_in_words, telling
+from pensieve_jax.server.replicas import startup
+from pensieve_jax.server.replicas.startup import Seen, StartReport, problem_in_words, telling
 
 
 class Clock:
@@ -45,7 +45,7 @@ def test_silence_is_broken_by_what_is_waited_for():
     found, clock, lines = report(2)
     for num_ready, is_front_ready in ((0, False), (1, False), (2, False), (2, True)):
         found.see(Seen(num_ready, is_front_ready))
-        clock.now_s += starting.SILENCE_S
+        clock.now_s += startup.SILENCE_S
         found.see(Seen(num_ready, is_front_ready))
         found.see(Seen(num_ready, is_front_ready))
     assert [line for line in lines if line.startswith("waiting")] == [
@@ -58,7 +58,7 @@ def test_silence_is_broken_by_what_is_waited_for():
 
 def test_a_line_of_news_is_no_silence():
     found, clock, lines = report(2)
-    clock.now_s += starting.SILENCE_S
+    clock.now_s += startup.SILENCE_S
     found.see(Seen(1, is_front_ready=False))
     assert lines == ["replica 1 of 2 is ready, after 15 s"]
 
@@ -96,7 +96,7 @@ def test_what_serve_says_is_a_line(message, words):
 
 
 def test_a_thread_tells_while_the_block_lasts_and_the_end_is_told_after_it(monkeypatch):
-    monkeypatch.setattr(starting, "LOOK_S", 0.0)
+    monkeypatch.setattr(startup, "LOOK_S", 0.0)
     found, _, lines = report(2)
     has_told = threading.Event()
     seen = [None, Seen(1, is_front_ready=False)]
@@ -117,7 +117,7 @@ def test_a_thread_tells_while_the_block_lasts_and_the_end_is_told_after_it(monke
 def test_looks_that_fail_are_logged_once_and_end_neither_the_telling_nor_the_start(monkeypatch, caplog):
     for name in ("pensieve_jax", "pensieve_jax.server"):  # which a test before may have sent elsewhere
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
-    monkeypatch.setattr(starting, "LOOK_S", 0.0)
+    monkeypatch.setattr(startup, "LOOK_S", 0.0)
     found, _, lines = report(2)
     has_told = threading.Event()
     num_looks = itertools.count()
@@ -137,7 +137,7 @@ def test_looks_that_fail_are_logged_once_and_end_neither_the_telling_nor_the_sta
 
 
 def test_a_last_look_that_fails_does_not_fail_a_start_that_has_succeeded(monkeypatch):
-    monkeypatch.setattr(starting, "LOOK_S", 60.0)
+    monkeypatch.setattr(startup, "LOOK_S", 60.0)
     found, _, lines = report(2)
 
     def look():

@@ -10,9 +10,15 @@ import pytest
 
 from pensieve_jax.core.errors import EngineDiedError
 from pensieve_jax.server.engine_process.wire import FrameWriter
-from pensieve_jax.server.replicas import report_link, report_listener
-from pensieve_jax.server.replicas.report_link import FrontLostError, Hello, ReplyTo, ReportLinks, Said
-from pensieve_jax.server.replicas.report_listener import ReportListener
+from pensieve_jax.server.replicas import report_stream
+from pensieve_jax.server.replicas.report_stream import (
+    FrontLostError,
+    Hello,
+    ReplyTo,
+    ReportLinks,
+    ReportListener,
+    Said,
+)
 
 HOST = "127.0.0.1"
 
@@ -205,7 +211,7 @@ def test_a_front_that_does_not_answer_is_not_waited_for(monkeypatch):
         with pytest.raises(FrontLostError, match="TimeoutError"):
             await ReportLinks().to(ReplyTo(HOST, 1, "token"))
 
-    monkeypatch.setattr(report_link, "_CONNECT_S", 0.01)
+    monkeypatch.setattr(report_stream, "_CONNECT_S", 0.01)
     run(work())
 
 
@@ -299,7 +305,7 @@ def test_a_frame_that_is_too_long_loses_the_connection(monkeypatch):
 )
 def test_whoever_does_not_know_the_token_is_not_heard(sent, monkeypatch):
     if sent == b"":
-        monkeypatch.setattr(report_listener, "_HELLO_S", 0.01)
+        monkeypatch.setattr(report_stream, "_HELLO_S", 0.01)
 
     async def work():
         async with front() as (listener, _, address):
@@ -319,7 +325,7 @@ def test_whoever_does_not_know_the_token_is_not_heard(sent, monkeypatch):
 
 
 def test_not_too_many_are_waited_for_who_say_nothing(monkeypatch):
-    monkeypatch.setattr(report_listener, "_MAX_UNKNOWN", 2)
+    monkeypatch.setattr(report_stream, "_MAX_UNKNOWN", 2)
 
     async def work():
         async with front() as (listener, links, address):

@@ -21,7 +21,7 @@ from pensieve_jax.core.turn_node import root_of
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.server.engine_process.messages import Ending, Report, received_error, sent_spec, submission
 from pensieve_jax.server.replicas.links import Lines, Replicas, decoded_report, encoded
-from pensieve_jax.server.replicas.reply import Reply
+from pensieve_jax.server.replicas.stream import Reply
 
 type Kept = Callable[[TurnSpec], Awaitable[Output | None]]
 """What the history has of a turn: None where it has nothing."""
