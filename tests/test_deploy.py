@@ -13,10 +13,10 @@ import pytest
 
 from pensieve_jax.commands import serve
 from pensieve_jax.commands.launch import EXIT_BAD_INPUT
-from pensieve_jax.server.api.routes import ROUTES
+from pensieve_jax.server.app import ROUTES
 from pensieve_jax.server.http.connections import HEAD_S, MAX_HEAD_BYTES
 from pensieve_jax.server.http.settings import MAX_BODY_BYTES, ServerSettings
-from pensieve_jax.server.listening import EXIT_DAMAGED, EXIT_ENDED
+from pensieve_jax.server.main import EXIT_DAMAGED, EXIT_ENDED
 from tests.launching import ROOT, Launch
 
 DEPLOY = ROOT / "deploy"

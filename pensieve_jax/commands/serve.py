@@ -94,11 +94,11 @@ def _is_installed(name: str) -> bool:
 def serve() -> int:
     """With everything installed; the exit status."""
     from pensieve_jax import AsyncEngine
-    from pensieve_jax.server.application import make_application
+    from pensieve_jax.server.app import make_application
     from pensieve_jax.server.http.keys import ApiKeys
-    from pensieve_jax.server.listening import bind, history_file, leave
-    from pensieve_jax.server.listening import serve as serve_until_told
     from pensieve_jax.server.logs import LOGGER, log_to, log_uncaught
+    from pensieve_jax.server.main import bind, history_file, leave
+    from pensieve_jax.server.main import serve as serve_until_told
 
     log_to(log_format=FLAGS.log_format)
     config = engine_config()

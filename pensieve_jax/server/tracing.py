@@ -27,7 +27,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pensieve_jax.core.outputs import Output
-from pensieve_jax.server.turn_times import TurnTimes
+from pensieve_jax.server.metrics import TurnTimes
 from pensieve_jax.version import __version__
 
 _HEADERS: Final = ("traceparent", "tracestate")

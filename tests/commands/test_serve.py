@@ -24,7 +24,7 @@ from pensieve_jax.commands import serve
 from pensieve_jax.commands.engine_flags import engine_config
 from pensieve_jax.commands.launch import EXIT_BAD_INPUT
 from pensieve_jax.server.http.settings import ServerSettings
-from pensieve_jax.server.listening import EXIT_AT_ONCE
+from pensieve_jax.server.main import EXIT_AT_ONCE
 from tests.commands.terminal import Terminal
 from tests.launching import ROOT, TINY_MODEL, Launch
 

@@ -31,10 +31,9 @@ from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.metrics import Metrics
-from pensieve_jax.server.token_texts import TokenTexts
 from pensieve_jax.text import ChatFormat, Tokenizer
 from pensieve_jax.text.loading import byte_tokenizer
-from tests.server.context.no_turns import NoTurns
+from pensieve_jax.text.token_texts import TokenTexts
 
 MODEL = "fake"
 LIMITS = ModelLimits(vocab_size=262, max_context_tokens=4096, eos_token_ids=(257,), max_logprobs=8)

@@ -14,7 +14,7 @@ import uvicorn
 
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.history.reader import HistoryReader
-from pensieve_jax.server.api.routes import ROUTES
+from pensieve_jax.server.app import ROUTES
 from pensieve_jax.server.http.app import make_app
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.openai.responses.conversations import Conversations

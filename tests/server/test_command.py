@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from pensieve_jax.server.listening import EXIT_AT_ONCE
+from pensieve_jax.server.main import EXIT_AT_ONCE
 from tests.server.faults import command
 from tests.server.faults.served import TIMEOUT_S
 
@@ -19,8 +19,8 @@ SECRET = "words of a prompt"
 FAIL = f"def fail(*_): raise RuntimeError({SECRET!r})\n"
 # Work that nobody can interrupt, as a long body's.
 BUSY = (
-    "import time\nfrom pensieve_jax.server import threads\n"
-    f"for _ in range(8): threads._threads.submit(time.sleep, {2 * TIMEOUT_S})\n"
+    "import time\nfrom pensieve_jax.server import workers\n"
+    f"for _ in range(8): workers._threads.submit(time.sleep, {2 * TIMEOUT_S})\n"
 )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from pensieve_jax.server.listening import EXIT_DAMAGED
+from pensieve_jax.server.main import EXIT_DAMAGED
 from tests.server.faults.served import TIMEOUT_S, FaultyServer
 from tests.server.faults.worker import PRAGMA
 

@@ -51,7 +51,7 @@ def test_an_error_is_its_class_its_places_and_its_causes(stream):
     assert SECRET not in stream.getvalue()
 
 
-@pytest.mark.parametrize("name", ["asyncio", "uvicorn.error", "pensieve_jax.server.listening"])
+@pytest.mark.parametrize("name", ["asyncio", "uvicorn.error", "pensieve_jax.server.main"])
 def test_what_others_log_is_a_line_once_and_quotes_no_error(stream, name):
     try:
         raise ValueError(SECRET)

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pensieve_jax.core.errors import EngineClosedError
-from pensieve_jax.server.api.routes import ROUTES
+from pensieve_jax.server.app import ROUTES
 from pensieve_jax.server.http.errors import invalid_value, overloaded, rate_limited
 from pensieve_jax.server.http.replies import Reply
 from pensieve_jax.server.http.request import Call

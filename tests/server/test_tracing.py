@@ -17,7 +17,7 @@ from opentelemetry.trace import StatusCode
 
 from pensieve_jax import ConfigError
 from pensieve_jax.commands.serve import MissingPackagesError
-from pensieve_jax.server.api.routes import ROUTES
+from pensieve_jax.server.app import ROUTES
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.tracing import Tracing
 from tests.launching import Launch
@@ -134,7 +134,7 @@ def as_text(spans: Sequence[ReadableSpan]) -> str:
 
 def test_it_is_off_by_default_and_then_not_even_imported() -> None:
     code = (
-        "import sys, json; import pensieve_jax.server.application; "
+        "import sys, json; import pensieve_jax.server.app; "
         "print(json.dumps([n for n in sys.modules if n.startswith('opentelemetry')]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pensieve_jax.history.read_connections import MAX_IDLE
-from pensieve_jax.server.threads import NUM_THREADS
+from pensieve_jax.server.workers import NUM_THREADS
 from tests.seeds import enough, new_seed
 from tests.server.faults.served import TIMEOUT_S, FaultyServer
 

@@ -21,7 +21,7 @@ from jsonschema import Draft202012Validator
 
 from pensieve_lab.clients.recorder import Exchange
 
-SCHEMAS: Final = Path(__file__).parents[3] / "tests" / "server" / "api" / "openai_schemas.json"
+SCHEMAS: Final = Path(__file__).parents[3] / "tests" / "server" / "openai" / "openai_schemas.json"
 _EVENTS: Final = "text/event-stream"
 _PLACES: Final = {
     ("POST", "/v1/responses"): ("Response", "ResponseStreamEvent"),

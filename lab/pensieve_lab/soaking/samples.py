@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pensieve_jax.server.threads import NUM_THREADS
+from pensieve_jax.server.workers import NUM_THREADS
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _ENGINE_TABLES = (

@@ -18,7 +18,7 @@ from pensieve_jax.history.server_tables.changes import ItemRow
 from pensieve_jax.server.http.errors import invalid_value
 from pensieve_jax.server.http.replies import Bytes, Reply, encode_json
 from pensieve_jax.server.http.request import Call
-from pensieve_jax.server.threads import Thought
+from pensieve_jax.server.workers import Thought
 
 DEFAULT_LIMIT: Final = 20
 MAX_LIMIT: Final = 100

@@ -16,7 +16,7 @@ from starlette.types import Receive
 
 from pensieve_jax.server.http.bodies import decode_body
 from pensieve_jax.server.http.errors import ApiError
-from pensieve_jax.server.threads import aside, is_long
+from pensieve_jax.server.workers import aside, is_long
 
 if TYPE_CHECKING:
     from pensieve_jax.server.http.services import Services

@@ -16,9 +16,9 @@ from pensieve_jax.server.http.admission import Limits
 from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.metrics import Metrics
-from pensieve_jax.server.threads import Thought, aside, far
-from pensieve_jax.server.token_texts import TokenTexts
+from pensieve_jax.server.workers import Thought, aside, far
 from pensieve_jax.text import ChatFormat, Tokenizer
+from pensieve_jax.text.token_texts import TokenTexts
 
 if TYPE_CHECKING:  # of an extra
     from pensieve_jax.server.tracing import Tracing

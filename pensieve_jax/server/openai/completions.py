@@ -30,7 +30,6 @@ from pensieve_jax.server.http.request import Call
 from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.openai.completion_stream import reply_in
-from pensieve_jax.server.threads import Thought, is_long
 from pensieve_jax.server.turns.checks import (
     check_model,
     check_num_tokens,
@@ -41,6 +40,7 @@ from pensieve_jax.server.turns.checks import (
 from pensieve_jax.server.turns.run import RunningTurns, run_turns
 from pensieve_jax.server.turns.sampling import SamplingFields, choice_params, completion_usage
 from pensieve_jax.server.turns.stored import kept_draft
+from pensieve_jax.server.workers import Thought, is_long
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's, of this API alone
 _MAX_PROMPTS = 64

@@ -13,7 +13,7 @@ from pensieve_jax.core.errors import UnknownTurnError
 from pensieve_jax.core.outputs import FinishReason, Output, Usage
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history.reader import HistoryReader, TurnView
-from pensieve_jax.server.threads import far
+from pensieve_jax.server.workers import far
 
 
 def kept_outputs(reader: HistoryReader) -> Callable[[TurnSpec], Awaitable[Output | None]]:

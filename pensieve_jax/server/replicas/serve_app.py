@@ -21,14 +21,14 @@ from starlette.types import ASGIApp
 from pensieve_jax.balance.ring import NUM_VIRTUAL_NODES
 from pensieve_jax.core.errors import ConfigError, EngineClosedError
 from pensieve_jax.history.reader import HistoryReader
-from pensieve_jax.server.application import make_application
+from pensieve_jax.server.app import make_application
 from pensieve_jax.server.async_engine import EngineService
 from pensieve_jax.server.engine_process.async_llm import AsyncEngine
 from pensieve_jax.server.engine_process.messages import Call
 from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.settings import ServerSettings
-from pensieve_jax.server.listening import Listening, bind_in_time
 from pensieve_jax.server.logs import LogFormat, log_to, log_uncaught
+from pensieve_jax.server.main import Listening, bind_in_time
 from pensieve_jax.server.replicas.history_lookup import kept_outputs
 from pensieve_jax.server.replicas.links import (
     REPORT,
@@ -45,7 +45,7 @@ from pensieve_jax.server.replicas.report_stream import ReplyTo, ReportLinks, Rep
 from pensieve_jax.server.replicas.routed_engine import RoutedEngine
 from pensieve_jax.server.replicas.scaling import QUEUED_TOKENS
 from pensieve_jax.server.replicas.serve_middleware import Paced, ProxysRequestId
-from pensieve_jax.server.stuck import SILENCE_S, Watchdog
+from pensieve_jax.server.watchdog import SILENCE_S, Watchdog
 
 _log = logging.getLogger(__name__)
 

@@ -17,8 +17,7 @@ from pensieve_jax.server.async_engine import AsyncDelta, AsyncTurn
 from pensieve_jax.server.http.admission import Place
 from pensieve_jax.server.http.errors import overloaded
 from pensieve_jax.server.http.services import Services
-from pensieve_jax.server.metrics import Metrics
-from pensieve_jax.server.turn_times import TurnTimes
+from pensieve_jax.server.metrics import Metrics, TurnTimes
 
 if TYPE_CHECKING:  # of an extra
     from pensieve_jax.server.tracing import Tracing

@@ -28,7 +28,7 @@ from pensieve_jax.server.engine_process.engine_server import EngineServer
 from pensieve_jax.server.engine_process.messages import Apply, Call, Report, Submit, sent_spec
 from pensieve_jax.server.engine_process.supervisor import Restarts
 from pensieve_jax.server.engine_process.wire import FrameReader, FrameWriter, WireError
-from pensieve_jax.server.engine_report import _COUNTERS, _GAUGES
+from pensieve_jax.server.metrics import _COUNTERS, _GAUGES
 from tests.engine.harness import Harness
 from tests.server.engine_process.fakes import (
     TIMEOUT_S,

@@ -16,15 +16,15 @@ from typing import NoReturn
 from pensieve_jax import EngineConfig
 from pensieve_jax.commands.launch import EXIT_BAD_INPUT
 from pensieve_jax.core.errors import PensieveError
-from pensieve_jax.server.application import make_application
+from pensieve_jax.server.app import make_application
 from pensieve_jax.server.engine_process import spawn
 from pensieve_jax.server.engine_process.async_llm import AsyncEngine
 from pensieve_jax.server.engine_process.messages import Start
 from pensieve_jax.server.engine_process.supervisor import Restarts
 from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.settings import ServerSettings
-from pensieve_jax.server.listening import bind, serve
 from pensieve_jax.server.logs import log_to
+from pensieve_jax.server.main import bind, serve
 from tests.server.faults import worker
 from tests.server.faults.worker import FORKS
 

@@ -11,7 +11,7 @@ import pytest
 
 from pensieve_jax.server.http import connections
 from pensieve_jax.server.http.connections import MAX_HEAD_BYTES
-from pensieve_jax.server.listening import Listening, bind
+from pensieve_jax.server.main import Listening, bind
 
 PATIENCE_S = 20.0
 START = b"POST /echo HTTP/1.1\r\nhost: here\r\n"

@@ -18,7 +18,7 @@ from pensieve_jax.server.http.replies import (
 )
 from pensieve_jax.server.http.request import Call, ClientGoneError
 from pensieve_jax.server.http.routes import Route
-from pensieve_jax.server.listening import Listening, bind
+from pensieve_jax.server.main import Listening, bind
 from tests.server.fakes import Harness
 
 

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from pensieve_jax.core.errors import EngineDiedError, StepFailedError
-from pensieve_jax.server.api.routes import ROUTES
+from pensieve_jax.server.app import ROUTES
 from pensieve_jax.server.http.settings import ServerSettings
 from tests.server.fakes import MODEL, FakeEngine, Harness, say
 

@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 
 from pensieve_jax.core.errors import StepFailedError
-from pensieve_jax.server.api.routes import ROUTES
+from pensieve_jax.server.app import ROUTES
 from pensieve_jax.server.http.settings import ServerSettings
 from tests.server.fakes import MODEL, FakeEngine, Harness, say
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from pensieve_jax.core.turn_node import root_of
-from pensieve_jax.server.api.routes import ROUTES
+from pensieve_jax.server.app import ROUTES
 from pensieve_jax.server.openai.completions import CompletionBody
 from pensieve_jax.text import Tokenizer
 from tests.server.fakes import MODEL, FakeEngine, Harness, ask, say

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from pensieve_jax.server.api.routes import ROUTES
+from pensieve_jax.server.app import ROUTES
 from pensieve_jax.server.http.bodies import Body
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.openai.completions import CompletionBody

@@ -13,14 +13,14 @@ import pytest
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.history.server_tables import server_conversations
-from pensieve_jax.server.api.routes import ROUTES
+from pensieve_jax.server.app import ROUTES
 from pensieve_jax.server.http import request as http_call
 from pensieve_jax.server.http.app import make_app
 from pensieve_jax.server.http.bodies import MAX_ITEMS
 from pensieve_jax.server.openai.responses import context
 from pensieve_jax.server.openai.responses.conversations import Conversations
 from pensieve_jax.server.openai.responses.routes import Responses
-from pensieve_jax.server.threads import INLINE_CHARACTERS
+from pensieve_jax.server.workers import INLINE_CHARACTERS
 from pensieve_jax.text import Tokenizer
 from pensieve_jax.text.chat import ChatFormat
 from pensieve_jax.text.loading import byte_tokenizer

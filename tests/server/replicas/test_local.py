@@ -16,7 +16,7 @@ import pytest
 
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.server.http.settings import ServerSettings
-from pensieve_jax.server.listening import EXIT_ENDED
+from pensieve_jax.server.main import EXIT_ENDED
 from pensieve_jax.server.replicas.plan import ReplicaPlan
 from tests.launching import ROOT
 

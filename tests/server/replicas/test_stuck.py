@@ -29,7 +29,7 @@ def replica():
     """What an actor asks after its engine's health with."""
     pytest.importorskip("ray", reason="needs the extra `ray`")
     from pensieve_jax.server.replicas.serve_app import EngineReplica
-    from pensieve_jax.server.stuck import SILENCE_S, Watchdog
+    from pensieve_jax.server.watchdog import SILENCE_S, Watchdog
 
     found = SimpleNamespace(_engine=Engine())
     found._watchdog = Watchdog(found._engine, SILENCE_S)
@@ -54,10 +54,10 @@ def test_an_engine_that_is_silent_at_two_looks_is_killed_to_be_started_again(rep
 def test_an_engine_whose_history_gives_up_a_statement_is_not_killed_before_it_can_say_so():
     pytest.importorskip("psycopg", reason="needs the extra `postgres`")
     from pensieve_jax.history import postgres_connection
-    from pensieve_jax.server import stuck
+    from pensieve_jax.server import watchdog
 
     limit_s = float(postgres_connection._SETTINGS["statement_timeout"].removesuffix("s"))
-    assert 1.5 * limit_s <= stuck.SILENCE_S
+    assert 1.5 * limit_s <= watchdog.SILENCE_S
 
 
 def test_an_actor_that_was_stopped_itself_kills_nobody(replica):

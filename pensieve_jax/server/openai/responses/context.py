@@ -25,9 +25,9 @@ from pensieve_jax.server.openai.responses.schemas import (
     is_reference,
     parse_input,
 )
-from pensieve_jax.server.threads import Thought, is_long
 from pensieve_jax.server.turns.checks import previous_response, unknown_previous, unwritable
 from pensieve_jax.server.turns.items import Item, message_of, messages_of, place_of, with_new_ids
+from pensieve_jax.server.workers import Thought, is_long
 from pensieve_jax.text.messages import Message
 
 MAX_READ_CHARACTERS: Final = 16 * 2**20

@@ -53,8 +53,8 @@ from pensieve_jax.server.openai.responses.schemas import (
     check_metadata,
     parse_input,
 )
-from pensieve_jax.server.threads import Thought
 from pensieve_jax.server.turns.items import Item, named_id, with_named_ids, with_new_ids
+from pensieve_jax.server.workers import Thought
 
 _MAX_TRIES = 3  # of a change that another one came before
 # A conversation's characters are counted one by one.

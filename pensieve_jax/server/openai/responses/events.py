@@ -22,11 +22,11 @@ from pensieve_jax.server.http.replies import DONE, encode_json, event
 from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS
 from pensieve_jax.server.openai.responses.response import ResponseHead, logprob_objects
 from pensieve_jax.server.openai.responses.run import ResponseRun, Token
-from pensieve_jax.server.token_texts import TokenTexts
 from pensieve_jax.server.turns.items import output_part
 from pensieve_jax.server.turns.run import TimedTurn
 from pensieve_jax.text import Tokenizer
 from pensieve_jax.text.detokenizer import IncrementalDetokenizer
+from pensieve_jax.text.token_texts import TokenTexts
 
 REPLAYED_OTHERWISE = ApiError(
     500,

@@ -13,9 +13,9 @@ from typing import Any
 
 from pensieve_jax.core.outputs import Output, TokenLogprob, Usage
 from pensieve_jax.history.server_tables.changes import ResponseDraft, ResponseRecord
-from pensieve_jax.server.token_texts import TokenTexts
 from pensieve_jax.server.turns.items import Item, output_part
 from pensieve_jax.server.turns.sampling import num_cached_tokens, num_context_tokens, token_sources
+from pensieve_jax.text.token_texts import TokenTexts
 
 _ENDED_WITH_REPLY = ("completed", "incomplete")
 

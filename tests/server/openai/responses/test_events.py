@@ -9,8 +9,8 @@ import pytest
 from pensieve_jax.server.openai.responses.events import ReplyTexts, kept_events, run_events
 from pensieve_jax.server.openai.responses.response import ResponseHead
 from pensieve_jax.server.openai.responses.run import ResponseRun
-from pensieve_jax.server.token_texts import TokenTexts
 from pensieve_jax.text.loading import byte_tokenizer
+from pensieve_jax.text.token_texts import TokenTexts
 
 NUM_TOKENS = 2000
 HEAD = ResponseHead(response_id="resp_1", item_id="msg_1", created_at_s=0.0, echo={})

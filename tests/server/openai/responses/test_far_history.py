@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from pensieve_jax.server.openai.responses.retries import Repeats
-from pensieve_jax.server.threads import FAR_THREADS
+from pensieve_jax.server.workers import FAR_THREADS
 from tests.server.fakes import say
 from tests.server.live import LiveServer
 from tests.server.openai.responses.test_background import ended, feed, turn_of, wait_until
@@ -190,7 +190,7 @@ def test_others_who_end_do_not_keep_one_looking():
 def test_work_that_waits_for_ever_does_not_hold_up_the_end_of_a_process():
     program = """if True:
         import asyncio, threading
-        from pensieve_jax.server.threads import far
+        from pensieve_jax.server.workers import far
         async def main():
             task = asyncio.ensure_future(far("", threading.Event().wait))
             await asyncio.sleep(0)

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from pensieve_jax import AsyncEngine, ConfigError, EngineClosedError
-from pensieve_jax.server import stuck
+from pensieve_jax.server import watchdog
 from pensieve_jax.server.engine_process.spawn import ThreadLife
 from pensieve_jax.server.engine_process.supervisor import Restarts
-from pensieve_jax.server.listening import (
+from pensieve_jax.server.main import (
     EXIT_AT_ONCE,
     EXIT_ENDED,
     HttpServer,
@@ -177,8 +177,8 @@ def test_an_engine_that_hangs_is_started_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nobody else would: its turns' clients wait for it, and so does whoever cancels one."""
-    monkeypatch.setattr(stuck, "ALONE_SILENCE_S", 5.0)  # it says something every second
-    monkeypatch.setattr(stuck, "LOOK_S", 0.01)
+    monkeypatch.setattr(watchdog, "ALONE_SILENCE_S", 5.0)  # it says something every second
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.01)
     lives, gate = FakeLives(), threading.Event()
 
     def prepare(harness: Harness) -> None:
@@ -350,7 +350,7 @@ def test_a_server_that_ends_by_itself_is_seen():
 
 
 def test_an_address_is_waited_for_that_somebody_gives_back(monkeypatch):
-    monkeypatch.setattr("pensieve_jax.server.listening._LOOK_S", 0.001)
+    monkeypatch.setattr("pensieve_jax.server.main._LOOK_S", 0.001)
 
     async def work():
         first = bind("127.0.0.1", 0)

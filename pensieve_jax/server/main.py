@@ -34,7 +34,7 @@ from pensieve_jax.core.errors import ConfigError, PensieveError
 from pensieve_jax.server.engine_process.async_llm import AsyncEngine
 from pensieve_jax.server.http.connections import LimitedHeads
 from pensieve_jax.server.logs import log_end_of_task
-from pensieve_jax.server.stuck import watch
+from pensieve_jax.server.watchdog import watch
 
 EXIT_AT_ONCE: Final = 128 + signal.SIGTERM
 EXIT_ENDED: Final = 1

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from typing import Any
 
 import pytest
 
 import pensieve_jax
-from pensieve_jax.history.trees import TreeSummary
-from pensieve_jax.server.api.routes import ROUTES
-from pensieve_jax.server.api.state import ROUTES as STATE_ROUTES
+from pensieve_jax.server.app import ROUTES
 from pensieve_jax.server.http.settings import ServerSettings
 from tests.server.fakes import MODEL, FakeEngine, Harness, ask
 
@@ -148,36 +144,3 @@ def test_what_needs_a_key_and_what_does_not(tmp_path):
             if ask(harness, route.method, where, body)[0] != 401:
                 found.add(route.path)
         assert found == open_to_all
-
-
-def test_trees_are_read_beside_the_event_loop():
-    """An owner's may be many."""
-    threads: list[int] = []
-
-    class History:
-        def trees(self, owner: str, limit: int) -> list[Any]:
-            threads.append(threading.get_ident())
-            return []
-
-        def tree(self, owner: str, root: str, limit: int) -> list[Any]:
-            threads.append(threading.get_ident())
-            return []
-
-    harness = Harness(STATE_ROUTES, history=History())
-    assert ask(harness, "GET", "/v1/pensieve/trees") == (200, {"data": []})
-    assert ask(harness, "GET", "/v1/pensieve/trees/x")[0] == 404
-    assert len(threads) == 2 and threading.get_ident() not in threads
-
-
-def test_a_list_of_trees_is_as_long_as_was_asked():
-    class History:
-        def trees(self, owner: str, limit: int) -> list[TreeSummary]:
-            return [TreeSummary("0" * 16, 1, "word", float(limit))]
-
-    harness = Harness(STATE_ROUTES, history=History())
-    for query, limit in (("", 100), ("?limit=7", 7), ("?limit=1000", 1000)):
-        ((row,),) = ask(harness, "GET", f"/v1/pensieve/trees{query}")[1].values()
-        assert (row["last_active"], row["first_text"]) == (limit, "word")
-    for wrong in ("0", "1001", "x", ""):
-        status, body = ask(harness, "GET", f"/v1/pensieve/trees?limit={wrong}")
-        assert (status, body["error"]["param"]) == (400, "limit")

@@ -1,7 +1,7 @@
 """The application of a server: everything that stands before its engine, put together.
 
-Owns: which parts there are, what each is made of, and giving back what they hold.
-Does not know: sockets, processes or signals.
+Owns: which parts and routes there are, what each is made of, and giving back what they hold.
+Does not know: sockets, processes or signals; what a route does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pensieve_jax.core.errors import ChatTemplateError, TokenizerMissingError
 from pensieve_jax.core.turn_node import RootFor, new_root
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.model_source import source_tokenizer
-from pensieve_jax.server.api.routes import ROUTES
+from pensieve_jax.server import cache_view, operations, page
 from pensieve_jax.server.async_engine import EngineService
 from pensieve_jax.server.context.resolver import Resolver
 from pensieve_jax.server.context.turn_index import HistoryTurns, TurnIndex
@@ -28,14 +28,17 @@ from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.metrics import Metrics
+from pensieve_jax.server.openai import chat, completions
 from pensieve_jax.server.openai.responses.conversations import Conversations
 from pensieve_jax.server.openai.responses.routes import Responses
-from pensieve_jax.server.token_texts import TokenTexts
 from pensieve_jax.server.turns.sampling import model_defaults
 from pensieve_jax.text import ChatFormat, Tokenizer
+from pensieve_jax.text.token_texts import TokenTexts
 
-if TYPE_CHECKING:  # of an extra
+if TYPE_CHECKING:
     from pensieve_jax.server.tracing import Tracing
+MODULES = (chat, completions, operations, cache_view, page)
+ROUTES = tuple(route for module in MODULES for route in module.ROUTES)
 
 
 def make_application(

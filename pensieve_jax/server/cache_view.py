@@ -19,8 +19,8 @@ from pensieve_jax.server.http.pagination import limit_of
 from pensieve_jax.server.http.replies import Events, Reply, encode_json, event, json_reply
 from pensieve_jax.server.http.request import Call
 from pensieve_jax.server.http.routes import Route
-from pensieve_jax.server.threads import aside
 from pensieve_jax.server.turns.sampling import token_sources
+from pensieve_jax.server.workers import aside
 
 _PERIOD_S: Final = 0.25
 """Between two maps of a stream."""

@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 
 from pensieve_jax.core.clock import VirtualClock
-from pensieve_jax.server.application import make_application
+from pensieve_jax.server.app import make_application
 from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.settings import ServerSettings
 from tests.server.fakes import Open, say
@@ -19,7 +19,7 @@ from tests.server.stored_engine import StoredEngine
 def test_the_front_has_no_jax():
     code = (
         "import sys\nsys.modules['jax'] = sys.modules['flax'] = None\n"
-        "import pensieve_jax.server.application, pensieve_jax.server.listening\n"
+        "import pensieve_jax.server.app, pensieve_jax.server.main\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve_jax.server.token_texts import TokenTexts
+from pensieve_jax.text.token_texts import TokenTexts
 from tests.text.tokenizer_zoo import NAMES, ZOO
 
 TEXT = "the cat sat on the bed, a hat is not."

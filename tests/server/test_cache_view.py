@@ -1,15 +1,19 @@
-"""Maps of chunks that are watched: how many there may be, and that the server's times hold for them."""
+"""Maps of chunks and trees of turns: how many streams there may be, and how long lists are."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from typing import Any
 
 from pensieve_jax.core.errors import EngineClosedError
-from pensieve_jax.server.api.routes import ROUTES
-from pensieve_jax.server.api.state import MAX_STREAMS
+from pensieve_jax.history.trees import TreeSummary
+from pensieve_jax.server.app import ROUTES
+from pensieve_jax.server.cache_view import MAX_STREAMS
+from pensieve_jax.server.cache_view import ROUTES as STATE_ROUTES
 from pensieve_jax.server.http.settings import ServerSettings
-from tests.server.fakes import FakeEngine, Harness
+from tests.server.fakes import FakeEngine, Harness, ask
 
 PATH = "/v1/pensieve/chunks?stream=true"
 
@@ -76,3 +80,36 @@ def test_the_times_of_the_server_hold_for_maps() -> None:
             await work()
 
     asyncio.run(limited())
+
+
+def test_trees_are_read_beside_the_event_loop():
+    """An owner's may be many."""
+    threads: list[int] = []
+
+    class History:
+        def trees(self, owner: str, limit: int) -> list[Any]:
+            threads.append(threading.get_ident())
+            return []
+
+        def tree(self, owner: str, root: str, limit: int) -> list[Any]:
+            threads.append(threading.get_ident())
+            return []
+
+    harness = Harness(STATE_ROUTES, history=History())
+    assert ask(harness, "GET", "/v1/pensieve/trees") == (200, {"data": []})
+    assert ask(harness, "GET", "/v1/pensieve/trees/x")[0] == 404
+    assert len(threads) == 2 and threading.get_ident() not in threads
+
+
+def test_a_list_of_trees_is_as_long_as_was_asked():
+    class History:
+        def trees(self, owner: str, limit: int) -> list[TreeSummary]:
+            return [TreeSummary("0" * 16, 1, "word", float(limit))]
+
+    harness = Harness(STATE_ROUTES, history=History())
+    for query, limit in (("", 100), ("?limit=7", 7), ("?limit=1000", 1000)):
+        ((row,),) = ask(harness, "GET", f"/v1/pensieve/trees{query}")[1].values()
+        assert (row["last_active"], row["first_text"]) == (limit, "word")
+    for wrong in ("0", "1001", "x", ""):
+        status, body = ask(harness, "GET", f"/v1/pensieve/trees?limit={wrong}")
+        assert (status, body["error"]["param"]) == (400, "limit")

@@ -5,7 +5,7 @@ Owns: the text and the bytes of a token. Does not know: replies.
 
 from __future__ import annotations
 
-from pensieve_jax.text import Tokenizer
+from pensieve_jax.text.tokenizer import Tokenizer
 
 
 class TokenTexts:

@@ -8,9 +8,9 @@ import threading
 
 import pytest
 
-from pensieve_jax.server.api.state import ROUTES
+from pensieve_jax.server.cache_view import ROUTES
 from pensieve_jax.server.http.keys import ApiKeys
-from pensieve_jax.server.threads import NUM_THREADS, SHARE, aside
+from pensieve_jax.server.workers import NUM_THREADS, SHARE, aside
 from tests.server.fakes import Harness
 
 

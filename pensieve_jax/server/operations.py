@@ -1,0 +1,193 @@
+"""What those who run a server ask it: whether it is well, its metrics, its model, and tokens of a text.
+
+Owns: when a server is healthy and when it is ready; how the model is described; the bodies and answers of
+/tokenize and /detokenize, in vLLM's shapes.
+Does not know: what is counted, models, or turns: messages are written as those of a new conversation.
+
+Healthy means that a restart would not help; ready, that turns are taken. While the engine starts or is
+started again, a server is healthy and not ready. One whose queue is full stays ready: a balancer that takes
+servers away for that sends their conversations to others, which have no state of them and fill up in turn,
+while the turns that are too many are told when to come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, ClassVar, Final
+
+from pensieve_jax.core.errors import (
+    ChatTemplateError,
+    InvalidRequestError,
+    PensieveError,
+    TokenizerMissingError,
+)
+from pensieve_jax.engine.validation import check_token_ids
+from pensieve_jax.server.http.bodies import Body
+from pensieve_jax.server.http.errors import invalid_value, overloaded
+from pensieve_jax.server.http.replies import Bytes, Reply, json_reply
+from pensieve_jax.server.http.request import Call
+from pensieve_jax.server.http.routes import Route
+from pensieve_jax.server.http.services import Services
+from pensieve_jax.server.metrics import CONTENT_TYPE
+from pensieve_jax.server.openai.schemas import ChatMessage
+from pensieve_jax.server.turns.checks import check_model, unwritable
+from pensieve_jax.server.workers import aside, is_long
+from pensieve_jax.text import ChatFormat
+from pensieve_jax.version import __version__
+
+MAX_SILENCE_S: Final = 10.0
+"""An engine that says nothing for so long does not run; it says something every second."""
+_ANSWER_TIMEOUT_S: Final = 2.0
+
+
+async def health(call: Call) -> Reply:
+    """200, or 503 where the engine has ended for good or says nothing."""
+    engine = call.services.engine
+    if engine.state == "dead":
+        raise overloaded("The engine has ended.", 1)
+    if engine.state == "ready" and engine.last_heard_s > MAX_SILENCE_S:
+        raise overloaded(f"The engine has said nothing for {engine.last_heard_s:.0f} s.", 1)
+    return json_reply({"status": "ok", "engine": engine.state})
+
+
+async def ready(call: Call) -> Reply:
+    """200 where the engine takes turns, at once or after a wait, else 503."""
+    call.services.limits.check_ready()
+    return await health(call)
+
+
+async def version(call: Call) -> Reply:
+    """The package's."""
+    return json_reply({"version": __version__})
+
+
+async def metrics(call: Call) -> Reply:
+    """All metrics in Prometheus' format."""
+    services = call.services
+    report = services.metrics.engine
+    report.stats = services.engine.last_stats
+    # Only a stuck engine does not answer in time, and then what it said last is still good.
+    with suppress(TimeoutError, PensieveError):
+        async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+            report.census = await services.engine.call("census")
+            report.distributions = await services.engine.call("distributions")
+    return Bytes(services.metrics.render(services.limits.num_waiting), CONTENT_TYPE)
+
+
+async def list_models(call: Call) -> Reply:
+    """The one model."""
+    return json_reply({"object": "list", "data": [_card(call.services)]})
+
+
+async def get_model(call: Call) -> Reply:
+    """The model of this name, or 404."""
+    check_model(call.services, call.path["model"])
+    return json_reply(_card(call.services))
+
+
+def _card(services: Services) -> dict[str, Any]:
+    return {
+        "id": services.model_name,
+        "object": "model",
+        "created": services.started_at,
+        "owned_by": "pensieve",
+        "root": services.model_name,  # a path of this machine is nobody's business
+        "parent": None,
+        "max_model_len": services.engine.info.limits.max_context_tokens,
+    }
+
+
+class TokenizeBody(Body):
+    """Text, or messages as a chat template writes them."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "tools": ([],),
+    }
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """Token ids."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+async def tokenize(call: Call) -> Reply:
+    """Ids of a text, or of messages with a generation prompt."""
+    body = await call.decode(TokenizeBody)
+    services = call.services
+    check_model(services, body.model)
+    in_thread = is_long(len(call.body), len(body.messages or ()))
+    return json_reply(await aside(call.owner, in_thread, _tokenized, services, body))
+
+
+async def detokenize(call: Call) -> Reply:
+    """The text of ids, special ones written out."""
+    body = await call.decode(DetokenizeBody)
+    services = call.services
+    check_model(services, body.model)
+    return json_reply({"prompt": await call.aside(_text, services, body.tokens)})
+
+
+def _tokenized(services: Services, body: TokenizeBody) -> dict[str, Any]:
+    token_ids = _token_ids(services, body)
+    texts = (
+        [services.token_texts.text(token_id) for token_id in token_ids] if body.return_token_strs else None
+    )
+    return {
+        "count": len(token_ids),
+        "max_model_len": services.engine.info.limits.max_context_tokens,
+        "tokens": token_ids,
+        "token_strs": texts,
+    }
+
+
+def _text(services: Services, token_ids: list[int]) -> str:
+    if services.tokenizer is None:
+        raise TokenizerMissingError
+    if token_ids:
+        check_token_ids("tokens", token_ids, services.engine.info.limits.vocab_size)
+    return services.tokenizer.decode_raw(token_ids)
+
+
+def _token_ids(services: Services, body: TokenizeBody) -> list[int]:
+    if services.tokenizer is None:
+        raise TokenizerMissingError
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid_value("prompt", "Either prompt or messages must be given.")
+    if body.messages is not None:
+        messages = [message.as_message(f"messages[{i}]") for i, message in enumerate(body.messages)]
+        chat_format = services.chat_format or ChatFormat(services.tokenizer)  # which raises what is missing
+        try:
+            return chat_format.turn_token_ids([], services.resolver.with_known_roles(messages))
+        except ChatTemplateError as error:
+            raise unwritable(error, messages, "messages") from error
+    assert body.prompt is not None
+    try:
+        return services.tokenizer.encode(body.prompt, add_bos=body.add_special_tokens)
+    except InvalidRequestError as error:
+        raise invalid_value("prompt", str(error)) from error
+
+
+ROUTES: Final = (
+    Route("GET", "/v1/models", list_models),
+    Route("GET", "/v1/models/{model:path}", get_model),
+    Route("POST", "/tokenize", tokenize),
+    Route("POST", "/detokenize", detokenize),
+    Route("GET", "/health", health, needs_key=False),
+    Route("GET", "/ready", ready, needs_key=False),
+    Route("GET", "/version", version),
+    Route("GET", "/metrics", metrics),
+)
