@@ -32,7 +32,7 @@ from pensieve_jax.history.server_tables.changes import (
 )
 from pensieve_jax.server.async_engine import UNANSWERED
 from pensieve_jax.server.http.bodies import Body
-from pensieve_jax.server.http.errors import invalid_value, unsupported
+from pensieve_jax.server.http.errors import ApiError, invalid_value, unsupported
 from pensieve_jax.server.http.pagination import page_object, page_of_items
 from pensieve_jax.server.http.replies import Bytes, Reply, encode_json, json_reply
 from pensieve_jax.server.http.request import Call
@@ -46,7 +46,6 @@ from pensieve_jax.server.openai.responses.retries import (
     is_retry,
     kept_key,
 )
-from pensieve_jax.server.openai.responses.routes import check_unlocked
 from pensieve_jax.server.openai.responses.schemas import (
     MAX_ITEMS_OF_A_POST,
     ItemReference,
@@ -262,6 +261,14 @@ class Conversations:
             except ConversationChangedError:
                 if not tries_left:
                     raise
+
+
+def check_unlocked(locks: set[tuple[str, str]], owner: str, conversation_id: str) -> None:
+    """Raise ApiError 409 while a turn of a conversation runs."""
+    if (owner, conversation_id) in locks:
+        sentence = f"A turn of conversation {conversation_id!r} is running; send this when it has ended."
+        headers = {"retry-after": "1"}
+        raise ApiError(409, "conversation_locked", sentence, param="conversation", headers=headers)
 
 
 async def _row(call: Call) -> ConversationRow:

@@ -11,16 +11,23 @@ content_part.done, output_item.done, completed or incomplete. Numbers count from
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Final, NamedTuple
 
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.outputs import Output, TokenLogprob
+from pensieve_jax.history.server_tables.changes import ResponseRecord
 from pensieve_jax.server.http.errors import ApiError, as_api_error, overloaded
-from pensieve_jax.server.http.replies import DONE, encode_json, event
+from pensieve_jax.server.http.replies import DONE, Events, Reply, encode_json, event
+from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS
-from pensieve_jax.server.openai.responses.response import ResponseHead, logprob_objects
+from pensieve_jax.server.openai.responses.response import (
+    ResponseHead,
+    head_of,
+    kept_response,
+    logprob_objects,
+)
 from pensieve_jax.server.openai.responses.run import ResponseRun, Token
 from pensieve_jax.server.turns.items import output_part
 from pensieve_jax.server.turns.run import TimedTurn
@@ -197,6 +204,44 @@ async def kept_events(
     for data in _last_events(events, response, None):
         yield data
     yield DONE
+
+
+class ResponseStreams:
+    """How one server streams responses."""
+
+    def __init__(self, services: Services) -> None:
+        """Of a server that starts now."""
+        self._services = services
+
+    @property
+    def texts(self) -> ReplyTexts:
+        """How its model's tokens become text."""
+        tokenizer = self._services.tokenizer
+        assert tokenizer is not None, "without one there are no responses"
+        services = self._services
+        return ReplyTexts(tokenizer, services.engine.info.limits.eos_token_ids, services.token_texts)
+
+    def reply(
+        self, events: AsyncGenerator[bytes], on_end: Callable[[], Awaitable[None]] | None = None
+    ) -> Reply:
+        """Events as the answer to a request; see `http.replies.Events`."""
+        settings = self._services.settings
+        return Events(
+            events,
+            heartbeat_s=settings.heartbeat_s,
+            stall_timeout_s=settings.stall_timeout_s,
+            on_end=on_end,
+        )
+
+    async def kept(self, record: ResponseRecord, starting_after: int = -1) -> AsyncGenerator[bytes]:
+        """The events of a response that the history has, from the first one after a number."""
+        token_ids: tuple[int, ...] = ()
+        if record.turn_id is not None:
+            turn = await self._services.read(
+                record.owner, self._services.history.turn, record.owner, record.turn_id
+            )
+            token_ids = turn.output_token_ids
+        return kept_events(head_of(record), kept_response(record), token_ids, self.texts, starting_after)
 
 
 class Begun:
