@@ -13,12 +13,12 @@ from typing import Any, Final
 
 from pensieve_jax.core.errors import InvalidRequestError, UnknownTurnError
 from pensieve_jax.core.turn_node import check_turn_id
+from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.bodies import Body
 from pensieve_jax.server.http.errors import not_found, rate_limited
 from pensieve_jax.server.http.pagination import limit_of
 from pensieve_jax.server.http.replies import Events, Reply, encode_json, event, json_reply
 from pensieve_jax.server.http.request import Call
-from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.turns.sampling import token_sources
 from pensieve_jax.server.workers import aside
 

@@ -24,11 +24,11 @@ from pensieve_jax.core.errors import (
     TokenizerMissingError,
 )
 from pensieve_jax.engine.validation import check_token_ids
+from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.bodies import Body
 from pensieve_jax.server.http.errors import invalid_value, overloaded
 from pensieve_jax.server.http.replies import Bytes, Reply, json_reply
 from pensieve_jax.server.http.request import Call
-from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.metrics import CONTENT_TYPE
 from pensieve_jax.server.openai.schemas import ChatMessage

@@ -25,9 +25,8 @@ from pensieve_jax.server.context.turn_index import TurnIndex
 from pensieve_jax.server.engine_process.messages import sent_spec, submission
 from pensieve_jax.server.engine_process.wire import FrameWriter
 from pensieve_jax.server.http.admission import Limits
-from pensieve_jax.server.http.app import Lifespan, make_app
+from pensieve_jax.server.http.app import Lifespan, Route, make_app
 from pensieve_jax.server.http.keys import ApiKeys
-from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.metrics import Metrics

@@ -11,10 +11,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pensieve_jax.core.errors import EngineClosedError
 from pensieve_jax.server.app import ROUTES
+from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.errors import invalid_value, overloaded, rate_limited
 from pensieve_jax.server.http.replies import Reply
 from pensieve_jax.server.http.request import Call
-from pensieve_jax.server.http.routes import Route
 from tests.launching import load
 from tests.server.fakes import MODEL, FakeEngine, Harness, say
 

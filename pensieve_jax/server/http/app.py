@@ -1,13 +1,14 @@
 """The application: requests in, answers out.
 
-Owns: how a request gets to its handler: the layers around it, its key, its body.
-Does not know: what handlers do, or sockets.
+Owns: what is said of a route; how a request gets to its handler: the layers around it, its key, its body.
+Does not know: any route, what handlers do, or sockets.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.datastructures import Headers, QueryParams
@@ -18,11 +19,31 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pensieve_jax.server.http.admission import BodyBudget, HeldBody
 from pensieve_jax.server.http.errors import ApiError
 from pensieve_jax.server.http.middleware import NOTES, Cors, ErrorReplies, HostCheck, OriginCheck, RequestLog
+from pensieve_jax.server.http.replies import Reply
 from pensieve_jax.server.http.request import Call, RequestNotes, read_body
-from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.services import Services
 
 type Lifespan = Callable[[], AbstractAsyncContextManager[None]]
+type Handler = Callable[[Call], Awaitable[Reply]]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One method of one path.
+
+    Attributes:
+      method: GET, POST or DELETE. A GET answers HEAD as well.
+      path: with parameters in braces, as in "/v1/responses/{response_id}".
+      handler: gets the request and returns the answer, or raises.
+      needs_key: False answers those without a key, where there are keys.
+      has_body: a POST that may come without one is asked for its content type only where it has one.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    needs_key: bool = True
+    has_body: bool = True
 
 
 def make_app(services: Services, routes: Iterable[Route], lifespans: Sequence[Lifespan] = ()) -> ASGIApp:

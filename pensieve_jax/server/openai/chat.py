@@ -21,11 +21,10 @@ from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.server_tables.changes import ResponseDraft
 from pensieve_jax.server.async_engine import AsyncDelta, AsyncTurn
 from pensieve_jax.server.context.resolver import Memory, ResolvedContext, has_reply
-from pensieve_jax.server.context.start import start_turns
+from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.errors import renamed_fields
 from pensieve_jax.server.http.replies import Reply, encode_json
 from pensieve_jax.server.http.request import Call
-from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.openai.completion_stream import reply_in
 from pensieve_jax.server.openai.schemas import ChatBody
 from pensieve_jax.server.turns.checks import (
@@ -35,7 +34,7 @@ from pensieve_jax.server.turns.checks import (
     most_tokens,
     unwritable,
 )
-from pensieve_jax.server.turns.run import RunningTurns, run_turns
+from pensieve_jax.server.turns.run import RunningTurns, run_turns, start_turns
 from pensieve_jax.server.turns.sampling import choice_params, completion_usage
 from pensieve_jax.server.turns.stored import kept_draft
 from pensieve_jax.server.workers import Thought, is_long

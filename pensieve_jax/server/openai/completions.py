@@ -24,10 +24,10 @@ from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import RootFor, TurnNode, check_turn_id, new_turn_id, turn_id_under
 from pensieve_jax.engine.validation import TurnSpec, check_token_ids
 from pensieve_jax.server.async_engine import AsyncDelta, AsyncTurn
+from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.errors import as_api_error, invalid_value
 from pensieve_jax.server.http.replies import Reply, encode_json
 from pensieve_jax.server.http.request import Call
-from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.openai.completion_stream import reply_in
 from pensieve_jax.server.turns.checks import (

@@ -10,10 +10,10 @@ from __future__ import annotations
 from importlib import resources
 from typing import Final
 
+from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.errors import ApiError
 from pensieve_jax.server.http.replies import Bytes, Reply
 from pensieve_jax.server.http.request import Call
-from pensieve_jax.server.http.routes import Route
 
 _TYPES: Final = {
     "html": "text/html; charset=utf-8",

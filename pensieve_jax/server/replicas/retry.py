@@ -1,6 +1,7 @@
 """Turns on their way: sent to one replica together, and sent once more when that dies.
 
-Owns: what is done about a replica's death: what was committed is told from the history, the rest runs again.
+Owns: what is done about a replica's death: what was committed is told from the history, the rest runs again;
+how a record becomes the output that its replica did not live to send.
 Does not know: Ray, how a replica is chosen, or what turns are for.
 
 A turn is a function of its seed, its place and its tokens, so another replica makes the same reply; what a
@@ -13,15 +14,23 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Final
+from typing import Final, cast
 
-from pensieve_jax.core.errors import EngineClosedError, EngineDiedError, HistoryError, PensieveError
-from pensieve_jax.core.outputs import Output
+from pensieve_jax.core.errors import (
+    EngineClosedError,
+    EngineDiedError,
+    HistoryError,
+    PensieveError,
+    UnknownTurnError,
+)
+from pensieve_jax.core.outputs import FinishReason, Output, Usage
 from pensieve_jax.core.turn_node import root_of
 from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.history.reader import HistoryReader, TurnView
 from pensieve_jax.server.engine_process.messages import Ending, Report, received_error, sent_spec, submission
 from pensieve_jax.server.replicas.links import Lines, Replicas, decoded_report, encoded
 from pensieve_jax.server.replicas.stream import Reply
+from pensieve_jax.server.workers import far
 
 type Kept = Callable[[TurnSpec], Awaitable[Output | None]]
 """What the history has of a turn: None where it has nothing."""
@@ -206,3 +215,40 @@ def _not_again(reply: Reply, error: Exception) -> EngineDiedError | None:
 def _says_taken(error: Exception) -> bool:
     """Of a turn's id, which no other turn has: it is there already, or runs."""
     return getattr(error, "field", None) == "turn_id"
+
+
+def kept_outputs(reader: HistoryReader) -> Callable[[TurnSpec], Awaitable[Output | None]]:
+    """What finds the output of a turn in a history; it raises HistoryError."""
+
+    async def kept(spec: TurnSpec) -> Output | None:
+        node = spec.node
+        if node is None or not node.durable:
+            return None
+        try:
+            view = await far(node.owner, reader.turn, node.owner, node.turn_id)
+        except UnknownTurnError:
+            return None
+        return output_of(view, spec)
+
+    return kept
+
+
+def output_of(view: TurnView, spec: TurnSpec) -> Output:
+    """The output of a committed turn; log-probabilities are not kept."""
+    usage = view.usage or Usage(
+        prompt_tokens=len(spec.prompt_token_ids),
+        reused_gpu_tokens=0,
+        swapped_in_tokens=0,
+        recomputed_tokens=0,
+        prefilled_tokens=view.num_tokens - len(view.output_token_ids),
+        output_tokens=len(view.output_token_ids),
+    )
+    return Output(
+        conversation_id=None,
+        token_ids=view.output_token_ids,
+        text=view.output_text or "",
+        finish_reason=cast(FinishReason, view.finish_reason),
+        usage=usage,
+        seed=spec.params.seed or 0,
+        ended_at_s=view.created_at_s,
+    )

@@ -29,7 +29,6 @@ from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.logs import LogFormat, log_to, log_uncaught
 from pensieve_jax.server.main import Listening, bind_in_time
-from pensieve_jax.server.replicas.history_lookup import kept_outputs
 from pensieve_jax.server.replicas.links import (
     REPORT,
     ReplicaReport,
@@ -42,6 +41,7 @@ from pensieve_jax.server.replicas.plan import FLUSH_S, ReplicaPlan, plan_of
 from pensieve_jax.server.replicas.ray_replicas import RayReplicas, router_hash
 from pensieve_jax.server.replicas.replica import Replica
 from pensieve_jax.server.replicas.report_stream import ReplyTo, ReportLinks, ReportListener
+from pensieve_jax.server.replicas.retry import kept_outputs
 from pensieve_jax.server.replicas.routed_engine import RoutedEngine
 from pensieve_jax.server.replicas.scaling import QUEUED_TOKENS
 from pensieve_jax.server.replicas.serve_middleware import Paced, ProxysRequestId

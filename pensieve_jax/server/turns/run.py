@@ -1,7 +1,7 @@
 """The turns of one request, from their place in the queue to their end.
 
-Owns: that a place is taken before and given back after, that turns end with their request, and what is
-counted of them.
+Owns: that a place is taken before and given back after, what is tried once an engine says that the turn
+before is gone, that turns end with their request, and what is counted of them.
 Does not know: what turns are for, schemas, or how a reply is written.
 """
 
@@ -12,17 +12,94 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
+from pensieve_jax.core.errors import UnknownTurnError
 from pensieve_jax.core.outputs import Output
-from pensieve_jax.server.async_engine import AsyncDelta, AsyncTurn
+from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.server.async_engine import AsyncDelta, AsyncTurn, EngineService
+from pensieve_jax.server.context.resolver import Memory, ResolvedContext
 from pensieve_jax.server.http.admission import Place
 from pensieve_jax.server.http.errors import overloaded
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.metrics import Metrics, TurnTimes
 
-if TYPE_CHECKING:  # of an extra
+if TYPE_CHECKING:
     from pensieve_jax.server.tracing import Tracing
 
 type Start = Callable[[], Awaitable[Sequence[AsyncTurn]]]
+type Think = Callable[[Callable[[Memory], ResolvedContext], Memory], Awaitable[ResolvedContext]]
+
+
+async def run_turns(
+    services: Services,
+    owner: str,
+    start: Start,
+    *,
+    num_turns: int = 1,
+    num_tokens: int = 0,
+    max_tokens: int | None = None,
+    wait: Callable[[Awaitable[Place]], Awaitable[Place]] | None = None,
+) -> RunningTurns:
+    """Wait for a place, and start turns in it.
+
+    Args:
+      services: of the server.
+      owner: whose turns they are.
+      start: submits them and waits until they are accepted; may raise.
+      num_turns: how many there will be.
+      num_tokens: about how many their prompts have.
+      max_tokens: the most of each reply, where the client gave a limit.
+      wait: how a place is waited for, such as `Call.unless_gone`; most need not wait, nor pay for that.
+
+    Raises ApiError 429 and 503, and what `start` raises. Cancelled while it waits, it leaves nothing behind.
+    """
+    began_s = time.perf_counter()
+    place = services.limits.enter_now(owner, num_turns, num_tokens, max_tokens)
+    if place is None:
+        entering = services.limits.enter(owner, num_turns, num_tokens, max_tokens)
+        place = await (entering if wait is None else wait(entering))
+    services.metrics.waited(time.perf_counter() - began_s)
+    try:
+        turns = await start()
+    except BaseException:
+        place.leave()
+        raise
+    accepted_s = time.perf_counter()
+    timed = [TimedTurn(turn, services.metrics, TurnTimes(began_s, accepted_s)) for turn in turns]
+    return RunningTurns(timed, place, services.tracing)
+
+
+async def start_turns(
+    engine: EngineService,
+    find: Callable[[Memory], ResolvedContext],
+    specs_of: Callable[[ResolvedContext], Sequence[TurnSpec]],
+    *,
+    think: Think,
+) -> tuple[ResolvedContext, list[AsyncTurn]]:
+    """The turns of a context, accepted by the engine, all of them or none.
+
+    Args:
+      engine: where they run.
+      find: resolves the context; which turns it may go on from is narrowed each time that the engine does not
+        know the parent that was found.
+      specs_of: the turns to submit; several only as siblings, for several replies.
+      think: runs `find` where it keeps nobody else waiting.
+
+    Raises what `find` and the engine raise; UnknownTurnError only where a context is bound to its parent.
+    """
+    unknown: UnknownTurnError | None = None
+    for memory in Memory:
+        resolved = await think(find, memory)
+        turns = engine.submit_all(specs_of(resolved))
+        try:
+            for turn in turns:
+                await turn.accepted()
+            return resolved, turns
+        except UnknownTurnError as error:
+            unknown = error
+            if resolved.parent is not None:
+                resolved.index.forget(resolved.node.owner, resolved.parent.turn_id)
+    assert unknown is not None
+    raise unknown
 
 
 class TimedTurn:
@@ -146,45 +223,6 @@ class RunningTurns:
             for turn in self.turns:
                 turn.times.ended_s = turn.times.ended_s or time.perf_counter()
                 tracing.ended(turn.turn_id, turn.times, turn.output)
-
-
-async def run_turns(
-    services: Services,
-    owner: str,
-    start: Start,
-    *,
-    num_turns: int = 1,
-    num_tokens: int = 0,
-    max_tokens: int | None = None,
-    wait: Callable[[Awaitable[Place]], Awaitable[Place]] | None = None,
-) -> RunningTurns:
-    """Wait for a place, and start turns in it.
-
-    Args:
-      services: of the server.
-      owner: whose turns they are.
-      start: submits them and waits until they are accepted; may raise.
-      num_turns: how many there will be.
-      num_tokens: about how many their prompts have.
-      max_tokens: the most of each reply, where the client gave a limit.
-      wait: how a place is waited for, such as `Call.unless_gone`; most need not wait, nor pay for that.
-
-    Raises ApiError 429 and 503, and what `start` raises. Cancelled while it waits, it leaves nothing behind.
-    """
-    began_s = time.perf_counter()
-    place = services.limits.enter_now(owner, num_turns, num_tokens, max_tokens)
-    if place is None:
-        entering = services.limits.enter(owner, num_turns, num_tokens, max_tokens)
-        place = await (entering if wait is None else wait(entering))
-    services.metrics.waited(time.perf_counter() - began_s)
-    try:
-        turns = await start()
-    except BaseException:
-        place.leave()
-        raise
-    accepted_s = time.perf_counter()
-    timed = [TimedTurn(turn, services.metrics, TurnTimes(began_s, accepted_s)) for turn in turns]
-    return RunningTurns(timed, place, services.tracing)
 
 
 async def merged(turns: Sequence[TimedTurn]) -> AsyncGenerator[tuple[int, AsyncDelta | None]]:

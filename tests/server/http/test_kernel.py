@@ -15,12 +15,12 @@ import pytest
 from pensieve_jax.core import errors as core
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.server.http import admission, middleware
+from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.bodies import MAX_IGNORED, Body, convert
 from pensieve_jax.server.http.errors import ApiError
 from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.replies import Reply, json_reply
 from pensieve_jax.server.http.request import Call
-from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.logs import LOGGER, JsonLines
 from tests.server.fakes import Harness, Open

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 import uvloop
 
+from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.replies import (
     DONE,
     Events,
@@ -17,7 +18,6 @@ from pensieve_jax.server.http.replies import (
     json_reply,
 )
 from pensieve_jax.server.http.request import Call, ClientGoneError
-from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.main import Listening, bind
 from tests.server.fakes import Harness
 

@@ -3,7 +3,7 @@
 Owns: which of them run, that each is in the history before any client is told of it, that its turn runs on as
 many engines as that takes, that it ends once, first in the history, and that it is run again after a restart,
 with the same seed and the same id; the form of its job in the history; that requests with a waiting client go
-first.
+first; when the history is told to forget what has expired.
 Does not know: requests, or how an answer is written.
 
 Nothing stays queued in the history without a server that runs it: not what an earlier server left, and not
@@ -37,6 +37,7 @@ from pensieve_jax.core.turn_node import TurnNode
 from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.server_tables.changes import (
     EndResponse,
+    Expire,
     QueueResponse,
     ResponseDraft,
     ResponseRecord,
@@ -55,7 +56,6 @@ from pensieve_jax.server.http.errors import (
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.logs import log_end_of_task
 from pensieve_jax.server.openai.responses.events import failure_object
-from pensieve_jax.server.openai.responses.expiry import expire_now_and_then
 from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS, ResponsePlan
 from pensieve_jax.server.openai.responses.response import head_of, kept_response
 from pensieve_jax.server.openai.responses.retries import Ends
@@ -71,6 +71,8 @@ LOOK_S: Final = 10.0
 """Between two looks for those that another server has left."""
 RETRY_S: Final = 0.5
 """Between two tries of what an engine or a history could not do."""
+_PERIOD_S: Final = 600.0
+"""Between two times that what has expired is forgotten."""
 
 
 class BackgroundResponses:
@@ -543,3 +545,17 @@ def draft_of(record: ResponseRecord) -> ResponseDraft:
     return ResponseDraft(
         **{name: getattr(record, name) for name in names}, expires_at_s=record.expires_at_s, background=True
     )
+
+
+async def expire_now_and_then(services: Services) -> None:
+    """Have the history forget what has expired, until this is cancelled."""
+    while True:
+        if services.engine.state == "ready":
+            now_s = services.now_s()
+            with suppress(PensieveError):  # the next time
+                await services.engine.apply(Expire(now_s=now_s))
+                while await services.read(
+                    "", services.history.has_expired, now_s
+                ):  # a few at a time, with steps in between
+                    await services.engine.apply(Expire(now_s=now_s))
+        await asyncio.sleep(_PERIOD_S)

@@ -31,12 +31,12 @@ from pensieve_jax.history.server_tables.changes import (
     UpdateConversation,
 )
 from pensieve_jax.server.async_engine import UNANSWERED
+from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.bodies import Body
 from pensieve_jax.server.http.errors import ApiError, invalid_value, unsupported
 from pensieve_jax.server.http.pagination import page_object, page_of_items
 from pensieve_jax.server.http.replies import Bytes, Reply, encode_json, json_reply
 from pensieve_jax.server.http.request import Call
-from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.openai.responses.context import COMPACT, too_long
 from pensieve_jax.server.openai.responses.retries import (

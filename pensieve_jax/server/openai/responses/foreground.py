@@ -12,7 +12,6 @@ from typing import Any
 
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.server.async_engine import AsyncTurn
-from pensieve_jax.server.context.start import start_turns
 from pensieve_jax.server.http.errors import renamed_fields
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.openai.responses.events import turn_events
@@ -20,7 +19,7 @@ from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS, ResponsePla
 from pensieve_jax.server.openai.responses.response import ResponseHead, finished_response
 from pensieve_jax.server.openai.responses.retries import Repeats
 from pensieve_jax.server.turns.checks import commit_context
-from pensieve_jax.server.turns.run import RunningTurns, TimedTurn, run_turns
+from pensieve_jax.server.turns.run import RunningTurns, TimedTurn, run_turns, start_turns
 from pensieve_jax.server.turns.sampling import completion_usage
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from pensieve_jax.history.server_tables.changes import DeleteResponse, ResponseRecord
 from pensieve_jax.server.context.resolver import Memory
+from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.errors import invalid_value, renamed_fields
 from pensieve_jax.server.http.pagination import page_of_items
 from pensieve_jax.server.http.replies import Reply, json_reply
 from pensieve_jax.server.http.request import Call
-from pensieve_jax.server.http.routes import Route
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.openai.responses.background import BackgroundResponses
 from pensieve_jax.server.openai.responses.context import reading, request_context
