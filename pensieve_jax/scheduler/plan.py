@@ -2,7 +2,7 @@
 
 Owns: the one table of a plan's fields, in the body of `StepPlan` but for the columns of sampling fields
 (`core.sampling_params`), and so the layout of the one int32 buffer that goes to the device each step. Every
-part of it has a named view, and one copy carries all of a step's metadata (a copy costs far more than its bytes).
+part of it has a named view, and one copy carries all of a step's metadata: a copy costs more than its bytes.
 Does not know: how a plan comes about (`planner`), or what a device does with it (`device.model_runner`).
 """
 

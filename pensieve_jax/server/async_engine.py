@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, Protocol
 
 from pensieve_jax.core.errors import EngineClosedError, EngineDiedError
 from pensieve_jax.core.outputs import Output, TokenLogprob
-from pensieve_jax.engine.validation import ModelLimits, TurnSpec
+from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec
 from pensieve_jax.history.server_tables.changes import HistoryChange
 
 EngineState = Literal["starting", "ready", "draining", "dead"]

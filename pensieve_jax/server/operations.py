@@ -23,7 +23,7 @@ from pensieve_jax.core.errors import (
     PensieveError,
     TokenizerMissingError,
 )
-from pensieve_jax.engine.validation import check_token_ids
+from pensieve_jax.decoding.turn_spec import check_token_ids
 from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.bodies import Body
 from pensieve_jax.server.http.errors import invalid_value, overloaded

@@ -20,13 +20,8 @@ from pensieve_jax.core.errors import (
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import TurnNode
-from pensieve_jax.engine.validation import (
-    ModelLimits,
-    TurnSpec,
-    check_beginning,
-    check_params,
-    check_token_ids,
-)
+from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec
+from pensieve_jax.engine.validation import check_beginning
 from pensieve_jax.history.server_tables.changes import Expire, QueueResponse, ResponseDraft
 from pensieve_jax.text import byte_tokenizer
 from tests.engine.fake_runner import VOCAB_SIZE

@@ -17,7 +17,7 @@ from pensieve_jax.core.outputs import FinishReason, Output, TokenLogprob, Usage
 from pensieve_jax.core.turn_node import TurnNode
 from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec
 from pensieve_jax.engine.branches import Place
-from pensieve_jax.engine.validation import ModelLimits, TurnSpec, check_turns
+from pensieve_jax.engine.validation import check_turns
 from pensieve_jax.history.server_tables.changes import HistoryChange
 from pensieve_jax.server.async_engine import AsyncDelta, EngineInfo, EngineState
 from pensieve_jax.server.context.resolver import Resolver
@@ -33,6 +33,7 @@ from pensieve_jax.server.metrics import Metrics
 from pensieve_jax.text import ChatFormat, Tokenizer
 from pensieve_jax.text.loading import byte_tokenizer
 from pensieve_jax.text.token_texts import TokenTexts
+from tests.server.context.no_turns import NoTurns
 
 MODEL = "fake"
 LIMITS = ModelLimits(vocab_size=262, max_context_tokens=4096, eos_token_ids=(257,), max_logprobs=8)

@@ -10,7 +10,7 @@ from typing import Any
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.core.errors import PensieveError, UnknownTurnError
 from pensieve_jax.core.outputs import FinishReason
-from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history.opening import open_store
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.history.server_tables.changes import HistoryChange

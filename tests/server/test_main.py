@@ -18,7 +18,6 @@ import pytest
 
 from pensieve_jax import AsyncEngine, ConfigError, EngineClosedError
 from pensieve_jax.server import watchdog
-from pensieve_jax.server.engine_process.spawn import ThreadLife
 from pensieve_jax.server.engine_process.supervisor import Restarts
 from pensieve_jax.server.main import (
     EXIT_AT_ONCE,

@@ -30,7 +30,7 @@ from pensieve_jax.core.turn_node import (
     root_of_digest,
     turn_id_under,
 )
-from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.server.context.hashes import canonical_text, chains_of, root_chain
 from pensieve_jax.server.context.turn_index import PastTurn, TurnIndex
 from pensieve_jax.text import Tokenizer

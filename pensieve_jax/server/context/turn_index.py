@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pensieve_jax.core.errors import UnknownTurnError
 from pensieve_jax.history.reader import HistoryReader, TurnView
 from pensieve_jax.server.context.hashes import canonical_text, chain_after
 from pensieve_jax.text.messages import Message

@@ -28,7 +28,6 @@ from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import TurnNode
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.engine.conversations import check_conversation_id
-from pensieve_jax.engine.validation import TurnSpec
 from pensieve_jax.history.server_tables import changes
 from pensieve_jax.history.server_tables.changes import HistoryChange, ResponseDraft
 from pensieve_jax.server.async_engine import EngineInfo

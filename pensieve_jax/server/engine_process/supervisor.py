@@ -25,7 +25,7 @@ from pensieve_jax.core.errors import (
     HistoryMissingError,
     InvalidRequestError,
 )
-from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history.server_tables.changes import HistoryChange
 from pensieve_jax.server.async_engine import EngineInfo, EngineState
 from pensieve_jax.server.engine_process.client import Connection, numbering

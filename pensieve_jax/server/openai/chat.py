@@ -17,7 +17,7 @@ from typing import Any, Final
 from pensieve_jax.core.errors import ChatTemplateError
 from pensieve_jax.core.outputs import FinishReason, Output, TokenLogprob
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history.server_tables.changes import ResponseDraft
 from pensieve_jax.server.async_engine import AsyncDelta, AsyncTurn
 from pensieve_jax.server.context.resolver import Memory, ResolvedContext, has_reply

@@ -22,7 +22,7 @@ from pensieve_jax.core.errors import (
 from pensieve_jax.core.outputs import FinishReason, Output, TokenLogprob
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import RootFor, TurnNode, check_turn_id, new_turn_id, turn_id_under
-from pensieve_jax.engine.validation import TurnSpec, check_token_ids
+from pensieve_jax.decoding.turn_spec import TurnSpec, check_token_ids
 from pensieve_jax.server.async_engine import AsyncDelta, AsyncTurn
 from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.errors import as_api_error, invalid_value

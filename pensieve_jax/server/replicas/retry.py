@@ -25,7 +25,7 @@ from pensieve_jax.core.errors import (
 )
 from pensieve_jax.core.outputs import FinishReason, Output, Usage
 from pensieve_jax.core.turn_node import root_of
-from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history.reader import HistoryReader, TurnView
 from pensieve_jax.server.engine_process.messages import Ending, Report, received_error, sent_spec, submission
 from pensieve_jax.server.replicas.links import Lines, Replicas, decoded_report, encoded

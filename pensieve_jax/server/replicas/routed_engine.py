@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from pensieve_jax.core.errors import EngineClosedError, EngineDiedError, PensieveError
 from pensieve_jax.core.turn_node import root_of
-from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history.server_tables.changes import HistoryChange
 from pensieve_jax.server.async_engine import EngineInfo, EngineState
 from pensieve_jax.server.engine_process.messages import Call, received_error, sent_change

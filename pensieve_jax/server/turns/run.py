@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pensieve_jax.core.errors import UnknownTurnError
 from pensieve_jax.core.outputs import Output
-from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.server.async_engine import AsyncDelta, AsyncTurn, EngineService
 from pensieve_jax.server.context.resolver import Memory, ResolvedContext
 from pensieve_jax.server.http.admission import Place

@@ -18,8 +18,9 @@ from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.server.async_engine import EngineInfo
 from pensieve_jax.server.engine_process.async_llm import AsyncEngine
+from pensieve_jax.server.engine_process.engine_server import EngineServer
 from pensieve_jax.server.engine_process.messages import Failed, Ready, Start
-from pensieve_jax.server.engine_process.spawn import Life, Parts, ThreadLife
+from pensieve_jax.server.engine_process.spawn import Life
 from pensieve_jax.server.engine_process.supervisor import Restarts
 from pensieve_jax.server.engine_process.wire import FrameReader, FrameWriter
 from pensieve_jax.text import Tokenizer, byte_tokenizer

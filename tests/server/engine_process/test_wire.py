@@ -12,7 +12,7 @@ from pensieve_jax import InvalidRequestError, PensieveError, SamplingParams, Unk
 from pensieve_jax.core.errors import ConversationBusyError, UnknownRecordError
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.turn_node import TurnNode, new_turn_id
-from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history.server_tables import changes
 from pensieve_jax.server.engine_process import wire
 from pensieve_jax.server.engine_process.messages import (

@@ -11,7 +11,7 @@ from pensieve_jax.balance.ring import Ring, hash_of
 from pensieve_jax.core.outputs import FinishReason, Output, Usage
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import TurnNode, turn_id_under
-from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.server.replicas.placement import RootNames, speeds_of
 from pensieve_jax.server.replicas.stream import Reply
 from tests.server.fakes import LIMITS, FakeEngine

@@ -19,7 +19,7 @@ from pensieve_jax.core.errors import (
 from pensieve_jax.core.outputs import Output, Usage
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import new_turn_id, root_of
-from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history.server_tables.changes import DeleteConversation, DeleteResponse, EndResponse, Expire
 from pensieve_jax.server.engine_process.messages import Call
 from pensieve_jax.server.replicas import routed_engine

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.engine.validation import TurnSpec
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history.server_tables.changes import ConversationAppend, ResponseDraft
 from pensieve_jax.server.context.resolver import ResolvedContext
 from pensieve_jax.server.http.services import Services
