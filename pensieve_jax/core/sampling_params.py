@@ -47,13 +47,14 @@ class SamplingField(NamedTuple):
 
     Attributes:
       column: what a step's plan says of it; None where only the host needs it.
-      routes: of `ROUTES`, those that take it under its own name. Others refuse every value but its default.
+      routes: of `ROUTES`, those that take it as a field of this name; others refuse every value but its
+        default. None where each route has a form of its own for it.
       flag: the flag's help; "" where there is no flag.
       is_model_default: a model's generation_config.json may set it for requests that say nothing.
     """
 
     column: Column | None = None
-    routes: tuple[str, ...] = ROUTES
+    routes: tuple[str, ...] | None = ROUTES
     flag: str = ""
     is_model_default: bool = False
 
@@ -124,7 +125,7 @@ class SamplingParams:
         32,
         _integer(1, _MAX_INT),
         'The most tokens of the reply; the turn then ends with "length".',
-        SamplingField(flag="The most tokens of a reply."),
+        SamplingField(routes=None, flag="The most tokens of a reply."),
     )
     min_tokens: int = sampling_field(
         0,
@@ -188,7 +189,7 @@ class SamplingParams:
         # How many there may be at most is the engine's, which checks it.
         _none_or(_integer(0, _MAX_INT, "an integer from 0 to what the engine has room for (max_logprobs)")),
         "None for none, 0 for those of the chosen tokens, k for the k most likely as well.",
-        SamplingField(routes=(COMPLETIONS,)),
+        SamplingField(routes=None),
     )
 
     def __post_init__(self) -> None:
@@ -235,11 +236,19 @@ def plan_columns() -> dict[str, Column]:
 
 
 @functools.cache
+def taken_fields(route: str) -> tuple[str, ...]:
+    """Return the names of the fields that a route takes under their own names."""
+    return tuple(
+        name for name, row in sampling_table().items() if row.routes is not None and route in row.routes
+    )
+
+
+@functools.cache
 def refused_fields(route: str) -> dict[str, tuple[Any, ...]]:
     """Return the fields that a route does not take, each with the one value that changes nothing."""
     defaults = {option.name: option.default for option in options_of(SamplingParams)}
     return {
         name: ([] if defaults[name] is tuple else defaults[name],)
         for name, row in sampling_table().items()
-        if route not in row.routes
+        if row.routes is not None and route not in row.routes
     }

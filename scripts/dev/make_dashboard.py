@@ -19,7 +19,7 @@ from absl import flags
 from pensieve_jax.commands.launch import EXIT_FAILED, run
 
 FLAGS = flags.FLAGS
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "docs" / "dashboard.json"
 _SELECTOR = '{model_name=~"$model_name"}'
 _WINDOW = "[$__rate_interval]"

@@ -17,7 +17,13 @@ from msgspec import Meta
 
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.core.outputs import Usage
-from pensieve_jax.core.sampling_params import MAX_SEED, SamplingParams
+from pensieve_jax.core.sampling_params import (
+    COMPLETIONS,
+    MAX_SEED,
+    SamplingParams,
+    sampling_table,
+    taken_fields,
+)
 from pensieve_jax.server.http.bodies import Body
 
 _DEFAULTS = {"temperature": 1.0}
@@ -37,7 +43,7 @@ class StreamOptions(Body):
 
 
 class SamplingFields(Body):
-    """What Chat Completions and Completions have in common.
+    """What Chat Completions and Completions have in common: among it every sampling field of theirs.
 
     `top_k`, `min_tokens`, `stop_token_ids` and `ignore_eos` are vLLM's.
     """
@@ -113,7 +119,8 @@ def model_defaults(source: str) -> dict[str, Any]:
         values = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, ValueError) as error:
         raise ConfigError(str(path), "unreadable", f"a JSON object ({error})") from error
-    found = {name: values[name] for name in ("temperature", "top_p", "top_k") if name in values}
+    taken = [name for name, row in sampling_table().items() if row.is_model_default]
+    found = {name: values[name] for name in taken if name in values}
     if values.get("do_sample") is False:
         found.setdefault("temperature", 0.0)
     found = {name: value for name, value in found.items() if value is not None}
@@ -125,19 +132,8 @@ def choice_params(
     body: SamplingFields, defaults: dict[str, Any], *, max_tokens: int, logprobs: int | None
 ) -> list[SamplingParams]:
     """Parameters of each choice of a completion; raises InvalidRequestError naming the field."""
-    params = sampling_params(
-        defaults,
-        max_tokens=max_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        seed=body.seed,
-        stop=body.stop,
-        logprobs=logprobs,
-        min_tokens=body.min_tokens,
-        stop_token_ids=body.stop_token_ids,
-        ignore_eos=body.ignore_eos,
-    )
+    given = {name: getattr(body, name) for name in taken_fields(COMPLETIONS)}
+    params = sampling_params(defaults, given, max_tokens=max_tokens, logprobs=logprobs)
     if params.seed is None:
         return [params] * body.num_choices
     # With one seed for all, every choice would be the same reply.
@@ -145,28 +141,21 @@ def choice_params(
 
 
 def sampling_params(
-    defaults: dict[str, Any],
-    *,
-    max_tokens: int,
-    temperature: float | None = None,
-    top_p: float | None = None,
-    top_k: int | None = None,
-    seed: int | None = None,
-    stop: str | list[str] | None = None,
-    logprobs: int | None = None,
-    **others: Any,
+    defaults: Mapping[str, Any], given: Mapping[str, Any], *, max_tokens: int, logprobs: int | None = None
 ) -> SamplingParams:
-    """Parameters of a turn; None takes the default. Raises InvalidRequestError naming the field."""
-    given = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    chosen = defaults | {name: value for name, value in given.items() if value is not None}
-    return SamplingParams(
-        max_tokens=max_tokens,
-        seed=None if seed is None else seed % (MAX_SEED + 1),  # a negative one, too
-        stop=[stop] if isinstance(stop, str) else tuple(stop or ()),
-        logprobs=logprobs,
-        **{name: value for name, value in others.items() if value is not None},
-        **chosen,
-    )
+    """Return the parameters of a turn; raise InvalidRequestError naming the field.
+
+    Args:
+      defaults: by field, for what the request does not say.
+      given: by field, as the request says it; None takes the default.
+      max_tokens, logprobs: fields that each route has in its own form.
+    """
+    chosen = {**defaults, **{name: value for name, value in given.items() if value is not None}}
+    if "seed" in chosen:
+        chosen["seed"] %= MAX_SEED + 1  # a negative one, too
+    if isinstance(chosen.get("stop"), str):
+        chosen["stop"] = [chosen["stop"]]
+    return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **chosen)
 
 
 def num_context_tokens(usage: Usage) -> int:

@@ -5,23 +5,35 @@ from __future__ import annotations
 import pytest
 
 from pensieve_jax.core.errors import ConfigError
-from pensieve_jax.core.sampling_params import MAX_SEED
+from pensieve_jax.core.sampling_params import (
+    COMPLETIONS,
+    MAX_SEED,
+    RESPONSES,
+    refused_fields,
+    sampling_table,
+    taken_fields,
+)
+from pensieve_jax.server.http.bodies import Body
+from pensieve_jax.server.openai.completions import CompletionBody
+from pensieve_jax.server.openai.responses.schemas import CreateResponse
+from pensieve_jax.server.openai.schemas import ChatBody
 from pensieve_jax.server.turns.sampling import model_defaults, sampling_params
+from tests.launching import ROOT
 
 
 @pytest.mark.parametrize(
     ("seed", "taken"), [(None, None), (0, 0), (MAX_SEED, MAX_SEED), (MAX_SEED + 1, 0), (-1, MAX_SEED)]
 )
 def test_any_seed_is_brought_into_range(seed, taken):
-    assert sampling_params({}, max_tokens=3, seed=seed).seed == taken
+    assert sampling_params({}, {"seed": seed}, max_tokens=3).seed == taken
 
 
 def test_what_a_request_says_goes_before_the_models_defaults():
     defaults = {"temperature": 0.5, "top_k": 7}
-    params = sampling_params(defaults, max_tokens=3, temperature=0.0, stop="x", min_tokens=None)
+    params = sampling_params(defaults, {"temperature": 0.0, "stop": "x", "min_tokens": None}, max_tokens=3)
     assert (params.temperature, params.top_k, params.stop, params.max_tokens) == (0.0, 7, ("x",), 3)
-    assert sampling_params(defaults, max_tokens=3, stop=["x", "y"]).stop == ("x", "y")
-    assert sampling_params(defaults, max_tokens=3).stop == ()
+    assert sampling_params(defaults, {"stop": ["x", "y"]}, max_tokens=3).stop == ("x", "y")
+    assert sampling_params(defaults, {}, max_tokens=3).stop == ()
 
 
 @pytest.mark.parametrize(
@@ -45,3 +57,20 @@ def test_defaults_that_cannot_be_read_are_named(tmp_path, text):
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ConfigError, match="generation_config"):
         model_defaults(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("route", "body"), [(COMPLETIONS, ChatBody), (COMPLETIONS, CompletionBody), (RESPONSES, CreateResponse)]
+)
+def test_a_route_declares_the_sampling_fields_of_the_table(route: str, body: type[Body]) -> None:
+    """A wire field has a type of its own, so it is declared; which ones there are, the table says."""
+    declared = set(body.__struct_fields__)
+    assert set(taken_fields(route)) <= declared
+    refused = refused_fields(route)
+    assert not declared & refused.keys()
+    assert {name: body.UNSUPPORTED[name] for name in refused} == refused
+
+
+def test_the_page_names_every_field_of_the_table() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    assert [name for name in sampling_table() if f"`{name}`" not in page] == []

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Final
 
-from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.core.sampling_params import RESPONSES, SamplingParams, taken_fields
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history.server_tables.changes import ConversationAppend, ResponseDraft
 from pensieve_jax.server.context.resolver import ResolvedContext
@@ -83,13 +83,11 @@ class ResponsePlan:
     def _params(self, resolved: ResolvedContext) -> SamplingParams:
         body, services = self.body, self._services
         room = services.engine.info.limits.max_context_tokens - resolved.num_context_tokens
+        given = {name: getattr(body, name) for name in taken_fields(RESPONSES)} | {"seed": self._seed}
         return sampling_params(
             services.defaults,
+            given,
             max_tokens=body.max_output_tokens or max(1, room),
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=body.top_k,
-            seed=self._seed,
             logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
         )
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, Literal
 
 from msgspec import Meta
 
+from pensieve_jax.core.sampling_params import RESPONSES, refused_fields
 from pensieve_jax.server.http.bodies import MAX_IGNORED, Body, check_num_items, convert
 from pensieve_jax.server.http.errors import ApiError, invalid_value, unsupported
 from pensieve_jax.server.turns.items import Item, kept_item
@@ -90,14 +91,11 @@ class CreateResponse(ContextFields, kw_only=True):
         "presence_penalty": (0, 0.0),
         "frequency_penalty": (0, 0.0),
         "logit_bias": ({},),
-        "stop": ([],),
+        **refused_fields(RESPONSES),
         "n": (1,),
         "service_tier": ("auto", "default"),
         "moderation": (),
         "image": (),
-        "min_tokens": (0,),
-        "stop_token_ids": ([],),
-        "ignore_eos": (False,),
         "response_format": ({"type": "text"},),
         "access_programs": (),
         "background_options": (),
