@@ -36,7 +36,7 @@ def flags_of_serve(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 def test_every_flag_that_is_named_is_one_of_the_server(flags_of_serve: set[str]) -> None:
-    named = {path.name: set(_FLAG.findall(without_scripts(path))) for path in FILES}
+    named = {path.name: set(_FLAG.findall(without_programs(path))) for path in FILES}
     assert len(named["pensieve.service"]) >= 7 and len(named["Containerfile"]) >= 5
     assert {name: flags - flags_of_serve for name, flags in named.items() if flags - flags_of_serve} == {}
 
@@ -58,10 +58,10 @@ def test_the_page_lists_the_flags_that_only_the_server_has(
     assert sorted(_FLAG_OF_ROW.findall(" ".join(rows))) == sorted(own)
 
 
-def without_scripts(path: Path) -> str:
-    """A page shows how scripts are called, too, which have flags of their own."""
+def without_programs(path: Path) -> str:
+    """A page shows programs of the laboratory, too, which have flags of their own."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return "".join(line for line in lines if "python scripts/" not in line)
+    return "".join(line for line in lines if "-m pensieve_lab.programs." not in line)
 
 
 def test_the_unit_waits_for_longer_than_the_server_drains() -> None:
