@@ -22,17 +22,17 @@ class ConsistentHash:
         self._ring = Ring(())
 
     def set_members(self, names: Iterable[str]) -> None:
-        """See `Policy`."""
+        """Replace the replicas that take turns."""
         self._ring = Ring(names, self._num_virtual_nodes, self._hash_key)
 
     def choose(self, asked: Asked, loads: Mapping[str, Load], now_s: float) -> str:
-        """See `Policy`."""
+        """Return the replica that owns the root; raise LookupError if there is no replica."""
         return self._ring.owner(asked.root)
 
     def name(self, asked: Asked, loads: Mapping[str, Load]) -> str:
-        """See `Policy`."""
+        """Return the root's own name: this rule renames no root."""
         return asked.root
 
     def home(self, asked: Asked) -> str:
-        """See `Policy`."""
+        """Return the replica to which a conversation without known state goes: the owner of its root."""
         return self._ring.owner(asked.root)

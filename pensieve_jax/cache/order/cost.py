@@ -197,7 +197,6 @@ class MeasuredCostModel:
         return cls(CostProfile.load(path, subject).points)
 
     def chunk_cost_s(self, context_len: int) -> float:
-        """See `CostModel`."""
         lens, costs_s = self._lens, self._costs_s
         if context_len <= lens[0]:
             return costs_s[0]

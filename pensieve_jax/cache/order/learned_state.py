@@ -57,7 +57,7 @@ class Experience:
         return cls(returns, exposure_s, several[0].followed, several[0].losses)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values for JSON; `returns` and `exposure_s` keep six decimals."""
         return {
             "format": _FORMAT,
             "returns": self.returns.round(_DIGITS).tolist(),

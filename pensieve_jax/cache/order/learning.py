@@ -42,7 +42,7 @@ class TurnNotes:
         """A conversation was ended: it cannot return."""
 
     def experience(self) -> Experience | None:
-        """What was learned."""
+        """Return what was learned; None where the order does not learn."""
         return None
 
     def begin(self, experience: Experience | None) -> None:
@@ -81,7 +81,6 @@ class Learning(TurnNotes):
         self.begin(experience)
 
     def begin(self, experience: Experience | None) -> None:
-        """See `TurnNotes`."""
         policy = self._policy
         known = (None, None) if experience is None else (experience.returns, experience.exposure_s)
         policy.use(ReturnModel(*known))
@@ -98,7 +97,6 @@ class Learning(TurnNotes):
         policy.follow(self._insurance.followed)
 
     def sent(self, sequence: CachedSequence, num_history_tokens: int) -> None:
-        """See `TurnNotes`."""
         if not num_history_tokens:
             return
         self._log.returned(sequence.sequence_id, self._clock.now())
@@ -108,7 +106,6 @@ class Learning(TurnNotes):
     def answered(
         self, sequence: CachedSequence, num_history_tokens: int, *, prompt_tokens: int, output_tokens: int
     ) -> None:
-        """See `TurnNotes`."""
         is_first = num_history_tokens == prompt_tokens + output_tokens
         if is_first:  # a shared prefix is not what the user sent
             prompt_tokens -= min(self._num_shared_tokens(sequence), prompt_tokens)
@@ -124,11 +121,9 @@ class Learning(TurnNotes):
         self._insurance.left(name, num_history_tokens, num_shared, bucket=sequence.bucket, now_s=now_s)
 
     def resized(self, sequence: CachedSequence) -> None:
-        """See `TurnNotes`."""
         self._insurance.resized(sequence.sequence_id, self._num_shared_tokens(sequence))
 
     def ended(self, conversation_id: str) -> None:
-        """See `TurnNotes`."""
         self._log.ended(conversation_id, self._clock.now())
         self._insurance.ended(conversation_id)
 
@@ -147,7 +142,6 @@ class Learning(TurnNotes):
         }
 
     def describe(self) -> str:
-        """See `TurnNotes`."""
         lost_s = dict(zip(self._insurance.names, self._insurance.losses.sums_s, strict=True))
         if not any(lost_s.values()):
             why = "nothing was lost yet in any order"

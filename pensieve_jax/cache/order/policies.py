@@ -34,14 +34,10 @@ class Activity(Protocol):
     """
 
     @property
-    def last_active_s(self) -> float:
-        """See above."""
-        ...
+    def last_active_s(self) -> float: ...
 
     @property
-    def bucket(self) -> int:
-        """See above."""
-        ...
+    def bucket(self) -> int: ...
 
 
 class Candidate(Activity, Protocol):
@@ -170,7 +166,6 @@ class _LeadingFirst(EvictionPolicy):
     """Within a conversation the leading chunk: the cost never decreases towards the tail."""
 
     def chunk(self, sequence: Candidate, shelf: Shelf) -> int:
-        """The leading one."""
         return sequence.first_on(shelf)
 
 
@@ -189,7 +184,6 @@ class RetentionPolicy(_LeadingFirst):
         return self._costs_s[index] / (idle_s if idle_s > _MIN_IDLE_S else _MIN_IDLE_S)
 
     def worths(self, offers: Offers, now_s: float) -> Array:
-        """As `worth`."""
         worths: Array = self._costs_s.of_all(offers.chunks) / _idle_s(offers, now_s)
         return worths
 
@@ -206,7 +200,6 @@ class _LeastRecentlyUsed(EvictionPolicy):
         return sequence.last_active_s
 
     def worths(self, offers: Offers, now_s: float) -> Array:
-        """As `worth`."""
         return offers.last_active_s
 
     def epoch(self, now_s: float) -> Hashable:
@@ -249,7 +242,6 @@ class ReturnsPolicy(_LeadingFirst):
         return self.model.index(sequence.bucket, bin_number) * self._costs_s[index]
 
     def worths(self, offers: Offers, now_s: float) -> Array:
-        """As `worth`."""
         indices = self.model.indices(offers.buckets, bins_of(offers.last_active_s, now_s))
         worths: Array = indices * self._costs_s.of_all(offers.chunks)
         return worths
@@ -273,7 +265,6 @@ class RecencyPolicy(LruPolicy):
         return 1.0 / (idle_s if idle_s > _MIN_IDLE_S else _MIN_IDLE_S)
 
     def worths(self, offers: Offers, now_s: float) -> Array:
-        """As `worth`."""
         worths: Array = 1.0 / _idle_s(offers, now_s)
         return worths
 
@@ -322,7 +313,6 @@ class LearnedPolicy(_LeadingFirst):
 
     @property
     def model(self) -> ReturnModel:
-        """When conversations return."""
         return self._returns.model
 
     def use(self, model: ReturnModel) -> None:
@@ -358,7 +348,6 @@ class TrailingPolicy(_LeastRecentlyUsed):
     name = "trailing"
 
     def chunk(self, sequence: Candidate, shelf: Shelf) -> int:
-        """The last one."""
         return sequence.last_on(shelf)
 
 

@@ -66,7 +66,7 @@ def bin_of(last_active_s: float, now_s: float) -> int:
 
 
 def bins_of(last_active_s: Array, now_s: float) -> Integers:
-    """`bin_of` of many."""
+    """Return `bin_of` for each element of `last_active_s`, as an array of its shape."""
     found = np.maximum(_LEFT_S.searchsorted(now_s - last_active_s, "right") - 1, 0)
     found += last_active_s + ENDS_S.take(found) <= now_s
     found -= (found > 0) & (last_active_s + _LEFT_S.take(found) > now_s)
@@ -117,7 +117,7 @@ class ReturnModel:
         return self._index[bucket][bin_number]
 
     def indices(self, buckets: Integers, bin_numbers: Integers) -> Array:
-        """`index` of many."""
+        """Return `index` for each pair of a bucket and a bin, f64 of their shape."""
         return self._indices.ravel().take(buckets * NUM_BINS + bin_numbers)
 
 

@@ -50,7 +50,6 @@ class Shadow:
         return self.num_shared + self.num_lost
 
     def last_on(self, shelf: Shelf) -> int:
-        """The last block."""
         return self.num_blocks - 1
 
     def indices_on(self, shelf: Shelf) -> range:
@@ -130,7 +129,7 @@ class ShadowCache:
                 self.ended(conversation_id)
 
     def ended(self, conversation_id: str) -> None:
-        """Forget a conversation."""
+        """Forget a conversation and free the blocks that it holds."""
         shadow = self._shadows.pop(conversation_id, None)
         if shadow is not None:
             self._noted.pop(shadow, None)
