@@ -41,7 +41,7 @@ class Field:
 
     @property
     def num_bytes(self) -> int:
-        """Of one row."""
+        """Bytes that one row takes, without the batch."""
         dtype = np.dtype(getattr(ml_dtypes, self.dtype, self.dtype))  # numpy alone knows no bfloat16
         return math.prod(self.shape) * dtype.itemsize
 
@@ -118,7 +118,6 @@ class CellType:
 
     @property
     def max_batch(self) -> int:
-        """The largest batch."""
         return self.batch_sizes[-1]
 
     def batch_size(self, num_nodes: int) -> int:

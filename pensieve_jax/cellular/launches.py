@@ -29,12 +29,11 @@ class Part(NamedTuple):
 
     @property
     def num_tasks(self) -> int:
-        """K."""
         return len(self.words)
 
     @property
     def batch_size(self) -> int:
-        """B."""
+        """Nodes for which a task has room: B in the shape of `words`."""
         return self.words.shape[2]
 
 
@@ -93,7 +92,7 @@ class Launch:
 
     @property
     def num_nodes(self) -> int:
-        """In all tasks."""
+        """Nodes that all tasks have together."""
         return sum(map(len, self.tasks))
 
 

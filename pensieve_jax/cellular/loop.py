@@ -29,7 +29,7 @@ class Worker(Protocol):
 
 
 class Loop:
-    """Of one engine."""
+    """Gives the workers of one engine their launches and passes on what they complete."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ class NodeWriter(Pieces):
         self._is_open = False
 
     def _check_open(self) -> None:
-        """Nodes are somebody's."""
+        """Raise UnfoldError unless a request has begun and not ended."""
         if not self._is_open:
             limit = "called once for each request, and nodes added between begin and end"
             raise UnfoldError("end", "called before", limit)

@@ -26,7 +26,7 @@ def partition(graph: Graph, *, max_depth: int) -> Parts:
 
 
 def _partition(graph: Graph, *, max_depth: int) -> Parts:
-    """Of any graphs."""
+    """Partition any graphs, also those that `chains.partition` does not serve."""
     num, pieces = graph.num_nodes, graph.pieces
     starts = np.array([piece.start for piece in pieces], np.int64)
     sizes = np.diff(starts, append=num)

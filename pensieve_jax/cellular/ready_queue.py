@@ -108,7 +108,7 @@ class Line:
         return self._values[self._begin : self._end]
 
     def push(self, values: np.ndarray) -> None:
-        """These come last."""
+        """Append values at the end of the line."""
         if self._end + len(values) > len(self._values):
             waiting = self.values
             self._values = np.empty(max(1024, 2 * (len(waiting) + len(values))), np.int64)

@@ -98,7 +98,7 @@ class Scheduler:
         return self._batch(kind, worker)
 
     def check(self, parts: Parts) -> None:
-        """Any graph runs."""
+        """Accept every request: this scheduler can run any graph."""
 
     def completed(self, launch: Launch) -> None:
         """Its tasks run no more."""

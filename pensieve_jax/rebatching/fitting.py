@@ -16,7 +16,7 @@ from pensieve_jax.rebatching.ring import Ring
 
 
 class Fitting:
-    """Of one ring."""
+    """Computes whether a query fits into one ring, in which shape, and which queries must leave."""
 
     def __init__(self, config: RebatchingConfig, lattice: Lattice, ring: Ring[Query]) -> None:
         """`ring` is looked at only."""

@@ -42,12 +42,12 @@ class WordsLayout(NamedTuple):
 
     @property
     def num_fields(self) -> int:
-        """Of a row."""
+        """Words that one row takes."""
         return len(COUNTS) + len(SAMPLING_WORDS) + self.num_banned
 
     @property
     def size(self) -> int:
-        """Words in all."""
+        """Words that a step takes, its header included."""
         return len(HEADER) + self.num_fields * self.width
 
 
@@ -83,7 +83,7 @@ class StepWords:
 
     @property
     def needs(self) -> SamplerMode:
-        """Of all rows."""
+        """Sampler mode that serves all rows together."""
         return SamplerMode(*self._needs)
 
 

@@ -147,7 +147,7 @@ class PaddedLLM:
         return self._description
 
     def stats(self) -> dict[str, int | float]:
-        """See `RebatchingEngine.stats`."""
+        """Return the counters that `RebatchingEngine.stats` documents."""
         return self.engine.stats()
 
     def close(self) -> None:

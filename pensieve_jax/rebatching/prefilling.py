@@ -25,7 +25,7 @@ def prefill_widths(config: RebatchingConfig, length: int) -> list[int]:
 
 
 class Prefilling:
-    """Of one engine."""
+    """Chooses the queries that are prefilled together, and builds their launch."""
 
     def __init__(self, config: RebatchingConfig, lattice: Lattice, layout: WordsLayout, shelf: Shelf) -> None:
         """`shelf` is where rows are put."""

@@ -124,7 +124,7 @@ class Query(ReplyTokens):
         self.num_sampled += 1
 
     def finish(self, reason: FinishReason) -> None:
-        """Make the output."""
+        """Set `output` from the tokens that were sampled, with `reason` as its finish reason."""
         num_prompt = len(self.prompt_token_ids)
         usage = Usage(
             prompt_tokens=num_prompt,

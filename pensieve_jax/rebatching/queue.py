@@ -37,7 +37,7 @@ class Line:
 
     @property
     def head(self) -> Query:
-        """The first."""
+        """Return the query that is served next; the line must not be empty."""
         return self._entries[0][1]
 
     def window(self, size: int) -> list[Query]:
@@ -49,7 +49,7 @@ class Line:
         insort(self._entries, (rank(query), query), key=_RANK)
 
     def remove(self, query: Query) -> None:
-        """Wait no more."""
+        """Remove a query that waits in the line and whose rank is unchanged."""
         index = bisect_left(self._entries, rank(query), key=_RANK)
         assert index < len(self._entries) and self._entries[index][1] is query
         del self._entries[index]

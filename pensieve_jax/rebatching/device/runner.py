@@ -156,7 +156,6 @@ class DeviceRunner:
         self.reset(())
 
     def launch(self, launch: Launch) -> Any:
-        """See `Runner`."""
         try:
             match launch:
                 case Decode():
@@ -183,7 +182,6 @@ class DeviceRunner:
         return None
 
     def fetch(self, handle: jax.Array) -> StepResult:
-        """See `Runner`."""
         try:
             words = np.asarray(handle)
         except jax.errors.JaxRuntimeError as error:
@@ -191,7 +189,6 @@ class DeviceRunner:
         return unpack_result(words, self._config.max_batch, self._config.max_logprobs)
 
     def has_left(self, serial: int) -> bool:
-        """See `Runner`."""
         row = self._rows.get(serial)
         if row is None or row.host is None:
             return False
@@ -202,7 +199,6 @@ class DeviceRunner:
         return True
 
     def reset(self, kept: Collection[int]) -> None:
-        """See `Runner`."""
         self._shape = self._state = None
         self._ids = self._no_ids()
         # A token of theirs is known by now, and goes into `Insert`; what the device had may have failed.
