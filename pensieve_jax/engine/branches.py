@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
 
 class BranchTable:
-    """Branches in memory."""
+    """Holds the branches in memory and finds the one from which a turn goes on."""
 
     def __init__(
         self,

@@ -211,7 +211,6 @@ class DropJournal:
     """
 
     def __init__(self, clock: Clock) -> None:
-        """Nothing was dropped."""
         self.clock = clock
         self._drops: OrderedDict[str, dict[int, DropRecord]] = OrderedDict()
         self._num_records = 0

@@ -44,7 +44,7 @@ class Branch(LiveConversation):
 
     @property
     def tip(self) -> str | None:
-        """Its latest turn."""
+        """Id of the latest turn that has ended; None if there is none."""
         return next(reversed(self.path), None)
 
     @property

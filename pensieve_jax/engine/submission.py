@@ -29,7 +29,7 @@ type _Choice = tuple[str, str | None, tuple[int, ...]]
 
 
 class Intake:
-    """Queues turns."""
+    """Checks, places and queues turns: all turns of a call, or none."""
 
     def __init__(
         self,

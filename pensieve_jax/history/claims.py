@@ -39,7 +39,7 @@ class Claims(Protocol):
         ...
 
     def close(self) -> None:
-        """Give up all."""
+        """Give up every claim; this server holds nothing from now on."""
         ...
 
 
@@ -49,11 +49,9 @@ class OwnClaims:
     are_shared = False
 
     def take(self, name: str) -> bool:
-        """True."""
         return True
 
     def holds(self, name: str) -> bool:
-        """True."""
         return True
 
     def give_up(self, name: str) -> None:
@@ -62,5 +60,4 @@ class OwnClaims:
     def keep_only(self, names: Collection[str]) -> None:
         """Nobody waits for the others."""
 
-    def close(self) -> None:
-        """Nothing is held."""
+    def close(self) -> None: ...

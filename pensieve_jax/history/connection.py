@@ -42,7 +42,7 @@ class Connection(Protocol):
     """To a history, of either kind."""
 
     def execute(self, statement: str, values: Sequence[Any] = (), /) -> Rows:
-        """Run a statement."""
+        """Run one statement with its values, and return what it found."""
         ...
 
     def executemany(self, statement: str, values: Iterable[Sequence[Any]], /) -> object:
@@ -70,7 +70,6 @@ class SQLiteConnection(sqlite3.Connection):
     """A `Connection` to SQLite."""
 
     def must(self, statement: str, values: Sequence[Any], refusal: Callable[[], PensieveError], /) -> None:
-        """See `Connection`."""
         try:
             changed = self.execute(statement, values).rowcount
         except sqlite3.IntegrityError as error:
@@ -84,5 +83,4 @@ class SQLiteConnection(sqlite3.Connection):
             return text.read(num_bytes).decode("utf-8", "ignore")
 
     def stream(self, query: str, /) -> Iterator[Any]:
-        """See `Connection`."""
         return iter(self.execute(query))

@@ -62,7 +62,7 @@ def listing(connection: Connection) -> list[ConversationInfo]:
 def idle(
     connection: Connection, before_s: float | None, num_kept: int | None, busy: Collection[str]
 ) -> list[str]:
-    """See `HistoryStore.idle`."""
+    """Return conversations that `HistoryStore.idle` finds: idle since `before_s`, or too many."""
     found = [] if num_kept is None else _behind(connection, min(num_kept, sys.maxsize), busy)
     if before_s is not None:
         query = f"SELECT conversation_id FROM conversations WHERE {_NAMED} AND last_active_s < ?"

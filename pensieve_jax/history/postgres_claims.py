@@ -36,7 +36,7 @@ class PostgresClaims:
         self._given_up: set[str] = set()
 
     def take(self, name: str) -> bool:
-        """See `Claims`."""
+        """Claim `name`, and return whether this server holds it; raise HistoryError if Postgres fails."""
         with self._asking:
             try:
                 try:
@@ -53,19 +53,19 @@ class PostgresClaims:
             return name in self._held
 
     def holds(self, name: str) -> bool:
-        """See `Claims`."""
+        """Return whether `name` was claimed and not given up, without asking Postgres."""
         return name in self._held and name not in self._given_up
 
     def give_up(self, name: str) -> None:
-        """See `Claims`."""
+        """Leave `name` to other servers with the next `take` at the latest."""
         self._given_up.add(name)
 
     def keep_only(self, names: Collection[str]) -> None:
-        """See `Claims`."""
+        """Give up every claim except those of `names`, with the next `take` at the latest."""
         self._given_up |= self._held.difference(names)
 
     def close(self) -> None:
-        """See `Claims`."""
+        """Give up every claim without waiting: a `take` in progress ends the session itself."""
         self._is_closed, self._held = True, frozenset()
         if self._asking.acquire(blocking=False):  # else who asks ends the session
             try:

@@ -98,7 +98,7 @@ class PostgresConnection:
         self._raw.execute(f"SELECT {changes}".encode(), parameters)
 
     def execute(self, statement: str, values: Sequence[Any] = (), /) -> psycopg.Cursor[Any]:
-        """See `Connection`."""
+        """Run one statement, whose values stand as `?`, and return what it found."""
         return self._raw.execute(_translated(statement), values)
 
     def executemany(self, statement: str, values: Iterable[Sequence[Any]], /) -> None:
@@ -107,7 +107,7 @@ class PostgresConnection:
             cursor.executemany(_translated(statement), values)
 
     def must(self, statement: str, values: Sequence[Any], refusal: Callable[[], PensieveError], /) -> None:
-        """See `Connection`."""
+        """Run a statement that must change a row; raise what `refusal` makes where it changes none."""
         try:
             changed = self.execute(statement, values).rowcount
         except psycopg.Error as error:
@@ -118,7 +118,7 @@ class PostgresConnection:
             raise refusal()
 
     def beginning(self, table: str, column: str, rowid: int, num_bytes: int, /) -> str:
-        """See `Connection`."""
+        """Return the first `num_bytes` characters of a text; "" if the row does not exist."""
         query = f"SELECT left({column}, ?) FROM {table} WHERE rowid = ?"
         row = self.execute(query, (num_bytes, rowid)).fetchone()
         return "" if row is None else str(row[0])
@@ -159,7 +159,6 @@ class SentAhead:
         return self._raw.execute(_translated(statement), values)
 
     def executemany(self, statement: str, values: Iterable[Sequence[Any]], /) -> None:
-        """See `Connection`."""
         for row in values:
             self.execute(statement, row)
 

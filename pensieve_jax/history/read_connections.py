@@ -96,8 +96,7 @@ class ReadConnections[C](ABC):
         """A new connection; raises HistoryError."""
 
     @abstractmethod
-    def _close(self, connection: C) -> None:
-        """End one."""
+    def _close(self, connection: C) -> None: ...
 
     @abstractmethod
     def _read[T](self, connection: C, work: Callable[[C], T]) -> T:

@@ -117,9 +117,7 @@ class HistoryStore(Protocol):
     """
 
     @property
-    def is_shared(self) -> bool:
-        """See the class."""
-        ...
+    def is_shared(self) -> bool: ...
 
     def conversations(self) -> list[ConversationInfo]:
         """All named conversations, the most recently active first, equal times by id."""
