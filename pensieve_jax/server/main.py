@@ -114,7 +114,7 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """None are captured."""
+        """Leave signals alone, which uvicorn's own method would capture."""
         yield
 
 

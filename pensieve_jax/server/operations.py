@@ -59,7 +59,7 @@ async def ready(call: Call) -> Reply:
 
 
 async def version(call: Call) -> Reply:
-    """The package's."""
+    """Reply with the version of this package."""
     return json_reply({"version": __version__})
 
 
@@ -77,7 +77,7 @@ async def metrics(call: Call) -> Reply:
 
 
 async def list_models(call: Call) -> Reply:
-    """The one model."""
+    """Reply with a list of the one model that is served."""
     return json_reply({"object": "list", "data": [_card(call.services)]})
 
 
@@ -118,7 +118,7 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """Token ids."""
+    """The request body that `POST /detokenize` takes: token ids."""
 
     tokens: list[int]
     model: str | None = None

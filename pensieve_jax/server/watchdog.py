@@ -43,7 +43,7 @@ class Mortal(Protocol):
         ...
 
     def kill_life(self) -> None:
-        """End its process."""
+        """Kill the engine's process at once."""
         ...
 
 

@@ -164,7 +164,7 @@ class TurnIndex:
         return found
 
     def turn(self, owner: str, turn_id: str) -> PastTurn:
-        """Raises UnknownTurnError."""
+        """Return a turn from memory or the history; raise UnknownTurnError if neither has it."""
         with self._lock:
             if (owner, turn_id) in self._turns:
                 return self._touch((owner, turn_id))

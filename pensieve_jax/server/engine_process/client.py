@@ -177,7 +177,7 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        """Some bytes."""
+        """Note that the engine is alive, and handle each complete message."""
         self.last_heard_s = time.monotonic()
         try:
             for message in self._reader.feed(data):

@@ -83,6 +83,5 @@ class ProcessLife:
         return f"ended with status {status}"
 
     def kill(self) -> None:
-        """Kill the process."""
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()

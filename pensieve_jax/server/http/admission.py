@@ -296,14 +296,13 @@ class BodyBudget:
     """The budget of one server. Used by the event loop's thread only."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        """Nothing is held."""
         self._most = NUM_LONGEST * settings.max_body_bytes
         self._has_keys = settings.api_keys_file is not None  # without keys, nobody's part is another's loss
         self._by_owner: Counter[str] = Counter()
 
     @property
     def num_bytes(self) -> int:
-        """Held now."""
+        """Bytes that all owners hold now."""
         return self._by_owner.total()
 
     def take(self, owner: str, num_bytes: int) -> None:
@@ -316,7 +315,7 @@ class BodyBudget:
         self._by_owner[owner] += num_bytes
 
     def give_back(self, owner: str, num_bytes: int) -> None:
-        """What was taken."""
+        """Release bytes that `take` has counted for an owner."""
         self._by_owner[owner] -= num_bytes
         if not self._by_owner[owner]:
             del self._by_owner[owner]
@@ -326,22 +325,19 @@ class HeldBody:
     """What one request holds; a context manager that gives it back."""
 
     def __init__(self, budget: BodyBudget, owner: str) -> None:
-        """Nothing yet."""
         self._budget = budget
         self._owner = owner
         self._num_bytes = 0
 
     def take(self, num_bytes: int) -> None:
-        """As `BodyBudget.take`."""
+        """Hold more bytes for this request; raise the errors of `BodyBudget.take`."""
         self._budget.take(self._owner, num_bytes)
         self._num_bytes += num_bytes
 
     def __enter__(self) -> Self:
-        """For `with`."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give it back."""
         self._budget.give_back(self._owner, self._num_bytes)

@@ -37,7 +37,7 @@ leave before the answer ends."""
 
 
 class LimitedHeads(HttpToolsProtocol):
-    """One connection."""
+    """One connection whose request heads are limited in bytes and in time."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """As uvicorn makes it."""
@@ -82,13 +82,13 @@ class LimitedHeads(HttpToolsProtocol):
     # What the parser calls
 
     def on_message_begin(self) -> None:
-        """A head begins."""
+        """Start the time limit of the head that begins."""
         self._has_begun = True
         self._wait_for_head()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """It has ended."""
+        """End the limits of the head, unless it offers another protocol and is read once more."""
         # A tunnel is asked for, and not offered.
         self._declines = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
         if self._declines:

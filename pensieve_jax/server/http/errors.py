@@ -96,7 +96,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The whole answer."""
+        """JSON object that the client receives."""
         return {"error": self.error}
 
 

@@ -188,7 +188,7 @@ def _cors_refused() -> ApiError:
 
 
 def _host_name(host: str) -> str:
-    """Without its port."""
+    """Return a Host header's name in lower case, without its port and brackets."""
     name = host.lower()
     if name.startswith("["):
         return name[1:].partition("]")[0]

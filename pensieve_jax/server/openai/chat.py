@@ -118,11 +118,10 @@ class ChatCompletion:
         return {**self._head("chat.completion"), "choices": choices}
 
     def head(self) -> dict[str, Any]:
-        """Of chunks."""
         return self._head("chat.completion.chunk")
 
     def first_choices(self) -> Iterable[bytes]:
-        """Whose words follow."""
+        """Return a first choice with the assistant's role for each answer."""
         return [
             _choice(index, b'{"role":"assistant","content":""}') for index in range(self._body.num_choices)
         ]

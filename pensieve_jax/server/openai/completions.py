@@ -49,7 +49,7 @@ _STORED_PREFIX = "resp_"  # of a stored completion too
 
 
 class CompletionBody(SamplingFields, kw_only=True):
-    """The body."""
+    """The request body that `POST /v1/completions` takes."""
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **SamplingFields.UNSUPPORTED,
@@ -263,7 +263,6 @@ class Completion:
         }
 
     def first_choices(self) -> Iterable[bytes]:
-        """None."""
         return ()
 
     def choice(self, index: int, delta: AsyncDelta) -> bytes | None:

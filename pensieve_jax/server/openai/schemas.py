@@ -68,7 +68,7 @@ def _text(part: ContentPart, index: int, at: str) -> str:
 
 
 class ChatBody(SamplingFields, kw_only=True):
-    """POST /v1/chat/completions."""
+    """The request body that `POST /v1/chat/completions` takes."""
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **SamplingFields.UNSUPPORTED,

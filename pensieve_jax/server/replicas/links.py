@@ -95,12 +95,12 @@ def decoded_question(data: bytes) -> Call | Apply:
 
 
 def decoded_report(data: bytes) -> Report:
-    """What `run` gives."""
+    """Decode a message of `Replicas.run`; raise UnreadableMessageError if it is not a `Report`."""
     return _decoded(_report, data)
 
 
 def decoded_answer(data: bytes) -> Answer:
-    """What `ask` gives."""
+    """Decode a result of `Replicas.ask`; raise UnreadableMessageError if it is not an `Answer`."""
     return _decoded(_answer, data)
 
 

@@ -122,7 +122,7 @@ class ReportLink(asyncio.Protocol):
 
     @classmethod
     async def open(cls, front: ReplyTo) -> ReportLink:
-        """Connect; raises FrontLostError."""
+        """Connect to a front and send its token; raise FrontLostError if it cannot be reached."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(_CONNECT_S):
@@ -151,7 +151,7 @@ class ReportLink(asyncio.Protocol):
     # For streams
 
     async def send(self, number: int, run: int, message: bytes) -> None:
-        """See `OutStream.send`."""
+        """Queue a message once the front takes more; raise FrontLostError if it is gone or reads no more."""
         await self._may_write.wait()
         if self.is_lost:
             raise FrontLostError("The front that sent this turn is gone.")
@@ -164,7 +164,7 @@ class ReportLink(asyncio.Protocol):
     # Of the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """It stands."""
+        """Keep the transport, and let the system notice when the front is gone."""
         self._transport = transport
         notice_silence(transport)
 
@@ -187,7 +187,7 @@ class ReportLink(asyncio.Protocol):
         self._may_write.clear()
 
     def resume_writing(self) -> None:
-        """It does again."""
+        """Let `send` continue: the front takes data again."""
         self._may_write.set()
 
     def _flush(self) -> None:
@@ -205,7 +205,7 @@ class OutStream:
     """One run's messages to one stream of a front."""
 
     def __init__(self, link: ReportLink, number: int, run: int) -> None:
-        """Made by `ReportLink.stream`."""
+        """Use `ReportLink.stream` instead of calling this."""
         self._link, self._number, self._run = link, number, run
 
     async def send(self, message: bytes) -> None:
@@ -230,7 +230,7 @@ class Inbox:
     """One stream, as the front reads it: messages in order, then an end or a loss."""
 
     def __init__(self, number: int, forget: Callable[[int], object]) -> None:
-        """Made by `ReportListener.open`."""
+        """Use `ReportListener.open` instead of calling this."""
         self.number = number
         self._forget = forget
         self._messages: deque[bytes] = deque()
@@ -308,7 +308,6 @@ class ReportListener:
     """The front's side. Used by the thread of one event loop."""
 
     def __init__(self) -> None:
-        """Not listening yet."""
         self._token = secrets.token_hex(16)
         self._inboxes: dict[int, Inbox] = {}
         self._last_number = 0
@@ -353,11 +352,11 @@ class ReportListener:
         return inbox is not None and inbox.feed(connection, run, message)
 
     def begin(self, connection: _Incoming) -> None:
-        """Somebody has connected."""
+        """Register a new connection, which has not sent the token yet."""
         self._connections.add(connection)
 
     def end(self, connection: _Incoming) -> None:
-        """And has gone."""
+        """Forget a connection that was lost."""
         self._connections.discard(connection)
 
 

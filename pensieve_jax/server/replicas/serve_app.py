@@ -103,7 +103,7 @@ class EngineReplica:
             await stream.send(b"")
 
     async def ask(self, question: bytes) -> bytes:
-        """See `Replica.ask`."""
+        """Return the encoded `Answer` to an encoded `Call` or `Apply`."""
         return await self._replica.ask(question)
 
     async def check_health(self) -> None:

@@ -37,7 +37,7 @@ class Paced:
         self._next_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Run the ASGI application; each piece of a body but the last waits for its turn."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -62,11 +62,10 @@ class ProxysRequestId:
     """An application whose requests have the ids that a proxy gives them."""
 
     def __init__(self, app: ASGIApp) -> None:
-        """Around the application."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Run the ASGI application with the proxy's request id, and drop that header from its answer."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

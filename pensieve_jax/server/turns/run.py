@@ -120,7 +120,6 @@ class TimedTurn:
 
     @property
     def turn_id(self) -> str:
-        """The engine's."""
         return self._turn.turn_id
 
     @property

@@ -159,7 +159,7 @@ def sampling_params(
 
 
 def num_context_tokens(usage: Usage) -> int:
-    """History and prompt."""
+    """Return the tokens of history and prompt, whether they were found or computed."""
     return num_cached_tokens(usage) + usage.recomputed_tokens + usage.prefilled_tokens
 
 

@@ -63,20 +63,20 @@ MAX_UNANSWERED: Final = 10_000
 
 
 class NewConversation(Body, kw_only=True):
-    """POST /v1/conversations."""
+    """The request body that `POST /v1/conversations` takes."""
 
     items: list[Any] | None = None
     metadata: dict[str, str] | None = None
 
 
 class Metadata(Body, kw_only=True):
-    """POST /v1/conversations/{conversation_id}."""
+    """The request body that `POST /v1/conversations/{conversation_id}` takes."""
 
     metadata: dict[str, str] | None
 
 
 class NewItems(Body, kw_only=True):
-    """POST /v1/conversations/{conversation_id}/items."""
+    """The request body that `POST /v1/conversations/{conversation_id}/items` takes."""
 
     items: list[Any]
 
@@ -92,7 +92,6 @@ class Conversations:
 
     @property
     def routes(self) -> list[Route]:
-        """Their rows."""
         one = "/v1/conversations/{conversation_id}"
         return [
             Route("POST", "/v1/conversations", self.create, has_body=False),
@@ -222,7 +221,7 @@ class Conversations:
         return Bytes(page, "application/json", undelivered=missed)
 
     async def item(self, call: Call) -> Reply:
-        """One item."""
+        """Reply with one item as it is stored."""
         history, conversation_id = call.services.history, call.path["conversation_id"]
         row = await call.read(history.item, call.owner, conversation_id, call.path["item_id"])
         return Bytes(row.item.encode(), "application/json")
@@ -347,7 +346,6 @@ class Appends:
     """The appends of one server. Used by the event loop's thread only."""
 
     def __init__(self) -> None:
-        """None yet."""
         self._unanswered = Recent[tuple[str, str, str], str](LIFETIME_S, MAX_UNANSWERED)
 
     def __len__(self) -> int:

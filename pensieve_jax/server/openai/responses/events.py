@@ -252,7 +252,7 @@ class Begun:
         self.has_begun = False
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """The events."""
+        """Yield the events; set `has_begun` once the first was taken."""
         async with aclosing(self._events) as events:
             async for data in events:
                 yield data

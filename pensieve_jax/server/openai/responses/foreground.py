@@ -85,7 +85,7 @@ class ForegroundResponse:
         return self.finish(output)
 
     def stream(self) -> AsyncGenerator[bytes]:
-        """Its events."""
+        """Return the events of the response while its turn runs."""
         return turn_events(
             self.head, self.turn, self._services.token_texts, finish=self.finish, delivered=self.delivered
         )

@@ -202,7 +202,6 @@ class Ends[K: Hashable]:
     """Of one server. Used by the event loop's thread only."""
 
     def __init__(self) -> None:
-        """Nobody reads."""
         self._readers: dict[int, set[K]] = {}
 
     @contextmanager
@@ -216,6 +215,6 @@ class Ends[K: Hashable]:
             del self._readers[id(ended)]
 
     def end(self, key: K) -> None:
-        """Something ended."""
+        """Tell every open block of `seen` that `key` has ended."""
         for ended in self._readers.values():
             ended.add(key)

@@ -50,7 +50,6 @@ class Responses:
 
     @property
     def routes(self) -> list[Route]:
-        """Their rows."""
         one = "/v1/responses/{response_id}"
         return [
             Route("POST", "/v1/responses", self._creation.create),

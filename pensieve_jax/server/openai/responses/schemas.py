@@ -84,7 +84,7 @@ class ContextFields(Body, kw_only=True):
 
 
 class CreateResponse(ContextFields, kw_only=True):
-    """POST /v1/responses."""
+    """The request body that `POST /v1/responses` takes."""
 
     UNSUPPORTED = {  # noqa: RUF012 - a ClassVar of the base class
         **ContextFields.UNSUPPORTED,
@@ -138,7 +138,7 @@ class CreateResponse(ContextFields, kw_only=True):
 
 
 class CountTokens(ContextFields, kw_only=True):
-    """POST /v1/responses/input_tokens."""
+    """The request body that `POST /v1/responses/input_tokens` takes."""
 
 
 def check_context(body: ContextFields) -> None:
