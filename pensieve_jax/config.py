@@ -335,7 +335,7 @@ class RunnerConfig:
 @documented
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """The whole."""
+    """Hold the complete engine configuration."""
 
     stateful: bool = option(
         True,

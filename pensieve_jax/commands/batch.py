@@ -67,7 +67,7 @@ class Batch:
 
     @property
     def num_left(self) -> int:
-        """Turns to run."""
+        """Turns that conversations which have not begun still have to run."""
         return sum(len(c.turns) - self._next[c.conversation_id] for c in self._waiting)
 
     def run(

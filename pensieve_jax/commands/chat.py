@@ -117,7 +117,7 @@ def converse(chat: Chat, lines: LineInput) -> None:
 
 
 def define_flags() -> None:
-    """The command line."""
+    """Define the command-line flags of `pensieve chat`."""
     flags.DEFINE_string("conversation_id", "default", "The conversation to begin with.")
     flags.DEFINE_string(
         "system", None, "System prompt that new conversations begin with; its state is shared by all of them."

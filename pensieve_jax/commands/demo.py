@@ -194,7 +194,7 @@ def run(*, stateful: bool) -> tuple[Served, dict[str, int | float]]:
 
 
 def define_flags() -> None:
-    """The command line."""
+    """Define the command-line flags of `pensieve demo`."""
     define_model_flag()
     flags.DEFINE_bool("details", False, "Show every turn: what was said, and where its state was.")
     flags.DEFINE_integer("gpu_pages", 16, "Pages of device memory, of 32 tokens each.")

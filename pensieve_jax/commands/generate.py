@@ -242,7 +242,7 @@ def main() -> int:
 
 
 def define_flags() -> None:
-    """The command line."""
+    """Define the command-line flags of `pensieve generate`."""
     flags.DEFINE_string("input", None, "JSON lines of conversations (.gz too).")
     flags.DEFINE_string("output", None, "JSON lines of turns.")
     require("input", "output")

@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def define_flags() -> None:
-    """The command line."""
+    """Define the flags of `pensieve history`, and take its words from the command line."""
     global _WORDS
     _WORDS = take_words()
     flags.DEFINE_bool("progress", None, "Show a bar; default: on a terminal.")

@@ -170,7 +170,7 @@ def main() -> int:
 
 
 def define_flags() -> None:
-    """The command line."""
+    """Define the command-line flags of `pensieve profile`."""
     define_model_flag()
     flags.DEFINE_enum(
         "dtype",

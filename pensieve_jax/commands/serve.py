@@ -205,7 +205,7 @@ def first_words(address: str, history: str | None) -> str:
 
 
 def define_flags() -> None:
-    """The command line."""
+    """Define the command-line flags of `pensieve serve`."""
     flags.DEFINE_string("host", "127.0.0.1", "Address to listen at.")
     flags.DEFINE_integer("port", 8000, "Port to listen at; 0 takes a free one.")
     flags.DEFINE_string("api_keys_file", None, "Lines of owner:sha256 of a key; without, loopback only.")

@@ -46,7 +46,7 @@ def change[S: Guarded, **P, T](method: Callable[Concatenate[S, P], T]) -> Callab
 
 
 class ChangeGuard:
-    """Around every change."""
+    """Lets one call at a time change an engine's state, and notices a change that was interrupted."""
 
     def __init__(self, recover: Callable[[], None]) -> None:
         """Start with nothing interrupted.
@@ -117,4 +117,4 @@ def _is_under_way(frame: FrameType) -> bool:
 
 
 def _nothing() -> None:
-    """Change nothing."""
+    """Change nothing: `ChangeGuard.check` runs this in place of a change."""

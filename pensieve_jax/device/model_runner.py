@@ -204,7 +204,6 @@ class ModelRunner:
 
     @property
     def num_compilations(self) -> int:
-        """See `Runner`."""
         return self._compilations.value
 
     def memory_analysis(self) -> dict[str, Any]:

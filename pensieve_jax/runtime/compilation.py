@@ -122,7 +122,7 @@ class CompilationCounter:
 
     @property
     def value(self) -> int:
-        """Compilations so far."""
+        """Compilations of this process since the counter was made."""
         return _process_total().value - self._num_before
 
 

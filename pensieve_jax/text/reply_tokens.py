@@ -54,7 +54,6 @@ class ReplyTokens:
 
     @property
     def text(self) -> str:
-        """All pieces."""
         return "".join(self.pieces)
 
     def accept(

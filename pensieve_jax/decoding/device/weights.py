@@ -81,5 +81,4 @@ class ProgressBar:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Take it away."""
         self._bar.close()

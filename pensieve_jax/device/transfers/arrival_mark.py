@@ -19,7 +19,7 @@ from pensieve_jax.runtime.program import Program
 
 
 class ArrivalMark:
-    """See the module."""
+    """Places a mark in the device's program behind everything that was sent to the device before."""
 
     def __init__(self, sharding: NamedSharding) -> None:
         """For the devices of `sharding`; compiles nothing yet."""

@@ -171,7 +171,6 @@ class DeviceTransfers:
         self._incoming.clear()
 
     def stats(self) -> dict[str, int | float]:
-        """See `Transfers`."""
         num_out, num_in = self._outgoing.num_chunks, self._incoming.num_chunks
         return {
             "swapped_out_bytes": num_out * self._storage.slot_bytes,
