@@ -147,7 +147,7 @@ def summing(sums: DeviceSums | None) -> Iterator[None]:
 
 
 def current_sums() -> DeviceSums | None:
-    """Those of `summing`."""
+    """Return what the enclosing `summing` was given; None outside of one."""
     return _current.get()
 
 

@@ -39,7 +39,7 @@ class GatedMLP(nnx.Module):
 
 
 class GatedLayer(nnx.Module):
-    """One decoder layer."""
+    """A decoder layer that adds attention and a gated MLP, each behind an RMSNorm."""
 
     def __init__(self, build: Build, *, qkv_bias: bool = False, out_bias: bool = False) -> None:
         """Declare the layer's arrays; which projections of the attention have a bias is the family's."""
@@ -86,12 +86,10 @@ class GatedDecoder(Decoder):
 
     @property
     def front(self) -> tuple[str, ...]:
-        """See `Decoder`."""
         return ("embed",)
 
     @property
     def back(self) -> tuple[str, ...]:
-        """See `Decoder`."""
         return "final_norm", "embed" if self.head is None else "head"
 
     def embed_tokens(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
@@ -101,7 +99,6 @@ class GatedDecoder(Decoder):
     def run_layers(
         self, x: jax.Array, positions: jax.Array, attention: Attention, start: int, stop: int
     ) -> jax.Array:
-        """See `Decoder`."""
         rope = self.config.rope
         rotation = cos_sin(positions, inverse_frequencies(rope, self.config.head_dim), rope.attention_factor)
         y = None  # what a layer adds is left to the norm of the next, which does both in one pass
@@ -110,5 +107,4 @@ class GatedDecoder(Decoder):
         return x if y is None else x + added_up(y)
 
     def normalize(self, x: jax.Array) -> jax.Array:
-        """See `Decoder`."""
         return self.final_norm(x)

@@ -71,7 +71,7 @@ _PRESETS = {
 
 
 class OPTLayer(nnx.Module):
-    """One decoder layer."""
+    """A decoder layer of OPT, which norms before or after attention and MLP."""
 
     def __init__(self, build: Build) -> None:
         """Declare the layer's arrays."""
@@ -123,12 +123,10 @@ class OPT(Decoder):
 
     @property
     def front(self) -> tuple[str, ...]:
-        """See `Decoder`."""
         return "embed", "position_table", "project_in"
 
     @property
     def back(self) -> tuple[str, ...]:
-        """See `Decoder`."""
         return "final_norm", "project_out", "embed" if self.head is None else "head"
 
     def embed_tokens(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
@@ -149,11 +147,9 @@ class OPT(Decoder):
         return x if y is None else x + added_up(y)
 
     def normalize(self, x: jax.Array) -> jax.Array:
-        """See `Decoder`."""
         return x if self.final_norm is None else self.final_norm(x)
 
     def compute_logits(self, hidden: jax.Array) -> jax.Array:
-        """See `Decoder`."""
         return super().compute_logits(hidden if self.project_out is None else self.project_out(hidden))
 
 

@@ -68,7 +68,7 @@ class HeadNorm(nnx.Module):
 
 
 class Qwen3Layer(GatedLayer):
-    """One decoder layer."""
+    """A gated decoder layer that norms each head of queries and keys."""
 
     def __init__(self, build: Build) -> None:
         """Declare the layer's arrays."""
@@ -77,7 +77,6 @@ class Qwen3Layer(GatedLayer):
         self.q_norm, self.k_norm = HeadNorm(build), HeadNorm(build)
 
     def project(self, normed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """See `GatedLayer`."""
         q, k, v = super().project(normed)
         return self.q_norm(q), self.k_norm(k), v
 

@@ -33,7 +33,7 @@ class LSTMConfig(RecurrentConfig):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LSTMRequest:
-    """A sentence, i32[n]."""
+    """A sentence that an `LSTM` reads: its words, i32[n]."""
 
     token_ids: np.ndarray
 
@@ -102,7 +102,7 @@ class LSTM(RecurrentModel[LSTMConfig]):
         return {"h": h, "c": c}
 
     def cells(self, *, max_batch: int = DEFAULT_MAX_BATCH) -> list[Cell]:
-        """Its only one."""
+        """Return the only cell: the model itself."""
         return [Cell(self, "lstm", max_batch)]
 
     def request(self, token_ids: Any) -> LSTMRequest:

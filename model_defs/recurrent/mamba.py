@@ -185,7 +185,7 @@ class Mamba(RecurrentModel[MambaConfig]):
         return {"window": windows, "state": states, "token": best(project(x, head))}
 
     def cells(self, *, max_batch: int = 64) -> list[Cell]:
-        """Its only one."""
+        """Return the only cell: the model itself."""
         return [Cell(self, "mamba", max_batch)]
 
     def request(

@@ -85,7 +85,7 @@ class _Coder(nnx.Module):
 
 
 class Encoder(_Coder):
-    """Reads a word."""
+    """Reads a word of the source sentence."""
 
     immediates = ("token",)
 

@@ -27,11 +27,9 @@ class Tensor(Protocol):
     """One tensor, not read yet."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Of it."""
+    def shape(self) -> tuple[int, ...]: ...
 
-    def read(self) -> np.ndarray:
-        """Its values."""
+    def read(self) -> np.ndarray: ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -48,7 +48,7 @@ class _TreeCell(nnx.Module):
 
     @property
     def state(self) -> State:
-        """What both leave."""
+        """State that leaves and inner nodes leave; with a head it has a label."""
         size = self.config.hidden_size
         fields = {"h": field(size, dtype=self.config.dtype), "c": field(size)}
         return fields | {"label": field(dtype=jnp.int32)} if self.head is not None else fields
@@ -62,7 +62,7 @@ class _TreeCell(nnx.Module):
 
 
 class Leaf(_TreeCell):
-    """A word."""
+    """Reads a word at a leaf of the tree."""
 
     inputs = ()
     immediates = ("token",)

@@ -27,7 +27,7 @@ def next_launch(table: tl.tensor, place: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def words_of(table: tl.tensor, device: tl.tensor, num_devices: tl.constexpr) -> tl.tensor:
-    """A device's words."""
+    """Return a pointer to the i32 words of a device."""
     return tl.load(table + ADDRESSES + num_devices + device).to(tl.pointer_type(tl.int32))
 
 
@@ -39,7 +39,7 @@ def is_lost(table: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def tell_of_loss(table: tl.tensor, num_devices: tl.constexpr) -> None:
-    """Everybody."""
+    """Tell every device, this one included, that a peer was lost."""
     for peer in tl.static_range(num_devices):
         tl.atomic_xchg(words_of(table, peer, num_devices), 1, sem="release", scope="sys")
 

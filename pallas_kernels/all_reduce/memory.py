@@ -89,7 +89,7 @@ class ExchangeMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Of each device."""
+        """Bytes that inboxes and words take on each device."""
         num = self._num_devices
         return inboxes_len(num, self.capacity) + 4 * words_len(num)
 

@@ -48,7 +48,7 @@ class Product(NamedTuple):
 
     @property
     def tile_rows(self) -> int:
-        """See `tiles.tile_rows`."""
+        """Rows of x that lie in shared memory; see `tiles.tile_rows`."""
         return tile_rows(self.num_rows)
 
     @property
@@ -58,7 +58,7 @@ class Product(NamedTuple):
 
     @property
     def num_warpgroups(self) -> int:
-        """That multiply."""
+        """Warpgroups that multiply, one for each 64 rows."""
         return self.tile_rows // _WARPGROUP_ROWS
 
     @property
@@ -68,7 +68,7 @@ class Product(NamedTuple):
 
     @property
     def num_blocks(self) -> int:
-        """Along the sum."""
+        """Blocks along the dimension that is summed."""
         return self.depth // self.tile.block_k
 
     @property

@@ -60,7 +60,7 @@ class PackedTile(NamedTuple):
 
     @property
     def num_tail_rows(self) -> int:
-        """Rows of exponents."""
+        """Rows of the tail, which holds exponents."""
         least_places = self.page_size * self.head_dim // _NUMBERS_PER_PLACE
         return -(-(self.first_place + least_places) // self.head_dim)
 
@@ -76,7 +76,7 @@ class PackedTile(NamedTuple):
 
     @property
     def num_places(self) -> int:
-        """The most escapes."""
+        """Escapes for which the tail has room."""
         return self.num_tail_rows * self.head_dim - self.first_place
 
     @property
@@ -135,12 +135,12 @@ def bits_of(exponent: Any, signed_mantissa: Any) -> Any:
 
 
 def as_bits(numbers: Any) -> Any:
-    """i32 of bfloat16."""
+    """Return the bits of bfloat16 numbers, as i32."""
     return jax.lax.bitcast_convert_type(numbers, jnp.uint16).astype(jnp.int32)
 
 
 def as_numbers(bits: Any) -> Any:
-    """Bfloat16 of i32."""
+    """Return the bfloat16 numbers that have these bits, i32."""
     return jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
 
 

@@ -62,7 +62,7 @@ def in_launches(
 def _gather(
     pools: list[jax.Array], pages: jax.Array, first: jax.Array, *, num_chunks: int, interpret: bool
 ) -> list[jax.Array]:
-    """One launch."""
+    """Run one launch that copies pages out of the pools, and return its chunks."""
     shape = (len(pools), *pools[0].shape[1:])
     return pl.pallas_call(
         functools.partial(_gather_kernel, num_pools=len(pools)),
@@ -78,7 +78,7 @@ def _gather(
 def _scatter(
     pools: list[jax.Array], chunks: list[jax.Array], pages: jax.Array, first: jax.Array, *, interpret: bool
 ) -> list[jax.Array]:
-    """One launch."""
+    """Run one launch that copies chunks into pages, and return the updated pools."""
     kernel = functools.partial(_scatter_kernel, num_chunks=len(chunks))
     grid = (len(pools), pools[0].shape[2])
     write = write_in_place(

@@ -126,7 +126,7 @@ def _unpack(
     interpret: bool,
     cut: Launches,
 ) -> list[jax.Array]:
-    """One launch."""
+    """Run one launch that unpacks chunks into pages, and return the updated pools."""
     tile = _tile(pools[0])
     kernel = functools.partial(_unpack_kernel, num_chunks=len(chunks), tile=tile)
     grid = (pools[0].shape[2], len(pools), len(chunks))

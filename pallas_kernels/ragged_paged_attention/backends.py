@@ -25,7 +25,7 @@ _TRITON_GROUPS = tuple(range(1, 65))
 
 
 def any_device(device: jax.Device) -> None:
-    """No limit."""
+    """Return None: the back end runs on every device."""
 
 
 class ByteLimits(NamedTuple):

@@ -29,15 +29,12 @@ class InterpretedThreads:
         self.t, self.g = self.lane & 3, self.lane >> 2
 
     def as_float(self, x: Any) -> Any:
-        """f32."""
         return jax.lax.bitcast_convert_type(x, jnp.float32)
 
     def as_int(self, x: Any) -> Any:
-        """i32."""
         return jax.lax.bitcast_convert_type(x, jnp.int32)
 
     def magnitude(self, x: Any) -> Any:
-        """Of f32."""
         return jnp.abs(x)
 
     def maximum(self, a: Any, b: Any) -> Any:
@@ -45,11 +42,9 @@ class InterpretedThreads:
         return jnp.maximum(a, b)
 
     def maximum_int(self, a: Any, b: Any) -> Any:
-        """Of integers."""
         return jnp.maximum(a, b)
 
     def minimum_int(self, a: Any, b: Any) -> Any:
-        """Of integers."""
         return jnp.minimum(a, b)
 
     def divide(self, a: Any, divisor: int) -> Any:
@@ -61,22 +56,19 @@ class InterpretedThreads:
         return jnp.where(condition, a, b)
 
     def exp2(self, x: Any) -> Any:
-        """Of f32."""
         return jnp.exp2(x)
 
     def log2(self, x: Any) -> Any:
-        """Of f32."""
         return jnp.log2(x)
 
     def permute_bytes(self, a: Any, b: Any, selector: int) -> Any:
-        """As prmt.b32."""
+        # As PTX's prmt.b32 does it.
         b = jnp.full_like(a, b) if isinstance(b, int) else b
         places = [selector >> (4 * i) & 7 for i in range(4)]
         columns = jnp.concatenate([_bytes(a), _bytes(b)], axis=1)
         return _words(jnp.concatenate([columns[:, i : i + 1] for i in places], axis=1))
 
     def subtract_halves(self, a: Any, b: int) -> Any:
-        """Of float16 pairs."""
         return _joined(_halves(a) - _halves(jnp.full_like(a, _signed(b))))
 
     def halves_of_e4m3(self, word: Any, which: int) -> Any:
@@ -85,7 +77,6 @@ class InterpretedThreads:
         return _joined(jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float16))
 
     def float_of_half(self, pair: Any, which: int) -> Any:
-        """Of two float16."""
         return _halves(pair)[:, which].astype(jnp.float32)
 
     def multiply_add_floats(self, a: Any, b: Any, c: Any) -> Any:
@@ -93,19 +84,15 @@ class InterpretedThreads:
         return a * b + c
 
     def pack_halves(self, low: Any, high: Any) -> Any:
-        """f32 to float16."""
         return _joined(jnp.stack([low, high], axis=1).astype(jnp.float16))
 
     def pack_bfloat16(self, low: Any, high: Any) -> Any:
-        """f32 to bfloat16."""
         return _joined(jnp.stack([low, high], axis=1).astype(jnp.bfloat16))
 
     def shuffle_xor(self, x: Any, distance: int) -> Any:
-        """Within warps."""
         return self.shuffle(x, self.lane ^ distance)
 
     def shuffle(self, x: Any, lane: Any) -> Any:
-        """Within warps."""
         return x[self.warp * 32 + lane]
 
     def transpose(self, x: Any) -> Any:
@@ -133,12 +120,10 @@ class InterpretedThreads:
         return self.load_words(ref, (key * 2 + which) * HEAD_DIM + chunk * 16)
 
     def load_words(self, ref: Any, start: Any) -> list[Any]:
-        """Four."""
         words = _words(_flat_bytes(ref[...]).reshape(-1, 4))
         return [words[(start >> 2) + i] for i in range(4)]
 
     def load_floats(self, ref: Any, place: Any, count: int) -> list[Any]:
-        """Some."""
         flat = ref[...].reshape(-1)
         return [flat[place + i] for i in range(count)]
 
@@ -147,7 +132,6 @@ class InterpretedThreads:
         return key * (2 * HEAD_DIM) + chunk * 16
 
     def load_byte(self, ref: Any, start: Any) -> Any:
-        """0 to 255."""
         return _flat_bytes(ref[...])[start].astype(jnp.int32)
 
     def store_floats(self, ref: Any, place: Any, values: list[Any], condition: Any) -> None:

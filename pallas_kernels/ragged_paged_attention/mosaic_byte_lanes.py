@@ -76,7 +76,7 @@ class LaneShape:
 
     @property
     def key_tiles(self) -> int:
-        """Of 16 keys."""
+        """Tiles of 16 keys that one warp has."""
         return self.warp_keys // 16
 
     @property

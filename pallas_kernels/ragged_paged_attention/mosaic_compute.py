@@ -274,7 +274,7 @@ class _Rows:
             plgpu.wgmma(scores_ref, queries, keys.at[:, pl.ds(column, COLUMNS)].T)
 
     def scores(self, block: Any) -> Any:
-        """f32[64, block_kv]."""
+        """Return the scores of a block before they are scaled, f32[64, block_kv]."""
 
         def multiply(scores_ref: Any) -> Any:
             self.multiply_keys(scores_ref, block)

@@ -141,7 +141,7 @@ def convert_rows(threads: Any, rows: CodeRows, codes: Any, scales: Any, target: 
 
 
 def _scale_of(threads: Any, rows: CodeRows, scales: Any, key: Any) -> Any:
-    """f32."""
+    """Return the scale of one row, of a key or a value, f32."""
     bits = rows.page_size.bit_length() - 1
     start = (key >> bits) * HEAD_DIM + (key & (rows.page_size - 1))
     high, low = (threads.load_byte(scales, start + i * rows.page_size) for i in range(2))

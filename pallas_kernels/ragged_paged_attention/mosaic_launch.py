@@ -62,12 +62,11 @@ class Launch:
 
     @property
     def tile_class(self) -> TileClass:
-        """Its sizes."""
         return self.spec.blocks.classes[self.index]
 
     @property
     def num_warpgroups(self) -> int:
-        """Those that compute."""
+        """Warpgroups that compute, one for each `WARPGROUP_ROWS` rows."""
         return self.tile_class.rows // WARPGROUP_ROWS
 
     @property

@@ -117,7 +117,7 @@ class MosaicThreads:
         return Register(utils.bitcast(x.value, _i32()))
 
     def magnitude(self, x: Register) -> Register:
-        """Without its sign."""
+        """Return the absolute value of an f32."""
         return self.as_float(self.as_int(x) & 0x7FFFFFFF)
 
     def maximum(self, a: Register, b: Any) -> Register:
@@ -125,11 +125,11 @@ class MosaicThreads:
         return Register(arith.maximumf(a.value, a.like(b)))
 
     def maximum_int(self, a: Register, b: Register) -> Register:
-        """Of signed integers."""
+        """Return the larger of two signed integers."""
         return Register(arith.maxsi(a.value, b.value))
 
     def minimum_int(self, a: Register, b: Register) -> Register:
-        """Of signed integers."""
+        """Return the smaller of two signed integers."""
         return Register(arith.minsi(a.value, b.value))
 
     def divide(self, a: Register, divisor: int) -> Register:
@@ -239,7 +239,7 @@ class MosaicThreads:
         return (squares << 10) + (row << 7) + (((chunk & 7) ^ row) << 4)
 
     def load_byte(self, ref: Any, start: Register) -> Register:
-        """0 to 255."""
+        """Return an unsigned byte, 0 to 255, as i32."""
         byte = llvm.load(ir.IntegerType.get_signless(8), _address(ref, start), alignment=1)
         return Register(arith.extui(_i32(), byte))
 

@@ -81,11 +81,11 @@ class _Ids(NamedTuple):
         return plgpu.load(self.keys_ref.at[self.row, place])
 
     def load_keys(self, place: Any, mask: Any) -> Any:
-        """Zeros where masked."""
+        """Return keys, with zeros where `mask` is false."""
         return plgpu.load(self.keys_ref.at[self.row, place], mask=mask, other=_WORD(0))
 
     def load_packed(self, place: Any, mask: Any) -> Any:
-        """Zeros where masked."""
+        """Return packed masses, with zeros where `mask` is false."""
         return plgpu.load(self.packed_ref.at[self.row, place], mask=mask, other=_WORD(0))
 
     def store(self, place: Any, keys: Any, packed: Any, mask: Any) -> None:
