@@ -18,6 +18,7 @@ from tests.launching import load
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("pensieve_jax", "model_defs", "pallas_kernels")
 NUM_LONGEST, MAX_COMMON_FILES = 10, 12
+MIN_DOCSTRING_WORDS = 4
 SAY_WHOSE_THEY_ARE = (
     *(f"pensieve_jax/{room}" for room in ("balance", "commands", "core", "device", "history", "runtime")),
     *("pensieve_jax/cellular", "pensieve_jax/rebatching", "pensieve_jax/text"),
@@ -58,7 +59,19 @@ class Outline(NamedTuple):
 
     num_lines: int
     docstring: str
+    short_docstrings: tuple[str, ...]
     function_lines: tuple[tuple[str, int], ...]
+
+
+def short_docstrings(tree: ast.Module) -> list[str]:
+    """Line and text of each docstring that is too short to say more than a name and its types do."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    found = [(node, ast.get_docstring(node)) for node in ast.walk(tree) if isinstance(node, kinds)]
+    return [
+        f"{node.body[0].lineno}: {text}"
+        for node, text in found
+        if text is not None and len(text.split()) < MIN_DOCSTRING_WORDS
+    ]
 
 
 @functools.cache
@@ -70,7 +83,9 @@ def outline(path: Path) -> Outline:
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
-    return Outline(len(text.splitlines()), ast.get_docstring(tree) or "", tuple(functions))
+    return Outline(
+        len(text.splitlines()), ast.get_docstring(tree) or "", tuple(short_docstrings(tree)), tuple(functions)
+    )
 
 
 @functools.cache
@@ -150,6 +165,16 @@ def test_a_module_says_what_it_owns_and_does_not_know():
     assert {name: missing for name, text in docstrings.items() if (missing := missing_words(text))} == {}
     assert missing_words("Owns: a. Does not\nknow b.") == []
     assert missing_words("Owns: a.") == ["Does not know"]
+
+
+def test_no_docstring_is_of_three_words_or_fewer():
+    """Ruff does not ask for one on a method: where the name and the types say it all, there is none."""
+    found = {str(path.relative_to(ROOT)): outline(path).short_docstrings for path in sources(*PACKAGES)}
+    assert {name: short for name, short in found.items() if short} == {}
+    code = "'A module.'\nclass A:\n  'See `B`.'\n  async def f(self):\n    'Return what was sent.'\n"
+    assert short_docstrings(ast.parse(code)) == ["1: A module.", "3: See `B`."]
+    assert short_docstrings(ast.parse("def f():\n  def g():\n    'Nothing yet.'\n")) == ["3: Nothing yet."]
+    assert short_docstrings(ast.parse("def f(): ...")) == []
 
 
 def test_the_longest_files_and_functions_are_shown(record_property):
