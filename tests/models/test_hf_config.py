@@ -116,6 +116,17 @@ def test_missing_fields_have_the_usual_defaults() -> None:
     assert parse_hf_config(without(OPT, "architectures")) == preset("opt-13b")
 
 
+def test_missing_options_of_opt_have_the_defaults_of_transformers() -> None:
+    """Those of `transformers.OPTConfig`, which an early config.json of OPT leaves out."""
+    required = {name: OPT[name] for name in ("model_type", "ffn_dim", "hidden_size", "vocab_size")}
+    sizes = {"num_attention_heads": 40, "num_hidden_layers": 40}
+    config = parse_hf_config(required | sizes)
+    assert (config.pre_norm, config.final_norm, config.norm_affine) == (True, True, True)
+    assert (config.attention_bias, config.mlp_bias, config.tie_word_embeddings) == (True, True, True)
+    assert (config.activation, config.embed_width, config.max_position_embeddings) == ("relu", 5120, 2048)
+    assert (config.bos_token_id, config.eos_token_ids, config.initializer_range) == (2, (2,), 0.02)
+
+
 def test_dtype_of_transformers_5() -> None:
     assert parse_hf_config(without(LLAMA, "torch_dtype") | {"dtype": "float16"}).dtype == "float16"
     assert parse_hf_config(LLAMA | {"torch_dtype": "torch.float32"}).dtype == "float32"

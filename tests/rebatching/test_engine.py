@@ -54,6 +54,22 @@ def test_text_and_ids_are_answered_in_order(llm):
     assert llm.stats()["num_compilations"] == 0
 
 
+def test_prompts_have_the_priority_of_queries_that_are_submitted_without_one(llm, monkeypatch):
+    """Zero; a lower one would have them wait behind every query of `submit`."""
+    submit_into, found = llm.engine.submit_into, []
+
+    def submitted(handles, *rest):
+        submit_into(handles, *rest)
+        found.extend(query.priority for query in handles)
+
+    monkeypatch.setattr(llm.engine, "submit_into", submitted)
+    llm.generate([[5, 6], [7]], SamplingParams(max_tokens=1))
+    llm.generate([[5, 6], [7]], SamplingParams(max_tokens=1), priorities=2)
+    other = llm.engine.submit([8], SamplingParams(max_tokens=1))
+    llm.engine.cancel(other)
+    assert found == [0, 0, 2, 2, other.priority]
+
+
 def test_stop_strings_end_a_reply(llm):
     whole = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=20, ignore_eos=True))[0]
     stop = whole.text[2:4]
@@ -222,8 +238,14 @@ def test_a_closed_engine_says_so_and_what_it_was(monkeypatch):
         query = llm.engine.submit([1, 2])
     with pytest.raises(EngineClosedError):
         query.result()
-    with pytest.raises(EngineClosedError):
-        llm.generate([[1]])
+    for call in (
+        lambda: llm.generate([[1]]),
+        lambda: llm.engine.submit([1]),
+        llm.engine.step,
+        lambda: llm.engine.cancel(query),
+    ):
+        with pytest.raises(EngineClosedError):
+            call()
     llm.close()
 
 

@@ -45,6 +45,14 @@ def test_short_contexts_have_short_rings(max_tokens, lengths):
         ("lengths", {"lengths": ()}),
         ("host_bytes", {"host_bytes": -1}),
         ("prefill_tokens", {"prefill_tokens": 31}),
+        ("prefill_ahead", {"prefill_ahead": -1}),
+        ("prefill_batch", {"prefill_batch": 0}),
+        ("max_context_tokens", {"max_context_tokens": 1}),
+        ("max_logprobs", {"max_logprobs": -1}),
+        ("max_banned_ids", {"max_banned_ids": 0}),
+        ("tensor_parallel_size", {"tensor_parallel_size": 0}),
+        ("max_position_embeddings", {"max_position_embeddings": 1}),
+        ("random_seed", {"random_seed": -1}),
         ("attention_backend", {"attention_backend": "cudnn"}),
         ("decode_backend", {"decode_backend": "pallas_mosaic_gpu"}),
         ("decode_backend", {"decode_backend": "pallas_triton", "insertion": "shape"}),
@@ -54,6 +62,26 @@ def test_bad_settings_are_named(field, changes):
     with pytest.raises(ConfigError) as caught:
         RebatchingConfig(**changes)
     assert caught.value.field == field
+
+
+def test_the_smallest_settings_are_accepted():
+    """With none prefilled ahead, which is not the default of as many as there are rows."""
+    smallest = {
+        "max_batch": 1,
+        "kv_bytes": 1,
+        "prefill_batch": 1,
+        "prefill_tokens": 32,
+        "max_context_tokens": 2,
+        "lengths": (32,),
+        "host_bytes": 0,
+        "max_logprobs": 0,
+        "max_banned_ids": 1,
+        "tensor_parallel_size": 1,
+        "max_position_embeddings": 2,
+        "random_seed": 0,
+    }
+    assert RebatchingConfig(prefill_ahead=0, **smallest).num_ahead == 0
+    assert RebatchingConfig(max_batch=5).num_ahead == 5
 
 
 @pytest.mark.parametrize(
@@ -99,3 +127,14 @@ def test_a_ring_by_hand():
     ring.release(0)
     ring.release(1)
     assert ring.cursor == 0 and not ring.span
+
+
+def test_a_ring_begins_as_one_that_was_cleared():
+    """No shape, no rows, and the next column is the first one."""
+    used: Ring[str] = Ring()
+    used.resize(RingShape(2, 8))
+    used.insert("a", 3)
+    used.advance(4)
+    used.clear()
+    for ring in (Ring(), used):
+        assert (ring.shape, ring.cursor, ring.span, ring.num_held) == (None, 0, 0, 0)

@@ -170,6 +170,24 @@ def test_unreadable_files_are_named(tmp_path, files):
         load_tokenizer(tmp_path)
 
 
+def test_an_error_shows_the_first_forty_characters_of_a_file(tmp_path):
+    content = "".join(chr(0x100 + place) for place in range(60))
+    write(tmp_path, tokenizer__json=content)
+    with pytest.raises(ConfigError) as caught:
+        load_tokenizer(tmp_path)
+    assert caught.value.field == str(tmp_path / "tokenizer.json")
+    assert caught.value.value == content[:40]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_file_that_is_not_utf_8_is_named(tmp_path, name):
+    byte_level_backend().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / name).write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"a UTF-8 text file \(.*invalid start byte") as caught:
+        load_tokenizer(tmp_path)
+    assert caught.value.field == str(tmp_path / name)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_long_text_has_the_ids_of_any_text(name):
     """The library's fast batches say what its single calls say."""

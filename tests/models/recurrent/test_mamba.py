@@ -9,6 +9,7 @@ import pytest
 from model_defs import CheckpointError, UnsupportedModelError
 from model_defs.recurrent import Mamba
 from model_defs.recurrent.errors import RequestError
+from model_defs.recurrent.mamba_config import MambaConfig, parse_mamba
 from model_defs.recurrent.tensors import open_tensors
 from tests.models.recurrent import literal
 from tests.models.recurrent.literal import GOLDEN, agree
@@ -138,6 +139,26 @@ def test_configs_that_are_refused(changes, message):
 def test_null_is_the_default():
     expected = Mamba.from_hf(WEIGHTS, CONFIG | {"expand": 2, "layer_norm_epsilon": 1e-5}).config
     assert Mamba.from_hf(WEIGHTS, CONFIG | {"expand": None, "layer_norm_epsilon": None}).config == expected
+
+
+def test_missing_options_have_the_defaults_of_transformers():
+    """Those of `transformers.MambaConfig`; `time_step_rank` "auto" is ceil(hidden_size / 16)."""
+    config = parse_mamba({"model_type": "mamba", "vocab_size": 50280, "hidden_size": 776}, "float32")
+    assert config == MambaConfig(
+        dtype="float32",
+        vocab_size=50280,
+        hidden_size=776,
+        intermediate_size=2 * 776,
+        num_layers=32,
+        state_size=16,
+        conv_kernel=4,
+        time_step_rank=49,
+        norm_eps=1e-5,
+        use_bias=False,
+        use_conv_bias=True,
+        tie_word_embeddings=True,
+        eos_token_id=0,
+    )
 
 
 def test_tensors_alone_are_not_enough():

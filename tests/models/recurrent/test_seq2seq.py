@@ -61,6 +61,11 @@ def test_no_more_words_than_the_source_has_and_some(model, engine):
     assert [len(output.tokens) for output in outputs] == [1, 2, 4]
 
 
+def test_a_translation_may_be_fifty_words_longer_by_default(model):
+    """As docs/cells.md says; "input length + 50" is the limit of Vaswani et al. (2017), section 6.1."""
+    assert [model.request([3] * num_words).num_steps for num_words in (1, 7)] == [51, 57]
+
+
 def test_sentences_that_join_and_leave(model, engine):
     seed, steps = new_seed(), 12
     rng = np.random.default_rng(seed)
