@@ -15,9 +15,10 @@ from pensieve_jax.cellular.integers import int32s, is_int32, is_sized
 from pensieve_jax.cellular.launches import make_parts
 from pensieve_jax.cellular.partition import _by_key, _distinct_pairs, _roots, partition
 from pensieve_jax.cellular.parts import MANY, NONE, Several
-from pensieve_jax.cellular.ready_queue import Line
+from pensieve_jax.cellular.pieces import NO_NODE
+from pensieve_jax.cellular.ready_queue import Line, ReadyQueue
 from pensieve_jax.cellular.rows import RowBudget, Rows
-from pensieve_jax.cellular.tables import Room, _size, all_values, distinct
+from pensieve_jax.cellular.tables import Nodes, Room, Subgraphs, _size, all_values, distinct
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_lab.cells.simulation import VirtualWorker
 from pensieve_lab.cells.times import CellTimes, thesis_v100
@@ -62,6 +63,20 @@ def test_a_line_keeps_its_order():
     assert line.values.tolist() == [3, 1] and len(line) == 2
     line.push(np.array([7]))
     assert line.values.tolist() == [3, 1, 7]
+
+
+def test_nodes_are_taken_in_the_order_of_their_subgraphs():
+    """Of those that have begun a worker takes its own first, which is about which, and not about order."""
+    nodes, subgraphs = Nodes(TYPES, 8), Subgraphs(len(TYPES.types))
+    nodes.take(8), subgraphs.take(4)
+    nodes.sub[:4] = subgraphs.seq[:4] = range(4)
+    subgraphs.pinned[:4] = -1
+    nodes.inputs[0, :4] = range(4, 8)
+    nodes.worker[4:8] = [1, 0, 1, 0]  # where what each of them reads is
+    queue = ReadyQueue(nodes, subgraphs, num_workers=2)
+    queue.go_on(np.arange(4))
+    assert queue.take(0, 3).tolist() == [0, 1, 3]
+    assert queue.all_nodes().tolist() == [2]
 
 
 def test_rows_are_taken_and_given():
@@ -264,6 +279,15 @@ def test_inputs_are_one_for_each_of_the_cell(inputs):
     graph.chain("step", [1])
     with pytest.raises(GraphError, match=r"nodes\[1\].inputs is .* a sequence of 1, for step"):
         graph.add("step", inputs, n0=1)
+
+
+def test_each_node_has_the_value_of_its_place():
+    """Of nodes that are added one by one, since some read the initial state, and others do not."""
+    graph = new_graph()
+    (first,) = graph.chain("step", [7])
+    added = graph.nodes("step", np.array([[first], [NO_NODE], [2]]), n0=[4, 5, 6])
+    assert list(added) == [1, 2, 3]
+    assert np.concatenate(graph.immediates[0]).tolist() == [7, 4, 5, 6]
 
 
 @pytest.mark.parametrize("node", [1, -1, True, 0.0])

@@ -267,6 +267,39 @@ def test_no_more_branches_stay_than_conversations_may():
     trees.turn(turns[3], 5, durable=False)
 
 
+@pytest.mark.parametrize("limits", [{"max_idle_conversations": 1}, {"idle_ttl_s": 10.0}])
+def test_a_branch_with_a_turn_in_progress_never_expires(limits):
+    """Though it is older than the time-to-live, and than as many idle branches as may stay."""
+    trees = forest(**limits)
+    first = trees.turn(prompt=40, durable=False)
+    (running,) = trees.send(first, 10, durable=False, max_tokens=60)
+    trees.harness.step(2)
+    trees.harness.clock.advance(11)
+    (other,) = trees.send(None, 20, seed=1, durable=False, max_tokens=2)
+    while not other.turn.done:
+        trees.harness.step()
+    trees.engine.expire_idle()
+    trees.engine.check_integrity()
+    assert not running.turn.done and trees.engine.stats()["num_live_conversations"] == 2
+    (second,) = trees.settle(running)
+    assert running.turn.output.finish_reason == "length"
+    (third,) = trees.send(second, 5, durable=False)
+    assert third.turn.origin.kind == "extended"
+    trees.settle(third)
+
+
+def test_the_state_of_a_branch_with_a_turn_in_progress_is_neither_pushed_out_nor_forgotten():
+    trees = forest(cpu_pages=40)
+    first = trees.turn(prompt=40)
+    (running,) = trees.send(first, 10, max_tokens=30)
+    trees.harness.step(2)
+    assert trees.engine.push_out_turn("ann", first) == 0
+    trees.engine.forget_turn_state("ann", first)
+    trees.engine.check_integrity()
+    trees.settle(running)
+    assert usage_of(running) == (47, 11)
+
+
 def test_branches_that_lost_their_state_are_swept():
     trees = forest(gpu_pages=20)
     turns = [trees.turn(prompt=100, seed=number) for number in range(70)]

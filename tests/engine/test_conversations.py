@@ -156,6 +156,51 @@ def test_a_conversation_may_be_idle_for_its_whole_time_to_live(idle_s, is_left):
     assert harness.engine.stats()["num_live_conversations"] == is_left
 
 
+def test_a_conversation_with_a_turn_in_progress_outlives_its_time_to_live():
+    harness = Harness(small_config(idle_ttl_s=10.0))
+    harness.turn("a", 8, max_tokens=2)
+    facts = harness.facts(harness.prompt(20), "a", max_tokens=30)
+    running = harness.submit(facts, "a")
+    harness.step(2)
+    harness.clock.advance(11)
+    harness.engine.expire_idle()
+    assert not running.done and harness.engine.stats()["num_live_conversations"] == 1
+    (output,) = harness.run(running)
+    assert output.token_ids == harness.expected(facts) and listed(harness) == ["a"]
+    harness.check_empty()
+
+
+def test_a_conversation_with_a_turn_in_progress_is_not_compared_with_a_shared_history(monkeypatch):
+    """Another replica may have changed it; that the turn is refused is told at its end."""
+    harness = Harness()
+    harness.turn("a", 8, max_tokens=2)
+    running = harness.submit(harness.facts(harness.prompt(5, 1), "a", max_tokens=6), "a")
+    harness.step(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(harness.store.inner, "is_shared", True)
+        patch.setattr(harness.store.inner, "head", lambda _: "a turn of another replica")
+        assert harness.engine.conversations.num_tokens("a") == 10
+    harness.run(running)
+    assert len(harness.history("a")) == 21
+    harness.check_empty()
+
+
+def test_conversations_whose_turns_wait_without_state_stay_in_memory():
+    """So many that those without state are swept when the first turns end."""
+    harness = Harness()
+    names = [f"conversation-{number}" for number in range(80)]
+    facts = [
+        harness.facts(harness.prompt(3, number), name, seed=number, max_tokens=2)
+        for number, name in enumerate(names)
+    ]
+    turns = [harness.submit(one, name) for one, name in zip(facts, names, strict=True)]
+    outputs = harness.run(*turns)
+    for one, output in zip(facts, outputs, strict=True):
+        assert output.token_ids == harness.expected(one)
+    assert set(listed(harness)) == set(names)
+    harness.check_empty()
+
+
 @pytest.mark.parametrize("limits", [{"max_idle_conversations": 2}, {"idle_ttl_s": 10.0}])
 def test_what_is_to_end_is_found_without_a_listing(monkeypatch, limits):
     """Every submission asks, and there may be very many conversations."""

@@ -212,6 +212,17 @@ def test_an_observer_that_raises_harms_nobody(llm, monkeypatch):
     assert query.result().token_ids == expected
 
 
+def test_each_program_is_reported_as_it_is_compiled(llm, monkeypatch):
+    """With its number and name; nothing is compiled here."""
+    runner, calls = llm.engine._runner, []
+    names = [job.name for job in runner.programs.jobs()]
+    monkeypatch.setattr(
+        "pensieve_jax.rebatching.device.runner.compile_all", lambda jobs, store: (job.name for job in jobs)
+    )
+    runner._compile(None, lambda *call: calls.append(call))
+    assert calls == [(number, len(names), name) for number, name in enumerate(names, start=1)]
+
+
 def test_two_devices_equal_one(llm):
     """Heads are split over the mesh; tokens are those of one device."""
     assert jax.device_count() >= 2

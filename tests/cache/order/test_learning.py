@@ -66,6 +66,17 @@ def test_who_is_ended_does_not_return():
     assert experience.num_returns == 0 and experience.exposure_s.sum() == pytest.approx(3.0)
 
 
+def test_who_is_ended_gives_its_place_in_the_shadows_to_others():
+    """Another conversation of its name has lost nothing in any order."""
+    cache = Cache(200, policy="learned")
+    turns, sequence = cache.manager.turns, cache.running("a", 64 * CHUNK)
+    answered(cache, sequence, 64 * CHUNK, 63 * CHUNK)
+    shadows = turns._insurance._shadows
+    assert [shadow.num_held for shadow in shadows] == [64 * CHUNK // BLOCK_TOKENS] * 3
+    turns.ended("a")
+    assert [shadow.num_held for shadow in shadows] == [0] * 3
+
+
 def test_whoever_is_idle_counts_as_not_seen_any_longer():
     cache = Cache(200, policy="learned")
     sequence = cache.running("a", 3 * CHUNK)

@@ -44,6 +44,7 @@ from pensieve_jax.history.server_tables.changes import (
 )
 from pensieve_jax.server.async_engine import UNANSWERED, AsyncTurn
 from pensieve_jax.server.context.resolver import Memory, ResolvedContext
+from pensieve_jax.server.http.admission import MAX_RETRY_AFTER_S
 from pensieve_jax.server.http.errors import (
     ApiError,
     as_api_error,
@@ -273,7 +274,9 @@ class BackgroundResponses:
         What waits to be queued counts: those that come at once would else all find room.
         """
         if len(self._runs) + len(self._being_queued) >= MAX_RUNS:
-            raise overloaded("There are too many responses in the background; try again later.", 30)
+            raise overloaded(
+                "There are too many responses in the background; try again later.", MAX_RETRY_AFTER_S
+            )
         settings = self._services.settings
         most = settings.max_in_flight_per_key
         if settings.api_keys_file is None:
@@ -405,7 +408,8 @@ class BackgroundDriver:
                     return
             if services.engine.state == "draining":
                 # It stays queued in the history: the next server runs it.
-                run.fail(overloaded("The server is about to end; the response goes on when it is back.", 30))
+                sentence = "The server is about to end; the response goes on when it is back."
+                run.fail(overloaded(sentence, MAX_RETRY_AFTER_S))
                 return
             run.begin_again()
             await asyncio.sleep(RETRY_S)

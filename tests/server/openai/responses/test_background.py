@@ -232,6 +232,7 @@ def test_a_server_that_ends_leaves_it_to_the_next_one(tmp_path):
         stream = iter(client.responses.create(input="hi", background=True, stream=True))
         first = next(stream)
         turn = turn_of(server)
+        (run,) = server.on_loop(lambda: list(server.responses.background._runs.values()))
 
         def drain() -> None:
             server.engine.state = "draining"
@@ -240,6 +241,7 @@ def test_a_server_that_ends_leaves_it_to_the_next_one(tmp_path):
         server.on_loop(drain)
         rest = list(stream)
         assert rest[-1].type == "error" and "goes on" in rest[-1].message
+        assert run.error.headers == {"retry-after": "30"}, "the longest wait that is ever asked for"
         assert client.responses.retrieve(first.response.id).status == "queued"
     with LiveServer(path) as server, server.client() as client:
         feed(server, turn_of(server), "hello", end=True)

@@ -1,0 +1,66 @@
+"""How answers of several replicas become one."""
+
+from __future__ import annotations
+
+import pytest
+
+from pensieve_jax.core.errors import EngineClosedError, EngineDiedError, UnknownTurnError
+from pensieve_jax.server.replicas.merging import merged, summed
+
+
+def answers(*values):
+    return [(value, None) for value in values]
+
+
+def listed(conversation_id, last_active_s, num_turns):
+    return {"conversation_id": conversation_id, "last_active_s": last_active_s, "num_turns": num_turns}
+
+
+def test_of_a_conversation_the_replica_where_it_was_active_last_is_believed():
+    """In the order in which they were first told; of two that are alike, the first one."""
+    found = merged(
+        "conversations",
+        answers(
+            [listed("a", 5.0, 1), listed("b", 5.0, 1)],
+            [listed("c", 1.0, 2), listed("a", 5.0, 2)],
+            [listed("b", 5.5, 3), listed("c", 0.5, 3)],
+        ),
+    )
+    assert found == [listed("a", 5.0, 1), listed("b", 5.5, 3), listed("c", 1.0, 2)]
+
+
+def test_counters_are_added_up_but_for_sizes_and_what_is_no_number():
+    one = {"num_steps": 2, "seconds": 0.5, "chunk_tokens": 32, "is_full": True, "policy": "lru"}
+    other = {
+        "num_steps": 3,
+        "seconds": 1.0,
+        "chunk_tokens": 32,
+        "is_full": False,
+        "policy": "fifo",
+        "more": 1,
+    }
+    expected = {"num_steps": 5, "seconds": 1.5, "chunk_tokens": 32, "is_full": True, "policy": "lru"}
+    assert summed([one, other]) == expected | {"more": 1}
+    assert one["num_steps"] == 2, "what was answered stays as it was"
+
+
+def test_histograms_are_as_long_as_the_longest():
+    values = answers({"a": ([1, 2], 1.0)}, {"a": ([1], 0.5), "b": ([4], 2.0)}, {"a": ([0, 0, 3], 0.25)})
+    assert merged("distributions", values) == {"a": ([2, 2, 3], 1.75), "b": ([4], 2.0)}
+
+
+@pytest.mark.parametrize(
+    "error", [UnknownTurnError("gone"), EngineClosedError("closed"), EngineDiedError("died")]
+)
+def test_a_replica_that_has_no_answer_does_not_count_where_another_has_one(error):
+    assert merged("push_out_turn", [(None, error), (3, None), (4, None)]) == 7
+    assert merged("forget_turn_state", [(None, None), (None, error)]) is None
+    with pytest.raises(type(error), match=str(error)):
+        merged("push_out_turn", [(None, error), (None, EngineDiedError("second"))])
+    with pytest.raises(EngineClosedError, match="No replica answers"):
+        merged("push_out_turn", [])
+
+
+def test_what_else_a_replica_raises_is_raised():
+    with pytest.raises(ValueError, match="planted"):
+        merged("stats", [({}, None), (None, ValueError("planted"))])
