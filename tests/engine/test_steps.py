@@ -57,6 +57,19 @@ def test_the_next_step_is_dispatched_before_ids_are_fetched():
     assert [plan.prev_samples[0] for plan in harness.runner.plans] == [-1, 0, 0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("part", ["cache", "scheduler"])
+def test_the_check_of_a_loop_checks_each_of_its_parts(part, monkeypatch):
+    loop = Harness().engine._loop
+    loop.check_integrity()
+
+    def refuse():
+        raise AssertionError(f"planted in the {part}")
+
+    monkeypatch.setattr(getattr(loop, part), "check_integrity", refuse)
+    with pytest.raises(AssertionError, match=f"planted in the {part}"):
+        loop.check_integrity()
+
+
 def test_a_stop_by_length_launches_no_extra_step():
     """Six tokens take six steps, and the last step is fetched without another one behind it."""
     harness = Harness()

@@ -96,6 +96,28 @@ def test_which_products(calls):
     assert not calls
 
 
+@pytest.mark.parametrize(
+    ("shape", "num_in_dims", "gated", "depth", "width"),
+    [
+        ((64, 128), 1, False, 64, 128),
+        ((4, 16, 2, 8), 2, False, 64, 16),
+        ((64, 2, 128), 1, True, 64, 128),
+    ],
+)
+def test_the_kernel_is_asked_for_the_size_of_the_result(monkeypatch, shape, num_in_dims, gated, depth, width):
+    """Which of a gated product is half as wide as the weights."""
+    asked = []
+
+    def serves(*sizes, **options):
+        asked.append((sizes, options))
+        return False
+
+    monkeypatch.setattr(decode_matmul, "serves", serves)
+    with few_rows.multiplying_by("pallas_mosaic_gpu"):
+        assert few_rows.product(8, shape, num_in_dims, jnp.bfloat16, gated=gated) is None
+    assert asked == [((8, depth, width), {"gated": gated, "dtype": jnp.bfloat16})]
+
+
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("split", [{"out_axis": 0}, {"in_axis": 0}], ids=str)
 @pytest.mark.parametrize("name", ["relu", "gelu"])

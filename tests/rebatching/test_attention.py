@@ -67,13 +67,12 @@ def test_a_step_attends_as_a_dense_model(place):
 
 
 @pytest.mark.parametrize("place", range(LENGTH))
-@pytest.mark.parametrize("num_new", [2, 5])
-def test_a_shaped_step_attends_as_a_dense_model(place, num_new, monkeypatch):
+@pytest.mark.parametrize(("num_new", "num_queries"), [(2, 2), (2, 8), (5, 8)])
+def test_a_shaped_step_attends_as_a_dense_model(place, num_new, num_queries, monkeypatch):
     """One row takes a prompt, in blocks of queries; the other a token, and what is behind it is nothing."""
     monkeypatch.setattr("pensieve_jax.rebatching.device.attention._BLOCK", 4)
     rng = np.random.default_rng(place)
     old, new = tokens(rng, 4), tokens(rng, num_new)
-    num_queries = 8
     nothing = np.zeros((0, KV_HEADS, HEAD_DIM), np.float32)
     state = ring_of([(old[1][:-1], old[2][:-1]), (nothing, nothing)], place - 1, has_holes=True)
     places = (place + np.arange(num_new)) % LENGTH
@@ -96,6 +95,29 @@ def test_a_shaped_step_attends_as_a_dense_model(place, num_new, monkeypatch):
     assert np.isfinite(out).all()
     others = np.setdiff1d(np.arange(LENGTH), places)
     np.testing.assert_array_equal(np.array(attention.state.keys[0])[:, :, others], before[:, :, others])
+
+
+@pytest.mark.parametrize("place", [0, 5, 9, LENGTH - 1])
+@pytest.mark.parametrize("num_tokens", [1, 4])
+def test_only_the_tokens_of_an_inserted_row_are_valid(place, num_tokens):
+    """Its row is longer, and padded; what was in the ring before is gone, and other rows are as they were."""
+    rng = np.random.default_rng(place)
+    _, keys, values = tokens(rng, num_tokens)
+    state = ring_of([(keys, values), (np.zeros((0, KV_HEADS, HEAD_DIM)),) * 2], place, has_holes=True)
+    state = state._replace(valid=state.valid.at[1].set(True))
+    before = np.array(state.valid)
+    row = np.full((1, 2, KV_HEADS, 6, HEAD_DIM), GARBAGE, np.float32)
+    row[0, 0, :, :num_tokens], row[0, 1, :, :num_tokens] = keys.swapaxes(0, 1), values.swapaxes(0, 1)
+    where = jnp.asarray([1, place, num_tokens, 0, 7], jnp.int32)
+    new, ids = programs.insert(
+        state, jnp.zeros(2, jnp.int32), jnp.asarray(row), jnp.zeros(2, jnp.int32), where
+    )
+    places = (place + np.arange(num_tokens)) % LENGTH
+    assert np.flatnonzero(new.valid[1]).tolist() == sorted(places.tolist())
+    np.testing.assert_array_equal(new.valid[0], before[0])
+    np.testing.assert_array_equal(np.array(new.keys[0])[1][:, places], keys.swapaxes(0, 1))
+    np.testing.assert_array_equal(np.array(new.values[0])[1][:, places], values.swapaxes(0, 1))
+    assert ids.tolist() == [0, 7]
 
 
 @pytest.mark.parametrize("name", ["decode", "insert"])

@@ -38,6 +38,7 @@ class Desk:
         max_num_rows: int | None = None,
         prompt_steps: int = 0,
         token_buckets: tuple[int, ...] | None = None,
+        unified: bool = True,
         **cache: Any,
     ) -> None:
         self.cache = Cache(num_pages, cpu_pages, **cache)
@@ -47,6 +48,7 @@ class Desk:
             max_num_rows=max_num_rows,
             prompt_steps=prompt_steps,
             token_buckets=token_buckets,
+            unified=unified,
         )
         self.scheduler = Scheduler(config, self.cache.manager)
         self.steps: list[list[tuple[str, int, int, bool]]] = []

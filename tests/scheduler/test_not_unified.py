@@ -6,18 +6,13 @@ import dataclasses
 
 import pytest
 
-from pensieve_jax.config import SchedulerConfig
-from pensieve_jax.scheduler import Scheduler
 from tests.engine.harness import Harness, small_config
 from tests.scheduler.helpers import Desk
 
 
 def apart(**config) -> Desk:
     """A desk whose scheduler pauses decodes for prompts."""
-    desk = Desk(**config)
-    values = {"max_num_running": 4, "max_num_batched_tokens": 64} | config
-    desk.scheduler = Scheduler(SchedulerConfig(unified=False, **values), desk.cache.manager)
-    return desk
+    return Desk(unified=False, **config)
 
 
 def test_decodes_pause_while_a_prompt_is_computed():

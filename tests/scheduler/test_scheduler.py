@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
-from pensieve_jax.scheduler import RequestStatus
+from pensieve_jax.scheduler import RequestStatus, Scheduler
 from tests.scheduler.helpers import CHUNK, Desk
 
 
@@ -185,6 +187,38 @@ def test_a_step_that_suspends_a_request_admits_none(monkeypatch):
         suspended += output.suspended
     desk.step()
     assert asked == ["b"], "the next step tries the queue again"
+
+
+@pytest.mark.parametrize(
+    ("unified", "oldest_decodes", "others_run", "is_stuck"),
+    [
+        (True, True, True, True),
+        (False, True, True, False),
+        (False, False, True, True),
+        (False, True, False, True),
+    ],
+)
+def test_a_step_that_passes_over_the_oldest_request_is_noticed(
+    monkeypatch, unified, oldest_decodes, others_run, is_stuck
+):
+    """A decode pauses for others where batches are not unified; nothing else is an excuse."""
+    desk = Desk(unified=unified)
+    desk.add("a", 5, max_tokens=9)
+    if oldest_decodes:
+        desk.step()
+    if others_run:
+        desk.add("b", 5, max_tokens=9)
+    grant_running = Scheduler._grant_running
+
+    def pass_over(scheduler, *, with_decodes):
+        running, scheduler.running = scheduler.running, scheduler.running[1:]
+        step = grant_running(scheduler, with_decodes=with_decodes)
+        scheduler.running = running
+        return step
+
+    monkeypatch.setattr(Scheduler, "_grant_running", pass_over)
+    with pytest.raises(AssertionError, match="oldest request is stuck") if is_stuck else nullcontext():
+        desk.step()
 
 
 def test_a_suspended_request_resumes_in_its_place():

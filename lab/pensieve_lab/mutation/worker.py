@@ -31,6 +31,7 @@ from pensieve_lab.mutation.pytest_process import EXIT_OWN_FAULT, Job, run
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _COLLECTION_S: Final = 300.0
 _DEFAULT_TEST_S: Final = 900.0
+_PASSED: Final = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
 def main(modules: list[str]) -> None:
@@ -86,6 +87,8 @@ def answer(job: Job) -> dict[str, Any]:
         raise RuntimeError((scratch / "log").read_text("utf-8") if (scratch / "log").exists() else "no log")
     if result["outcome"] == "passed" and not result.pop("has_ended"):
         result |= {"outcome": "failed", "reason": f"the process ended early with status {code}"}
+    if result["outcome"] == "passed" and "tests" in job and code not in _PASSED:
+        result |= {"outcome": "failed", "reason": f"pytest could not run: it ended with status {code}"}
     recorded = scratch / "recorded.json"
     if recorded.is_file():
         result["recorded"] = json.loads(recorded.read_text("utf-8"))

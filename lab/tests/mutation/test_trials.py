@@ -101,6 +101,22 @@ def test_a_mutant_that_cannot_be_imported_is_killed(verdict):
     assert (found.outcome, found.test) == ("killed", TEST)
 
 
+def test_a_mutant_that_keeps_pytest_from_starting_is_killed(tmp_path):
+    """It once survived, as no test had failed: a plugin of the tests could not be imported."""
+    project = toy.make(tmp_path)
+    (project / "conftest.py").write_text("import toy.limits\n")
+    text = toy.mutant("import sys", "import nothing_of_this_name").text
+
+    def work(worker, tests):
+        with worker.tree.changed(toy.SOURCE, text):
+            return worker.run(files=[TEST], tests=tests, limits=[600.0])
+
+    with Pool(project, project / "build", 1) as pool:
+        (reply,) = pool.map(work, [[f"{TEST}::test_clip"]])
+    assert (reply["outcome"], reply["num_run"]) == ("failed", 0)
+    assert reply["reason"] == "pytest could not run: it ended with status 4"
+
+
 def test_a_mutant_that_no_test_notices_survives(verdict):
     found = verdict("    return count >= most", "    return count > most")
     assert (found.outcome, found.num_run, found.num_left) == ("survived", 1, 0)
