@@ -144,7 +144,8 @@ class Scheduler:
     def _suspend_latest(self) -> Request:
         request = self.running.pop()
         request.status = RequestStatus.WAITING
-        request.skip_filled(self._cache.chunk_tokens)
+        # Filled holes were skipped in the last step, and a request behind this one cannot fill a hole of a
+        # shared prefix for which this one had no tokens left.
         request.on_suspended()
         self._cache.suspend(request.sequence)
         self.waiting.appendleft(request)
