@@ -24,7 +24,7 @@ from triton.runtime.interpreter import interpreter_builder
 from pallas_kernels.all_reduce import specs
 from pallas_kernels.all_reduce.inbox_kernels import shares_by_inbox, sum_of_rows
 from pallas_kernels.all_reduce.letter_kernels import shares_by_letter
-from tests.kernels.triton_interpreter import HostTensor
+from tests.kernels.triton_interpreter import HostTensor, patch_the_language_once
 
 WIDTH, MAX_ROWS = 40, 12
 NUM_DEVICES = int(sys.argv[1])
@@ -300,6 +300,7 @@ def run_device(rank: int, memories: list[Memory], others: list[Memory], all_are_
 
 
 def main() -> None:
+    patch_the_language_once()
     memories, others = ([Memory() for _ in range(NUM_DEVICES)] for _ in range(2))
     context = multiprocessing.get_context("fork")  # memory stays where it is
     arguments = memories, others, context.Barrier(NUM_DEVICES)
