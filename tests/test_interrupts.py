@@ -159,7 +159,7 @@ CHATS = {"chat", "chat_of_several", "stream_of_chat", "steps"}
 # Whose own frames hold no turns: such an error may be kept. The others hold what they submitted until then.
 BLOCKING = {"generate", "chat", "chat_of_several", "conversations", "recovery"}
 NUM_SECOND_INTERRUPTS = 15
-STRIDE = int(os.environ.get("INTERRUPTS_STRIDE", enough(120, 20)))
+STRIDE = int(os.environ.get("INTERRUPTS_STRIDE", enough(180, 20)))
 
 
 def interrupt_a_step(world: World) -> None:

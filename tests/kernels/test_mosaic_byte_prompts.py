@@ -147,7 +147,7 @@ def attention(
         ),
         pytest.param(
             ROWS, Heads(4, 1, 128), 32, "int8",
-            (byte_class(8, 128, 2, 2, 128, 8), byte_prompt_class(128, 128, 2, 128, 8)),
+            (byte_class(8, 128, 2, 2, 128, 8), byte_prompt_class(128, 64, 2, 128, 8)),
             id="beside_decoding",
         ),
         pytest.param(
