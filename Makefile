@@ -13,10 +13,11 @@ unexport PYTHONDONTWRITEBYTECODE
 
 setup: $(STAMP)
 
+# Python compiles a module when it is first imported; all of them at once would take most of a minute.
 $(STAMP): pyproject.toml lab/pyproject.toml
 	python=$$(sh scripts/find_python.sh) && "$$python" -m venv $(VENV)
 	@echo "installing (about a minute)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]" \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e ".[$(EXTRAS)]" \
 		-e "./lab$(if $(LAB_EXTRAS),[$(LAB_EXTRAS)])"
 	touch $@
 
@@ -70,7 +71,7 @@ mutants: $(VENV)/.mutants
 		$(if $(ROOMS),--rooms=$(ROOMS)) $(MUTANTS)
 
 $(VENV)/.mutants: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e "./lab[mutants]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e "./lab[mutants]"
 	touch $@
 
 lint: $(STAMP)
