@@ -105,9 +105,12 @@ def test_what_is_no_shard_is_refused(text):
 
 @pytest.mark.long
 def test_a_search(tmp_path):
-    """Two schedules of a real model, in a process of its own, and its document."""
+    """Two schedules each of two modes that compile nothing, in a process of its own, and its document.
+
+    The search of `.ci/run` has every mode, real models too.
+    """
     path = tmp_path / "found.json"
-    command = [sys.executable, "-m", "tests.search_schedules", "--modes=llama-tiny-int8", "--num_schedules=2"]
+    command = [sys.executable, "-m", "tests.search_schedules", "--modes=tiers,trees", "--num_schedules=2"]
     done = subprocess.run(
         [*command, "--first_seed=5", "--num_processes=1", f"--json={path}"],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
@@ -118,6 +121,7 @@ def test_a_search(tmp_path):
     assert done.returncode == 0, done.stderr
     document = json.loads(path.read_text(encoding="utf-8"))
     assert document == json.loads(done.stdout.splitlines()[-1])
-    (found,) = document["results"]["modes"].values()
-    assert (found["num_schedules"], found["failures"], found["doubts"]) == (2, {}, [])
-    assert found["counts"]["turns"] > 10
+    assert set(document["results"]["modes"]) == {"tiers", "trees"}
+    for found in document["results"]["modes"].values():
+        assert (found["num_schedules"], found["failures"], found["doubts"]) == (2, {}, [])
+        assert found["counts"]["turns"] > 10

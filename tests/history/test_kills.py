@@ -85,8 +85,8 @@ def is_left_alone(location: Path | str, request: pytest.FixtureRequest) -> bool:
     ("location", "num_kills"),
     [
         ("file", 8),
-        pytest.param("file", enough(30, 200), marks=pytest.mark.long),
-        pytest.param("postgres", enough(12, 100), marks=pytest.mark.long),
+        pytest.param("file", enough(16, 200), marks=pytest.mark.long),
+        pytest.param("postgres", enough(8, 100), marks=pytest.mark.long),
     ],
     indirect=["location"],
 )

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from pensieve_jax.history import open_store
 from pensieve_jax.server.main import EXIT_DAMAGED
 from tests.server.faults.served import TIMEOUT_S, FaultyServer
 from tests.server.faults.worker import PRAGMA
@@ -142,10 +143,11 @@ def test_a_history_that_cannot_be_had_is_one_line_and_the_end(tmp_path):
     with sqlite3.connect(foreign) as connection:
         connection.execute("CREATE TABLE recipes(name TEXT)")
     connection.close()
-    with FaultyServer(tmp_path) as server:
+    taken = tmp_path / "taken.sqlite"
+    with open_store(taken, fingerprint="test"):
         for history, word in (
             (foreign, "foreign.sqlite"),
-            (server.history, "has open"),
+            (taken, f"process {os.getpid()} has open"),
             (tmp_path / "nowhere" / "history.sqlite", "nowhere"),
         ):
             done = start(history)

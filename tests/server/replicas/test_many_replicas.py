@@ -41,7 +41,7 @@ MODEL = "random:llama-tiny"
 NUM_TOKENS = (6, 6, 24, 6, 6, 12)  # of each turn; while replicas die or go, replies are longer
 NUM_CLIENTS = 12
 NUM_CONVERSATIONS = enough(40, 200)
-LONG = 600
+LONG = 300
 REPLICA, FRONT = (f"ray::ServeReplica:pensieve:{name}" for name in ("EngineReplica", "Front"))
 
 
@@ -372,9 +372,12 @@ def test_a_response_in_the_background_outlives_the_front(cluster):
 def command(history: str, compilation_cache: str) -> list[str]:
     return [
         *(sys.executable, str(ROOT / "scripts" / "serve.py"), f"--model={MODEL}", "--dtype=float32"),
-        *(f"--history={history}", "--port=0", "--replicas=2", "--gpu_pages=1024", "--max_num_running=8"),
-        # As `engine`, whose programs the cache has.
+        *(f"--history={history}", "--port=0", "--replicas=2"),
+        # As `engine`, whose programs the cache has. A gigabyte of this model's chunks takes seconds to set up.
         *(
+            "--gpu_pages=1024",
+            "--cpu_pages=0",
+            "--max_num_running=8",
             "--max_num_batched_tokens=64",
             "--token_buckets=8,64",
             f"--compilation_cache_dir={compilation_cache}",
