@@ -28,6 +28,7 @@ from pensieve_jax.device.row_steps import Timed
 from pensieve_lab.common.spread import Spread
 
 _CHAIN = 64
+_CHAIN_ELSEWHERE = 4  # than on a GPU, where nothing is timed: a compiler takes seconds for a long chain
 _BALLAST_BYTES = 96 << 20  # 30 to 40 us of an H100, in which a host launches more than a link of a chain
 _NUM_LAUNCHES = 4
 _SPLIT, _WHOLE = PartitionSpec(TENSOR_AXIS), PartitionSpec()
@@ -125,11 +126,13 @@ def _measure(
     stream = jax.device_put(
         rng.normal(size=(num_rows, width)).astype(np.float32), NamedSharding(mesh, _WHOLE)
     )
-    num_bytes = _BALLAST_BYTES if jax.default_backend() == "gpu" else 4 * width  # elsewhere nothing is timed
+    is_timed = jax.default_backend() == "gpu"
+    length = _CHAIN if is_timed else _CHAIN_ELSEWHERE
+    num_bytes = _BALLAST_BYTES if is_timed else 4 * width
     ballast = jax.device_put(np.zeros((num_devices, num_bytes // (4 * width), width), np.float32), split)
     empty = jax.device_put(np.zeros((num_devices, 2), np.int32), split)
     once = {name: _program(mesh, one, 1) for name, one in chains.items()}
-    compiled = {name: _program(mesh, one, _CHAIN) for name, one in chains.items()}
+    compiled = {name: _program(mesh, one, length) for name, one in chains.items()}
 
     def table() -> jax.Array:
         return empty if memory is None else memory.table
@@ -143,7 +146,7 @@ def _measure(
     found: dict[str, Any] = {}
     for name, program in compiled.items():
         timed = Timed(functools.partial(program, x, factors, table(), stream, ballast), jax.block_until_ready)
-        samples = [timed.sample_s(_NUM_LAUNCHES) / _CHAIN for _ in range(repeats + 1)]
+        samples = [timed.sample_s(_NUM_LAUNCHES) / length for _ in range(repeats + 1)]
         found[f"{name}_s"] = Spread.of(samples[1:]).as_dict()
     for name in filter(once.__contains__, _SAME_AS):
         answers = [
