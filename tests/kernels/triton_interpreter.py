@@ -58,8 +58,8 @@ class HostTensor:
 def patch_the_language_once() -> None:
     """Let a kernel's inner functions run in the language as it was patched for the first one of their module.
 
-    Triton looks through the whole language at every call of such a function, which takes half of the time. What
-    it patches for an inner function stays patched, and what it patches for a launch it patches for each.
+    Triton looks through the whole language at every call of such a function, which takes half of the time.
+    What it patches for an inner function stays patched; for a launch it patches anew.
     """
     patched: set[str] = set()
 

@@ -373,7 +373,7 @@ def command(history: str, compilation_cache: str) -> list[str]:
     return [
         *(sys.executable, str(ROOT / "scripts" / "serve.py"), f"--model={MODEL}", "--dtype=float32"),
         *(f"--history={history}", "--port=0", "--replicas=2"),
-        # As `engine`, whose programs the cache has. A gigabyte of this model's chunks takes seconds to set up.
+        # As `engine`, whose programs the cache has; a gigabyte of host memory takes seconds to set up.
         *(
             "--gpu_pages=1024",
             "--cpu_pages=0",
