@@ -77,7 +77,7 @@ class CellularEngine:
           config: the limits.
           unfold_many: called as `unfold_many(requests, graph)` in its place by `submit_many`. Where requests
             are sentences, `Graph.sentences` adds them all at once, which costs each a tenth.
-          make_scheduler: what chooses cells: `Scheduler`, or a rival of it from `baselines`.
+          make_scheduler: what chooses cells: `Scheduler`, or a baseline of the lab.
           observe: called with every launch that was begun; `requests_of` says whose cells are in it.
           compilation_cache_dir: where JAX keeps what it compiled, for the next start.
           progress: show a bar while compiling; None: on a terminal.

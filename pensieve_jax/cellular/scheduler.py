@@ -29,7 +29,7 @@ from pensieve_jax.cellular.tables import Tables
 
 
 class LaunchScheduler(Protocol):
-    """What chooses launches from what is ready: `Scheduler`, or one of its rivals in `baselines`."""
+    """What chooses launches from what is ready: `Scheduler`, or a baseline of the lab."""
 
     restarts: bool
     """Whether it takes requests that lost their state and begin again; others fail."""

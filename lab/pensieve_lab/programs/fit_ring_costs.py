@@ -7,7 +7,7 @@
 shape cannot tell columns from weights. What nothing was measured of stays as in `--base`, as does what cannot
 be told apart. `--host_s` and `--fetch_s` are of the serving thread, of which launches say nothing. A table
 shows each launch as it was measured and as the new profile has it. Give the file to
-`pensieve_lab.rebatching.costs.RingCosts.load`, or put it into `pensieve_jax/rebatching/profiles`.
+`pensieve_lab.rebatching.costs.RingCosts.load`, or put it into `lab/pensieve_lab/rebatching/profiles`.
 """
 
 from __future__ import annotations

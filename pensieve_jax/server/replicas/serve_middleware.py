@@ -4,7 +4,7 @@ Owns: the pace of all streams together, and which of the two ids of a request co
 the client's own where it sent one.
 Does not know: Ray, or what a piece says.
 
-A proxy takes some half a millisecond of a processor for each piece (docs/log.md), and refuses none that comes
+A proxy takes some half a millisecond of a processor for each piece, and refuses none that comes
 too soon: it lies in a queue that grows. So a writer waits for its turn, and a stream whose writer waits makes
 one piece of all that comes meanwhile.
 

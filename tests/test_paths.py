@@ -1,0 +1,50 @@
+"""Paths of this repository that pages and sources name: each is there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+
+from tests.launching import ROOT
+
+FOLDERS = ("docs", "lab", "scripts", "tests", "pensieve_jax", "pallas_kernels", "model_defs", "deploy")
+PATH = re.compile(rf"(?<![\w/.:-])(?:{'|'.join(FOLDERS)})/[\w./-]*\w")
+READ = (".md", ".py", ".toml", ".sh", ".yaml", ".yml", "Makefile")
+# Files that name paths of older commits or made-up ones: the log, commands in result documents, and tests.
+EXEMPT = (
+    *("CHANGELOG.md", "docs/renames.md", "lab/log/", "lab/results/", "lab/tests/", "tests/"),
+    *(
+        "lab/sources/removed.toml",
+        "lab/sources/summary_only.toml",
+        "lab/pensieve_lab/pages/result_documents.py",
+    ),
+)
+EXAMPLES = {"tests/file.py", "docs/PAGE.md"}  # CONTRIBUTING.md says what to put there
+
+
+def tracked() -> list[str]:
+    done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    return done.stdout.split("\0")[:-1]
+
+
+def missing(text: str, files: list[str]) -> list[str]:
+    """Return the paths in `text` with which no tracked file begins; pages of the lab may leave out `lab/`."""
+    found = {match.group().rstrip(".") for match in PATH.finditer(text)} - EXAMPLES
+    return sorted(path for path in found if not any(file.startswith((path, f"lab/{path}")) for file in files))
+
+
+def test_paths_that_are_named_exist():
+    files = tracked()
+    named = [file for file in files if file.endswith(READ) and not file.startswith(EXEMPT)]
+    # Commands behind `git switch --detach` run in an older commit.
+    texts = {file: (ROOT / file).read_text("utf-8").partition("git switch --detach")[0] for file in named}
+    assert {file: gone for file, text in texts.items() if (gone := missing(text, files))} == {}
+
+
+def test_a_path_that_is_gone_is_found():
+    text = "See `docs/gone.md`, `pensieve_jax/cache/`, and lab/docs/steps.md."
+    assert missing(text, ["pensieve_jax/cache/manager.py", "lab/docs/steps.md"]) == ["docs/gone.md"]
