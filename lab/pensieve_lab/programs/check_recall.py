@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from model_defs import load_model, make_mesh
-from pensieve_jax import LLM, CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
+from pensieve_jax import LLM, CacheConfig, EngineConfig, SchedulerConfig
 from pensieve_jax.commands.engine_flags import define_model_flag, shows_progress
 from pensieve_jax.commands.launch import EXIT_FAILED, run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
@@ -74,7 +74,6 @@ def engine(cache: CacheConfig) -> LLM:
             token_buckets=(16, 128),
             max_context_tokens=FLAGS.max_context_tokens,
         ),
-        runner=RunnerConfig(num_layer_groups=1),
     )
     return LLM(FLAGS.model, dtype="float32", config=config, progress=shows_progress())
 
