@@ -57,7 +57,7 @@ _LONGEST = (
     "test_sampling_cutoffs",
     "test_swaps",
     "test_residual_norms",
-    "test_profile_costs",
+    "test_profile",
     "test_warm_start",
     "test_mosaic",
     "test_simulate",

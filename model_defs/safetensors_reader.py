@@ -78,11 +78,6 @@ def open_checkpoint(directory: Path) -> dict[str, TensorEntry]:
     raise CheckpointError(f"{directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
 
 
-def checkpoint_files(directory: Path) -> list[Path]:
-    """The safetensors files of the directory, sorted by name."""
-    return sorted({entry.path for entry in open_checkpoint(directory).values()})
-
-
 def _open_sharded(directory: Path) -> dict[str, TensorEntry]:
     """Follow the index; index and files must name the same tensors."""
     weight_map = read_json(directory / INDEX_FILE).get("weight_map")

@@ -33,7 +33,6 @@ from pensieve_jax.core.options import (
 )
 
 __all__ = [
-    "ATTENTION_BACKENDS",
     "CHUNK_SIZES_TOKENS",
     "POLICIES",
     "CacheConfig",

@@ -25,7 +25,6 @@ WARPGROUP_THREADS = 128
 # f32 or i32[128, n]: row i is what thread i of the warpgroup has in n registers.
 LAYOUT = plgpu.Layout.TCGEN05_TMEM_NATIVE(1)
 
-_SHARED = 3  # LLVM's number of that memory
 _ALL_LANES = 0xFFFFFFFF
 
 

@@ -28,7 +28,7 @@ import jax
 from absl import flags
 
 from model_defs import ModelConfig, make_mesh, source_config
-from pallas_kernels.attention_names import KV_DTYPES
+from pallas_kernels.attention_names import ATTENTION_BACKENDS, KV_DTYPES
 from pensieve_jax import CacheConfig, ConfigError, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.assembly import cost_subject, make_runner
 from pensieve_jax.cache.order.cost import COST_KINDS, DEFAULT_COST_KIND, CostPoint, CostProfile, CostSubject
@@ -36,7 +36,6 @@ from pensieve_jax.commands.cost_plot import check_can_plot, plot_costs
 from pensieve_jax.commands.engine_flags import COMPILATION_CACHE_HELP, define_model_flag, shows_progress
 from pensieve_jax.commands.launch import check_can_write
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
-from pensieve_jax.config import ATTENTION_BACKENDS
 from pensieve_jax.decoding.device.weights import ProgressBar
 from pensieve_jax.device.chunk_steps import ChunkSteps, Measured, Sampling, measure
 from pensieve_jax.model_source import resolve_model

@@ -80,7 +80,7 @@ def define_flags() -> None:
     flags.DEFINE_list("traces", [], "FORMAT:FILE of mooncake, agent-sessions and burstgpt.")
     flags.DEFINE_list("seeds", ["0", "1", "2", "3", "4"], "Of all that is drawn.")
     flags.DEFINE_string("out", "lab/results", "Where the documents are written.")
-    flags.DEFINE_string("plot", None, "Where pictures are drawn, e.g. docs/balance; needs matplotlib.")
+    flags.DEFINE_string("plot", None, "Where pictures are drawn, e.g. lab/docs/balance; needs matplotlib.")
     flags.DEFINE_bool("talk", True, "Say what every run came to.")
 
 

@@ -1,7 +1,7 @@
 """The page that comes with the server: a chat that shows where the state of its conversations is.
 
 Owns: the files beside this module and the headers they are served with.
-Does not know: what the page asks: its script says, in OpenAI's API and in that of `server.api.state`.
+Does not know: what the page asks: its script says, in OpenAI's API and in that of `server.cache_view`.
 No key is asked for: the page has none of anybody's words in it.
 """
 

@@ -246,9 +246,6 @@ class ItemReference(Body, kw_only=True):
     type: Literal["item_reference"] | None = None
 
 
-type NewItem = MessageItem | ItemReference
-
-
 def parse_input(value: str | Sequence[Any], at: str) -> tuple[list[Item | ItemReference], tuple[str, ...]]:
     """The items of an input, messages in their kept form but without ids; and the fields that are unknown.
 
