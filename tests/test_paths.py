@@ -8,6 +8,7 @@ from pathlib import PurePosixPath
 
 import pytest
 
+import conftest
 from tests.launching import ROOT
 
 FOLDERS = ("docs", "lab", "scripts", "tests", "pensieve_jax", "pallas_kernels", "model_defs", "deploy")
@@ -67,3 +68,8 @@ def test_a_path_that_is_gone_is_found():
     assert missing(text, known) == ["docs/gone.md"]
     assert missing("`docs/steps.md`", known) == ["docs/steps.md"], "it is the lab's"
     assert missing("`lab/results/h200_*.json`", known) == []
+
+
+def test_long_files_that_begin_first_exist():
+    stems = {PurePosixPath(file).stem for file in tracked()}
+    assert set(conftest._LONGEST) <= stems

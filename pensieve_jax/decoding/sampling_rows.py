@@ -7,6 +7,7 @@ Does not know: plans, requests, or how tokens are chosen (`decoding.device.sampl
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Final, NamedTuple, overload
 
 import numpy as np
@@ -83,16 +84,18 @@ def sampling_words(params: SamplingParams, seed: int) -> np.ndarray:
 
 
 @overload
-def truncates(temperature: float, top_k: int, top_p: float) -> bool: ...
+def truncates(sampling: SamplingParams) -> bool: ...
 
 
 @overload
-def truncates(temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray) -> np.ndarray: ...
+def truncates(sampling: np.ndarray) -> np.ndarray: ...
 
 
-def truncates(temperature: Any, top_k: Any, top_p: Any) -> Any:
+def truncates(sampling: Any) -> Any:
     """Return whether a row needs the sampler's cuts: only a row that draws has a use for top-k or top-p.
 
-    Takes the parameters of one row, or arrays with an element for each row.
+    Takes the parameters of one row, or `SAMPLING` records, one for each row.
     """
+    read = sampling.__getitem__ if isinstance(sampling, np.ndarray) else functools.partial(getattr, sampling)
+    temperature, top_k, top_p = map(read, ("temperature", "top_k", "top_p"))
     return (temperature > 0) & ((top_k > 0) | (top_p < 1))

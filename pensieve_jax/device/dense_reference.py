@@ -132,7 +132,7 @@ class DenseReference:
         rows = turn_rows(params, seed, _padded(positions, num_padded), self._config.eos_token_ids)
         rows.banned_ids[params.min_tokens :] = -1
         draws = params.temperature > 0
-        mode = sampler.mode_for(draws, truncates(params.temperature, params.top_k, params.top_p), False)
+        mode = sampler.mode_for(draws, truncates(params), False)
         emitted = _padded(np.asarray(output_ids, np.int32), num_padded)
         parts = _judge(logits, rows, emitted, np.float32(margin), mode=mode)
         token_ids, possible, margins, logprobs = (np.asarray(part)[:num_outputs] for part in parts)

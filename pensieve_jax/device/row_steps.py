@@ -14,7 +14,8 @@ import jax
 import numpy as np
 
 from pensieve_jax.config import EngineConfig
-from pensieve_jax.decoding.sampling_rows import truncates
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.decoding.sampling_rows import COLUMNS, truncates
 from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.scheduler import StepPlan
 from pensieve_jax.scheduler.plan import FLAG_LOGPROBS, FLAG_SAMPLES, FLAG_TRUNCATES
@@ -65,15 +66,6 @@ class Row(NamedTuple):
     sequence: int
     begin: int
     end: int
-
-
-class Sampled(NamedTuple):
-    """How every row's next token is sampled; greedily, and nothing is told of it, unless said otherwise."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    logprobs: bool = False
 
 
 class RowSteps:
@@ -129,7 +121,7 @@ class RowSteps:
             for i in range(len(pools)):
                 pools[i] = make(next(keys))
 
-    def plan(self, rows: Sequence[Row], sampled: Sampled | None = None) -> StepPlan:
+    def plan(self, rows: Sequence[Row], sampled: SamplingParams | None = None) -> StepPlan:
         """A step of these rows, in the smallest bucket that holds them; samples nothing unless told how."""
         chunk, lengths = self._chunk_tokens, [row.end - row.begin for row in rows]
         num_tokens = sum(lengths)
@@ -184,14 +176,13 @@ def sample_rounds(timed: Sequence[Timed], num_rounds: int, sample_s: float) -> I
         yield [one.sample_s(num) for one, num in zip(timed, num_launches, strict=True)]
 
 
-def _let_sample(plan: StepPlan, rows: Sequence[Row], sampled: Sampled) -> None:
+def _let_sample(plan: StepPlan, rows: Sequence[Row], sampled: SamplingParams) -> None:
     num = len(rows)
     plan.num_samples[0] = num
     plan.sample_tokens[:num] = plan.cu_q_lens[1 : num + 1] - 1
     plan.sample_positions[:num] = [row.end for row in rows]
-    plan.temperature[:num] = sampled.temperature
-    plan.top_k[:num] = sampled.top_k
-    plan.top_p[:num] = sampled.top_p
+    for name in COLUMNS:
+        getattr(plan, name)[:num] = getattr(sampled, name)
     plan.flags[FLAG_SAMPLES] = sampled.temperature > 0
-    plan.flags[FLAG_TRUNCATES] = truncates(sampled.temperature, sampled.top_k, sampled.top_p)
-    plan.flags[FLAG_LOGPROBS] = sampled.logprobs
+    plan.flags[FLAG_TRUNCATES] = truncates(sampled)
+    plan.flags[FLAG_LOGPROBS] = bool(sampled.logprobs)

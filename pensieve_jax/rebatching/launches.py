@@ -78,7 +78,7 @@ class StepWords:
         if query.num_sampled < params.min_tokens:
             fields[end : end + len(query.ending_ids), row] = query.ending_ids
         self._needs[0] |= params.temperature > 0
-        self._needs[1] |= truncates(params.temperature, params.top_k, params.top_p)
+        self._needs[1] |= truncates(params)
         self._needs[2] |= bool(params.logprobs)
 
     @property

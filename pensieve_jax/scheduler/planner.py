@@ -120,7 +120,6 @@ class Planner:
             request.sample_row = sample_row
             if len(request.token_ids) <= request.num_unending:
                 plan.banned_ids[sample_row, : len(request.ending_ids)] = request.ending_ids
-        temperature, top_k, top_p = (sampling[name] for name in ("temperature", "top_k", "top_p"))
-        plan.flags[FLAG_SAMPLES] = (temperature > 0).any()
-        plan.flags[FLAG_TRUNCATES] = truncates(temperature, top_k, top_p).any()
+        plan.flags[FLAG_SAMPLES] = (sampling["temperature"] > 0).any()
+        plan.flags[FLAG_TRUNCATES] = truncates(sampling).any()
         plan.flags[FLAG_LOGPROBS] = sampling["logprobs"].any()

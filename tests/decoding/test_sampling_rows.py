@@ -35,8 +35,10 @@ def test_the_words_are_the_bits_of_the_record():
 
 
 def test_only_a_row_that_draws_is_cut():
-    """By one row at a time and by columns."""
+    """By the parameters of a row, and by records of many."""
     rows = list(itertools.product((0.0, 0.5), (0, 1), (1.0, 0.5)))
     expected = [temperature > 0 and (top_k > 0 or top_p < 1) for temperature, top_k, top_p in rows]
-    assert [truncates(*row) for row in rows] == expected
-    assert truncates(*np.array(rows).T).tolist() == expected
+    params = [SamplingParams(temperature=heat, top_k=top_k, top_p=top_p) for heat, top_k, top_p in rows]
+    assert [truncates(one) for one in params] == expected
+    records = np.frombuffer(b"".join(pack_sampling(one, 0) for one in params), SAMPLING)
+    assert truncates(records).tolist() == expected

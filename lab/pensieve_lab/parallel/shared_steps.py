@@ -15,7 +15,8 @@ from typing import Any
 
 from pensieve_jax import EngineConfig
 from pensieve_jax.assembly import Assembled
-from pensieve_jax.device.row_steps import Row, RowSteps, Sampled, Timed
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.device.row_steps import Row, RowSteps, Timed
 from pensieve_lab.common.spread import Spread
 from pensieve_lab.parallel.time_line import time_line
 from pensieve_lab.steps.bounds import bound_s, operations
@@ -80,7 +81,7 @@ def measure_steps(
         runner.reset()
         steps = RowSteps(parts.config, runner, parts.model_config.vocab_size, num_sequences)
         steps.fill()
-        step = steps.whole(steps.plan(rows, Sampled()))
+        step = steps.whole(steps.plan(rows, SamplingParams()))
         spread = Spread.of([step.sample_s(num_launches) for _ in range(repeats + 1)][1:])
         todo = operations(
             parts.model_config,

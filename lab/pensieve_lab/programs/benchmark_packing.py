@@ -39,9 +39,10 @@ from pensieve_jax.commands.engine_flags import (
 )
 from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
+from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.decoding.device.weights import ProgressBar
 from pensieve_jax.device.kv_storage import KVStorage, num_layer_groups_on, read_page
-from pensieve_jax.device.row_steps import Row, RowSteps, Sampled, Timed
+from pensieve_jax.device.row_steps import Row, RowSteps, Timed
 from pensieve_jax.device.transfers.copy_batches import copy_arrays
 from pensieve_jax.device.transfers.page_copies import PageCopies
 from pensieve_jax.runtime.compilation import compile_all
@@ -210,7 +211,7 @@ def main() -> int:
         for name, operation in batch.operations().items()
     }
     alone = {f"{form}: {name}": timed(parts, name, one) for (form, name), one in operations.items()}
-    step = steps.whole(steps.plan(rows, Sampled()))
+    step = steps.whole(steps.plan(rows, SamplingParams()))
     with_steps = {"steps alone": step} | {
         f"{form}: {name}": beside(step, one) for (form, name), one in operations.items() if "copy" in name
     }

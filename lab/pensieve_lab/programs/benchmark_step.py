@@ -41,8 +41,9 @@ from pensieve_jax.commands.engine_flags import (
 )
 from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
+from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.decoding.device.weights import ProgressBar, serving_dtype
-from pensieve_jax.device.row_steps import Row, RowSteps, Sampled, Timed
+from pensieve_jax.device.row_steps import Row, RowSteps, Timed
 from pensieve_lab.common.list_flags import numbers
 from pensieve_lab.common.spread import Spread
 from pensieve_lab.steps.bounds import bound_s, operations
@@ -58,10 +59,10 @@ _CROWD_PROMPT = 512  # tokens of prompts beside the decodes of an engine whose c
 _CPU_CEILING_BYTES, _CPU_CEILING_MATRIX = 32 << 20, 256
 _NUM_WINDOWS = 5  # of the engine's steps
 SAMPLERS = {
-    "greedy": Sampled(),
-    "temperature": Sampled(temperature=0.8),
-    "top-k and top-p": Sampled(temperature=0.8, top_k=50, top_p=0.9),
-    "greedy, with log-probabilities": Sampled(logprobs=True),
+    "greedy": SamplingParams(),
+    "temperature": SamplingParams(temperature=0.8),
+    "top-k and top-p": SamplingParams(temperature=0.8, top_k=50, top_p=0.9),
+    "greedy, with log-probabilities": SamplingParams(logprobs=1),
 }
 
 
@@ -124,7 +125,7 @@ def measure_steps(
     parts: Assembled, steps: RowSteps, found: dict[str, list[Row]], ceilings: Ceilings
 ) -> Figures:
     """Every case in turn, several times over."""
-    plans = {name: steps.plan(rows, Sampled()) for name, rows in found.items()}
+    plans = {name: steps.plan(rows, SamplingParams()) for name, rows in found.items()}
     timed = {name: steps.whole(plan) for name, plan in plans.items()}
     samples: dict[str, list[float]] = {name: [] for name in timed}
     num_rounds, storage = FLAGS.num_repeats + 1, parts.runner.storage
@@ -167,7 +168,7 @@ def traced(step: Timed) -> Figures:
 
 def measure_sampling(steps: RowSteps, rows: list[Row]) -> Figures:
     """The same step without a sampler and with one after the other, and what each adds."""
-    timed = {"no sampler": steps.layers(steps.plan(rows, Sampled()))}
+    timed = {"no sampler": steps.layers(steps.plan(rows, SamplingParams()))}
     timed |= {name: steps.whole(steps.plan(rows, sampled)) for name, sampled in SAMPLERS.items()}
     samples: dict[str, list[float]] = {name: [] for name in timed}
     for _ in range(FLAGS.num_repeats + 1):
@@ -227,7 +228,7 @@ def measure_serving(parts: Assembled, steps: RowSteps) -> Figures:
     engine.check_integrity()
     parts.runner.reset()
     steps.fill()
-    bare = steps.whole(steps.plan([Row(i, end - 1, end) for i, end in enumerate(contexts)], Sampled()))
+    bare = steps.whole(steps.plan([Row(i, end - 1, end) for i, end in enumerate(contexts)], SamplingParams()))
     bare_s = [bare.sample_s(num_steps) for _ in range(_NUM_WINDOWS + 1)][1:]
     step, loop = Spread.of(windows), Spread.of(bare_s)
     return found | {
