@@ -79,14 +79,14 @@ def test_random_scenarios_equal_the_dense_reference(record_property):
 @pytest.mark.long
 def test_random_scenarios_on_four_devices(record_property):
     """The other family; on GPUs with our own sums, layer norms and biases among them."""
-    check_scenarios(bench(4, "opt-tiny"), range(enough(2, 100)), record_property)
+    check_scenarios(bench(4, "opt-tiny"), range(enough(6, 100)), record_property)
 
 
 @pytest.mark.long
 def test_state_in_8_bits_equals_a_reference_on_one_that_stores_alike(record_property):
     """Each device's scales are of the heads that it has, in both tiers and on the way between them."""
     judge = bench(2, PRESET, "int8")
-    check_scenarios(judge, range(enough(2, 100)), record_property)
+    check_scenarios(judge, range(enough(4, 100)), record_property)
     assert judge.num_logprobs > 0 and judge.num_far <= MAX_FAR_FRACTION * judge.num_logprobs
 
 
