@@ -251,8 +251,8 @@ MOST_BYTES = 48 << 10  # lines and dictionaries make room for more than they hol
 
 @pytest.mark.long
 def test_memory_does_not_grow_with_requests(cheap_engine: CellularEngine) -> None:
-    """Of 2,500 by 20 bytes each at most, of 35,000 by one or two."""
-    assert growth(cheap_engine, enough(2_500, 35_000)) < MOST_BYTES
+    """Of 4,000 by a dozen bytes each at most, of 35,000 by one or two."""
+    assert growth(cheap_engine, enough(4_000, 35_000)) < MOST_BYTES
     assert cheap_engine.stats()["num_compilations"] == cheap_engine.stats()["num_rows_promised"] == 0
     tables = cheap_engine.processor
     assert not tables.nodes.consumers and not tables.subgraphs.consumers and not tables.subgraphs.firsts
