@@ -24,6 +24,7 @@ from pensieve_jax.device import kernel_choices, model_runner
 from pensieve_jax.device.dense_reference import DenseReference
 from pensieve_jax.device.kv_storage import read_page
 from pensieve_jax.device.model_runner import ModelRunner
+from pensieve_jax.device.transfers import host_pool
 from pensieve_jax.runtime import device_memory
 from pensieve_jax.runtime.compilation import keep_compilations_in
 from pensieve_jax.runtime.executable_store import ExecutableStore
@@ -452,7 +453,7 @@ def test_layouts():
     assert small.pages_per_row == large.pages_per_row == 10
 
 
-def test_warm_up_reports_progress():
+def test_warm_up_reports_progress(monkeypatch):
     """One call per executable: of two buckets layers and both ends, six samplers. Equal models share them."""
     runner_for()
     runner = ModelRunner(_model("llama-tiny", 1), engine_config(), make_mesh(1))
@@ -461,6 +462,7 @@ def test_warm_up_reports_progress():
     assert [call[:2] for call in calls] == [(i, 12) for i in range(1, 13)]
     assert runner.num_compilations == 0
     assert not any(np.asarray(pool).any() for pool in runner.pools), "a plan of no rows writes nothing"
+    monkeypatch.setattr(host_pool, "keeps_host_memory", lambda storage: True)
     runner = ModelRunner(_model("llama-tiny", 1), engine_config(cpu_pages=70), make_mesh(1))
     calls.clear()
     runner.warm_up(lambda *call: calls.append(call))

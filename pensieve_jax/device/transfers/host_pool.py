@@ -5,7 +5,7 @@ a size that the machine does not have.
 Does not know: which slot belongs to whom, or how arrays come and go.
 
 Memory that the runtime has to pin first is filled 15 times slower than recycled memory, so all of it is
-taken once at the start and given back to the runtime, which keeps it.
+taken once at the start and given back to the runtime, which keeps it. On CPUs nothing is pinned or kept.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class HostPool:
 
     Attributes:
       num_slots: as many as `cache.cpu_pages`.
-      num_pieces: of the growth.
+      num_pieces: of the growth; 0 on CPUs, which need none.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class HostPool:
         self.num_slots, self._cpu_bytes = num_slots, cpu_bytes
         self._storage = storage
         self._num_chunks = num_slots + num_spare if num_slots else 0
-        self.num_pieces = -(-self._num_chunks // _CHUNKS_PER_PIECE)
+        self.num_pieces = -(-self._num_chunks // _CHUNKS_PER_PIECE) if keeps_host_memory(storage) else 0
         self._arrays: dict[int, list[jax.Array]] = {}
         self._check_memory()
 
     def grow(self) -> Iterator[str]:
-        """Have the runtime take the whole pool's memory; yields after every piece of it.
+        """Have the runtime take the whole pool's memory, where it keeps it; yields after every piece.
 
         Raises:
           ConfigError: the runtime does not get it.
@@ -119,3 +119,8 @@ class HostPool:
         if self._cpu_bytes is not None:
             return ConfigError("cache.cpu_bytes", self._cpu_bytes, limit, hint)
         return ConfigError("cache.cpu_pages", self.num_slots, limit, hint)
+
+
+def keeps_host_memory(storage: KVStorage) -> bool:
+    """Whether the runtime keeps freed host memory for later arrays, as GPU runtimes keep pinned memory."""
+    return storage.sharding.mesh.devices.flat[0].platform != "cpu"
