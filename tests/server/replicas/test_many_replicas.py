@@ -243,7 +243,7 @@ def expected(compilation_cache: str) -> list[list[Any]]:
 def cluster(postgres: PostgresServer, compilation_cache: str, expected: object) -> Iterator[Cluster]:
     found = None
     try:
-        found = Cluster(postgres.url(), engine(compilation_cache), free_port(), replicas=3)
+        found = Cluster(postgres.url(), engine(compilation_cache), free_port(), replicas=2)
         yield found
     finally:
         if found is not None:
@@ -263,7 +263,7 @@ def test_replies_are_one_engines_whatever_happens_to_replicas(num, expected, clu
     clients = Clients(cluster.client(), num)
     clients.turn(0)
     clients.turn(1)
-    note(f"3 replicas, nothing happens: {clients.moved(1)} of {num} turns compute their history again")
+    note(f"2 replicas, nothing happens: {clients.moved(1)} of {num} turns compute their history again")
     assert clients.moved(1) <= 0.01 * num
 
     before = cluster.stats()["replicas"].keys()
@@ -272,16 +272,16 @@ def test_replies_are_one_engines_whatever_happens_to_replicas(num, expected, clu
     again = cluster.stats()["num_turns_run_again"]
     note(f"one is killed -9 after a quarter of the turns: {clients.moved(2)}, and {again} were run again")
 
-    wait_until(lambda: (now := cluster.stats()["replicas"].keys()) != before and len(now) == 3)
+    wait_until(lambda: (now := cluster.stats()["replicas"].keys()) != before and len(now) == 2)
     clients.turn(3)
     note(f"another one is in its place: {clients.moved(3)}")
 
-    cluster.scale(4)
+    cluster.scale(3)
     clients.turn(4)
-    note(f"a fourth is there: {clients.moved(4)}")
-    assert num / 16 < clients.moved(4) < num / 2  # a quarter, as far as the ring is even
+    note(f"a third is there: {clients.moved(4)}")
+    assert num / 12 < clients.moved(4) < num / 1.5  # a third, as far as the ring is even
 
-    drained = threading.Thread(target=cluster.scale, args=(3,))
+    drained = threading.Thread(target=cluster.scale, args=(2,))
     clients.turn(5, event=drained.start)
     drained.join()
     again = cluster.stats()["num_turns_run_again"] - again
@@ -350,7 +350,7 @@ def test_a_reply_goes_on_when_its_engine_dies_and_the_replica_starts_another(clu
         for chunk in long_reply(client, stream=True):
             if not texts:
                 engines = [one for replica in pids_of(REPLICA) for one in children_of(replica)]
-                assert len(engines) == 3
+                assert len(engines) == 2
                 for one in engines:
                     os.kill(one, signal.SIGKILL)
             texts += [choice.text for choice in chunk.choices]
@@ -373,7 +373,7 @@ def command(history: str, compilation_cache: str) -> list[str]:
     return [
         *(sys.executable, str(ROOT / "scripts" / "serve.py"), f"--model={MODEL}", "--dtype=float32"),
         *(f"--history={history}", "--port=0", "--replicas=2"),
-        # As `engine`, whose programs the cache has; a gigabyte of host memory takes seconds to set up.
+        # As `engine`, whose programs the cache has.
         *(
             "--gpu_pages=1024",
             "--cpu_pages=0",
