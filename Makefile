@@ -6,6 +6,8 @@ EXTRAS ?= dev
 LAB_EXTRAS ?=
 PYTHON ?=
 export PYTHON
+# Python compiles a module when it is first imported; all of them at once would take most of a minute.
+INSTALL ?= $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # Tests start many processes, each of which would compile all of the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -13,12 +15,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 setup: $(STAMP)
 
-# Python compiles a module when it is first imported; all of them at once would take most of a minute.
 $(STAMP): pyproject.toml lab/pyproject.toml
 	python=$$(sh scripts/find_python.sh) && "$$python" -m venv $(VENV)
 	@echo "installing (about a minute)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e ".[$(EXTRAS)]" \
-		-e "./lab$(if $(LAB_EXTRAS),[$(LAB_EXTRAS)])"
+	$(INSTALL) -e ".[$(EXTRAS)]" -e "./lab$(if $(LAB_EXTRAS),[$(LAB_EXTRAS)])"
 	touch $@
 
 demo: $(STAMP)
