@@ -17,10 +17,10 @@ from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.bodies import Body
 from pensieve_jax.server.http.errors import not_found, rate_limited
 from pensieve_jax.server.http.pagination import limit_of
-from pensieve_jax.server.http.replies import Events, Reply, encode_json, event, json_reply
-from pensieve_jax.server.http.request import Call
+from pensieve_jax.server.http.replies import Events, HttpResponse, encode_json, event, json_reply
+from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.turns.sampling import token_sources
-from pensieve_jax.server.workers import aside
+from pensieve_jax.server.workers import run_cpu
 
 _PERIOD_S: Final = 0.25
 """Between two maps of a stream."""
@@ -39,14 +39,14 @@ class OfResponse(Body):
     response_id: str
 
 
-async def chunks(call: Call) -> Reply:
+async def chunks(call: HttpRequest) -> HttpResponse:
     """GET /v1/pensieve/chunks: the caller's branches, chunk by chunk; `stream=true` goes on telling."""
     if call.query.get("stream") == "true":
         return await _watched_maps(call)
     return json_reply(await _map(call))
 
 
-async def _watched_maps(call: Call) -> Events:
+async def _watched_maps(call: HttpRequest) -> Events:
     """Few at a time: each asks the engine four times a second.
 
     The first map is there before any byte is sent, so that an engine which tells none is a status of its own.
@@ -72,7 +72,7 @@ async def _watched_maps(call: Call) -> Events:
     return Events(_maps(call, first), settings.heartbeat_s, settings.stall_timeout_s, over)
 
 
-async def _maps(call: Call, first: dict[str, Any]) -> AsyncGenerator[bytes]:
+async def _maps(call: HttpRequest, first: dict[str, Any]) -> AsyncGenerator[bytes]:
     """A map whenever it has changed, four a second at most, for as long as somebody watches."""
     told, now = b"", encode_json(first)
     while True:
@@ -83,18 +83,18 @@ async def _maps(call: Call, first: dict[str, Any]) -> AsyncGenerator[bytes]:
         now = encode_json(await _map(call))
 
 
-async def _map(call: Call) -> dict[str, Any]:
+async def _map(call: HttpRequest) -> dict[str, Any]:
     engine = call.services.engine
     told: dict[str, Any] = await engine.call("chunk_map", call.owner)
     return told
 
 
-async def push_out(call: Call) -> Reply:
+async def push_out(call: HttpRequest) -> HttpResponse:
     """POST /v1/pensieve/push_out: copy a response's state to host memory and free its pages."""
     return json_reply({"num_chunks": await _on_turn(call, "push_out_turn")})
 
 
-async def forget_state(call: Call) -> Reply:
+async def forget_state(call: HttpRequest) -> HttpResponse:
     """POST /v1/pensieve/forget_state: drop a response's state in every tier.
 
     What the history keeps stays; a turn that is in memory only is gone with its state.
@@ -103,7 +103,7 @@ async def forget_state(call: Call) -> Reply:
     return json_reply({})
 
 
-async def _on_turn(call: Call, name: str) -> Any:
+async def _on_turn(call: HttpRequest, name: str) -> Any:
     response_id = (await call.decode(OfResponse)).response_id
     turn_id = response_id
     for prefix in _PREFIXES:
@@ -115,7 +115,7 @@ async def _on_turn(call: Call, name: str) -> Any:
         raise not_found("response with state", response_id) from None
 
 
-async def stats(call: Call) -> Reply:
+async def stats(call: HttpRequest) -> HttpResponse:
     """GET /v1/pensieve/stats: the engine's counters since its start, sizes, how full the front is."""
     engine, limits = call.services.engine, call.services.limits
     told = await engine.call("stats")
@@ -131,23 +131,23 @@ async def stats(call: Call) -> Reply:
     return json_reply({**told, **sizes, "device": info.description.get("device"), "tables": tables})
 
 
-async def trees(call: Call) -> Reply:
+async def trees(call: HttpRequest) -> HttpResponse:
     """GET /v1/pensieve/trees: conversations made of responses, the most recently active first.
 
     `limit` of them: 100 unless given, at most 1,000.
     """
-    return await aside(call.owner, True, _told_trees, call, limit_of(call.query, _NUM_TREES, _MAX_TREES))
+    return await run_cpu(call.owner, True, _told_trees, call, limit_of(call.query, _NUM_TREES, _MAX_TREES))
 
 
-async def tree(call: Call) -> Reply:
+async def tree(call: HttpRequest) -> HttpResponse:
     """GET /v1/pensieve/trees/{root}: the last turns of one of them, in the order in which they were made.
 
     `instructions` are told once, in the order in which they are named: a turn has their number in the list.
     """
-    return await aside(call.owner, True, _told_tree, call)
+    return await run_cpu(call.owner, True, _told_tree, call)
 
 
-def _told_trees(call: Call, limit: int) -> Reply:
+def _told_trees(call: HttpRequest, limit: int) -> HttpResponse:
     found = call.services.history.trees(call.owner, limit)
     rows = [
         {
@@ -161,7 +161,7 @@ def _told_trees(call: Call, limit: int) -> Reply:
     return json_reply({"data": rows})
 
 
-def _told_tree(call: Call) -> Reply:
+def _told_tree(call: HttpRequest) -> HttpResponse:
     root = call.path["root"]
     found = call.services.history.tree(call.owner, root, _MAX_TURNS)
     if not found:

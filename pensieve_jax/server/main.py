@@ -32,7 +32,7 @@ from starlette.types import ASGIApp
 
 from pensieve_jax.core.errors import ConfigError, PensieveError
 from pensieve_jax.server.engine_process.async_llm import AsyncEngine
-from pensieve_jax.server.http.connections import LimitedHeads
+from pensieve_jax.server.http.connections import RequestHeadLimits
 from pensieve_jax.server.logs import log_end_of_task
 from pensieve_jax.server.watchdog import watch
 
@@ -91,7 +91,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=LimitedHeads,
+                http=RequestHeadLimits,
                 ws="none",  # nothing here speaks them, and who offers them is answered in HTTP
                 log_config=None,
                 log_level="warning",

@@ -27,13 +27,13 @@ from pensieve_jax.decoding.turn_spec import check_token_ids
 from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.bodies import Body
 from pensieve_jax.server.http.errors import invalid_value, overloaded
-from pensieve_jax.server.http.replies import Bytes, Reply, json_reply
-from pensieve_jax.server.http.request import Call
+from pensieve_jax.server.http.replies import Bytes, HttpResponse, json_reply
+from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.metrics import CONTENT_TYPE
 from pensieve_jax.server.openai.schemas import ChatMessage
 from pensieve_jax.server.turns.checks import check_model, unwritable
-from pensieve_jax.server.workers import aside, is_long
+from pensieve_jax.server.workers import is_long, run_cpu
 from pensieve_jax.text import ChatFormat
 from pensieve_jax.version import __version__
 
@@ -42,7 +42,7 @@ MAX_SILENCE_S: Final = 10.0
 _ANSWER_TIMEOUT_S: Final = 2.0
 
 
-async def health(call: Call) -> Reply:
+async def health(call: HttpRequest) -> HttpResponse:
     """200, or 503 where the engine has ended for good or says nothing."""
     engine = call.services.engine
     if engine.state == "dead":
@@ -52,18 +52,18 @@ async def health(call: Call) -> Reply:
     return json_reply({"status": "ok", "engine": engine.state})
 
 
-async def ready(call: Call) -> Reply:
+async def ready(call: HttpRequest) -> HttpResponse:
     """200 where the engine takes turns, at once or after a wait, else 503."""
     call.services.limits.check_ready()
     return await health(call)
 
 
-async def version(call: Call) -> Reply:
+async def version(call: HttpRequest) -> HttpResponse:
     """Reply with the version of this package."""
     return json_reply({"version": __version__})
 
 
-async def metrics(call: Call) -> Reply:
+async def metrics(call: HttpRequest) -> HttpResponse:
     """All metrics in Prometheus' format."""
     services = call.services
     report = services.metrics.engine
@@ -76,12 +76,12 @@ async def metrics(call: Call) -> Reply:
     return Bytes(services.metrics.render(services.limits.num_waiting), CONTENT_TYPE)
 
 
-async def list_models(call: Call) -> Reply:
+async def list_models(call: HttpRequest) -> HttpResponse:
     """Reply with a list of the one model that is served."""
     return json_reply({"object": "list", "data": [_card(call.services)]})
 
 
-async def get_model(call: Call) -> Reply:
+async def get_model(call: HttpRequest) -> HttpResponse:
     """The model of this name, or 404."""
     check_model(call.services, call.path["model"])
     return json_reply(_card(call.services))
@@ -124,21 +124,21 @@ class DetokenizeBody(Body):
     model: str | None = None
 
 
-async def tokenize(call: Call) -> Reply:
+async def tokenize(call: HttpRequest) -> HttpResponse:
     """Ids of a text, or of messages with a generation prompt."""
     body = await call.decode(TokenizeBody)
     services = call.services
     check_model(services, body.model)
     in_thread = is_long(len(call.body), len(body.messages or ()))
-    return json_reply(await aside(call.owner, in_thread, _tokenized, services, body))
+    return json_reply(await run_cpu(call.owner, in_thread, _tokenized, services, body))
 
 
-async def detokenize(call: Call) -> Reply:
+async def detokenize(call: HttpRequest) -> HttpResponse:
     """The text of ids, special ones written out."""
     body = await call.decode(DetokenizeBody)
     services = call.services
     check_model(services, body.model)
-    return json_reply({"prompt": await call.aside(_text, services, body.tokens)})
+    return json_reply({"prompt": await call.run_cpu(_text, services, body.tokens)})
 
 
 def _tokenized(services: Services, body: TokenizeBody) -> dict[str, Any]:

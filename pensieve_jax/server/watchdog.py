@@ -29,7 +29,7 @@ LOOK_S: Final = 2.0
 """Between two looks of `watch`."""
 
 
-class Mortal(Protocol):
+class RestartableEngine(Protocol):
     """An engine that is started again when it dies; see `SupervisedEngine`."""
 
     @property
@@ -50,7 +50,7 @@ class Mortal(Protocol):
 class Watchdog:
     """Kills an engine that says nothing."""
 
-    def __init__(self, engine: Mortal, silence_s: float) -> None:
+    def __init__(self, engine: RestartableEngine, silence_s: float) -> None:
         """Nothing is known yet; `silence_s` is death."""
         self._engine, self._silence_s = engine, silence_s
         self._was_silent = False
@@ -69,7 +69,7 @@ class Watchdog:
         self._was_silent = is_silent
 
 
-async def watch(engine: Mortal) -> None:
+async def watch(engine: RestartableEngine) -> None:
     """Look at an engine that is alone again and again, until this is cancelled."""
     watchdog = Watchdog(engine, ALONE_SILENCE_S)
     while True:

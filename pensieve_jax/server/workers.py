@@ -31,7 +31,7 @@ _far_shares = weakref.WeakValueDictionary[str, asyncio.Semaphore]()
 _far_places = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
 
 
-class Thought(NamedTuple):
+class CpuTicket(NamedTuple):
     """What is known of work before it is done.
 
     Attributes:
@@ -57,7 +57,7 @@ def is_long(num_characters: int, num_messages: int = 0, num_tokens: int | None =
     return num_characters + messages + past > INLINE_CHARACTERS
 
 
-async def aside[**P, T](
+async def run_cpu[**P, T](
     owner: str, in_thread: bool, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> T:
     """What `work` returns: at once, or from a thread of its owner's share; raises what it raises.
@@ -77,10 +77,11 @@ async def aside[**P, T](
     return await asyncio.shield(running)
 
 
-async def far[**P, T](owner: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def run_io[**P, T](owner: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """What `work` returns, which waits for another machine; raises what it raises.
 
-    It may never end: others go on meanwhile, and so does the end of the process. Cancelled, it is as `aside`.
+    It may never end: others go on meanwhile, and so does the end of the process. A cancelled call is as that
+    of `run_cpu`.
     """
     loop = asyncio.get_running_loop()
     places = _far_places.setdefault(loop, asyncio.Semaphore(FAR_THREADS))

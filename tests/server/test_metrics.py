@@ -13,8 +13,8 @@ from pensieve_jax.core.errors import EngineClosedError
 from pensieve_jax.server.app import ROUTES
 from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.errors import invalid_value, overloaded, rate_limited
-from pensieve_jax.server.http.replies import Reply
-from pensieve_jax.server.http.request import Call
+from pensieve_jax.server.http.replies import HttpResponse
+from pensieve_jax.server.http.request import HttpRequest
 from tests.launching import load
 from tests.server.fakes import MODEL, FakeEngine, Harness, say
 
@@ -110,7 +110,7 @@ def busy() -> Harness:
 
 def test_what_is_answered_with_429_or_503_is_counted_whoever_refuses_it():
     def raising(error: Exception):
-        async def handle(call: Call) -> Reply:
+        async def handle(call: HttpRequest) -> HttpResponse:
             raise error
 
         return handle

@@ -10,7 +10,7 @@ import pytest
 
 from pensieve_jax.server.cache_view import ROUTES
 from pensieve_jax.server.http.keys import ApiKeys
-from pensieve_jax.server.workers import NUM_THREADS, SHARE, aside
+from pensieve_jax.server.workers import NUM_THREADS, SHARE, run_cpu
 from tests.server.fakes import Harness
 
 
@@ -74,17 +74,17 @@ def test_what_nobody_waits_for_any_more_still_counts(tmp_path):
         assert goes_on.wait(20)
 
     async def scene() -> None:
-        left = [asyncio.ensure_future(aside("ann", True, work)) for _ in range(SHARE)]
+        left = [asyncio.ensure_future(run_cpu("ann", True, work)) for _ in range(SHARE)]
         while len(begun) < SHARE:
             await asyncio.sleep(0.001)
         for one in left:
             one.cancel()
         await asyncio.wait(left)
         assert all(one.cancelled() for one in left)
-        late = asyncio.ensure_future(aside("ann", True, work))
+        late = asyncio.ensure_future(run_cpu("ann", True, work))
         try:
-            assert await aside("bob", True, len, begun) == SHARE
-            assert await aside("ann", False, len, begun) == SHARE, "what is short waits for nobody"
+            assert await run_cpu("bob", True, len, begun) == SHARE
+            assert await run_cpu("ann", False, len, begun) == SHARE, "what is short waits for nobody"
         finally:
             goes_on.set()
         await late
@@ -97,7 +97,7 @@ def test_without_keys_all_threads_are_everybodys():
     at_once = threading.Barrier(NUM_THREADS, timeout=20)
 
     async def scene() -> None:
-        await asyncio.gather(*(aside("", True, at_once.wait) for _ in range(NUM_THREADS)))
+        await asyncio.gather(*(run_cpu("", True, at_once.wait) for _ in range(NUM_THREADS)))
 
     asyncio.run(scene())
 
@@ -110,6 +110,6 @@ def test_errors_come_from_a_thread_and_give_it_back(owner):
     async def scene() -> None:
         for _ in range(SHARE + 1):
             with pytest.raises(KeyError):
-                await aside(owner, True, fail)
+                await run_cpu(owner, True, fail)
 
     asyncio.run(scene())

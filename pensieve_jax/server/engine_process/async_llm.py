@@ -25,7 +25,7 @@ from pensieve_jax.model_source import DEFAULT_MODEL
 from pensieve_jax.prompts import Prompt, is_messages
 from pensieve_jax.server.engine_process.messages import Start, check_sampling_params, sent_prompt
 from pensieve_jax.server.engine_process.running_turn import RunningTurn
-from pensieve_jax.server.engine_process.spawn import ProcessLife
+from pensieve_jax.server.engine_process.spawn import ProcessHandle
 from pensieve_jax.server.engine_process.supervisor import SupervisedEngine
 from pensieve_jax.server.logs import LogFormat
 from pensieve_jax.text import check_messages
@@ -76,7 +76,7 @@ class AsyncEngine(SupervisedEngine):
             sys.stderr.isatty() if progress is None else progress,
             log_format,
         )
-        return cls(functools.partial(ProcessLife.begin, greeting))
+        return cls(functools.partial(ProcessHandle.begin, greeting))
 
     def submit(
         self,

@@ -22,7 +22,7 @@ _WORKER = "pensieve_jax.server.engine_process.worker"
 _ROOT = Path(__file__).parents[3]  # what the package is imported from
 
 
-class Life(Protocol):
+class EngineHandle(Protocol):
     """An engine that was started.
 
     Attributes:
@@ -42,11 +42,11 @@ class Life(Protocol):
         ...
 
 
-type Begin = Callable[[], Awaitable[Life]]
+type Begin = Callable[[], Awaitable[EngineHandle]]
 """Starts an engine."""
 
 
-class ProcessLife:
+class ProcessHandle:
     """An engine in a process of its own."""
 
     def __init__(self, process: asyncio.subprocess.Process, front: socket.socket, greeting: Start) -> None:
@@ -55,7 +55,7 @@ class ProcessLife:
         self.process = process
 
     @staticmethod
-    async def begin(greeting: Start) -> ProcessLife:
+    async def begin(greeting: Start) -> ProcessHandle:
         """Start a process, by executing Python anew: a fork would copy the locks of other threads."""
         front, engine = socket.socketpair()
         path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -72,7 +72,7 @@ class ProcessLife:
             raise
         finally:
             engine.close()
-        return ProcessLife(process, front, greeting)
+        return ProcessHandle(process, front, greeting)
 
     async def wait(self) -> str:
         """Until the process has ended."""

@@ -31,7 +31,7 @@ from pensieve_jax.server.async_engine import EngineInfo, EngineState
 from pensieve_jax.server.engine_process.client import Connection, numbering
 from pensieve_jax.server.engine_process.messages import SentError, received_error, sent_spec
 from pensieve_jax.server.engine_process.running_turn import RunningTurn
-from pensieve_jax.server.engine_process.spawn import Begin, Life
+from pensieve_jax.server.engine_process.spawn import Begin, EngineHandle
 from pensieve_jax.server.engine_process.wire import WireError
 
 _log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class SupervisedEngine:
         self._state: EngineState = "starting"
         self._epoch = 0
         self._info: EngineInfo | None = None
-        self._life: Life | None = None
+        self._life: EngineHandle | None = None
         self._connection: Connection | None = None
         self._watch: asyncio.Task[None] | None = None
         self._starts_s: deque[float] = deque()

@@ -68,7 +68,7 @@ class TokenRate:
             self._total -= self._counts.popleft()[1]
 
 
-class Place:
+class Ticket:
     """Room for some turns of one request, from `Limits.enter` until `leave`; a context manager."""
 
     def __init__(
@@ -124,10 +124,10 @@ class Limits:
         self._reply_lens: deque[int] = deque(maxlen=_NUM_LATE_REPLIES)
         self._num_inside = 0
         self._num_waiting = 0
-        self._places: dict[Place, None] = {}  # that somebody has or waits for, by arrival
+        self._places: dict[Ticket, None] = {}  # that somebody has or waits for, by arrival
         self._has_keys = settings.api_keys_file is not None  # without keys, nobody's share is another's loss
         self._in_flight: dict[str, int] = {}
-        self._queue: dict[asyncio.Future[None], Place] = {}  # by arrival
+        self._queue: dict[asyncio.Future[None], Ticket] = {}  # by arrival
 
     @property
     def num_inside(self) -> int:
@@ -156,7 +156,7 @@ class Limits:
 
     async def enter(
         self, owner: str, num_turns: int = 1, num_tokens: int = 0, max_tokens: int | None = None
-    ) -> Place:
+    ) -> Ticket:
         """Room for turns that are given to the engine together, now or within the time that they may wait.
 
         Args:
@@ -170,14 +170,14 @@ class Limits:
         """
         place = self.enter_now(owner, num_turns, num_tokens, max_tokens)
         if place is None:
-            place = Place(self, owner, num_turns, num_tokens, max_tokens, self._now_s())
+            place = Ticket(self, owner, num_turns, num_tokens, max_tokens, self._now_s())
             self._count(place, 1)
             await self._wait(place)
         return place
 
     def enter_now(
         self, owner: str, num_turns: int = 1, num_tokens: int = 0, max_tokens: int | None = None
-    ) -> Place | None:
+    ) -> Ticket | None:
         """As `enter`, but None where there is a wait to begin."""
         self.check_ready()
         self._check_possible(num_turns)
@@ -186,7 +186,7 @@ class Limits:
             sentence = f"A key may have {most} turns at a time; wait for one of them."
             raise rate_limited(sentence, self.retry_after_s())
         if not self._queue and self._has_room(num_turns):
-            place = Place(self, owner, num_turns, num_tokens, max_tokens, self._now_s())
+            place = Ticket(self, owner, num_turns, num_tokens, max_tokens, self._now_s())
             self._num_inside += num_turns
             self._count(place, 1)
             return place
@@ -230,7 +230,7 @@ class Limits:
     def _has_room(self, num_turns: int) -> bool:
         return self._num_inside + num_turns <= self._most_inside()
 
-    def _count(self, place: Place, sign: int) -> None:
+    def _count(self, place: Ticket, sign: int) -> None:
         left = self.in_flight(place.owner) + sign * place.num_turns
         if sign > 0:
             self._places[place] = None
@@ -241,7 +241,7 @@ class Limits:
         else:
             del self._in_flight[place.owner]
 
-    async def _wait(self, place: Place) -> None:
+    async def _wait(self, place: Ticket) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue[turn] = place
         self._num_waiting += place.num_turns
@@ -264,7 +264,7 @@ class Limits:
             place.leave()
             raise
 
-    def _leave(self, place: Place, num_done_tokens: int, reply_lens: Iterable[int]) -> None:
+    def _leave(self, place: Ticket, num_done_tokens: int, reply_lens: Iterable[int]) -> None:
         self._num_inside -= place.num_turns
         self._count(place, -1)
         self._reply_lens.extend(reply_lens)

@@ -19,12 +19,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pensieve_jax.server.http.admission import BodyBudget, HeldBody
 from pensieve_jax.server.http.errors import ApiError
 from pensieve_jax.server.http.middleware import NOTES, Cors, ErrorReplies, HostCheck, OriginCheck, RequestLog
-from pensieve_jax.server.http.replies import Reply
-from pensieve_jax.server.http.request import Call, RequestNotes, read_body
+from pensieve_jax.server.http.replies import HttpResponse
+from pensieve_jax.server.http.request import HttpRequest, RequestNotes, read_body
 from pensieve_jax.server.http.services import Services
 
 type Lifespan = Callable[[], AbstractAsyncContextManager[None]]
-type Handler = Callable[[Call], Awaitable[Reply]]
+type Handler = Callable[[HttpRequest], Awaitable[HttpResponse]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class _Path:
         notes.owner = owner = self._owner(route, headers)
         with HeldBody(self._budget, owner) as held:
             body = await self._body(route, headers, receive, held) if method == "POST" else b""
-            call = Call(
+            call = HttpRequest(
                 services=self._services,
                 owner=owner,
                 path=scope["path_params"],

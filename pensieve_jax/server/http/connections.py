@@ -36,7 +36,7 @@ MAX_AHEAD: Final = 8
 leave before the answer ends."""
 
 
-class LimitedHeads(HttpToolsProtocol):
+class RequestHeadLimits(HttpToolsProtocol):
     """One connection whose request heads are limited in bytes and in time."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -48,7 +48,7 @@ class LimitedHeads(HttpToolsProtocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._earlier = deque[RequestResponseCycle]()  # than the last one, and not answered yet
         self._declines = False  # the offer of another protocol, whose head is read once more without it
-        self.parser = StayingParser(self.parser, self, self._declined)  # type: ignore[assignment]
+        self.parser = NoUpgradeParser(self.parser, self, self._declined)  # type: ignore[assignment]
 
     # What uvicorn's loop calls
 
@@ -179,7 +179,7 @@ def head_without_upgrade(
     return b"%b %b HTTP/%b\r\n%b\r\n" % (method, url, version.encode(), b"".join(fields))
 
 
-class StayingParser:
+class NoUpgradeParser:
     """The parser of one connection; what it lacks here it has from httptools."""
 
     def __init__(

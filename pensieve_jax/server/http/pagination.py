@@ -16,13 +16,13 @@ from starlette.datastructures import QueryParams
 from pensieve_jax.history.reader import Order, Page
 from pensieve_jax.history.server_tables.changes import ItemRow
 from pensieve_jax.server.http.errors import invalid_value
-from pensieve_jax.server.http.replies import Bytes, Reply, encode_json
-from pensieve_jax.server.http.request import Call
-from pensieve_jax.server.workers import Thought
+from pensieve_jax.server.http.replies import Bytes, HttpResponse, encode_json
+from pensieve_jax.server.http.request import HttpRequest
+from pensieve_jax.server.workers import CpuTicket
 
 DEFAULT_LIMIT: Final = 20
 MAX_LIMIT: Final = 100
-_READING: Final = Thought(is_long=True, asks_history=True)  # each item may have megabytes
+_READING: Final = CpuTicket(is_long=True, asks_history=True)  # each item may have megabytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,10 @@ def limit_of(query: QueryParams, default: int, most: int) -> int:
     return int(given)
 
 
-async def page_of_items(call: Call, read: Callable[..., Page[ItemRow]], name: str) -> Reply:
+async def page_of_items(call: HttpRequest, read: Callable[..., Page[ItemRow]], name: str) -> HttpResponse:
     """The part that a request asks for of kept items, which `read` reads of the owner's `name`."""
     query = page_query(call.query)
-    body = await call.services.think(call.owner, _READING, _page_of_items, read, call.owner, name, query)
+    body = await call.services.run_cpu(call.owner, _READING, _page_of_items, read, call.owner, name, query)
     return Bytes(body, "application/json")
 
 

@@ -39,7 +39,7 @@ _HEADERS = [
 ]
 
 
-class Reply(Protocol):
+class HttpResponse(Protocol):
     """An answer that can send itself, once."""
 
     async def send(self, receive: Receive, send: Send) -> None:

@@ -16,7 +16,7 @@ from starlette.types import Receive
 
 from pensieve_jax.server.http.bodies import decode_body
 from pensieve_jax.server.http.errors import ApiError
-from pensieve_jax.server.workers import aside, is_long
+from pensieve_jax.server.workers import is_long, run_cpu
 
 if TYPE_CHECKING:
     from pensieve_jax.server.http.services import Services
@@ -46,7 +46,7 @@ class RequestNotes:
 
 
 @dataclass(slots=True)
-class Call:
+class HttpRequest:
     """One request.
 
     Attributes:
@@ -70,13 +70,15 @@ class Call:
     async def decode[T](self, kind: type[T]) -> T:
         """The body as a struct of requests; see `bodies`. Notes what it does not know."""
         ignores_tools = self.services.settings.tools == "ignore"
-        value, ignored = await self.aside(lambda: decode_body(self.body, kind, ignores_offers=ignores_tools))
+        value, ignored = await self.run_cpu(
+            lambda: decode_body(self.body, kind, ignores_offers=ignores_tools)
+        )
         self.notes.ignored_fields = ignored
         return value
 
-    async def aside[**P, T](self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def run_cpu[**P, T](self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What `work` returns, whose length is the body's: off the event loop where that is long."""
-        return await aside(self.owner, is_long(len(self.body)), work, *args, **kwargs)
+        return await run_cpu(self.owner, is_long(len(self.body)), work, *args, **kwargs)
 
     async def read[**P, T](self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What `work` reads of the history; see `Services.read`."""

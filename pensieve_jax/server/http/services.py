@@ -16,7 +16,7 @@ from pensieve_jax.server.http.admission import Limits
 from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.metrics import Metrics
-from pensieve_jax.server.workers import Thought, aside, far
+from pensieve_jax.server.workers import CpuTicket, run_cpu, run_io
 from pensieve_jax.text import ChatFormat, Tokenizer
 from pensieve_jax.text.token_texts import TokenTexts
 
@@ -75,16 +75,16 @@ class Services:
         that nobody else waits: what the event loop knew may have changed by then.
         """
         if self.is_history_far:
-            return await far(owner, work, *args, **kwargs)
+            return await run_io(owner, work, *args, **kwargs)
         return work(*args, **kwargs)
 
-    async def think[**P, T](
-        self, owner: str, how: Thought, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    async def run_cpu[**P, T](
+        self, owner: str, how: CpuTicket, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """What `work` returns, wherever it keeps nobody else waiting; raises what it raises."""
         if how.asks_history and self.is_history_far:
-            return await far(owner, work, *args, **kwargs)
-        return await aside(owner, how.is_long, work, *args, **kwargs)
+            return await run_io(owner, work, *args, **kwargs)
+        return await run_cpu(owner, how.is_long, work, *args, **kwargs)
 
     @property
     def model_name(self) -> str:

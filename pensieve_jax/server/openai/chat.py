@@ -23,8 +23,8 @@ from pensieve_jax.server.async_engine import AsyncDelta, AsyncTurn
 from pensieve_jax.server.context.resolver import Memory, ResolvedContext, has_reply
 from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.errors import renamed_fields
-from pensieve_jax.server.http.replies import Reply, encode_json
-from pensieve_jax.server.http.request import Call
+from pensieve_jax.server.http.replies import HttpResponse, encode_json
+from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.openai.completion_stream import reply_in
 from pensieve_jax.server.openai.schemas import ChatBody
 from pensieve_jax.server.turns.checks import (
@@ -37,14 +37,14 @@ from pensieve_jax.server.turns.checks import (
 from pensieve_jax.server.turns.run import RunningTurns, run_turns, start_turns
 from pensieve_jax.server.turns.sampling import choice_params, completion_usage
 from pensieve_jax.server.turns.stored import kept_draft
-from pensieve_jax.server.workers import Thought, is_long
+from pensieve_jax.server.workers import CpuTicket, is_long
 
 
-async def create_chat_completion(call: Call) -> Reply:
+async def create_chat_completion(call: HttpRequest) -> HttpResponse:
     """One reply or several to a list of messages."""
     body = await call.decode(ChatBody)
     check_model(call.services, body.model)
-    completion = await call.aside(ChatCompletion, call, body)
+    completion = await call.run_cpu(ChatCompletion, call, body)
     return await reply_in(completion, call, body, await completion.start())
 
 
@@ -56,7 +56,7 @@ class ChatCompletion:
 
     fields: Final = {"prompt": "messages", "logprobs": "top_logprobs"}
 
-    def __init__(self, call: Call, body: ChatBody) -> None:
+    def __init__(self, call: HttpRequest, body: ChatBody) -> None:
         """Of a body that was read; raises ApiError for what only reading it whole can tell."""
         self._services = call.services
         self._notes = call.notes
@@ -72,14 +72,14 @@ class ChatCompletion:
     async def start(self) -> RunningTurns:
         """Wait for a place and submit; raises ApiError."""
         num_characters = sum(len(message["content"]) for message in self._messages)
-        thought = Thought(is_long(num_characters, len(self._messages)), has_reply(self._messages))
+        thought = CpuTicket(is_long(num_characters, len(self._messages)), has_reply(self._messages))
 
         async def start() -> Sequence[AsyncTurn]:
             _, turns = await start_turns(
                 self._services.engine,
                 self._find,
                 self._specs,
-                think=partial(self._services.think, self._owner, thought),
+                run_cpu=partial(self._services.run_cpu, self._owner, thought),
             )
             return turns
 

@@ -17,13 +17,13 @@ from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.outputs import FinishReason, Output
 from pensieve_jax.server.async_engine import AsyncDelta
 from pensieve_jax.server.http.errors import ApiError, as_api_error, renamed_fields
-from pensieve_jax.server.http.replies import DONE, Events, Reply, encode_json, event, json_reply
-from pensieve_jax.server.http.request import Call
+from pensieve_jax.server.http.replies import DONE, Events, HttpResponse, encode_json, event, json_reply
+from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.turns.run import RunningTurns, merged
 from pensieve_jax.server.turns.sampling import SamplingFields
 
 
-class Words(Protocol):
+class WireFormat(Protocol):
     """How one of the APIs says what came of a request's turns; choices of chunks are JSON already."""
 
     @property
@@ -56,7 +56,9 @@ class Words(Protocol):
         ...
 
 
-async def reply_in(words: Words, call: Call, body: SamplingFields, running: RunningTurns) -> Reply:
+async def reply_in(
+    words: WireFormat, call: HttpRequest, body: SamplingFields, running: RunningTurns
+) -> HttpResponse:
     """The answer to a request whose turns run; they are closed with it. Raises what they failed with."""
     if body.stream:
         settings = call.services.settings
@@ -75,7 +77,7 @@ async def reply_in(words: Words, call: Call, body: SamplingFields, running: Runn
         await running.close()
 
 
-async def _chunks(words: Words, running: RunningTurns, *, includes_usage: bool) -> AsyncGenerator[bytes]:
+async def _chunks(words: WireFormat, running: RunningTurns, *, includes_usage: bool) -> AsyncGenerator[bytes]:
     """What fails in between is told in the stream."""
     head = encode_json(words.head())[:-1]
     before, after = head + b',"choices":[', b'],"usage":null}' if includes_usage else b"]}"

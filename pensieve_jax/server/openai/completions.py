@@ -26,8 +26,8 @@ from pensieve_jax.decoding.turn_spec import TurnSpec, check_token_ids
 from pensieve_jax.server.async_engine import AsyncDelta, AsyncTurn
 from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.errors import as_api_error, invalid_value
-from pensieve_jax.server.http.replies import Reply, encode_json
-from pensieve_jax.server.http.request import Call
+from pensieve_jax.server.http.replies import HttpResponse, encode_json
+from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.openai.completion_stream import reply_in
 from pensieve_jax.server.turns.checks import (
@@ -40,7 +40,7 @@ from pensieve_jax.server.turns.checks import (
 from pensieve_jax.server.turns.run import RunningTurns, run_turns
 from pensieve_jax.server.turns.sampling import SamplingFields, choice_params, completion_usage
 from pensieve_jax.server.turns.stored import kept_draft
-from pensieve_jax.server.workers import Thought, is_long
+from pensieve_jax.server.workers import CpuTicket, is_long
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's, of this API alone
 _MAX_PROMPTS = 64
@@ -75,13 +75,13 @@ class CompletionBody(SamplingFields, kw_only=True):
     return_token_ids: bool | None = None
 
 
-async def create_completion(call: Call) -> Reply:
+async def create_completion(call: HttpRequest) -> HttpResponse:
     """One reply or several to each prompt."""
     body = await call.decode(CompletionBody)
     check_model(call.services, body.model)
-    thought = Thought(is_long(len(call.body)), body.previous_response_id is not None)
-    completion = await call.services.think(call.owner, thought, Completion, call, body)
-    await call.aside(completion.encode)
+    thought = CpuTicket(is_long(len(call.body)), body.previous_response_id is not None)
+    completion = await call.services.run_cpu(call.owner, thought, Completion, call, body)
+    await call.run_cpu(completion.encode)
     return await reply_in(completion, call, body, await completion.start())
 
 
@@ -153,7 +153,7 @@ class Completion:
 
     fields: Final[Mapping[str, str]] = {}
 
-    def __init__(self, call: Call, body: CompletionBody) -> None:
+    def __init__(self, call: HttpRequest, body: CompletionBody) -> None:
         """Of a body that was read; raises ApiError for what only reading it whole can tell."""
         self._services = call.services
         self._notes = call.notes

@@ -12,8 +12,8 @@ from typing import Final
 
 from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.errors import ApiError
-from pensieve_jax.server.http.replies import Bytes, Reply
-from pensieve_jax.server.http.request import Call
+from pensieve_jax.server.http.replies import Bytes, HttpResponse
+from pensieve_jax.server.http.request import HttpRequest
 
 _TYPES: Final = {
     "html": "text/html; charset=utf-8",
@@ -43,12 +43,12 @@ def _read() -> dict[str, Bytes]:
 _FILES: Final = _read()
 
 
-async def index(call: Call) -> Reply:
+async def index(call: HttpRequest) -> HttpResponse:
     """GET /: the page itself."""
     return _FILES["index.html"]
 
 
-async def asset(call: Call) -> Reply:
+async def asset(call: HttpRequest) -> HttpResponse:
     """GET /page/{name}: its script and style."""
     name = call.path["name"]
     if name not in _FILES:

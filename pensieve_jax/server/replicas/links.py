@@ -18,7 +18,7 @@ from pensieve_jax.server.async_engine import EngineInfo, EngineState
 from pensieve_jax.server.engine_process.messages import Answer, Apply, Call, Report, Submit
 
 
-class Lines(Protocol):
+class ReplicaStream(Protocol):
     """What comes of one submission, message by message; see `Replicas.run`."""
 
     def __aiter__(self) -> AsyncIterator[bytes]: ...
@@ -35,7 +35,7 @@ class Lines(Protocol):
 class Replicas(Protocol):
     """All replicas. Every method raises EngineDiedError where the replica that it reached was lost."""
 
-    def run(self, key: str, submission: bytes) -> Lines:
+    def run(self, key: str, submission: bytes) -> ReplicaStream:
         """Run turns on the replica of a key; what comes are `Report`s."""
         ...
 

@@ -37,7 +37,7 @@ from pensieve_jax.server.main import EXIT_AT_ONCE, EXIT_ENDED, address_of, bind
 from pensieve_jax.server.replicas.plan import FLUSH_S, ReplicaPlan
 from pensieve_jax.server.replicas.serve_app import FRONT, REPLICA, application
 from pensieve_jax.server.replicas.startup import (
-    Attendance,
+    ReplicaMonitor,
     Seen,
     StartReport,
     problem_in_words,
@@ -94,7 +94,7 @@ def serve_replicas(plan: ReplicaPlan, settings: ServerSettings, announce: Callab
         except _NOT_STARTED as error:
             raise _not_started(error) from error
         announce(address)
-        with watching(Attendance(plan.replicas, _log.warning), _seen, _WATCH_S):
+        with watching(ReplicaMonitor(plan.replicas, _log.warning), _seen, _WATCH_S):
             if not _until_told(signals):
                 return EXIT_ENDED
         _log.info("ending: turns that run get %g s; a second signal ends them at once", settings.drain_s)

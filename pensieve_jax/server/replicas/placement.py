@@ -20,7 +20,7 @@ from pensieve_jax.balance import Asked, Load, NamedRoots, Speeds
 from pensieve_jax.core.outputs import Usage
 from pensieve_jax.core.turn_node import new_root
 from pensieve_jax.server.async_engine import EngineInfo
-from pensieve_jax.server.replicas.stream import Reply
+from pensieve_jax.server.replicas.stream import RoutedReply
 
 _FLOP_PER_S: Final = 4e14
 _BYTES_PER_S: Final = 3.5e12
@@ -53,7 +53,7 @@ class RootNames:
         self._names: frozenset[str] = frozenset()
         self._ready: frozenset[str] = frozenset()
         self._max_tokens = 0
-        self._sent: dict[Reply, _Sent] = {}
+        self._sent: dict[RoutedReply, _Sent] = {}
         self._promised: OrderedDict[str, tuple[float, _Sent]] = OrderedDict()
         self._lengths: OrderedDict[str, int] = OrderedDict()
 
@@ -85,7 +85,7 @@ class RootNames:
             self._promised[named] = self._now_s(), _Sent(named, self._owner(named), num_tokens, 0)
         return named
 
-    def sent(self, key: str, replies: Iterable[Reply]) -> None:
+    def sent(self, key: str, replies: Iterable[RoutedReply]) -> None:
         """Turns of one root are on their way."""
         with self._lock:
             self._promised.pop(key, None)
@@ -93,7 +93,7 @@ class RootNames:
             for reply in replies:
                 self._sent[reply] = _Sent(key, owner, reply.spec.num_new_tokens, num_history_tokens)
 
-    def ended(self, replies: Iterable[Reply]) -> None:
+    def ended(self, replies: Iterable[RoutedReply]) -> None:
         """Turns that were sent have ended somehow."""
         with self._lock:
             for reply in replies:

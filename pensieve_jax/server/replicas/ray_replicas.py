@@ -49,11 +49,11 @@ class RayReplicas:
         self._ask = handle.options(method_name="ask")
         self._handle = handle
 
-    def run(self, key: str, submission: bytes) -> RayLines:
+    def run(self, key: str, submission: bytes) -> RayReplicaStream:
         """Run turns on the replica of a key."""
         inbox = self._listener.open()
         call = self._run.options(session_id=key).remote(submission, self._front, inbox.number)
-        return RayLines(call, inbox)
+        return RayReplicaStream(call, inbox)
 
     async def ask(self, key: str, question: bytes) -> bytes:
         """Ask the replica of a key."""
@@ -107,7 +107,7 @@ def _says_why_not(asked: asyncio.Future[bytes]) -> bool:
     return error is not None
 
 
-class RayLines:
+class RayReplicaStream:
     """`Lines` of a call of Serve, which ends with its turns; what comes of them comes on a stream."""
 
     def __init__(self, call: Any, inbox: Inbox) -> None:

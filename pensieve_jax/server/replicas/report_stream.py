@@ -60,13 +60,13 @@ class Hello(msgspec.Struct, array_like=True, tag=True, frozen=True):
     token: str
 
 
-class Said(msgspec.Struct, array_like=True, tag=True, frozen=True):
+class ReportFrame(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """Messages, each with its stream and its run; an empty one is the last of its stream."""
 
     messages: list[tuple[int, int, bytes]]
 
 
-class Unread(msgspec.Struct, array_like=True, tag=True, frozen=True):
+class StreamClosed(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """From the front: nobody reads what this run says."""
 
     run: int
@@ -111,7 +111,7 @@ class ReportLink(asyncio.Protocol):
     def __init__(self) -> None:
         """Not connected; see `open`."""
         self.is_lost = False
-        self._frames, self._writer = FrameReader(Unread), FrameWriter()
+        self._frames, self._writer = FrameReader(StreamClosed), FrameWriter()
         self._messages: list[tuple[int, int, bytes]] = []
         self._transport: Any = None
         self._may_write = asyncio.Event()
@@ -195,7 +195,7 @@ class ReportLink(asyncio.Protocol):
         if not messages or self.is_lost:
             return
         try:
-            self._transport.write(self._writer.frame(Said(messages)))
+            self._transport.write(self._writer.frame(ReportFrame(messages)))
         except WireError as error:  # too long for a frame: its streams cannot go on without it
             _log.error("%s", error)
             self._transport.abort()
@@ -370,7 +370,7 @@ class _Incoming(asyncio.Protocol):
 
     def __init__(self, listener: ReportListener) -> None:
         self._listener = listener
-        self._frames, self._writer = FrameReader(Hello | Said), FrameWriter()
+        self._frames, self._writer = FrameReader(Hello | ReportFrame), FrameWriter()
         self.is_known = False
         self._num_bytes = 0
         self._transport: Any = None
@@ -404,13 +404,13 @@ class _Incoming(asyncio.Protocol):
     def close(self) -> None:
         self._transport.abort()
 
-    def _take(self, message: Hello | Said) -> None:
+    def _take(self, message: Hello | ReportFrame) -> None:
         if isinstance(message, Hello) and self._listener.is_ours(message.token):
             self.is_known = True
             self._deadline.cancel()
         if not self.is_known:
             raise WireError("It does not begin with this front's token.")
-        if isinstance(message, Said):
+        if isinstance(message, ReportFrame):
             for number, run, line in message.messages:
                 if not self._listener.feed(self, number, run, line) and line:
-                    self._transport.write(self._writer.frame(Unread(run)))
+                    self._transport.write(self._writer.frame(StreamClosed(run)))

@@ -28,9 +28,9 @@ from pensieve_jax.core.turn_node import root_of
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history.reader import HistoryReader, TurnView
 from pensieve_jax.server.engine_process.messages import Ending, Report, received_error, sent_spec, submission
-from pensieve_jax.server.replicas.links import Lines, Replicas, decoded_report, encoded
-from pensieve_jax.server.replicas.stream import Reply
-from pensieve_jax.server.workers import far
+from pensieve_jax.server.replicas.links import Replicas, ReplicaStream, decoded_report, encoded
+from pensieve_jax.server.replicas.stream import RoutedReply
+from pensieve_jax.server.workers import run_io
 
 type Kept = Callable[[TurnSpec], Awaitable[Output | None]]
 """What the history has of a turn: None where it has nothing."""
@@ -42,7 +42,7 @@ _UNEXPECTED = "The turn could not be brought to its end; the log says why."
 _ENDED_EARLY = "The replica went away before the turn had ended."
 
 
-class Errand:
+class RetryingSubmission:
     """Turns of one key. Used by the thread of one event loop.
 
     Attributes:
@@ -54,12 +54,12 @@ class Errand:
     def __init__(self, replicas: Replicas, key: str, specs: Sequence[TurnSpec], kept: Kept) -> None:
         """Nothing is sent yet; raises InvalidRequestError for what cannot cross."""
         self.key = key
-        self.replies = [Reply(spec) for spec in specs]
+        self.replies = [RoutedReply(spec) for spec in specs]
         self.num_runs = self.num_run_again = 0
         self._replicas = replicas
         self._kept = kept
         self._sent = [sent_spec(number, spec) for number, spec in enumerate(specs)]
-        self._lines: Lines | None = None
+        self._lines: ReplicaStream | None = None
 
     async def run(self) -> None:
         """Until every turn has ended somehow."""
@@ -78,7 +78,7 @@ class Errand:
         finally:
             self._fail_rest(why)
 
-    def cancel(self, reply: Reply) -> None:
+    def cancel(self, reply: RoutedReply) -> None:
         """End a turn; the replica is told once nobody waits for any of them."""
         reply.fail(EngineClosedError(_CANCELLED))
         if not self._left() and self._lines is not None:
@@ -142,7 +142,7 @@ class Errand:
             died = self._end(replies[ending.number], ending) or died
         return died
 
-    def _end(self, reply: Reply, ending: Ending) -> EngineDiedError | None:
+    def _end(self, reply: RoutedReply, ending: Ending) -> EngineDiedError | None:
         if reply.done:
             return None
         if ending.output is not None:
@@ -204,7 +204,7 @@ def _may_run_again(spec: TurnSpec) -> bool:
     return spec.node is not None or spec.conversation_id is None
 
 
-def _not_again(reply: Reply, error: Exception) -> EngineDiedError | None:
+def _not_again(reply: RoutedReply, error: Exception) -> EngineDiedError | None:
     """What a replay was refused with: told as it is where its client may still begin anew."""
     if reply.is_accepted or _says_taken(error):
         return EngineDiedError(f"{_AGAIN}: {error}")
@@ -225,7 +225,7 @@ def kept_outputs(reader: HistoryReader) -> Callable[[TurnSpec], Awaitable[Output
         if node is None or not node.durable:
             return None
         try:
-            view = await far(node.owner, reader.turn, node.owner, node.turn_id)
+            view = await run_io(node.owner, reader.turn, node.owner, node.turn_id)
         except UnknownTurnError:
             return None
         return output_of(view, spec)

@@ -34,8 +34,8 @@ from pensieve_jax.server.replicas.links import (
 )
 from pensieve_jax.server.replicas.merging import BY_REPLICA, OF_ALL, merged, summed
 from pensieve_jax.server.replicas.placement import RootNames
-from pensieve_jax.server.replicas.retry import Errand, Kept, key_of
-from pensieve_jax.server.replicas.stream import Reply, RoutedTurn
+from pensieve_jax.server.replicas.retry import Kept, RetryingSubmission, key_of
+from pensieve_jax.server.replicas.stream import RoutedReply, RoutedTurn
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class RoutedEngine:
         self._reports: Sequence[ReplicaReport] = [first]
         self._heard_s = time.monotonic()
         self._is_draining = False
-        self._errands: dict[asyncio.Task[None], Errand] = {}
+        self._errands: dict[asyncio.Task[None], RetryingSubmission] = {}
         self._num_local = self._num_run_again = 0
 
     # As EngineService
@@ -117,7 +117,7 @@ class RoutedEngine:
         for number, key in enumerate(keys):
             by_key.setdefault(key, []).append(number)
         errands = {
-            key: Errand(self._replicas, key, [seeded[number] for number in numbers], self._kept)
+            key: RetryingSubmission(self._replicas, key, [seeded[number] for number in numbers], self._kept)
             for key, numbers in by_key.items()
         }
         turns: dict[int, RoutedTurn] = {}
@@ -189,7 +189,7 @@ class RoutedEngine:
         by_replica = {report.replica: report.stats for report in self._reports}
         return {"num_turns_run_again": self.num_run_again, BY_REPLICA: by_replica}
 
-    def _start(self, errand: Errand) -> None:
+    def _start(self, errand: RetryingSubmission) -> None:
         self._names.sent(errand.key, errand.replies)
         task = _apart(errand.run())
         self._errands[task] = errand
@@ -202,7 +202,7 @@ class RoutedEngine:
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a turn ended in a way that nobody expected", exc_info=error)
 
-    def _id_of(self, reply: Reply) -> str:
+    def _id_of(self, reply: RoutedReply) -> str:
         if reply.spec.node is not None:
             return reply.spec.node.turn_id
         self._num_local += 1

@@ -44,7 +44,7 @@ from pensieve_jax.server.replicas.report_stream import ReplyTo, ReportLinks, Rep
 from pensieve_jax.server.replicas.retry import kept_outputs
 from pensieve_jax.server.replicas.routed_engine import RoutedEngine
 from pensieve_jax.server.replicas.scaling import QUEUED_TOKENS
-from pensieve_jax.server.replicas.serve_middleware import Paced, ProxysRequestId
+from pensieve_jax.server.replicas.serve_middleware import ChunkRateLimiter, ProxyRequestIdMiddleware
 from pensieve_jax.server.watchdog import SILENCE_S, Watchdog
 
 _log = logging.getLogger(__name__)
@@ -178,7 +178,7 @@ class Front:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """What Serve's proxies send requests to."""
-        return ProxysRequestId(Paced(self._application()))
+        return ProxyRequestIdMiddleware(ChunkRateLimiter(self._application()))
 
     async def drain(self, seconds: float) -> None:
         """Take no more turns, and wait for those that run; what is left after `seconds` is cancelled."""

@@ -27,7 +27,7 @@ _NAME: Final = b"x-request-id"
 _UNFIT: Final = re.compile(f"[^{REQUEST_ID_CHARACTERS}]".encode())
 
 
-class Paced:
+class ChunkRateLimiter:
     """An application that all together sends so many pieces of bodies a second at most."""
 
     def __init__(self, app: ASGIApp, pieces_per_s: float = PIECES_PER_S) -> None:
@@ -58,7 +58,7 @@ class Paced:
             await asyncio.sleep(place_s - now_s)
 
 
-class ProxysRequestId:
+class ProxyRequestIdMiddleware:
     """An application whose requests have the ids that a proxy gives them."""
 
     def __init__(self, app: ASGIApp) -> None:

@@ -83,7 +83,7 @@ class StartReport:
         self._say(line)
 
 
-class Attendance:
+class ReplicaMonitor:
     """Lines about an application that serves."""
 
     def __init__(self, num_replicas: int, say: Callable[[str], object]) -> None:
@@ -103,7 +103,7 @@ class Attendance:
 
 
 @contextmanager
-def watching(attendance: Attendance, look: Callable[[], Seen | None], every_s: float) -> Iterator[None]:
+def watching(attendance: ReplicaMonitor, look: Callable[[], Seen | None], every_s: float) -> Iterator[None]:
     """Have a thread look, and tell, until the block is left; nobody waits for it, as a look may take long."""
     with _thread_that_looks(_Looking(look), attendance.see, every_s, patience_s=0.0):
         yield

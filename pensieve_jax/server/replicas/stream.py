@@ -21,7 +21,7 @@ _OTHERWISE = (
 )
 
 
-class Reply:
+class RoutedReply:
     """Of one turn; belongs to the errand that runs it.
 
     Attributes:
@@ -158,7 +158,7 @@ class RoutedTurn:
 
     __slots__ = ("__weakref__", "_cancel", "_finalizer", "_reply", "_turn_id")
 
-    def __init__(self, reply: Reply, turn_id: str, cancel: Callable[[Reply], None]) -> None:
+    def __init__(self, reply: RoutedReply, turn_id: str, cancel: Callable[[RoutedReply], None]) -> None:
         """`cancel` ends the turn where it runs; whoever collects garbage may be in another thread."""
         self._reply = reply
         self._turn_id = turn_id
@@ -221,6 +221,6 @@ class RoutedTurn:
         self._cancel(self._reply)
 
 
-def _drop(loop: asyncio.AbstractEventLoop, cancel: Callable[[Reply], None], reply: Reply) -> None:
+def _drop(loop: asyncio.AbstractEventLoop, cancel: Callable[[RoutedReply], None], reply: RoutedReply) -> None:
     if not loop.is_closed():
         loop.call_soon_threadsafe(cancel, reply)

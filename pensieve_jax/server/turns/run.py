@@ -17,7 +17,7 @@ from pensieve_jax.core.outputs import Output
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.server.async_engine import AsyncDelta, AsyncTurn, EngineService
 from pensieve_jax.server.context.resolver import Memory, ResolvedContext
-from pensieve_jax.server.http.admission import Place
+from pensieve_jax.server.http.admission import Ticket
 from pensieve_jax.server.http.errors import overloaded
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.metrics import Metrics, TurnTimes
@@ -37,7 +37,7 @@ async def run_turns(
     num_turns: int = 1,
     num_tokens: int = 0,
     max_tokens: int | None = None,
-    wait: Callable[[Awaitable[Place]], Awaitable[Place]] | None = None,
+    wait: Callable[[Awaitable[Ticket]], Awaitable[Ticket]] | None = None,
 ) -> RunningTurns:
     """Wait for a place, and start turns in it.
 
@@ -73,7 +73,7 @@ async def start_turns(
     find: Callable[[Memory], ResolvedContext],
     specs_of: Callable[[ResolvedContext], Sequence[TurnSpec]],
     *,
-    think: Think,
+    run_cpu: Think,
 ) -> tuple[ResolvedContext, list[AsyncTurn]]:
     """The turns of a context, accepted by the engine, all of them or none.
 
@@ -88,7 +88,7 @@ async def start_turns(
     """
     unknown: UnknownTurnError | None = None
     for memory in Memory:
-        resolved = await think(find, memory)
+        resolved = await run_cpu(find, memory)
         turns = engine.submit_all(specs_of(resolved))
         try:
             for turn in turns:
@@ -182,7 +182,7 @@ class RunningTurns:
       turns: in the order in which they were submitted.
     """
 
-    def __init__(self, turns: Sequence[TimedTurn], place: Place, tracing: Tracing | None) -> None:
+    def __init__(self, turns: Sequence[TimedTurn], place: Ticket, tracing: Tracing | None) -> None:
         """Of a place that they were given; `tracing` is told of their ends, once."""
         self.turns = turns
         self._place = place

@@ -20,7 +20,7 @@ from pensieve_jax.server.async_engine import EngineInfo
 from pensieve_jax.server.engine_process.async_llm import AsyncEngine
 from pensieve_jax.server.engine_process.engine_server import EngineServer
 from pensieve_jax.server.engine_process.messages import Failed, Ready, Start
-from pensieve_jax.server.engine_process.spawn import Life
+from pensieve_jax.server.engine_process.spawn import EngineHandle
 from pensieve_jax.server.engine_process.supervisor import Restarts
 from pensieve_jax.server.engine_process.wire import FrameReader, FrameWriter
 from pensieve_jax.text import Tokenizer, byte_tokenizer
@@ -108,7 +108,7 @@ class FakeLives:
         self.lives: list[ThreadLife] = []
         self.prepare: Callable[[Harness], None] = lambda harness: None
 
-    async def begin(self) -> Life:
+    async def begin(self) -> EngineHandle:
         life = ThreadLife(self._make)
         self.lives.append(life)
         return life

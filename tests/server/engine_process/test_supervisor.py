@@ -21,7 +21,7 @@ from pensieve_jax.core.errors import (
 )
 from pensieve_jax.history.server_tables.changes import CreateConversation, DeleteConversation
 from pensieve_jax.server.engine_process.messages import Failed, Ready, Start, sent_error
-from pensieve_jax.server.engine_process.spawn import Life
+from pensieve_jax.server.engine_process.spawn import EngineHandle
 from pensieve_jax.server.engine_process.supervisor import Restarts
 from tests.server.engine_process.fakes import (
     TIMEOUT_S,
@@ -45,7 +45,7 @@ class FailingLives(FakeLives):
         self.errors = list(errors)
         self.num_tried = 0
 
-    async def begin(self) -> Life:
+    async def begin(self) -> EngineHandle:
         self.num_tried += 1
         error = self.errors.pop(0) if self.errors else None
         if isinstance(error, Failed):
@@ -121,7 +121,7 @@ def test_a_history_is_made_in_the_first_life_alone() -> None:
     async def work() -> None:
         lives: list[ScriptedLife] = []
 
-        async def begin() -> Life:
+        async def begin() -> EngineHandle:
             greeting = Start("fake", "auto", "/a/path", "normal", EngineConfig(), False)
             lives.append(ScriptedLife(Ready(FakeEngine().info), greeting=greeting))
             return lives[-1]
@@ -171,7 +171,7 @@ def test_a_life_that_cannot_be_reached_is_ended(is_first: bool, caplog: pytest.L
     """Its process would else hold the device for nobody."""
 
     class Unreachable(FakeLives):
-        async def begin(self) -> Life:
+        async def begin(self) -> EngineHandle:
             life = await super().begin()
             if len(self.lives) == (1 if is_first else 2):
                 life.front.close()
@@ -197,7 +197,7 @@ def test_an_engine_that_is_told_to_end_while_it_is_started_again_ends(
     how: str, moment: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Lives(FakeLives):
-        async def begin(self) -> Life:
+        async def begin(self) -> EngineHandle:
             if moment == "before it is ready":
                 life = await super().begin()
             if len(self.lives) + (moment == "before it begins") > 1:
@@ -305,7 +305,7 @@ def test_an_engine_that_reads_nothing_keeps_no_server_from_ending(
     async def work() -> None:
         life = ScriptedLife(Ready(FakeEngine().info))
 
-        async def begin() -> Life:
+        async def begin() -> EngineHandle:
             return life
 
         engine = AsyncEngine(begin, patience_s=0.01, answer_s=0.01)
@@ -331,7 +331,7 @@ def test_no_process_outlives_the_server(how: str, caplog: pytest.LogCaptureFixtu
     async def work() -> None:
         life = ScriptedLife(Ready(FakeEngine().info))
 
-        async def begin() -> Life:
+        async def begin() -> EngineHandle:
             return life
 
         is_patient = how != "closed"

@@ -28,7 +28,7 @@ def main() -> None:
 
 def _start(model: str, *, history: str, **_: Any) -> AsyncEngine:
     greeting = Start(model, "auto", history, "normal", EngineConfig(), False)
-    return AsyncEngine(functools.partial(spawn.ProcessLife.begin, greeting))
+    return AsyncEngine(functools.partial(spawn.ProcessHandle.begin, greeting))
 
 
 def started(before: str, *flags: str, **more: Any) -> subprocess.Popen[str]:

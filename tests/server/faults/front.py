@@ -45,7 +45,7 @@ class Nursery:
             _bear(theirs, front)
         theirs.close()
 
-    async def begin(self, greeting: Start) -> spawn.Life:
+    async def begin(self, greeting: Start) -> spawn.EngineHandle:
         front, engine = socket.socketpair()
         socket.send_fds(self._ours, [b"another"], [engine.fileno()])
         engine.close()
@@ -107,7 +107,7 @@ def main(history: str, port: str, keys_file: str | None = None) -> int:
     greeting = Start("fake", "auto", str(Path(history).absolute()), "normal", EngineConfig(), False)
     settings = ServerSettings(api_keys_file=keys_file, max_in_flight_per_key=1000)
     keys = ApiKeys(keys_file)
-    begin = Nursery().begin if FORKS in os.environ else spawn.ProcessLife.begin
+    begin = Nursery().begin if FORKS in os.environ else spawn.ProcessHandle.begin
     return serve(
         lambda: AsyncEngine(
             functools.partial(begin, greeting),

@@ -178,9 +178,9 @@ def test_a_head_that_does_not_come_ends_its_connection(monkeypatch: pytest.Monke
 
 def test_who_waits_for_an_answer_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is who has begun another request meanwhile, before that answer has come."""
-    looks, is_late = asyncio.Semaphore(0), connections.LimitedHeads._is_late
+    looks, is_late = asyncio.Semaphore(0), connections.RequestHeadLimits._is_late
 
-    def noted(protocol: connections.LimitedHeads) -> None:
+    def noted(protocol: connections.RequestHeadLimits) -> None:
         is_late(protocol)
         looks.release()
 
@@ -190,7 +190,7 @@ def test_who_waits_for_an_answer_is_not_late(monkeypatch: pytest.MonkeyPatch) ->
             await client.send(head_of(1000))
             await app.asked.wait()
             monkeypatch.setattr(connections, "HEAD_S", 0.001)
-            monkeypatch.setattr(connections.LimitedHeads, "_is_late", noted)
+            monkeypatch.setattr(connections.RequestHeadLimits, "_is_late", noted)
             await client.send(START)
             for _ in range(2):
                 await looks.acquire()

@@ -19,8 +19,8 @@ from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.bodies import MAX_IGNORED, Body, convert
 from pensieve_jax.server.http.errors import ApiError
 from pensieve_jax.server.http.keys import ApiKeys
-from pensieve_jax.server.http.replies import Reply, json_reply
-from pensieve_jax.server.http.request import Call
+from pensieve_jax.server.http.replies import HttpResponse, json_reply
+from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.logs import LOGGER, JsonLines
 from tests.server.fakes import Harness, Open
@@ -41,21 +41,21 @@ class Outer(Body):
     IGNORED: ClassVar = frozenset({"user"})
 
 
-async def echo(call: Call) -> Reply:
+async def echo(call: HttpRequest) -> HttpResponse:
     body = await call.decode(Outer)
     return json_reply({"owner": call.owner, "name": body.name})
 
 
-async def show(call: Call) -> Reply:
+async def show(call: HttpRequest) -> HttpResponse:
     return json_reply({"id": call.path["thing_id"], "owner": call.owner})
 
 
-async def unexpected(call: Call) -> Reply:
+async def unexpected(call: HttpRequest) -> HttpResponse:
     raise RuntimeError(SECRET)
 
 
 def raising(error: Exception) -> Route:
-    async def handler(call: Call) -> Reply:
+    async def handler(call: HttpRequest) -> HttpResponse:
         raise error
 
     return Route("GET", "/raise", handler)
@@ -71,7 +71,7 @@ ROUTES = [
 ]
 
 
-async def _done() -> Reply:
+async def _done() -> HttpResponse:
     return json_reply({})
 
 
@@ -229,7 +229,7 @@ def test_bodies_have_a_budget_in_all_and_by_key(monkeypatch, tmp_path, has_keys)
     keys.write_text("".join(f"{name}:{hashlib.sha256(name.encode()).hexdigest()}\n" for name in "abcde"))
     held = asyncio.Event()
 
-    async def hold(call: Call) -> Reply:
+    async def hold(call: HttpRequest) -> HttpResponse:
         await held.wait()
         return json_reply({})
 

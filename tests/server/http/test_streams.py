@@ -11,13 +11,13 @@ from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.replies import (
     DONE,
     Events,
-    Reply,
+    HttpResponse,
     _close_on_disconnect,
     _Writer,
     event,
     json_reply,
 )
-from pensieve_jax.server.http.request import Call, ClientGoneError
+from pensieve_jax.server.http.request import ClientGoneError, HttpRequest
 from pensieve_jax.server.main import Listening, bind
 from tests.server.fakes import Harness
 
@@ -31,7 +31,7 @@ class Source:
         self.closed = asyncio.Event()
         self.timing = timing
 
-    async def handler(self, call: Call) -> Reply:
+    async def handler(self, call: HttpRequest) -> HttpResponse:
         return Events(self.events(), **self.timing)
 
     async def events(self):
@@ -278,7 +278,7 @@ def test_a_stream_that_breaks_does_not_look_whole():
         yield event(b"{}")
         raise RuntimeError("inside")
 
-    async def handler(call: Call) -> Reply:
+    async def handler(call: HttpRequest) -> HttpResponse:
         return Events(broken())
 
     async def scenario():
@@ -299,7 +299,7 @@ def test_work_in_the_foreground_ends_when_its_client_leaves():
         finally:
             cancelled.set()
 
-    async def handler(call: Call) -> Reply:
+    async def handler(call: HttpRequest) -> HttpResponse:
         await call.unless_gone(work())
         return json_reply({})
 
@@ -325,7 +325,7 @@ def test_work_in_the_foreground_gives_its_result_and_its_errors():
         async def never():
             await receive.wait()
 
-        call = Call.__new__(Call)
+        call = HttpRequest.__new__(HttpRequest)
         call.receive = never
         assert await call.unless_gone(result()) == 3
         with pytest.raises(KeyError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from pensieve_jax.server.replicas.serve_middleware import Paced
+from pensieve_jax.server.replicas.serve_middleware import ChunkRateLimiter
 
 
 class Clock(asyncio.SelectorEventLoop):
@@ -54,7 +54,7 @@ async def sent_at(app, scope=None):
 
 def test_streams_take_turns_and_all_of_them_keep_the_pace():
     async def work():
-        paced = Paced(stream(10), pieces_per_s=50)
+        paced = ChunkRateLimiter(stream(10), pieces_per_s=50)
         return await asyncio.gather(*(sent_at(paced) for _ in range(4)))
 
     found = run(work())
@@ -72,7 +72,7 @@ def test_whoever_comes_seldom_does_not_wait():
             await asyncio.sleep(1.0)
             await send({"type": "http.response.body", "body": b"x", "more_body": True})
 
-    assert run(sent_at(Paced(seldom, pieces_per_s=2))) == [1.0, 2.0, 3.0]
+    assert run(sent_at(ChunkRateLimiter(seldom, pieces_per_s=2))) == [1.0, 2.0, 3.0]
 
 
 def test_what_is_no_request_passes():
@@ -80,4 +80,4 @@ def test_what_is_no_request_passes():
         for _ in range(3):
             await send({"type": "http.response.body", "more_body": True})
 
-    assert run(sent_at(Paced(app, pieces_per_s=1), {"type": "lifespan"})) == [0.0, 0.0, 0.0]
+    assert run(sent_at(ChunkRateLimiter(app, pieces_per_s=1), {"type": "lifespan"})) == [0.0, 0.0, 0.0]

@@ -13,7 +13,7 @@ from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import TurnNode, turn_id_under
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.server.replicas.placement import RootNames, speeds_of
-from pensieve_jax.server.replicas.stream import Reply
+from pensieve_jax.server.replicas.stream import RoutedReply
 from tests.server.fakes import LIMITS, FakeEngine
 
 NAMES = ("r0", "r1", "r2")
@@ -34,20 +34,20 @@ def names_of(clock: Clock | None = None, ready=NAMES) -> RootNames:
     return names
 
 
-def send(names: RootNames, root: str, num_tokens: int) -> Reply:
+def send(names: RootNames, root: str, num_tokens: int) -> RoutedReply:
     node = TurnNode(turn_id=turn_id_under(root))
-    reply = Reply(TurnSpec([1] * num_tokens, SamplingParams(max_tokens=8), node=node))
+    reply = RoutedReply(TurnSpec([1] * num_tokens, SamplingParams(max_tokens=8), node=node))
     names.sent(root, [reply])
     return reply
 
 
-def begin(names: RootNames, num_tokens: int = 100) -> tuple[str, Reply]:
+def begin(names: RootNames, num_tokens: int = 100) -> tuple[str, RoutedReply]:
     """A conversation that begins and its first turn, which does not end: where it is, and its reply."""
     root = names.new_root(num_tokens)
     return RING.owner(root), send(names, root, num_tokens)
 
 
-def end(names: RootNames, reply: Reply, num_history_tokens: int, reason: FinishReason = "stop") -> None:
+def end(names: RootNames, reply: RoutedReply, num_history_tokens: int, reason: FinishReason = "stop") -> None:
     usage = Usage(
         prompt_tokens=1,
         reused_gpu_tokens=num_history_tokens,

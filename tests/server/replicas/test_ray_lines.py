@@ -45,7 +45,7 @@ class Call:
 
 def read(*messages, error=None, ends=True):
     """All lines, where the call raises an error behind so many messages."""
-    from pensieve_jax.server.replicas.ray_replicas import RayLines
+    from pensieve_jax.server.replicas.ray_replicas import RayReplicaStream
 
     async def all_of_it():
         call, inbox = Call(error), ReportListener().open()
@@ -53,7 +53,7 @@ def read(*messages, error=None, ends=True):
             inbox.add(message)
         if ends:
             inbox.add(b"")
-        lines = RayLines(call, inbox)
+        lines = RayReplicaStream(call, inbox)
         call.end()
         found = [line async for line in lines]
         lines.cancel()
@@ -118,12 +118,12 @@ def test_what_nobody_expected_is_logged_and_leaves_no_reader_waiting(monkeypatch
 
 
 def test_what_is_left_unread_when_it_is_cancelled_is_not_read():
-    from pensieve_jax.server.replicas.ray_replicas import RayLines
+    from pensieve_jax.server.replicas.ray_replicas import RayReplicaStream
 
     async def work():
         inbox = ReportListener().open()
         inbox.add(b"a")
-        lines = RayLines(Call(), inbox)
+        lines = RayReplicaStream(Call(), inbox)
         lines.cancel()
         return [line async for line in lines]
 
@@ -170,11 +170,11 @@ def heard(monkeypatch):
 
 @pytest.mark.parametrize("how", ["left", "cancelled", "lost"])
 def test_a_reader_that_leaves_cancels_the_call(how):
-    from pensieve_jax.server.replicas.ray_replicas import RayLines
+    from pensieve_jax.server.replicas.ray_replicas import RayReplicaStream
 
     async def leave():
         call, inbox = Call(), ReportListener().open()
-        lines = RayLines(call, inbox)
+        lines = RayReplicaStream(call, inbox)
         reading = asyncio.ensure_future(anext(lines))
         await asyncio.sleep(0)
         if how == "left":

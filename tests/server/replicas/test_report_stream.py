@@ -15,9 +15,9 @@ from pensieve_jax.server.replicas.report_stream import (
     FrontLostError,
     Hello,
     ReplyTo,
+    ReportFrame,
     ReportLinks,
     ReportListener,
-    Said,
 )
 
 HOST = "127.0.0.1"
@@ -295,8 +295,8 @@ def test_a_frame_that_is_too_long_loses_the_connection(monkeypatch):
 @pytest.mark.parametrize(
     "sent",
     [
-        [Said([(1, 1, b"no token")])],
-        [Hello("not the token"), Said([(1, 1, b"a wrong one")])],
+        [ReportFrame([(1, 1, b"no token")])],
+        [Hello("not the token"), ReportFrame([(1, 1, b"a wrong one")])],
         b"GET / HTTP/1.1\r\n\r\n",
         b"PJX1" + (100_000).to_bytes(4, "big") + bytes(50_000),
         b"",

@@ -11,7 +11,7 @@ import pytest
 
 from pensieve_jax.server.http.middleware import ErrorReplies, RequestLog
 from pensieve_jax.server.logs import log_to
-from pensieve_jax.server.replicas.serve_middleware import Paced, ProxysRequestId
+from pensieve_jax.server.replicas.serve_middleware import ChunkRateLimiter, ProxyRequestIdMiddleware
 from tests.log_state import kept_log
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
@@ -31,7 +31,9 @@ def asked(inner, headers):
     """The ids of the answer, and the lines of the log."""
     from ray.serve._private.http_util import RequestIdMiddleware
 
-    app = RequestIdMiddleware(ProxysRequestId(RequestLog(ErrorReplies(inner, refused=lambda code: None))))
+    app = RequestIdMiddleware(
+        ProxyRequestIdMiddleware(RequestLog(ErrorReplies(inner, refused=lambda code: None)))
+    )
     sent = []
 
     async def send(message):
@@ -77,7 +79,7 @@ def test_what_is_no_request_passes():
     async def app(scope, receive, send):
         seen.append(scope)
 
-    asyncio.run(ProxysRequestId(app)({"type": "lifespan"}, None, None))
+    asyncio.run(ProxyRequestIdMiddleware(app)({"type": "lifespan"}, None, None))
     assert seen == [{"type": "lifespan"}]
 
 
@@ -85,4 +87,8 @@ def test_the_fronts_application_leaves_ids_to_the_proxy_and_keeps_its_pace():
     from pensieve_jax.server.replicas.serve_app import Front
 
     app = Front.__serve_build_asgi_app__(SimpleNamespace(_application=lambda: answers))
-    assert isinstance(app, ProxysRequestId) and isinstance(app._app, Paced) and app._app._app is answers
+    assert (
+        isinstance(app, ProxyRequestIdMiddleware)
+        and isinstance(app._app, ChunkRateLimiter)
+        and app._app._app is answers
+    )

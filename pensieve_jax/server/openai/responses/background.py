@@ -59,7 +59,7 @@ from pensieve_jax.server.logs import log_end_of_task
 from pensieve_jax.server.openai.responses.events import failure_object
 from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS, ResponsePlan
 from pensieve_jax.server.openai.responses.response import head_of, kept_response
-from pensieve_jax.server.openai.responses.retries import Ends
+from pensieve_jax.server.openai.responses.retries import CompletionWatcher
 from pensieve_jax.server.openai.responses.run import ResponseRun
 from pensieve_jax.server.turns.checks import commit_context
 from pensieve_jax.server.turns.run import RunningTurns, run_turns
@@ -88,7 +88,7 @@ class BackgroundResponses:
         self._being_queued: set[ResponsePlan] = set()
         self._num_doubts = 0  # answers of the engine that were lost: what they were of is done, or will be
         self._num_settled = 0
-        self._ends = Ends[tuple[str, str]]()
+        self._ends = CompletionWatcher[tuple[str, str]]()
 
     @property
     def num_running(self) -> int:
@@ -290,7 +290,7 @@ class BackgroundResponses:
         """Keep a response as queued, behind a turn that the history has, as `start_turns` finds one."""
         context, unknown = plan.context, None
         for memory in Memory:
-            resolved = await self._services.think(plan.owner, context.thought, context.find, memory)
+            resolved = await self._services.run_cpu(plan.owner, context.thought, context.find, memory)
             (spec,) = plan.specs(resolved)
             assert plan.draft is not None
             name = plan.draft.response_id

@@ -27,7 +27,7 @@ from pensieve_jax.server.openai.responses.schemas import (
 )
 from pensieve_jax.server.turns.checks import previous_response, unknown_previous, unwritable
 from pensieve_jax.server.turns.items import Item, message_of, messages_of, place_of, with_new_ids
-from pensieve_jax.server.workers import Thought, is_long
+from pensieve_jax.server.workers import CpuTicket, is_long
 from pensieve_jax.text.messages import Message
 
 MAX_READ_CHARACTERS: Final = 16 * 2**20
@@ -51,7 +51,7 @@ class RequestContext:
 
     find: Callable[[Memory], ResolvedContext]
     num_characters: int
-    thought: Thought
+    thought: CpuTicket
     new_items: list[Item]
     conversation: ConversationRow | None
     ignored_fields: tuple[str, ...]
@@ -102,7 +102,7 @@ def request_context(
     return RequestContext(
         find=find or _by_messages(services, owner, messages, durable, most),
         num_characters=num_characters,
-        thought=Thought(
+        thought=CpuTicket(
             is_long(num_characters, len(messages), num_tokens), find is not None or has_reply(messages)
         ),
         new_items=items,
@@ -111,7 +111,7 @@ def request_context(
     )
 
 
-def reading(services: Services, owner: str, body: ContextFields, num_bytes: int) -> Thought:
+def reading(services: Services, owner: str, body: ContextFields, num_bytes: int) -> CpuTicket:
     """What is known of `request_context`, of a body of so many bytes.
 
     What is read of the history is only known once it was: a conversation and references always are.
@@ -122,7 +122,7 @@ def reading(services: Services, owner: str, body: ContextFields, num_bytes: int)
         turn_id = body.previous_response_id.removeprefix("resp_")
         num_tokens = services.resolver.index.num_tokens(owner, turn_id)
     reads_items = body.conversation_id is not None or any(map(is_reference, items))
-    return Thought(
+    return CpuTicket(
         reads_items or is_long(num_bytes, len(items), num_tokens),
         reads_items or body.previous_response_id is not None,
     )

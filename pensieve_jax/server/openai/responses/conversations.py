@@ -35,12 +35,12 @@ from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.bodies import Body
 from pensieve_jax.server.http.errors import ApiError, invalid_value, unsupported
 from pensieve_jax.server.http.pagination import page_object, page_of_items
-from pensieve_jax.server.http.replies import Bytes, Reply, encode_json, json_reply
-from pensieve_jax.server.http.request import Call
+from pensieve_jax.server.http.replies import Bytes, HttpResponse, encode_json, json_reply
+from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.openai.responses.context import COMPACT, too_long
 from pensieve_jax.server.openai.responses.retries import (
-    Recent,
+    TtlCache,
     check_same_body,
     idempotency_key,
     is_retry,
@@ -53,11 +53,11 @@ from pensieve_jax.server.openai.responses.schemas import (
     parse_input,
 )
 from pensieve_jax.server.turns.items import Item, named_id, with_named_ids, with_new_ids
-from pensieve_jax.server.workers import Thought
+from pensieve_jax.server.workers import CpuTicket
 
 _MAX_TRIES = 3  # of a change that another one came before
 # A conversation's characters are counted one by one.
-_MEASURING: Final = Thought(is_long=True, asks_history=True)
+_MEASURING: Final = CpuTicket(is_long=True, asks_history=True)
 LIFETIME_S: Final = 600.0
 MAX_UNANSWERED: Final = 10_000
 
@@ -104,11 +104,11 @@ class Conversations:
             Route("DELETE", f"{one}/items/{{item_id}}", self.delete_item),
         ]
 
-    async def create(self, call: Call) -> Reply:
+    async def create(self, call: HttpRequest) -> HttpResponse:
         """A new conversation, with its first items."""
         body = await call.decode(NewConversation) if call.body else NewConversation()
         check_metadata(body.metadata)
-        items = await call.aside(
+        items = await call.run_cpu(
             lambda: json.dumps(with_new_ids(_new_items(call, body.items or [])), separators=COMPACT)
         )
         _check_size(len(body.items or []), len(items))
@@ -129,11 +129,11 @@ class Conversations:
         await call.services.engine.apply(change)
         return json_reply(_conversation_object(row))
 
-    async def retrieve(self, call: Call) -> Reply:
+    async def retrieve(self, call: HttpRequest) -> HttpResponse:
         """A conversation without its items."""
         return json_reply(_conversation_object(await _row(call)))
 
-    async def update(self, call: Call) -> Reply:
+    async def update(self, call: HttpRequest) -> HttpResponse:
         """Other metadata in place of what there is."""
         body = await call.decode(Metadata)
         check_metadata(body.metadata)
@@ -145,7 +145,7 @@ class Conversations:
         await call.services.engine.apply(change)
         return json_reply(_conversation_object(await _row(call)))
 
-    async def delete(self, call: Call) -> Reply:
+    async def delete(self, call: HttpRequest) -> HttpResponse:
         """Forget a conversation and its items; its responses stay.
 
         A long one goes in portions, with steps of the engine in between, during which nothing may be added.
@@ -164,16 +164,16 @@ class Conversations:
             self._locks.discard(lock)
         return json_reply({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
-    async def items(self, call: Call) -> Reply:
+    async def items(self, call: HttpRequest) -> HttpResponse:
         """A part of its items."""
         return await page_of_items(call, call.services.history.items, call.path["conversation_id"])
 
-    async def append(self, call: Call) -> Reply:
+    async def append(self, call: HttpRequest) -> HttpResponse:
         """Items behind those that there are; answers with the new ones."""
         body = await call.decode(NewItems)
         if not body.items:
             raise invalid_value("items", "items is empty, but must have at least one item.")
-        new_items = await call.aside(_new_items, call, body.items)
+        new_items = await call.run_cpu(_new_items, call, body.items)
         key, now_s = idempotency_key(call.headers), call.services.now_s()
         append = self._appends.begin(
             call.owner,
@@ -183,13 +183,13 @@ class Conversations:
             is_retry=is_retry(call.headers),
             now_s=now_s,
         )
-        kept = await call.aside(
+        kept = await call.run_cpu(
             lambda: json.dumps(with_named_ids(new_items, append.name), separators=COMPACT)
         )
 
         async def change(row: ConversationRow) -> HistoryChange:
             history = call.services.history
-            size = await call.services.think(
+            size = await call.services.run_cpu(
                 row.owner, _MEASURING, history.size_of_items, row.owner, row.conversation_id
             )
             _check_size(size[0] + len(new_items), size[1] + len(kept))
@@ -213,20 +213,20 @@ class Conversations:
                 raise
         self._appends.answered(append)
         name = append.name if append.kept is None else await kept_name()
-        page = await call.aside(_page, new_items, name or append.name)
+        page = await call.run_cpu(_page, new_items, name or append.name)
 
         def missed() -> None:
             self._appends.missed(append, call.services.now_s())
 
         return Bytes(page, "application/json", undelivered=missed)
 
-    async def item(self, call: Call) -> Reply:
+    async def item(self, call: HttpRequest) -> HttpResponse:
         """Reply with one item as it is stored."""
         history, conversation_id = call.services.history, call.path["conversation_id"]
         row = await call.read(history.item, call.owner, conversation_id, call.path["item_id"])
         return Bytes(row.item.encode(), "application/json")
 
-    async def delete_item(self, call: Call) -> Reply:
+    async def delete_item(self, call: HttpRequest) -> HttpResponse:
         """Take an item out; answers with the conversation."""
         conversation_id = self._unlocked(call)
         change = DeleteItem(owner=call.owner, conversation_id=conversation_id, item_id=call.path["item_id"])
@@ -235,7 +235,7 @@ class Conversations:
 
     # Inside
 
-    def _unlocked(self, call: Call) -> str:
+    def _unlocked(self, call: HttpRequest) -> str:
         """The id of the conversation, of which no turn runs that a change would get in the way of."""
         conversation_id = call.path["conversation_id"]
         check_unlocked(self._locks, call.owner, conversation_id)
@@ -243,7 +243,7 @@ class Conversations:
 
     async def _change(
         self,
-        call: Call,
+        call: HttpRequest,
         change_of: Callable[[ConversationRow], Awaitable[HistoryChange]],
         kept_name: Callable[[], Awaitable[str | None]] | None = None,
     ) -> None:
@@ -270,14 +270,14 @@ def check_unlocked(locks: set[tuple[str, str]], owner: str, conversation_id: str
         raise ApiError(409, "conversation_locked", sentence, param="conversation", headers=headers)
 
 
-async def _row(call: Call) -> ConversationRow:
+async def _row(call: HttpRequest) -> ConversationRow:
     row: ConversationRow = await call.read(
         call.services.history.conversation, call.owner, call.path["conversation_id"]
     )
     return row
 
 
-def _kept_name(call: Call, append: Append, num_items: int) -> str | None:
+def _kept_name(call: HttpRequest, append: Append, num_items: int) -> str | None:
     """The name under which a request's items were appended before; raises ApiError 422 for another body."""
     history, conversation_id = call.services.history, call.path["conversation_id"]
     if append.kept is not None:
@@ -314,7 +314,7 @@ def _page(new_items: Sequence[Item], name: str) -> bytes:
     return encode_json(page_object(with_named_ids(new_items, name), has_more=False))
 
 
-def _new_items(call: Call, given: Sequence[Any]) -> list[Item]:
+def _new_items(call: HttpRequest, given: Sequence[Any]) -> list[Item]:
     if len(given) > MAX_ITEMS_OF_A_POST:
         sentence = f"items has {len(given)} items, but must have at most {MAX_ITEMS_OF_A_POST}."
         raise invalid_value("items", sentence)
@@ -346,7 +346,7 @@ class Appends:
     """The appends of one server. Used by the event loop's thread only."""
 
     def __init__(self) -> None:
-        self._unanswered = Recent[tuple[str, str, str], str](LIFETIME_S, MAX_UNANSWERED)
+        self._unanswered = TtlCache[tuple[str, str, str], str](LIFETIME_S, MAX_UNANSWERED)
 
     def __len__(self) -> int:
         """How many were not answered, as far as that is remembered."""

@@ -17,17 +17,17 @@ from typing import NamedTuple
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.history.server_tables.changes import ResponseRecord
 from pensieve_jax.server.http.errors import ApiError, as_api_error, internal_error, invalid_value
-from pensieve_jax.server.http.replies import Reply, json_reply
-from pensieve_jax.server.http.request import Call, ClientGoneError
+from pensieve_jax.server.http.replies import HttpResponse, json_reply
+from pensieve_jax.server.http.request import ClientGoneError, HttpRequest
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.openai.responses.background import BackgroundResponses
 from pensieve_jax.server.openai.responses.context import reading
 from pensieve_jax.server.openai.responses.conversations import check_unlocked
-from pensieve_jax.server.openai.responses.events import Begun, ResponseStreams, run_events
+from pensieve_jax.server.openai.responses.events import ResponseStreams, StartedStream, run_events
 from pensieve_jax.server.openai.responses.foreground import ForegroundResponse
 from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS, ResponsePlan
 from pensieve_jax.server.openai.responses.response import kept_response
-from pensieve_jax.server.openai.responses.retries import Repeats, idempotency_key, is_retry
+from pensieve_jax.server.openai.responses.retries import IdempotencyStore, idempotency_key, is_retry
 from pensieve_jax.server.openai.responses.run import ResponseRun
 from pensieve_jax.server.openai.responses.schemas import CreateResponse, check_create
 from pensieve_jax.server.turns.checks import check_model
@@ -44,7 +44,7 @@ class CreateRequest(NamedTuple):
       key: its idempotency key.
     """
 
-    call: Call
+    call: HttpRequest
     body: CreateResponse
     body_sha256: str
     key: str | None
@@ -57,7 +57,7 @@ class ResponseCreation:
         self,
         services: Services,
         background: BackgroundResponses,
-        repeats: Repeats,
+        repeats: IdempotencyStore,
         streams: ResponseStreams,
         locks: set[tuple[str, str]],
     ) -> None:
@@ -68,7 +68,7 @@ class ResponseCreation:
         self._streams = streams
         self._locks = locks
 
-    async def create(self, call: Call) -> Reply:
+    async def create(self, call: HttpRequest) -> HttpResponse:
         """A response, whole, as a stream, or queued."""
         request = await self._read(call)
         earlier = await self._earlier(request)
@@ -88,7 +88,7 @@ class ResponseCreation:
 
     # Read and check the request
 
-    async def _read(self, call: Call) -> CreateRequest:
+    async def _read(self, call: HttpRequest) -> CreateRequest:
         """Raises ApiError for a body or a key that cannot be served."""
         body = await call.decode(CreateResponse)
         check_create(body)
@@ -121,7 +121,7 @@ class ResponseCreation:
             # The earlier one may be queued only now.
             await request.call.unless_gone(self._background.settle())
 
-    async def _answer_again(self, request: CreateRequest, earlier: Earlier) -> Reply:
+    async def _answer_again(self, request: CreateRequest, earlier: Earlier) -> HttpResponse:
         """The answer of the response that an earlier request became."""
         if isinstance(earlier, ResponseRecord):
             run = self._background.adopt(earlier)
@@ -156,7 +156,7 @@ class ResponseCreation:
         is_to_run = False
         try:
             thought = reading(services, call.owner, request.body, len(call.body))
-            plan = await services.think(
+            plan = await services.run_cpu(
                 call.owner,
                 thought,
                 ResponsePlan,
@@ -192,7 +192,7 @@ class ResponseCreation:
                 await response.close()
         return response
 
-    async def _whole(self, request: CreateRequest, response: ForegroundResponse) -> Reply:
+    async def _whole(self, request: CreateRequest, response: ForegroundResponse) -> HttpResponse:
         """Wait for all of it."""
         try:
             answer = await request.call.unless_gone(response.whole())
@@ -247,7 +247,7 @@ class ResponseCreation:
 
     # Answer while it runs by itself
 
-    async def _follow(self, request: CreateRequest, run: ResponseRun) -> Reply:
+    async def _follow(self, request: CreateRequest, run: ResponseRun) -> HttpResponse:
         """The answer to a request whose response runs by itself."""
         call = request.call
         try:
@@ -271,11 +271,11 @@ class ResponseCreation:
         owner = request.call.owner
         return lambda: self._repeats.missed(owner, body_sha256, response_id, self._services.now_s())
 
-    def _stream(self, events: AsyncGenerator[bytes], missed: Callable[[], None] | None) -> Reply:
+    def _stream(self, events: AsyncGenerator[bytes], missed: Callable[[], None] | None) -> HttpResponse:
         """Stream a response; `missed` is called where the client got no event of it."""
         if missed is None:
             return self._streams.reply(events)
-        begun = Begun(events)
+        begun = StartedStream(events)
 
         async def end() -> None:
             if not begun.has_begun:

@@ -19,7 +19,7 @@ from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.outputs import Output, TokenLogprob
 from pensieve_jax.history.server_tables.changes import ResponseRecord
 from pensieve_jax.server.http.errors import ApiError, as_api_error, overloaded
-from pensieve_jax.server.http.replies import DONE, Events, Reply, encode_json, event
+from pensieve_jax.server.http.replies import DONE, Events, HttpResponse, encode_json, event
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS
 from pensieve_jax.server.openai.responses.response import (
@@ -223,7 +223,7 @@ class ResponseStreams:
 
     def reply(
         self, events: AsyncGenerator[bytes], on_end: Callable[[], Awaitable[None]] | None = None
-    ) -> Reply:
+    ) -> HttpResponse:
         """Events as the answer to a request; see `http.replies.Events`."""
         settings = self._services.settings
         return Events(
@@ -244,7 +244,7 @@ class ResponseStreams:
         return kept_events(head_of(record), kept_response(record), token_ids, self.texts, starting_after)
 
 
-class Begun:
+class StartedStream:
     """Events, and whether somebody has taken the first of them."""
 
     def __init__(self, events: AsyncGenerator[bytes]) -> None:

@@ -17,7 +17,7 @@ from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.openai.responses.events import turn_events
 from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS, ResponsePlan
 from pensieve_jax.server.openai.responses.response import ResponseHead, finished_response
-from pensieve_jax.server.openai.responses.retries import Repeats
+from pensieve_jax.server.openai.responses.retries import IdempotencyStore
 from pensieve_jax.server.turns.checks import commit_context
 from pensieve_jax.server.turns.run import RunningTurns, TimedTurn, run_turns, start_turns
 from pensieve_jax.server.turns.sampling import completion_usage
@@ -30,7 +30,7 @@ class ForegroundResponse:
         self,
         services: Services,
         plan: ResponsePlan,
-        repeats: Repeats,
+        repeats: IdempotencyStore,
         unlock: Callable[[], None],
         counts: dict[str, Any],
     ) -> None:
@@ -65,7 +65,7 @@ class ForegroundResponse:
                 services.engine,
                 plan.context.find,
                 plan.specs,
-                think=partial(services.think, plan.owner, plan.context.thought),
+                run_cpu=partial(services.run_cpu, plan.owner, plan.context.thought),
             )
             return turns
 

@@ -30,7 +30,7 @@ MAX_KEY_CHARACTERS: Final = 255
 _MAX_UNDELIVERED: Final = 10_000
 
 
-class Repeats:
+class IdempotencyStore:
     """What is known of repeated requests of one server. Used by the event loop's thread only.
 
     Between the last look of `by_key` or `by_body`, at the history and at what is known here, and its return
@@ -45,9 +45,9 @@ class Repeats:
         self._history = history
         self._started_at_s = started_at_s
         self._read = read
-        self._ends = Ends[tuple[str, str]]()
+        self._ends = CompletionWatcher[tuple[str, str]]()
         self._running: dict[tuple[str, str], ResponseRun] = {}
-        self._undelivered = Recent[tuple[str, str], str](UNDELIVERED_LIFETIME_S, _MAX_UNDELIVERED)
+        self._undelivered = TtlCache[tuple[str, str], str](UNDELIVERED_LIFETIME_S, _MAX_UNDELIVERED)
         self._given_again: set[tuple[str, str]] = set()  # of those from before the start, by owner and id
 
     @property
@@ -166,7 +166,7 @@ def check_same_body(body_sha256: str, earlier: str) -> None:
         raise ApiError(422, "idempotency_key_reused", sentence, param="Idempotency-Key")
 
 
-class Recent[K: Hashable, V]:
+class TtlCache[K: Hashable, V]:
     """Values by key, in the order in which they were put. Used by the event loop's thread only."""
 
     def __init__(self, lifetime_s: float, most: int) -> None:
@@ -198,7 +198,7 @@ class Recent[K: Hashable, V]:
             del self._found[key]
 
 
-class Ends[K: Hashable]:
+class CompletionWatcher[K: Hashable]:
     """Of one server. Used by the event loop's thread only."""
 
     def __init__(self) -> None:

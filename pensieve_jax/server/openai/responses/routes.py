@@ -11,8 +11,8 @@ from pensieve_jax.server.context.resolver import Memory
 from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.errors import invalid_value, renamed_fields
 from pensieve_jax.server.http.pagination import page_of_items
-from pensieve_jax.server.http.replies import Reply, json_reply
-from pensieve_jax.server.http.request import Call
+from pensieve_jax.server.http.replies import HttpResponse, json_reply
+from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.openai.responses.background import BackgroundResponses
 from pensieve_jax.server.openai.responses.context import reading, request_context
@@ -20,7 +20,7 @@ from pensieve_jax.server.openai.responses.create import ResponseCreation
 from pensieve_jax.server.openai.responses.events import ResponseStreams, run_events
 from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS
 from pensieve_jax.server.openai.responses.response import kept_response
-from pensieve_jax.server.openai.responses.retries import Repeats
+from pensieve_jax.server.openai.responses.retries import IdempotencyStore
 from pensieve_jax.server.openai.responses.schemas import CountTokens, check_context
 from pensieve_jax.server.turns.checks import check_model
 
@@ -39,7 +39,7 @@ class Responses:
         self.locks: set[tuple[str, str]] = set()
         self.background = BackgroundResponses(services, self.locks)
         self._streams = ResponseStreams(services)
-        self._repeats = Repeats(services.history, services.now_s(), self.background.current)
+        self._repeats = IdempotencyStore(services.history, services.now_s(), self.background.current)
         self._creation = ResponseCreation(services, self.background, self._repeats, self._streams, self.locks)
         services.tables |= {
             "locked_conversations": lambda: len(self.locks),
@@ -60,7 +60,7 @@ class Responses:
             Route("POST", f"{one}/cancel", self.cancel, has_body=False),
         ]
 
-    async def retrieve(self, call: Call) -> Reply:
+    async def retrieve(self, call: HttpRequest) -> HttpResponse:
         """A response, or with `stream=true` its events from the one after `starting_after` on."""
         response_id = call.path["response_id"]
         starting_after = _starting_after(call.query.get("starting_after"))
@@ -82,7 +82,7 @@ class Responses:
             return self._streams.reply(await self._streams.kept(record, starting_after))
         return json_reply(kept_response(record))
 
-    async def delete(self, call: Call) -> Reply:
+    async def delete(self, call: HttpRequest) -> HttpResponse:
         """Forget a response; one that runs is cancelled first."""
         services, response_id = call.services, call.path["response_id"]
         record: ResponseRecord = await call.read(services.history.response, call.owner, response_id)
@@ -93,11 +93,11 @@ class Responses:
             services.resolver.index.forget(call.owner, record.turn_id)
         return json_reply({"id": response_id, "object": "response", "deleted": True})
 
-    async def input_items(self, call: Call) -> Reply:
+    async def input_items(self, call: HttpRequest) -> HttpResponse:
         """The items of a response's own request."""
         return await page_of_items(call, call.services.history.input_items, call.path["response_id"])
 
-    async def cancel(self, call: Call) -> Reply:
+    async def cancel(self, call: HttpRequest) -> HttpResponse:
         """End a response in the background; one that has ended is answered as it is."""
         response_id = call.path["response_id"]
         record: ResponseRecord = await call.read(call.services.history.response, call.owner, response_id)
@@ -106,16 +106,16 @@ class Responses:
             raise invalid_value("response_id", sentence)
         return json_reply(await self.background.cancel(call.owner, record))
 
-    async def count_tokens(self, call: Call) -> Reply:
+    async def count_tokens(self, call: HttpRequest) -> HttpResponse:
         """How many tokens a context has."""
         body = await call.decode(CountTokens)
         check_context(body)
         check_model(call.services, body.model)
         services, owner = call.services, call.owner
         thought = reading(services, owner, body, len(call.body))
-        context = await services.think(owner, thought, request_context, services, owner, body, durable=True)
+        context = await services.run_cpu(owner, thought, request_context, services, owner, body, durable=True)
         with renamed_fields(ENGINE_FIELDS):
-            resolved = await services.think(owner, context.thought, context.find, Memory.ALL)
+            resolved = await services.run_cpu(owner, context.thought, context.find, Memory.ALL)
         return json_reply({"object": "response.input_tokens", "input_tokens": resolved.num_context_tokens})
 
 

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from pensieve_jax.server.openai.responses.retries import Repeats
+from pensieve_jax.server.openai.responses.retries import IdempotencyStore
 from pensieve_jax.server.workers import FAR_THREADS
 from tests.server.fakes import say
 from tests.server.live import LiveServer
@@ -180,7 +180,7 @@ def test_others_who_end_do_not_keep_one_looking():
             repeats.end("bob", "other")
             return looks[-1]
 
-        repeats = Repeats(History(), 0.0, read)
+        repeats = IdempotencyStore(History(), 0.0, read)
         assert await repeats.by_key("ann", "k", "a", 1.0) is None
         return len(looks)
 
@@ -256,7 +256,7 @@ def test_of_two_with_a_key_one_runs_however_late_the_history_answers():
                 meanwhile(repeats, history)
             return found
 
-        repeats = Repeats(history, 0.0, read)
+        repeats = IdempotencyStore(history, 0.0, read)
         return await repeats.by_key("ann", "k", "a", 1.0)
 
     run = Run()

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from pensieve_jax.core.errors import EngineDiedError
-from pensieve_jax.server.openai.responses.retries import UNDELIVERED_LIFETIME_S, Recent, Repeats
+from pensieve_jax.server.openai.responses.retries import UNDELIVERED_LIFETIME_S, IdempotencyStore, TtlCache
 from tests.server.fakes import say
 from tests.server.live import START_S, LiveServer
 from tests.server.openai.responses.test_background import feed, turn_of, wait_until
@@ -311,7 +311,7 @@ def test_a_retry_whose_answer_was_lost_as_well_may_come_again():
         background, completed_at_s, response_id = False, 990.0, "resp_before"
 
     async def ask() -> None:
-        repeats = Repeats(History(), 1000.0, at_once)
+        repeats = IdempotencyStore(History(), 1000.0, at_once)
         repeats.missed("ann", "a", "resp_a", 1001.0)
         assert await repeats.by_body("ann", "a", 1002.0) == "resp_a"
         assert (await repeats.by_body("ann", "a", 1002.0)).response_id == "resp_before"
@@ -348,7 +348,7 @@ def test_an_answer_that_its_client_did_not_wait_for_is_there_for_the_retry(tmp_p
 
 
 def test_what_nobody_came_back_for_is_forgotten():
-    repeats = Repeats(None, 0.0, at_once)
+    repeats = IdempotencyStore(None, 0.0, at_once)
     for number in range(100):
         repeats.missed("ann", str(number), f"resp_{number}", float(number))
     repeats.missed("ann", "later", "resp_later", 50.0 + UNDELIVERED_LIFETIME_S)
@@ -356,7 +356,7 @@ def test_what_nobody_came_back_for_is_forgotten():
 
 
 def test_a_value_is_remembered_until_its_time_is_over():
-    recent: Recent[str, int] = Recent(10.0, 5)
+    recent: TtlCache[str, int] = TtlCache(10.0, 5)
     recent.put("a", 1, 100.0)
     assert recent.get("a", 109.5) == 1 and recent.get("b", 100.0) is None
     assert recent.get("a", 110.0) is None
@@ -369,14 +369,14 @@ def test_a_value_is_remembered_until_its_time_is_over():
 
 
 def test_of_many_values_the_latest_are_remembered():
-    recent: Recent[str, int] = Recent(1000.0, 3)
+    recent: TtlCache[str, int] = TtlCache(1000.0, 3)
     for time_s, key in enumerate("abcad"):
         recent.put(key, time_s, float(time_s))
     assert [recent.get(key, 5.0) for key in "abcd"] == [3, None, 2, 4]
 
 
 def test_a_value_that_was_replaced_is_not_dropped():
-    recent: Recent[str, int] = Recent(10.0, 3)
+    recent: TtlCache[str, int] = TtlCache(10.0, 3)
     recent.put("a", 1, 0.0)
     recent.put("a", 2, 0.0)
     recent.drop("a", 1)
