@@ -45,7 +45,7 @@ class PartialSums:
       bias: [width], or None.
     """
 
-    sums: DeviceSums
+    sums: AllReduce
     parts: jax.Array
     bias: jax.Array | None
 
@@ -55,7 +55,7 @@ type Summand = jax.Array | PartialSums
 
 
 @dataclass(frozen=True)
-class DeviceSums:
+class AllReduce:
     """Sums by `all_reduce`, over the devices of `mesh`; `table` is that of its memory."""
 
     spec: SumSpec
@@ -133,11 +133,11 @@ class DeviceSums:
         return jax.shard_map(run, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-_current: ContextVar[DeviceSums | None] = ContextVar("device_sums", default=None)
+_current: ContextVar[AllReduce | None] = ContextVar("device_sums", default=None)
 
 
 @contextlib.contextmanager
-def summing(sums: DeviceSums | None) -> Iterator[None]:
+def summing(sums: AllReduce | None) -> Iterator[None]:
     """Sums of what is traced meanwhile are made by `sums`; None: by the compiler."""
     token = _current.set(sums)
     try:
@@ -146,7 +146,7 @@ def summing(sums: DeviceSums | None) -> Iterator[None]:
         _current.reset(token)
 
 
-def current_sums() -> DeviceSums | None:
+def current_sums() -> AllReduce | None:
     """Return what the enclosing `summing` was given; None outside of one."""
     return _current.get()
 

@@ -285,7 +285,7 @@ class ScriptedTransfers:
 
     swap_in = swap_out
 
-    def rush(self, copy_ids) -> None:
+    def expedite(self, copy_ids) -> None:
         self.ticker.now_s += 1.0
         self.ids = [copy_id for copy_id in self.ids if copy_id not in copy_ids]
 
@@ -334,7 +334,7 @@ def test_which_part_of_the_host_a_second_belongs_to(tmp_path):
         ticker.now_s += 3.0  # the scheduler
         transfers.swap_out(copies)
         transfers.swap_in([Copy(2, 1, 1), Copy(3, 2, 2)] if copies else [])
-        transfers.rush([3] if copies else [])
+        transfers.expedite([3] if copies else [])
         ticker.now_s += 0.5  # the plan
         parts.work["submitted"] += 1
         following = runner.dispatch(Plan(16, 1))

@@ -3,13 +3,13 @@
 from pensieve_jax.cache.drops import Copy, Drop, DropReason
 from pensieve_jax.cache.manager import CacheManager
 from pensieve_jax.cache.order.cost import AnalyticCostModel, CostModel
-from pensieve_jax.cache.order.learned_state import Experience
+from pensieve_jax.cache.order.learned_state import LearnedState
 from pensieve_jax.cache.order.policies import EvictionPolicy, make_policy
 from pensieve_jax.cache.order.victims import VictimOrder
 from pensieve_jax.cache.page_table import PageTable
 from pensieve_jax.cache.sequence import CachedSequence, Role
-from pensieve_jax.cache.states import TRANSITIONS, ChunkEvent, ChunkState, Shelf
-from pensieve_jax.cache.tiers import PlacePool
+from pensieve_jax.cache.states import TRANSITIONS, ChunkEvent, ChunkState, EvictionClass
+from pensieve_jax.cache.tiers import TierPool
 from pensieve_jax.cache.trunks import OnMove
 
 __all__ = [
@@ -23,13 +23,13 @@ __all__ = [
     "CostModel",
     "Drop",
     "DropReason",
+    "EvictionClass",
     "EvictionPolicy",
-    "Experience",
+    "LearnedState",
     "OnMove",
     "PageTable",
-    "PlacePool",
     "Role",
-    "Shelf",
+    "TierPool",
     "VictimOrder",
     "make_policy",
 ]

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from pensieve_jax.cache.drops import Copy, Drop, DropReason, Orphan
+from pensieve_jax.cache.drops import Copy, DetachedCopy, Drop, DropReason
 from pensieve_jax.cache.page_table import PageTable
 from pensieve_jax.cache.sequence import NUM_SHELVES, CachedSequence, Chunk, Role
-from pensieve_jax.cache.states import CONTESTED, ChunkEvent, ChunkState, Shelf, next_state
-from pensieve_jax.cache.tiers import PlacePool
+from pensieve_jax.cache.states import CONTESTED, ChunkEvent, ChunkState, EvictionClass, next_state
+from pensieve_jax.cache.tiers import TierPool
 
 
 class ChunkStore:
@@ -37,8 +37,8 @@ class ChunkStore:
     ) -> None:
         """Everything free; `on_drop` is told of every drop at once."""
         self._on_drop = on_drop
-        self.pages = PlacePool(num_pages)
-        self.slots = PlacePool(num_slots)
+        self.pages = TierPool(num_pages)
+        self.slots = TierPool(num_slots)
         self.page_table = PageTable()
         self.members: dict[Role, dict[CachedSequence, None]] = {role: {} for role in Role}
         self.num_on: dict[Role, list[int]] = {role: [0] * NUM_SHELVES for role in Role}
@@ -47,13 +47,13 @@ class ChunkStore:
         self.num_lost_copies = 0
         self._chunk_tokens = chunk_tokens
         self._flights: dict[int, tuple[CachedSequence, int]] = {}
-        self._orphans: dict[int, Orphan] = {}
+        self._orphans: dict[int, DetachedCopy] = {}
         self._num_copies = 0
         self._swap_outs: list[Copy] = []
         self._swap_ins: list[Copy] = []
         self._drops: list[Drop] = []
         self._num_roles = 0
-        self.changed: dict[Shelf, dict[CachedSequence, None]] = {shelf: {} for shelf in CONTESTED}
+        self.changed: dict[EvictionClass, dict[CachedSequence, None]] = {shelf: {} for shelf in CONTESTED}
 
     # Sequences
 
@@ -256,7 +256,7 @@ class ChunkStore:
 
     def copies_of(self, sequence: CachedSequence) -> list[int]:
         """Copies in flight of a sequence's own chunks that it cannot be read without."""
-        shelves = (Shelf.ARRIVING, Shelf.DEPARTING)
+        shelves = (EvictionClass.ARRIVING, EvictionClass.DEPARTING)
         if not any(sequence.num_on[shelf] for shelf in shelves):
             return []
         return [chunk.copy_id for chunk in sequence.chunks[sequence.num_shared :] if chunk.shelf in shelves]
@@ -275,7 +275,7 @@ class ChunkStore:
         return self._flights
 
     @property
-    def orphans(self) -> Mapping[int, Orphan]:
+    def orphans(self) -> Mapping[int, DetachedCopy]:
         """Copies in flight that are nobody's, by id."""
         return self._orphans
 
@@ -331,8 +331,8 @@ class ChunkStore:
 
     def _count_absent(self, sequence: CachedSequence, index: int, change: int) -> None:
         """So many chunks came, from `index` on, or the one there went; nobody asks who has absent ones."""
-        sequence.count(index, Shelf.ABSENT, change)
-        self.num_on[sequence.role][Shelf.ABSENT] += change
+        sequence.count(index, EvictionClass.ABSENT, change)
+        self.num_on[sequence.role][EvictionClass.ABSENT] += change
 
     def _note_changed(self, sequence: CachedSequence) -> None:
         for changed in self.changed.values():
@@ -353,7 +353,7 @@ class ChunkStore:
     def _orphan(self, chunk: Chunk, *, is_in: bool) -> None:
         """Leave to a chunk's copy, which is in flight, what it uses."""
         del self._flights[chunk.copy_id]
-        self._orphans[chunk.copy_id] = Orphan(is_in, chunk.page if is_in else 0, chunk.slot)
+        self._orphans[chunk.copy_id] = DetachedCopy(is_in, chunk.page if is_in else 0, chunk.slot)
         chunk.copy_id = chunk.slot = 0
 
     def _discard(self, sequence: CachedSequence, index: int) -> None:
@@ -401,7 +401,7 @@ class ChunkStore:
             self.slots.free(chunk.slot)
             chunk.slot = 0
 
-    def _free_orphan(self, orphan: Orphan) -> None:
+    def _free_orphan(self, orphan: DetachedCopy) -> None:
         if orphan.page:
             self.pages.free(orphan.page)
         if orphan.slot:

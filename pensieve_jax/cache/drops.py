@@ -56,7 +56,7 @@ class Copy(NamedTuple):
     slot: int
 
 
-class Orphan(NamedTuple):
+class DetachedCopy(NamedTuple):
     """A copy in flight whose chunk has gone on without it.
 
     It keeps the page and the slot that nobody else may use yet, 0 where there is none.

@@ -15,10 +15,13 @@ from pensieve_jax.cache.drops import DropReason
 from pensieve_jax.cache.order.policies import EvictionPolicy
 from pensieve_jax.cache.order.victims import Victim, VictimOrder
 from pensieve_jax.cache.sequence import CachedSequence, Role
-from pensieve_jax.cache.states import ChunkState, Shelf
+from pensieve_jax.cache.states import ChunkState, EvictionClass
 from pensieve_jax.core.clock import Clock
 
-_BY_PRICE = (Shelf.CLEAN, Shelf.DIRTY)  # shelves with pages to take: for nothing, then for a copy or a loss
+_BY_PRICE = (
+    EvictionClass.CLEAN,
+    EvictionClass.DIRTY,
+)  # shelves with pages to take: for nothing, then for a copy or a loss
 _MAX_AHEAD = 16  # pages copied beyond the threshold at a time, so that idle chunks are not ordered every step
 # Copies begun ahead of need in one step. Each takes the host a tenth of a millisecond, of the 5 to 8 that a
 # decode step of 13 leaves it (a 13B model on an H200): with a hundred the device waits for the next step.
@@ -50,11 +53,11 @@ class Evictor:
         self._num_ahead = max(1, min(_MAX_AHEAD, num_clean_pages // 4))
         self._max_num_copies = max_num_copies
         self._retrieval_priority = retrieval_priority
-        shelves = (*_BY_PRICE, Shelf.HOST)
+        shelves = (*_BY_PRICE, EvictionClass.HOST)
         self._orders = {shelf: VictimOrder(policy, shelf, store.changed[shelf]) for shelf in shelves}
         self._num_idle_on = store.num_on[Role.IDLE]
         self._now_s: float | None = None  # the time of the pass, once somebody has asked
-        self._begun: set[Shelf] = set()  # whose orders were asked in this pass
+        self._begun: set[EvictionClass] = set()  # whose orders were asked in this pass
         self._lenders: Iterator[tuple[CachedSequence, int]] = self._chunks_on_both()
         self.num_forced_swap_outs = 0
 
@@ -73,7 +76,7 @@ class Evictor:
     def allocate_spare_page(self) -> int | None:
         """A page that costs nobody anything: free, or of an idle chunk that has a copy."""
         if not self._store.pages.num_free:
-            victim = self._victim(Shelf.CLEAN)
+            victim = self._victim(EvictionClass.CLEAN)
             if victim is None:
                 return None
             self._free_pages(*victim)
@@ -91,14 +94,14 @@ class Evictor:
         if not store.slots.num_places or (self._retrieval_priority and store.num_copies_in):
             return
         num_clean = store.pages.num_free + sum(
-            store.num_on[role][Shelf.CLEAN] for role in (Role.IDLE, Role.QUEUED)
+            store.num_on[role][EvictionClass.CLEAN] for role in (Role.IDLE, Role.QUEUED)
         )
         if num_clean >= self._num_clean_pages:
             return
         num_missing = self._num_clean_pages + self._num_ahead - num_clean
         num_at_once = max(_MAX_A_STEP, num_missing - self._num_clean_pages // 2)
         for _ in range(min(num_missing, num_at_once, self._max_num_copies - store.num_copies_out)):
-            victim = self._victim(Shelf.DIRTY)
+            victim = self._victim(EvictionClass.DIRTY)
             if victim is None:
                 return
             sequence, indices, worth = victim
@@ -115,7 +118,9 @@ class Evictor:
 
         What they hold displaces anything idle in host memory, and nothing of a queued request.
         """
-        indices = sorted(sequence.indices_on(Shelf.CLEAN) + sequence.indices_on(Shelf.DIRTY))[:max_num_chunks]
+        indices = sorted(sequence.indices_on(EvictionClass.CLEAN) + sequence.indices_on(EvictionClass.DIRTY))[
+            :max_num_chunks
+        ]
         self._free_pages(sequence, indices, math.inf)
         return len(indices)
 
@@ -138,7 +143,7 @@ class Evictor:
     def _free_pages(self, sequence: CachedSequence, indices: Sequence[int], worth: float) -> None:
         """Free the pages of chunks that are worth `worth`; those without a copy begin one, or are dropped."""
         for index in indices:
-            if sequence.chunks[index].shelf is Shelf.CLEAN:
+            if sequence.chunks[index].shelf is EvictionClass.CLEAN:
                 self._store.give_page(sequence, index)
             else:
                 self._push_out(sequence, index, worth)
@@ -168,7 +173,7 @@ class Evictor:
         """What kept `_allocate_slot` from finding one just now."""
         if not self._store.slots.num_places:
             return DropReason.NO_HOST_MEMORY
-        has_victim = self._victim(Shelf.HOST) is not None
+        has_victim = self._victim(EvictionClass.HOST) is not None
         return DropReason.HOST_MEMORY_WORTH_MORE if has_victim else DropReason.NO_SLOT
 
     def _allocate_slot(self, worth: float, sequence: CachedSequence) -> int | None:
@@ -195,10 +200,12 @@ class Evictor:
     def _chunks_on_both(self) -> Iterator[tuple[CachedSequence, int]]:
         """Chunks of running, then of queued sequences that are on the gpu as well, one look at each."""
         for role in (Role.RUNNING, Role.QUEUED):
-            if not self._store.num_on[role][Shelf.CLEAN]:
+            if not self._store.num_on[role][EvictionClass.CLEAN]:
                 continue
             for sequence in tuple(self._store.members[role]):
-                for index in sequence.indices_on(Shelf.CLEAN) if sequence.num_on[Shelf.CLEAN] else ():
+                for index in (
+                    sequence.indices_on(EvictionClass.CLEAN) if sequence.num_on[EvictionClass.CLEAN] else ()
+                ):
                     if sequence.role is not role or index >= len(sequence.chunks):
                         break  # it was suspended or cut since
                     if sequence.chunks[index].state is ChunkState.ON_BOTH:
@@ -206,7 +213,7 @@ class Evictor:
 
     def _drop_idle(self, worth: float) -> bool:
         """Drop what is worth least in host memory, if it is not worth more than what wants its slot."""
-        victim = self._victim(Shelf.HOST)
+        victim = self._victim(EvictionClass.HOST)
         if victim is None or victim.worth > worth:
             return False
         sequence, indices, its_worth = victim
@@ -217,8 +224,8 @@ class Evictor:
 
     def _drop_queued(self, keep: CachedSequence) -> bool:
         for sequence in self._latest_queued(keep.arrival):
-            if sequence.num_on[Shelf.HOST]:
-                for index in self._frontier(sequence, Shelf.HOST):
+            if sequence.num_on[EvictionClass.HOST]:
+                for index in self._frontier(sequence, EvictionClass.HOST):
                     self._store.drop(sequence, index, DropReason.EARLIER_REQUEST, math.inf)
                 self._store.trim(sequence)
                 return True
@@ -226,7 +233,7 @@ class Evictor:
 
     # Order
 
-    def _victim(self, shelf: Shelf) -> Victim | None:
+    def _victim(self, shelf: EvictionClass) -> Victim | None:
         """The next idle victim on a shelf."""
         if not self._num_idle_on[shelf]:
             return None
@@ -238,7 +245,7 @@ class Evictor:
             order.begin(self._now_s)
         return order.peek()
 
-    def _frontier(self, sequence: CachedSequence, shelf: Shelf) -> Sequence[int]:
+    def _frontier(self, sequence: CachedSequence, shelf: EvictionClass) -> Sequence[int]:
         """What a sequence gives up first that is not idle, and has something on the shelf."""
         return self._policy.frontier(sequence, shelf, self._policy.chunk(sequence, shelf))
 

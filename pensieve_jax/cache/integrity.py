@@ -15,7 +15,7 @@ from collections import Counter
 
 from pensieve_jax.cache.chunk_store import ChunkStore
 from pensieve_jax.cache.sequence import NUM_SHELVES, CachedSequence, Role
-from pensieve_jax.cache.states import IN_FLIGHT, WITH_PAGE, WITH_SLOT, ChunkState, Shelf
+from pensieve_jax.cache.states import IN_FLIGHT, WITH_PAGE, WITH_SLOT, ChunkState, EvictionClass
 
 
 def check_store(store: ChunkStore, chunk_tokens: int) -> None:
@@ -86,7 +86,9 @@ def _check_sequence(sequence: CachedSequence, chunk_tokens: int) -> None:
     if sequence.role is not Role.RUNNING:
         assert num_computed_chunks == len(sequence.chunks), "a chunk past the computed tokens"
         own = sequence.chunks[sequence.num_shared :]
-        assert not own or sequence.is_trunk or own[-1].shelf is not Shelf.ABSENT, "the tail is dropped"
+        assert not own or sequence.is_trunk or own[-1].shelf is not EvictionClass.ABSENT, (
+            "the tail is dropped"
+        )
 
 
 def _check_row(store: ChunkStore, sequence: CachedSequence) -> None:

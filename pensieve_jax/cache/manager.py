@@ -16,12 +16,12 @@ from pensieve_jax.cache.drops import Copy, Drop
 from pensieve_jax.cache.evictor import Evictor
 from pensieve_jax.cache.integrity import check_store
 from pensieve_jax.cache.order.cost import CostModel
-from pensieve_jax.cache.order.learned_state import Experience
+from pensieve_jax.cache.order.learned_state import LearnedState
 from pensieve_jax.cache.order.learning import turn_notes
 from pensieve_jax.cache.order.policies import DatedWorth, make_policy
 from pensieve_jax.cache.sequence import CachedSequence, Role
-from pensieve_jax.cache.states import ChunkState, Shelf
-from pensieve_jax.cache.trunks import OnMove, Trunks
+from pensieve_jax.cache.states import ChunkState, EvictionClass
+from pensieve_jax.cache.trunks import OnMove, SharedChunks
 from pensieve_jax.config import CacheConfig
 from pensieve_jax.core.clock import Clock
 
@@ -46,7 +46,7 @@ class CacheManager:
         max_num_copies: int,
         on_drop: Callable[[Drop], None] = lambda drop: None,
         on_move: OnMove = lambda before, after, indices: None,
-        experience: Experience | None = None,
+        experience: LearnedState | None = None,
     ) -> None:
         """An empty cache.
 
@@ -65,7 +65,7 @@ class CacheManager:
         self.turns = turn_notes(
             self._policy, config, cost_model, clock, set_bucket=self._set_bucket, experience=experience
         )
-        self._trunks = Trunks(
+        self._trunks = SharedChunks(
             self._store, config.chunk_tokens, on_move=on_move, on_resized=self.turns.resized
         )
         self._evictor = Evictor(
@@ -171,7 +171,7 @@ class CacheManager:
         num_on = self._store.num_on
         available = self._store.pages.num_free
         for role in (Role.IDLE, Role.QUEUED):
-            available += num_on[role][Shelf.DIRTY] + num_on[role][Shelf.CLEAN]
+            available += num_on[role][EvictionClass.DIRTY] + num_on[role][EvictionClass.CLEAN]
         while requester is not None and requester.role is not Role.RUNNING:
             available -= requester.num_resident
             requester = requester.trunk
@@ -220,7 +220,7 @@ class CacheManager:
         assert sequence.role is Role.QUEUED
         own: CachedSequence | None = sequence
         while own is not None:
-            if own.num_on[Shelf.DEPARTING]:
+            if own.num_on[EvictionClass.DEPARTING]:
                 return False
             own = own.trunk
         num_chunks = max(-(-num_tokens // self.chunk_tokens), len(sequence.chunks))
@@ -264,10 +264,10 @@ class CacheManager:
                 self.fill(sequence, position, position + 1)
             sequence.num_kv_tokens = position + 1  # its chunk was written before
 
-    def rush(self, sequence: CachedSequence) -> tuple[int, ...]:
+    def expedite(self, sequence: CachedSequence) -> tuple[int, ...]:
         """Let the next step read what is being copied in for a running sequence, whenever it arrives.
 
-        Returns the ids of the copies, for `Transfers.rush`. Nothing, while more is on its way than a step
+        Returns the ids of the copies, for `Transfers.expedite`. Nothing, while more is on its way than a step
         can wait for.
         """
         if self._store.num_copies_in > self._max_num_copies:
@@ -305,7 +305,7 @@ class CacheManager:
         """Sequence and index of every chunk that has state somewhere, or on its way."""
         for sequence in self._store:
             for index in range(sequence.num_shared, len(sequence.chunks)):
-                if sequence.chunks[index].shelf is not Shelf.ABSENT:
+                if sequence.chunks[index].shelf is not EvictionClass.ABSENT:
                     yield sequence.sequence_id, index
 
     def worth_of(self, sequence: CachedSequence, index: int) -> float:
@@ -377,12 +377,12 @@ class CacheManager:
     def _prefetch_for_queued(self) -> None:
         """Copy in for queued requests, by arrival, into pages that cost nobody anything."""
         store = self._store
-        queued = store.members[Role.QUEUED] if store.num_on[Role.QUEUED][Shelf.HOST] else ()
+        queued = store.members[Role.QUEUED] if store.num_on[Role.QUEUED][EvictionClass.HOST] else ()
         for sequence in sorted(queued, key=lambda s: s.arrival):
-            while sequence.num_on[Shelf.HOST]:
+            while sequence.num_on[EvictionClass.HOST]:
                 if store.num_copies_in >= self._max_num_copies or self.num_available() <= self._reserve_pages:
                     return
-                index = sequence.first_on(Shelf.HOST)
+                index = sequence.first_on(EvictionClass.HOST)
                 page = self._evictor.allocate_spare_page()
                 if page is None:
                     return

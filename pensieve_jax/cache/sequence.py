@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import Enum
 
-from pensieve_jax.cache.states import ChunkState, Shelf
+from pensieve_jax.cache.states import ChunkState, EvictionClass
 
-NUM_SHELVES = len(Shelf)
+NUM_SHELVES = len(EvictionClass)
 
 
 class Role(Enum):
@@ -54,14 +54,14 @@ class Chunk:
         self.fits_host = True
 
     @property
-    def shelf(self) -> Shelf:
+    def shelf(self) -> EvictionClass:
         """What its state means to whoever needs room."""
         return self.state.shelf
 
     @property
     def readable(self) -> bool:
         """Steps that are dispatched now can read it."""
-        return self.state.shelf in (Shelf.DIRTY, Shelf.CLEAN)
+        return self.state.shelf in (EvictionClass.DIRTY, EvictionClass.CLEAN)
 
 
 class CachedSequence:
@@ -130,12 +130,12 @@ class CachedSequence:
     @property
     def num_resident(self) -> int:
         """Own chunks that steps can read."""
-        return self.num_on[Shelf.DIRTY] + self.num_on[Shelf.CLEAN]
+        return self.num_on[EvictionClass.DIRTY] + self.num_on[EvictionClass.CLEAN]
 
     @property
     def holds_state(self) -> bool:
         """Some own chunk is in some tier, or on its way."""
-        return len(self.chunks) - self.num_shared > self.num_on[Shelf.ABSENT]
+        return len(self.chunks) - self.num_shared > self.num_on[EvictionClass.ABSENT]
 
     def will_write(self, index: int, chunk_tokens: int) -> bool:
         """It runs, and computes tokens of that chunk next, or later."""
@@ -177,12 +177,12 @@ class CachedSequence:
         self.trunk, self.num_shared = trunk, num_chunks
         self._first_on = [max(index, num_chunks) for index in self._first_on]
 
-    def indices_on(self, shelf: Shelf) -> list[int]:
+    def indices_on(self, shelf: EvictionClass) -> list[int]:
         """Own chunks on a shelf, leading first."""
         chunks = self.chunks
         return [i for i in range(self.num_shared, len(chunks)) if chunks[i].state.shelf is shelf]
 
-    def first_on(self, shelf: Shelf) -> int:
+    def first_on(self, shelf: EvictionClass) -> int:
         """The leading own chunk on a shelf; `len(chunks)` where none is. Cheap: it mostly moves on."""
         chunks, i = self.chunks, self._first_on[shelf]
         num_chunks = len(chunks)
@@ -193,14 +193,14 @@ class CachedSequence:
         self._first_on[shelf] = i
         return i
 
-    def last_on(self, shelf: Shelf) -> int:
+    def last_on(self, shelf: EvictionClass) -> int:
         """The last own chunk on a shelf; -1 where none is."""
         for i in range(len(self.chunks) - 1, self.num_shared - 1, -1):
             if self.chunks[i].shelf is shelf:
                 return i
         return -1
 
-    def move(self, index: int, before: Shelf, after: Shelf) -> None:
+    def move(self, index: int, before: EvictionClass, after: EvictionClass) -> None:
         """Own chunk `index` went from a shelf to another one."""
         num_on, first_on = self.num_on, self._first_on
         num_on[before] -= 1
@@ -208,7 +208,7 @@ class CachedSequence:
         if index < first_on[after]:
             first_on[after] = index
 
-    def count(self, index: int, shelf: Shelf, change: int) -> None:
+    def count(self, index: int, shelf: EvictionClass, change: int) -> None:
         """As many own chunks as `change` came to a shelf, from `index` on; or the one there left it."""
         self.num_on[shelf] += change
         if change > 0 and index < self._first_on[shelf]:
@@ -217,11 +217,11 @@ class CachedSequence:
     @property
     def first_arriving(self) -> int | None:
         """The leading chunk that is being copied in, those of its trunks included."""
-        leading = self.first_on(Shelf.ARRIVING) if self.num_on[Shelf.ARRIVING] else None
+        leading = self.first_on(EvictionClass.ARRIVING) if self.num_on[EvictionClass.ARRIVING] else None
         trunk = self.trunk
         while trunk is not None:
-            if trunk.num_on[Shelf.ARRIVING]:
-                leading = trunk.first_on(Shelf.ARRIVING)
+            if trunk.num_on[EvictionClass.ARRIVING]:
+                leading = trunk.first_on(EvictionClass.ARRIVING)
             trunk = trunk.trunk
         return leading
 
@@ -234,7 +234,7 @@ class CachedSequence:
         intervals: list[tuple[int, int]] = []
         for i, chunk in enumerate(self.chunks):
             start, end = i * chunk_tokens, min((i + 1) * chunk_tokens, self.num_kv_tokens)
-            if chunk.shelf is not Shelf.ABSENT or start >= end:
+            if chunk.shelf is not EvictionClass.ABSENT or start >= end:
                 continue
             if intervals and intervals[-1][1] == start:
                 intervals[-1] = (intervals[-1][0], end)

@@ -16,7 +16,7 @@ class ChunkState(Enum):
       shelf: what it means to whoever needs room, by the table `SHELF`.
     """
 
-    shelf: Shelf
+    shelf: EvictionClass
 
     DROPPED = "dropped"  # nowhere: it must be recomputed from raw tokens
     RESERVED = "reserved"  # it owns a page whose KV no dispatched step has written yet
@@ -77,7 +77,7 @@ WITH_SLOT = frozenset({_S.COPYING_OUT, _S.LEAVING, _S.ON_BOTH, _S.ON_CPU, _S.COP
 IN_FLIGHT = frozenset({_S.COPYING_OUT, _S.LEAVING, _S.COPYING_IN})
 
 
-class Shelf(IntEnum):
+class EvictionClass(IntEnum):
     """What a state means to whoever needs room; every state is on one shelf."""
 
     ABSENT = 0  # no KV anywhere
@@ -88,15 +88,15 @@ class Shelf(IntEnum):
     DEPARTING = 5  # the same, and a request that needs it waits for the copy
 
 
-SHELF: dict[ChunkState, Shelf] = {
-    _S.DROPPED: Shelf.ABSENT,
-    _S.RESERVED: Shelf.ABSENT,
-    _S.ON_GPU: Shelf.DIRTY,
-    _S.COPYING_OUT: Shelf.CLEAN,
-    _S.ON_BOTH: Shelf.CLEAN,
-    _S.ON_CPU: Shelf.HOST,
-    _S.COPYING_IN: Shelf.ARRIVING,
-    _S.LEAVING: Shelf.DEPARTING,
+SHELF: dict[ChunkState, EvictionClass] = {
+    _S.DROPPED: EvictionClass.ABSENT,
+    _S.RESERVED: EvictionClass.ABSENT,
+    _S.ON_GPU: EvictionClass.DIRTY,
+    _S.COPYING_OUT: EvictionClass.CLEAN,
+    _S.ON_BOTH: EvictionClass.CLEAN,
+    _S.ON_CPU: EvictionClass.HOST,
+    _S.COPYING_IN: EvictionClass.ARRIVING,
+    _S.LEAVING: EvictionClass.DEPARTING,
 }
 
 
@@ -105,7 +105,7 @@ for _state, _shelf in SHELF.items():
 
 
 # Shelves that whoever needs room takes from.
-CONTESTED = (Shelf.DIRTY, Shelf.CLEAN, Shelf.HOST)
+CONTESTED = (EvictionClass.DIRTY, EvictionClass.CLEAN, EvictionClass.HOST)
 
 
 class IllegalTransitionError(AssertionError):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Set
 
 
-class PlacePool:
+class TierPool:
     """A fixed number of places, each for one chunk's KV over all layers; last freed, first reused."""
 
     def __init__(self, num_places: int) -> None:

@@ -21,7 +21,7 @@ type OnMove = Callable[[str, str | None, range], None]
 """Told of chunks that go from the sequence of one id to that of another; None: the first one is no more."""
 
 
-class Trunks:
+class SharedChunks:
     """The trunks of one cache."""
 
     def __init__(

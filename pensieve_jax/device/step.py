@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model_defs.attention import PagedAttention, RaggedBatch
-from model_defs.device_sums import DeviceSums, SumSpec, summing
+from model_defs.device_sums import AllReduce, SumSpec, summing
 from model_defs.few_rows import XLA, multiplying_by
 from model_defs.sharding import constrain
 from pallas_kernels.ragged_paged_attention import TileSpec
@@ -116,7 +116,7 @@ def run_layers(
     sums = None
     if statics.sums is not None:
         assert table is not None
-        sums = DeviceSums(statics.sums, table, statics.mesh)
+        sums = AllReduce(statics.sums, table, statics.mesh)
     with summing(sums), multiplying_by(statics.few_rows):
         hidden = model.run_layers(hidden, plan["positions"], attention, 0, statics.num_layers)
     return attention.kv_pages, constrain(hidden, statics.mesh)

@@ -25,7 +25,7 @@ type Parent = tuple[str, str, bool]
 """A turn by owner and id, and whether those behind it are to be kept."""
 
 
-class Place(NamedTuple):
+class TurnPosition(NamedTuple):
     """Where a turn stands: behind the path to its parent.
 
     Attributes:
@@ -81,7 +81,7 @@ class BranchTable:
         branches = self._by_turn.get((owner, turn_id), {})
         return [branch for branch in branches if branch.tip == turn_id] or list(branches)
 
-    def find(self, node: TurnNode, known: dict[Parent, Place] | None = None) -> Place:
+    def find(self, node: TurnNode, known: dict[Parent, TurnPosition] | None = None) -> TurnPosition:
         """Where a turn would stand; changes nothing but `known`: what was found for turns of the same call.
 
         Raises UnknownTurnError for a parent that this owner does not have, InvalidRequestError for an id that
@@ -90,7 +90,7 @@ class BranchTable:
         if node.turn_id in self._running or (node.owner, node.turn_id) in self._by_turn:
             raise InvalidRequestError("turn_id", node.turn_id, "that of a new turn")
         if node.parent_id is None:
-            return Place(None, {}, [])
+            return TurnPosition(None, {}, [])
         parent = (node.owner, node.parent_id, node.durable)
         place = None if known is None else known.get(parent)
         if place is None:
@@ -100,7 +100,13 @@ class BranchTable:
         return place._replace(path=dict(place.path))
 
     def begin(
-        self, node: TurnNode, place: Place, prompt: Sequence[int], *, twin: Branch | None, has_twins: bool
+        self,
+        node: TurnNode,
+        place: TurnPosition,
+        prompt: Sequence[int],
+        *,
+        twin: Branch | None,
+        has_twins: bool,
     ) -> tuple[Branch, TurnOrigin]:
         """The branch that a turn is to run in, without its prompt.
 
@@ -142,7 +148,7 @@ class BranchTable:
 
     # Inside
 
-    def _behind(self, owner: str, parent_id: str, durable: bool) -> Place:
+    def _behind(self, owner: str, parent_id: str, durable: bool) -> TurnPosition:
         """The place of turns that go on from one, if there is such a one."""
         for branch in self.at(owner, parent_id)[:1]:
             end = branch.path[parent_id]
@@ -151,16 +157,16 @@ class BranchTable:
                 raise InvalidRequestError("durable", durable, limit)
             if end.durable and not self._store.has_turn(owner, parent_id):  # its response was deleted
                 raise UnknownTurnError(parent_id)
-            return Place(branch, _until(branch.path, parent_id), branch.known_tokens[: end.num_tokens])
+            return TurnPosition(branch, _until(branch.path, parent_id), branch.known_tokens[: end.num_tokens])
         record = self._store.load_turn(owner, parent_id)
         path, num_tokens = {}, 0
         for turn in record.turns:
             num_tokens += len(turn.prompt_token_ids) + len(turn.output_token_ids)
             path[turn.turn_id] = TurnEnd(num_tokens, True)
-        return Place(None, path, record.token_ids.tolist(), record.last_active_s)
+        return TurnPosition(None, path, record.token_ids.tolist(), record.last_active_s)
 
     def _begin(
-        self, node: TurnNode, place: Place, prompt: Sequence[int], twin: Branch | None
+        self, node: TurnNode, place: TurnPosition, prompt: Sequence[int], twin: Branch | None
     ) -> tuple[Branch, TurnOrigin]:
         num_history = len(place.token_ids)
         if twin is not None:
@@ -180,7 +186,7 @@ class BranchTable:
             return branch, TurnOrigin("loaded", num_found)
         return branch, TurnOrigin("chunks" if num_found else "new", num_found)
 
-    def _open(self, node: TurnNode, place: Place, source: Branch | None, num_tokens: int) -> Branch:
+    def _open(self, node: TurnNode, place: TurnPosition, source: Branch | None, num_tokens: int) -> Branch:
         """A branch that has no turn but those of the path; it begins with the first tokens of a source."""
         self._num_opened += 1
         name = f"\0branch-{self._num_opened}"  # never a caller's id: those have no NUL

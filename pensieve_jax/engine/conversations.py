@@ -24,7 +24,7 @@ from pensieve_jax.core.turn_node import check_owner, check_turn_id
 from pensieve_jax.engine.branches import BranchTable
 from pensieve_jax.engine.explanation import DropJournal
 from pensieve_jax.engine.live import Branch, LiveConversation
-from pensieve_jax.engine.loop import Sweep
+from pensieve_jax.engine.loop import PeriodicSweep
 from pensieve_jax.engine.prefixes import PrefixTable
 from pensieve_jax.history import ConversationInfo, ConversationRecord, Cut, HistoryStore
 
@@ -61,7 +61,7 @@ class ConversationTable:
         self._live: dict[str, LiveConversation] = {}
         self._num_one_off = 0
         self._stateful = stateful
-        self._sweep = Sweep()
+        self._sweep = PeriodicSweep()
         self.branches = BranchTable(store, cache, self._add, shares_state=stateful)
 
     def __len__(self) -> int:

@@ -29,8 +29,8 @@ from pensieve_jax.engine.loop import EngineLoop, Observe, unobserved
 from pensieve_jax.engine.prefixes import PrefixTable
 from pensieve_jax.engine.runner import Runner
 from pensieve_jax.engine.stats import EngineStats
-from pensieve_jax.engine.submission import Intake, Placing
-from pensieve_jax.engine.turn import Deltas, Reply, Turn
+from pensieve_jax.engine.submission import TurnPlacer, TurnSubmitter
+from pensieve_jax.engine.turn import Deltas, ReplyState, Turn
 from pensieve_jax.engine.validation import check_beginning, check_turn, checked_prefix
 from pensieve_jax.history import HistoryStore
 from pensieve_jax.history.server_tables.changes import HistoryChange
@@ -110,8 +110,8 @@ class Engine:
         kept = self._store, self._cache, self._prefixes, self._drops, self._clock, cache
         self._conversations = ConversationTable(*kept, stateful=config.stateful)
         self._ledger = TurnLedger(self._store, self._loop, self._conversations, self._stats, self._clock)
-        placing = Placing(self._conversations, self._prefixes, stateful=config.stateful)
-        self._intake = Intake(self._loop, self._ledger, placing, self.limits, self._tokenizer)
+        placing = TurnPlacer(self._conversations, self._prefixes, stateful=config.stateful)
+        self._intake = TurnSubmitter(self._loop, self._ledger, placing, self.limits, self._tokenizer)
 
     # Turns
 
@@ -354,7 +354,7 @@ class Engine:
     def _finish(self, step: _LaunchedStep) -> list[Turn]:
         """Fetch a step's ids, give them to their turns, and settle the turns that end with them."""
         result = self._runner.fetch(step.handle)
-        endings: list[tuple[Reply, FinishReason]] = []
+        endings: list[tuple[ReplyState, FinishReason]] = []
         sampling = [grant for grant in step.output.grants if grant.samples]
         token_ids, logprobs = result.token_ids.tolist(), result.logprobs.tolist()
         touched = self._ledger.touched
@@ -374,7 +374,7 @@ class Engine:
         self._conversations.forget_stateless()
         return ended
 
-    def _lose_step(self, error: StepFailedError, lost: Sequence[Reply]) -> list[Turn]:
+    def _lose_step(self, error: StepFailedError, lost: Sequence[ReplyState]) -> list[Turn]:
         """Fail the `lost` turns, and keep what host memory has; conversations survive.
 
         Nothing here asks anything of the device: what waits outlives new pools that cannot be made.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 
-from pensieve_jax.cache import CacheManager, Experience
+from pensieve_jax.cache import CacheManager, LearnedState
 from pensieve_jax.cache.order.policies import LearnedPolicy
 from pensieve_jax.core.errors import HistoryError
 from pensieve_jax.history import HistoryStore
@@ -21,20 +21,20 @@ _WRITE_AFTER = 256  # turns: what a killed process forgets
 _log = logging.getLogger(__name__)
 
 
-def kept_experience(store: HistoryStore, policy: str) -> Experience | None:
+def kept_experience(store: HistoryStore, policy: str) -> LearnedState | None:
     """What the history holds for an order that learns; None where that is nothing, or cannot be read."""
     if policy != LearnedPolicy.name:
         return None
     try:
         text = store.note(_NOTE)
-        return None if text is None else Experience.from_dict(json.loads(text))
+        return None if text is None else LearnedState.from_dict(json.loads(text))
     # ConfigError is a ValueError, and so are errors of JSON.
     except (HistoryError, ValueError, RecursionError) as error:
         _log.warning("What was learned of returns cannot be read, and begins anew: %s", error)
         return None
 
 
-class ExperienceKeeper:
+class LearnedStateStore:
     """Writes what a cache has learned, now and then."""
 
     def __init__(self, store: HistoryStore, cache: CacheManager) -> None:

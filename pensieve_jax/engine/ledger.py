@@ -18,15 +18,15 @@ from pensieve_jax.core.errors import ConversationChangedError, PensieveError, fo
 from pensieve_jax.core.outputs import FinishReason
 from pensieve_jax.core.turn_node import new_turn_id
 from pensieve_jax.engine.conversations import ConversationTable
-from pensieve_jax.engine.experience import ExperienceKeeper
+from pensieve_jax.engine.experience import LearnedStateStore
 from pensieve_jax.engine.live import Branch, LiveConversation
 from pensieve_jax.engine.loop import EngineLoop
 from pensieve_jax.engine.stats import EngineStats
-from pensieve_jax.engine.turn import Deltas, Reply, Turn, take_deltas
+from pensieve_jax.engine.turn import Deltas, ReplyState, Turn, take_deltas
 from pensieve_jax.history import HistoryStore, TurnRecord
 from pensieve_jax.scheduler import Request
 
-Ending = tuple[Reply, FinishReason]
+Ending = tuple[ReplyState, FinishReason]
 
 
 class TurnLedger:
@@ -45,7 +45,7 @@ class TurnLedger:
         stats: EngineStats,
         clock: Clock,
     ) -> None:
-        self.replies: dict[Request, Reply] = {}
+        self.replies: dict[Request, ReplyState] = {}
         self.touched: dict[Request, None] = {}
         self._turns: dict[Request, weakref.ref[Turn]] = {}
         # Who dropped a turn writes it down here, in C: no interrupt can come in between.
@@ -55,14 +55,14 @@ class TurnLedger:
         self._conversations = conversations
         self._stats = stats
         self._clock = clock
-        self._keeper = ExperienceKeeper(store, loop.cache)
+        self._keeper = LearnedStateStore(store, loop.cache)
 
     @property
     def turns(self) -> list[Turn]:
         """Those in progress that somebody holds, in order of arrival."""
         return self._held(self._turns.values())
 
-    def enter(self, reply: Reply) -> Turn:
+    def enter(self, reply: ReplyState) -> Turn:
         """A turn was submitted; returns what its caller is to hold."""
         turn = Turn(reply)
         self._turns[reply.request] = weakref.ref(turn, self._dropped.append)
@@ -123,7 +123,7 @@ class TurnLedger:
         self._keeper.count(len(kept))
         return turns
 
-    def cancel(self, reply: Reply) -> None:
+    def cancel(self, reply: ReplyState) -> None:
         """End a turn as if it had never been sent."""
         reply.finish("cancelled", self._clock.now())
         self._stats.num_turns_cancelled += 1
@@ -134,7 +134,7 @@ class TurnLedger:
         for reply in tuple(self.replies.values()):
             self.cancel(reply)
 
-    def lose(self, replies: Sequence[Reply], error: PensieveError) -> list[Turn]:
+    def lose(self, replies: Sequence[ReplyState], error: PensieveError) -> list[Turn]:
         """End turns with an error; their conversations are as they were before."""
         turns = self._held(self._turns[reply.request] for reply in replies)
         forget_frames(error)  # callers may hold their turns, and with them this, for ever
@@ -156,7 +156,7 @@ class TurnLedger:
     def _held(self, turns: Iterable[weakref.ref[Turn]]) -> list[Turn]:
         return [turn for held in turns if (turn := held()) is not None]
 
-    def _record(self, reply: Reply, reason: FinishReason, now_s: float) -> TurnRecord:
+    def _record(self, reply: ReplyState, reason: FinishReason, now_s: float) -> TurnRecord:
         request, conversation = reply.request, reply.request.conversation
         prompt = conversation.token_ids[conversation.num_history_tokens : request.num_prompt_end]
         node = reply.node
@@ -177,7 +177,7 @@ class TurnLedger:
             usage=request.usage(num_output_tokens=len(reply.token_ids)),
         )
 
-    def _settle(self, reply: Reply, reason: FinishReason, now_s: float) -> None:
+    def _settle(self, reply: ReplyState, reason: FinishReason, now_s: float) -> None:
         """A turn that was committed."""
         request, conversation = reply.request, reply.request.conversation
         # A step of look-ahead may have computed one token more than the reply has; it never counts.
@@ -188,7 +188,7 @@ class TurnLedger:
             self._conversations.branches.settled(live, reply.node)
         self._leave(reply, forget=conversation.one_off)
 
-    def _roll_back(self, reply: Reply, *, forget: bool = False) -> None:
+    def _roll_back(self, reply: ReplyState, *, forget: bool = False) -> None:
         """Forget a turn that gave nothing to the history; with `forget` its conversation's state as well."""
         conversation = reply.request.conversation
         self._loop.withdraw(reply.request)
@@ -198,7 +198,7 @@ class TurnLedger:
             forget = self._conversations.branches.withdrawn(live, reply.node, reply.origin)
         self._leave(reply, forget=forget)
 
-    def _leave(self, reply: Reply, *, forget: bool) -> None:
+    def _leave(self, reply: ReplyState, *, forget: bool) -> None:
         del self.replies[reply.request]
         self.touched.pop(reply.request, None)
         del self._turns[reply.request]  # it may be dropped now
@@ -207,5 +207,5 @@ class TurnLedger:
         if forget:
             self._conversations.forget(live)
 
-    def _live_of(self, reply: Reply) -> LiveConversation:
+    def _live_of(self, reply: ReplyState) -> LiveConversation:
         return self._conversations.get(reply.request.conversation.conversation_id)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pensieve_jax.cache import CachedSequence, CacheManager, CostModel, Drop, Experience, OnMove
+from pensieve_jax.cache import CachedSequence, CacheManager, CostModel, Drop, LearnedState, OnMove
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.clock import Clock
 from pensieve_jax.core.conversation import Conversation
@@ -51,7 +51,7 @@ class EngineLoop[Step]:
         observe: Observe,
         on_drop: Callable[[Drop], None] = lambda drop: None,
         on_move: OnMove = lambda before, after, indices: None,
-        experience: Experience | None = None,
+        experience: LearnedState | None = None,
     ) -> None:
         """Idle, with an empty cache.
 
@@ -142,7 +142,7 @@ class EngineLoop[Step]:
             self._stats.count_decisions(output)
             self._transfers.swap_out(output.swap_outs)
             self._transfers.swap_in(output.swap_ins)
-            self._transfers.rush(output.rushed)
+            self._transfers.expedite(output.expedited)
         if num_tokens:
             self._stats.count_step(num_tokens)
             self.in_flight = launch()
@@ -189,7 +189,7 @@ class EngineLoop[Step]:
             self.cache.truncate(request.sequence, 0)
 
 
-class Sweep:
+class PeriodicSweep:
     """When to look at everything that is known: now and then, so that it costs little.
 
     It is due when twice as many are known as were left by the one before.

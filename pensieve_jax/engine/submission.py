@@ -15,27 +15,27 @@ from typing import Any, NamedTuple
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.turn_node import TurnNode, TurnOrigin
 from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec
-from pensieve_jax.engine.branches import Place
+from pensieve_jax.engine.branches import TurnPosition
 from pensieve_jax.engine.conversations import ConversationTable
 from pensieve_jax.engine.ledger import TurnLedger
 from pensieve_jax.engine.live import Branch, LiveConversation
 from pensieve_jax.engine.loop import EngineLoop
 from pensieve_jax.engine.prefixes import PrefixTable
-from pensieve_jax.engine.turn import Reply, Turn
+from pensieve_jax.engine.turn import ReplyState, Turn
 from pensieve_jax.engine.validation import check_turns
 from pensieve_jax.text import Tokenizer
 
 type _Choice = tuple[str, str | None, tuple[int, ...]]
 
 
-class Intake:
+class TurnSubmitter:
     """Checks, places and queues turns: all turns of a call, or none."""
 
     def __init__(
         self,
         loop: EngineLoop[Any],
         ledger: TurnLedger,
-        placing: Placing,
+        placing: TurnPlacer,
         limits: ModelLimits,
         tokenizer: Tokenizer | None,
     ) -> None:
@@ -59,7 +59,7 @@ class Intake:
             raise
         return turns
 
-    def _queue(self, spec: TurnSpec, placed: Placed) -> Turn:
+    def _queue(self, spec: TurnSpec, placed: PlacedTurn) -> Turn:
         params = spec.params
         request = self._loop.submit(
             placed.live.conversation,
@@ -71,15 +71,15 @@ class Intake:
         )
         rest = spec.messages, spec.node, placed.origin
         try:
-            reply = Reply(request, self._tokenizer, *rest)
+            reply = ReplyState(request, self._tokenizer, *rest)
         except PensieveError:
             # It is queued, and its conversation busy: it leaves as a turn does that is cancelled.
-            self._ledger.cancel(self._ledger.enter(Reply(request, None, *rest)).reply)
+            self._ledger.cancel(self._ledger.enter(ReplyState(request, None, *rest)).reply)
             raise
         return self._ledger.enter(reply)
 
 
-class Placing:
+class TurnPlacer:
     """Finds turns their conversations.
 
     Attributes:
@@ -92,8 +92,8 @@ class Placing:
         self._stateful = stateful
 
     def each(
-        self, specs: Sequence[TurnSpec], places: Sequence[Place | None]
-    ) -> Iterator[tuple[TurnSpec, Placed]]:
+        self, specs: Sequence[TurnSpec], places: Sequence[TurnPosition | None]
+    ) -> Iterator[tuple[TurnSpec, PlacedTurn]]:
         """Every turn of a call with where it runs: busy from then on, with its prompt.
 
         A turn must be queued before the next one is asked for. `places` are what `check_turns` returned.
@@ -102,14 +102,14 @@ class Placing:
         first: dict[_Choice, Branch] = {}
         for spec, place in zip(specs, places, strict=True):
             if spec.node is None or place is None:
-                placed = Placed(self.conversations.get_or_create(spec.conversation_id), None)
+                placed = PlacedTurn(self.conversations.get_or_create(spec.conversation_id), None)
             else:
                 choice = _choice(spec, spec.node)
                 branch, origin = self.conversations.branches.begin(
                     spec.node, place, choice[2], twin=first.get(choice), has_twins=num_alike[choice] > 1
                 )
                 first.setdefault(choice, branch)
-                placed = Placed(branch, origin)
+                placed = PlacedTurn(branch, origin)
             self._add(spec, placed.live)
             yield spec, placed
 
@@ -122,7 +122,7 @@ class Placing:
         live.conversation.token_ids += map(int, spec.prompt_token_ids)  # numpy's ints become Python's
 
 
-class Placed(NamedTuple):
+class PlacedTurn(NamedTuple):
     """The conversation that a turn runs in, and what it was found to go on from, if its caller placed it."""
 
     live: LiveConversation

@@ -70,7 +70,7 @@ class Transfers(Protocol):
         """
         ...
 
-    def rush(self, copy_ids: Collection[int]) -> None:
+    def expedite(self, copy_ids: Collection[int]) -> None:
         """Let the step that is dispatched next read these copies to pages, whenever they arrive.
 
         No more copies to pages may be in flight than can be staged at once. They count as complete at

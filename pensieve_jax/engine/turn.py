@@ -30,7 +30,7 @@ class Turn:
 
     __slots__ = ("__weakref__", "_num_ids", "_num_pieces", "reply")
 
-    def __init__(self, reply: Reply) -> None:
+    def __init__(self, reply: ReplyState) -> None:
         """Nothing of it was read."""
         self.reply = reply
         self._num_pieces = self._num_ids = 0
@@ -126,7 +126,7 @@ def take_deltas(turns: Iterable[Turn]) -> Deltas:
     return deltas
 
 
-class Reply(ReplyTokens):
+class ReplyState(ReplyTokens):
     """What has come of one submitted turn.
 
     Attributes:

@@ -12,14 +12,14 @@ from pensieve_jax.core.errors import ContextLengthError, ConversationBusyError, 
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.turn_node import TurnNode
 from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec, check_params, check_token_ids
-from pensieve_jax.engine.branches import Parent, Place
+from pensieve_jax.engine.branches import Parent, TurnPosition
 from pensieve_jax.engine.conversations import ConversationTable, check_conversation_id
-from pensieve_jax.engine.turn import Reply, Turn
+from pensieve_jax.engine.turn import ReplyState, Turn
 from pensieve_jax.scheduler import Request
 from pensieve_jax.text import Tokenizer
 
 
-def check_turn(turn: object, replies: Mapping[Request, Reply]) -> Turn:
+def check_turn(turn: object, replies: Mapping[Request, ReplyState]) -> Turn:
     """`turn` itself; raises InvalidRequestError unless it is done, or its reply is one of these."""
     if not isinstance(turn, Turn) or not (turn.done or replies.get(turn.request) is turn.reply):
         raise InvalidRequestError("turn", turn, "a turn of this engine, as submit returned it")
@@ -31,7 +31,7 @@ def check_turns(
     limits: ModelLimits,
     conversations: ConversationTable,
     tokenizer: Tokenizer | None,
-) -> list[Place | None]:
+) -> list[TurnPosition | None]:
     """Where turns with a node stand.
 
     Raises InvalidRequestError, ContextLengthError, ConversationBusyError, TokenizerMissingError,
@@ -39,8 +39,8 @@ def check_turns(
     """
     _check_specs(specs)
     seen: set[str] = set()
-    known: dict[Parent, Place] = {}
-    places: list[Place | None] = []
+    known: dict[Parent, TurnPosition] = {}
+    places: list[TurnPosition | None] = []
     for i, spec in enumerate(specs):
         field = "conversation_id" if len(specs) == 1 else f"conversation_ids[{i}]"
         conversation_id = spec.conversation_id
@@ -116,9 +116,9 @@ def _checked_place(
     spec: TurnSpec,
     node: TurnNode,
     seen: set[str],
-    known: dict[Parent, Place],
+    known: dict[Parent, TurnPosition],
     conversations: ConversationTable,
-) -> Place:
+) -> TurnPosition:
     """Where a turn stands whose caller placed it; nothing else may say so."""
     if not isinstance(node, TurnNode):
         raise InvalidRequestError("node", node, "a TurnNode or None")

@@ -131,20 +131,20 @@ class PostgresConnection:
             yield from cursor
 
     @contextlib.contextmanager
-    def ahead(self) -> Iterator[SentAhead]:
+    def ahead(self) -> Iterator[PipelinedConnection]:
         """Statements sent without waiting for answers: all of them take one round trip.
 
         The end waits. Raises what the first that failed did; those behind it did nothing.
         """
         with self._raw.pipeline():
-            yield SentAhead(self._raw)
+            yield PipelinedConnection(self._raw)
 
     def close(self) -> None:
         """End the session, and what it has not committed."""
         self._raw.close()
 
 
-class SentAhead:
+class PipelinedConnection:
     """A `Connection` whose statements are on their way together; what they find cannot be asked in between.
 
     That one of them must change a row is checked where it runs: if it does not, it fails, and with it the

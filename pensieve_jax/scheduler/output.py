@@ -43,4 +43,4 @@ class SchedulerOutput:
     drops: tuple[Drop, ...]
     swap_outs: tuple[Copy, ...]
     swap_ins: tuple[Copy, ...]
-    rushed: tuple[int, ...]
+    expedited: tuple[int, ...]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from pensieve_jax.cache import CachedSequence, Shelf
+from pensieve_jax.cache import CachedSequence, EvictionClass
 from pensieve_jax.core.conversation import Conversation
 from pensieve_jax.core.outputs import Usage
 from pensieve_jax.core.sampling_params import SamplingParams
@@ -152,7 +152,7 @@ class Request:
         swapped_in = sum(
             sequence.num_tokens_of(index, chunk_tokens)
             for index, chunk in enumerate(sequence.chunks)
-            if chunk.shelf is Shelf.ARRIVING or (index in sequence.fetched and chunk.readable)
+            if chunk.shelf is EvictionClass.ARRIVING or (index in sequence.fetched and chunk.readable)
         )
         if self._was_admitted:
             had = _outside(self._holes_before, self._num_kv_before)

@@ -96,9 +96,9 @@ class Scheduler:
         if not self._config.unified and not step.grants:
             step = self._grant_running(with_decodes=True)
         self._cache.end_step()
-        rushed: tuple[int, ...] = ()
+        expedited: tuple[int, ...] = ()
         if not step.grants:  # last, since nobody may take its slots in this pass
-            rushed, step = self._rush()
+            expedited, step = self._expedite()
         self._check_liveness(step)
         swap_outs, swap_ins = self._cache.take_copies()
         return SchedulerOutput(
@@ -109,7 +109,7 @@ class Scheduler:
             drops=self._cache.take_drops(),
             swap_outs=swap_outs,
             swap_ins=swap_ins,
-            rushed=rushed,
+            expedited=expedited,
         )
 
     def _check_liveness(self, step: _Step) -> None:
@@ -211,14 +211,14 @@ class Scheduler:
         )
         return _Step(limit - num_decodes, self._max_num_rows - num_decodes)
 
-    def _rush(self) -> tuple[tuple[int, ...], _Step]:
+    def _expedite(self) -> tuple[tuple[int, ...], _Step]:
         """Nobody can compute: let the oldest request's copies take effect with a step that waits for them."""
-        rushed = self._cache.rush(self.running[0].sequence) if self.running else ()
-        oldest = self.running[:1] if rushed else []
+        expedited = self._cache.expedite(self.running[0].sequence) if self.running else ()
+        oldest = self.running[:1] if expedited else []
         step = self._begin_step(0, oldest)
         for request in oldest:
             self._grant_missing(step, request)
-        return rushed, step
+        return expedited, step
 
     def _grant_missing(self, step: _Step, request: Request) -> None:
         """Grant what fits beside what is set aside for decodes."""

@@ -116,7 +116,7 @@ class ForkScenario:
         manager.begin_step()
         if sequence.first_arriving is not None:
             manager.end_step()
-            for copy_id in manager.rush(sequence) if self.random.random() < 0.3 else ():
+            for copy_id in manager.expedite(sequence) if self.random.random() < 0.3 else ():
                 self._finish(copy_id)
             return
         for index, chunk in enumerate(sequence.chunks):

@@ -12,13 +12,13 @@ from pensieve_jax.cache import (
     CacheManager,
     Copy,
     DropReason,
-    Experience,
-    PlacePool,
+    EvictionClass,
+    LearnedState,
     Role,
-    Shelf,
+    TierPool,
     make_policy,
 )
-from pensieve_jax.cache.order.policy_selector import Losses
+from pensieve_jax.cache.order.policy_selector import PolicyLosses
 from pensieve_jax.cache.order.returns import NUM_BINS, NUM_BUCKETS, ReturnModel
 from pensieve_jax.config import CacheConfig
 from pensieve_jax.core.clock import VirtualClock
@@ -64,11 +64,11 @@ class Cache:
         self._num_arrivals = 0
 
     @property
-    def pool(self) -> PlacePool:
+    def pool(self) -> TierPool:
         return self.manager._store.pages
 
     @property
-    def slots(self) -> PlacePool:
+    def slots(self) -> TierPool:
         return self.manager._store.slots
 
     def take_drops(self) -> list[tuple[str, int]]:
@@ -116,7 +116,7 @@ class Cache:
     ) -> CachedSequence:
         """An idle sequence that is in host memory only, but for some chunks, which are on the gpu only."""
         sequence = self.on_both(name, num_tokens, idle_s, but=but)
-        for index in sequence.indices_on(Shelf.CLEAN):
+        for index in sequence.indices_on(EvictionClass.CLEAN):
             self.manager._store.give_page(sequence, index)
         self.check()
         return sequence
@@ -175,10 +175,12 @@ def habits(seed: int) -> ReturnModel:
     return ReturnModel(returns.astype(float), exposure_s.astype(float))
 
 
-def experience_of(seed: int, followed: str = "returns") -> Experience:
+def experience_of(seed: int, followed: str = "returns") -> LearnedState:
     """What somebody has seen who had `habits`, and follows an order."""
     model = habits(seed)
-    return Experience(model.returns, model.exposure_s, followed, Losses((0.0,) * 3, ((0.0,) * 3,) * 3))
+    return LearnedState(
+        model.returns, model.exposure_s, followed, PolicyLosses((0.0,) * 3, ((0.0,) * 3,) * 3)
+    )
 
 
 def resident(sequence: CachedSequence) -> list[int]:

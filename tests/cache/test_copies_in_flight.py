@@ -105,7 +105,7 @@ def test_any_order_of_turns_and_copies_keeps_its_invariants(cpu_pages, options, 
             if may_join and cache.manager.try_admit(sequence, num_tokens, waive_reserve=True):
                 cache.begin()
                 if op == "turn":
-                    for copy_id in cache.manager.rush(sequence):
+                    for copy_id in cache.manager.expedite(sequence):
                         del cache.copies_in[copy_id]
                     for start, end in sequence.holes(CHUNK):
                         cache.manager.fill(sequence, start, end)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from pensieve_jax.cache import Drop, DropReason, Shelf
+from pensieve_jax.cache import Drop, DropReason, EvictionClass
 from tests.cache.helpers import CHUNK, Cache, states
 
 
@@ -169,4 +169,4 @@ def test_a_chunk_that_is_being_copied_out_lends_nothing():
     cache.queued("a", sequence)
     cache.manager.begin_step()
     assert not cache.manager._evictor._borrow_slot()
-    assert states(sequence) == ["copying out"] * 2 and sequence.num_on[Shelf.CLEAN] == 2
+    assert states(sequence) == ["copying out"] * 2 and sequence.num_on[EvictionClass.CLEAN] == 2

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve_jax.cache import DropReason, Role, Shelf
+from pensieve_jax.cache import DropReason, EvictionClass, Role
 from pensieve_jax.cache.order.policies import LruPolicy
-from pensieve_jax.cache.order.shadows import ShadowCache
+from pensieve_jax.cache.order.shadows import GhostCache
 from tests.cache.fork_scenarios import run_fork_scenario
 from tests.cache.helpers import CHUNK, Cache, pages_of, resident, states
 
@@ -183,11 +183,11 @@ def test_copies_in_flight_go_with_the_chunks():
     cache.begin()
     made = fork(cache, source, 2 * CHUNK)
     assert made.first_arriving == source.first_arriving == 0
-    assert made.trunk.num_on[Shelf.ARRIVING] == 2 and source.num_on[Shelf.ARRIVING] == 1
+    assert made.trunk.num_on[EvictionClass.ARRIVING] == 2 and source.num_on[EvictionClass.ARRIVING] == 1
     first = source.chunks[0].copy_id
     cache.complete(first)
     assert made.first_arriving == 1
-    assert set(cache.manager.rush(source)) == set(cache.copies_in)
+    assert set(cache.manager.expedite(source)) == set(cache.copies_in)
     cache.check()
     assert resident(source) == [0, 1, 2, 3] and resident(made) == [0, 1]
 
@@ -345,7 +345,7 @@ def test_victims_are_found_right_behind_a_fork():
 
 
 def test_shadows_follow_a_fork():
-    shadows = ShadowCache(LruPolicy(), 10)
+    shadows = GhostCache(LruPolicy(), 10)
     shadows.left("a", 8, num_shared=0, bucket=0, now_s=1.0)
     shadows.resized("a", 3)
     assert shadows.num_held == 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve_jax.cache import Drop, DropReason, Role, Shelf
+from pensieve_jax.cache import Drop, DropReason, EvictionClass, Role
 from pensieve_jax.cache.chunk_store import ChunkStore
 from tests.cache.helpers import CHUNK, Cache, pages_of, resident, states
 
@@ -69,11 +69,11 @@ def test_decodes_of_several_are_filled_in_one_call():
 
 
 @pytest.mark.parametrize(("max_num_copies", "is_rushed"), [(2, False), (3, True)])
-def test_nothing_is_rushed_while_more_is_on_its_way_than_a_step_waits_for(max_num_copies, is_rushed):
+def test_nothing_is_rushed_while_more_is_on_its_way_than_a_step_waits_for(max_num_copies, is_expedited):
     cache = Cache(6, 6, max_num_copies=max_num_copies)
     sequence = cache.queued("a", cache.on_cpu("a", 3 * CHUNK))
     assert cache.manager.try_admit(sequence, 3 * CHUNK, waive_reserve=True)
-    assert len(cache.manager.rush(sequence)) == 3 * is_rushed
+    assert len(cache.manager.expedite(sequence)) == 3 * is_expedited
 
 
 def test_only_what_is_on_its_way_in_is_rushed():
@@ -85,7 +85,7 @@ def test_only_what_is_on_its_way_in_is_rushed():
     assert cache.manager.try_admit(sequence, 3 * CHUNK, waive_reserve=True)
     assert states(sequence) == ["copying in", "copying out", "copying in"]
     _, ins = cache.begin()
-    assert cache.manager.rush(sequence) == tuple(copy.copy_id for copy in ins)
+    assert cache.manager.expedite(sequence) == tuple(copy.copy_id for copy in ins)
     assert states(sequence) == ["on both", "copying out", "on both"]
 
 
@@ -246,7 +246,9 @@ def test_the_order_is_told_of_whoever_is_idle_and_changes():
     for changed in store.changed.values():
         changed.clear()
     store.swap_out(idle, 0, cache.slots.allocate())
-    assert [list(store.changed[shelf]) for shelf in (Shelf.DIRTY, Shelf.CLEAN, Shelf.HOST)] == [
+    assert [
+        list(store.changed[shelf]) for shelf in (EvictionClass.DIRTY, EvictionClass.CLEAN, EvictionClass.HOST)
+    ] == [
         [],
         [idle],
         [],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve_jax.cache import CachedSequence, ChunkState, Role, Shelf
+from pensieve_jax.cache import CachedSequence, ChunkState, EvictionClass, Role
 from pensieve_jax.cache.sequence import Chunk
 from tests.cache.helpers import CHUNK
 
@@ -66,37 +66,37 @@ def test_a_full_last_chunk_is_not_written_any_more():
 )
 def test_first_and_last_on_a_shelf(states, first, last):
     sequence = sequence_of(*states)
-    assert [sequence.first_on(Shelf.HOST) for _ in range(2)] == [first, first]
-    assert sequence.last_on(Shelf.HOST) == last
-    assert sequence.indices_on(Shelf.HOST) == [i for i, state in enumerate(states) if state is CPU]
+    assert [sequence.first_on(EvictionClass.HOST) for _ in range(2)] == [first, first]
+    assert sequence.last_on(EvictionClass.HOST) == last
+    assert sequence.indices_on(EvictionClass.HOST) == [i for i, state in enumerate(states) if state is CPU]
 
 
 def test_a_shelf_begins_further_ahead_when_a_chunk_before_it_comes():
     sequence = sequence_of(GPU, GPU, GPU, CPU)
-    assert sequence.first_on(Shelf.HOST) == 3
+    assert sequence.first_on(EvictionClass.HOST) == 3
     for index in (2, 0):
         sequence.chunks[index].state = CPU
-        sequence.move(index, Shelf.DIRTY, Shelf.HOST)
-        assert sequence.first_on(Shelf.HOST) == index
-    assert sequence.num_on[Shelf.DIRTY] == 1 and sequence.num_on[Shelf.HOST] == 3
-    assert sequence.first_on(Shelf.DIRTY) == 1
+        sequence.move(index, EvictionClass.DIRTY, EvictionClass.HOST)
+        assert sequence.first_on(EvictionClass.HOST) == index
+    assert sequence.num_on[EvictionClass.DIRTY] == 1 and sequence.num_on[EvictionClass.HOST] == 3
+    assert sequence.first_on(EvictionClass.DIRTY) == 1
 
 
 def test_a_shelf_begins_further_back_when_its_first_chunk_goes():
     sequence = sequence_of(CPU, GPU, CPU)
     sequence.chunks[0].state = GPU
-    sequence.move(0, Shelf.HOST, Shelf.DIRTY)
-    assert sequence.first_on(Shelf.HOST) == 2 and sequence.first_on(Shelf.DIRTY) == 0
+    sequence.move(0, EvictionClass.HOST, EvictionClass.DIRTY)
+    assert sequence.first_on(EvictionClass.HOST) == 2 and sequence.first_on(EvictionClass.DIRTY) == 0
 
 
 def test_chunks_that_are_counted_move_the_beginning_of_a_shelf_when_they_come():
     sequence = sequence_of(GPU, GPU)
-    assert sequence.first_on(Shelf.ABSENT) == 2
+    assert sequence.first_on(EvictionClass.ABSENT) == 2
     sequence.chunks += [Chunk(), Chunk()]
-    sequence.count(2, Shelf.ABSENT, 2)
-    assert sequence.first_on(Shelf.ABSENT) == 2 and sequence.num_on[Shelf.ABSENT] == 2
-    sequence.count(3, Shelf.ABSENT, -1)
-    assert sequence.num_on[Shelf.ABSENT] == 1
+    sequence.count(2, EvictionClass.ABSENT, 2)
+    assert sequence.first_on(EvictionClass.ABSENT) == 2 and sequence.num_on[EvictionClass.ABSENT] == 2
+    sequence.count(3, EvictionClass.ABSENT, -1)
+    assert sequence.num_on[EvictionClass.ABSENT] == 1
 
 
 # Trunks
@@ -122,17 +122,17 @@ def test_every_chunk_has_its_owner():
 
 def test_shelves_begin_within_ones_own_chunks():
     sequence, inner, outer = a_family()
-    assert [own.first_on(Shelf.DIRTY) for own in (sequence, inner, outer)] == [4, 2, 0]
-    assert [own.first_on(Shelf.HOST) for own in (sequence, inner, outer)] == [3, 1, 1]
-    assert [own.last_on(Shelf.HOST) for own in (sequence, inner, outer)] == [3, 1, -1]
-    assert [own.indices_on(Shelf.DIRTY) for own in (sequence, inner, outer)] == [[4], [2], [0]]
+    assert [own.first_on(EvictionClass.DIRTY) for own in (sequence, inner, outer)] == [4, 2, 0]
+    assert [own.first_on(EvictionClass.HOST) for own in (sequence, inner, outer)] == [3, 1, 1]
+    assert [own.last_on(EvictionClass.HOST) for own in (sequence, inner, outer)] == [3, 1, -1]
+    assert [own.indices_on(EvictionClass.DIRTY) for own in (sequence, inner, outer)] == [[4], [2], [0]]
 
 
 def test_a_sequence_takes_the_chunks_of_its_trunk_back():
     sequence, inner, outer = a_family()
     sequence.take_from(inner)
     assert sequence.trunk is outer and sequence.num_shared == 1
-    assert sequence.first_on(Shelf.HOST) == 1 and sequence.first_on(Shelf.DIRTY) == 2
+    assert sequence.first_on(EvictionClass.HOST) == 1 and sequence.first_on(EvictionClass.DIRTY) == 2
     assert sequence.owner_of(1) is sequence
 
 
@@ -141,7 +141,7 @@ def test_a_sequence_begins_with_a_trunk_or_with_nothing():
     fork = CachedSequence("fork")
     fork.begin_with(inner)
     assert fork.chunks == inner.chunks and fork.chunks is not inner.chunks
-    assert (fork.num_shared, fork.num_kv_tokens, fork.first_on(Shelf.HOST)) == (3, 3 * CHUNK, 3)
+    assert (fork.num_shared, fork.num_kv_tokens, fork.first_on(EvictionClass.HOST)) == (3, 3 * CHUNK, 3)
     fork.begin_with(None)
     assert (fork.trunk, fork.chunks, fork.num_shared, fork.num_kv_tokens) == (None, [], 0, 0)
 
@@ -153,8 +153,8 @@ def test_the_first_that_arrives_may_be_any_ones_of_the_lineage():
         before = owner.chunks[index].state.shelf
         owner.chunks[index].state = ChunkState.COPYING_IN
         owner.num_on[before] -= 1
-        owner.num_on[Shelf.ARRIVING] += 1
-        owner._first_on[Shelf.ARRIVING] = owner.num_shared
+        owner.num_on[EvictionClass.ARRIVING] += 1
+        owner._first_on[EvictionClass.ARRIVING] = owner.num_shared
         assert sequence.first_arriving == index
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pensieve_jax.cache import TRANSITIONS, ChunkEvent, ChunkState, PlacePool
+from pensieve_jax.cache import TRANSITIONS, ChunkEvent, ChunkState, TierPool
 from pensieve_jax.cache.states import IllegalTransitionError, next_state
 
 LEGAL = {
@@ -53,7 +53,7 @@ def test_every_state_can_be_reached_and_left():
 
 
 def test_pages_are_given_away_once():
-    pool = PlacePool(4)
+    pool = TierPool(4)
     pages = [pool.allocate() for _ in range(4)]
     assert sorted(pages) == [1, 2, 3, 4] and pool.num_free == 0 and pool.num_places == 4
     with pytest.raises(IndexError):
@@ -63,7 +63,7 @@ def test_pages_are_given_away_once():
 
 
 def test_a_page_is_freed_once():
-    pool = PlacePool(2)
+    pool = TierPool(2)
     page = pool.allocate()
     pool.check_integrity({page})
     pool.free(page)
@@ -73,7 +73,7 @@ def test_a_page_is_freed_once():
 
 
 def test_integrity_finds_what_is_wrong():
-    pool = PlacePool(3)
+    pool = TierPool(3)
     page = pool.allocate()
     for owned in (set(), {page, 0}, {page, page % 3 + 1}, {page % 3 + 1}):
         with pytest.raises(AssertionError):
@@ -84,7 +84,7 @@ def test_integrity_finds_what_is_wrong():
 @given(st.lists(st.tuples(st.sampled_from(["allocate", "free"]), st.integers(0, 50)), max_size=60))
 def test_pool_against_a_set_of_pages(ops):
     """Any order of calls."""
-    pool, owned = PlacePool(5), set()
+    pool, owned = TierPool(5), set()
     for op, number in ops:
         if op == "allocate" and len(owned) < 5:
             page = pool.allocate()

@@ -238,8 +238,8 @@ def test_rushed_copies_count_as_complete():
     sequence = cache.queued("a", cache.on_cpu("a", 3 * CHUNK))
     cache.manager.try_admit(sequence, 3 * CHUNK, waive_reserve=True)
     _, ins = cache.begin()
-    assert cache.manager.rush(sequence) == tuple(copy.copy_id for copy in ins)
-    assert resident(sequence) == [0, 1, 2] and cache.manager.rush(sequence) == ()
+    assert cache.manager.expedite(sequence) == tuple(copy.copy_id for copy in ins)
+    assert resident(sequence) == [0, 1, 2] and cache.manager.expedite(sequence) == ()
     cache.check()
 
 

@@ -81,7 +81,7 @@ class FakeTransfers:
         self._in_flight: dict[int, _InFlight] = {}
         self._slots: dict[int, int] = {}  # slot -> the copy in flight that it belongs to
         self._targets: dict[int, int] = {}  # page -> the swap-in in flight that it belongs to
-        self._rushed: list[_InFlight] = []  # for the step that is dispatched next
+        self._expedited: list[_InFlight] = []  # for the step that is dispatched next
         self._used_ids: set[int] = set()
         self._num_copies = {True: 0, False: 0}
 
@@ -107,7 +107,7 @@ class FakeTransfers:
             self._write(copy.page, POISON_64)
             self._start(copy, is_swap_in=True, data=None)
 
-    def rush(self, copy_ids: Collection[int]) -> None:
+    def expedite(self, copy_ids: Collection[int]) -> None:
         num_in = sum(found.is_swap_in for found in self._in_flight.values())
         assert not copy_ids or num_in <= self._max_num_staged, f"{num_in} swap-ins are more than fit"
         for copy_id in copy_ids:
@@ -116,10 +116,10 @@ class FakeTransfers:
             assert found.is_swap_in, f"copy {copy_id} is rushed, and not a swap-in"
             self._read_slot(found)
             self._leave(found)
-            self._rushed.append(found)
+            self._expedited.append(found)
 
     def completed(self) -> Ended:
-        assert not self._rushed, "a copy was rushed for a step that was not dispatched"
+        assert not self._expedited, "a copy was rushed for a step that was not dispatched"
         for found in self._in_flight.values():
             if found.is_swap_in and self._random.random() < 0.3:
                 self._read_slot(found)
@@ -144,7 +144,7 @@ class FakeTransfers:
         self._in_flight.clear()
         self._slots.clear()
         self._targets.clear()
-        self._rushed.clear()
+        self._expedited.clear()
         self._used_ids.clear()
 
     def stats(self) -> dict[str, int | float]:
@@ -162,9 +162,9 @@ class FakeTransfers:
 
     def before_step(self, pages: Collection[int]) -> None:
         """A step that reads or writes these pages is dispatched: rushed copies take effect first."""
-        for found in self._rushed:
+        for found in self._expedited:
             self._write(found.copy.page, found.data)
-        self._rushed.clear()
+        self._expedited.clear()
         if self._targets:
             used = self._targets.keys() & pages
             assert not used, f"a step uses pages {sorted(used)}, which are being copied to"
@@ -176,7 +176,7 @@ class FakeTransfers:
         assert 1 <= copy.page < self._pages.num_pages, f"{copy}: no such page"
         assert 1 <= copy.slot <= self._num_slots, f"{copy}: no such slot"
         assert copy.slot not in self._slots, f"{copy} uses the slot of copy {self._slots[copy.slot]}"
-        assert not any(found.copy.page == copy.page for found in self._rushed)
+        assert not any(found.copy.page == copy.page for found in self._expedited)
 
     def _start(self, copy: Copy, *, is_swap_in: bool, data: np.ndarray | None) -> None:
         self._used_ids.add(copy.copy_id)

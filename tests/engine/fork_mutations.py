@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pensieve_jax.cache import CachedSequence, CacheManager, Role, Shelf
+from pensieve_jax.cache import CachedSequence, CacheManager, EvictionClass, Role
 from pensieve_jax.cache.chunk_store import ChunkStore
-from pensieve_jax.cache.trunks import Trunks
+from pensieve_jax.cache.trunks import SharedChunks
 from pensieve_jax.engine import chunk_index
 from pensieve_jax.engine.branches import BranchTable
 from pensieve_jax.engine.chunk_index import ChunkIndex
@@ -21,7 +21,7 @@ def a_fork_takes_the_chunk_in_progress(patch):
         return fork(self, source, -(-num_tokens // size) * size, sequence_id)
 
     patch.setattr(CacheManager, "fork", forked)
-    at = Trunks.at
+    at = SharedChunks.at
 
     def found(self, sequence, num_chunks):
         rest = sequence.num_kv_tokens % self._chunk_tokens
@@ -34,7 +34,7 @@ def a_fork_takes_the_chunk_in_progress(patch):
             return at(self, sequence, num_chunks + 1)
         return at(self, sequence, num_chunks)
 
-    patch.setattr(Trunks, "at", found)
+    patch.setattr(SharedChunks, "at", found)
 
 
 def copies_in_flight_stay_with_the_giver(patch):
@@ -60,15 +60,15 @@ def counts_stay_with_the_giver(patch):
 
 
 def a_new_trunk_is_not_pinned(patch):
-    split = Trunks._split
+    split = SharedChunks._split
 
     def made(self, owner, num_chunks):
         trunk = split(self, owner, num_chunks)
-        if trunk.role is Role.RUNNING and not any(c.shelf is Shelf.ABSENT for c in trunk.chunks):
+        if trunk.role is Role.RUNNING and not any(c.shelf is EvictionClass.ABSENT for c in trunk.chunks):
             self._store.set_role(trunk, Role.IDLE)
         return trunk
 
-    patch.setattr(Trunks, "_split", made)
+    patch.setattr(SharedChunks, "_split", made)
 
 
 def only_the_nearest_trunk_is_pinned(patch):
@@ -79,7 +79,7 @@ def only_the_nearest_trunk_is_pinned(patch):
             if trunk.role is not Role.RUNNING:
                 self._store.set_role(trunk, Role.RUNNING)
 
-    patch.setattr(Trunks, "pin", pin)
+    patch.setattr(SharedChunks, "pin", pin)
 
 
 def a_trunk_is_unpinned_with_the_first_that_stops(patch):
@@ -90,26 +90,26 @@ def a_trunk_is_unpinned_with_the_first_that_stops(patch):
             self._store.set_role(trunk, Role.IDLE)
             trunk = trunk.trunk
 
-    patch.setattr(Trunks, "_unpin_from", unpin)
+    patch.setattr(SharedChunks, "_unpin_from", unpin)
 
 
 def a_trunk_outlives_its_users(patch):
-    patch.setattr(Trunks, "_tidy_below", lambda self, trunk: None)
+    patch.setattr(SharedChunks, "_tidy_below", lambda self, trunk: None)
 
 
 def trunks_are_never_merged(patch):
-    patch.setattr(Trunks, "tidy", lambda self, sequence: None)
+    patch.setattr(SharedChunks, "tidy", lambda self, sequence: None)
 
 
 def a_merged_tail_is_not_trimmed(patch):
-    merge, trim = Trunks._merge, ChunkStore.trim
+    merge, trim = SharedChunks._merge, ChunkStore.trim
 
     def merged(self, trunk, sequence):
         patch.setattr(ChunkStore, "trim", lambda self, sequence: None)
         merge(self, trunk, sequence)
         patch.setattr(ChunkStore, "trim", trim)
 
-    patch.setattr(Trunks, "_merge", merged)
+    patch.setattr(SharedChunks, "_merge", merged)
 
 
 def victims_are_looked_for_before_the_fork(patch):
@@ -134,8 +134,8 @@ def chunks_that_come_back_are_not_looked_for(patch):
 def arriving_chunks_of_far_trunks_are_read(patch):
     def first_arriving(self):
         for own in list(self.lineage())[1::-1]:
-            if own.num_on[Shelf.ARRIVING]:
-                return own.first_on(Shelf.ARRIVING)
+            if own.num_on[EvictionClass.ARRIVING]:
+                return own.first_on(EvictionClass.ARRIVING)
         return None
 
     patch.setattr(CachedSequence, "first_arriving", property(first_arriving))
@@ -146,29 +146,29 @@ def departing_chunks_of_trunks_are_admitted(patch):
 
     def admitted(self, sequence, num_tokens, *, waive_reserve):
         trunk, sequence.trunk = sequence.trunk, None
-        blocked = any(own.num_on[Shelf.DEPARTING] for own in sequence.lineage())
+        blocked = any(own.num_on[EvictionClass.DEPARTING] for own in sequence.lineage())
         sequence.trunk = trunk
-        held = [(own, own.num_on[Shelf.DEPARTING]) for own in sequence.lineage()]
+        held = [(own, own.num_on[EvictionClass.DEPARTING]) for own in sequence.lineage()]
         if not blocked:
             for own, _ in held:
-                own.num_on[Shelf.DEPARTING] = 0
+                own.num_on[EvictionClass.DEPARTING] = 0
         try:
             return try_admit(self, sequence, num_tokens, waive_reserve=waive_reserve)
         finally:
             for own, number in held if not blocked else ():
-                own.num_on[Shelf.DEPARTING] += number
+                own.num_on[EvictionClass.DEPARTING] += number
 
     patch.setattr(CacheManager, "try_admit", admitted)
 
 
 def a_cut_loses_its_place(patch):
     """Who is cut inside a trunk keeps a chunk more than is good."""
-    cut = Trunks.cut
+    cut = SharedChunks.cut
 
     def kept(self, sequence, num_chunks):
         cut(self, sequence, min(num_chunks + 1, sequence.num_shared - 1))
 
-    patch.setattr(Trunks, "cut", kept)
+    patch.setattr(SharedChunks, "cut", kept)
 
 
 def room_counts_what_a_request_begins_with(patch):

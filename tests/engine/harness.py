@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from pensieve_jax.cache import AnalyticCostModel, CachedSequence, ChunkState, DropReason, Shelf
+from pensieve_jax.cache import AnalyticCostModel, CachedSequence, ChunkState, DropReason, EvictionClass
 from pensieve_jax.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.core.outputs import Output
@@ -129,7 +129,9 @@ class Harness:
 
     def _look_at(self, sequence: CachedSequence, copy_ids: Sequence[int]) -> None:
         """Just before it may be admitted; a turn that was cancelled may have left copies in flight."""
-        arriving = sequence.indices_on(Shelf.ARRIVING) if sequence.num_on[Shelf.ARRIVING] else ()
+        arriving = (
+            sequence.indices_on(EvictionClass.ARRIVING) if sequence.num_on[EvictionClass.ARRIVING] else ()
+        )
         arriving = [index for index in arriving if sequence.chunks[index].copy_id not in copy_ids]
         self._before[sequence.sequence_id] = sequence.num_kv_tokens, arriving
 

@@ -14,16 +14,16 @@ from pensieve_jax.cache import (
     CacheManager,
     ChunkState,
     DropReason,
-    PlacePool,
+    EvictionClass,
     Role,
-    Shelf,
+    TierPool,
 )
 from pensieve_jax.cache.chunk_store import ChunkStore
 from pensieve_jax.cache.evictor import Evictor
 from pensieve_jax.core.conversation import PENDING_TOKEN
 from pensieve_jax.engine.conversations import ConversationTable
 from pensieve_jax.engine.ledger import TurnLedger
-from pensieve_jax.engine.turn import Reply
+from pensieve_jax.engine.turn import ReplyState
 from pensieve_jax.scheduler import Planner, Request, Scheduler, StepPlan
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
@@ -120,8 +120,10 @@ def lost_pin(patch):
 
     def freed(self, arrival):
         for sequence in self._store.members[Role.RUNNING]:
-            if sequence.num_on[Shelf.DIRTY] and sequence.arrival != arrival:
-                self._store.drop(sequence, sequence.first_on(Shelf.DIRTY), DropReason.NO_HOST_MEMORY, None)
+            if sequence.num_on[EvictionClass.DIRTY] and sequence.arrival != arrival:
+                self._store.drop(
+                    sequence, sequence.first_on(EvictionClass.DIRTY), DropReason.NO_HOST_MEMORY, None
+                )
                 return True
         return free_page(self, arrival)
 
@@ -129,17 +131,17 @@ def lost_pin(patch):
 
 
 def page_freed_twice(patch):
-    free = PlacePool.free
+    free = TierPool.free
 
     def freed(self, page):
         free(self, page)
         self._free.append(page)
 
-    patch.setattr(PlacePool, "free", freed)
+    patch.setattr(TierPool, "free", freed)
 
 
 def overrun_token_kept(patch):
-    accept = Reply.accept
+    accept = ReplyState.accept
 
     def accepted(self, *args):
         reason = accept(self, *args)
@@ -148,7 +150,7 @@ def overrun_token_kept(patch):
             return None
         return "stop" if hasattr(self, "stopped") else reason
 
-    patch.setattr(Reply, "accept", accepted)
+    patch.setattr(ReplyState, "accept", accepted)
 
 
 def _truncate_otherwise(patch, owner, name, change):

@@ -49,7 +49,7 @@ class ObservedTransfers:
     def swap_in(self, copies: Sequence[Copy]) -> None:
         self._call("swap_in", copies)
 
-    def rush(self, copy_ids: Collection[int]) -> None:
+    def expedite(self, copy_ids: Collection[int]) -> None:
         self._call("rush", copy_ids)
 
     def wait(self) -> None:

@@ -19,7 +19,7 @@ from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.engine import submission
 from pensieve_jax.engine.loop import unobserved
-from pensieve_jax.engine.turn import Reply
+from pensieve_jax.engine.turn import ReplyState
 from pensieve_jax.text import byte_tokenizer
 from tests.engine.harness import Harness, small_config
 
@@ -328,7 +328,7 @@ def test_a_turn_that_is_refused_late_is_not_queued(monkeypatch, names):
     specs = [TurnSpec(harness.prompt(5), SamplingParams(), name) for name in names]
     made = []
 
-    class Refusing(Reply):
+    class Refusing(ReplyState):
         def __init__(self, request, tokenizer, *rest):
             made.append(tokenizer)
             if tokenizer is not None and len(made) == len(names):

@@ -42,12 +42,12 @@ def fill_with_nan(runner):
         *((1, stored) for stored in ("packed", "int8", None)),
     ],
 )
-def test_a_model_goes_on_as_if_nothing_had_moved(num_devices, stored, is_rushed):
+def test_a_model_goes_on_as_if_nothing_had_moved(num_devices, stored, is_expedited):
     """All pages of a sequence leave, the pools are wrecked, other pages take it in: equal bit by bit."""
     runner = warm_runner(num_devices, stored)
     results = [
         decode_after(runner, leave)
-        for leave in (None, functools.partial(leave_and_return, is_rushed=is_rushed))
+        for leave in (None, functools.partial(leave_and_return, is_expedited=is_expedited))
     ]
     for plain, swapped in zip(*results, strict=True):
         for one, other in zip(plain, swapped, strict=True):
@@ -70,7 +70,7 @@ def decode_after(runner, leave):
     return results
 
 
-def leave_and_return(runner, talk, *, is_rushed):
+def leave_and_return(runner, talk, *, is_expedited):
     """All pages out to host memory, and in to other pages of pools that hold nothing."""
     ids, transfers = itertools.count(), runner.transfers
     transfers.swap_out([Copy(next(ids), page, slot) for slot, page in enumerate(talk.pages, start=1)])
@@ -79,8 +79,8 @@ def leave_and_return(runner, talk, *, is_rushed):
     talk.pages = [12, 4, 15, 1]
     back = [Copy(next(ids), page, slot) for slot, page in enumerate(talk.pages, start=1)]
     transfers.swap_in(back)
-    if is_rushed:
-        transfers.rush([copy.copy_id for copy in back])
+    if is_expedited:
+        transfers.expedite([copy.copy_id for copy in back])
     else:
         complete(transfers, 4)
 

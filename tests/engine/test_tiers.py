@@ -87,7 +87,7 @@ def test_an_idle_engine_lets_the_step_wait_and_not_the_host():
     turn, facts = submit(harness, "a", max_tokens=1)
     harness.step()
     assert [name for name, _ in transfers.events] == ["swap_in", "rush"]
-    assert len(harness.runner.rows) == num_steps + 1 and len(harness.scheduled[-1].rushed) == 4
+    assert len(harness.runner.rows) == num_steps + 1 and len(harness.scheduled[-1].expedited) == 4
     assert harness.run(turn)[0].token_ids == harness.expected(facts)
     assert transfers.num_calls["wait"] == num_waits
 
@@ -102,10 +102,10 @@ def test_others_go_on_while_a_history_is_copied_in():
     for _ in range(10):
         harness.step()
         assert [grant.request for grant in harness.scheduled[-1].grants] == [runs.request]
-        assert not harness.scheduled[-1].rushed
+        assert not harness.scheduled[-1].expedited
     harness.engine.cancel(runs)
     harness.step()
-    assert len(harness.scheduled[-1].rushed) == 4, "nobody else is left to compute"
+    assert len(harness.scheduled[-1].expedited) == 4, "nobody else is left to compute"
     assert harness.run(turn)[0].token_ids == harness.expected(facts)
     harness.check_empty()
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from pensieve_jax.cache import CachedSequence, CacheManager, ChunkEvent, ChunkState, Shelf
+from pensieve_jax.cache import CachedSequence, CacheManager, ChunkEvent, ChunkState, EvictionClass
 from pensieve_jax.cache.chunk_store import ChunkStore
-from pensieve_jax.cache.trunks import Trunks
+from pensieve_jax.cache.trunks import SharedChunks
 from pensieve_jax.engine.transfers import Ended
 from pensieve_jax.scheduler import Request, Scheduler
 from tests.engine.fake_runner import FakeRunner
@@ -103,26 +103,26 @@ def chunks_on_their_way_out_are_admitted(patch):
     try_admit = CacheManager.try_admit
 
     def admitted(self, sequence, num_tokens, *, waive_reserve):
-        num_departing, sequence.num_on[Shelf.DEPARTING] = sequence.num_on[Shelf.DEPARTING], 0
+        num_departing, sequence.num_on[EvictionClass.DEPARTING] = sequence.num_on[EvictionClass.DEPARTING], 0
         try:
             return try_admit(self, sequence, num_tokens, waive_reserve=waive_reserve)
         finally:
-            sequence.num_on[Shelf.DEPARTING] += num_departing
+            sequence.num_on[EvictionClass.DEPARTING] += num_departing
 
     patch.setattr(CacheManager, "try_admit", admitted)
 
 
 def slots_of_rushed_copies_are_given_away(patch):
     """In the same pass, whose copies out are carried out before its copies in."""
-    rush = Scheduler._rush
+    expedite = Scheduler._expedite
 
-    def rushed(self):
-        copy_ids, step = rush(self)
+    def expedited(self):
+        copy_ids, step = expedite(self)
         if copy_ids:
             self._cache.end_step()
         return copy_ids, step
 
-    patch.setattr(Scheduler, "_rush", rushed)
+    patch.setattr(Scheduler, "_rush", expedited)
 
 
 def lost_copies_count_as_arrived(patch):
@@ -172,8 +172,8 @@ def copied_in_counts_as_reused(patch):
 
 
 def a_prefix_in_use_is_evicted(patch):
-    patch.setattr(Trunks, "pin", lambda self, sequence: None)
-    patch.setattr(Trunks, "_unpin_from", lambda self, trunk: None)
+    patch.setattr(SharedChunks, "pin", lambda self, sequence: None)
+    patch.setattr(SharedChunks, "_unpin_from", lambda self, trunk: None)
 
 
 def holes_in_a_prefix_are_left_to_others(patch):
@@ -261,9 +261,9 @@ def a_rushed_copy_comes_after_its_step(patch):
     before_step, dispatch = FakeTransfers.before_step, FakeRunner.dispatch
 
     def dispatched(self, plan):
-        rushed, self.transfers._rushed = self.transfers._rushed, []
+        expedited, self.transfers._expedited = self.transfers._expedited, []
         handle = dispatch(self, plan)
-        self.transfers._rushed = rushed
+        self.transfers._expedited = expedited
         before_step(self.transfers, set())
         return handle
 

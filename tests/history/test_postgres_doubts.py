@@ -22,7 +22,7 @@ psycopg = pytest.importorskip("psycopg", reason="needs the extra `postgres`")
 
 from pensieve_jax.history import postgres_connection  # noqa: E402  # of that extra
 from pensieve_jax.history.postgres_claims import PostgresClaims  # noqa: E402
-from pensieve_jax.history.postgres_connection import PostgresConnection, SentAhead  # noqa: E402
+from pensieve_jax.history.postgres_connection import PipelinedConnection, PostgresConnection  # noqa: E402
 from pensieve_jax.history.postgres_store import PostgresHistoryStore  # noqa: E402
 from tests.history.test_postgres_races import lose_sessions  # noqa: E402
 
@@ -40,7 +40,7 @@ def replicas(url):
 
 def once_at_begin(monkeypatch, work):
     """Something happens as the first commit begins."""
-    execute, num = SentAhead.execute, []
+    execute, num = PipelinedConnection.execute, []
 
     def losing(self, statement, *values):
         if statement == "BEGIN" and not num:
@@ -48,7 +48,7 @@ def once_at_begin(monkeypatch, work):
             work()
         return execute(self, statement, *values)
 
-    monkeypatch.setattr(SentAhead, "execute", losing)
+    monkeypatch.setattr(PipelinedConnection, "execute", losing)
 
 
 def once_behind(monkeypatch, work):

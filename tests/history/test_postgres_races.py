@@ -257,9 +257,9 @@ def test_a_session_that_was_lost_between_calls_is_not_noticed(postgres, replicas
 @pytest.mark.parametrize("is_attached", [False, True])
 def test_a_session_that_is_lost_during_a_commit(postgres, url, monkeypatch, when, is_attached):
     """Found by the turns' ids: it is kept once, whatever was lost."""
-    from pensieve_jax.history.postgres_connection import SentAhead
+    from pensieve_jax.history.postgres_connection import PipelinedConnection
 
-    execute, num_lost = SentAhead.execute, []
+    execute, num_lost = PipelinedConnection.execute, []
 
     def losing(self, statement, *values):
         moments = {"before it was sent": "BEGIN", "before it was kept": "COMMIT"}
@@ -278,7 +278,7 @@ def test_a_session_that_is_lost_during_a_commit(postgres, url, monkeypatch, when
     with open_store(url, fingerprint=FINGERPRINT) as store:
         store.commit([behind(store, "alice")])
         begin_conversation(store)
-        monkeypatch.setattr(SentAhead, "execute", losing)
+        monkeypatch.setattr(PipelinedConnection, "execute", losing)
         one = turn()
         if is_attached:
             assert commit(store, one, conversation=append_to("conv_1", 0, message("a"))) == {}

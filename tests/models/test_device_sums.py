@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from model_defs import ModelConfig, make_mesh, preset, random_model
-from model_defs.device_sums import DeviceSums, SumSpec, summing
+from model_defs.device_sums import AllReduce, SumSpec, summing
 from pallas_kernels import all_reduce
 from tests.models.helpers import dense_logits
 
@@ -77,7 +77,7 @@ def test_logits_are_those_of_the_compilers_sums(
     expected = dense_logits(model, TOKEN_IDS)
     assert not norms
     capacity = 16 if shares else len(TOKEN_IDS) * config.hidden_size * 4  # bytes
-    with summing(DeviceSums(SumSpec("xla", capacity), jnp.zeros((2, 14), jnp.int32), mesh)):
+    with summing(AllReduce(SumSpec("xla", capacity), jnp.zeros((2, 14), jnp.int32), mesh)):
         found = dense_logits(model, TOKEN_IDS)
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
     num_sums = 2 * config.num_layers - config.pre_norm  # a norm follows the last one of post-norm layers too
@@ -95,7 +95,7 @@ def test_four_devices_share_out_few_rows_as_well(
     token_ids = np.random.default_rng(num_tokens).integers(0, 320, num_tokens).astype(np.int32)
     expected = dense_logits(model, token_ids)
     spec = SumSpec("xla", 512 * config.hidden_size * 4)
-    with summing(DeviceSums(spec, jnp.zeros((4, 22), jnp.int32), mesh)):
+    with summing(AllReduce(spec, jnp.zeros((4, 22), jnp.int32), mesh)):
         found = dense_logits(model, token_ids)
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
     assert {in_shares for in_shares, _, _ in norms} == {shares}

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from model_defs import few_rows, make_mesh, preset
-from model_defs.device_sums import DeviceSums, PartialSums, SumSpec, added_up, summing
+from model_defs.device_sums import AllReduce, PartialSums, SumSpec, added_up, summing
 from model_defs.gated_decoder import GatedMLP
 from model_defs.layers import Build, FusedQKV, Linear
 from pallas_kernels import decode_matmul
@@ -145,7 +145,7 @@ def test_parts_of_two_devices(own_sums, bias, calls):
     """
     config = preset("llama-tiny")
     one, two = (filled(GatedMLP(build(num_devices, mlp_bias=bias))) for num_devices in (1, 2))
-    sums = DeviceSums(
+    sums = AllReduce(
         SumSpec("xla", 16 * config.hidden_size), jnp.zeros((2, 14), jnp.int32), two.down.build.mesh
     )
     plain = run(one, 8)[0]

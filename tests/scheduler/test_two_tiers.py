@@ -29,7 +29,7 @@ def test_nothing_behind_an_arriving_chunk_is_granted():
     desk.add("a", 7)
     output = desk.step()
     assert desk.steps[-1] == [("runs", 5, 6, True), ("a", 0, 16, False)]
-    assert len(output.swap_ins) == 3 and output.rushed == ()
+    assert len(output.swap_ins) == 3 and output.expedited == ()
     desk.step()
     assert desk.steps[-1] == [("runs", 6, 7, True)]
     desk.cache.complete(output.swap_ins[0].copy_id)
@@ -66,13 +66,13 @@ def test_what_can_be_computed_meanwhile_goes_before_a_rush():
     desk = Desk(40, 40, max_num_batched_tokens=32)
     returning(desk, "a", 81, 0, 1, 2)
     desk.add("a", 7)
-    rushed = [desk.step().rushed for _ in range(3)]
+    expedited = [desk.step().expedited for _ in range(3)]
     assert desk.steps == [
         [("a", 0, 32, False)],
         [("a", 32, 48, False)],
         [("a", 80, 88, True)],
     ]
-    assert [len(copy_ids) for copy_ids in rushed] == [0, 0, 2]
+    assert [len(copy_ids) for copy_ids in expedited] == [0, 0, 2]
 
 
 def test_only_the_oldest_is_rushed():
@@ -81,7 +81,9 @@ def test_only_the_oldest_is_rushed():
     returning(desk, "b", 49)
     first, second = desk.add("a", 5), desk.add("b", 5)
     output = desk.step()
-    assert len(output.swap_ins) == 6 and output.rushed == tuple(copy.copy_id for copy in output.swap_ins[:3])
+    assert len(output.swap_ins) == 6 and output.expedited == tuple(
+        copy.copy_id for copy in output.swap_ins[:3]
+    )
     assert [grant.request for grant in output.grants] == [first]
     assert first.status is second.status is RequestStatus.RUNNING
 
@@ -92,10 +94,10 @@ def test_no_more_is_rushed_than_fits_into_staging():
     returning(desk, "a", 97)
     desk.add("a", 5)
     output = desk.step()
-    assert len(output.swap_ins) == 6 and output.rushed == () and output.grants == ()
+    assert len(output.swap_ins) == 6 and output.expedited == () and output.grants == ()
     desk.cache.begin()
     desk.cache.manager.complete([copy.copy_id for copy in output.swap_ins[:2]])
-    assert len(desk.step().rushed) == 4
+    assert len(desk.step().expedited) == 4
 
 
 def test_slots_of_rushed_copies_are_not_given_away_in_the_same_step():
@@ -105,7 +107,7 @@ def test_slots_of_rushed_copies_are_not_given_away_in_the_same_step():
     desk.cache.idle("idle", 6 * CHUNK, 5.0)
     desk.add("a", 5)
     output = desk.step()
-    assert len(output.rushed) == 4
+    assert len(output.expedited) == 4
     assert not {copy.slot for copy in output.swap_outs} & {copy.slot for copy in output.swap_ins}
 
 

@@ -16,7 +16,7 @@ from pensieve_jax.core.errors import EngineClosedError, PensieveError
 from pensieve_jax.core.outputs import FinishReason, Output, TokenLogprob, Usage
 from pensieve_jax.core.turn_node import TurnNode
 from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec
-from pensieve_jax.engine.branches import Place
+from pensieve_jax.engine.branches import TurnPosition
 from pensieve_jax.engine.validation import check_turns
 from pensieve_jax.history.server_tables.changes import HistoryChange
 from pensieve_jax.server.async_engine import AsyncDelta, EngineInfo, EngineState
@@ -172,8 +172,8 @@ def say(text: str, **usage: int) -> Callable[[FakeTurn], None]:
 class _NoBranches:
     """Every turn begins a tree: its parents are the test's own business."""
 
-    def find(self, node: TurnNode, known: object = None) -> Place:
-        return Place(None, {}, [])
+    def find(self, node: TurnNode, known: object = None) -> TurnPosition:
+        return TurnPosition(None, {}, [])
 
 
 class _NoConversations:

@@ -17,14 +17,14 @@ import numpy as np
 from pensieve_jax.cache.order.policies import (
     Activity,
     Candidate,
+    EvictionCandidates,
     EvictionPolicy,
     LruPolicy,
-    Offers,
     RetentionPolicy,
 )
 from pensieve_jax.cache.order.returns import Array
-from pensieve_jax.cache.order.shadows import ShadowCache
-from pensieve_jax.cache.states import Shelf
+from pensieve_jax.cache.order.shadows import GhostCache
+from pensieve_jax.cache.states import EvictionClass
 from pensieve_lab.experiments.machines import load_profile, profile_name
 from pensieve_lab.experiments.panels import Panel
 from pensieve_lab.experiments.points import Measured
@@ -70,7 +70,7 @@ class OraclePolicy(EvictionPolicy):
         self._returns_s = np.array([turn.returns_s for turn in turns])
         self._costs_s = np.array(costs_s)
 
-    def chunk(self, sequence: Candidate, shelf: Shelf) -> int:
+    def chunk(self, sequence: Candidate, shelf: EvictionClass) -> int:
         """The leading one."""
         return sequence.first_on(shelf)
 
@@ -79,7 +79,7 @@ class OraclePolicy(EvictionPolicy):
         until_s = max(self._returns_s[sequence.bucket] - now_s, _LEAST_S)
         return float(self._costs_s[index] / until_s)
 
-    def worths(self, offers: Offers, now_s: float) -> Array:
+    def worths(self, offers: EvictionCandidates, now_s: float) -> Array:
         """As `worth`."""
         until_s = np.maximum(self._returns_s[offers.buckets] - now_s, _LEAST_S)
         worths: Array = self._costs_s[offers.chunks] / until_s
@@ -113,7 +113,7 @@ def recomputed_share(
 ) -> float:
     """Seconds that a memory of `num_chunks` recomputes, over those of all histories."""
     before_s = [0.0, *itertools.accumulate(costs_s)]
-    memory = ShadowCache(policy, num_chunks)
+    memory = GhostCache(policy, num_chunks)
     recomputed_s = history_s = 0.0
     for number, turn in enumerate(turns):
         num_history = turn.num_history_tokens // chunk_tokens

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pensieve_jax import EngineConfig
-from pensieve_jax.cache import Experience
+from pensieve_jax.cache import LearnedState
 from pensieve_lab.experiments.machines import load_profile
 from pensieve_lab.experiments.recompute import RecomputeSeconds, cost_model
 from pensieve_lab.experiments.workloads import Workload
@@ -97,7 +97,7 @@ def measure(point: Point) -> Measured:
 
 
 def _simulate(
-    scenario: Scenario, workload: Workload, seed: int, experience: Experience | None = None
+    scenario: Scenario, workload: Workload, seed: int, experience: LearnedState | None = None
 ) -> Outcome:
     sessions = workload.sessions(seed)
     with _kept(sessions):

@@ -27,9 +27,9 @@ import numpy as np
 from absl import flags
 
 from pensieve_jax import CacheConfig, ConfigError
-from pensieve_jax.cache import AnalyticCostModel, CachedSequence, CacheManager, Experience
+from pensieve_jax.cache import AnalyticCostModel, CachedSequence, CacheManager, LearnedState
 from pensieve_jax.cache.order.policies import ORDERS
-from pensieve_jax.cache.order.policy_selector import Losses
+from pensieve_jax.cache.order.policy_selector import PolicyLosses
 from pensieve_jax.cache.order.return_log import ReturnLog
 from pensieve_jax.cache.order.returns import NUM_BINS, NUM_BUCKETS, ReturnModel
 from pensieve_jax.commands.launch import run
@@ -134,14 +134,14 @@ class Crowd:
         return 1e6 * sum(self.decision_s)
 
 
-def experience(followed: str) -> Experience:
+def experience(followed: str) -> LearnedState:
     """Every kind of turn has returned at every time; other orders have lost so much that none is followed."""
     rng = np.random.default_rng(0)
     shape = NUM_BUCKETS, NUM_BINS
     lost_s = tuple(0.0 if name == followed else 1e9 for name in ORDERS)
-    losses = Losses(lost_s, ((0.0,) * len(ORDERS),) * len(ORDERS))
+    losses = PolicyLosses(lost_s, ((0.0,) * len(ORDERS),) * len(ORDERS))
     returns, exposure_s = rng.uniform(1, 50, shape), rng.uniform(1, 1e5, shape)
-    return Experience(returns, exposure_s, followed, losses)
+    return LearnedState(returns, exposure_s, followed, losses)
 
 
 def fit_us() -> float:

@@ -26,7 +26,7 @@ MAX_MS = 32  # of the histogram's last whole millisecond; longer ones count ther
 class StepWork(NamedTuple):
     """What a step was given: query tokens padded and not, rows, those of one token, and chunks.
 
-    `chunks_out` and `chunks_in` were asked for before it, `rushed` it waits for, `ended` copies were named as
+    `chunks_out` and `chunks_in` were asked for before it, `expedited` it waits for, `ended` copies were named as
     complete. `submitted` and `answered` are turns since the step before.
     """
 
@@ -36,7 +36,7 @@ class StepWork(NamedTuple):
     single_rows: int = 0
     chunks_out: int = 0
     chunks_in: int = 0
-    rushed: int = 0
+    expedited: int = 0
     ended: int = 0
     submitted: int = 0
     answered: int = 0

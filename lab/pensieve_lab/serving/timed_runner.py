@@ -160,9 +160,9 @@ class TimedTransfers:
         self._asked_in_s |= dict.fromkeys((copy.copy_id for copy in copies), self._timer())
         self._transfers.swap_in(copies)
 
-    def rush(self, copy_ids: Collection[int]) -> None:
+    def expedite(self, copy_ids: Collection[int]) -> None:
         """See `Transfers`."""
-        self._transfers.rush(copy_ids)
+        self._transfers.expedite(copy_ids)
         self._parts.work["rushed"] += len(copy_ids)
         self._end(copy_ids)
         self._parts.lap("copies")

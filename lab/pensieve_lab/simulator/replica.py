@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pensieve_jax.balance import Load
-from pensieve_jax.cache import CachedSequence, CacheManager, CostModel, Experience, Shelf
+from pensieve_jax.cache import CachedSequence, CacheManager, CostModel, EvictionClass, LearnedState
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.conversation import Conversation
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.engine.loop import EngineLoop, Observe, Sweep, unobserved
+from pensieve_jax.engine.loop import EngineLoop, Observe, PeriodicSweep, unobserved
 from pensieve_jax.engine.stats import EngineStats
 from pensieve_jax.scheduler import Grant, Request, token_buckets
 from pensieve_lab.simulator.clock import Timeline
@@ -72,7 +72,7 @@ class Replica:
         start_s: float = 0.0,
         stretches: bool = True,
         observe: Observe | None = None,
-        experience: Experience | None = None,
+        experience: LearnedState | None = None,
     ) -> None:
         """Idle. `config.cache.cpu_bytes` must be turned into pages.
 
@@ -113,7 +113,7 @@ class Replica:
         self._sequences: dict[str, CachedSequence] = {}
         self._busy: set[str] = set()
         self._compute_tokens = self._context_tokens = 0
-        self._sweep = Sweep()
+        self._sweep = PeriodicSweep()
 
     @property
     def num_unfinished(self) -> int:
@@ -167,7 +167,7 @@ class Replica:
     def _missing_tokens(self, turn: UserTurn) -> int:
         """What has to be computed for a turn, as its conversation is now."""
         sequence = self._sequences[turn.conversation_id]
-        num_kept = (len(sequence.chunks) - sequence.num_on[Shelf.ABSENT]) * self.cache.chunk_tokens
+        num_kept = (len(sequence.chunks) - sequence.num_on[EvictionClass.ABSENT]) * self.cache.chunk_tokens
         return turn.prompt_tokens + max(turn.num_history_tokens - num_kept, 0)
 
     def remember(self, histories: Iterable[History]) -> None:

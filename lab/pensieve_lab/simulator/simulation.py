@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from pensieve_jax.cache import CostModel, Experience
+from pensieve_jax.cache import CostModel, LearnedState
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.errors import ConfigError
 from pensieve_lab.simulator.driving import drive
@@ -88,7 +88,7 @@ class Outcome:
     seconds: float
     num_unfinished: int
     num_refused: int
-    experience: Experience | None = None
+    experience: LearnedState | None = None
 
 
 def simulate(
@@ -96,7 +96,7 @@ def simulate(
     sessions: Sequence[Session],
     on_answer: Callable[[Answer], None] | None = None,
     *,
-    experience: Experience | None = None,
+    experience: LearnedState | None = None,
 ) -> Outcome:
     """Serve sessions; those in mid-life find their history where it would be.
 
@@ -156,7 +156,7 @@ def run(
     return drive(client, servers, send, until_s=until_s)
 
 
-def _replica(scenario: Scenario, number: int, start_s: float, experience: Experience | None) -> Replica:
+def _replica(scenario: Scenario, number: int, start_s: float, experience: LearnedState | None) -> Replica:
     return Replica(
         scenario.config,
         scenario.profile,
@@ -168,10 +168,10 @@ def _replica(scenario: Scenario, number: int, start_s: float, experience: Experi
     )
 
 
-def _experience(replicas: Sequence[Replica], given: Experience | None) -> Experience | None:
+def _experience(replicas: Sequence[Replica], given: LearnedState | None) -> LearnedState | None:
     found = [replica.cache.turns.experience() for replica in replicas]
     known = [experience for experience in found if experience is not None]
-    return Experience.together(known, given) if known else None
+    return LearnedState.together(known, given) if known else None
 
 
 def _place(session: Session, replicas: Sequence[Replica], router: Router) -> None:

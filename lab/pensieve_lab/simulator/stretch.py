@@ -12,13 +12,13 @@ said only when it is certain. Its last step is the one that grants some request'
 
 from __future__ import annotations
 
-from pensieve_jax.cache import CacheManager, Shelf
+from pensieve_jax.cache import CacheManager, EvictionClass
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.conversation import PENDING_TOKEN
 from pensieve_jax.scheduler import Grant, Request, Scheduler, SchedulerOutput
 from pensieve_lab.simulator.step_time import StepLoad
 
-_WITH_PAGE = (Shelf.DIRTY, Shelf.CLEAN, Shelf.ARRIVING)
+_WITH_PAGE = (EvictionClass.DIRTY, EvictionClass.CLEAN, EvictionClass.ARRIVING)
 
 
 class Stretch:
@@ -86,7 +86,7 @@ class Stretch:
             drops=drops,
             swap_outs=swap_outs,
             swap_ins=swap_ins,
-            rushed=(),
+            expedited=(),
         )
 
     def last(self) -> list[Request]:
@@ -120,7 +120,7 @@ def is_blocked(config: EngineConfig, scheduler: Scheduler, cache: CacheManager) 
         return True
     request = scheduler.waiting[0]
     sequence = request.sequence
-    if sequence.num_on[Shelf.DEPARTING]:
+    if sequence.num_on[EvictionClass.DEPARTING]:
         return True
     num_chunks = max(-(-len(request.token_ids) // cache.chunk_tokens), len(sequence.chunks))
     num_needed = num_chunks - sum(sequence.num_on[shelf] for shelf in _WITH_PAGE)

@@ -102,7 +102,7 @@ class SimulatedTransfers:
         self._held: list[_Moving] = []  # those of them that are not started
         self._queued: deque[_Moving] = deque()
         self._staged: deque[_Moving] = deque()  # started, to be read by a later step
-        self._num_rushed = 0
+        self._num_expedited = 0
         self._done: list[int] = []
 
     def swap_out(self, copies: Sequence[Copy]) -> None:
@@ -129,7 +129,7 @@ class SimulatedTransfers:
         if not self._retrieval_priority or not self._is_arriving() or self._held_long():
             self._start_out()
 
-    def rush(self, copy_ids: Collection[int]) -> None:
+    def expedite(self, copy_ids: Collection[int]) -> None:
         """See `Transfers`."""
         if not copy_ids:
             return
@@ -139,15 +139,15 @@ class SimulatedTransfers:
         self._queued = deque(moving for moving in self._queued if moving.copy_id not in wanted)
         self._staged = deque(moving for moving in self._staged if moving.copy_id not in wanted)
         self._start_in(waiting)
-        self._num_rushed = len(waiting) + len(started)
-        assert self._num_rushed == len(wanted), "a copy is rushed that is not on its way"
+        self._num_expedited = len(waiting) + len(started)
+        assert self._num_expedited == len(wanted), "a copy is rushed that is not on its way"
         self._await_on_device([*started, *waiting])
 
     def before_dispatch(self) -> None:
         """A step is about to be dispatched: copies that were asked for start, beside it."""
         if self._queued:
             self._start_queued()
-        self._num_rushed = 0
+        self._num_expedited = 0
         self._num_steps += 1
 
     def completed(self) -> Ended:
@@ -206,7 +206,7 @@ class SimulatedTransfers:
             self._in.carry(batch, self._ready_s(), self._out)
 
     def _start_queued(self) -> None:
-        room = min(self._num_beside_step, self._max_num_staged - self._num_rushed) - len(self._staged)
+        room = min(self._num_beside_step, self._max_num_staged - self._num_expedited) - len(self._staged)
         batch = [self._queued.popleft() for _ in range(min(room, len(self._queued)))]
         self._start_in(batch)
         self._staged.extend(batch)

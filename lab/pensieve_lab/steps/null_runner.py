@@ -41,7 +41,7 @@ class NullTransfers:
 
     swap_in = swap_out
 
-    def rush(self, copy_ids: Collection[int]) -> None:
+    def expedite(self, copy_ids: Collection[int]) -> None:
         """They are complete."""
         if copy_ids:
             self._in_flight = [copy_id for copy_id in self._in_flight if copy_id not in set(copy_ids)]

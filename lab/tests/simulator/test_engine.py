@@ -16,7 +16,7 @@ from lab.tests.simulator.workloads import (
     serve,
     small_config,
 )
-from pensieve_jax.cache import Experience
+from pensieve_jax.cache import LearnedState
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec
@@ -55,9 +55,9 @@ class TimedTransfers(FakeTransfers):
         super().swap_in(copies)
         self._timing.swap_in(copies)
 
-    def rush(self, copy_ids):
-        super().rush(copy_ids)
-        self._timing.rush(copy_ids)
+    def expedite(self, copy_ids):
+        super().expedite(copy_ids)
+        self._timing.expedite(copy_ids)
 
     def completed(self):
         ended = self._timing.completed()
@@ -104,7 +104,7 @@ class TimedRunner(FakeRunner):
 class EngineServer:
     """A real engine, as the simulation's loop drives replicas."""
 
-    def __init__(self, config: EngineConfig, experience: Experience | None) -> None:
+    def __init__(self, config: EngineConfig, experience: LearnedState | None) -> None:
         self.seen = Seen()
         runner = TimedRunner(config)
         self.clock, self.runner = runner.timeline, runner

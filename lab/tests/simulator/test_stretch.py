@@ -78,10 +78,10 @@ def test_everything_happens_here_and_stretches_are_long(monkeypatch):
         for seed in range(4):
             seen = serve(CONFIGS[name], make_sessions(seed), stretches=True)
             num_steps += seen.stats["num_steps"]
-            for grants, _, admitted, suspended, drops, swap_outs, swap_ins, rushed in seen.outputs:
+            for grants, _, admitted, suspended, drops, swap_outs, swap_ins, expedited in seen.outputs:
                 kinds = {
                     "grants": grants, "admitted": admitted, "suspended": suspended, "drops": drops,
-                    "swap_outs": swap_outs, "swap_ins": swap_ins, "rushed": rushed,
+                    "swap_outs": swap_outs, "swap_ins": swap_ins, "rushed": expedited,
                 }  # fmt: skip
                 happened |= {kind for kind, values in kinds.items() if values}
     assert happened == {"grants", "admitted", "suspended", "drops", "swap_outs", "swap_ins", "rushed"}

@@ -237,7 +237,7 @@ def test_packed_chunks_take_less_of_the_link_and_as_much_of_the_device():
 def test_rushed_copies_hold_the_very_next_step():
     machine = Machine()
     machine.transfers.swap_in(copies(1, 2, 3))
-    machine.transfers.rush([1, 2, 3])
+    machine.transfers.expedite([1, 2, 3])
     assert machine.dispatch() == 13.25  # at 3.25, not at 1
     assert machine.transfers.completed().arrived == []
     assert machine.transfers.stats()["swapped_in_bytes"] == 24
@@ -248,11 +248,11 @@ def test_rushing_what_has_started_already():
     machine.transfers.swap_in(copies(1, 2))
     machine.dispatch()
     machine.transfers.swap_in(copies(3))
-    machine.transfers.rush([2, 3])
+    machine.transfers.expedite([2, 3])
     assert machine.dispatch() == 12.25 + 10  # copy 3 begins at 11
     assert machine.transfers.completed().arrived == [1]
     with pytest.raises(AssertionError, match="not on its way"):
-        machine.transfers.rush([2])
+        machine.transfers.expedite([2])
 
 
 def test_swapping_out_blocks_while_staging_is_full():

@@ -6,7 +6,7 @@ import dataclasses
 import random
 from typing import Any
 
-from pensieve_jax.cache import AnalyticCostModel, Experience
+from pensieve_jax.cache import AnalyticCostModel, LearnedState
 from pensieve_jax.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.scheduler import SchedulerOutput
 from pensieve_lab.simulator import DeviceProfile, Replica, run
@@ -62,7 +62,7 @@ def plain(output: SchedulerOutput) -> tuple[Any, ...]:
         output.drops,
         output.swap_outs,
         output.swap_ins,
-        output.rushed,
+        output.expedited,
     )
 
 
@@ -84,7 +84,7 @@ def serve(
     *,
     stretches: bool,
     observed: bool = True,
-    experience: Experience | None = None,
+    experience: LearnedState | None = None,
 ) -> Seen:
     """All of it on one replica."""
     seen = Seen()

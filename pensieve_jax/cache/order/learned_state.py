@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from pensieve_jax.cache.order.policies import ORDERS
-from pensieve_jax.cache.order.policy_selector import Losses
+from pensieve_jax.cache.order.policy_selector import PolicyLosses
 from pensieve_jax.cache.order.returns import NUM_BINS, NUM_BUCKETS, Array
 from pensieve_jax.core.errors import ConfigError
 
@@ -22,7 +22,7 @@ _DIGITS = 6  # of seconds, a microsecond
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Experience:
+class LearnedState:
     """Returns that were seen, and what the orders would have lost.
 
     Attributes:
@@ -35,7 +35,7 @@ class Experience:
     returns: Array
     exposure_s: Array
     followed: str
-    losses: Losses
+    losses: PolicyLosses
 
     @property
     def num_returns(self) -> float:
@@ -90,7 +90,7 @@ class Experience:
             _numbers("returns", document.get("returns"), shape),
             _numbers("exposure_s", document.get("exposure_s"), shape),
             followed,
-            Losses(tuple(sums.tolist()), tuple(map(tuple, products.tolist())), tuple(counted.tolist())),
+            PolicyLosses(tuple(sums.tolist()), tuple(map(tuple, products.tolist())), tuple(counted.tolist())),
         )
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pensieve_jax.cache.order.cost import CostModel
-from pensieve_jax.cache.order.learned_state import Experience
+from pensieve_jax.cache.order.learned_state import LearnedState
 from pensieve_jax.cache.order.policies import ORDERS, EvictionPolicy, LearnedPolicy, ReturnsPolicy, orders_of
-from pensieve_jax.cache.order.policy_selector import BLOCK_TOKENS, Insurance
+from pensieve_jax.cache.order.policy_selector import BLOCK_TOKENS, PolicySelector
 from pensieve_jax.cache.order.return_log import ReturnLog
 from pensieve_jax.cache.order.returns import ReturnModel, bucket_of
 from pensieve_jax.cache.sequence import CachedSequence
@@ -41,11 +41,11 @@ class TurnNotes:
     def ended(self, conversation_id: str) -> None:
         """A conversation was ended: it cannot return."""
 
-    def experience(self) -> Experience | None:
+    def experience(self) -> LearnedState | None:
         """Return what was learned; None where the order does not learn."""
         return None
 
-    def begin(self, experience: Experience | None) -> None:
+    def begin(self, experience: LearnedState | None) -> None:
         """Forget everything, and go on from `experience`; whoever is idle now is not observed."""
 
     def stats(self) -> dict[str, int | float]:
@@ -69,7 +69,7 @@ class Learning(TurnNotes):
         chunk_tokens: int,
         num_chunks: int,
         set_bucket: SetBucket,
-        experience: Experience | None,
+        experience: LearnedState | None,
     ) -> None:
         """From `experience` on; `policy` is the one of the cache, which holds `num_chunks` chunks."""
         self._policy = policy
@@ -80,13 +80,13 @@ class Learning(TurnNotes):
         self._num_tokens = num_chunks * chunk_tokens
         self.begin(experience)
 
-    def begin(self, experience: Experience | None) -> None:
+    def begin(self, experience: LearnedState | None) -> None:
         policy = self._policy
         known = (None, None) if experience is None else (experience.returns, experience.exposure_s)
         policy.use(ReturnModel(*known))
         by_returns = ReturnsPolicy(policy.model, self._cost_model, BLOCK_TOKENS)
         self._log = ReturnLog(policy.model)
-        self._insurance = Insurance(
+        self._insurance = PolicySelector(
             orders_of(by_returns, self._cost_model, BLOCK_TOKENS),
             self._cost_model,
             followed=ORDERS[0] if experience is None else experience.followed,
@@ -127,11 +127,13 @@ class Learning(TurnNotes):
         self._log.ended(conversation_id, self._clock.now())
         self._insurance.ended(conversation_id)
 
-    def experience(self) -> Experience:
+    def experience(self) -> LearnedState:
         """See `TurnNotes`; those who are idle count as not seen any longer from here on."""
         model = self._policy.model
         exposure_s = model.exposure_s + self._log.open_exposure_s(self._clock.now())
-        return Experience(model.returns.copy(), exposure_s, self._insurance.followed, self._insurance.losses)
+        return LearnedState(
+            model.returns.copy(), exposure_s, self._insurance.followed, self._insurance.losses
+        )
 
     def stats(self) -> dict[str, int | float]:
         """See `TurnNotes`: seconds that each order would have recomputed, and changes of order."""
@@ -160,7 +162,7 @@ def turn_notes(
     clock: Clock,
     *,
     set_bucket: SetBucket,
-    experience: Experience | None,
+    experience: LearnedState | None,
 ) -> TurnNotes:
     """What a cache of this policy makes of turns.
 

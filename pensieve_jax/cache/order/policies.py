@@ -16,7 +16,7 @@ import numpy as np
 from pensieve_jax.cache.order.cost import CostModel
 from pensieve_jax.cache.order.returns import ENDS_S, Array, Integers, ReturnModel, bin_of, bins_of
 from pensieve_jax.cache.sequence import Role
-from pensieve_jax.cache.states import Shelf
+from pensieve_jax.cache.states import EvictionClass
 
 _MIN_IDLE_S = 1e-3  # a conversation that was active just now has a finite value
 
@@ -52,20 +52,20 @@ class Candidate(Activity, Protocol):
     role_number: int
     num_on: list[int]
 
-    def first_on(self, shelf: Shelf) -> int:
+    def first_on(self, shelf: EvictionClass) -> int:
         """The leading own chunk on a shelf."""
         ...
 
-    def last_on(self, shelf: Shelf) -> int:
+    def last_on(self, shelf: EvictionClass) -> int:
         """The last own chunk on a shelf."""
         ...
 
-    def indices_on(self, shelf: Shelf) -> Sequence[int]:
+    def indices_on(self, shelf: EvictionClass) -> Sequence[int]:
         """Own chunks on a shelf, leading first."""
         ...
 
 
-class Offers(NamedTuple):
+class EvictionCandidates(NamedTuple):
     """What many conversations would give up next, as columns of one length.
 
     Attributes:
@@ -93,10 +93,10 @@ class EvictionPolicy(ABC):
         return self
 
     @abstractmethod
-    def chunk(self, sequence: Candidate, shelf: Shelf) -> int:
+    def chunk(self, sequence: Candidate, shelf: EvictionClass) -> int:
         """The chunk of a sequence that leaves the shelf next; there is at least one on it."""
 
-    def frontier(self, sequence: Candidate, shelf: Shelf, chunk: int) -> Sequence[int]:
+    def frontier(self, sequence: Candidate, shelf: EvictionClass, chunk: int) -> Sequence[int]:
         """The chunks that leave together with `chunk`, that one first."""
         return (chunk,)
 
@@ -108,7 +108,7 @@ class EvictionPolicy(ABC):
         While a sequence gives chunks up, it may only rise from one to the next.
         """
 
-    def worths(self, offers: Offers, now_s: float) -> Array:
+    def worths(self, offers: EvictionCandidates, now_s: float) -> Array:
         """`worth` of many: f64, equal to the last bit. In numpy it takes a hundredth of the time."""
         columns = (column.tolist() for column in offers)
         worths = [
@@ -121,7 +121,7 @@ class EvictionPolicy(ABC):
         """Worths at two times of one epoch are the same; by itself every time is one of its own."""
         return now_s
 
-    def until_s(self, offers: Offers, now_s: float) -> Array | None:
+    def until_s(self, offers: EvictionCandidates, now_s: float) -> Array | None:
         """When the worth of each changes nevertheless, within the epoch: f64; None: it does not."""
         return None
 
@@ -165,7 +165,7 @@ class _Costs(dict[int, float]):
 class _LeadingFirst(EvictionPolicy):
     """Within a conversation the leading chunk: the cost never decreases towards the tail."""
 
-    def chunk(self, sequence: Candidate, shelf: Shelf) -> int:
+    def chunk(self, sequence: Candidate, shelf: EvictionClass) -> int:
         return sequence.first_on(shelf)
 
 
@@ -183,7 +183,7 @@ class RetentionPolicy(_LeadingFirst):
         idle_s = now_s - sequence.last_active_s
         return self._costs_s[index] / (idle_s if idle_s > _MIN_IDLE_S else _MIN_IDLE_S)
 
-    def worths(self, offers: Offers, now_s: float) -> Array:
+    def worths(self, offers: EvictionCandidates, now_s: float) -> Array:
         worths: Array = self._costs_s.of_all(offers.chunks) / _idle_s(offers, now_s)
         return worths
 
@@ -199,7 +199,7 @@ class _LeastRecentlyUsed(EvictionPolicy):
         """When it was last active."""
         return sequence.last_active_s
 
-    def worths(self, offers: Offers, now_s: float) -> Array:
+    def worths(self, offers: EvictionCandidates, now_s: float) -> Array:
         return offers.last_active_s
 
     def epoch(self, now_s: float) -> Hashable:
@@ -241,7 +241,7 @@ class ReturnsPolicy(_LeadingFirst):
         bin_number = bin_of(sequence.last_active_s, now_s)
         return self.model.index(sequence.bucket, bin_number) * self._costs_s[index]
 
-    def worths(self, offers: Offers, now_s: float) -> Array:
+    def worths(self, offers: EvictionCandidates, now_s: float) -> Array:
         indices = self.model.indices(offers.buckets, bins_of(offers.last_active_s, now_s))
         worths: Array = indices * self._costs_s.of_all(offers.chunks)
         return worths
@@ -250,7 +250,7 @@ class ReturnsPolicy(_LeadingFirst):
         """From fit to fit."""
         return self._num_models, self.model.num_fits
 
-    def until_s(self, offers: Offers, now_s: float) -> Array:
+    def until_s(self, offers: EvictionCandidates, now_s: float) -> Array:
         """Idle time leaves its bin then."""
         ends: Array = offers.last_active_s + ENDS_S.take(bins_of(offers.last_active_s, now_s))
         return ends
@@ -264,7 +264,7 @@ class RecencyPolicy(LruPolicy):
         idle_s = now_s - sequence.last_active_s
         return 1.0 / (idle_s if idle_s > _MIN_IDLE_S else _MIN_IDLE_S)
 
-    def worths(self, offers: Offers, now_s: float) -> Array:
+    def worths(self, offers: EvictionCandidates, now_s: float) -> Array:
         worths: Array = 1.0 / _idle_s(offers, now_s)
         return worths
 
@@ -337,7 +337,7 @@ class ConversationPolicy(_LeadingFirst, _LeastRecentlyUsed):
 
     name = "conversation"
 
-    def frontier(self, sequence: Candidate, shelf: Shelf, chunk: int) -> Sequence[int]:
+    def frontier(self, sequence: Candidate, shelf: EvictionClass, chunk: int) -> Sequence[int]:
         """All chunks on the shelf."""
         return tuple(sequence.indices_on(shelf))
 
@@ -347,11 +347,11 @@ class TrailingPolicy(_LeastRecentlyUsed):
 
     name = "trailing"
 
-    def chunk(self, sequence: Candidate, shelf: Shelf) -> int:
+    def chunk(self, sequence: Candidate, shelf: EvictionClass) -> int:
         return sequence.last_on(shelf)
 
 
-def _idle_s(offers: Offers, now_s: float) -> Array:
+def _idle_s(offers: EvictionCandidates, now_s: float) -> Array:
     """Since when they are idle, as the orders divide by it."""
     idle_s: Array = np.maximum(now_s - offers.last_active_s, _MIN_IDLE_S)
     return idle_s

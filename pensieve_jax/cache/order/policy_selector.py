@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from pensieve_jax.cache.order.cost import CostModel
 from pensieve_jax.cache.order.policies import EvictionPolicy
-from pensieve_jax.cache.order.shadows import ShadowCache
+from pensieve_jax.cache.order.shadows import GhostCache
 
 BLOCK_TOKENS = 256
 _KEEP = 0.5 ** (1 / 500)  # a half-life in returning turns means the same under every load
@@ -28,7 +28,7 @@ _ALIKE = 0.1  # measured costs, and pages that fit, are not the same at every st
 _NUM_BLOCKS_COSTED = (4, 32)
 
 
-class Losses(NamedTuple):
+class PolicyLosses(NamedTuple):
     """Losses of orders in the order of their names, with forgetting.
 
     Attributes:
@@ -50,7 +50,7 @@ class Losses(NamedTuple):
         )
 
 
-class Insurance:
+class PolicySelector:
     """Shadows of several orders, and which of them is best.
 
     Attributes:
@@ -68,7 +68,7 @@ class Insurance:
         followed: str,
         chunk_tokens: int,
         num_tokens: int,
-        losses: Losses | None = None,
+        losses: PolicyLosses | None = None,
     ) -> None:
         """Of a memory of `num_tokens` tokens.
 
@@ -86,7 +86,7 @@ class Insurance:
         self.num_changes = 0
         self.lost_s = dict.fromkeys(self.names, 0.0)
         num_places = max(num_tokens // BLOCK_TOKENS, 1)
-        self._shadows = [ShadowCache(order, num_places) for order in orders.values()]
+        self._shadows = [GhostCache(order, num_places) for order in orders.values()]
         self._cost_model = cost_model
         self._chunk_tokens = chunk_tokens
         self._costs_s = [0.0]  # of the first so many blocks
@@ -101,9 +101,9 @@ class Insurance:
         ]
 
     @property
-    def losses(self) -> Losses:
+    def losses(self) -> PolicyLosses:
         """What the rule goes by."""
-        return Losses(tuple(self._sums_s), tuple(map(tuple, self._products)), self._counted_for)
+        return PolicyLosses(tuple(self._sums_s), tuple(map(tuple, self._products)), self._counted_for)
 
     def returned(self, conversation_id: str, num_tokens: int, num_shared_tokens: int) -> None:
         """A turn was sent to a history of so many tokens, of which leading ones are a shared prefix's."""

@@ -13,12 +13,12 @@ from __future__ import annotations
 from pensieve_jax.cache.order.policies import EvictionPolicy
 from pensieve_jax.cache.order.victims import VictimOrder
 from pensieve_jax.cache.sequence import NUM_SHELVES, Role
-from pensieve_jax.cache.states import Shelf
+from pensieve_jax.cache.states import EvictionClass
 
-_SHELF = Shelf.HOST  # one shelf is all that there is here
+_SHELF = EvictionClass.HOST  # one shelf is all that there is here
 
 
-class Shadow:
+class GhostEntry:
     """A conversation as an order would have it; see `policies.Candidate`.
 
     Attributes:
@@ -45,14 +45,14 @@ class Shadow:
         """Blocks of its own that are there."""
         return self.num_on[_SHELF]
 
-    def first_on(self, shelf: Shelf) -> int:
+    def first_on(self, shelf: EvictionClass) -> int:
         """The leading block that is there."""
         return self.num_shared + self.num_lost
 
-    def last_on(self, shelf: Shelf) -> int:
+    def last_on(self, shelf: EvictionClass) -> int:
         return self.num_blocks - 1
 
-    def indices_on(self, shelf: Shelf) -> range:
+    def indices_on(self, shelf: EvictionClass) -> range:
         """Blocks that are there."""
         return range(self.first_on(shelf), self.num_blocks)
 
@@ -63,7 +63,7 @@ class Shadow:
         self.num_on[_SHELF] = num_blocks - self.num_shared - self.num_lost
 
 
-class ShadowCache:
+class GhostCache:
     """All conversations as one order would have them.
 
     Attributes:
@@ -75,8 +75,8 @@ class ShadowCache:
         self.num_held = 0
         self._num_places = num_places
         self._slack = num_places // 64  # room is made for several turns at once, which takes less time
-        self._shadows: dict[str, Shadow] = {}
-        self._noted: dict[Shadow, None] = {}  # for the order to look at
+        self._shadows: dict[str, GhostEntry] = {}
+        self._noted: dict[GhostEntry, None] = {}  # for the order to look at
         self._order = VictimOrder(policy, _SHELF, self._noted)
         self._num_roles = 0
 
@@ -100,7 +100,7 @@ class ShadowCache:
         """A conversation is idle from now on, with all of its blocks; somebody gives way to it."""
         shadow = self._shadows.get(conversation_id)
         if shadow is None:
-            shadow = self._shadows[conversation_id] = Shadow(conversation_id)
+            shadow = self._shadows[conversation_id] = GhostEntry(conversation_id)
         self._num_roles += 1
         shadow.role, shadow.role_number = Role.IDLE, self._num_roles
         shadow.last_active_s, shadow.bucket = now_s, bucket
@@ -136,7 +136,7 @@ class ShadowCache:
             shadow.role = Role.RUNNING  # of which orders take nothing
             self._resize(shadow, 0, 0, 0)
 
-    def _resize(self, shadow: Shadow, num_blocks: int, num_shared: int, num_lost: int) -> None:
+    def _resize(self, shadow: GhostEntry, num_blocks: int, num_shared: int, num_lost: int) -> None:
         self.num_held -= shadow.num_held
         shadow.set_size(num_blocks, num_shared, num_lost)
         self.num_held += shadow.num_held

@@ -23,10 +23,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pensieve_jax.cache.order.policies import Candidate, EvictionPolicy, Offers
+from pensieve_jax.cache.order.policies import Candidate, EvictionCandidates, EvictionPolicy
 from pensieve_jax.cache.order.returns import Integers
 from pensieve_jax.cache.sequence import Role
-from pensieve_jax.cache.states import Shelf
+from pensieve_jax.cache.states import EvictionClass
 
 _FEWEST_ROWS = 64
 _FEW, _MANY = 64, 256  # sequences at the front
@@ -47,7 +47,7 @@ class VictimOrder[C: Candidate]:
     Ties fall to the sequence that became idle first.
     """
 
-    def __init__(self, policy: EvictionPolicy, shelf: Shelf, noted: dict[C, None]) -> None:
+    def __init__(self, policy: EvictionPolicy, shelf: EvictionClass, noted: dict[C, None]) -> None:
         """Nobody yet; `noted` is what others add to, as said above, and this takes from."""
         self._policy, self._shelf, self._noted = policy, shelf, noted
         self._order = policy.in_force
@@ -56,7 +56,7 @@ class VictimOrder[C: Candidate]:
         self._rows: dict[C, int] = {}  # the one of each that counts
         self._sequences: list[C] = []  # by row, as all that follows
         self._role_numbers: list[int] = []
-        self._offers = Offers(np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64))
+        self._offers = EvictionCandidates(np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64))
         self._worths = self._until_s = np.zeros(0)
         self._next_until_s = math.inf  # the first of them
         # Worth, role number and row of everybody that is worth no more than the bound, and some that are not
@@ -115,7 +115,7 @@ class VictimOrder[C: Candidate]:
     def _value(self, rows: Integers | slice) -> None:
         """Ask what these rows are worth now, and until when."""
         last_active_s, buckets, chunks = self._offers
-        offers = Offers(last_active_s[rows], buckets[rows], chunks[rows])
+        offers = EvictionCandidates(last_active_s[rows], buckets[rows], chunks[rows])
         worths = self._order.worths(offers, self._now_s)
         self._worths[rows] = np.where(offers.chunks == _NO_CHUNK, math.inf, worths)
         until_s = self._order.until_s(offers, self._now_s)
@@ -189,7 +189,7 @@ class VictimOrder[C: Candidate]:
         self._rows = {sequence: row for row, sequence in enumerate(self._sequences)}
         size = max((len(kept) + num_rows) * 5 // 4, _FEWEST_ROWS)
         last_active_s, buckets, chunks = self._offers
-        self._offers = Offers(
+        self._offers = EvictionCandidates(
             _moved(last_active_s, kept, size, 0.0),
             _moved(buckets, kept, size, 0),
             _moved(chunks, kept, size, _NO_CHUNK),

@@ -110,7 +110,7 @@ class DeviceTransfers:
 
     def swap_out(self, copies: Sequence[Copy]) -> None:
         """Gather pages into staging, blocking where that is full; see `Transfers`."""
-        assert not self._incoming.rushed, "no step was dispatched for rushed copies"
+        assert not self._incoming.expedited, "no step was dispatched for rushed copies"
         self._outgoing.gather(copies)
 
     def swap_in(self, copies: Sequence[Copy]) -> None:
@@ -124,9 +124,9 @@ class DeviceTransfers:
         if not is_held or self._outgoing.num_held_steps() >= MAX_HELD_STEPS:
             self._outgoing.start()
 
-    def rush(self, copy_ids: Collection[int]) -> None:
+    def expedite(self, copy_ids: Collection[int]) -> None:
         """Have the next step wait for these copies; see `Transfers`."""
-        self._incoming.rush(set(copy_ids))
+        self._incoming.expedite(set(copy_ids))
 
     def start(self) -> None:
         """Let the first group of rushed copies land; start the others, and what is queued and has room.

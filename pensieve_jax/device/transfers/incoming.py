@@ -43,17 +43,17 @@ class IncomingCopies:
         self._max_num_staged = max_num_staged
         self._num_beside_step = num_beside_step(max_num_staged, storage.staged_bytes)
         self._queued: deque[InFlight] = deque()
-        self._rushed_targets: Targets | None = None
+        self._expedited_targets: Targets | None = None
         self._last: Any = None  # a piece of what was started last
         self.staged: deque[InFlight] = deque()
-        self.rushed: list[InFlight] = []
+        self.expedited: list[InFlight] = []
         self.num_chunks = 0
 
     def queue(self, copies: Sequence[Copy]) -> None:
         """Copies to start when there is room; their slots may be given away at once."""
         self._queued.extend(InFlight(copy, self._host.get(copy.slot)) for copy in copies)
 
-    def rush(self, copy_ids: Collection[int]) -> None:
+    def expedite(self, copy_ids: Collection[int]) -> None:
         """Have the next step wait for these copies; the first group of each starts here.
 
         That is before the step is planned: it can begin no earlier, and its plan may well arrive after them.
@@ -67,10 +67,10 @@ class IncomingCopies:
 
         started, self.staged = part(self.staged, is_wanted)
         waiting, self._queued = part(self._queued, is_wanted)
-        self.rushed += [*started, *waiting]
-        assert len(self.staged) + len(self.rushed) <= self._max_num_staged
-        if self.rushed:
-            self._rushed_targets = self._stage(self.rushed)
+        self.expedited += [*started, *waiting]
+        assert len(self.staged) + len(self.expedited) <= self._max_num_staged
+        if self.expedited:
+            self._expedited_targets = self._stage(self.expedited)
             self._start(waiting, self._groups[:1])
 
     def land_first_group(self) -> None:
@@ -83,21 +83,21 @@ class IncomingCopies:
         Raises:
           StepFailedError: the device refused.
         """
-        if self.rushed:
-            self._scatter(self.rushed, self._rushed_targets, self._groups[:1])
-            behind = [transfer for transfer in self.rushed if len(transfer.target) < len(self._groups)]
+        if self.expedited:
+            self._scatter(self.expedited, self._expedited_targets, self._groups[:1])
+            behind = [transfer for transfer in self.expedited if len(transfer.target) < len(self._groups)]
             self._start(behind, self._groups[1:])
 
     def land(self, group: int) -> None:
         """Scatter a later group's pieces of rushed copies, right before its layers are dispatched."""
-        if self.rushed and group:
-            self._scatter(self.rushed, self._rushed_targets, self._groups[group : group + 1])
+        if self.expedited and group:
+            self._scatter(self.expedited, self._expedited_targets, self._groups[group : group + 1])
         if group == self._groups[-1]:
-            self.rushed, self._rushed_targets = [], None
+            self.expedited, self._expedited_targets = [], None
 
     def start_queued(self) -> None:
         """Copy what is queued and has room, behind what was sent before; raises StepFailedError."""
-        room = min(self._num_beside_step, self._max_num_staged - len(self.rushed)) - len(self.staged)
+        room = min(self._num_beside_step, self._max_num_staged - len(self.expedited)) - len(self.staged)
         batch = [self._queued.popleft() for _ in range(min(room, len(self._queued)))]
         if batch:
             with self._mover.dispatching():
@@ -120,13 +120,13 @@ class IncomingCopies:
         """
         if is_ready(self._last):
             self._last = None
-        return bool(self._queued or self.staged or self.rushed) or self._last is not None
+        return bool(self._queued or self.staged or self.expedited) or self._last is not None
 
     def clear(self) -> None:
         """Forget all of it."""
         self._queued.clear()
         self.staged.clear()
-        self.rushed, self._rushed_targets, self._last = [], None, None
+        self.expedited, self._expedited_targets, self._last = [], None, None
 
     def _may_land(self, transfer: InFlight) -> bool:
         # Beside a step a copy costs the next one only its rest; with none, the next need not wait.

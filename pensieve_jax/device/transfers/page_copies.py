@@ -38,7 +38,7 @@ class Targets(NamedTuple):
     pages: list[jax.Array]  # i32[size] of every batch
 
 
-class Losses:
+class PackingFailures:
     """What a batch of chunks could not be packed of: numbers that are on their way to the host."""
 
     def __init__(self, num_unplaced: Sequence[jax.Array]) -> None:
@@ -69,12 +69,12 @@ class Gathered(NamedTuple):
     """
 
     pieces: list[jax.Array]
-    losses: Losses | None
+    losses: PackingFailures | None
     place: int
 
     @property
     def is_lost(self) -> bool:
-        """See `Losses.has`; nothing must be made of the pieces then."""
+        """See `PackingFailures.has`; nothing must be made of the pieces then."""
         return self.losses is not None and self.losses.has(self.place)
 
 
@@ -93,7 +93,7 @@ class PageCopies:
         self.sizes = batch_sizes(max_num_chunks)
         self._gathers: dict[tuple[int, int], jax.stages.Compiled] = {}
         self._scatters: dict[tuple[int, int], jax.stages.Compiled] = {}
-        self._last_losses: deque[Losses] = deque(maxlen=1)
+        self._last_losses: deque[PackingFailures] = deque(maxlen=1)
         weakref.finalize(self, _await_losses, self._last_losses)
         self.num_executables = 2 * len(self.sizes) * len(storage.groups)
 
@@ -134,7 +134,7 @@ class PageCopies:
         for start, stop, size in batches(len(pages), self.sizes):
             padded = _padded(pages[start:stop], size)
             groups = [self._gathers[g, size](pools, padded) for g, pools in enumerate(self._pools.groups)]
-            losses = Losses([num_unplaced for _, num_unplaced in groups]) if is_packed else None
+            losses = PackingFailures([num_unplaced for _, num_unplaced in groups]) if is_packed else None
             if losses is not None:
                 self._last_losses.append(losses)
             pieces = zip(*(chunks for chunks, _ in groups), strict=True)
@@ -158,7 +158,7 @@ class PageCopies:
             self._pools.groups[group] = self._scatters[group, size](pools, batch, pages)
 
 
-def _await_losses(last: Iterable[Losses]) -> None:
+def _await_losses(last: Iterable[PackingFailures]) -> None:
     """Wait for the last ones, and with them for all before, when nobody gathers any more or the process ends.
 
     The thread that ends a copy to the host needs the interpreter.

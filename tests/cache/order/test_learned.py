@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pensieve_jax.cache import AnalyticCostModel, DropReason, Role, Shelf, VictimOrder
+from pensieve_jax.cache import AnalyticCostModel, DropReason, EvictionClass, Role, VictimOrder
 from pensieve_jax.cache.order.policies import LearnedPolicy, RecencyPolicy, RetentionPolicy, ReturnsPolicy
-from pensieve_jax.cache.order.policy_selector import BLOCK_TOKENS, Insurance
+from pensieve_jax.cache.order.policy_selector import BLOCK_TOKENS, PolicySelector
 from pensieve_jax.cache.order.returns import NUM_BINS, NUM_BUCKETS, ReturnModel
-from pensieve_jax.cache.order.shadows import ShadowCache
+from pensieve_jax.cache.order.shadows import GhostCache
 from tests.cache.helpers import CHUNK, Cache, habits
 from tests.cache.order.test_policies import cache_with, holes_strategy, order_of, peek, sizes_strategy
 
@@ -66,7 +66,7 @@ def test_the_order_is_what_a_search_would_find(followed, seed, sizes, changes):
         sequence.bucket = rng.randrange(NUM_BUCKETS)
     store, turns = cache.manager._store, cache.manager.turns
     noted = dict.fromkeys(sequences)
-    order = VictimOrder(policy, Shelf.DIRTY, noted)
+    order = VictimOrder(policy, EvictionClass.DIRTY, noted)
     for number, change in changes:
         sequence = sequences[number % len(sequences)]
         if change == 0:
@@ -96,16 +96,16 @@ def test_the_order_is_what_a_search_would_find(followed, seed, sizes, changes):
                 store.drop(victim.sequence, chunk, DropReason.NO_HOST_MEMORY, None)
             if victim is not None:
                 store.trim(victim.sequence)
-        noted.update(store.changed[Shelf.DIRTY])
-        store.changed[Shelf.DIRTY].clear()  # who is not noted now must not need to be
+        noted.update(store.changed[EvictionClass.DIRTY])
+        store.changed[EvictionClass.DIRTY].clear()  # who is not noted now must not need to be
         assert_is_least(order, cache, sequences)
 
 
 def assert_is_least(order, cache, sequences):
     victim, now_s, expected = peek(order, cache), cache.clock.now(), []
     for one in sequences:
-        if one.role is Role.IDLE and one.num_on[Shelf.DIRTY]:
-            chunk = one.first_on(Shelf.DIRTY)
+        if one.role is Role.IDLE and one.num_on[EvictionClass.DIRTY]:
+            chunk = one.first_on(EvictionClass.DIRTY)
             expected.append((cache.policy.worth(one, chunk, now_s), one.role_number, one))
     found = None if victim is None else (victim.worth, victim.sequence.role_number, victim.sequence)
     assert found == min(expected, default=None)
@@ -125,7 +125,7 @@ class Plain:
 
 
 class SlowShadow:
-    """The same as `ShadowCache`, by looking at everybody for every block."""
+    """The same as `GhostCache`, by looking at everybody for every block."""
 
     def __init__(self, policy, num_places):
         self.policy, self.num_places, self.known = policy, num_places, {}
@@ -158,7 +158,7 @@ def test_a_shadow_keeps_what_a_cache_of_that_order_would(name, seed, turns):
         "lru": RecencyPolicy(),
         "returns": ReturnsPolicy(habits(seed), COSTS, BLOCK_TOKENS),
     }
-    fast, slow = ShadowCache(orders[name], 20), SlowShadow(orders[name], 20)
+    fast, slow = GhostCache(orders[name], 20), SlowShadow(orders[name], 20)
     running, rng, now_s, number = set(), random.Random(seed), 0.0, 0
     for conversation, leaves, num_blocks in turns:
         now_s += rng.choice((0.5, 3.0, 100.0))
@@ -177,7 +177,7 @@ def test_a_shadow_keeps_what_a_cache_of_that_order_would(name, seed, turns):
 
 
 def test_a_shadow_does_not_keep_whoever_has_no_blocks_of_its_own():
-    shadow = ShadowCache(RecencyPolicy(), 20)
+    shadow = GhostCache(RecencyPolicy(), 20)
     for i in range(100):
         shadow.left(str(i), 2, num_shared=2, bucket=1, now_s=float(i))
     assert not shadow._shadows and not shadow._noted and not shadow.num_held
@@ -190,13 +190,13 @@ def test_a_shadow_does_not_keep_whoever_has_no_blocks_of_its_own():
     assert shadow.num_held == 20, "it asks nobody for room, but room is made"
 
 
-def insured(model: ReturnModel, followed: str, num_tokens: int) -> Insurance:
+def insured(model: ReturnModel, followed: str, num_tokens: int) -> PolicySelector:
     orders = {
         "retention": RetentionPolicy(COSTS, BLOCK_TOKENS),
         "lru": RecencyPolicy(),
         "returns": ReturnsPolicy(model, COSTS, BLOCK_TOKENS),
     }
-    return Insurance(orders, COSTS, followed=followed, chunk_tokens=CHUNK, num_tokens=num_tokens)
+    return PolicySelector(orders, COSTS, followed=followed, chunk_tokens=CHUNK, num_tokens=num_tokens)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -243,7 +243,7 @@ def test_its_losses_are_handed_over():
         first._add(np.array([1.0, 2.0, 0.25 + 0.01 * (i % 3)]))
     assert first.followed == "returns"
     orders = dict(zip(ORDERS, (RecencyPolicy(),) * 3, strict=True))
-    second = Insurance(
+    second = PolicySelector(
         orders,
         COSTS,
         followed=first.followed,
@@ -263,7 +263,7 @@ def test_losses_of_another_memory_or_model_are_forgotten(num_blocks, factor):
     costs = AnalyticCostModel(CHUNK, num_weights=1e3 * factor, attention_width=1e3 * factor)
     orders = dict(zip(ORDERS, (RecencyPolicy(),) * 3, strict=True))
     common = {"chunk_tokens": CHUNK, "num_tokens": num_blocks * BLOCK_TOKENS}
-    second = Insurance(orders, costs, followed="returns", losses=first.losses, **common)
+    second = PolicySelector(orders, costs, followed="returns", losses=first.losses, **common)
     assert second.followed == "retention" and not any(second.losses.sums_s)
     for i in range(20):
         second._add(np.array([2.0, 0.01 * (i % 2), 3.0]))
@@ -298,7 +298,7 @@ def test_a_prefix_is_like_the_turns_of_its_latest_user():
     cache.manager.share(sequence, prefix)
     cache.running("a", 4 * CHUNK, sequence)
     cache.manager.release(sequence)
-    changed = cache.manager._store.changed[Shelf.DIRTY]
+    changed = cache.manager._store.changed[EvictionClass.DIRTY]
     changed.clear()
     cache.manager.turns.answered(sequence, 4 * CHUNK, prompt_tokens=3 * CHUNK, output_tokens=CHUNK)
     assert prefix.bucket == sequence.bucket > 0

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 from pensieve_jax import ConfigError
-from pensieve_jax.cache import AnalyticCostModel, Experience, Shelf, make_policy
+from pensieve_jax.cache import AnalyticCostModel, EvictionClass, LearnedState, make_policy
 from pensieve_jax.cache.order.policies import (
+    EvictionCandidates,
     EvictionPolicy,
     LearnedPolicy,
-    Offers,
     RecencyPolicy,
     RetentionPolicy,
     ReturnsPolicy,
     orders_of,
 )
-from pensieve_jax.cache.order.policy_selector import Losses
+from pensieve_jax.cache.order.policy_selector import PolicyLosses
 from pensieve_jax.cache.order.returns import EDGES_S, NUM_BINS, NUM_BUCKETS, ReturnModel, bin_of
 from pensieve_jax.cache.order.victims import VictimOrder
 from tests.cache.helpers import CHUNK, Cache, habits
@@ -33,9 +33,9 @@ class Active:
         self.last_active_s, self.bucket = last_active_s, bucket
 
 
-def offers(*rows: tuple[float, int, int]) -> Offers:
+def offers(*rows: tuple[float, int, int]) -> EvictionCandidates:
     last_active_s, buckets, chunks = zip(*rows, strict=True)
-    return Offers(np.array(last_active_s), np.array(buckets), np.array(chunks))
+    return EvictionCandidates(np.array(last_active_s), np.array(buckets), np.array(chunks))
 
 
 # Costs
@@ -163,7 +163,7 @@ def test_recency_in_words_is_no_time():
 
 
 def order_over(cache: Cache, *sequences, policy=None) -> VictimOrder:
-    order = VictimOrder(policy or cache.policy, Shelf.DIRTY, dict.fromkeys(sequences))
+    order = VictimOrder(policy or cache.policy, EvictionClass.DIRTY, dict.fromkeys(sequences))
     order.begin(cache.clock.now())
     return order
 
@@ -200,7 +200,7 @@ def test_each_worth_is_computed_once_in_a_pass():
     cache = Cache(20)
     made = [cache.idle(str(i), CHUNK, 9.0 - i) for i in range(3)]
     noted = dict.fromkeys(made)
-    order = VictimOrder(Counting(COSTS, CHUNK), Shelf.DIRTY, noted)
+    order = VictimOrder(Counting(COSTS, CHUNK), EvictionClass.DIRTY, noted)
     order.begin(100.0)
     assert order.peek().sequence is made[0] and num_valued == [3]
     cache.manager._store.set_active(made[0], 99.0)
@@ -229,7 +229,7 @@ def test_rows_are_found_again_when_others_were_forgotten():
     cache = Cache(200, policy="lru")
     made = [cache.idle(str(i), CHUNK, 90.0 - i / 2) for i in range(64)]
     noted = dict.fromkeys(made)
-    order = VictimOrder(cache.policy, Shelf.DIRTY, noted)
+    order = VictimOrder(cache.policy, EvictionClass.DIRTY, noted)
     order.begin(100.0)
     assert order.peek().sequence is made[0]
     for sequence in made[:32]:
@@ -250,7 +250,7 @@ def test_who_became_idle_anew_ranks_by_that():
     cache = Cache(20, policy="lru")
     one, two = cache.idle("one", CHUNK, 5.0), cache.idle("two", CHUNK, 5.0)
     noted = {one: None, two: None}
-    order = VictimOrder(cache.policy, Shelf.DIRTY, noted)
+    order = VictimOrder(cache.policy, EvictionClass.DIRTY, noted)
     order.begin(100.0)
     assert order.peek().sequence is one
     cache.queued("one", one)
@@ -290,8 +290,8 @@ def test_a_bin_that_ends_changes_the_order():
 
 def document() -> dict:
     shape = NUM_BUCKETS, NUM_BINS
-    losses = Losses((1.0, 2.0, 3.0), ((1.0,) * 3,) * 3, (5.0, 6.0))
-    return Experience(np.full(shape, 2.0), np.full(shape, 0.12345678), "lru", losses).to_dict()
+    losses = PolicyLosses((1.0, 2.0, 3.0), ((1.0,) * 3,) * 3, (5.0, 6.0))
+    return LearnedState(np.full(shape, 2.0), np.full(shape, 0.12345678), "lru", losses).to_dict()
 
 
 def test_a_document_has_microseconds():
@@ -311,25 +311,27 @@ def test_a_document_has_microseconds():
 )
 def test_numbers_of_another_shape_or_sign_are_refused(field, values):
     with pytest.raises(ConfigError, match=field):
-        Experience.from_dict(document() | {field: values})
+        LearnedState.from_dict(document() | {field: values})
 
 
 def test_zeros_are_numbers():
     shape = NUM_BUCKETS, NUM_BINS
-    found = Experience.from_dict(document() | {"returns": np.zeros(shape).tolist(), "losses_counted_for": []})
+    found = LearnedState.from_dict(
+        document() | {"returns": np.zeros(shape).tolist(), "losses_counted_for": []}
+    )
     assert found.num_returns == 0 and found.losses.counted_for == ()
 
 
 def test_together_takes_what_all_began_from_off_and_nothing_below_zero():
-    shape, losses = (NUM_BUCKETS, NUM_BINS), Losses((0.0,) * 3, ((0.0,) * 3,) * 3)
-    given = Experience(np.full(shape, 4.0), np.full(shape, 8.0), "lru", losses)
+    shape, losses = (NUM_BUCKETS, NUM_BINS), PolicyLosses((0.0,) * 3, ((0.0,) * 3,) * 3)
+    given = LearnedState(np.full(shape, 4.0), np.full(shape, 8.0), "lru", losses)
     ones = [
-        Experience(np.full(shape, returns), np.full(shape, 2 * returns), followed, losses)
+        LearnedState(np.full(shape, returns), np.full(shape, 2 * returns), followed, losses)
         for returns, followed in ((1.0, "returns"), (2.0, "lru"), (7.0, "lru"))
     ]
-    both = Experience.together(ones, given)
+    both = LearnedState.together(ones, given)
     assert both.followed == "returns" and both.returns[0, 0] == 10 - 8 and both.exposure_s[0, 0] == 20 - 16
-    few = Experience.together(ones[:2], given)
+    few = LearnedState.together(ones[:2], given)
     assert few.returns[0, 0] == 0 and few.exposure_s[0, 0] == 0
-    alone = Experience.together(ones[2:], given)
+    alone = LearnedState.together(ones[2:], given)
     assert alone.returns[0, 0] == 7 and alone.exposure_s[0, 0] == 14

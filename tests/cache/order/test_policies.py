@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pensieve_jax.cache import AnalyticCostModel, DropReason, Role, Shelf, VictimOrder, make_policy
-from pensieve_jax.cache.order.policies import Offers, RetentionPolicy
+from pensieve_jax.cache import AnalyticCostModel, DropReason, EvictionClass, Role, VictimOrder, make_policy
+from pensieve_jax.cache.order.policies import EvictionCandidates, RetentionPolicy
 from pensieve_jax.cache.order.returns import EDGES_S, NUM_BUCKETS
 from pensieve_jax.config import POLICIES
 from tests.cache.helpers import CHUNK, Cache, habits, resident
@@ -37,7 +37,7 @@ def cache_with(policy, sizes, holes=()):
     return cache, sequences
 
 
-def victims_of(cache, sequences, shelf=Shelf.DIRTY):
+def victims_of(cache, sequences, shelf=EvictionClass.DIRTY):
     """(sequence, chunks) in the order in which they leave the gpu; each group is dropped before the next."""
     order = VictimOrder(cache.policy, shelf, dict.fromkeys(sequences))
     while (victim := peek(order, cache)) is not None:
@@ -56,7 +56,7 @@ def peek(order, cache):
     return order.peek()
 
 
-def order_of(cache, sequences, shelf=Shelf.DIRTY):
+def order_of(cache, sequences, shelf=EvictionClass.DIRTY):
     """[(sequence's number, chunk)] in the order in which they are dropped, until none is left."""
     victims = victims_of(cache, sequences, shelf)
     return [(sequences.index(sequence), chunk) for sequence, group in victims for chunk in group]
@@ -144,7 +144,7 @@ def test_chunks_dropped_by_others_do_not_break_the_order(policy):
 def test_who_is_pinned_since_is_passed_over(policy):
     """A conversation that was pinned since does not stop the others from giving way."""
     cache, (one, two) = cache_with(policy, [(3, 9.0), (3, 1.0)])
-    order = VictimOrder(cache.policy, Shelf.DIRTY, {one: None, two: None})
+    order = VictimOrder(cache.policy, EvictionClass.DIRTY, {one: None, two: None})
     assert peek(order, cache).sequence is one
     cache.queued("s0", one)
     assert peek(order, cache).sequence is two
@@ -156,7 +156,7 @@ def test_the_order_lasts_while_everything_changes(policy, sizes, changes):
     """Time passes, some give way, are pinned, come back or are cut: it is what a search would find."""
     cache, sequences = cache_with(policy, sizes)
     store, noted = cache.manager._store, dict.fromkeys(sequences)
-    order = VictimOrder(cache.policy, Shelf.DIRTY, noted)
+    order = VictimOrder(cache.policy, EvictionClass.DIRTY, noted)
     order.begin(cache.clock.now())
     for number, change in changes:
         sequence = sequences[number % len(sequences)]
@@ -180,13 +180,13 @@ def test_the_order_lasts_while_everything_changes(policy, sizes, changes):
                 store.drop(victim.sequence, chunk, DropReason.NO_HOST_MEMORY, None)
             if victim is not None:
                 store.trim(victim.sequence)
-        noted.update(store.changed[Shelf.DIRTY])
-        store.changed[Shelf.DIRTY].clear()  # who is not noted now must not need to be
+        noted.update(store.changed[EvictionClass.DIRTY])
+        store.changed[EvictionClass.DIRTY].clear()  # who is not noted now must not need to be
         victim = order.peek()
         now_s, expected = cache.clock.now(), []
         for one in sequences:
-            if one.role is Role.IDLE and one.num_on[Shelf.DIRTY]:
-                index = cache.policy.chunk(one, Shelf.DIRTY)
+            if one.role is Role.IDLE and one.num_on[EvictionClass.DIRTY]:
+                index = cache.policy.chunk(one, EvictionClass.DIRTY)
                 expected.append((cache.policy.worth(one, index, now_s), one.role_number, one))
         found = None if victim is None else (victim.worth, victim.sequence.role_number, victim.sequence)
         assert found == min(expected, default=None)
@@ -199,7 +199,7 @@ def test_who_is_gone_does_not_hide_a_tie():
     for sequence in (third, second, first):  # `first` ranks behind `third`, in the group of chunk 0
         cache.clock.advance(1e-5)
         cache.manager.touch(sequence)
-    order = VictimOrder(policy, Shelf.DIRTY, {first: None, second: None, third: None})
+    order = VictimOrder(policy, EvictionClass.DIRTY, {first: None, second: None, third: None})
     peek(order, cache)
     cache.queued("s2", third)
     cache.clock.advance(1e-5)
@@ -210,7 +210,7 @@ def test_rows_of_those_who_left_do_not_pile_up():
     """Behind a conversation that is worth least of all, others come and go for ever."""
     cache, (one, two) = cache_with("lru", [(1, 50.0), (1, 1.0)])
     noted = {one: None, two: None}
-    order = VictimOrder(cache.policy, Shelf.DIRTY, noted)
+    order = VictimOrder(cache.policy, EvictionClass.DIRTY, noted)
     for _ in range(1000):
         cache.clock.advance(1.0)
         cache.queued("s1", two)
@@ -227,25 +227,26 @@ def test_many_come_and_go(seed):
     rng, cache = random.Random(seed), Cache(2000)
     store, held = cache.manager._store, []
     noted = {}
-    order = VictimOrder(cache.policy, Shelf.DIRTY, noted)
+    order = VictimOrder(cache.policy, EvictionClass.DIRTY, noted)
     for number in range(400):
         cache.clock.advance(rng.choice((0.0, 1.0)))
         held.append(cache.idle(f"s{number}", rng.randint(1, 3) * CHUNK))
         if rng.random() < 0.3:
             back = held.pop(rng.randrange(len(held)))
             cache.queued(back.sequence_id, back)
-        noted.update(store.changed[Shelf.DIRTY])
-        store.changed[Shelf.DIRTY].clear()  # who is not noted now must not need to be
+        noted.update(store.changed[EvictionClass.DIRTY])
+        store.changed[EvictionClass.DIRTY].clear()  # who is not noted now must not need to be
         now_s = cache.clock.now()
         order.begin(now_s)
         for _ in range(rng.choice((0, 1, 2, 90)) if number % 50 == 49 else rng.randrange(2)):
-            there = [one for one in store.members[Role.IDLE] if one.num_on[Shelf.DIRTY]]
+            there = [one for one in store.members[Role.IDLE] if one.num_on[EvictionClass.DIRTY]]
             victim = order.peek()
             if not there:
                 assert victim is None
                 break
             worths = [
-                (cache.policy.worth(one, one.first_on(Shelf.DIRTY), now_s), i) for i, one in enumerate(there)
+                (cache.policy.worth(one, one.first_on(EvictionClass.DIRTY), now_s), i)
+                for i, one in enumerate(there)
             ]
             assert (victim.worth, there.index(victim.sequence)) == min(worths)
             store.drop(victim.sequence, victim.indices[0], DropReason.NO_HOST_MEMORY, None)
@@ -271,8 +272,8 @@ def test_worths_of_many_are_those_of_each(name, seed, offers, idle_s):
         order.use(habits(seed))
     columns = [np.array(column, kind) for column, kind in zip(zip(*offers, strict=True), "dqq", strict=True)]
     now_s = offers[0][0] + idle_s
-    worths = order.worths(Offers(*columns), now_s)
-    ends_s = order.until_s(Offers(*columns), now_s)
+    worths = order.worths(EvictionCandidates(*columns), now_s)
+    ends_s = order.until_s(EvictionCandidates(*columns), now_s)
     if ends_s is None:
         ends_s = [math.inf] * len(offers)
     for (last_active_s, bucket, chunk), worth, end_s in zip(offers, worths.tolist(), ends_s, strict=True):
@@ -290,9 +291,9 @@ def test_each_shelf_has_an_order_of_its_own(policy):
     """Chunks 1 and 2 are on the cpu, 0 and 3 on the gpu."""
     cache = Cache(20, 20, policy=policy)
     sequence = cache.on_cpu("a", 4 * CHUNK, but=[0, 3])
-    on_cpu = order_of(cache, [sequence], Shelf.HOST)
+    on_cpu = order_of(cache, [sequence], EvictionClass.HOST)
     assert on_cpu == ([(0, 2), (0, 1)] if policy == "trailing" else [(0, 1), (0, 2)])
-    assert resident(sequence) == [0, 3] and order_of(cache, [sequence], Shelf.CLEAN) == []
+    assert resident(sequence) == [0, 3] and order_of(cache, [sequence], EvictionClass.CLEAN) == []
 
 
 def test_an_unknown_policy_is_an_error():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pensieve_jax.cache.order.policies import RecencyPolicy
-from pensieve_jax.cache.order.policy_selector import BLOCK_TOKENS, Insurance, Losses, _num_blocks
+from pensieve_jax.cache.order.policy_selector import BLOCK_TOKENS, PolicyLosses, PolicySelector, _num_blocks
 
 
 class Constant:
@@ -18,10 +18,10 @@ class Constant:
         return context_len / BLOCK_TOKENS if self.grows else 1.0
 
 
-def insurance_of(num_tokens: int = 10 * BLOCK_TOKENS, *, grows: bool = False, **options) -> Insurance:
+def insurance_of(num_tokens: int = 10 * BLOCK_TOKENS, *, grows: bool = False, **options) -> PolicySelector:
     orders = {"one": RecencyPolicy(), "two": RecencyPolicy()}
     options = {"followed": "one", "chunk_tokens": 64} | options
-    return Insurance(orders, Constant(grows=grows), num_tokens=num_tokens, **options)
+    return PolicySelector(orders, Constant(grows=grows), num_tokens=num_tokens, **options)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_its_memory_is_at_least_one_block(num_tokens, num_places):
     ],
 )
 def test_losses_hold_for_a_memory_that_is_alike(known, counted_for, holds):
-    assert Losses((), (), known).holds_for(counted_for) is holds
+    assert PolicyLosses((), (), known).holds_for(counted_for) is holds
 
 
 # What turns cost
@@ -137,7 +137,7 @@ def test_a_gain_of_less_than_three_percent_is_none(other_s, followed):
 def test_the_best_of_several_is_followed():
     orders = dict.fromkeys("abcd", RecencyPolicy())
     orders = {name: RecencyPolicy() for name in orders}
-    insurance = Insurance(orders, Constant(), followed="b", chunk_tokens=64, num_tokens=2560)
+    insurance = PolicySelector(orders, Constant(), followed="b", chunk_tokens=64, num_tokens=2560)
     for _ in range(20):
         insurance._add([0.5, 1.0, 0.2, 0.3])
     assert insurance.followed == "c"

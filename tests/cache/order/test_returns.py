@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pensieve_jax import ConfigError
-from pensieve_jax.cache import Experience
-from pensieve_jax.cache.order.policy_selector import Losses
+from pensieve_jax.cache import LearnedState
+from pensieve_jax.cache.order.policy_selector import PolicyLosses
 from pensieve_jax.cache.order.return_log import ReturnLog
 from pensieve_jax.cache.order.returns import (
     EDGES_S,
@@ -188,13 +188,15 @@ def test_whoever_has_been_idle_too_long_has_left():
 def experience():
     rng = np.random.default_rng(0)
     shape = NUM_BUCKETS, NUM_BINS
-    losses = Losses((1.0, 2.5, 0.5), ((1.0, 0.0, 0.0), (0.0, 3.0, 0.0), (0.0, 0.0, 1.0)), (3e4, 0.5, 9.0))
-    return Experience(rng.integers(0, 9, shape).astype(float), rng.random(shape) * 1e3, "returns", losses)
+    losses = PolicyLosses(
+        (1.0, 2.5, 0.5), ((1.0, 0.0, 0.0), (0.0, 3.0, 0.0), (0.0, 0.0, 1.0)), (3e4, 0.5, 9.0)
+    )
+    return LearnedState(rng.integers(0, 9, shape).astype(float), rng.random(shape) * 1e3, "returns", losses)
 
 
 def test_experience_survives_its_document():
     before = experience()
-    after = Experience.from_dict(json.loads(json.dumps(before.to_dict())))
+    after = LearnedState.from_dict(json.loads(json.dumps(before.to_dict())))
     np.testing.assert_array_equal(after.returns, before.returns)
     np.testing.assert_allclose(after.exposure_s, before.exposure_s, atol=1e-6)
     assert (after.followed, after.losses) == (before.followed, before.losses)
@@ -217,25 +219,25 @@ def test_experience_survives_its_document():
 )
 def test_a_document_of_something_else_is_refused_by_field(change, field):
     with pytest.raises(ConfigError) as caught:
-        Experience.from_dict(experience().to_dict() | change)
+        LearnedState.from_dict(experience().to_dict() | change)
     assert caught.value.field == field
 
 
 @pytest.mark.parametrize("document", [None, [], "text", {}, 3])
 def test_what_is_no_document_is_refused(document):
     with pytest.raises(ConfigError):
-        Experience.from_dict(document)
+        LearnedState.from_dict(document)
 
 
 def test_what_several_have_seen_adds_up():
     one = experience()
-    both = Experience.together([one, one])
+    both = LearnedState.together([one, one])
     assert both.num_returns == 2 * one.num_returns and both.followed == "returns"
 
 
 def test_what_all_began_from_counts_once():
     given = experience()
-    begun = [Experience(given.returns + i, given.exposure_s + i, "lru", given.losses) for i in range(3)]
-    found = Experience.together(begun, given)
+    begun = [LearnedState(given.returns + i, given.exposure_s + i, "lru", given.losses) for i in range(3)]
+    found = LearnedState.together(begun, given)
     np.testing.assert_allclose(found.returns, given.returns + 3)
     np.testing.assert_allclose(found.exposure_s, given.exposure_s + 3)

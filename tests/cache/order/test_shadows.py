@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve_jax.cache import Role, Shelf
+from pensieve_jax.cache import EvictionClass, Role
 from pensieve_jax.cache.order.policies import RecencyPolicy
-from pensieve_jax.cache.order.shadows import Shadow, ShadowCache
+from pensieve_jax.cache.order.shadows import GhostCache, GhostEntry
 
 
-def shadows_of(num_places: int, *sizes: int) -> ShadowCache:
+def shadows_of(num_places: int, *sizes: int) -> GhostCache:
     """Conversations "0", "1", ... that left one second after the other."""
-    cache = ShadowCache(RecencyPolicy(), num_places)
+    cache = GhostCache(RecencyPolicy(), num_places)
     for number, size in enumerate(sizes):
         cache.left(str(number), size, num_shared=0, bucket=0, now_s=float(number))
     return cache
 
 
-def lost(cache: ShadowCache) -> dict[str, int]:
+def lost(cache: GhostCache) -> dict[str, int]:
     return {name: shadow.num_lost for name, shadow in cache._shadows.items()}
 
 
@@ -32,13 +32,13 @@ def lost(cache: ShadowCache) -> dict[str, int]:
     ],
 )
 def test_what_is_there_lies_behind_what_is_shared_and_what_is_lost(size, counts):
-    shadow = Shadow("a")
+    shadow = GhostEntry("a")
     assert shadow.role is Role.RUNNING and (shadow.num_held, shadow.bucket, shadow.last_active_s) == (0, 0, 0)
     shadow.set_size(*size)
     first, num_held, num_indices = counts
-    assert (shadow.first_on(Shelf.HOST), shadow.num_held) == (first, num_held)
-    assert list(shadow.indices_on(Shelf.HOST)) == list(range(first, 10)) and num_indices == 10 - first
-    assert shadow.last_on(Shelf.HOST) == 9
+    assert (shadow.first_on(EvictionClass.HOST), shadow.num_held) == (first, num_held)
+    assert list(shadow.indices_on(EvictionClass.HOST)) == list(range(first, 10)) and num_indices == 10 - first
+    assert shadow.last_on(EvictionClass.HOST) == 9
 
 
 def test_nothing_gives_way_while_all_fits():
@@ -91,7 +91,7 @@ def test_who_leaves_again_has_everything_and_ranks_last():
     ],
 )
 def test_blocks_that_others_share_are_not_its_own(num_lost, before, after, lost_after, held_after):
-    cache = ShadowCache(RecencyPolicy(), 20)
+    cache = GhostCache(RecencyPolicy(), 20)
     cache.left("a", 6, num_shared=before, bucket=0, now_s=0.0)
     cache._resize(cache._shadows["a"], 6, before, num_lost)
     cache._noted.clear()

@@ -112,12 +112,12 @@ def test_rushed_copies_land_group_by_group(never_ready, is_earlier):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InFlight, "is_ready", lambda self: bool(self.target))
         bench.store([(5, 1), (6, 2)])
-    rushed, calm = bench.copies([(7, 1), (8, 2)])
-    bench.transfers.swap_in([rushed, calm])
+    expedited, calm = bench.copies([(7, 1), (8, 2)])
+    bench.transfers.swap_in([expedited, calm])
     if is_earlier:
         bench.transfers.start()
         assert not bench.transfers.completed().arrived
-    bench.transfers.rush([rushed.copy_id])
+    bench.transfers.expedite([expedited.copy_id])
     assert bench.storage.groups == (range(0, 1), range(1, 3))
     np.testing.assert_array_equal(bench.page(7), bench.content[7])
     bench.transfers.start()
@@ -158,7 +158,7 @@ def test_what_starts_beside_a_step_is_bounded_by_its_bytes(never_ready, monkeypa
     bench.transfers.swap_in(back)
     bench.step()
     assert bench.transfers.completed().arrived == [copy.copy_id for copy in back[:2]]
-    bench.transfers.rush([copy.copy_id for copy in back[2:4]])
+    bench.transfers.expedite([copy.copy_id for copy in back[2:4]])
     bench.step()
     assert bench.transfers.completed().arrived == [copy.copy_id for copy in back[4:]]
     bench.check({page + 20: page for page in range(1, 7)})
@@ -269,7 +269,7 @@ def test_rushed_copies_start_before_the_plan_and_the_first_group_by_itself(num_g
     monkeypatch.setattr(mover, "start", noted_start)
     monkeypatch.setattr(copies, "scatter", noted_scatter)
     bench.transfers.swap_in(back)
-    bench.transfers.rush([copy.copy_id for copy in back[:2]])
+    bench.transfers.expedite([copy.copy_id for copy in back[:2]])
     assert calls == [("start", 2, range(1))]
     bench.transfers.start()
     others = [("start", 2, range(1, num_groups))] if num_groups > 1 else []
@@ -361,7 +361,7 @@ def test_reset_forgets_what_is_in_flight():
     bench.transfers.swap_out(bench.copies([(30, 7), (31, 8)]))
     back = bench.copies((page + 20, page) for page in range(1, 7))
     bench.transfers.swap_in(back)
-    bench.transfers.rush([back[0].copy_id, back[1].copy_id])
+    bench.transfers.expedite([back[0].copy_id, back[1].copy_id])
     bench.transfers.start()
     bench.transfers.reset()
     bench.pools.reset()
@@ -424,7 +424,7 @@ def test_copies_that_fail_are_failed_steps(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(bench.transfers._copies, "stage", failing)
         with pytest.raises(StepFailedError, match=r"could not be started.*RESOURCE_EXHAUSTED"):
-            bench.transfers.rush([back.copy_id])
+            bench.transfers.expedite([back.copy_id])
     bench.transfers.reset()
     bench.transfers.swap_in(bench.copies([(7, 1)]))
     bench.step()
@@ -471,7 +471,7 @@ def test_without_slots_there_is_nothing_to_prepare():
     assert (transfers.num_preparations, transfers.staging_bytes) == (0, 0)
     assert not list(transfers.grow()) and not list(transfers.jobs())
     transfers.rehearse()
-    for call in (transfers.swap_out, transfers.swap_in, transfers.rush):
+    for call in (transfers.swap_out, transfers.swap_in, transfers.expedite):
         call([])
     transfers.start()
     transfers.land(0)
