@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pensieve_lab.cells.simulation import Served
+from pensieve_lab.cells.simulation import SimulationResult
 from tests.launching import load
 
 
 def figures(arrival_s, end_s):
-    return load("pensieve_lab.cells.loads").figures(Served(arrival_s, arrival_s, end_s))
+    return load("pensieve_lab.cells.loads").figures(SimulationResult(arrival_s, arrival_s, end_s))
 
 
 def test_what_drains_after_the_last_arrival_is_no_throughput():

@@ -6,15 +6,15 @@ engines and the simulator share it.
 """
 
 from pensieve_jax.balance.hashing import ConsistentHash
-from pensieve_jax.balance.load import Asked, Load, Speeds
-from pensieve_jax.balance.named import NamedRoots
-from pensieve_jax.balance.ring import Ring
+from pensieve_jax.balance.load import IncomingTurn, Load, Speeds
+from pensieve_jax.balance.named import RootPlacement
+from pensieve_jax.balance.ring import HashRing
 
 __all__ = [
-    "Asked",
     "ConsistentHash",
+    "HashRing",
+    "IncomingTurn",
     "Load",
-    "NamedRoots",
-    "Ring",
+    "RootPlacement",
     "Speeds",
 ]

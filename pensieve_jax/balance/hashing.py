@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from pensieve_jax.balance.load import Asked, Load
-from pensieve_jax.balance.ring import NUM_VIRTUAL_NODES, Ring, hash_of
+from pensieve_jax.balance.load import IncomingTurn, Load
+from pensieve_jax.balance.ring import NUM_VIRTUAL_NODES, HashRing, hash_of
 
 
 class ConsistentHash:
@@ -17,22 +17,22 @@ class ConsistentHash:
     def __init__(
         self, num_virtual_nodes: int = NUM_VIRTUAL_NODES, hash_key: Callable[[str], int] = hash_of
     ) -> None:
-        """Without members; see `Ring`."""
+        """Without members; see `HashRing`."""
         self._num_virtual_nodes, self._hash_key = num_virtual_nodes, hash_key
-        self._ring = Ring(())
+        self._ring = HashRing(())
 
     def set_members(self, names: Iterable[str]) -> None:
         """Replace the replicas that take turns."""
-        self._ring = Ring(names, self._num_virtual_nodes, self._hash_key)
+        self._ring = HashRing(names, self._num_virtual_nodes, self._hash_key)
 
-    def choose(self, asked: Asked, loads: Mapping[str, Load], now_s: float) -> str:
+    def choose(self, asked: IncomingTurn, loads: Mapping[str, Load], now_s: float) -> str:
         """Return the replica that owns the root; raise LookupError if there is no replica."""
         return self._ring.owner(asked.root)
 
-    def name(self, asked: Asked, loads: Mapping[str, Load]) -> str:
+    def name(self, asked: IncomingTurn, loads: Mapping[str, Load]) -> str:
         """Return the root's own name: this rule renames no root."""
         return asked.root
 
-    def home(self, asked: Asked) -> str:
+    def home(self, asked: IncomingTurn) -> str:
         """Return the replica to which a conversation without known state goes: the owner of its root."""
         return self._ring.owner(asked.root)

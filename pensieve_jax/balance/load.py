@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Asked(NamedTuple):
+class IncomingTurn(NamedTuple):
     """A turn that is to be sent.
 
     Attributes:
@@ -39,7 +39,7 @@ class Load(NamedTuple):
     compute_tokens: int = 0
     context_tokens: int = 0
 
-    def with_turn(self, asked: Asked, compute_tokens: int) -> Load:
+    def with_turn(self, asked: IncomingTurn, compute_tokens: int) -> Load:
         """And one more, of whose tokens so many must be computed."""
         context_tokens = asked.prompt_tokens + asked.history_tokens
         return Load(
@@ -76,7 +76,7 @@ class Speeds:
         excess = max(load.context_tokens - self.capacity_tokens, 0) / self.capacity_tokens
         return waiting + self.output_tokens * step_s * (1 + excess)
 
-    def seconds_of_others(self, load: Load, asked: Asked, compute_tokens: int) -> float:
+    def seconds_of_others(self, load: Load, asked: IncomingTurn, compute_tokens: int) -> float:
         """What all turns of this load together would be answered later for it.
 
         Each waits for its tokens, and reads its context in every step.
@@ -85,7 +85,7 @@ class Speeds:
         later_s = compute_tokens * self.token_s + self.output_tokens * self.context_token_s * num_tokens
         return load.num_turns * later_s
 
-    def cost_s(self, load: Load, asked: Asked, compute_tokens: int, others: float = 1.0) -> float:
+    def cost_s(self, load: Load, asked: IncomingTurn, compute_tokens: int, others: float = 1.0) -> float:
         """Both together; a second of other turns counts `others`."""
         own_s = self.seconds(load, compute_tokens)
         return own_s + others * self.seconds_of_others(load, asked, compute_tokens)

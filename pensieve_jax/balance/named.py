@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, count, islice
 
 from pensieve_jax.balance.hashing import ConsistentHash
-from pensieve_jax.balance.load import Asked, Load, Speeds
+from pensieve_jax.balance.load import IncomingTurn, Load, Speeds
 from pensieve_jax.balance.ring import NUM_VIRTUAL_NODES, hash_of
 
 _TRIES = 32  # for each replica: that none of so many names falls on one is a chance of e^-32
 
 
-class NamedRoots(ConsistentHash):
+class RootPlacement(ConsistentHash):
     """The plain hash; but who begins a conversation is named after the replica that answers it at least cost.
 
     Names are tried until one falls on that replica. The name travels with the conversation, in its ids, so
@@ -44,7 +44,7 @@ class NamedRoots(ConsistentHash):
         self._num_candidates = num_candidates
         self._other_names = other_names or _numbered
 
-    def name(self, asked: Asked, loads: Mapping[str, Load]) -> str:
+    def name(self, asked: IncomingTurn, loads: Mapping[str, Load]) -> str:
         """See `Policy`. Replicas of which no load is given take no conversation that begins."""
         known = (name for name in self._ring.clockwise(asked.root) if name in loads)
         candidates = list(islice(known, self._num_candidates))

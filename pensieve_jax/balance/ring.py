@@ -19,7 +19,7 @@ def hash_of(key: str) -> int:
     return int.from_bytes(blake2b(key.encode(), digest_size=8).digest())
 
 
-class Ring:
+class HashRing:
     """Replicas by name, each at several points; `num_replicas` of them."""
 
     def __init__(

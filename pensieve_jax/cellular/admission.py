@@ -16,8 +16,8 @@ from pensieve_jax.cellular.config import CellularConfig
 from pensieve_jax.cellular.errors import CapacityError, UnfoldError
 from pensieve_jax.cellular.graph import Graph
 from pensieve_jax.cellular.partition import partition
-from pensieve_jax.cellular.parts import Parts
-from pensieve_jax.cellular.ready_queue import Line
+from pensieve_jax.cellular.parts import GraphColumns
+from pensieve_jax.cellular.ready_queue import IntFifo
 from pensieve_jax.cellular.rows import RowBudget
 from pensieve_jax.cellular.tables import NOWHERE, Tables
 from pensieve_jax.core.errors import InvalidFieldError
@@ -41,7 +41,7 @@ class Unfolded(NamedTuple):
     """
 
     graph: Graph
-    parts: Parts
+    parts: GraphColumns
     num: int
 
 
@@ -56,9 +56,9 @@ class Admission:
     def __init__(self, types: CellTypes, tables: Tables, config: CellularConfig, num_rows: int) -> None:
         """Nobody has come; `num_rows` of each kind are on each device."""
         self._types, self._tables, self._config = types, tables, config
-        self.waiting = Line()
+        self.waiting = IntFifo()
         self.budget = RowBudget(num_rows, len(types.kinds))
-        self._sentences: dict[tuple[int, int], Parts] = {}
+        self._sentences: dict[tuple[int, int], GraphColumns] = {}
 
     @property
     def request_ids(self) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ class Admission:
         requests: Sequence[Any],
         unfold: Unfold,
         unfold_many: UnfoldMany | None,
-        check: Callable[[Parts], None],
+        check: Callable[[GraphColumns], None],
         *,
         is_limited: bool,
     ) -> Unfolded:
@@ -167,7 +167,7 @@ class Admission:
                 raise type(error)(name, error.value, error.limit, error.hint) from error
         return graph
 
-    def _parts(self, graph: Graph) -> Parts:
+    def _parts(self, graph: Graph) -> GraphColumns:
         """What follows from graphs; of a short sentence alone it is known from the last one of its length."""
         key = graph.only_sentence
         known = self._sentences.get(key) if key is not None else None
@@ -177,7 +177,7 @@ class Admission:
                 self._sentences[key] = known
         return known
 
-    def _check_room(self, parts: Parts, num: int, is_limited: bool) -> None:
+    def _check_room(self, parts: GraphColumns, num: int, is_limited: bool) -> None:
         over = np.argwhere(parts.rows > self.budget.num_rows)
         if len(over):
             place, kind = (int(i) for i in over[0])

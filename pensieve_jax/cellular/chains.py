@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from pensieve_jax.cellular.graph import Graph
-from pensieve_jax.cellular.parts import NO_STOP, NONE, Parts, Several
+from pensieve_jax.cellular.parts import NO_STOP, NONE, GraphColumns, Several
 from pensieve_jax.cellular.pieces import NO_NODE
 
 _NOTHING = Several(np.empty(0, np.int64), np.zeros(1, np.int64), np.empty(0, np.int64))
 
 
-def partition(graph: Graph, *, max_depth: int) -> Parts | None:
+def partition(graph: Graph, *, max_depth: int) -> GraphColumns | None:
     """Everything that follows from the graphs; None if they are not what this module is for.
 
     Each chain is a subgraph; nothing but its last node is read by another chain or returned, and nothing is
@@ -47,7 +47,7 @@ def partition(graph: Graph, *, max_depth: int) -> Parts | None:
     sub_consumer = np.full(len(starts), NONE, np.int64)
     sub_consumer[sub[afters[is_linked]]] = is_linked.nonzero()[0]
     stops = np.array([NO_STOP if piece.stop is None else piece.stop for piece in graph.pieces], np.int64)
-    return Parts(
+    return GraphColumns(
         kind=kinds[sub],
         request=sub_request[sub],
         sub=sub,

@@ -16,10 +16,10 @@ import numpy as np
 from pensieve_jax.cellular.cells import CellType
 from pensieve_jax.cellular.errors import GraphError
 from pensieve_jax.cellular.integers import INT32, int32s
-from pensieve_jax.cellular.pieces import NO_NODE, Piece, Pieces
+from pensieve_jax.cellular.pieces import NO_NODE, GraphBatch, Piece
 
 
-def add_sentences(pieces: Pieces, kind: CellType, words: Sequence[np.ndarray], max_nodes: int) -> None:
+def add_sentences(pieces: GraphBatch, kind: CellType, words: Sequence[np.ndarray], max_nodes: int) -> None:
     """A request for each: a chain of its words, ints [n], whose last state it returns.
 
     Raises:
@@ -43,7 +43,7 @@ def add_sentences(pieces: Pieces, kind: CellType, words: Sequence[np.ndarray], m
 
 
 def add_trees(
-    pieces: Pieces,
+    pieces: GraphBatch,
     leaf: CellType,
     inner: CellType,
     words: Sequence[np.ndarray],
@@ -92,7 +92,7 @@ def add_trees(
 
 
 def _add_pieces(
-    pieces: Pieces,
+    pieces: GraphBatch,
     leaf: CellType,
     inner: CellType,
     firsts: np.ndarray,
@@ -121,7 +121,7 @@ def _add_pieces(
     _end_requests(pieces, ends, num_labels)
 
 
-def _end_requests(pieces: Pieces, ends: list[int], num_labels: Sequence[int]) -> None:
+def _end_requests(pieces: GraphBatch, ends: list[int], num_labels: Sequence[int]) -> None:
     """Requests up to these nodes and labels, each of which returns its last node."""
     returned = len(pieces.returned) + 1
     pieces.ends += zip(ends, num_labels, range(returned, returned + len(ends)), strict=True)

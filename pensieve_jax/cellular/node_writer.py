@@ -20,10 +20,10 @@ import numpy as np
 from pensieve_jax.cellular.cells import CellType, CellTypes
 from pensieve_jax.cellular.errors import CapacityError, CellError, GraphError, UnfoldError
 from pensieve_jax.cellular.integers import int32s, is_int32
-from pensieve_jax.cellular.pieces import NEW_LABEL, NO_NODE, Piece, Pieces
+from pensieve_jax.cellular.pieces import NEW_LABEL, NO_NODE, GraphBatch, Piece
 
 
-class NodeWriter(Pieces):
+class NodeWriter(GraphBatch):
     """Of requests, one after the other; ids are those of the request at hand, from 0."""
 
     def __init__(self, types: CellTypes, *, max_nodes: int) -> None:

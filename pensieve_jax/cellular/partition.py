@@ -11,11 +11,11 @@ import numpy as np
 from pensieve_jax.cellular import chains
 from pensieve_jax.cellular.errors import CapacityError
 from pensieve_jax.cellular.graph import Graph
-from pensieve_jax.cellular.parts import MANY, NO_STOP, NONE, Parts, Several
+from pensieve_jax.cellular.parts import MANY, NO_STOP, NONE, GraphColumns, Several
 from pensieve_jax.cellular.pieces import NO_NODE
 
 
-def partition(graph: Graph, *, max_depth: int) -> Parts:
+def partition(graph: Graph, *, max_depth: int) -> GraphColumns:
     """Everything that follows from the graphs.
 
     Raises:
@@ -25,7 +25,7 @@ def partition(graph: Graph, *, max_depth: int) -> Parts:
     return _partition(graph, max_depth=max_depth) if found is None else found
 
 
-def _partition(graph: Graph, *, max_depth: int) -> Parts:
+def _partition(graph: Graph, *, max_depth: int) -> GraphColumns:
     """Partition any graphs, also those that `chains.partition` does not serve."""
     num, pieces = graph.num_nodes, graph.pieces
     starts = np.array([piece.start for piece in pieces], np.int64)
@@ -52,7 +52,7 @@ def _partition(graph: Graph, *, max_depth: int) -> Parts:
     sub_request = request[first_node]
     sub_last = np.zeros(num_subs, np.int64)
     sub_last[sub] = np.arange(num)
-    return Parts(
+    return GraphColumns(
         kind=kind,
         request=request,
         sub=sub,
@@ -157,7 +157,7 @@ def _is_bent(
     uses: np.ndarray,
     sub_last: np.ndarray,
 ) -> np.ndarray:
-    """Of every subgraph; see `Parts`."""
+    """Of every subgraph; see `GraphColumns`."""
     types = graph.types.types
     makes_chains = np.array([one.is_chained for one in types])[kind]
     node = np.arange(len(kind))

@@ -38,7 +38,7 @@ class Several:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class GraphColumns:
     """Nodes, subgraphs and requests of one `submit_many`, numbered from 0.
 
     Attributes:

@@ -44,7 +44,7 @@ class Piece(NamedTuple):
     stop: int | None
 
 
-class Pieces:
+class GraphBatch:
     """Of all requests, one after the other; ids of nodes count through all of them.
 
     Attributes:

@@ -24,7 +24,7 @@ class ReadyQueue:
     def __init__(self, nodes: Nodes, subgraphs: Subgraphs, *, num_workers: int) -> None:
         self._nodes, self._subgraphs, self._is_shared = nodes, subgraphs, num_workers > 1
         self._front = _NOTHING
-        self._line = Line()
+        self._line = IntFifo()
 
     def __len__(self) -> int:
         """Ready nodes, whoever may take them."""
@@ -90,7 +90,7 @@ class ReadyQueue:
         return (pinned < 0) | (pinned == worker)
 
 
-class Line:
+class IntFifo:
     """First in, first out, of i64."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from pensieve_jax.cellular.cells import CellType, CellTypes
 from pensieve_jax.cellular.config import CellularConfig
 from pensieve_jax.cellular.formation import Formation
 from pensieve_jax.cellular.launches import Launch
-from pensieve_jax.cellular.parts import Parts
+from pensieve_jax.cellular.parts import GraphColumns
 from pensieve_jax.cellular.ready_queue import ReadyQueue
 from pensieve_jax.cellular.request import CellRequest
 from pensieve_jax.cellular.tables import Tables
@@ -34,7 +34,7 @@ class LaunchScheduler(Protocol):
     restarts: bool
     """Whether it takes requests that lost their state and begin again; others fail."""
 
-    def check(self, parts: Parts) -> None:
+    def check(self, parts: GraphColumns) -> None:
         """Raise GraphError for a request that it cannot run, before that is anywhere."""
 
     def schedule(self, worker: int) -> Launch | None:
@@ -97,7 +97,7 @@ class Scheduler:
             self._note_skips(kind, ready)
         return self._batch(kind, worker)
 
-    def check(self, parts: Parts) -> None:
+    def check(self, parts: GraphColumns) -> None:
         """Accept every request: this scheduler can run any graph."""
 
     def completed(self, launch: Launch) -> None:

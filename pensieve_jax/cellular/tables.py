@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from pensieve_jax.cellular.cells import CellTypes
-from pensieve_jax.cellular.parts import MANY, Parts
+from pensieve_jax.cellular.parts import MANY, GraphColumns
 from pensieve_jax.cellular.pieces import NO_NODE
 
 WAITING, SUBMITTED, COMPLETED, DROPPED = range(4)
@@ -78,7 +78,7 @@ def distinct(ids: np.ndarray, mark: np.ndarray) -> np.ndarray:
 
 
 def all_values(ids: np.ndarray, only: np.ndarray, several: Mapping[int, np.ndarray]) -> np.ndarray:
-    """Of columns as `Parts` has them: the values of all these ids, in order; `NONE` of those without one."""
+    """Return the values of `ids` in columns as `GraphColumns` has them, in order; `NONE` for an id without one."""
     values = only[ids]
     if not (values == MANY).any():
         return values
@@ -94,7 +94,7 @@ def _forget(several: dict[int, np.ndarray], only: np.ndarray, start: int, num: i
 
 
 class Nodes(Room):
-    """A column for each thing that is known of nodes; see `Parts`.
+    """A column for each thing that is known of nodes; see `GraphColumns`.
 
     Attributes:
       state: `WAITING`, `SUBMITTED`, `COMPLETED` or `DROPPED`.
@@ -143,7 +143,12 @@ class Nodes(Room):
         self.row[INITIAL], self.worker[INITIAL], self.sub[INITIAL] = num_rows, -1, -1
 
     def fill(
-        self, start: int, parts: Parts, immediates: Sequence[Sequence[np.ndarray]], sub: int, request: int
+        self,
+        start: int,
+        parts: GraphColumns,
+        immediates: Sequence[Sequence[np.ndarray]],
+        sub: int,
+        request: int,
     ) -> None:
         """Put these from `start` on, with ids of subgraphs and requests from `sub` and `request` on."""
         here = slice(start, start + len(parts.kind))
@@ -175,7 +180,7 @@ class Nodes(Room):
 
 
 class Subgraphs(Room):
-    """A column for each thing that is known of subgraphs; see `Parts`.
+    """A column for each thing that is known of subgraphs; see `GraphColumns`.
 
     Attributes:
       waits: subgraphs that it reads and that have not completed.
@@ -184,7 +189,7 @@ class Subgraphs(Room):
       pinned: the worker on which it has nodes in flight; -1 for none.
       seq: its place in the order in which subgraphs were released; -1 before.
       last: its last node.
-      num_bent: of each type, subgraphs that are released, not done, and no chains; see `Parts`.
+      num_bent: of each type, subgraphs that are released, not done, and no chains; see `GraphColumns`.
       waste: nodes in flight whose results nobody wants any more.
       is_done: whether nothing of it is still to come.
       has_released: whether those that read it know.
@@ -230,7 +235,7 @@ class Subgraphs(Room):
         self.consumers: dict[int, np.ndarray] = {}
         self.firsts: dict[int, np.ndarray] = {}
 
-    def fill(self, start: int, parts: Parts, node: int, request: int) -> None:
+    def fill(self, start: int, parts: GraphColumns, node: int, request: int) -> None:
         """Put these from `start` on, with ids of nodes and requests from `node` and `request` on."""
         here = slice(start, start + len(parts.sub_kind))
         self.kind[here], self.request[here] = parts.sub_kind, parts.sub_request + request
@@ -308,7 +313,7 @@ class Requests(Room):
         self.column("rows", np.int64, 0, rows=num_kinds)
         self.num_ever = 0
 
-    def fill(self, start: int, parts: Parts, node: int, sub: int) -> None:
+    def fill(self, start: int, parts: GraphColumns, node: int, sub: int) -> None:
         """Put these from `start` on, with ids of nodes and subgraphs from `node` and `sub` on."""
         here = slice(start, start + len(parts.request_nodes))
         self.end[here], self.sub_end[here] = parts.request_nodes + node, parts.request_subs + sub

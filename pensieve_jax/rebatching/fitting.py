@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from pensieve_jax.rebatching.config import RebatchingConfig
 from pensieve_jax.rebatching.lattice import Lattice, RingShape
 from pensieve_jax.rebatching.prefilling import is_ready
-from pensieve_jax.rebatching.query import Place, Query
+from pensieve_jax.rebatching.query import KVLocation, Query
 from pensieve_jax.rebatching.ring import Ring
 
 
@@ -25,11 +25,11 @@ class Fitting:
     def is_shaped(self, query: Query) -> bool:
         """It joins by vector shaping; with nobody to be padded to it, it is prefilled as any other."""
         is_first = not self._ring.num_held
-        return self._config.insertion == "shape" and query.place is Place.NOWHERE and not is_first
+        return self._config.insertion == "shape" and query.place is KVLocation.NOWHERE and not is_first
 
     def num_columns(self, query: Query) -> int:
         """Columns that it needs behind its prefill: one more than it has tokens, if it goes on then."""
-        is_last = query.place is Place.NOWHERE and query.num_sampled + 1 == query.max_num_tokens
+        is_last = query.place is KVLocation.NOWHERE and query.num_sampled + 1 == query.max_num_tokens
         return num_tokens(query) + (not is_last)
 
     def shape_with(self, query: Query, without: Collection[Query] = ()) -> RingShape | None:
@@ -87,7 +87,7 @@ class Fitting:
         for query in waiting:
             num_columns = max(num_columns, self.num_columns(query))
             found = self._lattice.shape_for(num_columns)
-            is_known = query.place is not Place.NOWHERE or is_ready(query)
+            is_known = query.place is not KVLocation.NOWHERE or is_ready(query)
             if found is None or len(batch) >= found.batch or not is_known:
                 break
             batch, shape = [*batch, query], found
@@ -96,7 +96,7 @@ class Fitting:
 
 def num_tokens(query: Query) -> int:
     """Columns that it has when it joins."""
-    return query.num_to_prefill if query.place is Place.NOWHERE else query.num_kv_tokens
+    return query.num_to_prefill if query.place is KVLocation.NOWHERE else query.num_kv_tokens
 
 
 def standing(query: Query) -> tuple[int, int]:

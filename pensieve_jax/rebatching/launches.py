@@ -51,7 +51,7 @@ class WordsLayout(NamedTuple):
         return len(HEADER) + self.num_fields * self.width
 
 
-class StepWords:
+class PackedStep:
     """The words of a step while they are written.
 
     Attributes:
@@ -197,7 +197,7 @@ class Return:
 
 
 @dataclass(frozen=True)
-class Drop:
+class FreeRow:
     """Forget a row, wherever it is."""
 
     serial: int
@@ -211,4 +211,4 @@ class Resize:
     relayout: Relayout | None
 
 
-Launch = Prefill | Insert | Shape | Decode | Suspend | Park | Return | Drop | Resize
+Launch = Prefill | Insert | Shape | Decode | Suspend | Park | Return | FreeRow | Resize

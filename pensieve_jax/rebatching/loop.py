@@ -15,7 +15,7 @@ from pensieve_jax.rebatching.config import RebatchingConfig
 from pensieve_jax.rebatching.lattice import Lattice
 from pensieve_jax.rebatching.launches import Decode, Launch, Prefill, Resize, Shape
 from pensieve_jax.rebatching.metrics import Metrics, Observe, StepSeen, unobserved
-from pensieve_jax.rebatching.query import Place, Query
+from pensieve_jax.rebatching.query import KVLocation, Query
 from pensieve_jax.rebatching.queue import rank
 from pensieve_jax.rebatching.runner import Runner
 from pensieve_jax.rebatching.scheduler import Scheduler
@@ -123,7 +123,7 @@ class RebatchingLoop:
             if reason is not None:
                 query.finish(reason)
                 del self.queries[query.serial]
-                if query.place is not Place.GONE:
+                if query.place is not KVLocation.GONE:
                     self.scheduler.remove(query)
                 ended.append(query)
         return ended

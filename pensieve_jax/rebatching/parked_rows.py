@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pensieve_jax.rebatching.lattice import Lattice
-from pensieve_jax.rebatching.launches import Drop, Launch, Park, Return
-from pensieve_jax.rebatching.query import Place, Query
+from pensieve_jax.rebatching.launches import FreeRow, Launch, Park, Return
+from pensieve_jax.rebatching.query import KVLocation, Query
 from pensieve_jax.rebatching.queue import rank
 
 
-class Shelf:
+class ParkedRows:
     """Of one engine.
 
     Attributes:
@@ -40,12 +40,12 @@ class Shelf:
     @property
     def device_bytes(self) -> int:
         """What rows take of the device's memory."""
-        return self._bytes(Place.DEVICE, Place.LEAVING)
+        return self._bytes(KVLocation.DEVICE, KVLocation.LEAVING)
 
     @property
     def host_bytes(self) -> int:
         """What rows take, or are about to take, of the host's memory."""
-        return self._bytes(Place.HOST, Place.LEAVING)
+        return self._bytes(KVLocation.HOST, KVLocation.LEAVING)
 
     @property
     def kv_bytes(self) -> int:
@@ -59,7 +59,7 @@ class Shelf:
 
     def put(self, query: Query, length: int) -> None:
         """It has a row of this length in device memory now; there must be room."""
-        query.place = Place.DEVICE
+        query.place = KVLocation.DEVICE
         self.sizes[query] = self._lattice.row_bytes(length)
         self.note()
 
@@ -70,8 +70,8 @@ class Shelf:
     def settle(self, has_left: Callable[[int], bool]) -> None:
         """Note whose copy to host memory is done."""
         for query in self.sizes:
-            if query.place is Place.LEAVING and has_left(query.serial):
-                query.place = Place.HOST
+            if query.place is KVLocation.LEAVING and has_left(query.serial):
+                query.place = KVLocation.HOST
 
     def make_room(
         self,
@@ -92,15 +92,15 @@ class Shelf:
           keep: stays.
         """
         room = self.room_bytes if room_bytes is None else room_bytes
-        stays = self.sizes[keep] if keep is not None and keep.place is Place.LEAVING else 0
-        here = [query for query in self.sizes if query.place is Place.DEVICE and query is not keep]
+        stays = self.sizes[keep] if keep is not None and keep.place is KVLocation.LEAVING else 0
+        here = [query for query in self.sizes if query.place is KVLocation.DEVICE and query is not keep]
         here.sort(key=rank)
-        while self._bytes(Place.DEVICE) + stays + num_bytes > room and here:
+        while self._bytes(KVLocation.DEVICE) + stays + num_bytes > room and here:
             self._leave(here.pop(), launches, keep)
-        leaving = [query for query in self.sizes if query.place is Place.LEAVING and query is not keep]
+        leaving = [query for query in self.sizes if query.place is KVLocation.LEAVING and query is not keep]
         while self.device_bytes + num_bytes > room and leaving:
             query = leaving.pop(0)
-            query.place = Place.HOST
+            query.place = KVLocation.HOST
             launches.append(Park(query.serial, waits=True))
         return self.device_bytes + num_bytes <= room
 
@@ -110,9 +110,9 @@ class Shelf:
         Nobody waits for that, and nobody leaves who is served sooner: he would have to come back at once.
         """
         behind = rank(newcomer)
-        here = [one for one in self.sizes if one.place is Place.DEVICE and rank(one) > behind]
+        here = [one for one in self.sizes if one.place is KVLocation.DEVICE and rank(one) > behind]
         here.sort(key=rank)
-        while here and self._bytes(Place.DEVICE) + num_bytes > self.room_bytes:
+        while here and self._bytes(KVLocation.DEVICE) + num_bytes > self.room_bytes:
             query = here.pop()
             if self.host_bytes + self.sizes[query] > self._host_bytes:
                 return
@@ -124,8 +124,8 @@ class Shelf:
 
     def bring(self, query: Query, launches: list[Launch]) -> None:
         """Copy a row back from host memory; there must be room."""
-        assert query.place is Place.HOST
-        query.place = Place.DEVICE
+        assert query.place is KVLocation.HOST
+        query.place = KVLocation.DEVICE
         query.note_copied_back()
         launches.append(Return(query.serial))
         self.note()
@@ -133,14 +133,16 @@ class Shelf:
     def drop(self, query: Query, launches: list[Launch]) -> None:
         """Give up its row, wherever it is."""
         del self.sizes[query]
-        launches.append(Drop(query.serial))
-        query.place = Place.NOWHERE
+        launches.append(FreeRow(query.serial))
+        query.place = KVLocation.NOWHERE
 
     def _leave(self, query: Query, launches: list[Launch], keep: Query | None) -> None:
         """To host memory; where that is full, those there that are served later are given up, or this one."""
         behind = rank(query)
         there = [
-            one for one in self.sizes if one.place is Place.HOST and one is not keep and rank(one) > behind
+            one
+            for one in self.sizes
+            if one.place is KVLocation.HOST and one is not keep and rank(one) > behind
         ]
         num_over = self.host_bytes + self.sizes[query] - self._host_bytes
         if num_over > sum(self.sizes[one] for one in there):
@@ -149,8 +151,8 @@ class Shelf:
         there.sort(key=rank)
         while self.host_bytes + self.sizes[query] > self._host_bytes:
             self.drop(there.pop(), launches)
-        query.place = Place.LEAVING
+        query.place = KVLocation.LEAVING
         launches.append(Park(query.serial, waits=False))
 
-    def _bytes(self, *places: Place) -> int:
+    def _bytes(self, *places: KVLocation) -> int:
         return sum(size for query, size in self.sizes.items() if query.place in places)

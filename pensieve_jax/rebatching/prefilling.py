@@ -12,10 +12,10 @@ import numpy as np
 
 from pensieve_jax.rebatching.config import RebatchingConfig
 from pensieve_jax.rebatching.lattice import Lattice
-from pensieve_jax.rebatching.launches import Launch, Prefill, StepWords, WordsLayout
-from pensieve_jax.rebatching.parked_rows import Shelf
-from pensieve_jax.rebatching.query import Place, Query
-from pensieve_jax.rebatching.queue import Line
+from pensieve_jax.rebatching.launches import Launch, PackedStep, Prefill, WordsLayout
+from pensieve_jax.rebatching.parked_rows import ParkedRows
+from pensieve_jax.rebatching.query import KVLocation, Query
+from pensieve_jax.rebatching.queue import QueryQueue
 
 
 def prefill_widths(config: RebatchingConfig, length: int) -> list[int]:
@@ -27,11 +27,13 @@ def prefill_widths(config: RebatchingConfig, length: int) -> list[int]:
 class Prefilling:
     """Chooses the queries that are prefilled together, and builds their launch."""
 
-    def __init__(self, config: RebatchingConfig, lattice: Lattice, layout: WordsLayout, shelf: Shelf) -> None:
+    def __init__(
+        self, config: RebatchingConfig, lattice: Lattice, layout: WordsLayout, shelf: ParkedRows
+    ) -> None:
         """`shelf` is where rows are put."""
         self._config, self._lattice, self._layout, self._shelf = config, lattice, layout, shelf
 
-    def similar_to(self, query: Query, line: Line, most: int) -> list[Query]:
+    def similar_to(self, query: Query, line: QueryQueue, most: int) -> list[Query]:
         """Up to `most` others that are served soon and whose prompts need rows of the same length."""
         length = self._lattice.length_for(query.num_to_prefill)
         most = min(most, prefill_widths(self._config, length)[-1] - 1)
@@ -71,7 +73,7 @@ class Prefilling:
         chosen = list(queries[:width])
         assert all(map(is_ready, chosen))
         token_ids = np.zeros((width, length), np.int32)
-        words = StepWords(self._layout)
+        words = PackedStep(self._layout)
         num_tokens = 0
         for row, query in enumerate(chosen):
             ids = query.all_token_ids
@@ -98,4 +100,4 @@ class Prefilling:
 
 def is_ready(query: Query) -> bool:
     """Its KV state can be computed: there is none, and all its tokens have come."""
-    return query.place is Place.NOWHERE and len(query.token_ids) == query.num_sampled
+    return query.place is KVLocation.NOWHERE and len(query.token_ids) == query.num_sampled

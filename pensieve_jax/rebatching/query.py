@@ -16,7 +16,7 @@ from pensieve_jax.decoding.sampling_rows import sampling_words
 from pensieve_jax.text import ReplyTokens, Tokenizer
 
 
-class Place(enum.Enum):
+class KVLocation(enum.Enum):
     """Where a query's KV state is."""
 
     NOWHERE = "nowhere"  # not computed, or given up
@@ -64,7 +64,7 @@ class Query(ReplyTokens):
         self.seed, self.priority, self.ending_ids = seed, priority, ending_ids
         self.sampling_words = sampling_words(params, seed)
         self.num_sampled = 0
-        self.place = Place.NOWHERE
+        self.place = KVLocation.NOWHERE
         self.row = -1
         self.suspended = False
         self.num_failures = 0

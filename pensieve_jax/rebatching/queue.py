@@ -22,7 +22,7 @@ def rank(query: Query) -> Rank:
     return -query.priority, not query.suspended, query.serial
 
 
-class Line:
+class QueryQueue:
     """Queries that are neither in the ring nor done."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from pensieve_jax.rebatching.lattice import RingShape
 
 
-class Held[O](NamedTuple):
+class RingEntry[O](NamedTuple):
     """A row that somebody holds.
 
     Attributes:
@@ -53,7 +53,7 @@ class Ring[O]:
         """Nobody is in it."""
         self.shape: RingShape | None = None
         self.cursor = 0
-        self._rows: list[Held[O] | None] = []
+        self._rows: list[RingEntry[O] | None] = []
 
     @property
     def span(self) -> int:
@@ -77,7 +77,7 @@ class Ring[O]:
     def insert(self, owner: O, num_tokens: int) -> int:
         """Give `owner` a free row that ends at the cursor and begins so many columns before it."""
         index = self._rows.index(None)
-        self._rows[index] = Held(owner, self.cursor - num_tokens, [])
+        self._rows[index] = RingEntry(owner, self.cursor - num_tokens, [])
         return index
 
     def release(self, index: int) -> None:
@@ -133,7 +133,7 @@ class Ring[O]:
         """As if nobody had ever been in it."""
         self.shape, self.cursor, self._rows = None, 0, []
 
-    def _row(self, index: int) -> Held[O]:
+    def _row(self, index: int) -> RingEntry[O]:
         row = self._rows[index]
         assert row is not None, f"nobody holds row {index}"
         return row

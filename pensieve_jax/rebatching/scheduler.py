@@ -23,16 +23,16 @@ from pensieve_jax.rebatching.launches import (
     Decode,
     Insert,
     Launch,
+    PackedStep,
     Resize,
     Shape,
-    StepWords,
     Suspend,
     WordsLayout,
 )
-from pensieve_jax.rebatching.parked_rows import Shelf
+from pensieve_jax.rebatching.parked_rows import ParkedRows
 from pensieve_jax.rebatching.prefilling import Prefilling, is_ready
-from pensieve_jax.rebatching.query import Place, Query
-from pensieve_jax.rebatching.queue import Line, rank
+from pensieve_jax.rebatching.query import KVLocation, Query
+from pensieve_jax.rebatching.queue import QueryQueue, rank
 from pensieve_jax.rebatching.ring import Ring
 
 _SPARSE = 3  # a ring is too long if no more than one of so many parts is used, for half its length in steps
@@ -65,8 +65,8 @@ class Scheduler:
         self.layout = WordsLayout(config.max_batch, config.max_banned_ids)
         self.ring: Ring[Query] = Ring()
         self._fitting = Fitting(config, lattice, self.ring)
-        self.line = Line()
-        self.shelf = Shelf(lattice, config.host_bytes)
+        self.line = QueryQueue()
+        self.shelf = ParkedRows(lattice, config.host_bytes)
         self._prefilling = Prefilling(config, lattice, self.layout, self.shelf)
         self._launches: list[Launch] = []
         self._num_sparse_steps = 0
@@ -81,30 +81,32 @@ class Scheduler:
 
     def remove(self, query: Query) -> None:
         """Nobody waits for it any more: it has ended, or was cancelled."""
-        if query.place is Place.RING:
+        if query.place is KVLocation.RING:
             if self._config.insertion != "none":  # where a batch runs to its end, so does its row
                 self.ring.release(query.row)
-        elif query.place is not Place.GONE:
+        elif query.place is not KVLocation.GONE:
             self.line.remove(query)
             if query in self.shelf.sizes:
                 self.shelf.drop(query, self._launches)
-        query.place = Place.GONE
+        query.place = KVLocation.GONE
 
     def lose_device(self, flying: Collection[Query], has_left: Callable[[int], bool]) -> list[Query]:
         """All on the device is lost, with the tokens in flight of `flying`; returns whom that concerns.
 
         They wait again, to be computed from their tokens. What host memory has stays.
         """
-        lost = {query for _, query in self.ring.held if not query.done and query.place is Place.RING}
+        lost = {query for _, query in self.ring.held if not query.done and query.place is KVLocation.RING}
         # Of the launches of the last schedule some may not have begun, so the runner is asked.
         shelved = self.shelf.sizes
-        lost |= {query for query in shelved if query.place is not Place.HOST or not has_left(query.serial)}
+        lost |= {
+            query for query in shelved if query.place is not KVLocation.HOST or not has_left(query.serial)
+        }
         lost |= {query for query in flying if not query.done}
         for query in lost:
-            if query.place not in (Place.RING, Place.GONE):
+            if query.place not in (KVLocation.RING, KVLocation.GONE):
                 self.line.remove(query)
             self.shelf.sizes.pop(query, None)
-            query.place, query.num_sampled = Place.NOWHERE, len(query.token_ids)
+            query.place, query.num_sampled = KVLocation.NOWHERE, len(query.token_ids)
         for query in lost:
             self.line.add(query)
         self.ring.clear()
@@ -147,8 +149,8 @@ class Scheduler:
         ended = []
         for row, query in self.ring.held:
             if query.is_launched:
-                query.place = Place.GONE
-            if query.place is Place.GONE:
+                query.place = KVLocation.GONE
+            if query.place is KVLocation.GONE:
                 ended.append(row)
         if self._config.insertion == "none" and len(ended) < self.ring.num_held:
             return
@@ -177,7 +179,7 @@ class Scheduler:
 
     def _can_join(self, query: Query) -> bool:
         """Its KV state is there, or can be computed in this step."""
-        if query.place is not Place.NOWHERE:
+        if query.place is not KVLocation.NOWHERE:
             return True
         return is_ready(query) and (self._fitting.is_shaped(query) or self._may_prefill)
 
@@ -193,7 +195,7 @@ class Scheduler:
             self.line.remove(query)
             self._shape_step(query)
             return
-        if query.place is Place.NOWHERE:
+        if query.place is KVLocation.NOWHERE:
             self._prefill(query)
             if query.is_launched:  # that was its only token
                 return
@@ -201,7 +203,7 @@ class Scheduler:
 
     def _enter(self, query: Query) -> None:
         """A row of its own becomes a row of the ring."""
-        if query.place is Place.HOST:
+        if query.place is KVLocation.HOST:
             self.shelf.make_room(self.shelf.sizes[query], self._launches, keep=query)
             self.shelf.bring(query, self._launches)
         self.line.remove(query)
@@ -212,7 +214,7 @@ class Scheduler:
         """Its row is copied to where it ends at the cursor."""
         num = query.num_kv_tokens
         query.row = self.ring.insert(query, num)
-        query.place = Place.RING
+        query.place = KVLocation.RING
         is_known = len(query.token_ids) == query.num_sampled
         last_id = query.token_ids[-1] if is_known else -1
         place = self.ring.place(self.ring.cursor - num)
@@ -227,7 +229,7 @@ class Scheduler:
         is_together = self._config.prefill == "together"
         length = self._lattice.length_for(max(map(num_tokens, batch))) if is_together else None
         for query in batch:
-            if query.place is Place.NOWHERE:
+            if query.place is KVLocation.NOWHERE:
                 # Its row may have been given up for another one, and its next would be longer by a token.
                 if not is_ready(query) or self._fitting.num_columns(query) > shape.length:
                     return
@@ -264,7 +266,7 @@ class Scheduler:
             if target is not None and target.batch >= len(held):
                 self._resize(target)
                 return
-            gone = [row for row, owner in held if owner.place is Place.GONE]
+            gone = [row for row, owner in held if owner.place is KVLocation.GONE]
             if gone:
                 self.ring.release(max(gone, key=self.ring.row_span))
             elif target is None:  # its holes are too many: it comes back without
@@ -302,12 +304,12 @@ class Scheduler:
     def _step(self) -> tuple[int, bool]:
         """One token for each in the ring, unless a shaped step did that; idle rows, and if nobody waits."""
         shape = self.ring.shape
-        served = [(row, query) for row, query in self.ring.held if query.place is Place.RING]
+        served = [(row, query) for row, query in self.ring.held if query.place is KVLocation.RING]
         if shape is None or not served:
             return 0, False
         num_idle = shape.batch - len(served)
         if not self._shaped:
-            words = StepWords(self.layout, self.ring.place(self.ring.cursor))
+            words = PackedStep(self.layout, self.ring.place(self.ring.cursor))
             for row, query in served:
                 self._add_row(words, row, query, 1)
             self._launches.append(Decode(words.words, words.needs, _samples(served)))
@@ -319,8 +321,8 @@ class Scheduler:
         token_ids = query.all_token_ids
         num_tokens = len(token_ids)
         row = query.row = self.ring.insert(query, 0)
-        query.place = Place.RING
-        words = StepWords(self.layout, self.ring.place(self.ring.cursor), num_tokens, row)
+        query.place = KVLocation.RING
+        words = PackedStep(self.layout, self.ring.place(self.ring.cursor), num_tokens, row)
         served = [(index, owner) for index, owner in self.ring.held]
         for index, owner in served:
             if owner is query:
@@ -336,7 +338,7 @@ class Scheduler:
         self.ring.advance(num_tokens, filled_row=row)
         self._shaped = True
 
-    def _add_row(self, words: StepWords, row: int, query: Query, num_new: int) -> None:
+    def _add_row(self, words: PackedStep, row: int, query: Query, num_new: int) -> None:
         """A row takes one token in a step that adds so many columns."""
         num_columns = self.ring.row_span(row) + num_new
         num_tokens = query.num_kv_tokens
@@ -358,7 +360,7 @@ class Scheduler:
             if one.is_launched:  # its only token
                 self.line.remove(one)
                 self.shelf.drop(one, self._launches)
-                one.place = Place.GONE
+                one.place = KVLocation.GONE
         self._prefilled = True
 
     def _prefill_ahead(self) -> None:
@@ -380,7 +382,7 @@ class Scheduler:
     def _bring_back(self) -> None:
         """Copy the first that waits in host memory back ahead of need, if there is room."""
         for query in self.line.window(1):
-            if query.place is Place.HOST and self.shelf.has_room(self.shelf.sizes[query]):
+            if query.place is KVLocation.HOST and self.shelf.has_room(self.shelf.sizes[query]):
                 self.shelf.bring(query, self._launches)
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from pensieve_jax.balance import Asked, ConsistentHash, Load, NamedRoots, Ring, Speeds
+from pensieve_jax.balance import ConsistentHash, HashRing, IncomingTurn, Load, RootPlacement, Speeds
 from pensieve_lab.balance.bounded_hash import BoundedHash
 from pensieve_lab.balance.migrating import MigratingHash
 from pensieve_lab.balance.state_aware import LeastTokens, StateAware
@@ -21,8 +21,8 @@ NAMES = [f"r{number}" for number in range(16)]
 IDLE = dict.fromkeys(NAMES, Load())
 
 
-def asked(name: str, *, history: int = 0, root: str | None = None) -> Asked:
-    return Asked(root or name, name, 50, history)
+def asked(name: str, *, history: int = 0, root: str | None = None) -> IncomingTurn:
+    return IncomingTurn(root or name, name, 50, history)
 
 
 def rule(made, names=NAMES):
@@ -33,7 +33,7 @@ def rule(made, names=NAMES):
 @pytest.mark.parametrize("joins", [True, False])
 def test_a_ring_change_moves_one_share_and_nothing_else(joins):
     keys = [f"root-{number}" for number in range(8000)]
-    fewer, more = Ring(NAMES[:-1]), Ring(reversed(NAMES))
+    fewer, more = HashRing(NAMES[:-1]), HashRing(reversed(NAMES))
     before, after = (fewer, more) if joins else (more, fewer)
     moved = [key for key in keys if before.owner(key) != after.owner(key)]
     for key in moved:
@@ -42,21 +42,21 @@ def test_a_ring_change_moves_one_share_and_nothing_else(joins):
 
 
 def test_a_ring_is_even_to_a_tenth_or_so_and_depends_on_names_alone():
-    ring = Ring(NAMES)
+    ring = HashRing(NAMES)
     counts = Counter(ring.owner(f"root-{number}") for number in range(16_000))
     assert set(counts) == set(NAMES)
     assert max(counts.values()) < 1400 and min(counts.values()) > 650
-    assert Ring(["a", "b"]).owner("k") == Ring(["b", "a", "a"]).owner("k")
+    assert HashRing(["a", "b"]).owner("k") == HashRing(["b", "a", "a"]).owner("k")
     with pytest.raises(LookupError, match="no replica"):
-        Ring([]).owner("k")
+        HashRing([]).owner("k")
 
 
 def test_clockwise_is_everybody_once_from_the_owner_on():
-    ring = Ring(NAMES)
+    ring = HashRing(NAMES)
     for key in map(str, range(50)):
         order = list(ring.clockwise(key))
         assert order[0] == ring.owner(key) and sorted(order) == sorted(NAMES)
-        left = Ring(set(NAMES) - {order[0]})
+        left = HashRing(set(NAMES) - {order[0]})
         assert left.owner(key) == order[1], "who follows is who takes over"
 
 
@@ -133,7 +133,7 @@ def test_a_full_memory_makes_who_comes_wait():
 
 def test_the_hottest_root_leaves_a_replica_that_stays_overloaded():
     migrating = rule(MigratingHash(high=1.3, every_s=1.0, rest_s=30.0, smooth_s=0.0))
-    ring = Ring(NAMES)
+    ring = HashRing(NAMES)
     here = [f"root-{n}" for n in range(400) if ring.owner(f"root-{n}") == "r3"][:8]
     hot, cold = here[0], here[1]
     loads = IDLE | {"r3": Load(40, 0, 40_000)}
@@ -152,7 +152,7 @@ def test_the_hottest_root_leaves_a_replica_that_stays_overloaded():
     assert migrating.choose(asked("c", root=hot), balanced, now_s + 5) == name, "it stays"
     assert migrating.choose(asked("d", root=cold), loads, now_s + 6) in NAMES
     migrating.set_members(set(NAMES) - {name})
-    assert migrating.home(asked("c", root=hot)) == Ring(set(NAMES) - {name}).owner(hot)
+    assert migrating.home(asked("c", root=hot)) == HashRing(set(NAMES) - {name}).owner(hot)
 
 
 def test_nobody_moves_while_loads_are_even():
@@ -165,12 +165,12 @@ def test_nobody_moves_while_loads_are_even():
 
 
 def test_who_begins_is_named_after_the_least_loaded_and_any_front_finds_it():
-    named, other = rule(NamedRoots(SPEEDS, num_candidates=16)), rule(ConsistentHash())
+    named, other = rule(RootPlacement(SPEEDS, num_candidates=16)), rule(ConsistentHash())
     for number in range(30):
         free = NAMES[number % 16]
         loads = dict.fromkeys(NAMES, Load(5, 5000, 50_000)) | {free: Load(1, 0, 100)}
         first = asked(f"c{number}")
-        later = Asked(named.name(first, loads), first.conversation, 50, 1000)
+        later = IncomingTurn(named.name(first, loads), first.conversation, 50, 1000)
         assert named.choose(later, IDLE, 0.0) == other.choose(later, IDLE, 0.0) == free
         assert other.name(first, loads) == first.root
     assert named.name(asked("c"), IDLE) == "c", "where all are alike, nothing is tried"
@@ -180,7 +180,10 @@ def test_names_fall_on_the_ring_of_another_router():
     def other_hash(key):
         return zlib.crc32(key.encode()[::-1])
 
-    named, other = NamedRoots(SPEEDS, num_candidates=16, hash_key=other_hash), Ring(NAMES, 100, other_hash)
+    named, other = (
+        RootPlacement(SPEEDS, num_candidates=16, hash_key=other_hash),
+        HashRing(NAMES, 100, other_hash),
+    )
     named.set_members(NAMES)
     loads = dict.fromkeys(NAMES, Load(5, 5000, 50_000)) | {"r7": Load(1, 0, 100)}
     assert {other.owner(named.name(asked(f"c{number}"), loads)) for number in range(20)} == {"r7"}

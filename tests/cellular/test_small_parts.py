@@ -16,7 +16,7 @@ from pensieve_jax.cellular.launches import make_parts
 from pensieve_jax.cellular.partition import _by_key, _distinct_pairs, _roots, partition
 from pensieve_jax.cellular.parts import MANY, NONE, Several
 from pensieve_jax.cellular.pieces import NO_NODE
-from pensieve_jax.cellular.ready_queue import Line, ReadyQueue
+from pensieve_jax.cellular.ready_queue import IntFifo, ReadyQueue
 from pensieve_jax.cellular.rows import RowBudget, Rows
 from pensieve_jax.cellular.tables import Nodes, Room, Subgraphs, _size, all_values, distinct
 from pensieve_jax.core.clock import VirtualClock
@@ -37,7 +37,7 @@ def new_graph(max_nodes: int = 20) -> Graph:
 
 
 def test_a_line_grows_and_forgets_what_was_taken():
-    line = Line()
+    line = IntFifo()
     line.push(np.arange(1000))
     assert line.pop(990).tolist() == list(range(990)) and len(line) == 10
     line.push(np.arange(1000, 1030))
@@ -49,14 +49,14 @@ def test_a_line_grows_and_forgets_what_was_taken():
 
 @pytest.mark.parametrize("num", [24, 25])
 def test_a_line_is_full_to_its_last_place(num):
-    line = Line()
+    line = IntFifo()
     line.push(np.arange(1000))
     line.push(np.arange(num))
     assert line.values.tolist() == [*range(1000), *range(num)]
 
 
 def test_a_line_keeps_its_order():
-    line = Line()
+    line = IntFifo()
     line.push(np.array([5, 3, 9, 1]))
     line.pop(1)
     line.keep(np.array([True, False, True]))

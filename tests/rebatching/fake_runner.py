@@ -22,7 +22,7 @@ from pensieve_jax.rebatching.launches import (
     COUNTS,
     HEADER,
     Decode,
-    Drop,
+    FreeRow,
     Insert,
     Launch,
     Park,
@@ -121,7 +121,7 @@ class FakeRunner:
         return row is not None and row.where == "host"
 
     def launch(self, launch: Launch) -> Any:
-        if not isinstance(launch, Drop):  # which touches nothing on a device
+        if not isinstance(launch, FreeRow):  # which touches nothing on a device
             self._fail_if(launch, "launch")
         result = getattr(self, f"_{type(launch).__name__.lower()}")(launch)
         return None if result is None else (launch, result)
@@ -209,7 +209,7 @@ class FakeRunner:
         assert self.rows[launch.serial].where == "host"
         self.rows[launch.serial].where = "device"
 
-    def _drop(self, launch: Drop) -> None:
+    def _drop(self, launch: FreeRow) -> None:
         del self.rows[launch.serial]
 
     def _resize(self, launch: Resize) -> None:

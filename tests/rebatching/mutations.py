@@ -25,7 +25,7 @@ from pensieve_jax.rebatching import (
     ring,
     scheduler,
 )
-from pensieve_jax.rebatching.query import Place
+from pensieve_jax.rebatching.query import KVLocation
 from tests.rebatching import fake_runner
 
 type Patch = pytest.MonkeyPatch
@@ -39,12 +39,12 @@ def mutation(function: Callable[[Patch], None]) -> Callable[[Patch], None]:
 
 @mutation
 def a_position_is_a_column(patch: Patch) -> None:
-    add = launches.StepWords.add
+    add = launches.PackedStep.add
 
     def by_column(self: Any, row: int, who: Any, position: int, *counts: int) -> None:
         add(self, row, who, int(self.words[0]) if self.words[0] else position, *counts)
 
-    patch.setattr(launches.StepWords, "add", by_column)
+    patch.setattr(launches.PackedStep, "add", by_column)
 
 
 @mutation
@@ -143,7 +143,9 @@ def the_urgent_wait(patch: Patch) -> None:
 
 @mutation
 def rows_that_leave_take_no_memory(patch: Patch) -> None:
-    patch.setattr(parked_rows.Shelf, "device_bytes", property(lambda self: self._bytes(Place.DEVICE)))
+    patch.setattr(
+        parked_rows.ParkedRows, "device_bytes", property(lambda self: self._bytes(KVLocation.DEVICE))
+    )
 
 
 @mutation
@@ -153,7 +155,7 @@ def a_short_ring_is_not_made_longer(patch: Patch) -> None:
 
 @mutation
 def a_row_is_computed_before_its_tokens_have_come(patch: Patch) -> None:
-    ready = lambda one: one.place is Place.NOWHERE  # noqa: E731
+    ready = lambda one: one.place is KVLocation.NOWHERE  # noqa: E731
     for module in (scheduler, prefilling, fitting):
         patch.setattr(module, "is_ready", ready)
 
@@ -180,7 +182,7 @@ def who_ended_keeps_its_row(patch: Patch) -> None:
     remove = scheduler.Scheduler.remove
 
     def keep(self: Any, who: Any) -> None:
-        if who.place is not Place.RING:
+        if who.place is not KVLocation.RING:
             remove(self, who)
 
     patch.setattr(scheduler.Scheduler, "remove", keep)

@@ -9,7 +9,7 @@ import pytest
 from pensieve_jax.core.errors import StepFailedError
 from pensieve_jax.rebatching.config import RebatchingConfig
 from pensieve_jax.rebatching.lattice import Lattice, RingShape, lengths_up_to
-from pensieve_jax.rebatching.query import Place
+from pensieve_jax.rebatching.query import KVLocation
 from pensieve_jax.rebatching.ring import Ring
 from pensieve_jax.rebatching.scheduler import Scheduler
 from tests.rebatching.small_queries import lattice_of
@@ -97,7 +97,7 @@ def test_so_many_are_prefilled_ahead(prefill_ahead, num):
     for _ in range(6):
         run.submit(10, 20)
     run.step(6)
-    assert [one.place for one in run.queries[2:]].count(Place.DEVICE) == num
+    assert [one.place for one in run.queries[2:]].count(KVLocation.DEVICE) == num
     assert len(run.loop.scheduler.shelf) == num
 
 
@@ -316,12 +316,17 @@ def test_who_is_in_the_ring_is_lost_with_it_and_who_is_in_host_memory_is_not():
     run.step(4)
     scheduler = run.loop.scheduler
     first, second, third, fourth = run.queries
-    assert [one.place for one in run.queries] == [Place.RING, Place.RING, Place.DEVICE, Place.DEVICE]
-    third.place = Place.HOST
+    assert [one.place for one in run.queries] == [
+        KVLocation.RING,
+        KVLocation.RING,
+        KVLocation.DEVICE,
+        KVLocation.DEVICE,
+    ]
+    third.place = KVLocation.HOST
     lost = scheduler.lose_device((), lambda serial: serial == third.serial)
     assert lost == [first, second, fourth]
-    assert all(one.place is Place.NOWHERE and one.num_sampled == len(one.token_ids) for one in lost)
-    assert list(scheduler.line) == [first, second, third, fourth] and third.place is Place.HOST
+    assert all(one.place is KVLocation.NOWHERE and one.num_sampled == len(one.token_ids) for one in lost)
+    assert list(scheduler.line) == [first, second, third, fourth] and third.place is KVLocation.HOST
     assert set(scheduler.shelf.sizes) == {third} and not run.ring.num_held
     assert scheduler.shelf.room_bytes == run.lattice.kv_bytes
 
@@ -343,7 +348,7 @@ def test_a_copy_to_host_memory_that_is_not_done_is_lost():
         run.submit(10, 20)
     run.step(3)
     third = run.queries[2]
-    third.place = Place.HOST
+    third.place = KVLocation.HOST
     assert third in run.loop.scheduler.lose_device((), lambda serial: False)
 
 
@@ -361,7 +366,7 @@ def test_who_is_cancelled_keeps_the_row_of_a_batch_that_runs_to_its_end():
     one, other = run.submit(10, 9), run.submit(10, 9)
     run.step(2)
     run.loop.cancel(one)
-    assert [owner for _, owner in run.ring.held] == [one, other] and one.place is Place.GONE
+    assert [owner for _, owner in run.ring.held] == [one, other] and one.place is KVLocation.GONE
     assert run.loop.cancel(other) and not run.loop.cancel(other)
 
 
@@ -384,10 +389,10 @@ def test_a_row_comes_back_from_host_memory_before_it_is_needed():
     run.step(4)
     runner, third, fourth = run.loop._runner, *run.queries[2:]
     for one in (third, fourth):
-        one.place, runner.rows[one.serial].where = Place.HOST, "host"  # type: ignore[attr-defined]
+        one.place, runner.rows[one.serial].where = KVLocation.HOST, "host"  # type: ignore[attr-defined]
     run.step()
     assert run.steps[-1] == "decode:0,1 return:2"
-    assert (third.place, fourth.place) == (Place.DEVICE, Place.HOST)
+    assert (third.place, fourth.place) == (KVLocation.DEVICE, KVLocation.HOST)
 
 
 def test_after_an_interrupt_all_that_ran_or_waited_fails():

@@ -16,7 +16,7 @@ from pensieve_jax.rebatching.lattice import Lattice
 from pensieve_jax.rebatching.launches import Decode, Prefill, Resize, Shape
 from pensieve_jax.rebatching.loop import RebatchingLoop
 from pensieve_jax.rebatching.metrics import StepSeen
-from pensieve_jax.rebatching.query import Place, Query
+from pensieve_jax.rebatching.query import KVLocation, Query
 from tests.rebatching.fake_runner import FakeRunner
 from tests.rebatching.integrity import check_integrity
 
@@ -222,9 +222,9 @@ def test_who_comes_late_waits_for_the_whole_batch(method):
     late = run.submit(10, 2)
     for _ in range(3):
         run.step()
-        assert late.place is not Place.RING
+        assert late.place is not KVLocation.RING
     run.step()
-    assert late.place is Place.RING
+    assert late.place is KVLocation.RING
 
 
 @pytest.mark.parametrize("method", ["Baton", "Baton-PD"])
@@ -234,7 +234,7 @@ def test_who_comes_late_joins_the_next_step(method):
     run.step()
     late = run.submit(10, 3)
     run.step()
-    assert late.place is Place.RING and run.steps[-1].endswith(":0,1")
+    assert late.place is KVLocation.RING and run.steps[-1].endswith(":0,1")
 
 
 @pytest.mark.parametrize(("method", "num_columns"), [("Baton", 1 + 10), ("Baton-PD", 1 + 1)])

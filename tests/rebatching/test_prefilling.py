@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 from pensieve_jax.decoding.sampling_rows import SAMPLING_WORDS, SamplerMode
-from pensieve_jax.rebatching.launches import COUNTS, HEADER, Prefill, StepWords, WordsLayout
-from pensieve_jax.rebatching.parked_rows import Shelf
+from pensieve_jax.rebatching.launches import COUNTS, HEADER, PackedStep, Prefill, WordsLayout
+from pensieve_jax.rebatching.parked_rows import ParkedRows
 from pensieve_jax.rebatching.prefilling import Prefilling, is_ready, prefill_widths
-from pensieve_jax.rebatching.query import Place, Query
-from pensieve_jax.rebatching.queue import Line
+from pensieve_jax.rebatching.query import KVLocation, Query
+from pensieve_jax.rebatching.queue import QueryQueue
 from tests.rebatching.small_queries import ROW_BYTES, lattice_of, query
 
 
-def prefilling_of(**config: Any) -> tuple[Prefilling, Shelf]:
+def prefilling_of(**config: Any) -> tuple[Prefilling, ParkedRows]:
     made, lattice = lattice_of(40, **config)
-    shelf = Shelf(lattice, made.host_bytes)
+    shelf = ParkedRows(lattice, made.host_bytes)
     return Prefilling(made, lattice, WordsLayout(made.max_batch, 3), shelf), shelf
 
 
@@ -35,8 +35,8 @@ def test_programs_take_no_more_prompts_than_a_batch():
     assert prefill_widths(config, 32) == [1, 3]
 
 
-def line_of(queries: list[Query]) -> Line:
-    line = Line()
+def line_of(queries: list[Query]) -> QueryQueue:
+    line = QueryQueue()
     for one in queries:
         line.add(one)
     return line
@@ -54,7 +54,7 @@ def test_prompts_of_rows_of_one_length_share_a_program(most, found):
 def test_who_has_a_row_or_tokens_on_their_way_shares_no_program():
     prefilling, _ = prefilling_of()
     queries = [query(serial) for serial in range(1, 5)]
-    queries[1].place, queries[2].num_sampled = Place.DEVICE, 1
+    queries[1].place, queries[2].num_sampled = KVLocation.DEVICE, 1
     assert [is_ready(one) for one in queries] == [True, False, False, True]
     assert prefilling.similar_to(queries[0], line_of(queries), 9) == [queries[3]]
 
@@ -93,7 +93,7 @@ def test_a_prefill_by_hand():
         "sample_position": [3, 2, 0],
     }
     assert [one.num_sampled for one in queries] == [1, 1]
-    assert shelf.device_bytes == 2 * ROW_BYTES and all(one.place is Place.DEVICE for one in queries)
+    assert shelf.device_bytes == 2 * ROW_BYTES and all(one.place is KVLocation.DEVICE for one in queries)
 
 
 def test_a_single_prompt_takes_the_small_program():
@@ -130,7 +130,7 @@ def test_who_was_in_a_failed_launch_is_computed_alone():
 def test_words_lie_in_fields_of_rows():
     layout = WordsLayout(3, 2)
     assert layout.num_fields == 3 + 5 + 2 and layout.size == 4 + 10 * 3
-    words = StepWords(layout, place=11, num_new=5, row=2)
+    words = PackedStep(layout, place=11, num_new=5, row=2)
     assert words.words.dtype == np.int32 and words.words[:4].tolist() == [11, 5, 2, 0]
     words.add(1, query(1, temperature=0.5, top_k=3, top_p=0.25), 20, 6, 21)
     fields = words.words[4:].reshape(10, 3)
@@ -144,7 +144,7 @@ def test_words_lie_in_fields_of_rows():
 
 @pytest.mark.parametrize(("num_sampled", "is_banned"), [(0, True), (1, True), (2, False)])
 def test_ending_ids_are_banned_until_enough_tokens_are_there(num_sampled, is_banned):
-    words = StepWords(WordsLayout(2, 3))
+    words = PackedStep(WordsLayout(2, 3))
     one = query(1, min_tokens=2)
     one.num_sampled = num_sampled
     words.add(0, one, 0, 1, 1)
@@ -165,7 +165,7 @@ def test_ending_ids_are_banned_until_enough_tokens_are_there(num_sampled, is_ban
     ],
 )
 def test_what_a_row_needs_of_the_sampler(params, needs):
-    words = StepWords(WordsLayout(2, 3))
+    words = PackedStep(WordsLayout(2, 3))
     words.add(0, query(1, **{"temperature": 0.0, **params}), 0, 1, 1)
     assert words.needs == needs
     words.add(1, query(2, temperature=0.0), 0, 1, 1)

@@ -7,7 +7,7 @@ import pytest
 
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.rebatching.query import Query
-from pensieve_jax.rebatching.queue import Line, rank
+from pensieve_jax.rebatching.queue import QueryQueue, rank
 from tests.rebatching.small_queries import query
 
 
@@ -94,7 +94,7 @@ def test_a_seed_is_two_words():
 def test_priority_then_suspension_then_arrival():
     late, early, urgent, back = query(4), query(1), query(3, priority=2), query(2)
     back.suspended = True
-    line = Line()
+    line = QueryQueue()
     for one in (late, early, urgent, back):
         line.add(one)
     assert list(line) == [urgent, back, early, late] == sorted(line, key=rank)

@@ -8,9 +8,9 @@ from pensieve_jax import SamplingParams
 from pensieve_jax.rebatching.config import RebatchingConfig
 from pensieve_jax.rebatching.fitting import Fitting
 from pensieve_jax.rebatching.lattice import Lattice
-from pensieve_jax.rebatching.launches import Drop, Launch, Park
-from pensieve_jax.rebatching.parked_rows import Shelf
-from pensieve_jax.rebatching.query import Place, Query
+from pensieve_jax.rebatching.launches import FreeRow, Launch, Park
+from pensieve_jax.rebatching.parked_rows import ParkedRows
+from pensieve_jax.rebatching.query import KVLocation, Query
 from pensieve_jax.rebatching.ring import Ring
 
 TOKEN_BYTES = 10
@@ -50,41 +50,45 @@ def config(
 def test_full_host_memory_keeps_those_that_are_served_sooner():
     """Of the two that are to leave, one finds room where somebody is who is served later still."""
     of = config(6, num_host_rows=1)
-    shelf = Shelf(lattice(of), of.host_bytes)
+    shelf = ParkedRows(lattice(of), of.host_bytes)
     late, sooner, soonest = query(3), query(2), query(1)
     launches: list[Launch] = []
     for one in (late, sooner, soonest):
         shelf.put(one, 32)
     room = 3 * ROW_BYTES
     assert shelf.make_room(ROW_BYTES, launches, room_bytes=room)
-    assert launches == [Park(3, waits=False), Park(3, waits=True)] and late.place is Place.HOST
+    assert launches == [Park(3, waits=False), Park(3, waits=True)] and late.place is KVLocation.HOST
 
     assert shelf.make_room(2 * ROW_BYTES, launches, room_bytes=room)
-    assert launches[2:] == [Drop(3), Park(2, waits=False), Park(2, waits=True)]
-    assert (late.place, sooner.place, soonest.place) == (Place.NOWHERE, Place.HOST, Place.DEVICE)
+    assert launches[2:] == [FreeRow(3), Park(2, waits=False), Park(2, waits=True)]
+    assert (late.place, sooner.place, soonest.place) == (
+        KVLocation.NOWHERE,
+        KVLocation.HOST,
+        KVLocation.DEVICE,
+    )
 
     assert shelf.make_room(3 * ROW_BYTES, launches, room_bytes=room)
-    assert launches[5:] == [Drop(2), Park(1, waits=False), Park(1, waits=True)]
+    assert launches[5:] == [FreeRow(2), Park(1, waits=False), Park(1, waits=True)]
 
     shelf.put(late, 32)
     assert shelf.make_room(3 * ROW_BYTES, launches, room_bytes=room)
-    assert launches[8:] == [Drop(3)] and soonest.place is Place.HOST  # nobody there is served later
+    assert launches[8:] == [FreeRow(3)] and soonest.place is KVLocation.HOST  # nobody there is served later
 
 
 def test_who_is_kept_is_not_given_up_in_host_memory():
     """Though it is served later than whoever would find room there."""
     of = config(6, num_host_rows=1)
-    shelf = Shelf(lattice(of), of.host_bytes)
+    shelf = ParkedRows(lattice(of), of.host_bytes)
     kept, sooner = query(2), query(1)
     launches: list[Launch] = []
     for one in (kept, sooner):
         shelf.put(one, 32)
     room = 2 * ROW_BYTES
     assert shelf.make_room(ROW_BYTES, launches, room_bytes=room)
-    assert kept.place is Place.HOST and shelf.host_bytes == of.host_bytes
+    assert kept.place is KVLocation.HOST and shelf.host_bytes == of.host_bytes
     launches.clear()
     assert shelf.make_room(2 * ROW_BYTES, launches, room_bytes=room, keep=kept)
-    assert launches == [Drop(1)] and kept.place is Place.HOST
+    assert launches == [FreeRow(1)] and kept.place is KVLocation.HOST
 
 
 @pytest.mark.parametrize(("priority", "is_spared"), [(1, True), (0, False)])

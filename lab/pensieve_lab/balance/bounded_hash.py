@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 
 from pensieve_jax.balance.hashing import ConsistentHash
-from pensieve_jax.balance.load import Asked, Load
+from pensieve_jax.balance.load import IncomingTurn, Load
 from pensieve_jax.balance.ring import NUM_VIRTUAL_NODES
 
 
@@ -25,7 +25,7 @@ class BoundedHash(ConsistentHash):
         super().__init__(num_virtual_nodes)
         self._bound = bound
 
-    def choose(self, asked: Asked, loads: Mapping[str, Load], now_s: float) -> str:
+    def choose(self, asked: IncomingTurn, loads: Mapping[str, Load], now_s: float) -> str:
         """See `Policy`."""
         num_turns = sum(load.num_turns for load in loads.values()) + 1
         limit = math.ceil(self._bound * num_turns / len(loads))

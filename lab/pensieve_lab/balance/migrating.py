@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pensieve_jax.balance.hashing import ConsistentHash
-from pensieve_jax.balance.load import Asked, Load
+from pensieve_jax.balance.load import IncomingTurn, Load
 from pensieve_jax.balance.ring import NUM_VIRTUAL_NODES
 
 _FORGOTTEN = 10.0  # times that heat fades: a root that was not used for so long goes home
@@ -64,7 +64,7 @@ class MigratingHash(ConsistentHash):
             if root.moved_s == -math.inf or root.replica not in self._members:
                 root.replica, root.moved_s = self._ring.owner(name), -math.inf
 
-    def choose(self, asked: Asked, loads: Mapping[str, Load], now_s: float) -> str:
+    def choose(self, asked: IncomingTurn, loads: Mapping[str, Load], now_s: float) -> str:
         """See `Policy`."""
         if now_s >= self._looked_s + self._every_s:
             self._look(loads, now_s)
@@ -75,7 +75,7 @@ class MigratingHash(ConsistentHash):
         root.seen_s = now_s
         return root.replica
 
-    def home(self, asked: Asked) -> str:
+    def home(self, asked: IncomingTurn) -> str:
         """See `Policy`."""
         root = self._roots.get(asked.root)
         return self._ring.owner(asked.root) if root is None else root.replica

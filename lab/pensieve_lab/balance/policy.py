@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from pensieve_jax.balance.load import Asked, Load
+from pensieve_jax.balance.load import IncomingTurn, Load
 
 
 class Policy(Protocol):
@@ -18,7 +18,7 @@ class Policy(Protocol):
         """From now on these replicas take turns, and no others."""
         ...
 
-    def choose(self, asked: Asked, loads: Mapping[str, Load], now_s: float) -> str:
+    def choose(self, asked: IncomingTurn, loads: Mapping[str, Load], now_s: float) -> str:
         """Who serves a turn.
 
         `loads` has every member: what it last reported, and what this front has sent it since. `now_s` never
@@ -26,11 +26,11 @@ class Policy(Protocol):
         """
         ...
 
-    def name(self, asked: Asked, loads: Mapping[str, Load]) -> str:
+    def name(self, asked: IncomingTurn, loads: Mapping[str, Load]) -> str:
         """What the root of a conversation that begins is called from now on; its own name, but for rules that
         place conversations by their names."""
         ...
 
-    def home(self, asked: Asked) -> str:
+    def home(self, asked: IncomingTurn) -> str:
         """Where a conversation of which nothing is known would go on; remembers nothing."""
         ...

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from itertools import islice
 
 from pensieve_jax.balance.hashing import ConsistentHash
-from pensieve_jax.balance.load import Asked, Load, Speeds
+from pensieve_jax.balance.load import IncomingTurn, Load, Speeds
 from pensieve_jax.balance.ring import NUM_VIRTUAL_NODES
 
 _MAX_HOMES = 1_000_000
@@ -20,11 +20,11 @@ _MAX_HOMES = 1_000_000
 class LeastTokens(ConsistentHash):
     """The replica with the fewest tokens queued and running, wherever the state is."""
 
-    def choose(self, asked: Asked, loads: Mapping[str, Load], now_s: float) -> str:
+    def choose(self, asked: IncomingTurn, loads: Mapping[str, Load], now_s: float) -> str:
         """See `Policy`."""
         return min(loads, key=lambda name: loads[name].context_tokens)
 
-    def home(self, asked: Asked) -> str:
+    def home(self, asked: IncomingTurn) -> str:
         """See `Policy`: anywhere."""
         return self._ring.owner(asked.conversation)
 
@@ -71,7 +71,7 @@ class StateAware(ConsistentHash):
         self._members = frozenset(names)
         super().set_members(self._members)
 
-    def choose(self, asked: Asked, loads: Mapping[str, Load], now_s: float) -> str:
+    def choose(self, asked: IncomingTurn, loads: Mapping[str, Load], now_s: float) -> str:
         """See `Policy`."""
         chosen = home = self.home(asked)
         least_s = self._speeds.cost_s(loads[home], asked, asked.prompt_tokens, self._others)
@@ -89,7 +89,7 @@ class StateAware(ConsistentHash):
             self._homes.popitem(last=False)
         return chosen
 
-    def home(self, asked: Asked) -> str:
+    def home(self, asked: IncomingTurn) -> str:
         """See `Policy`."""
         known = self._homes.get(asked.conversation)
         return known if known in self._members and known is not None else self._ring.owner(asked.root)

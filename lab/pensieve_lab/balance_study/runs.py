@@ -19,7 +19,7 @@ import numpy as np
 
 from model_defs import preset
 from pensieve_jax.assembly import estimated_cost_model
-from pensieve_jax.balance import ConsistentHash, NamedRoots, Speeds
+from pensieve_jax.balance import ConsistentHash, RootPlacement, Speeds
 from pensieve_jax.scheduler import token_buckets
 from pensieve_lab.balance.bounded_hash import BoundedHash
 from pensieve_lab.balance.migrating import MigratingHash
@@ -28,7 +28,7 @@ from pensieve_lab.balance.state_aware import LeastTokens, StateAware
 from pensieve_lab.balance_study.loads import CHUNK_TOKENS, PROFILE, Load
 from pensieve_lab.simulator import DeviceProfile, Replica
 from pensieve_lab.simulator.fleet import Change, Fleet, Fronts, Member
-from pensieve_lab.simulator.sketch import SketchReplica
+from pensieve_lab.simulator.sketch import FluidReplica
 from pensieve_lab.simulator.step_time import StepLoad, StepTime
 from pensieve_lab.workload import Session
 from pensieve_lab.workload.client import Client
@@ -60,7 +60,7 @@ def policy(name: str, **parameters: float) -> MakePolicy:
         case "state-aware" | "placed":
             return lambda speeds: StateAware(speeds, **parameters)  # type: ignore[arg-type]
         case "named":
-            return lambda speeds: NamedRoots(speeds)
+            return lambda speeds: RootPlacement(speeds)
         case "migrating":
             return lambda speeds: MigratingHash(**parameters)  # type: ignore[arg-type]
     raise AssertionError(name)
@@ -199,6 +199,6 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
 def _make(load: Load, *, is_real: bool) -> Callable[[int, float], Member]:
     config, device = load.config(profile()), profile()
     if not is_real:
-        return lambda number, start_s: SketchReplica(config, device, number=number, start_s=start_s)
+        return lambda number, start_s: FluidReplica(config, device, number=number, start_s=start_s)
     costs = estimated_cost_model(preset(device.model), CHUNK_TOKENS)
     return lambda number, start_s: Replica(config, device, costs, number=number, start_s=start_s)

@@ -13,7 +13,7 @@ import numpy as np
 
 from pensieve_jax.cellular.config import CellularConfig
 from pensieve_lab.cells.shapes import Shape
-from pensieve_lab.cells.simulation import Served, simulate
+from pensieve_lab.cells.simulation import SimulationResult, simulate
 from pensieve_lab.cells.times import CellTimes
 
 UNITS = {
@@ -41,14 +41,14 @@ def serve(
     seed: int,
     make_scheduler: Callable[..., Any],
     num_devices: int = 1,
-) -> Served:
+) -> SimulationResult:
     """In virtual time."""
     config = CellularConfig(num_devices=num_devices, num_rows=200_000)
     arrival_s = arrivals(rate, len(requests), seed=seed)
     return simulate(shape.types, shape.unfold, config, times, requests, arrival_s, make_scheduler)
 
 
-def figures(served: Served) -> dict[str, Any]:
+def figures(served: SimulationResult) -> dict[str, Any]:
     """By the names of `UNITS`. What is answered after the last arrival is no throughput: it has piled up."""
     num = len(served.end_s)
     skipped = int(_LEFT_OUT * num)

@@ -18,7 +18,7 @@ import numpy as np
 
 from pensieve_jax.cellular import CellRequest, CellularEngine
 from pensieve_jax.cellular.launches import Launch
-from pensieve_lab.cells.simulation import Served
+from pensieve_lab.cells.simulation import SimulationResult
 
 _AT_ONCE = 128
 
@@ -60,7 +60,7 @@ def serve(
     requests: Sequence[Any],
     arrival_s: np.ndarray,
     beginnings: Beginnings,
-) -> Served:
+) -> SimulationResult:
     """To the end of the last request; `beginnings` is what the engine was given to observe it.
 
     Raises:
@@ -73,7 +73,7 @@ def serve(
     finally:
         begin_s = beginnings.stop()
         gc.unfreeze()
-    return Served(arrival_s, begin_s, end_s)
+    return SimulationResult(arrival_s, begin_s, end_s)
 
 
 def _serve(

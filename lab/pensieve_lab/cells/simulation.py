@@ -70,7 +70,7 @@ class VirtualWorker:
 
 
 @dataclass(frozen=True)
-class Served:
+class SimulationResult:
     """What a run was like, an entry for each request in order of arrival.
 
     Attributes:
@@ -92,7 +92,7 @@ def simulate(
     arrival_s: np.ndarray,
     make_scheduler: MakeScheduler = Scheduler,
     observe: Callable[[float, list[np.ndarray]], None] | None = None,
-) -> Served:
+) -> SimulationResult:
     """Serve requests that arrive at these times, in rising order, to the end of the last.
 
     Every emitted value is 0, so a chain `until` another value runs to its length. `observe` is called with
@@ -127,4 +127,4 @@ def simulate(
         for handle in loop.step():
             end_s[handle.serial] = clock.now()
             num_ended += 1
-    return Served(arrival_s, begin_s, end_s)
+    return SimulationResult(arrival_s, begin_s, end_s)

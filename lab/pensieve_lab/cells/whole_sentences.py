@@ -29,7 +29,7 @@ from model_defs.recurrent import LSTM
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.runtime.compilation import CompilationJob, compile_all
 from pensieve_jax.runtime.program import Program
-from pensieve_lab.cells.simulation import Served
+from pensieve_lab.cells.simulation import SimulationResult
 
 LENGTHS = (*range(2, 33, 2), *range(36, 65, 4), *range(72, 129, 8), 160, 192, 256, 330)
 _IN_FLIGHT, _MOST_AT_ONCE = 2, 1024
@@ -92,7 +92,9 @@ class WholeSentences:
         _check([len(one) for one in sentences])
         return np.asarray(self._launch(sentences))[: len(sentences)]
 
-    def serve(self, sentences: Sequence[np.ndarray], arrival_s: np.ndarray, *, width: int) -> Served:
+    def serve(
+        self, sentences: Sequence[np.ndarray], arrival_s: np.ndarray, *, width: int
+    ) -> SimulationResult:
         """All of them, as `real_time.serve` does it, by buckets of a width.
 
         Raises:
@@ -106,7 +108,7 @@ class WholeSentences:
             begin_s, end_s = self._serve(sentences, lengths, arrival_s, width)
         finally:
             gc.unfreeze()
-        return Served(arrival_s, begin_s, end_s)
+        return SimulationResult(arrival_s, begin_s, end_s)
 
     def _serve(
         self, sentences: Sequence[np.ndarray], lengths: np.ndarray, arrival_s: np.ndarray, width: int

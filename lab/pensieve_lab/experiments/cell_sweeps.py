@@ -19,7 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from pensieve_lab.cells import loads, shapes, systems
-from pensieve_lab.cells.simulation import Served
+from pensieve_lab.cells.simulation import SimulationResult
 from pensieve_lab.cells.times import CellTimes, thesis_v100
 from pensieve_lab.experiments.panels import Panel
 from pensieve_lab.experiments.settings import Findings, Settings, Table
@@ -92,7 +92,7 @@ def _measure(sweeps: Sequence[Sweep], asked: Settings, shown: bool) -> list[dict
     return rows
 
 
-def serve_series(series: Series, rate: int, seed: int, *, small: bool) -> Served:
+def serve_series(series: Series, rate: int, seed: int, *, small: bool) -> SimulationResult:
     seconds = _SECONDS * (_SMALL if small else 1)
     num = int(max(rate * seconds, _LEAST * (_SMALL if small else 1)))
     times = thesis_v100()

@@ -25,13 +25,13 @@ from pensieve_jax.rebatching.device.runner import DeviceRunner
 from pensieve_jax.rebatching.lattice import RingShape, lengths_up_to
 from pensieve_jax.rebatching.launches import (
     Decode,
-    Drop,
+    FreeRow,
     Insert,
+    PackedStep,
     Park,
     Prefill,
     Resize,
     Return,
-    StepWords,
     Suspend,
 )
 from pensieve_jax.rebatching.ring import Relayout
@@ -126,7 +126,7 @@ class LaunchTimes:
     def _decode(self) -> Launched:
         batch, length = self._shape
         num_tokens = length - 1
-        words = StepWords(self._runner.layout, place=num_tokens)
+        words = PackedStep(self._runner.layout, place=num_tokens)
         for row in range(batch):
             words.add(row, _query(num_tokens), num_tokens, length, num_tokens + 1)
         decode = Decode(words.words, SamplerMode(), ())
@@ -160,7 +160,7 @@ class LaunchTimes:
 
     def _behind_a_step(self) -> None:
         """Whatever was launched has run, for a step behind it has; a row by itself cannot be waited for."""
-        decode = Decode(StepWords(self._runner.layout).words, SamplerMode(), ())
+        decode = Decode(PackedStep(self._runner.layout).words, SamplerMode(), ())
         self._runner.fetch(self._runner.launch(decode))
 
     def _through_host(self, out: Suspend, into: Insert, insert_s: float) -> Iterator[Launched]:
@@ -187,7 +187,7 @@ class LaunchTimes:
         runner, model = self._runner, self._runner.storage.model
         serials = tuple(range(_SERIAL, _SERIAL + num_rows))
         token_ids = np.random.default_rng(0).integers(0, model.vocab_size, num_rows * length, np.int32)
-        words = StepWords(runner.layout)
+        words = PackedStep(runner.layout)
         for row in range(num_rows):
             words.add(row, _query(length), length - 1, 1, length)
         launch = Prefill(
@@ -196,7 +196,7 @@ class LaunchTimes:
         timed = Timed(lambda: runner.launch(launch), jax.block_until_ready)
         samples = _samples(timed)
         for serial in serials:
-            runner.launch(Drop(serial))
+            runner.launch(FreeRow(serial))
         found = operations(
             model,
             [Row(row, 0, length) for row in range(num_rows)],

@@ -14,7 +14,7 @@ import numpy as np
 
 from pensieve_jax.rebatching.launches import Decode, Shape
 from pensieve_jax.rebatching.metrics import StepSeen
-from pensieve_jax.rebatching.query import Place
+from pensieve_jax.rebatching.query import KVLocation
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _EVERY = 10  # steps between two numbers of the line of spans
@@ -61,7 +61,7 @@ class Album:
                 letter = _LETTERS[query.serial - 1]
                 letters[row] = letter.lower() if is_prompt else letter
             columns = [
-                (row, query.serial - 1 if query.place is Place.RING else -1, ring.places(row))
+                (row, query.serial - 1 if query.place is KVLocation.RING else -1, ring.places(row))
                 for row, query in ring.held
             ]
             self.steps.append(Step("".join(letters), ring.span, ring.shape.length, columns))

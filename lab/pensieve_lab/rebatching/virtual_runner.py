@@ -18,7 +18,7 @@ from pensieve_jax.decoding.sampling_rows import StepResult
 from pensieve_jax.rebatching.lattice import RingShape
 from pensieve_jax.rebatching.launches import (
     Decode,
-    Drop,
+    FreeRow,
     Insert,
     Launch,
     Park,
@@ -113,7 +113,7 @@ class VirtualRunner:
             case Return():
                 row = self._rows[launch.serial]
                 row.ready_s, row.left_s = self._copy(row, 0.0), math.inf
-            case Drop():
+            case FreeRow():
                 del self._rows[launch.serial]
             case Resize():
                 self._resize(launch)

@@ -28,7 +28,7 @@ class HttpError(PensieveError):
     """A server refused a turn, or its stream ended too soon."""
 
 
-class Told(NamedTuple):
+class RequestTiming(NamedTuple):
     """What came of a request.
 
     Attributes:
@@ -49,7 +49,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
-        self._waiter: asyncio.Future[Told] | None = None
+        self._waiter: asyncio.Future[RequestTiming] | None = None
         self._body = bytearray()
         self._first_s = 0.0
         self._events = 0
@@ -92,9 +92,9 @@ class _Connection(asyncio.Protocol):
         data = [part[5:].strip() for part in self._body.split(_EVENT_END) if part.startswith(b"data:")]
         whole = data[-_KEPT:] if data else [bytes(self._body)]
         last = [json.loads(part) for part in whole if part != b"[DONE]"]
-        waiter.set_result(Told(self._first_s, end_s, self._events, last))
+        waiter.set_result(RequestTiming(self._first_s, end_s, self._events, last))
 
-    async def ask(self, request: bytes) -> Told:
+    async def ask(self, request: bytes) -> RequestTiming:
         assert self._transport is not None and self._waiter is None
         self._parser = httptools.HttpResponseParser(self)
         self._waiter = asyncio.get_running_loop().create_future()
@@ -120,7 +120,7 @@ class HttpClient:
         self._idle: list[_Connection] = []
         self._all: list[_Connection] = []
 
-    async def post(self, path: str, body: dict[str, Any]) -> Told:
+    async def post(self, path: str, body: dict[str, Any]) -> RequestTiming:
         """Send a request and wait for the whole of its answer; raises HttpError."""
         content = json.dumps(body, separators=(",", ":")).encode()
         head = (
@@ -133,7 +133,7 @@ class HttpClient:
             self._idle.append(connection)
         return told
 
-    async def get(self, path: str) -> Told:
+    async def get(self, path: str) -> RequestTiming:
         """As `post`, without a body."""
         connection = await self._connection()
         told = await connection.ask(

@@ -23,7 +23,7 @@ from pensieve_jax import EngineConfig, Usage
 from pensieve_jax.commands.engine_flags import engine_flag_names
 from pensieve_lab.common.systems import HTTP
 from pensieve_lab.serving.clock import RunClock
-from pensieve_lab.serving.http_client import HttpClient, HttpError, Told
+from pensieve_lab.serving.http_client import HttpClient, HttpError, RequestTiming
 from pensieve_lab.serving.served import ServedProcess
 from pensieve_lab.workload import Answer, History, Steps, UserTurn
 
@@ -51,7 +51,7 @@ class HttpServer:
         self._thread = threading.Thread(target=self._loop.run_forever, name="clients", daemon=True)
         self._thread.start()
         self._client = HttpClient(served.host, served.port)
-        self._ended: queue.SimpleQueue[tuple[UserTurn, Told | BaseException]] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[tuple[UserTurn, RequestTiming | BaseException]] = queue.SimpleQueue()
         self._last: dict[str, str] = {}  # the id that a conversation's next turn goes on from
         self._num_unfinished = 0
 
@@ -67,7 +67,7 @@ class HttpServer:
 
     def remember(self, histories: Iterable[History]) -> None:
         """See `Server`: every history is read once, with an answer of one token."""
-        running: list[tuple[str, Future[Told]]] = []
+        running: list[tuple[str, Future[RequestTiming]]] = []
         for history in histories:
             if len(running) >= self._max_in_flight:
                 self._remembered(*running.pop(0))
@@ -123,7 +123,7 @@ class HttpServer:
 
     def _ask(
         self, conversation_id: str, token_ids: Iterable[int], num_tokens: int
-    ) -> Coroutine[Any, Any, Told]:
+    ) -> Coroutine[Any, Any, RequestTiming]:
         body: dict[str, Any] = {
             "model": FLAGS.model,
             "prompt": list(token_ids),
@@ -139,16 +139,16 @@ class HttpServer:
             body["previous_response_id"] = self._last[conversation_id]
         return self._client.post("/v1/completions", body)
 
-    async def _answered(self, turn: UserTurn, asked: Coroutine[Any, Any, Told]) -> None:
+    async def _answered(self, turn: UserTurn, asked: Coroutine[Any, Any, RequestTiming]) -> None:
         try:
             self._ended.put((turn, await asked))
         except (HttpError, OSError) as error:
             self._ended.put((turn, error))
 
-    def _remembered(self, conversation_id: str, asked: Future[Told]) -> None:
+    def _remembered(self, conversation_id: str, asked: Future[RequestTiming]) -> None:
         self._last[conversation_id] = asked.result().last[-1]["id"]
 
-    def _answer(self, turn: UserTurn, told: Told | BaseException) -> Answer:
+    def _answer(self, turn: UserTurn, told: RequestTiming | BaseException) -> Answer:
         self._num_unfinished -= 1
         if isinstance(told, BaseException):
             raise told

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pensieve_jax.scheduler import bucket_for
 from pensieve_lab.simulator.clock import Timeline
 from pensieve_lab.simulator.profile import DeviceProfile
-from pensieve_lab.simulator.step_time import Heat, StepLoad, StepTime
+from pensieve_lab.simulator.step_time import StepLoad, StepTime, ThermalModel
 from pensieve_lab.simulator.transfers import SimulatedTransfers
 from pensieve_lab.workload.step_totals import StepLog
 
@@ -37,7 +37,7 @@ class SimulatedDevice:
         self._step_time = StepTime(profile.step, buckets)
         self._buckets = buckets
         self._host, self._fetch_s = profile.host, profile.fetch_s
-        self._heat = Heat(profile.step.hot_s)
+        self._heat = ThermalModel(profile.step.hot_s)
         self._is_launching = profile.launches == "engine"
         self._num_turns = 0  # since the last step
         self._num_chunks = 0  # asked for before the last step

@@ -18,7 +18,7 @@ from pensieve_lab.workload.server import Server
 from pensieve_lab.workload.turns import Answer, UserTurn
 
 
-class Agenda:
+class EventQueue:
     """What happens to servers, by its times."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ def drive(
     send: Callable[[UserTurn], int],
     *,
     until_s: float = math.inf,
-    agenda: Agenda | None = None,
+    agenda: EventQueue | None = None,
     settle: Callable[[Answer], Answer] = lambda answer: answer,
 ) -> Iterator[Answer]:
     """Serve until every turn is answered, or every clock has reached `until_s`; yields answers as they come.
@@ -55,7 +55,7 @@ def drive(
     `send` gives a turn to a server and returns its index; `settle` sees every answer before its user does.
     Servers may be added and exchanged by what is on the agenda. It can be called again, to go on.
     """
-    agenda = agenda or Agenda()
+    agenda = agenda or EventQueue()
     queue = _Queue(servers)
     while True:
         behind = queue.first()

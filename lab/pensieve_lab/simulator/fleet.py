@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from pensieve_jax.balance import Asked, Load
+from pensieve_jax.balance import IncomingTurn, Load
 from pensieve_jax.core.clock import Clock
 from pensieve_lab.balance.policy import Policy
-from pensieve_lab.simulator.driving import Agenda, drive
+from pensieve_lab.simulator.driving import EventQueue, drive
 from pensieve_lab.workload import Session
 from pensieve_lab.workload.client import Client
 from pensieve_lab.workload.server import History, Server
@@ -89,7 +89,7 @@ class _Front:
     """A front: its rule, and what it has sent since the loads it knows of, with its times."""
 
     policy: Policy
-    sent: deque[tuple[float, str, Asked, int]] = field(default_factory=deque)
+    sent: deque[tuple[float, str, IncomingTurn, int]] = field(default_factory=deque)
 
 
 class Fleet:
@@ -122,7 +122,7 @@ class Fleet:
         for name in names:
             self._enter(name, start_s)
         self._dead: dict[int, tuple[Load, list[UserTurn]]] = {}
-        self._agenda = Agenda()
+        self._agenda = EventQueue()
         for change in changes:
             self._agenda.add(change.at_s, functools.partial(self._happen, change))
         self._known: tuple[float, dict[str, Load]] | None = None
@@ -139,7 +139,7 @@ class Fleet:
         for session in known:
             conversation = session.conversation
             name = conversation.conversation_id
-            asked = Asked(conversation.root_id, name, 0, session.num_history_tokens)
+            asked = IncomingTurn(conversation.root_id, name, 0, session.num_history_tokens)
             index = self._open[self._sender(asked.root).policy.home(asked)]
             history = History(name, session.num_history_tokens, session.last_active_s)
             self.servers[index].remember([history])
@@ -168,7 +168,7 @@ class Fleet:
     def _send(self, turn: UserTurn) -> int:
         given = turn.root_id or turn.conversation_id
         root = self._roots.get(turn.conversation_id, given)
-        asked = Asked(root, turn.conversation_id, turn.prompt_tokens, turn.num_history_tokens)
+        asked = IncomingTurn(root, turn.conversation_id, turn.prompt_tokens, turn.num_history_tokens)
         front = self._sender(given)
         loads = self._seen_by(front, turn.arrival_s)
         if not turn.num_history_tokens and (root := front.policy.name(asked, loads)) != given:

@@ -23,7 +23,7 @@ from pensieve_lab.simulator.clock import Timeline
 from pensieve_lab.simulator.device import SimulatedDevice
 from pensieve_lab.simulator.profile import DeviceProfile
 from pensieve_lab.simulator.step_time import StepLoad
-from pensieve_lab.simulator.stretch import Stretch, is_blocked
+from pensieve_lab.simulator.stretch import DecodeRun, is_blocked
 from pensieve_lab.simulator.transfers import SimulatedTransfers
 from pensieve_lab.workload.server import History
 from pensieve_lab.workload.step_totals import Steps
@@ -107,7 +107,7 @@ class Replica:
         self.cache: CacheManager = self._loop.cache
         self._config = config
         self._stretches = stretches
-        self._stretch: Stretch | None = None
+        self._stretch: DecodeRun | None = None
         self._is_observed = observe is not None
         self._turns: dict[Request, _Served] = {}
         self._sequences: dict[str, CachedSequence] = {}
@@ -232,7 +232,7 @@ class Replica:
     def _advance(self, until_s: float) -> bool:
         """Do steps that need no scheduler, if the next one is one; False if it is not."""
         if self._stretch is None and self._can_stretch():
-            self._stretch = Stretch(self._config, self._loop.scheduler, self.cache)
+            self._stretch = DecodeRun(self._config, self._loop.scheduler, self.cache)
         stretch, has_advanced = self._stretch, False
         while stretch is not None and (not has_advanced or self.clock.now() < until_s):
             if arrived := self._transfers.completed().arrived:

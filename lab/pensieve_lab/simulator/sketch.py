@@ -82,7 +82,7 @@ class _Clock:
         self.now_s = max(self.now_s, time_s)
 
 
-class SketchReplica:
+class FluidReplica:
     """A `Server` of turns in virtual time; see the module."""
 
     def __init__(

@@ -53,7 +53,7 @@ class StepLoad:
         self.longest_kv += 1
 
 
-class Heat:
+class ThermalModel:
     """How hot a device is from products, between 0 and 1; it follows what steps do within `hot_s`."""
 
     def __init__(self, hot_s: float) -> None:

@@ -21,7 +21,7 @@ from pensieve_lab.simulator.step_time import StepLoad
 _WITH_PAGE = (EvictionClass.DIRTY, EvictionClass.CLEAN, EvictionClass.ARRIVING)
 
 
-class Stretch:
+class DecodeRun:
     """A stretch in progress.
 
     While it lasts, requests and sequences are as they were when it began; `end` makes good for it.

@@ -8,12 +8,12 @@ import pytest
 
 from lab.tests.simulator.test_simulation import scenario, session
 from lab.tests.simulator.workloads import COSTS, MAX_CONTEXT_TOKENS, PROFILE, make_sessions, small_config
-from pensieve_jax.balance import ConsistentHash, Load, NamedRoots, Speeds
+from pensieve_jax.balance import ConsistentHash, Load, RootPlacement, Speeds
 from pensieve_lab.balance.migrating import MigratingHash
 from pensieve_lab.balance.state_aware import StateAware
 from pensieve_lab.simulator import Replica, figures, simulate
 from pensieve_lab.simulator.fleet import Change, Fleet, Fronts
-from pensieve_lab.simulator.sketch import SketchReplica
+from pensieve_lab.simulator.sketch import FluidReplica
 from pensieve_lab.workload import Client
 from tests.seeds import new_seed
 
@@ -21,7 +21,7 @@ SPEEDS = Speeds(token_s=4e-5, step_s=8e-3, context_token_s=5e-8, output_tokens=3
 RULES = {
     "hash": ConsistentHash,
     "state-aware": lambda: StateAware(SPEEDS),
-    "named": lambda: NamedRoots(SPEEDS),
+    "named": lambda: RootPlacement(SPEEDS),
     "migrating": lambda: MigratingHash(every_s=0.3, smooth_s=0.5),
 }
 NAMES = [f"r{number}" for number in range(4)]
@@ -32,7 +32,7 @@ def real(number, start_s):
 
 
 def outline(number, start_s):
-    return SketchReplica(small_config(), PROFILE, number=number, start_s=start_s)
+    return FluidReplica(small_config(), PROFILE, number=number, start_s=start_s)
 
 
 def turns_of(sessions):

@@ -12,7 +12,7 @@ import pytest
 from pensieve_jax import ConfigError
 from pensieve_lab.simulator import DeviceProfile, profile_names
 from pensieve_lab.simulator import profile as profile_module
-from pensieve_lab.simulator.step_time import Heat, StepLoad, StepTime
+from pensieve_lab.simulator.step_time import StepLoad, StepTime, ThermalModel
 
 H200 = DeviceProfile.load("h200_llama2-13b-gqa10")
 PATH = Path(profile_module.__file__).parent / "profiles" / "h200_llama2-13b-gqa10.json"
@@ -65,7 +65,7 @@ def test_every_profile_says_where_it_is_from():
 
 
 def test_heat_follows_what_steps_do():
-    heat = Heat(2.0)
+    heat = ThermalModel(2.0)
     assert heat.step(2.0, is_heating=True) == pytest.approx(math.exp(-1.0)), "the mean of 1 - exp(-t / 2)"
     first = heat.step(1e-9, is_heating=False)
     assert first == pytest.approx(1 - math.exp(-1.0))
@@ -74,7 +74,7 @@ def test_heat_follows_what_steps_do():
     assert heat.step(1e-9, is_heating=True) == pytest.approx(math.exp(-1.0))
     heat.rest(-5.0)
     assert heat.step(1e-9, is_heating=True) == pytest.approx(math.exp(-1.0)), "nobody rested"
-    assert Heat(0.0).step(3.0, is_heating=True) == 0.0
+    assert ThermalModel(0.0).step(3.0, is_heating=True) == 0.0
 
 
 def test_heat_is_felt_by_products_alone():

@@ -32,15 +32,15 @@ from pensieve_jax.rebatching.device.ring_state import RingState, RingStorage
 from pensieve_jax.rebatching.lattice import Lattice, RingShape
 from pensieve_jax.rebatching.launches import (
     Decode,
-    Drop,
+    FreeRow,
     Insert,
     Launch,
+    PackedStep,
     Park,
     Prefill,
     Resize,
     Return,
     Shape,
-    StepWords,
     Suspend,
     WordsLayout,
 )
@@ -173,7 +173,7 @@ class DeviceRunner:
                 case Return():
                     row = self._rows[launch.serial]
                     row.kv, row.host = jax.device_put(row.host, self.storage.row_sharding), None
-                case Drop():
+                case FreeRow():
                     del self._rows[launch.serial]
                 case Resize():
                     self._resize(launch.shape, launch.relayout)
@@ -307,7 +307,7 @@ class DeviceRunner:
 
     def _rehearse(self) -> None:
         """Run every program once, which loads kernels and allocates workspaces; no query should pay."""
-        words = StepWords(self.layout).words
+        words = PackedStep(self.layout).words
         shapes, greedy = self.lattice.shapes, SamplerMode()
         for mode in all_modes():
             self._resize(shapes[0], None)

@@ -3,7 +3,7 @@
 Owns: what a front has sent and not heard the end of, what that makes of each replica's load, and new roots.
 Does not know: Ray, messages, or where a turn that has a root goes: the router's ring says that.
 
-The rule is `balance.NamedRoots`. Loads are of this front's own turns: their prompts, and
+The rule is `balance.RootPlacement`. Loads are of this front's own turns: their prompts, and
 contexts as the last turn of their root left them; where there are several fronts, each evens out what it
 sends itself. Whether a follow-up finds its state is not known here; one that is run again does not.
 """
@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from pensieve_jax.balance import Asked, Load, NamedRoots, Speeds
+from pensieve_jax.balance import IncomingTurn, Load, RootPlacement, Speeds
 from pensieve_jax.core.outputs import Usage
 from pensieve_jax.core.turn_node import new_root
 from pensieve_jax.server.async_engine import EngineInfo
@@ -49,7 +49,7 @@ class RootNames:
     def __init__(self, hash_key: Callable[[str], int], now_s: Callable[[], float] = time.monotonic) -> None:
         self._lock = threading.Lock()
         self._hash_key, self._now_s = hash_key, now_s
-        self._rule: NamedRoots | None = None
+        self._rule: RootPlacement | None = None
         self._names: frozenset[str] = frozenset()
         self._ready: frozenset[str] = frozenset()
         self._max_tokens = 0
@@ -66,7 +66,7 @@ class RootNames:
             self._max_tokens = info.limits.max_context_tokens
             self._ready = frozenset(name for name, is_ready in replicas.items() if is_ready)
             if self._rule is None:
-                self._rule = NamedRoots(speeds, hash_key=self._hash_key, other_names=_others)
+                self._rule = RootPlacement(speeds, hash_key=self._hash_key, other_names=_others)
             self._rule.speeds = speeds
             if self._names != replicas.keys():  # a ring is made of a hundred hashes for each
                 self._names = frozenset(replicas)
@@ -81,7 +81,7 @@ class RootNames:
             if self._rule is None or len(self._names) < 2 or not self._ready:
                 return root
             num_tokens = min(num_tokens, self._max_tokens)  # more is refused
-            named = self._rule.name(Asked(root, root, num_tokens, 0), self._loads())
+            named = self._rule.name(IncomingTurn(root, root, num_tokens, 0), self._loads())
             self._promised[named] = self._now_s(), _Sent(named, self._owner(named), num_tokens, 0)
         return named
 
@@ -111,7 +111,7 @@ class RootNames:
 
     def _owner(self, key: str) -> str:
         """Whose a root is, as the router will find; "" while nobody is there."""
-        return self._rule.home(Asked(key, key, 0, 0)) if self._rule is not None and self._names else ""
+        return self._rule.home(IncomingTurn(key, key, 0, 0)) if self._rule is not None and self._names else ""
 
     def _loads(self) -> dict[str, Load]:
         """Of replicas that take turns."""

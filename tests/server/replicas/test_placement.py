@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from pensieve_jax.balance.ring import Ring, hash_of
+from pensieve_jax.balance.ring import HashRing, hash_of
 from pensieve_jax.core.outputs import FinishReason, Output, Usage
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import TurnNode, turn_id_under
@@ -17,7 +17,7 @@ from pensieve_jax.server.replicas.stream import RoutedReply
 from tests.server.fakes import LIMITS, FakeEngine
 
 NAMES = ("r0", "r1", "r2")
-RING = Ring(NAMES)
+RING = HashRing(NAMES)
 INFO = FakeEngine(lambda turn: None).info
 
 
@@ -134,7 +134,7 @@ def test_a_replica_that_takes_no_turns_gets_no_conversation_and_those_that_it_ha
 def test_where_one_of_two_takes_no_turns_the_other_gets_all():
     names = RootNames(hash_of)
     names.see({"r0": True, "r1": False}, INFO)
-    ring = Ring(("r0", "r1"))
+    ring = HashRing(("r0", "r1"))
     assert {ring.owner(names.new_root(10)) for _ in range(50)} == {"r0"}
 
 

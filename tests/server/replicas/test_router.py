@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pensieve_jax.balance.ring import Ring
+from pensieve_jax.balance.ring import HashRing
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Ray imports
@@ -34,7 +34,7 @@ def test_a_root_belongs_to_the_replica_that_the_router_chooses():
             self._rebuild_ring(frozenset(replicas))
             self._replicas = {one: SimpleNamespace(replica_id=one) for one in replicas}
 
-    router, ring = Router(), Ring(NAMES, hash_key=router_hash)
+    router, ring = Router(), HashRing(NAMES, hash_key=router_hash)
 
     async def chosen(root):
         metadata = SimpleNamespace(session_id=root, internal_request_id="other")

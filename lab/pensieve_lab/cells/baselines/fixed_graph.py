@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pensieve_jax.cellular.errors import GraphError
-from pensieve_jax.cellular.parts import Parts
+from pensieve_jax.cellular.parts import GraphColumns
 from pensieve_lab.cells.baselines.graph_batching import Task
 from pensieve_lab.cells.baselines.graph_merging import GraphMerging
 
@@ -28,7 +28,7 @@ class FixedGraph(GraphMerging):
         self._most = min(self._most, *(kind.max_batch for kind in self.types.types))
         self._graph: tuple[np.ndarray, np.ndarray] | None = None
 
-    def check(self, parts: Parts) -> None:
+    def check(self, parts: GraphColumns) -> None:
         """Raise GraphError for a graph that is not that of the first request."""
         start, first = 0, self._graph
         for place, end in enumerate(parts.request_nodes.tolist()):

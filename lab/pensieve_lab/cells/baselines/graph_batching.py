@@ -22,7 +22,7 @@ from pensieve_jax.cellular.cells import CellType, CellTypes
 from pensieve_jax.cellular.config import CellularConfig
 from pensieve_jax.cellular.formation import Formation
 from pensieve_jax.cellular.launches import Launch
-from pensieve_jax.cellular.parts import Parts
+from pensieve_jax.cellular.parts import GraphColumns
 from pensieve_jax.cellular.request import CellRequest
 from pensieve_jax.cellular.tables import WAITING, Tables
 
@@ -90,7 +90,7 @@ class GraphBatching:
 
     restarts = False
 
-    def check(self, parts: Parts) -> None:
+    def check(self, parts: GraphColumns) -> None:
         """Any graph runs."""
 
     def schedule(self, worker: int) -> Launch | None:

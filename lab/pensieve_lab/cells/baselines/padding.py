@@ -19,7 +19,7 @@ from pensieve_jax.cellular.cells import CellTypes
 from pensieve_jax.cellular.config import CellularConfig
 from pensieve_jax.cellular.errors import GraphError
 from pensieve_jax.cellular.formation import Formation
-from pensieve_jax.cellular.parts import NONE, Parts
+from pensieve_jax.cellular.parts import NONE, GraphColumns
 from pensieve_jax.cellular.tables import Tables
 from pensieve_jax.core.errors import ConfigError
 from pensieve_lab.cells.baselines.graph_batching import GraphBatching, Task, Waiting
@@ -64,7 +64,7 @@ class Padding(GraphBatching):
         self._buckets: dict[_Bucket, deque[Waiting]] = {}
         self._last_bucket: _Bucket = (), -1
 
-    def check(self, parts: Parts) -> None:
+    def check(self, parts: GraphColumns) -> None:
         """Raise GraphError unless each request is a chain, or chains one behind the other."""
         is_last = np.diff(parts.sub_request, append=-1) != 0
         behind = np.where(is_last, NONE, np.arange(1, len(is_last) + 1))
