@@ -367,7 +367,7 @@ def test_which_part_of_the_host_a_second_belongs_to(tmp_path):
         columns, steps = list(file["columns"]), file["steps"]
     assert steps.shape == (4, len(columns))
     row = dict(zip(columns, steps[1], strict=True))
-    assert (row["chunks_out"], row["chunks_in"], row["rushed"], row["bucket"]) == (1, 2, 1, 16)
+    assert (row["chunks_out"], row["chunks_in"], row["expedited"], row["bucket"]) == (1, 2, 1, 16)
     assert row["single_rows"] == row["rows"] == row["submitted"] == 1 and steps[0][columns.index("rows")] == 1
     assert dict(zip(columns, steps[3], strict=True))["idle_s"] == 3600.0
     figures = serving_figures._host_parts_s({"num_host_steps": 2, **counters})

@@ -78,7 +78,7 @@ def distinct(ids: np.ndarray, mark: np.ndarray) -> np.ndarray:
 
 
 def all_values(ids: np.ndarray, only: np.ndarray, several: Mapping[int, np.ndarray]) -> np.ndarray:
-    """Return the values of `ids` in columns as `GraphColumns` has them, in order; `NONE` for an id without one."""
+    """Return the values of `ids` in columns of `GraphColumns`, in order; `NONE` for an id without one."""
     values = only[ids]
     if not (values == MANY).any():
         return values

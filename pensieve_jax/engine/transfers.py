@@ -5,7 +5,7 @@ the device beside a step. The JAX one is `device.transfers.device_transfers.Devi
 has one with the same rules, tests one that delays and reorders.
 Does not know: conversations, policies, or why a chunk moves.
 
-    completed() -> schedule -> swap_out(), swap_in(), rush() -> dispatch the step
+    completed() -> schedule -> swap_out(), swap_in(), expedite() -> dispatch the step
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class SchedulerOutput:
       drops: chunks that were dropped, and why.
       swap_outs: copies of pages to slots that begin before the step.
       swap_ins: copies of slots to pages that begin before the step.
-      rushed: ids of copies to pages, of this step or earlier ones, that the step itself waits for.
+      expedited: ids of copies to pages, of this step or earlier ones, that the step itself waits for.
     """
 
     grants: tuple[Grant, ...]

@@ -224,7 +224,7 @@ class ForkScenario:
         self.leaving.update((copy.copy_id, self.pages[copy.page]) for copy in outs)
 
     def _finish(self, copy_id: int) -> None:
-        """Do a copy; one that was rushed has counted as done before."""
+        """Do a copy; one that was expedited has counted as done before."""
         self.begin_copies()
         if copy_id in self.leaving:
             self.slots[self.cache.copies_out.pop(copy_id).slot] = self.leaving.pop(copy_id)

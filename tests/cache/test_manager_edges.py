@@ -68,15 +68,15 @@ def test_decodes_of_several_are_filled_in_one_call():
     assert states(one) == ["on gpu", "on gpu"] and states(two) == ["on gpu", "reserved"]
 
 
-@pytest.mark.parametrize(("max_num_copies", "is_rushed"), [(2, False), (3, True)])
-def test_nothing_is_rushed_while_more_is_on_its_way_than_a_step_waits_for(max_num_copies, is_expedited):
+@pytest.mark.parametrize(("max_num_copies", "is_expedited"), [(2, False), (3, True)])
+def test_nothing_is_expedited_while_more_is_on_its_way_than_a_step_waits_for(max_num_copies, is_expedited):
     cache = Cache(6, 6, max_num_copies=max_num_copies)
     sequence = cache.queued("a", cache.on_cpu("a", 3 * CHUNK))
     assert cache.manager.try_admit(sequence, 3 * CHUNK, waive_reserve=True)
     assert len(cache.manager.expedite(sequence)) == 3 * is_expedited
 
 
-def test_only_what_is_on_its_way_in_is_rushed():
+def test_only_what_is_on_its_way_in_is_expedited():
     cache = Cache(8, 8, clean_pages=8)
     sequence = cache.on_cpu("a", 3 * CHUNK, but=[1])
     cache.running("runs", CHUNK)

@@ -233,7 +233,7 @@ def test_pages_being_copied_to_are_not_available():
     assert cache.manager.num_available() == 6
 
 
-def test_rushed_copies_count_as_complete():
+def test_expedited_copies_count_as_complete():
     cache = Cache(6, 6)
     sequence = cache.queued("a", cache.on_cpu("a", 3 * CHUNK))
     cache.manager.try_admit(sequence, 3 * CHUNK, waive_reserve=True)

@@ -112,14 +112,14 @@ class FakeTransfers:
         assert not copy_ids or num_in <= self._max_num_staged, f"{num_in} swap-ins are more than fit"
         for copy_id in copy_ids:
             found = self._in_flight.get(copy_id)
-            assert found is not None, f"copy {copy_id} is rushed, and not in flight"
-            assert found.is_swap_in, f"copy {copy_id} is rushed, and not a swap-in"
+            assert found is not None, f"copy {copy_id} is expedited, and not in flight"
+            assert found.is_swap_in, f"copy {copy_id} is expedited, and not a swap-in"
             self._read_slot(found)
             self._leave(found)
             self._expedited.append(found)
 
     def completed(self) -> Ended:
-        assert not self._expedited, "a copy was rushed for a step that was not dispatched"
+        assert not self._expedited, "a copy was expedited for a step that was not dispatched"
         for found in self._in_flight.values():
             if found.is_swap_in and self._random.random() < 0.3:
                 self._read_slot(found)
@@ -161,7 +161,7 @@ class FakeTransfers:
     # What the runner calls
 
     def before_step(self, pages: Collection[int]) -> None:
-        """A step that reads or writes these pages is dispatched: rushed copies take effect first."""
+        """A step that reads or writes these pages is dispatched: expedited copies take effect first."""
         for found in self._expedited:
             self._write(found.copy.page, found.data)
         self._expedited.clear()

@@ -50,7 +50,7 @@ class ObservedTransfers:
         self._call("swap_in", copies)
 
     def expedite(self, copy_ids: Collection[int]) -> None:
-        self._call("rush", copy_ids)
+        self._call("expedite", copy_ids)
 
     def wait(self) -> None:
         self._call("wait")

@@ -32,7 +32,7 @@ UNFIT = (*[0.0] * 6, 0.1, 0.5, 1.0)  # of chunks, those that host memory cannot 
 FAILING_PLACES = ("dispatch", "fetch", "commit", "completed", "swap_out", "swap_in")
 INTERRUPTED_PLACES = (
     *("dispatch", "fetch", "commit", "committed", "completed", "completed done"),
-    *("swap_out", "swap_out done", "swap_in", "swap_in done", "rush", "rush done", "wait"),
+    *("swap_out", "swap_out done", "swap_in", "swap_in done", "expedite", "expedite done", "wait"),
 )
 
 

@@ -151,7 +151,7 @@ def test_a_failed_commit_of_a_first_turn_leaves_no_conversation():
     harness.check_empty()
 
 
-@pytest.mark.parametrize("where", ["dispatch", "fetch", "completed", "swap_out", "swap_in done", "rush"])
+@pytest.mark.parametrize("where", ["dispatch", "fetch", "completed", "swap_out", "swap_in done", "expedite"])
 @pytest.mark.parametrize("num_steps", [0, 2, 5])
 def test_ctrl_c_in_a_step_loses_running_turns_only(where, num_steps):
     """The store holds exactly the committed turns, and continuing equals the reference."""

@@ -62,7 +62,7 @@ def test_random_scenarios_equal_the_dense_reference(record_property):
     assert num_turns > 10 * num_scenarios
     sources = ("reused_gpu_tokens", "swapped_in_tokens", "recomputed_tokens")
     assert min(totals[name] for name in sources) > 15 * num_scenarios
-    assert min(totals[name] for name in ("num_rushed_copies", "num_prefetched_chunks")) > 0
+    assert min(totals[name] for name in ("num_expedited_copies", "num_prefetched_chunks")) > 0
     assert min(totals[name] for name in ("num_forced_swap_outs", "resume_swapped_in_tokens")) > 0
     assert len(bench.uncertain) <= MAX_UNCERTAIN_FRACTION * num_turns
 

@@ -34,7 +34,7 @@ LEAST = {  # of 900
     "num_prefetched_chunks": 500,
     "num_dropped_chunks": 10_000,
     "num_lost_copies": 500,
-    "num_rushed_copies": 500,
+    "num_expedited_copies": 500,
     "num_steps_with_a_full_cpu_tier": 1000,
     "num_turns_with_a_prefix": 1000,
 }

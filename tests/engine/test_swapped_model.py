@@ -34,7 +34,7 @@ def fill_with_nan(runner):
 
 
 @pytest.mark.long  # in seconds: `test_real_models`, and `test_packed_engine`, that packed state is the same
-@pytest.mark.parametrize("is_rushed", [False, True])
+@pytest.mark.parametrize("is_expedited", [False, True])
 @pytest.mark.parametrize(
     ("num_devices", "stored"),
     [

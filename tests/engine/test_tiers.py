@@ -78,7 +78,7 @@ def test_a_mixture_of_all_three_is_put_together():
 
 
 def test_an_idle_engine_lets_the_step_wait_and_not_the_host():
-    """The copies begin, are rushed, and are read by the step, all in one."""
+    """The copies begin, are expedited, and are read by the step, all in one."""
     harness = two_tiers()
     on_cpu(harness)
     transfers = harness.runner.transfers
@@ -86,7 +86,7 @@ def test_an_idle_engine_lets_the_step_wait_and_not_the_host():
     num_waits, num_steps = transfers.num_calls["wait"], len(harness.runner.rows)
     turn, facts = submit(harness, "a", max_tokens=1)
     harness.step()
-    assert [name for name, _ in transfers.events] == ["swap_in", "rush"]
+    assert [name for name, _ in transfers.events] == ["swap_in", "expedite"]
     assert len(harness.runner.rows) == num_steps + 1 and len(harness.scheduled[-1].expedited) == 4
     assert harness.run(turn)[0].token_ids == harness.expected(facts)
     assert transfers.num_calls["wait"] == num_waits

@@ -64,8 +64,8 @@ def arriving_chunks_are_read(patch):
     patch.setattr(CachedSequence, "first_arriving", property(lambda self: None))
 
 
-def a_rush_is_not_passed_on(patch):
-    patch.setattr(ObservedTransfers, "rush", lambda self, copy_ids: None)
+def expediting_is_not_passed_on(patch):
+    patch.setattr(ObservedTransfers, "expedite", lambda self, copy_ids: None)
 
 
 def copies_out_are_left_out(patch):
@@ -112,7 +112,7 @@ def chunks_on_their_way_out_are_admitted(patch):
     patch.setattr(CacheManager, "try_admit", admitted)
 
 
-def slots_of_rushed_copies_are_given_away(patch):
+def slots_of_expedited_copies_are_given_away(patch):
     """In the same pass, whose copies out are carried out before its copies in."""
     expedite = Scheduler._expedite
 
@@ -257,7 +257,7 @@ def a_page_is_reused_before_it_was_read(patch):
     patch.setattr(FakeTransfers, "_complete", completed)
 
 
-def a_rushed_copy_comes_after_its_step(patch):
+def an_expedited_copy_comes_after_its_step(patch):
     before_step, dispatch = FakeTransfers.before_step, FakeRunner.dispatch
 
     def dispatched(self, plan):
@@ -278,11 +278,11 @@ TIER_MUTATIONS: dict[str, Mutation] = {
         page_freed_while_in_flight,
         orphan_forgotten,
         arriving_chunks_are_read,
-        a_rush_is_not_passed_on,
+        expediting_is_not_passed_on,
         copies_out_are_left_out,
         lost_copies_still_count,
         chunks_on_their_way_out_are_admitted,
-        slots_of_rushed_copies_are_given_away,
+        slots_of_expedited_copies_are_given_away,
         lost_copies_count_as_arrived,
         slots_of_lost_copies_leak,
         what_a_lost_copy_was_to_save_counts_as_kept,
@@ -294,6 +294,6 @@ TIER_MUTATIONS: dict[str, Mutation] = {
         a_copy_is_read_before_it_is_ready,
         a_copy_is_lost,
         a_page_is_reused_before_it_was_read,
-        a_rushed_copy_comes_after_its_step,
+        an_expedited_copy_comes_after_its_step,
     )
 }

@@ -62,7 +62,7 @@ def test_decodes_behind_a_recompute_are_not_starved():
     ]
 
 
-def test_what_can_be_computed_meanwhile_goes_before_a_rush():
+def test_what_can_be_computed_meanwhile_goes_before_expediting():
     desk = Desk(40, 40, max_num_batched_tokens=32)
     returning(desk, "a", 81, 0, 1, 2)
     desk.add("a", 7)
@@ -75,7 +75,7 @@ def test_what_can_be_computed_meanwhile_goes_before_a_rush():
     assert [len(copy_ids) for copy_ids in expedited] == [0, 0, 2]
 
 
-def test_only_the_oldest_is_rushed():
+def test_only_the_oldest_is_expedited():
     desk = Desk(40, 40)
     returning(desk, "a", 49)
     returning(desk, "b", 49)
@@ -88,7 +88,7 @@ def test_only_the_oldest_is_rushed():
     assert first.status is second.status is RequestStatus.RUNNING
 
 
-def test_no_more_is_rushed_than_fits_into_staging():
+def test_no_more_is_expedited_than_fits_into_staging():
     """Six copies, room for four: the step waits until two of them are complete."""
     desk = Desk(40, 40, max_num_copies=4)
     returning(desk, "a", 97)
@@ -100,7 +100,7 @@ def test_no_more_is_rushed_than_fits_into_staging():
     assert len(desk.step().expedited) == 4
 
 
-def test_slots_of_rushed_copies_are_not_given_away_in_the_same_step():
+def test_slots_of_expedited_copies_are_not_given_away_in_the_same_step():
     """Copies out are carried out before copies in: host memory is full, and somebody must be copied out."""
     desk = Desk(12, 4, clean_pages=6)
     returning(desk, "a", 65)

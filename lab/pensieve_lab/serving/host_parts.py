@@ -26,8 +26,8 @@ MAX_MS = 32  # of the histogram's last whole millisecond; longer ones count ther
 class StepWork(NamedTuple):
     """What a step was given: query tokens padded and not, rows, those of one token, and chunks.
 
-    `chunks_out` and `chunks_in` were asked for before it, `expedited` it waits for, `ended` copies were named as
-    complete. `submitted` and `answered` are turns since the step before.
+    `chunks_out` and `chunks_in` were asked for before it, it waits for `expedited`, and `ended` copies were
+    named as complete. `submitted` and `answered` are turns since the step before.
     """
 
     bucket: int = 0

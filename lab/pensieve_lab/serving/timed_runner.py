@@ -133,7 +133,7 @@ class TimedTransfers:
     """Passes everything on to `transfers`.
 
     Attributes:
-      out_s, in_s: from when copies were asked for until they were named as complete or rushed, together.
+      out_s, in_s: from when copies were asked for until they were named as complete or expedited, together.
       num_out, num_in: such copies.
     """
 
@@ -163,7 +163,7 @@ class TimedTransfers:
     def expedite(self, copy_ids: Collection[int]) -> None:
         """See `Transfers`."""
         self._transfers.expedite(copy_ids)
-        self._parts.work["rushed"] += len(copy_ids)
+        self._parts.work["expedited"] += len(copy_ids)
         self._end(copy_ids)
         self._parts.lap("copies")
 

@@ -140,7 +140,7 @@ class SimulatedTransfers:
         self._staged = deque(moving for moving in self._staged if moving.copy_id not in wanted)
         self._start_in(waiting)
         self._num_expedited = len(waiting) + len(started)
-        assert self._num_expedited == len(wanted), "a copy is rushed that is not on its way"
+        assert self._num_expedited == len(wanted), "a copy is expedited that is not on its way"
         self._await_on_device([*started, *waiting])
 
     def before_dispatch(self) -> None:

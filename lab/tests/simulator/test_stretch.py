@@ -81,8 +81,8 @@ def test_everything_happens_here_and_stretches_are_long(monkeypatch):
             for grants, _, admitted, suspended, drops, swap_outs, swap_ins, expedited in seen.outputs:
                 kinds = {
                     "grants": grants, "admitted": admitted, "suspended": suspended, "drops": drops,
-                    "swap_outs": swap_outs, "swap_ins": swap_ins, "rushed": expedited,
+                    "swap_outs": swap_outs, "swap_ins": swap_ins, "expedited": expedited,
                 }  # fmt: skip
                 happened |= {kind for kind, values in kinds.items() if values}
-    assert happened == {"grants", "admitted", "suspended", "drops", "swap_outs", "swap_ins", "rushed"}
+    assert happened == {"grants", "admitted", "suspended", "drops", "swap_outs", "swap_ins", "expedited"}
     assert sum(lengths) > num_steps / 3 and max(lengths) > 30

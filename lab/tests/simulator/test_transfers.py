@@ -234,7 +234,7 @@ def test_packed_chunks_take_less_of_the_link_and_as_much_of_the_device():
     assert of_packed._chunk_bytes == 24 * profile.kv_token_bytes
 
 
-def test_rushed_copies_hold_the_very_next_step():
+def test_expedited_copies_hold_the_very_next_step():
     machine = Machine()
     machine.transfers.swap_in(copies(1, 2, 3))
     machine.transfers.expedite([1, 2, 3])
@@ -243,7 +243,7 @@ def test_rushed_copies_hold_the_very_next_step():
     assert machine.transfers.stats()["swapped_in_bytes"] == 24
 
 
-def test_rushing_what_has_started_already():
+def test_expediting_what_has_started_already():
     machine = Machine()
     machine.transfers.swap_in(copies(1, 2))
     machine.dispatch()

@@ -110,7 +110,7 @@ class DeviceTransfers:
 
     def swap_out(self, copies: Sequence[Copy]) -> None:
         """Gather pages into staging, blocking where that is full; see `Transfers`."""
-        assert not self._incoming.expedited, "no step was dispatched for rushed copies"
+        assert not self._incoming.expedited, "no step was dispatched for expedited copies"
         self._outgoing.gather(copies)
 
     def swap_in(self, copies: Sequence[Copy]) -> None:
@@ -129,7 +129,7 @@ class DeviceTransfers:
         self._incoming.expedite(set(copy_ids))
 
     def start(self) -> None:
-        """Let the first group of rushed copies land; start the others, and what is queued and has room.
+        """Let the first group of expedited copies land; start the others, and what is queued and has room.
 
         Called by the runner when the little that the step itself needs is on its way to the device: what is
         started later arrives later.
@@ -144,7 +144,7 @@ class DeviceTransfers:
         """Called by the runner right before it dispatches a step's `group` of layers, all groups in order.
 
         Raises:
-          StepFailedError: rushed copies could not be scattered.
+          StepFailedError: expedited copies could not be scattered.
         """
         self._incoming.land(group)
         if group == self._num_groups - 1:

@@ -3,7 +3,7 @@
 Owns: the staging arrays of copies from the host, their bound, and those that the next step waits for.
 Does not know: copies the other way, or why a chunk is wanted.
 
-Usually a chunk is copied beside one step and scattered into the pools before the next. A *rushed* one is
+Usually a chunk is copied beside one step and scattered into the pools before the next. A *expedited* one is
 scattered before the very next step, group by group of layers: the first group computes while the others'
 pieces arrive (pipelined recovery, the paper's section 4.3.3).
 """
@@ -28,7 +28,7 @@ class IncomingCopies:
 
     Attributes:
       staged: started, to be scattered before a later step.
-      rushed: started in part or whole, to be scattered with the next step.
+      expedited: started in part or whole, to be scattered with the next step.
       mark: has the step's plan arrive before the chunks that are copied beside it.
       num_chunks: started so far.
     """
@@ -74,7 +74,7 @@ class IncomingCopies:
             self._start(waiting, self._groups[:1])
 
     def land_first_group(self) -> None:
-        """Scatter the first group's pieces of rushed copies, and start the other groups'.
+        """Scatter the first group's pieces of expedited copies, and start the other groups'.
 
         Copies wait for computation that was dispatched before them, so what is started from here on waits
         for this scatter, and so for the first group. Started together, all groups would arrive together:
@@ -89,7 +89,7 @@ class IncomingCopies:
             self._start(behind, self._groups[1:])
 
     def land(self, group: int) -> None:
-        """Scatter a later group's pieces of rushed copies, right before its layers are dispatched."""
+        """Scatter a later group's pieces of expedited copies, right before its layers are dispatched."""
         if self.expedited and group:
             self._scatter(self.expedited, self._expedited_targets, self._groups[group : group + 1])
         if group == self._groups[-1]:

@@ -106,7 +106,7 @@ def test_without_a_step_a_copy_is_named_when_it_has_ended():
 
 
 @pytest.mark.parametrize("is_earlier", [False, True])
-def test_rushed_copies_land_group_by_group(never_ready, is_earlier):
+def test_expedited_copies_land_group_by_group(never_ready, is_earlier):
     """In the step right after, each before its group's program, though they are not ready; never named."""
     bench = Bench()
     with pytest.MonkeyPatch.context() as patch:
@@ -148,7 +148,7 @@ def test_copies_beyond_staging_wait_their_turn(never_ready):
 
 
 def test_what_starts_beside_a_step_is_bounded_by_its_bytes(never_ready, monkeypatch):
-    """Two chunks a step, however many could be staged; what is rushed comes on top."""
+    """Two chunks a step, however many could be staged; what is expedited comes on top."""
     bench = Bench(bound=6)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InFlight, "is_ready", lambda self: bool(self.target))
@@ -249,7 +249,7 @@ def test_waiting_is_for_a_window(one_by_one):
 
 
 @pytest.mark.parametrize("num_groups", [1, 2, 3])
-def test_rushed_copies_start_before_the_plan_and_the_first_group_by_itself(num_groups, monkeypatch):
+def test_expedited_copies_start_before_the_plan_and_the_first_group_by_itself(num_groups, monkeypatch):
     """On a GPU a copy waits for what was dispatched before it: here for the first group's scatter."""
     bench = Bench(num_groups=num_groups)
     bench.store([(5, 1), (6, 2), (9, 3)])
