@@ -2,7 +2,7 @@
 
 Owns: the chunk list with its states.
 Does not know: tokens, policies, or other sequences but those that it shares chunks with. Only `ChunkStore`,
-`Trunks` and `CacheManager` change it.
+`SharedChunks` and `CacheManager` change it.
 
 Invariants: there is a chunk for every started `chunk_tokens` of `num_kv_tokens`, and further ones only
 while they are reserved; the last chunk of an unpinned sequence is never dropped (losing it shortens

@@ -99,7 +99,7 @@ def test_chunks_that_are_counted_move_the_beginning_of_a_shelf_when_they_come():
     assert sequence.num_on[EvictionClass.ABSENT] == 1
 
 
-# Trunks
+# Shared chunks
 
 
 def a_family() -> tuple[CachedSequence, CachedSequence, CachedSequence]:

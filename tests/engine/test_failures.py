@@ -336,7 +336,7 @@ def test_a_turn_that_is_refused_late_is_not_queued(monkeypatch, names):
             super().__init__(request, tokenizer, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(submission, "Reply", Refusing)
+        patch.setattr(submission, "ReplyState", Refusing)
         with pytest.raises(InvalidRequestError, match=r"stop\[0\]"):
             harness.engine.submit(specs)
     assert not harness.engine.has_unfinished

@@ -122,7 +122,7 @@ def slots_of_expedited_copies_are_given_away(patch):
             self._cache.end_step()
         return copy_ids, step
 
-    patch.setattr(Scheduler, "_rush", expedited)
+    patch.setattr(Scheduler, "_expedite", expedited)
 
 
 def lost_copies_count_as_arrived(patch):

@@ -72,7 +72,7 @@ def test_everything_happens_here_and_stretches_are_long(monkeypatch):
             lengths.append(self.num_steps)
             super().end()
 
-    monkeypatch.setattr(replica_module, "Stretch", Counted)
+    monkeypatch.setattr(replica_module, "DecodeRun", Counted)
     happened, num_steps = set(), 0
     for name in ("retention", "tight"):
         for seed in range(4):
