@@ -23,7 +23,7 @@ class Runner(Protocol):
 
         Raises:
           StepFailedError: it could not be begun; nothing on the device can be trusted until `reset`. Never
-            for a `Drop`, which only forgets.
+            for a `FreeRow`, which only forgets.
         """
         ...
 

@@ -56,7 +56,7 @@ class StateAware(ConsistentHash):
           least_gain_s: a conversation with state leaves its home only for so much; loads are old, and who
             leaves for little comes back for little.
           num_candidates: replicas that are looked at besides the home.
-          num_virtual_nodes: see `Ring`.
+          num_virtual_nodes: see `HashRing`.
         """
         super().__init__(num_virtual_nodes)
         self._speeds = speeds

@@ -108,7 +108,7 @@ def _says_why_not(asked: asyncio.Future[bytes]) -> bool:
 
 
 class RayReplicaStream:
-    """`Lines` of a call of Serve, which ends with its turns; what comes of them comes on a stream."""
+    """`ReplicaStream` of a call of Serve, which ends with its turns; what comes of them comes on a stream."""
 
     def __init__(self, call: Any, inbox: Inbox) -> None:
         """A response of Serve, and the stream that the call was told of."""
