@@ -7,7 +7,7 @@ import functools
 from pensieve_jax.cellular import CellularConfig
 from pensieve_jax.cellular.cells import Cell, CellTypes
 from pensieve_jax.cellular.request_processor import RequestProcessor
-from pensieve_jax.cellular.scheduler import Scheduler
+from pensieve_jax.cellular.scheduler import CellScheduler
 from pensieve_lab.cells.baselines import GraphMerging
 from tests.cellular.step_cell import STEP, chain
 from tests.launching import load
@@ -26,4 +26,4 @@ def test_planning_has_a_clock():
     assert serve(functools.partial(GraphMerging, max_graphs=2)) > 0
     planning.begin()
     assert planning.total_s == 0
-    assert serve(Scheduler) is None
+    assert serve(CellScheduler) is None

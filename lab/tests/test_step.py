@@ -35,7 +35,7 @@ STEPS = {
 def test_operations(name):
     """Bytes of weights, activations and state, and two operations for each multiply-add, of every layer."""
     model = preset(name)
-    rows = [row_steps.Row(0, 9, 10), row_steps.Row(1, 2, 5)]
+    rows = [row_steps.StepRow(0, 9, 10), row_steps.StepRow(1, 2, 5)]
     token_bytes = 3 * model.num_layers * 2 * model.num_kv_heads * model.head_dim  # 3 for a number
     sizes = {"num_samples": 2, "bytes_per_number": 2, "kv_token_bytes": token_bytes, "num_devices": 1}
     found = {one.name: one for one in step_bounds.operations(model, rows, **sizes)}

@@ -3,7 +3,7 @@
 Knows no engine. The public names are those imported here.
 """
 
-from model_defs.recurrent.cells import Cell
+from model_defs.recurrent.cells import RecurrentCell
 from model_defs.recurrent.errors import RequestError
 from model_defs.recurrent.lstm import LSTM, LSTMConfig, LSTMRequest
 from model_defs.recurrent.mamba import Mamba, MambaRequest
@@ -15,12 +15,12 @@ from model_defs.recurrent.tree_lstm import TreeLSTM, TreeLSTMConfig
 __all__ = [
     "LSTM",
     "BinaryTree",
-    "Cell",
     "LSTMConfig",
     "LSTMRequest",
     "Mamba",
     "MambaConfig",
     "MambaRequest",
+    "RecurrentCell",
     "RequestError",
     "Seq2Seq",
     "Seq2SeqConfig",

@@ -29,7 +29,7 @@ type Arrays = Mapping[str, jax.Array]
 DEFAULT_MAX_BATCH = 512
 
 
-class Cell(NamedTuple):
+class RecurrentCell(NamedTuple):
     """A cell as an engine takes it.
 
     Attributes:
@@ -47,7 +47,7 @@ class Cell(NamedTuple):
     batch_sizes: tuple[int, ...] | None = None
 
 
-class Graph(Protocol):
+class GraphBuilder(Protocol):
     """What `unfold` asks of a graph; see `pensieve_jax.cellular.graph.Graph`."""
 
     def chain(

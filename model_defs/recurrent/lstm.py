@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Self
 import jax
 import numpy as np
 
-from model_defs.recurrent.cells import DEFAULT_MAX_BATCH, Arrays, Cell, Graph, State, field
+from model_defs.recurrent.cells import DEFAULT_MAX_BATCH, Arrays, GraphBuilder, RecurrentCell, State, field
 from model_defs.recurrent.model import RecurrentConfig, RecurrentModel
-from model_defs.recurrent.parts import Embedding, Linear, lstm_recipes, lstm_step
+from model_defs.recurrent.parts import RecurrentEmbedding, RecurrentLinear, lstm_recipes, lstm_step
 from model_defs.recurrent.requests import check_ids, check_requests
 from model_defs.recurrent.tensors import TensorSource, open_tensors, size_of
 from model_defs.tensor_recipes import table
@@ -46,8 +46,10 @@ class LSTM(RecurrentModel[LSTMConfig]):
 
     def __init__(self, config: LSTMConfig) -> None:
         super().__init__(config)
-        self.embedding = Embedding(config.vocab_size, config.embedding_size, config.dtype)
-        self.lstm = Linear(config.embedding_size + config.hidden_size, 4 * config.hidden_size, config.dtype)
+        self.embedding = RecurrentEmbedding(config.vocab_size, config.embedding_size, config.dtype)
+        self.lstm = RecurrentLinear(
+            config.embedding_size + config.hidden_size, 4 * config.hidden_size, config.dtype
+        )
 
     @classmethod
     def random(
@@ -101,9 +103,9 @@ class LSTM(RecurrentModel[LSTMConfig]):
         h, c = lstm_step(self.lstm, self.embedding(token), before["h"], before["c"])
         return {"h": h, "c": c}
 
-    def cells(self, *, max_batch: int = DEFAULT_MAX_BATCH) -> list[Cell]:
+    def cells(self, *, max_batch: int = DEFAULT_MAX_BATCH) -> list[RecurrentCell]:
         """Return the only cell: the model itself."""
-        return [Cell(self, "lstm", max_batch)]
+        return [RecurrentCell(self, "lstm", max_batch)]
 
     def request(self, token_ids: Any) -> LSTMRequest:
         """A sentence, of one word at least.
@@ -113,12 +115,12 @@ class LSTM(RecurrentModel[LSTMConfig]):
         """
         return LSTMRequest(check_ids("token_ids", token_ids, self.config.vocab_size))
 
-    def unfold(self, request: LSTMRequest, graph: Graph) -> None:
+    def unfold(self, request: LSTMRequest, graph: GraphBuilder) -> None:
         """A node for each word."""
         check_requests(LSTMRequest, request)
         graph.returns(graph.chain(self, request.token_ids)[-1])
 
-    def unfold_many(self, requests: Sequence[LSTMRequest], graph: Graph) -> None:
+    def unfold_many(self, requests: Sequence[LSTMRequest], graph: GraphBuilder) -> None:
         """The same for many."""
         check_requests(LSTMRequest, *requests)
         graph.sentences(self, [request.token_ids for request in requests])

@@ -24,10 +24,10 @@ from jax import lax
 from model_defs.config import read_json
 from model_defs.errors import CheckpointError
 from model_defs.parameters import named_parameters
-from model_defs.recurrent.cells import Arrays, Cell, Graph, State, field
+from model_defs.recurrent.cells import Arrays, GraphBuilder, RecurrentCell, State, field
 from model_defs.recurrent.mamba_config import MambaConfig, mamba_recipes, parse_mamba
 from model_defs.recurrent.model import RecurrentModel
-from model_defs.recurrent.parts import Embedding, best, declare, project
+from model_defs.recurrent.parts import RecurrentEmbedding, best, declare, project
 from model_defs.recurrent.requests import check_count, check_id, check_ids, check_requests
 from model_defs.recurrent.tensors import TensorSource, open_tensors
 
@@ -100,7 +100,7 @@ class Mamba(RecurrentModel[MambaConfig]):
 
     def __init__(self, config: MambaConfig) -> None:
         super().__init__(config)
-        self.embeddings = Embedding(config.vocab_size, config.hidden_size, config.dtype, scale=0.1)
+        self.embeddings = RecurrentEmbedding(config.vocab_size, config.hidden_size, config.dtype, scale=0.1)
         self.layers = MambaLayers(config)
         self.norm_f = declare((config.hidden_size,), "float32", 1.0, constant=True)
         if not config.tie_word_embeddings:
@@ -184,9 +184,9 @@ class Mamba(RecurrentModel[MambaConfig]):
         head = self.embeddings.weight[...].T if is_tied else self.lm_head[...]
         return {"window": windows, "state": states, "token": best(project(x, head))}
 
-    def cells(self, *, max_batch: int = 64) -> list[Cell]:
+    def cells(self, *, max_batch: int = 64) -> list[RecurrentCell]:
         """Return the only cell: the model itself."""
-        return [Cell(self, "mamba", max_batch)]
+        return [RecurrentCell(self, "mamba", max_batch)]
 
     def request(
         self, prompt_ids: Any, max_new_tokens: int, *, eos_id: int | None = None, ignore_eos: bool = False
@@ -211,7 +211,7 @@ class Mamba(RecurrentModel[MambaConfig]):
             end = check_id("eos_id", eos_id, self.config.vocab_size)
         return MambaRequest(ids, most, end)
 
-    def unfold(self, request: MambaRequest, graph: Graph) -> None:
+    def unfold(self, request: MambaRequest, graph: GraphBuilder) -> None:
         """A chain that reads, and one that may end early: of the prompt's last token, and then of its own."""
         check_requests(MambaRequest, request)
         prompt = request.prompt_ids

@@ -36,7 +36,7 @@ def project(x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> j
     return y if bias is None else y + bias.astype(jnp.float32)
 
 
-class Embedding(nnx.Module):
+class RecurrentEmbedding(nnx.Module):
     """A table [vocab_size, width] of tokens."""
 
     def __init__(self, vocab_size: int, width: int, dtype: str, *, scale: float = 1.0) -> None:
@@ -48,7 +48,7 @@ class Embedding(nnx.Module):
         return jnp.take(self.weight[...], token, axis=0, mode="clip")
 
 
-class Linear(nnx.Module):
+class RecurrentLinear(nnx.Module):
     """A projection; weight [in, out], which is torch's transposed, and bias [out]."""
 
     def __init__(self, in_size: int, out_size: int, dtype: str, *, bias: bool = True) -> None:
@@ -60,7 +60,9 @@ class Linear(nnx.Module):
         return project(x, self.weight[...], None if self.bias is None else self.bias[...])
 
 
-def lstm_step(gates: Linear, x: jax.Array, h: jax.Array, c: jax.Array) -> tuple[jax.Array, jax.Array]:
+def lstm_step(
+    gates: RecurrentLinear, x: jax.Array, h: jax.Array, c: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """A step of an LSTM: one matmul of [B, in + hidden] with [in + hidden, 4 hidden] (thesis, section 2.2.2).
 
     Args:
@@ -77,7 +79,7 @@ def lstm_step(gates: Linear, x: jax.Array, h: jax.Array, c: jax.Array) -> tuple[
 
 
 def linear_recipes(ours: str, theirs: str, in_size: int, out_size: int) -> dict[str, Recipe]:
-    """Of a `Linear` with a bias, made of a torch one."""
+    """Of a `RecurrentLinear` with a bias, made of a torch one."""
     return {
         f"{ours}.weight": matrix(f"{theirs}.weight", in_size, out_size),
         f"{ours}.bias": vector(f"{theirs}.bias", out_size),

@@ -18,9 +18,16 @@ import numpy as np
 from flax import nnx
 
 from model_defs.errors import UnsupportedModelError
-from model_defs.recurrent.cells import DEFAULT_MAX_BATCH, Arrays, Cell, Graph, State, field
+from model_defs.recurrent.cells import DEFAULT_MAX_BATCH, Arrays, GraphBuilder, RecurrentCell, State, field
 from model_defs.recurrent.model import RecurrentConfig, RecurrentModel
-from model_defs.recurrent.parts import Embedding, Linear, best, linear_recipes, lstm_recipes, lstm_step
+from model_defs.recurrent.parts import (
+    RecurrentEmbedding,
+    RecurrentLinear,
+    best,
+    linear_recipes,
+    lstm_recipes,
+    lstm_step,
+)
 from model_defs.recurrent.requests import check_count, check_id, check_ids, check_requests
 from model_defs.recurrent.tensors import TensorSource, open_tensors, size_of
 from model_defs.tensor_recipes import Recipe, table
@@ -74,8 +81,8 @@ class _Coder(nnx.Module):
 
     def __init__(self, config: Seq2SeqConfig, vocab_size: int, embedding_size: int) -> None:
         self.config = config
-        self.embedding = Embedding(vocab_size, embedding_size, config.dtype)
-        self.lstm = Linear(embedding_size + config.hidden_size, 4 * config.hidden_size, config.dtype)
+        self.embedding = RecurrentEmbedding(vocab_size, embedding_size, config.dtype)
+        self.lstm = RecurrentLinear(embedding_size + config.hidden_size, 4 * config.hidden_size, config.dtype)
 
     @property
     def state(self) -> State:
@@ -99,14 +106,14 @@ class Encoder(_Coder):
         return {"h": h, "c": c, "token": jnp.full_like(token, self.config.go_id)}
 
 
-class Decoder(_Coder):
+class Seq2SeqDecoder(_Coder):
     """Writes the best next word, and reads it in the next step."""
 
     emits = ("token",)
 
     def __init__(self, config: Seq2SeqConfig) -> None:
         super().__init__(config, config.target_vocab_size, config.target_embedding_size)
-        self.out = Linear(config.hidden_size, config.target_vocab_size, config.dtype)
+        self.out = RecurrentLinear(config.hidden_size, config.target_vocab_size, config.dtype)
 
     def __call__(self, inputs: tuple[Arrays]) -> dict[str, jax.Array]:
         """A step of each of B sentences."""
@@ -122,7 +129,7 @@ class Seq2Seq(RecurrentModel[Seq2SeqConfig]):
 
     def __init__(self, config: Seq2SeqConfig) -> None:
         super().__init__(config)
-        self.encoder, self.decoder = Encoder(config), Decoder(config)
+        self.encoder, self.decoder = Encoder(config), Seq2SeqDecoder(config)
 
     @classmethod
     def random(
@@ -199,11 +206,11 @@ class Seq2Seq(RecurrentModel[Seq2SeqConfig]):
 
     def cells(
         self, *, encoder_max_batch: int = DEFAULT_MAX_BATCH, decoder_max_batch: int = DEFAULT_MAX_BATCH // 2
-    ) -> list[Cell]:
+    ) -> list[RecurrentCell]:
         """Both, with the batches of the thesis; the decoder goes first, so that requests leave early."""
         return [
-            Cell(self.encoder, "encoder", encoder_max_batch, priority=0),
-            Cell(self.decoder, "decoder", decoder_max_batch, priority=1),
+            RecurrentCell(self.encoder, "encoder", encoder_max_batch, priority=0),
+            RecurrentCell(self.decoder, "decoder", decoder_max_batch, priority=1),
         ]
 
     def request(
@@ -234,7 +241,7 @@ class Seq2Seq(RecurrentModel[Seq2SeqConfig]):
             end = check_id("eos_id", eos_id, self.config.target_vocab_size)
         return Seq2SeqRequest(ids, most, end)
 
-    def unfold(self, request: Seq2SeqRequest, graph: Graph) -> None:
+    def unfold(self, request: Seq2SeqRequest, graph: GraphBuilder) -> None:
         """A chain of encoders, and behind it one of decoders, which may end early."""
         check_requests(Seq2SeqRequest, request)
         read = graph.chain(self.encoder, request.source_ids)

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from model_defs.recurrent.cells import DEFAULT_MAX_BATCH, Arrays, Cell, Graph, State, field
+from model_defs.recurrent.cells import DEFAULT_MAX_BATCH, Arrays, GraphBuilder, RecurrentCell, State, field
 from model_defs.recurrent.model import RecurrentConfig, RecurrentModel
-from model_defs.recurrent.parts import Embedding, Linear, best, linear_recipes
+from model_defs.recurrent.parts import RecurrentEmbedding, RecurrentLinear, best, linear_recipes
 from model_defs.recurrent.requests import check_requests
 from model_defs.recurrent.tensors import TensorSource, open_tensors, size_of
 from model_defs.recurrent.tree import BinaryTree, from_arrays, from_pairs
@@ -42,7 +42,7 @@ class TreeLSTMConfig(RecurrentConfig):
 class _TreeCell(nnx.Module):
     """What both cells have: a state, and the gates behind a matmul."""
 
-    def __init__(self, config: TreeLSTMConfig, head: Linear | None) -> None:
+    def __init__(self, config: TreeLSTMConfig, head: RecurrentLinear | None) -> None:
         self.config, self.head = config, head
         self.emits = ("label",) if head is not None else ()
 
@@ -67,10 +67,10 @@ class Leaf(_TreeCell):
     inputs = ()
     immediates = ("token",)
 
-    def __init__(self, config: TreeLSTMConfig, head: Linear | None) -> None:
+    def __init__(self, config: TreeLSTMConfig, head: RecurrentLinear | None) -> None:
         super().__init__(config, head)
-        self.embedding = Embedding(config.vocab_size, config.embedding_size, config.dtype)
-        self.gates = Linear(config.embedding_size, 3 * config.hidden_size, config.dtype)
+        self.embedding = RecurrentEmbedding(config.vocab_size, config.embedding_size, config.dtype)
+        self.gates = RecurrentLinear(config.embedding_size, 3 * config.hidden_size, config.dtype)
 
     def __call__(self, inputs: tuple[()], token: jax.Array) -> dict[str, jax.Array]:
         return self._leave(self.gates(self.embedding(token)), 0.0)
@@ -79,10 +79,10 @@ class Leaf(_TreeCell):
 class Inner(_TreeCell):
     """A node of two children: one matmul of [B, 2 hidden] with [2 hidden, 5 hidden]."""
 
-    def __init__(self, config: TreeLSTMConfig, head: Linear | None) -> None:
+    def __init__(self, config: TreeLSTMConfig, head: RecurrentLinear | None) -> None:
         """Declare every array; gates are input, output, update, and forget for each child."""
         super().__init__(config, head)
-        self.gates = Linear(2 * config.hidden_size, 5 * config.hidden_size, config.dtype)
+        self.gates = RecurrentLinear(2 * config.hidden_size, 5 * config.hidden_size, config.dtype)
 
     @property
     def inputs(self) -> tuple[State, State]:
@@ -107,7 +107,9 @@ class TreeLSTM(RecurrentModel[TreeLSTMConfig]):
     def __init__(self, config: TreeLSTMConfig) -> None:
         super().__init__(config)
         self.head = (
-            Linear(config.hidden_size, config.num_classes, config.dtype) if config.num_classes else None
+            RecurrentLinear(config.hidden_size, config.num_classes, config.dtype)
+            if config.num_classes
+            else None
         )
         self.leaf, self.inner = Leaf(config, self.head), Inner(config, self.head)
 
@@ -168,11 +170,11 @@ class TreeLSTM(RecurrentModel[TreeLSTMConfig]):
             recipes |= linear_recipes("head", linear, config.hidden_size, config.num_classes)
         return model._fill_from(tensors, recipes)
 
-    def cells(self, *, max_batch: int = DEFAULT_MAX_BATCH) -> list[Cell]:
+    def cells(self, *, max_batch: int = DEFAULT_MAX_BATCH) -> list[RecurrentCell]:
         """Both; inner nodes go first, so that requests leave early."""
         return [
-            Cell(self.leaf, "leaf", max_batch, priority=0),
-            Cell(self.inner, "inner", max_batch, priority=1),
+            RecurrentCell(self.leaf, "leaf", max_batch, priority=0),
+            RecurrentCell(self.inner, "inner", max_batch, priority=1),
         ]
 
     def request(self, tree: Any) -> BinaryTree:
@@ -191,7 +193,7 @@ class TreeLSTM(RecurrentModel[TreeLSTMConfig]):
         """
         return from_arrays(words, children, self.config.vocab_size)
 
-    def unfold(self, request: BinaryTree, graph: Graph) -> None:
+    def unfold(self, request: BinaryTree, graph: GraphBuilder) -> None:
         """Leaves, each by itself, and the tree above them."""
         check_requests(BinaryTree, request)
         num = len(request.words)
@@ -200,7 +202,7 @@ class TreeLSTM(RecurrentModel[TreeLSTMConfig]):
             root = graph.nodes(self.inner, request.children)[-1]
         graph.returns(root)
 
-    def unfold_many(self, requests: Sequence[BinaryTree], graph: Graph) -> None:
+    def unfold_many(self, requests: Sequence[BinaryTree], graph: GraphBuilder) -> None:
         """The same for many."""
         check_requests(BinaryTree, *requests)
         words, children = [one.words for one in requests], [one.children for one in requests]

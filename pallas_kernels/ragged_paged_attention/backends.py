@@ -29,7 +29,7 @@ def any_device(device: jax.Device) -> None:
 
 
 class ByteLimits(NamedTuple):
-    """Of a back end that reads pages in 8 bits by a kernel of their own; as in `Backend`."""
+    """Of a back end that reads pages in 8 bits by a kernel of their own; as in `AttentionBackend`."""
 
     dtypes: tuple[str, ...]
     head_dims: tuple[int, ...]
@@ -37,7 +37,7 @@ class ByteLimits(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Backend:
+class AttentionBackend:
     """A row of the table.
 
     Attributes:
@@ -85,7 +85,7 @@ class Backend:
 # nobody's: more would cost a prompt what it gains. What Triton does not serve, it does not either: Triton
 # serves its small tiles.
 _ROWS = (
-    Backend(
+    AttentionBackend(
         name="pallas_mosaic_gpu",
         module="pallas_mosaic_gpu",
         device_limit=mosaic_device_limit,
@@ -100,7 +100,7 @@ _ROWS = (
         has_mosaic_tiles=True,
         auto_place=1,
     ),
-    Backend(
+    AttentionBackend(
         name="pallas_triton",
         module="pallas_triton",
         device_limit=triton_device_limit,
@@ -110,7 +110,7 @@ _ROWS = (
         has_tiles=True,
         auto_place=2,
     ),
-    Backend(
+    AttentionBackend(
         name="jax_triton",
         module="jax_triton",
         device_limit=triton_device_limit,
@@ -122,10 +122,10 @@ _ROWS = (
         package="jax_triton",
         extra="triton",
     ),
-    Backend(name="xla", module="xla", auto_place=3),
-    Backend(name="reference", module="reference"),  # numpy: not inside a jit
+    AttentionBackend(name="xla", module="xla", auto_place=3),
+    AttentionBackend(name="reference", module="reference"),  # numpy: not inside a jit
 )
-TABLE: dict[str, Backend] = {row.name: row for row in _ROWS}
+TABLE: dict[str, AttentionBackend] = {row.name: row for row in _ROWS}
 BACKENDS = (AUTO, *TABLE)
 AUTO_BACKENDS: tuple[str, ...] = tuple(
     row.name for row in sorted(_ROWS, key=lambda row: row.auto_place or 0) if row.auto_place is not None
@@ -193,11 +193,11 @@ def choose_backend(
     Raises:
       AttentionArgumentError: there is no back end of this name, or none serves these heads, or not this one.
     """
-    limits = Limits(device_limit, _auto_limit if backend == AUTO else heads_limit)
+    limits = BackendLimits(device_limit, _auto_limit if backend == AUTO else heads_limit)
     return choose_among(BACKENDS, AUTO_BACKENDS, limits, backend, heads, device, named_in=named_in)
 
 
-class Limits(NamedTuple):
+class BackendLimits(NamedTuple):
     """What keeps a back end, by its name, from serving; None: nothing.
 
     Attributes:
@@ -212,7 +212,7 @@ class Limits(NamedTuple):
 def choose_among(
     known: tuple[str, ...],
     tried: Iterable[str],
-    limits: Limits,
+    limits: BackendLimits,
     backend: str,
     heads: AttentionHeads,
     device: jax.Device | None,

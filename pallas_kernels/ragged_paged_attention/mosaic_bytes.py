@@ -34,7 +34,13 @@ from pallas_kernels.ragged_paged_attention.mosaic_byte_lanes import (
     finish,
     load_queries,
 )
-from pallas_kernels.ragged_paged_attention.mosaic_launch import Inputs, Item, Launch, for_each_item, page_ids
+from pallas_kernels.ragged_paged_attention.mosaic_launch import (
+    Inputs,
+    Item,
+    KernelLaunch,
+    for_each_item,
+    page_ids,
+)
 from pallas_kernels.ragged_paged_attention.mosaic_threads import run_threads
 
 # Registers of a thread that computes, and of one that fetches, by pairs: together twice what a thread has
@@ -62,7 +68,7 @@ class _Shared(NamedTuple):
 
 
 @functools.cache
-def byte_attention_of(launch: Launch, out_type: Any) -> Callable[..., Any]:
+def byte_attention_of(launch: KernelLaunch, out_type: Any) -> Callable[..., Any]:
     """The kernel of a class, as a function of `Inputs`; `out_type` stands for those that are not given."""
     pairs, tile_class = launch.num_pairs, launch.tile_class
     stages, rows = pairs * tile_class.num_stages, tile_class.rows
@@ -96,7 +102,7 @@ def byte_attention_of(launch: Launch, out_type: Any) -> Callable[..., Any]:
     return jax.jit(kernel)
 
 
-def _kernel(*refs: Any, launch: Launch, **scratch: Any) -> None:
+def _kernel(*refs: Any, launch: KernelLaunch, **scratch: Any) -> None:
     """One program: of its warpgroups the first half computes and the second fetches."""
     inputs, shared = Inputs(*refs), _Shared(**scratch)
     warpgroup, pairs = lax.axis_index("warpgroup"), launch.num_pairs
@@ -120,7 +126,7 @@ def _kernel(*refs: Any, launch: Launch, **scratch: Any) -> None:
 class _Pair(NamedTuple):
     """Two warpgroups, one of which fetches what the other one computes with."""
 
-    launch: Launch
+    launch: KernelLaunch
     inputs: Inputs
     shared: _Shared
     pair: Any

@@ -30,7 +30,7 @@ from pallas_kernels.ragged_paged_attention.mosaic_launch import (
     COLUMNS,
     Inputs,
     Item,
-    Launch,
+    KernelLaunch,
     Shared,
     for_each_item,
 )
@@ -45,7 +45,7 @@ _LAYOUT = plgpu.Layout.WGMMA
 _OWN_COLUMNS = 8
 
 
-def compute(launch: Launch, inputs: Inputs, shared: Shared, program: Any, warpgroup: Any) -> None:
+def compute(launch: KernelLaunch, inputs: Inputs, shared: Shared, program: Any, warpgroup: Any) -> None:
     """One warpgroup's rows of all items of a program."""
     plgpu.barrier_arrive(shared.q_free.at[0])
     for stage in range(launch.tile_class.num_stages):
@@ -94,7 +94,7 @@ def _full(shape: tuple[int, ...], value: float) -> Any:
 class _Rows:
     """One warpgroup's rows of one item; blocks are counted in the order in which they are walked."""
 
-    launch: Launch
+    launch: KernelLaunch
     shared: Shared
     item: Item
     warpgroup: Any

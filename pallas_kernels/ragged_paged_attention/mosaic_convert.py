@@ -27,11 +27,11 @@ from pallas_kernels.ragged_paged_attention.interpreted_threads import run_interp
 from pallas_kernels.ragged_paged_attention.mosaic_byte_lanes import HEAD_DIM, NUM_WARPS
 from pallas_kernels.ragged_paged_attention.mosaic_launch import (
     TILES,
+    BlockRing,
     Codes,
     Inputs,
     Item,
-    Launch,
-    Ring,
+    KernelLaunch,
     Shared,
     for_each_item,
 )
@@ -45,7 +45,7 @@ _BIAS, _FLIPPED_SIGNS = float(2**15 + 128), 0x80808080 - (1 << 32)
 _BIAS_BYTES = 0x4700
 
 
-def convert(launch: Launch, inputs: Inputs, shared: Shared, codes: Codes, program: Any) -> None:
+def convert(launch: KernelLaunch, inputs: Inputs, shared: Shared, codes: Codes, program: Any) -> None:
     """Keys and values of all items of a program, as codes come and room comes free.
 
     Keys are a block ahead of values: so they are needed, and so their room comes free. Values of an item's
@@ -72,7 +72,7 @@ def convert(launch: Launch, inputs: Inputs, shared: Shared, codes: Codes, progra
             plgpu.barrier_wait(target.free.at[stage])
 
 
-def _convert(launch: Launch, source: Ring, target: Ring, block: Any) -> None:
+def _convert(launch: KernelLaunch, source: BlockRing, target: BlockRing, block: Any) -> None:
     """Keys, or values, of a block, which is counted over all items."""
     kv_dtype = launch.spec.kv_dtype
     assert kv_dtype is not None

@@ -39,7 +39,7 @@ _MAX_CODE_STAGES = 4
 
 
 @dataclass(frozen=True)
-class Launch:
+class KernelLaunch:
     """What is fixed when the kernel of one tile class is compiled.
 
     Attributes:
@@ -148,7 +148,7 @@ class Item(NamedTuple):
     kv_end: Any
     slot: Any
 
-    def num_blocks(self, launch: Launch) -> Any:
+    def num_blocks(self, launch: KernelLaunch) -> Any:
         """Blocks of its key range; none for tokens that belong to no row."""
         block_kv = launch.tile_class.block_kv
         return lax.div(jnp.maximum(self.kv_end - self.kv_begin, 0) + (block_kv - 1), block_kv)
@@ -166,7 +166,7 @@ class Inputs(NamedTuple):
     partial_lse: Any  # f32[num_partial_rows], base 2
 
 
-class Ring(NamedTuple):
+class BlockRing(NamedTuple):
     """Blocks of keys or of values in shared memory, by stage, and the barriers over them."""
 
     blocks: Any
@@ -178,8 +178,8 @@ class Ring(NamedTuple):
 class Codes(NamedTuple):
     """Blocks in 8 bits, as they come from pages: i8[num_code_stages, block_kv, head_dim]."""
 
-    keys: Ring
-    values: Ring
+    keys: BlockRing
+    values: BlockRing
 
 
 class Shared(NamedTuple):
@@ -198,15 +198,15 @@ class Shared(NamedTuple):
     values_clean: Any
 
     @property
-    def rings(self) -> tuple[Ring, Ring]:
+    def rings(self) -> tuple[BlockRing, BlockRing]:
         """Of keys and of values."""
-        return Ring(self.k, self.k_ready, self.k_free), Ring(self.v, self.v_ready, self.v_free)
+        return BlockRing(self.k, self.k_ready, self.k_free), BlockRing(self.v, self.v_ready, self.v_free)
 
-    def q_tiles(self, launch: Launch) -> Any:
+    def q_tiles(self, launch: KernelLaunch) -> Any:
         """Queries as operand of a product: tiles of eight rows."""
         return self.q if launch.interpret else self.q[0]
 
-    def q_rows(self, launch: Launch) -> Any:
+    def q_rows(self, launch: KernelLaunch) -> Any:
         """The same memory row by row, so that a copy may begin at any token."""
         return self.q if launch.interpret else self.q[1]
 
@@ -214,7 +214,7 @@ class Shared(NamedTuple):
 ItemBody = Callable[[Any, Item, Any], None]
 
 
-def for_each_item(launch: Launch, inputs: Inputs, program: Any, body: ItemBody) -> tuple[Any, Any]:
+def for_each_item(launch: KernelLaunch, inputs: Inputs, program: Any, body: ItemBody) -> tuple[Any, Any]:
     """Calls body(i, i-th item of this program, blocks of all its earlier items); returns how many of both.
 
     Tiles come widest first, those of prompts row by row, and are dealt in alternating directions: every
@@ -241,7 +241,7 @@ def for_each_item(launch: Launch, inputs: Inputs, program: Any, body: ItemBody) 
     return count, lax.fori_loop(0, count, step, jnp.int32(0))
 
 
-def page_ids(launch: Launch, inputs: Inputs, item: Item, block: Any) -> tuple[Any, ...]:
+def page_ids(launch: KernelLaunch, inputs: Inputs, item: Item, block: Any) -> tuple[Any, ...]:
     """Pages of a block of the item's range.
 
     Columns stay inside the range: an id behind it may be anything, and "before the first block" is asked for

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.ragged_paged_attention.mosaic_launch import COLUMNS, Inputs, Item, Launch, Shared
+from pallas_kernels.ragged_paged_attention.mosaic_launch import COLUMNS, Inputs, Item, KernelLaunch, Shared
 from pallas_kernels.ragged_paged_attention.tile_specs import WARPGROUP_ROWS
 
 
 def store_rows(
-    launch: Launch,
+    launch: KernelLaunch,
     inputs: Inputs,
     shared: Shared,
     item: Item,
@@ -44,7 +44,7 @@ def store_rows(
         inputs.partial_lse[part] = lse
 
 
-def _stage_result(launch: Launch, shared: Shared, warpgroup: Any, buffer: Any, acc: Any) -> None:
+def _stage_result(launch: KernelLaunch, shared: Shared, warpgroup: Any, buffer: Any, acc: Any) -> None:
     """Puts the rows where the item's queries were, which are not needed any more."""
     plgpu.commit_smem()  # a barrier: all four warps are done with the queries
     result = acc.astype(launch.dtype)
@@ -55,7 +55,7 @@ def _stage_result(launch: Launch, shared: Shared, warpgroup: Any, buffer: Any, a
 
 
 def _copy_result(
-    launch: Launch, inputs: Inputs, shared: Shared, item: Item, warpgroup: Any, buffer: Any
+    launch: KernelLaunch, inputs: Inputs, shared: Shared, item: Item, warpgroup: Any, buffer: Any
 ) -> None:
     """Copies the rows of the tile's tokens, and no others."""
 

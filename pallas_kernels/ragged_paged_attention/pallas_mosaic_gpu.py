@@ -34,11 +34,11 @@ from pallas_kernels.ragged_paged_attention.mosaic_convert import convert
 from pallas_kernels.ragged_paged_attention.mosaic_launch import (
     COLUMNS,
     TILES,
+    BlockRing,
     Codes,
     Inputs,
     Item,
-    Launch,
-    Ring,
+    KernelLaunch,
     Shared,
     for_each_item,
     page_ids,
@@ -80,7 +80,7 @@ def mosaic_attention(
         if not (tile_class.mosaic or tile_class.in_bytes):
             continue
         scale = sm_scale * math.log2(math.e)
-        launch = Launch(spec, index, page_indices.shape[1], head_dim, scale, q.dtype, interpret)
+        launch = KernelLaunch(spec, index, page_indices.shape[1], head_dim, scale, q.dtype, interpret)
         # A class writes its own rows only; the second goes on in the buffers of the first.
         refs = [jax.new_ref(buffer) for buffer in buffers]
         kernel_of = byte_attention_of if tile_class.decodes_bytes else _attention_of
@@ -90,7 +90,7 @@ def mosaic_attention(
 
 
 @functools.cache
-def _attention_of(launch: Launch, out_type: Any) -> Callable[..., Any]:
+def _attention_of(launch: KernelLaunch, out_type: Any) -> Callable[..., Any]:
     """The kernel of a class, as a function of `Inputs`; `out_type` stands for those that are not given.
 
     Kept, and a jit of its own: a model calls it once a layer, but it is traced and lowered, which takes a
@@ -140,10 +140,10 @@ def _attention_of(launch: Launch, out_type: Any) -> Callable[..., Any]:
     return jax.jit(kernel)
 
 
-def _codes(launch: Launch) -> Codes:
+def _codes(launch: KernelLaunch) -> Codes:
     """Shared memory for codes and their scales."""
     stages, pages = launch.num_code_stages, launch.pages_per_block
-    ring = Ring(
+    ring = BlockRing(
         blocks=plgpu.SMEM((stages, launch.tile_class.block_kv, launch.head_dim), jnp.int8),
         ready=plgpu.Barrier(num_arrivals=2 * pages, num_barriers=stages),
         free=plgpu.Barrier(num_barriers=stages),
@@ -152,7 +152,7 @@ def _codes(launch: Launch) -> Codes:
     return Codes(ring, ring)
 
 
-def _kernel(*refs: Any, launch: Launch, shared: Shared, codes: Codes | tuple[()]) -> None:
+def _kernel(*refs: Any, launch: KernelLaunch, shared: Shared, codes: Codes | tuple[()]) -> None:
     """One program: the first of its warpgroups compute, the next one fetches, the last converts codes."""
     inputs, num_warpgroups = Inputs(*refs), launch.num_warpgroups
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
@@ -184,11 +184,11 @@ def _kernel(*refs: Any, launch: Launch, shared: Shared, codes: Codes | tuple[()]
 
 
 def _fetch(
-    launch: Launch,
+    launch: KernelLaunch,
     inputs: Inputs,
     shared: Shared,
     program: Any,
-    rings: tuple[Ring, Ring],
+    rings: tuple[BlockRing, BlockRing],
     num_stages: int,
 ) -> None:
     """Copies the queries, keys and values of all items to shared memory, as room comes free."""
@@ -213,7 +213,7 @@ def _fetch(
             plgpu.barrier_wait(ring.free.at[stage])
 
 
-def _fetch_queries(launch: Launch, inputs: Inputs, shared: Shared, item: Item, buffer: Any) -> None:
+def _fetch_queries(launch: KernelLaunch, inputs: Inputs, shared: Shared, item: Item, buffer: Any) -> None:
     plgpu.barrier_wait(shared.q_free.at[buffer])
     for warpgroup in range(launch.num_warpgroups):
         for row, head, token in launch.runs(warpgroup):
@@ -230,7 +230,12 @@ def _fetch_queries(launch: Launch, inputs: Inputs, shared: Shared, item: Item, b
 
 
 def _fetch_pages(
-    launch: Launch, inputs: Inputs, rings: tuple[Ring, Ring], item: Item, stage: Any, ids: tuple[Any, ...]
+    launch: KernelLaunch,
+    inputs: Inputs,
+    rings: tuple[BlockRing, BlockRing],
+    item: Item,
+    stage: Any,
+    ids: tuple[Any, ...],
 ) -> None:
     """Keys and values of a block, page by page, and where they are codes their scales."""
     page_size, head_dim = launch.spec.page_size, launch.head_dim

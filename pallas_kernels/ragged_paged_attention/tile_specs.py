@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.devices import has_large_shared_memory
-from pallas_kernels.ragged_paged_attention.backends import TABLE, Backend
+from pallas_kernels.ragged_paged_attention.backends import TABLE, AttentionBackend
 from pallas_kernels.ragged_paged_attention.block_sizes import (
     MERGE_ROWS,
     BlockSizes,
@@ -174,7 +174,7 @@ def make_tile_spec(
     return TileSpec(num_tokens, max_num_seqs, group, num_kv_heads, page_size, backend, blocks, kv_dtype)
 
 
-def _check_blocks(blocks: BlockSizes, group: int, row: Backend) -> None:
+def _check_blocks(blocks: BlockSizes, group: int, row: AttentionBackend) -> None:
     rows = [tile_class.rows for tile_class in blocks.classes]
     least = max(group, 8 if blocks.classes and blocks.classes[0].in_bytes else MERGE_ROWS)
     if not rows or rows != sorted(set(rows)) or rows[0] < least:
@@ -194,7 +194,9 @@ def _check_blocks(blocks: BlockSizes, group: int, row: Backend) -> None:
             raise AttentionArgumentError("blocks", sizes, limit)
 
 
-def _check_byte_classes(blocks: BlockSizes, row: Backend, page_size: int, kv_dtype: str | None) -> None:
+def _check_byte_classes(
+    blocks: BlockSizes, row: AttentionBackend, page_size: int, kv_dtype: str | None
+) -> None:
     """Of the classes that are Mosaic's, those for bytes serve these pages, and the others no bytes."""
     for tile_class in blocks.classes:
         if kv_dtype is not None and tile_class.mosaic and not tile_class.in_bytes:

@@ -17,7 +17,7 @@ from pallas_kernels.devices import triton_device_limit
 from pallas_kernels.ragged_paged_attention.backends import (
     AttentionHeads,
     BackendChoice,
-    Limits,
+    BackendLimits,
     any_device,
     choose_among,
 )
@@ -26,7 +26,7 @@ from pallas_kernels.ragged_paged_attention.errors import AttentionArgumentError
 BACKENDS = RING_DECODE_BACKENDS
 
 
-class Backend(NamedTuple):
+class RingDecodeBackend(NamedTuple):
     """A row of the table.
 
     Attributes:
@@ -44,17 +44,17 @@ class Backend(NamedTuple):
     groups: tuple[int, ...] | None = None
 
 
-TABLE: dict[str, Backend] = {
+TABLE: dict[str, RingDecodeBackend] = {
     row.name: row
     for row in (
-        Backend(
+        RingDecodeBackend(
             name="pallas_triton",
             device_limit=triton_device_limit,
             dtypes=("bfloat16", "float16", "float32"),
             head_dims=(32, 64, 128, 256),
             groups=tuple(range(1, 65)),
         ),
-        Backend(name="xla"),
+        RingDecodeBackend(name="xla"),
     )
 }
 """As "auto" tries them: the kernel reads a row's own columns, plain XLA the whole ring, on any device."""
@@ -75,7 +75,7 @@ def choose_backend(
     Raises:
       AttentionArgumentError: there is no back end of this name, or it does not serve these heads.
     """
-    limits = Limits(device_limit, _heads_limit)
+    limits = BackendLimits(device_limit, _heads_limit)
     return choose_among(BACKENDS, TABLE, limits, backend, heads, device, named_in=named_in)
 
 

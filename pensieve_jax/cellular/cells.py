@@ -20,7 +20,7 @@ import numpy as np
 from pensieve_jax.cellular.errors import CellError
 
 if TYPE_CHECKING:  # models bring JAX along, which nothing here needs
-    from model_defs.recurrent import Cell as ModelCell
+    from model_defs.recurrent import RecurrentCell
 
 DEFAULT_MAX_BATCH = 512
 _TAKEN_NAMES = frozenset({"self", "batch", "cell", "inputs", "words", "num", "after", "until"})
@@ -136,7 +136,7 @@ class CellTypes:
       max_fan_in, max_num_immediates, max_num_emitted: the most that any type has.
     """
 
-    def __init__(self, cells: Iterable[Cell | ModelCell]) -> None:
+    def __init__(self, cells: Iterable[Cell | RecurrentCell]) -> None:
         """Check and number them.
 
         Raises:
@@ -187,7 +187,7 @@ class CellTypes:
         is_its = found is not None and self.cells[found.index].module is getattr(cell, "module", None)
         return found if is_its else None
 
-    def _add(self, index: int, cell: Cell | ModelCell) -> None:
+    def _add(self, index: int, cell: Cell | RecurrentCell) -> None:
         if not hasattr(cell, "module") or not hasattr(cell, "name"):
             raise CellError(f"cells[{index}]", cell, "a Cell: a module and a name for it")
         name = cell.name
@@ -268,7 +268,7 @@ def _emitted(name: str, value: Any, state: Mapping[str, Field]) -> tuple[tuple[s
     return tuple((one, state[one].dtype) for one in value)
 
 
-def _batch_sizes(cell: Cell | ModelCell) -> tuple[int, ...]:
+def _batch_sizes(cell: Cell | RecurrentCell) -> tuple[int, ...]:
     most = cell.max_batch
     if not isinstance(most, int) or isinstance(most, bool) or most < 1:
         raise CellError(f"{cell.name}.max_batch", most, "an int of at least 1")

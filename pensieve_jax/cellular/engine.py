@@ -29,7 +29,7 @@ from pensieve_jax.cellular.loop import Loop
 from pensieve_jax.cellular.request import CellOutput, CellRequest
 from pensieve_jax.cellular.request_processor import MakeScheduler, RequestProcessor
 from pensieve_jax.cellular.rows import num_rows_for
-from pensieve_jax.cellular.scheduler import Scheduler
+from pensieve_jax.cellular.scheduler import CellScheduler
 from pensieve_jax.core.change_guard import ChangeGuard
 from pensieve_jax.core.errors import ConfigError, EngineClosedError, InvalidFieldError
 from pensieve_jax.core.outputs import all_results
@@ -42,7 +42,7 @@ from pensieve_jax.runtime.compilation import (
 from pensieve_jax.runtime.program import Program
 
 if TYPE_CHECKING:
-    from model_defs.recurrent import Cell as ModelCell
+    from model_defs.recurrent import RecurrentCell
 
 _SLICE = 512  # requests that `run` unfolds before it looks at the devices again
 _PLACE = re.compile(r"requests\[(\d+)\]")
@@ -59,12 +59,12 @@ class CellularEngine:
 
     def __init__(
         self,
-        cells: Iterable[Cell | ModelCell],
+        cells: Iterable[Cell | RecurrentCell],
         unfold: Unfold,
         config: CellularConfig | None = None,
         *,
         unfold_many: UnfoldMany | None = None,
-        make_scheduler: MakeScheduler = Scheduler,
+        make_scheduler: MakeScheduler = CellScheduler,
         observe: Callable[[Launch], None] | None = None,
         compilation_cache_dir: str | None = None,
         progress: bool | None = None,
@@ -77,7 +77,7 @@ class CellularEngine:
           config: the limits.
           unfold_many: called as `unfold_many(requests, graph)` in its place by `submit_many`. Where requests
             are sentences, `Graph.sentences` adds them all at once, which costs each a tenth.
-          make_scheduler: what chooses cells: `Scheduler`, or a baseline of the lab.
+          make_scheduler: what chooses cells: `CellScheduler`, or a baseline of the lab.
           observe: called with every launch that was begun; `requests_of` says whose cells are in it.
           compilation_cache_dir: where JAX keeps what it compiled, for the next start.
           progress: show a bar while compiling; None: on a terminal.

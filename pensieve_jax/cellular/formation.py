@@ -16,7 +16,7 @@ import numpy as np
 from pensieve_jax.cellular.cells import CellType, CellTypes
 from pensieve_jax.cellular.launches import Launch, Move, Read, make_parts
 from pensieve_jax.cellular.ready_queue import ReadyQueue
-from pensieve_jax.cellular.rows import Rows
+from pensieve_jax.cellular.rows import StateRows
 from pensieve_jax.cellular.tables import INITIAL, SUBMITTED, WAITING, Nodes, Subgraphs, all_values, distinct
 
 
@@ -35,7 +35,7 @@ class Formation:
         self._nodes, self._subgraphs = nodes, subgraphs
         self._num_rows, self._is_shared = num_rows, num_workers > 1
         self._kind_of_state = np.array([one.state_kind for one in types.types])
-        self.rows = [[Rows(num_rows) for _ in types.kinds] for _ in range(num_workers)]
+        self.rows = [[StateRows(num_rows) for _ in types.kinds] for _ in range(num_workers)]
         self.num_moved = 0
         self._tasks: list[np.ndarray] = []
         self._subs: list[np.ndarray] = []

@@ -23,7 +23,7 @@ from pensieve_jax.cellular.launches import Done, Launch
 from pensieve_jax.cellular.parts import NO_STOP
 from pensieve_jax.cellular.request import CellRequest
 from pensieve_jax.cellular.rows import num_rows_for
-from pensieve_jax.cellular.scheduler import LaunchScheduler, Scheduler
+from pensieve_jax.cellular.scheduler import CellScheduler, LaunchScheduler
 from pensieve_jax.cellular.tables import (
     COMPLETED,
     DROPPED,
@@ -51,7 +51,7 @@ class RequestProcessor:
     """
 
     def __init__(
-        self, types: CellTypes, config: CellularConfig, make_scheduler: MakeScheduler = Scheduler
+        self, types: CellTypes, config: CellularConfig, make_scheduler: MakeScheduler = CellScheduler
     ) -> None:
         """No request yet; rivals of cellular batching are other schedulers."""
         self.types = types

@@ -24,7 +24,7 @@ def num_rows_for(asked: int | None, row_bytes: int) -> int:
     return min(max(fitting, _DEFAULT_LEAST), _DEFAULT_MOST)
 
 
-class Rows:
+class StateRows:
     """Of one device and kind.
 
     Attributes:

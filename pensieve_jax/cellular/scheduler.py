@@ -29,7 +29,7 @@ from pensieve_jax.cellular.tables import Tables
 
 
 class LaunchScheduler(Protocol):
-    """What chooses launches from what is ready: `Scheduler`, or a baseline of the lab."""
+    """What chooses launches from what is ready: `CellScheduler`, or a baseline of the lab."""
 
     restarts: bool
     """Whether it takes requests that lost their state and begin again; others fail."""
@@ -53,7 +53,7 @@ class LaunchScheduler(Protocol):
         """Of requests that have ended, now or before, those that may be told now."""
 
 
-class Scheduler:
+class CellScheduler:
     """Of all workers.
 
     Attributes:

@@ -33,7 +33,7 @@ class Interruptible(Protocol):
         """Stop after this step."""
 
 
-class Batch:
+class BatchRun:
     """Runs the turns that are left.
 
     Attributes:

@@ -49,7 +49,7 @@ from pensieve_jax import (
     PensieveError,
     SamplingParams,
 )
-from pensieve_jax.commands.batch import Batch
+from pensieve_jax.commands.batch import BatchRun
 from pensieve_jax.commands.conversations_file import (
     InputConversation,
     InputFileError,
@@ -173,7 +173,7 @@ def generate(llm: LLM, conversations: Sequence[InputConversation], output: Path,
     done = finished_turns(llm, conversations)
     start_output(output, done)
     num_done = {key: len(list(group)) for key, group in itertools.groupby(done, key=lambda pair: pair[0])}
-    batch = Batch(llm, conversations, num_done, concurrency=concurrency)
+    batch = BatchRun(llm, conversations, num_done, concurrency=concurrency)
     before, start_s = llm.stats(), time.perf_counter()
     recorder = Recorder(llm.engine)
     with (

@@ -84,7 +84,7 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-class Row(NamedTuple):
+class OptionRow(NamedTuple):
     """What a field keeps in its metadata."""
 
     limit: Limit
@@ -101,12 +101,12 @@ def option[T](default: T, limit: Limit, help: str, *, unit: str = "") -> T:
       help: what it means, as sentences: for the docstring and for the command line.
       unit: "bytes" for what a command line takes as 16GiB; the names of others say theirs.
     """
-    return field(default=default, metadata={KEY: Row(limit, help, unit)})
+    return field(default=default, metadata={KEY: OptionRow(limit, help, unit)})
 
 
 def part(kind: type, help: str) -> dict[str, Any]:
     """The metadata of a field that is a configuration of its own; its `default_factory` is `kind`."""
-    return {KEY: Row(instance_of(kind), help, "")}
+    return {KEY: OptionRow(instance_of(kind), help, "")}
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def options_of(config_class: type) -> tuple[Option, ...]:
     hints = get_type_hints(config_class)
     found = []
     for one in fields(config_class):
-        row: Row = one.metadata[KEY]
+        row: OptionRow = one.metadata[KEY]
         default = one.default_factory if isinstance(one.default_factory, type) else one.default
         found.append(Option(one.name, _kind_of(hints[one.name]), default, *row))
     return tuple(found)

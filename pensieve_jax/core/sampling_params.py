@@ -15,7 +15,7 @@ from numbers import Real
 from typing import Any, Final, NamedTuple
 
 from pensieve_jax.core.errors import InvalidRequestError
-from pensieve_jax.core.options import KEY, Limit, Row, documented, is_utf8, options_of
+from pensieve_jax.core.options import KEY, Limit, OptionRow, documented, is_utf8, options_of
 
 MAX_SEED = 2**63 - 1
 # Every stop string is looked for in every token's text, between two steps of everybody's engine.
@@ -61,7 +61,7 @@ class SamplingField(NamedTuple):
 
 def sampling_field(default: Any, limit: Limit, help: str, table: SamplingField) -> Any:
     """Return a field of `SamplingParams`: its default, what it must be, what it means, and its row."""
-    metadata = {KEY: Row(limit, help, ""), _TABLE_KEY: table}
+    metadata = {KEY: OptionRow(limit, help, ""), _TABLE_KEY: table}
     if isinstance(default, tuple):
         return field(default_factory=tuple, metadata=metadata)
     return field(default=default, metadata=metadata)

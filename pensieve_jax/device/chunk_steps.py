@@ -18,7 +18,7 @@ from model_defs import KV_PAGES_SPEC, TENSOR_AXIS, ModelConfig
 from pallas_kernels.ragged_paged_attention import TileSpec, ragged_paged_attention
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.device.model_runner import ModelRunner
-from pensieve_jax.device.row_steps import Row, RowSteps, Timed, sample_rounds
+from pensieve_jax.device.row_steps import RowSteps, StepRow, Timed, sample_rounds
 from pensieve_jax.device.step_programs import bucket_tile_specs
 from pensieve_jax.scheduler import StepPlan
 
@@ -71,7 +71,7 @@ class ChunkSteps:
 
     def plan(self, num_chunks: int, end: int) -> StepPlan:
         """The step that recomputes the chunk that ends at `end` of the first `num_chunks` sequences."""
-        return self.rows.plan([Row(i, end - self._chunk_tokens, end) for i in range(num_chunks)])
+        return self.rows.plan([StepRow(i, end - self._chunk_tokens, end) for i in range(num_chunks)])
 
     def attention(self, plan: StepPlan) -> Timed:
         """The attention of all its layers for random queries, by itself, over the pools as they are."""

@@ -60,7 +60,7 @@ class Timed(NamedTuple):
         return seconds / num_launches
 
 
-class Row(NamedTuple):
+class StepRow(NamedTuple):
     """Tokens [begin, end) of a sequence, computed over its first `end` tokens."""
 
     sequence: int
@@ -121,7 +121,7 @@ class RowSteps:
             for i in range(len(pools)):
                 pools[i] = make(next(keys))
 
-    def plan(self, rows: Sequence[Row], sampled: SamplingParams | None = None) -> StepPlan:
+    def plan(self, rows: Sequence[StepRow], sampled: SamplingParams | None = None) -> StepPlan:
         """A step of these rows, in the smallest bucket that holds them; samples nothing unless told how."""
         chunk, lengths = self._chunk_tokens, [row.end - row.begin for row in rows]
         num_tokens = sum(lengths)
@@ -176,7 +176,7 @@ def sample_rounds(timed: Sequence[Timed], num_rounds: int, sample_s: float) -> I
         yield [one.sample_s(num) for one, num in zip(timed, num_launches, strict=True)]
 
 
-def _let_sample(plan: StepPlan, rows: Sequence[Row], sampled: SamplingParams) -> None:
+def _let_sample(plan: StepPlan, rows: Sequence[StepRow], sampled: SamplingParams) -> None:
     num = len(rows)
     plan.num_samples[0] = num
     plan.sample_tokens[:num] = plan.cu_q_lens[1 : num + 1] - 1

@@ -18,7 +18,7 @@ import numpy as np
 from pensieve_jax.cache.order.cost import CostPoint
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.device.model_runner import ModelRunner
-from pensieve_jax.device.row_steps import Row, RowSteps, Timed, sample_rounds, scattered_pages
+from pensieve_jax.device.row_steps import RowSteps, StepRow, Timed, sample_rounds, scattered_pages
 from pensieve_jax.scheduler.plan import PlanLayout
 
 NUM_ROUNDS = 6  # the first is thrown away
@@ -146,7 +146,7 @@ class _Steps:
         """The steps that write the state of every page, chunk by chunk of all sequences."""
         chunk = self._chunk_tokens
         return [
-            self._whole([Row(i, end - chunk, end) for i in range(self._sizes.num_chunks)])
+            self._whole([StepRow(i, end - chunk, end) for i in range(self._sizes.num_chunks)])
             for end in range(chunk, self.num_fills * chunk + 1, chunk)
         ]
 
@@ -156,10 +156,10 @@ class _Steps:
         timed = []
         for i, length in enumerate(self._sizes.lengths, start=1):
             ends = [length.context_len] * length.num_long + [chunk] * (num - length.num_long)
-            timed.append(self._whole([Row(i * num + j, end - chunk, end) for j, end in enumerate(ends)]))
+            timed.append(self._whole([StepRow(i * num + j, end - chunk, end) for j, end in enumerate(ends)]))
         return timed
 
-    def _whole(self, rows: list[Row]) -> Timed:
+    def _whole(self, rows: list[StepRow]) -> Timed:
         return self._rows.whole(self._rows.plan(rows))
 
     def _table(self, pages: np.ndarray, length: TimedLength) -> np.ndarray:

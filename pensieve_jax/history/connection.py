@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from pensieve_jax.core.errors import PensieveError
 
 
-class Rows(Protocol):
+class ResultRows(Protocol):
     """What a statement found."""
 
     @property
@@ -41,7 +41,7 @@ class Rows(Protocol):
 class Connection(Protocol):
     """To a history, of either kind."""
 
-    def execute(self, statement: str, values: Sequence[Any] = (), /) -> Rows:
+    def execute(self, statement: str, values: Sequence[Any] = (), /) -> ResultRows:
         """Run one statement with its values, and return what it found."""
         ...
 

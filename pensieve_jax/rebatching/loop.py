@@ -14,11 +14,11 @@ from pensieve_jax.core.errors import StepFailedError
 from pensieve_jax.rebatching.config import RebatchingConfig
 from pensieve_jax.rebatching.lattice import Lattice
 from pensieve_jax.rebatching.launches import Decode, Launch, Prefill, Resize, Shape
-from pensieve_jax.rebatching.metrics import Metrics, Observe, StepSeen, unobserved
+from pensieve_jax.rebatching.metrics import Observe, RebatchingMetrics, StepSeen, unobserved
 from pensieve_jax.rebatching.query import KVLocation, Query
 from pensieve_jax.rebatching.queue import rank
-from pensieve_jax.rebatching.runner import Runner
-from pensieve_jax.rebatching.scheduler import Scheduler
+from pensieve_jax.rebatching.runner import RebatchingRunner
+from pensieve_jax.rebatching.scheduler import RebatchingScheduler
 
 type _Sampling = Prefill | Shape | Decode
 _MAX_FAILURES = 2  # of launches that a query is in; what fails again would fail for ever
@@ -36,13 +36,13 @@ class RebatchingLoop:
         self,
         config: RebatchingConfig,
         lattice: Lattice,
-        runner: Runner,
+        runner: RebatchingRunner,
         *,
         observe: Observe = unobserved,
     ) -> None:
         self._config, self._lattice, self._runner, self._observe = config, lattice, runner, observe
-        self.scheduler = Scheduler(config, lattice)
-        self.metrics = Metrics()
+        self.scheduler = RebatchingScheduler(config, lattice)
+        self.metrics = RebatchingMetrics()
         self.queries: dict[int, Query] = {}
         self._flying: deque[tuple[_Sampling, Any]] = deque()
 
@@ -105,7 +105,7 @@ class RebatchingLoop:
             if not query.done:
                 query.error = StepFailedError(str(error))
         self.forget()
-        self.scheduler = Scheduler(self._config, self._lattice)
+        self.scheduler = RebatchingScheduler(self._config, self._lattice)
 
     def _accept(self, launch: _Sampling, result: Any) -> Iterable[Query]:
         """Give tokens to their queries; those that end with them."""

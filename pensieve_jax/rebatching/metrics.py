@@ -51,7 +51,7 @@ def unobserved(_: StepSeen) -> None:
 
 
 @dataclass
-class Metrics:
+class RebatchingMetrics:
     """Since the start.
 
     Attributes:

@@ -13,7 +13,7 @@ from pensieve_jax.decoding.sampling_rows import StepResult
 from pensieve_jax.rebatching.launches import Launch
 
 
-class Runner(Protocol):
+class RebatchingRunner(Protocol):
     """Carries out launches in program order, from one thread."""
 
     def launch(self, launch: Launch) -> Any:

@@ -52,7 +52,7 @@ class Scheduled(NamedTuple):
     is_tail: bool
 
 
-class Scheduler:
+class RebatchingScheduler:
     """Of one engine.
 
     Attributes:

@@ -25,7 +25,7 @@ _ALIGNMENT = 64
 FLAG_SAMPLES, FLAG_TRUNCATES, FLAG_LOGPROBS = range(3)
 
 
-class Field(NamedTuple):
+class PackedField(NamedTuple):
     """One part of the packed buffer: first element, shape, and how its 32 bits are read."""
 
     offset: int
@@ -112,12 +112,12 @@ class PlanLayout:
         }
 
     @cached_property
-    def fields(self) -> dict[str, Field]:
+    def fields(self) -> dict[str, PackedField]:
         """Every part by name, in the order of the buffer."""
         fields, offset, sizes = {}, 0, self.sizes
         for name, row in StepPlan.rows().items():
             shape = tuple(sizes[size] if isinstance(size, str) else size for size in row.sizes)
-            fields[name] = Field(offset, shape, row.dtype)
+            fields[name] = PackedField(offset, shape, row.dtype)
             offset += -(-prod(shape) // _ALIGNMENT) * _ALIGNMENT
         return fields
 

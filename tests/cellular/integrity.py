@@ -12,7 +12,7 @@ import numpy as np
 
 from pensieve_jax.cellular.launches import Launch
 from pensieve_jax.cellular.request_processor import RequestProcessor
-from pensieve_jax.cellular.scheduler import Scheduler
+from pensieve_jax.cellular.scheduler import CellScheduler
 from pensieve_jax.cellular.tables import DROPPED, INITIAL, SUBMITTED, WAITING
 
 
@@ -21,13 +21,13 @@ def check_integrity(processor: RequestProcessor) -> None:
     _check_rows(processor)
     _check_nodes(processor)
     _check_subgraphs(processor)
-    if isinstance(processor.scheduler, Scheduler):  # rivals keep no cells, but whole requests
+    if isinstance(processor.scheduler, CellScheduler):  # rivals keep no cells, but whole requests
         _check_queues(processor, processor.scheduler)
 
 
 def check_work_conserving(processor: RequestProcessor, idle: list[int]) -> None:
     """No worker of these, which have nothing in flight, could be given anything."""
-    assert isinstance(processor.scheduler, Scheduler), "rivals leave workers idle"
+    assert isinstance(processor.scheduler, CellScheduler), "rivals leave workers idle"
     for worker in idle:
         for queue in processor.scheduler.queues:
             assert not queue.count(worker), f"worker {worker} is idle while cells are ready for it"
@@ -105,7 +105,7 @@ def _check_subgraphs(processor: RequestProcessor) -> None:
     assert (flying == table.in_flight[subs] - table.waste[subs]).all(), "nodes in flight are miscounted"
 
 
-def _check_queues(processor: RequestProcessor, scheduler: Scheduler) -> None:
+def _check_queues(processor: RequestProcessor, scheduler: CellScheduler) -> None:
     """What is ready stands in its queue once, in the order of release."""
     nodes, table = processor.nodes, processor.subgraphs
     queued = [queue.all_nodes() for queue in scheduler.queues]

@@ -75,8 +75,8 @@ def subgraphs_begin_before_all_that_they_read(patch: Patch) -> None:
 
 @mutation
 def a_row_is_never_given_back(patch: Patch) -> None:
-    give = rows.Rows.give
-    patch.setattr(rows.Rows, "give", lambda self, some: give(self, some[1:] if len(some) > 2 else some))
+    give = rows.StateRows.give
+    patch.setattr(rows.StateRows, "give", lambda self, some: give(self, some[1:] if len(some) > 2 else some))
 
 
 @mutation
@@ -101,7 +101,7 @@ def a_row_is_taken_over_that_another_node_reads(patch: Patch) -> None:
 @mutation
 def a_type_is_starved(patch: Patch) -> None:
     """Leaves."""
-    schedule = scheduler.Scheduler.schedule
+    schedule = scheduler.CellScheduler.schedule
 
     def starve(self: Any, worker: int) -> Any:
         queue = self.queues[2]
@@ -110,7 +110,7 @@ def a_type_is_starved(patch: Patch) -> None:
         queue.count = count
         return found
 
-    patch.setattr(scheduler.Scheduler, "schedule", starve)
+    patch.setattr(scheduler.CellScheduler, "schedule", starve)
 
 
 @mutation

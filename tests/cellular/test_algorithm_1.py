@@ -11,7 +11,7 @@ from pensieve_jax.cellular.config import CellularConfig
 from pensieve_jax.cellular.launches import Done, Launch
 from pensieve_jax.cellular.request import CellRequest
 from pensieve_jax.cellular.request_processor import RequestProcessor
-from pensieve_jax.cellular.scheduler import Scheduler
+from pensieve_jax.cellular.scheduler import CellScheduler
 from tests.cellular.integrity import check_integrity
 from tests.cellular.step_cell import Step
 
@@ -47,7 +47,7 @@ class Bench:
         types = CellTypes([Cell(one, name, max_batch, ranks[name]) for name, one in self.modules.items()])
         options = {"tie_break": "priority", "max_num_tasks": 1, "num_rows": 100, **config}
         self.processor = RequestProcessor(types, CellularConfig(**options))
-        assert isinstance(self.processor.scheduler, Scheduler)
+        assert isinstance(self.processor.scheduler, CellScheduler)
         self.scheduler = self.processor.scheduler
 
     def chains(self, name: str, *lengths: int) -> list[CellRequest]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pensieve_jax.cellular
-from model_defs.recurrent import Cell as ModelCell
+from model_defs.recurrent import RecurrentCell
 from pensieve_jax.cellular import Cell, CellError, Field, Float
 from pensieve_jax.cellular.cells import CellTypes
 from pensieve_jax.cellular.errors import GraphError
@@ -48,7 +48,7 @@ def test_a_first_value_is_no_field():
 
 def test_a_cell_is_found_by_what_names_it():
     one, other = (SimpleNamespace(state={"h": Float(5)}) for _ in range(2))
-    cells = [Cell(one, "one"), ModelCell(other, "other", max_batch=4)]
+    cells = [Cell(one, "one"), RecurrentCell(other, "other", max_batch=4)]
     types = CellTypes(cells)
     for index, (cell, module) in enumerate(zip(cells, (one, other), strict=True)):
         assert all(

@@ -17,7 +17,7 @@ from pensieve_jax.cellular.partition import _by_key, _distinct_pairs, _roots, pa
 from pensieve_jax.cellular.parts import MANY, NONE, Several
 from pensieve_jax.cellular.pieces import NO_NODE
 from pensieve_jax.cellular.ready_queue import IntFifo, ReadyQueue
-from pensieve_jax.cellular.rows import RowBudget, Rows
+from pensieve_jax.cellular.rows import RowBudget, StateRows
 from pensieve_jax.cellular.tables import Nodes, Room, Subgraphs, _size, all_values, distinct
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_lab.cells.simulation import VirtualWorker
@@ -80,7 +80,7 @@ def test_nodes_are_taken_in_the_order_of_their_subgraphs():
 
 
 def test_rows_are_taken_and_given():
-    rows = Rows(4)
+    rows = StateRows(4)
     first = rows.take(3)
     assert sorted([*first, *rows.free_rows()]) == [0, 1, 2, 3] and rows.num_free == 1
     rows.give(first[1:])

@@ -150,7 +150,7 @@ def rows_that_leave_take_no_memory(patch: Patch) -> None:
 
 @mutation
 def a_short_ring_is_not_made_longer(patch: Patch) -> None:
-    patch.setattr(scheduler.Scheduler, "_keep_in_length", lambda self: None)
+    patch.setattr(scheduler.RebatchingScheduler, "_keep_in_length", lambda self: None)
 
 
 @mutation
@@ -162,8 +162,10 @@ def a_row_is_computed_before_its_tokens_have_come(patch: Patch) -> None:
 
 @mutation
 def tokens_in_flight_are_lost_with_a_failed_step(patch: Patch) -> None:
-    lose = scheduler.Scheduler.lose_device
-    patch.setattr(scheduler.Scheduler, "lose_device", lambda self, flying, left: lose(self, (), left))
+    lose = scheduler.RebatchingScheduler.lose_device
+    patch.setattr(
+        scheduler.RebatchingScheduler, "lose_device", lambda self, flying, left: lose(self, (), left)
+    )
 
 
 @mutation
@@ -179,13 +181,13 @@ def a_suspended_query_forgets_a_token(patch: Patch) -> None:
 
 @mutation
 def who_ended_keeps_its_row(patch: Patch) -> None:
-    remove = scheduler.Scheduler.remove
+    remove = scheduler.RebatchingScheduler.remove
 
     def keep(self: Any, who: Any) -> None:
         if who.place is not KVLocation.RING:
             remove(self, who)
 
-    patch.setattr(scheduler.Scheduler, "remove", keep)
+    patch.setattr(scheduler.RebatchingScheduler, "remove", keep)
 
 
 @mutation

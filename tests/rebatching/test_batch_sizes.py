@@ -11,7 +11,7 @@ from pensieve_jax.rebatching.config import RebatchingConfig
 from pensieve_jax.rebatching.lattice import Lattice, RingShape, lengths_up_to
 from pensieve_jax.rebatching.query import KVLocation
 from pensieve_jax.rebatching.ring import Ring
-from pensieve_jax.rebatching.scheduler import Scheduler
+from pensieve_jax.rebatching.scheduler import RebatchingScheduler
 from tests.rebatching.small_queries import lattice_of
 from tests.rebatching.test_methods import TOKEN_BYTES, Run, submit_three
 
@@ -416,7 +416,7 @@ def test_after_an_interrupt_all_that_ran_or_waited_fails():
 def test_a_shorter_ring_leaves_half_the_span_and_one_column(span, expected):
     """Of 43 columns the half is 21, so with one more they need 65."""
     config, lattice = lattice_of(64, max_batch=1, lengths=(32, 64, 128, 256))
-    scheduler, resized = Scheduler(config, lattice), []
+    scheduler, resized = RebatchingScheduler(config, lattice), []
     shape = RingShape(1, 256)
     scheduler.ring = SimpleNamespace(shape=shape, span=span)  # type: ignore[assignment]
     scheduler._resize = resized.append  # type: ignore[assignment,method-assign]

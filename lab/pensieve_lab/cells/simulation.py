@@ -19,7 +19,7 @@ from pensieve_jax.cellular.config import CellularConfig
 from pensieve_jax.cellular.launches import Done, Launch
 from pensieve_jax.cellular.loop import Loop
 from pensieve_jax.cellular.request_processor import MakeScheduler, RequestProcessor
-from pensieve_jax.cellular.scheduler import Scheduler
+from pensieve_jax.cellular.scheduler import CellScheduler
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_lab.cells.times import CellTimes
 
@@ -90,7 +90,7 @@ def simulate(
     times: CellTimes,
     requests: Sequence[Any],
     arrival_s: np.ndarray,
-    make_scheduler: MakeScheduler = Scheduler,
+    make_scheduler: MakeScheduler = CellScheduler,
     observe: Callable[[float, list[np.ndarray]], None] | None = None,
 ) -> SimulationResult:
     """Serve requests that arrive at these times, in rising order, to the end of the last.

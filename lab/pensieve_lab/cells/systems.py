@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from pensieve_jax.cellular.scheduler import Scheduler
+from pensieve_jax.cellular.scheduler import CellScheduler
 from pensieve_lab.cells.baselines import FixedGraph, GraphMerging, Padding
 
 CELLULAR, IDEAL = "cellular", "ideal, fixed graph"
@@ -20,7 +20,7 @@ WHOLE_WIDTHS = {WHOLE: 10} | {f"{WHOLE}, width {width}": width for width in (20,
 BY_DEPTH, BY_AGENDA = "merging by depth", "merging by agenda"
 
 SYSTEMS: dict[str, Any] = {
-    CELLULAR: Scheduler,
+    CELLULAR: CellScheduler,
     PADDING: functools.partial(Padding, width=10),
     PADDING_OLDEST: functools.partial(Padding, width=10, oldest_first=True),
     BY_DEPTH: functools.partial(GraphMerging, order="depth"),

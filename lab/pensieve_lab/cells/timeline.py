@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from pensieve_jax.cellular.config import CellularConfig
-from pensieve_jax.cellular.scheduler import Scheduler
+from pensieve_jax.cellular.scheduler import CellScheduler
 from pensieve_lab.cells import shapes
 from pensieve_lab.cells.baselines import Padding
 from pensieve_lab.cells.simulation import simulate
@@ -26,7 +26,7 @@ LENGTHS = (2, 3, 3, 5, 7, 3, 4, 1)
 ARRIVALS_S = (0.0, 0.0, 0.0, 0.0, 1.5, 2.5, 2.5, 3.5)
 MAX_BATCH = 4
 SYSTEMS: dict[str, Any] = {
-    "cellular batching": Scheduler,
+    "cellular batching": CellScheduler,
     "graph batching": functools.partial(Padding, width=100, oldest_first=True),
 }
 

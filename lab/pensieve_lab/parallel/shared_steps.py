@@ -16,7 +16,7 @@ from typing import Any
 from pensieve_jax import EngineConfig
 from pensieve_jax.assembly import Assembled
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.device.row_steps import Row, RowSteps, Timed
+from pensieve_jax.device.row_steps import RowSteps, StepRow, Timed
 from pensieve_lab.common.spread import Spread
 from pensieve_lab.parallel.time_line import time_line
 from pensieve_lab.steps.bounds import bound_s, operations
@@ -35,13 +35,13 @@ class Cases:
     prompts: tuple[int, ...]
     context_tokens: int
 
-    def __iter__(self) -> Iterator[tuple[str, list[Row], int]]:
+    def __iter__(self) -> Iterator[tuple[str, list[StepRow], int]]:
         """Name, rows, and the number of sequences that share the pool."""
         for count in self.decodes:
-            rows = [Row(i, self.context_tokens - 1, self.context_tokens) for i in range(count)]
+            rows = [StepRow(i, self.context_tokens - 1, self.context_tokens) for i in range(count)]
             yield f"decode {count} x {self.context_tokens}", rows, max(self.decodes)
         for count in self.prompts:
-            yield f"prompt of {count}", [Row(0, 0, count)], 1
+            yield f"prompt of {count}", [StepRow(0, 0, count)], 1
 
     def sized(self, config: EngineConfig) -> EngineConfig:
         """The engine with pages and buckets for them, and no others."""

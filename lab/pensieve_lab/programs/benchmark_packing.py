@@ -42,7 +42,7 @@ from pensieve_jax.commands.report import define_document_flag, device_name, json
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.decoding.device.weights import ProgressBar
 from pensieve_jax.device.kv_storage import KVStorage, num_layer_groups_on, read_page
-from pensieve_jax.device.row_steps import Row, RowSteps, Timed
+from pensieve_jax.device.row_steps import RowSteps, StepRow, Timed
 from pensieve_jax.device.transfers.copy_batches import copy_arrays
 from pensieve_jax.device.transfers.page_copies import PageCopies
 from pensieve_jax.runtime.compilation import compile_all
@@ -203,7 +203,7 @@ def main() -> int:
         raise ConfigError("--dtype", FLAGS.dtype, "bfloat16, without --kv_dtype: only that is packed")
     steps = RowSteps(config, parts.runner, parts.model_config.vocab_size, FLAGS.num_decodes)
     steps.fill()
-    rows = [Row(i, FLAGS.context_tokens - 1, FLAGS.context_tokens) for i in range(FLAGS.num_decodes)]
+    rows = [StepRow(i, FLAGS.context_tokens - 1, FLAGS.context_tokens) for i in range(FLAGS.num_decodes)]
     batches = {name: Batch(parts, FLAGS.num_chunks, packed=name == "packed") for name in ("raw", "packed")}
     operations = {
         (form, name): operation

@@ -38,7 +38,7 @@ from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.turn import Turn
 from pensieve_jax.history import SQLiteHistoryStore
-from pensieve_jax.server.engine_process.client import Connection
+from pensieve_jax.server.engine_process.client import EngineConnection
 from pensieve_jax.server.engine_process.engine_server import EngineServer
 from pensieve_jax.server.engine_process.messages import sent_spec
 from pensieve_jax.server.engine_process.running_turn import RunningTurn
@@ -125,7 +125,9 @@ class Load:
         """Steps, after as many as bring clients out of step with each other."""
         loop = asyncio.get_running_loop()
         numbers = self.numbers
-        _, self.connection = await loop.create_unix_connection(lambda: Connection(numbers), sock=self.front)
+        _, self.connection = await loop.create_unix_connection(
+            lambda: EngineConnection(numbers), sock=self.front
+        )
         self.tasks.update(asyncio.create_task(self._client()) for _ in range(FLAGS.num_running))
         times = []
         for number in range(num_steps + 2 * _REPLY_TOKENS):

@@ -43,7 +43,7 @@ from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.decoding.device.weights import ProgressBar, serving_dtype
-from pensieve_jax.device.row_steps import Row, RowSteps, Timed
+from pensieve_jax.device.row_steps import RowSteps, StepRow, Timed
 from pensieve_lab.common.list_flags import numbers
 from pensieve_lab.common.spread import Spread
 from pensieve_lab.steps.bounds import bound_s, operations
@@ -66,27 +66,30 @@ SAMPLERS = {
 }
 
 
-def cases() -> dict[str, list[Row]]:
+def cases() -> dict[str, list[StepRow]]:
     """Rows by name, as the flags ask for them; raises ConfigError."""
     context = FLAGS.context_tokens
 
-    def decode(count: int) -> list[Row]:
-        return [Row(i, context - 1, context) for i in range(count)]
+    def decode(count: int) -> list[StepRow]:
+        return [StepRow(i, context - 1, context) for i in range(count)]
 
     found = {f"decode {count} x {context}": decode(count) for count in numbers("--decodes", FLAGS.decodes)}
-    found |= {f"prompt of {count}": [Row(0, 0, count)] for count in numbers("--prompts", FLAGS.prompts)}
+    found |= {f"prompt of {count}": [StepRow(0, 0, count)] for count in numbers("--prompts", FLAGS.prompts)}
     for text in FLAGS.mixed:
         count, prompt = numbers("--mixed", text.split("+"))[:2] if text.count("+") == 1 else (0, 0)
         if not count:
             raise ConfigError("--mixed", text, "decodes+prompt tokens, as in 128+512")
-        found[f"decode {count} x {context} + prompt of {prompt}"] = [*decode(count), Row(count, 0, prompt)]
+        found[f"decode {count} x {context} + prompt of {prompt}"] = [
+            *decode(count),
+            StepRow(count, 0, prompt),
+        ]
     if not found:
         limit = "at least one case, here or in --prompts or --mixed"
         raise ConfigError("--decodes", ",".join(FLAGS.decodes), limit)
     return found
 
 
-def sized_config(found: dict[str, list[Row]]) -> EngineConfig:
+def sized_config(found: dict[str, list[StepRow]]) -> EngineConfig:
     """The flags' engine with pages and buckets for these cases, and for the crowd."""
     refuse_sizes()
     config = engine_config()
@@ -122,7 +125,7 @@ def crowd_tokens(max_num_batched_tokens: int) -> int:
 
 
 def measure_steps(
-    parts: Assembled, steps: RowSteps, found: dict[str, list[Row]], ceilings: Ceilings
+    parts: Assembled, steps: RowSteps, found: dict[str, list[StepRow]], ceilings: Ceilings
 ) -> Figures:
     """Every case in turn, several times over."""
     plans = {name: steps.plan(rows, SamplingParams()) for name, rows in found.items()}
@@ -166,7 +169,7 @@ def traced(step: Timed) -> Figures:
     return summary(trace_kernels(lambda: step.sample_s(num_launches)), _NUM_TRACED_STEPS)
 
 
-def measure_sampling(steps: RowSteps, rows: list[Row]) -> Figures:
+def measure_sampling(steps: RowSteps, rows: list[StepRow]) -> Figures:
     """The same step without a sampler and with one after the other, and what each adds."""
     timed = {"no sampler": steps.layers(steps.plan(rows, SamplingParams()))}
     timed |= {name: steps.whole(steps.plan(rows, sampled)) for name, sampled in SAMPLERS.items()}
@@ -228,7 +231,9 @@ def measure_serving(parts: Assembled, steps: RowSteps) -> Figures:
     engine.check_integrity()
     parts.runner.reset()
     steps.fill()
-    bare = steps.whole(steps.plan([Row(i, end - 1, end) for i, end in enumerate(contexts)], SamplingParams()))
+    bare = steps.whole(
+        steps.plan([StepRow(i, end - 1, end) for i, end in enumerate(contexts)], SamplingParams())
+    )
     bare_s = [bare.sample_s(num_steps) for _ in range(_NUM_WINDOWS + 1)][1:]
     step, loop = Spread.of(windows), Spread.of(bare_s)
     return found | {

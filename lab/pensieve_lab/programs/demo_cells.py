@@ -21,7 +21,7 @@ from absl import flags
 from model_defs.recurrent import Seq2Seq
 from pensieve_jax.cellular import CellRequest, CellularConfig, CellularEngine
 from pensieve_jax.cellular.launches import Launch
-from pensieve_jax.cellular.scheduler import Scheduler
+from pensieve_jax.cellular.scheduler import CellScheduler
 from pensieve_jax.commands.cost_plot import check_can_plot
 from pensieve_jax.commands.engine_flags import shows_progress
 from pensieve_jax.commands.launch import EXIT_FAILED, run
@@ -115,7 +115,7 @@ def main() -> int:
     rng = np.random.default_rng(0)
     model = Seq2Seq.random(hidden_size=64, vocab_size=_VOCAB_SIZE, seed=0)
     sentences = [rng.integers(_FIRST_WORD, _VOCAB_SIZE, words).tolist() for _, words, _ in _SENTENCES]
-    cellular = Stage(model, Scheduler)
+    cellular = Stage(model, CellScheduler)
     told = cellular.serve(sentences)
     show("cell by cell: words of the sentence + of its translation, and a column for each task", told)
     padded = Stage(model, functools.partial(Padding, width=100, oldest_first=True)).serve(sentences)

@@ -18,7 +18,7 @@ import numpy as np
 
 from pensieve_jax import SamplingParams
 from pensieve_jax.decoding.sampling_rows import SamplerMode
-from pensieve_jax.device.row_steps import Row, Timed
+from pensieve_jax.device.row_steps import StepRow, Timed
 from pensieve_jax.rebatching import Query
 from pensieve_jax.rebatching.config import PAGE_TOKENS
 from pensieve_jax.rebatching.device.runner import DeviceRunner
@@ -199,7 +199,7 @@ class LaunchTimes:
             runner.launch(FreeRow(serial))
         found = operations(
             model,
-            [Row(row, 0, length) for row in range(num_rows)],
+            [StepRow(row, 0, length) for row in range(num_rows)],
             num_samples=num_rows,
             bytes_per_number=runner.storage.dtype.itemsize,
             kv_token_bytes=self._token_bytes * runner.storage.mesh.devices.size,

@@ -18,7 +18,7 @@ from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.rebatching.config import RebatchingConfig
 from pensieve_jax.rebatching.lattice import Lattice
 from pensieve_jax.rebatching.loop import RebatchingLoop
-from pensieve_jax.rebatching.metrics import Metrics, Observe, StepSeen, unobserved
+from pensieve_jax.rebatching.metrics import Observe, RebatchingMetrics, StepSeen, unobserved
 from pensieve_jax.rebatching.query import Query
 from pensieve_lab.rebatching.costs import RingCosts
 from pensieve_lab.rebatching.virtual_runner import VirtualRunner
@@ -81,7 +81,7 @@ class Served:
     first_s: np.ndarray
     end_s: np.ndarray
     series: Series | None
-    metrics: Metrics
+    metrics: RebatchingMetrics
     device_s: float
 
     @property

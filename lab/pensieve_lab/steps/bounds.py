@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from model_defs import ModelConfig
-from pensieve_jax.device.row_steps import Row
+from pensieve_jax.device.row_steps import StepRow
 from pensieve_lab.steps.ceilings import Ceilings
 
 
@@ -29,7 +29,7 @@ class Operation(NamedTuple):
 
 def operations(
     model: ModelConfig,
-    rows: Sequence[Row],
+    rows: Sequence[StepRow],
     *,
     num_samples: int,
     bytes_per_number: int,
@@ -77,7 +77,7 @@ def _product(
 
 
 def _attention(
-    model: ModelConfig, rows: Sequence[Row], bytes_per_number: int, kv_token_bytes: float
+    model: ModelConfig, rows: Sequence[StepRow], bytes_per_number: int, kv_token_bytes: float
 ) -> Operation:
     """Causal; every row reads the state of its context once."""
     num_kept, numbers, pairs = 0, 0, 0

@@ -7,7 +7,7 @@ import pytest
 
 from pensieve_jax.cellular.cells import Cell, CellTypes
 from pensieve_jax.cellular.config import CellularConfig
-from pensieve_jax.cellular.scheduler import Scheduler
+from pensieve_jax.cellular.scheduler import CellScheduler
 from pensieve_lab.cells.simulation import simulate
 from pensieve_lab.cells.times import CellTimes, thesis_v100
 from tests.cellular.step_cell import STEP, Step, chain
@@ -16,7 +16,7 @@ from tests.launching import load
 
 def test_figure_2_5():
     """Four at a time, a cell a unit of time; requests 5 to 8 come while 1 to 4 run."""
-    told = load("pensieve_lab.cells.timeline").run(Scheduler)
+    told = load("pensieve_lab.cells.timeline").run(CellScheduler)
     # Two tasks of requests 1 to 4; at 2 request 1 has left and 5 joins; at 3 requests 2 and 3 leave, for 6
     # and 7.
     assert told.tasks[:4] == [(0, (1, 2, 3, 4)), (1, (1, 2, 3, 4)), (2, (2, 3, 4, 5)), (3, (4, 5, 6, 7))]

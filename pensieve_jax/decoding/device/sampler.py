@@ -27,14 +27,14 @@ _WORD = np.uint32
 _MOST_OFF = 60.0  # e to that, and to minus that, are numbers of float32
 
 
-class Part(NamedTuple):
+class VocabularyPart(NamedTuple):
     """Which ids a device has: those from `first_id` on, where the vocabulary is split over `axis`."""
 
     first_id: int | jax.Array = 0
     axis: str | None = None
 
 
-WHOLE = Part()
+WHOLE = VocabularyPart()
 
 
 class Samples(NamedTuple):
@@ -99,7 +99,7 @@ def decision_scores(
     *,
     mode: SamplerMode,
     cutoff_backend: str = "xla",
-    part: Part = WHOLE,
+    part: VocabularyPart = WHOLE,
 ) -> jax.Array:
     """f32[S, V]: scores of which each row's id is the first maximum; arguments as for `sample`.
 
@@ -181,7 +181,7 @@ def _outermost_cuts(
     return jnp.fmax(loose, by_count) - off, jnp.fmax(tight, by_count)
 
 
-def _allowed(logits: jax.Array, rows: SamplingRows[jax.Array], part: Part) -> jax.Array:
+def _allowed(logits: jax.Array, rows: SamplingRows[jax.Array], part: VocabularyPart) -> jax.Array:
     """The logits, -inf where an id is banned."""
     token_iota = part.first_id + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     allowed = logits
@@ -195,7 +195,7 @@ def _divisors(rows: SamplingRows[jax.Array]) -> jax.Array:
     return jnp.maximum(rows.temperature, np.finfo(np.float32).tiny)
 
 
-def _scaled(allowed: jax.Array, rows: SamplingRows[jax.Array], part: Part) -> jax.Array:
+def _scaled(allowed: jax.Array, rows: SamplingRows[jax.Array], part: VocabularyPart) -> jax.Array:
     """Logits over temperatures, the best 0."""
     # The maximum is taken out first, so that a tiny temperature gives 0 and -inf, never inf - inf.
     best = allowed.max(axis=-1, keepdims=True)
@@ -205,7 +205,7 @@ def _scaled(allowed: jax.Array, rows: SamplingRows[jax.Array], part: Part) -> ja
 
 
 def _with_noise(
-    scores: jax.Array, allowed: jax.Array, rows: SamplingRows[jax.Array], part: Part
+    scores: jax.Array, allowed: jax.Array, rows: SamplingRows[jax.Array], part: VocabularyPart
 ) -> jax.Array:
     """What a row's id is the first maximum of: a greedy row's are what is allowed."""
     noise = _gumbel(rows.seed, rows.sample_positions, scores.shape[1], part.first_id)

@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from model_defs.sharding import TENSOR_AXIS
-from pensieve_jax.decoding.device.sampler import Part, Samples, decision_scores
+from pensieve_jax.decoding.device.sampler import Samples, VocabularyPart, decision_scores
 from pensieve_jax.decoding.sampling_rows import SamplerMode, SamplingRows
 
 
@@ -45,7 +45,7 @@ def _sample_part(
 ) -> Samples:
     num_rows, width = logits.shape
     first_id = lax.axis_index(TENSOR_AXIS) * width
-    scores = decision_scores(logits, rows, mode=mode, part=Part(first_id, TENSOR_AXIS))
+    scores = decision_scores(logits, rows, mode=mode, part=VocabularyPart(first_id, TENSOR_AXIS))
     place = jnp.argmax(scores, axis=-1)
     highest = logits.max(axis=-1)
     shift = jnp.where(highest > -jnp.inf, highest, 0.0)  # a part may have no id that is possible

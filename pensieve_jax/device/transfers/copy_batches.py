@@ -30,7 +30,7 @@ def batch_sizes(max_num_chunks: int) -> tuple[int, ...]:
     return (*(size for size in _SIZES if size < largest), largest)
 
 
-class Batch(NamedTuple):
+class CopyBatch(NamedTuple):
     """Chunks [start, stop), in a launch of `size`."""
 
     start: int
@@ -44,11 +44,11 @@ def max_padding(max_num_chunks: int) -> int:
     return max(size - smaller for smaller, size in itertools.pairwise(sizes)) - 1
 
 
-def batches(num_chunks: int, sizes: tuple[int, ...]) -> Iterator[Batch]:
+def batches(num_chunks: int, sizes: tuple[int, ...]) -> Iterator[CopyBatch]:
     """As few as can be of `sizes`, in order."""
     for start in range(0, num_chunks, sizes[-1]):
         stop = min(start + sizes[-1], num_chunks)
-        yield Batch(start, stop, next(size for size in sizes if size >= stop - start))
+        yield CopyBatch(start, stop, next(size for size in sizes if size >= stop - start))
 
 
 def copy_arrays(arrays: Sequence[jax.Array], sharding: NamedSharding) -> list[jax.Array]:

@@ -26,7 +26,7 @@ from pallas_kernels.page_copies import (
     scatter_pages,
 )
 from pensieve_jax.device.kv_storage import DevicePools, KVStorage
-from pensieve_jax.device.transfers.copy_batches import Batch, batch_sizes, batches
+from pensieve_jax.device.transfers.copy_batches import CopyBatch, batch_sizes, batches
 from pensieve_jax.runtime.compilation import CompilationJob
 from pensieve_jax.runtime.program import Program
 
@@ -34,7 +34,7 @@ from pensieve_jax.runtime.program import Program
 class Targets(NamedTuple):
     """Where chunks go, cut into batches."""
 
-    batches: list[Batch]
+    batches: list[CopyBatch]
     pages: list[jax.Array]  # i32[size] of every batch
 
 

@@ -50,7 +50,7 @@ class _Held(weakref.ref[RunningTurn]):
     number: int
 
 
-class Connection(asyncio.Protocol):
+class EngineConnection(asyncio.Protocol):
     """One life of an engine, seen from its event loop.
 
     Attributes:

@@ -28,7 +28,7 @@ from pensieve_jax.core.errors import (
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history.server_tables.changes import HistoryChange
 from pensieve_jax.server.async_engine import EngineInfo, EngineState
-from pensieve_jax.server.engine_process.client import Connection, numbering
+from pensieve_jax.server.engine_process.client import EngineConnection, numbering
 from pensieve_jax.server.engine_process.messages import SentError, received_error, sent_spec
 from pensieve_jax.server.engine_process.running_turn import RunningTurn
 from pensieve_jax.server.engine_process.spawn import Begin, EngineHandle
@@ -97,7 +97,7 @@ class SupervisedEngine:
         self._epoch = 0
         self._info: EngineInfo | None = None
         self._life: EngineHandle | None = None
-        self._connection: Connection | None = None
+        self._connection: EngineConnection | None = None
         self._watch: asyncio.Task[None] | None = None
         self._starts_s: deque[float] = deque()
 
@@ -173,7 +173,7 @@ class SupervisedEngine:
             connection.cancel_all()
             await self._idle_or_killed(connection)
 
-    async def _idle_or_killed(self, connection: Connection) -> None:
+    async def _idle_or_killed(self, connection: EngineConnection) -> None:
         """Wait for what was cancelled; an engine that is stuck would have everybody wait for ever."""
         try:
             async with asyncio.timeout(self._patience_s):
@@ -235,13 +235,13 @@ class SupervisedEngine:
         if self._life is not None:
             self._life.kill()
 
-    def _open(self) -> Connection:
+    def _open(self) -> EngineConnection:
         """The engine, for what can be asked of it while it drains, too."""
         if self._connection is None or self._state not in ("ready", "draining"):
             raise EngineClosedError(f"The engine takes no calls: it is {self._state}.")
         return self._connection
 
-    def _open_for_turns(self) -> Connection:
+    def _open_for_turns(self) -> EngineConnection:
         if self._connection is None or self.state != "ready":
             raise EngineClosedError(f"The engine takes no turns: it is {self.state}.")
         return self._connection
@@ -277,7 +277,9 @@ class SupervisedEngine:
         """Begin a life, and wait for the first that it says."""
         life = self._life = await self._begin()
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_unix_connection(lambda: Connection(self._numbers), sock=life.front)
+        _, connection = await loop.create_unix_connection(
+            lambda: EngineConnection(self._numbers), sock=life.front
+        )
         self._connection = connection
         if life.greeting is not None:
             may_make = life.greeting.may_make_history and not self._epoch
@@ -311,7 +313,7 @@ class SupervisedEngine:
         self._life = None  # only now: whoever cancels this wait, or ends the server meanwhile, must find it
         return how
 
-    async def _lost_or_cut_off(self, connection: Connection) -> None:
+    async def _lost_or_cut_off(self, connection: EngineConnection) -> None:
         """Wait for the end of a socket, which an engine that is stuck keeps open: it reads nothing more."""
         try:
             async with asyncio.timeout(self._patience_s):

@@ -75,7 +75,7 @@ def serve_replicas(plan: ReplicaPlan, settings: ServerSettings, announce: Callab
     check_reachable(plan.history)  # of what Ray would say much later, and at length
     with bind(settings.host, settings.port) as free:
         address, port = address_of(free), free.getsockname()[1]
-    with Signals() as signals, ExitStack() as ending:
+    with LocalSignals() as signals, ExitStack() as ending:
         _log.info("starting Ray on this machine")
         try:
             with signals.interrupting():
@@ -140,7 +140,7 @@ def _seen() -> Seen | None:
     return Seen(num_ready.get(REPLICA, 0), num_ready.get(FRONT, 0) > 0, problem)
 
 
-def _until_told(signals: Signals) -> bool:
+def _until_told(signals: LocalSignals) -> bool:
     """Wait for the first signal that ends; False where Ray has ended by itself, and nothing is served."""
     while (number := signals.next(_WATCH_S)) is None or number == signal.SIGHUP:
         if number is not None:
@@ -254,7 +254,7 @@ def kill_descendants() -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-class Signals:
+class LocalSignals:
     """What this process was told, in place of what Ray would do. For the main thread."""
 
     def __init__(self) -> None:
@@ -292,7 +292,7 @@ class Signals:
             before = signal.signal(number, self._tell)
             self._before.setdefault(number, before)
 
-    def __enter__(self) -> Signals:
+    def __enter__(self) -> LocalSignals:
         """Take the signals over."""
         self.take_over()
         return self

@@ -32,7 +32,7 @@ from pensieve_jax.server.replicas.links import Replicas, ReplicaStream, decoded_
 from pensieve_jax.server.replicas.stream import RoutedReply
 from pensieve_jax.server.workers import run_io
 
-type Kept = Callable[[TurnSpec], Awaitable[Output | None]]
+type StoredOutput = Callable[[TurnSpec], Awaitable[Output | None]]
 """What the history has of a turn: None where it has nothing."""
 
 MAX_RUNS: Final = 2
@@ -51,7 +51,7 @@ class RetryingSubmission:
       num_runs: how often they were sent; num_run_again: how many of them once more.
     """
 
-    def __init__(self, replicas: Replicas, key: str, specs: Sequence[TurnSpec], kept: Kept) -> None:
+    def __init__(self, replicas: Replicas, key: str, specs: Sequence[TurnSpec], kept: StoredOutput) -> None:
         """Nothing is sent yet; raises InvalidRequestError for what cannot cross."""
         self.key = key
         self.replies = [RoutedReply(spec) for spec in specs]

@@ -34,7 +34,7 @@ from pensieve_jax.server.replicas.links import (
 )
 from pensieve_jax.server.replicas.merging import BY_REPLICA, OF_ALL, merged, summed
 from pensieve_jax.server.replicas.placement import RootNames
-from pensieve_jax.server.replicas.retry import Kept, RetryingSubmission, key_of
+from pensieve_jax.server.replicas.retry import RetryingSubmission, StoredOutput, key_of
 from pensieve_jax.server.replicas.stream import RoutedReply, RoutedTurn
 
 _log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class RoutedEngine:
         self,
         replicas: Replicas,
         first: ReplicaReport,
-        kept: Kept,
+        kept: StoredOutput,
         names: RootNames,
         *,
         answer_s: float = 30.0,

@@ -33,7 +33,7 @@ _TEXT_PARTS: Final = ("input_text", "output_text", "text")
 _PARTS_WITHOUT_TEXT: Final = ("input_image", "input_file", "input_audio", "computer_screenshot")
 
 
-class StreamOptions(Body, kw_only=True):
+class ResponseStreamOptions(Body, kw_only=True):
     """How a response is streamed; there is nothing to choose here."""
 
     IGNORED = frozenset({"include_obfuscation"})
@@ -111,7 +111,7 @@ class CreateResponse(ContextFields, kw_only=True):
 
     store: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
     background: bool | None = None
     metadata: dict[str, str] | None = None
     include: list[str] | None = None
@@ -218,7 +218,7 @@ def echo_of(body: CreateResponse, model: str, temperature: float, top_p: float) 
     return echo
 
 
-class Part(Body, kw_only=True):
+class ContentPart(Body, kw_only=True):
     """A part of a message's content."""
 
     UNSUPPORTED = {"prompt_cache_breakpoint": ()}  # noqa: RUF012 - a ClassVar of the base class
@@ -280,7 +280,7 @@ def _parse_item(value: Any, at: str) -> tuple[Item | ItemReference, tuple[str, .
     check_num_items(message.content, f"{at}.content")
     texts, more = [], list(ignored)
     for index, raw in enumerate(message.content):
-        part, unknown = convert(raw, Part, f"{at}.content[{index}]")
+        part, unknown = convert(raw, ContentPart, f"{at}.content[{index}]")
         texts.append(_text_of(part, f"{at}.content[{index}]"))
         more += unknown
     return kept_item(message.role, texts), tuple(more)
@@ -294,7 +294,7 @@ def is_reference(value: Any) -> bool:
     return kind == "item_reference" or (kind is None and "id" in value and "role" not in value)
 
 
-def _text_of(part: Part, at: str) -> str:
+def _text_of(part: ContentPart, at: str) -> str:
     if part.type in _PARTS_WITHOUT_TEXT:
         raise unsupported(f"{at}.type", f"the model reads text, not {part.type}")
     if part.type == "refusal" and part.refusal is not None:
