@@ -20,7 +20,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import AbstractDevice, Mesh, NamedSharding, PartitionSpec
 
-from model_defs import few_rows
+from model_defs import small_batch_matmul
 from model_defs.config import ModelConfig
 from model_defs.device_sums import PartialSums, Summand, added_up, current_sums
 from model_defs.sharding import TENSOR_AXIS, AnyMesh, constrain, tensor_parallel_size, vocabulary_axis
@@ -117,13 +117,13 @@ class Linear(nnx.Module):
         contract = tuple(range(1, 1 + self.num_in_dims)), tuple(range(self.num_in_dims))
         return lax.dot_general(x, kernel, (contract, ((), ())), precision=self.build.precision)
 
-    def _of_few_rows(self, num_rows: int, *, gated: bool = False) -> few_rows.Product | None:
+    def _of_few_rows(self, num_rows: int, *, gated: bool = False) -> small_batch_matmul.Product | None:
         """What multiplies each device's part of the kernel; None if that is not served."""
         tp, axes = tensor_parallel_size(self.build.mesh), self.in_axes + self.out_axes
         shape = tuple(
             size // tp if axis else size for size, axis in zip(self.kernel[...].shape, axes, strict=True)
         )
-        return few_rows.product(num_rows, shape, self.num_in_dims, self.build.dtype, gated=gated)
+        return small_batch_matmul.product(num_rows, shape, self.num_in_dims, self.build.dtype, gated=gated)
 
     @property
     def _adds_up(self) -> bool:
@@ -137,7 +137,7 @@ class Linear(nnx.Module):
 
     def _on_shards(
         self,
-        product: few_rows.Product,
+        product: small_batch_matmul.Product,
         out_axes: tuple[str | None, ...],
         x: jax.Array,
         bias: jax.Array | None,

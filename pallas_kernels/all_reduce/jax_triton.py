@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import jax_triton
 
 from pallas_kernels.all_reduce.affine import Affine
-from pallas_kernels.all_reduce.inbox_kernels import shares_by_inbox, sum_of_rows
-from pallas_kernels.all_reduce.letter_kernels import shares_by_letter
+from pallas_kernels.all_reduce.handshake_kernels import shares_by_letter
+from pallas_kernels.all_reduce.peer_buffer_kernels import shares_by_inbox, sum_of_rows
 from pallas_kernels.all_reduce.specs import LIMIT, MAX_PROGRAMS, NUM_PROGRAMS, fits_in_inboxes
 from pallas_kernels.residual_norms import NormSpec
 

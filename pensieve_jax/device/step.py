@@ -23,8 +23,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model_defs.attention import PagedAttention, RaggedBatch
 from model_defs.device_sums import AllReduce, SumSpec, summing
-from model_defs.few_rows import XLA, multiplying_by
 from model_defs.sharding import constrain
+from model_defs.small_batch_matmul import XLA, multiplying_by
 from pallas_kernels.ragged_paged_attention import TileSpec
 from pensieve_jax.decoding.device.choose import Scores, logits_spec
 from pensieve_jax.decoding.device.structure import ModelStructure

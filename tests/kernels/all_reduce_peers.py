@@ -22,8 +22,8 @@ import numpy as np
 from triton.runtime.interpreter import interpreter_builder
 
 from pallas_kernels.all_reduce import specs
-from pallas_kernels.all_reduce.inbox_kernels import shares_by_inbox, sum_of_rows
-from pallas_kernels.all_reduce.letter_kernels import shares_by_letter
+from pallas_kernels.all_reduce.handshake_kernels import shares_by_letter
+from pallas_kernels.all_reduce.peer_buffer_kernels import shares_by_inbox, sum_of_rows
 from tests.kernels.triton_interpreter import HostTensor, patch_the_language_once
 
 WIDTH, MAX_ROWS = 40, 12

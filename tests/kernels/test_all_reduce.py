@@ -275,7 +275,7 @@ def compiled_ptx(kernel, constants, *, kind):
 @pytest.mark.parametrize("kind", [None, pytest.param("rms", marks=pytest.mark.long), "layer"])
 def test_what_it_compiles_to(kind):
     """All of four devices' numbers are looked at at once; no flag goes anywhere, but that one is lost."""
-    from pallas_kernels.all_reduce.inbox_kernels import sum_of_rows
+    from pallas_kernels.all_reduce.peer_buffer_kernels import sum_of_rows
 
     constants = {"capacity": 512 * 8192, "norms": kind is not None}
     check_inboxes(compiled_ptx(sum_of_rows, constants, kind=kind), sum_of_rows, num_looks=1)
@@ -285,7 +285,7 @@ def test_what_it_compiles_to(kind):
 @pytest.mark.parametrize("kind", [pytest.param("rms", marks=pytest.mark.long), "layer"])
 def test_what_shares_by_inbox_compile_to(kind):
     """Likewise, twice: of partial sums, and of normed rows."""
-    from pallas_kernels.all_reduce.inbox_kernels import shares_by_inbox
+    from pallas_kernels.all_reduce.peer_buffer_kernels import shares_by_inbox
 
     constants = {"capacity": 512 * 8192}
     check_inboxes(compiled_ptx(shares_by_inbox, constants, kind=kind), shares_by_inbox, num_looks=2)
@@ -309,7 +309,7 @@ def check_inboxes(ptx, kernel, num_looks):
 @pytest.mark.parametrize("kind", [pytest.param("rms", marks=pytest.mark.long), "layer"])
 def test_what_shares_by_letter_compile_to(kind):
     """Two meetings, at each of which one instruction sets all flags, and one looks at them, and in a loop."""
-    from pallas_kernels.all_reduce.letter_kernels import shares_by_letter
+    from pallas_kernels.all_reduce.handshake_kernels import shares_by_letter
 
     ptx = compiled_ptx(shares_by_letter, {}, kind=kind)
     assert "ld.global.cg.v4.b32" in ptx
@@ -422,13 +422,13 @@ def told(monkeypatch, add_up, stream, affine, *, partial=PARTIAL, **arguments):
 )
 def test_which_shares_go_through_inboxes(capacity, dtype, by_inbox, monkeypatch):
     """Shares that they hold twice, if normed numbers have as many bytes; by letter every program has rows."""
-    from pallas_kernels.all_reduce import inbox_kernels, jax_triton, letter_kernels
+    from pallas_kernels.all_reduce import handshake_kernels, jax_triton, peer_buffer_kernels
 
     _, named = told(
         monkeypatch, jax_triton.triton_shares, jnp.ones((2, 16)), Affine(), norm=RMS._replace(dtype=dtype),
         capacity=capacity,
     )  # fmt: skip
-    kernel = inbox_kernels.shares_by_inbox if by_inbox else letter_kernels.shares_by_letter
+    kernel = peer_buffer_kernels.shares_by_inbox if by_inbox else handshake_kernels.shares_by_letter
     assert named["kernel"] is kernel
     assert named["grid"] == (specs.NUM_PROGRAMS if by_inbox else 2,)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from model_defs import few_rows, make_mesh, preset
+from model_defs import make_mesh, preset, small_batch_matmul
 from model_defs.device_sums import AllReduce, PartialSums, SumSpec, added_up, summing
 from model_defs.gated_decoder import GatedMLP
 from model_defs.layers import Build, FusedQKV, Linear
@@ -61,7 +61,7 @@ def build(num_devices=1, **changes):
 def run(module, num_rows, backend=None):
     width = preset("llama-tiny").hidden_size
     x = jax.random.normal(jax.random.key(9), (num_rows, width), jnp.bfloat16)
-    with contextlib.nullcontext() if backend is None else few_rows.multiplying_by(backend):
+    with contextlib.nullcontext() if backend is None else small_batch_matmul.multiplying_by(backend):
         return jax.tree.leaves(jax.jit(lambda x: whole(module(x)))(x))  # traced anew
 
 
@@ -92,7 +92,7 @@ def test_which_products(calls):
     assert [call[1:3] for call in calls] == [((hidden, 2 * wide), True), ((wide, hidden), False)]
     calls.clear()
     run(filled(GatedMLP(build())), 9, "pallas_mosaic_gpu")  # more rows than it serves
-    run(filled(GatedMLP(build())), 8, few_rows.XLA)
+    run(filled(GatedMLP(build())), 8, small_batch_matmul.XLA)
     assert not calls
 
 
@@ -113,8 +113,8 @@ def test_the_kernel_is_asked_for_the_size_of_the_result(monkeypatch, shape, num_
         return False
 
     monkeypatch.setattr(decode_matmul, "serves", serves)
-    with few_rows.multiplying_by("pallas_mosaic_gpu"):
-        assert few_rows.product(8, shape, num_in_dims, jnp.bfloat16, gated=gated) is None
+    with small_batch_matmul.multiplying_by("pallas_mosaic_gpu"):
+        assert small_batch_matmul.product(8, shape, num_in_dims, jnp.bfloat16, gated=gated) is None
     assert asked == [((8, depth, width), {"gated": gated, "dtype": jnp.bfloat16})]
 
 
@@ -128,7 +128,7 @@ def test_an_activation(name, split, num_devices, calls, added):
     x = jax.random.normal(jax.random.key(1), (3, 128), jnp.bfloat16)
     want = module.activated(x, name)
     assert not calls
-    with few_rows.multiplying_by("pallas_mosaic_gpu"):
+    with small_batch_matmul.multiplying_by("pallas_mosaic_gpu"):
         got = module.activated(x, name)
     out_parts = num_devices if "out_axis" in split else 1
     assert [call[1] for call in calls] == [(128 * out_parts // num_devices, 256 // out_parts)]
@@ -168,7 +168,7 @@ def test_several_dimensions(calls):
     """Of heads, on both sides."""
     module = filled(Linear(build(), (4, 16), (2, 8), in_axis=0))
     x = jax.random.normal(jax.random.key(1), (3, 4, 16), jnp.bfloat16)
-    with few_rows.multiplying_by("pallas_mosaic_gpu"):
+    with small_batch_matmul.multiplying_by("pallas_mosaic_gpu"):
         got = module(x)
     want = jnp.einsum("tab,abcd->tcd", x.astype(jnp.float32), module.kernel[...].astype(jnp.float32))
     np.testing.assert_allclose(got.astype(np.float32), want, rtol=0.02, atol=0.02)
@@ -184,7 +184,7 @@ def test_parts_are_lowered_for_two_gpus(num_rows):
     leaves, treedef = jax.tree.flatten(state)
 
     def mlp(leaves, x):
-        with few_rows.multiplying_by("pallas_mosaic_gpu"):
+        with small_batch_matmul.multiplying_by("pallas_mosaic_gpu"):
             return nnx.merge(graph, jax.tree.unflatten(treedef, leaves))(x)
 
     x = jax.ShapeDtypeStruct((num_rows, config.hidden_size), jnp.bfloat16)
@@ -209,11 +209,11 @@ def test_two_gpus(num_rows):
         ]
 
         def run(values, x, backend, graph=graph, treedef=treedef):
-            with few_rows.multiplying_by(backend):
+            with small_batch_matmul.multiplying_by(backend):
                 return nnx.merge(graph, jax.tree.unflatten(treedef, values))(x)
 
         texts, answers = [], []
-        for backend in ("pallas_mosaic_gpu", few_rows.XLA):
+        for backend in ("pallas_mosaic_gpu", small_batch_matmul.XLA):
             compiled = jax.jit(run, static_argnames="backend").lower(values, x, backend=backend).compile()
             texts.append(compiled.as_text())
             answers.append(

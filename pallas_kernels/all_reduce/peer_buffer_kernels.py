@@ -18,14 +18,8 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.all_reduce import specs
-from pallas_kernels.all_reduce.inboxes import (
-    as_integers,
-    begin,
-    columns_of_peer,
-    send,
-    taken,
-)
 from pallas_kernels.all_reduce.kernel_parts import added_and_normed, is_lost, rounded, vector
+from pallas_kernels.all_reduce.peer_buffers import as_integers, begin, columns_of_peer, send, taken
 
 EMPTY = tl.constexpr(specs.EMPTY)  # a NaN
 
