@@ -1,5 +1,5 @@
-"""Conversations over HTTP whose ids are state: an asynchronous front, and the engine in a process of its own.
+"""Stateful conversations over HTTP: an asynchronous front end, and the engine in its own process.
 
-Owns: the OpenAI-compatible API, which turn a request goes on from, and the two processes.
-Does not know: batches, pages, devices.
+Owns the OpenAI-compatible API, the choice of the turn that a request continues, and both processes.
+Does not know batches, pages or devices.
 """

@@ -1,7 +1,7 @@
-"""The application of a server: everything that stands before its engine, put together.
+"""Builds the ASGI application that serves one engine.
 
-Owns: which parts and routes there are, what each is made of, and giving back what they hold.
-Does not know: sockets, processes or signals; what a route does.
+Owns the list of services and routes, their construction, and the release of their resources.
+Does not know sockets, processes or signals, or what a route does.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ ROUTES = tuple(route for module in MODULES for route in module.ROUTES)
 def make_application(
     engine: EngineService, settings: ServerSettings, keys: ApiKeys, *, root_for: RootFor = new_root
 ) -> ASGIApp:
-    """The ASGI application of a server.
+    """Return the ASGI application that serves `engine`.
 
     Args:
-      engine: ready, with its history in a file.
-      settings: of HTTP.
-      keys: who may ask; whoever gives them may have them read again.
-      root_for: names the roots of turns that go on from none, which several engines are chosen by.
+      engine: an engine that is ready and whose history is in a file.
+      settings: the HTTP settings.
+      keys: the accepted API keys. The caller may reload them while the server runs.
+      root_for: names the root of a turn without a parent. With several engines, the root selects the engine.
 
     Raises ConfigError for a tokenizer or defaults that do not fit the model, and HistoryError.
     """
@@ -65,7 +65,7 @@ def make_application(
             try:
                 yield
             finally:
-                if services.tracing is not None:  # which waits for the network
+                if services.tracing is not None:  # closing waits for the network
                     await asyncio.to_thread(services.tracing.close)
 
     routes = (*ROUTES, *responses.routes, *Conversations(services, responses.locks).routes)
@@ -79,7 +79,7 @@ def make_services(
     history: HistoryReader,
     root_for: RootFor = new_root,
 ) -> Services:
-    """The parts, of an engine that is ready and its open history; raises ConfigError."""
+    """Return the services of an engine that is ready and of its open history; raises ConfigError."""
     info = engine.info
     tokenizer = source_tokenizer(info.source, info.limits.vocab_size)
     clock = WallClock()
@@ -110,13 +110,13 @@ def make_services(
 def _tracing(settings: ServerSettings, model_name: str) -> Tracing | None:
     if settings.otel_endpoint is None:
         return None
-    from pensieve_jax.server.tracing import Tracing  # of an extra
+    from pensieve_jax.server.tracing import Tracing  # needs an optional extra
 
     return Tracing.to(settings.otel_endpoint, settings.served_model_name or model_name)
 
 
 def _chat_format(tokenizer: Tokenizer | None) -> ChatFormat | None:
-    """None where messages cannot be written for this model; a request with messages is then told why."""
+    """Return None if the model has no usable chat format; requests with messages then get the reason."""
     try:
         return ChatFormat(tokenizer)
     except (TokenizerMissingError, ChatTemplateError):

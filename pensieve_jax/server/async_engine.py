@@ -1,9 +1,8 @@
-"""An engine as an asynchronous program sees it: what a front end may ask of it.
+"""The asynchronous interface of an engine that front ends use.
 
-Owns: the protocols and the values that cross.
-Does not know: in which process or thread the engine runs, HTTP, or where turns come from.
-Implemented over a socket by the client of the
-engine's process, and by fakes in tests.
+Owns the protocols and the values that cross them.
+Does not know in which process or thread the engine runs, HTTP, or where turns come from.
+The client of the engine's process implements it over a socket; tests implement it with fakes.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from pensieve_jax.history.server_tables.changes import HistoryChange
 
 EngineState = Literal["starting", "ready", "draining", "dead"]
 UNANSWERED: Final = (EngineClosedError, EngineDiedError)
-"""What is raised where nobody knows whether the engine did, or still will do, what it was asked for."""
+"""Errors that leave open whether the engine executed the request, or still will."""
 
 
 @dataclass(frozen=True, slots=True)
 class AsyncDelta:
-    """What came of a reply since the last one: whole characters, the ids sampled, and their logprobs.
+    """New part of a reply since the previous delta: whole characters, sampled token ids, and their logprobs.
 
-    Deltas that nobody took in time are merged into one.
+    Deltas that the caller has not read yet are merged into one.
     """
 
     text: str
@@ -36,14 +35,14 @@ class AsyncDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What the engine's process tells of itself once, when it is ready.
+    """Description that the engine's process sends once, when it is ready.
 
     Attributes:
-      model_name: as it was given.
+      model_name: the name as configured.
       source: the model's directory, or random:<preset>.
-      fingerprint: who may read the history.
-      history: the path of the history's file.
-      description: as `LLM.describe()`.
+      fingerprint: the model fingerprint. Only models with the same one may read the history.
+      history: the path of the history file.
+      description: the value of `LLM.describe()`.
     """
 
     model_name: str
@@ -57,93 +56,93 @@ class EngineInfo:
 
     @property
     def chunk_bytes(self) -> int:
-        """Of the state of one chunk, on all devices together."""
+        """Size of one chunk's KV cache in device memory, summed over all devices."""
         cache, device = self.description.get("cache", {}), self.description.get("device", {})
         return int(cache.get("page_bytes", 0)) * int(device.get("count", 1))
 
     @property
     def slot_bytes(self) -> int:
-        """Of one chunk in host memory and on its way there, on all devices together."""
+        """Size of one chunk in host memory and in transfers, summed over all devices."""
         return int(self.description.get("cache", {}).get("slot_bytes", 0))
 
 
 class AsyncTurn(Protocol):
-    """A running turn: an iterator of deltas, which belongs to whoever holds it."""
+    """Running turn and iterator of its deltas. A turn that no caller references any more is cancelled."""
 
     @property
     def turn_id(self) -> str:
-        """Its id; for a turn without a node, one of this process only."""
+        """Id of the turn. For a turn without a node, it is valid in this process only."""
         ...
 
     @property
     def output(self) -> Output | None:
-        """The result, once the turn has ended well."""
+        """Result of the turn, or None until it ends successfully."""
         ...
 
     async def accepted(self) -> None:
-        """Wait until the engine has queued it; raises what it was refused with."""
+        """Wait until the engine has queued the turn; raises the error if the engine refuses it."""
         ...
 
     def __aiter__(self) -> AsyncIterator[AsyncDelta]:
-        """Deltas until the end; raises what the turn failed with. After the last one `output` is there."""
+        """Iterate over the deltas; raises the turn's error. `output` is set after the last delta."""
         ...
 
     async def result(self) -> Output:
-        """Wait for the end, whatever of the deltas was taken; raises what the turn failed with."""
+        """Wait for the end, whether or not the deltas were read; raises the turn's error."""
         ...
 
     async def cancel(self) -> None:
-        """End it as if it had never been sent; nothing happens to one that is done."""
+        """End the turn as if it had never been submitted. A finished turn is unaffected."""
         ...
 
 
 class EngineService(Protocol):
-    """An engine elsewhere. Errors are those of `Engine`, with the same fields."""
+    """Asynchronous engine. It raises the errors of `Engine`, with the same fields."""
 
     @property
     def info(self) -> EngineInfo:
-        """Raises EngineClosedError before it is ready."""
+        """Description of the engine; raises EngineClosedError before the engine is ready."""
         ...
 
     @property
     def state(self) -> EngineState:
-        """What it can be asked for: turns only when it is ready."""
+        """State of the engine. It accepts turns only while "ready"."""
         ...
 
     @property
     def epoch(self) -> int:
-        """Counts the engine's starts: what was in memory only did not outlive one."""
+        """Number of engine starts. Data that was only in memory does not survive a restart."""
         ...
 
     @property
     def last_heard_s(self) -> float:
-        """Seconds since the engine said anything, which it does once a second; infinity before it began."""
+        """Seconds since the engine's last message. It sends one every second; infinity before the first."""
         ...
 
     @property
     def last_stats(self) -> Mapping[str, Any]:
-        """`Engine.stats`, at most a second old while it runs; nothing before it began."""
+        """Latest `Engine.stats`, at most a second old while the engine runs; empty before it starts."""
         ...
 
     def submit(self, spec: TurnSpec) -> AsyncTurn:
-        """Queue a turn. What `Engine.submit` refuses, the turn raises: at `accepted`, or when iterated.
+        """Queue a turn; raises EngineClosedError while the engine accepts no turns.
 
-        Raises EngineClosedError while it takes none.
+        If the engine refuses the turn, `accepted` or the iteration raises the error of `Engine.submit`.
         """
         ...
 
     def submit_all(self, specs: Sequence[TurnSpec]) -> list[AsyncTurn]:
-        """Queue turns, all or none."""
+        """Queue all turns, or none of them."""
         ...
 
     async def apply(self, change: HistoryChange) -> None:
-        """Change what the history keeps beside turns; raises HistoryError and what the change says."""
+        """Change the history's tables other than turns; raises HistoryError and the errors of the change."""
         ...
 
     async def call(self, name: str, *arguments: Any) -> Any:
-        """One of the engine's other methods by name, with plain values: "stats", "push_out", ..."""
+        """Call another engine method by name, with plain values: "stats", "push_out", ..."""
         ...
 
     async def drain(self, deadline_s: float) -> None:
-        """Take no more turns, and wait for those that run, or cancel them when the time is over."""
+        """Accept no more turns and wait for the running ones; cancel them after `deadline_s` seconds."""
         ...

@@ -1,8 +1,8 @@
-"""What only this server can tell: where the state of conversations is, and what becomes of it when asked.
+"""The HTTP endpoints under `/v1/pensieve/`, which show and control the KV cache of conversations.
 
-Owns: `/v1/pensieve/...`: the map of chunks, once or as a stream; pushing a turn's state out or forgetting it;
-the engine's counters; the trees of turns that responses make.
-Does not know: how state is kept, or who draws it.
+Owns the map of chunks, once or as a stream; copying a turn's KV cache out or dropping it; the engine's
+counters; the trees of turns that responses make.
+Does not know how the KV cache is stored, or which client draws it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pensieve_jax.server.turns.sampling import token_sources
 from pensieve_jax.server.workers import run_cpu
 
 _PERIOD_S: Final = 0.25
-"""Between two maps of a stream."""
+"""Interval between two maps of a stream."""
 MAX_STREAMS: Final = 8
-"""Of maps, for each owner."""
+"""Limit of concurrent map streams per owner."""
 _RETRY_S: Final = 30
 _NUM_TREES: Final = 100
 _MAX_TREES: Final = 1000
@@ -34,22 +34,22 @@ _PREFIXES: Final = ("resp_", "chatcmpl-", "cmpl-")
 
 
 class OfResponse(Body):
-    """Which response's state is meant."""
+    """Request body that names a response."""
 
     response_id: str
 
 
 async def chunks(call: HttpRequest) -> HttpResponse:
-    """GET /v1/pensieve/chunks: the caller's branches, chunk by chunk; `stream=true` goes on telling."""
+    """GET /v1/pensieve/chunks: list the chunks of the caller's branches; `stream=true` sends every change."""
     if call.query.get("stream") == "true":
         return await _watched_maps(call)
     return json_reply(await _map(call))
 
 
 async def _watched_maps(call: HttpRequest) -> Events:
-    """Few at a time: each asks the engine four times a second.
+    """Stream maps. The number of streams is limited, because each queries the engine four times a second.
 
-    The first map is there before any byte is sent, so that an engine which tells none is a status of its own.
+    The first map is fetched before any byte is sent, so an engine error still becomes an HTTP status.
     """
     services, owner = call.services, call.owner
     if services.map_streams[owner] >= MAX_STREAMS:
@@ -73,7 +73,7 @@ async def _watched_maps(call: HttpRequest) -> Events:
 
 
 async def _maps(call: HttpRequest, first: dict[str, Any]) -> AsyncGenerator[bytes]:
-    """A map whenever it has changed, four a second at most, for as long as somebody watches."""
+    """Yield the map whenever it has changed, at most four times a second, until the client disconnects."""
     told, now = b"", encode_json(first)
     while True:
         if now != told:
@@ -90,14 +90,14 @@ async def _map(call: HttpRequest) -> dict[str, Any]:
 
 
 async def push_out(call: HttpRequest) -> HttpResponse:
-    """POST /v1/pensieve/push_out: copy a response's state to host memory and free its pages."""
+    """POST /v1/pensieve/push_out: copy a response's KV cache to host memory and free its pages."""
     return json_reply({"num_chunks": await _on_turn(call, "push_out_turn")})
 
 
 async def forget_state(call: HttpRequest) -> HttpResponse:
-    """POST /v1/pensieve/forget_state: drop a response's state in every tier.
+    """POST /v1/pensieve/forget_state: drop a response's KV cache in every tier.
 
-    What the history keeps stays; a turn that is in memory only is gone with its state.
+    The history is unaffected. A turn that is only in memory is lost with its KV cache.
     """
     await _on_turn(call, "forget_turn_state")
     return json_reply({})
@@ -116,7 +116,7 @@ async def _on_turn(call: HttpRequest, name: str) -> Any:
 
 
 async def stats(call: HttpRequest) -> HttpResponse:
-    """GET /v1/pensieve/stats: the engine's counters since its start, sizes, how full the front is."""
+    """GET /v1/pensieve/stats: report the engine's counters since its start, and sizes of front-end tables."""
     engine, limits = call.services.engine, call.services.limits
     told = await engine.call("stats")
     tables = {
@@ -132,17 +132,17 @@ async def stats(call: HttpRequest) -> HttpResponse:
 
 
 async def trees(call: HttpRequest) -> HttpResponse:
-    """GET /v1/pensieve/trees: conversations made of responses, the most recently active first.
+    """GET /v1/pensieve/trees: list conversations made of responses, the most recently active first.
 
-    `limit` of them: 100 unless given, at most 1,000.
+    `limit` defaults to 100 and is at most 1,000.
     """
     return await run_cpu(call.owner, True, _told_trees, call, limit_of(call.query, _NUM_TREES, _MAX_TREES))
 
 
 async def tree(call: HttpRequest) -> HttpResponse:
-    """GET /v1/pensieve/trees/{root}: the last turns of one of them, in the order in which they were made.
+    """GET /v1/pensieve/trees/{root}: list the latest turns of one conversation in order of creation.
 
-    `instructions` are told once, in the order in which they are named: a turn has their number in the list.
+    Each distinct `instructions` text is listed once, in order of first use. A turn has its index in the list.
     """
     return await run_cpu(call.owner, True, _told_tree, call)
 

@@ -1,10 +1,11 @@
-"""The log of a server: ids, counts and times, and never a word of anybody's text.
+"""The log of a server: ids, counts and times, but never text of a prompt or reply.
 
-Owns: the two forms of a line, JSON for programs and a few words for a terminal, and what of an error is
-written.
-Does not know: where lines go beyond a stream.
+Owns the two line formats, JSON for programs and short text for terminals, and which parts of an error are
+logged.
+Does not know where lines go beyond a stream.
 
-An exception's message may quote a prompt, so only its class and where it was raised are written.
+An exception's message may quote a prompt. Therefore only its class and the place where it was raised are
+logged.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ import msgspec
 LOGGER = logging.getLogger("pensieve_jax.server")
 _FIELDS = "fields"
 _QUIET: Final = ("GET", "HEAD")
-_ENGINES: Final = ("pensieve_jax", "jax")  # what an engine logs, of which warnings are worth a line
+_ENGINES: Final = ("pensieve_jax", "jax")  # loggers of an engine, shown from WARNING up
 type LogFormat = Literal["auto", "json", "text"]
 
 
 class JsonLines(logging.Formatter):
-    """A record as one line of JSON."""
+    """Formatter that writes a record as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Time, level and message, then the record's own fields."""
+        """Write time, level and message, then the record's own fields."""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -44,10 +45,10 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """A record in a few words, for somebody who looks on."""
+    """Formatter that writes a record as short text for a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The time of day, and what happened."""
+        """Write the time of day and the event."""
         fields = getattr(record, _FIELDS, {})
         words = _request_words(fields) if _is_request(fields) else _first_line(record)
         error = fields.get("error")
@@ -60,7 +61,7 @@ class TextLines(logging.Formatter):
 
 
 class _Worth(logging.Filter):
-    """Of requests, those that somebody at a terminal wants to see: what looks without asking is not."""
+    """Filter for terminals that hides successful GET and HEAD requests."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         fields = getattr(record, _FIELDS, {})
@@ -86,12 +87,12 @@ def _first_line(record: logging.LogRecord) -> str:
 
 
 def is_text(log_format: LogFormat, stream: TextIO) -> bool:
-    """Whether lines are words; `auto` is words on a terminal and JSON elsewhere."""
+    """Return whether lines are text; `auto` means text on a terminal and JSON elsewhere."""
     return stream.isatty() if log_format == "auto" else log_format == "text"
 
 
 def log_to(stream: TextIO | None = None, level: int = logging.INFO, log_format: LogFormat = "json") -> None:
-    """Write this server's log, and those of what it stands on, to a stream (stderr), and nowhere else."""
+    """Write the logs of this server and of its libraries to one stream (default: stderr) and nowhere else."""
     stream = stream or sys.stderr
     handler = logging.StreamHandler(stream)
     if is_text(log_format, stream):
@@ -111,17 +112,20 @@ def log_to(stream: TextIO | None = None, level: int = logging.INFO, log_format: 
 
 
 def log_uncaught() -> None:
-    """Have an error that ends this process or a thread be a line, too; Python would quote its message."""
+    """Log errors that end this process or a thread. Python's own handlers would print their messages."""
     sys.excepthook = lambda kind, error, trace: _log_end(error)
     threading.excepthook = lambda args: _log_end(args.exc_value)
 
 
 def _log_end(error: BaseException | None) -> None:
-    LOGGER.critical("ended by an error that nobody expected", exc_info=error)
+    LOGGER.critical("ended by an unexpected error", exc_info=error)
 
 
 def log_end_of_task(log: logging.Logger, sentence: str) -> Callable[[asyncio.Task[None]], None]:
-    """For a task that ends with the server alone: says if it failed, as nobody waits for it before."""
+    """Return a done callback that logs `sentence` if the task failed.
+
+    It is for tasks that run as long as the server, because no caller awaits them earlier.
+    """
 
     def note(task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
@@ -132,18 +136,18 @@ def log_end_of_task(log: logging.Logger, sentence: str) -> Callable[[asyncio.Tas
 
 
 def log_request(request_id: str, **fields: Any) -> None:
-    """A request is over."""
+    """Log a finished request."""
     if LOGGER.isEnabledFor(logging.INFO):
         LOGGER.info("request", extra={_FIELDS: {"request_id": request_id, **fields}})
 
 
 def log_error(request_id: str, error: BaseException) -> None:
-    """Something that nobody expected, while a request was answered."""
+    """Log an unexpected error that occurred while a request was answered."""
     LOGGER.error("error", extra={_FIELDS: {"request_id": request_id, "error": describe_error(error)}})
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
-    """The class of an error and of what caused it, and where each was raised; no message."""
+    """Return the class and traceback locations of an error and of its causes, without any message."""
     described: dict[str, Any] = {
         "kind": f"{type(error).__module__}.{type(error).__qualname__}",
         "at": [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)],

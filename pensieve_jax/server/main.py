@@ -1,14 +1,14 @@
-"""A server's process from its start to its end: an engine, an application in front of it, and signals.
+"""Runs a server's process from start to end: an engine, the application in front of it, and signals.
 
-Owns: in which order the two start and end, what signals mean, the socket that is listened on, and the file
-of a history that nobody wants to keep.
-Does not know: what the application does, command lines, or how an engine runs.
+Owns the order in which both start and stop, the meaning of signals, the listening socket, and the file of a
+temporary history.
+Does not know what the application does, command lines, or how an engine runs.
 
-The first SIGTERM or Ctrl-C drains: no more turns are taken, those that run get their time, and the status is
-0. The second ends everything at once. An engine that dies too often ends the server, with status 1, as does
-an end that nobody asked for, so that whoever watches over it can start it anew. One that hangs is killed, and
-started again as one that died. A history that turns out to be damaged or gone when the engine is started
-again ends it with status 2: somebody has to look.
+The first SIGTERM or Ctrl-C drains: the server accepts no more turns, running turns get `drain_s` seconds, and
+the exit status is 0. The second ends everything at once. The exit status is 1 if the engine dies too often or
+the server stops unexpectedly, so that a process supervisor can restart it. A hanging engine is killed and
+restarted like one that died. If the history is damaged or missing when the engine restarts, the exit status
+is 2, because an operator must look at it.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from pensieve_jax.server.watchdog import watch
 EXIT_AT_ONCE: Final = 128 + signal.SIGTERM
 EXIT_ENDED: Final = 1
 EXIT_DAMAGED: Final = 2
-"""As of a start that is refused: to start the server again would serve an empty history."""
+"""Same status as a refused start. A restarted server would serve an empty history."""
 _ENDING = (signal.SIGTERM, signal.SIGINT)
 _BACKLOG = 2048
 _LOOK_S = 0.2
-_KEEP_ALIVE_S = 75  # clients' pools keep connections for a minute or so, and must not find them closed
+_KEEP_ALIVE_S = 75  # longer than the minute or so for which clients' pools keep connections
 _log = logging.getLogger(__name__)
 _UNTAKEN_MS = 30_000
 _AT_ONCE_S = 1
-_GOODBYE_S = 5  # for answers that are complete and still on their way
+_GOODBYE_S = 5  # time to deliver responses that are complete but not yet sent
 
 
 class Signals:
-    """What this process was told. Whoever enters it takes over SIGTERM, SIGINT and SIGHUP."""
+    """Signals that this process received. As a context manager, it handles SIGTERM, SIGINT and SIGHUP."""
 
     def __init__(self, on_hangup: Callable[[], object]) -> None:
         self.first = asyncio.Event()
@@ -59,7 +59,7 @@ class Signals:
         self._on_hangup = on_hangup
 
     def __enter__(self) -> Signals:
-        """Take the signals over."""
+        """Install the signal handlers."""
         loop = asyncio.get_running_loop()
         for number in _ENDING:
             loop.add_signal_handler(number, self._end)
@@ -81,18 +81,18 @@ class Signals:
 
 
 class NotListeningError(PensieveError):
-    """A server that was to listen does not."""
+    """The HTTP server could not start to listen, or stopped unexpectedly."""
 
 
 class HttpServer(uvicorn.Server):
-    """Leaves signals to us, and says when it listens; to be run by `serve(sockets=...)`."""
+    """Uvicorn server that handles no signals and reports when it listens; run it by `serve(sockets=...)`."""
 
     def __init__(self, app: ASGIApp) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
                 http=RequestHeadLimits,
-                ws="none",  # nothing here speaks them, and who offers them is answered in HTTP
+                ws="none",  # no route uses WebSockets; a client that offers them gets an HTTP response
                 log_config=None,
                 log_level="warning",
                 access_log=False,
@@ -105,41 +105,41 @@ class HttpServer(uvicorn.Server):
         self.listens = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen; raises NotListeningError where the application does not start, which the log says."""
+        """Listen; raises NotListeningError if the application does not start. The log has the reason."""
         try:
             await super().startup(sockets)
-        except SystemExit as error:  # which would end whatever loop this runs on
-            raise NotListeningError("The application in front of the engine could not be started.") from error
+        except SystemExit as error:  # it would end the event loop that runs this
+            raise NotListeningError("The HTTP application could not be started; see the log.") from error
         self.listens.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals alone, which uvicorn's own method would capture."""
+        """Capture no signals, unlike uvicorn's own method."""
         yield
 
 
 class Listening:
-    """A server in a loop that has other things to do as well."""
+    """HTTP server that runs as a task of an event loop shared with other work."""
 
     def __init__(self, app: ASGIApp, listening: socket.socket) -> None:
-        """It begins; see `begun`. The socket is closed at the end, whatever that is."""
+        """Start the server; await `begun` next. The socket is closed when the server ends in any way."""
         self._server = HttpServer(app)
         self._serving = asyncio.ensure_future(self._server.serve(sockets=[listening]))
         self._serving.add_done_callback(lambda _: listening.close())
 
     async def begun(self) -> None:
-        """Wait until it listens; raises NotListeningError, and whatever else keeps it from that."""
+        """Wait until the server listens; raises NotListeningError or any other error of its start."""
         if await _until(self._server.listens, _outcome(self._serving)):
-            raise NotListeningError("The server ended before it listened.")
+            raise NotListeningError("The server stopped before it listened; see the log.")
 
     def check(self) -> None:
-        """Raise NotListeningError where it has ended without being told to."""
+        """Raise NotListeningError if the server has stopped unexpectedly."""
         if self._serving.done() and not self._server.should_exit:
             error = None if self._serving.cancelled() else self._serving.exception()
-            raise NotListeningError("The server has ended without being told to.") from error
+            raise NotListeningError("The server stopped unexpectedly; see the log.") from error
 
     async def end(self) -> None:
-        """Take no more connections, and wait for what is on its way."""
+        """Accept no more connections, and wait for the requests in progress."""
         self._server.should_exit = True
         await _outcome(self._serving)
 
@@ -153,17 +153,17 @@ def serve(
     announce: Callable[[AsyncEngine, str], None],
     on_hangup: Callable[[], object] = lambda: None,
 ) -> int:
-    """Serve until told to end; the exit status.
+    """Serve until a signal or a failure ends the server, and return the exit status.
 
     Args:
-      start: an engine that is not started yet.
-      make_application: what answers, of the engine when it is ready.
-      listening: as `bind` returns it; closed at the end.
-      drain_s: how long turns may go on.
+      start: returns an engine that is not started yet.
+      make_application: returns the application for the engine once that is ready.
+      listening: a socket from `bind`; it is closed at the end.
+      drain_s: how long turns may run after the first signal.
       announce: called with the engine and the address once both are ready.
-      on_hangup: called for a SIGHUP; a ConfigError that it raises is logged.
+      on_hangup: called on SIGHUP; a ConfigError that it raises is logged.
 
-    Raises what keeps the engine from starting.
+    Raises the error of an engine that does not start.
     """
 
     async def work() -> int:
@@ -175,22 +175,24 @@ def serve(
 
 
 def leave(status: int) -> int:
-    """What is left to do with the status of `serve` and nothing else: return it, or end this process now.
+    """Return the exit status of `serve`, or end this process now if the status is EXIT_AT_ONCE.
 
-    After a second signal Python would still wait for threads, which cannot be interrupted in a long body.
+    Call it as the last step. After a second signal, a normal exit would still wait for threads, and a thread
+    that parses a long request body cannot be interrupted.
     """
     if status == EXIT_AT_ONCE:
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError):  # whoever reads it has gone
+            with contextlib.suppress(OSError):  # the reader has closed the stream
                 stream.flush()
         os._exit(status)
     return status
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket for this address; before minutes of loading, so that clients are refused until it listens.
+    """Return a socket bound to this address. It does not listen yet, so it refuses clients.
 
-    Raises ConfigError for an address that is taken, or not this machine's.
+    Bind before the minutes of loading, so that an address conflict fails early. Raises ConfigError for an
+    address that is in use or not one of this machine.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -199,7 +201,7 @@ def bind(host: str, port: int) -> socket.socket:
         found = socket.socket(family, kind, protocol)
         try:
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if hasattr(socket, "TCP_USER_TIMEOUT"):  # what a client never takes must not keep its connection
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # closes connections whose client stops reading
                 found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNTAKEN_MS)
             found.bind(address)
         except OSError:
@@ -214,7 +216,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 async def bind_in_time(host: str, port: int, seconds: float) -> socket.socket:
-    """As `bind`, where whoever had the address may take so long to give it back."""
+    """Call `bind`, and retry for `seconds` while another process still holds the address."""
     loop = asyncio.get_running_loop()
     until_s = loop.time() + seconds
     while True:
@@ -227,14 +229,14 @@ async def bind_in_time(host: str, port: int, seconds: float) -> socket.socket:
 
 
 def address_of(listening: socket.socket) -> str:
-    """Where clients find it."""
+    """Return the URL at which clients reach the socket."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 @contextlib.contextmanager
 def history_file(path: str | None) -> Iterator[str]:
-    """The file of the history: `path`, or one that nobody else can read and that is gone at the end."""
+    """Yield the path of the history file: `path`, or a private temporary file that is deleted at the end."""
     if path is not None:
         yield path
         return
@@ -242,7 +244,7 @@ def history_file(path: str | None) -> Iterator[str]:
     try:
         yield str(directory / "history.sqlite")
     finally:
-        with contextlib.suppress(FileNotFoundError):  # somebody cleans up old temporary files
+        with contextlib.suppress(FileNotFoundError):  # the system may have cleaned up old temporary files
             shutil.rmtree(directory)
 
 
@@ -257,8 +259,8 @@ async def _serve(
     engine = start()
     with contextlib.closing(listening):
         watching = asyncio.create_task(watch(engine))
-        watching.add_done_callback(log_end_of_task(_log, "nobody looks any more whether the engine hangs"))
-        _log.info("starting the engine; a first start compiles, which takes a minute or more, once")
+        watching.add_done_callback(log_end_of_task(_log, "the watchdog of the engine failed"))
+        _log.info("starting the engine; the first start compiles its steps, which takes a minute or more")
         try:
             if not await _until(signals.first, engine.open()):
                 return 0
@@ -275,12 +277,12 @@ async def _serve(
 async def _until_told(
     engine: AsyncEngine, server: HttpServer, serving: asyncio.Task[None], signals: Signals, drain_s: float
 ) -> int:
-    """Serve until the first signal, then drain, until the second; or until the engine is given up."""
+    """Serve until the first signal and drain until the second; end early if the engine is given up."""
     if not await _until(signals.first, _until(engine.gave_up, _outcome(serving))):
-        _log.info("ending: turns that run get %g s; a second signal ends them at once", drain_s)
+        _log.info("draining: running turns get %g s; a second signal ends them at once", drain_s)
     else:
         if not engine.gave_up.is_set():
-            _log.error("the server has ended without being told to")
+            _log.error("the HTTP server stopped unexpectedly")
         server.should_exit = True
         await _outcome(serving)
         return EXIT_DAMAGED if engine.is_damaged else EXIT_ENDED
@@ -295,7 +297,7 @@ async def _until_told(
 
 
 async def _cut_off(server: HttpServer) -> None:
-    """End what a server that was forced to exit leaves behind."""
+    """Cancel the requests of a server that was forced to exit, and shut down its lifespan."""
     requests = list(server.server_state.tasks)
     for request in requests:
         request.cancel()
@@ -307,7 +309,7 @@ async def _cut_off(server: HttpServer) -> None:
 
 @contextlib.contextmanager
 def _quiet(name: str) -> Iterator[None]:
-    """Without a logger's lines: of requests that were cut off on purpose, each is an error with a trace."""
+    """Silence a logger, because each request that is cut off on purpose would log an error with a trace."""
     logger = logging.getLogger(name)
     logger.addFilter(_nothing)
     try:
@@ -323,19 +325,19 @@ def _nothing(record: logging.LogRecord) -> bool:
 async def _drain(
     engine: AsyncEngine, server: HttpServer, serving: asyncio.Task[None], drain_s: float
 ) -> None:
-    """Turns first, which clients are still told of; then connections."""
+    """Drain turns first, while clients can still receive their results; then close connections."""
     await engine.drain(drain_s)
     server.should_exit = True
     await _outcome(serving)
 
 
 async def _outcome(task: asyncio.Task[None]) -> None:
-    """Wait for a task that goes on when this does not."""
+    """Wait for a task, which continues if this wait is cancelled."""
     await asyncio.shield(task)
 
 
 async def _until(event: asyncio.Event, work: Coroutine[Any, Any, object]) -> bool:
-    """Whether `work` came to its end before the event, which cancels it; raises what it raises."""
+    """Run `work` until `event` cancels it, and return whether `work` finished first. Raises its errors."""
     doing = asyncio.create_task(work)
     waiting = asyncio.create_task(event.wait())
     try:

@@ -1,13 +1,13 @@
-"""What those who run a server ask it: whether it is well, its metrics, its model, and tokens of a text.
+"""The operational HTTP endpoints: health, readiness, metrics, models, and tokenization.
 
-Owns: when a server is healthy and when it is ready; how the model is described; the bodies and answers of
-/tokenize and /detokenize, in vLLM's shapes.
-Does not know: what is counted, models, or turns: messages are written as those of a new conversation.
+Owns when a server is healthy and when it is ready; the description of the model; the request and response
+bodies of /tokenize and /detokenize, in vLLM's format.
+Does not know what is counted, models, or turns: it formats messages as those of a new conversation.
 
-Healthy means that a restart would not help; ready, that turns are taken. While the engine starts or is
-started again, a server is healthy and not ready. One whose queue is full stays ready: a balancer that takes
-servers away for that sends their conversations to others, which have no state of them and fill up in turn,
-while the turns that are too many are told when to come back.
+Healthy means that a restart would not help. Ready means that the server accepts turns. While the engine
+starts or restarts, the server is healthy but not ready. A server with a full queue stays ready: if a load
+balancer removed it, its conversations would move to servers that lack their KV cache, and those would fill
+up too. The excess turns get a Retry-After header instead.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from pensieve_jax.text import ChatFormat
 from pensieve_jax.version import __version__
 
 MAX_SILENCE_S: Final = 10.0
-"""An engine that says nothing for so long does not run; it says something every second."""
+"""An engine that is silent for this long counts as unhealthy; it sends a message every second."""
 _ANSWER_TIMEOUT_S: Final = 2.0
 
 
 async def health(call: HttpRequest) -> HttpResponse:
-    """200, or 503 where the engine has ended for good or says nothing."""
+    """Reply 200, or 503 if the engine has stopped for good or is silent."""
     engine = call.services.engine
     if engine.state == "dead":
-        raise overloaded("The engine has ended.", 1)
+        raise overloaded("The engine has stopped.", 1)
     if engine.state == "ready" and engine.last_heard_s > MAX_SILENCE_S:
-        raise overloaded(f"The engine has said nothing for {engine.last_heard_s:.0f} s.", 1)
+        raise overloaded(f"The engine has been silent for {engine.last_heard_s:.0f} s.", 1)
     return json_reply({"status": "ok", "engine": engine.state})
 
 
 async def ready(call: HttpRequest) -> HttpResponse:
-    """200 where the engine takes turns, at once or after a wait, else 503."""
+    """Reply 200 if the engine accepts turns, immediately or after queueing, else 503."""
     call.services.limits.check_ready()
     return await health(call)
 
@@ -64,11 +64,11 @@ async def version(call: HttpRequest) -> HttpResponse:
 
 
 async def metrics(call: HttpRequest) -> HttpResponse:
-    """All metrics in Prometheus' format."""
+    """Reply with all metrics in Prometheus format."""
     services = call.services
     report = services.metrics.engine
     report.stats = services.engine.last_stats
-    # Only a stuck engine does not answer in time, and then what it said last is still good.
+    # Only a hanging engine misses this timeout; its previous answers are then still usable.
     with suppress(TimeoutError, PensieveError):
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):
             report.census = await services.engine.call("census")
@@ -82,7 +82,7 @@ async def list_models(call: HttpRequest) -> HttpResponse:
 
 
 async def get_model(call: HttpRequest) -> HttpResponse:
-    """The model of this name, or 404."""
+    """Reply with the model of this name, or 404."""
     check_model(call.services, call.path["model"])
     return json_reply(_card(call.services))
 
@@ -93,14 +93,14 @@ def _card(services: Services) -> dict[str, Any]:
         "object": "model",
         "created": services.started_at,
         "owned_by": "pensieve",
-        "root": services.model_name,  # a path of this machine is nobody's business
+        "root": services.model_name,  # not the local path, which clients must not see
         "parent": None,
         "max_model_len": services.engine.info.limits.max_context_tokens,
     }
 
 
 class TokenizeBody(Body):
-    """Text, or messages as a chat template writes them."""
+    """Request body of `POST /tokenize`: a text, or messages that the chat template formats."""
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "add_generation_prompt": (True,),
@@ -118,14 +118,14 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """The request body that `POST /detokenize` takes: token ids."""
+    """Request body of `POST /detokenize`: token ids."""
 
     tokens: list[int]
     model: str | None = None
 
 
 async def tokenize(call: HttpRequest) -> HttpResponse:
-    """Ids of a text, or of messages with a generation prompt."""
+    """Reply with the token ids of a text, or of messages with a generation prompt."""
     body = await call.decode(TokenizeBody)
     services = call.services
     check_model(services, body.model)
@@ -134,7 +134,7 @@ async def tokenize(call: HttpRequest) -> HttpResponse:
 
 
 async def detokenize(call: HttpRequest) -> HttpResponse:
-    """The text of ids, special ones written out."""
+    """Reply with the text of token ids, including special tokens."""
     body = await call.decode(DetokenizeBody)
     services = call.services
     check_model(services, body.model)
@@ -169,7 +169,7 @@ def _token_ids(services: Services, body: TokenizeBody) -> list[int]:
         raise invalid_value("prompt", "Either prompt or messages must be given.")
     if body.messages is not None:
         messages = [message.as_message(f"messages[{i}]") for i, message in enumerate(body.messages)]
-        chat_format = services.chat_format or ChatFormat(services.tokenizer)  # which raises what is missing
+        chat_format = services.chat_format or ChatFormat(services.tokenizer)  # raises the missing part
         try:
             return chat_format.turn_token_ids([], services.resolver.with_known_roles(messages))
         except ChatTemplateError as error:

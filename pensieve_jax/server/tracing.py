@@ -1,12 +1,12 @@
-"""Spans of turns, for OpenTelemetry.
+"""OpenTelemetry spans of turns.
 
-Owns: which spans a turn becomes, their attributes, and whose child it is.
-Does not know: when something happens, which whoever runs turns tells it; anybody's text.
-Nothing here is imported but where spans were asked for.
+Owns the spans of a turn, their attributes, and their parent.
+Does not know when events happen, which the code that runs turns reports, or the text of prompts and replies.
+It is imported only if tracing is enabled.
 
-A turn is three spans in one: `queue` until the engine has it, `prefill` until its first token, `decode` until
-its last. Restoring state has no span of its own, since copies arrive while others compute and while what was
-lost is recomputed: how many tokens came from where are attributes.
+A turn has three child spans: `queue` until the engine accepts it, `prefill` until its first token, and
+`decode` until its last. Restoring the KV cache has no span of its own, because it overlaps other turns'
+compute and the recomputation of dropped chunks. Attributes give the number of tokens from each source.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _PROPAGATOR: Final = TraceContextTextMapPropagator()
 
 
 class TraceContext:
-    """Keeps the W3C headers of a request for the turns that it starts."""
+    """Middleware that stores the W3C trace headers of a request for the turns that it starts."""
 
     def __init__(self, app: ASGIApp) -> None:
-        """Around everything that starts turns."""
+        """Wrap `app`, which must include every route that starts turns."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,25 +62,25 @@ def _kept(carrier: dict[str, str]) -> Iterator[None]:
 
 
 class Tracing:
-    """Makes the spans of turns that have ended."""
+    """Creator of the spans of finished turns."""
 
     def __init__(self, processor: SpanProcessor, model_name: str) -> None:
-        """`processor` takes the spans; it is shut down by `close`."""
+        """Send spans to `processor`, which `close` shuts down."""
         resource = Resource.create({"service.name": "pensieve", "service.version": __version__})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("pensieve_jax", __version__)
         self._model_name = model_name
-        # Turns are timed by a clock that does not jump; spans want that of the day.
+        # Turns are timed by a monotonic clock, but spans need wall-clock time.
         self._epoch_ns = time.time_ns() - time.perf_counter_ns()
 
     @classmethod
     def to(cls, endpoint: str, model_name: str) -> Tracing:
-        """Spans to an OTLP endpoint over HTTP, in batches from a thread of its own."""
+        """Send spans to an OTLP endpoint over HTTP, in batches from a separate thread."""
         return cls(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)), model_name)
 
     def ended(self, turn_id: str, times: TurnTimes, output: Output | None) -> None:
-        """A turn has ended; without an output it failed, or its client left."""
+        """Create the spans of a turn that ended. Without an output it failed, or its client disconnected."""
         parent = _PROPAGATOR.extract(_carrier.get() or {})
         turn = self._tracer.start_span(
             "turn",
@@ -116,7 +116,7 @@ class Tracing:
         turn.end(self._ns(times.ended_s))
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans and shut the processor down."""
         self._provider.shutdown()
 
     def _ns(self, seconds: float) -> int:

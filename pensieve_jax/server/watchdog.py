@@ -1,11 +1,11 @@
-"""An engine that hangs, beside a process that does not.
+"""Kills an engine that hangs while its process stays alive.
 
-Owns: when silence is a death, which the engine is given then.
-Does not know: Ray, or how an engine is started again.
+Owns the silence limits after which an engine counts as hanging, and the decision to kill it.
+Does not know Ray, or how an engine is restarted.
 
-Whoever waits for such an engine waits without a limit, for a turn's end as for its start: its death ends all
-of that. An engine that is being started is not watched. A front of replicas cannot tell: it hears from the
-actor, and of the engine what that said last.
+Callers wait for a hanging engine without a limit; killing it ends all their waits. An engine that is starting
+is not watched. The front end of replicas cannot detect a hang: it gets answers from the replica's actor, with
+the engine's latest values.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from pensieve_jax.server.async_engine import EngineState
 
 _log = logging.getLogger(__name__)
 
-# An engine says something every second, or after a step that takes longer; its history is part of a step.
-# This is above Postgres' statement_timeout of 60 s: what holds up one statement holds up every replica's
-# engine, and one that only waits must not be killed, least of all with all others.
+# An engine sends a message every second, or after a step that takes longer. A step includes history writes.
+# The limit is above Postgres' statement_timeout of 60 s: one slow statement can block every replica's engine,
+# and an engine that only waits for the database must not be killed, least of all with all others.
 SILENCE_S: Final = 90.0
-"""Of a replica, whose turns others take."""
+"""Limit for the engine of a replica, whose turns other replicas can run."""
 ALONE_SILENCE_S: Final = 600.0
-"""Of an engine that nobody else stands in for: on a few processors a step may take minutes."""
+"""Limit for a single engine without a substitute; on few CPU cores a step may take minutes."""
 LOOK_S: Final = 2.0
-"""Between two looks of `watch`."""
+"""Interval between two checks of `watch`."""
 
 
 class RestartableEngine(Protocol):
-    """An engine that is started again when it dies; see `SupervisedEngine`."""
+    """Engine that is restarted when it dies; see `SupervisedEngine`."""
 
     @property
     def state(self) -> EngineState:
-        """What it can be asked for."""
+        """State of the engine. Only "ready" is watched."""
         ...
 
     @property
     def last_heard_s(self) -> float:
-        """Seconds since it said anything."""
+        """Seconds since the engine's last message."""
         ...
 
     def kill_life(self) -> None:
@@ -48,29 +48,30 @@ class RestartableEngine(Protocol):
 
 
 class Watchdog:
-    """Kills an engine that says nothing."""
+    """Watchdog that kills a silent engine."""
 
     def __init__(self, engine: RestartableEngine, silence_s: float) -> None:
-        """Nothing is known yet; `silence_s` is death."""
+        """Watch `engine`, which counts as hanging after `silence_s` seconds of silence."""
         self._engine, self._silence_s = engine, silence_s
         self._was_silent = False
 
     def look(self) -> None:
-        """Kill it where it was silent at the look before, too.
+        """Kill the engine if it is silent at two consecutive checks.
 
-        Whoever stood still itself finds an old word at first, and at its next look what came meanwhile.
+        One check is not enough: if this process was paused itself, its first check sees an old timestamp, and
+        only the second check sees the messages that arrived meanwhile.
         """
         engine = self._engine
         is_silent = engine.state == "ready" and engine.last_heard_s > self._silence_s
         if is_silent and self._was_silent:
-            _log.error("The engine has said nothing for %.0f s, and is killed.", engine.last_heard_s)
+            _log.error("The engine has been silent for %.0f s and is killed.", engine.last_heard_s)
             engine.kill_life()
             is_silent = False
         self._was_silent = is_silent
 
 
 async def watch(engine: RestartableEngine) -> None:
-    """Look at an engine that is alone again and again, until this is cancelled."""
+    """Check a single engine every `LOOK_S` seconds until this coroutine is cancelled."""
     watchdog = Watchdog(engine, ALONE_SILENCE_S)
     while True:
         watchdog.look()

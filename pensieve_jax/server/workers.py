@@ -1,7 +1,7 @@
-"""What takes long is done beside the event loop, so that one request does not keep the others waiting.
+"""Runs long work outside the event loop, so that one request does not delay the others.
 
-Owns: which work is long or waits for another machine, the threads that do it, and a key's share of them.
-Does not know: what the work is.
+Owns the limit above which work is long, the threads for CPU work and for I/O, and each key's share of them.
+Does not know what the work is.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from functools import partial
 from typing import Final, NamedTuple
 
 INLINE_CHARACTERS: Final = 20_000
-"""More than this takes longer than the few milliseconds that clients may wait for the loop."""
-_MESSAGE_CHARACTERS: Final = 100  # what takes as long as a message or an item without any
-_TOKEN_CHARACTERS: Final = 10  # the same of a token of the past, of which a short message has about ten
+"""Longest text handled on the event loop. A longer one blocks it for more than a few milliseconds."""
+_MESSAGE_CHARACTERS: Final = 100  # cost of an empty message or item, in characters
+_TOKEN_CHARACTERS: Final = 10  # cost of one earlier token, in characters; a short message has about ten
 NUM_THREADS: Final = 4
-"""Few: while they run Python, the loop takes turns with all of them. They start when they are needed."""
+"""Size of the CPU pool, started on demand. It is small because Python threads compete with the event loop."""
 SHARE: Final = 2
-"""Threads of one key at a time; what it has beyond that waits for its own, and for nobody else's."""
+"""CPU threads per key at a time. More work of a key waits only for that key's own threads."""
 FAR_THREADS: Final = 16
-"""That wait for another machine at a time, which takes no processor; half of them for one key."""
+"""Concurrent I/O threads, which only wait for other machines. One key may use half of them."""
 _threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="aside")
-_shares = weakref.WeakValueDictionary[str, asyncio.Semaphore]()  # of owners who have threads or wait
+_shares = weakref.WeakValueDictionary[str, asyncio.Semaphore]()  # only of owners with running or waiting work
 _far_shares = weakref.WeakValueDictionary[str, asyncio.Semaphore]()
 _far_places = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
 
 
 class CpuTicket(NamedTuple):
-    """What is known of work before it is done.
+    """Expected cost of work.
 
     Attributes:
-      is_long: it takes long, of a processor.
-      asks_history: it may look something up.
+      is_long: whether it needs much CPU time.
+      asks_history: whether it may read the history.
     """
 
     is_long: bool
@@ -44,12 +44,12 @@ class CpuTicket(NamedTuple):
 
 
 def is_long(num_characters: int, num_messages: int = 0, num_tokens: int | None = 0) -> bool:
-    """Whether work is for a thread.
+    """Return whether work is too long for the event loop and needs a thread.
 
     Args:
-      num_characters: of its text, or the bytes of a body.
+      num_characters: characters of its text, or bytes of a body.
       num_messages: messages or items of the text.
-      num_tokens: of what was said before, which is written once more; None where nobody knows.
+      num_tokens: tokens of earlier turns that are formatted again; None if unknown.
     """
     if num_tokens is None:
         return True
@@ -60,10 +60,10 @@ def is_long(num_characters: int, num_messages: int = 0, num_tokens: int | None =
 async def run_cpu[**P, T](
     owner: str, in_thread: bool, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> T:
-    """What `work` returns: at once, or from a thread of its owner's share; raises what it raises.
+    """Run `work` directly, or in a thread of its owner's share, and return its result or raise its error.
 
-    Without keys, which is the owner "", nobody's share is another's loss. Cancelled, it does not wait for the
-    thread, which goes on counting: work must leave nothing behind that somebody has to undo.
+    The owner "" (no API keys) has no share limit. If the call is cancelled, it does not wait for the thread.
+    The thread continues and still counts towards the share, so `work` must have no effect that needs undoing.
     """
     if not in_thread:
         return work(*args, **kwargs)
@@ -78,10 +78,10 @@ async def run_cpu[**P, T](
 
 
 async def run_io[**P, T](owner: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What `work` returns, which waits for another machine; raises what it raises.
+    """Run `work`, which waits for another machine, in a thread and return its result or raise its error.
 
-    It may never end: others go on meanwhile, and so does the end of the process. A cancelled call is as that
-    of `run_cpu`.
+    Work that never ends blocks neither other work nor the exit of the process. Cancellation is as in
+    `run_cpu`.
     """
     loop = asyncio.get_running_loop()
     places = _far_places.setdefault(loop, asyncio.Semaphore(FAR_THREADS))
@@ -103,9 +103,9 @@ async def run_io[**P, T](owner: str, work: Callable[P, T], *args: P.args, **kwar
     def run() -> None:
         try:
             outcome = partial(result.set_result, work(*args, **kwargs))
-        except BaseException as error:  # whoever waits raises it
+        except BaseException as error:  # raised again where the caller awaits it
             outcome = partial(result.set_exception, error)
-        with suppress(RuntimeError):  # the loop has ended, and nobody waits
+        with suppress(RuntimeError):  # the loop is closed, so no caller waits
             loop.call_soon_threadsafe(tell, outcome)
 
     threading.Thread(target=run, name="far", daemon=True).start()
