@@ -49,7 +49,7 @@ def test_an_owner_may_watch_a_few_maps_at_a_time() -> None:
 def test_an_engine_that_tells_no_map_is_a_status_before_any_byte() -> None:
     class Starting(FakeEngine):
         async def call(self, name: str, *arguments: object) -> object:
-            raise EngineClosedError("The engine takes no calls: it is starting.")
+            raise EngineClosedError("The engine accepts no calls: it is starting.")
 
     async def work() -> None:
         harness = Harness(ROUTES, Starting())

@@ -1,5 +1,5 @@
-"""An engine in a process of its own, and what an event loop in another process holds of it.
+"""An engine in a separate process, and its client for an event loop in the front-end process.
 
-Owns: what the two say to each other, the engine's loop beside its inbox, and starting it again when it died.
-Does not know: HTTP. Only `worker`, which is that process, imports what imports JAX.
+Owns the protocol between the two processes, the engine's loop, and the restart of an engine that died.
+Does not know HTTP. Only `worker`, the engine's process, imports modules that import JAX.
 """

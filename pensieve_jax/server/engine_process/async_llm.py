@@ -1,7 +1,7 @@
-"""`AsyncEngine`: the library for programs with an event loop.
+"""`AsyncEngine`, the library's interface for programs with an event loop.
 
-Owns: starting an engine in a process of its own, and turns of text, ids or messages.
-Does not know: batches, pages, devices, or what the processes say to each other.
+Owns the start of an engine in a separate process, and the submission of text, token ids or messages.
+Does not know batches, pages, devices, or the protocol between the processes.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from pensieve_jax.text import check_messages
 
 
 class AsyncEngine(SupervisedEngine):
-    """A model that serves conversations from a process of its own, for programs with an event loop.
+    """Model that serves conversations from a separate process, for programs with an event loop.
 
-    Everything is called from the event loop in which it was started. A process that dies is started again;
-    its running turns then raise EngineDiedError, and `epoch` counts up.
+    Call every method from the event loop that started the engine. A process that dies is restarted: its
+    running turns raise EngineDiedError, and `epoch` increases.
     """
 
     @classmethod
@@ -50,12 +50,12 @@ class AsyncEngine(SupervisedEngine):
         progress: bool | None = None,
         log_format: LogFormat | None = None,
     ) -> Self:
-        """An engine that starts with `async with` or `await`; see `LLM` for the other arguments.
+        """Return an engine that `async with` or `await` starts; see `LLM` for the other arguments.
 
-        `log_format` is that of the lines which the engine's process writes to stderr; None leaves them to
-        Python.
+        `log_format` is the format of the log lines that the engine's process writes to stderr; None keeps
+        Python's default.
 
-        Starting raises what `LLM` raises, and EngineDiedError if the process died before it was ready.
+        Starting raises the errors of `LLM`, and EngineDiedError if the process dies before it is ready.
         """
         if not isinstance(model, str | Path):
             raise ConfigError("model", model, "a name or a path")
@@ -89,18 +89,18 @@ class AsyncEngine(SupervisedEngine):
 
         Args:
           prompt: the NEW turn only, as text, token ids or chat messages, which the engine's process encodes;
-            or a whole `TurnSpec`.
-          sampling_params: the defaults if None; of a TurnSpec its own.
+            or a complete `TurnSpec`.
+          sampling_params: None for the defaults. A TurnSpec has its own.
           conversation_id: a new id begins a conversation; None is a one-off request.
 
-        What `LLM.submit` refuses, the turn raises: at `accepted`, or when iterated. Raises EngineClosedError
-        while the engine takes no turns, and InvalidRequestError for parameters that are no SamplingParams or
-        stand beside a TurnSpec.
+        `accepted` and the iteration of the turn raise the errors of `LLM.submit`. This method raises
+        EngineClosedError while the engine accepts no turns. It raises InvalidRequestError if
+        `sampling_params` is not a SamplingParams, or if parameters or an id are given with a TurnSpec.
         """
         if isinstance(prompt, TurnSpec):
             if sampling_params is not None or conversation_id is not None:
                 raise InvalidRequestError(
-                    "prompt", prompt, "alone", "a TurnSpec has parameters and id itself"
+                    "prompt", prompt, "the only argument", "a TurnSpec contains the parameters and the id"
                 )
             return super().submit(prompt)
         connection = self._open_for_turns()
@@ -115,25 +115,25 @@ class AsyncEngine(SupervisedEngine):
         return connection.submit([(sent, None)])[0]
 
     async def __aenter__(self) -> Self:
-        """Start it; raises what `start` says."""
+        """Start the engine; raises the errors listed at `start`."""
         await self.open()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End it; turns that run are cancelled."""
+        """Stop the engine and cancel its running turns."""
         await self.close()
 
     def __await__(self) -> Generator[object, None, Self]:
-        """`engine = await AsyncEngine.start(...)`, for who closes it later."""
+        """Start the engine by `engine = await AsyncEngine.start(...)`; the caller must close it."""
         return self.__aenter__().__await__()
 
 
 def _plain(prompt: object, vocab_size: int) -> object:
-    """The prompt as values that can cross, which numbers of NumPy and other mappings than dicts cannot.
+    """Return the prompt as plain values; NumPy numbers and mappings other than dict cannot be sent.
 
-    Raises InvalidRequestError for what is no prompt, where the engine's process could not even read it.
+    Raises InvalidRequestError for an invalid prompt here, because the engine's process could not read it.
     """
     if isinstance(prompt, str):
         codec.check_text(prompt, "prompt")

@@ -1,7 +1,7 @@
-"""What a front may ask of an engine besides turns, by name, with plain values both ways.
+"""The engine methods that a front end may call by name, with plain values as arguments and results.
 
-Owns: the list of what may be called, and how results become plain.
-Does not know: sockets, or who asks. The calls themselves are the engine's.
+Owns the list of callable methods, and the conversion of results to plain values.
+Does not know sockets or the caller. The engine implements the methods.
 """
 
 from __future__ import annotations
@@ -15,24 +15,27 @@ from pensieve_jax.engine.engine import Engine
 
 
 def answer(engine: Engine, name: str, arguments: Sequence[Any]) -> Any:
-    """What the call returned, as plain values; raises what it raised, and InvalidRequestError for none."""
+    """Call the method `name` and return its result as plain values.
+
+    Raises the method's errors, and InvalidRequestError for an unknown name or wrong arguments.
+    """
     call = CALLS.get(name)
     if call is None:
         raise InvalidRequestError("call", name, f"one of {', '.join(CALLS)}")
     try:
         inspect.signature(call).bind(engine, *arguments)
     except TypeError as error:
-        raise InvalidRequestError(f"{name}(...)", list(arguments), "its arguments", str(error)) from error
+        raise InvalidRequestError(f"{name}(...)", list(arguments), "valid arguments", str(error)) from error
     return call(engine, *arguments)
 
 
 def _stats(engine: Engine) -> dict[str, int | float]:
-    """Counters, and chunks by state."""
+    """Return the engine's counters and its number of chunks by state."""
     return {**engine.stats(), **engine.census()}
 
 
 def _explain(engine: Engine, conversation_id: str) -> dict[str, Any]:
-    """`Explanation` by field; `chunks` with what was dropped with reason and worth."""
+    """Return the `Explanation` as a dict; dropped chunks have the reason and their retention value."""
     found = engine.explain(conversation_id)
     chunks = [
         {**chunk._asdict(), "drop": None if chunk.drop is None else _drop(chunk.drop)}
@@ -46,7 +49,7 @@ def _drop(drop: Any) -> dict[str, Any]:
 
 
 def _chunk_map(engine: Engine, owner: str) -> dict[str, Any]:
-    """An owner's branches, as `Engine.chunk_map` tells them, and how full both tiers are."""
+    """Return an owner's branches from `Engine.chunk_map`, and the total and free pages of both tiers."""
     if not isinstance(owner, str):
         raise InvalidRequestError("owner", owner, "a string")
     stats = engine.stats()
@@ -61,7 +64,7 @@ def _chunk_map(engine: Engine, owner: str) -> dict[str, Any]:
 
 
 def _conversations(engine: Engine) -> list[dict[str, Any]]:
-    """`ConversationInfo` of every conversation by field."""
+    """Return the `ConversationInfo` of every conversation as dicts."""
     names = ("conversation_id", "num_tokens", "num_turns", "last_active_s")
     return [{name: getattr(info, name) for name in names} for info in engine.conversations.listing()]
 

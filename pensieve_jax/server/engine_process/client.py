@@ -1,10 +1,10 @@
-"""The front's end of the socket: turns as asynchronous iterators, and answers to calls.
+"""The front end's side of the socket: turns as asynchronous iterators, and answers to calls.
 
-Owns: who waits for what of one life of an engine.
-Does not know: how an engine is started, or what a prompt is.
+Owns the turns, calls and waiters of one engine process.
+Does not know how an engine is started, or what a prompt is.
 
-The connection refers to turns weakly, so that one that is dropped is cancelled; to who waits for one it
-refers as event loops do.
+The connection holds only weak references to turns, so that a turn is cancelled when its caller drops it. The
+event loop keeps the tasks that wait for a turn.
 """
 
 from __future__ import annotations
@@ -38,30 +38,31 @@ from pensieve_jax.server.engine_process.running_turn import RunningTurn
 from pensieve_jax.server.engine_process.wire import FrameReader, FrameWriter, WireError
 
 _LOST = (
-    "The engine's process died. Conversations are as their last committed turn left them; the history may "
-    "hold this turn already."
+    "The engine's process died. Conversations keep their last committed turn; the history may already "
+    "contain this turn."
 )
 
 
 class _Held(weakref.ref[RunningTurn]):
-    """A turn that somebody else holds, with its number for when nobody does any more."""
+    """Weak reference to a turn. It keeps the number, which is needed to cancel a collected turn."""
 
     __slots__ = ("number",)
     number: int
 
 
 class EngineConnection(asyncio.Protocol):
-    """One life of an engine, seen from its event loop.
+    """Connection to one engine process, used from one event loop.
 
     Attributes:
-      opening: what the engine says first: its description, or why there is none; EngineDiedError if it died.
-      lost: set when the socket has ended; all that waits is told at once.
-      stats: the engine's counters as it sent them last.
-      last_heard_s: when it sent anything last, by `time.monotonic`.
+      opening: the engine's first message: its description, or the error of its start. The future raises
+        EngineDiedError if the process died before.
+      lost: set when the socket is closed; all waiters are then notified at once.
+      stats: the latest counters that the engine sent.
+      last_heard_s: the time of the engine's latest message, by `time.monotonic`.
     """
 
     def __init__(self, numbers: Iterator[int]) -> None:
-        """`numbers` are for turns and calls; later lives of the engine go on with them."""
+        """Take the numbers of turns and calls from `numbers`, which later engine processes continue."""
         self._loop = asyncio.get_running_loop()
         self.opening: asyncio.Future[EngineInfo | SentError] = self._loop.create_future()
         self.lost = asyncio.Event()
@@ -77,14 +78,14 @@ class EngineConnection(asyncio.Protocol):
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._idle: list[asyncio.Future[None]] = []
 
-    # What goes
+    # Outgoing messages
 
     def send(self, message: Any) -> None:
-        """Write a message; raises EngineDiedError when there is nobody to read it, and WireError."""
+        """Write a message; raises EngineDiedError if the connection is closed, and WireError."""
         self._write(self._writer.frame(message))
 
     def submit(self, turns: Sequence[tuple[SentTurn, str | None]]) -> list[RunningTurn]:
-        """Send turns, all or none, with their ids where they have one; raises nothing, which the turns do."""
+        """Send all turns or none, with their ids if they have one. Errors are raised by the turns."""
         problem: EngineDiedError | WireError | None = None
         try:
             self.send(submission([turn for turn, _ in turns]))
@@ -104,28 +105,28 @@ class EngineConnection(asyncio.Protocol):
         return found
 
     def refused(self, number: int, error: Exception) -> RunningTurn:
-        """A turn that was not sent, which raises why."""
+        """Return a turn that was not sent and that raises `error`."""
         turn = RunningTurn(self, number, f"turn-{number}", has_logprobs=False)
         turn.fail(error)
         return turn
 
     def cancel(self, *numbers: int) -> None:
-        """Ask for the end of turns; their ends are told as any other."""
+        """Ask the engine to cancel turns; it reports their ends like any other."""
         if not self.lost.is_set():
             self.send(Cancel(list(numbers)))
 
     def cancel_all(self) -> None:
-        """Ask for the end of every turn."""
+        """Ask the engine to cancel every turn."""
         if self._turns:
             self.cancel(*self._turns)
 
     async def call(self, name: str, arguments: Sequence[Any]) -> Any:
-        """Ask for a call and wait for its answer; raises what it raised."""
+        """Send a call and wait for its answer; raises the call's error."""
         number = next(self._numbers)
         return await self._answer(number, Call(number, name, list(arguments)))
 
     async def apply(self, change: HistoryChange) -> None:
-        """Ask for a change of the history and wait for it; raises what it raised."""
+        """Send a change of the history and wait for its answer; raises the change's error."""
         number = next(self._numbers)
         await self._answer(number, sent_change(number, change))
 
@@ -137,18 +138,18 @@ class EngineConnection(asyncio.Protocol):
             await waiter
 
     async def change_of(self, number: int) -> None:
-        """Wait until a turn was accepted, said something or ended."""
+        """Wait until a turn is accepted, has a new delta, or ends."""
         waiter = self._loop.create_future()
         self._waiting.setdefault(number, []).append(waiter)
         await waiter
 
     def close(self) -> None:
-        """End the socket once all is sent, which ends the engine."""
+        """Close the socket once all data is sent; this stops the engine."""
         if self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
-        """End the socket at once."""
+        """Close the socket at once, without sending buffered data."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -166,14 +167,14 @@ class EngineConnection(asyncio.Protocol):
             del self._calls[number]
 
     def _dropped(self, held: weakref.ref[RunningTurn]) -> None:
-        """Nobody holds a turn any more; whoever collects garbage may be in another thread."""
+        """Cancel a garbage-collected turn. The collector may run in another thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.cancel, cast(_Held, held).number)
 
-    # What comes: called by the event loop
+    # Incoming data, called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The socket is ours."""
+        """Store the transport of the new connection."""
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
@@ -186,14 +187,14 @@ class EngineConnection(asyncio.Protocol):
             self._give_up(error)
 
     def eof_received(self) -> None:
-        """The engine has gone."""
+        """Check that the stream of the stopped engine ended between two frames."""
         try:
             self._reader.finish()
         except WireError as error:
             self._give_up(error)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Tell everybody; whoever is told finds `lost` set."""
+        """Set `lost`, then fail every turn and call, so that their waiters find it set."""
         self.lost.set()
         died = EngineDiedError(_LOST if self._problem is None else f"{_LOST} {self._problem}")
         for number in list(self._turns):
@@ -203,7 +204,7 @@ class EngineConnection(asyncio.Protocol):
                 answer.set_exception(died)
         if not self.opening.done():
             self.opening.set_exception(died)
-            self.opening.exception()  # whoever started may have left
+            self.opening.exception()  # marks it as retrieved, as no caller may wait for it any more
 
     def _give_up(self, problem: WireError) -> None:
         self._problem = problem
@@ -268,14 +269,14 @@ class EngineConnection(asyncio.Protocol):
 
 
 def _ending_of(ending: Ending) -> Callable[[RunningTurn], None]:
-    """What an ending does to its turn."""
+    """Return the function that applies an ending to its turn."""
     output, error = ending.output, ending.error
     if output is not None:
         return lambda turn: turn.end(output)
-    failure = PensieveError("The turn ended without a word.") if error is None else received_error(error)
+    failure = PensieveError("The turn ended without a result.") if error is None else received_error(error)
     return lambda turn: turn.fail(failure)
 
 
 def numbering() -> Iterator[int]:
-    """Numbers of turns and calls, over all lives of an engine."""
+    """Return the numbers of turns and calls, which are unique across restarts of an engine."""
     return itertools.count(1)

@@ -1,10 +1,11 @@
-"""The engine's loop beside an inbox: take what came, step, tell what the step gave.
+"""The engine's loop: read incoming messages, run a step, report its results.
 
-Owns: which turns are the front's, one message a step, and what happens while the front does not read.
-Does not know: JAX, in which process or thread it runs, or what the front is.
+Owns the turns that the front end submitted, one report per step, and the backlog while the front end does not
+read.
+Does not know JAX, in which process or thread it runs, or what the front end is.
 
-A stalled front never stops a step. While the socket is full nothing is made for it: turns keep their text,
-so the next message has more of each, and what is held is bounded by the replies themselves.
+A stalled front end never delays a step. While the socket is full, no report is created: turns collect their
+text, and the next report has more of each. So the backlog is bounded by the replies themselves.
 """
 
 from __future__ import annotations
@@ -46,15 +47,13 @@ from pensieve_jax.text import Tokenizer
 
 _READ_BYTES = 1 << 16
 _MAX_READS = 16  # between two steps
-_MAX_UNTOLD = (
-    10_000  # answers and endings, beyond which nothing more is taken from a front that does not read
-)
+_MAX_UNTOLD = 10_000  # unsent answers and endings; above it, nothing more is read from the front end
 _BEAT_S = 1.0
 _log = logging.getLogger(__name__)
 
 
 class EngineServer:
-    """Serves one front over one socket, from the thread that calls `run`."""
+    """Server of one front end over one socket, in the thread that calls `run`."""
 
     def __init__(
         self,
@@ -65,14 +64,14 @@ class EngineServer:
         info: EngineInfo | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Both become this object's: the engine and the socket are closed at the end of `run`.
+        """Take ownership of the engine and the socket, which the end of `run` closes.
 
         Args:
-          engine: idle.
-          tokenizer: of prompts that the front sends as text or messages.
+          engine: an idle engine.
+          tokenizer: the tokenizer for prompts that the front end sends as text or messages.
           front: the engine's end of the socket pair.
-          info: what the front is told first; None: nothing, it knows.
-          now: the time in seconds, for heartbeats.
+          info: the description to send first; None if the front end has it already.
+          now: returns the time in seconds, for heartbeats.
         """
         front.setblocking(False)
         self._engine = engine
@@ -83,15 +82,15 @@ class EngineServer:
         self._writer = FrameWriter()
         self._poll = select.poll()
         self._poll.register(front, select.POLLIN)
-        # Of a message that the socket took a part of.
+        # The rest of a message that the socket has accepted only in part.
         self._unsent = memoryview(b"" if info is None else self._writer.frame(Ready(info)))
-        self._report = Report()  # what is to be told next, without deltas
+        self._report = Report()  # the next report, still without deltas
         self._numbers: dict[Turn, int] = {}
-        self._turns: dict[int, Turn] = {}  # holding them keeps them running
+        self._turns: dict[int, Turn] = {}  # a turn without a reference would be cancelled
         self._front_left = False
         self._beat_s = -_BEAT_S
         self._num_deltas = self._num_delta_tokens = 0
-        self._may_copy = False  # an idle engine's copies begin and end in steps, too
+        self._may_copy = False  # whether an idle engine may have copies, which start and finish in steps
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             Submit: self._submit,
             Cancel: self._cancel,
@@ -100,9 +99,9 @@ class EngineServer:
         }
 
     def run(self) -> None:
-        """Serve until the front has left; then cancel what runs, and close the history.
+        """Serve until the front end disconnects; then cancel running turns and close the history.
 
-        What a step raises is not for the front, and ends this.
+        An error of a step is not sent to the front end; it is raised here and ends the loop.
         """
         try:
             while not self._front_left:
@@ -112,7 +111,7 @@ class EngineServer:
             self._engine.close()
 
     def turn_over(self) -> None:
-        """Once around: inbox, step, message. Waits for something to happen where nothing is unfinished."""
+        """Run the loop once: inbox, step, report. If no turn is unfinished, first wait for an event."""
         engine = self._engine
         if not engine.has_unfinished:
             self._wait()
@@ -124,10 +123,10 @@ class EngineServer:
         self._beat()
         self._tell()
 
-    # What comes
+    # Incoming messages
 
     def _wait(self) -> None:
-        """Until the front says something, or can be told what is left to tell, or the next heartbeat."""
+        """Wait until the front end sends data, can read unsent data, or the next heartbeat is due."""
         events = select.POLLIN if self._is_listening else 0
         if self._unsent:
             events |= select.POLLOUT
@@ -161,14 +160,17 @@ class EngineServer:
             for message in self._messages(data):
                 handle = self._handlers.get(type(message))
                 if handle is None:
-                    raise WireError(f"The front sent {type(message).__name__}, which this engine did before.")
+                    raise WireError(f"The front end sent {type(message).__name__} to a running engine.")
                 handle(message)
         except WireError as error:
-            _log.error("The front is taken for dead: %s", error)
+            _log.error("The connection to the front end is closed: %s", error)
             self._front_left = True
 
     def _messages(self, data: bytes) -> Iterator[Any]:
-        """What came. What cannot be read is refused to whoever sent it, for others share the front."""
+        """Yield the received messages.
+
+        The turns or calls of an unreadable message get its error, and the others of this front end continue.
+        """
         while True:
             try:
                 yield from self._reader.feed(data)
@@ -204,7 +206,7 @@ class EngineServer:
     def _cancel(self, message: Cancel) -> None:
         for number in message.numbers:
             turn = self._turns.get(number)
-            if turn is not None:  # it may have ended in the meantime
+            if turn is not None:  # it may have ended meanwhile
                 self._engine.cancel(turn)
                 self._tell_end(number, turn)
 
@@ -221,7 +223,7 @@ class EngineServer:
         except PensieveError as error:
             self._report.answers.append(Answer(number, error=sent_error(error)))
 
-    # What goes
+    # Outgoing messages
 
     def _tell_end(self, number: int, turn: Turn) -> None:
         del self._turns[number], self._numbers[turn]
@@ -244,7 +246,7 @@ class EngineServer:
         }
 
     def _tell(self) -> None:
-        """Send what there is, unless the socket still holds the message before."""
+        """Send a report if there is news and the previous report is completely sent."""
         if self._unsent:
             self._send()
         if self._unsent:

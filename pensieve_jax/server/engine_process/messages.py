@@ -1,13 +1,13 @@
-"""What the two processes say to each other, errors included.
+"""The messages between the front end and the engine's process, including errors.
 
-Owns: the messages; how a turn's specification crosses; which classes of errors cross, and what becomes of
-values that cannot.
-Does not know: frames, sockets, or what is done with a message.
+Owns the messages; the serialization of turn specifications; the error classes that can be sent, and the
+replacement of values that cannot.
+Does not know frames, sockets, or how a message is handled.
 
-Turns and calls are numbered by the front, which is the only one to begin something.
+The front end numbers turns and calls, because only the front end starts them.
 
-An error crosses as its class, its message and its attributes, and is made again without its constructor: so
-the message is word for word the same, though a value of a foreign type arrives as the text that showed it.
+An error is sent as its class, its message and its attributes. The receiver creates it without its
+constructor, so the message is identical. A value of another type arrives as its `repr`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pensieve_jax.server.async_engine import EngineInfo
 from pensieve_jax.server.logs import LogFormat
 
 _CHANGES: dict[str, type[Any]] = {kind.__name__: kind for kind in HistoryChange.__value__.__args__}
-# Modules whose errors cross; a name from anywhere else must not make this process import something.
+# Modules whose errors can be sent. A name from another module must not make this process import it.
 _MODULES: Final = frozenset(
     {
         "pensieve_jax.core.errors",
@@ -46,15 +46,16 @@ _MODULES: Final = frozenset(
 _PLAIN: Final = (str, int, float, bool, type(None))
 
 
-# Front to engine
+# From the front end to the engine
 
 
 class Start(msgspec.Struct, tag=True, array_like=True):
-    """The first message: what to serve. Arguments are those of `LLM`.
+    """First message, with the arguments of `LLM`.
 
     Attributes:
-      log_format: of the lines that the engine's process logs; None leaves them to Python.
-      may_make_history: whether a history that is missing is a new one, which it is in the first life alone.
+      log_format: the log format of the engine's process; None keeps Python's default.
+      may_make_history: whether to create a missing history. Only the first start may; after a restart, a
+        missing history is an error.
     """
 
     model: str
@@ -68,7 +69,7 @@ class Start(msgspec.Struct, tag=True, array_like=True):
 
 
 class SentNode(msgspec.Struct, array_like=True):
-    """A `TurnNode`; what it says is checked where it is made again."""
+    """Serialized `TurnNode`; its values are checked when the node is created again."""
 
     turn_id: str
     parent_id: str | None
@@ -79,7 +80,7 @@ class SentNode(msgspec.Struct, array_like=True):
 
 
 class SentPrefix(msgspec.Struct, array_like=True):
-    """A `SharedPrefix`, which is known by its tokens."""
+    """Serialized `SharedPrefix`, which its tokens identify."""
 
     token_ids: tuple[int, ...]
     messages: tuple[dict[str, Any], ...] | None
@@ -87,10 +88,10 @@ class SentPrefix(msgspec.Struct, array_like=True):
 
 
 class SentTurn(msgspec.Struct, array_like=True):
-    """A turn with its number.
+    """Turn with its number.
 
-    `prompt` is token ids, and of a turn that `is_encoded` nothing else, but None in a `Submit` where it is
-    that of the turn before; otherwise a prompt as `LLM.generate` takes it.
+    If `is_encoded`, `prompt` is token ids, or None in a `Submit` if it equals the previous turn's prompt.
+    Otherwise `prompt` is any prompt that `LLM.generate` accepts.
     """
 
     number: int
@@ -104,19 +105,19 @@ class SentTurn(msgspec.Struct, array_like=True):
 
 
 class Submit(msgspec.Struct, tag=True, array_like=True):
-    """Queue turns, all or none; see `submission`."""
+    """Request to queue all turns or none; see `submission`."""
 
     turns: list[SentTurn]
 
 
 class Cancel(msgspec.Struct, tag=True, array_like=True):
-    """End turns as if they had never been sent."""
+    """Request to end turns as if they had never been submitted."""
 
     numbers: list[int]
 
 
 class Call(msgspec.Struct, tag=True, array_like=True):
-    """One of `calls.CALLS`, by name."""
+    """Call of one of `calls.CALLS` by name."""
 
     number: int
     name: str
@@ -124,7 +125,7 @@ class Call(msgspec.Struct, tag=True, array_like=True):
 
 
 class Apply(msgspec.Struct, tag=True, array_like=True):
-    """Change what the history keeps beside turns; `change` is of the kind's fields."""
+    """Change of the history's tables other than turns; `change` has the fields of class `kind`."""
 
     number: int
     kind: str
@@ -150,23 +151,23 @@ class _ApplyHead(msgspec.Struct, tag="Apply", array_like=True):
     number: int
 
 
-# Engine to front
+# From the engine to the front end
 
 
 class Ready(msgspec.Struct, tag=True, array_like=True):
-    """Everything is loaded and compiled."""
+    """Message that the model is loaded and its steps are compiled."""
 
     info: EngineInfo
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True):
-    """There will be no engine, and this is why."""
+    """Error of an engine that cannot start."""
 
     error: SentError
 
 
 class Ending(msgspec.Struct, array_like=True):
-    """How a turn left: with an output, or an error, which before its acceptance is its refusal."""
+    """End of a turn, with an output or an error. An error before the turn is accepted is a refusal."""
 
     number: int
     output: Output | None = None
@@ -174,7 +175,7 @@ class Ending(msgspec.Struct, array_like=True):
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """What a call returned or raised."""
+    """Result or error of a call."""
 
     number: int
     value: Any = None
@@ -182,15 +183,15 @@ class Answer(msgspec.Struct, array_like=True):
 
 
 class Report(msgspec.Struct, tag=True, array_like=True, omit_defaults=True):
-    """All that a step gave, by columns: turn `numbers[i]` said `texts[i]` with `token_ids[i]`.
+    """Results of a step in columns: turn `numbers[i]` has the delta `texts[i]` with `token_ids[i]`.
 
     Attributes:
-      numbers, texts: of turns in progress that said something.
-      token_ids: an id where there is one, as almost always, else a list of them.
-      logprobs: by number, of turns that asked for them.
+      numbers, texts: numbers and new texts of running turns with a delta.
+      token_ids: per turn a single id, which is the usual case, or a list of ids.
+      logprobs: logprobs by turn number, for turns that requested them.
       accepted: numbers of turns that were queued.
-      endings: turns that left; an output has what no delta had.
-      answers: of calls.
+      endings: turns that ended. The output includes tokens that no delta had.
+      answers: the answers to calls.
       stats: the engine's counters, once a second.
     """
 
@@ -208,9 +209,9 @@ type EngineMessage = Ready | Failed | Report
 
 
 def sent_spec(number: int, spec: TurnSpec) -> SentTurn:
-    """A specification, to be sent.
+    """Serialize a turn specification.
 
-    Raises InvalidRequestError for an id, parameters or an attachment of another type than can cross.
+    Raises InvalidRequestError for an id, parameters or an attachment of a type that cannot be sent.
     """
     check_conversation_id(spec.conversation_id)
     check_sampling_params(spec.params)
@@ -228,14 +229,14 @@ def sent_spec(number: int, spec: TurnSpec) -> SentTurn:
 
 
 def sent_prompt(number: int, prompt: Any, params: SamplingParams, conversation_id: str | None) -> SentTurn:
-    """A prompt that the engine's process is to encode, to be sent; raises InvalidRequestError."""
+    """Serialize a prompt that the engine's process will encode; raises InvalidRequestError."""
     check_conversation_id(conversation_id)
     check_sampling_params(params)
     return SentTurn(number, plain_ids(prompt), False, params, conversation_id)
 
 
 def submission(turns: Sequence[SentTurn]) -> Submit:
-    """Turns, to be sent; what several in a row share, as replies to one long prompt do, crosses once."""
+    """Return the message that submits `turns`. A prompt that consecutive turns share is sent once."""
     sent = list(turns[:1])
     for before, turn in itertools.pairwise(turns):
         is_shared = turn.is_encoded and before.is_encoded and turn.prompt is before.prompt
@@ -244,7 +245,7 @@ def submission(turns: Sequence[SentTurn]) -> Submit:
 
 
 def submitted(message: Submit) -> list[SentTurn]:
-    """Its turns, each with its prompt, one list for all that share it."""
+    """Return the turns of a message, each with its prompt; turns that share a prompt share one list."""
     for before, turn in itertools.pairwise(message.turns):
         if turn.is_encoded and turn.prompt is None:
             turn.prompt = before.prompt
@@ -252,7 +253,7 @@ def submitted(message: Submit) -> list[SentTurn]:
 
 
 def received_spec(sent: SentTurn) -> TurnSpec:
-    """The specification of a turn that is encoded already; raises InvalidRequestError for a bad node."""
+    """Return the specification of an encoded turn; raises InvalidRequestError for an invalid node."""
     node, prefix = sent.node, sent.prefix
     return TurnSpec(
         sent.prompt,
@@ -274,7 +275,7 @@ def received_spec(sent: SentTurn) -> TurnSpec:
 
 
 def sent_change(number: int, change: HistoryChange) -> Apply:
-    """A change, to be sent; raises InvalidRequestError for what is none."""
+    """Serialize a history change; raises InvalidRequestError for any other object."""
     kind = type(change).__name__
     if _CHANGES.get(kind) is not type(change):
         raise InvalidRequestError("change", change, f"one of {', '.join(_CHANGES)}")
@@ -282,19 +283,19 @@ def sent_change(number: int, change: HistoryChange) -> Apply:
 
 
 def received_change(sent: Apply) -> HistoryChange:
-    """The change again; raises InvalidRequestError for what is none."""
+    """Deserialize a history change; raises InvalidRequestError for an unknown kind or invalid fields."""
     kind = _CHANGES.get(sent.kind)
     if kind is None:
         raise InvalidRequestError("change", sent.kind, f"one of {', '.join(_CHANGES)}")
     try:
         found: HistoryChange = msgspec.msgpack.decode(sent.change, type=kind)
     except msgspec.DecodeError as error:
-        raise InvalidRequestError("change", sent.kind, "complete", str(error)) from error
+        raise InvalidRequestError("change", sent.kind, "a complete change", str(error)) from error
     return found
 
 
 def senders(payload: bytes) -> tuple[list[int], list[int]]:
-    """The numbers of turns and of calls in a message that cannot be read, if those can."""
+    """Return the numbers of turns and of calls in an unreadable message, as far as they are readable."""
     try:
         head = msgspec.msgpack.decode(payload, type=_SubmitHead | _CallHead | _ApplyHead)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -305,12 +306,12 @@ def senders(payload: bytes) -> tuple[list[int], list[int]]:
 
 
 def plain_ids(prompt: Any) -> Any:
-    """Arrays as lists; anything else as it is."""
+    """Convert an array to a list; return any other value unchanged."""
     return prompt.tolist() if hasattr(prompt, "tolist") else prompt
 
 
 def check_sampling_params(params: object) -> None:
-    """Raise InvalidRequestError unless they are some; what they say is checked already."""
+    """Raise InvalidRequestError unless `params` is a SamplingParams, which checks its own values."""
     if not isinstance(params, SamplingParams):
         raise InvalidRequestError("sampling_params", params, "SamplingParams")
 
@@ -330,7 +331,7 @@ def _sent_node(node: TurnNode) -> SentNode:
 
 
 class SentError(msgspec.Struct, frozen=True, array_like=True):
-    """An error as it crosses."""
+    """Serialized error, with its class, message and attributes."""
 
     module: str
     name: str
@@ -339,14 +340,14 @@ class SentError(msgspec.Struct, frozen=True, array_like=True):
 
 
 def sent_error(error: Exception) -> SentError:
-    """To be sent; attributes are those that the error's own class sets."""
+    """Serialize an error with the public attributes that its class sets."""
     kind = type(error)
     attributes = {name: _plain(value) for name, value in vars(error).items() if not name.startswith("_")}
     return SentError(kind.__module__, kind.__name__, tuple(map(_plain, error.args)), attributes)
 
 
 def received_error(sent: SentError) -> Exception:
-    """The error again; a PensieveError of the same words where its class is not one of this project's."""
+    """Deserialize an error. For a class outside this project, return a PensieveError with the message."""
     kind: Any = None
     if sent.module in _MODULES:
         kind = getattr(importlib.import_module(sent.module), sent.name, None)

@@ -1,9 +1,9 @@
-"""A turn in the engine's process, as whoever submitted it holds it.
+"""The caller's handle of a turn that runs in the engine's process.
 
-Owns: what nobody has taken yet of a turn, how it ended, and waiting for either.
-Does not know: the socket, frames, or what a prompt is.
+Owns the unread part of a turn's reply, its result or error, and waiting for both.
+Does not know the socket, frames, or what a prompt is.
 
-A turn keeps what nobody took as one delta.
+A turn merges all unread output into one delta.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from pensieve_jax.server.async_engine import AsyncDelta
 
 
 class Changes(Protocol):
-    """Where a turn runs."""
+    """Connection to the engine that runs a turn."""
 
     async def change_of(self, number: int) -> None:
-        """Wait until a turn was accepted, said something or ended."""
+        """Wait until a turn is accepted, has a new delta, or ends."""
         ...
 
     def cancel(self, *numbers: int) -> None:
-        """Ask for the end of turns; their ends are told as any other."""
+        """Ask the engine to cancel turns; it reports their ends like any other."""
         ...
 
 
 class RunningTurn:
-    """A turn in the engine's process: an iterator of deltas. Dropping it before its end cancels it."""
+    """Turn in the engine's process and iterator of its deltas. Losing its last reference cancels it."""
 
     __slots__ = (
         "__weakref__",
@@ -52,7 +52,7 @@ class RunningTurn:
         self._is_accepted = False
         self._output: Output | None = None
         self._error: Exception | None = None
-        # What was not taken, and how much came before and with it.
+        # Unread output, and the number of characters and ids received so far.
         self._texts: list[str] = []
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprob] | None = [] if has_logprobs else None
@@ -60,26 +60,26 @@ class RunningTurn:
 
     @property
     def turn_id(self) -> str:
-        """Its id; for a turn without a node, one of this process only."""
+        """Id of the turn. For a turn without a node, it is valid in this process only."""
         return self._turn_id
 
     @property
     def output(self) -> Output | None:
-        """The result, once the turn has ended well."""
+        """Result of the turn, or None until it ends successfully."""
         return self._output
 
     @property
     def usage(self) -> Usage | None:
-        """Where its tokens came from, once the turn has ended well."""
+        """Sources of the turn's tokens, or None until it ends successfully."""
         return None if self._output is None else self._output.usage
 
     @property
     def done(self) -> bool:
-        """It has an output, or failed."""
+        """Whether the turn has an output or an error."""
         return self._output is not None or self._error is not None
 
     async def accepted(self) -> None:
-        """Wait until the engine has queued it; raises what it was refused with."""
+        """Wait until the engine has queued the turn; raises the error if the engine refuses it."""
         while not (self._is_accepted or self.done):
             await self._connection.change_of(self.number)
         if self._error is not None and not self._is_accepted:
@@ -89,7 +89,7 @@ class RunningTurn:
         return self
 
     async def __anext__(self) -> AsyncDelta:
-        """What came since the last call; raises what the turn failed with, once all before it was taken."""
+        """Return the output since the last call; raises the turn's error once all earlier output was read."""
         while not self._ids and not self._texts:
             if self._error is not None:
                 raise self._error
@@ -99,7 +99,7 @@ class RunningTurn:
         return self._take()
 
     async def result(self) -> Output:
-        """Wait for the end, whatever of the deltas was taken; raises what the turn failed with."""
+        """Wait for the end, whether or not the deltas were read; raises the turn's error."""
         while not self.done:
             await self._connection.change_of(self.number)
         if self._error is not None:
@@ -108,16 +108,16 @@ class RunningTurn:
         return self._output
 
     async def cancel(self) -> None:
-        """End it as if it had never been sent, and wait for that; nothing happens to one that is done."""
+        """End the turn as if never submitted, and wait for its end. A finished turn is unaffected."""
         if not self.done:
             self._connection.cancel(self.number)
         while not self.done:
             await self._connection.change_of(self.number)
 
-    # For the connection
+    # Called by the connection
 
     def add(self, text: str, ids: int | list[int], logprobs: list[TokenLogprob] | None) -> None:
-        """What a step gave."""
+        """Append the output of a step."""
         if text:
             self._texts.append(text)
             self._num_chars += len(text)
@@ -132,18 +132,18 @@ class RunningTurn:
             self._logprobs += logprobs
 
     def accept(self) -> None:
-        """The engine has queued it."""
+        """Mark the turn as queued by the engine."""
         self._is_accepted = True
 
     def end(self, output: Output) -> None:
-        """It ended; what no delta had is the last one."""
+        """End the turn; output that no delta had becomes the last delta."""
         rest = list(output.token_ids[self._num_ids :])
         logprobs = None if output.logprobs is None else list(output.logprobs[self._num_ids :])
         self.add(output.text[self._num_chars :], rest, logprobs)
         self._output = output
 
     def fail(self, error: Exception) -> None:
-        """It was refused, or lost."""
+        """End the turn with an error, because it was refused or failed."""
         self._error = error
 
     def _take(self) -> AsyncDelta:

@@ -1,7 +1,7 @@
-"""How an engine comes to life, in a process of its own.
+"""Starts an engine in a separate process.
 
-Owns: the socket pair, starting the other side, waiting for its end, and ending it by force.
-Does not know: what is said over the socket, or when to start again.
+Owns the socket pair, the start of the process, waiting for its end, and killing it.
+Does not know the protocol on the socket, or when to restart.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from typing import Protocol
 from pensieve_jax.server.engine_process.messages import Start
 
 _WORKER = "pensieve_jax.server.engine_process.worker"
-_ROOT = Path(__file__).parents[3]  # what the package is imported from
+_ROOT = Path(__file__).parents[3]  # the directory from which the package is imported
 
 
 class EngineHandle(Protocol):
-    """An engine that was started.
+    """Handle of a started engine.
 
     Attributes:
-      front: this side's end of the socket pair.
-      greeting: what it has to be sent first.
+      front: the front end's end of the socket pair.
+      greeting: the message that the engine must get first, if any.
     """
 
     front: socket.socket
     greeting: Start | None
 
     async def wait(self) -> str:
-        """Until it has ended; how, in words that follow "it"."""
+        """Wait until the engine has ended; return how, as a phrase that follows "it"."""
         ...
 
     def kill(self) -> None:
-        """End it at once, where that can be done."""
+        """Kill the engine at once, if that is possible."""
         ...
 
 
 type Begin = Callable[[], Awaitable[EngineHandle]]
-"""Starts an engine."""
+"""Function that starts an engine."""
 
 
 class ProcessHandle:
-    """An engine in a process of its own."""
+    """Handle of an engine in a separate process."""
 
     def __init__(self, process: asyncio.subprocess.Process, front: socket.socket, greeting: Start) -> None:
         self.front = front
@@ -56,7 +56,7 @@ class ProcessHandle:
 
     @staticmethod
     async def begin(greeting: Start) -> ProcessHandle:
-        """Start a process, by executing Python anew: a fork would copy the locks of other threads."""
+        """Start a new Python interpreter; a fork would copy the locks of other threads."""
         front, engine = socket.socketpair()
         path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         try:
@@ -64,7 +64,7 @@ class ProcessHandle:
                 *(sys.executable, "-P", "-m", _WORKER, str(engine.fileno())),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=[engine.fileno()],
-                start_new_session=True,  # Ctrl-C in a terminal is for the front
+                start_new_session=True,  # only the front end handles Ctrl-C in a terminal
                 env={**os.environ, "PYTHONPATH": path},
             )
         except BaseException:
@@ -75,11 +75,11 @@ class ProcessHandle:
         return ProcessHandle(process, front, greeting)
 
     async def wait(self) -> str:
-        """Until the process has ended."""
+        """Wait until the process has ended; return how."""
         status = await self.process.wait()
         if status < 0:
             with contextlib.suppress(ValueError):
-                return f"was ended by {signal.Signals(-status).name}"
+                return f"was killed by {signal.Signals(-status).name}"
         return f"ended with status {status}"
 
     def kill(self) -> None:

@@ -1,7 +1,7 @@
-"""An engine that is started again when it dies, as one `EngineService` over all its lives.
+"""An `EngineService` that restarts its engine process when it dies.
 
-Owns: its state, when to start it again and when to give up, draining, and the end.
-Does not know: how a life begins, what a message looks like, or HTTP.
+Owns the engine's state, the decision to restart or to give up, draining, and shutdown.
+Does not know how a process is started, the message format, or HTTP.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ from pensieve_jax.server.engine_process.spawn import Begin, EngineHandle
 from pensieve_jax.server.engine_process.wire import WireError
 
 _log = logging.getLogger(__name__)
-# The front goes on reading the old file: an engine over another one would write what nobody finds.
+# The front end keeps reading the old history file. It would not see what an engine writes to another file.
 _HISTORY_IS_GONE: Final = (HistoryCorruptError, HistoryMismatchError, HistoryMissingError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restarts:
-    """How often an engine that died is started again.
+    """Limits for restarting an engine that died.
 
     Attributes:
-      most, within_s: so many times in so many seconds; with the next death it stays dead.
-      first_delay_s, longest_delay_s: before the second of these starts, doubled for each one that follows;
-        the first is at once.
+      most, within_s: at most `most` restarts in `within_s` seconds; after the next death, the engine stays
+        dead.
+      first_delay_s, longest_delay_s: the delay before the second restart, doubled for each later one up to
+        the longest. The first restart is immediate.
     """
 
     most: int = 5
@@ -55,19 +56,19 @@ class Restarts:
     longest_delay_s: float = 30.0
 
     def delay_s(self, num_before: int) -> float:
-        """How long to wait after so many starts."""
+        """Return the delay before a restart that follows `num_before` recent restarts."""
         if not num_before:
             return 0.0
         return min(self.first_delay_s * 2 ** (num_before - 1), self.longest_delay_s)
 
 
 class SupervisedEngine:
-    """An engine elsewhere; see `EngineService` for what its methods promise.
+    """Engine that is restarted when it dies; see `EngineService` for the contracts of its methods.
 
     Attributes:
-      gave_up: set when it is not started again: it died too often, or its history is gone.
-      is_damaged: that its history is gone: it is missing, was damaged and has been set aside, or is not of
-        this model.
+      gave_up: set when the engine is not restarted any more: it died too often, or its history is unusable.
+      is_damaged: whether the history is unusable: it is missing, it was damaged and has been moved aside, or
+        it belongs to another model.
     """
 
     def __init__(
@@ -78,13 +79,13 @@ class SupervisedEngine:
         patience_s: float = 10.0,
         answer_s: float = 30.0,
     ) -> None:
-        """Nothing is started yet.
+        """Create the engine without starting it.
 
         Args:
-          begin: starts one life.
-          restarts: when it is called again.
-          patience_s: how long a life may take to end, or to cancel its turns, before it is killed.
-          answer_s: how long a call or a change may take; an engine that is stuck would collect them.
+          begin: starts one engine process.
+          restarts: the limits for calling `begin` again.
+          patience_s: how long a process may take to end, or to cancel its turns, before it is killed.
+          answer_s: how long a call or a change may take. Without a limit, calls to a hanging engine pile up.
         """
         self.gave_up = asyncio.Event()
         self.is_damaged = False
@@ -105,38 +106,38 @@ class SupervisedEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine said of itself; raises EngineClosedError before it is ready."""
+        """Description of the engine; raises EngineClosedError before the engine is ready."""
         if self._info is None:
             raise EngineClosedError("The engine is starting; wait until it is ready.")
         return self._info
 
     @property
     def state(self) -> EngineState:
-        """What it can be asked for; an engine that has died is none that is ready, whoever asks first."""
+        """Engine state. A dead engine is never "ready", even before its restart has begun."""
         has_died = self._connection is not None and self._connection.lost.is_set()
         return "starting" if self._state == "ready" and has_died else self._state
 
     @property
     def epoch(self) -> int:
-        """Counts the times that it became ready."""
+        """Number of times that the engine became ready."""
         return self._epoch
 
     @property
     def last_heard_s(self) -> float:
-        """Seconds since the engine's process said anything; it does once a second."""
+        """Seconds since the latest message of the engine's process, which sends one every second."""
         return float("inf") if self._connection is None else time.monotonic() - self._connection.last_heard_s
 
     @property
     def last_stats(self) -> dict[str, float]:
-        """The engine's counters, at most a second old while it runs."""
+        """Counters of the engine, at most a second old while it runs."""
         return {} if self._connection is None else self._connection.stats
 
     def submit(self, spec: TurnSpec) -> RunningTurn:
-        """Queue a turn; raises EngineClosedError while none is taken."""
+        """Queue a turn; raises EngineClosedError while the engine accepts no turns."""
         return self.submit_all([spec])[0]
 
     def submit_all(self, specs: Sequence[TurnSpec]) -> list[RunningTurn]:
-        """Queue turns, all or none."""
+        """Queue all turns, or none of them."""
         connection = self._open_for_turns()
         sent = [
             (sent_spec(next(self._numbers), spec), None if spec.node is None else spec.node.turn_id)
@@ -145,21 +146,24 @@ class SupervisedEngine:
         return connection.submit(sent)
 
     async def apply(self, change: HistoryChange) -> None:
-        """Change what the history keeps beside turns; EngineClosedError without an answer leaves it open."""
+        """Change the history's tables other than turns.
+
+        Raises EngineClosedError if no answer arrives in time; the change may then still be made.
+        """
         await self._in_time(self._open().apply(change))
 
     async def call(self, name: str, *arguments: Any) -> Any:
-        """One of `calls.CALLS` by name; raises EngineClosedError without an answer."""
+        """Call one of `calls.CALLS` by name; raises EngineClosedError if no answer arrives in time."""
         if not isinstance(name, str):
             raise InvalidRequestError("call", name, "the name of a method, such as 'stats'")
         try:
             return await self._in_time(self._open().call(name, arguments))
         except WireError as error:
-            limit = "plain values, which can cross to the engine's process"
+            limit = "plain values, which can be sent to the engine's process"
             raise InvalidRequestError(f"{name}(...)", list(arguments), limit, str(error)[:-1]) from error
 
     async def drain(self, deadline_s: float) -> None:
-        """Take no more turns, and wait for those that run, or cancel them when the time is over."""
+        """Accept no more turns and wait for the running ones; cancel them after `deadline_s` seconds."""
         is_number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
         if not is_number or not 0 <= deadline_s < math.inf:
             raise InvalidRequestError("deadline_s", deadline_s, "a finite number of seconds, at least 0")
@@ -174,12 +178,12 @@ class SupervisedEngine:
             await self._idle_or_killed(connection)
 
     async def _idle_or_killed(self, connection: EngineConnection) -> None:
-        """Wait for what was cancelled; an engine that is stuck would have everybody wait for ever."""
+        """Wait for cancelled turns to end; kill an engine that hangs, because the wait would never end."""
         try:
             async with asyncio.timeout(self._patience_s):
                 await connection.idle()
         except TimeoutError:
-            _log.error("The engine cancelled no turn within %g s, and is killed.", self._patience_s)
+            _log.error("The engine did not cancel its turns within %g s and is killed.", self._patience_s)
             self.kill()
             await connection.lost.wait()
 
@@ -191,16 +195,16 @@ class SupervisedEngine:
         except TimeoutError:
             if not limit.expired():
                 raise
-            sentence = f"The engine has not answered within {self._answer_s:g} s; it may still do so."
+            sentence = f"The engine has not answered within {self._answer_s:g} s; it may still do the work."
             raise EngineClosedError(sentence) from None
 
-    # Its lives
+    # Engine processes
 
     async def open(self) -> None:
         """Start the engine and wait until it is ready.
 
-        Raises what keeps it from starting: ConfigError, model_defs.ModelError, HistoryError; EngineDiedError
-        if its process died or the system cannot start one; EngineClosedError if it was told to end meanwhile.
+        Raises the error of the start: ConfigError, model_defs.ModelError, HistoryError; EngineDiedError if
+        the process died or cannot be started; EngineClosedError if the engine was stopped meanwhile.
         """
         self._state = "starting"
         try:
@@ -214,7 +218,7 @@ class SupervisedEngine:
         self._watch.add_done_callback(self._watch_ended)
 
     async def close(self) -> None:
-        """Cancel what runs and end the engine; a second call does nothing."""
+        """Cancel running turns and stop the engine; a second call does nothing."""
         self._state = "dead"
         try:
             if self._watch is not None:
@@ -223,38 +227,39 @@ class SupervisedEngine:
                 self._watch = None
             await self._bury()
         finally:
-            self.kill()  # one that has not ended, because whoever waited for that was cancelled
+            self.kill()  # the process may still run if the wait above was cancelled
 
     def kill(self) -> None:
-        """End it at once, without waiting for anything."""
+        """Stop the engine for good by killing its process, without waiting."""
         self._state = "dead"
         self.kill_life()
 
     def kill_life(self) -> None:
-        """Kill the engine's process, of an engine that is stuck: it is started again as after any death."""
+        """Kill the process of a hanging engine. It is then restarted as after any death."""
         if self._life is not None:
             self._life.kill()
 
     def _open(self) -> EngineConnection:
-        """The engine, for what can be asked of it while it drains, too."""
+        """Return the connection for calls, which are also allowed while the engine drains."""
         if self._connection is None or self._state not in ("ready", "draining"):
-            raise EngineClosedError(f"The engine takes no calls: it is {self._state}.")
+            raise EngineClosedError(f"The engine accepts no calls: it is {self._state}.")
         return self._connection
 
     def _open_for_turns(self) -> EngineConnection:
         if self._connection is None or self.state != "ready":
-            raise EngineClosedError(f"The engine takes no turns: it is {self.state}.")
+            raise EngineClosedError(f"The engine accepts no turns: it is {self.state}.")
         return self._connection
 
     async def _live(self) -> SentError | None:
-        """Begin a life; returns why it is none, or when it is ready. One that does not become ready is ended.
+        """Start a process and wait until it is ready. Return None, or the error that the engine reported.
 
-        Raises EngineDiedError if it died or could not begin; EngineClosedError if it is not wanted any more.
+        A process that does not become ready is ended. Raises EngineDiedError if the process died or could not
+        be started, and EngineClosedError if the engine was stopped meanwhile.
         """
         try:
             found = await self._opening()
             if not self._is_starting():
-                raise EngineClosedError(f"The engine is not wanted any more: it is {self._state}.")
+                raise EngineClosedError(f"The engine was stopped while it started: it is {self._state}.")
         except EngineDiedError as error:
             how = await self._bury()
             raise EngineDiedError(f"The engine's process died before it was ready: it {how}.") from error
@@ -274,7 +279,7 @@ class SupervisedEngine:
         return None
 
     async def _opening(self) -> EngineInfo | SentError:
-        """Begin a life, and wait for the first that it says."""
+        """Start a process and wait for its first message."""
         life = self._life = await self._begin()
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_unix_connection(
@@ -287,7 +292,7 @@ class SupervisedEngine:
         return await connection.opening
 
     def _is_starting(self) -> bool:
-        """Whether nobody has told it to end."""
+        """Return whether the engine is still to be started, as it may be stopped during a wait."""
         return self._state == "starting"
 
     async def _kill_and_bury(self) -> None:
@@ -296,13 +301,13 @@ class SupervisedEngine:
         await self._bury()
 
     async def _bury(self) -> str:
-        """Wait for the end of a life whose socket is closed, or end it; how it ended."""
+        """Close the socket, wait for the end of the process or kill it, and return how it ended."""
         life, connection = self._life, self._connection
         if connection is not None:
             connection.close()
             await self._lost_or_cut_off(connection)
         if life is None:
-            return "never began"
+            return "was never started"
         life.front.close()
         try:
             async with asyncio.timeout(self._patience_s):
@@ -310,11 +315,11 @@ class SupervisedEngine:
         except TimeoutError:
             life.kill()
             how = await life.wait()
-        self._life = None  # only now: whoever cancels this wait, or ends the server meanwhile, must find it
+        self._life = None  # not earlier: after a cancelled wait, `close` and `kill` still need it
         return how
 
     async def _lost_or_cut_off(self, connection: EngineConnection) -> None:
-        """Wait for the end of a socket, which an engine that is stuck keeps open: it reads nothing more."""
+        """Wait until the socket is closed; kill a hanging engine, which does not read and keeps it open."""
         try:
             async with asyncio.timeout(self._patience_s):
                 await connection.lost.wait()
@@ -325,7 +330,7 @@ class SupervisedEngine:
             await connection.lost.wait()
 
     async def _keep_alive(self) -> None:
-        """Whenever the engine dies, start it again, until it died too often; draining engines stay dead."""
+        """Restart the engine whenever it dies, until it died too often; do not restart a draining engine."""
         while self._connection is not None:
             await self._connection.lost.wait()
             is_wanted, was_killed = self._state == "ready", self._state == "dead"
@@ -340,22 +345,24 @@ class SupervisedEngine:
                 return
 
     def _watch_ended(self, watch: asyncio.Task[None]) -> None:
-        """Nobody starts the engine again; whoever watches over the server must know why."""
+        """Mark the engine as dead when the restart task ends, and log its error if it failed."""
         self._state = "dead"
         error = None if watch.cancelled() else watch.exception()
         if error is not None:
-            _log.error("The engine cannot be started again.", exc_info=error)
+            _log.error("The engine cannot be restarted.", exc_info=error)
             self.gave_up.set()
 
     async def _live_again(self) -> bool:
-        """Start until it is ready; False when that is of no use, or it is told to end meanwhile."""
+        """Retry the start until the engine is ready; return False if that is hopeless or it was stopped."""
         while self._is_starting():
             now_s = time.monotonic()
             while self._starts_s and now_s - self._starts_s[0] > self._restarts.within_s:
                 self._starts_s.popleft()
             num_before = len(self._starts_s)
             if num_before >= self._restarts.most:
-                _log.error("The engine died %d times in %g s: given up.", num_before, self._restarts.within_s)
+                _log.error(
+                    "The engine died %d times in %g s and is given up.", num_before, self._restarts.within_s
+                )
                 return False
             await asyncio.sleep(self._restarts.delay_s(num_before))
             if not self._is_starting():
@@ -373,7 +380,7 @@ class SupervisedEngine:
                 return True
             error = received_error(problem)
             if isinstance(error, _HISTORY_IS_GONE):
-                _log.error("The engine cannot start again: %s", error)
+                _log.error("The engine cannot restart: %s", error)
                 self.is_damaged = True
                 return False
             _log.error("The engine cannot start: %s", error)

@@ -1,10 +1,10 @@
-"""Frames: how a message becomes bytes on a stream, and how what comes in pieces becomes messages again.
+"""Frames, which encode messages as bytes of a stream, and their reader and writer.
 
-Owns: the header, the limit of a frame, and what is said of bytes that are none.
-Does not know: what messages there are, sockets, or who listens.
+Owns the header, the size limit of a frame, and the errors for invalid bytes.
+Does not know the messages, sockets, or the receiver.
 
-A frame is `MAGIC`, the length of what follows in four bytes, big-endian, and so many bytes of msgpack. The
-magic makes noise an error at once: a length alone would have the reader wait for gigabytes.
+A frame is `MAGIC`, a big-endian length in four bytes, and that many bytes of msgpack. The magic detects
+invalid data at once. With a length alone, a reader could wait for gigabytes.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from pensieve_jax.core.errors import PensieveError
 MAGIC: Final = b"PJX1"
 HEADER_BYTES: Final = 8
 MAX_FRAME_BYTES: Final = 1 << 28
-"""A prompt of 10 million ids takes a fifth of it."""
+"""Size limit of a frame. A prompt of 10 million ids takes a fifth of it."""
 _HEADER = struct.Struct(">4sI")
 _LIMIT: Final = "but must have at most "
 
 
 class WireError(PensieveError):
-    """What came over the socket is no message of the other side."""
+    """The socket delivered invalid data, or a message cannot be sent over it."""
 
 
 class UnreadableError(WireError):
-    """A whole frame is no message; those behind it can be read.
+    """A complete frame does not contain a valid message. The frames after it can still be read.
 
     Attributes:
-      payload: what the frame holds.
+      payload: the content of the frame.
     """
 
     def __init__(self, message: str, payload: bytes) -> None:
-        """The message says what is wrong."""
+        """Keep `payload` beside the message, which says what is wrong."""
         self.payload = payload
         super().__init__(message)
 
@@ -47,19 +47,22 @@ class UnreadableError(WireError):
 
 
 class FrameWriter:
-    """Makes frames, each in one buffer."""
+    """Encoder that turns messages into frames."""
 
     def __init__(self) -> None:
-        """Of any values that msgspec can encode."""
+        """Encode any value that msgspec can encode."""
         self._encoder = msgspec.msgpack.Encoder()
 
     def frame(self, message: Any) -> bytearray:
-        """A message with its header; raises WireError for one that is too long or holds what cannot cross."""
+        """Return header and message in one buffer.
+
+        Raises WireError for a message that is too long or contains a value that cannot be sent.
+        """
         buffer = bytearray(HEADER_BYTES)
         try:
             self._encoder.encode_into(message, buffer, HEADER_BYTES)
         except (TypeError, OverflowError, UnicodeEncodeError, RecursionError) as error:
-            raise WireError(f"A value of this kind cannot cross to the engine's process: {error}.") from error
+            raise WireError(f"A value of this kind cannot be sent to the engine: {error}.") from error
         length = len(buffer) - HEADER_BYTES
         if length > MAX_FRAME_BYTES:
             raise WireError(f"A message has {length:,} bytes, {_LIMIT}{MAX_FRAME_BYTES:,}.")
@@ -68,17 +71,17 @@ class FrameWriter:
 
 
 class FrameReader:
-    """Cuts a stream into messages of given types."""
+    """Decoder that splits a stream into messages."""
 
     def __init__(self, types: Any) -> None:
-        """`types`: tagged structs, or a union of them."""
+        """Decode messages of `types`, a tagged struct or a union of them."""
         self._decoder = msgspec.msgpack.Decoder(types)
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """The messages that `data` completes.
+        """Yield the messages that `data` completes.
 
-        Raises WireError for what is none: UnreadableError where the next call goes on behind it.
+        Raises WireError for invalid data. If it is UnreadableError, the next call continues after that frame.
         """
         buffer = self._buffer
         buffer += data
@@ -100,7 +103,7 @@ class FrameReader:
             del buffer[:start]
 
     def finish(self) -> None:
-        """The stream has ended; raises WireError if that was in the middle of a frame."""
+        """Check the end of the stream; raises WireError if it is in the middle of a frame."""
         if self._buffer:
             raise WireError(f"The stream ended in the middle of a frame, after {len(self._buffer):,} bytes.")
 
@@ -108,4 +111,4 @@ class FrameReader:
         try:
             return self._decoder.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise UnreadableError(f"A frame holds what is no message: {error}.", payload) from error
+            raise UnreadableError(f"A frame does not contain a valid message: {error}.", payload) from error

@@ -1,10 +1,11 @@
 """The engine's process: `python -m pensieve_jax.server.engine_process.worker FD`.
 
-Owns: making the engine of what the front says first, why there is none, and what the process does about
-signals and a front that dies before it is ready.
-Does not know: turns, which `EngineServer` serves.
+Owns the creation of the engine from the front end's first message, the report of a failed start, and the
+handling of signals and of a front end that dies during the start.
+Does not know turns, which `EngineServer` serves.
 
-Ctrl-C and SIGTERM are the front's business, which drains first: this process goes when its socket ends.
+This process ignores Ctrl-C and SIGTERM, because the front end handles them and drains first. It ends when its
+socket is closed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _LOOK_MS = 500
 
 
 def main() -> int:
-    """Serve the front behind the descriptor that the command line names; the exit status."""
+    """Serve the front end at the file descriptor of the command line, and return the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=int(sys.argv[1])) as front:
@@ -52,17 +53,17 @@ def main() -> int:
             front.sendall(FrameWriter().frame(Failed(sent_error(error))))
             return EXIT_REFUSED
         finally:
-            ready.set()  # or the thread would take this end for the front's, once that is closed
+            ready.set()  # stops the thread, which would mistake the close of this socket for the front end's
         if start.log_format is not None:
-            log_uncaught()  # from now on there are prompts, which an error might quote
+            log_uncaught()  # from now on, an error's message might quote a prompt
         gc.collect()
-        gc.freeze()  # what was made so far stays, and need not be looked through again
+        gc.freeze()  # existing objects are permanent, so the collector need not scan them again
         EngineServer(parts.engine, parts.tokenizer, front, info=_info(parts, start)).run()
     return 0
 
 
 def _first_message(front: socket.socket) -> Start | None:
-    """What to serve; None when the front has gone."""
+    """Return the first message, or None if the front end has disconnected."""
     reader = FrameReader(Start)
     while data := front.recv(_READ_BYTES):
         for message in reader.feed(data):
@@ -73,9 +74,12 @@ def _first_message(front: socket.socket) -> Start | None:
 
 
 def _leave_with_front(front: socket.socket, ready: threading.Event) -> None:
-    """While weights are loaded and steps compiled, which takes minutes, nobody else looks at the socket."""
+    """Exit if the front end closes the socket during the start.
+
+    No other code reads the socket during the minutes in which weights are loaded and steps are compiled.
+    """
     poll = select.poll()
-    poll.register(front, getattr(select, "POLLRDHUP", 0))  # that the other end is closed is told everywhere
+    poll.register(front, getattr(select, "POLLRDHUP", 0))  # POLLHUP is reported on every system
     while not ready.is_set():
         if poll.poll(_LOOK_MS) and not ready.is_set():
             os._exit(0)

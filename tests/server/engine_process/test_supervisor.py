@@ -112,7 +112,7 @@ def test_an_engine_whose_history_is_gone_is_not_started_again(
             assert engine.is_damaged
 
     run(work())
-    assert caplog.text.count("cannot start again: The history is damaged.") == 1
+    assert caplog.text.count("cannot restart: The history is damaged.") == 1
 
 
 def test_a_history_is_made_in_the_first_life_alone() -> None:
@@ -252,7 +252,7 @@ def test_a_drain_does_not_wait_for_an_engine_that_is_stuck(caplog: pytest.LogCap
         assert engine.state == "dead" and not engine.gave_up.is_set()
 
     run(work())
-    assert "cancelled no turn within 0.01 s" in caplog.text
+    assert "did not cancel its turns within 0.01 s" in caplog.text
 
 
 def test_an_engine_that_is_stuck_keeps_nobody_waiting() -> None:

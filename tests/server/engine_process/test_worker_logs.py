@@ -32,7 +32,7 @@ class Server:
         pass
 
     def run(self):
-        engine_server._log.error("The front is taken for dead: %s", "it is gone.")
+        engine_server._log.error("The connection to the front end is closed: %s", "it is gone.")
         logging.getLogger("pensieve_jax.device.model_runner").warning("A step failed.")
         thread = threading.Thread(target=fail)
         thread.start()
@@ -55,12 +55,12 @@ def test_what_it_logs_has_the_form_of_the_log(log_format: str) -> None:
     lines = ended.stderr.splitlines()
     assert ended.returncode == 1 and SECRET not in ended.stderr and len(lines) == 4
     if log_format == "text":
-        assert lines[0].endswith(" The front is taken for dead: it is gone.")
+        assert lines[0].endswith(" The connection to the front end is closed: it is gone.")
         assert "builtins.RuntimeError" in lines[2] and "builtins.RuntimeError" in lines[3]
         return
     found = [json.loads(line) for line in lines]
     assert [line["level"] for line in found] == ["error", "warning", "critical", "critical"]
-    assert found[0]["message"] == "The front is taken for dead: it is gone."
+    assert found[0]["message"] == "The connection to the front end is closed: it is gone."
     assert {line["error"]["kind"] for line in found[2:]} == {"builtins.RuntimeError"}
 
 

@@ -19,9 +19,9 @@ from tests.server.live import LiveServer
 from tests.server.openai.responses.test_background import ended, feed, turn_of, wait_until
 
 RETRY = {"x-stainless-retry-count": "1"}
-NO_ANSWER = EngineClosedError("The engine has not answered within 30 s; it may still do so.")
+NO_ANSWER = EngineClosedError("The engine has not answered within 30 s; it may still do the work.")
 DIED = EngineDiedError("The engine's process died.")
-DOWN = EngineClosedError("The engine takes no calls: it is starting.")
+DOWN = EngineClosedError("The engine accepts no calls: it is starting.")
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from tests.server.openai.responses.test_left_behind import DIED, NO_ANSWER, losi
 
 RETRY = {"x-stainless-retry-count": "1"}
 KEY = {"Idempotency-Key": "k"}
-DOWN = EngineClosedError("The engine takes no calls: it is starting.")
+DOWN = EngineClosedError("The engine accepts no calls: it is starting.")
 
 
 @pytest.fixture
