@@ -167,7 +167,7 @@ def test_what_the_engine_refuses_is_told_in_a_line() -> None:
     assert done.returncode == EXIT_BAD_INPUT and done.stdout == ""
     *logged, told = done.stderr.splitlines()
     assert "/no/such/model" in told and [json.loads(line)["level"] for line in logged] == ["info"]
-    assert "a first start compiles" in logged[0]
+    assert "the first start compiles" in logged[0]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
-"""Many engines behind one address: a front that sends each turn to the replica which has its conversation.
+"""Several engines behind one address: a front end sends each turn to the replica of its conversation.
 
-Owns: which replica a turn goes to, what becomes of turns whose replica dies, and what Ray Serve is told.
-Does not know: HTTP, or how an engine works. Ray, an extra, is known to `serve_app`, `ray_replicas`, `local`.
+Owns the routing of turns to replicas, the retry of turns whose replica dies, and the Ray Serve deployments.
+Does not know HTTP, or how an engine works. Only `serve_app`, `ray_replicas` and `local` import Ray, which is
+an optional extra.
 """

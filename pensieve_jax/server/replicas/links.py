@@ -1,9 +1,8 @@
-"""The replicas as a front reaches them, and what the two say to each other.
+"""The interface of a front end to its replicas, and their messages.
 
-Owns: the protocol, the messages beside those of an engine's process, and their bytes.
-Does not know: Ray, or which replica a key belongs to.
-Implemented over handles of Ray Serve, and by fakes in
-tests.
+Owns the protocol, the messages in addition to those of an engine's process, and their encoding.
+Does not know Ray, or which replica a key belongs to.
+`RayReplicas` implements the protocol over Ray Serve handles; tests implement it with fakes.
 """
 
 from __future__ import annotations
@@ -19,42 +18,42 @@ from pensieve_jax.server.engine_process.messages import Answer, Apply, Call, Rep
 
 
 class ReplicaStream(Protocol):
-    """What comes of one submission, message by message; see `Replicas.run`."""
+    """Stream of the reports of one submission; see `Replicas.run`."""
 
     def __aiter__(self) -> AsyncIterator[bytes]: ...
 
     async def __anext__(self) -> bytes:
-        """The next message; raises EngineDiedError where the replica was lost."""
+        """Return the next message; raises EngineDiedError if the replica was lost."""
         ...
 
     def cancel(self) -> None:
-        """Have the replica end the turns as if they had never been sent; nothing comes any more."""
+        """Cancel the turns on the replica as if they had never been submitted, and end the stream."""
         ...
 
 
 class Replicas(Protocol):
-    """All replicas. Every method raises EngineDiedError where the replica that it reached was lost."""
+    """Interface to all replicas. Every method raises EngineDiedError if the replica it reached was lost."""
 
     def run(self, key: str, submission: bytes) -> ReplicaStream:
-        """Run turns on the replica of a key; what comes are `Report`s."""
+        """Run turns on the replica of a key; the stream yields encoded `Report` messages."""
         ...
 
     async def ask(self, key: str, question: bytes) -> bytes:
-        """The `Answer` of the replica of a key to a `Call` or an `Apply`."""
+        """Send a `Call` or an `Apply` to the replica of a key, and return its encoded `Answer`."""
         ...
 
     async def ask_all(self, question: bytes) -> list[bytes]:
-        """The `Answer`s of all replicas; those that were lost meanwhile, or hang, give none."""
+        """Return the encoded `Answer`s of all replicas, except those that are lost or hang."""
         ...
 
 
 class ReplicaReport(msgspec.Struct, array_like=True):
-    """What a replica tells of itself, asked with the call `REPORT`.
+    """Status of a replica, its result of the call `REPORT`.
 
     Attributes:
-      replica: its name.
-      state, last_heard_s, stats: of its engine.
-      info: of its engine; None before that was ready once.
+      replica: the name of the replica.
+      state, last_heard_s, stats: the values of its engine.
+      info: the description of its engine; None until the engine is ready for the first time.
     """
 
     replica: str
@@ -73,24 +72,24 @@ _answer = msgspec.msgpack.Decoder(Answer)
 
 
 class UnreadableMessageError(PensieveError):
-    """What came from a replica, or to one, is no message of this release: all must run the same."""
+    """A message between front end and replica is invalid. All processes must run the same release."""
 
 
 def encoded(message: Any) -> bytes:
-    """As it crosses; raises UnreadableMessageError for what cannot."""
+    """Encode a message; raises UnreadableMessageError for values that cannot be sent."""
     try:
         return _encoder.encode(message)
     except (TypeError, OverflowError, UnicodeEncodeError) as error:
-        raise UnreadableMessageError(f"A value of this kind cannot cross to a replica: {error}.") from error
+        raise UnreadableMessageError(f"A value of this kind cannot be sent to a replica: {error}.") from error
 
 
 def decoded_submission(data: bytes) -> Submit:
-    """What `run` was given; raises UnreadableMessageError, as the others do."""
+    """Decode the argument of `Replicas.run`; raise UnreadableMessageError if it is not a `Submit`."""
     return _decoded(_submission, data)
 
 
 def decoded_question(data: bytes) -> Call | Apply:
-    """What `ask` was given."""
+    """Decode the argument of `Replicas.ask`; raise UnreadableMessageError for any other message."""
     return _decoded(_question, data)
 
 
@@ -105,15 +104,15 @@ def decoded_answer(data: bytes) -> Answer:
 
 
 def decoded_replica_report(value: Any) -> ReplicaReport:
-    """The value of an answer to `REPORT`."""
+    """Convert the value of an answer to `REPORT`; raise UnreadableMessageError if it has another form."""
     try:
         return msgspec.convert(value, ReplicaReport)
     except msgspec.ValidationError as error:
-        raise UnreadableMessageError(f"A replica says what this front cannot read: {error}.") from error
+        raise UnreadableMessageError(f"The status of a replica is invalid: {error}.") from error
 
 
 def _decoded(decoder: Any, data: bytes) -> Any:
     try:
         return decoder.decode(data)
     except msgspec.DecodeError as error:
-        raise UnreadableMessageError(f"A message between a front and a replica is none: {error}.") from error
+        raise UnreadableMessageError(f"A message of a front end or replica is invalid: {error}.") from error

@@ -1,14 +1,15 @@
-"""Replicas on this machine, behind one address: Ray, Serve and the application, from start to end.
+"""Runs replicas on this machine behind one address: starts and stops Ray, Serve and the application.
 
-Owns: in which order they start and end, and what signals mean.
-Does not know: command lines, turns, or what the actors do.
+Owns the order in which they start and stop, and the meaning of signals.
+Does not know command lines, turns, or what the actors do.
 
-The first SIGTERM or Ctrl-C drains: the front takes no more turns, and those that run get `drain_s`; while
-replicas start there are none. The second ends everything at once. SIGHUP has the front read its keys again.
-Front and replicas that die are Serve's to start again; where Ray itself dies, the status is 1.
+The first SIGTERM or Ctrl-C drains: the front end accepts no more turns, and running turns get `drain_s`
+seconds. During the start, when no turns run, the first signal ends the server immediately. The second signal
+ends everything at once. On SIGHUP, the front end reloads its keys. Serve restarts a front end or replica that
+dies. If Ray itself dies, the exit status is 1.
 
-Ray's processes go with `ray.shutdown`. Serve's own, `serve.shutdown`, waits up to half a minute for
-actors that still start.
+`ray.shutdown` ends Ray's processes. It is used instead of `serve.shutdown`, which waits up to half a minute
+for actors that still start.
 """
 
 from __future__ import annotations
@@ -49,30 +50,30 @@ _log = logging.getLogger(__name__)
 
 APP: Final = "pensieve"
 _RAY_ENVIRONMENT: Final = {
-    "RAY_USAGE_STATS_ENABLED": "0",  # nobody asked for reports to Ray's makers
+    "RAY_USAGE_STATS_ENABLED": "0",  # send no usage reports to Ray's developers unless the user enables them
 }
 _LOGS: Final = "/tmp/ray/session_latest/logs"  # Ray's default, which docs/replicas.md names
 _LOOK_S: Final = 0.2
 _KEYS_S: Final = 10.0
 _WATCH_S: Final = 2.0
 NEEDED: Final = ("gcs_server", "raylet")
-"""Of the processes that Ray starts here, those that it does not start again."""
-_STORE_BYTES: Final = 200_000_000  # of Ray's objects, of which turns make none
+"""Processes of Ray that Ray does not restart."""
+_STORE_BYTES: Final = 200_000_000  # Ray's object store, which turns do not use
 _UNREACHED: Final = (RayError, RayServeException, TimeoutError)
 _NOT_STARTED: Final = (RayError, RayServeException, OSError)
 
 
 class ReplicasNotStartedError(PensieveError):
-    """Ray, Serve or the replicas could not be started; the message has what they said."""
+    """Ray, Serve or the replicas could not be started; the message includes their errors."""
 
 
 def serve_replicas(plan: ReplicaPlan, settings: ServerSettings, announce: Callable[[str], None]) -> int:
-    """Serve until told to end; the exit status. For the main thread, which signals interrupt.
+    """Serve until a signal or a failure, and return the exit status. Call it in the main thread.
 
-    `announce` is called with the address once the first request would be answered. Raises ConfigError for
-    more replicas than there are GPUs or an address that is taken, and ReplicasNotStartedError.
+    `announce` is called with the address once requests are served. Raises ConfigError if there are too few
+    GPUs or if the address is in use, and ReplicasNotStartedError.
     """
-    check_reachable(plan.history)  # of what Ray would say much later, and at length
+    check_reachable(plan.history)  # fails early; the error through Ray would be late and long
     with bind(settings.host, settings.port) as free:
         address, port = address_of(free), free.getsockname()[1]
     with LocalSignals() as signals, ExitStack() as ending:
@@ -80,16 +81,16 @@ def serve_replicas(plan: ReplicaPlan, settings: ServerSettings, announce: Callab
         try:
             with signals.interrupting():
                 num_gpus = ending.enter_context(running_ray())
-                signals.take_over()  # Ray has handlers of its own
+                signals.take_over()  # Ray has installed its own handlers
                 _log.info("Ray's processes log in %s", os.path.realpath(_LOGS))
                 _start(plan, settings, num_gpus, port)
         except KeyboardInterrupt:
             return 0
         except SystemExit as error:
-            # While Ray starts, it makes an exit with the signal's number of a SIGTERM. Any other is its own.
+            # During its start, Ray turns a SIGTERM into an exit with that signal's number.
             if signals.is_ending or error.code == signal.SIGTERM:
                 return 0
-            _log.error("the start has ended without being told to, with status %s", error.code)
+            _log.error("the start stopped unexpectedly with status %s", error.code)
             return EXIT_ENDED
         except _NOT_STARTED as error:
             raise _not_started(error) from error
@@ -97,7 +98,7 @@ def serve_replicas(plan: ReplicaPlan, settings: ServerSettings, announce: Callab
         with watching(ReplicaMonitor(plan.replicas, _log.warning), _seen, _WATCH_S):
             if not _until_told(signals):
                 return EXIT_ENDED
-        _log.info("ending: turns that run get %g s; a second signal ends them at once", settings.drain_s)
+        _log.info("draining: running turns get %g s; a second signal ends them at once", settings.drain_s)
         _drain(settings.drain_s)
     return 0
 
@@ -105,19 +106,22 @@ def serve_replicas(plan: ReplicaPlan, settings: ServerSettings, announce: Callab
 def _start(plan: ReplicaPlan, settings: ServerSettings, num_gpus: int, port: int) -> None:
     plan.check_gpus(num_gpus)
     _log.info("starting Ray Serve")
-    serve.start(proxy_location="Disabled")  # the front listens
+    serve.start(proxy_location="Disabled")  # the front end listens itself
     named = f"{plan.replicas} replica{'s' * (plan.replicas != 1)}"
-    _log.info("starting %s; a first start compiles, which takes minutes, once", named)
+    _log.info("starting %s; the first start compiles the steps, which takes minutes", named)
     app = application(plan, settings, plan.gpus_each(num_gpus), (settings.host, port))
     with telling(StartReport(plan.replicas, _log.info), _seen):
         try:
             serve.run(app, name=APP)
-        except RuntimeError as error:  # Serve's for deployments that fail; elsewhere it is a bug of ours
+        except RuntimeError as error:  # Serve raises it for failed deployments; elsewhere it would be a bug
             raise _not_started(error) from error
 
 
 def _application() -> ApplicationStatusOverview | None:
-    """What Serve says of the application; None where it says nothing, and Ray would be started to ask."""
+    """Return Serve's status of the application, or None if it is unknown.
+
+    If Ray does not run, the status is unknown, because the query would start Ray.
+    """
     if not ray.is_initialized():
         return None
     try:
@@ -127,7 +131,7 @@ def _application() -> ApplicationStatusOverview | None:
 
 
 def _seen() -> Seen | None:
-    """How far the application has come; None while nobody can say."""
+    """Return the progress of the application, or None while it is unknown."""
     app = _application()
     if app is None:
         return None
@@ -141,27 +145,27 @@ def _seen() -> Seen | None:
 
 
 def _until_told(signals: LocalSignals) -> bool:
-    """Wait for the first signal that ends; False where Ray has ended by itself, and nothing is served."""
+    """Wait for the first signal that ends the server; return False if Ray has died before."""
     while (number := signals.next(_WATCH_S)) is None or number == signal.SIGHUP:
         if number is not None:
             _reload_keys()
         elif ended := _ended_processes():
-            _log.error("Ray has ended without being told to: %s", ", ".join(ended))
+            _log.error("Ray stopped unexpectedly; these processes have ended: %s", ", ".join(ended))
             return False
     return True
 
 
 def _ended_processes() -> list[str]:
-    """Processes of Ray that have ended and that nothing goes on without."""
+    """Return the names of Ray's indispensable processes that have ended."""
     node: Any = ray._private.worker._global_node
     return [] if node is None else [name for name, _ in node.dead_processes() if name in NEEDED]
 
 
 def _drain(seconds: float) -> None:
-    """Have turns end, while the front still tells their clients, and then the engines."""
+    """Drain the turns while the front end still serves their clients, then stop the engines."""
     with _warning("the replicas could not be drained"):
         serve.get_app_handle(APP).drain.remote(seconds).result(timeout_s=seconds + FLUSH_S)
-    with _warning("the application could not be deleted"):  # engines are to end also where no front answers
+    with _warning("the application could not be deleted"):  # also stops engines if no front end answers
         serve.delete(APP, _blocking=False)
         until_s = time.monotonic() + FLUSH_S
         while APP in serve.status().applications and time.monotonic() < until_s:
@@ -170,7 +174,7 @@ def _drain(seconds: float) -> None:
 
 @contextmanager
 def _warning(words: str) -> Iterator[None]:
-    """Where Ray or Serve does not answer, say so and go on."""
+    """Log a warning and continue if Ray or Serve does not answer."""
     try:
         yield
     except _UNREACHED as error:
@@ -181,27 +185,27 @@ def _reload_keys() -> None:
     try:
         problem = serve.get_app_handle(APP).reload_keys.remote().result(timeout_s=_KEYS_S)
     except _UNREACHED as error:
-        problem = f"the front could not be asked to read its keys again: {error}"
+        problem = f"the front end did not reload its keys: {error}"
     if problem is None:
-        _log.info("keys read again")
+        _log.info("keys reloaded")
     else:
         _log.error("%s", problem)
 
 
 def set_ray_environment() -> None:
-    """Of the processes that Ray starts here, as far as whoever started this one says nothing."""
+    """Set the environment of the processes that Ray starts here, unless the user has set the variables."""
     for name, value in _RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
 @contextmanager
 def running_ray() -> Iterator[int]:
-    """Ray on this machine, unless this process has one already; how many GPUs it has.
+    """Start Ray on this machine, unless this process has it already, and yield its number of GPUs.
 
-    Raises ReplicasNotStartedError where it does not start.
+    Raises ReplicasNotStartedError if Ray does not start.
     """
     is_ours = not ray.is_initialized()
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # what is to be said is said here
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # this module logs the progress itself
     try:
         if is_ours:
             _start_ray()
@@ -217,18 +221,18 @@ def _start_ray() -> None:
     set_ray_environment()
     try:
         ray.init(
-            address="local",  # whatever RAY_ADDRESS says: that is for whoever deploys a file
+            address="local",  # ignores RAY_ADDRESS, which is for deployments by a Serve file
             include_dashboard=False,
             object_store_memory=_STORE_BYTES,
             log_to_driver=False,
             configure_logging=False,
         )
-    except Exception as error:  # nothing of ours runs here, and Ray raises this very class, among others
+    except Exception as error:  # Ray raises plain Exception, too; no code of this project runs here
         raise ReplicasNotStartedError(_in_words([str(error)])) from error
 
 
 def _not_started(error: Exception) -> ReplicasNotStartedError:
-    """With what the deployments say, which Serve's error does not."""
+    """Return an error with the messages of the deployments, which Serve's error lacks."""
     app = _application()
     found = {} if app is None else {name: one.message for name, one in app.deployments.items()}
     said = [line for line in (problem_in_words(*one) for one in found.items()) if line]
@@ -236,15 +240,15 @@ def _not_started(error: Exception) -> ReplicasNotStartedError:
 
 
 def _in_words(said: list[str]) -> str:
-    return "\n".join([f"The replicas could not be started; what they log is in {_LOGS}.", *said])
+    return "\n".join([f"The replicas could not be started; their logs are in {_LOGS}.", *said])
 
 
 def kill_descendants() -> None:
-    """End all that this process has started: some of Ray's outlive it by minutes, and ignore SIGTERM."""
+    """Kill all descendants of this process; some of Ray's outlive it by minutes and ignore SIGTERM."""
     found, left = [], [os.getpid()]
     while left:
         pid = left.pop()
-        with suppress(OSError):  # it has ended meanwhile, or this system has no such files
+        with suppress(OSError):  # the process has ended meanwhile, or this system has no /proc
             for path in Path(f"/proc/{pid}/task").glob("*/children"):
                 children = list(map(int, path.read_text().split()))
                 found += children
@@ -255,21 +259,22 @@ def kill_descendants() -> None:
 
 
 class LocalSignals:
-    """What this process was told, in place of what Ray would do. For the main thread."""
+    """Signals that this process received, handled instead of Ray's handlers. Use it in the main thread."""
 
     def __init__(self) -> None:
-        # A handler may run while its thread waits here: an Event's lock would be held by that thread itself.
+        # A handler may interrupt its own thread while that waits here. With an Event it would deadlock,
+        # because the thread would already hold the Event's lock.
         self._told: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._before: dict[int, Any] = {}
         self._is_ending = self._interrupts = False
 
     @property
     def is_ending(self) -> bool:
-        """A signal that ends was told."""
+        """Whether a signal that ends the server was received."""
         return self._is_ending
 
     def next(self, timeout_s: float) -> int | None:
-        """Wait for a signal that nobody has seen yet, SIGHUP among them; None when the time is over."""
+        """Return the next unhandled signal, which may be SIGHUP, or None after `timeout_s` seconds."""
         try:
             return self._told.get(timeout=timeout_s)
         except queue.Empty:
@@ -277,7 +282,7 @@ class LocalSignals:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """The first signal that ends, ends what stands inside, or ended it before: KeyboardInterrupt."""
+        """Raise KeyboardInterrupt in the block at the first ending signal, or at once if it came before."""
         self._interrupts = True
         if self._is_ending:
             raise KeyboardInterrupt
@@ -287,13 +292,13 @@ class LocalSignals:
             self._interrupts = False
 
     def take_over(self) -> None:
-        """Have signals come here, also where somebody has taken them over since."""
+        """Install the handlers, also again after other code has replaced them."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             before = signal.signal(number, self._tell)
             self._before.setdefault(number, before)
 
     def __enter__(self) -> LocalSignals:
-        """Take the signals over."""
+        """Install the signal handlers."""
         self.take_over()
         return self
 

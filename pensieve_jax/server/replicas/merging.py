@@ -1,10 +1,11 @@
-"""Calls that concern more than one replica: which those are, and how their answers become one.
+"""Merges the answers of several replicas to one call.
 
-Owns: the table of calls by name, sums of counters, and who is asked for what.
-Does not know: how a replica is reached.
+Owns the table of calls that go to all replicas, and the functions that merge their answers.
+Does not know how a replica is reached.
 
-Calls about one conversation by name go to the replica of that name. Those about a turn go to all: its state
-may be where it ran before the replicas changed. Counters are added up, and kept by replica beside the sums.
+A call about a named conversation goes to the replica of that name. A call about a turn goes to all replicas:
+its KV cache may be on the replica where it ran before the set of replicas changed. Counters are summed, and
+also reported per replica.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from pensieve_jax.core.errors import EngineClosedError, EngineDiedError, Unknown
 type Answers = Sequence[tuple[Any, Exception | None]]
 
 BY_REPLICA: Final = "replicas"
-"""The key of counters by replica beside their sums."""
+"""Key of the counters per replica, next to their sums."""
 _NOT_HERE: Final = (UnknownTurnError, EngineClosedError, EngineDiedError)
 _SAME_FOR_ALL: Final = frozenset({"chunk_tokens"})
 
 
 def summed(counters: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Counters of several replicas, added up by name; what is no number is the first one's."""
+    """Sum counters of several replicas by name; for other values, keep the first replica's."""
     total: dict[str, Any] = {}
     for one in counters:
         for name, value in one.items():
@@ -40,7 +41,7 @@ def _stats(values: Sequence[Any]) -> Any:
 
 
 def _distributions(values: Sequence[Mapping[str, tuple[Sequence[int], float]]]) -> Any:
-    """Histograms: counts by place, and totals."""
+    """Sum histograms: the counts per bucket, and the totals."""
     found: dict[str, tuple[list[int], float]] = {}
     for one in values:
         for name, (counts, total) in one.items():
@@ -52,13 +53,13 @@ def _distributions(values: Sequence[Mapping[str, tuple[Sequence[int], float]]]) 
 
 
 def _chunk_maps(values: Sequence[Mapping[str, Any]]) -> Any:
-    """How full the tiers are together, and the branches of all."""
+    """Sum the pages of the tiers, and concatenate the branches of all replicas."""
     branches = [branch for one in values for branch in one["branches"]]
     return {**summed(values), "branches": branches}
 
 
 def _conversations(values: Sequence[Sequence[Mapping[str, Any]]]) -> Any:
-    """All read one history, so each knows most of them."""
+    """Merge the lists by id, keeping the latest; all replicas read one history, so most entries repeat."""
     found: dict[str, Mapping[str, Any]] = {}
     for one in values:
         for row in one:
@@ -86,13 +87,14 @@ OF_ALL: Final[Mapping[str, Callable[[Sequence[Any]], Any]]] = {
     "forget_turn_state": _nothing,
     "forget_experience": _nothing,
 }
-"""Calls that every replica is asked, and how their answers become one; a turn need be known to one only."""
+"""Calls that go to every replica, and the functions that merge their answers."""
 
 
 def merged(name: str, answers: Answers) -> Any:
-    """One answer of those of all replicas; raises what one raised, and EngineClosedError where there is none.
+    """Merge the answers of all replicas to the call `name`.
 
-    That a turn is unknown, or an engine is not there, is raised only where no replica has an answer.
+    Raises the error of a replica. An unknown turn or an engine that is not running is an error only if no
+    replica has an answer. Raises EngineClosedError if `answers` is empty.
     """
     values = [value for value, error in answers if error is None]
     errors = [error for _, error in answers if error is not None]

@@ -1,11 +1,11 @@
-"""Where conversations that begin are sent: a root is named so that it falls on the replica that costs least.
+"""Places new conversations: it names each new root so that the router sends it to the cheapest replica.
 
-Owns: what a front has sent and not heard the end of, what that makes of each replica's load, and new roots.
-Does not know: Ray, messages, or where a turn that has a root goes: the router's ring says that.
+Owns the turns that this front end has in flight, the replica loads that follow from them, and new roots.
+Does not know Ray, messages, or where a turn with a root goes, which the router's hash ring decides.
 
-The rule is `balance.RootPlacement`. Loads are of this front's own turns: their prompts, and
-contexts as the last turn of their root left them; where there are several fronts, each evens out what it
-sends itself. Whether a follow-up finds its state is not known here; one that is run again does not.
+`balance.RootPlacement` is the rule. A load consists of this front end's own turns: their prompts, and the
+context lengths after the last turn of their roots. With several front ends, each balances only its own turns.
+This module does not know whether a follow-up turn hits the cache; it assumes a miss only for a retried turn.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from pensieve_jax.server.replicas.stream import RoutedReply
 
 _FLOP_PER_S: Final = 4e14
 _BYTES_PER_S: Final = 3.5e12
-"""Rates of a device, about. Only what they are to one another decides where a conversation goes."""
+"""Approximate rates of a device. Only their ratio affects the placement."""
 _OUTPUT_TOKENS: Final = 200.0
-"""Of an answer, before any has ended."""
+"""Assumed tokens of a reply until the first turn has finished."""
 _PROMISED_S: Final = 5.0
-"""How long a root counts whose turn has not been sent: its request may have failed in between."""
+"""How long a new root counts before its turn is sent. The limit is needed because its request may fail."""
 _MAX_ROOTS: Final = 100_000
-"""Conversations whose length is remembered; longer ones cost their replica more."""
+"""Conversations whose length is remembered. A longer conversation costs its replica more."""
 
 
 class _Sent:
-    """A turn that has not ended: where its root belongs now, and its tokens as it was sent."""
+    """Unfinished turn: the replica that owns its root now, and its token counts when it was sent."""
 
     __slots__ = ("key", "num_history_tokens", "num_tokens", "owner")
 
@@ -44,7 +44,7 @@ class _Sent:
 
 
 class RootNames:
-    """Names for roots, by what every replica has to do. Safe to share by threads."""
+    """Names for new roots, chosen by the loads of the replicas. Thread-safe."""
 
     def __init__(self, hash_key: Callable[[str], int], now_s: Callable[[], float] = time.monotonic) -> None:
         self._lock = threading.Lock()
@@ -60,7 +60,7 @@ class RootNames:
     def see(
         self, replicas: Mapping[str, bool], info: EngineInfo, stats: Mapping[str, Any] | None = None
     ) -> None:
-        """These replicas answer, of which those marked take turns; `stats` are of all of them together."""
+        """Update the replicas that answer and whether each accepts turns; `stats` are the sums over all."""
         speeds = speeds_of(info, stats or {})
         with self._lock:
             self._max_tokens = info.limits.max_context_tokens
@@ -68,25 +68,25 @@ class RootNames:
             if self._rule is None:
                 self._rule = RootPlacement(speeds, hash_key=self._hash_key, other_names=_others)
             self._rule.speeds = speeds
-            if self._names != replicas.keys():  # a ring is made of a hundred hashes for each
+            if self._names != replicas.keys():  # a new ring takes a hundred hashes per replica
                 self._names = frozenset(replicas)
                 self._rule.set_members(self._names)
                 for sent in (*self._sent.values(), *(sent for _, sent in self._promised.values())):
                     sent.owner = self._owner(sent.key)
 
     def new_root(self, num_tokens: int) -> str:
-        """The root of a conversation whose first prompt has about so many tokens."""
+        """Return a root for a conversation whose first prompt has about `num_tokens` tokens."""
         root = new_root()
         with self._lock:
             if self._rule is None or len(self._names) < 2 or not self._ready:
                 return root
-            num_tokens = min(num_tokens, self._max_tokens)  # more is refused
+            num_tokens = min(num_tokens, self._max_tokens)  # longer prompts are refused
             named = self._rule.name(IncomingTurn(root, root, num_tokens, 0), self._loads())
             self._promised[named] = self._now_s(), _Sent(named, self._owner(named), num_tokens, 0)
         return named
 
     def sent(self, key: str, replies: Iterable[RoutedReply]) -> None:
-        """Turns of one root are on their way."""
+        """Record that turns of one root were sent."""
         with self._lock:
             self._promised.pop(key, None)
             owner, num_history_tokens = self._owner(key), self._lengths.get(key, 0)
@@ -94,27 +94,27 @@ class RootNames:
                 self._sent[reply] = _Sent(key, owner, reply.spec.num_new_tokens, num_history_tokens)
 
     def ended(self, replies: Iterable[RoutedReply]) -> None:
-        """Turns that were sent have ended somehow."""
+        """Record that sent turns have ended, with any result."""
         with self._lock:
             for reply in replies:
                 sent = self._sent.pop(reply, None)
                 output = reply.output
                 if sent is None or output is None or reply.spec.node is None:
                     continue
-                if output.finish_reason != "cancelled":  # such a one leaves its conversation as it was
+                if output.finish_reason != "cancelled":  # a cancelled turn does not change its conversation
                     self._lengths[sent.key] = _length_after(output.usage)
                     self._lengths.move_to_end(sent.key)
             while len(self._lengths) > _MAX_ROOTS:
                 self._lengths.popitem(last=False)
 
-    # Inside, under the lock
+    # Private; the caller holds the lock
 
     def _owner(self, key: str) -> str:
-        """Whose a root is, as the router will find; "" while nobody is there."""
+        """Return the replica to which the router will send a root, or "" without replicas."""
         return self._rule.home(IncomingTurn(key, key, 0, 0)) if self._rule is not None and self._names else ""
 
     def _loads(self) -> dict[str, Load]:
-        """Of replicas that take turns."""
+        """Return the loads of the replicas that accept turns."""
         sums = {name: [0, 0, 0] for name in self._ready}
 
         def add(sent: _Sent, num_to_compute: int) -> None:
@@ -125,9 +125,9 @@ class RootNames:
                 row[2] += sent.num_history_tokens + sent.num_tokens
 
         for reply, sent in self._sent.items():
-            if reply.done:  # and others of its request are not
+            if reply.done:  # other turns of its request still run
                 continue
-            is_elsewhere = reply.num_runs > 1  # its state died with a replica
+            is_elsewhere = reply.num_runs > 1  # its KV cache was lost with a replica
             num_history_tokens = sent.num_history_tokens if is_elsewhere else 0
             add(sent, 0 if reply.has_begun else sent.num_tokens + num_history_tokens)
         until_s = self._now_s() - _PROMISED_S
@@ -139,7 +139,10 @@ class RootNames:
 
 
 def speeds_of(info: EngineInfo, stats: Mapping[str, Any]) -> Speeds:
-    """What a replica can do, by its model's size: weights are read for a step, and multiplied for a token."""
+    """Estimate a replica's speeds from the model size.
+
+    A step reads the weights once, and each token is multiplied by them.
+    """
     model, cache = info.description["model"], info.description["cache"]
     count = info.description["device"]["count"]
     num_turns, output_tokens = stats.get("num_turns_finished", 0), stats.get("output_tokens", 0)
@@ -153,7 +156,7 @@ def speeds_of(info: EngineInfo, stats: Mapping[str, Any]) -> Speeds:
 
 
 def _length_after(usage: Usage) -> int:
-    """Tokens of the context once the turn had ended."""
+    """Return the tokens of the context after the turn."""
     history = usage.reused_gpu_tokens + usage.swapped_in_tokens + usage.recomputed_tokens
     return history + usage.prefilled_tokens + usage.output_tokens
 

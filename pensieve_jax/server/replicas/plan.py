@@ -1,7 +1,7 @@
-"""What whoever starts replicas chooses: how many, on what, over which history; and what follows from that.
+"""The configuration of a set of replicas: their number, resources, model and history.
 
-Owns: the fields, which of them do not go together, and sizes that Ray Serve is told.
-Does not know: Ray, command lines, or where the fields come from.
+Owns the fields, their validation, and the sizes derived from them for Ray Serve.
+Does not know Ray, command lines, or where the fields come from.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.logs import LogFormat
 
 FLUSH_S: Final = 10.0
-"""What a replica gets beside its turns' time to end its engine."""
+"""Time that a replica gets to stop its engine, in addition to the time for its turns."""
 _POSTGRES: Final = "postgresql://USER@HOST/DATABASE, which replicas can share"
 _NO_KEYS: Final = "allow_no_keys"
-"""Of `server` in a file: that whoever reaches Serve's proxies may read and delete everything."""
+"""Field of `server` in a file. It allows every client of Serve's proxies to read and delete everything."""
 _GROUPS: Final = {"cache": CacheConfig, "scheduler": SchedulerConfig, "runner": RunnerConfig}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaPlan:
-    """Replicas of one model.
+    """Configuration of the replicas of one model.
 
     Attributes:
-      history: a URL of Postgres.
-      model, dtype, config, log_format: of each engine, as `AsyncEngine.start` takes them.
-      replicas: how many there are; a configuration file of Serve says so where it can be changed later.
-      num_gpus: of each replica; None: as many as share a layer, and none where there is no GPU.
-      num_cpus: that Ray keeps for each replica.
+      history: a Postgres URL.
+      model, dtype, config, log_format: the arguments of `AsyncEngine.start` for each engine.
+      replicas: the number of replicas. A Serve configuration file sets it elsewhere, in `deployments`, where
+        it can be changed later.
+      num_gpus: GPUs per replica. None means `tensor_parallel_size`, or 0 on a machine without GPUs.
+      num_cpus: CPUs that Ray reserves for each replica.
     """
 
     history: str
@@ -49,44 +50,47 @@ class ReplicaPlan:
     num_cpus: float = 1.0
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for what cannot be."""
+        """Raise ConfigError for an invalid field."""
         if not is_count(self.replicas, 1):
             raise ConfigError("--replicas", self.replicas, "an integer of at least 1")
         if not is_postgres(self.history):
             history = None if self.history is None else shown(self.history)
-            raise ConfigError("--history", history, _POSTGRES, "files are one engine's; see docs/replicas.md")
+            raise ConfigError("--history", history, _POSTGRES, "files cannot be shared; see docs/replicas.md")
         size = self.config.runner.tensor_parallel_size
         if self.num_gpus is not None and not (is_count(self.num_gpus, 0) and self.num_gpus in (0, size)):
             raise ConfigError("num_gpus", self.num_gpus, f"0, or tensor_parallel_size, {size}")
 
     def gpus_each(self, num_there: int) -> int:
-        """GPUs that Ray is to keep for a replica, where there are so many."""
+        """Return the GPUs that Ray reserves for each replica on machines with `num_there` GPUs in total."""
         size = self.config.runner.tensor_parallel_size
         return self.num_gpus if self.num_gpus is not None else size if num_there or size > 1 else 0
 
     def check_gpus(self, num_there: int) -> None:
-        """Raise ConfigError for more replicas than there are GPUs for."""
+        """Raise ConfigError if there are too few GPUs for the replicas."""
         wanted = self.gpus_each(num_there)
         if wanted * self.replicas > num_there:
             limit = f"at most {num_there // wanted}: there are {num_there} GPUs for {wanted} each"
             raise ConfigError("--replicas", self.replicas, limit, "lower it, or tensor_parallel_size")
 
     def of_one(self) -> ReplicaPlan:
-        """What one replica must know: the same however many there are, or Serve would start all anew."""
+        """Return the plan for one replica, without the number of replicas.
+
+        Serve restarts all replicas when their arguments change, so the arguments must not depend on it.
+        """
         names = ("history", "model", "dtype", "config", "log_format")
         return ReplicaPlan(**{name: getattr(self, name) for name in names})
 
     def max_ongoing(self, settings: ServerSettings) -> int:
-        """Requests that a replica takes: what runs, what waits for it, and questions beside them."""
+        """Return the concurrent requests that a replica accepts: running turns, waiting turns, and calls."""
         return self.config.scheduler.max_num_running * (1 + settings.queue_per_running) + 16
 
     def shutdown_s(self, settings: ServerSettings) -> float:
-        """How long Serve waits for a replica that is to go."""
+        """Return how long Serve waits for a replica that it stops."""
         return settings.drain_s + FLUSH_S
 
 
 def config_of(values: Mapping[str, Any]) -> EngineConfig:
-    """The configuration of fields by name, as flags name them, whatever group they are of; or ConfigError."""
+    """Build the configuration from flat field names, which are the flag names; raises ConfigError."""
     left = dict(values)
     buckets = left.get("token_buckets")
     if buckets and "max_num_batched_tokens" not in left:
@@ -97,22 +101,22 @@ def config_of(values: Mapping[str, Any]) -> EngineConfig:
     own = _taken(EngineConfig, left)
     if left:
         name, value = next(iter(left.items()))
-        raise ConfigError(f"engine.{name}", value, "left out: there is no such field", "see docs/using.md")
+        raise ConfigError(f"engine.{name}", value, "omitted, as there is no such field", "see docs/using.md")
     return EngineConfig(**own, **groups)
 
 
 def _taken(kind: type, values: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a class, which are no longer among the values then."""
+    """Remove the fields of a class from `values` and return them, with lists as tuples."""
     names = [option.name for option in options_of(kind) if option.name not in _GROUPS]
     found = {name: values.pop(name) for name in names if name in values}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
 def plan_of(arguments: Mapping[str, Any]) -> tuple[ReplicaPlan, ServerSettings]:
-    """What a Serve configuration file says: fields of the plan, `engine` and `server`; raises ConfigError.
+    """Parse the `args` of a Serve configuration file: fields of the plan, `engine` and `server`.
 
-    Where the proxies listen stands elsewhere in the file, if at all, and is not told here: so there must be
-    keys, or a word that nobody wants any.
+    Raises ConfigError. This function does not see the address of the proxies, so it cannot tell whether they
+    are public. Therefore it requires API keys, or `allow_no_keys`.
     """
     given = dict(arguments)
     config = config_of(given.pop("engine", None) or {})
@@ -133,6 +137,6 @@ def plan_of(arguments: Mapping[str, Any]) -> tuple[ReplicaPlan, ServerSettings]:
     settings, plan = ServerSettings(**as_tuples), ReplicaPlan(config=config, **given)
     if wants_keys and settings.api_keys_file is None:
         limit = f"given, or {_NO_KEYS}: true beside it"
-        advice = "without keys whoever reaches Serve's proxies may read and delete everything"
+        advice = "without keys, every client of Serve's proxies may read and delete everything"
         raise ConfigError("args.server.api_keys_file", None, limit, advice)
     return plan, dataclasses.replace(settings, is_routed=True)

@@ -1,7 +1,7 @@
-"""Replicas behind a handle of Ray Serve, whose router sends one key to one replica.
+"""Reaches the replicas through a Ray Serve handle, whose router sends one key to one replica.
 
-Owns: how they are asked, and what Ray's errors are here.
-Does not know: actors, turns, or what is said.
+Owns the calls of the replicas, and the translation of Ray's errors.
+Does not know actors, turns, or the content of messages.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _log = logging.getLogger(__name__)
 
 _GONE: Final = (RayActorError, ObjectLostError, NodeDiedError, WorkerCrashedError, ReplicaUnavailableError)
 _FAILED: Final = (RayError, RayServeException)
-_LOST: Final = "The replica died. What it had committed is kept; the rest of its turns is lost."
+_LOST: Final = "The replica died. Committed turns are stored; its other turns are lost."
 ANSWER_S: Final = 5.0
-"""How long all replicas are waited for that are asked something: engines answer between two steps."""
+"""How long to wait for the answers of all replicas. Engines answer between two steps."""
 
 
 class RayReplicas:
-    """`Replicas` behind a handle of Serve, whose router sends one key to one replica."""
+    """`Replicas` behind a Serve handle, whose router sends one key to one replica."""
 
     def __init__(self, handle: Any, listener: ReportListener, front: ReplyTo) -> None:
-        """A handle of the deployment of replicas, and where what comes of turns is to go."""
+        """Use the Serve handle of the replicas' deployment; the replicas send reports of turns to `front`."""
         self._listener, self._front = listener, front
         self._run = handle.options(method_name="run")
         self._ask = handle.options(method_name="ask")
@@ -66,7 +66,7 @@ class RayReplicas:
         return answer
 
     async def ask_all(self, question: bytes) -> list[bytes]:
-        """Ask every replica; one that hangs is not waited for, as Serve's own collecting would."""
+        """Ask every replica, but skip those that hang. Serve's own result collection would wait for them."""
         asking: list[asyncio.Future[bytes]] = []
         there: list[asyncio.Future[bytes]] = []
         try:
@@ -75,13 +75,13 @@ class RayReplicas:
                 asking = [asyncio.ensure_future(one.get_async()) for one in asked]
                 if asking:
                     await asyncio.wait(asking)
-        except DeploymentUnavailableError:  # there are none at the moment
+        except DeploymentUnavailableError:  # no replica runs at the moment
             return []
         except _FAILED as error:
             raise EngineDiedError(f"The replicas cannot be asked: {error}") from error
         except TimeoutError as error:
             num_late = sum(not one.done() for one in asking)
-            if num_late == len(asking):  # none of none, where Serve has not even said which there are
+            if num_late == len(asking):  # also 0 of 0, if Serve has not even listed the replicas
                 raise EngineDiedError(f"No replica has answered for {ANSWER_S:g} s.") from error
             if num_late:
                 _log.warning("%d of %d replicas have not answered for %g s", num_late, len(asking), ANSWER_S)
@@ -93,14 +93,14 @@ class RayReplicas:
 
 
 def _told(error: BaseException) -> PensieveError:
-    """What an error that is not a replica's own says of it."""
+    """Translate an error of Ray or Serve that the replica did not raise itself."""
     if isinstance(error, DeploymentUnavailableError):
-        return EngineClosedError("There are no replicas: they cannot be started.")
+        return EngineClosedError("There are no replicas, because they cannot be started; see their logs.")
     return EngineDiedError(_LOST)
 
 
 def _says_why_not(asked: asyncio.Future[bytes]) -> bool:
-    """Whether a replica gave no answer; what is not a replica's death is logged."""
+    """Return whether a replica gave no answer, and log the error unless it is the replica's death."""
     error = TaskCancelledError() if asked.cancelled() else asked.exception()
     if error is not None and not isinstance(error, _GONE):
         _log.warning("a replica gave no answer: %r", error)
@@ -108,10 +108,10 @@ def _says_why_not(asked: asyncio.Future[bytes]) -> bool:
 
 
 class RayReplicaStream:
-    """`ReplicaStream` of a call of Serve, which ends with its turns; what comes of them comes on a stream."""
+    """`ReplicaStream` of a Serve call, which returns when its turns end; the reports arrive in an inbox."""
 
     def __init__(self, call: Any, inbox: Inbox) -> None:
-        """A response of Serve, and the stream that the call was told of."""
+        """Follow a Serve response and the inbox whose number the call got."""
         self._call, self._inbox = call, inbox
         self._has_ended = False
         self._waiting = asyncio.ensure_future(self._wait())
@@ -133,7 +133,7 @@ class RayReplicaStream:
         return line
 
     def cancel(self) -> None:
-        """End the turns on the replica, also where Serve's word does not get there: see `report_stream`."""
+        """Cancel the turns on the replica. If Serve's cancellation is lost, the closed inbox cancels them."""
         self._inbox.leave()
         if not self._has_ended and not self._waiting.done():
             self._call.cancel()
@@ -141,36 +141,36 @@ class RayReplicaStream:
     # Inside
 
     async def _wait(self) -> None:
-        """For the call: what it raises is how the stream ends, unless that came to its end before."""
+        """Wait for the call; its error ends the stream, unless the stream has already ended."""
         try:
             await self._call
             async with asyncio.timeout(ANSWER_S):
-                await self._inbox.ended()  # it was sent before the call returned, by another way
+                await self._inbox.ended()  # the end was sent before the call returned, over the connection
         except (TimeoutError, asyncio.CancelledError, PensieveError, *_FAILED) as error:
             if not self._inbox.has_ended:
                 self._fail(error)
-        except Exception as error:  # whatever it is, somebody waits for the stream
-            _log.exception("a call of a replica failed otherwise than it can")
+        except Exception as error:  # the reader of the stream must not wait for ever
+            _log.exception("a call of a replica failed with an unexpected error")
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, PensieveError) and not isinstance(error, FrontLostError):
-            told: PensieveError = error  # of the replica, which Ray passes on
+            told: PensieveError = error  # raised by the replica and passed on by Ray
         else:
             told = _told(error)
             told.__cause__ = error
         if isinstance(error, FrontLostError):
-            _log.warning("what a replica had to say could not come here: %s", error)
+            _log.warning("a replica could not deliver its reports: %s", error)
         if isinstance(error, TimeoutError):
-            _log.warning("a replica's turns have ended, and %g s later not all had come of them", ANSWER_S)
+            _log.warning("a replica's turns have ended, but reports were missing after %g s", ANSWER_S)
             self._inbox.drop_connection()
         self._inbox.fail(told)
 
 
 _waiting: set[asyncio.Task[None]] = set()
-"""Event loops do not hold tasks by themselves."""
+"""References to running tasks, because event loops hold only weak ones."""
 
 
 def router_hash(key: str) -> int:
-    """Where a key, or a point of a replica, lies on the router's ring."""
+    """Return the position of a key, or of a virtual node of a replica, on the router's hash ring."""
     return int(mmh3.hash64(key.encode(), seed=CONSISTENT_HASH_SEED, signed=False)[0])

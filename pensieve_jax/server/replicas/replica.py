@@ -1,10 +1,10 @@
-"""The replica's side: turns and calls that a front sends, on the one engine that is here.
+"""The replica's side: runs the turns and calls of front ends on one engine.
 
-Owns: reports of turns that run together, how often they are sent, and whose a turn is that is sent twice.
-Does not know: Ray, routing, or what a front does when this replica is gone.
+Owns the reports of turns that were submitted together, the report rate, and the handling of duplicate turns.
+Does not know Ray, routing, or what a front end does when this replica is lost.
 
-What comes of turns goes out at once where it begins or ends one, and in between as often as every 20 ms: each
-message costs both processes more than the tokens in it.
+A report is sent at once if a turn begins or ends, and otherwise at most once every 20 ms, because a message
+costs both processes more than the tokens in it.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from pensieve_jax.server.replicas.merging import OF_ALL
 
 BATCH_S: Final = 0.02
 _START_S: Final = 120.0
-"""How long turns wait for an engine that is started again."""
+"""How long turns wait for an engine that restarts."""
 _LOOK_S: Final = 0.05
 
 
 class Replica:
-    """One engine, as fronts see it. Used by the thread of one event loop."""
+    """Replica with one engine, for several front ends. Use it from one event loop only."""
 
     def __init__(self, engine: EngineService, name: str, *, batch_s: float = BATCH_S) -> None:
-        """`engine` is ready; `name` tells it from the others; deltas wait `batch_s` for others at most."""
+        """Serve a ready engine under a unique name; a delta waits at most `batch_s` to be batched."""
         self._engine = engine
         self._name = name
         self._batch_s = batch_s
@@ -57,11 +57,14 @@ class Replica:
 
     @property
     def queued_tokens(self) -> int:
-        """Of the prompts of turns that have not said anything yet: what scales the replicas."""
+        """Prompt tokens of turns without a first token. The autoscaling policy uses this value."""
         return sum(batch.queued_tokens for batch in set(self._running.values()))
 
     async def run(self, submission: bytes) -> AsyncGenerator[bytes]:
-        """`Report`s of turns until all have ended. Whoever stops to take them cancels the turns."""
+        """Run turns and yield their encoded `Report`s until all have ended.
+
+        Closing the generator cancels the turns.
+        """
         sent = submitted(decoded_submission(submission))
         batch = _Batch(self._batch_s)
         turn_ids: list[str] = []
@@ -80,7 +83,7 @@ class Replica:
                     del self._running[turn_id]
 
     async def ask(self, question: bytes) -> bytes:
-        """The answer to a call or a change."""
+        """Return the encoded answer to a call or a history change."""
         asked = decoded_question(question)
         try:
             value = await self._answer(asked)
@@ -92,7 +95,7 @@ class Replica:
 
     async def _answer(self, asked: Call | Apply) -> Any:
         is_alone = isinstance(asked, Apply) or (asked.name != REPORT and asked.name not in OF_ALL)
-        if is_alone:  # of what all replicas are asked, the others have answers
+        if is_alone:  # a question to all replicas need not wait, because the others answer it
             await self._wait_while_it_starts()
         if isinstance(asked, Apply):
             await self._engine.apply(received_change(asked))
@@ -113,29 +116,29 @@ class Replica:
             return None
 
     async def _submit(self, batch: _Batch, numbers: Sequence[int], specs: Sequence[TurnSpec]) -> None:
-        """As soon as the engine takes turns; what it refuses is reported."""
+        """Submit turns as soon as the engine accepts turns, and report a refusal."""
         try:
             await self._wait_while_it_starts()
             if batch.is_closed:
-                raise EngineClosedError("The turn was sent again, and belongs to whoever did that.")
+                raise EngineClosedError("The turn was submitted again; only the later submission continues.")
             batch.follow(numbers, specs, self._engine.submit_all(specs))
         except PensieveError as error:
             batch.refuse(numbers, error)
 
     async def _take_over(self, turn_ids: Sequence[str]) -> None:
-        """A turn that is sent again belongs to whoever sent it last: the front before that one is gone."""
+        """Cancel earlier submissions of the same turns, because their front end is gone."""
         for batch in {self._running[turn_id] for turn_id in turn_ids if turn_id in self._running}:
             await batch.close()
 
     async def _wait_while_it_starts(self) -> None:
-        """An engine that died is back in seconds; a front that asks then means this one."""
+        """Wait while the engine restarts, which takes seconds. The request belongs to this replica."""
         until_s = time.monotonic() + _START_S
         while self._engine.state == "starting" and time.monotonic() < until_s:
             await asyncio.sleep(_LOOK_S)
 
 
 class _Batch:
-    """Turns that were sent together, and what came of them since the last report."""
+    """Turns that were submitted together, and their output since the last report."""
 
     def __init__(self, batch_s: float) -> None:
         self._batch_s = batch_s
@@ -143,7 +146,7 @@ class _Batch:
         self._has_more = asyncio.Event()
         self._is_urgent = asyncio.Event()
         self._num_left = 0
-        self._silent: dict[int, int] = {}  # tokens of the prompts of turns that have said nothing
+        self._silent: dict[int, int] = {}  # prompt tokens by number of turns without a first token
         self._turns: list[AsyncTurn] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: BaseException | None = None
@@ -151,11 +154,11 @@ class _Batch:
 
     @property
     def queued_tokens(self) -> int:
-        """Of turns that have said nothing yet."""
+        """Prompt tokens of turns without a first token."""
         return sum(self._silent.values())
 
     def follow(self, numbers: Sequence[int], specs: Sequence[TurnSpec], turns: Sequence[AsyncTurn]) -> None:
-        """Report of these turns from now on."""
+        """Start to report the output of these turns."""
         self._num_left = len(turns)
         self._turns = list(turns)
         for number, spec, turn in zip(numbers, specs, turns, strict=True):
@@ -165,12 +168,12 @@ class _Batch:
             self._tasks.append(task)
 
     def refuse(self, numbers: Sequence[int], error: PensieveError) -> None:
-        """None of them was queued."""
+        """Report that the engine refused all these turns."""
         self._report.endings += [Ending(number, error=sent_error(error)) for number in numbers]
         self._wake(is_urgent=True)
 
     async def reports(self) -> AsyncGenerator[Report]:
-        """What came, until all have ended."""
+        """Yield reports until all turns have ended."""
         sent_s = 0.0
         while True:
             await self._has_more.wait()
@@ -192,7 +195,7 @@ class _Batch:
                 return
 
     async def close(self) -> None:
-        """Cancel what has not ended, and wait for that; what was not followed yet will not be."""
+        """Cancel the unfinished turns and wait for their ends. Do not call `follow` afterwards."""
         self.is_closed = True
         for task in self._tasks:
             task.cancel()
@@ -209,7 +212,7 @@ class _Batch:
     # Inside
 
     def _has_ended(self, task: asyncio.Task[None]) -> None:
-        """What nobody expected must not leave a front waiting."""
+        """Store an unexpected error, so that `reports` raises it and the front end does not wait for ever."""
         self._failure = self._failure or (None if task.cancelled() else task.exception())
         if self._failure is not None:
             self._wake(is_urgent=True)

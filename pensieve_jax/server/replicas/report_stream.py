@@ -1,15 +1,16 @@
-"""What comes of turns on its way to the front that sent them: one connection for all turns of a replica.
+"""Carries the reports of turns from a replica to a front end, over one TCP connection for all turns.
 
-Owns: the frames of both ends; the replica's connections, and what keeps them from being dead unnoticed; who
-may connect to a front, which stream a message belongs to, and what a loss means to each stream.
-Does not know: Ray, what a message says, who reads it, or what is done about a loss.
+Owns the frames of both sides, the replica's connections, the detection of dead peers, authentication at the
+front end, the routing of messages to streams, and the failure of streams whose connection is lost.
+Does not know Ray, the content of messages, the readers, or how they handle a loss.
 
-A message through Ray costs both processes many times what is in it. So Ray carries what is asked, once for
-each turn, and the pieces of replies come here: whatever several turns have to say at a time is one frame.
+A message through Ray costs both processes many times its content. Therefore Ray carries only the requests,
+one per submission, and the parts of replies use this connection: the current output of several turns is one
+frame.
 
-A stream belongs to the run that fed it first: where Serve sends a call twice, two replicas may run the same
-turns for one stream, and the second is told that its stream is not read. So is one that feeds a stream which
-was left.
+A stream belongs to the run that sent its first message. If Serve sends a call twice, two replicas may run the
+same turns for one stream. The front end then tells the second run that its stream is closed. A run whose
+stream was closed by its reader gets the same message.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ _log = logging.getLogger(__name__)
 
 _CONNECT_S: Final = 10.0
 _SILENT_S: Final = 20
-"""After which a peer that acknowledges nothing is gone, also where no packet says so."""
-_GONE: Final = "The connection to the replica is lost. What it had committed is kept."
+"""Time without an acknowledgement after which a peer counts as lost, even if no packet reports it."""
+_GONE: Final = "The connection to the replica is lost. Committed turns are stored."
 _HELLO_S: Final = 5.0
 _MAX_UNKNOWN: Final = 64
-"""Connections that have not said the token yet."""
+"""Limit of connections that have not sent the token yet."""
 _MAX_UNKNOWN_BYTES: Final = 4096
 
 
 class ReplyTo(NamedTuple):
-    """Where a front listens.
+    """Address at which a front end listens for reports.
 
     Attributes:
-      host, port: as any replica reaches it.
-      token: that makes a connection a replica's.
+      host, port: the address that every replica can reach.
+      token: the secret that authenticates a replica's connection.
     """
 
     host: str
@@ -55,43 +56,43 @@ class ReplyTo(NamedTuple):
 
 
 class Hello(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """The first frame of a connection."""
+    """First frame of a connection."""
 
     token: str
 
 
 class ReportFrame(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Messages, each with its stream and its run; an empty one is the last of its stream."""
+    """Messages with their stream and run numbers. An empty message ends its stream."""
 
     messages: list[tuple[int, int, bytes]]
 
 
 class StreamClosed(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """From the front: nobody reads what this run says."""
+    """Frame from the front end: messages of this run are not read any more."""
 
     run: int
 
 
 class FrontLostError(PensieveError):
-    """The front that sent turns cannot be reached, or does not read any more what comes of them."""
+    """The front end that sent turns cannot be reached, or has closed their stream."""
 
 
 class ReportLinks:
-    """The replica's side: a connection to each front that has turns here."""
+    """Connections of a replica to the front ends that have turns on it."""
 
     def __init__(self) -> None:
-        """There is none yet."""
+        """Start without connections; `to` opens them."""
         self._links: dict[ReplyTo, asyncio.Task[ReportLink]] = {}
 
     async def to(self, front: ReplyTo) -> ReportLink:
-        """A connection that stands; raises FrontLostError where the front cannot be reached."""
+        """Return an open connection; raises FrontLostError if the front end cannot be reached."""
         self._links = {where: link for where, link in self._links.items() if not _is_over(link)}
         if front not in self._links:
             self._links[front] = asyncio.ensure_future(ReportLink.open(front))
-        return await asyncio.shield(self._links[front])  # others wait for the same
+        return await asyncio.shield(self._links[front])  # other callers wait for the same task
 
     def close(self) -> None:
-        """All of them, once what was sent is on its way."""
+        """Close all connections after sending their queued messages."""
         for link in self._links.values():
             if not link.done():
                 link.cancel()
@@ -101,15 +102,15 @@ class ReportLinks:
 
 
 def _is_over(link: asyncio.Task[ReportLink]) -> bool:
-    """It was tried in vain, or is lost."""
+    """Return whether a connection failed to open or was lost."""
     return link.done() and (link.cancelled() or link.exception() is not None or link.result().is_lost)
 
 
 class ReportLink(asyncio.Protocol):
-    """One connection to a front, which many turns share."""
+    """Connection to one front end, shared by many turns."""
 
     def __init__(self) -> None:
-        """Not connected; see `open`."""
+        """Create an unconnected link; use `open` instead."""
         self.is_lost = False
         self._frames, self._writer = FrameReader(StreamClosed), FrameWriter()
         self._messages: list[tuple[int, int, bytes]] = []
@@ -122,20 +123,20 @@ class ReportLink(asyncio.Protocol):
 
     @classmethod
     async def open(cls, front: ReplyTo) -> ReportLink:
-        """Connect to a front and send its token; raise FrontLostError if it cannot be reached."""
+        """Connect to a front end and send its token; raises FrontLostError if it cannot be reached."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(_CONNECT_S):
                 _, link = await loop.create_connection(cls, front.host, front.port)
         except OSError as error:  # a TimeoutError is one
             where = f"{front.host}:{front.port}"
-            raise FrontLostError(f"The front at {where} cannot be reached: {error!r}.") from error
+            raise FrontLostError(f"The front end at {where} cannot be reached: {error!r}.") from error
         link._transport.write(link._writer.frame(Hello(front.token)))
         return link
 
     @contextmanager
     def stream(self, number: int) -> Iterator[OutStream]:
-        """What a new run says to a stream of the front, until the block is left."""
+        """Open a run that sends to a stream of the front end, until the block is left."""
         self._last_run = run = self._last_run + 1
         self._open_runs.add(run)
         try:
@@ -144,50 +145,53 @@ class ReportLink(asyncio.Protocol):
             self._open_runs.discard(run)
 
     def close(self) -> None:
-        """Once what was sent has left."""
+        """Close the connection after sending the queued messages."""
         self._flush()
         self._transport.close()
 
-    # For streams
+    # Called by streams
 
     async def send(self, number: int, run: int, message: bytes) -> None:
-        """Queue a message once the front takes more; raise FrontLostError if it is gone or reads no more."""
+        """Queue a message once the front end accepts data.
+
+        Raises FrontLostError if the front end is gone or has closed the stream.
+        """
         await self._may_write.wait()
         if self.is_lost:
-            raise FrontLostError("The front that sent this turn is gone.")
+            raise FrontLostError("The front end that sent this turn is gone.")
         if run not in self._open_runs:
-            raise FrontLostError("The front does not read any more what comes of this turn.")
+            raise FrontLostError("The front end closed the result stream of this turn.")
         if not self._messages:
             self._loop.call_soon(self._flush)
         self._messages.append((number, run, message))
 
-    # Of the transport
+    # Called by the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport, and let the system notice when the front is gone."""
+        """Store the transport, and let the system detect a lost front end."""
         self._transport = transport
         notice_silence(transport)
 
     def data_received(self, data: bytes) -> None:
-        """The front has left streams."""
+        """Close the runs whose streams the front end has closed."""
         try:
             for message in self._frames.feed(data):
                 self._open_runs.discard(message.run)
         except WireError as error:
-            _log.warning("a front of another release: %s", error)
+            _log.warning("a front end sent an invalid message; is it of another release? %s", error)
             self._transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """The front is gone, or this end has closed it."""
+        """Wake all senders; the front end is gone, or this side has closed the connection."""
         self.is_lost = True
         self._may_write.set()
 
     def pause_writing(self) -> None:
-        """The front does not take what it is sent."""
+        """Let `send` wait, because the front end does not read fast enough."""
         self._may_write.clear()
 
     def resume_writing(self) -> None:
-        """Let `send` continue: the front takes data again."""
+        """Let `send` continue, because the front end reads again."""
         self._may_write.set()
 
     def _flush(self) -> None:
@@ -196,38 +200,38 @@ class ReportLink(asyncio.Protocol):
             return
         try:
             self._transport.write(self._writer.frame(ReportFrame(messages)))
-        except WireError as error:  # too long for a frame: its streams cannot go on without it
+        except WireError as error:  # too long for a frame; its streams cannot continue without it
             _log.error("%s", error)
             self._transport.abort()
 
 
 class OutStream:
-    """One run's messages to one stream of a front."""
+    """Sender of one run's messages to one stream of a front end."""
 
     def __init__(self, link: ReportLink, number: int, run: int) -> None:
         """Use `ReportLink.stream` instead of calling this."""
         self._link, self._number, self._run = link, number, run
 
     async def send(self, message: bytes) -> None:
-        """A message, or an empty one for the end; waits while the front takes nothing.
+        """Send a message, or an empty one for the end; waits while the front end does not read.
 
-        Raises FrontLostError where the front is gone, or reads this no more.
+        Raises FrontLostError if the front end is gone or has closed the stream.
         """
         await self._link.send(self._number, self._run, message)
 
 
 def notice_silence(transport: asyncio.BaseTransport) -> None:
-    """Have the system look whether the other end is there, also while nothing is sent."""
+    """Let the system detect a lost peer, even while no data is sent."""
     found: socket.socket = transport.get_extra_info("socket")
     found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2, "TCP_USER_TIMEOUT": 1000 * _SILENT_S}
-    for name, value in options.items():  # as far as this system has them
+    for name, value in options.items():  # some systems lack some of them
         if (option := getattr(socket, name, None)) is not None:
             found.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class Inbox:
-    """One stream, as the front reads it: messages in order, then an end or a loss."""
+    """Received part of one stream at the front end: messages in order, then the end or an error."""
 
     def __init__(self, number: int, forget: Callable[[int], object]) -> None:
         """Use `ReportListener.open` instead of calling this."""
@@ -241,15 +245,15 @@ class Inbox:
 
     @property
     def has_ended(self) -> bool:
-        """Nothing more comes; what has come may not have been taken."""
+        """Whether no more messages arrive. Received messages may still be unread."""
         return self._is_over.is_set()
 
     async def ended(self) -> None:
-        """Wait until nothing more comes."""
+        """Wait until no more messages arrive."""
         await self._is_over.wait()
 
     async def take(self) -> bytes | None:
-        """The next message; None behind the last. Raises what the stream failed with."""
+        """Return the next message, or None after the last one; raises the stream's error."""
         while not self._messages:
             if self._error is not None:
                 raise self._error
@@ -260,7 +264,7 @@ class Inbox:
         return self._messages.popleft()
 
     def feed(self, connection: _Incoming, run: int, message: bytes) -> bool:
-        """A message, or an empty one for the end; False where the stream is another run's."""
+        """Add a message, or an empty one for the end; return False if the stream belongs to another run."""
         if self._source is None:
             self._source = connection, run
             connection.streams.add(self)
@@ -270,7 +274,7 @@ class Inbox:
         return True
 
     def add(self, message: bytes) -> None:
-        """What came; an empty message is the end."""
+        """Add a received message; an empty message ends the stream."""
         if self.has_ended:
             return
         if message:
@@ -280,19 +284,25 @@ class Inbox:
             self._end()
 
     def fail(self, error: Exception) -> None:
-        """Nothing comes any more: raised behind what has come. Nothing happens to a stream that has ended."""
+        """End the stream with an error, which is raised after the received messages were read.
+
+        A stream that has ended is unaffected.
+        """
         if not self.has_ended:
             self._error = error
             self._end()
 
     def leave(self) -> None:
-        """Nobody reads it any more."""
+        """Close the stream as its reader, and discard unread messages."""
         self._messages.clear()
         if not self.has_ended:
             self._end()
 
     def drop_connection(self) -> None:
-        """It stands and brings nothing: what else came over it fails, and the replica connects anew."""
+        """Close the stream's connection, which delivers nothing although it is open.
+
+        All streams of the connection fail, and the replica connects again.
+        """
         if self._source is not None:
             self._source[0].close()
 
@@ -305,7 +315,7 @@ class Inbox:
 
 
 class ReportListener:
-    """The front's side. Used by the thread of one event loop."""
+    """Listener of the front end for reports. Use it from one event loop only."""
 
     def __init__(self) -> None:
         self._token = secrets.token_hex(16)
@@ -316,16 +326,16 @@ class ReportListener:
 
     @property
     def num_unknown(self) -> int:
-        """Connections that have not said the token."""
+        """Number of connections that have not sent the token."""
         return sum(not connection.is_known for connection in self._connections)
 
     async def listen(self, host: str) -> ReplyTo:
-        """From now on; `host` is this machine's address as replicas reach it. Raises OSError."""
+        """Start to listen; `host` is the address at which replicas reach this machine. Raises OSError."""
         self._server = await asyncio.get_running_loop().create_server(lambda: _Incoming(self), host, 0)
         return ReplyTo(host, self._server.sockets[0].getsockname()[1], self._token)
 
     def close(self) -> None:
-        """Every stream that is open fails."""
+        """Stop listening, close the connections, and fail every open stream."""
         if self._server is not None:
             self._server.close()
         for connection in list(self._connections):
@@ -334,20 +344,20 @@ class ReportListener:
             inbox.fail(EngineDiedError(_GONE))
 
     def open(self) -> Inbox:
-        """A new stream, whose number goes out with what is asked."""
+        """Open a new stream, whose number the caller sends with its request."""
         self._last_number += 1
         inbox = Inbox(self._last_number, self._inboxes.pop)
         self._inboxes[inbox.number] = inbox
         return inbox
 
-    # For connections
+    # Called by connections
 
     def is_ours(self, token: str) -> bool:
-        """Whether whoever connects was told the token."""
+        """Return whether `token` is the token of this listener."""
         return hmac.compare_digest(token.encode(), self._token.encode())
 
     def feed(self, connection: _Incoming, number: int, run: int, message: bytes) -> bool:
-        """What a run says on a stream; False where nobody reads that."""
+        """Deliver a run's message to a stream; return False if the run's messages are not read."""
         inbox = self._inboxes.get(number)
         return inbox is not None and inbox.feed(connection, run, message)
 
@@ -361,11 +371,11 @@ class ReportListener:
 
 
 class _Incoming(asyncio.Protocol):
-    """One replica's connection, at the front.
+    """Connection of one replica, at the front end.
 
     Attributes:
-      is_known: it has said the token.
-      streams: that are fed over it.
+      is_known: whether it has sent the token.
+      streams: the streams that receive messages over it.
     """
 
     def __init__(self, listener: ReportListener) -> None:
@@ -390,9 +400,9 @@ class _Incoming(asyncio.Protocol):
                 self._take(message)
             self._num_bytes += len(data)
             if not self.is_known and self._num_bytes > _MAX_UNKNOWN_BYTES:
-                raise WireError("It says too much before this front's token.")
+                raise WireError("It sent too much data before the token of this front end.")
         except WireError as error:
-            _log.warning("a connection that is no replica's, or of another release: %s", error)
+            _log.warning("a connection is not from a replica of this release: %s", error)
             self.close()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -409,7 +419,7 @@ class _Incoming(asyncio.Protocol):
             self.is_known = True
             self._deadline.cancel()
         if not self.is_known:
-            raise WireError("It does not begin with this front's token.")
+            raise WireError("It does not begin with the token of this front end.")
         if isinstance(message, ReportFrame):
             for number, run, line in message.messages:
                 if not self._listener.feed(self, number, run, line) and line:

@@ -1,12 +1,13 @@
-"""Turns on their way: sent to one replica together, and sent once more when that dies.
+"""Sends turns to a replica, and sends them again once if that replica dies.
 
-Owns: what is done about a replica's death: what was committed is told from the history, the rest runs again;
-how a record becomes the output that its replica did not live to send.
-Does not know: Ray, how a replica is chosen, or what turns are for.
+Owns the recovery from a replica's death: committed turns are read from the history, the others run again.
+Also owns the conversion of a stored turn to an `Output`, which the dead replica could not send.
+Does not know Ray, how a replica is chosen, or the purpose of a turn.
 
-A turn is a function of its seed, its place and its tokens, so another replica makes the same reply; what a
-client was told already must be its beginning, else the turn fails. A replica's last act may have been the
-commit, unseen until the replay is refused because its id is taken: so the history is asked after that, too.
+A turn is a function of its seed, its position and its tokens, so another replica produces the same reply. The
+part that the client has already received must be its beginning; otherwise the turn fails. A replica may die
+right after a commit that the history does not show yet. Then the second run is refused because its id is in
+use, so the history is queried again after that refusal.
 """
 
 from __future__ import annotations
@@ -33,26 +34,27 @@ from pensieve_jax.server.replicas.stream import RoutedReply
 from pensieve_jax.server.workers import run_io
 
 type StoredOutput = Callable[[TurnSpec], Awaitable[Output | None]]
-"""What the history has of a turn: None where it has nothing."""
+"""Function that returns the output of a turn from the history, or None if the turn is not stored."""
 
 MAX_RUNS: Final = 2
 _CANCELLED = "The turn was cancelled."
-_AGAIN = "The replica that ran this turn died, and it could not be run again"
-_UNEXPECTED = "The turn could not be brought to its end; the log says why."
-_ENDED_EARLY = "The replica went away before the turn had ended."
+_AGAIN = "The replica that ran this turn died, and the turn could not be run again"
+_UNEXPECTED = "The turn failed with an unexpected error; see the log."
+_ENDED_EARLY = "The replica stopped before the turn had ended."
 
 
 class RetryingSubmission:
-    """Turns of one key. Used by the thread of one event loop.
+    """Submission of the turns of one key, with one retry. Use it from one event loop only.
 
     Attributes:
-      key: what the replica is chosen by.
-      replies: of the turns, in order.
-      num_runs: how often they were sent; num_run_again: how many of them once more.
+      key: the routing key, which selects the replica.
+      replies: the replies of the turns, in order.
+      num_runs: how often turns were sent.
+      num_run_again: how many turns were sent a second time.
     """
 
     def __init__(self, replicas: Replicas, key: str, specs: Sequence[TurnSpec], kept: StoredOutput) -> None:
-        """Nothing is sent yet; raises InvalidRequestError for what cannot cross."""
+        """Prepare the turns, but send nothing; raises InvalidRequestError for values that cannot be sent."""
         self.key = key
         self.replies = [RoutedReply(spec) for spec in specs]
         self.num_runs = self.num_run_again = 0
@@ -62,7 +64,7 @@ class RetryingSubmission:
         self._lines: ReplicaStream | None = None
 
     async def run(self) -> None:
-        """Until every turn has ended somehow."""
+        """Run until every turn has an output or an error."""
         died: EngineDiedError | None = None
         why: Exception = EngineDiedError(_UNEXPECTED)
         try:
@@ -79,13 +81,13 @@ class RetryingSubmission:
             self._fail_rest(why)
 
     def cancel(self, reply: RoutedReply) -> None:
-        """End a turn; the replica is told once nobody waits for any of them."""
+        """Cancel a turn. The replica is notified only when all turns of the submission have ended."""
         reply.fail(EngineClosedError(_CANCELLED))
         if not self._left() and self._lines is not None:
             self._lines.cancel()
 
     def cancel_all(self) -> None:
-        """End all of them."""
+        """Cancel every turn of the submission."""
         for reply in self.replies:
             self.cancel(reply)
 
@@ -95,7 +97,10 @@ class RetryingSubmission:
         return [number for number, reply in enumerate(self.replies) if not reply.done]
 
     async def _run_once(self) -> EngineDiedError | None:
-        """Send what has not ended and take what comes; why the replica is gone, or None: all have ended."""
+        """Send the unfinished turns and handle their reports.
+
+        Return None once all have ended, or the error if the replica is lost.
+        """
         left = self._left()
         for number in left:
             self.replies[number].begin_again()
@@ -118,13 +123,13 @@ class RetryingSubmission:
             self._refuse(left, error)
         finally:
             self._lines = None
-            lines.cancel()  # whoever leaves early, and nothing for one that has ended
+            lines.cancel()  # needed if the loop was left early; no effect on a stream that has ended
         if not self._left():
             return None
         return died or EngineDiedError(_ENDED_EARLY)
 
     def _take(self, report: Report) -> EngineDiedError | None:
-        """Tell the replies; why the engine of the replica is gone, if it says so."""
+        """Apply a report to the replies; return the error if it says that the replica's engine is lost."""
         replies = self.replies
         for number in report.accepted:
             replies[number].accept()
@@ -132,7 +137,7 @@ class RetryingSubmission:
         for number, text, sampled in zip(report.numbers, report.texts, report.token_ids, strict=True):
             ids = sampled if isinstance(sampled, list) else [sampled]
             logprobs = report.logprobs.get(number) if report.logprobs else None
-            if logprobs is not None:  # of a number's entries, which may be several, one behind the other
+            if logprobs is not None:  # a number may have several entries, which share one list of logprobs
                 first = num_taken[number]
                 logprobs = logprobs[first : first + len(ids)]
                 num_taken[number] += len(ids)
@@ -146,16 +151,16 @@ class RetryingSubmission:
         if reply.done:
             return None
         if ending.output is not None:
-            if ending.output.finish_reason == "cancelled":  # by the replica, which is to go
+            if ending.output.finish_reason == "cancelled":  # by the replica, which is stopping
                 return EngineDiedError(_ENDED_EARLY)
             reply.end(ending.output)
             return None
-        error: Exception = PensieveError("The turn ended without a word.")
+        error: Exception = PensieveError("The turn ended without a result.")
         if ending.error is not None:
             error = received_error(ending.error)
         if isinstance(error, EngineDiedError):
             return error
-        # Ray may send a turn again by itself: of one whose id is taken, the history knows more.
+        # Ray may send a turn again by itself. If its id is in use, the history may have its output.
         if self.num_runs == 1 and not (reply.spec.node is not None and _says_taken(error)):
             reply.fail(error)
             return None
@@ -166,7 +171,7 @@ class RetryingSubmission:
             self.replies[number].fail(error)
 
     async def _tell_what_is_kept(self, died: EngineDiedError) -> None:
-        """End those that the dead replica had committed."""
+        """End committed turns with their stored output, and fail turns that cannot run again."""
         for number in self._left():
             reply = self.replies[number]
             try:
@@ -179,8 +184,8 @@ class RetryingSubmission:
                     reply.fail(died)
             elif reply.spec.params.logprobs is not None:
                 sentence = (
-                    "The replica that ran this turn died once it had committed it, and its log-probabilities "
-                    "went with it; what was said is kept."
+                    "The replica died after it had committed this turn, so the log-probabilities are lost. "
+                    "The reply is stored."
                 )
                 reply.fail(EngineDiedError(sentence))
             else:
@@ -193,19 +198,26 @@ class RetryingSubmission:
 
 
 def key_of(spec: TurnSpec) -> str:
-    """What a turn's replica is chosen by: the root of its tree, or the name of its conversation."""
+    """Return the routing key of a turn: the root of its tree, or the name of its conversation."""
     if spec.node is not None:
         return root_of(spec.node.turn_id)
     return spec.conversation_id or ""
 
 
 def _may_run_again(spec: TurnSpec) -> bool:
-    """A turn that the engine places is committed under an id that nobody here knows: it might be there."""
+    """Return whether a turn can be retried without the risk of a second commit.
+
+    A turn of a named conversation gets its id from the engine, so it cannot be looked up in the history.
+    """
     return spec.node is not None or spec.conversation_id is None
 
 
 def _not_again(reply: RoutedReply, error: Exception) -> EngineDiedError | None:
-    """What a replay was refused with: told as it is where its client may still begin anew."""
+    """Handle the refusal of a second run.
+
+    If no replica has accepted the turn and its id is free, the turn fails with this error, because its client
+    can still start again. Otherwise return EngineDiedError, so that the history is queried.
+    """
     if reply.is_accepted or _says_taken(error):
         return EngineDiedError(f"{_AGAIN}: {error}")
     reply.fail(error)
@@ -213,12 +225,12 @@ def _not_again(reply: RoutedReply, error: Exception) -> EngineDiedError | None:
 
 
 def _says_taken(error: Exception) -> bool:
-    """Of a turn's id, which no other turn has: it is there already, or runs."""
+    """Return whether an error says that the turn's id is in use: the turn is stored already or still runs."""
     return getattr(error, "field", None) == "turn_id"
 
 
 def kept_outputs(reader: HistoryReader) -> Callable[[TurnSpec], Awaitable[Output | None]]:
-    """What finds the output of a turn in a history; it raises HistoryError."""
+    """Return a function that finds the output of a turn in a history; it raises HistoryError."""
 
     async def kept(spec: TurnSpec) -> Output | None:
         node = spec.node
@@ -234,7 +246,7 @@ def kept_outputs(reader: HistoryReader) -> Callable[[TurnSpec], Awaitable[Output
 
 
 def output_of(view: TurnView, spec: TurnSpec) -> Output:
-    """The output of a committed turn; log-probabilities are not kept."""
+    """Return the output of a committed turn; log-probabilities are not stored."""
     usage = view.usage or Usage(
         prompt_tokens=len(spec.prompt_token_ids),
         reused_gpu_tokens=0,

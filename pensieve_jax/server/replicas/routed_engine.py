@@ -1,10 +1,11 @@
-"""Engines elsewhere, one for each root: many replicas as the one `EngineService` of a front.
+"""Presents several replicas as the one `EngineService` of a front end, and routes each turn by its root.
 
-Owns: which replica is asked for what, what is known of all of them, and the turns on their way.
-Does not know: Ray, HTTP, or what becomes of a turn whose replica dies (`errand`).
+Owns the choice of the replica for each request, the status of all replicas, and the turns in flight.
+Does not know Ray, HTTP, or the recovery of a turn whose replica dies, which is in `retry`.
 
-`epoch` stays as it is: a replica that starts anew does not know turns that were in its memory only, and says
-so of each; whoever sent such a turn then begins anew from its messages. The others' turns are good.
+`epoch` never changes. A replica that restarts loses the turns that were only in its memory, and reports each
+of them as unknown. The caller of such a turn then rebuilds the context from its messages. Turns on other
+replicas are unaffected.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _SEED_BITS: Final = 63
 
 
 class RoutedEngine:
-    """All replicas, as an `EngineService`; see there for what its methods promise."""
+    """All replicas as one `EngineService`; see there for the contracts of its methods."""
 
     def __init__(
         self,
@@ -56,9 +57,14 @@ class RoutedEngine:
         *,
         answer_s: float = 30.0,
     ) -> None:
-        """Of replicas one of which is ready, by what it said; `kept` finds turns in the history.
+        """Use `replicas`; at least the one with the report `first` is ready.
 
-        `names` is told of every turn, so that it knows where one that begins waits least.
+        Args:
+          replicas: the interface to the replicas.
+          first: the report of a ready replica.
+          kept: finds the outputs of turns in the history.
+          names: gets every turn that is sent or ends, so that it knows the loads for new roots.
+          answer_s: how long a call or a change may take.
         """
         assert first.info is not None, "it is ready"
         self._replicas = replicas
@@ -76,41 +82,41 @@ class RoutedEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """Of one replica, but for how many turns may run, which is what all may together."""
+        """Description of one replica, but with `max_num_running` summed over all replicas."""
         most = sum(report.info.max_num_running for report in self._reports if report.info is not None)
         return replace(self._first_info, max_num_running=max(most, self._first_info.max_num_running))
 
     @property
     def state(self) -> EngineState:
-        """Ready where one replica is; a replica that is gone is replaced by whoever runs them."""
+        """State of the engine: "ready" if at least one replica is. Serve replaces lost replicas."""
         if self._is_draining:
             return "draining"
         return "ready" if any(report.state == "ready" for report in self._reports) else "starting"
 
     @property
     def epoch(self) -> int:
-        """Always the same; see the module."""
+        """Constant epoch; see the module's docstring."""
         return 1
 
     @property
     def last_heard_s(self) -> float:
-        """Seconds since any engine said anything."""
+        """Seconds since the latest message of any engine."""
         silence_s = min((report.last_heard_s for report in self._reports), default=0.0)
         return time.monotonic() - self._heard_s + silence_s
 
     @property
     def last_stats(self) -> Mapping[str, Any]:
-        """Counters of all replicas, added up; each one's under `replicas`."""
+        """Sums of the counters of all replicas, and each replica's counters under "replicas"."""
         return {**summed([report.stats for report in self._reports]), **self._own_stats()}
 
     def submit(self, spec: TurnSpec) -> RoutedTurn:
-        """Queue a turn; raises EngineClosedError while none is taken."""
+        """Queue a turn; raises EngineClosedError while no replica is ready."""
         return self.submit_all([spec])[0]
 
     def submit_all(self, specs: Sequence[TurnSpec]) -> list[RoutedTurn]:
-        """Queue turns; those of one root all or none, which all of one context are."""
+        """Queue turns. Turns of one root, which includes all of one context, are queued all or none."""
         if self.state != "ready":
-            raise EngineClosedError(f"No replica takes turns: they are {self.state}.")
+            raise EngineClosedError(f"No replica accepts turns: they are {self.state}.")
         seeded = [_seeded(spec) for spec in specs]
         keys = [key_of(spec) or secrets.token_hex(8) for spec in seeded]
         by_key: dict[str, list[int]] = {}
@@ -129,15 +135,15 @@ class RoutedEngine:
         return [turns[number] for number in range(len(specs))]
 
     async def apply(self, change: HistoryChange) -> None:
-        """Change what the history keeps beside turns, through the replica of what is changed.
+        """Change the history's tables other than turns, through the replica that owns the changed object.
 
-        That one knows which turns are in use. Others would do as well: what two of them change at a time is
-        compared in the history.
+        That replica knows which turns are in use. Any other would be correct too, because the history detects
+        concurrent changes by two replicas.
         """
         await self._ask(_key_of_change(change), sent_change(0, change))
 
     async def call(self, name: str, *arguments: Any) -> Any:
-        """One of `calls.CALLS` by name, of the replica that it concerns or of all of them."""
+        """Call one of `calls.CALLS` by name, on the replica that it concerns or on all replicas."""
         question = Call(0, name, list(arguments))
         if name in OF_ALL:
             value = merged(name, await self._ask_all(question))
@@ -147,7 +153,7 @@ class RoutedEngine:
         return await self._ask(str(arguments[0]) if arguments else "", question)
 
     async def drain(self, deadline_s: float) -> None:
-        """Take no more turns, and wait for those on their way, or cancel them when the time is over."""
+        """Accept no more turns and wait for those in flight; cancel them after `deadline_s` seconds."""
         self._is_draining = True
         if self._errands:
             await asyncio.wait(self._errands, timeout=deadline_s)
@@ -156,15 +162,15 @@ class RoutedEngine:
         if self._errands:
             await asyncio.wait(self._errands, timeout=_CANCEL_S)
 
-    # What is known of the replicas
+    # Status of the replicas
 
     @property
     def num_run_again(self) -> int:
-        """Turns that were sent once more because their replica died."""
+        """Number of turns that were sent again because their replica died."""
         return self._num_run_again + sum(errand.num_run_again for errand in self._errands.values())
 
     async def look(self) -> None:
-        """Ask every replica how it is; raises what asking raises."""
+        """Fetch the reports of all replicas; raises the errors of the call."""
         answers = await self._ask_all(Call(0, REPORT, []))
         reports = [decoded_replica_report(value) for value, error in answers if error is None]
         self._reports = reports
@@ -174,18 +180,18 @@ class RoutedEngine:
         self._names.see(take_turns, self._first_info, self.last_stats)
 
     async def watch(self) -> None:
-        """Look once a second, until cancelled."""
+        """Fetch the reports once a second until this coroutine is cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             try:
                 await self.look()
             except PensieveError as error:
-                _log.warning("the replicas do not say how they are: %s", error)
+                _log.warning("the reports of the replicas could not be fetched: %s", error)
 
     # Inside
 
     def _own_stats(self) -> dict[str, Any]:
-        """What only a front of several replicas can tell."""
+        """Return the counters that only the front end of several replicas has."""
         by_replica = {report.replica: report.stats for report in self._reports}
         return {"num_turns_run_again": self.num_run_again, BY_REPLICA: by_replica}
 
@@ -200,7 +206,7 @@ class RoutedEngine:
         self._names.ended(errand.replies)
         self._num_run_again += errand.num_run_again
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("a turn ended in a way that nobody expected", exc_info=error)
+            _log.error("a turn ended with an unexpected error", exc_info=error)
 
     def _id_of(self, reply: RoutedReply) -> str:
         if reply.spec.node is not None:
@@ -229,24 +235,27 @@ class RoutedEngine:
         except TimeoutError:
             if not limit.expired():
                 raise
-            sentence = f"A replica has not answered within {self._answer_s:g} s; it may still do so."
+            sentence = f"A replica has not answered within {self._answer_s:g} s; it may still do the work."
             raise EngineDiedError(sentence) from None
 
 
 def _apart[T](work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """A task that is no child of a request: what Ray runs for a request ends with its client."""
+    """Run a coroutine as a task outside the context of a request.
+
+    Ray cancels the calls that belong to a request when its client disconnects.
+    """
     return asyncio.get_running_loop().create_task(work, context=contextvars.Context())
 
 
 def _seeded(spec: TurnSpec) -> TurnSpec:
-    """With a seed: whichever replica runs it, and however often, it is the same turn."""
+    """Return the turn with a seed, so that every replica and every retry samples the same reply."""
     if spec.params.seed is not None:
         return spec
     return replace(spec, params=replace(spec.params, seed=secrets.randbits(_SEED_BITS)))
 
 
 def _key_of_change(change: HistoryChange) -> str:
-    """The root of the response that is changed, or the name of the conversation."""
+    """Return the root of the response that is changed, or the name of the conversation."""
     draft = getattr(change, "draft", None)
     response_id = getattr(change if draft is None else draft, "response_id", None)
     if response_id is not None:

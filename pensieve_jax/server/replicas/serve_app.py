@@ -1,7 +1,7 @@
-"""Front and replicas as deployments of Ray Serve.
+"""Front end and replicas as Ray Serve deployments.
 
-Owns: the two actors, and how Ray is told of them.
-Does not know: turns, routes, or command lines.
+Owns the two actors, and their deployment options.
+Does not know turns, routes, or command lines.
 """
 
 from __future__ import annotations
@@ -56,28 +56,28 @@ _ROUTER: Final = "ray.serve.experimental.consistent_hash_router.ConsistentHashRo
 ROUTER_OPTIONS: Final = {"num_virtual_nodes": NUM_VIRTUAL_NODES, "num_fallback_replicas": 1}
 _HEALTH_S: Final = 2.0
 _SILENCE_S: Final = 10.0
-"""Three times so long without an answer, and Serve starts another actor in its place: engines are processes
-of their own, so that nothing keeps an actor busy for as long."""
-# One loop for Serve and what it calls: all of that waits and never computes, and each hop to another thread
-# is waited for by a token.
+"""Timeout of a health check. Serve replaces an actor after three timeouts in a row. Engines run in separate
+processes, so an actor is never busy for that long."""
+# Serve and this code share one event loop. They only wait and never compute, and every hop to another thread
+# would delay a token.
 _ENVIRONMENT: Final = {
     "env_vars": {
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
         "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     }
 }
-_MAX_REQUESTS: Final = 100_000  # the application refuses what is too much, and says so in its own words
+_MAX_REQUESTS: Final = 100_000  # practically no limit; the application refuses excess requests itself
 _DRAIN_LOOK_S: Final = 0.2
-"""How often Serve looks whether the requests of an actor that is to go have ended; by default every two
-seconds, and never sooner."""
-_LOGGING: Final = LoggingConfig(enable_access_log=False)  # the front has lines of its own
+"""Interval at which Serve checks whether the requests of a stopping actor have ended. Serve always waits for
+at least one interval, which is two seconds by default."""
+_LOGGING: Final = LoggingConfig(enable_access_log=False)  # the front end logs requests itself
 
 
 class EngineReplica:
-    """An actor with one engine, which runs in a process of its own beside it."""
+    """Actor with one engine, which runs in a separate process."""
 
     async def __init__(self, plan: ReplicaPlan) -> None:  # type: ignore[misc]
-        """Start the engine; raises what keeps it from starting, and Serve tries again."""
+        """Start the engine; raises the error of a failed start, and Serve tries again."""
         _log_as(plan.log_format)
         self._engine = AsyncEngine.start(
             plan.model,
@@ -94,7 +94,7 @@ class EngineReplica:
         self._replica = Replica(cast(EngineService, self._engine), name)
 
     async def run(self, submission: bytes, front: ReplyTo, number: int) -> None:
-        """See `Replica.run`; what comes goes to a stream of the front, and this returns behind the last."""
+        """Run turns as `Replica.run` and send the reports to a stream of the front end; return at its end."""
         link = await self._links.to(front)
         with link.stream(number) as stream:
             async with aclosing(self._replica.run(submission)) as lines:
@@ -107,20 +107,20 @@ class EngineReplica:
         return await self._replica.ask(question)
 
     async def check_health(self) -> None:
-        """Raise where the engine is not started again: Serve puts another replica in this one's place.
+        """Raise EngineClosedError if the engine is not restarted any more; Serve then replaces this replica.
 
-        One that hangs is ended, and started again.
+        A hanging engine is killed and restarted.
         """
         if self._engine.gave_up.is_set():
-            raise EngineClosedError("The engine died too often, or its history is gone.")
+            raise EngineClosedError("The engine died too often, or its history is unusable; see the log.")
         self._watchdog.look()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What scales the replicas."""
+        """Return the metric of the autoscaling policy."""
         return {QUEUED_TOKENS: float(self._replica.queued_tokens)}
 
     async def __del__(self) -> None:
-        """Serve has waited for the turns; end the engine."""
+        """Stop the engine. Serve has already waited for the turns."""
         if hasattr(self, "_engine"):
             await self._engine.close()
         if hasattr(self, "_links"):
@@ -128,7 +128,7 @@ class EngineReplica:
 
 
 class Front:
-    """The actor that speaks HTTP: the application of any server, over all replicas."""
+    """Actor that serves HTTP: the same application as a single server, over all replicas."""
 
     async def __init__(  # type: ignore[misc]
         self,
@@ -137,18 +137,18 @@ class Front:
         log_format: LogFormat | None,
         address: tuple[str, int] | None = None,
     ) -> None:
-        """Wait until a replica is ready, and listen at an address; None: Serve's proxies do that.
+        """Wait until a replica is ready, and listen at `address`. Without one, Serve's proxies listen.
 
-        Raises ConfigError for keys and for an address that is taken, HistoryError, and OSError where replicas
-        could not reach this machine.
+        Raises ConfigError for invalid keys or an address in use, HistoryError, and OSError if it cannot
+        listen for the replicas' reports.
         """
         _log_as(log_format)
         self._settings = settings
         self._keys = ApiKeys(settings.api_keys_file)
-        # A front that hung may be there still, for as long as Serve waits for its end.
+        # A front end that hung may still hold the address, for as long as Serve waits for its end.
         socket_ = None if address is None else await bind_in_time(*address, settings.drain_s + FLUSH_S)
         self._listener = ReportListener()
-        # With an address this machine is the only one.
+        # With an address, all actors are on this machine.
         host = _LOOPBACK if address is not None else ray.util.get_node_ip_address()
         replicas = RayReplicas(handle, self._listener, await self._listener.listen(host))
         first = await _first_report(replicas)
@@ -160,35 +160,35 @@ class Front:
         await self._engine.look()
         self._watch = asyncio.ensure_future(self._engine.watch())
         self._http = None
-        if socket_ is not None:  # a proxy would cost more than all of the front for each piece of a stream
+        if socket_ is not None:  # per chunk of a stream, a proxy would cost more than the whole front end
             self._http = Listening(self._application(), socket_)
             await self._http.begun()
 
     async def check_health(self) -> None:
-        """Raise where nobody looks at the replicas, or listens: Serve puts another front in its place."""
+        """Raise if the replica watch or the HTTP server has ended; Serve then replaces this front end."""
         if self._watch.done():
-            raise EngineClosedError("The front does not look at its replicas any more.")
+            raise EngineClosedError("The front end stopped watching its replicas; see the log.")
         if self._http is not None:
             self._http.check()
 
     async def __del__(self) -> None:
-        """Serve puts another front in this one's place; it does not count what a front listens to itself."""
+        """Drain when Serve replaces this front end; Serve does not count requests that bypass its proxies."""
         if hasattr(self, "_http"):
             await self.drain(self._settings.drain_s)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """What Serve's proxies send requests to."""
+        """Return the ASGI application for Serve's proxies."""
         return ProxyRequestIdMiddleware(ChunkRateLimiter(self._application()))
 
     async def drain(self, seconds: float) -> None:
-        """Take no more turns, and wait for those that run; what is left after `seconds` is cancelled."""
+        """Accept no more turns and wait for the running ones; cancel them after `seconds`."""
         await self._engine.drain(seconds)
         if self._http is not None:
             await self._http.end()
         self._listener.close()
 
     async def reload_keys(self) -> str | None:
-        """Read the keys' file again; why it could not be, which leaves the keys as they were."""
+        """Reload the keys file. Return None, or the error, in which case the keys are unchanged."""
         try:
             self._keys.reload()
         except ConfigError as error:
@@ -209,7 +209,7 @@ def _log_as(log_format: LogFormat | None) -> None:
 
 
 async def _first_report(replicas: RayReplicas) -> ReplicaReport:
-    """What a replica says once it is ready; Serve's router waits for one."""
+    """Return the report of the first ready replica, for which Serve's router waits."""
     answer = decoded_answer(await replicas.ask("", encoded(Call(0, REPORT, []))))
     return decoded_replica_report(answer.value)
 
@@ -217,7 +217,7 @@ async def _first_report(replicas: RayReplicas) -> ReplicaReport:
 def application(
     plan: ReplicaPlan, settings: ServerSettings, num_gpus: int, address: tuple[str, int] | None = None
 ) -> serve.Application:
-    """Front and replicas, to be run by Serve; see `Front` for the address."""
+    """Return the Serve application of front end and replicas; see `Front` for `address`."""
     max_ongoing = plan.max_ongoing(settings)
     replica = _deployment(EngineReplica, REPLICA).options(
         num_replicas=plan.replicas,
@@ -227,7 +227,7 @@ def application(
         health_check_period_s=_HEALTH_S,
         health_check_timeout_s=_SILENCE_S,
         request_router_config=RequestRouterConfig(
-            request_router_class=_ROUTER,  # type: ignore[arg-type]  # by its path, as the wheel says
+            request_router_class=_ROUTER,  # type: ignore[arg-type]  # Ray accepts an import path
             request_router_kwargs=ROUTER_OPTIONS,
         ),
         ray_actor_options={"num_cpus": plan.num_cpus, "num_gpus": num_gpus, "runtime_env": _ENVIRONMENT},
@@ -247,14 +247,14 @@ def application(
 
 
 def _deployment(actor: type, name: str) -> serve.Deployment:
-    """Its constructor may be asynchronous, which types do not say."""
+    """Return a deployment of an actor class. The cast is needed because its constructor is asynchronous."""
     return cast(serve.Deployment, serve.deployment(actor, name=name))
 
 
 def build_app(args: Mapping[str, Any]) -> serve.Application:
-    """What a Serve configuration file imports; raises ConfigError for its `args`.
+    """Build the application for a Serve configuration file; raises ConfigError for invalid `args`.
 
-    How many replicas there are stands in the file's `deployments`: `args` that change start all of them anew.
+    The file sets the number of replicas in `deployments`, because a change of `args` restarts all replicas.
     """
     plan, settings = plan_of(args)
     return application(plan, settings, plan.gpus_each(int(ray.cluster_resources().get("GPU", 0))))

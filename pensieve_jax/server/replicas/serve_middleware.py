@@ -1,15 +1,15 @@
-"""What stands around the application where Serve's proxy stands before it.
+"""Middleware for an application behind Serve's proxy.
 
-Owns: the pace of all streams together, and which of the two ids of a request counts: the proxy's, which is
-the client's own where it sent one.
-Does not know: Ray, or what a piece says.
+Owns the rate limit of all streams together, and the choice of the request id: the proxy's id, which is the
+client's own if the client sent one.
+Does not know Ray, or the content of body chunks.
 
-A proxy takes some half a millisecond of a processor for each piece, and refuses none that comes
-too soon: it lies in a queue that grows. So a writer waits for its turn, and a stream whose writer waits makes
-one piece of all that comes meanwhile.
+A proxy needs about half a millisecond of CPU time per body chunk. It accepts chunks at any rate and queues
+them without a limit. Therefore each chunk waits for its turn here, and a waiting stream merges its new output
+into one chunk.
 
-The proxy writes its id into each request that has none, and into every answer, whatever the application puts
-there. So the application logs by that id, and leaves the header of answers to the proxy.
+The proxy writes its id into each request without one, and into every response, where it replaces the
+application's header. Therefore the application logs the proxy's id and omits the response header.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ _UNFIT: Final = re.compile(f"[^{REQUEST_ID_CHARACTERS}]".encode())
 
 
 class ChunkRateLimiter:
-    """An application that all together sends so many pieces of bodies a second at most."""
+    """Middleware that limits the body chunks per second of all responses together."""
 
     def __init__(self, app: ASGIApp, pieces_per_s: float = PIECES_PER_S) -> None:
-        """Around the application; nothing has been sent yet."""
+        """Wrap `app` with a limit of `pieces_per_s` chunks per second."""
         self._app = app
         self._period_s = 1 / pieces_per_s
         self._next_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the ASGI application; each piece of a body but the last waits for its turn."""
+        """Run the ASGI application; each body chunk except the last waits for its turn."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
 
         async def in_turn(message: Message) -> None:
-            if message.get("more_body"):  # who waits for a whole answer does not wait here
+            if message.get("more_body"):  # a response of one chunk does not wait
                 await self._turn()
             await send(message)
 
         await self._app(scope, receive, in_turn)
 
     async def _turn(self) -> None:
-        """Wait for a place behind all that were given out."""
+        """Reserve the next send time and wait until then."""
         now_s = asyncio.get_running_loop().time()
         place_s = max(now_s, self._next_s)
         self._next_s = place_s + self._period_s
@@ -59,13 +59,13 @@ class ChunkRateLimiter:
 
 
 class ProxyRequestIdMiddleware:
-    """An application whose requests have the ids that a proxy gives them."""
+    """Middleware that makes the application use the request ids of Serve's proxy."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the ASGI application with the proxy's request id, and drop that header from its answer."""
+        """Run the ASGI application with the proxy's request id, and remove that header from its response."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -81,5 +81,8 @@ class ProxyRequestIdMiddleware:
 
 
 def _fit(request_id: bytes) -> bytes:
-    """As the application takes it: what a log should not hold is replaced, so that it is still recognised."""
+    """Replace the characters that the application does not accept in an id, and truncate it.
+
+    The id stays recognizable in the log.
+    """
     return _UNFIT.sub(b"_", request_id)[:MAX_REQUEST_ID_LENGTH]

@@ -1,7 +1,7 @@
-"""What somebody is told of replicas: while they start, and then of those that go and come.
+"""Reports the progress of replicas: their start, and later the loss and return of replicas.
 
-Owns: which news is worth a line, in which words, and that silence of a start never lasts long.
-Does not know: Ray, where the news comes from, or how a line is written.
+Owns the choice and wording of the lines, and the longest interval without a line during a start.
+Does not know Ray, the source of the status, or how a line is written.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ LOOK_S: Final = 0.5
 SILENCE_S: Final = 15.0
 _NUMBER: Final = re.compile(r"\d+")
 _PATIENCE_S: Final = 5.0
-"""For the last look of the thread, which asks Serve."""
+"""How long to wait for the last query of the thread, which asks Serve."""
 
 
 class Seen(NamedTuple):
-    """How far a start has come.
+    """Status of the application.
 
     Attributes:
-      num_ready: replicas that are.
-      is_front_ready: so is the front.
-      problem: what Serve says is in the way of either; "": nothing.
+      num_ready: the number of ready replicas.
+      is_front_ready: whether the front end is ready.
+      problem: Serve's message about a failing replica or front end, or "".
     """
 
     num_ready: int
@@ -38,12 +38,12 @@ class Seen(NamedTuple):
 
 
 class StartReport:
-    """Lines about one start."""
+    """Progress lines of one start."""
 
     def __init__(
         self, num_replicas: int, say: Callable[[str], object], now_s: Callable[[], float] = time.monotonic
     ) -> None:
-        """The start begins now; `say` takes a line."""
+        """Begin the report of a start that begins now; `say` writes a line."""
         self._num_replicas = num_replicas
         self._say, self._now_s = say, now_s
         self._began_s = self._said_s = now_s()
@@ -51,15 +51,15 @@ class StartReport:
         self._problems: set[str] = set()
 
     def see(self, seen: Seen) -> None:
-        """Say what is new; without news, every `SILENCE_S`, what is waited for."""
+        """Report changes of the status; without any for `SILENCE_S` seconds, report what is missing."""
         for number in range(self._num_ready + 1, seen.num_ready + 1):
             self._tell(f"replica {number} of {self._num_replicas} is ready, after {self._passed}")
-        kind = _NUMBER.sub("", seen.problem)  # how often something is tried again is no news
+        kind = _NUMBER.sub("", seen.problem)  # a new retry count alone is not reported
         if kind and kind not in self._problems:
             self._problems.add(kind)
             self._tell(seen.problem)
         if seen.num_ready < self._num_ready:
-            self._tell(f"a replica is gone again: {seen.num_ready} of {self._num_replicas} are ready")
+            self._tell(f"a replica was lost: {seen.num_ready} of {self._num_replicas} are ready")
         self._num_ready = seen.num_ready
         if self._now_s() - self._said_s >= SILENCE_S:
             self._tell(f"waiting for {self._what_is_left(seen)}, {self._passed} so far")
@@ -69,7 +69,7 @@ class StartReport:
     def _what_is_left(self, seen: Seen) -> str:
         left = range(seen.num_ready + 1, self._num_replicas + 1)
         if not left:
-            return "Serve" if seen.is_front_ready else "the front"
+            return "Serve" if seen.is_front_ready else "the front end"
         if len(left) == 1:
             return f"replica {left[0]} of {self._num_replicas}, which loads the model or compiles"
         return f"replicas {left[0]} to {left[-1]} of {self._num_replicas}, which load the model or compile"
@@ -84,34 +84,34 @@ class StartReport:
 
 
 class ReplicaMonitor:
-    """Lines about an application that serves."""
+    """Lines about replicas and front end that are lost or return while the application serves."""
 
     def __init__(self, num_replicas: int, say: Callable[[str], object]) -> None:
-        """All are there; `say` takes a line."""
+        """Begin with all replicas and the front end ready; `say` writes a line."""
         self._num_wanted = self._num_there = num_replicas
         self._is_front_there = True
         self._say = say
 
     def see(self, seen: Seen) -> None:
-        """Say what has changed."""
+        """Report changes of the status."""
         if seen.num_ready != self._num_there:
-            self._say(f"{seen.num_ready} of {self._num_wanted} replicas are there; {self._num_there} were")
+            self._say(f"{seen.num_ready} of {self._num_wanted} replicas are ready; before: {self._num_there}")
             self._num_there = seen.num_ready
         if seen.is_front_ready != self._is_front_there:
-            self._say("the front is there again" if seen.is_front_ready else "the front is gone")
+            self._say("the front end is ready again" if seen.is_front_ready else "the front end was lost")
             self._is_front_there = seen.is_front_ready
 
 
 @contextmanager
 def watching(attendance: ReplicaMonitor, look: Callable[[], Seen | None], every_s: float) -> Iterator[None]:
-    """Have a thread look, and tell, until the block is left; nobody waits for it, as a look may take long."""
+    """Report changes from a thread until the block is left, without waiting for a query in progress."""
     with _thread_that_looks(_Looking(look), attendance.see, every_s, patience_s=0.0):
         yield
 
 
 @contextmanager
 def telling(report: StartReport, look: Callable[[], Seen | None]) -> Iterator[None]:
-    """Have a thread look, and tell, until the block is left; None where there was nothing to see."""
+    """Report a start from a thread until the block is left, and once more at the end."""
     looking = _Looking(look)
     with _thread_that_looks(looking, report.see, LOOK_S, patience_s=_PATIENCE_S):
         yield
@@ -124,7 +124,10 @@ def telling(report: StartReport, look: Callable[[], Seen | None]) -> Iterator[No
 def _thread_that_looks(
     looking: _Looking, see: Callable[[Seen], None], every_s: float, *, patience_s: float
 ) -> Iterator[None]:
-    """Until the block is left, and then waited for as long as `patience_s`; it tells nothing any more."""
+    """Run a thread that queries and reports until the block is left, then join it for up to `patience_s`.
+
+    After the block, the thread reports nothing more.
+    """
     is_over = threading.Event()
 
     def work() -> None:
@@ -133,7 +136,7 @@ def _thread_that_looks(
             if seen is not None and not is_over.is_set():
                 see(seen)
 
-    thread = threading.Thread(target=work, name="looking at replicas", daemon=True)
+    thread = threading.Thread(target=work, name="replica-status", daemon=True)
     thread.start()
     try:
         yield
@@ -143,28 +146,28 @@ def _thread_that_looks(
 
 
 class _Looking:
-    """Looks that may fail: no start depends on what is told of it."""
+    """Status query that returns None instead of an error, because a start must not depend on its report."""
 
     def __init__(self, look: Callable[[], Seen | None]) -> None:
-        """None has failed yet."""
+        """Wrap the query `look`."""
         self._look = look
         self._has_failed = False
 
     def __call__(self) -> Seen | None:
-        """None where it failed, which is logged once."""
+        """Return the status, or None if the query failed; only the first failure is logged."""
         try:
             return self._look()
-        except Exception as error:  # of Serve, which documents none
+        except Exception as error:  # Serve does not document its exceptions
             if not self._has_failed:
                 self._has_failed = True
-                _log.warning("how far the start has come cannot be seen: %r", error)
+                _log.warning("the status of the replicas is unknown: %r", error)
             return None
 
 
 def problem_in_words(deployment: str, message: str) -> str:
-    """What Serve says of a deployment, in a line: without the trace between its first words and the error."""
+    """Return Serve's message about a deployment as one line, without the traceback in its middle."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
-    if not lines or "slow __init__" in message:  # that it takes longer than half a minute
+    if not lines or "slow __init__" in message:  # a start that takes longer than half a minute is normal
         return ""
     last = "" if len(lines) == 1 else f" {lines[-1]}"
     return f"{deployment}: {lines[0]}{last}"

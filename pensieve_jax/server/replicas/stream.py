@@ -1,7 +1,8 @@
-"""What has come of one turn, whichever replicas it ran on, and the turn as those who wait for it hold it.
+"""The reply of one turn across all its runs on replicas, and the caller's handle of the turn.
 
-Owns: that what was told once is never told again or otherwise: a replay is skipped as far as it was told.
-Does not know: replicas, messages, or when a turn is run again.
+Owns the guarantee that output is delivered once and never changed: a second run is compared with the
+delivered output and skipped up to its end.
+Does not know replicas, messages, or when a turn is run again.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.server.async_engine import AsyncDelta
 
 _OTHERWISE = (
-    "The replica that ran this turn died, and another one sampled another reply than the one that has begun; "
-    "send the request again."
+    "The replica that ran this turn died, and the second run sampled a different reply. "
+    "Send the request again."
 )
 
 
 class RoutedReply:
-    """Of one turn; belongs to the errand that runs it.
+    """Reply of one turn, owned by the `RetryingSubmission` that runs it.
 
     Attributes:
-      spec: the turn.
-      is_accepted: some replica has queued it.
-      num_runs: how often it was sent to one.
-      output, error: how it ended.
+      spec: the specification of the turn.
+      is_accepted: whether a replica has queued it.
+      num_runs: how often it was sent to a replica.
+      output, error: its result or failure; None until it ends.
     """
 
     def __init__(self, spec: TurnSpec) -> None:
@@ -37,63 +38,63 @@ class RoutedReply:
         self.num_runs = 0
         self.output: Output | None = None
         self.error: Exception | None = None
-        # All that was told, with what nobody has taken yet at its end.
+        # All output so far, including the unread output at its end.
         self._text: list[str] = []
         self._num_chars = 0
         self._ids: list[int] = []
         self._waiting_text: list[str] = []
         self._waiting_ids: list[int] = []
         self._waiting_logprobs: list[TokenLogprob] | None = None if spec.params.logprobs is None else []
-        # Of the run that goes on now, so much has come: less than was told while it is a replay.
+        # Output of the current run. While a second run repeats the first, it is shorter than the total.
         self._come_chars = self._come_ids = 0
         self._waiters: list[asyncio.Future[None]] = []
 
     @property
     def done(self) -> bool:
-        """It has an output, or failed."""
+        """Whether the turn has an output or an error."""
         return self.output is not None or self.error is not None
 
     @property
     def has_begun(self) -> bool:
-        """A token of the run that goes on now has come."""
+        """Whether the current run has produced a token."""
         return self._come_ids > 0
 
     def accept(self) -> None:
-        """A replica has queued it."""
+        """Mark the turn as queued by a replica."""
         self.is_accepted = True
         self._wake()
 
     def begin_again(self) -> None:
-        """What comes from now on comes from the beginning."""
+        """Start a new run, whose output begins again at the first token."""
         self.num_runs += 1
         self._come_chars = self._come_ids = 0
 
     def add(self, text: str, ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None) -> None:
-        """A piece of the reply; a replay that says something else than was told ends the turn."""
+        """Add a part of the reply. If a second run differs from the delivered output, the turn fails."""
         if not self.done:
             self._add(text, ids, logprobs)
 
     def end(self, output: Output) -> None:
-        """It ended so; what of it no piece had is the last one."""
+        """End the turn with an output; the rest of it becomes the last delta."""
         if self.done:
             return
         logprobs = None if output.logprobs is None else output.logprobs[self._come_ids :]
         if not self._add(output.text[self._come_chars :], output.token_ids[self._come_ids :], logprobs):
             return
-        if self._come_chars < self._num_chars or self._come_ids < len(self._ids):  # it ended sooner
+        if self._come_chars < self._num_chars or self._come_ids < len(self._ids):  # shorter than delivered
             self.fail(EngineDiedError(_OTHERWISE))
             return
         self.output = output
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """It was refused, or lost."""
+        """End the turn with an error, because it was refused or failed."""
         if not self.done:
             self.error = error
             self._wake()
 
     def take(self) -> AsyncDelta | None:
-        """What nobody has taken yet."""
+        """Return the unread output, or None if it is empty."""
         if not self._waiting_ids and not self._waiting_text:
             return None
         logprobs = None if self._waiting_logprobs is None else tuple(self._waiting_logprobs)
@@ -104,7 +105,7 @@ class RoutedReply:
         return delta
 
     async def changed(self) -> None:
-        """Wait until something comes of it."""
+        """Wait until the turn is accepted, has new output, or ends."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         await waiter
@@ -112,7 +113,7 @@ class RoutedReply:
     # Inside
 
     def _add(self, text: str, ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None) -> bool:
-        """Whether the piece is, as far as it was told before, what was told."""
+        """Add a part of the current run; return False and fail if it differs from the delivered output."""
         new_text = self._new_text(text)
         new_ids = self._new_ids(ids)
         if new_text is None or new_ids is None:
@@ -137,7 +138,7 @@ class RoutedReply:
                 waiter.set_result(None)
 
     def _new_text(self, text: str) -> str | None:
-        """What of a piece was not told before; None where it is not what was told."""
+        """Return the new part of `text`, or None if the repeated part differs from the delivered text."""
         begin, self._come_chars = self._come_chars, self._come_chars + len(text)
         num_told = min(self._num_chars - begin, len(text))
         if num_told <= 0:
@@ -154,12 +155,15 @@ class RoutedReply:
 
 
 class RoutedTurn:
-    """A turn on some replica: an iterator of deltas. Dropping it before its end cancels it."""
+    """Turn on a replica and iterator of its deltas. Losing its last reference cancels it."""
 
     __slots__ = ("__weakref__", "_cancel", "_finalizer", "_reply", "_turn_id")
 
     def __init__(self, reply: RoutedReply, turn_id: str, cancel: Callable[[RoutedReply], None]) -> None:
-        """`cancel` ends the turn where it runs; whoever collects garbage may be in another thread."""
+        """Wrap a reply; `cancel` cancels the turn on its replica.
+
+        The garbage collector may run in another thread, so the finalizer calls `cancel` on the event loop.
+        """
         self._reply = reply
         self._turn_id = turn_id
         self._cancel = cancel
@@ -168,21 +172,21 @@ class RoutedTurn:
 
     @property
     def turn_id(self) -> str:
-        """Its id; for a turn without a node, one of this process only."""
+        """Id of the turn. For a turn without a node, it is valid in this process only."""
         return self._turn_id
 
     @property
     def output(self) -> Output | None:
-        """The result, once the turn has ended well."""
+        """Result of the turn, or None until it ends successfully."""
         return self._reply.output
 
     @property
     def usage(self) -> Usage | None:
-        """Where its tokens came from, once the turn has ended well."""
+        """Sources of the turn's tokens, or None until it ends successfully."""
         return None if self._reply.output is None else self._reply.output.usage
 
     async def accepted(self) -> None:
-        """Wait until a replica has queued it; raises what it was refused with."""
+        """Wait until a replica has queued the turn; raises the error if the replica refuses it."""
         reply = self._reply
         while not (reply.is_accepted or reply.done):
             await reply.changed()
@@ -193,7 +197,7 @@ class RoutedTurn:
         return self
 
     async def __anext__(self) -> AsyncDelta:
-        """What came since the last call; raises what the turn failed with, once all before it was taken."""
+        """Return the output since the last call; raises the turn's error once all earlier output was read."""
         reply = self._reply
         while (delta := reply.take()) is None:
             if reply.error is not None:
@@ -204,7 +208,7 @@ class RoutedTurn:
         return delta
 
     async def result(self) -> Output:
-        """Wait for the end, whatever of the deltas was taken; raises what the turn failed with."""
+        """Wait for the end, whether or not the deltas were read; raises the turn's error."""
         reply = self._reply
         while not reply.done:
             await reply.changed()
@@ -214,9 +218,9 @@ class RoutedTurn:
         return reply.output
 
     async def cancel(self) -> None:
-        """End it as if it had never been sent; nothing happens to one that is done.
+        """End the turn as if it had never been submitted. A finished turn is unaffected.
 
-        The replica is told, and not waited for: one that ends meanwhile may have been committed.
+        This does not wait for the replica, so a turn that ends meanwhile may be committed.
         """
         self._cancel(self._reply)
 

@@ -84,7 +84,7 @@ def test_a_front_with_an_address_listens_until_it_has_drained_and_is_well_until_
         with pytest.raises(EngineDiedError):
             await waiting.take()
         watch.set_result(None)
-        with pytest.raises(EngineClosedError, match="does not look"):
+        with pytest.raises(EngineClosedError, match="stopped watching"):
             await front.check_health()
 
     asyncio.run(work())

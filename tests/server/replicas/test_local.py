@@ -245,10 +245,10 @@ def test_while_it_serves_the_log_tells_who_is_gone_and_who_is_back(stage, caplog
     assert serve_replicas(announce=lambda address: is_served.set()) == 0
     lines = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert lines == [
-        "1 of 2 replicas are there; 2 were",
-        "2 of 2 replicas are there; 1 were",
-        "the front is gone",
-        "the front is there again",
+        "1 of 2 replicas are ready; before: 2",
+        "2 of 2 replicas are ready; before: 1",
+        "the front end was lost",
+        "the front end is ready again",
     ]
 
 
@@ -393,7 +393,7 @@ def test_of_what_a_replica_raised_the_trace_is_left_to_rays_logs(stage):
     with pytest.raises(ReplicasNotStartedError) as caught:
         serve_replicas()
     assert str(caught.value).splitlines() == [
-        "The replicas could not be started; what they log is in /tmp/ray/session_latest/logs.",
+        "The replicas could not be started; their logs are in /tmp/ray/session_latest/logs.",
         "EngineReplica: It failed 6 times. Error: ConfigError: no model",
     ]
 

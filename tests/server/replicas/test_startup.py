@@ -51,7 +51,7 @@ def test_silence_is_broken_by_what_is_waited_for():
     assert [line for line in lines if line.startswith("waiting")] == [
         "waiting for replicas 1 to 2 of 2, which load the model or compile, 15 s so far",
         "waiting for replica 2 of 2, which loads the model or compiles, 30 s so far",
-        "waiting for the front, 45 s so far",
+        "waiting for the front end, 45 s so far",
         "waiting for Serve, 60 s so far",
     ]
 
@@ -75,7 +75,7 @@ def test_a_problem_is_told_once_and_so_is_a_replica_that_died():
         "replica 1 of 2 is ready, after 0 s",
         "no disk; 10 more tries",
         "no memory",
-        "a replica is gone again: 0 of 2 are ready",
+        "a replica was lost: 0 of 2 are ready",
     ]
 
 
@@ -111,7 +111,7 @@ def test_a_thread_tells_while_the_block_lasts_and_the_end_is_told_after_it(monke
         assert has_told.wait(60)
         seen[0] = Seen(2, is_front_ready=True)
     assert lines == ["replica 1 of 2 is ready, after 0 s", "replica 2 of 2 is ready, after 0 s"]
-    assert not [thread for thread in threading.enumerate() if thread.name == "telling"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "replica-status"]
 
 
 def test_looks_that_fail_are_logged_once_and_end_neither_the_telling_nor_the_start(monkeypatch, caplog):
@@ -132,7 +132,7 @@ def test_looks_that_fail_are_logged_once_and_end_neither_the_telling_nor_the_sta
         assert has_told.wait(60)
     assert lines == ["replica 1 of 2 is ready, after 0 s"]
     assert [record.getMessage() for record in caplog.records if "no such state" in record.getMessage()] == [
-        "how far the start has come cannot be seen: RuntimeError('no such state')"
+        "the status of the replicas is unknown: RuntimeError('no such state')"
     ]
 
 
