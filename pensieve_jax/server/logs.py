@@ -83,7 +83,7 @@ def _request_words(fields: Mapping[str, Any]) -> str:
 
 
 def _first_line(record: logging.LogRecord) -> str:
-    return record.getMessage().partition("\n")[0]  # asyncio quotes errors in further lines
+    return record.getMessage().partition("\n")[0]  # further lines of asyncio quote errors
 
 
 def is_text(log_format: LogFormat, stream: TextIO) -> bool:

@@ -62,7 +62,7 @@ def _kept(carrier: dict[str, str]) -> Iterator[None]:
 
 
 class Tracing:
-    """Creator of the spans of finished turns."""
+    """Exporter of finished turns as spans."""
 
     def __init__(self, processor: SpanProcessor, model_name: str) -> None:
         """Send spans to `processor`, which `close` shuts down."""

@@ -25,7 +25,7 @@ SHARE: Final = 2
 """CPU threads per key at a time. More work of a key waits only for that key's own threads."""
 FAR_THREADS: Final = 16
 """Concurrent I/O threads, which only wait for other machines. One key may use half of them."""
-_threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="aside")
+_threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="cpu-work")
 _shares = weakref.WeakValueDictionary[str, asyncio.Semaphore]()  # only of owners with running or waiting work
 _far_shares = weakref.WeakValueDictionary[str, asyncio.Semaphore]()
 _far_places = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
@@ -108,6 +108,6 @@ async def run_io[**P, T](owner: str, work: Callable[P, T], *args: P.args, **kwar
         with suppress(RuntimeError):  # the loop is closed, so no caller waits
             loop.call_soon_threadsafe(tell, outcome)
 
-    threading.Thread(target=run, name="far", daemon=True).start()
+    threading.Thread(target=run, name="io-work", daemon=True).start()
     found: T = await result
     return found

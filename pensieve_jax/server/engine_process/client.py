@@ -62,7 +62,7 @@ class EngineConnection(asyncio.Protocol):
     """
 
     def __init__(self, numbers: Iterator[int]) -> None:
-        """Take the numbers of turns and calls from `numbers`, which later engine processes continue."""
+        """Take the numbers of turns and calls from `numbers`, which later engine processes share."""
         self._loop = asyncio.get_running_loop()
         self.opening: asyncio.Future[EngineInfo | SentError] = self._loop.create_future()
         self.lost = asyncio.Event()
@@ -85,7 +85,7 @@ class EngineConnection(asyncio.Protocol):
         self._write(self._writer.frame(message))
 
     def submit(self, turns: Sequence[tuple[SentTurn, str | None]]) -> list[RunningTurn]:
-        """Send all turns or none, with their ids if they have one. Errors are raised by the turns."""
+        """Send all turns or none, with their ids if they have one. Only the turns raise errors."""
         problem: EngineDiedError | WireError | None = None
         try:
             self.send(submission([turn for turn, _ in turns]))

@@ -169,7 +169,7 @@ class EngineServer:
     def _messages(self, data: bytes) -> Iterator[Any]:
         """Yield the received messages.
 
-        The turns or calls of an unreadable message get its error, and the others of this front end continue.
+        An unreadable message fails only its own turns or calls, because other requests share the front end.
         """
         while True:
             try:

@@ -7,7 +7,7 @@ Does not know frames, sockets, or how a message is handled.
 The front end numbers turns and calls, because only the front end starts them.
 
 An error is sent as its class, its message and its attributes. The receiver creates it without its
-constructor, so the message is identical. A value of another type arrives as its `repr`.
+constructor, so the message is identical. Only plain values are sent as such; others become a short `repr`.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class SentPrefix(msgspec.Struct, array_like=True):
 class SentTurn(msgspec.Struct, array_like=True):
     """Turn with its number.
 
-    If `is_encoded`, `prompt` is token ids, or None in a `Submit` if it equals the previous turn's prompt.
+    If `is_encoded`, `prompt` is token ids, or None in a `Submit` if it is the same as the previous turn's.
     Otherwise `prompt` is any prompt that `LLM.generate` accepts.
     """
 

@@ -34,7 +34,7 @@ class Slow:
         def read(*args, **options):
             self.num_inside += 1
             try:
-                assert threading.current_thread().name == "far"
+                assert threading.current_thread().name == "io-work"
                 assert self.is_open.wait(20)
                 return found(*args, **options)
             finally:
@@ -190,9 +190,9 @@ def test_others_who_end_do_not_keep_one_looking():
 def test_work_that_waits_for_ever_does_not_hold_up_the_end_of_a_process():
     program = """if True:
         import asyncio, threading
-        from pensieve_jax.server.workers import far
+        from pensieve_jax.server.workers import run_io
         async def main():
-            task = asyncio.ensure_future(far("", threading.Event().wait))
+            task = asyncio.ensure_future(run_io("", threading.Event().wait))
             await asyncio.sleep(0)
             task.cancel()
         asyncio.run(main())
