@@ -1,7 +1,7 @@
 """Builds the ASGI application that serves one engine.
 
-Owns the list of services and routes, their construction, and the release of their resources.
-Does not know sockets, processes or signals, or what a route does.
+Owns: the list of services and routes, their construction, and the release of their resources.
+Does not know: sockets, processes or signals, or what a route does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The asynchronous interface of an engine that front ends use.
 
-Owns the protocols, and the types of their arguments and results.
-Does not know in which process or thread the engine runs, HTTP, or where turns come from.
+Owns: the protocols, and the types of their arguments and results.
+Does not know: in which process or thread the engine runs, HTTP, or where turns come from.
 The client of the engine's process implements it over a socket; tests implement it with fakes.
 """
 

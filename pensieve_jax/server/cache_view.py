@@ -1,8 +1,8 @@
 """The HTTP endpoints under `/v1/pensieve/`, which show and control the KV cache of conversations.
 
-Owns the map of chunks, once or as a stream; copying a turn's KV cache out or dropping it; the engine's
+Owns: the map of chunks, once or as a stream; copying a turn's KV cache out or dropping it; the engine's
 counters; the trees of turns that responses make.
-Does not know how the KV cache is stored, or which client draws it.
+Does not know: how the KV cache is stored, or which client draws it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The log of a server: ids, counts and times, but never text of a prompt or reply.
 
-Owns the two line formats, JSON for programs and short text for terminals, and which parts of an error are
+Owns: the two line formats, JSON for programs and short text for terminals, and which parts of an error are
 logged.
-Does not know where lines go beyond a stream.
+Does not know: where lines go beyond a stream.
 
 An exception's message may quote a prompt. Therefore only its class and the place where it was raised are
 logged.

@@ -1,8 +1,8 @@
 """Runs a server's process from start to end: an engine, the application in front of it, and signals.
 
-Owns the order in which both start and stop, the meaning of signals, the listening socket, and the file of a
+Owns: the order in which both start and stop, the meaning of signals, the listening socket, and the file of a
 temporary history.
-Does not know what the application does, command lines, or how an engine runs.
+Does not know: what the application does, command lines, or how an engine runs.
 
 The first SIGTERM or Ctrl-C drains: the server accepts no more turns, running turns get `drain_s` seconds, and
 the exit status is 0. The second ends everything at once. The exit status is 1 if the engine dies too often or

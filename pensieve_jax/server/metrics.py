@@ -1,8 +1,8 @@
 """Metrics of a server and its engine in Prometheus format.
 
-Owns the metrics, their names and labels; the selection of the engine's counters and the values derived from
+Owns: the metrics, their names and labels; the selection of the engine's counters and the values derived from
 them; the timestamps of a turn as the front end sees them.
-Does not know when events happen, which handlers report to it, or how the engine counts.
+Does not know: when events happen, which handlers report to it, or how the engine counts.
 
 Names that begin with vllm: have the same meaning as in vLLM, so that dashboards and autoscalers for vLLM
 work. Metrics without a vLLM equivalent begin with pensieve:. Label values are the model's name and words from

@@ -1,8 +1,8 @@
 """The operational HTTP endpoints: health, readiness, metrics, models, and tokenization.
 
-Owns when a server is healthy and when it is ready; the description of the model; the request and response
+Owns: when a server is healthy and when it is ready; the description of the model; the request and response
 bodies of /tokenize and /detokenize, in vLLM's format.
-Does not know what is counted, models, or turns: it formats messages as those of a new conversation.
+Does not know: what is counted, models, or turns. It formats messages as those of a new conversation.
 
 Healthy means that a restart would not help. Ready means that the server accepts turns. While the engine
 starts or restarts, the server is healthy but not ready. A server with a full queue stays ready: if a load

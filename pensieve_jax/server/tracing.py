@@ -1,7 +1,7 @@
 """OpenTelemetry spans of turns.
 
-Owns the spans of a turn, their attributes, and their parent.
-Does not know when events happen, which the code that runs turns reports, or the text of prompts and replies.
+Owns: the spans of a turn, their attributes, and their parent.
+Does not know: when events happen, which the code that runs turns reports, or the text of prompts and replies.
 It is imported only if tracing is enabled.
 
 A turn has three child spans: `queue` until the engine accepts it, `prefill` until its first token, and

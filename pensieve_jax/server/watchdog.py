@@ -1,7 +1,7 @@
 """Kills an engine that hangs while its process stays alive.
 
-Owns the silence limits after which an engine counts as hanging, and the decision to kill it.
-Does not know Ray, or how an engine is restarted.
+Owns: the silence limits after which an engine counts as hanging, and the decision to kill it.
+Does not know: Ray, or how an engine is restarted.
 
 Callers wait for a hanging engine without a limit; killing it ends all their waits. An engine that is starting
 is not watched. The front end of replicas cannot detect a hang: it gets answers from the replica's actor, with

@@ -1,7 +1,7 @@
 """Runs long work outside the event loop, so that one request does not delay the others.
 
-Owns the limit above which work is long, the threads for CPU work and for I/O, and each key's share of them.
-Does not know what the work is.
+Owns: the limit above which work is long, the threads for CPU work and for I/O, and each key's share of them.
+Does not know: what the work is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`AsyncEngine`, the library's interface for programs with an event loop.
 
-Owns the start of an engine in a separate process, and the submission of text, token ids or messages.
-Does not know batches, pages, devices, or the protocol between the processes.
+Owns: the start of an engine in a separate process, and the submission of text, token ids or messages.
+Does not know: batches, pages, devices, or the protocol between the processes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The engine methods that a front end may call by name, with plain values as arguments and results.
 
-Owns the list of callable methods, and the conversion of results to plain values.
-Does not know sockets or the caller. The engine implements the methods.
+Owns: the list of callable methods, and the conversion of results to plain values.
+Does not know: sockets or the caller. The engine implements the methods.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The front end's side of the socket: turns as asynchronous iterators, and answers to calls.
 
-Owns the turns, calls and waiters of one engine process.
-Does not know how an engine is started, or what a prompt is.
+Owns: the turns, calls and waiters of one engine process.
+Does not know: how an engine is started, or what a prompt is.
 
 The connection holds only weak references to turns, so that a turn is cancelled when its caller drops it. The
 event loop keeps the tasks that wait for a turn.

@@ -1,8 +1,8 @@
 """The engine's loop: read incoming messages, run a step, report its results.
 
-Owns the turns that the front end submitted, one report per step, and the backlog while the front end does not
-read.
-Does not know JAX, in which process or thread it runs, or what the front end is.
+Owns: the turns that the front end submitted, one report per step, and the backlog while the front end does
+not read.
+Does not know: JAX, in which process or thread it runs, or what the front end is.
 
 A stalled front end never delays a step. While the socket is full, no report is created: turns collect their
 text, and the next report has more of each. So the backlog is bounded by the replies themselves.

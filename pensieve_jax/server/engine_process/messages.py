@@ -1,8 +1,8 @@
 """The messages between the front end and the engine's process, including errors.
 
-Owns the messages; the serialization of turn specifications; the error classes that can be sent, and the
+Owns: the messages; the serialization of turn specifications; the error classes that can be sent, and the
 replacement of values that cannot.
-Does not know frames, sockets, or how a message is handled.
+Does not know: frames, sockets, or how a message is handled.
 
 The front end numbers turns and calls, because only the front end starts them.
 

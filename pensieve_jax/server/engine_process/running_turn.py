@@ -1,7 +1,7 @@
 """The caller's handle of a turn that runs in the engine's process.
 
-Owns the unread part of a turn's reply, its result or error, and waiting for both.
-Does not know the socket, frames, or what a prompt is.
+Owns: the unread part of a turn's reply, its result or error, and waiting for both.
+Does not know: the socket, frames, or what a prompt is.
 
 A turn merges all unread output into one delta.
 """

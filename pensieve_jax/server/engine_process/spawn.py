@@ -1,7 +1,7 @@
 """Starts an engine in a separate process.
 
-Owns the socket pair, the start of the process, waiting for its end, and killing it.
-Does not know the protocol on the socket, or when to restart.
+Owns: the socket pair, the start of the process, waiting for its end, and killing it.
+Does not know: the protocol on the socket, or when to restart.
 """
 
 from __future__ import annotations

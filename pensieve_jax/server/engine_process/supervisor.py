@@ -1,7 +1,7 @@
 """An `EngineService` that restarts its engine process when it dies.
 
-Owns the engine's state, the decision to restart or to give up, draining, and shutdown.
-Does not know how a process is started, the message format, or HTTP.
+Owns: the engine's state, the decision to restart or to give up, draining, and shutdown.
+Does not know: how a process is started, the message format, or HTTP.
 """
 
 from __future__ import annotations

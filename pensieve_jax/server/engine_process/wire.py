@@ -1,7 +1,7 @@
 """Frames, which encode messages as bytes of a stream, and their reader and writer.
 
-Owns the header, the size limit of a frame, and the errors for invalid bytes.
-Does not know the messages, sockets, or the receiver.
+Owns: the header, the size limit of a frame, and the errors for invalid bytes.
+Does not know: the messages, sockets, or the receiver.
 
 A frame is `MAGIC`, a big-endian length in four bytes, and that many bytes of msgpack. The magic detects
 invalid data at once. With a length alone, a reader could wait for gigabytes.

@@ -1,8 +1,8 @@
 """The engine's process: `python -m pensieve_jax.server.engine_process.worker FD`.
 
-Owns the creation of the engine from the front end's first message, the report of a failed start, and the
+Owns: the creation of the engine from the front end's first message, the report of a failed start, and the
 handling of signals and of a front end that dies during the start.
-Does not know turns, which `EngineServer` serves.
+Does not know: turns, which `EngineServer` serves.
 
 This process ignores Ctrl-C and SIGTERM, because the front end handles them and drains first. It ends when its
 socket is closed.

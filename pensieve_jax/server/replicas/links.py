@@ -1,7 +1,7 @@
 """The interface of a front end to its replicas, and their messages.
 
-Owns the protocol, the messages in addition to those of an engine's process, and their encoding.
-Does not know Ray, or which replica a key belongs to.
+Owns: the protocol, the messages in addition to those of an engine's process, and their encoding.
+Does not know: Ray, or which replica a key belongs to.
 `RayReplicas` implements the protocol over Ray Serve handles; tests implement it with fakes.
 """
 

@@ -1,7 +1,7 @@
 """Runs replicas on this machine behind one address: starts and stops Ray, Serve and the application.
 
-Owns the order in which they start and stop, and the meaning of signals.
-Does not know command lines, turns, or what the actors do.
+Owns: the order in which they start and stop, and the meaning of signals.
+Does not know: command lines, turns, or what the actors do.
 
 The first SIGTERM or Ctrl-C drains: the front end accepts no more turns, and running turns get `drain_s`
 seconds. During the start, when no turns run, the first signal ends the server immediately. The second signal

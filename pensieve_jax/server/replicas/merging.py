@@ -1,7 +1,7 @@
 """Merges the answers of several replicas to one call.
 
-Owns the table of calls that go to all replicas, and the functions that merge their answers.
-Does not know how a replica is reached.
+Owns: the table of calls that go to all replicas, and the functions that merge their answers.
+Does not know: how a replica is reached.
 
 A call about a named conversation goes to the replica of that name. A call about a turn goes to all replicas:
 its KV cache may be on the replica where it ran before the set of replicas changed. Counters are summed, and

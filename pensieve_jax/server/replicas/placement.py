@@ -1,7 +1,7 @@
 """Places new conversations: it names each new root so that the router sends it to the cheapest replica.
 
-Owns the turns that this front end has in flight, the replica loads that follow from them, and new roots.
-Does not know Ray, messages, or where a turn with a root goes, which the router's hash ring decides.
+Owns: the turns that this front end has in flight, the replica loads that follow from them, and new roots.
+Does not know: Ray, messages, or where a turn with a root goes, which the router's hash ring decides.
 
 `balance.RootPlacement` is the rule. A load consists of this front end's own turns: their prompts, and the
 context lengths after the last turn of their roots. With several front ends, each balances only its own turns.

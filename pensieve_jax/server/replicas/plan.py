@@ -1,7 +1,7 @@
 """The configuration of a set of replicas: their number, resources, model and history.
 
-Owns the fields, their validation, and the sizes derived from them for Ray Serve.
-Does not know Ray, command lines, or where the fields come from.
+Owns: the fields, their validation, and the sizes derived from them for Ray Serve.
+Does not know: Ray, command lines, or where the fields come from.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reaches the replicas through a Ray Serve handle, whose router sends one key to one replica.
 
-Owns the calls of the replicas, and the translation of Ray's errors.
-Does not know actors, turns, or the content of messages.
+Owns: the calls of the replicas, and the translation of Ray's errors.
+Does not know: actors, turns, or the content of messages.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The replica's side: runs the turns and calls of front ends on one engine.
 
-Owns the reports of turns that were submitted together, the report rate, and the handling of duplicate turns.
-Does not know Ray, routing, or what a front end does when this replica is lost.
+Owns: the reports of turns that were submitted together, the report rate, and the handling of duplicate turns.
+Does not know: Ray, routing, or what a front end does when this replica is lost.
 
 A report is sent at once if a turn begins or ends, and otherwise at most once every 20 ms, because a message
 costs both processes more than the tokens in it.

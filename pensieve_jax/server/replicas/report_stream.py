@@ -1,8 +1,8 @@
 """Carries the reports of turns from a replica to a front end, over one TCP connection for all turns.
 
-Owns the frames of both sides, the replica's connections, the detection of dead peers, authentication at the
+Owns: the frames of both sides, the replica's connections, the detection of dead peers, authentication at the
 front end, the routing of messages to streams, and the failure of streams whose connection is lost.
-Does not know Ray, the content of messages, the readers, or how they handle a loss.
+Does not know: Ray, the content of messages, the readers, or how they handle a loss.
 
 A message through Ray costs both processes many times its content. Therefore Ray carries only the requests,
 one per submission, and the parts of replies use this connection: the current output of several turns is one

@@ -1,8 +1,8 @@
 """Sends turns to a replica, and sends them again once if that replica dies.
 
-Owns the recovery from a replica's death: committed turns are read from the history, the others run again.
-Also owns the conversion of a stored turn to an `Output`, which the dead replica could not send.
-Does not know Ray, how a replica is chosen, or the purpose of a turn.
+Owns: the recovery from a replica's death, which reads committed turns from the history and reruns the others;
+the conversion of a stored turn to the output that the dead replica could not send.
+Does not know: Ray, how a replica is chosen, or the purpose of a turn.
 
 A turn is a function of its seed, its position and its tokens, so another replica produces the same reply. The
 part that the client has already received must be its beginning; otherwise the turn fails. A replica may die

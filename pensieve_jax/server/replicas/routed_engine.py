@@ -1,7 +1,7 @@
 """Presents several replicas as the one `EngineService` of a front end, and routes each turn by its root.
 
-Owns the choice of the replica for each request, the status of all replicas, and the turns in flight.
-Does not know Ray, HTTP, or the recovery of a turn whose replica dies, which is in `retry`.
+Owns: the choice of the replica for each request, the status of all replicas, and the turns in flight.
+Does not know: Ray, HTTP, or the recovery of a turn whose replica dies, which is in `retry`.
 
 `epoch` never changes. A replica that restarts loses the turns that were only in its memory, and reports each
 of them as unknown. The caller of such a turn then rebuilds the context from its messages. Turns on other

@@ -1,7 +1,7 @@
 """Autoscaling policy for the number of replicas.
 
-Owns the policy: scale up by the prompt tokens that wait, and keep enough replicas for the running turns.
-Does not know Ray, which calls the policy with the replicas' metrics, delays changes, and applies the limits.
+Owns: the policy, which scales up by waiting prompt tokens and keeps enough replicas for the running turns.
+Does not know: Ray, which calls the policy with the replicas' metrics, delays changes, and applies the limits.
 """
 
 from __future__ import annotations

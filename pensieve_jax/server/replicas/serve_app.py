@@ -1,7 +1,7 @@
 """Front end and replicas as Ray Serve deployments.
 
-Owns the two actors, and their deployment options.
-Does not know turns, routes, or command lines.
+Owns: the two actors, and their deployment options.
+Does not know: turns, routes, or command lines.
 """
 
 from __future__ import annotations

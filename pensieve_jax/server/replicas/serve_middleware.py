@@ -1,8 +1,8 @@
 """Middleware for an application behind Serve's proxy.
 
-Owns the rate limit of all streams together, and the choice of the request id: the proxy's id, which is the
-client's own if the client sent one.
-Does not know Ray, or the content of body chunks.
+Owns: the rate limit of all streams together, and the choice of the request id, which is the proxy's. The
+proxy takes the client's own id if the client sent one.
+Does not know: Ray, or the content of body chunks.
 
 A proxy needs about half a millisecond of CPU time per body chunk. It accepts chunks at any rate and queues
 them without a limit. Therefore each chunk waits for its turn here, and a waiting stream merges its new output

@@ -1,7 +1,7 @@
 """Reports the progress of replicas: their start, and later the loss and return of replicas.
 
-Owns the choice and wording of the lines, and the longest interval without a line during a start.
-Does not know Ray, the source of the status, or how a line is written.
+Owns: the choice and wording of the lines, and the longest interval without a line during a start.
+Does not know: Ray, the source of the status, or how a line is written.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The reply of one turn across all its runs on replicas, and the caller's handle of the turn.
 
-Owns the guarantee that output is delivered once and never changed: a second run is compared with the
+Owns: the guarantee that output is delivered once and never changed. A second run is compared with the
 delivered output and skipped up to its end.
-Does not know replicas, messages, or when a turn is run again.
+Does not know: replicas, messages, or when a turn is run again.
 """
 
 from __future__ import annotations
