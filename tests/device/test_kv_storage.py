@@ -58,7 +58,7 @@ def test_bytes_of_a_slot():
         (128, "float32", None, "float32 is not packed"),
         (128, "float16", None, "float16 is not packed"),
         (128, "bfloat16", "int8", "int8 is not packed"),
-        (2, "bfloat16", None, "heads of 2 are odd, or too small"),
+        (2, "bfloat16", None, "a head of 2 elements is odd, or too small"),
     ],
 )
 def test_what_cannot_be_packed_is_refused_if_asked_for(head_dim, dtype, kv_dtype, why):
