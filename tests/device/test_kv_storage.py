@@ -81,7 +81,7 @@ def test_pools_of_bytes_that_kernels_cannot_address_are_refused(num_devices):
     for gpu_pages in (most + 1, 2**32 // (PAGE_BYTES // num_devices) - 1):
         assert most_byte_pages(MODEL, cache(gpu_pages), num_devices) == most
         with pytest.raises(
-            ConfigError, match=f"cache.gpu_pages is {gpu_pages}, but must be at most {most:,}, 2"
+            ConfigError, match=f"cache.gpu_pages is {gpu_pages}, but must be at most {most:,} .2 GiB"
         ):
             check_addresses(MODEL, cache(gpu_pages), num_devices)
         check_addresses(MODEL, dataclasses.replace(cache(gpu_pages), kv_dtype=None), num_devices)
