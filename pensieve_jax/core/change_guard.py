@@ -4,8 +4,8 @@ Owns: which calls are running, and whether the latest change was completed.
 Does not know: what is changed, or how an interrupted change is repaired.
 
 An interrupt (Ctrl-C) may come between any two lines, even while the effects of another one are cleaned up. So
-nothing here depends on code that runs afterwards. A call counts as running while its frame is on a stack, and
-Python is asked whether it is.
+nothing here depends on code that runs afterwards, such as the release of a lock. Instead, a call counts as
+running while its frame is on a stack, and Python is asked whether it is.
 
 Another thread may also run between any two lines. A call enters its frame into a table before it looks for
 other calls, and only the first running call in the table may change anything. If two calls race, the second

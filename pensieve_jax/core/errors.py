@@ -114,7 +114,6 @@ class ContextLengthError(InvalidRequestError):
         num_tokens: int | None = None,
         most: int | None = None,
     ) -> None:
-        """Build the error; see the class and `InvalidFieldError`."""
         super().__init__(field, value, limit, hint)
         self.num_tokens = num_tokens
         self.most = most
@@ -132,7 +131,6 @@ class UnknownConversationError(PensieveError, KeyError):
     """
 
     def __init__(self, conversation_id: str) -> None:
-        """Name the unknown id."""
         self.conversation_id = conversation_id
         super().__init__(conversation_id)
 
@@ -175,7 +173,6 @@ class UnknownTurnError(PensieveError):
     """
 
     def __init__(self, turn_id: str) -> None:
-        """Name the unknown id."""
         self.turn_id = turn_id
         super().__init__(f"turn_id is {turn_id!r}, but there is no such turn; send the whole context.")
 
@@ -193,7 +190,6 @@ class UnknownRecordError(PensieveError):
     """
 
     def __init__(self, kind: str, record_id: str) -> None:
-        """Name the unknown id."""
         self.kind = kind
         self.record_id = record_id
         super().__init__(f"There is no {kind} {record_id!r}.")
@@ -266,7 +262,6 @@ class HistoryUnavailableError(HistoryError):
     """
 
     def __init__(self, message: str, may_be_kept: bool = False) -> None:
-        """Build the error from its message."""
         self.may_be_kept = may_be_kept
         super().__init__(message)
 

@@ -2,7 +2,8 @@
 
 Owns: how a limit is checked and worded, what follows from a class's fields (its checks, and the list of
 attributes in its docstring), and which texts can be encoded. Command-line flags are derived from
-`options_of`, too. Does not know: any particular field, or absl.
+`options_of`, too.
+Does not know: any particular field, or absl.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The results of turns: tokens, text, how a turn ended, and where its history came from.
 
-Owns: these immutable values, and what a call for several of them raises. Does not know: how they are
-produced.
+Owns: these immutable values, and what a call for several of them raises.
+Does not know: how they are produced.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def all_results[T](handles: Sequence[Handle[T]]) -> list[T]:
 
 
 def _twin(error: PensieveError) -> PensieveError:
-    """Return a copy of the error. One failure may end requests of several callers with the same object."""
+    """Return a copy of the error, as one failure may end requests of several callers with one object."""
     twin = type(error).__new__(type(error), *error.args)
     twin.__dict__.update(error.__dict__)
     twin.__cause__ = error.__cause__

@@ -16,9 +16,10 @@ class SharedPrefix:
     """The result of `LLM.share_prefix`, to be given with the first turn of conversations.
 
     Attributes:
-      token_ids: the tokens that such a conversation begins with; their full chunks are computed and kept
-      once. messages: the chat messages that they were rendered from; None for text or ids. released: whether
-      `LLM.release_prefix` was called; then turns no longer accept it.
+      token_ids: the tokens that such a conversation begins with; their full chunks are computed and stored
+        once.
+      messages: the chat messages that they were rendered from; None for text or ids.
+      released: whether `LLM.release_prefix` was called; then turns no longer accept it.
     """
 
     token_ids: tuple[int, ...]

@@ -198,8 +198,7 @@ class SamplingParams:
             value = getattr(self, option.name)
             if not option.limit.accepts(value):
                 raise InvalidRequestError(option.name, value, option.limit.words)
-            # For example a NumPy number or a Fraction: JSON and pickling to another process need int or
-            # float.
+            # A NumPy number or a Fraction, say: JSON and the other process only accept int and float.
             if option.kind is float and type(value) not in (int, float):
                 object.__setattr__(self, option.name, float(value))
         if self.min_tokens > self.max_tokens:

@@ -2,8 +2,7 @@
 
 Owns: the refusal of a selected back end that cannot serve the model on these devices, and the texts of the
 reasons.
-Does not know: what a kernel computes, or how the kernel packages choose; it asks them exactly as the traced
-programs do.
+Does not know: what a kernel computes, or how the kernel packages choose; it asks them as traced programs do.
 """
 
 from __future__ import annotations

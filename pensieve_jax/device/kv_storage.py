@@ -239,9 +239,9 @@ def _packing_limit(model: ModelConfig, cache: CacheConfig, dtype: jnp.dtype) -> 
 def check_addresses(model: ModelConfig, cache: CacheConfig, num_devices: int) -> None:
     """Refuse byte pools that kernels cannot address: from 2 GiB to 4 GiB per layer and device.
 
-    Pallas' Triton back end uses 64-bit offsets for arrays of more than 2**32 bytes, and otherwise signed
-    ones of 32 bits that count elements. These suffice for elements of two bytes, but reach only half of such
-    an array of one-byte elements.
+    Pallas' Triton back end uses 64-bit offsets for arrays of more than 2**32 bytes. For others it uses signed
+    32-bit offsets, which count elements. These suffice for elements of two bytes, but address only 2 GiB of
+    one-byte elements.
 
     Raises:
       ConfigError: `cache.gpu_pages` is in that range.

@@ -1,8 +1,8 @@
 """The number of pages that fit a device's memory beside weights and steps, and the refusal of more pages.
 
 Owns: the memory arithmetic, the memory reserved for chunks in transit and for exchanges, and the error
-message that says what fits and what to change. Does not know: how much a step takes; `runtime.device_memory`
-asks the executables.
+message that says what fits and what to change.
+Does not know: how much a step takes; `runtime.device_memory` asks the executables.
 """
 
 from __future__ import annotations

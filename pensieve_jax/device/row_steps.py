@@ -168,8 +168,8 @@ def scattered_pages(num_pages: int) -> np.ndarray:
 def sample_rounds(timed: Sequence[Timed], num_rounds: int, sample_s: float) -> Iterator[list[float]]:
     """Yield seconds per launch of each of `timed`, in rounds of about `sample_s` seconds for each.
 
-    Rounds spread two effects evenly over all of `timed`: other load on the machine, and changes of the
-    device's clock rate.
+    Rounds spread two effects evenly over all of `timed`: other load on the machine, and a device that warms
+    up or slows down.
     """
     for one in timed:
         one.once_s()  # compile, or load a compiled executable

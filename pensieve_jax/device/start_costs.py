@@ -49,7 +49,7 @@ class StartSizes(NamedTuple):
 def start_sizes(
     layouts: Mapping[int, PlanLayout], *, gpu_pages: int, chunk_tokens: int, context_tokens: int
 ) -> StartSizes:
-    """Choose the lengths to measure: 1 chunk and its multiples by factors of 4, and the longest power of two.
+    """Choose the lengths to measure: 1, 4, 16, ... chunks, and the longest power of two chunks.
 
     Args:
       layouts: plan layouts of the compiled steps, by number of tokens.

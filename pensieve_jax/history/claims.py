@@ -23,7 +23,7 @@ class Claims(Protocol):
         ...
 
     def take(self, name: str) -> bool:
-        """Claim a name and return whether this server holds it now; raise HistoryError without an answer."""
+        """Claim a name; return whether this server holds it. Raises HistoryError if it cannot be asked."""
         ...
 
     def holds(self, name: str) -> bool:

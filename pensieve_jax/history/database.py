@@ -140,8 +140,7 @@ def _is_empty(connection: sqlite3.Connection) -> bool:
 
 def _create(connection: sqlite3.Connection, fingerprint: str) -> None:
     """Create the tables in one transaction, so that a kill leaves an empty file or a complete one."""
-    # While the journal is a rollback journal, so that the main file is never missing data that only a log
-    # has.
+    # While the journal is still a rollback journal: then the main file never lacks data that only a log has.
     connection.execute("BEGIN IMMEDIATE")
     schema.create_tables(connection, fingerprint=fingerprint)
     connection.execute("COMMIT")

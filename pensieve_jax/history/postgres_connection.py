@@ -30,7 +30,7 @@ from pensieve_jax.history.postgres_location import PostgresLocation
 CONNECT_TIMEOUT_S: Final = 5
 _ROWS_AT_A_TIME: Final = 256
 _ESCAPE: Final = "\x1b"
-# A replica that hangs must not block the others forever, nor a network that drops packets this one.
+# A replica that hangs must not block the others forever, and a lossy network must not block this one.
 _SETTINGS: Final = {
     "lock_timeout": "10s",
     "statement_timeout": "60s",

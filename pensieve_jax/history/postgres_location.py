@@ -4,7 +4,7 @@ Owns: which URLs are accepted, which parts may be shown, and the name of the sch
 Does not know: psycopg, or how to connect.
 
 A URL is libpq's, `postgresql://USER@HOST/DATABASE?sslmode=require`, with one additional parameter:
-`namespace`, the schema of the tables. A password belongs into a file (`~/.pgpass`) or the environment
+`namespace`, the schema of the tables. A password belongs in a file (`~/.pgpass`) or the environment
 (PGPASSWORD), since other users can read command lines. If a URL has one, it is only passed to libpq.
 """
 

@@ -34,8 +34,7 @@ def open_namespace(
     Raises HistoryMismatchError or HistoryMissingError; nothing is created then.
     """
     namespace = location.namespace
-    # Not the lock of the history's own transactions: two servers starting at once must not both create
-    # tables.
+    # Not the lock of the history's transactions: two servers that start at once must not both create tables.
     connection.execute("SELECT pg_advisory_xact_lock(?, hashtext(?))", (schema.APPLICATION_ID, namespace))
     if _is_there(connection, namespace):
         check(connection, location, fingerprint)

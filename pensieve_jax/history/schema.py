@@ -17,8 +17,7 @@ SCHEMA_VERSION: Final = 2
 
 META: Final = "CREATE TABLE meta(key TEXT PRIMARY KEY NOT NULL, value TEXT NOT NULL)"
 
-# Covers the list of trees. Files that were created before this index or the next existed get it when they are
-# opened.
+# Covers the list of trees. Older files, created without this index or the next, get it when they are opened.
 RESPONSES_BY_TREE: Final = (
     "CREATE INDEX IF NOT EXISTS responses_by_tree ON responses(owner, turn_id, completed_at_s) "
     "WHERE turn_id IS NOT NULL"

@@ -3,9 +3,9 @@
 Owns: the transactions of `HistoryStore`, the lock on the file, and one connection.
 Does not know: the statements of a method (`table_store`), the file's schema and damage (`database`), jax.
 
-Durability: the file uses write-ahead logging. With `synchronous="normal"` a committed turn survives `kill
--9`, since its bytes are in the kernel; a power loss may lose the last commits, but never half of one. With
-"full" each commit waits for the disk and survives a power loss, too.
+Durability: the file uses write-ahead logging. With `synchronous="normal"` a committed turn survives
+`kill -9`, since its bytes are in the kernel; a power loss may lose the last commits, but never half of one.
+With "full" each commit waits for the disk and survives a power loss, too.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class HistoryStore(Protocol):
         """Return named conversations, not `busy`, that were last active before `before_s` or are too many.
 
         Too many are those after the first `num_kept` of the listing without the busy ones. None switches a
-        rule off. It needs no full listing, since every submission may call it.
+        rule off. Works without a full listing, since every submission may call it.
         """
         ...
 
@@ -169,9 +169,9 @@ class HistoryStore(Protocol):
         conversation's last turn. Any other turn is placed by its own ids. For `in_use` see `apply`.
 
         Returns why turns were refused, by position. Turns with ids can be overtaken: the turn that they
-        continue, or the conversation that they are appended to, may be deleted or changed. Nothing of a
-        refused turn is stored, and all of the others: ConversationChangedError, UnknownRecordError,
-        UnknownTurnError, or InvalidRequestError for an attachment that cannot be stored.
+        continue, or the conversation that they are appended to, may be deleted or changed. The reasons are
+        ConversationChangedError, UnknownRecordError, UnknownTurnError, or InvalidRequestError for an
+        attachment that cannot be stored. Nothing of a refused turn is stored; the others are stored.
 
         Raises InvalidRequestError, before anything is written, for a value of a turn that cannot be stored or
         a `turn_index` that is not the path's next. Raises HistoryError if nothing was stored, or if that is

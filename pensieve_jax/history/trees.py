@@ -60,8 +60,10 @@ class TreeTurn:
       parent: the response that it continues, which may be deleted, of another tree, or left out because of a
         limit; None for a first turn only.
       instructions: those of its own request, which the next request may or may not repeat; None if it had
-      none. input, output: the texts of user and reply. status: status of the response. usage: where its
-      tokens came from.
+        none.
+      input, output: the texts of user and reply.
+      status: status of the response.
+      usage: where its tokens came from.
     """
 
     id: str

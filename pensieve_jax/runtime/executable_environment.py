@@ -88,7 +88,7 @@ def _versions() -> list[tuple[str, str]]:
 
 
 def _device(device: jax.Device) -> tuple[object, ...]:
-    """Return what identifies a device. MIG slices of one GPU share its kind; the last three are of GPUs."""
+    """Return what identifies a device. Slices of one GPU share its kind; only GPUs have the last three."""
     attributes = ("compute_capability", "core_count", "shared_memory_per_block_optin")
     return device.id, device.device_kind, *(getattr(device, name, None) for name in attributes)
 

@@ -47,8 +47,8 @@ _LOAD_ERRORS = (
     ValueError,
     jax.errors.JaxRuntimeError,
 )
-# A program that cannot be serialized (callbacks into Python, constants, some back ends) raises one of the
-# first six.
+# Programs that cannot be serialized raise one of the first six: callbacks into Python, constants, some back
+# ends.
 _SAVE_ERRORS = (
     AttributeError,
     NotImplementedError,

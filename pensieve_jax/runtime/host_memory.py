@@ -28,7 +28,7 @@ _set_here: set[str] = set()
 def available_bytes(root: Path = Path("/")) -> int | None:
     """Return the bytes that can be allocated without swapping: the minimum of the machine and every cgroup.
 
-    None if none of them is known.
+    None if no limit is known.
 
     Args:
       root: root of the file system; tests have one of their own.

@@ -54,7 +54,7 @@ _EXPRESSION_ERRORS: Final = (
 
 
 class EarlierTurn(NamedTuple):
-    """The parts of a finished turn that `chat` needs; the fields are those of `history.Turn`."""
+    """The parts of a finished turn that `chat` needs; the fields are those of `history.TurnRecord`."""
 
     messages: Sequence[Message] | None
     output_text: str | None
@@ -193,8 +193,7 @@ class ChatFormat:
         with_reply = self._render(past, now, generation_prompt=False)
         whole = self._render([*past, *new_messages], now, generation_prompt=True)
         lead, found, closing = with_reply[len(before_reply) :].partition(placeholder)
-        # White space in between belongs to the reply: where a template trims it, the sampled ids still have
-        # it.
+        # White space in between belongs to the reply: a template may trim it, but the sampled ids have it.
         if not with_reply.startswith(before_reply) or not found or lead.strip():
             _no_prefix("a reply does not follow its generation prompt directly")
         if not whole.startswith(with_reply):

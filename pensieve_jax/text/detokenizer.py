@@ -42,13 +42,12 @@ class IncrementalDetokenizer:
         self._special_ids = tokenizer.special_ids
         self._stop = tuple(_StopString(string) for string in stop)
         self._last_bytes = frozenset(string.encode(errors="replace")[-1] for string in stop)
-        # `_window` holds `_num_prefix` ids whose text `_prefix_text` was returned, then ids whose text was
-        # not.
+        # `_window`: `_num_prefix` ids whose text `_prefix_text` was returned, then ids whose text was not.
         self._window: list[int] = []
         self._num_prefix = 0
         self._prefix_text = ""
         self._held = ""  # final text that may be the beginning of a stop string
-        self._num_unending = 0  # characters of the unreturned text that no stop string may end with
+        self._num_unending = 0  # a stop string that ends within this many new characters does not count
         self._deltas: list[str] = []
 
     @property

@@ -37,7 +37,7 @@ class ReplyTokens:
         Args:
           params: sampling parameters, and when the reply ends.
           ending_ids: the ids that end the reply, of `SamplingParams.ending_ids`.
-          max_num_tokens: number of tokens at which the reply ends by length, given the context's limit.
+          max_num_tokens: number of tokens at which the reply ends by length, the context's limit included.
           tokenizer: None produces no text.
         """
         self._params, self._max_num_tokens = params, max_num_tokens

@@ -26,7 +26,7 @@ costs more than it gains."""
 
 _FEW_TOKENS: Final = 1000
 _CHARACTERS: Final = 8
-"""Maximum of characters per token in nearly any text; otherwise a longer part of the text is examined."""
+"""Upper bound of characters per token in nearly all texts. Where it fails, more of the text is examined."""
 
 
 class Tokenizer:

@@ -1,8 +1,8 @@
 """Host slots: the arrays of chunks in pinned memory, by slot.
 
 Owns: the arrays of every slot, the one-time growth of the runtime's pinned allocator, and the refusal of a
-size that the machine does not have. Does not know: which conversation a slot belongs to, or how arrays are
-copied.
+size that the machine does not have.
+Does not know: which conversation a slot belongs to, or how arrays are copied.
 
 Filling memory that the runtime must pin first is 15 times slower than filling recycled memory. So all of it
 is allocated once at start and returned to the runtime, which keeps it. On CPUs nothing is pinned or kept.

@@ -1,7 +1,8 @@
 """Chunks on their way between tiers, in either direction.
 
 Owns: the record of a copy until it has ended, how copies are started and awaited, and the host time they
-take. Does not know: pages, slots, or the order of copies relative to the steps.
+take.
+Does not know: pages, slots, or the order of copies relative to the steps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Copies from the host: queued, copied into staging beside a step, and scattered before a later step.
 
 Owns: the staging arrays of copies from the host, their maximum number, and the copies that the next step
-waits for. Does not know: copies to the host, or why a chunk is wanted.
+waits for.
+Does not know: copies to the host, or why a chunk is wanted.
 
 Usually a chunk is copied beside one step and scattered into the pools before the next. An *expedited* chunk
 is scattered before the very next step, group by group of layers: the first group computes while the pieces of
@@ -130,8 +131,8 @@ class IncomingCopies:
         self.expedited, self._expedited_targets, self._last = [], None, None
 
     def _may_land(self, transfer: InFlight) -> bool:
-        # A copy that ran beside a step delays the next one only by its remainder. Without a step, do not
-        # wait.
+        # A copy that ran beside a step delays the next step only by its remainder. Without a step beside it,
+        # the copy must have ended.
         return transfer.start_step < self._mover.num_steps or transfer.is_ready()
 
     def _start(self, batch: Sequence[InFlight], groups: range) -> None:

@@ -184,7 +184,7 @@ class DeleteConversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppendItems:
-    """Addition of items (a JSON list, ids included) to a conversation that must still have a version.
+    """Addition of items (a JSON list, ids included) to a conversation still at `expected_version`.
 
     Attributes:
       idempotency: key of the request; it is valid within this conversation.
