@@ -1,8 +1,8 @@
-"""Which of many replicas serves a turn: rules for a front, in plain Python.
+"""Rules that choose which of many replicas serves a turn, for a front end, in plain Python.
 
-Owns: the rules, and what a front must know for them.
-Does not know: who asks. Nothing here imports anything else of this package, so that a router in front of
-engines and the simulator share it.
+Owns: the rules, and the data that a front end must have for them.
+Does not know: its callers. Nothing here imports anything else of this package, so that a router in front of
+engines and the simulator can share it.
 """
 
 from pensieve_jax.balance.hashing import ConsistentHash

@@ -1,6 +1,6 @@
-"""Consistent hashing by root. It remembers nothing.
+"""Consistent hashing by root, without any state per root.
 
-Owns: the rule. Does not know: where state is, beyond that a root's is where it was last sent.
+Owns: the rule. Does not know: where KV state is; it assumes that a root's is where the root was last sent.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pensieve_jax.balance.ring import NUM_VIRTUAL_NODES, HashRing, hash_of
 
 
 class ConsistentHash:
-    """Each root has one replica, which depends on nothing but the names of the replicas."""
+    """A rule that gives each root one replica, which depends only on the names of the replicas."""
 
     def __init__(
         self, num_virtual_nodes: int = NUM_VIRTUAL_NODES, hash_key: Callable[[str], int] = hash_of
     ) -> None:
-        """Without members; see `HashRing`."""
+        """Start without members; see `HashRing`."""
         self._num_virtual_nodes, self._hash_key = num_virtual_nodes, hash_key
         self._ring = HashRing(())
 
@@ -26,7 +26,7 @@ class ConsistentHash:
         self._ring = HashRing(names, self._num_virtual_nodes, self._hash_key)
 
     def choose(self, asked: IncomingTurn, loads: Mapping[str, Load], now_s: float) -> str:
-        """Return the replica that owns the root; raise LookupError if there is no replica."""
+        """Return the replica that owns the root; raise LookupError without replicas."""
         return self._ring.owner(asked.root)
 
     def name(self, asked: IncomingTurn, loads: Mapping[str, Load]) -> str:
@@ -34,5 +34,5 @@ class ConsistentHash:
         return asked.root
 
     def home(self, asked: IncomingTurn) -> str:
-        """Return the replica to which a conversation without known state goes: the owner of its root."""
+        """Return the replica for a conversation without known state: the owner of its root."""
         return self._ring.owner(asked.root)

@@ -1,6 +1,6 @@
-"""What a front knows when it sends a turn: the turn, and what replicas last reported.
+"""The knowledge of a front end when it sends a turn: the turn, and the replicas' last reports.
 
-Owns: these values, and what they come to in seconds.
+Owns: these values, and the seconds that they amount to.
 Does not know: rules.
 """
 
@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 
 class IncomingTurn(NamedTuple):
-    """A turn that is to be sent.
+    """A turn to be sent.
 
     Attributes:
-      root: of its conversation: what forks and sub-agents of one session share, and what is hashed.
-      conversation: whose state it goes on from.
-      prompt_tokens: what it adds.
-      history_tokens: what was said before it; 0 for a first turn, which has no state anywhere.
+      root: root of its conversation, which forks and sub-agents of one session share; it is hashed.
+      conversation: the conversation whose state it continues.
+      prompt_tokens: number of tokens that it adds.
+      history_tokens: number of tokens before it; 0 for a first turn, which has no state anywhere.
     """
 
     root: str
@@ -27,11 +27,12 @@ class IncomingTurn(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What a replica has to do.
+    """The work of a replica.
 
     Attributes:
-      num_turns: unanswered.
-      compute_tokens: to be computed for those without a first token: prompts, and history that was lost.
+      num_turns: number of unanswered turns.
+      compute_tokens: tokens to compute for the turns without a first token: prompts, and history that was
+        lost.
       context_tokens: histories and prompts of all unanswered turns.
     """
 
@@ -40,7 +41,7 @@ class Load(NamedTuple):
     context_tokens: int = 0
 
     def with_turn(self, asked: IncomingTurn, compute_tokens: int) -> Load:
-        """And one more, of whose tokens so many must be computed."""
+        """Return this load plus one turn that computes `compute_tokens` tokens."""
         context_tokens = asked.prompt_tokens + asked.history_tokens
         return Load(
             self.num_turns + 1, self.compute_tokens + compute_tokens, self.context_tokens + context_tokens
@@ -49,14 +50,14 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """How fast replicas are, all alike; measured once, or by a profile of the device.
+    """The speed of the replicas, which are all alike; measured once, or taken from a profile of the device.
 
     Attributes:
-      token_s: to compute a token of a prompt, beside what is decoded.
-      step_s: of a step of a few decodes.
-      context_token_s: what a step takes longer for every token of context in it.
-      output_tokens: of an answer, on average.
-      capacity_tokens: of context that a replica serves at once; what is beyond it waits.
+      token_s: seconds to compute a token of a prompt, beside the decodes.
+      step_s: seconds of a step with few decodes.
+      context_token_s: additional seconds of a step for every token of context in it.
+      output_tokens: tokens of an answer, on average.
+      capacity_tokens: tokens of context that a replica serves at once; turns beyond it wait.
     """
 
     token_s: float
@@ -66,10 +67,10 @@ class Speeds:
     capacity_tokens: int
 
     def seconds(self, load: Load, compute_tokens: int) -> float:
-        """Until a replica of this load would have answered a turn of which so many tokens must be computed.
+        """Return seconds until a replica with this load has answered a turn that computes `compute_tokens`.
 
-        What is to be computed comes first; decoding is as slow as the contexts beside it are long; who finds
-        the memory taken waits until as much of it has come free.
+        Queued tokens are computed first, and decoding slows down with the contexts in the batch. A turn that
+        finds the memory full waits until enough of it is free.
         """
         waiting = (load.compute_tokens + compute_tokens) * self.token_s
         step_s = self.step_s + self.context_token_s * min(load.context_tokens, self.capacity_tokens)
@@ -77,15 +78,15 @@ class Speeds:
         return waiting + self.output_tokens * step_s * (1 + excess)
 
     def seconds_of_others(self, load: Load, asked: IncomingTurn, compute_tokens: int) -> float:
-        """What all turns of this load together would be answered later for it.
+        """Return the delay that the turn causes for the turns of this load, summed over them.
 
-        Each waits for its tokens, and reads its context in every step.
+        Each waits for the turn's tokens, and for the reads of its context in every step.
         """
         num_tokens = asked.history_tokens + asked.prompt_tokens
         later_s = compute_tokens * self.token_s + self.output_tokens * self.context_token_s * num_tokens
         return load.num_turns * later_s
 
     def cost_s(self, load: Load, asked: IncomingTurn, compute_tokens: int, others: float = 1.0) -> float:
-        """Both together; a second of other turns counts `others`."""
+        """Return the sum of both; a second of other turns counts `others` seconds."""
         own_s = self.seconds(load, compute_tokens)
         return own_s + others * self.seconds_of_others(load, asked, compute_tokens)

@@ -13,16 +13,16 @@ from pensieve_jax.balance.hashing import ConsistentHash
 from pensieve_jax.balance.load import IncomingTurn, Load, Speeds
 from pensieve_jax.balance.ring import NUM_VIRTUAL_NODES, hash_of
 
-_TRIES = 32  # for each replica: that none of so many names falls on one is a chance of e^-32
+_TRIES = 32  # per replica: the chance that no tried name falls on a given replica is e^-32
 
 
 class RootPlacement(ConsistentHash):
-    """The plain hash; but who begins a conversation is named after the replica that answers it at least cost.
+    """Consistent hashing that names a new conversation after the replica that answers it at the lowest cost.
 
-    Names are tried until one falls on that replica. The name travels with the conversation, in its ids, so
-    no front remembers anything, and any of them, or a plain hash, finds the replica again. What a turn costs
-    is `Speeds.cost_s`; only some replicas are looked at, so that many fronts with the same old loads do not
-    all find the same one.
+    Names are tried until one falls on that replica. The name travels in the conversation's ids, so front ends
+    store nothing, and each of them, or plain hashing, finds the replica again. The cost of a turn is
+    `Speeds.cost_s`. Only some replicas are considered, so that many front ends with the same outdated loads
+    do not all choose the same one.
     """
 
     def __init__(
@@ -34,10 +34,13 @@ class RootPlacement(ConsistentHash):
         hash_key: Callable[[str], int] = hash_of,
         other_names: Callable[[str], Iterable[str]] | None = None,
     ) -> None:
-        """`num_candidates` replicas are looked at: the next ones on the ring from the first name on.
+        """Start without members.
 
-        `speeds` may be set anew. `other_names`: what else a root may be called, without end; if nobody says,
-        the same with a number behind it.
+        Args:
+          speeds: speed of the replicas; it may be replaced later.
+          num_candidates: number of replicas to consider: the next ones on the ring, from the first name on.
+          num_virtual_nodes, hash_key: see `HashRing`.
+          other_names: returns an endless series of other names of a root; None appends numbers to it.
         """
         super().__init__(num_virtual_nodes, hash_key)
         self.speeds = speeds
@@ -45,7 +48,10 @@ class RootPlacement(ConsistentHash):
         self._other_names = other_names or _numbered
 
     def name(self, asked: IncomingTurn, loads: Mapping[str, Load]) -> str:
-        """See `Policy`. Replicas of which no load is given take no conversation that begins."""
+        """Return a name of the root that falls on the cheapest replica, or its own name as a last resort.
+
+        Replicas without a known load get no new conversations.
+        """
         known = (name for name in self._ring.clockwise(asked.root) if name in loads)
         candidates = list(islice(known, self._num_candidates))
         if not candidates:

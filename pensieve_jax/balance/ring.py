@@ -1,6 +1,6 @@
 """A ring of hashes, on which a key belongs to the next replica clockwise.
 
-Owns: where replicas and keys lie. The same names give the same ring everywhere, whatever their order.
+Owns: the positions of replicas and keys. The same names give the same ring everywhere, in any order.
 Does not know: loads.
 """
 
@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable, Iterator
 from hashlib import blake2b
 
 NUM_VIRTUAL_NODES = 100
-"""Points of a replica on the ring, as in Ray Serve: its share of the keys is even to a tenth or so."""
+"""Points of a replica on the ring, as in Ray Serve; a replica's share of the keys is even to about 10%."""
 
 
 def hash_of(key: str) -> int:
-    """64 bits, the same in every process."""
+    """Return a hash of 64 bits that is the same in every process."""
     return int.from_bytes(blake2b(key.encode(), digest_size=8).digest())
 
 
 class HashRing:
-    """Replicas by name, each at several points; `num_replicas` of them."""
+    """Replicas by name, each at several points; `num_replicas` is their number."""
 
     def __init__(
         self,
@@ -28,9 +28,9 @@ class HashRing:
         num_virtual_nodes: int = NUM_VIRTUAL_NODES,
         hash_key: Callable[[str], int] = hash_of,
     ) -> None:
-        """Of these replicas. With another router's `hash_key` and names it is the ring of that router.
+        """Place these replicas. With another router's `hash_key` and names, the ring equals that router's.
 
-        Points are of "<name>:<number>" and keys of themselves, as Ray Serve has them.
+        Points are the hashes of "<name>:<number>", and keys are hashed as they are, as in Ray Serve.
         """
         self._hash_key = hash_key
         points = sorted(
@@ -41,13 +41,13 @@ class HashRing:
         self.num_replicas = len(set(self._names))
 
     def owner(self, key: str) -> str:
-        """Whose key it is; LookupError on an empty ring."""
+        """Return the replica that owns a key; raise LookupError on an empty ring."""
         if not self._names:
-            raise LookupError("no replica is left")
+            raise LookupError("the ring has no replicas")
         return self._names[bisect.bisect_right(self._hashes, self._hash_key(key)) % len(self._names)]
 
     def clockwise(self, key: str) -> Iterator[str]:
-        """Every replica once, in the order of their next points from a key on; the first is its owner."""
+        """Yield every replica once, in the order of their next points after a key; the first is its owner."""
         start, count = bisect.bisect_right(self._hashes, self._hash_key(key)), len(self._names)
         seen: set[str] = set()
         for offset in range(count):

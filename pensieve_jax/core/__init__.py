@@ -1,1 +1,1 @@
-"""Values that every layer speaks of: parameters, conversations, outputs, time, errors."""
+"""Values that all layers share: parameters, conversations, outputs, time and errors."""

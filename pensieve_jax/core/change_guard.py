@@ -1,15 +1,15 @@
-"""Changes of an engine's state: by one thread at a time, and whole or known not to be.
+"""Changes of an engine's state: by one thread at a time, and either complete or known to be incomplete.
 
-Owns: which calls are under way, and whether the latest change came to its end.
-Does not know: what is changed, or how what was interrupted is made good.
+Owns: which calls are running, and whether the latest change was completed.
+Does not know: what is changed, or how an interrupted change is repaired.
 
-An interrupt (Ctrl-C) may come between any two lines, in the middle of cleaning up after another one too. So
-nothing here depends on code that runs afterwards. A call is under way while its frame is on a stack, and
-Python is asked whether it is.
+An interrupt (Ctrl-C) may come between any two lines, even while the effects of another one are cleaned up. So
+nothing here depends on code that runs afterwards, such as the release of a lock. Instead, a call counts as
+running while its frame is on a stack, and Python is asked whether it is.
 
-Another thread may come between any two lines, too. A call enters its frame into a table before it looks for
-others, and only the first one in the table that is under way may change anything. Of two calls that race, the
-second to enter finds the first.
+Another thread may also run between any two lines. A call enters its frame into a table before it looks for
+other calls, and only the first running call in the table may change anything. If two calls race, the second
+to enter finds the first.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from pensieve_jax.core.errors import PensieveError
 
 
 class Guarded(Protocol):
-    """What has a guard."""
+    """An object with a guard."""
 
     _guard: ChangeGuard
 
     def _check_usable(self) -> None:
-        """Raise where it cannot be changed now."""
+        """Raise an error if the object cannot be changed now."""
         ...
 
 
 def change[S: Guarded, **P, T](method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """A method that changes what an engine knows: one at a time, and whole or known not to be."""
+    """Make `method` a guarded change: one at a time, and either complete or known to be incomplete."""
 
     @wraps(method)
     def guarded(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -46,34 +46,34 @@ def change[S: Guarded, **P, T](method: Callable[Concatenate[S, P], T]) -> Callab
 
 
 class ChangeGuard:
-    """Lets one call at a time change an engine's state, and notices a change that was interrupted."""
+    """A guard that lets one call at a time change an engine's state, and notices interrupted changes."""
 
     def __init__(self, recover: Callable[[], None]) -> None:
-        """Start with nothing interrupted.
+        """Start without an interrupted change.
 
-        `recover` makes good what was interrupted. It is called as a part of the next call, which raises what
-        it raises; the one after that tries again.
+        `recover` repairs the state after an interrupted change. It runs as part of the next call. If it
+        raises, so does that call, and the next one tries again.
         """
         self._recover = recover
-        self._calls: dict[FrameType, int] = {}  # the thread of each call, in the order in which they entered
-        self._is_half = False  # a change began, and has not come to its end
+        self._calls: dict[FrameType, int] = {}  # thread of each call, in the order in which calls entered
+        self._is_half = False  # a change has begun and not been completed
 
     @property
     def interrupted(self) -> bool:
-        """A change began and did not end, so that nothing that it touched can be trusted."""
+        """Whether a change began and did not end, so that nothing that it touched can be trusted."""
         return self._is_half and not any(_is_under_way(frame) for frame in self._calls.copy())
 
     def check_thread(self) -> None:
-        """Raise PensieveError where somebody is in a call: another thread, or an observer of this one's."""
+        """Raise PensieveError if a call is running, of another thread or of this one (from an observer)."""
         self._check_first(None)
 
     def check(self) -> None:
-        """The same, and make good what was interrupted."""
+        """Raise PensieveError as `check_thread` does, and repair an interrupted change."""
         self.run(_nothing)
 
     def run[T](self, change: Callable[[], T]) -> T:
-        """What a change returns, which is whole only if it gets to its end, or refuses with a typed error."""
-        # The frame is in no variable: as one of its own variables it would keep itself alive.
+        """Run `change` and return its result. A PensieveError means that it refused and changed nothing."""
+        # Keep the frame in no local variable: it would be one of its own variables and keep itself alive.
         try:
             self._calls[sys._getframe()] = threading.get_ident()
             self._check_first(sys._getframe())
@@ -82,7 +82,7 @@ class ChangeGuard:
             self._is_half = change is not _nothing
             try:
                 result = change()
-            except PensieveError:  # it refused
+            except PensieveError:  # it refused, so nothing was changed
                 self._is_half = False
                 raise
             self._is_half = False
@@ -91,23 +91,23 @@ class ChangeGuard:
             self._calls.pop(sys._getframe(), None)
 
     def _check_first(self, own: FrameType | None) -> None:
-        """Raise PensieveError where a call that entered before `own`, or any call, is under way."""
+        """Raise PensieveError if a call is running that entered before `own`; if `own` is None, any call."""
         for frame, thread in self._calls.copy().items():
             if frame is own:
                 return
-            if not _is_under_way(frame):  # an interrupt kept it from leaving
+            if not _is_under_way(frame):  # an interrupt prevented its removal from the table
                 self._calls.pop(frame, None)
             elif thread == threading.get_ident():
-                raise PensieveError("The engine is in the middle of a call: an observer must not call it.")
+                raise PensieveError("The engine is in the middle of a call; an observer must not call it.")
             else:
-                raise PensieveError("Another thread is in a call of the engine; one at a time may use it.")
+                raise PensieveError("Another thread is using the engine; only one may use it at a time.")
 
 
 def _is_under_way(frame: FrameType) -> bool:
-    """Whether a frame is on a stack; one that is not loses its variables, which nobody needs any more.
+    """Return whether a frame is on a stack. If not, its variables are cleared, since they are not needed.
 
-    Following the frames of the other thread would be no answer: a generator that is suspended meanwhile
-    breaks their chain.
+    Walking the frames of the other thread would not work: a generator that is suspended meanwhile breaks
+    their chain.
     """
     try:
         frame.clear()
@@ -117,4 +117,4 @@ def _is_under_way(frame: FrameType) -> bool:
 
 
 def _nothing() -> None:
-    """Change nothing: `ChangeGuard.check` runs this in place of a change."""
+    """Do nothing: `ChangeGuard.check` runs this in place of a change."""

@@ -1,6 +1,6 @@
-"""Time as the engine sees it: the wall clock, or one that a test or a simulator moves by hand.
+"""Time as the engine sees it: the wall clock, or one that a test or a simulator moves.
 
-Owns: that time never goes back. Does not know: what is timed.
+Owns: the guarantee that time never goes back. Does not know: what is timed.
 """
 
 import time
@@ -8,22 +8,22 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """A source of seconds. The scheduler and the cache never read the time from anywhere else."""
+    """A source of seconds, and the only one that the scheduler and the cache use."""
 
     def now(self) -> float:
-        """Seconds since an arbitrary origin; never decreases."""
+        """Return seconds since an arbitrary origin; never decreases."""
         ...
 
 
 class WallClock:
-    """Seconds since the epoch, so that activity times survive a restart in the history store."""
+    """Seconds since the epoch, so that activity times in the history store are valid after a restart."""
 
     def __init__(self) -> None:
-        """Start with the first reading."""
+        """Start without a reading."""
         self._latest_s = 0.0
 
     def now(self) -> float:
-        """Seconds since the epoch, held still where the system clock is set back."""
+        """Return seconds since the epoch; the value stands still if the system clock is set back."""
         self._latest_s = max(self._latest_s, time.time())
         return self._latest_s
 
@@ -36,16 +36,16 @@ class VirtualClock:
         self._now_s = start_s
 
     def now(self) -> float:
-        """The current virtual time in seconds."""
+        """Return the current virtual time in seconds."""
         return self._now_s
 
     def advance(self, delta_s: float) -> None:
-        """Move forward by `delta_s` seconds; `ValueError` where that is negative."""
+        """Move forward by `delta_s` seconds; raise ValueError if it is negative."""
         if delta_s < 0:
-            raise ValueError(f"delta_s is {delta_s}: a clock only moves forward")
+            raise ValueError(f"delta_s is {delta_s}; it must be at least 0, since time never goes back")
         self._now_s += delta_s
 
     def advance_to(self, time_s: float) -> None:
-        """Move forward to `time_s`, if that is not past."""
+        """Move forward to `time_s`; do nothing if that is past."""
         if time_s > self._now_s:
             self._now_s = time_s

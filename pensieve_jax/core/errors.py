@@ -1,9 +1,9 @@
-"""The exceptions a caller of the engine can meet, each with a sentence that says what to change.
+"""The exceptions that a caller of the engine can meet. Each message says what to change.
 
-Owns: the error classes, how the message of a bad field is worded, and what of an error may be kept.
+Owns: the error classes, the wording of messages about a bad field, and which parts of an error may be stored.
 Does not know: who raises them, or any value of the engine.
 
-Raise an error before anything is scheduled or written, so that a bad request never harms its neighbours.
+Raise an error before anything is scheduled or written, so that a bad request never harms other requests.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ __all__ = [
 
 
 class _Short(reprlib.Repr):
-    """Values as messages show them."""
+    """Shortened values for messages."""
 
     def repr_int(self, value: int, level: int) -> str:
-        """Python refuses to write out a number of more than 4,300 digits."""
+        """Return the number, or its size if it has more than the 4,300 digits that Python prints."""
         try:
             return super().repr_int(value, level)
         except ValueError:
@@ -55,37 +55,37 @@ class PensieveError(Exception):
     """Root of every error that this package raises on purpose.
 
     Attributes:
-      outputs: where it ended one of several that were asked for in one call, what the others became, in
-        order, with None for each that failed; None where nothing else was asked for.
+      outputs: if one of several requests of a call failed, the results of all of them in order, with None for
+        each that failed; None if the call had only one request.
     """
 
     outputs: Sequence[Any] | None = None
 
 
 class InvalidFieldError(PensieveError, ValueError):
-    """A field holds a value that cannot work.
+    """A field with a value that cannot be used.
 
     The message reads `<field> is <value>, but must be <limit>; <hint>.`, so `limit` completes "must be"
     (for example "at least 1" or "an int from 0 to 49151") and `hint`, if given, says what to change.
 
     Attributes:
       field: dotted or indexed name of the field, for example "messages[2].role".
-      value: the offending value.
-      limit: what would be accepted, in words.
+      value: the rejected value.
+      limit: the accepted values, in words.
     """
 
     def __init__(self, field: str, value: object, limit: object, hint: str = "") -> None:
-        """`limit` completes the words "must be"; `hint` says what to change, without a full stop."""
+        """Build the message; `limit` completes "must be", and `hint` has no full stop."""
         self.field = field
         self.value = value
         self.limit = limit
         self.hint = hint
-        # A prompt may be a list of 100,000 ids: the message shows the ends of it only.
+        # A prompt may be a list of 100,000 ids, so the message shows only the first and last ones.
         ending = f"; {hint}." if hint else "."
         super().__init__(f"{field} is {_SHORT.repr(value)}, but must be {limit}{ending}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle with the constructor's arguments, since `args` holds the message only."""
+        """Pickle with the constructor's arguments, since `args` only holds the message."""
         return type(self), (self.field, self.value, self.limit, self.hint)
 
 
@@ -101,8 +101,8 @@ class ContextLengthError(InvalidRequestError):
     """History and prompt leave no room for one new token within the context or the page pool.
 
     Attributes:
-      num_tokens: of history and prompt; None where there is more to it, or nobody counted them.
-      most: what they might have.
+      num_tokens: tokens of history and prompt; None if more than these count, or if they were not counted.
+      most: the allowed number of these tokens.
     """
 
     def __init__(
@@ -114,7 +114,6 @@ class ContextLengthError(InvalidRequestError):
         num_tokens: int | None = None,
         most: int | None = None,
     ) -> None:
-        """See the class, and that of any bad field."""
         super().__init__(field, value, limit, hint)
         self.num_tokens = num_tokens
         self.most = most
@@ -125,19 +124,18 @@ class ContextLengthError(InvalidRequestError):
 
 
 class UnknownConversationError(PensieveError, KeyError):
-    """No conversation of this id exists.
+    """An unknown conversation id.
 
     Attributes:
-      conversation_id: the id that was asked for.
+      conversation_id: the requested id.
     """
 
     def __init__(self, conversation_id: str) -> None:
-        """Name the unknown id."""
         self.conversation_id = conversation_id
         super().__init__(conversation_id)
 
     def __str__(self) -> str:
-        """A sentence; `KeyError` alone would show the bare id."""
+        """Return the message as a sentence; `KeyError` alone would show the bare id."""
         return (
             f"conversation_id is {self.conversation_id!r}, but no conversation of that id exists; "
             "start it with generate, stream or chat, or pick one that conversations() lists."
@@ -145,10 +143,10 @@ class UnknownConversationError(PensieveError, KeyError):
 
 
 class ConversationBusyError(PensieveError):
-    """A turn of this conversation is running already, or one call names it twice.
+    """A turn of this conversation is running already, or one call names the conversation twice.
 
     Attributes:
-      conversation_id: the id that was asked for.
+      conversation_id: the requested id.
     """
 
     def __init__(
@@ -163,61 +161,59 @@ class ConversationBusyError(PensieveError):
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle with the constructor's arguments, since `args` holds the message only."""
+        """Pickle with the constructor's arguments, since `args` only holds the message."""
         return type(self), (self.conversation_id, self.hint)
 
 
 class UnknownTurnError(PensieveError):
-    """No turn of this id exists for this owner, or its tokens were in memory only and are gone.
+    """An unknown turn id for this owner, or a turn whose tokens were only in memory and are gone.
 
     Attributes:
-      turn_id: the id that was asked for.
+      turn_id: the requested id.
     """
 
     def __init__(self, turn_id: str) -> None:
-        """Name the unknown id."""
         self.turn_id = turn_id
         super().__init__(f"turn_id is {turn_id!r}, but there is no such turn; send the whole context.")
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle with the constructor's arguments, since `args` holds the message only."""
+        """Pickle with the constructor's arguments, since `args` only holds the message."""
         return type(self), (self.turn_id,)
 
 
 class UnknownRecordError(PensieveError):
-    """The history keeps no such thing for this owner.
+    """A record that the history does not have for this owner.
 
     Attributes:
       kind: "response", "conversation" or "item".
-      record_id: the id that was asked for.
+      record_id: the requested id.
     """
 
     def __init__(self, kind: str, record_id: str) -> None:
-        """Name the unknown id."""
         self.kind = kind
         self.record_id = record_id
         super().__init__(f"There is no {kind} {record_id!r}.")
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle with the constructor's arguments, since `args` holds the message only."""
+        """Pickle with the constructor's arguments, since `args` only holds the message."""
         return type(self), (self.kind, self.record_id)
 
 
 class ConversationChangedError(PensieveError):
-    """Somebody else changed a conversation since it was read; nothing was kept.
+    """Another request changed a conversation after it was read; nothing was stored.
 
     Attributes:
-      conversation_id: the id that was given.
+      conversation_id: the given id.
     """
 
     def __init__(self, conversation_id: str) -> None:
         self.conversation_id = conversation_id
         super().__init__(
-            f"Conversation {conversation_id!r} was changed in the meantime; read it and send this once more."
+            f"Conversation {conversation_id!r} was changed by another request; read it again and retry."
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle with the constructor's arguments, since `args` holds the message only."""
+        """Pickle with the constructor's arguments, since `args` only holds the message."""
         return type(self), (self.conversation_id,)
 
 
@@ -231,12 +227,12 @@ class TokenizerMissingError(PensieveError):
             "give prompts as lists of ids, or add tokenizer.json to the model directory."
         ),
     ) -> None:
-        """The default message fits a model directory without a tokenizer."""
+        """Build the error; the default message fits a model directory without a tokenizer."""
         super().__init__(message)
 
 
 class ChatTemplateError(PensieveError):
-    """There is no chat template, or it cannot continue this conversation.
+    """A missing chat template, or one that cannot continue this conversation.
 
     Attributes:
       problem: what is wrong.
@@ -244,74 +240,73 @@ class ChatTemplateError(PensieveError):
     """
 
     def __init__(self, problem: str, hint: str = "") -> None:
-        """Both without a full stop."""
+        """Build the message from `problem` and `hint`, both without a full stop."""
         self.problem = problem
         self.hint = hint
         super().__init__(f"{problem}; {hint}." if hint else f"{problem}.")
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle with the constructor's arguments, since `args` holds the message only."""
+        """Pickle with the constructor's arguments, since `args` only holds the message."""
         return type(self), (self.problem, self.hint)
 
 
 class HistoryError(PensieveError):
-    """The history store cannot be used."""
+    """A history store that cannot be used."""
 
 
 class HistoryUnavailableError(HistoryError):
-    """The history's database cannot be reached at the moment; a later call may find it again.
+    """The history's database cannot be reached at the moment; a later call may succeed.
 
     Attributes:
-      may_be_kept: the connection was lost while a change was made, and nobody knows whether it was.
+      may_be_kept: the connection was lost during a change, and it is unknown whether the change was stored.
     """
 
     def __init__(self, message: str, may_be_kept: bool = False) -> None:
-        """The message says which."""
         self.may_be_kept = may_be_kept
         super().__init__(message)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle with the constructor's arguments, since `args` holds the message only."""
+        """Pickle with the constructor's arguments, since `args` only holds the message."""
         return type(self), (str(self), self.may_be_kept)
 
 
 class HistoryDeniedError(HistoryError):
-    """The history's database refuses this user, the password, or what was asked of it."""
+    """The history's database refuses this user, the password, or the operation."""
 
 
 class HistoryMismatchError(HistoryError):
-    """The history belongs to another model, tokenizer, version or application; it is left as it is."""
+    """The history belongs to another model, tokenizer, version or application; it was not changed."""
 
 
 class HistoryMissingError(HistoryError):
-    """The history was there before, and is missing or empty now; none was made in its place."""
+    """The history existed before and is missing or empty now; no new one was created in its place."""
 
 
 class HistoryLockedError(HistoryError):
-    """The history file is open already, in this process or in another."""
+    """The history file is already open, in this process or in another."""
 
 
 class HistoryCorruptError(HistoryError):
-    """The history file was damaged and has been set aside, or its contents contradict themselves."""
+    """The history file was damaged and has been moved aside, or its contents contradict each other."""
 
 
 class StepFailedError(PensieveError):
-    """A step failed on the device: the running turns are lost, their conversations are not."""
+    """A step failed on the device: running turns are lost, but their conversations are not."""
 
 
 class EngineDiedError(StepFailedError):
-    """The engine's process died or fell silent: its running turns are lost, what was committed is not."""
+    """The engine's process died or stopped responding: running turns are lost, committed turns are not."""
 
 
 class EngineClosedError(PensieveError):
-    """The engine has been closed and takes no more calls."""
+    """The engine has been closed and accepts no more calls."""
 
 
 def forget_frames(error: BaseException) -> None:
-    """Drop the tracebacks of an error that will be kept, and of what caused it.
+    """Drop the tracebacks of an error that will be stored, and of its causes.
 
-    Their frames hold all that was being worked on, such as arrays on a device. What was merely being handled
-    when it was raised may be a caller's own: that is left as it is, and no longer referred to.
+    Their frames hold everything in use at the time, such as arrays on a device. An exception that was merely
+    being handled (`__context__`) may belong to a caller: it keeps its traceback, but is no longer referenced.
     """
     one: BaseException | None = error
     while one is not None:

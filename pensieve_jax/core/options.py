@@ -1,9 +1,9 @@
-"""Fields of a configuration that say everything about themselves: default, limit, help and unit, once.
+"""Self-describing configuration fields: each states its default, limit, help and unit once.
 
-Owns: how a limit is checked and worded, and what follows from the fields of a class: its checks, and the list
-of attributes in its docstring; and which texts can be written down at all. Command-line flags follow from
+Owns: how a limit is checked and worded, what follows from a class's fields (its checks, and the list of
+attributes in its docstring), and which texts can be encoded. Command-line flags are derived from
 `options_of`, too.
-Does not know: any field, or absl.
+Does not know: any particular field, or absl.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Limit(NamedTuple):
     """What a value must be by itself, apart from other fields.
 
     Attributes:
-      words: complete "must be".
-      accepts: whether a value is that, of any type.
-      choices: all of them, where they can be listed.
-      is_told: a reader does not know it from the field's type and choices.
+      words: text that completes "must be".
+      accepts: returns whether a value of any type is within the limit.
+      choices: all accepted values, if they can be listed.
+      is_told: whether texts must state the limit, as type and choices do not show it.
     """
 
     words: str
@@ -43,40 +43,40 @@ PATH = Limit("a path as a string", lambda value: isinstance(value, str), is_told
 
 
 def count(at_least: int) -> Limit:
-    """An integer from so many up."""
+    """Return the limit of integers that are at least `at_least`."""
     return Limit(f"an integer of at least {at_least}", lambda value: is_count(value, at_least))
 
 
 def number(words: str, accepts: Callable[[float], bool]) -> Limit:
-    """A number for which `accepts` is true, which NaN must make false."""
+    """Return the limit of numbers for which `accepts` is true; it must be false for NaN."""
     return Limit(words, lambda value: _is_number(value) and accepts(value))
 
 
 def one_of(choices: tuple[Any, ...]) -> Limit:
-    """One of these, which are of one type."""
+    """Return the limit of these choices, which are all of one type."""
     kind = type(choices[0])
     is_told = kind is not str
     return Limit(f"one of {choices}", lambda v: isinstance(v, kind) and v in choices, choices, is_told)
 
 
 def instance_of(kind: type) -> Limit:
-    """A value of this class."""
+    """Return the limit of instances of this class."""
     return Limit(f"a {kind.__name__}", lambda value: isinstance(value, kind), is_told=False)
 
 
 def beside_others(words: str) -> Limit:
-    """What only the class can check, since it depends on other fields."""
+    """Return a limit that only the class can check, since it depends on other fields."""
     return Limit(words, lambda value: True)
 
 
 def optional(limit: Limit) -> Limit:
-    """None, or what `limit` says."""
+    """Return the limit of None and what `limit` accepts."""
     words = f"None or {limit.words}"
     return limit._replace(words=words, accepts=lambda value: value is None or limit.accepts(value))
 
 
 def is_count(value: object, at_least: int) -> TypeGuard[int]:
-    """Whether this is an integer from so many up; a truth value is none."""
+    """Return whether `value` is an integer, not a bool, and at least `at_least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
 
 
@@ -85,7 +85,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 class OptionRow(NamedTuple):
-    """What a field keeps in its metadata."""
+    """The metadata of a field."""
 
     limit: Limit
     help: str
@@ -93,32 +93,32 @@ class OptionRow(NamedTuple):
 
 
 def option[T](default: T, limit: Limit, help: str, *, unit: str = "") -> T:
-    """A field of a dataclass.
+    """Return a dataclass field with a default, a limit and a help text.
 
     Args:
-      default: its default.
-      limit: what it must be.
-      help: what it means, as sentences: for the docstring and for the command line.
-      unit: "bytes" for what a command line takes as 16GiB; the names of others say theirs.
+      default: default value.
+      limit: what the value must be.
+      help: what the field means, as sentences, for the docstring and the command line.
+      unit: "bytes" if the command line accepts sizes such as 16GiB; otherwise the field's name has the unit.
     """
     return field(default=default, metadata={KEY: OptionRow(limit, help, unit)})
 
 
 def part(kind: type, help: str) -> dict[str, Any]:
-    """The metadata of a field that is a configuration of its own; its `default_factory` is `kind`."""
+    """Return the metadata of a field that is a configuration itself; its `default_factory` is `kind`."""
     return {KEY: OptionRow(instance_of(kind), help, "")}
 
 
 @dataclass(frozen=True)
 class Option:
-    """A field as others see it.
+    """A field's public description.
 
     Attributes:
-      name: of the field.
-      kind: its type, less None: bool, int, float, str, tuple, or the class of a group.
-      default: its default; of a group the class that makes it.
-      limit: what it must be.
-      help: what it means.
+      name: name of the field.
+      kind: type of the field without None: bool, int, float, str, tuple, or the class of a group.
+      default: default value; for a group, the class that makes it.
+      limit: what the value must be.
+      help: what the field means.
       unit: as in `option`.
     """
 
@@ -131,13 +131,13 @@ class Option:
 
     @property
     def text(self) -> str:
-        """What it means, and its limit where that needs words."""
+        """The help text, followed by the limit if that must be stated."""
         return f"{self.help} Must be {self.limit.words}." if self.limit.is_told else self.help
 
 
 @functools.cache
 def options_of(config_class: type) -> tuple[Option, ...]:
-    """The fields of a configuration, in order."""
+    """Return the fields of a configuration, in order."""
     hints = get_type_hints(config_class)
     found = []
     for one in fields(config_class):
@@ -148,7 +148,7 @@ def options_of(config_class: type) -> tuple[Option, ...]:
 
 
 def require(ok: bool, name: str, value: object, limit: str) -> None:
-    """Raise ConfigError unless `ok`; for what only a class can check, beside its fields' own limits."""
+    """Raise ConfigError unless `ok`. For checks that involve several fields."""
     if not ok:
         raise ConfigError(name, value, limit)
 
@@ -157,8 +157,8 @@ def check_options(config: Any, prefix: str) -> None:
     """Raise ConfigError for the first value that its field's limit does not accept.
 
     Args:
-      config: of a class that is made of options.
-      prefix: of names in errors, such as "cache.".
+      config: instance of a class whose fields are options.
+      prefix: prefix of field names in errors, such as "cache.".
     """
     for one in options_of(config.__class__):
         value = getattr(config, one.name)
@@ -166,7 +166,7 @@ def check_options(config: Any, prefix: str) -> None:
 
 
 def documented[T: type](config_class: T) -> T:
-    """The class, with every field and its help, limit and default in its docstring."""
+    """Append every field with help, limit and default to the docstring of a class, and return the class."""
     lines = [inspect.cleandoc(config_class.__doc__ or ""), "", "Attributes:"]
     for one in options_of(config_class):
         default = "" if isinstance(one.default, type) else f" Default: {one.default!r}."
@@ -182,7 +182,7 @@ def documented[T: type](config_class: T) -> T:
 
 
 def _kind_of(hint: Any) -> type:
-    """`int` for `int | None`, `tuple` for `tuple[int, ...] | None`."""
+    """Return `int` for `int | None`, and `tuple` for `tuple[int, ...] | None`."""
     if get_origin(hint) in (types.UnionType, Union):
         (hint,) = (kind for kind in get_args(hint) if kind is not types.NoneType)
     kind: type = get_origin(hint) or hint
@@ -190,7 +190,7 @@ def _kind_of(hint: Any) -> type:
 
 
 def is_utf8(text: str) -> bool:
-    """Whether UTF-8 can hold it: a lone surrogate, half of a character, it cannot."""
+    """Return whether UTF-8 can encode the text; a lone surrogate, half of a character, cannot be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,7 +1,7 @@
-"""What a turn gives back: tokens, text, how it ended, and where its history came from.
+"""The results of turns: tokens, text, how a turn ended, and where its history came from.
 
-Owns: these values, which never change, and what a call for several of them raises. Does not know: how they
-came about.
+Owns: these immutable values, and what a call for several of them raises.
+Does not know: how they are produced.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ class TokenLogprob(NamedTuple):
 class Usage:
     """Where every token of a turn came from.
 
-    reused_gpu + swapped_in + recomputed + prefilled = history + prompt. These are decided when the turn is
-    first admitted to the batch: all four are 0 of one that was cancelled before, and what one that is
-    cancelled later was to compute counts as computed.
+    reused_gpu + swapped_in + recomputed + prefilled = history + prompt. The four values are set when the turn
+    first enters the batch. They are 0 if it was cancelled before; if it is cancelled later, tokens that were
+    scheduled count as computed.
 
     Attributes:
       prompt_tokens: ids of the new turn.
       reused_gpu_tokens: history whose KV was still in device memory.
       swapped_in_tokens: history copied back from host memory.
       recomputed_tokens: history whose KV was lost and computed again.
-      prefilled_tokens: computed for the first time: the prompt, and the last token of the turn before.
+      prefilled_tokens: tokens computed for the first time: the prompt, and the last token of the turn before.
       output_tokens: ids of the reply.
-      num_suspensions: times that the turn was taken out of the batch under memory pressure.
-      resume_recomputed_tokens: computed once more because of suspensions; not part of the sum.
-      resume_swapped_in_tokens: copied back from host memory after suspensions; not part of the sum.
+      num_suspensions: number of times that the turn was removed from the batch under memory pressure.
+      resume_recomputed_tokens: tokens computed again because of suspensions; not part of the sum.
+      resume_swapped_in_tokens: tokens copied back from host memory after suspensions; not part of the sum.
     """
 
     prompt_tokens: int
@@ -65,10 +65,10 @@ class Output:
       text: the reply as text, without its stop string and special tokens; "" without a tokenizer.
       finish_reason: "stop" (end-of-sequence, stop id or stop string), "length" or "cancelled".
       usage: where the tokens came from.
-      seed: what a sampled turn was drawn with.
-      logprobs: one entry per reply token where asked for, else None.
-      ended_at_s: when the turn ended, by the engine's clock, as the history has it; None from padded batches.
-        Outputs that differ in it alone are equal.
+      seed: the seed that a sampled turn was drawn with.
+      logprobs: one entry per reply token if requested, else None.
+      ended_at_s: when the turn ended, by the engine's clock, as stored in the history; None from padded
+        batches. Ignored when outputs are compared.
     """
 
     conversation_id: str | None
@@ -85,7 +85,7 @@ class Output:
 class Delta:
     """A piece of a streamed reply: whole characters, and the ids that were sampled for it.
 
-    Text can lag behind ids, by an unfinished character or by what may become a stop string.
+    Text can lag behind ids while a character is incomplete, or while text may become a stop string.
     """
 
     text: str
@@ -93,20 +93,20 @@ class Delta:
 
 
 class Handle[T](Protocol):
-    """Of what was submitted, and is done."""
+    """Handle of a finished request."""
 
     @property
     def error(self) -> Exception | None:
-        """What it failed with."""
+        """The error of the request; None if it succeeded."""
         ...
 
     def result(self) -> T:
-        """What it became; raises `error`."""
+        """Return the result; raise `error` if the request failed."""
         ...
 
 
 def all_results[T](handles: Sequence[Handle[T]]) -> list[T]:
-    """What all of these became; else raises what the first that failed, failed with, and the others in it."""
+    """Return all results; if one failed, raise the first PensieveError, with the results in its `outputs`."""
     for handle in handles:
         if isinstance(handle.error, PensieveError) and len(handles) > 1:
             error = _twin(handle.error)
@@ -116,7 +116,7 @@ def all_results[T](handles: Sequence[Handle[T]]) -> list[T]:
 
 
 def _twin(error: PensieveError) -> PensieveError:
-    """The same error as another object: whatever one failure has hit, other callers' too, has the first."""
+    """Return a copy of the error, as one failure may end requests of several callers with one object."""
     twin = type(error).__new__(type(error), *error.args)
     twin.__dict__.update(error.__dict__)
     twin.__cause__ = error.__cause__
@@ -126,7 +126,7 @@ def _twin(error: PensieveError) -> PensieveError:
 def one_each(
     field: str, given: Any, default: Any, count: int, kind: type | None = SamplingParams
 ) -> list[Any]:
-    """`given` for each of `count` prompts: one `kind` for all of them, or a sequence of that length."""
+    """Return `given` for each of `count` prompts: one `kind` for all, or a sequence of that length."""
     if given is None:
         return [default] * count
     if kind is not None and isinstance(given, kind):

@@ -1,7 +1,7 @@
-"""A beginning that conversations share, as a handle: the engine finds its KV state by its tokens.
+"""A handle of a prefix that conversations share; the engine finds its KV state by its tokens.
 
-Owns: what it begins with, and whether it may still be given to a turn.
-Does not know: where its state is, or who began with it.
+Owns: the prefix's tokens, and whether it may still be given to a turn.
+Does not know: where its KV state is, or which conversations begin with it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import Any
 
 @dataclass(eq=False, slots=True, repr=False)
 class SharedPrefix:
-    """What `LLM.share_prefix` returns, to be given with the first turn of conversations.
+    """The result of `LLM.share_prefix`, to be given with the first turn of conversations.
 
     Attributes:
-      token_ids: with which such a conversation begins; its full chunks are computed and kept once.
+      token_ids: the tokens that such a conversation begins with; their full chunks are computed and stored
+        once.
       messages: the chat messages that they were rendered from; None for text or ids.
-      released: `LLM.release_prefix` was called: no turn takes it any more.
+      released: whether `LLM.release_prefix` was called; then turns no longer accept it.
     """
 
     token_ids: tuple[int, ...]
@@ -26,5 +27,5 @@ class SharedPrefix:
     released: bool = False
 
     def __repr__(self) -> str:
-        """Short: it may have thousands of tokens, and errors show it."""
+        """Return a short text: the prefix may have thousands of tokens, and errors show it."""
         return f"SharedPrefix({len(self.token_ids)} tokens)"

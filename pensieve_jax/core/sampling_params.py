@@ -1,8 +1,8 @@
 """How a turn's tokens are chosen and when it ends: `SamplingParams`, and the table of its fields.
 
-Owns: the parameters, their limits that need no model, and the banned/stopping ids they amount to. The table
-is the metadata of the fields: checks, documentation, command-line flags, the columns of a step's plan,
-defaults from a model's files, and what the server's routes take or refuse follow from it.
+Owns: the parameters, their limits that need no model, and the banned or stopping ids that follow from them.
+The table is the metadata of the fields. From it follow checks, documentation, command-line flags, the columns
+of a step's plan, defaults from a model's files, and what the server's routes accept or refuse.
 Does not know: the vocabulary or the context length; the engine checks those when a turn is submitted.
 """
 
@@ -18,7 +18,7 @@ from pensieve_jax.core.errors import InvalidRequestError
 from pensieve_jax.core.options import KEY, Limit, OptionRow, documented, is_utf8, options_of
 
 MAX_SEED = 2**63 - 1
-# Every stop string is looked for in every token's text, between two steps of everybody's engine.
+# Every stop string is searched in every token's text between two steps, which delays all turns of the engine.
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
@@ -27,15 +27,15 @@ _TABLE_KEY: Final = "sampling"
 
 COMPLETIONS, RESPONSES = "completions", "responses"
 ROUTES: Final = (COMPLETIONS, RESPONSES)
-"""Where the server takes sampling fields: Chat Completions and Completions alike, and Responses."""
+"""The server's routes for sampling fields: Chat Completions and Completions together, and Responses."""
 
 
 class Column(NamedTuple):
-    """What a row of a step's plan says of a field: one word of 32 bits.
+    """A field in a row of a step's plan: one word of 32 bits.
 
     Attributes:
-      dtype: of the word, as numpy names it: "<f4" or "<i4".
-      off: the value of rows that do not use the field, and of padding.
+      dtype: dtype of the word, as numpy names it: "<f4" or "<i4".
+      off: value for rows that do not use the field, and for padding.
     """
 
     dtype: str
@@ -43,14 +43,14 @@ class Column(NamedTuple):
 
 
 class SamplingField(NamedTuple):
-    """A row of the table, beside what `options_of(SamplingParams)` says of it.
+    """A row of the table, in addition to what `options_of(SamplingParams)` has.
 
     Attributes:
-      column: what a step's plan says of it; None where only the host needs it.
-      routes: of `ROUTES`, those that take it as a field of this name; others refuse every value but its
-        default. None where each route has a form of its own for it.
-      flag: the flag's help; "" where there is no flag.
-      is_model_default: a model's generation_config.json may set it for requests that say nothing.
+      column: the field's column in a step's plan; None if only the host needs it.
+      routes: those of `ROUTES` that accept the field under this name; others refuse every value but its
+        default. None if each route has its own form of the field.
+      flag: help text of the flag; "" without a flag.
+      is_model_default: whether a model's generation_config.json may set it for requests that omit it.
     """
 
     column: Column | None = None
@@ -60,7 +60,7 @@ class SamplingField(NamedTuple):
 
 
 def sampling_field(default: Any, limit: Limit, help: str, table: SamplingField) -> Any:
-    """Return a field of `SamplingParams`: its default, what it must be, what it means, and its row."""
+    """Return a field of `SamplingParams` with its default, limit, help text and table row."""
     metadata = {KEY: OptionRow(limit, help, ""), _TABLE_KEY: table}
     if isinstance(default, tuple):
         return field(default_factory=tuple, metadata=metadata)
@@ -80,11 +80,11 @@ def _integer(low: int, high: int, words: str | None = None) -> Limit:
 
 
 def _real(low: float, high: float, words: str) -> Limit:
-    """A number that is not NaN and lies in [low, high]."""
+    """Return the limit of numbers in [low, high]; NaN is not among them."""
 
     def accepts(value: Any) -> bool:
         is_number = isinstance(value, Real) and not isinstance(value, bool)
-        # Compared before anything else: NaN fails, and an int may be too large for a float.
+        # Compare before converting: NaN fails, and an int may be too large for a float.
         return is_number and bool(low <= value <= high)
 
     return Limit(words, accepts)
@@ -117,28 +117,28 @@ _FLOAT, _INT = "<f4", "<i4"
 class SamplingParams:
     """Parameters of one turn.
 
-    A sampled turn is a function of (seed, absolute position, logits): it does not depend on the batch it
-    ran in, on evictions or on restarts.
+    A sampled turn is a function of (seed, absolute position, logits). It does not depend on the batch that
+    it ran in, on evictions or on restarts.
     """
 
     max_tokens: int = sampling_field(
         32,
         _integer(1, _MAX_INT),
-        'The most tokens of the reply; the turn then ends with "length".',
-        SamplingField(routes=None, flag="The most tokens of a reply."),
+        'Maximum number of reply tokens; a turn that reaches it ends with "length".',
+        SamplingField(routes=None, flag="Maximum number of reply tokens."),
     )
     min_tokens: int = sampling_field(
         0,
         _integer(0, _MAX_INT),
-        "This many tokens at the beginning of a reply do not end it: end-of-sequence and stop ids are not "
-        "sampled, and a stop string that they complete is text.",
+        "The first `min_tokens` tokens do not end a reply: end-of-sequence and stop ids are not sampled, and "
+        "a stop string completed by them is ordinary text.",
         SamplingField(routes=(COMPLETIONS,), flag="Replies do not end before this many tokens."),
     )
     temperature: float = sampling_field(
         0.0,
         _real(0.0, 1e4, "a finite number from 0 to 10000"),
-        "0 is greedy.",
-        SamplingField(Column(_FLOAT, 0), flag="0 is greedy.", is_model_default=True),
+        "Sampling temperature; 0 is greedy.",
+        SamplingField(Column(_FLOAT, 0), flag="Sampling temperature; 0 is greedy.", is_model_default=True),
     )
     top_k: int = sampling_field(
         0,
@@ -154,51 +154,51 @@ class SamplingParams:
         "Sample among the most likely ids whose probabilities add up to this; 1 is off.",
         SamplingField(
             Column(_FLOAT, 1),
-            flag="Sample among ids of this much probability; 1 is off.",
+            flag="Sample among the most likely ids whose probabilities add up to this; 1 is off.",
             is_model_default=True,
         ),
     )
     seed: int | None = sampling_field(
         None,
         _none_or(_integer(0, MAX_SEED)),
-        "None draws one, which is stored with the turn.",
-        SamplingField(flag="Of sampled turns; default: a new one for each."),
+        "Seed of a sampled turn. None draws one, which is stored with the turn.",
+        SamplingField(flag="Seed of sampled turns; default: a new one for each."),
     )
     stop: Sequence[str] = sampling_field(
         (),
         Limit("a list of non-empty strings that UTF-8 can hold", _are_strings, is_told=False),
-        "Strings that end the reply, at most 16 of 1,024 characters; the text ends before them. What was "
-        "sampled of them stays where a conversation goes on; a server's chats are written anew behind the "
-        "text. Kept as a tuple.",
+        "Strings that end the reply, at most 16 of 1,024 characters. The text ends before the stop string. A "
+        "conversation keeps the tokens sampled for it; a server's chat is rendered again from the text. "
+        "Stored as a tuple.",
         SamplingField(routes=(COMPLETIONS,), flag="A string that ends the reply."),
     )
     stop_token_ids: Sequence[int] = sampling_field(
         (),
         Limit("a list of ids", lambda value: isinstance(value, Sequence), is_told=False),
-        "Ids that end the reply, as the model's end-of-sequence does; at most 1,024. Kept as a tuple.",
+        "Ids that end the reply, as the model's end-of-sequence does; at most 1,024. Stored as a tuple.",
         SamplingField(routes=(COMPLETIONS,)),
     )
     ignore_eos: bool = sampling_field(
         False,
         Limit("True or False", lambda value: isinstance(value, bool), is_told=False),
-        "True goes on past the model's end-of-sequence, as benchmarks do; a chat ends there.",
-        SamplingField(routes=(COMPLETIONS,), flag="Go on past the end of sequence."),
+        "True continues past the model's end-of-sequence, as benchmarks do; a chat ends there.",
+        SamplingField(routes=(COMPLETIONS,), flag="Continue past the end of sequence."),
     )
     logprobs: int | None = sampling_field(
         None,
-        # How many there may be at most is the engine's, which checks it.
+        # The engine checks the maximum, which it configures.
         _none_or(_integer(0, _MAX_INT, "an integer from 0 to what the engine has room for (max_logprobs)")),
         "None for none, 0 for those of the chosen tokens, k for the k most likely as well.",
         SamplingField(routes=None),
     )
 
     def __post_init__(self) -> None:
-        """Raise `InvalidRequestError`, naming the field, on what cannot work."""
+        """Raise `InvalidRequestError`, naming the field, for values that cannot be used."""
         for option in options_of(SamplingParams):
             value = getattr(self, option.name)
             if not option.limit.accepts(value):
                 raise InvalidRequestError(option.name, value, option.limit.words)
-            # A number of NumPy or a fraction: JSON and the way to another process have ints and floats only.
+            # A NumPy number or a Fraction, say: JSON and the other process only accept int and float.
             if option.kind is float and type(value) not in (int, float):
                 object.__setattr__(self, option.name, float(value))
         if self.min_tokens > self.max_tokens:
@@ -213,31 +213,31 @@ class SamplingParams:
             if not _is_int(token_id, 0, _MAX_INT):
                 limit = f"an integer from 0 to {_MAX_INT}"
                 raise InvalidRequestError(f"stop_token_ids[{i}]", token_id, limit)
-        # Whoever is given these relies on the checks, and the caller may change its lists.
+        # Later code relies on the checks, and the caller may change its lists.
         for name in ("stop", "stop_token_ids"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     def ending_ids(self, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
-        """The ids that end a reply, for a model with these end-of-sequence ids."""
+        """Return the ids that end a reply, for a model with these end-of-sequence ids."""
         eos = () if self.ignore_eos else tuple(eos_token_ids)
         return tuple(dict.fromkeys((*self.stop_token_ids, *eos)))
 
 
 @functools.cache
 def sampling_table() -> dict[str, SamplingField]:
-    """Return the table, by name of the field and in order."""
+    """Return the table by field name, in order."""
     return {one.name: one.metadata[_TABLE_KEY] for one in fields(SamplingParams)}
 
 
 @functools.cache
 def plan_columns() -> dict[str, Column]:
-    """Return the columns of a step's plan, by name of the field and in order."""
+    """Return the columns of a step's plan by field name, in order."""
     return {name: row.column for name, row in sampling_table().items() if row.column is not None}
 
 
 @functools.cache
 def taken_fields(route: str) -> tuple[str, ...]:
-    """Return the names of the fields that a route takes under their own names."""
+    """Return the names of the fields that a route accepts under their own names."""
     return tuple(
         name for name, row in sampling_table().items() if row.routes is not None and route in row.routes
     )
@@ -245,7 +245,7 @@ def taken_fields(route: str) -> tuple[str, ...]:
 
 @functools.cache
 def refused_fields(route: str) -> dict[str, tuple[Any, ...]]:
-    """Return the fields that a route does not take, each with the one value that changes nothing."""
+    """Return the fields that a route refuses, each with the one value that it tolerates: the default."""
     defaults = {option.name: option.default for option in options_of(SamplingParams)}
     return {
         name: ([] if defaults[name] is tuple else defaults[name],)

@@ -1,7 +1,7 @@
-"""Where a turn stands in the tree of turns, for whoever places turns itself.
+"""The position of a turn in the tree of turns, for callers that place turns themselves.
 
-Owns: the value, and how ids of turns are made and taken apart.
-Does not know: conversations by name, which the engine places at their head, or what an attachment is.
+Owns: this value, and how ids of turns are built and split.
+Does not know: named conversations, whose turns the engine places at their head, or what an attachment is.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _TURN_ID = re.compile(r"[0-9a-f]{32}\Z")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnNode:
-    """A turn that goes on from another one, or begins a tree; turns never change once they are committed.
+    """A turn that continues another turn or begins a tree; committed turns never change.
 
     Attributes:
       turn_id: 32 hexadecimal digits: 16 that all turns of a tree share, its root, and 16 of its own.
-      parent_id: the turn that it goes on from; None for the first turn of a tree.
-      owner: whose it is. No state and no history is shared between owners.
-      durable: False keeps it in memory only: a later turn may go on from it while its state lasts.
-      chain: what identifies the messages up to and including this turn's own; b"" for a turn without.
+      parent_id: the turn that it continues; None for the first turn of a tree.
+      owner: owner of the turn. Owners share neither KV state nor history.
+      durable: False keeps the turn in memory only; a later turn may continue it while its state lasts.
+      chain: digest that identifies the messages up to and including this turn's own; b"" without one.
       attachment: what the history commits together with the turn; see `history.changes`.
     """
 
@@ -40,7 +40,7 @@ class TurnNode:
     attachment: object = None
 
     def __post_init__(self) -> None:
-        """Raise InvalidRequestError for a field of another type, or a parent of another tree."""
+        """Raise InvalidRequestError if a field has a wrong type or the parent is in another tree."""
         check_turn_id("turn_id", self.turn_id)
         check_owner(self.owner)
         for field, kind, limit in (("durable", bool, "True or False"), ("chain", bytes, "bytes")):
@@ -54,14 +54,14 @@ class TurnNode:
 
 
 class TurnOrigin(NamedTuple):
-    """What a placed turn was found to go on from in memory.
+    """What a placed turn was found to continue in memory.
 
     Attributes:
-      kind: "extended": its parent, which nothing had gone on from; "forked": its parent, or another choice of
-        the same call; "loaded": its parent was read from the history; "chunks": it has no parent, and begins
-        with the tokens of another turn of its owner; "new": nothing.
-      num_tokens: leading tokens of its context that somebody in memory has as well; whether their state is in
-        a tier or must be recomputed is told by `Usage`.
+      kind: "extended": its parent, which no turn had continued before; "forked": its parent, or another
+        choice of the same call; "loaded": its parent, read from the history; "chunks": it has no parent, and
+        begins with the tokens of another turn of its owner; "new": nothing.
+      num_tokens: number of leading context tokens that a turn in memory shares. `Usage` tells whether their
+        KV state is in a tier or must be recomputed.
     """
 
     kind: Literal["extended", "forked", "loaded", "chunks", "new"]
@@ -69,41 +69,41 @@ class TurnOrigin(NamedTuple):
 
 
 def check_turn_id(field: str, turn_id: object) -> None:
-    """Raise InvalidRequestError, naming `field`, unless it is the id of a turn."""
+    """Raise InvalidRequestError, naming `field`, unless `turn_id` is a valid id."""
     if not isinstance(turn_id, str) or not _TURN_ID.match(turn_id):
         raise InvalidRequestError(field, turn_id, "32 hexadecimal digits")
 
 
 def check_owner(owner: object) -> None:
-    """Raise InvalidRequestError unless turns can be this one's."""
+    """Raise InvalidRequestError unless `owner` is a valid owner of turns."""
     if not isinstance(owner, str) or not is_utf8(owner):
         raise InvalidRequestError("owner", owner, "a string that UTF-8 can hold")
 
 
 def root_of(turn_id: str) -> str:
-    """The part of a turn's id that all turns of its tree share."""
+    """Return the part of a turn's id that all turns of its tree share."""
     return turn_id[:_HALF]
 
 
 type RootFor = Callable[[int], str]
-"""Names the root of a tree that begins, whose first prompt has about so many tokens."""
+"""Returns the root of a new tree, given the approximate number of tokens in its first prompt."""
 
 
 def new_root(num_tokens: int = 0) -> str:
-    """Of a tree that begins, whatever its first prompt has: any name is as good as another."""
+    """Return a random root for a new tree; it does not depend on the prompt's length."""
     return secrets.token_hex(_HALF // 2)
 
 
 def root_of_digest(digest: bytes) -> str:
-    """Of a tree that begins as all that have this digest: one digest, one root."""
+    """Return the root of all trees with this digest."""
     return digest.hex()[:_HALF]
 
 
 def turn_id_under(root: str) -> str:
-    """The id of a turn that begins a tree, or goes on in it."""
+    """Return the id of a turn that begins or continues the tree of `root`."""
     return root + secrets.token_hex(_HALF // 2)
 
 
 def new_turn_id(parent_id: str | None = None) -> str:
-    """The id of a turn that goes on from `parent_id`, or begins a tree."""
+    """Return the id of a turn that continues `parent_id`, or begins a tree."""
     return turn_id_under(new_root() if parent_id is None else root_of(parent_id))

@@ -1,6 +1,6 @@
-"""Directories of the user who runs this.
+"""Directories of the current user.
 
-Owns: where files lie that can be made anew.
+Owns: the place of files that can be created again.
 Does not know: which files.
 """
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 
 def user_cache_dir() -> Path:
-    """Return the package's directory of caches, which may not exist yet.
+    """Return the package's cache directory, which may not exist yet.
 
-    Raises RuntimeError for a user without a home directory, unless XDG_CACHE_HOME is set.
+    Raises RuntimeError if the user has no home directory and XDG_CACHE_HOME is not set.
     """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pensieve_jax"

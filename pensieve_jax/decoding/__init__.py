@@ -1,1 +1,1 @@
-"""From a turn to sampled tokens: what every engine that decodes shares. Without jax, `device` apart."""
+"""From a turn to sampled tokens: code shared by every engine that decodes. Only `device` needs jax."""

@@ -1,7 +1,7 @@
-"""How the rows of a batch are sampled, as numpy: what goes to the device, and what comes back.
+"""How the rows of a batch are sampled, as numpy arrays: the device's input and output.
 
-Owns: the one packing of sampling parameters and a seed, the one rule of which rows need the sampler's cuts,
-and the arrays of a result.
+Owns: the packing of sampling parameters and a seed, the rule for which rows need the sampler's cuts, and the
+arrays of a result.
 Does not know: plans, requests, or how tokens are chosen (`decoding.device.sampler`).
 """
 
@@ -15,8 +15,8 @@ import numpy as np
 from pensieve_jax.core.sampling_params import SamplingParams, plan_columns
 
 COLUMNS: Final = plan_columns()
-"""The sampling fields that a device reads, by name: one word of a row each."""
-# How a request is sampled, field by field as `SamplingRows` has them, and whether it wants log probabilities.
+"""The sampling fields that a device reads, by name; each is one word of a row."""
+# A request's sampling fields in the order of `SamplingRows`, and whether it wants log-probabilities.
 SAMPLING: Final = np.dtype(
     [
         *((name, column.dtype) for name, column in COLUMNS.items()),
@@ -25,13 +25,13 @@ SAMPLING: Final = np.dtype(
     ]
 )
 SAMPLING_WORDS: Final = (*COLUMNS, "seed_low", "seed_high")
-"""The 32-bit words that a `SAMPLING` record begins with: all but `logprobs`."""
+"""The 32-bit words at the beginning of a `SAMPLING` record: all but `logprobs`."""
 
 
 class SamplingRows[A](NamedTuple):
-    """How each row is to be sampled. A is the kind of array: jax's or numpy's.
+    """How each row is sampled. A is the array type, of jax or numpy.
 
-    It begins with a field for each of `COLUMNS`, in their order.
+    The first fields are those of `COLUMNS`, in their order.
     """
 
     temperature: A  # f32[S]: 0 is greedy
@@ -43,10 +43,10 @@ class SamplingRows[A](NamedTuple):
 
 
 class SamplerMode(NamedTuple):
-    """What a batch needs beyond greedy choice; static, so that nobody pays for what no row asks.
+    """What a batch needs beyond greedy choice; static, so that a batch only computes what some row needs.
 
-    These are not traced conditions because a GPU conditional can make the host wait for the device to
-    reach it, and a dispatch must never wait. The mode changes no row's result, only what is computed.
+    These are not traced conditions, because a conditional on a GPU can make the host wait until the device
+    reaches it, and a dispatch must never wait. The mode does not change the result of a row.
 
     Attributes:
       draws: some row has a temperature above 0.
@@ -60,7 +60,7 @@ class SamplerMode(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What a step sampled, row by row.
+    """The samples of a step, row by row.
 
     `top_ids` and `top_logprobs` are undefined unless the mode had `top_logprobs`.
     """
@@ -72,14 +72,14 @@ class StepResult(NamedTuple):
 
 
 def pack_sampling(params: SamplingParams, seed: int) -> bytes:
-    """A `SAMPLING` record, made once a request: a step joins those of its rows into one array."""
+    """Return a `SAMPLING` record. It is made once per request; a step joins the records of its rows."""
     columns = [getattr(params, name) for name in COLUMNS]
     record = (*columns, (seed & 0xFFFFFFFF, seed >> 32), bool(params.logprobs))
     return np.array(record, SAMPLING).tobytes()
 
 
 def sampling_words(params: SamplingParams, seed: int) -> np.ndarray:
-    """Return the `SAMPLING_WORDS` of a record as i32[5], bit for bit."""
+    """Return the `SAMPLING_WORDS` of a record as i32[5], with the same bits."""
     return np.frombuffer(pack_sampling(params, seed), np.int32)[: len(SAMPLING_WORDS)]
 
 
@@ -92,9 +92,9 @@ def truncates(sampling: np.ndarray) -> np.ndarray: ...
 
 
 def truncates(sampling: Any) -> Any:
-    """Return whether a row needs the sampler's cuts: only a row that draws has a use for top-k or top-p.
+    """Return whether a row needs the sampler's cuts. Greedy rows do not use top-k or top-p.
 
-    Takes the parameters of one row, or `SAMPLING` records, one for each row.
+    `sampling` holds the parameters of one row, or `SAMPLING` records, one for each row.
     """
     read = sampling.__getitem__ if isinstance(sampling, np.ndarray) else functools.partial(getattr, sampling)
     temperature, top_k, top_p = map(read, ("temperature", "top_k", "top_p"))

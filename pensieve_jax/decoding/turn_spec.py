@@ -1,7 +1,7 @@
-"""A turn to submit, and what a model allows of it.
+"""A turn to submit, and the limits that a model sets for it.
 
-Owns: the fields of a turn, the limits of a model and a configuration, and the checks that need these alone;
-what needs no limits is checked by `SamplingParams` itself.
+Owns: the fields of a turn, the limits of a model and a configuration, and the checks that need only these.
+`SamplingParams` checks what needs no limits.
 Does not know: conversations, engines, or how a turn runs.
 """
 
@@ -25,13 +25,13 @@ class TurnSpec:
     """A turn to submit.
 
     Attributes:
-      prompt_token_ids: the NEW turn only.
-      params: how to sample.
+      prompt_token_ids: tokens of the NEW turn only.
+      params: sampling parameters.
       conversation_id: None for a one-off request.
-      messages: the chat messages that the prompt was rendered from, kept with the turn.
-      prefix: what the conversation begins with, before the prompt; on a first turn only.
-      node: where the turn stands in the tree of turns, from whoever places turns itself, without a
-        `conversation_id`; None: behind the last turn of its conversation.
+      messages: the chat messages that the prompt was rendered from, stored with the turn.
+      prefix: the beginning of the conversation, before the prompt; on a first turn only.
+      node: the turn's position in the tree of turns, given by callers that place turns themselves, without
+        a `conversation_id`. None: after the last turn of its conversation.
     """
 
     prompt_token_ids: Sequence[int]
@@ -49,12 +49,12 @@ class TurnSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What a model and a configuration allow of a turn.
+    """Limits that a model and a configuration set for a turn.
 
     Attributes:
-      vocab_size: token ids are below this.
-      max_context_tokens: history + prompt + reply.
-      eos_token_ids: the model's end-of-sequence ids.
+      vocab_size: upper bound of token ids, exclusive.
+      max_context_tokens: maximum of history + prompt + reply.
+      eos_token_ids: end-of-sequence ids of the model.
       max_logprobs, max_banned_ids: see `RunnerConfig`.
     """
 
@@ -68,9 +68,9 @@ class ModelLimits:
 def check_params(
     params: SamplingParams, limits: ModelLimits, tokenizer: Tokenizer | None, group: str = "runner."
 ) -> None:
-    """Raise InvalidRequestError or TokenizerMissingError for what this model cannot be asked for.
+    """Raise InvalidRequestError or TokenizerMissingError for parameters that this model cannot serve.
 
-    `group` is what the settings that hints name are part of.
+    `group` is the prefix of the settings named in hints.
     """
     if not isinstance(params, SamplingParams):
         raise InvalidRequestError("sampling_params", params, "SamplingParams")
@@ -100,13 +100,13 @@ def check_params(
 
 
 def check_token_ids(field: str, token_ids: Any, vocab_size: int) -> None:
-    """Raise InvalidRequestError unless there is a token, and all are of the vocabulary."""
+    """Raise InvalidRequestError unless there is at least one token and all are in the vocabulary."""
     is_array = isinstance(token_ids, np.ndarray) and token_ids.ndim > 0
     if not is_array and not isinstance(token_ids, Sequence):
         raise InvalidRequestError(field, token_ids, "a list of token ids")
     if len(token_ids) == 0:
         raise InvalidRequestError(field, token_ids, "at least one token")
-    # Most often nothing is wrong, and there may be a million of them.
+    # Fast path: usually all ids are valid, and there may be a million of them.
     if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
         return
     for position, token_id in enumerate(token_ids):

@@ -1,1 +1,1 @@
-"""Steps on JAX devices: everything behind `engine.runner.Runner` and `engine.transfers.Transfers`."""
+"""Steps on JAX devices: the implementation of `engine.runner.Runner` and `engine.transfers.Transfers`."""

@@ -1,7 +1,8 @@
-"""Steps that recompute chunks, and how long they take: the measurement behind a cost profile.
+"""Steps that recompute chunks, and their durations: the measurement behind a cost profile.
 
-Owns: which rows such steps have, their attention by itself, and the order of measurements.
+Owns: the rows of these steps, the measurement of their attention alone, and the order of measurements.
 Does not know: flags, files, or what a cost is used for.
+Called by: `commands.profile`.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ _HEADS = PartitionSpec(None, TENSOR_AXIS, None)
 def attend_all_layers(
     pools: Sequence[jax.Array], q: jax.Array, rows: Sequence[jax.Array], *, spec: TileSpec, mesh: Mesh
 ) -> jax.Array:
-    """The attention of every layer for one step's rows and tiles.
+    """Run the attention of every layer for one step's rows and tiles.
 
-    What one layer answers is what the next is asked, or the compiler would leave out all but the last.
+    Each layer's output is the next layer's query; otherwise the compiler would drop all layers but the last.
     """
 
     def one_shard(pools: Sequence[jax.Array], q: jax.Array, rows: Sequence[jax.Array]) -> jax.Array:
@@ -61,7 +62,7 @@ class ChunkSteps:
     """
 
     def __init__(self, model: ModelConfig, config: EngineConfig, runner: ModelRunner, mesh: Mesh) -> None:
-        """Random tokens in scattered pages."""
+        """Create sequences of random tokens in scattered pages."""
         self._model, self._runner, self._mesh = model, runner, mesh
         self._chunk_tokens = config.cache.chunk_tokens
         self._dtype = runner.dtype
@@ -70,11 +71,11 @@ class ChunkSteps:
         self.rows = RowSteps(config, runner, model.vocab_size, config.scheduler.max_num_running)
 
     def plan(self, num_chunks: int, end: int) -> StepPlan:
-        """The step that recomputes the chunk that ends at `end` of the first `num_chunks` sequences."""
+        """Return a step that recomputes the chunk ending at `end` for the first `num_chunks` sequences."""
         return self.rows.plan([StepRow(i, end - self._chunk_tokens, end) for i in range(num_chunks)])
 
     def attention(self, plan: StepPlan) -> Timed:
-        """The attention of all its layers for random queries, by itself, over the pools as they are."""
+        """Return the attention of all layers of `plan` alone, for random queries over the current pools."""
         num_tokens = plan.layout.num_tokens
         shape = (num_tokens, self._model.num_heads, self._model.head_dim)
         values = np.random.default_rng(0).standard_normal(shape, np.float32)
@@ -84,21 +85,21 @@ class ChunkSteps:
         spec, mesh = self._specs[num_tokens], self._mesh
 
         def launch() -> jax.Array:
-            # Every step replaces the pools, so they are looked up each time.
+            # Every step replaces the pools, so look them up at each launch.
             return attend_all_layers(self._runner.pools, q, rows, spec=spec, mesh=mesh)
 
         return Timed(launch, jax.block_until_ready)
 
 
 class Sampling(NamedTuple):
-    """How many samples are taken, and how long one should be."""
+    """The number of samples and the target duration of each."""
 
     repeats: int
     sample_s: float
 
 
 class Measured(NamedTuple):
-    """Of one step at one context length: medians, for the whole step, and how far samples spread."""
+    """Medians for one step at one context length, and the spread of its samples."""
 
     context_len: int
     attention_s: float
@@ -113,10 +114,19 @@ def measure(
     lengths: Sequence[int],
     progress: Callable[[int, int, str], None],
 ) -> list[list[Measured]]:
-    """One for each context length, of which `lengths` ascend from one chunk, for each number of chunks.
+    """Measure one step per number of chunks and context length.
 
-    Everything is sampled in rounds (see `sample_rounds`), and the first round is thrown away.
-    `progress` takes (number done, number in all, what was done).
+    Everything is sampled in rounds (see `sample_rounds`); the first round is discarded.
+
+    Args:
+      steps: the sequences and their steps.
+      sampling: number and duration of samples.
+      num_chunks: the numbers of chunks to recompute in a step.
+      lengths: context lengths, ascending from one chunk.
+      progress: called with (number done, total number, what was done).
+
+    Returns:
+      For each number of chunks, one result per context length.
     """
     chunk, longest = lengths[0], lengths[-1]
     num_steps, num_rounds = longest // chunk, sampling.repeats + 1

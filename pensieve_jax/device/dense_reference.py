@@ -1,10 +1,10 @@
-"""What a turn should have been: the model over one whole sequence, with no pages, scheduler or kernel.
+"""The dense reference of a turn: the model over one whole sequence, without pages, scheduler or kernels.
 
-Owns: the replay of a turn by teacher forcing. Greedy and seeded random choice are functions of the logits
-alone, so if every emitted token is the choice over the logits of the sequence before it, free-running dense
-generation would have emitted the same tokens; one forward pass proves a whole turn.
-Does not know: the engine, the cache, or how the tokens came about. It shares the sampler and the model's
-layers with the engine, and nothing else.
+Owns: the replay of a turn by teacher forcing. Greedy and seeded random choices depend on the logits only. So
+if every emitted token is the choice over the logits of the sequence before it, free-running dense generation
+would have emitted the same tokens. One forward pass proves a whole turn.
+Does not know: the engine, the cache, or how the tokens were produced. It shares only the sampler and the
+model's layers with the engine.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from pensieve_jax.decoding.sampling_rows import COLUMNS, SamplerMode, SamplingRo
 
 _MIN_PADDED = 16
 MIN_MARGIN: Final = 1e-3
-"""How far rounding may put two logits in float32 apart: which of two choices that are closer is best, and
-whether an id that is so close to being cut is, is a matter of rounding."""
+"""The largest difference between two float32 logits that rounding can explain. Which of two closer choices is
+best, and whether an id this close to a cutoff is cut, depends on rounding."""
 
 
 class Replay(NamedTuple):
     """A turn by the dense reference; n is the number of tokens that the engine emitted.
 
-    `margins` are differences between the best and the second-best choice, in units of logits (a random
-    row's, noise included): where one is below the numerical noise, either choice is right. How close an id
-    is to being cut is no part of them, but it is of what is possible.
+    `margins` are differences between the best and the second-best choice, in units of logits (with the noise
+    of a sampled row). Where a margin is below the numerical noise, either choice is right. `margins` ignore
+    how close an id is to a cutoff; `possible` considers it.
     """
 
-    token_ids: np.ndarray  # i32[n]: what had to be emitted, given the emitted tokens before it
-    possible: np.ndarray  # bool[n]: whether what was emitted is that, but for rounding
+    token_ids: np.ndarray  # i32[n]: the expected token, given the emitted tokens before it
+    possible: np.ndarray  # bool[n]: whether the emitted token is the expected one up to rounding
     margins: np.ndarray  # f32[n]
-    logprobs: np.ndarray  # f32[n]: of the emitted tokens, without temperature, cuts or bans
+    logprobs: np.ndarray  # f32[n]: of the emitted tokens, without temperature, cutoffs or bans
 
 
 class DenseReference:
-    """The oracle for one model."""
+    """A reference oracle for one model."""
 
     def __init__(
         self,
@@ -62,11 +62,12 @@ class DenseReference:
         """Share the arrays of `model`.
 
         Args:
-          model: with its arrays on any mesh; `model.config` says what it is.
+          model: the model with its arrays on any mesh and its configuration in `model.config`.
           min_padded_tokens: shorter sequences are padded to this length. Sequences are padded to powers of
-            two; a large model compiles for long, and one shape for everything may then be cheaper.
-          min_padded_outputs: so many tokens are judged at least, for the same reason.
-          kv_dtype: as of `CacheConfig`: of an engine that stores KV state so, each token's by itself.
+            two. Since large models compile slowly, one shape for everything may be cheaper.
+          min_padded_outputs: minimum number of outputs to judge, for the same reason.
+          kv_dtype: as in `CacheConfig`, for an engine that stores KV state in this format; each token is
+            quantized by itself.
         """
         self._config: ModelConfig = model.config
         self._min_padded_tokens, self._min_padded_outputs = min_padded_tokens, min_padded_outputs
@@ -74,7 +75,7 @@ class DenseReference:
         self._structure, self._leaves = ModelStructure.split(model)
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
-        """f32[len, V]: what the model says after each token of one sequence.
+        """Return f32[len, V], the logits after each token of one sequence.
 
         Raises:
           ContextLengthError: the sequence exceeds the model's positions.
@@ -82,19 +83,21 @@ class DenseReference:
         return np.asarray(self._logits(token_ids, np.arange(len(token_ids))))[: len(token_ids)]
 
     def gap(self, one: Sequence[int], other: Sequence[int]) -> float:
-        """How far from the best choice are the first tokens in which two greedy sequences differ.
+        """Return how far the first differing tokens of two greedy sequences are from the best choice.
 
-        Both were chosen after the same tokens, so the gap of a tie, which rounding decides, is below
-        `MIN_MARGIN`. In units of logits; infinite if one of the sequences only goes on where the other ends.
+        Both were chosen after the same tokens, so in a tie, which rounding decides, the gap is below
+        `MIN_MARGIN`. The unit is logits. The gap is infinite if one sequence is a prefix of the other.
 
         Raises:
-          ContextLengthError: what they have in common exceeds the model's positions.
-          ValueError: they are equal, or differ in the first token, before which there is nothing.
+          ContextLengthError: their common prefix exceeds the model's positions.
+          ValueError: they are equal, or differ in the first token, which has no token before it.
         """
         pairs = enumerate(zip(one, other, strict=False))
         place = next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
         if not place or place == len(one) == len(other):
-            raise ValueError(f"two sequences differ at token {place} of {len(one)}: there is no choice there")
+            raise ValueError(
+                f"two sequences differ at token {place} of {len(one)}; no choice can be compared there"
+            )
         if place in (len(one), len(other)):
             return math.inf
         logits = self.logits(one[:place])[-1]
@@ -110,23 +113,23 @@ class DenseReference:
         *,
         margin: float = MIN_MARGIN,
     ) -> Replay:
-        """Replay one turn from the tokens before it, its prompt and what was emitted.
+        """Replay one turn from the tokens before it, its prompt and the emitted tokens.
 
         Args:
-          history_ids: every token of the turns before.
-          prompt_ids: of this turn; not empty unless there is history.
-          output_ids: the emitted tokens, an end-of-sequence or stop id included.
-          params: of this turn.
-          seed: the one the turn ran with; not read if greedy.
-          margin: by which two logits may be off against each other, for what is possible.
+          history_ids: all tokens of the earlier turns.
+          prompt_ids: the prompt of this turn; not empty unless there is history.
+          output_ids: the emitted tokens, including an end-of-sequence or stop id.
+          params: sampling parameters of this turn.
+          seed: the seed that the turn ran with; ignored if greedy.
+          margin: the rounding error between two logits that `possible` tolerates.
 
         Raises:
-          ContextLengthError: the whole exceeds the model's positions.
+          ContextLengthError: the whole sequence exceeds the model's positions.
         """
         context_ids = [*history_ids, *prompt_ids]
         num_outputs = len(output_ids)
         positions = len(context_ids) + np.arange(num_outputs)
-        # The last emitted token decides nothing, so it is no input.
+        # No choice follows the last emitted token, so it is not an input.
         logits = self._logits([*context_ids, *output_ids][:-1], positions - 1)
         num_padded = logits.shape[0]
         rows = turn_rows(params, seed, _padded(positions, num_padded), self._config.eos_token_ids)
@@ -140,7 +143,7 @@ class DenseReference:
         return Replay(token_ids, possible, margins, logprobs)
 
     def _logits(self, token_ids: Sequence[int], wanted: np.ndarray) -> jax.Array:
-        """f32[W, V] after the tokens at the indices `wanted`; W is padded to a power of two."""
+        """Return f32[W, V], the logits after the tokens at `wanted`; W is padded to a power of two."""
         limit = self._config.max_position_embeddings
         if len(token_ids) > limit:
             raise ContextLengthError("token_ids", f"{len(token_ids)} tokens", f"at most {limit} tokens")
@@ -154,7 +157,7 @@ class DenseReference:
 def turn_rows(
     params: SamplingParams, seed: int, positions: np.ndarray, eos_token_ids: Sequence[int]
 ) -> SamplingRows[np.ndarray]:
-    """Sampler rows (numpy) for the tokens at these absolute positions of one turn, its ending ids banned."""
+    """Return sampler rows (numpy) for these absolute positions of one turn, with its ending ids banned."""
     num_rows = len(positions)
     ending_ids = np.array(params.ending_ids(eos_token_ids), np.int32)
     return SamplingRows(
@@ -174,7 +177,7 @@ def _dense_logits(
     structure: ModelStructure,
     kv_dtype: str | None,
 ) -> jax.Array:
-    """f32[W, V]; tokens past the end are padding, which causality keeps from mattering."""
+    """Return f32[W, V]; tokens past the end are padding, which causal attention ignores."""
     model = structure.merge(leaves)
     hidden = model(token_ids, jnp.arange(token_ids.shape[0], dtype=jnp.int32), DenseAttention(kv_dtype))
     return model.compute_logits(hidden[wanted])
@@ -189,7 +192,7 @@ def _judge(
     *,
     mode: SamplerMode,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """i32[W] choices, bool[W] possible ones, f32[W] margins, f32[W] log-probabilities of the emitted ids."""
+    """Return i32[W] choices, bool[W] possible, f32[W] margins and f32[W] log-probabilities of emitted ids."""
     best, token_ids = lax.top_k(sampler.decision_scores(logits, rows, mode=mode), 2)
     possible = sampler.possible_choices(logits, rows, mode=mode, margin=margin)
     of_emitted = functools.partial(jnp.take_along_axis, indices=emitted[:, None], axis=-1)
@@ -198,10 +201,10 @@ def _judge(
 
 
 def _padded_len(length: int) -> int:
-    """The next power of two, so that few shapes are compiled."""
+    """Return the next power of two, so that few shapes are compiled."""
     return max(_MIN_PADDED, 1 << (length - 1).bit_length())
 
 
 def _padded(values: np.ndarray, length: int) -> np.ndarray:
-    """`values` with zeros up to `length`."""
+    """Return `values` padded with zeros to `length`."""
     return np.pad(values, (0, length - len(values)))

@@ -1,6 +1,6 @@
-"""The memory by which devices add up their partial sums themselves, where they do.
+"""The memory through which devices add up their partial sums, where the compiler does not.
 
-Owns: when the memory is made anew. Does not know: kernels, steps or pools.
+Owns: when this memory is allocated again. Does not know: kernels, steps or pools.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from pensieve_jax.runtime.errors import step_failed
 
 
 class Exchange:
-    """Of the devices of one mesh.
+    """Exchange memory of the devices of one mesh.
 
     Attributes:
-      sums: what programs are made with; None: the compiler adds up, and nothing else here does anything.
+      sums: the sum specification that programs are compiled with. If None, the compiler adds up, and this
+        object does nothing.
     """
 
     def __init__(self, choice: BackendChoice | None, model: ModelConfig, dtype: Any, mesh: Mesh) -> None:
-        """Make the memory, if there is a choice, and it is not the compiler."""
+        """Allocate the memory if `choice` is a kernel of this project, not XLA."""
         self._memory: ExchangeMemory | None = None
         self.sums: SumSpec | None = None
         if choice is None or choice.name == "xla":
@@ -36,23 +37,23 @@ class Exchange:
 
     @property
     def arrays(self) -> tuple[jax.Array, ...]:
-        """The table, for the layers, and the words, for the sampler; or nothing."""
+        """The table (for the layers) and the words (for the sampler), or ()."""
         return () if self._memory is None else (self._memory.table, self._memory.words)
 
     def begin(self) -> None:
-        """Let devices wait for each other, now that all have loaded all programs."""
+        """Let devices wait for each other from now on: all of them have loaded all programs."""
         self._is_alone = False
         self.renew()
 
     def renew(self) -> None:
-        """New memory: a step that failed may have left devices at different places.
+        """Allocate new memory; after a failed step, the devices' counters in the old one may differ.
 
         Raises:
-          StepFailedError: a device has none for it.
+          StepFailedError: a device has no memory for it.
         """
         if self._memory is None:
             return
         try:
             self._memory.renew(alone=self._is_alone)
         except jax.errors.JaxRuntimeError as error:
-            raise step_failed("new memory for exchanges could not be made", error) from error
+            raise step_failed("new memory for exchanges could not be allocated", error) from error

@@ -1,8 +1,8 @@
-"""Which implementation of each kernel a runner's programs call, and why.
+"""The implementation of each kernel that a runner's programs call, and the reason for it.
 
-Owns: the refusal of a back end that is named and cannot serve a model here, and the reasons in words.
-Does not know: what a kernel computes, or how the kernel packages choose; it asks them as programs do that are
-traced.
+Owns: the refusal of a selected back end that cannot serve the model on these devices, and the texts of the
+reasons.
+Does not know: what a kernel computes, or how the kernel packages choose; it asks them as traced programs do.
 """
 
 from __future__ import annotations
@@ -32,22 +32,21 @@ _SUM_FIELD = "runner.all_reduce"
 
 
 class KernelChoices(NamedTuple):
-    """What is called for each kernel of a step and of the copies between the tiers."""
+    """The chosen back end of each kernel in a step and in copies between the tiers."""
 
     attention: BackendChoice
     residual_norm: BackendChoice
-    decode_matmul: BackendChoice  # XLA also where this one does not serve a projection
-    all_reduce: BackendChoice | None  # None for one device; XLA also where this one does not serve a sum
+    decode_matmul: BackendChoice  # XLA serves the projections that this back end does not
+    all_reduce: BackendChoice | None  # None for one device; XLA serves the sums that this back end does not
     sampling_cutoff: BackendChoice
     page_copy: BackendChoice | None  # None without a host tier
 
 
 def choose_kernels(model: ModelConfig, config: EngineConfig, dtype: np.dtype, mesh: Mesh) -> KernelChoices:
-    """The choices for a model on one mesh.
+    """Return the choices for a model on one mesh.
 
     Raises:
-      ConfigError: a back end that was asked for does not run on the mesh's devices, or does not serve this
-        model.
+      ConfigError: a selected back end does not run on the mesh's devices, or does not serve this model.
     """
     device, num_shards = mesh.devices.flat[0], mesh.devices.size
     cache = config.cache
@@ -69,7 +68,7 @@ def choose_kernels(model: ModelConfig, config: EngineConfig, dtype: np.dtype, me
 def _attention_choice(
     model: ModelConfig, config: EngineConfig, dtype: np.dtype, device: jax.Device, num_shards: int
 ) -> BackendChoice:
-    """The attention back end for heads of one of `num_shards`."""
+    """Return the attention back end for the heads of one of `num_shards` shards."""
     backend = config.runner.attention_backend
     if (limit := device_limit(backend, device)) is not None:
         raise ConfigError(_BACKEND_FIELD, backend, "'auto' or 'xla' on this device", limit)
@@ -94,7 +93,7 @@ def _matmul_choice(
     num_shards: int,
     sums: BackendChoice | None,
 ) -> BackendChoice:
-    """Of products of few rows with weights, where they serve."""
+    """Return the back end that multiplies small batches with weights, where it serves the projection."""
     if config.runner.decode_matmul == "xla":
         return BackendChoice("xla", "named in runner.decode_matmul")
     limit = decode_matmul.device_limit(device)
@@ -103,8 +102,8 @@ def _matmul_choice(
         limit = f"pallas_mosaic_gpu multiplies bfloat16, not {dtype}"
     elif limit is None and not _has_served_projection(model, dtype, num_shards, has_own_sums):
         limit = (
-            "pallas_mosaic_gpu serves none of this model's projections: by their sizes, or for a bias behind "
-            "the compiler's sum over devices"
+            "pallas_mosaic_gpu serves none of this model's projections: their sizes do not fit, or they have "
+            "a bias after the compiler's sum over devices"
         )
     if limit is not None:
         return BackendChoice("xla", limit)
@@ -115,15 +114,15 @@ def _matmul_choice(
 def _sum_choice(
     model: ModelConfig, config: EngineConfig, dtype: np.dtype, devices: list[jax.Device]
 ) -> BackendChoice:
-    """Of sums over devices, where they serve."""
+    """Return the back end of sums over devices, where it serves the sum."""
     asked = config.runner.all_reduce
     if asked == "xla":
         return BackendChoice("xla", f"named in {_SUM_FIELD}")
     limit = all_reduce.devices_limit(devices)
     if limit is None and not all_reduce.serves(1, model.hidden_size, dtype, len(devices)):
         limit = (
-            f"jax_triton adds up rows of a multiple of 8 elements and at most {all_reduce.MAX_ROW_BYTES} "
-            f"bytes, of at most {all_reduce.MAX_DEVICES} devices"
+            f"jax_triton adds up rows of a multiple of 8 elements, of at most {all_reduce.MAX_ROW_BYTES} "
+            f"bytes, on at most {all_reduce.MAX_DEVICES} devices"
         )
     if limit is None:
         return BackendChoice(
@@ -135,9 +134,10 @@ def _sum_choice(
 
 
 def _has_served_projection(model: ModelConfig, dtype: np.dtype, num_shards: int, has_own_sums: bool) -> bool:
-    """Whether the kernel multiplies a device's part of any of a layer's weights, in the smallest step.
+    """Return whether the kernel serves a device's part of any weight of a layer, in the smallest step.
 
-    A bias is not served behind the compiler's sum over devices; with one a gated product is a plain one.
+    The kernel does not serve a bias after the compiler's sum over devices. With a bias, a gated product is
+    computed as a plain one.
     """
     hidden, wide = model.hidden_size, model.intermediate_size // num_shards
     heads = model.num_heads // num_shards * model.head_dim
@@ -155,7 +155,7 @@ def _has_served_projection(model: ModelConfig, dtype: np.dtype, num_shards: int,
 
 
 def _explained(name: str, served: str, device: jax.Device) -> BackendChoice:
-    """A choice between the Triton kernel and XLA, in words."""
+    """Return the choice between the Triton kernel and XLA with its reason."""
     if name != "xla":
         return BackendChoice(name, f"the fastest that serves {served} on {device.device_kind}")
     limit = triton_device_limit(device)

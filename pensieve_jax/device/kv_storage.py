@@ -1,15 +1,15 @@
 """KV state in memory: pages of the device's pools, chunks of host memory, and the pools themselves.
 
-Owns: the shape, dtype and placement of both, whether chunks are packed, the groups of layers they are cut
-into, and which arrays are the pools now: the one mutable place for KV state on the device. Steps and page
-copies take a group's pools, donate them, and put the updated ones back; whoever runs next takes those, so
-program order is the order of calls.
-Does not know: which page holds what (the cache manager does), or how attention reads one.
+Owns: shape, dtype and placement of pages and chunks, whether chunks are packed, the groups of layers that
+they are split into, and the current pool arrays. These arrays are the only mutable place for KV state on the
+device. Steps and page copies take a group's pools, donate them, and store the updated ones for the next
+program, so program order is call order.
+Does not know: which page holds which chunk (the cache manager does), or how attention reads a page.
 
-Pools are separate arrays, one per layer, because each is updated in place by its layer's KV write; a page
-has the same index in all of them. Page 0 is a dummy on top of the pages that the cache manages. Outside the
-pools a chunk is one array per group of layers, since small copies are slow ones. A packed chunk is bytes, of
-fewer rows and otherwise like others.
+There is one pool array per layer, because each layer's KV write updates its pool in place; a page has the
+same index in all of them. Page 0 is a dummy, in addition to the pages that the cache manages. Outside the
+pools a chunk is one array per group of layers, since small copies are slow. A packed chunk is an array of
+bytes with fewer rows; it is handled like any other chunk.
 """
 
 from __future__ import annotations
@@ -36,41 +36,41 @@ _NUM_DUMMY_PAGES = 1
 
 
 class KVStorage:
-    """Shape and placement of a model's pools, and the factory of new ones.
+    """Shape and placement of a model's pools, and the factory of new pools.
 
     Attributes:
-      shape: (num_pages, rows, 2 * num_kv_heads, head_dim) of every pool, the dummy page included; a page's
-        rows are its tokens', and with a `kv_dtype` those of their scales.
-      dtype: of the pools; the model's, or bytes.
-      kv_dtype: what pages are stored as; None: the model's dtype.
-      packing: how chunks are packed outside the pools; None: they are as pages are.
-      page_size: tokens of a page.
-      sharding: of pools, and of chunks on the device: split by KV head over the mesh axis "tp".
+      shape: (num_pages, rows, 2 * num_kv_heads, head_dim) of every pool, including the dummy page; the rows
+        of a page are its tokens and, with a `kv_dtype`, the rows that hold their scales.
+      dtype: dtype of the pools: the model's, or bytes.
+      kv_dtype: storage format of pages; None is the model's dtype.
+      packing: packing of chunks outside the pools; None means that they have the format of pages.
+      page_size: tokens per page.
+      sharding: sharding of pools, and of chunks on the device: by KV head over the mesh axis "tp".
       host_sharding: the same split in pinned host memory.
       groups: the layers of every group, in order.
-      chunk_dtype: of chunks outside the pools; the pools', or bytes.
+      chunk_dtype: dtype of chunks outside the pools: the pools', or bytes.
     """
 
     def __init__(
         self, model: ModelConfig, cache: CacheConfig, dtype: jnp.dtype, mesh: Mesh, num_layer_groups: int = 1
     ) -> None:
-        """Compile the making of empty pools, so that a reset compiles nothing.
+        """Compile the program that makes empty pools, so that a reset compiles nothing.
 
         Args:
-          model: its layers and KV heads.
-          cache: numbers and sizes of pages.
-          dtype: the model's.
-          mesh: one axis, "tp".
-          num_layer_groups: at most the model's layers; more are as many.
+          model: the model configuration, for layers and KV heads.
+          cache: the cache configuration, for number and size of pages.
+          dtype: dtype of the model.
+          mesh: mesh with one axis, "tp".
+          num_layer_groups: number of groups; values above the number of layers are reduced to it.
 
         Raises:
           ConfigError: a token's slot in the pool would exceed 32 bits, or `check_addresses` or `host_packing`
-            refuses it.
+            refuses the configuration.
         """
         max_num_pages = np.iinfo(np.int32).max // cache.chunk_tokens - _NUM_DUMMY_PAGES
         if cache.gpu_pages > max_num_pages:
             limit = (
-                f"at most {max_num_pages}, since slots of {cache.chunk_tokens} a page are numbered in 32 bits"
+                f"at most {max_num_pages}, since slots ({cache.chunk_tokens} a page) are numbered in 32 bits"
             )
             raise ConfigError("cache.gpu_pages", cache.gpu_pages, limit)
         check_addresses(model, cache, mesh.devices.size)
@@ -100,32 +100,32 @@ class KVStorage:
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes per device of one chunk outside the pools: what it takes in transit."""
+        """Bytes per device of one chunk outside the pools, which is what a chunk in transit takes."""
         return self.slot_bytes // self.sharding.mesh.devices.size
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one chunk outside the pools, over all layers and all devices: what a host slot takes."""
+        """Bytes of one chunk outside the pools, over all layers and devices: the size of a host slot."""
         shapes = [self.chunk_shape(group) for group in range(len(self.groups))]
         return sum(map(math.prod, shapes)) * self.chunk_dtype.itemsize
 
     def chunk_shape(self, group: int) -> tuple[int, ...]:
-        """(layers of the group, rows of a page or of a packed one, 2 * num_kv_heads, head_dim)."""
+        """Return (layers of the group, rows of a page or packed page, 2 * num_kv_heads, head_dim)."""
         num_rows = self.shape[1] if self.packing is None else self.packing.num_rows
         return (len(self.groups[group]), num_rows, *self.shape[2:])
 
     @property
     def padding_slot(self) -> int:
-        """The write slot of a padded token: just past the pool, so that its write is dropped."""
+        """The write slot of a padding token: just past the pool, so that its write is dropped."""
         return self.num_pages * self.page_size
 
     def new_pools(self) -> list[jax.Array]:
-        """Pools of zeros, one per layer, made on the device."""
+        """Return pools of zeros, one per layer, made on the device."""
         return self._make()
 
 
 class DevicePools:
-    """Pools by group of layers.
+    """The pools, by group of layers.
 
     Attributes:
       groups: the pools of every group's layers, as the last dispatched program leaves them.
@@ -137,38 +137,38 @@ class DevicePools:
         self.groups: list[list[jax.Array]] = []
 
     def reset(self) -> None:
-        """New, empty pools; the arrays that were pools until now are deleted, whoever still refers to them.
+        """Allocate new, empty pools. The old pool arrays are deleted, even if other code refers to them.
 
         Raises:
           StepFailedError: the device has no memory for them.
         """
-        # First, since two sets may not fit. To forget them would not do: the traceback of what is being
-        # handled, a failed step or Ctrl-C, has frames that refer to them. Those that were donated are deleted
-        # already, and memory that work in flight uses is freed when that has ended.
+        # Delete the old pools first, since two sets may not fit. Dropping the references is not enough: the
+        # traceback of the failed step or Ctrl-C being handled has frames that refer to them. Donated arrays
+        # are deleted already, and memory used by work in flight is freed when that work ends.
         try:
             for pool in self.by_layer:
                 pool.delete()
             self.groups = []
-            self.replace(self._storage.new_pools())  # before they are waited for: an interrupt may come
+            self.replace(self._storage.new_pools())  # store them before waiting: an interrupt may come
             jax.block_until_ready(self.groups)
         except jax.errors.JaxRuntimeError as error:
             raise step_failed("new pools could not be made on the device", error) from error
 
     def replace(self, pools: Sequence[jax.Array]) -> None:
-        """Take `pools`, one per layer, instead."""
+        """Use `pools`, one per layer, from now on."""
         self.groups = [[pools[layer] for layer in layers] for layers in self._storage.groups]
 
     @property
     def by_layer(self) -> list[jax.Array]:
-        """The pools, one per layer."""
+        """All pools, one per layer."""
         return [pool for group in self.groups for pool in group]
 
 
 def num_layer_groups_on(num_devices: int, given: int | None) -> int:
-    """`runner.num_layer_groups`, or what None stands for on so many devices.
+    """Return `runner.num_layer_groups`, or the default for `num_devices` devices where it is None.
 
-    Each device's part of each piece of a chunk is an array that the host makes, starts and ends, so that
-    pieces cost it more the more devices there are, while these share what they hide, a history's copy.
+    For every piece of a chunk, the host creates, starts and ends one array per device. So pieces cost more
+    host time with more devices, while the copy time that groups hide is divided among the devices.
     """
     if given is not None:
         return given
@@ -176,9 +176,9 @@ def num_layer_groups_on(num_devices: int, given: int | None) -> int:
 
 
 def layer_groups(num_layers: int, num_groups: int) -> tuple[range, ...]:
-    """`num_groups` runs of layers, or one per layer if there are fewer.
+    """Return `num_groups` runs of consecutive layers, or one per layer if there are fewer layers.
 
-    As equal as can be, and none shorter than the one before: nothing hides the copy of the first.
+    Sizes are as equal as possible and never decrease: nothing hides the copy of the first group.
     """
     num_groups = min(num_groups, num_layers)
     ends = [num_layers * i // num_groups for i in range(num_groups + 1)]
@@ -186,13 +186,13 @@ def layer_groups(num_layers: int, num_groups: int) -> tuple[range, ...]:
 
 
 def chunk_bytes(model: ModelConfig, chunk_tokens: int, dtype: jnp.dtype, kv_dtype: str | None = None) -> int:
-    """Bytes of a chunk's pages over all layers and devices, known before any pool is made."""
+    """Return the bytes of a chunk's pages over all layers and devices, before any pool is made."""
     per_layer = math.prod(page_shape(kv_dtype, chunk_tokens, model.num_kv_heads, model.head_dim))
     return model.num_layers * per_layer * page_dtype(kv_dtype, dtype).itemsize
 
 
 def slot_bytes(model: ModelConfig, cache: CacheConfig, dtype: jnp.dtype) -> int:
-    """Bytes of a host slot over all layers and devices; raises ConfigError as of `host_packing`."""
+    """Return the bytes of a host slot over all layers and devices; raise ConfigError as `host_packing`."""
     packing = host_packing(model, cache, dtype)
     if packing is None:
         return chunk_bytes(model, cache.chunk_tokens, dtype, cache.kv_dtype)
@@ -200,10 +200,10 @@ def slot_bytes(model: ModelConfig, cache: CacheConfig, dtype: jnp.dtype) -> int:
 
 
 def host_packing(model: ModelConfig, cache: CacheConfig, dtype: jnp.dtype) -> PackedTile | None:
-    """How chunks are packed outside the pools; None: not at all.
+    """Return how chunks are packed outside the pools; None if they are not.
 
     Raises:
-      ConfigError: names `cache.pack_host`, which asks for what state of this model has no form of.
+      ConfigError: `cache.pack_host` is True, but this model's KV state has no packed form.
     """
     limit = _packing_limit(model, cache, dtype)
     if limit is None:
@@ -214,7 +214,7 @@ def host_packing(model: ModelConfig, cache: CacheConfig, dtype: jnp.dtype) -> Pa
 
 
 def packing_reason(model: ModelConfig, cache: CacheConfig, dtype: jnp.dtype) -> str:
-    """Why chunks are packed outside the pools, or why they are not, in words."""
+    """Return, as text, why chunks are or are not packed outside the pools."""
     limit = _packing_limit(model, cache, dtype)
     if limit is not None:
         return f"off: {limit}"
@@ -222,37 +222,38 @@ def packing_reason(model: ModelConfig, cache: CacheConfig, dtype: jnp.dtype) -> 
         return "off: cache.pack_host is False"
     tile = packed_tile(cache.chunk_tokens, model.head_dim)
     assert tile is not None
-    return f"on: {tile.share:.1%} of the bytes of bfloat16, every bit kept"
+    return f"on: {tile.share:.1%} of the bytes of bfloat16, lossless"
 
 
 def _packing_limit(model: ModelConfig, cache: CacheConfig, dtype: jnp.dtype) -> str | None:
-    """Why state has no packed form, if it has none."""
+    """Return why the KV state has no packed form, or None if it has one."""
     if cache.kv_dtype is not None:
         return f"{cache.kv_dtype} is not packed, only bfloat16 is"
     if dtype != jnp.bfloat16:
         return f"{jnp.dtype(dtype).name} is not packed, only bfloat16 is"
     if packed_tile(cache.chunk_tokens, model.head_dim) is None:
-        return f"heads of {model.head_dim} are odd, or too small to gain by it"
+        return f"a head of {model.head_dim} elements is odd, or too small to save bytes"
     return None
 
 
 def check_addresses(model: ModelConfig, cache: CacheConfig, num_devices: int) -> None:
-    """Refuse pools that kernels cannot address: of bytes, from 2 GiB to 4 GiB a layer and device.
+    """Refuse byte pools that kernels cannot address: from 2 GiB to 4 GiB per layer and device.
 
-    Pallas' Triton back end takes offsets of 64 bits for arrays of more than 2**32 bytes, and else signed ones
-    of 32, which count numbers: enough where a number has two bytes, and half of it where it has one.
+    Pallas' Triton back end uses 64-bit offsets for arrays of more than 2**32 bytes. For others it uses signed
+    32-bit offsets, which count elements. These suffice for elements of two bytes, but address only 2 GiB of
+    one-byte elements.
 
     Raises:
-      ConfigError: names `cache.gpu_pages`.
+      ConfigError: `cache.gpu_pages` is in that range.
     """
     most = most_byte_pages(model, cache, num_devices)
     if cache.gpu_pages > most:
-        limit = f"at most {most:,}, 2 GiB of a layer, or over twice as many, with {cache.kv_dtype} state"
+        limit = f"at most {most:,} (2 GiB per layer), or over twice as many, with {cache.kv_dtype} state"
         raise ConfigError("cache.gpu_pages", cache.gpu_pages, limit, "or raise runner.tensor_parallel_size")
 
 
 def most_byte_pages(model: ModelConfig, cache: CacheConfig, num_devices: int) -> int:
-    """`cache.gpu_pages`, or the most below that kernels can address; see `check_addresses`."""
+    """Return `cache.gpu_pages`, reduced to what kernels can address; see `check_addresses`."""
     if cache.kv_dtype is None:
         return cache.gpu_pages
     page = page_shape(cache.kv_dtype, cache.chunk_tokens, model.num_kv_heads // num_devices, model.head_dim)
@@ -264,7 +265,7 @@ def most_byte_pages(model: ModelConfig, cache: CacheConfig, num_devices: int) ->
 
 
 def read_page(pools: Sequence[jax.Array], page: int) -> np.ndarray:
-    """[num_layers, rows of a page, 2 * num_kv_heads, head_dim]: the host's view of one page, for tests."""
+    """Return one page as [num_layers, rows of a page, 2 * num_kv_heads, head_dim] on the host, for tests."""
     return np.stack([np.asarray(pool[page]) for pool in pools])
 
 

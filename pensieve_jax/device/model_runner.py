@@ -1,13 +1,14 @@
-"""The runner that executes steps with JAX, with executables that are compiled before serving.
+"""The runner that executes steps with JAX. It compiles all executables before serving.
 
-Owns: the pools and the transfers to and from them, the previous step's sampled ids (they never leave the
+Owns: the pools, the transfers to and from them, the ids sampled by the previous step (they never leave the
 device between steps), and the executables.
-Does not know: requests, conversations or which page holds what; a plan says everything.
+Does not know: requests, conversations, or which page holds which chunk; a plan contains all of that.
+Called by: the engine, through `engine.runner.Runner`, and measurements of steps.
 
-A step is one copy of the packed plan to the device, the bucket's embedding, its layers, group by group, and
-its logits, the sampler of the batch's mode, and one packed copy back that is started at once and awaited only
-by `fetch`.
-Right before a group, chunks that the step cannot do without are scattered into its pools.
+A step copies the packed plan to the device in one copy. It runs the bucket's embedding, the layers group by
+group, the logits, and the sampler of the batch's mode. One packed copy of the result back to the host starts
+at once; only `fetch` waits for it.
+Right before each group of layers, the chunks that the step waits for are scattered into the group's pools.
 """
 
 from __future__ import annotations
@@ -52,39 +53,40 @@ _log = logging.getLogger(__name__)
 
 
 class StepHandle(NamedTuple):
-    """A step in flight."""
+    """One step in flight."""
 
-    words: jax.Array  # i32[S * (2 + 2 * K) + 1], on its way to the host
+    words: jax.Array  # i32[S * (2 + 2 * K) + 1]; its copy to the host has started
     num_samples: int  # S
 
 
 class ModelRunner:
-    """Runs steps of one model on one mesh; see `Runner` for the protocol.
+    """A runner for steps of one model on one mesh; see `Runner` for the protocol.
 
     Attributes:
-      dtype: of the weights.
-      kernels: which implementations its programs call, and why.
-      weights_bytes: of the model's arrays, a device.
-      layouts: the plan layout of every bucket, by its number of tokens.
+      dtype: dtype of the weights.
+      kernels: the implementation of each kernel that the programs call, and the reason for the choice.
+      weights_bytes: bytes of the model's arrays, per device.
+      layouts: plan layout of each bucket, by the bucket's number of tokens.
       storage: shape and size of the pools.
-      device_pools: the pools, as the last dispatched program leaves them.
-      transfers: of chunks between the pools and host memory; without `cache.cpu_pages` it moves nothing.
+      device_pools: the pools as the last dispatched program leaves them.
+      transfers: transfers of chunks between the pools and host memory; idle without `cache.cpu_pages`.
     """
 
     def __init__(
         self, model: Model, config: EngineConfig, mesh: Mesh, *, given: CacheConfig | None = None
     ) -> None:
-        """Split the model and make the pools; nothing of a step is compiled before `warm_up`.
+        """Split the model and allocate the pools. `warm_up` compiles the steps later.
 
         Args:
-          model: with its arrays on `mesh`; `model.config` says what it is.
-          config: of the engine, `cache.cpu_bytes` already turned into pages.
-          mesh: one axis, "tp".
-          given: what `config.cache` was made of, a share of memory or bytes: refusals name that.
+          model: the model, with its arrays on `mesh` and its configuration in `model.config`.
+          config: engine configuration; `cache.cpu_bytes` is already converted to pages.
+          mesh: mesh with one axis, "tp".
+          given: the sizes (a memory fraction or bytes) that `config.cache` was derived from. Error messages
+            name them.
 
         Raises:
-          ConfigError: weights and pools exceed the device's memory, or `cache.cpu_pages` the machine's, a
-            limit exceeds the model's, or a back end that is named cannot serve this model on these devices.
+          ConfigError: weights and pools exceed the device's memory, `cache.cpu_pages` exceeds the machine's
+            memory, a limit exceeds the model's, or a selected back end cannot serve this model here.
         """
         self._compilations = CompilationCounter()
         model_config: ModelConfig = model.config
@@ -122,7 +124,7 @@ class ModelRunner:
         self._budget.check()
         self._executables = StepExecutables({}, {}, {}, {})
         self._next_step_id: int | None = None
-        self._launched: jax.Array | None = None  # what the step before comes to
+        self._launched: jax.Array | None = None  # the result of the previous step
         self._last_words: deque[jax.Array] = deque(maxlen=1)
         weakref.finalize(self, _await_copies, self._last_words)
         try:
@@ -131,7 +133,7 @@ class ModelRunner:
             raise self._budget.no_pools(error) from error
 
     def fill_tiles(self, plan: StepPlan) -> None:
-        """Write `plan.tiles`, the attention kernel's work list, from the lengths of the plan's rows."""
+        """Write `plan.tiles`, the attention kernel's work list, from the row lengths in the plan."""
         spec = self._tile_specs[plan.layout.num_tokens]
         build_tiles(spec, plan.cu_q_lens, plan.kv_lens, int(plan.num_rows[0]), out=plan.tiles)
 
@@ -139,8 +141,9 @@ class ModelRunner:
         """Load or compile every executable and run each once on an empty plan; see `Runner`.
 
         Raises:
-          ConfigError: weights, pools and a step's temporaries exceed the device's memory, the host memory
-            for `cache.cpu_pages` cannot be had, or others may write to `runner.compilation_cache_dir`.
+          ConfigError: weights, pools and temporaries of a step exceed the device's memory, the host memory
+            for `cache.cpu_pages` cannot be allocated, or others may write to
+            `runner.compilation_cache_dir`.
         """
         for spec in self._tile_specs.values():
             import_backend(spec.backend)
@@ -153,7 +156,9 @@ class ModelRunner:
         except (jax.errors.JaxRuntimeError, StepFailedError) as error:
             if store is None or not store.num_loaded:
                 raise
-            _log.warning("executables from %s do not run here; all are made anew: %s", self._cache_dir, error)
+            _log.warning(
+                "executables from %s do not run here; compiling all of them again: %s", self._cache_dir, error
+            )
             store.discard_used()
             self.reset()
             self._prepare((), store, progress)
@@ -176,30 +181,30 @@ class ModelRunner:
         return self._launch(plan, mode)
 
     def fetch(self, handle: StepHandle) -> StepResult:
-        """Wait for a step; see `Runner`."""
+        """Wait for a step and return its result; see `Runner`."""
         try:
-            # One device's copy is read: what failed on another has to be asked for.
+            # `np.asarray` reads one device's copy; only `block_until_ready` raises another device's error.
             words = np.asarray(handle.words.block_until_ready())
         except jax.errors.JaxRuntimeError as error:
             raise step_failed("a step failed on the device", error) from error
         if lost_a_device(words):
-            raise StepFailedError("a step failed: a device waited in vain for its peer's part of a sum")
+            raise StepFailedError("a step failed: a device timed out waiting for its peer's partial sum")
         return unpack_result(words, handle.num_samples, self._num_top)
 
     def reset(self) -> None:
-        """New pools; see `Runner`."""
-        self._transfers.reset()  # its staging is freed first as well
+        """Allocate new pools; see `Runner`."""
+        self._transfers.reset()  # before the pools, so that its staging memory is free as well
         self.device_pools.reset()
         try:
             self._exchange.renew()
             self._prev_ids = self._no_ids()
         except jax.errors.JaxRuntimeError as error:
-            raise step_failed("the device could not be made ready for steps again", error) from error
+            raise step_failed("the device could not be prepared for steps again", error) from error
         self._next_step_id = self._launched = None
 
     @property
     def pools(self) -> list[jax.Array]:
-        """The pools of every layer, as the last dispatched program leaves them."""
+        """Pools of every layer, as the last dispatched program leaves them."""
         return self.device_pools.by_layer
 
     @property
@@ -207,9 +212,9 @@ class ModelRunner:
         return self._compilations.value
 
     def memory_analysis(self) -> dict[str, Any]:
-        """Bytes per device: of weights and pools, and of every compiled bucket what XLA says.
+        """Return bytes per device: weights, pools, and XLA's figures for each compiled bucket.
 
-        See `step_memory` for those.
+        See `step_memory` for the figures of a bucket.
         """
         resident_bytes = self.weights_bytes + self.storage.pool_bytes
         buckets = {}
@@ -217,7 +222,7 @@ class ModelRunner:
             executables = self._executables.of_step(bucket, self.storage.groups)
             if not executables:
                 continue
-            # Float32, as the models' residual stream; the plan is there for all of them.
+            # The hidden state is float32, as the models' residual stream. All programs share one plan.
             handed_bytes = 4 * (bucket * self._hidden_size + self.layouts[bucket].size)
             buckets[bucket] = step_memory(executables, resident_bytes, handed_bytes)
         return {
@@ -228,17 +233,17 @@ class ModelRunner:
         }
 
     def forward(self, plan: StepPlan) -> Scores:
-        """Start a step's layers without its sampler: what `dispatch` does first, and measurements do alone.
+        """Start the layers of a step without its sampler. `dispatch` and measurements use it.
 
         Raises:
-          StepFailedError: as of `dispatch`.
+          StepFailedError: as in `dispatch`.
         """
         bucket, programs, executables = plan.layout.num_tokens, self._programs, self._executables
         try:
             if self._launched is not None and is_ready(self._launched):
-                # On several devices a step after a failed one would wait for the device that failed.
+                # On several devices, a step after a failed one would wait for the failed device.
                 self._launched.block_until_ready()
-            # Before chunks are on their way that the step does not wait for: it would arrive behind them all.
+            # Send the plan before the chunks that this step does not wait for, or it arrives after them.
             words = jax.device_put(plan.buffer, self._replicated)
             self._transfers.start()
             hidden = executables.embed[bucket](programs.front, self._prev_ids, words)
@@ -256,10 +261,10 @@ class ModelRunner:
     def _prepare(
         self, grown: Iterable[str], store: ExecutableStore | None, progress: Progress | None
     ) -> None:
-        """Take host memory as `grown` goes on, then load or compile every executable.
+        """Allocate host memory by iterating over `grown`, then load or compile every executable.
 
-        In a thread beside that it would gain nothing: while the driver pins, calls of the process that map
-        memory or give it back wait for seconds, and lowering and compiling make many.
+        Doing both at once, in two threads, saves no time: while the driver pins memory, calls that map or
+        unmap memory wait for seconds, and lowering and compiling make many such calls.
         """
         num_all = self._transfers.num_preparations + self._programs.num_programs
         jobs = itertools.chain(self._programs.jobs(self._executables), self._transfers.jobs())
@@ -271,7 +276,7 @@ class ModelRunner:
         self._budget.check(self._step_bytes())
 
     def _rehearse(self) -> None:
-        """Run every executable once, which loads kernels and allocates workspaces; no request should pay."""
+        """Run every executable once, which loads kernels and allocates workspaces before any request."""
         with self._budget.refusing(self._step_bytes):
             self._transfers.rehearse()
             for layout, mode in itertools.product(self.layouts.values(), sampler.all_modes()):
@@ -282,7 +287,7 @@ class ModelRunner:
         try:
             run = self._executables.choose[layout.max_num_samples, mode]
             self._prev_ids, result = run(*scores, *self._exchange.arrays[1:])
-            if self._device.platform != "cpu":  # where results are read in place
+            if self._device.platform != "cpu":  # a CPU result is read in place
                 result.copy_to_host_async()
             self._launched = result
             self._last_words.append(result)
@@ -291,19 +296,20 @@ class ModelRunner:
         return StepHandle(result, layout.max_num_samples)
 
     def _empty_plan(self, layout: PlanLayout) -> StepPlan:
-        """A plan of no rows, which writes and samples nothing."""
+        """Return a plan without rows; it writes and samples nothing."""
         plan = StepPlan(layout, 0, self.storage.padding_slot)
         self.fill_tiles(plan)
         return plan
 
     def _no_ids(self) -> jax.Array:
-        """i32[S_max]: what "the step before" sampled when there was none."""
+        """Return i32[S_max] zeros in place of the previous step's ids, for the first step."""
         return jax.device_put(np.zeros(self._programs.max_num_samples, np.int32), self._replicated)
 
     def _step_bytes(self) -> int:
-        """The most that a step takes beside weights and pools, of those compiled; 0 if XLA does not say.
+        """Return the largest step's memory beside weights and pools, in bytes; 0 if XLA does not report it.
 
-        What moves pages runs between steps, and may get its memory before the step before has freed its own.
+        Only compiled steps count. Programs that move pages run between steps and may be given memory before
+        the previous step has freed its own, so their temporaries are added.
         """
         buckets = self.memory_analysis()["buckets"].values()
         return max((bucket["step_bytes"] for bucket in buckets), default=0) + self._transfers.temp_bytes
@@ -322,7 +328,7 @@ class ModelRunner:
         )
 
     def _new_transfers(self, config: EngineConfig, cpu_bytes: int | None) -> DeviceTransfers:
-        assert config.cache.cpu_bytes is None, "whoever knows the size of a page turns bytes into pages"
+        assert config.cache.cpu_bytes is None, "cache.cpu_bytes must be converted to pages before this call"
         return DeviceTransfers(
             self.storage,
             self.device_pools,
@@ -341,11 +347,11 @@ def _checked_num_top(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _await_copies(words: Iterable[jax.Array]) -> None:
-    """Wait for the last step, and with it for all before, when its runner or the process ends.
+    """Wait for the last step, and so for all earlier ones, when the runner or the process ends.
 
-    A step that nobody fetches any more may still be running then, and the thread that ends its copy to the
-    host needs the interpreter: without one it takes the process down.
+    A step that no caller fetches may still be running. The thread that finishes its copy to the host needs
+    the interpreter, and crashes the process if the interpreter is gone.
     """
     for each in words:
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # nobody is left who wants to know of it
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # no caller is left to report it to
             np.asarray(each)

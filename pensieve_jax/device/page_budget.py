@@ -1,8 +1,8 @@
-"""How many pages a device's memory holds beside weights and steps, and refusals of more pages than that.
+"""The number of pages that fit a device's memory beside weights and steps, and the refusal of more pages.
 
-Owns: the sums, what is set aside for chunks in transit and for exchanges, and the one line that says what
-fits and what to change.
-Does not know: how much a step takes; `runtime.device_memory` asks its executables.
+Owns: the memory arithmetic, the memory reserved for chunks in transit and for exchanges, and the error
+message that says what fits and what to change.
+Does not know: how much a step takes; `runtime.device_memory` asks the executables.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from pensieve_jax.runtime.errors import in_a_line, is_out_of_memory, requested_b
 
 _LEAST_PAGES = 2
 _OTHER_WAYS = "raise runner.tensor_parallel_size or XLA_PYTHON_CLIENT_MEM_FRACTION, JAX's share of the device"
-# What a device of several takes beside arrays: buffers that peers write to, and those of compiling, which
-# tries out products. An estimate; `pensieve_lab.programs.profile_parallel` says what was taken.
+# Memory that a device uses beside arrays when there are several: buffers that peers write to, and those of
+# compilation, which autotunes products. An estimate; `pensieve_lab.programs.profile_parallel` measures it.
 _EXCHANGE_BYTES = 2**30
 
 
 def staging_bytes(cpu_pages: int, num_staged_pages: int, page_bytes: int) -> int:
-    """What is set aside for chunks in transit on a device: one set out, and two in; none without a host tier.
+    """Return the bytes reserved on a device for chunks in transit; 0 without a host tier.
 
-    What a step scatters is freed after it, and the next copies are started before it. A batch that is
-    gathered has padding, which is freed when it has run.
+    They hold one set of chunks on its way out and two on their way in: chunks that a step scatters are freed
+    after the step, but the next copies start before it. A gathered batch also has padding, which is freed
+    when the gather has run.
     """
     return (3 * num_staged_pages + max_padding(num_staged_pages)) * page_bytes if cpu_pages else 0
 
 
 def reserved_bytes(given: int | None, num_devices: int) -> int:
-    """`cache.gpu_reserved_bytes`, or what None stands for on so many devices."""
+    """Return `cache.gpu_reserved_bytes`, or the default for `num_devices` devices where it is None."""
     if given is not None:
         return given
     return _EXCHANGE_BYTES if num_devices > 1 else 0
@@ -49,24 +50,24 @@ def num_pages_in(
     staging_bytes: int,
     reserved_bytes: int = 0,
 ) -> int:
-    """Pages that fit into `fraction` of every device's memory beside what is in use there already.
+    """Return how many pages fit into `fraction` of every device's memory beside what is in use already.
 
     Args:
       fraction: `cache.gpu_memory_fraction`.
-      devices: with the weights on them, and nothing that goes away.
+      devices: devices that hold the weights and nothing temporary.
       page_bytes: a device's share of a page.
-      staging_bytes: that chunks in transit will take of each.
-      reserved_bytes: of each, that is for neither.
+      staging_bytes: bytes per device for chunks in transit.
+      reserved_bytes: bytes per device that neither pages nor chunks in transit may use.
 
     Raises:
-      ConfigError: a device does not say what memory it has, or not even two pages fit.
+      ConfigError: a device does not report its memory, or not even two pages fit.
     """
     field = "cache.gpu_memory_fraction"
     found = []
     for device in devices:
         limit_bytes = device_memory.memory_limit_bytes(device)
         if limit_bytes is None:
-            limit = f"None: {device.device_kind!r} does not say how much memory it has"
+            limit = f"None: {device.device_kind!r} does not report how much memory it has"
             raise ConfigError(field, fraction, limit, "give cache.gpu_pages")
         used_bytes = (device.memory_stats() or {}).get("bytes_in_use", 0)
         left_bytes = int(fraction * limit_bytes) - used_bytes - staging_bytes - reserved_bytes
@@ -85,17 +86,17 @@ def num_pages_in(
 
 @dataclass(frozen=True)
 class PageBudget:
-    """Bytes are one device's.
+    """The memory of one device as divided among weights, pages, chunks in transit and steps.
 
     Attributes:
-      device: of those that the model is on, the one with the least memory.
-      gpu_pages: as many as there shall be, beside a dummy.
-      fraction: the `cache.gpu_memory_fraction` that they were made of, or None.
-      page_bytes: of a page.
-      weights_bytes: of the model.
-      staging_bytes: of chunks in transit.
-      max_step_tokens: of the largest step.
-      reserved_bytes: that no page may be made of where a fraction says how many there are.
+      device: the device with the least memory among those that hold the model.
+      gpu_pages: number of pages wanted, without the dummy page.
+      fraction: the `cache.gpu_memory_fraction` that `gpu_pages` was derived from, or None.
+      page_bytes: bytes of a page.
+      weights_bytes: bytes of the model's weights.
+      staging_bytes: bytes of chunks in transit.
+      max_step_tokens: number of tokens of the largest step.
+      reserved_bytes: bytes not available for pages when a fraction determines their number.
     """
 
     device: jax.Device
@@ -108,13 +109,13 @@ class PageBudget:
     reserved_bytes: int = 0
 
     def check(self, step_bytes: int = 0) -> None:
-        """Refuse pages that do not fit beside everything else, where the device's limit is known.
+        """Refuse pages that do not fit beside everything else, if the device's memory limit is known.
 
         Args:
-          step_bytes: that the largest step takes beside weights and pages; 0 before that is known.
+          step_bytes: bytes that the largest step takes beside weights and pages; 0 before that is known.
 
         Raises:
-          ConfigError: names what was given, and the most that would fit.
+          ConfigError: too many pages; the message names the given value and the most that would fit.
         """
         limit_bytes = device_memory.memory_limit_bytes(self.device)
         if limit_bytes is not None and self._left_bytes(limit_bytes) < step_bytes:
@@ -122,13 +123,13 @@ class PageBudget:
 
     @contextlib.contextmanager
     def refusing(self, step_bytes: Callable[[], int]) -> Iterator[None]:
-        """Refuse pages beside which memory runs out while steps are got ready.
+        """Refuse the number of pages if memory runs out while steps are prepared inside this block.
 
         Args:
-          step_bytes: as of `check`, of what is compiled by the time it is called.
+          step_bytes: returns the bytes of `check` for what is compiled so far.
 
         Raises:
-          ConfigError: as of `check`. What else goes wrong is raised as it is.
+          ConfigError: as in `check`. Other errors pass unchanged.
         """
         try:
             yield
@@ -138,8 +139,8 @@ class PageBudget:
             raise self._ran_out(max(step_bytes(), requested_bytes(error)), error) from error
 
     def no_pools(self, error: Exception) -> ConfigError:
-        """The device did not even give memory for the pages."""
-        pools = f"{_size(self._pages_bytes)} for them could not be had"
+        """Return the error for pages that the device could not even allocate."""
+        pools = f"{_size(self._pages_bytes)} for them could not be allocated"
         return self._refusal(f"{self._less}: {pools}", in_a_line(error))
 
     @property
@@ -155,11 +156,11 @@ class PageBudget:
         return f"steps of up to {self.max_step_tokens} tokens"
 
     def _left_bytes(self, limit_bytes: int) -> int:
-        """Beside weights, pages and chunks in transit; negative where these are too much already."""
+        """Return the bytes left beside weights, pages and chunks in transit; negative if these do not fit."""
         return limit_bytes - self.weights_bytes - self.staging_bytes - self._pages_bytes
 
     def _too_many(self, limit_bytes: int, step_bytes: int) -> ConfigError:
-        """By the sums: so many would fit."""
+        """Return the error with the number of pages that would fit by the memory arithmetic."""
         fraction = math.floor(100 * (limit_bytes - step_bytes) / limit_bytes) / 100
         room_bytes = limit_bytes - step_bytes
         if self.fraction is not None:
@@ -184,7 +185,10 @@ class PageBudget:
         return self._refusal(f"{fits}: {why}", self._hint(most, of_steps=step_bytes > 0))
 
     def _ran_out(self, step_bytes: int, error: Exception) -> ConfigError:
-        """By the sums if these say it, else by what happened: memory is in pieces, and others use it, too."""
+        """Return the error of the memory arithmetic if that explains it, else one that says what happened.
+
+        Memory can run out earlier than calculated: it may be fragmented, or other processes may use it.
+        """
         limit_bytes = device_memory.memory_limit_bytes(self.device)
         if limit_bytes is not None and step_bytes > self._left_bytes(limit_bytes):
             return self._too_many(limit_bytes, step_bytes)

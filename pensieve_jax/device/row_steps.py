@@ -1,7 +1,8 @@
-"""Steps of chosen rows on a runner without an engine, and how long a launch takes.
+"""Steps with chosen rows on a runner without an engine, and the duration of their launches.
 
 Owns: sequences of random tokens in scattered pages, the plans of their steps, and how launches are timed.
-Does not know: flags, schedulers, or what a time is used for.
+Does not know: flags, schedulers, or what a duration is used for.
+Called by: `chunk_steps`, `start_costs`, and measurements of kernels and steps.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from pensieve_jax.scheduler.plan import FLAG_LOGPROBS, FLAG_SAMPLES, FLAG_TRUNCA
 
 
 class Timed(NamedTuple):
-    """Something on the device: how to launch it, and how to wait for a launch."""
+    """A computation on the device: how to launch it, and how to wait for a launch."""
 
     launch: Callable[[], Any]
     wait: Callable[[Any], Any]
 
     def once_s(self) -> float:
-        """Seconds from a launch to its end, what the host does before the device begins included."""
+        """Return seconds from launch to completion, including host work before the device starts."""
         start_s = time.perf_counter()
         self.wait(self.launch())
         return time.perf_counter() - start_s
 
     def sample_s(self, num_launches: int) -> float:
-        """Seconds a launch, of several in a row behind one more: from its end to the end of the last.
+        """Return seconds per launch for several launches in a row, which follow one extra launch.
 
-        So what the host does before the first begins is not shared out among them. Where the host takes
-        longer for a launch than the device, the device waits, and one launch of the host's is left out.
+        Timing starts when the extra launch ends, so the host work before the first launch is not counted.
+        Where the host is slower than the device, the device waits, and one launch's host time is missing.
         """
         before, last = self.launch(), self.launch()
         self.wait(before)
@@ -48,7 +49,7 @@ class Timed(NamedTuple):
         return (time.perf_counter() - start_s) / num_launches
 
     def dispatch_s(self, num_launches: int) -> float:
-        """Seconds of the host for a launch beside the one before, which is awaited next, as engines do."""
+        """Return host seconds per launch. As in an engine, the previous launch runs and is awaited next."""
         previous, seconds = self.launch(), 0.0
         for _ in range(num_launches):
             start_s = time.perf_counter()
@@ -61,7 +62,7 @@ class Timed(NamedTuple):
 
 
 class StepRow(NamedTuple):
-    """Tokens [begin, end) of a sequence, computed over its first `end` tokens."""
+    """Tokens [begin, end) of one sequence, computed with a context of its first `end` tokens."""
 
     sequence: int
     begin: int
@@ -72,8 +73,8 @@ class RowSteps:
     """Sequences on a runner.
 
     Attributes:
-      pages: of every sequence, [sequence, page]; no page twice unless they were given.
-      token_ids: of every sequence, [sequence, position].
+      pages: pages of every sequence, [sequence, page]; distinct unless the caller gave them.
+      token_ids: token ids of every sequence, [sequence, position].
     """
 
     def __init__(
@@ -87,11 +88,11 @@ class RowSteps:
         """Give every sequence random tokens.
 
         Args:
-          config: of the engine, with the size of the pool.
-          runner: what runs the steps.
-          vocab_size: of the model.
-          num_sequences: how many there are.
-          pages: theirs, [sequence, page]; None: scattered ones, of which each sequence has an equal share.
+          config: engine configuration, with the size of the pool.
+          runner: the runner that executes the steps.
+          vocab_size: vocabulary size of the model.
+          num_sequences: number of sequences.
+          pages: their pages, [sequence, page]; None divides scattered pages equally among the sequences.
         """
         self._chunk_tokens = config.cache.chunk_tokens
         self._runner = runner
@@ -106,7 +107,7 @@ class RowSteps:
         self.token_ids = random.integers(0, vocab_size, shape)
 
     def fill(self) -> None:
-        """Random KV state in all pools, since a device reads zeros faster than anything else."""
+        """Fill all pools with random KV state, because a device reads zeros faster than other values."""
         storage = self._runner.storage
 
         def random(key: jax.Array) -> jax.Array:
@@ -122,7 +123,7 @@ class RowSteps:
                 pools[i] = make(next(keys))
 
     def plan(self, rows: Sequence[StepRow], sampled: SamplingParams | None = None) -> StepPlan:
-        """A step of these rows, in the smallest bucket that holds them; samples nothing unless told how."""
+        """Return a step of these rows in the smallest bucket that fits; sample only if `sampled` is given."""
         chunk, lengths = self._chunk_tokens, [row.end - row.begin for row in rows]
         num_tokens = sum(lengths)
         bucket = min(size for size in self._runner.layouts if size >= num_tokens)
@@ -146,7 +147,7 @@ class RowSteps:
         return plan
 
     def whole(self, plan: StepPlan) -> Timed:
-        """The step as the engine runs it; it writes the KV state of its tokens, the same every time."""
+        """Return the step as the engine runs it. It writes the same KV state at every launch."""
 
         def launch() -> Any:
             plan.step_id, self._step_id = self._step_id, self._step_id + 1
@@ -155,22 +156,23 @@ class RowSteps:
         return Timed(launch, self._runner.fetch)
 
     def layers(self, plan: StepPlan) -> Timed:
-        """The same without its sampler."""
+        """Return the step without its sampler."""
         return Timed(lambda: self._runner.forward(plan), jax.block_until_ready)
 
 
 def scattered_pages(num_pages: int) -> np.ndarray:
-    """Return all pages of a pool but the dummy page 0, in a random order that is always the same."""
+    """Return all pages of a pool except the dummy page 0, in a fixed random order."""
     return 1 + np.random.default_rng(0).permutation(num_pages)
 
 
 def sample_rounds(timed: Sequence[Timed], num_rounds: int, sample_s: float) -> Iterator[list[float]]:
     """Yield seconds per launch of each of `timed`, in rounds of about `sample_s` seconds for each.
 
-    Rounds spread over all of them whatever else the machine does, and a device that warms up or slows down.
+    Rounds spread two effects evenly over all of `timed`: other load on the machine, and a device that warms
+    up or slows down.
     """
     for one in timed:
-        one.once_s()  # compiles, or loads what was compiled
+        one.once_s()  # compile, or load a compiled executable
     num_launches = [max(1, round(sample_s / one.sample_s(2))) for one in timed]
     for _ in range(num_rounds):
         yield [one.sample_s(num) for one, num in zip(timed, num_launches, strict=True)]

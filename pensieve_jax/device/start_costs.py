@@ -1,11 +1,11 @@
-"""A quick measurement of what recomputing a chunk costs, on the runner that is about to serve.
+"""A quick measurement of the cost of recomputing a chunk, on the runner that is about to serve.
 
 Owns: which steps are timed, and how a chunk's cost follows from them.
 Does not know: files, models' names, or what a cost is used for.
 
-Every timed step recomputes one chunk of each of as many sequences as fill a step. At context length l as
-many of them as the pool holds end at l, and the others at their first chunk. So a small pool measures long
-contexts, too, and the share of the weights that a chunk pays is the same at every length.
+Every timed step recomputes one chunk of each of several sequences that together fill the step. For context
+length l, as many sequences as the pool can hold end at l; the others end at their first chunk. So even a
+small pool measures long contexts, and every length includes the same share of the time for reading weights.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.device.row_steps import RowSteps, StepRow, Timed, sample_rounds, scattered_pages
 from pensieve_jax.scheduler.plan import PlanLayout
 
-NUM_ROUNDS = 6  # the first is thrown away
+NUM_ROUNDS = 6  # the first is discarded
 SAMPLE_S = 0.02
-_NUM_CHUNKS = 16  # as many as `pensieve profile` takes
-_STATE_TOKENS = 65_536  # that are computed to be attended to: some 3 s of a 13B model on an H200
+_NUM_CHUNKS = 16  # the number that `pensieve profile` uses
+_STATE_TOKENS = 65_536  # tokens computed as context to attend to: some 3 s of a 13B model on an H200
 
 
 class TimedLength(NamedTuple):
-    """One step of a measurement: how many of its sequences end at `context_len`."""
+    """One step of a measurement: the number of its sequences that end at `context_len`."""
 
     context_len: int
     num_long: int
 
 
 class StartSizes(NamedTuple):
-    """What a measurement consists of.
+    """The size of a measurement.
 
     Attributes:
       num_chunks: sequences of every step, each with one chunk.
-      lengths: ascending, from one chunk.
+      lengths: the timed lengths, ascending from one chunk.
     """
 
     num_chunks: int
@@ -49,22 +49,22 @@ class StartSizes(NamedTuple):
 def start_sizes(
     layouts: Mapping[int, PlanLayout], *, gpu_pages: int, chunk_tokens: int, context_tokens: int
 ) -> StartSizes:
-    """Choose what to measure: lengths by factors of 4, and last the longest power of two chunks.
+    """Choose the lengths to measure: 1, 4, 16, ... chunks, and the longest power of two chunks.
 
     Args:
-      layouts: of the steps that are compiled, by their number of tokens.
-      gpu_pages: of the pool.
+      layouts: plan layouts of the compiled steps, by number of tokens.
+      gpu_pages: pages of the pool.
       chunk_tokens: tokens of a chunk.
       context_tokens: the longest context that the engine serves.
     """
     largest = max(layouts)
     wanted = min(_NUM_CHUNKS, largest // chunk_tokens)
-    bucket = min(size for size in layouts if size >= wanted * chunk_tokens)  # and no padding is timed
+    bucket = min(size for size in layouts if size >= wanted * chunk_tokens)  # fill it, so no padding is timed
     num_chunks = min(bucket // chunk_tokens, layouts[bucket].max_num_rows, gpu_pages)
     num_state = max(num_chunks, min(gpu_pages, _STATE_TOKENS // chunk_tokens))
 
     def num_long(num_pages: int) -> int:
-        """Return how many sequences of `num_pages` fit beside a page for each of the others."""
+        """Return how many sequences of `num_pages` fit when each other sequence has one page."""
         return num_chunks if num_pages == 1 else min(num_chunks, (num_state - num_chunks) // (num_pages - 1))
 
     doublings = [1 << i for i in range((context_tokens // chunk_tokens).bit_length()) if num_long(1 << i)]
@@ -75,7 +75,7 @@ def start_sizes(
 def too_few_lengths(
     sizes: StartSizes, *, gpu_pages: int, chunk_tokens: int, context_tokens: int
 ) -> str | None:
-    """Say which limit left too few lengths for a measurement; None where `sizes` has at least two."""
+    """Return which limit left fewer than two lengths to measure, as text; None if there are at least two."""
     if len(sizes.lengths) >= 2:
         return None
     if context_tokens < 2 * chunk_tokens:
@@ -92,12 +92,12 @@ def measure_start_costs(
     sizes: StartSizes,
     progress: Callable[[int, int, str], None],
 ) -> tuple[CostPoint, ...]:
-    """Time the steps and return a chunk's cost at each length; pools are empty again afterwards.
+    """Time the steps and return a chunk's cost at each length; the pools are empty again afterwards.
 
-    Nothing is compiled. `progress` is called with (number done, number in all, what was done).
+    Nothing is compiled. `progress` is called with (number done, total number, what was done).
 
     Raises:
-      StepFailedError: a step failed, or the pools could not be made anew. The runner needs a `reset`.
+      StepFailedError: a step failed, or new pools could not be allocated. The runner needs a `reset`.
     """
     steps = _Steps(runner, config, vocab_size, sizes)
     num_all = steps.num_fills + NUM_ROUNDS
@@ -108,15 +108,15 @@ def measure_start_costs(
     for samples in sample_rounds(steps.timed(), NUM_ROUNDS, SAMPLE_S):
         rounds.append(samples)
         progress(steps.num_fills + len(rounds), num_all, "rounds of samples")
-    runner.reset()  # no later answer depends on what was computed here, and steps count from 0 again
+    runner.reset()  # drops the KV state computed here, and steps count from 0 again
     return cost_points(sizes, np.median(rounds[1:], axis=0).tolist())
 
 
 def cost_points(sizes: StartSizes, seconds: list[float]) -> tuple[CostPoint, ...]:
-    """Return costs of a chunk, from `seconds` of the step of each length.
+    """Return the cost of a chunk at each length, from `seconds`, the duration of each length's step.
 
-    The first is a share of the step of first chunks. A longer step takes longer by what its long chunks cost
-    more than a first one.
+    The cost of a first chunk is its share of the shortest step. A longer step takes more time only because
+    its long chunks cost more than first chunks.
     """
     shortest_s = seconds[0] / sizes.num_chunks
     points = []
@@ -127,7 +127,7 @@ def cost_points(sizes: StartSizes, seconds: list[float]) -> tuple[CostPoint, ...
 
 
 class _Steps:
-    """Sequences of a measurement: those that write the state, and those of each length, on the same pages."""
+    """Sequences of a measurement: those that fill the KV state, and those of each length, on shared pages."""
 
     def __init__(self, runner: ModelRunner, config: EngineConfig, vocab_size: int, sizes: StartSizes) -> None:
         self._chunk_tokens, self._sizes = config.cache.chunk_tokens, sizes
@@ -143,7 +143,7 @@ class _Steps:
         self._rows = RowSteps(config, runner, vocab_size, len(table), pages=table)
 
     def fills(self) -> list[Timed]:
-        """The steps that write the state of every page, chunk by chunk of all sequences."""
+        """Return the steps that write the KV state of every page, one chunk of all sequences at a time."""
         chunk = self._chunk_tokens
         return [
             self._whole([StepRow(i, end - chunk, end) for i in range(self._sizes.num_chunks)])
@@ -163,7 +163,7 @@ class _Steps:
         return self._rows.whole(self._rows.plan(rows))
 
     def _table(self, pages: np.ndarray, length: TimedLength) -> np.ndarray:
-        """The pages of every sequence; 0 is none."""
+        """Return the pages of every sequence; 0 stands for no page."""
         num_pages, num_long = length.context_len // self._chunk_tokens, length.num_long
         table = np.zeros((self._sizes.num_chunks, num_pages), np.int64)
         table[:num_long] = pages[: num_long * num_pages].reshape(num_long, num_pages)

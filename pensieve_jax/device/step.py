@@ -1,12 +1,13 @@
-"""What a step computes on the device: a forward pass over one packed plan, up to the logits.
+"""The device computation of a step: a forward pass over one packed plan, up to the logits.
 
 Owns: the traced functions that the executables of a forward pass are made of.
 Does not know: when steps run, who owns the pools and the weights, or how tokens are chosen
 (`decoding.device.choose`).
 
-Layers run in groups, so that copies into a group's pools can be put between them (the paper's section
-5, pipelined transfer): the hidden state goes from one to the next. What goes before the first and after the
-last is a program each, so that groups of as many layers are one program, compiled once.
+Layers run in groups, so that copies into a group's pools can be dispatched between groups (the paper's
+section 5, pipelined transfer). The hidden state passes from one group to the next. The work before the first
+group and after the last one are programs of their own, so that groups with equally many layers share one
+program, compiled once.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from pensieve_jax.scheduler.plan import PlanLayout
 
 @dataclass(frozen=True)
 class EndStatics:
-    """What makes one executable before or after the layers differ from another, apart from array shapes."""
+    """The static arguments of a program before or after the layers; with array shapes, they identify it."""
 
     structure: ModelStructure
     layout: PlanLayout
@@ -43,35 +44,32 @@ class EndStatics:
 
 @dataclass(frozen=True)
 class LayerStatics:
-    """The same of one that runs layers."""
+    """The static arguments of a program that runs layers; with array shapes, they identify it."""
 
     structure: ModelStructure
-    num_layers: int  # of the group
+    num_layers: int  # layers of the group
     layout: PlanLayout
     tile_spec: TileSpec
     mesh: Mesh
     backend: str
-    sums: SumSpec | None = None  # None: the compiler's own
-    few_rows: str = XLA  # who multiplies them with weights
+    sums: SumSpec | None = None  # None uses the compiler's sums
+    few_rows: str = XLA  # the back end that multiplies small batches with weights
 
 
 @functools.partial(jax.jit, static_argnames=("statics",))
 def embed(
     leaves: list[jax.Array], prev_ids: jax.Array, plan_words: jax.Array, *, statics: EndStatics
 ) -> jax.Array:
-    """What the first group of layers takes.
+    """Return the input of the first group of layers, f32[T, hidden_size].
 
     Args:
-      leaves: the arrays of what goes before the layers.
-      prev_ids: i32[S_max], what the step before sampled.
+      leaves: model arrays used before the layers.
+      prev_ids: i32[S_max], the ids that the previous step sampled.
       plan_words: i32[layout.size], the packed plan.
       statics: structure, layout and mesh.
-
-    Returns:
-      f32[T, hidden_size].
     """
     plan, model = _unpack_plan(plan_words, statics.layout), statics.structure.merge(leaves)
-    # A token is the host's, or what a row of the step before sampled.
+    # A token comes from the host, or from a row that the previous step sampled.
     from_prev = plan["prev_samples"]
     token_ids = jnp.where(from_prev >= 0, prev_ids[jnp.maximum(from_prev, 0)], plan["token_ids"])
     return constrain(model.embed_tokens(token_ids, plan["positions"]), statics.mesh)
@@ -87,14 +85,14 @@ def run_layers(
     *,
     statics: LayerStatics,
 ) -> tuple[list[jax.Array], jax.Array]:
-    """One pass of a group of the model's layers over a plan.
+    """Run one group of the model's layers over a plan.
 
     Args:
-      leaves: the arrays of those layers.
-      kv_pages: their pools, one per layer; donated, and updated in place.
+      leaves: model arrays of those layers.
+      kv_pages: their pools, one per layer; donated and updated in place.
       hidden: f32[T, hidden_size].
       plan_words: i32[layout.size], the packed plan.
-      table: of the memory that devices write to each other, where `statics.sums` says that they do.
+      table: table of the memory that devices write to each other; required where `statics.sums` is set.
       statics: structure, layout, kernel spec and mesh.
 
     Returns:
@@ -126,10 +124,10 @@ def run_layers(
 def score(
     leaves: list[jax.Array], hidden: jax.Array, plan_words: jax.Array, *, statics: EndStatics
 ) -> Scores:
-    """Logits of the rows that are to be sampled, and how.
+    """Return the logits and sampling parameters of the rows to be sampled.
 
     Args:
-      leaves: the arrays of what goes after the layers.
+      leaves: model arrays used after the layers.
       hidden: f32[T, hidden_size].
       plan_words: i32[layout.size], the packed plan.
       statics: structure, layout and mesh.
@@ -141,13 +139,13 @@ def score(
 
 
 def _shardings(scores: Scores, mesh: Mesh) -> Any:
-    """All is whole on every device but logits."""
+    """Return shardings that replicate everything on every device except the logits."""
     shardings: Any = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), scores)
     return shardings._replace(logits=NamedSharding(mesh, logits_spec(scores.logits.shape[1], mesh)))
 
 
 def _unpack_plan(words: jax.Array | np.ndarray, layout: PlanLayout) -> dict[str, jax.Array]:
-    """Every field of the plan, by static offsets."""
+    """Return every field of the plan, sliced at static offsets."""
     plan = {}
     for name, field in layout.fields.items():
         part = lax.slice(words, (field.offset,), (field.offset + field.size,)).reshape(field.shape)

@@ -1,9 +1,10 @@
-"""The programs of a step, what each is lowered from, and what a runner's buckets look like.
+"""The programs of a step: what each is lowered from, and the shapes of a runner's buckets.
 
-Owns: which executables a runner needs, the ends and a group of layers of every bucket, and the samplers;
-which arrays of the model each takes; and how limits of the model and of the configuration become shapes: the
-attention kernel's spec and the plan's layout of each bucket.
-Does not know: when they run, or which back end serves them (`kernel_choices` does).
+Owns: the list of executables that a runner needs (for each bucket the embedding, the layer groups and the
+logits, and the samplers) and the model arrays that each takes. It also owns how limits of the model and the
+configuration become shapes: the attention kernel's spec and the plan layout of each bucket.
+Does not know: when the programs run, or which back end serves them (`kernel_choices` decides that).
+Called by: `model_runner` and the measurements of steps.
 
 Everything is lowered from shapes alone.
 """
@@ -37,11 +38,11 @@ from pensieve_jax.scheduler.buckets import bucket_layout, bucket_rows, token_buc
 from pensieve_jax.scheduler.plan import PlanLayout
 
 type Executables[K] = dict[K, jax.stages.Compiled]
-"""Where a kind of executable is kept, by what tells them apart."""
+"""Executables of one kind by key, such as the bucket."""
 
 
 class StepExecutables(NamedTuple):
-    """Where all of a runner's are kept."""
+    """All executables of one runner."""
 
     embed: Executables[int]  # by bucket
     run_layers: Executables[tuple[int, int]]  # by bucket and number of layers
@@ -49,7 +50,7 @@ class StepExecutables(NamedTuple):
     choose: Executables[tuple[int, SamplerMode]]  # by number of rows and mode
 
     def of_step(self, bucket: int, groups: Sequence[range]) -> list[jax.stages.Compiled]:
-        """Those of a forward pass, in the order in which they run; none before all are there."""
+        """Return the executables of a forward pass in running order, or [] until all are present."""
         layers = [self.run_layers.get((bucket, len(layers))) for layers in groups]
         all_of_them = [self.embed.get(bucket), *layers, self.score.get(bucket)]
         found = [executable for executable in all_of_them if executable is not None]
@@ -57,14 +58,14 @@ class StepExecutables(NamedTuple):
 
 
 class StepPrograms:
-    """Of one model on one mesh, for given buckets.
+    """Step programs of one model on one mesh, for given buckets.
 
     Attributes:
-      front: the arrays of what goes before the layers.
-      groups: of each group of layers.
-      back: of what goes after them.
-      max_num_samples: S_max, of all buckets: the length of the ids that go from step to step.
-      num_programs: the number of `jobs`.
+      front: model arrays used before the layers.
+      groups: model arrays of each group of layers.
+      back: model arrays used after the layers.
+      max_num_samples: S_max, the maximum over all buckets: the length of the ids passed from step to step.
+      num_programs: number of `jobs`.
     """
 
     def __init__(
@@ -81,26 +82,26 @@ class StepPrograms:
         exchange: Exchange,
         few_rows: str,
     ) -> None:
-        """Keep what programs are made of.
+        """Keep the inputs of the programs.
 
         Args:
-          model: with its arrays.
-          storage: shape and placement of the pools, and the groups.
-          layouts: of a step's plan, by bucket.
-          tile_specs: of its attention, by bucket.
-          mesh: one axis, "tp".
-          backend: the attention back end that was asked for.
-          cutoff_backend: what searches for a sampler's cuts.
-          num_top: most likely ids that a sampler returns.
-          exchange: who adds up the devices' partial sums.
-          few_rows: who multiplies few rows with weights.
+          model: the model with its arrays.
+          storage: shape and placement of the pools, and the layer groups.
+          layouts: plan layout of each bucket.
+          tile_specs: attention spec of each bucket.
+          mesh: mesh with one axis, "tp".
+          backend: the attention back end that the configuration selects.
+          cutoff_backend: the back end that searches for the sampler's cutoffs.
+          num_top: number of most likely ids that a sampler returns.
+          exchange: the implementation that adds up the devices' partial sums.
+          few_rows: the back end that multiplies small batches with weights.
         """
         self._config, self._storage = model.config, storage
         self._front, self.front = ModelStructure.split(model, model.front)
         self._back, self.back = ModelStructure.split(model, model.back)
         split = [ModelStructure.split_layers(model, layers) for layers in storage.groups]
         self.groups = [leaves for _, leaves in split]
-        # By their number: of as many layers one program runs all groups.
+        # Keyed by the number of layers: groups with equally many layers share one program.
         self._layers = {len(layers): part for layers, part in zip(storage.groups, split, strict=True)}
         self._layouts, self._tile_specs, self._mesh = layouts, tile_specs, mesh
         self._backend, self._cutoff_backend, self._num_top = backend, cutoff_backend, num_top
@@ -112,7 +113,7 @@ class StepPrograms:
         self.num_programs = len(layouts) * (2 + len(self._layers)) + num_samplers
 
     def jobs(self, into: StepExecutables) -> Iterator[CompilationJob]:
-        """All of them, the largest bucket first, and layers, which take long, before ends; they go `into`."""
+        """Yield all compilations; results go `into`. Large buckets and slow layer programs come first."""
         buckets = sorted(self._layouts, reverse=True)
         for bucket, num_layers in itertools.product(buckets, self._layers):
             yield CompilationJob(
@@ -161,7 +162,7 @@ class StepPrograms:
         return Program(step.score, given, {"statics": statics})
 
     def _hidden(self, bucket: int) -> Any:
-        """Float32, as the models' residual stream."""
+        """Return the hidden state's shape; float32, as the models' residual stream."""
         return self._abstract((bucket, self._config.hidden_size), np.float32)
 
     def _words(self, bucket: int) -> Any:
@@ -183,14 +184,14 @@ class StepPrograms:
         return Program(choose, (logits, rows, *self._exchanged[1:]), statics)
 
     def _abstract(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """What one executable hands to the next lies on every device; only logits are split."""
+        """Return the shape of an array that one executable passes to the next: replicated, except logits."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._replicated)
 
 
 def bucket_tile_specs(
     model: ModelConfig, config: EngineConfig, dtype: np.dtype, backend: str, num_shards: int
 ) -> dict[int, TileSpec]:
-    """Per bucket the spec of an attention back end that serves this model; heads are one shard's."""
+    """Return each bucket's spec for an attention back end that serves this model; heads are per shard."""
     return {
         bucket: tile_spec(
             num_tokens=bucket,
@@ -210,7 +211,7 @@ def bucket_tile_specs(
 def bucket_layouts(
     model: ModelConfig, config: EngineConfig, tile_specs: Mapping[int, TileSpec]
 ) -> dict[int, PlanLayout]:
-    """Per bucket the plan's layout.
+    """Return the plan layout of each bucket.
 
     Raises:
       ConfigError: `scheduler.max_context_tokens` exceeds the model's positions or the page pool.

@@ -1,7 +1,7 @@
-"""The durable raw tokens of turns: what KV state is recomputed from when no tier holds it.
+"""The durable history: the raw tokens of turns, from which KV state is recomputed when no tier holds it.
 
-Owns: the records, the `HistoryStore` protocol, the stores on SQLite and Postgres and their reader for another
-process, copies from one to the other, the lock and the fingerprint of a history.
+Owns: the records, the `HistoryStore` protocol, the stores on SQLite and Postgres, their reader for another
+process, copies from one to the other, and the lock and the fingerprint of a history.
 Does not know: jax, pages, scheduling, or how text becomes ids.
 """
 

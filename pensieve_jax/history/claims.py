@@ -1,6 +1,6 @@
-"""Who of several servers does what only one of them should.
+"""Claims: how servers of one history agree on which of them does a job that only one should do.
 
-Owns: what a claim promises, and those of a history that one server has alone.
+Owns: the contract of a claim, and the claims of a history that only one server can open.
 Does not know: what is claimed, or Postgres (`postgres_claims`).
 """
 
@@ -11,40 +11,40 @@ from typing import Protocol
 
 
 class Claims(Protocol):
-    """Names that a server has for itself, for as long as it lives and can be reached.
+    """Names that a server holds exclusively while it runs and can reach the history.
 
-    A server that is cut off from the history loses its claims without knowing: what is claimed must come to
-    no harm if two do it.
+    A server that loses its connection to the history loses its claims without notice, so a claimed job must
+    be harmless if two servers do it.
     """
 
     @property
     def are_shared(self) -> bool:
-        """Whether somebody else could hold one."""
+        """Whether another server could hold a claim."""
         ...
 
     def take(self, name: str) -> bool:
-        """Whether a name is this server's now; raises HistoryError where the history is away."""
+        """Claim a name; return whether this server holds it. Raises HistoryError if it cannot be asked."""
         ...
 
     def holds(self, name: str) -> bool:
-        """Whether it was taken and not given up; does not ask."""
+        """Return whether the name was claimed and not given up, without asking the database."""
         ...
 
     def give_up(self, name: str) -> None:
-        """Leave it to others, with the next `take` at the latest."""
+        """Release a name, with the next `take` at the latest."""
         ...
 
     def keep_only(self, names: Collection[str]) -> None:
-        """Give up all others."""
+        """Release all names but these."""
         ...
 
     def close(self) -> None:
-        """Give up every claim; this server holds nothing from now on."""
+        """Release every claim; this server holds none from now on."""
         ...
 
 
 class OwnClaims:
-    """Of a file: nobody else can open it."""
+    """Claims of a history file, which no other server can open."""
 
     are_shared = False
 
@@ -55,9 +55,9 @@ class OwnClaims:
         return True
 
     def give_up(self, name: str) -> None:
-        """Nobody waits for it."""
+        """Do nothing, since no other server waits for the name."""
 
     def keep_only(self, names: Collection[str]) -> None:
-        """Nobody waits for the others."""
+        """Do nothing, since no other server waits for names."""
 
     def close(self) -> None: ...

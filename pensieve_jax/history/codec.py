@@ -1,4 +1,4 @@
-"""Turns as rows: checks the values of a turn and packs them for a table, and back.
+"""The encoding of turns as rows: checks a turn's values, packs them for a table, and unpacks them.
 
 Owns: the packing (little-endian int32 blobs, signed 64-bit seeds, JSON messages, a checksum) and its limits.
 Does not know: SQL, files or transactions.
@@ -27,7 +27,7 @@ _STORED_IDS: Final = np.dtype("<i4")
 
 
 class TurnRow(NamedTuple):
-    """One row of the table `turns`, its columns in order; `schema` says what they hold."""
+    """One row of the table `turns`, with columns in order; `schema` explains them."""
 
     owner: str
     turn_id: str
@@ -48,14 +48,15 @@ class TurnRow(NamedTuple):
 
 
 def num_own_tokens(row: TurnRow) -> int:
-    """Tokens of the turn itself."""
+    """Return the number of tokens of the turn itself, without the path before it."""
     return (len(row.prompt_ids) + len(row.output_ids)) // TOKEN_BYTES
 
 
 def pack_turn(turn: TurnRecord, field: str) -> TurnRow:
-    """A row that counts the turn's own tokens only; raises InvalidRequestError naming `field` and attribute.
+    """Return a row that counts only the turn's own tokens; raise InvalidRequestError naming `field`.
 
-    Whoever knows its place in a tree fills in `num_tokens`, and what a named conversation's turn lacks.
+    The caller that knows the turn's place in a tree sets `num_tokens`, and the ids that a turn of a named
+    conversation lacks.
     """
     check_text(turn.conversation_id, f"{field}.conversation_id")
     check_text(turn.owner, f"{field}.owner")
@@ -97,7 +98,7 @@ def pack_turn(turn: TurnRecord, field: str) -> TurnRow:
 
 
 def unpack_turn(row: TurnRow, conversation_id: str = "") -> TurnRecord:
-    """The turn of a row; raises HistoryCorruptError if its ids are not those that were written."""
+    """Return the turn of a row; raise HistoryCorruptError if its ids are not those that were written."""
     check_undamaged(row, conversation_id)
     return TurnRecord(
         conversation_id=conversation_id,
@@ -123,8 +124,8 @@ def check_undamaged(row: TurnRow, conversation_id: str) -> None:
         return
     if not conversation_id:
         raise HistoryCorruptError(
-            f"Turn {row.turn_id!r} is damaged: its token ids do not match their checksum. Delete what goes "
-            "on from it; all else is good."
+            f"Turn {row.turn_id!r} is damaged: its token ids do not match their checksum. Delete the turns "
+            "that continue it; all others are good."
         )
     raise HistoryCorruptError(
         f"Turn {row.turn_index} of conversation {conversation_id!r} is damaged: its token ids do not match "
@@ -134,7 +135,7 @@ def check_undamaged(row: TurnRow, conversation_id: str) -> None:
 
 
 def unpack_messages(packed: str | None) -> tuple[Any, ...] | None:
-    """Chat messages as they were given."""
+    """Return chat messages as they were given."""
     return None if packed is None else tuple(json.loads(packed))
 
 
@@ -143,15 +144,15 @@ def _pack_usage(usage: Usage) -> str:
 
 
 def unpack_usage(packed: str | None) -> Usage | None:
-    """Where a turn's tokens came from, if that was kept."""
+    """Return where a turn's tokens came from, or None if that was not stored."""
     return None if packed is None else Usage(**json.loads(packed))
 
 
 def pack_token_ids(token_ids: Sequence[int], field: str) -> bytes:
-    """Token ids as little-endian int32; raises InvalidRequestError naming the first id that is none."""
+    """Return token ids as little-endian int32; raise InvalidRequestError naming the first invalid id."""
     if len(token_ids) == 0:
         return b""
-    # Object arrays and floats are what numpy makes of anything but ints that fit 64 bits.
+    # For anything but ints that fit 64 bits, numpy returns an array of objects or floats.
     array = np.asarray(token_ids)
     if array.ndim == 1 and array.dtype.kind in "iu" and array.min() >= 0 and array.max() <= MAX_TOKEN_ID:
         return array.astype(_STORED_IDS).tobytes()
@@ -162,12 +163,12 @@ def pack_token_ids(token_ids: Sequence[int], field: str) -> bytes:
 
 
 def unpack_token_ids(packed: bytes) -> NDArray[np.int32]:
-    """The inverse of `pack_token_ids`: i32[len(packed) / 4], a copy in native byte order."""
+    """Return the inverse of `pack_token_ids`: i32[len(packed) / 4], a copy in native byte order."""
     return np.frombuffer(packed, _STORED_IDS).astype(np.int32)
 
 
 def checksum(prompt: bytes, output: bytes) -> int:
-    """CRC-32 over both id lists, and over where one ends and the other begins."""
+    """Return the CRC-32 over both id lists and the position of the boundary between them."""
     return zlib.crc32(output, zlib.crc32(prompt, len(prompt)))
 
 
@@ -179,7 +180,7 @@ def _pack_messages(messages: Sequence[Any], field: str) -> str:
 
 
 def check_text(text: object, field: str) -> None:
-    """Raise InvalidRequestError, naming `field`, unless it is text that UTF-8 can hold."""
+    """Raise InvalidRequestError, naming `field`, unless `text` is a string that UTF-8 can encode."""
     if not isinstance(text, str):
         raise InvalidRequestError(field, text, "a string")
     if not is_utf8(text):

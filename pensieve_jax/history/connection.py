@@ -1,11 +1,11 @@
-"""What the tables' modules ask of a connection, and a connection to SQLite that answers it.
+"""The connection interface of the modules with tables, and its implementation for SQLite.
 
-Owns: the few things that SQLite and Postgres say differently: a statement that must change something, the
+Owns: the few operations that differ between SQLite and Postgres: a statement that must change a row, the
 beginning of a long text, and reading many rows.
 Does not know: tables, transactions, or Postgres (`postgres_connection`).
 
-Statements are in the SQL that both understand, with `?` for values. What is taken already is told by `ON
-CONFLICT DO NOTHING` and no row changed, since Postgres gives up a transaction with a failed statement.
+Statements use the SQL that both databases understand, with `?` for values. A key that is taken is detected by
+`ON CONFLICT DO NOTHING` and no changed row, since Postgres aborts a transaction after a failed statement.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from pensieve_jax.core.errors import PensieveError
 
 
 class ResultRows(Protocol):
-    """What a statement found."""
+    """The result of a statement."""
 
     @property
     def rowcount(self) -> int:
-        """How many rows it changed."""
+        """The number of rows that the statement changed."""
         ...
 
     def fetchone(self) -> Any:
-        """The next row; None behind the last one."""
+        """Return the next row, or None after the last one."""
         ...
 
     def fetchall(self) -> list[Any]:
-        """All rows that are left."""
+        """Return all remaining rows."""
         ...
 
     def __iter__(self) -> Iterator[Any]:
-        """Those rows, one by one."""
+        """Iterate over the remaining rows."""
         ...
 
 
 class Connection(Protocol):
-    """To a history, of either kind."""
+    """A connection to a history in either database."""
 
     def execute(self, statement: str, values: Sequence[Any] = (), /) -> ResultRows:
-        """Run one statement with its values, and return what it found."""
+        """Run one statement with its values and return its result."""
         ...
 
     def executemany(self, statement: str, values: Iterable[Sequence[Any]], /) -> object:
@@ -50,19 +50,19 @@ class Connection(Protocol):
         ...
 
     def must(self, statement: str, values: Sequence[Any], refusal: Callable[[], PensieveError], /) -> None:
-        """Run a statement that must change a row; raises what `refusal` makes where it changes none.
+        """Run a statement that must change a row; raise the result of `refusal` if it changes none.
 
-        A connection that sends statements ahead tells it at the end of the transaction, which is then
-        not kept.
+        A connection that pipelines statements reports this only at the end of the transaction, which is
+        then rolled back.
         """
         ...
 
     def beginning(self, table: str, column: str, rowid: int, num_bytes: int, /) -> str:
-        """Of a long text, about so many bytes, read without what comes behind."""
+        """Return about the first `num_bytes` bytes of a long text without reading the rest."""
         ...
 
     def stream(self, query: str, /) -> Iterator[Any]:
-        """Rows of a query that are not in memory all at a time."""
+        """Yield the rows of a query without loading all of them into memory."""
         ...
 
 
@@ -78,7 +78,7 @@ class SQLiteConnection(sqlite3.Connection):
             raise refusal()
 
     def beginning(self, table: str, column: str, rowid: int, num_bytes: int, /) -> str:
-        """See `Connection`; SQLite's own functions would read all of it."""
+        """See `Connection`; SQLite's own string functions would read the whole text."""
         with self.blobopen(table, column, rowid, readonly=True) as text:
             return text.read(num_bytes).decode("utf-8", "ignore")
 

@@ -1,11 +1,11 @@
-"""Copies a whole history from one place to another, from a file to Postgres or back.
+"""Copies of a whole history from one place to another, from a file to Postgres or back.
 
-Owns: what is copied, in which order, and that the copy is the same as what was copied.
-Does not know: what rows mean; how a history is opened beyond `opening` and the two databases' own checks.
+Owns: what is copied, in which order, and the check that the copy equals the source.
+Does not know: what rows mean; how a history is opened beyond `opening` and the checks of the two databases.
 
-One transaction at either end: what is read is of one moment, and what is written is all there or not at all.
-A server must not have the file; a database may be in use, and what is committed while it is copied is not in
-the copy.
+Each end uses one transaction: the source is read as of one moment, and the target is written completely or
+not at all. A file must not be in use by a server. A database may be in use; what is committed during the copy
+is not in the copy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MODULUS: Final = 2**256
 
 
 class _Table(NamedTuple):
-    """What of a table is copied, and in which order. Marks of a history are made by whoever opens it."""
+    """The copied part of a table, and the order of rows. Opening a history writes its marks by itself."""
 
     name: str
     columns: tuple[str, ...]
@@ -42,7 +42,7 @@ class _Table(NamedTuple):
         return f"SELECT {', '.join(self.columns)} FROM {self.name} {self.where}"
 
 
-# Some lists are in the order in which rows came: there that is kept.
+# Some lists show rows in the order of insertion, so copy these tables in that order.
 _TABLES: Final = (
     _Table("turns", TurnRow._fields, "rowid"),
     _Table(
@@ -73,7 +73,7 @@ _TABLES: Final = (
 
 
 class Copied(NamedTuple):
-    """What a copy holds: rows by table, and a digest of all of them."""
+    """The contents of a copy: rows by table, and a digest of all of them."""
 
     num_rows: dict[str, int]
     digest: str
@@ -82,11 +82,11 @@ class Copied(NamedTuple):
 def copy_history(
     source: Location, target: Location, *, progress: Callable[[int, int], None] = lambda done, of: None
 ) -> Copied:
-    """Copy all of a history to where none is yet, or an empty one of the same model.
+    """Copy a whole history to a place without one, or with an empty one of the same model.
 
-    `progress` is told how many rows of how many are there. Raises ConfigError, HistoryError for what cannot
-    be opened, and HistoryMismatchError for a target that holds something already, or whose copy is not what
-    was copied: then nothing is kept.
+    `progress` is called with the numbers of copied and of all rows. Raises ConfigError; HistoryError for a
+    history that cannot be opened; and HistoryMismatchError for a target that is not empty. If the copy
+    differs from the source, HistoryError is raised and nothing is stored.
     """
     if shown(source) == shown(target):
         raise ConfigError("DST", shown(target), "another place than SRC")
@@ -102,7 +102,7 @@ def copy_history(
             begun = itertools.count()
 
             def copy(connection: Connection) -> Copied:
-                if next(begun):  # reading is repeated after a lost session; what is written is not
+                if next(begun):  # reads are repeated after a lost session, but the written rows are not
                     raise HistoryError(f"history is {shown(source)!r}, which was lost; nothing was copied.")
                 _take_time(connection, source)
                 return _copy(connection, to, target, progress)
@@ -113,14 +113,14 @@ def copy_history(
 
 
 def _take_time(connection: Connection, history: Location) -> None:
-    """One end waits for the other, which may take hours, in the middle of a transaction."""
+    """Switch off timeouts: one end waits for the other, perhaps for hours, within its transaction."""
     if is_postgres(history):
         connection.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
         connection.execute("SET LOCAL statement_timeout = 0")
 
 
 def fingerprint_at(history: Location) -> str:
-    """Which model wrote a history; raises HistoryError where there is none."""
+    """Return the fingerprint of the model that wrote a history; raise HistoryError for a missing history."""
     if is_postgres(history):
         need_psycopg(history)
         from pensieve_jax.history.postgres_store import fingerprint_in  # of an extra
@@ -133,7 +133,7 @@ def fingerprint_at(history: Location) -> str:
         with contextlib.closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as connection:
             row = connection.execute("SELECT value FROM meta WHERE key = 'fingerprint'").fetchone()
     except sqlite3.Error as error:
-        raise HistoryMismatchError(f"history is {str(path)!r}, which is no history ({error}).") from error
+        raise HistoryMismatchError(f"history is {str(path)!r}, which is not a history ({error}).") from error
     if row is None:
         raise HistoryMismatchError(f"history is {str(path)!r}, which does not say which model wrote it.")
     return str(row[0])
@@ -145,8 +145,8 @@ def _check_empty(connection: Connection, target: Location) -> None:
         (num_rows,) = connection.execute(query).fetchone()
         if num_rows:
             raise HistoryMismatchError(
-                f"history is {shown(target)!r}, which holds {num_rows} rows of {table.name} already, but a "
-                "copy is made where nothing is; choose another place. It was left as it is."
+                f"history is {shown(target)!r}, which holds {num_rows} rows of {table.name} already, but the "
+                "target of a copy must be empty; choose another place. It was not changed."
             )
 
 
@@ -170,14 +170,14 @@ def _copy(
     found = contents(to)
     if found != Copied(expected, f"{total % _MODULUS:064x}"):
         raise HistoryError(
-            f"history is {shown(target)!r}, where the copy is not what was copied: {found.num_rows} instead "
-            f"of {expected} rows, or others. Nothing was kept."
+            f"history is {shown(target)!r}, where the copy differs from the source: {found.num_rows} instead "
+            f"of {expected} rows, or other contents. Nothing was stored."
         )
     return found
 
 
 def contents(connection: Connection) -> Copied:
-    """What a history holds; equal for equal rows, in whichever database and order."""
+    """Return what a history holds; equal for equal rows, in any database and order."""
     num_rows, total = {}, 0
     for table in _TABLES:
         num_rows[table.name] = 0

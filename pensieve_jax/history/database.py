@@ -1,10 +1,10 @@
-"""Opens the SQLite file of a history: makes, accepts, refuses, or sets a damaged one aside.
+"""The SQLite file of a history: created, accepted, refused, or moved aside if it is damaged.
 
-Owns: which file is accepted, what counts as damaged, and where damaged files go.
+Owns: which file is accepted, what counts as damaged, and where damaged files are moved to.
 Does not know: what the tables are (`schema`), or locks; the caller holds the lock on the path.
 
-Files of others are never touched. Nothing is ever overwritten: a damaged history moves, together with
-SQLite's own side files, to the first free name `<name>.corrupt-<n>`, where
+Files of other applications are never changed, and nothing is ever overwritten. A damaged history is renamed,
+with SQLite's own side files, to the first free name `<name>.corrupt-<n>`, where
 `sqlite3 <name>.corrupt-<n> .recover` finds all of it.
 """
 
@@ -29,22 +29,22 @@ from pensieve_jax.history.connection import SQLiteConnection
 type Synchronous = Literal["normal", "full"]
 
 BUSY_TIMEOUT_S: Final = 5.0  # a backup tool may hold the file for a moment
-_MAGIC: Final = b"SQLite format 3\0"  # the first bytes of every database that is not empty
+_MAGIC: Final = b"SQLite format 3\0"  # the first bytes of every non-empty database
 _APPLICATION_ID_BYTES: Final = slice(68, 72)  # big-endian
 _SIDE_FILE_SUFFIXES: Final = ("", "-wal", "-shm", "-journal")
 
 
 class _DamageError(Exception):
-    """Why a file cannot be a history any more."""
+    """The reason why a history file is damaged."""
 
 
 def open_database(path: Path | None, fingerprint: str, synchronous: Synchronous) -> SQLiteConnection:
-    """A connection in autocommit mode to a checked history, new if there was none; None is in memory.
+    """Return a connection in autocommit mode to a checked history, created if missing; None is in memory.
 
     Reads the whole file once (`PRAGMA quick_check`). Raises HistoryMismatchError for a history of another
-    fingerprint or version and for another application's file (they stay as they are), HistoryCorruptError
-    after a damaged file was moved away, HistoryLockedError if some other program keeps the file locked, and
-    HistoryError if it cannot be opened at all.
+    fingerprint or version and for another application's file; they are not changed. Raises
+    HistoryCorruptError after moving a damaged file aside, HistoryLockedError if another program keeps the
+    file locked, and HistoryError if it cannot be opened at all.
     """
     if path is not None:
         _check_is_database(path)
@@ -69,30 +69,29 @@ def open_database(path: Path | None, fingerprint: str, synchronous: Synchronous)
 
 
 def check_is_there(path: Path) -> None:
-    """Raise HistoryMissingError where a new history would be made; leaves all there as it is."""
+    """Raise HistoryMissingError if a new history would be created; change nothing."""
     if _size_bytes(path) == 0:
         raise HistoryMissingError(
-            f"history is {str(path)!r}, which is missing or empty, but was there before; look for it, or put "
-            "a backup in its place. Nothing was made there."
+            f"history is {str(path)!r}, which is missing or empty, but existed before; find it, or put a "
+            "backup in its place. Nothing was created there."
         )
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Whether SQLite says that the file itself is broken, rather than busy, full or unreadable."""
-    # The low byte is the primary code; the rest tells apart kinds of it.
+    """Return whether SQLite reports that the file itself is broken, not just busy, full or unreadable."""
+    # The low byte is the primary error code; the higher ones distinguish variants of it.
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 def _make_private(path: Path) -> None:
-    """Make a file that is missing for its owner's eyes alone; SQLite's own side files take its mode."""
+    """Create a missing file that only its owner can read; SQLite's own side files inherit its mode."""
     with contextlib.suppress(FileExistsError):
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
 
 
 def _connect(path: Path | None) -> SQLiteConnection:
-    # Python's own transactions are off (isolation_level None): a commit here is one explicit BEGIN ...
-    # COMMIT.
+    # isolation_level None switches off Python's own transactions: a commit is one explicit BEGIN ... COMMIT.
     return sqlite3.connect(
         ":memory:" if path is None else path,
         isolation_level=None,
@@ -105,10 +104,10 @@ def _connect(path: Path | None) -> SQLiteConnection:
 def _accept(
     connection: sqlite3.Connection, path: Path | None, fingerprint: str, synchronous: Synchronous
 ) -> None:
-    """Look at the file, make what it lacks, and set the connection up; closes it again if it raises."""
+    """Check the file, create missing tables, and set up the connection; close it if this raises."""
     accepted = is_ours = False
     try:
-        # Looking at a file must not change it: no checkpoint if it turns out to be damaged or another's.
+        # Inspecting a file must not change it: no checkpoint if it is damaged or another application's.
         connection.setconfig(sqlite3.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, True)
         if _is_empty(connection):
             _create(connection, fingerprint)
@@ -125,8 +124,8 @@ def _accept(
         if not accepted and is_ours:
             connection.close()
         elif not accepted:
-            # SQLite has made a log beside a file that had none. Nothing is in it, so that a checkpoint writes
-            # nothing, and SQLite removes the log with it unless another program has come to use it.
+            # SQLite has created a log next to a file that had none. The log is empty, so a checkpoint writes
+            # nothing, and SQLite removes the log with it unless another program has started to use it.
             has_log = path is not None and _size_bytes(_side_file(path, "-wal")) > 0
             connection.setconfig(sqlite3.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, has_log)
             connection.close()
@@ -140,27 +139,27 @@ def _is_empty(connection: sqlite3.Connection) -> bool:
 
 
 def _create(connection: sqlite3.Connection, fingerprint: str) -> None:
-    """Make the tables in one transaction, so that a kill leaves an empty file or a whole one."""
-    # While the journal is a rollback journal: the main file then never lacks what only a log holds.
+    """Create the tables in one transaction, so that a kill leaves an empty file or a complete one."""
+    # While the journal is still a rollback journal: then the main file never lacks data that only a log has.
     connection.execute("BEGIN IMMEDIATE")
     schema.create_tables(connection, fingerprint=fingerprint)
     connection.execute("COMMIT")
 
 
 def _check(connection: sqlite3.Connection, path: Path | None, fingerprint: str) -> None:
-    """Raise what `open_database` says, unless the file is a sound history of this version and model."""
+    """Raise the errors of `open_database` unless the file is a sound history of this version and model."""
     is_ours = _pragma(connection, "application_id") == schema.APPLICATION_ID
     version = _pragma(connection, "user_version")
     if not is_ours:
         raise _foreign(path)
     findings = [row[0] for row in connection.execute("PRAGMA quick_check(1)")]
     if findings != ["ok"]:
-        raise _DamageError(f"quick_check says: {' '.join(findings[0].split())}")
+        raise _DamageError(f"quick_check reports: {' '.join(findings[0].split())}")
     if version != schema.SCHEMA_VERSION:
         raise HistoryMismatchError(
             f"history is {str(path)!r}, which has schema version {version}, but this release reads and "
             f"writes version {schema.SCHEMA_VERSION}; use the release that wrote it or choose another path. "
-            "The file was left as it is."
+            "The file was not changed."
         )
     for table, columns in schema.newest_columns().items():
         found = schema.columns_of(connection, table)
@@ -173,14 +172,14 @@ def _check(connection: sqlite3.Connection, path: Path | None, fingerprint: str) 
         raise HistoryMismatchError(
             f"history is {str(path)!r}, which was written by {written_by[0]!r}, but the model in use is "
             f"{fingerprint!r}; load the model and tokenizer that wrote it or choose another path. The file "
-            "was left as it is."
+            "was not changed."
         )
 
 
 def _set_aside(path: Path | None, reason: str) -> NoReturn:
-    """Move a damaged history and its side files to a free name and raise HistoryCorruptError.
+    """Rename a damaged history and its side files to a free name and raise HistoryCorruptError.
 
-    A damaged database of another application stays: HistoryMismatchError.
+    A damaged database of another application is not renamed: HistoryMismatchError.
     """
     if path is None:
         raise HistoryCorruptError(f"The history in memory is damaged: {reason}.")
@@ -191,32 +190,31 @@ def _set_aside(path: Path | None, reason: str) -> NoReturn:
     while any(_side_file(_corrupt_name(path, number), suffix).exists() for suffix in _SIDE_FILE_SUFFIXES):
         number += 1
     target = _corrupt_name(path, number)
-    # The main file first: killed in between, what is left is a log without a database, which is damage again.
+    # The main file first: a kill in between leaves a log without a database, which counts as damage again.
     for suffix in _SIDE_FILE_SUFFIXES:
         source = _side_file(path, suffix)
         if source.exists():
             source.rename(_side_file(target, suffix))
     raise HistoryCorruptError(
-        f"history is {str(path)!r}, which is damaged ({reason}); it was set aside as {str(target)!r} and "
-        "nothing in "
-        "it was changed. Open again to start a new history, or restore that file from a backup."
+        f"history is {str(path)!r}, which is damaged ({reason}); it was moved to {str(target)!r} unchanged. "
+        "Open again to start a new history, or restore a backup."
     )
 
 
 def _check_is_database(path: Path) -> None:
-    """Raise HistoryMismatchError for a file that SQLite did not write; SQLite takes an empty one as new."""
+    """Raise HistoryMismatchError for a file that SQLite did not write; to SQLite an empty file is new."""
     head = _head(path)
-    # A kill while the tables are made may leave the first page unwritten, with a journal to roll back by.
+    # A kill during creation may leave the first page unwritten, with a journal to roll back with.
     is_unfinished = not any(head) and _size_bytes(_side_file(path, "-journal")) > 0
     if head and not head.startswith(_MAGIC) and not is_unfinished:
         raise HistoryMismatchError(
-            f"history is {str(path)!r}, which is not a history file; give another path. The file was left as "
-            "it is."
+            f"history is {str(path)!r}, which is not a history file; give another path. The file was not "
+            "changed."
         )
 
 
 def _head(path: Path) -> bytes:
-    """The beginning of the file, empty where there is none; raises HistoryError."""
+    """Return the beginning of the file, b"" if it does not exist; raise HistoryError."""
     try:
         with path.open("rb") as file:
             return file.read(_APPLICATION_ID_BYTES.stop)
@@ -232,7 +230,7 @@ def _head(path: Path) -> bytes:
 def _foreign(path: Path | None) -> HistoryMismatchError:
     return HistoryMismatchError(
         f"history is {str(path)!r}, which is a database of another application, but must be a history or a "
-        "new file; choose another path. The file was left as it is."
+        "new file; choose another path. The file was not changed."
     )
 
 
@@ -261,6 +259,5 @@ def _cannot_open(path: Path | None, error: OSError | sqlite3.Error) -> HistoryEr
         )
     return HistoryError(
         f"history is {str(path)!r}, which cannot be opened ({error}); choose a file in an existing directory "
-        "that "
-        "this user may write to."
+        "that this user may write to."
     )

@@ -1,4 +1,4 @@
-"""The name of a model and tokenizer, by which a history tells whose token ids it holds.
+"""The identity of a model and tokenizer, which tells whose token ids a history holds.
 
 Owns: how the two become one short string.
 Does not know: what the caller puts into the description of a model.
@@ -12,11 +12,11 @@ from collections.abc import Mapping
 
 
 def history_fingerprint(model: Mapping[str, object], tokenizer_fingerprint: str | None) -> str:
-    """A string such as `model:3f2a90c1d6e4b705 tokenizer:none`, equal for equal arguments in any process.
+    """Return a string such as `model:3f2a90c1d6e4b705 tokenizer:none`, the same in every process.
 
     Args:
-      model: what makes token ids and replies mean the same (architecture, sizes, a digest of the weights).
-        JSON values; order does not matter. Leave out what may change between runs, such as dtype and page
+      model: what determines the meaning of token ids and replies (architecture, sizes, a digest of the
+        weights), as JSON values in any order. Leave out what may change between runs, such as dtype and page
         counts.
       tokenizer_fingerprint: `Tokenizer.fingerprint`, or None for a model that serves ids only.
     """

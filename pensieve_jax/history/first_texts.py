@@ -1,6 +1,6 @@
-"""What a user said first, read from the beginning of a request's items: a message may be a book.
+"""The first text of a user, read from the beginning of a request's items, since a message may be very long.
 
-Owns: how much is read, and how items are understood whose end is not there.
+Owns: how much is read, and how truncated items are parsed.
 Does not know: which request it is.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, Final
 from pensieve_jax.history.connection import Connection
 
 MAX_BYTES: Final = 32_768
-"""Of a request's items, as JSON in ASCII; a user who begins to speak behind that is not heard."""
+"""Bytes of a request's items (JSON in ASCII) that are read; a user's text that begins later is not found."""
 _DECODER: Final = json.JSONDecoder()
 _BETWEEN: Final = re.compile(r"[\[,\s]*")
 _ROLE: Final = re.compile(r'"role": *"user"')
@@ -21,17 +21,17 @@ _TEXT: Final = re.compile(r'"(?:text|content)": *"((?:[^"\\]++|\\u[0-9a-f]{4}|\\
 
 
 def read_first_text(connection: Connection, rowid: int) -> str:
-    """What the user said first in a response's own input, or the beginning of it; "" for nothing."""
+    """Return the beginning of the first user text in a response's own input; "" without one."""
     return first_text(connection.beginning("responses", "input_items", rowid, MAX_BYTES))
 
 
 def first_text(items: str) -> str:
-    """The text of the first item of a user; of a list in JSON that may end anywhere."""
+    """Return the text of the first item of a user in a JSON list, which may be truncated anywhere."""
     position = _end_of(_BETWEEN, items, 0)
     while position < len(items) and items[position] == "{":
         try:
             item, position = _DECODER.raw_decode(items, position)
-        except ValueError:  # the item is cut
+        except ValueError:  # the item is truncated
             return _text_of_cut(items[position:])
         if item.get("role") == "user":
             return text_of(item)
@@ -40,7 +40,7 @@ def first_text(items: str) -> str:
 
 
 def text_of(item: dict[str, Any]) -> str:
-    """What an item says, with all its parts."""
+    """Return the text of an item, with all its parts."""
     parts = item.get("content", "")
     if isinstance(parts, str):
         return parts
@@ -48,13 +48,13 @@ def text_of(item: dict[str, Any]) -> str:
 
 
 def _text_of_cut(item: str) -> str:
-    """The first part of an item without its end; its role stands before what it says, as items are kept."""
+    """Return the first part of a truncated item. Stored items have their role before their content."""
     role = _ROLE.search(item)
     text = None if role is None else _TEXT.search(item, role.end())
     if text is None:
         return ""
     said: str = json.loads(f'"{text[1]}"')
-    return said.encode("utf-8", "ignore").decode()  # without the first half of a character of two
+    return said.encode("utf-8", "ignore").decode()  # drops the first half of a surrogate pair
 
 
 def _end_of(pattern: re.Pattern[str], text: str, position: int) -> int:

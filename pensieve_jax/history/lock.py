@@ -3,11 +3,11 @@
 Owns: the side file `<path>.lock` and the advisory lock on it.
 Does not know: what the locked file is.
 
-The kernel drops the lock when the holder dies in whatever way, so there is no stale lock to clean up. The
-side file of a history stays behind; one that was made for a path that turned out to be no history goes
-again (`discard`). Whoever locks checks that the file it locked still has the name, since two processes could
-otherwise hold two files of one name. A child made by a bare fork (without exec)
-shares its parent's lock until both are gone.
+The kernel releases the lock when its holder dies in any way, so no stale lock must be cleaned up. The side
+file of a history stays behind. One that was created for a path that is not a history is removed (`discard`).
+After locking, a process checks that the file it locked still has the name; otherwise two processes could hold
+two files of one name. A child process made by a bare fork (without exec) shares its parent's lock until both
+have ended.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pensieve_jax.core.errors import HistoryError, HistoryLockedError
 
 
 class FileLock:
-    """An exclusive lock, taken by the constructor and held until `release` or the end of the process."""
+    """An exclusive lock, acquired by the constructor and held until `release` or the end of the process."""
 
     def __init__(self, path: Path) -> None:
-        """Lock `<path>.lock`; raises HistoryLockedError at once, without waiting, if it is taken."""
+        """Lock `<path>.lock`; raise HistoryLockedError immediately, without waiting, if it is taken."""
         self.lock_path = path.with_name(path.name + ".lock")
         while True:
             file_descriptor, self._is_new = self._open(path)
@@ -31,25 +31,25 @@ class FileLock:
             if self._has_the_name(file_descriptor):
                 break
             os.close(file_descriptor)  # its last holder discarded it between the two calls
-        # Only for the message of who is refused; the lock itself is the kernel's.
+        # The process id is only for the error message of other processes; the kernel keeps the lock itself.
         os.ftruncate(file_descriptor, 0)
         os.pwrite(file_descriptor, f"{os.getpid()}\n".encode(), 0)
         self._file_descriptor: int | None = file_descriptor
 
     def release(self) -> None:
-        """Give the lock up; a second call does nothing."""
+        """Release the lock; a second call does nothing."""
         if self._file_descriptor is not None:
             os.close(self._file_descriptor)
             self._file_descriptor = None
 
     def discard(self) -> None:
-        """Give the lock up, and remove the side file if this lock made it: the path is no history."""
+        """Release the lock, and remove the side file if this lock created it: the path is not a history."""
         if self._is_new and self._file_descriptor is not None:
-            self.lock_path.unlink(missing_ok=True)  # while it is held, so that nobody else's goes
+            self.lock_path.unlink(missing_ok=True)  # while locked, so that it is not another process's file
         self.release()
 
     def _open(self, path: Path) -> tuple[int, bool]:
-        """The side file's descriptor, and whether this made it."""
+        """Return the side file's descriptor, and whether this call created the file."""
         mode = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         try:
             try:
@@ -58,7 +58,7 @@ class FileLock:
                 return os.open(self.lock_path, mode, 0o600), False
         except OSError as error:
             raise HistoryError(
-                f"history is {str(path)!r}, but its lock file cannot be made ({error.strerror}); "
+                f"history is {str(path)!r}, but its lock file cannot be created ({error.strerror}); "
                 "choose a path in an existing directory that this user may write to."
             ) from error
 
@@ -77,6 +77,6 @@ def _lock(file_descriptor: int, path: Path) -> None:
         holder = os.pread(file_descriptor, 32, 0).decode(errors="replace").strip()
         os.close(file_descriptor)
         raise HistoryLockedError(
-            f"history is {str(path)!r}, which process {holder or 'unknown'} has open, but one engine at a "
-            "time may use a history; close that one first or choose another path."
+            f"history is {str(path)!r}, which process {holder or 'unknown'} has open. Only one engine may "
+            "use a history at a time; close that one first or choose another path."
         ) from error

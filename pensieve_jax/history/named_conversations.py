@@ -1,10 +1,10 @@
-"""The conversations that callers of the library name: each a name for the turn at its head.
+"""The conversations that callers of the library name. Each name refers to the turn at its head.
 
 Owns: the statements on rows of `conversations` without metadata, all of owner "".
 Does not know: transactions (the caller holds one), or a server's conversations (`server_conversations`).
 
-A head moves by compare and swap: whoever moves it says where it stood, and nothing happens where it stands
-elsewhere by then.
+A head moves by compare and swap: a move names the expected head, and nothing is changed if the head is
+another one by then.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _MOVE: Final = (
     f"num_tokens = num_tokens + ?, num_turns = num_turns + 1 WHERE {_THIS} AND num_turns = ? "
     "AND head_turn = ?"
 )
-_MAX_VALUES: Final = 1000  # of one statement
+_MAX_VALUES: Final = 1000  # per statement
 
 
 class _Head(NamedTuple):
-    """Where a conversation stands."""
+    """The head of a conversation, and the size of the path to it."""
 
     head_turn: str | None
     num_turns: int
@@ -54,7 +54,7 @@ class _Head(NamedTuple):
 
 
 def listing(connection: Connection) -> list[ConversationInfo]:
-    """All of them, the most recently active first, equal times by id."""
+    """Return all named conversations, the most recently active first, equal times by id."""
     query = f"{_INFO} WHERE {_NAMED} ORDER BY last_active_s DESC, conversation_id"
     return [ConversationInfo(*row) for row in connection.execute(query)]
 
@@ -62,7 +62,7 @@ def listing(connection: Connection) -> list[ConversationInfo]:
 def idle(
     connection: Connection, before_s: float | None, num_kept: int | None, busy: Collection[str]
 ) -> list[str]:
-    """Return conversations that `HistoryStore.idle` finds: idle since `before_s`, or too many."""
+    """Return the conversations of `HistoryStore.idle`: idle since `before_s`, or too many."""
     found = [] if num_kept is None else _behind(connection, min(num_kept, sys.maxsize), busy)
     if before_s is not None:
         query = f"SELECT conversation_id FROM conversations WHERE {_NAMED} AND last_active_s < ?"
@@ -71,7 +71,10 @@ def idle(
 
 
 def _behind(connection: Connection, num_kept: int, busy: Collection[str]) -> list[str]:
-    """Those behind the first `num_kept` that are not busy: fewer than are behind the first of all."""
+    """Return the idle conversations after the first `num_kept` idle ones.
+
+    They are among those after the first `num_kept` of all, so only these are listed.
+    """
     query = (
         f"SELECT conversation_id FROM conversations WHERE {_NAMED} "
         f"ORDER BY last_active_s DESC, conversation_id LIMIT {sys.maxsize} OFFSET ?"
@@ -89,7 +92,7 @@ def _behind(connection: Connection, num_kept: int, busy: Collection[str]) -> lis
 
 
 def info(connection: Connection, conversation_id: str) -> ConversationInfo:
-    """One line of the listing; raises UnknownConversationError."""
+    """Return one line of the listing; raise UnknownConversationError."""
     row = connection.execute(f"{_INFO} WHERE {_THIS}", (conversation_id,)).fetchone()
     if row is None:
         raise UnknownConversationError(conversation_id)
@@ -97,13 +100,13 @@ def info(connection: Connection, conversation_id: str) -> ConversationInfo:
 
 
 def read(connection: Connection, conversation_id: str) -> tuple[ConversationInfo, list[TurnRow]]:
-    """A conversation's line and its turns; raises UnknownConversationError."""
+    """Return a conversation's line and its turns; raise UnknownConversationError."""
     found = info(connection, conversation_id)
     return found, turns_table.path_rows(connection, "", _existing(connection, conversation_id).head_turn)
 
 
 def unpack(found: ConversationInfo, rows: list[TurnRow]) -> ConversationRecord:
-    """What `HistoryStore.load` returns; raises HistoryCorruptError if tokens are damaged or missing."""
+    """Return the record for `HistoryStore.load`; raise HistoryCorruptError for damaged or missing tokens."""
     conversation_id = found.conversation_id
     turns = tuple(codec.unpack_turn(row, conversation_id) for row in rows)
     token_ids = codec.unpack_token_ids(turns_table.joined_ids(rows))
@@ -118,14 +121,14 @@ def unpack(found: ConversationInfo, rows: list[TurnRow]) -> ConversationRecord:
 
 
 def head(connection: Connection, conversation_id: str) -> str | None:
-    """The turn at the head; None of an empty one; raises UnknownConversationError."""
+    """Return the head turn, or None for an empty conversation; raise UnknownConversationError."""
     return _existing(connection, conversation_id).head_turn
 
 
 def append(connection: Connection, conversation_id: str, row: TurnRow, field: str) -> None:
-    """Add a turn behind the last one, from which it goes on if it has an id.
+    """Add a turn at the end of a conversation. A turn with an id must continue the current head.
 
-    Raises ConversationChangedError where it goes on from another one, and InvalidRequestError unless a turn
+    Raises ConversationChangedError if it continues another turn, and InvalidRequestError unless a turn
     without an id has the next number.
     """
     row = row._replace(owner="")
@@ -177,11 +180,11 @@ def fork(
     num_tokens: int | None,
     at_s: float | None,
 ) -> Cut:
-    """Another name, which is text, for a part of a path. See `HistoryStore.fork`."""
+    """Give a part of a path a new name, which must be text. See `HistoryStore.fork`."""
     source = _existing(connection, conversation_id)
     taken = "SELECT 1 FROM conversations WHERE owner = '' AND conversation_id = ?"
     if not new_conversation_id or connection.execute(taken, (new_conversation_id,)).fetchone():
-        limit = "a non-empty string that no conversation is named by"
+        limit = "a non-empty string that is not the name of a conversation"
         raise InvalidRequestError("new_conversation_id", new_conversation_id, limit)
     if num_tokens is None:
         num_tokens = source.num_tokens
@@ -196,7 +199,7 @@ def fork(
 
 
 def delete(connection: Connection, conversation_id: str) -> None:
-    """Forget a name, and what nothing else needs; raises UnknownConversationError."""
+    """Forget a name and the turns that only it needs; raise UnknownConversationError."""
     before = _existing(connection, conversation_id)
     connection.execute(f"DELETE FROM conversations WHERE {_THIS}", (conversation_id,))
     turns_table.collect(connection, "", before.head_turn)

@@ -1,7 +1,7 @@
-"""Opens a history wherever it is: a file for SQLite, memory, or a database of Postgres.
+"""Opening a history at any place: an SQLite file, memory, or a Postgres database.
 
-Owns: what tells a URL of Postgres from a path, and which store, reader and claims a history has.
-Does not know: what either does.
+Owns: how a URL of Postgres is told from a path, and which store, reader and claims a history has.
+Does not know: how these work.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ type Location = str | os.PathLike[str]
 
 
 class Reading(Protocol):
-    """Connections that only read."""
+    """Read-only connections to a history."""
 
     def run[T](self, work: Callable[[Connection], T]) -> T:
-        """What `work` returns, which reads one state of the history; raises HistoryError."""
+        """Run `work` on one consistent state of the history and return its result; raise HistoryError."""
         ...
 
     def close(self) -> None:
-        """Any later call raises HistoryError."""
+        """Close the connections; later calls raise HistoryError."""
         ...
 
 
@@ -43,10 +43,10 @@ def open_store(
     synchronous: Synchronous = "normal",
     may_make: bool = True,
 ) -> TableHistoryStore:
-    """The history at a path or a URL, new if there was none; None is in memory.
+    """Open the history at a path or a URL, or create it; None is in memory.
 
-    Raises what `SQLiteHistoryStore` or `PostgresHistoryStore` raises. Postgres decides itself how durable a
-    commit is; `synchronous` is of a file.
+    Raises what `SQLiteHistoryStore` or `PostgresHistoryStore` raises. `synchronous` applies to files;
+    Postgres itself decides how durable a commit is.
     """
     if is_postgres(history):
         need_psycopg(history)
@@ -57,7 +57,7 @@ def open_store(
 
 
 def open_for_reading(history: Location, fingerprint: str) -> Reading:
-    """Connections to a history that a writer has made; raises HistoryError."""
+    """Open connections to a history that a writer has created; raise HistoryError."""
     connections: Any
     if is_postgres(history):
         need_psycopg(history)
@@ -71,7 +71,7 @@ def open_for_reading(history: Location, fingerprint: str) -> Reading:
 
 
 def claims_of(history: Location) -> Claims:
-    """Claims among the servers of a history; nothing is asked yet."""
+    """Return the claims among the servers of a history, without connecting yet."""
     if is_postgres(history):
         from pensieve_jax.history.postgres_claims import PostgresClaims  # of an extra
 
@@ -80,7 +80,7 @@ def claims_of(history: Location) -> Claims:
 
 
 def check_reachable(history: Location) -> None:
-    """Raise what keeps a Postgres from being used, at once; of a file nothing is asked."""
+    """Raise immediately if a Postgres history cannot be used; a file is not checked."""
     if is_postgres(history):
         need_psycopg(history)
         from pensieve_jax.history.postgres_connection import PostgresConnection  # of an extra
@@ -89,24 +89,24 @@ def check_reachable(history: Location) -> None:
 
 
 def need_psycopg(url: str) -> None:
-    """Raise ConfigError where what a URL takes is not installed."""
+    """Raise ConfigError if the package for Postgres URLs is not installed."""
     if importlib.util.find_spec("psycopg") is None:
         hint = "psycopg is missing: pip install '.[postgres]' in the checkout"
         raise ConfigError("history", shown(url), "the path of a file", hint)
 
 
 def check_location(history: object) -> None:
-    """Raise ConfigError for what is neither None nor of a type that a history's place can have."""
+    """Raise ConfigError unless `history` is None or of a type that a location can have."""
     if history is not None and not isinstance(history, str | os.PathLike):
         raise ConfigError("history", history, "None, the path of a file, or a URL of Postgres")
 
 
 def absolute(history: Location) -> str:
-    """As another process finds it, whatever its directory; raises ConfigError for what is no place."""
+    """Return the location as another process finds it from any directory; raise ConfigError if invalid."""
     check_location(history)
     return str(history) if is_postgres(history) else str(Path(history).absolute())
 
 
 def shown(history: Location) -> str:
-    """For people and logs: a URL without its password."""
+    """Return the location for messages and logs: a URL without its password."""
     return parse(str(history)).shown if is_postgres(history) else str(history)

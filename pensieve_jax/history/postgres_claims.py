@@ -1,4 +1,4 @@
-"""Claims of servers that share a history in Postgres: locks of a session, which end with it.
+"""Claims of servers that share a history in Postgres: locks of a session, which end with the session.
 
 Owns: the session, and the number that stands for a name.
 Does not know: what is claimed.
@@ -18,21 +18,21 @@ from pensieve_jax.history.postgres_location import PostgresLocation
 
 
 class PostgresClaims:
-    """Safe to call from several threads; a thread that waits for Postgres keeps others waiting.
+    """Claims of one server. Thread-safe; a thread that waits for Postgres blocks the others.
 
-    The session begins with the first claim. One that was lost is replaced by the next `take`, and what was
-    held is claimed again, unless another server was faster.
+    The session begins with the first claim. The next `take` replaces a lost session and claims the held names
+    again, unless another server was faster.
     """
 
     are_shared = True
 
     def __init__(self, location: PostgresLocation) -> None:
-        """Nothing is asked yet."""
+        """Prepare the claims without connecting."""
         self._location = location
         self._asking = threading.Lock()
         self._is_closed = False
         self._session: PostgresConnection | None = None
-        self._held: frozenset[str] = frozenset()  # replaced whole: `holds` waits for nobody
+        self._held: frozenset[str] = frozenset()  # replaced as a whole, so that `holds` needs no lock
         self._given_up: set[str] = set()
 
     def take(self, name: str) -> bool:
@@ -42,7 +42,7 @@ class PostgresClaims:
                 try:
                     self._take(name)
                 except psycopg.Error:
-                    self._drop()  # it may have been lost long ago
+                    self._drop()  # the session may have been lost long ago
                     self._take(name)
             except psycopg.Error as error:
                 self._drop()
@@ -67,7 +67,7 @@ class PostgresClaims:
     def close(self) -> None:
         """Give up every claim without waiting: a `take` in progress ends the session itself."""
         self._is_closed, self._held = True, frozenset()
-        if self._asking.acquire(blocking=False):  # else who asks ends the session
+        if self._asking.acquire(blocking=False):  # otherwise the running `take` ends the session
             try:
                 self._drop()
             finally:
@@ -79,7 +79,7 @@ class PostgresClaims:
         session = self._connected()
         self._let_go()
         if name in self._held:
-            session.execute("SELECT 1")  # whether it still is: locks end with the session
+            session.execute("SELECT 1")  # checks the session: locks end with it
         elif self._lock(name):
             self._held |= {name}
 

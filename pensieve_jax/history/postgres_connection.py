@@ -1,11 +1,11 @@
-"""A `Connection` to Postgres through psycopg, and what its errors mean.
+"""A `Connection` to Postgres through psycopg, and the meaning of its errors.
 
-Owns: a session's settings, the tables' SQL as Postgres takes it, statements that are sent ahead of their
-answers, and which failure is which typed error.
-Does not know: tables, or when a transaction is begun.
+Owns: a session's settings, the translation of the tables' SQL for Postgres, pipelined statements, and the
+mapping of failures to typed errors.
+Does not know: tables, or when a transaction begins.
 
-Text of Postgres cannot hold the character NUL, which a model may say: that stands as two others, on the way
-there and back, in every value.
+Text in Postgres cannot contain the character NUL, which a model may generate. So every value is escaped on
+its way there and unescaped on its way back, with two other characters for NUL.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from pensieve_jax.history.postgres_location import PostgresLocation
 CONNECT_TIMEOUT_S: Final = 5
 _ROWS_AT_A_TIME: Final = 256
 _ESCAPE: Final = "\x1b"
-# A replica that hangs must not hold up the others for ever, nor a network that swallows packets this one.
+# A replica that hangs must not block the others forever, and a lossy network must not block this one.
 _SETTINGS: Final = {
     "lock_timeout": "10s",
     "statement_timeout": "60s",
     "idle_in_transaction_session_timeout": "60s",
     "idle_session_timeout": "0",
-    # Of the server's end: the session of a host that is gone, and its locks, end within half a minute.
+    # On the server's side, the session of a lost host and its locks end within half a minute.
     "tcp_keepalives_idle": "10",
     "tcp_keepalives_interval": "5",
     "tcp_keepalives_count": "3",
@@ -49,29 +49,29 @@ _SOCKET: Final = {
     "tcp_user_timeout": 20000,
 }
 _DENIED: Final = ("28", "42501")  # invalid authorization, insufficient privilege
-# Of a server that is not there any more, or not yet: it goes down, it starts, it has no room for sessions.
+# Errors of a server that is not available: it shuts down, starts, or has no room for sessions.
 _AWAY: Final = ("08", "57P", "53300")
 _BUSY: Final = ("55P03", "57014")  # a lock or an answer took too long
 
 
 class PostgresConnection:
-    """A session whose transactions are begun and ended by whoever has it."""
+    """A session whose transactions are begun and ended by its user."""
 
     def __init__(self, location: PostgresLocation) -> None:
-        """Connect; raises HistoryDeniedError, HistoryUnavailableError or another HistoryError."""
+        """Connect; raise HistoryDeniedError, HistoryUnavailableError or another HistoryError."""
         self._location = location
         try:
             self._raw = psycopg.connect(
                 location.url,
                 autocommit=True,
                 client_encoding="utf8",
-                # A statement that is prepared ahead is not there if one before it failed, which psycopg
-                # does not know.
+                # psycopg does not notice that a pipelined PREPARE was skipped because an earlier statement
+                # failed.
                 prepare_threshold=None,
                 **_given(location.url, {"connect_timeout": CONNECT_TIMEOUT_S, **_SOCKET}),
             )
         except psycopg.Error as error:
-            raise _cannot_connect(error, location) from None  # whose traceback has the URL
+            raise _cannot_connect(error, location) from None  # the error's traceback contains the URL
         self._raw.adapters.register_dumper(str, _Dumper)
         self._raw.adapters.register_loader("text", _Loader)
         try:
@@ -83,31 +83,31 @@ class PostgresConnection:
 
     @property
     def is_usable(self) -> bool:
-        """Nothing is known that speaks against it."""
+        """Whether the session is not known to be broken."""
         return not self._raw.closed and self._raw.info.transaction_status is not TransactionStatus.UNKNOWN
 
     @property
     def in_transaction(self) -> bool:
-        """Between BEGIN and the end, failed or not."""
+        """Whether a transaction has begun and not ended, failed or not."""
         return self._raw.info.transaction_status is not TransactionStatus.IDLE
 
     def settings(self, values: dict[str, str]) -> None:
-        """Of the session, from now on."""
+        """Change settings of the session."""
         changes = ", ".join("set_config(%s, %s, false)" for _ in values)
         parameters = [part for pair in values.items() for part in pair]
         self._raw.execute(f"SELECT {changes}".encode(), parameters)
 
     def execute(self, statement: str, values: Sequence[Any] = (), /) -> psycopg.Cursor[Any]:
-        """Run one statement, whose values stand as `?`, and return what it found."""
+        """Run one statement, with `?` for its values, and return its result."""
         return self._raw.execute(_translated(statement), values)
 
     def executemany(self, statement: str, values: Iterable[Sequence[Any]], /) -> None:
-        """See `Connection`; one round trip for all of them."""
+        """See `Connection`; all rows take one round trip."""
         with self._raw.cursor() as cursor:
             cursor.executemany(_translated(statement), values)
 
     def must(self, statement: str, values: Sequence[Any], refusal: Callable[[], PensieveError], /) -> None:
-        """Run a statement that must change a row; raise what `refusal` makes where it changes none."""
+        """Run a statement that must change a row; raise the result of `refusal` if it changes none."""
         try:
             changed = self.execute(statement, values).rowcount
         except psycopg.Error as error:
@@ -124,7 +124,7 @@ class PostgresConnection:
         return "" if row is None else str(row[0])
 
     def stream(self, query: str, /) -> Iterator[Any]:
-        """See `Connection`; within a transaction."""
+        """See `Connection`; it needs a transaction."""
         with self._raw.cursor(name="stream") as cursor:
             cursor.itersize = _ROWS_AT_A_TIME
             cursor.execute(_translated(query))
@@ -132,30 +132,31 @@ class PostgresConnection:
 
     @contextlib.contextmanager
     def ahead(self) -> Iterator[PipelinedConnection]:
-        """Statements sent without waiting for answers: all of them take one round trip.
+        """Pipeline the statements of this block, so that all of them take one round trip.
 
-        The end waits. Raises what the first that failed did; those behind it did nothing.
+        The end of the block waits. It raises the error of the first failed statement; later ones had no
+        effect.
         """
         with self._raw.pipeline():
             yield PipelinedConnection(self._raw)
 
     def close(self) -> None:
-        """End the session, and what it has not committed."""
+        """End the session and roll back its transaction."""
         self._raw.close()
 
 
 class PipelinedConnection:
-    """A `Connection` whose statements are on their way together; what they find cannot be asked in between.
+    """A `Connection` that pipelines statements; their results are not available in between.
 
-    That one of them must change a row is checked where it runs: if it does not, it fails, and with it the
-    transaction. Why is not told; whoever wants to know does everything again, statement by statement.
+    Whether a statement changed a row is checked in the database: if not, it fails, and so does the
+    transaction. The reason is not reported; to find it, the caller repeats everything statement by statement.
     """
 
     def __init__(self, raw: psycopg.Connection[Any]) -> None:
         self._raw = raw
 
     def execute(self, statement: str, values: Sequence[Any] = (), /) -> psycopg.Cursor[Any]:
-        """See `Connection`; to fetch rows is to wait for them."""
+        """See `Connection`; fetching rows waits for the statements."""
         return self._raw.execute(_translated(statement), values)
 
     def executemany(self, statement: str, values: Iterable[Sequence[Any]], /) -> None:
@@ -163,51 +164,51 @@ class PipelinedConnection:
             self.execute(statement, row)
 
     def must(self, statement: str, values: Sequence[Any], refusal: Callable[[], PensieveError], /) -> None:
-        """See `Connection`; a division by the number of changed rows."""
+        """See `Connection`; the check divides by the number of changed rows."""
         self.execute(f"WITH done AS ({statement} RETURNING 1) SELECT 1 / count(*) FROM done", values)
 
     def beginning(self, table: str, column: str, rowid: int, num_bytes: int, /) -> str:
-        """Nothing is read ahead."""
+        """Refuse to read, since results are not available."""
         raise NotImplementedError
 
     def stream(self, query: str, /) -> Iterator[Any]:
-        """Nothing is read ahead."""
+        """Refuse to read, since results are not available."""
         raise NotImplementedError
 
 
 def is_lost(error: psycopg.Error, connection: PostgresConnection) -> bool:
-    """Whether the session is gone, so that nobody has said how its transaction ended.
+    """Return whether the session is lost, so that the outcome of its transaction is unknown.
 
-    What has no code is not of the server: the client library's own errors can take the place of the
-    server's last words.
+    An error without a code is not the server's: the client library's own errors can replace the server's last
+    message.
     """
     return not connection.is_usable or _is_away(error)
 
 
 def is_refusal(error: psycopg.Error) -> bool:
-    """Whether a statement changed nothing, or cannot be kept as it is; another may be."""
-    return isinstance(error, psycopg.IntegrityError | psycopg.DataError)  # a division by zero is of these
+    """Return whether a statement changed nothing or has values that cannot be stored; others may succeed."""
+    return isinstance(error, psycopg.IntegrityError | psycopg.DataError)  # includes a division by zero
 
 
 def is_overtaken(error: psycopg.Error) -> bool:
-    """Whether Postgres has given up a transaction for the sake of another one; it may be tried again."""
+    """Return whether Postgres aborted a transaction in favor of another one; it may be retried."""
     return isinstance(error, psycopg.errors.DeadlockDetected | psycopg.errors.SerializationFailure)
 
 
 def as_history_error(
     error: psycopg.Error, location: PostgresLocation, *, may_be_kept: bool = False
 ) -> HistoryError:
-    """What is told of an error of Postgres: its first line alone, since others may quote what was said."""
+    """Return the error to report. It has only the first line, since other lines may quote users' texts."""
     reason = location.without_secret(_words(error))
     where, state = f"history is {location.shown!r}", _state(error)
-    kept = "whether this call was kept is not known" if may_be_kept else "nothing of this call was kept"
+    kept = "whether this call was stored is not known" if may_be_kept else "nothing of this call was stored"
     if state.startswith(_DENIED):
         return HistoryDeniedError(f"{where}, which refuses this user ({reason}); {kept}.")
     if state.startswith(_BUSY):
         return HistoryUnavailableError(f"{where}, which is too busy ({reason}); {kept}.", may_be_kept)
     if _is_away(error):
         return HistoryUnavailableError(
-            f"{where}, which cannot be reached ({reason}); {kept}. The next call looks for it again.",
+            f"{where}, which cannot be reached ({reason}); {kept}. The next call tries again.",
             may_be_kept,
         )
     return HistoryError(f"{where}, which could not be read or written ({reason}); {kept}.")
@@ -216,7 +217,7 @@ def as_history_error(
 def _cannot_connect(error: psycopg.Error, location: PostgresLocation) -> HistoryError:
     reason = location.without_secret(_words(error))
     where = f"history is {location.shown!r}"
-    # The client library passes on the words of the server, and not always its code.
+    # The client library passes on the server's message, but not always its code.
     no_such_user = "role" in reason and "does not exist" in reason
     denied = no_such_user or "authentication failed" in reason or "no password" in reason
     if _state(error).startswith(_DENIED) or denied:
@@ -227,7 +228,7 @@ def _cannot_connect(error: psycopg.Error, location: PostgresLocation) -> History
     if _state(error) == "3D000" or ("database" in reason and "does not exist" in reason):
         return HistoryError(f"{where}, where there is no such database ({reason}); create it first.")
     return HistoryUnavailableError(
-        f"{where}, which cannot be reached ({reason}); see that Postgres runs there and takes connections."
+        f"{where}, which cannot be reached ({reason}); check that Postgres runs and accepts connections."
     )
 
 
@@ -235,7 +236,7 @@ def _is_away(error: psycopg.Error) -> bool:
     state = _state(error)
     if state:
         return state.startswith(_AWAY)
-    # What the client library says itself: that it lost the server, or its place in what that says.
+    # Errors of the client library itself: it lost the server, or cannot parse what the server sends.
     return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError) or (
         type(error) is psycopg.DatabaseError
     )
@@ -251,13 +252,13 @@ def _state(error: psycopg.Error) -> str:
 
 
 def _given(url: str, defaults: dict[str, Any]) -> dict[str, Any]:
-    """Those of `defaults` that a URL does not have itself."""
+    """Return those of `defaults` that the URL does not set."""
     return {name: value for name, value in defaults.items() if f"{name}=" not in url}
 
 
 @functools.cache
 def _translated(statement: str) -> bytes:
-    """The tables' SQL with psycopg's placeholders."""
+    """Return the tables' SQL with psycopg's placeholders."""
     return statement.replace("%", "%%").replace("?", "%s").encode()
 
 

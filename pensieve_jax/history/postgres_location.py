@@ -1,11 +1,11 @@
-"""Where in Postgres a history is: a URL, taken apart so that its password is never shown.
+"""The location of a history in Postgres: a URL, parsed so that its password is never shown.
 
-Owns: which URLs are taken, what of one is shown, and the name of the schema that holds a history's tables.
-Does not know: psycopg, or how one connects.
+Owns: which URLs are accepted, which parts may be shown, and the name of the schema of a history's tables.
+Does not know: psycopg, or how to connect.
 
-A URL is libpq's, `postgresql://USER@HOST/DATABASE?sslmode=require`, with one parameter more: `namespace`, the
-schema of the tables. A password belongs into a file (`~/.pgpass`) or the environment (PGPASSWORD), since what
-stands in a command line can be read by others; where a URL has one, it goes to libpq and nowhere else.
+A URL is libpq's, `postgresql://USER@HOST/DATABASE?sslmode=require`, with one additional parameter:
+`namespace`, the schema of the tables. A password belongs in a file (`~/.pgpass`) or the environment
+(PGPASSWORD), since other users can read command lines. If a URL has one, it is only passed to libpq.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _HIDDEN: Final = "postgresql://..."
 
 @dataclass(frozen=True, slots=True)
 class PostgresLocation:
-    """A URL, taken apart.
+    """A parsed URL.
 
     Attributes:
-      url: what libpq takes; it may hold a password.
+      url: the URL for libpq; it may contain a password.
       namespace: the schema of the tables.
-      shown: for messages, without a password.
-      secret: a password that must not be shown, as it stands in the URL; "" for none.
+      shown: the URL for messages, without a password.
+      secret: the password as written in the URL, which must not be shown; "" for none.
     """
 
     url: str = field(repr=False)
@@ -43,33 +43,33 @@ class PostgresLocation:
     secret: str = field(repr=False, default="")
 
     def without_secret(self, text: str) -> str:
-        """A message, certainly without the password."""
+        """Return `text` with every occurrence of the password removed."""
         for secret in {self.secret, unquote(self.secret)} - {""}:
             text = text.replace(secret, "***")
         return text
 
 
 def is_postgres(history: Any) -> TypeGuard[str]:
-    """Whether it is a URL of Postgres, and no path."""
+    """Return whether `history` is a URL of Postgres."""
     return isinstance(history, str) and history.startswith(_SCHEMES)
 
 
 def parse(url: str) -> PostgresLocation:
-    """Take a URL apart; raises ConfigError, which shows nothing of it."""
+    """Parse a URL; raise ConfigError, which shows nothing of it."""
     scheme, _, rest = url.partition("://")
     rest, _, query = rest.partition("?")
     server, slash, database = rest.partition("/")
     who, at, where = server.rpartition("@")
     user, _, password = who.partition(":")
-    # A password with one of these characters as it is would be taken for something that is shown.
+    # A password that contains one of these characters unescaped could end up in a part that is shown.
     if _UNQUOTED.search(url) or "@" in who + database + query or not _HOSTS.match(where):
         limit = "postgresql://USER:PASSWORD@HOST:PORT/DATABASE?NAME=VALUE"
-        hint = "write other characters of a part than letters and digits as % and two hexadecimal digits"
+        hint = "write every character of a part except letters and digits as % and two hexadecimal digits"
         raise ConfigError("history", _HIDDEN, limit, hint)
     parameters = [part.partition("=")[::2] for part in query.split("&") if part]
     namespace = dict(parameters).get("namespace", DEFAULT_NAMESPACE)
     if not _NAMESPACE.match(namespace) or namespace.startswith("pg_"):
-        limit = "the name of a schema: small letters, digits and _"
+        limit = "the name of a schema: lower-case letters, digits and _"
         raise ConfigError("history's namespace", namespace, limit)
     others = "&".join(f"{name}={value}" for name, value in parameters if name != "namespace")
     told = "&".join(f"{name}={value}" for name, value in parameters if name in _SHOWN)

@@ -1,6 +1,6 @@
-"""Sessions with Postgres that only read.
+"""Read-only sessions with Postgres.
 
-Owns: how one is opened and used, and that what was lost is looked for once more.
+Owns: how a session is opened and used, and one retry after a session was lost.
 Does not know: the tables.
 """
 
@@ -24,7 +24,7 @@ class PostgresReadConnections(ReadConnections[PostgresConnection]):
     _NUM_TRIES: ClassVar[int] = 2
 
     def __init__(self, location: PostgresLocation) -> None:
-        """Raises HistoryError where it cannot be reached."""
+        """Open the first session; raise HistoryError if the database cannot be reached."""
         self._location = location
         super().__init__(location.shown)
 
@@ -51,7 +51,7 @@ class PostgresReadConnections(ReadConnections[PostgresConnection]):
 
 
 def read_database(location: PostgresLocation, fingerprint: str) -> PostgresReadConnections:
-    """Sessions of a history that a writer has made; raises HistoryError, as `PostgresHistoryStore`."""
+    """Return sessions of a history that a writer has created; raise HistoryError if it is unusable."""
     connections = PostgresReadConnections(location)
     checked = False
     try:

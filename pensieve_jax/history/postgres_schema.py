@@ -1,8 +1,8 @@
-"""The tables of a history in Postgres: a schema of its own, made, accepted or refused.
+"""The tables of a history in Postgres: a schema of its own that is created, accepted or refused.
 
-Owns: what the tables of `schema` are in Postgres, by which marks a history is known, and the lock that
+Owns: the Postgres form of the tables of `schema`, the marks that identify a history, and the lock that
 replicas share.
-Does not know: what is written into the tables, or how one connects.
+Does not know: what is written into the tables, or how to connect.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pensieve_jax.history.postgres_location import PostgresLocation
 
 MARK: Final = "a history of Pensieve"
 
-# SQLite's words. Ids are compared byte by byte, as SQLite does, whatever language the database is of.
+# SQLite's type names. Ids are compared byte by byte, as in SQLite, in any locale of the database.
 _TYPES: Final = {"TEXT": 'text COLLATE "C"', "INTEGER": "bigint", "REAL": "double precision"}
 _WORD: Final = re.compile("|".join(rf"\b{word}\b" for word in _TYPES))
 _TYPE_CHECK: Final = re.compile(r"typeof\(\w+\) = 'blob' AND ")
@@ -29,12 +29,12 @@ _META: Final = "SELECT key, value FROM meta WHERE key IN ('fingerprint', 'mark',
 def open_namespace(
     connection: Connection, location: PostgresLocation, fingerprint: str, *, may_make: bool
 ) -> None:
-    """See that the tables are there, of this model and release; the caller holds a transaction.
+    """Create the tables or check that they are of this model and release; the caller holds a transaction.
 
-    Raises HistoryMismatchError or HistoryMissingError, and then nothing was made.
+    Raises HistoryMismatchError or HistoryMissingError; nothing is created then.
     """
     namespace = location.namespace
-    # Not that of the history's own transactions: two that start at once may not both make tables.
+    # Not the lock of the history's transactions: two servers that start at once must not both create tables.
     connection.execute("SELECT pg_advisory_xact_lock(?, hashtext(?))", (schema.APPLICATION_ID, namespace))
     if _is_there(connection, namespace):
         check(connection, location, fingerprint)
@@ -44,8 +44,8 @@ def open_namespace(
         raise _foreign(location)
     if not may_make:
         raise HistoryMissingError(
-            f"history is {location.shown!r}, where there is none any more; look for it, or restore a backup. "
-            "Nothing was made there."
+            f"history is {location.shown!r}, where the history is missing now; find it, or restore a backup. "
+            "Nothing was created there."
         )
     (encoding,) = connection.execute("SHOW server_encoding").fetchone()
     if encoding != "UTF8":
@@ -56,9 +56,9 @@ def open_namespace(
 
 
 def check(connection: Connection, location: PostgresLocation, fingerprint: str | None) -> None:
-    """Raise HistoryMismatchError where there is no history of this release and model.
+    """Raise HistoryMismatchError unless there is a history of this release and model.
 
-    With `fingerprint` None, whose it is and which version it has does not matter.
+    With `fingerprint` None, the model and the version do not matter.
     """
     if not _is_there(connection, location.namespace):
         raise HistoryMismatchError(f"history is {location.shown!r}, where there is no history.")
@@ -72,39 +72,39 @@ def check(connection: Connection, location: PostgresLocation, fingerprint: str |
         raise HistoryMismatchError(
             f"history is {location.shown!r}, which has schema version {version}, but this release reads and "
             f"writes version {schema.SCHEMA_VERSION}; use the release that made it, or give another "
-            "namespace: ?namespace=NAME behind the URL. It was left as it is."
+            "namespace: ?namespace=NAME at the end of the URL. It was not changed."
         )
     if marks["fingerprint"] != fingerprint:
         raise HistoryMismatchError(
             f"history is {location.shown!r}, which was written by {marks['fingerprint']!r}, but the model in "
             f"use is {fingerprint!r}; load the model and tokenizer that wrote it, or give another namespace: "
-            "?namespace=NAME behind the URL. It was left as it is."
+            "?namespace=NAME at the end of the URL. It was not changed."
         )
 
 
 def fingerprint_of(connection: Connection, location: PostgresLocation) -> str:
-    """Which model wrote a history; raises HistoryMismatchError where there is none."""
+    """Return the fingerprint of a history's model; raise HistoryMismatchError for a missing history."""
     check(connection, location, None)
     return str(dict(connection.execute(_META).fetchall())["fingerprint"])
 
 
 def lock_together(connection: Connection, namespace: str) -> None:
-    """Until the end of the transaction, keep those away who remove turns: for those who add some."""
+    """For transactions that add turns: exclude those that remove turns until the end of the transaction."""
     connection.execute(
         "SELECT pg_advisory_xact_lock_shared(?, hashtext(?))", (schema.APPLICATION_ID + 1, namespace)
     )
 
 
 def lock_alone(connection: Connection, namespace: str) -> None:
-    """Until the end of the transaction, keep all others who write away: for those who remove turns.
+    """For transactions that remove turns: exclude all other writers until the end of the transaction.
 
-    Whether something needs a turn is only known when nobody adds something that does.
+    Whether something needs a turn is only certain while no other transaction adds something that does.
     """
     connection.execute("SELECT pg_advisory_xact_lock(?, hashtext(?))", (schema.APPLICATION_ID + 1, namespace))
 
 
 def ddl(statement: str) -> str:
-    """A statement that makes a table, as Postgres has it; rows are numbered in the order of their coming."""
+    """Return a CREATE statement as Postgres needs it; rows of tables are numbered in order of insertion."""
     statement = _TYPE_CHECK.sub("", _WORD.sub(lambda word: _TYPES[word[0]], statement))
     if statement.startswith("CREATE TABLE") and "PRIMARY KEY (" in statement:
         rowid = ",\n  rowid bigint GENERATED ALWAYS AS IDENTITY UNIQUE"
@@ -113,7 +113,7 @@ def ddl(statement: str) -> str:
 
 
 def _create(connection: Connection, namespace: str, fingerprint: str) -> None:
-    connection.execute(f'CREATE SCHEMA IF NOT EXISTS "{namespace}"')  # which may be a word of SQL
+    connection.execute(f'CREATE SCHEMA IF NOT EXISTS "{namespace}"')  # quoted, as it may be an SQL keyword
     connection.execute("CREATE DOMAIN blob AS bytea")
     for statement in (schema.META, *schema.TABLES):
         connection.execute(ddl(statement))
@@ -134,5 +134,5 @@ def _is_there(connection: Connection, namespace: str) -> bool:
 def _foreign(location: PostgresLocation) -> HistoryMismatchError:
     return HistoryMismatchError(
         f"history is {location.shown!r}, where the schema {location.namespace!r} is of another application; "
-        "give another one: ?namespace=NAME behind the URL. It was left as it is."
+        "give another one: ?namespace=NAME at the end of the URL. It was not changed."
     )

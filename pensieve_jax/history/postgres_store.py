@@ -1,16 +1,17 @@
 """The history store on Postgres, which replicas of a server share.
 
-Owns: the transactions of `HistoryStore`, one session, and what happens when that is lost.
+Owns: the transactions of `HistoryStore`, one session, and the recovery of a lost session.
 Does not know: the statements of a method (`table_store`), the tables (`postgres_schema`), or psycopg beyond
 its errors (`postgres_connection`).
 
-Turns never change, and heads move by compare and swap: of two replicas that go on from the same head, one
-gets ConversationChangedError and nothing of its turn is kept. Those who add turns work side by side; who
-removes some is alone, by a lock in the database.
+Turns never change, and heads move by compare and swap. If two replicas continue the same head, one of them
+gets ConversationChangedError, and nothing of its turn is stored. Transactions that add turns run
+concurrently; one that removes turns runs alone, by a lock in the database.
 
-A commit is one round trip: all its statements are sent at once, each of which fails if it changes nothing. If
-one does, everything is done again, statement by statement, to find who is refused and why. Where the session
-is lost meanwhile, the ids of the turns tell whether it was kept; only what was not is tried again.
+A commit takes one round trip: all its statements are sent at once, and each fails if it changes nothing. If
+one fails, everything is repeated statement by statement, to find which turn is refused and why. If the
+session is lost meanwhile, the ids of the turns tell whether the commit was stored; only a commit that was not
+is retried.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from pensieve_jax.history.table_store import Commit, TableHistoryStore
 
 _READING: Final = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 _MAX_NAME_BYTES: Final = 2000
-_NUM_TRIES: Final = 5  # of what Postgres gave up for the sake of another transaction
+_NUM_TRIES: Final = 5  # of a transaction that Postgres aborts in favor of another one
 
 
 class _LostError(Exception):
-    """The session was lost; `refused` is what a transaction had found when it was about to be kept.
+    """A lost session. `refused` is the result of the transaction if it was about to commit.
 
-    None: it was not, so that nothing of it can have been.
+    None: it was not, so nothing of it can have been stored.
     """
 
     def __init__(self, told: HistoryError, refused: Mapping[int, PensieveError] | None = None) -> None:
@@ -54,29 +55,29 @@ class _LostError(Exception):
 
 
 class PostgresHistoryStore(TableHistoryStore):
-    """A `HistoryStore` in one schema of a database. See the protocol for what each method promises.
+    """A `HistoryStore` in one schema of a database. See the protocol for the contract of each method.
 
-    Safe to call from several threads: one session behind one mutex. One that is lost is replaced by the next
-    call, which raises HistoryUnavailableError where Postgres is still away.
+    Thread-safe: one session behind one mutex. The next call replaces a lost session, and raises
+    HistoryUnavailableError if Postgres is still not available.
     """
 
     is_shared: ClassVar[bool] = True
 
     def __init__(self, url: str, *, fingerprint: str, may_make: bool = True) -> None:
-        """Open or make the history at a URL.
+        """Open or create the history at a URL.
 
         Args:
           url: see `postgres_location`.
-          fingerprint: who writes, from `history_fingerprint`; a history by anyone else is refused.
+          fingerprint: the writer's identity, from `history_fingerprint`; a history with another is refused.
           may_make: whether a schema without tables is a new history.
 
         Raises:
-          ConfigError: the URL is none.
+          ConfigError: the URL is invalid.
           HistoryDeniedError: the database refuses the user or the password.
-          HistoryUnavailableError: it cannot be reached.
-          HistoryMismatchError: written by another model or tokenizer, of another schema version, or another
-            application's; left as it is.
-          HistoryMissingError: there is none, and none may be made.
+          HistoryUnavailableError: the database cannot be reached.
+          HistoryMismatchError: written by another model, tokenizer or application, or with another schema
+            version; it is not changed.
+          HistoryMissingError: the history is missing, and `may_make` is False.
         """
         self._location = parse(url)
         self._mutex = threading.RLock()
@@ -103,7 +104,7 @@ class PostgresHistoryStore(TableHistoryStore):
             self._drop()
 
     def info(self, conversation_id: str) -> ConversationInfo:
-        """See `HistoryStore.info`; whoever asks before a turn is told at once that none can be kept."""
+        """See `HistoryStore.info`; it refuses an impossible name before a turn runs and cannot be stored."""
         self._check_name(conversation_id, "conversation_id")
         return super().info(conversation_id)
 
@@ -114,7 +115,7 @@ class PostgresHistoryStore(TableHistoryStore):
 
     @property
     def _connection(self) -> PostgresConnection:
-        """The session, a new one if need be; raises HistoryError."""
+        """The session, reconnected if necessary; raises HistoryError."""
         if self._is_closed:
             raise HistoryError(f"history is {self._location.shown!r}, which is closed.")
         if self._session is not None and not self._session.is_usable:
@@ -132,7 +133,7 @@ class PostgresHistoryStore(TableHistoryStore):
         with self._mutex:
             try:
                 return self._transaction(work, _no_lock, _READING)
-            except _LostError:  # reading is safe to repeat
+            except _LostError:  # reads are safe to repeat
                 return self._once_more(work, _no_lock, _READING)
 
     def _transact[T](self, change: Callable[[Connection], T]) -> T:
@@ -165,16 +166,16 @@ class PostgresHistoryStore(TableHistoryStore):
             if not all(commit.row.turn_id for commit in placed):
                 raise told
             try:
-                # The lock waits for a session that Postgres has not given up yet.
+                # The lock waits for a lost session that Postgres has not ended yet.
                 if self._transaction(
                     lambda connection: _are_there(connection, placed), postgres_schema.lock_alone
                 ):
                     return refused
                 again = self._add_for_certain(commits)
-                # The session that was lost may have come to its end only now.
+                # The lost session may have committed only now.
                 return {index: why for index, why in again.items() if not self._has(commits[index])}
             except (_LostError, HistoryError) as error:
-                raise told from error  # nobody can know: of the first try, statements may not be read yet
+                raise told from error  # unknown: the server may not have read the first try's statements yet
 
     def _add_for_certain(self, commits: Sequence[Commit]) -> Mapping[int, PensieveError]:
         try:
@@ -183,7 +184,7 @@ class PostgresHistoryStore(TableHistoryStore):
             raise lost.told from lost
 
     def _add(self, commits: Sequence[Commit]) -> Mapping[int, PensieveError]:
-        """Add turns, in one round trip if all of them can be; raises _LostError."""
+        """Add turns, in one round trip if all can be added; raise _LostError."""
         if self._add_ahead(commits):
             return {}
         return self._transaction(
@@ -191,7 +192,7 @@ class PostgresHistoryStore(TableHistoryStore):
         )
 
     def _add_ahead(self, commits: Sequence[Commit]) -> bool:
-        """Whether all of them were added together; else nothing was."""
+        """Try to add all turns in one round trip; return whether it succeeded. If not, nothing was added."""
         if not all(commit.row.turn_id and commit.refusal is None for commit in commits):
             return False
         session = self._connection
@@ -227,7 +228,7 @@ class PostgresHistoryStore(TableHistoryStore):
         lock: Callable[[Connection, str], None],
         begin: str = "BEGIN",
     ) -> T:
-        """All of a change or nothing; raises _LostError, and what the change raises."""
+        """Make all of a change or nothing; raise _LostError, and what the change raises."""
         for tries_left in reversed(range(_NUM_TRIES)):
             session, ending = self._connection, None
             try:
@@ -249,7 +250,7 @@ class PostgresHistoryStore(TableHistoryStore):
             except PensieveError:
                 self._roll_back(session)
                 raise
-            except BaseException:  # an interrupt: the session may be in the middle of anything
+            except BaseException:  # an interrupt: the session may be in any state
                 self._drop()
                 raise
         raise AssertionError("the last try returns or raises")
@@ -263,14 +264,14 @@ class PostgresHistoryStore(TableHistoryStore):
 
 
 def fingerprint_in(location: PostgresLocation) -> str:
-    """Which model wrote a history; raises HistoryError where there is none."""
+    """Return the fingerprint of the model that wrote a history; raise HistoryError for a missing history."""
     with _session(location) as session:
         return postgres_schema.fingerprint_of(session, location)
 
 
 @contextlib.contextmanager
 def _session(location: PostgresLocation) -> Iterator[PostgresConnection]:
-    """For one piece of work, which is undone if it raises."""
+    """Open a session for one block, whose transaction is rolled back if the block raises."""
     with contextlib.closing(PostgresConnection(location)) as session:
         try:
             yield session
@@ -279,7 +280,7 @@ def _session(location: PostgresLocation) -> Iterator[PostgresConnection]:
 
 
 def _with_a_short_name(commit: Commit) -> Commit:
-    """The same, refused where its conversation has a name that no index can hold."""
+    """Return the commit, refused if the name of its conversation is too long for an index."""
     refusal = _refusal_of_name(commit.conversation_id, "conversation_id")
     return commit if refusal is None else commit._replace(refusal=refusal)
 
@@ -292,7 +293,7 @@ def _refusal_of_name(name: str, field: str) -> InvalidRequestError | None:
 
 
 def _are_there(connection: Connection, commits: Sequence[Commit]) -> bool:
-    """All of them: another server may have the turn of one that it has run as well."""
+    """Return whether all of them exist; another server that ran the same turn may have stored it, too."""
     return all(
         turns_table.exists(connection, "" if one.conversation_id else one.row.owner, one.row.turn_id)
         for one in commits
@@ -300,4 +301,4 @@ def _are_there(connection: Connection, commits: Sequence[Commit]) -> bool:
 
 
 def _no_lock(connection: Connection, namespace: str) -> None:
-    """Whoever reads needs none."""
+    """Take no lock, as reads need none."""

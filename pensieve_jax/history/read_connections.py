@@ -1,6 +1,6 @@
-"""Connections to a history that only read.
+"""Read-only connections to a history.
 
-Owns: that whoever reads has a connection alone, without waiting for another reader; how one to a file is
+Owns: that every reader has a connection to itself without waiting for others, how a connection to a file is
 opened, and which files are refused.
 Does not know: tables, or Postgres (`postgres_reader`).
 """
@@ -19,35 +19,35 @@ from pensieve_jax.core.errors import HistoryError, HistoryMismatchError
 from pensieve_jax.history import schema
 from pensieve_jax.history.connection import Connection, SQLiteConnection
 
-BUSY_TIMEOUT_S: Final = 1.0  # only a start or an end of the writer can make a reader wait
+BUSY_TIMEOUT_S: Final = 1.0  # a reader only waits while the writer opens or closes the file
 MAX_IDLE: Final = 8
-"""Kept for later; there are as many as threads that read at a time."""
+"""Maximum of idle connections kept for reuse; there are as many connections as threads read at a time."""
 
 
 class ReadConnections[C](ABC):
-    """Of one history; safe to call from several threads."""
+    """Read-only connections to one history. Thread-safe."""
 
     _NUM_TRIES: ClassVar[int] = 1
-    """How often what cannot be read is read, with another connection each time."""
+    """How often a failing read is tried, each time with another connection."""
 
     def __init__(self, shown: str) -> None:
-        """`shown` is how messages call the history. Raises HistoryError where it cannot be opened."""
+        """Open the first connection, or raise HistoryError; `shown` names the history in messages."""
         self._shown = shown
         self._mutex = threading.Lock()
         self._is_closed = False
         self._idle: list[C] = [self._opened()]
 
     def run[T](self, work: Callable[[C], T]) -> T:
-        """What `work` returns, which reads one state of the history; raises HistoryError."""
+        """Run `work` on one consistent state of the history and return its result; raise HistoryError."""
         for _ in range(self._NUM_TRIES - 1):
             try:
                 return self._run(work)
             except HistoryError:
-                self._drop_idle()  # what one has lost, the others have lost as well
+                self._drop_idle()  # if one connection is lost, so are the others
         return self._run(work)
 
     def close(self) -> None:
-        """Close those that nobody uses, and the others when they are given back."""
+        """Close the idle connections now, and the others when they are returned."""
         with self._mutex:
             self._is_closed = True
         self._drop_idle()
@@ -64,7 +64,7 @@ class ReadConnections[C](ABC):
         except HistoryError:
             raise
         except Exception:
-            has_failed = False  # what is not found is no failure of the connection
+            has_failed = False  # for example a record that was not found: the connection is good
             raise
         finally:
             self._give_back(connection, has_failed)
@@ -93,29 +93,29 @@ class ReadConnections[C](ABC):
 
     @abstractmethod
     def _opened(self) -> C:
-        """A new connection; raises HistoryError."""
+        """Open a new connection; raise HistoryError."""
 
     @abstractmethod
     def _close(self, connection: C) -> None: ...
 
     @abstractmethod
     def _read[T](self, connection: C, work: Callable[[C], T]) -> T:
-        """What `work` returns, in a transaction of its own."""
+        """Run `work` in a transaction of its own and return its result."""
 
     @abstractmethod
     def _failures(self) -> tuple[type[Exception], ...]:
-        """What the database raises."""
+        """Return the exception classes of the database."""
 
     @abstractmethod
     def _as_history_error(self, error: Exception) -> HistoryError:
-        """What is told of that."""
+        """Return the error to report for an exception of the database."""
 
 
 class SQLiteReadConnections(ReadConnections[SQLiteConnection]):
-    """Of one file. It is in write-ahead mode: nobody waits for the writer."""
+    """Connections to one file in write-ahead mode, so that readers do not wait for the writer."""
 
     def __init__(self, path: Path) -> None:
-        """Of a file that a writer has made; raises HistoryError where it cannot be opened."""
+        """Open a file that a writer has created; raise HistoryError if it cannot be opened."""
         self._path = path
         super().__init__(str(path))
 
@@ -124,7 +124,7 @@ class SQLiteReadConnections(ReadConnections[SQLiteConnection]):
         try:
             return work(connection)
         finally:
-            if connection.in_transaction:  # where it cannot read, SQLite has rolled back by itself
+            if connection.in_transaction:  # if it cannot read, SQLite has rolled back by itself
                 connection.execute("ROLLBACK")
 
     def _opened(self) -> SQLiteConnection:
@@ -151,10 +151,10 @@ class SQLiteReadConnections(ReadConnections[SQLiteConnection]):
 
 
 def read_file(path: Path, fingerprint: str) -> SQLiteReadConnections:
-    """Connections to a history that a writer has made.
+    """Open connections to a history that a writer has created.
 
-    Raises HistoryError if it cannot be opened, HistoryMismatchError if it is not a history of this release
-    and this model.
+    Raises HistoryError if it cannot be opened, and HistoryMismatchError if it is not a history of this
+    release and this model.
     """
     connections = SQLiteReadConnections(path)
     checked = False
@@ -173,7 +173,7 @@ def _check(connection: Connection, shown: str, fingerprint: str) -> None:
     )
     application_id, version = marks
     if application_id != schema.APPLICATION_ID:
-        raise HistoryMismatchError(f"history is {shown!r}, which is no history.")
+        raise HistoryMismatchError(f"history is {shown!r}, which is not a history.")
     if version != schema.SCHEMA_VERSION:
         raise HistoryMismatchError(
             f"history is {shown!r}, which has schema version {version}, but this release reads version "

@@ -1,11 +1,11 @@
-"""A history as another process reads it while the engine's process writes.
+"""Reads of a history by another process while the engine's process writes.
 
-Owns: what can be looked up, each under the owner whose it is.
-Does not know: how anything comes to be written (`table_store`), which database has it (`opening`), or HTTP.
+Owns: the look-ups. Each names the owner.
+Does not know: how data is written (`table_store`), which database holds it (`opening`), or HTTP.
 
-Each method sees one state of the history, whole commits only, and waits neither for the writer nor for
-another reader. Whatever belongs to somebody is looked up together with its owner:
-another owner's id is not found in the same words, and by the same search, as one that does not exist.
+Each method sees one consistent state of the history with whole commits only, and waits neither for the writer
+nor for other readers. Records that belong to an owner are looked up together with that owner. So another
+owner's id gives the same message, after the same search, as an id that does not exist.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class TurnView:
     """A turn without the ids of its prompt.
 
     Attributes:
-      turn_id, parent_id, turn_index: where it stands.
-      num_tokens: of its path, up to its end.
+      turn_id, parent_id, turn_index: its position in the tree.
+      num_tokens: number of tokens of its path, up to its end.
       messages: its new chat messages; None for a turn that was sent as text or ids.
       output_text: None without a tokenizer.
-      usage, chain: None and b"" where there is none.
+      usage, chain: None and b"" if not stored.
     """
 
     turn_id: str
@@ -64,7 +64,7 @@ class TurnView:
 
 @dataclass(frozen=True, slots=True)
 class Page[T]:
-    """A part of a list, and whether there is more behind it."""
+    """A part of a list, and whether more rows follow."""
 
     rows: tuple[T, ...]
     has_more: bool
@@ -84,17 +84,17 @@ class KnownRequest:
 
 
 class HistoryReader:
-    """Reads a history in a file or in Postgres; safe to call from several threads.
+    """Reader of a history in a file or in Postgres. Thread-safe.
 
     Attributes:
-      is_far: whether reading waits for a server, which may be away.
-      claims: what this server does and no other of the same history.
+      is_far: whether reads wait for a database server, which may be unavailable.
+      claims: the jobs that this server does and no other server of the same history.
     """
 
     def __init__(self, history: str | os.PathLike[str], *, fingerprint: str) -> None:
-        """Open a history that a writer has made, at a path or a URL.
+        """Open a history that a writer has created, at a path or a URL.
 
-        Raises HistoryError if it cannot be opened, HistoryMismatchError if it is not a history of this
+        Raises HistoryError if it cannot be opened, and HistoryMismatchError if it is not a history of this
         release and this model.
         """
         self._connections = opening.open_for_reading(history, fingerprint)
@@ -105,7 +105,7 @@ class HistoryReader:
     # Responses
 
     def response(self, owner: str, response_id: str) -> ResponseRecord:
-        """A response in whatever state; raises UnknownRecordError."""
+        """Return a response in any state; raise UnknownRecordError."""
         return self._run(lambda connection: _response(connection, owner, response_id))
 
     def input_items(
@@ -117,7 +117,7 @@ class HistoryReader:
         limit: int = 20,
         order: Order = "desc",
     ) -> Page[ItemRow]:
-        """The items of a response's own request; raises UnknownRecordError, for `after` as well."""
+        """Return the items of a response's own request; raise UnknownRecordError, for `after` as well."""
         items = json.loads(self.response(owner, response_id).input_items)
         rows = [
             ItemRow(item_id=item["id"], position=position, item=json.dumps(item, separators=(",", ":")))
@@ -135,9 +135,10 @@ class HistoryReader:
     def idempotent(
         self, owner: str, key: str, now_s: float, *, conversation_id: str | None = None
     ) -> KnownRequest | None:
-        """The request that was sent with a key which is still kept.
+        """Return the request that was sent with an unexpired key.
 
-        With `conversation_id` one that appended items there; else one that asked for a response.
+        With `conversation_id`, a request that appended items to that conversation; otherwise a request for a
+        response.
         """
         row = self._run(
             lambda connection: idempotency_table.find(connection, owner, key, now_s, conversation_id)
@@ -145,7 +146,7 @@ class HistoryReader:
         return None if row is None else KnownRequest(*row)
 
     def by_body(self, owner: str, body_sha256: str, since_s: float) -> ResponseRecord | None:
-        """The last response to a request with this digest, made since a time; none for an empty digest."""
+        """Return the last response to a request with this digest since a time; None for an empty digest."""
         query = (
             f"{responses_table.RECORD} WHERE responses.owner = ? AND responses.body_sha256 = ? "
             "AND responses.body_sha256 <> '' AND responses.created_at_s >= ? "
@@ -156,11 +157,11 @@ class HistoryReader:
         return None if row is None else responses_table.unpack(row)
 
     def has_expired(self, now_s: float) -> bool:
-        """Whether an `Expire` would find a response or a key whose time has passed."""
+        """Return whether an `Expire` would find an expired response or key."""
         return self._run(lambda connection: responses_table.has_expired(connection, now_s))
 
     def unfinished_background(self) -> list[ResponseRecord]:
-        """Every owner's queued responses with their jobs, in the order in which they came."""
+        """Return every owner's queued responses with their jobs, in order of arrival."""
         query = (
             f"{responses_table.RECORD} WHERE responses.status = 'queued' "
             "ORDER BY responses.created_at_s, responses.rowid"
@@ -171,7 +172,7 @@ class HistoryReader:
     # Conversations of a server
 
     def conversation(self, owner: str, conversation_id: str) -> ConversationRow:
-        """A conversation; raises UnknownRecordError."""
+        """Return a conversation; raise UnknownRecordError."""
         return self._run(lambda connection: server_conversations.find(connection, owner, conversation_id))
 
     def items(
@@ -183,14 +184,14 @@ class HistoryReader:
         limit: int = 20,
         order: Order = "desc",
     ) -> Page[ItemRow]:
-        """A conversation's items; raises UnknownRecordError, for `after` as well."""
+        """Return a conversation's items; raise UnknownRecordError, for `after` as well."""
         rows = self._run(
             lambda connection: _items(connection, owner, conversation_id, after, limit + 1, order)
         )
         return Page(tuple(rows[:limit]), len(rows) > limit)
 
     def size_of_items(self, owner: str, conversation_id: str) -> tuple[int, int]:
-        """How many items a conversation has, and of how many characters; raises UnknownRecordError."""
+        """Return a conversation's numbers of items and of characters; raise UnknownRecordError."""
 
         def work(connection: Connection) -> tuple[int, int]:
             server_conversations.find(connection, owner, conversation_id)
@@ -204,7 +205,7 @@ class HistoryReader:
         return self._run(work)
 
     def all_items(self, owner: str, conversation_id: str) -> tuple[ConversationRow, tuple[ItemRow, ...]]:
-        """A conversation and its items in order, of one moment: what a turn is made from."""
+        """Return a conversation and its items in order, as of one moment: the input of a turn."""
 
         def work(connection: Connection) -> tuple[ConversationRow, tuple[ItemRow, ...]]:
             found = server_conversations.find(connection, owner, conversation_id)
@@ -213,7 +214,7 @@ class HistoryReader:
         return self._run(work)
 
     def item(self, owner: str, conversation_id: str, item_id: str) -> ItemRow:
-        """An item of a conversation; raises UnknownRecordError for either."""
+        """Return an item of a conversation; raise UnknownRecordError for either."""
         return self._run(
             lambda connection: server_conversations.find_item(connection, owner, conversation_id, item_id)
         )
@@ -221,20 +222,20 @@ class HistoryReader:
     # Trees of responses
 
     def trees(self, owner: str, limit: int = 100) -> list[response_trees.TreeSummary]:
-        """An owner's trees of responses, the most recently active first."""
+        """Return an owner's trees of responses, the most recently active first."""
         return self._run(lambda connection: response_trees.trees(connection, owner, limit))
 
     def tree(self, owner: str, root: str, limit: int = 1000) -> list[response_trees.TreeTurn]:
-        """The last responses of a tree in the order in which they were made; empty where there is none.
+        """Return the last responses of a tree in order of creation; [] for an unknown tree.
 
-        Long ones make them fewer; see `trees.MAX_TREE_CHARACTERS`.
+        Long texts reduce their number; see `trees.MAX_TREE_CHARACTERS`.
         """
         return self._run(lambda connection: response_trees.tree(connection, owner, root, limit))
 
     # Turns
 
     def turn(self, owner: str, turn_id: str) -> TurnView:
-        """A turn; raises UnknownTurnError."""
+        """Return a turn; raise UnknownTurnError."""
         query = f"{_TURN} turns WHERE owner = ? AND turn_id = ?"
         row = self._run(lambda connection: connection.execute(query, (owner, turn_id)).fetchone())
         if row is None:
@@ -242,11 +243,11 @@ class HistoryReader:
         return _view(row)
 
     def has_turn(self, owner: str, turn_id: str) -> bool:
-        """Whether there is such a turn."""
+        """Return whether the turn exists."""
         return self._run(lambda connection: turns_table.exists(connection, owner, turn_id))
 
     def turn_path(self, owner: str, turn_id: str) -> tuple[TurnView, ...]:
-        """The turns from the first of a tree to this one; raises UnknownTurnError."""
+        """Return the turns from the first of a tree to this one; raise UnknownTurnError."""
         query = f"{turns_table.PATH}{_TURN} path JOIN turns USING (owner, turn_id) ORDER BY turns.turn_index"
         rows = self._run(lambda connection: connection.execute(query, (owner, turn_id)).fetchall())
         if not rows:
@@ -254,7 +255,7 @@ class HistoryReader:
         return tuple(_view(row) for row in rows)
 
     def find_chain(self, owner: str, chain: bytes, limit: int = 64) -> tuple[TurnView, ...]:
-        """The turns of this chain, which differ in their replies, the one that was committed last first."""
+        """Return the turns of this chain, which differ in their replies, the last committed one first."""
         query = f"{_TURN} turns WHERE owner = ? AND chain = ? ORDER BY rowid DESC LIMIT ?"
         rows = self._run(lambda connection: connection.execute(query, (owner, chain, limit)).fetchall())
         return tuple(_view(row) for row in rows)

@@ -1,6 +1,6 @@
-"""The tables of a history file, and by which marks a file is known as one.
+"""The tables of a history file, and the marks that identify such a file.
 
-Owns: the schema, its number, and the application id.
+Owns: the schema, its version, and the application id.
 Does not know: files, or what is written into the tables.
 """
 
@@ -17,34 +17,34 @@ SCHEMA_VERSION: Final = 2
 
 META: Final = "CREATE TABLE meta(key TEXT PRIMARY KEY NOT NULL, value TEXT NOT NULL)"
 
-# Covers the list of trees. Histories of before there was this index, or the next, have it made when they are
-# opened, if they are files.
+# Covers the list of trees. Older files, created without this index or the next, get it when they are opened.
 RESPONSES_BY_TREE: Final = (
     "CREATE INDEX IF NOT EXISTS responses_by_tree ON responses(owner, turn_id, completed_at_s) "
     "WHERE turn_id IS NOT NULL"
 )
 
-# Lists named conversations by how long they are idle: every submission to an engine that ends idle ones asks.
+# Lists named conversations by idle time: with idle limits set, every submission to an engine needs it.
 NAMED_BY_ACTIVITY: Final = (
     "CREATE INDEX IF NOT EXISTS named_by_activity "
     "ON conversations(owner, last_active_s DESC, conversation_id) WHERE metadata IS NULL"
 )
 
-# The CHECKs are part of what quick_check verifies. Every key begins with the owner: what is another owner's
-# is not found by any look-up, and takes as long not to be found as what does not exist.
+# The CHECKs are part of what quick_check verifies. Every key begins with the owner: no look-up finds another
+# owner's rows, and a look-up takes as long for them as for rows that do not exist.
 #
-# A turn never changes. `num_tokens` counts all of its path, from the first turn of its tree on. `kept` is 1
-# for a turn that stays although neither a later turn, a head nor a response needs it.
+# A turn never changes. `num_tokens` counts its whole path, from the first turn of its tree. `kept` is 1 for a
+# turn that stays although no later turn, head or response needs it.
 #
-# `conversations` repeats of its head turn what a listing shows, so that it reads no tokens; both change in
-# the same transaction. `metadata` is NULL for a conversation that the library names, JSON for a server's.
+# `conversations` repeats the data of its head turn that a listing shows, so that a listing reads no tokens;
+# both change in the same transaction. `metadata` is NULL for a conversation that a caller of the library
+# names, and JSON for a server's.
 #
-# `turn_id` of a response is that of its reply; while it is queued, that of the turn that it goes on from.
+# `turn_id` of a response is that of its reply; while it is queued, that of the turn that it continues.
 #
-# `response_id` of a key is that of the response which its request became, or the name of the items that its
-# request appended.
+# `response_id` of a key is that of the response to its request, or the name of the items that its request
+# appended.
 #
-# `released`: turns that nothing in the file needed while a running turn went on from them.
+# `released`: turns that nothing in the file needed while a running turn continued them.
 TABLES: Final = (
     """CREATE TABLE turns(
   owner TEXT NOT NULL,
@@ -126,7 +126,7 @@ TABLES: Final = (
 
 
 def create_tables(connection: sqlite3.Connection, *, fingerprint: str) -> None:
-    """Make an empty history of the newest version; the caller holds a transaction."""
+    """Create an empty history of the newest version; the caller holds a transaction."""
     connection.execute(META)
     for statement in TABLES:
         connection.execute(statement)
@@ -136,13 +136,13 @@ def create_tables(connection: sqlite3.Connection, *, fingerprint: str) -> None:
 
 
 def columns_of(connection: sqlite3.Connection, table: str) -> set[str]:
-    """Names of a table's columns; empty where there is no such table."""
+    """Return the names of a table's columns; empty if the table does not exist."""
     return {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
 
 
 @functools.cache
 def newest_columns() -> Mapping[str, frozenset[str]]:
-    """Columns by table, of the newest version; found once, as everyone who opens a history asks for them."""
+    """Return the newest version's columns by table; cached, since every opened history needs them."""
     with contextlib.closing(sqlite3.connect(":memory:")) as connection:
         create_tables(connection, fingerprint="")
         names = [row[0] for row in connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")]

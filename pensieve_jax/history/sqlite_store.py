@@ -1,12 +1,11 @@
 """The history store on SQLite, in a file or in memory.
 
 Owns: the transactions of `HistoryStore`, the lock on the file, and one connection.
-Does not know: the statements of a method (`table_store`), the file's schema history and damage (`database`),
-jax.
+Does not know: the statements of a method (`table_store`), the file's schema and damage (`database`), jax.
 
-Durability: the file is in write-ahead mode. With `synchronous="normal"` a committed turn survives `kill -9`,
-since its bytes are with the kernel; a power loss may take the last commits but never half of one. With "full"
-each commit waits for the disk and survives that too.
+Durability: the file uses write-ahead logging. With `synchronous="normal"` a committed turn survives
+`kill -9`, since its bytes are in the kernel; a power loss may lose the last commits, but never half of one.
+With "full" each commit waits for the disk and survives a power loss, too.
 """
 
 from __future__ import annotations
@@ -25,10 +24,9 @@ from pensieve_jax.history.table_store import Commit, TableHistoryStore
 
 
 class SQLiteHistoryStore(TableHistoryStore):
-    """A `HistoryStore` in one SQLite file. See the protocol for what each method promises.
+    """A `HistoryStore` in one SQLite file. See the protocol for the contract of each method.
 
-    Safe to call from several threads: one connection behind one mutex, so a reader waits for a commit under
-    way and the other way round.
+    Thread-safe: one connection behind one mutex, so a reader waits for a running commit and vice versa.
     """
 
     def __init__(
@@ -39,33 +37,33 @@ class SQLiteHistoryStore(TableHistoryStore):
         synchronous: database.Synchronous = "normal",
         may_make: bool = True,
     ) -> None:
-        """Open or make the history at `path` (None: in memory), read it through once, and lock it.
+        """Open or create the history at `path` (None: in memory), read it through once, and lock it.
 
         Args:
-          path: the file; its directory must exist. Beside it live `<name>.lock` and, while open, SQLite's
+          path: the file; its directory must exist. Next to it are `<name>.lock` and, while open, SQLite's
             `<name>-wal` and `<name>-shm`.
-          fingerprint: who writes, from `history_fingerprint`; a file by anyone else is refused.
+          fingerprint: the writer's identity, from `history_fingerprint`; a file with another one is refused.
           synchronous: "normal" is safe against `kill -9`, "full" against power loss too (one fsync a commit).
           may_make: whether a missing or empty file is a new history; one in memory is always new.
 
         Raises:
-          HistoryMismatchError: written by another model, tokenizer, version or application, or no database
-            at all; left as it is.
-          HistoryMissingError: there is none, and none may be made.
-          HistoryLockedError: open already, in this process or in another.
-          HistoryCorruptError: damaged; it has been moved aside (the message says where), and opening the path
-            again starts a new history.
+          HistoryMismatchError: written by another model, tokenizer, version or application, or not a
+            database; the file is not changed.
+          HistoryMissingError: the history is missing, and `may_make` is False.
+          HistoryLockedError: already open, in this process or in another.
+          HistoryCorruptError: damaged; the file has been moved aside (the message says where), and opening
+            the path again starts a new history.
           HistoryError: the path cannot be used.
-          ConfigError: `synchronous` or `path` is none of the values above.
+          ConfigError: `synchronous` or `path` has an invalid value.
         """
         if synchronous not in ("normal", "full"):
             raise ConfigError("synchronous", synchronous, '"normal" or "full"')
         if path is not None and os.fspath(path) in ("", ":memory:"):
             raise ConfigError("history", path, "the path of a file", "give None for a history in memory")
-        # Resolved, so that two names of one file share one lock.
+        # Resolve the path, so that two names of one file share one lock.
         self._path = None if path is None else Path(path).resolve()
         if self._path is not None and not may_make:
-            database.check_is_there(self._path)  # before the lock, whose side file would stay
+            database.check_is_there(self._path)  # before the lock, whose side file would stay behind
         self._mutex = threading.RLock()
         self._lock = None if self._path is None else FileLock(self._path)
         opened = False
@@ -77,7 +75,7 @@ class SQLiteHistoryStore(TableHistoryStore):
                 self._lock.discard()
 
     def close(self) -> None:
-        """Fold the log into the file, release file and lock; a second call does nothing."""
+        """Checkpoint the log into the file, and release file and lock; a second call does nothing."""
         with self._mutex:
             try:
                 self._connection.close()
@@ -95,26 +93,26 @@ class SQLiteHistoryStore(TableHistoryStore):
         return self._transact(change)
 
     def _run[T](self, work: Callable[[SQLiteConnection], T]) -> T:
-        """Work with the connection, alone on it; errors of SQLite come out as errors of the history."""
+        """Run `work` alone on the connection; turn errors of SQLite into errors of the history."""
         with self._mutex:
             try:
-                if self._connection.in_transaction:  # an interrupt came while another was rolled back
+                if self._connection.in_transaction:  # an interrupt came during the rollback after another one
                     self._connection.execute("ROLLBACK")
                 return work(self._connection)
             except sqlite3.Error as error:
                 if database.is_damage(error):
                     raise HistoryCorruptError(
-                        f"history is {str(self._path)!r}, which was damaged while it was open ({error}); "
-                        "close it, and opening it again sets the damaged file aside."
+                        f"history is {str(self._path)!r}, which was damaged while it was open ({error}). "
+                        "Close it; opening it again moves the damaged file aside."
                     ) from error
                 raise HistoryError(
                     f"history is {str(self._path)!r}, which could not be read or written ({error}); nothing "
-                    "of this call was kept. Check that the store is open and the disk has space, then try "
+                    "of this call was stored. Check that the store is open and the disk has space, then try "
                     "again."
                 ) from error
 
     def _transact[T](self, change: Callable[[SQLiteConnection], T]) -> T:
-        """`_run` in a transaction, rolled back if it raises anything, KeyboardInterrupt included."""
+        """Run `change` in a transaction; roll back if it raises anything, KeyboardInterrupt included."""
 
         def transaction(connection: SQLiteConnection) -> T:
             try:

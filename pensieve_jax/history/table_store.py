@@ -1,7 +1,6 @@
-"""A history store in tables, whichever database has them.
+"""A history store in the tables of any of the databases.
 
-Owns: which statements each method of `HistoryStore` is made of, and which turns of a commit are refused
-alone.
+Owns: the statements of each method of `HistoryStore`, and which turns of a commit are refused individually.
 Does not know: how a transaction begins and ends, locks, or what a database's own errors mean.
 """
 
@@ -33,11 +32,11 @@ from pensieve_jax.history.server_tables.changes import (
 )
 from pensieve_jax.history.store import ConversationInfo, ConversationRecord, Cut, TurnRecord
 
-_NOTES = "note:"  # before the names of notes among the keys of `meta`
+_NOTES = "note:"  # prefix of the names of notes among the keys of `meta`
 
 
 class Commit(NamedTuple):
-    """A turn to be added, checked and packed; `refusal` says why its attachment cannot be kept."""
+    """A turn to add, checked and packed; `refusal` says why its attachment cannot be stored."""
 
     conversation_id: str
     row: codec.TurnRow
@@ -47,39 +46,39 @@ class Commit(NamedTuple):
 
 
 class TableHistoryStore(ABC):
-    """A `HistoryStore` but for its transactions. See the protocol for what each method promises."""
+    """A `HistoryStore` without its transactions. See the protocol for the contract of each method."""
 
     is_shared: ClassVar[bool] = False
 
     def conversations(self) -> list[ConversationInfo]:
-        """All named conversations, the most recently active first, equal times by id."""
+        """Return all named conversations, the most recently active first, equal times by id."""
         return self._run(named_conversations.listing)
 
     def idle(self, before_s: float | None, num_kept: int | None, busy: Collection[str] = ()) -> list[str]:
-        """Named conversations that are idle for too long or too many; see `HistoryStore.idle`."""
+        """Return named conversations that are idle for too long or too many; see `HistoryStore.idle`."""
         return self._run(lambda connection: named_conversations.idle(connection, before_s, num_kept, busy))
 
     def info(self, conversation_id: str) -> ConversationInfo:
-        """A conversation's line of the listing, read without its tokens."""
+        """Return a conversation's line of the listing without reading its tokens."""
         return self._run(lambda connection: named_conversations.info(connection, conversation_id))
 
     def head(self, conversation_id: str) -> str | None:
-        """The turn that a conversation ends with."""
+        """Return the turn at the end of a conversation."""
         return self._run(lambda connection: named_conversations.head(connection, conversation_id))
 
     def load(self, conversation_id: str) -> ConversationRecord:
-        """Read a whole conversation; also raises HistoryCorruptError if its tokens are damaged."""
+        """Read a whole conversation; also raise HistoryCorruptError if its tokens are damaged."""
         return named_conversations.unpack(
             *self._run(lambda connection: named_conversations.read(connection, conversation_id))
         )
 
     def load_turn(self, owner: str, turn_id: str) -> ConversationRecord:
-        """Read the path to a turn; also raises HistoryCorruptError if its tokens are damaged."""
+        """Read the path to a turn; also raise HistoryCorruptError if its tokens are damaged."""
         rows = self._run(lambda connection: turns_table.path_rows(connection, owner, turn_id))
         return turns_table.unpack_path(rows, owner, turn_id)
 
     def has_turn(self, owner: str, turn_id: str) -> bool:
-        """Whether a turn is there, read without its tokens."""
+        """Return whether a turn exists, without reading its tokens."""
         return self._run(lambda connection: turns_table.exists(connection, owner, turn_id))
 
     def commit(
@@ -97,12 +96,12 @@ class TableHistoryStore(ABC):
         return self._commit(commits, in_use) if commits else {}
 
     def apply(self, change: HistoryChange, in_use: Collection[str] = ()) -> None:
-        """Change what is kept beside turns, in one transaction; see `HistoryStore.apply`."""
+        """Change data stored beside turns, in one transaction; see `HistoryStore.apply`."""
         _check_texts(change)
         self._transact(lambda connection: _apply(connection, change, in_use))
 
     def truncate(self, conversation_id: str, num_tokens: int) -> Cut:
-        """Keep the first `num_tokens` tokens; `HistoryStore.truncate` says what becomes of a cut turn."""
+        """Keep the first `num_tokens` tokens; see `HistoryStore.truncate` for a turn that is cut."""
         return self._transact(
             lambda connection: named_conversations.truncate(connection, conversation_id, num_tokens)
         )
@@ -115,7 +114,7 @@ class TableHistoryStore(ABC):
         *,
         at_s: float | None = None,
     ) -> Cut:
-        """Have a new conversation begin as the first tokens of another one; see `HistoryStore.fork`."""
+        """Begin a new conversation with the first tokens of another one; see `HistoryStore.fork`."""
         self._check_name(new_conversation_id, "new_conversation_id")
         return self._transact(
             lambda connection: named_conversations.fork(
@@ -124,33 +123,33 @@ class TableHistoryStore(ABC):
         )
 
     def delete(self, conversation_id: str) -> None:
-        """Forget a conversation; its space is used again by later ones."""
+        """Forget a conversation; later ones reuse its space."""
         self._transact(lambda connection: named_conversations.delete(connection, conversation_id))
 
     def note(self, name: str) -> str | None:
-        """A text that is kept beside the turns."""
+        """Return a text that is stored beside the turns."""
         query = "SELECT value FROM meta WHERE key = ?"
         row = self._run(lambda connection: connection.execute(query, (_NOTES + name,)).fetchone())
         return None if row is None else str(row[0])
 
     def keep_note(self, name: str, text: str | None) -> None:
-        """Keep a text in place of the one of that name; None removes it."""
+        """Store a text in place of the one of that name; None removes it."""
         self._transact(lambda connection: _keep_note(connection, _NOTES + name, text))
 
     def read[T](self, work: Callable[[Connection], T]) -> T:
-        """What `work` reads of one state, for whoever goes by tables."""
+        """Run `work` on one consistent snapshot and return its result."""
         return self._run(work)
 
     def change[T](self, change: Callable[[Connection], T]) -> T:
-        """What `change` returns; all of it is kept, or nothing where it raises."""
+        """Run `change` and return its result. All changes are stored, or none if it raises."""
         return self._transact(change)
 
     @abstractmethod
     def close(self) -> None:
-        """Release what is held; a second call does nothing, any other raises HistoryError."""
+        """Release all resources; a second call does nothing, any other raises HistoryError."""
 
     def __enter__(self) -> Self:
-        """The store itself, which is closed at the end."""
+        """Return the store, which is closed at the end of the block."""
         return self
 
     def __exit__(
@@ -159,24 +158,24 @@ class TableHistoryStore(ABC):
         self.close()
 
     def _check_name(self, name: str, field: str) -> None:
-        """Raise InvalidRequestError for what no conversation can be called in this kind of history."""
+        """Raise InvalidRequestError for a name that no conversation in this kind of history can have."""
         codec.check_text(name, field)
 
     @abstractmethod
     def _run[T](self, work: Callable[[Connection], T]) -> T:
-        """Read one state; errors of the database come out as errors of the history."""
+        """Run `work` on one consistent state; turn errors of the database into errors of the history."""
 
     @abstractmethod
     def _transact[T](self, change: Callable[[Connection], T]) -> T:
-        """All of a change or nothing, and nobody else's in between."""
+        """Make all of a change or nothing, isolated from other changes."""
 
     @abstractmethod
     def _commit(self, commits: Sequence[Commit], in_use: Collection[str]) -> Mapping[int, PensieveError]:
-        """Add turns in one transaction; returns why some were refused."""
+        """Add turns in one transaction; return why some were refused."""
 
 
 def append_all(connection: Connection, commits: Sequence[Commit]) -> dict[int, PensieveError]:
-    """Add turns within a transaction; returns those that were refused, of which nothing is kept."""
+    """Add turns within a transaction; return why some were refused. Nothing of these is stored."""
     refused: dict[int, PensieveError] = {}
     for index, commit in enumerate(commits):
         if commit.refusal is not None:
@@ -195,7 +194,7 @@ def append_all(connection: Connection, commits: Sequence[Commit]) -> dict[int, P
 
 
 def append(connection: Connection, commit: Commit, field: str) -> None:
-    """Add one turn with what is attached to it; raises why it is refused."""
+    """Add one turn with its attachment; raise the reason if it is refused."""
     if commit.conversation_id:
         named_conversations.append(connection, commit.conversation_id, commit.row, field)
         return
@@ -205,14 +204,14 @@ def append(connection: Connection, commit: Commit, field: str) -> None:
 
 
 def moves_heads(commits: Sequence[Commit]) -> bool:
-    """Whether a commit may leave heads of servers' conversations behind, for `collect_released`."""
+    """Return whether a commit may release heads of a server's conversations, for `collect_released`."""
     return any(commit.draft is not None and commit.draft.conversation is not None for commit in commits)
 
 
 def _prepare(turn: TurnRecord, attachment: object, index: int) -> Commit:
     row = codec.pack_turn(turn, f"turns[{index}]")
     if attachment is None:
-        # Nothing else will need it: it is kept for itself.
+        # Nothing else will need it, so it is kept for itself.
         placed = row if turn.conversation_id else row._replace(kept=1)
         return Commit(turn.conversation_id, placed, None, (), None)
     field = f"attachments[{index}]"

@@ -1,8 +1,8 @@
-"""The trees that responses make by going on from one another, as a list of conversations shows them.
+"""The trees of responses that continue each other, for a list of conversations.
 
-Owns: the statements on responses by tree; a response's id is resp_ and its turn's,
-which begins with the root that all turns of a tree share.
-Does not know: transactions, or how a tree is drawn.
+Owns: the statements on responses by tree. A response's id is resp_ and its turn's id, which begins with the
+root that all turns of a tree share.
+Does not know: transactions, or how a tree is displayed.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _TURN: Final = (
 )
 
 MAX_FIRST_CHARACTERS: Final = 200
-"""Of what was said first: a list is read often, and a message may be a book."""
+"""Limit of a first text: a list is read often, and a message may be very long."""
 MAX_TREE_CHARACTERS: Final = 2_000_000
-"""Of what a tree tells, instructions once; the last response is told however long it is."""
+"""Limit of a tree's texts, with instructions counted once; the last response is returned at any length."""
 MAX_READ_CHARACTERS: Final = 64_000_000
-"""Of a tree's responses as they are kept: each request repeats its instructions, as JSON of ASCII."""
+"""Limit of a tree's stored responses: each request repeats its instructions, as JSON in ASCII."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +39,10 @@ class TreeSummary:
     """A line in a list of trees.
 
     Attributes:
-      root: what the ids of all its turns begin with.
-      num_turns: that are responses.
-      first_text: what its user said first, or the beginning of it.
-      last_active_s: when its last turn ended.
+      root: the beginning of the ids of all its turns.
+      num_turns: number of turns that are responses.
+      first_text: the user's first text, or the beginning of it.
+      last_active_s: end of its last turn.
     """
 
     root: str
@@ -56,12 +56,13 @@ class TreeTurn:
     """A response in its tree.
 
     Attributes:
-      id: the response's.
-      parent: the response that it goes on from, which may be gone, of another tree, or left out as too much;
-        None for a first turn only.
-      instructions: those of its own request, which the next one repeats or not; None where there were none.
-      input, output: what was said.
-      status: of the response.
+      id: id of the response.
+      parent: the response that it continues, which may be deleted, of another tree, or left out because of a
+        limit; None for a first turn only.
+      instructions: those of its own request, which the next request may or may not repeat; None if it had
+        none.
+      input, output: the texts of user and reply.
+      status: status of the response.
       usage: where its tokens came from.
     """
 
@@ -75,7 +76,7 @@ class TreeTurn:
 
 
 def trees(connection: Connection, owner: str, limit: int) -> list[TreeSummary]:
-    """An owner's trees, the most recently active first."""
+    """Return an owner's trees, the most recently active first."""
     query = (
         f"SELECT {_ROOT}, count(*), max(completed_at_s), min(rowid) FROM responses "
         f"WHERE owner = ? AND {_HAS_TURN} GROUP BY 1 ORDER BY 3 DESC, 1 LIMIT ?"
@@ -87,14 +88,14 @@ def trees(connection: Connection, owner: str, limit: int) -> list[TreeSummary]:
 
 
 def tree(connection: Connection, owner: str, root: str, limit: int) -> list[TreeTurn]:
-    """The last responses of one tree, in the order in which they were made; empty where there is none.
+    """Return the last responses of one tree, in order of creation; [] for an unknown tree.
 
-    There are fewer than `limit` where their texts are longer than `MAX_TREE_CHARACTERS`, or what is read for
-    them than `MAX_READ_CHARACTERS`.
+    Fewer than `limit` are returned if their texts exceed `MAX_TREE_CHARACTERS`, or the stored texts read for
+    them exceed `MAX_READ_CHARACTERS`.
     """
     query = f"SELECT response_id FROM responses WHERE {_OF_TREE} {_LAST_FIRST} LIMIT ?"
     told: list[TreeTurn] = []
-    instructions: dict[str | None, str | None] = {}  # each is kept and counted once
+    instructions: dict[str | None, str | None] = {}  # each text is stored and counted once
     num_read = num_told = 0
     for (response_id,) in connection.execute(query, (owner, *_bounds(root), limit)).fetchall():
         row = connection.execute(_TURN, (owner, response_id)).fetchone()
@@ -113,7 +114,7 @@ def tree(connection: Connection, owner: str, root: str, limit: int) -> list[Tree
 def _turn(row: Sequence[Any]) -> TreeTurn:
     response_id, parent_id, request, items, text, status, usage = row
     asked = json.loads(request)
-    # Not always the turn's own: under other instructions the tokens are those of another tree.
+    # Not always the parent of the turn: with other instructions, the turn's tokens are in another tree.
     parent = asked.get("previous_response_id") or (parent_id and f"resp_{parent_id}")
     instructions = asked.get("instructions") or None
     unpacked = codec.unpack_usage(usage)
@@ -121,11 +122,11 @@ def _turn(row: Sequence[Any]) -> TreeTurn:
 
 
 def _bounds(root: str) -> tuple[str, str]:
-    """Ids of a tree's responses are from the one on and below the other: a root is hexadecimal."""
+    """Return bounds of the ids of a tree's responses (inclusive, exclusive); a root is hexadecimal."""
     return (f"resp_{root}", f"resp_{root}g") if len(root) == 16 else ("", "")
 
 
 def _text(items: str) -> str:
-    """What the user said in a request, without what came before it as instructions."""
+    """Return the user's text in a request, without the instructions before it."""
     said = [item for item in json.loads(items) if item.get("role") == "user"]
     return text_of(said[-1]) if said else ""

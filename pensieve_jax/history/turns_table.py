@@ -1,7 +1,7 @@
-"""The tree of turns: adding one, reading the path to one, cutting one, and removing what nothing needs.
+"""The tree of turns: adding a turn, reading the path to one, cutting one, and removing unneeded turns.
 
 Owns: the statements on the table `turns`, and when a turn is garbage.
-Does not know: transactions (the caller holds one), or why somebody needs a turn.
+Does not know: transactions (the caller holds one), or why a turn is needed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pensieve_jax.history.connection import Connection
 from pensieve_jax.history.store import CUT_FINISH_REASON, ConversationRecord, TurnRecord
 
 _COLUMNS: Final = ", ".join(TurnRow._fields)
-# With their types, since a value that is NULL tells Postgres none.
+# With types, since Postgres cannot infer the type of a NULL value.
 _VALUES: Final = {**dict.fromkeys(TurnRow._fields, "?"), "chain": "CAST(? AS BLOB)"}
 _INSERT: Final = (
     f"INSERT INTO turns({_COLUMNS}) VALUES ({', '.join(_VALUES.values())}) ON CONFLICT DO NOTHING"
@@ -35,7 +35,7 @@ _INSERT_BEHIND: Final = (
     "WHERE before.owner = ? AND before.turn_id = ? AND before.turn_index + 1 = ? ON CONFLICT DO NOTHING"
 )
 
-# From a turn up to its root. Numbers fall on the way, so that even in a damaged file it ends.
+# From a turn up to its root. The numbers decrease on the way, so the query ends even in a damaged file.
 PATH: Final = """WITH RECURSIVE path(owner, turn_id, parent_id, turn_index) AS (
   SELECT owner, turn_id, parent_id, turn_index FROM turns WHERE owner = ? AND turn_id = ?
   UNION ALL
@@ -52,14 +52,14 @@ _UNNEEDED: Final = """SELECT parent_id FROM turns AS one WHERE owner = ? AND tur
 
 
 def insert(connection: Connection, row: TurnRow) -> None:
-    """Add a turn as it is; raises InvalidRequestError for an id that is taken."""
+    """Add a turn as it is; raise InvalidRequestError for an id that is taken."""
     connection.must(_INSERT, row, lambda: _taken(row))
 
 
 def insert_placed(connection: Connection, row: TurnRow, field: str) -> None:
-    """Add a turn, which counts its own tokens, behind the parent that it names.
+    """Add a turn, whose row counts only its own tokens, after the parent that it names.
 
-    Raises UnknownTurnError for a parent that is not there, and InvalidRequestError for a `turn_index` that
+    Raises UnknownTurnError for a parent that does not exist, and InvalidRequestError for a `turn_index` that
     does not follow the parent's, or an id that is taken.
     """
     if row.parent_id is None:
@@ -72,7 +72,7 @@ def insert_placed(connection: Connection, row: TurnRow, field: str) -> None:
 
 
 def _misplaced(connection: Connection, row: TurnRow, field: str) -> PensieveError:
-    """Why a turn cannot stand behind its parent."""
+    """Return why a turn cannot be added after its parent."""
     query = "SELECT turn_index + 1 FROM turns WHERE owner = ? AND turn_id = ?"
     parent = connection.execute(query, (row.owner, row.parent_id)).fetchone()
     if parent is None:
@@ -87,22 +87,22 @@ def _taken(row: TurnRow) -> PensieveError:
 
 
 def exists(connection: Connection, owner: str, turn_id: str) -> bool:
-    """Whether there is such a turn."""
+    """Return whether the turn exists."""
     query = "SELECT 1 FROM turns WHERE owner = ? AND turn_id = ?"
     return connection.execute(query, (owner, turn_id)).fetchone() is not None
 
 
 def path_rows(connection: Connection, owner: str, turn_id: str | None) -> list[TurnRow]:
-    """The turns from the first of a tree to this one; empty where there is no such turn."""
+    """Return the turns from the first of a tree to this one; [] if the turn does not exist."""
     if turn_id is None:
         return []
     rows = connection.execute(_PATH_ROWS, (owner, turn_id))
-    # Here, since a database would copy all that was said to bring it into order.
+    # Sort here, since a database would copy all texts to sort the rows.
     return sorted(map(TurnRow._make, rows), key=lambda row: row.turn_index)
 
 
 def unpack_path(rows: list[TurnRow], owner: str, turn_id: str) -> ConversationRecord:
-    """What `HistoryStore.load_turn` returns, of the rows of a path."""
+    """Return the record of `HistoryStore.load_turn` from the rows of a path."""
     if not rows:
         raise UnknownTurnError(turn_id)
     turns = tuple(codec.unpack_turn(row) for row in rows)
@@ -112,23 +112,23 @@ def unpack_path(rows: list[TurnRow], owner: str, turn_id: str) -> ConversationRe
         raise HistoryCorruptError(
             f"The path to turn {turn_id!r} is damaged: it should hold {last.turn_index + 1} turns of "
             f"{last.num_tokens} tokens, but {len(turns)} turns of {len(token_ids)} tokens were found. Delete "
-            "what goes on from it; all else is good."
+            "the turns that continue it; all others are good."
         )
     return ConversationRecord(turn_id, token_ids, turns, last.created_at_s)
 
 
 def joined_ids(rows: list[TurnRow]) -> bytes:
-    """All ids of a path, packed."""
+    """Return all ids of a path, packed."""
     return b"".join(packed for row in rows for packed in (row.prompt_ids, row.output_ids))
 
 
 def in_order(turns: tuple[TurnRecord, ...]) -> bool:
-    """They are numbered from 0 on."""
+    """Return whether turns are numbered from 0 without gaps."""
     return all(turn.turn_index == index for index, turn in enumerate(turns))
 
 
 def check_cut(num_tokens: object, num_tokens_there: int, conversation_id: str) -> int:
-    """Where to cut; raises InvalidRequestError for a length that is not there."""
+    """Return the length to cut to; raise InvalidRequestError unless it is an int within the conversation."""
     limit = f"an int from 0 to the {num_tokens_there} tokens of conversation {conversation_id!r}"
     if isinstance(num_tokens, bool) or not isinstance(num_tokens, int | np.integer):
         raise InvalidRequestError("num_tokens", num_tokens, limit)
@@ -140,10 +140,10 @@ def check_cut(num_tokens: object, num_tokens_there: int, conversation_id: str) -
 def cut(
     connection: Connection, head: str | None, num_tokens: int, conversation_id: str
 ) -> tuple[str | None, int]:
-    """The turn that ends after so many tokens of the path to a named conversation's head, and its number + 1.
+    """Return the turn that ends after `num_tokens` tokens of the path to a head, and its number + 1.
 
-    Where no turn ends there a new one is made of the beginning of one. Raises HistoryCorruptError rather
-    than give a damaged turn a new checksum.
+    If no turn ends there, a new turn is made of the beginning of one. Raises HistoryCorruptError instead of
+    giving a damaged turn a new checksum.
     """
     last: str | None = None
     num_turns = num_tokens_before = 0
@@ -162,7 +162,7 @@ def cut(
 
 
 def _insert_beginning(connection: Connection, turn_id: str, num_tokens: int, conversation_id: str) -> str:
-    """Add a turn beside this one, of its first tokens; returns its id."""
+    """Add a turn next to this one that has its first tokens; return its id."""
     query = f"SELECT {_COLUMNS} FROM turns WHERE owner = '' AND turn_id = ?"
     row = TurnRow._make(connection.execute(query, (turn_id,)).fetchone())
     codec.check_undamaged(row, conversation_id)
@@ -192,7 +192,7 @@ def _insert_beginning(connection: Connection, turn_id: str, num_tokens: int, con
 
 
 def collect_released(connection: Connection, in_use: Collection[str]) -> None:
-    """Remove what was in use when it was let go of, and is not any more."""
+    """Remove the turns that were in use when they were released and are not in use now."""
     released = connection.execute("SELECT owner, turn_id FROM released").fetchall()
     connection.execute("DELETE FROM released")
     for owner, turn_id in released:
@@ -200,10 +200,10 @@ def collect_released(connection: Connection, in_use: Collection[str]) -> None:
 
 
 def collect(connection: Connection, owner: str, turn_id: str | None, in_use: Collection[str] = ()) -> None:
-    """Remove a turn that somebody has let go of, and those before it, as far as nothing needs them.
+    """Remove a released turn and the turns before it, as long as they are not needed.
 
-    What is needed: by a later turn, a conversation's head, a response, or for itself (`kept`). One that is
-    `in_use` is remembered; `collect_released` looks at it again.
+    A turn is needed by a later turn, a conversation's head or a response, or for itself (`kept`). A turn that
+    is `in_use` is recorded instead, and `collect_released` checks it again.
     """
     while turn_id is not None:
         row = connection.execute(_UNNEEDED, (owner, turn_id)).fetchone()

@@ -1,1 +1,1 @@
-"""Compiling programs, and keeping what was compiled: for every engine of this repository."""
+"""Compilation of programs and storage of executables, for every engine of this repository."""

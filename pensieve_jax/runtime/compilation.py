@@ -1,4 +1,4 @@
-"""XLA's compilations: several at a time, how many there were, and where they are kept.
+"""XLA compilations: concurrent compilation, the number of compilations, and where executables are stored.
 
 Owns: the threads that compile and load, the process-wide count, and the switch of JAX's persistent cache.
 Does not know: what is compiled.
@@ -22,17 +22,17 @@ from jax.experimental.compilation_cache import compilation_cache
 from pensieve_jax.runtime.executable_store import ExecutableStore, executables_directory
 from pensieve_jax.runtime.program import Program, ProgramKeys
 
-# Recorded by JAX around every compilation, also around one that the persistent cache answers.
+# JAX records this event around every compilation, even if the persistent cache answers it.
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _MAX_NUM_THREADS = 8  # each holds a whole program in several forms
-# XLA's default. Within a process JAX keeps what it has compiled, by program and options: with options of its
-# own no program of a store is one that JAX's persistent cache has answered with.
+# The value is XLA's default. JAX caches compiled programs in memory by program and options. With explicit
+# options, a program for a store is never one that JAX's persistent cache returned.
 _STORE_OPTIONS = {"xla_embed_ir_in_executable": False}
 _log = logging.getLogger(__name__)
 
 
 class CompilationJob(NamedTuple):
-    """A program to compile, its name for whoever shows progress, and what takes the executable."""
+    """A program to compile, its name for progress displays, and the callback that takes the executable."""
 
     name: str
     program: Program
@@ -40,12 +40,11 @@ class CompilationJob(NamedTuple):
 
 
 def compile_all(jobs: Iterable[CompilationJob], store: ExecutableStore | None = None) -> Generator[str]:
-    """Compile every job, several at a time while later ones are being lowered; yields names as they end.
+    """Compile every job, several at once while later ones are lowered; yield names as jobs finish.
 
-    What `store` holds is loaded from there instead, neither traced nor lowered, and what it does not hold is
-    put there; JAX's own cache is off meanwhile, in the whole process. Programs are lowered by whoever
-    iterates, under the settings of that thread. Closing the generator drops what has not begun and waits for
-    what has.
+    Programs in `store` are loaded from there without tracing or lowering; the others are added to it. JAX's
+    own cache is off meanwhile, in the whole process. Programs are lowered on the thread that iterates, under
+    its settings. Closing the generator drops jobs that have not begun and waits for those that have.
     """
     with contextlib.ExitStack() as stack:
         if store is not None:
@@ -66,14 +65,14 @@ def compile_all(jobs: Iterable[CompilationJob], store: ExecutableStore | None = 
 
 
 class _Work:
-    """Jobs on their way through threads."""
+    """Jobs that threads are loading or compiling."""
 
     def __init__(self, pool: ThreadPoolExecutor, store: ExecutableStore | None) -> None:
         self.running: dict[Future[jax.stages.Compiled | None], tuple[CompilationJob, str | None]] = {}
         self._pool, self._store, self._keys = pool, store, ProgramKeys()
 
     def start(self, job: CompilationJob) -> None:
-        """Load the job's program in a thread, or lower it here and compile it in one."""
+        """Load the job's program in a thread, or lower it here and compile it in a thread."""
         key = None if self._store is None else self._key(job)
         if self._store is not None and key is not None and self._store.holds(key):
             self.running[self._pool.submit(self._store.load, key)] = job, key
@@ -81,11 +80,11 @@ class _Work:
             self._compile(job, key)
 
     def finish(self, timeout_s: float | None) -> Iterator[str]:
-        """Hand over what has ended, waiting for the first that does; names of these."""
+        """Hand over the finished executables, waiting for the first one; yield their names."""
         for future in wait(self.running, timeout_s, FIRST_COMPLETED).done:
             job, key = self.running.pop(future)
             compiled = future.result()
-            if compiled is None:  # what was found could not be used
+            if compiled is None:  # the stored file could not be used
                 self._compile(job, key)
             else:
                 job.keep(compiled)
@@ -100,7 +99,7 @@ class _Work:
         try:
             return self._keys.key(job.program)
         except TypeError as error:
-            _log.warning("%s is not kept on disk: %s", job.name, error)
+            _log.warning("%s is not stored on disk: %s", job.name, error)
             return None
 
 
@@ -115,7 +114,7 @@ def _compile(
 
 
 class CompilationCounter:
-    """Counts the compilations of this process, whoever asks for them, from its making on."""
+    """A counter of all compilations of this process since it was made."""
 
     def __init__(self) -> None:
         self._num_before = _process_total().value
@@ -131,10 +130,10 @@ class _Total:
 
     def __init__(self) -> None:
         self.value = 0
-        self._lock = threading.Lock()  # JAX calls from whichever thread compiles
+        self._lock = threading.Lock()  # JAX calls from every thread that compiles
 
     def on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
-        """Count one, if it is a compilation."""
+        """Count the event if it is a compilation."""
         if event == _COMPILE_EVENT:
             with self._lock:
                 self.value += 1
@@ -142,19 +141,19 @@ class _Total:
 
 @functools.cache
 def _process_total() -> _Total:
-    """The one listener: JAX keeps listeners for ever, so there is no more than one."""
+    """Return the only listener; JAX keeps listeners forever, so a process registers just one."""
     total = _Total()
     jax.monitoring.register_event_duration_secs_listener(total.on_event)
     return total
 
 
 def keep_compilations_in(directory: str | None) -> None:
-    """Keep compiled programs in `directory` (None: nowhere) and take them from there, process-wide.
+    """Store compiled programs in `directory` (None: nowhere) and load them from there, process-wide.
 
-    All of them, also those that compile within a second, which JAX would leave out: starting runs many.
+    This includes programs that compile within a second, which JAX would not store: a start runs many.
 
     Raises:
-      ConfigError: somebody else may write to the directory, or it cannot be made.
+      ConfigError: another user may write to the directory, or it cannot be created.
     """
     if directory is not None:
         executables_directory(directory)
@@ -163,11 +162,11 @@ def keep_compilations_in(directory: str | None) -> None:
     if jax.config.jax_compilation_cache_dir == directory:
         return
     jax.config.update("jax_compilation_cache_dir", directory)
-    compilation_cache.reset_cache()  # JAX opens its cache once; without this it would stay with the old one
+    compilation_cache.reset_cache()  # JAX opens its cache once; without this it would keep the old directory
 
 
 class _JaxCacheSwitch:
-    """Whether JAX's cache is off, and for how many."""
+    """The previous state of JAX's cache, and how many users have switched it off."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -180,7 +179,7 @@ _switch = _JaxCacheSwitch()
 
 @contextlib.contextmanager
 def _without_jax_cache() -> Iterator[None]:
-    """Compile everything anew: what JAX's cache answers with cannot be written to a file that would run."""
+    """Compile without JAX's cache: a program that it returns cannot be serialized into a file that runs."""
     with _switch.lock:
         if not _switch.num_users:
             _switch.was_enabled = jax.config.jax_enable_compilation_cache
@@ -197,4 +196,4 @@ def _without_jax_cache() -> Iterator[None]:
 
 def _set_jax_cache(is_enabled: bool) -> None:
     jax.config.update("jax_enable_compilation_cache", is_enabled)
-    compilation_cache.reset_cache()  # JAX looks at the setting once
+    compilation_cache.reset_cache()  # JAX reads the setting only once

@@ -1,7 +1,7 @@
-"""What a device's memory holds: its limit, the weights of a model, and what a step takes.
+"""A device's memory: its limit, the weights of a model, and what a step takes.
 
-Owns: the sums over the executables of a step, JAX's limit of the device, and refusals of models whose weights
-do not fit.
+Owns: the memory arithmetic over the executables of a step, JAX's limit for the device, and the refusal of
+models whose weights do not fit.
 Does not know: what the executables compute, or how many pages there are (`device.page_budget`).
 """
 
@@ -20,36 +20,36 @@ from pensieve_jax.runtime.host_memory import available_bytes
 
 
 def memory_limit_bytes(device: jax.Device) -> int | None:
-    """What JAX may use of the device, or None where the device does not say."""
+    """Return the bytes that JAX may use of the device, or None if the device does not report it."""
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def bytes_per_device(array: jax.Array) -> int:
-    """Bytes of one device's share of `array`."""
+    """Return the bytes of one device's share of `array`."""
     return int(np.prod(array.sharding.shard_shape(array.shape))) * array.dtype.itemsize
 
 
 def least_device(devices: Sequence[jax.Device]) -> jax.Device:
-    """The one with the least memory for JAX, of those that say; else the first."""
+    """Return the device with the least memory for JAX among those that report it, else the first."""
     return min(devices, key=lambda device: memory_limit_bytes(device) or math.inf)
 
 
 def check_weights_fit(model: str, weights_bytes: int, devices: Sequence[jax.Device]) -> None:
-    """Refuse a model before it is loaded, where the devices' memory is known; a CPU's is the machine's.
+    """Refuse a model before it is loaded, if the devices' memory is known. A CPU uses the machine's memory.
 
     Args:
-      model: its name.
-      weights_bytes: of its parameters on each device.
-      devices: that share it.
+      model: name of the model.
+      weights_bytes: bytes of its parameters on each device.
+      devices: the devices that share it.
 
     Raises:
-      ConfigError: names the model; its parameters alone take more.
+      ConfigError: the model's parameters alone exceed the memory.
     """
     device, num_devices = least_device(devices), len(devices)
     if device.platform == "cpu":
         limit_bytes, where = available_bytes(), "the machine has free"
         weights_bytes, shared = num_devices * weights_bytes, ""
-        hint = "a smaller model, or dtype='bfloat16'"
+        hint = "choose a smaller model, or dtype='bfloat16'"
     else:
         limit_bytes, where = memory_limit_bytes(device), f"JAX may use of {device.device_kind}"
         shared = f" of each of {num_devices} devices" if num_devices > 1 else ""
@@ -65,15 +65,15 @@ def check_weights_fit(model: str, weights_bytes: int, devices: Sequence[jax.Devi
 
 @contextlib.contextmanager
 def refusing_weights(model: str, weights_bytes: int, devices: Sequence[jax.Device]) -> Iterator[None]:
-    """Refuse a model for which memory runs out while it is loaded: others may use the device.
+    """Refuse a model if memory runs out while it is loaded; other processes may use the device.
 
     Args:
-      model: its name.
-      weights_bytes: as of `check_weights_fit`.
-      devices: as of `check_weights_fit`.
+      model: name of the model.
+      weights_bytes: as in `check_weights_fit`.
+      devices: as in `check_weights_fit`.
 
     Raises:
-      ConfigError: names the model. What else goes wrong is raised as it is.
+      ConfigError: memory ran out. Other errors pass unchanged.
     """
     try:
         yield
@@ -84,7 +84,7 @@ def refusing_weights(model: str, weights_bytes: int, devices: Sequence[jax.Devic
         limit_bytes = memory_limit_bytes(device)
         has = "" if limit_bytes is None else f" of {limit_bytes:,} bytes that JAX may use"
         limit = f"one that can be loaded into the memory of {device.device_kind}{has}"
-        hint = "raise runner.tensor_parallel_size, or end what else uses the device"
+        hint = "raise runner.tensor_parallel_size, or stop other processes that use the device"
         takes = f"its parameters take {weights_bytes:,} bytes of each device"
         raise ConfigError("model", model, limit, f"{takes}; {hint}; {in_a_line(error)}") from error
 
@@ -92,18 +92,18 @@ def refusing_weights(model: str, weights_bytes: int, devices: Sequence[jax.Devic
 def step_memory(
     executables: Sequence[jax.stages.Compiled], resident_bytes: int, handed_bytes: int
 ) -> dict[str, int]:
-    """Bytes per device of one step, whose executables run one after the other.
+    """Return the bytes per device of one step, whose executables run one after the other.
 
     Args:
-      executables: in order, one that runs several groups of layers as often.
-      resident_bytes: weights and pools, which are there anyway.
-      handed_bytes: the hidden state that each but the first takes over from the one before.
+      executables: in order; one that runs several groups of layers appears once per group.
+      resident_bytes: bytes of weights and pools, which are always allocated.
+      handed_bytes: bytes of the hidden state that each executable but the first takes from the previous one.
 
     Returns:
-      `argument_bytes`, `output_bytes` and `alias_bytes` summed over all, so that `alias_bytes` of at
-      least the pools' says that all are updated in place; of the rest the most that one of them takes beside
-      what is resident: `temp_bytes`, `new_output_bytes` (no pools), both and what was handed over as
-      `step_bytes`, and `peak_bytes`, which is that and what is resident. Empty where XLA does not say.
+      Sums over all executables: `argument_bytes`, `output_bytes` and `alias_bytes`. If `alias_bytes` is at
+      least the pools' size, all pools are updated in place. Maxima over the executables, beside resident
+      memory: `temp_bytes`, `new_output_bytes` (without pools), and `step_bytes`, which is both and the hidden
+      state. `peak_bytes` is `step_bytes` and resident memory. Empty if XLA does not report memory.
     """
     stats = [
         each for each in (executable.memory_analysis() for executable in executables) if each is not None

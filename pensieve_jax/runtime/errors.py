@@ -1,10 +1,10 @@
-"""What JAX's runtime and XLA report, in a line.
+"""Reports of JAX's runtime and XLA, shortened to one line.
 
-Owns: telling memory that ran out from everything else, and how much of a report people are shown.
+Owns: how out-of-memory errors are recognized, and how much of a report users see.
 Does not know: what ran, or what else is in the device's memory.
 
-XLA explains an allocation that failed by pages of its own buffers. A message has the first line of that, the
-log has all of it, at debug level, and so has the error's cause.
+XLA explains a failed allocation with pages about its own buffers. The message has the first line; the log
+(at debug level) and the error's cause have all of it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _log = logging.getLogger(__name__)
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory ran out, the device's or the host's."""
+    """Return whether the device or the host ran out of memory."""
     return any(mark in str(error) for mark in _OUT_OF_MEMORY)
 
 
 def requested_bytes(error: Exception) -> int:
-    """What could not be allocated; 0 where the report does not say."""
+    """Return the bytes of the failed allocation; 0 if the report does not name them."""
     found = _REQUEST.search(str(error))
     if found is None:
         return 0
@@ -36,7 +36,7 @@ def requested_bytes(error: Exception) -> int:
 
 
 def in_a_line(error: Exception) -> str:
-    """The beginning of a report; all of it goes to the log where there is more."""
+    """Return the first line of a report, shortened; log the whole report if it is longer."""
     text = str(error).strip()
     first = text.partition("\n")[0].strip()
     line = first if len(first) <= _MAX_LEN else f"{first[: _MAX_LEN - 1]}…"
@@ -46,9 +46,9 @@ def in_a_line(error: Exception) -> str:
 
 
 def step_failed(what: str, error: Exception, lower: str = _LOWER) -> StepFailedError:
-    """`what` happened, for the reason that the runtime gives; raise it from `error`.
+    """Return the error "`what`: <report of the runtime>"; raise it from `error`.
 
-    `lower` names settings that take memory.
+    `lower` names settings that take memory. It becomes the hint if memory ran out.
     """
     hint = f"; lower {lower}" if is_out_of_memory(error) else ""
     return StepFailedError(f"{what}: {in_a_line(error)}{hint}")

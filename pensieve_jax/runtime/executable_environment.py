@@ -1,6 +1,6 @@
 """What a compiled program depends on besides itself: versions, devices, settings, flags and source.
 
-Owns: the list of these, each by name, and how each is read.
+Owns: the named list of these dependencies, and how each is read.
 Does not know: programs (`program`), or files (`executable_store`).
 """
 
@@ -22,22 +22,22 @@ import jaxlib
 from pensieve_jax.runtime.asynchronous_launches import VARIABLE as LAUNCHES_VARIABLE
 
 PACKAGES = ("pensieve_jax", "model_defs", "pallas_kernels")
-"""What programs are traced from."""
-# Whatever traces, lowers or compiles: the CUDA libraries and JAX's plugins have a distribution each, and not
-# everywhere the same ones.
+"""The packages that programs are traced from."""
+# Distributions that trace, lower or compile. The CUDA libraries and JAX's plugins are distributions of their
+# own, and not the same ones everywhere.
 _DISTRIBUTIONS = ("flax", "ml-dtypes", "numpy")
 _DISTRIBUTION_PREFIXES = ("jax", "nvidia-", "triton")
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _VARIABLES = (LAUNCHES_VARIABLE, "NVIDIA_TF32_OVERRIDE")
 _VARIABLE_PREFIXES = ("MOSAIC_GPU_", "TRITON_")
-_UNUSED_VARIABLE = "TRITON_CACHE_DIR"  # where what was compiled lies changes nothing of it
+_UNUSED_VARIABLE = "TRITON_CACHE_DIR"  # the place of compiled files does not change them
 _UNUSED_SETTINGS = ("jax_compilation_cache_dir", "jax_enable_compilation_cache")  # for the same reason
 _DRIVER = Path("/proc/driver/nvidia/version")
 _PROCESSOR = Path("/proc/cpuinfo")
 
 
 def environment(devices: Sequence[jax.Device]) -> dict[str, str]:
-    """Everything but the program, for programs that run on `devices` and are lowered on this thread, now."""
+    """Return all dependencies of programs that run on `devices` and are lowered now, on this thread."""
     client = devices[0].client
     return {
         "python": sys.version,
@@ -45,7 +45,7 @@ def environment(devices: Sequence[jax.Device]) -> dict[str, str]:
         "platform": f"{client.platform} {client.platform_version}",
         "devices": repr([_device(device) for device in devices]),
         "driver": _DRIVER.read_text() if client.platform != "cpu" and _DRIVER.is_file() else "",
-        # Code for one processor may be none for another; kernels are launched by such code, too.
+        # Code compiled for one processor may not run on another; such code also launches the kernels.
         "processor": _processor(),
         "flags": repr([(name, _flags(os.environ.get(name, ""))) for name in _FLAGS]),
         "variables": repr(_variables()),
@@ -56,13 +56,13 @@ def environment(devices: Sequence[jax.Device]) -> dict[str, str]:
 
 
 def source_digest() -> str:
-    """Of all the source of `PACKAGES`, as it is on disk now."""
+    """Return a digest of all source of `PACKAGES`, as it is on disk now."""
     digest = hashlib.sha256()
     for package in PACKAGES:
         spec = importlib.util.find_spec(package)
         assert spec is not None and spec.submodule_search_locations
         for root in spec.submodule_search_locations:
-            # As strings: this is done for every program that is kept; objects for paths take thrice as long.
+            # With strings: this runs for every stored program, and `Path` objects take three times as long.
             for folder, folders, names in os.walk(root):
                 folders[:] = sorted(inner for inner in folders if inner != "__pycache__")
                 for name in sorted(name for name in names if name.endswith(".py")):
@@ -74,7 +74,7 @@ def source_digest() -> str:
 
 
 SOURCE_DIGEST = source_digest()
-"""The source that was imported; on disk it may change while the process runs."""
+"""Digest of the imported source; the source on disk may change while the process runs."""
 
 
 @functools.cache
@@ -88,13 +88,13 @@ def _versions() -> list[tuple[str, str]]:
 
 
 def _device(device: jax.Device) -> tuple[object, ...]:
-    """Slices of one GPU share its kind; the last three are of GPUs."""
+    """Return what identifies a device. Slices of one GPU share its kind; only GPUs have the last three."""
     attributes = ("compute_capability", "core_count", "shared_memory_per_block_optin")
     return device.id, device.device_kind, *(getattr(device, name, None) for name in attributes)
 
 
 def _flags(words: str) -> list[str]:
-    """Flags, those of the file that may stand in their place, and digests of the files that they name."""
+    """Return the flags, those of a file given in their place, and digests of the files that they name."""
     if not words.lstrip().startswith("-") and os.path.isfile(words.strip()):
         words = f"{words} {Path(words.strip()).read_text()}"
     named = [word.partition("=")[2] for word in words.split()]
@@ -111,7 +111,7 @@ def _variables() -> list[tuple[str, str]]:
 
 
 def _settings() -> list[tuple[str, str]]:
-    """Of JAX, as they are on this thread."""
+    """Return JAX's settings on this thread."""
     values = jax.config.values.items()
     return sorted((name, repr(value)) for name, value in values if name not in _UNUSED_SETTINGS)
 

@@ -1,11 +1,11 @@
-"""Compiled programs on disk, so that a start neither traces nor lowers what an earlier one made.
+"""Compiled programs on disk, so that a start neither traces nor lowers what an earlier start compiled.
 
-Owns: the files: when one may be used, how it is written, and when it goes.
+Owns: the files: when one may be used, how it is written, and when it is removed.
 Does not know: what the programs are (`program`), or what else they depend on (`executable_environment`).
 
-JAX's own cache spares the compiler alone: before it is asked a program has been traced and lowered, which
-takes seconds for each step of a large model, in Python, one after the other. Here a file's name says all
-that its program depends on, so what is found under it can be run as it is. A file is code: see
+JAX's own cache only saves compilation: it is asked after a program has been traced and lowered, which takes
+seconds for each step of a large model, in Python, one step after the other. Here a file's name is a digest of
+everything that its program depends on, so a program can be run as found. A file is code: see
 `private_directory`.
 """
 
@@ -32,10 +32,10 @@ _log = logging.getLogger(__name__)
 _FIELD = "runner.compilation_cache_dir"
 _DIGEST_LEN = hashlib.sha256().digest_size
 _SUFFIX, _TEMPORARY_SUFFIX = ".executable", ".tmp"
-_STALE_S = 3600.0  # after which nobody is still writing a file
+_STALE_S = 3600.0  # older temporary files are no longer being written
 _MAX_UNUSED_BYTES = 2**30
 
-# What reading and unpickling raise where a file is not what its name says, and what the runtime does.
+# Errors of reading and unpickling a file that is not what its name says, and errors of the runtime.
 _LOAD_ERRORS = (
     OSError,
     EOFError,
@@ -47,7 +47,8 @@ _LOAD_ERRORS = (
     ValueError,
     jax.errors.JaxRuntimeError,
 )
-# What has no such form raises one of the first six: callbacks into Python, constants, some back ends.
+# Programs that cannot be serialized raise one of the first six: callbacks into Python, constants, some back
+# ends.
 _SAVE_ERRORS = (
     AttributeError,
     NotImplementedError,
@@ -60,10 +61,10 @@ _SAVE_ERRORS = (
 
 
 def executables_directory(cache_dir: str) -> Path:
-    """Where a cache directory has its executables; both are made where they are missing.
+    """Return the directory of executables in a cache directory, creating both if they are missing.
 
     Raises:
-      ConfigError: somebody else may write to one of them, or it cannot be made.
+      ConfigError: another user may write to one of them, or it cannot be created.
     """
     directory = Path(cache_dir) / "executables"
     for path in (directory.parent, directory):
@@ -72,37 +73,37 @@ def executables_directory(cache_dir: str) -> Path:
 
 
 class ExecutableStore:
-    """The compiled programs of a directory that fit some devices and this process; safe to call in threads.
+    """The compiled programs in a directory that fit given devices and this process; thread-safe.
 
     Attributes:
-      num_loaded: programs that came from files and have not been discarded.
+      num_loaded: programs that were loaded from files and not discarded.
     """
 
     def __init__(self, cache_dir: str, devices: Sequence[jax.Device]) -> None:
-        """Read nothing yet.
+        """Read no file yet.
 
         Args:
           cache_dir: `RunnerConfig.compilation_cache_dir`; executables have a directory of their own in it.
-          devices: that programs run on, in their order.
+          devices: the devices that programs run on, in order.
 
         Raises:
-          ConfigError: somebody else may write to the directory, or it cannot be made.
+          ConfigError: another user may write to the directory, or it cannot be created.
         """
         self._directory = executables_directory(cache_dir)
         self._devices = tuple(devices)
         self._environment = repr(sorted(environment(self._devices).items()))
         self._lock = threading.Lock()
-        self._used: set[Path] = set()  # files that were loaded or saved here
-        # A process that has reloaded a module would else be given what its old source made.
+        self._used: set[Path] = set()  # files loaded or saved by this object
+        # Otherwise a process that has reloaded a module would load what its old source compiled to.
         self._may_load = source_digest() == SOURCE_DIGEST
         self.num_loaded = 0
 
     def holds(self, key: str) -> bool:
-        """Whether there is a file that may be loaded; what is in it shows when it is."""
+        """Return whether there is a file that may be loaded; its contents are checked when it is."""
         return self._may_load and self._path(key).is_file()
 
     def load(self, key: str) -> jax.stages.Compiled | None:
-        """The program of `key`, ready to run; None where there is none that can be used, which is logged."""
+        """Return the program of `key`, ready to run; None (logged) without a usable file."""
         path = self._path(key)
         try:
             body = _read(path)
@@ -112,7 +113,7 @@ class ExecutableStore:
                 payload, in_tree, out_tree, client, execution_devices=self._devices
             )
         except _LOAD_ERRORS as error:
-            _log.warning("%s cannot be used (%s); its program is compiled again", path, error)
+            _log.warning("%s cannot be used (%s); its program will be compiled again", path, error)
             return None
         self._mark_used(path)
         with self._lock:
@@ -120,37 +121,37 @@ class ExecutableStore:
         return compiled
 
     def save(self, key: str, compiled: jax.stages.Compiled) -> None:
-        """Keep a program that the compiler made in this process; where that cannot be, it is logged.
+        """Store a program that the compiler made in this process; failures are only logged.
 
-        One that JAX's cache answered with must not come here: its file would be loaded, and fail when run.
+        Do not pass a program that JAX's cache returned: its file could be loaded, but would fail when run.
         """
         if source_digest() != SOURCE_DIGEST:
-            _log.warning("a compiled program is not kept: its source has changed since it was imported")
+            _log.warning("a compiled program is not stored: its source has changed since it was imported")
             return
         path = self._path(key)
         try:
             _write(path, pickle.dumps(serialize(compiled)))
         except _SAVE_ERRORS as error:
-            _log.warning("a compiled program is not kept in %s: %s", self._directory, error)
+            _log.warning("a compiled program is not stored in %s: %s", self._directory, error)
             return
         self._mark_used(path)
 
     def discard_used(self) -> None:
-        """Remove what was loaded or saved here, and load no more: some of it turned out not to run."""
+        """Remove the files loaded or saved here, since some do not run, and load no more."""
         with self._lock:
             self._may_load = False
             for path in self._used:
-                with contextlib.suppress(OSError):  # on a file system that is read only, say
+                with contextlib.suppress(OSError):  # for example on a read-only file system
                     path.unlink(missing_ok=True)
             self._used.clear()
             self.num_loaded = 0
 
     def tidy(self) -> None:
-        """Bound the directory: half-written files go, and of what was not used here all but 1 GiB.
+        """Limit the directory's size: remove stale temporary files, and unused files beyond 1 GiB.
 
-        Most recently used files stay: they are of other models, or of another version that is still in use.
+        The most recently used files stay. They belong to other models or to other versions still in use.
         """
-        with self._lock, contextlib.suppress(OSError):  # somebody else may tidy as well
+        with self._lock, contextlib.suppress(OSError):  # another process may tidy as well
             for path in self._directory.glob(f"*{_TEMPORARY_SUFFIX}"):
                 if time.time() - path.stat().st_mtime > _STALE_S:
                     path.unlink(missing_ok=True)
@@ -168,7 +169,7 @@ class ExecutableStore:
     def _mark_used(self, path: Path) -> None:
         with self._lock:
             self._used.add(path)
-        with contextlib.suppress(OSError):  # on a file system that is read only, say
+        with contextlib.suppress(OSError):  # for example on a read-only file system
             os.utime(path)
 
 
@@ -177,10 +178,10 @@ def _newest_first(file: tuple[os.stat_result, Path]) -> float:
 
 
 def _read(path: Path) -> bytes:
-    """What was written; raises OSError or ValueError."""
+    """Return the body of a file; raise OSError or ValueError if it cannot be used."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
         if not is_private(os.fstat(file.fileno())):
-            raise ValueError("somebody else can write to it")
+            raise ValueError("another user can write to it")
         content = file.read()
     digest, body = content[:_DIGEST_LEN], content[_DIGEST_LEN:]
     if hashlib.sha256(body).digest() != digest:
@@ -189,6 +190,6 @@ def _read(path: Path) -> bytes:
 
 
 def _write(path: Path, body: bytes) -> None:
-    """Under its name a file is whole, whoever writes it at the same time."""
+    """Write a file atomically, so that concurrent writers never leave a partial file under its name."""
     with replacing(path, _TEMPORARY_SUFFIX) as temporary:
         temporary.write_bytes(hashlib.sha256(body).digest() + body)

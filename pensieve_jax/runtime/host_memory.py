@@ -1,7 +1,7 @@
-"""Host memory: what this process can still take, and how much of it jaxlib may pin for GPUs.
+"""Host memory: how much this process can still allocate, and how much of it jaxlib may pin for GPUs.
 
-Owns: the reading of Linux's own figures, and raising jaxlib's limit, which has to be done before JAX has a
-client for GPUs.
+Owns: reading Linux's own figures, and raising jaxlib's limit, which must happen before JAX has a client for
+GPUs.
 Does not know: what the memory is for.
 """
 
@@ -18,35 +18,36 @@ _MEMINFO = Path("proc/meminfo")
 _OWN_CGROUPS = Path("proc/self/cgroup")
 _MOUNT = Path("sys/fs/cgroup")
 VARIABLE: Final = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-"""Of jaxlib: so many times 2**30 bytes."""
+"""A variable of jaxlib: the limit of pinned memory in units of 2**30 bytes."""
 OWN_LIMIT_GB: Final = 64
-"""Of jaxlib 0.11.2, where the variable is not set."""
+"""The limit of jaxlib 0.11.2 if the variable is not set."""
 _set_here: set[str] = set()
-"""Limits that the environment has from here, and not from whoever started the process."""
+"""Values of the variable that this module has set, and not the user."""
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Bytes that can be taken without swapping: the machine's and every control group's, the least of all.
+    """Return the bytes that can be allocated without swapping: the minimum of the machine and every cgroup.
 
-    None where none of them is known.
+    None if no limit is known.
 
     Args:
-      root: of the file system; tests have one of their own.
+      root: root of the file system; tests have one of their own.
     """
     known = [*_machine_bytes(root), *_cgroup_bytes(root)]
     return min(known) if known else None
 
 
 def allow_pinning(num_bytes: int, available: int | None) -> None:
-    """Let so much be pinned and a fifth more, unless the environment says how much.
+    """Raise the limit of pinned memory to `num_bytes` and a fifth more, unless the user has set a limit.
 
-    Regions of jaxlib's allocator do not fill up to the last byte, and copies of weights pass through it. It
-    takes regions twice as large as those before while the limit lets it, so that all of the limit may be
-    pinned in the end. Where JAX has been used before it is too late, and nothing is set.
+    Regions of jaxlib's allocator are not used up to the last byte, and copies of weights pass through it.
+    The allocator doubles its region size while the limit permits, so that all of the limit may be pinned in
+    the end. If JAX has been used already, it is too late, and nothing is set.
 
     Args:
-      num_bytes: of what will be kept.
-      available: bytes that the machine has for this; the fifth is what fits into 95% of them. None: unknown.
+      num_bytes: bytes to keep pinned.
+      available: available bytes of the machine; the limit is reduced to 95% of them, but not below
+        `num_bytes`. None if unknown.
     """
     most = num_bytes * 6 // 5
     if available is not None:
@@ -67,7 +68,7 @@ def _machine_bytes(root: Path) -> Iterator[int]:
 
 
 def _cgroup_bytes(root: Path) -> Iterator[int]:
-    """What each control group leaves: those of this process, up to the root of the mount."""
+    """Yield the bytes left in each cgroup of this process, up to the root of the mount."""
     for line in _lines(root / _OWN_CGROUPS):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -79,7 +80,7 @@ def _cgroup_bytes(root: Path) -> Iterator[int]:
         else:
             continue
         group = mount / path.strip("/")
-        # Inside a container the path may be the host's, of which only the mount's root is seen here.
+        # Inside a container the path may be the host's; then only the mount's root is visible here.
         for directory in (group, *group.parents):
             if directory.is_relative_to(mount):
                 yield from _group_bytes(directory, *names)
@@ -89,7 +90,7 @@ def _group_bytes(directory: Path, limit_name: str, used_name: str, cached_name: 
     limit, used = ("".join(_lines(directory / name)) for name in (limit_name, used_name))
     if not limit.isdigit() or not used.isdigit():
         return  # "max", or not a group with a limit
-    cached = 0  # file pages that the kernel gives up when asked
+    cached = 0  # file pages that the kernel frees on demand
     for line in _lines(directory / "memory.stat"):
         name, _, value = line.partition(" ")
         cached = int(value) if name == cached_name else cached
@@ -97,7 +98,7 @@ def _group_bytes(directory: Path, limit_name: str, used_name: str, cached_name: 
 
 
 def _lines(path: Path) -> list[str]:
-    """Nothing for a file that this system does not have, or does not show."""
+    """Return the lines of a file; none if this system does not have or show it."""
     try:
         return path.read_text().splitlines()
     except OSError:

@@ -1,12 +1,12 @@
-"""A program before it is compiled, and its key: the same in every process, for equal programs and no others.
+"""A program before it is compiled, and its key, which is the same in every process for equal programs only.
 
-Owns: how a jitted function and its arguments are told from any others.
+Owns: how a jitted function and its arguments are distinguished from others.
 Does not know: what else a compiled program depends on (`executable_environment`), or files.
 
-A key names everything that a program is lowered from, since it is made of the very arguments of `lower`.
+A key covers everything that a program is lowered from, since it is computed from the arguments of `lower`.
 Arrays count by what is traced of them: shape, dtype, weak type, layout and placement. Structures are walked
-rather than printed, as what is printed may be cut short, rounded, or an address. What is of an unknown kind
-has no key: a program that nobody can tell from others is compiled, not looked up.
+and not printed, since printed text may be truncated, rounded, or contain an address. A value of an unknown
+kind has no key: its program cannot be identified, so it is compiled and not looked up.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Program(NamedTuple):
     """A call of a jitted function.
 
     Attributes:
-      function: of `jax.jit`, under its own name in its module, whose source says what is donated and static.
+      function: result of `jax.jit` under its own name in its module, whose source determines which arguments
+        are donated and static.
       arguments: trees of arrays and `jax.ShapeDtypeStruct`s.
       statics: static arguments, by name.
     """
@@ -41,29 +42,29 @@ class Program(NamedTuple):
     statics: Mapping[str, Any]
 
     def lower(self) -> jax.stages.Lowered:
-        """Trace and lower it."""
+        """Trace and lower the call."""
         lowered: jax.stages.Lowered = self.function.lower(*self.arguments, **self.statics)
         return lowered
 
 
 class ProgramKeys:
-    """Keys of programs, which may share large parts: each of those is walked once."""
+    """Keys of programs. Programs may share large parts; each shared part is walked once."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, str]] = {}  # frozen values by id, kept so that ids stay theirs
+        self._known: dict[int, tuple[Any, str]] = {}  # frozen values by id; kept so that no id is reused
 
     def key(self, program: Program) -> str:
-        """A digest of everything that `program` is lowered from.
+        """Return a digest of everything that `program` is lowered from.
 
         Raises:
-          TypeError: it holds something that cannot be named.
+          TypeError: it holds a value that cannot be identified.
         """
         return _digest(self._words((program.function, program.arguments, program.statics)))
 
     def _words(self, value: Any) -> Iterator[str]:
-        """What tells a value from others; that of its parts comes after their number."""
+        """Yield words that identify a value; the words of its parts follow their number."""
         kind = _qualified_name(type(value))
-        if isinstance(value, enum.Enum):  # which may be an int, too
+        if isinstance(value, enum.Enum):  # first, as it may be an int, too
             yield f"{kind}.{value.name}"
         elif isinstance(value, _PLAIN):
             yield f"{kind} {value!r}"
@@ -120,11 +121,11 @@ def _digest(words: Iterable[str]) -> str:
     digest = hashlib.sha256()
     for word in words:
         data = word.encode("utf-8", "backslashreplace")
-        digest.update(b"%d:" % len(data) + data)  # or the end of one word could be the start of the next
+        digest.update(b"%d:" % len(data) + data)  # with lengths, or words could be split differently
     return digest.hexdigest()
 
 
-def _array_word(value: Any) -> str:  # upstream's annotations leave out an array's format
+def _array_word(value: Any) -> str:  # upstream's annotations lack an array's format
     if isinstance(value, jax.core.Tracer):
         raise TypeError(f"no key for a traced value: {value!r}")
     layout, is_committed = value.format.layout, getattr(value, "committed", None)
@@ -139,16 +140,16 @@ def _numpy_word(value: np.ndarray) -> str:
 
 
 def _code_word(value: Any) -> str:
-    """A class or a function, jitted or not, that its module has under its name: the source says the rest.
+    """Identify a class or function that its module has under its name; the source determines the rest.
 
-    Others may share their name: lambdas, what a call defines, a second `jax.jit` with options of its own.
+    Others may share their name: lambdas, functions defined in a call, a second `jax.jit` with other options.
     """
     module, path = getattr(value, "__module__", None) or "", getattr(value, "__qualname__", "")
-    found = sys.modules.get(module) if module != "__main__" else None  # a script is no part of the source
+    found = sys.modules.get(module) if module != "__main__" else None  # the source digest omits scripts
     for name in path.split("."):
         found = getattr(found, name, None)
     if found is not value:
-        raise TypeError(f"no key for {value!r}, which is not what a module has under its name")
+        raise TypeError(f"no key for {value!r}: its module has something else under its name")
     return f"code {module}.{path}"
 
 
@@ -163,5 +164,5 @@ def _qualified_name(code: Any) -> str:
 def _printed(value: object) -> str:
     text = repr(value)
     if _ADDRESS.search(text):
-        raise TypeError(f"no key for what is told apart by an address: {text}")
+        raise TypeError(f"no key for a value whose text contains an address: {text}")
     return text

@@ -1,6 +1,6 @@
-"""Files that are whole under their name, although several processes write them at once.
+"""Atomic replacement of files that several processes may write at once.
 
-Owns: the temporary file beside the one that is written, and its removal after an error.
+Owns: the temporary file next to the target, and its removal after an error.
 Does not know: what is in the files.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replacing(path: Path, suffix: str) -> Iterator[Path]:
-    """Yield an empty file of this user beside `path`, which takes its place at the end; raises OSError."""
+    """Yield an empty file of this user next to `path` and move it to `path` at the end; raise OSError."""
     descriptor, name = tempfile.mkstemp(suffix, dir=path.parent)
     with contextlib.ExitStack() as undo:
         undo.callback(os.unlink, name)

@@ -1,7 +1,7 @@
-"""Text at the edge of the engine: text to ids, ids to text as they come, messages to the ids of a turn.
+"""Text at the edge of the engine: from text to ids, from ids to streamed text, from messages to a turn's ids.
 
-Owns: the tokenizer wrapper, incremental detokenization with stop strings, chat templates.
-Does not know: jax, conversations' KV state, scheduling, or where a history is kept.
+Owns: the tokenizer wrapper, incremental detokenization with stop strings, and chat templates.
+Does not know: jax, conversations' KV state, scheduling, or where a history is stored.
 """
 
 from pensieve_jax.text.chat import ChatFormat, EarlierTurn

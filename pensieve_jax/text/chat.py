@@ -1,24 +1,24 @@
-"""Chat messages to the token ids of a turn, by the model's own template.
+"""From chat messages to the token ids of a turn, by the model's own template.
 
 Owns: rendering of chat templates, and which part of a rendering is new in a turn.
-Does not know: where earlier turns are kept, sampling, KV state.
+Does not know: where earlier turns are stored, sampling, or KV state.
 
-A conversation only ever grows, so a turn sends render(all messages, generation prompt) minus what stands in
-the history already. The history holds the reply as it was sampled, and that is never tokenized again: the
-reply is rendered as a placeholder word, and the text behind it is encoded. That text begins with what closes
-a reply (an end marker, as a rule), of which the part that the reply's last ids spell already is left out. So
-a reply that was cut by its length gets its end marker now, and one that ended by it does not get a second
-one.
+A conversation only grows. So a turn sends render(all messages, generation prompt) minus the part that is in
+the history. The history holds each reply as it was sampled, and a reply is never tokenized again: it is
+rendered as a placeholder word, and only the text after it is encoded. That text begins with what closes a
+reply, usually an end marker. If the last ids of the reply already spell part of the closing text, that part
+is left out. So a reply that was cut by its length gets its end marker now, and one that ended with the marker
+does not get a second one.
 
-- A template that writes earlier messages differently once others follow cannot be used: ChatTemplateError.
-- The beginning-of-sequence token is put at a conversation's start, whether the template writes it or not. One
-  that the template itself writes at the start of later turns (as Llama 2's does) is part of its format and
+- A template that renders earlier messages differently when others follow cannot be used: ChatTemplateError.
+- The beginning-of-sequence token starts every conversation, whether or not the template writes it. If the
+  template itself writes it at the start of later turns (as Llama 2's does), it is part of the format and
   stays.
-- Messages that conversations share as their beginning are a rendering of their own, without a generation
-  prompt, cut where its last ids would be others with a message behind it.
+- Messages that several conversations share as their beginning have a rendering of their own, without a
+  generation prompt. It is cut where its last ids would differ if a message followed.
 - Turns without messages (sent as text or ids, or cut within the prompt by `truncate`) have no rendering. They
-  stay as they are, before everything: the template starts over behind the last of them, without a
-  beginning-of-sequence token, so the model reads them as text that came before the chat.
+  stay as they are, before all messages: the template starts again after the last such turn, without a
+  beginning-of-sequence token, so the model reads these turns as text before the chat.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from pensieve_jax.text.messages import Message, check_messages
 from pensieve_jax.text.tokenizer import Tokenizer
 
 _PLACEHOLDER: Final = "ReplyStandsHere"
-# What an expression of a template may raise beside Jinja's own errors (None + "x", missing["key"], 1 / 0).
+# Errors that a template's expression may raise beside Jinja's own (None + "x", missing["key"], 1 / 0).
 _EXPRESSION_ERRORS: Final = (
     TypeError,
     ValueError,
@@ -54,7 +54,7 @@ _EXPRESSION_ERRORS: Final = (
 
 
 class EarlierTurn(NamedTuple):
-    """What `chat` needs to know of a finished turn; the fields are those of `history.Turn`."""
+    """The parts of a finished turn that `chat` needs; the fields are those of `history.TurnRecord`."""
 
     messages: Sequence[Message] | None
     output_text: str | None
@@ -63,19 +63,19 @@ class EarlierTurn(NamedTuple):
 
 
 class ChatFormat:
-    """The chat template of one tokenizer. Keeps nothing of what is written; safe to share by threads."""
+    """The chat template of one tokenizer. It stores nothing between calls; threads may share it."""
 
     def __init__(self, tokenizer: Tokenizer | None, *, now: Callable[[], datetime] = datetime.now) -> None:
-        """Compile the template; `now` is what its `strftime_now` reads, once per turn.
+        """Compile the template; its `strftime_now` uses `now`, which is read once per turn.
 
-        Raises TokenizerMissingError, and ChatTemplateError if there is no template or it is broken.
+        Raises TokenizerMissingError, and ChatTemplateError for a missing or broken template.
         """
         if tokenizer is None:
             raise TokenizerMissingError()
         if tokenizer.chat_template is None:
             raise ChatTemplateError(
-                "The tokenizer has no chat template, so chat cannot tell how messages are written for this "
-                "model",
+                "The tokenizer has no chat template, so chat does not know how messages are formatted for "
+                "this model",
                 "add chat_template.jinja to the model directory, or send text with generate",
             )
         self._tokenizer = tokenizer
@@ -96,17 +96,17 @@ class ChatFormat:
         as_told: bool = False,
         most: int | None = None,
     ) -> list[int]:
-        """The prompt ids of a turn, to be appended to the ids of the earlier ones.
+        """Return the prompt ids of a turn, to be appended to the ids of the earlier turns.
 
         Args:
-          earlier: the conversation's finished turns in order; the tuples' items are `EarlierTurn`'s.
+          earlier: the conversation's finished turns in order; the tuples' items are those of `EarlierTurn`.
           new_messages: the messages of this turn only.
-          as_told: refuse to go on from a reply whose last ids say more than its text and what closes it:
-            from one that a stop string or a stop id ended.
-          most: as of `Tokenizer.encode`.
+          as_told: refuse to continue a reply whose ids contain more than its text and the closing text,
+            which happens if a stop string or a stop id ended the reply.
+          most: as in `Tokenizer.encode`.
 
-        Raises InvalidRequestError for malformed messages, ChatTemplateError if the template refuses them or
-        has no prefix property, or the last reply is not as it was told; ContextLengthError.
+        Raises InvalidRequestError for malformed messages; ChatTemplateError if the template refuses them or
+        renders earlier ones differently, or if `as_told` refuses the last reply; ContextLengthError.
         """
         messages = check_messages(new_messages)
         turns = [EarlierTurn(*turn) for turn in earlier]
@@ -123,9 +123,9 @@ class ChatFormat:
     def may_follow(
         self, turn: EarlierTurn | tuple[Sequence[Message] | None, str | None, Sequence[int], str]
     ) -> bool:
-        """Whether a turn may follow this one `as_told`: asked of its ids alone, before a path is rendered.
+        """Return whether a turn may follow this one `as_told`, judged by its ids, without rendering a path.
 
-        False where the reply ends with none of what the template closes replies with in short conversations.
+        False if the reply does not end with any of the texts that close replies in short conversations.
         """
         turn = EarlierTurn(*turn)
         closings = self._short_closings
@@ -134,7 +134,7 @@ class ChatFormat:
 
     @functools.cached_property
     def _short_closings(self) -> frozenset[str]:
-        """What stands behind a reply in conversations that most templates write; empty where none is."""
+        """The texts that close a reply in short conversations; empty if the template refuses all of them."""
         word = {"role": "user", "content": "x"}
         past = EarlierTurn([word], "x", (), "stop")
         found = set()
@@ -144,13 +144,13 @@ class ChatFormat:
         return frozenset(found)
 
     def prefix_token_ids(self, messages: Sequence[Message]) -> list[int]:
-        """The ids that every conversation begins with whose first messages are these.
+        """Return the ids that begin every conversation whose first messages are these.
 
         Args:
-          messages: what conversations share, such as a system message.
+          messages: messages that conversations share, such as a system message.
 
-        Raises InvalidRequestError for malformed messages, ChatTemplateError if the template refuses them, or
-        does not write them before, and apart from, what follows.
+        Raises InvalidRequestError for malformed messages; ChatTemplateError if the template refuses them or
+        does not render them before the following messages and separately from them.
         """
         shared, now = check_messages(messages), self._now()
         next_message = {"role": "user", "content": _placeholder(shared)}
@@ -158,12 +158,12 @@ class ChatFormat:
         longer = self._render([*shared, next_message], now, generation_prompt=True)
         if not longer.startswith(text) or not text.removeprefix(self._tokenizer.bos_token or "").strip():
             raise ChatTemplateError(
-                "The chat template cannot share these messages, since it does not write them before the "
-                "first user message and apart from it",
-                "share the text that it begins with, and send all messages in the first turn",
+                "The chat template cannot share these messages, since it does not render them before the "
+                "first user message and separately from it",
+                "share the text at its beginning, and send all messages in the first turn",
             )
         ids, longer_ids = (self._tokenizer.encode(each, add_bos=True) for each in (text, longer))
-        # The last characters may be part of one token with what stands behind them.
+        # The last characters may share a token with the text after them.
         pairs = zip(ids, longer_ids, strict=False)
         return [token_id for token_id, other in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
@@ -175,13 +175,13 @@ class ChatFormat:
         spelled = self._spelled_closing(turns[-1], rendered.closing)
         if as_told and not self._is_as_told(turns[-1], spelled):
             raise ChatTemplateError(
-                "The last reply's tokens say more than its text, since a stop string or a stop id ended it",
-                "write the whole conversation anew",
+                "The last reply's tokens contain more than its text, since a stop string or stop id ended it",
+                "send the whole conversation again",
             )
         return self._tokenizer.encode_after(_last_id(turns), text[len(spelled) :], most=most)
 
     def _split_rendering(self, turns: Sequence[EarlierTurn], new_messages: Sequence[Message]) -> _Rendering:
-        """Render with placeholders for replies and take apart what stands behind the last of them."""
+        """Render with placeholders for replies and split the text after the last reply."""
         past = [message for turn in turns for message in turn.messages or ()]
         placeholder = _placeholder([*past, *new_messages])
         reply = {"role": "assistant", "content": placeholder}
@@ -193,39 +193,40 @@ class ChatFormat:
         with_reply = self._render(past, now, generation_prompt=False)
         whole = self._render([*past, *new_messages], now, generation_prompt=True)
         lead, found, closing = with_reply[len(before_reply) :].partition(placeholder)
-        # White space in between is the reply's own: where a template trims it, the sampled ids still have it.
+        # White space in between belongs to the reply: a template may trim it, but the sampled ids have it.
         if not with_reply.startswith(before_reply) or not found or lead.strip():
-            _no_prefix("a reply is not written right behind the generation prompt it answered")
+            _no_prefix("a reply does not follow its generation prompt directly")
         if not whole.startswith(with_reply):
-            _no_prefix("earlier messages are written differently once new ones follow")
+            _no_prefix("earlier messages are rendered differently when new ones follow")
         behind = whole[len(with_reply) :]
         if placeholder in closing + behind:
-            _no_prefix("an earlier reply is repeated behind itself")
+            _no_prefix("an earlier reply is repeated after itself")
         return _Rendering(closing, behind)
 
     def _spelled_closing(self, turn: EarlierTurn, closing: str) -> str:
-        """The beginning of `closing` that the ids of the reply spell already."""
+        """Return the beginning of `closing` that the ids of the reply already spell."""
         token_ids = turn.output_token_ids
         if not token_ids:
             return ""
         written = self._tokenizer.decode_raw(token_ids)
         if turn.output_text is not None and written.startswith(turn.output_text):
-            # All that is not shown: the end marker, or the stop string with what its token held beside it.
+            # All that is not shown: the end marker, or the stop string and the rest of its token.
             ending = written[len(turn.output_text) :]
         else:
-            # Special tokens within the reply, or a reply that was cut: only a marker at its very end counts.
+            # The reply contains special tokens or was cut: only a marker at its very end counts.
             is_marker = token_ids[-1] in self._tokenizer.special_ids
             ending = self._tokenizer.decode_raw(token_ids[-1:]) if is_marker else ""
-        # A template may write a space before its end marker, which a model does not say (Llama 2).
+        # A template may write a space before its end marker that a model does not generate (Llama 2).
         for start in (0, len(closing) - len(closing.lstrip())):
             if closing.startswith(ending, start):
                 return closing[: start + len(ending)] if ending else ""
         return closing if closing and ending.startswith(closing) else ""
 
     def _is_as_told(self, turn: EarlierTurn, spelled: str) -> bool:
-        """Whether a reply's ids are its text, then an end of sequence or `spelled`, the closing's beginning.
+        """Return whether the reply's ids are exactly its text and an end of sequence, or `spelled`.
 
-        Control tokens within a reply are no text, and are not looked at.
+        `spelled` is the beginning of the closing text. Control tokens within a reply are not text and are
+        ignored.
         """
         if turn.finish_reason != "stop" or not turn.output_token_ids or turn.output_text is None:
             return True
@@ -251,41 +252,41 @@ class ChatFormat:
             )
         except (jinja2.TemplateError, *_EXPRESSION_ERRORS) as error:
             raise ChatTemplateError(
-                f"The chat template cannot write these messages ({error})",
+                f"The chat template cannot render these messages ({error})",
                 "change their roles or order to what the template allows, or send text with generate",
             ) from error
 
 
 class _Rendering(NamedTuple):
-    """Text behind the last reply: what closes it, then the new messages and the generation prompt."""
+    """Text after the last reply: its closing text, then the new messages and the generation prompt."""
 
     closing: str
     behind: str
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %} ... {% endgeneration %}`, a mark for training that renders as its contents."""
+    """`{% generation %} ... {% endgeneration %}`, a marker for training that renders as its contents."""
 
     tags = {"generation"}  # noqa: RUF012 - the base class declares a set of the instance
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Take the block's contents for the block."""
+        """Replace the block by its contents."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """A sandbox in which `message.role` does not take an exception each time."""
+    """A sandbox in which `message.role` does not raise and catch an exception each time."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """As the base class, which looks for attributes before keys."""
+        """Look for keys before attributes where the result is the same as the base class's."""
         if type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
             return obj[attribute]
         return super().getattr(obj, attribute)
 
 
 def _environment() -> jinja2.Environment:
-    """Jinja as chat templates are written for; sandboxed, since a template comes with a download."""
+    """Return Jinja as chat templates expect it; sandboxed, since a template comes with a download."""
     environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
     )
@@ -301,7 +302,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML, which a model never saw."""
+    """Convert to JSON without escaping HTML as Jinja's own filter does; models were not trained on that."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -314,12 +315,12 @@ def _raise_exception(message: str) -> NoReturn:
 def _no_prefix(reason: str) -> NoReturn:
     raise ChatTemplateError(
         f"The chat template cannot continue a conversation, since {reason}",
-        "use a template under which a conversation only grows, or send text with generate",
+        "use a template that only appends to a conversation, or send text with generate",
     )
 
 
 def _placeholder(messages: Sequence[Mapping[str, Any]]) -> str:
-    """A word that no message holds, of letters only, so that trimming and quoting leave it alone."""
+    """Return a word that no message contains, of letters only, so that trimming and quoting keep it."""
     word = _PLACEHOLDER
     texts = [str(part) for message in messages for part in (*message, *message.values())]
     while any(word in text for text in texts):

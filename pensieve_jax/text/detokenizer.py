@@ -1,14 +1,14 @@
-"""Text of one turn as its tokens arrive, never half a character, ended by stop strings.
+"""Text of one turn as its tokens arrive: whole characters only, ended by stop strings.
 
-Owns: which text is final already, which is held back, and where a stop string completed.
+Owns: which text is final, which is held back, and where a stop string was completed.
 Does not know: sampling, requests, or stop token ids.
 
-The deltas of a turn joined are `tokenizer.decode(ids)`, cut before the stop string. A window of the last few
-ids is decoded with and without the newest: what decoders do to the start of a text (dropping one space) then
-happens to both and cancels out. Two things make the newest text revocable. A character may lack bytes, which
-decodes to U+FFFD at the end; and tokenizers with byte fallback decode a run of byte tokens as a whole, where
-one bad byte turns every character of the run into U+FFFD. So the former waits for the character's end and the
-latter for the run's end.
+The joined deltas of a turn are `tokenizer.decode(ids)`, cut before the stop string. A window of the last few
+ids is decoded with and without the newest ids. Changes that decoders make at the start of a text (dropping
+one space) then affect both and cancel out. The newest text may still change for two reasons. A character may
+lack bytes; then the text ends with U+FFFD, and it waits for the character's end. And tokenizers with byte
+fallback decode a run of byte tokens as a whole, where one bad byte turns every character of the run into
+U+FFFD; then the text waits for the run's end.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 
 
 class IncrementalDetokenizer:
-    """Turns the ids of one reply into text deltas. One object per turn; not for several threads.
+    """The ids of one reply converted to text deltas. One object per turn; not thread-safe.
 
     Attributes:
-      stop_string: the stop string that completed, else None. If one text completes several, the one that
-        completes first, and of those the longest: this does not depend on how the text falls into tokens.
+      stop_string: the stop string that was completed, else None. If a text completes several, it is the one
+        completed first, and the longest of those. This does not depend on how the text is split into tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        """Raises InvalidRequestError if `stop` is no sequence of non-empty strings."""
+        """Start without text; raise InvalidRequestError unless `stop` is a list of non-empty strings."""
         if isinstance(stop, str):
             raise InvalidRequestError("stop", stop, "a list of strings", "put the string into a list")
         for index, string in enumerate(stop):
@@ -42,37 +42,38 @@ class IncrementalDetokenizer:
         self._special_ids = tokenizer.special_ids
         self._stop = tuple(_StopString(string) for string in stop)
         self._last_bytes = frozenset(string.encode(errors="replace")[-1] for string in stop)
-        # `_window` is `_num_prefix` ids whose text `_prefix_text` is out already, then ids whose text is not.
+        # `_window`: `_num_prefix` ids whose text `_prefix_text` was returned, then ids whose text was not.
         self._window: list[int] = []
         self._num_prefix = 0
         self._prefix_text = ""
-        self._held = ""  # final text that may turn out to begin a stop string
-        self._num_unending = 0  # characters of the text that is not out which no stop string may end with
+        self._held = ""  # final text that may be the beginning of a stop string
+        self._num_unending = 0  # a stop string that ends within this many new characters does not count
         self._deltas: list[str] = []
 
     @property
     def text(self) -> str:
-        """All text given out so far."""
+        """All text returned so far."""
         return "".join(self._deltas)
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str:
-        """Text that the newest token makes final, often "". After a stop string nothing comes any more.
+        """Return the text that the newest token makes final, often "". After a stop string it is always "".
 
-        With `may_stop` False (a turn below its least length) a stop string that this token completes is text
-        like any other, now and when that text is final; one that it only begins can still complete later.
+        If `may_stop` is False (the turn is below its minimum length), a stop string that this token completes
+        is ordinary text, now and when that text becomes final. One that it only begins can still complete
+        later.
         """
         if self.stop_string is not None or token_id in self._special_ids:
             return ""
         if self._tokenizer.token_text(token_id) is None:
-            return ""  # beyond the vocabulary; in a window it would stand for text that is not there
+            return ""  # outside the vocabulary; in a window it would stand for text that does not exist
         window = self._window
         window.append(token_id)
         byte = self._tokenizer.byte_of(token_id)
         if byte is not None and byte not in self._last_bytes and (may_stop or not self._stop):
-            return ""  # a run may be as long as the reply: it is decoded when it ends, or a stop string may
+            return ""  # a run may be as long as the reply: decode it when it or a stop string may end
         decoded = self._tokenizer.decode_window(window)
         fresh = decoded[len(self._prefix_text) :]
-        # Not final yet, but final if the turn ended here, which is what a stop string completed in it does.
+        # Not final yet, but it becomes final if the turn ends here, as it does if it completes a stop string.
         if byte is not None or decoded.endswith(_REPLACEMENT):
             if self._stop:
                 said = fresh.rstrip(_REPLACEMENT)
@@ -80,7 +81,7 @@ class IncrementalDetokenizer:
                     return self._end_at_stop(self._held + fresh, self._matches(said))
                 self._num_unending = max(self._num_unending, len(said))
             return ""
-        # The ids whose text this is become the next prefix, unless they leave nothing to tell a start from.
+        # The ids of this text become the next prefix, unless their text is empty and so cannot be a prefix.
         newest = window[self._num_prefix :]
         newest_text = self._tokenizer.decode_window(newest)
         if newest_text:
@@ -90,7 +91,7 @@ class IncrementalDetokenizer:
         return self._release(fresh, may_stop=may_stop)
 
     def flush(self, *, may_stop: bool = True) -> str:
-        """The rest at the turn's end, incomplete characters as U+FFFD included; `may_stop` as last pushed."""
+        """Return the rest at the turn's end, incomplete characters as U+FFFD; `may_stop` as last pushed."""
         if self.stop_string is not None:
             return ""
         fresh = self._tokenizer.decode_window(self._window)[len(self._prefix_text) :] if self._window else ""
@@ -102,7 +103,7 @@ class IncrementalDetokenizer:
         return delta
 
     def _release(self, fresh: str, *, may_stop: bool) -> str:
-        """Take in final text and give out what cannot be part of a stop string."""
+        """Add final text and return what cannot be part of a stop string."""
         if not self._stop:
             if fresh:
                 self._deltas.append(fresh)
@@ -123,13 +124,13 @@ class IncrementalDetokenizer:
         return delta
 
     def _matches(self, fresh: str) -> list[_Match]:
-        """Of every stop string, where the text that is not out goes on behind what is."""
+        """Match every stop string against the unreturned text, which continues the returned text."""
         return [stop.after(fresh, self._num_unending) for stop in self._stop]
 
     def _end_at_stop(self, text: str, matches: Sequence[_Match]) -> str:
-        """The part of `text`, which begins with what was held, before the stop string that completes first.
+        """Return the part of `text` before the stop string that completes first; "" if none does.
 
-        "" if none does.
+        `text` begins with the held text.
         """
         found = [
             (match.completed_at, len(stop.text), stop.text)
@@ -138,7 +139,7 @@ class IncrementalDetokenizer:
         ]
         if not found:
             return ""
-        # The first that completed, and of those the longest.
+        # Take the first that completed, and the longest of those.
         completed_at, size, self.stop_string = min(found, key=lambda one: (one[0], -one[1]))
         at = len(self._held) + completed_at - size
         self._deltas.append(text[:at])
@@ -146,12 +147,12 @@ class IncrementalDetokenizer:
 
 
 class _Match(NamedTuple):
-    """What a text that was gone on with means to a stop string.
+    """The match of a stop string after new text.
 
     Attributes:
-      num_begun: characters of the string, never all of them, that the text ends with.
-      completed_at: after how many characters of what is new the string was there, and might end the text;
-        None if it was not.
+      num_begun: number of the string's characters, fewer than all, that the text ends with.
+      completed_at: number of new characters after which the string was complete and may end the text; None
+        if it was not.
     """
 
     num_begun: int
@@ -161,21 +162,21 @@ class _Match(NamedTuple):
 class _StopString:
     """One stop string, and how much of it the text so far ends with.
 
-    By Knuth, Morris and Pratt: each character of the text costs about one comparison, however long the string
-    is, and the table grows only as far as the text has followed the string. Whatever a client sends is looked
-    for between two steps of everybody's engine.
+    Uses the algorithm of Knuth, Morris and Pratt: each character of the text costs about one comparison,
+    whatever the string's length, and the table grows only as far as the text has matched. That matters since
+    clients choose the strings, and the search between two steps delays all turns of the engine.
     """
 
     def __init__(self, text: str) -> None:
-        """Of a string that is not empty."""
+        """Start at the beginning of `text`, which is not empty."""
         self.text = text
         self.num_begun = 0
-        self._shorter = [0, 0]  # for each number of characters: of how many the next shorter beginning is
+        self._shorter = [0, 0]  # for each prefix length: length of the next shorter prefix that is its suffix
 
     def after(self, new: str, num_unending: int) -> _Match:
-        """The match where `new` stands behind the text so far; it is not taken for said yet.
+        """Return the match if `new` follows the text so far, without advancing the state.
 
-        The string does not count where it was there after `num_unending` characters of `new` or fewer.
+        The string does not count if it is complete after `num_unending` characters of `new` or fewer.
         """
         text, shorter = self.text, self._shorter
         num, completed_at = self.num_begun, None
@@ -189,7 +190,7 @@ class _StopString:
             if num == len(text):
                 if completed_at is None and at > num_unending:
                     completed_at = at
-                num = shorter[num]  # below the least length of a reply the text may go on
+                num = shorter[num]  # below the minimum length of a reply, the text may continue
         return _Match(num, completed_at)
 
     def _extend(self) -> None:

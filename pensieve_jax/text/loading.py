@@ -1,6 +1,6 @@
-"""Makes tokenizers: from the files of a Hugging Face model directory, or built in code for random models.
+"""Creation of tokenizers: from a Hugging Face model directory, or built in code for random models.
 
-Owns: which files are read and which of them wins.
+Owns: which files are read, and which takes precedence.
 Does not know: the model's configuration or weights.
 """
 
@@ -33,12 +33,12 @@ CHAT_TEMPLATE: Final = """\
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer | None:
-    """The tokenizer of a model directory, or None if it has none.
+    """Return the tokenizer of a model directory, or None if it has none.
 
     Reads `tokenizer.json`, or else `vocab.json` with `merges.txt` (byte-level BPE, as OPT's checkpoints
     have); `tokenizer_config.json` and `special_tokens_map.json` for bos, eos and `add_bos_token`; the chat
-    template from `chat_template.jinja` or else `tokenizer_config.json`. Raises ConfigError naming the file
-    that is unreadable.
+    template from `chat_template.jinja` or else `tokenizer_config.json`. Raises ConfigError naming the
+    unreadable file.
     """
     folder = Path(directory)
     config = _read_json(folder / "tokenizer_config.json")
@@ -49,7 +49,7 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer | None:
         backend = _backend_from_merges(folder, bool(config.get("add_prefix_space", False)))
     else:
         return None
-    # Beside bos and eos, the special tokens of files that list them apart from the vocabulary (pad, unk).
+    # Besides bos and eos, add the special tokens that files list apart from the vocabulary (pad, unk).
     listed = [_content(token) for token in special_tokens.values()]
     known = [token for token in listed if token and backend.token_to_id(token) is not None]
     backend.add_special_tokens(known)
@@ -63,7 +63,7 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer | None:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """262 ids for models with random weights: id b is byte b, then bos, eos and chat markers."""
+    """Return a tokenizer of 262 ids for random models: id b is byte b, then bos, eos and chat markers."""
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -75,7 +75,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def _byte_characters() -> list[str]:
-    """The printable stand-in of each byte in byte-level vocabularies: itself, or one from U+0100 on."""
+    """Return each byte's printable stand-in in byte-level vocabularies: itself, or one from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte) if byte in printable else chr(0x100 + others.index(byte)) for byte in range(256)]
@@ -85,14 +85,14 @@ def _backend_from_file(path: Path) -> tokenizers.Tokenizer:
     text = _read_text(path)
     try:
         return tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises this very class for whatever is wrong with a file
+    except Exception as error:  # the library raises this class itself for any defect of a file
         raise ConfigError(str(path), text[:40], f"a tokenizer of the tokenizers library ({error})") from error
 
 
 def _backend_from_merges(folder: Path, add_prefix_space: bool) -> tokenizers.Tokenizer:
     try:
         model = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    except Exception as error:  # as above
+    except Exception as error:  # for the same reason
         limit = f"a readable pair vocab.json and merges.txt ({error})"
         raise ConfigError("tokenizer", str(folder), limit, "fetch the checkpoint again") from error
     backend = tokenizers.Tokenizer(model)
@@ -106,13 +106,13 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
         return _read_text(folder / "chat_template.jinja")
     template = config.get("chat_template")
     if isinstance(template, list):
-        # Several by name; plain chat uses the default one.
+        # There are several named templates; plain chat uses the default one.
         template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
     return template if isinstance(template, str) else None
 
 
 def _content(token: Any) -> str | None:
-    """A token in a configuration is its text or an object that holds it."""
+    """Return a token's text; in a configuration a token is its text or an object that contains it."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None

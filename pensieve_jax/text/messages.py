@@ -1,6 +1,6 @@
-"""Chat messages: their form, and the check that user input has it.
+"""Chat messages: their form, and the check that user input has this form.
 
-Owns: `Message` and what a well-formed list of them is.
+Owns: `Message`, and what a well-formed list of them is.
 Does not know: templates, tokenizers or conversations.
 """
 
@@ -20,7 +20,7 @@ ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
 
 def check_messages(messages: object, field: str = "messages") -> tuple[Message, ...]:
-    """Copies of well-formed messages; keys beside `role` and `content` are kept for the template.
+    """Return copies of well-formed messages; keys beside `role` and `content` are kept for the template.
 
     Raises InvalidRequestError naming `field`, `field[i]`, `field[i].role` or `field[i].content`.
     """
@@ -42,7 +42,7 @@ def _check_message(message: object, field: str) -> Message:
     if message["role"] not in ROLES:
         raise InvalidRequestError(f"{field}.role", message["role"], f"one of {', '.join(ROLES)}")
     try:
-        # A deep copy by way of what the history can hold: later changes by the caller must not reach it.
+        # A deep copy through JSON, the history's format: later changes by the caller must not affect it.
         text = json.dumps(dict(message), allow_nan=False, ensure_ascii=False)
         text.encode()
         copied: dict[str, Any] = json.loads(text)

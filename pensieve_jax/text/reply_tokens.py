@@ -1,7 +1,7 @@
-"""A reply as its tokens come: ids, the text that can be shown of them, log-probabilities, and how it ends.
+"""A reply while its tokens arrive: ids, the text that can be shown, log-probabilities, and how it ends.
 
 Owns: which token ends a reply, and why.
-Does not know: who asked, batches, or KV state.
+Does not know: the client, batches, or KV state.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pensieve_jax.text.tokenizer import Tokenizer
 
 
 class ReplyTokens:
-    """Of one request.
+    """The reply to one request.
 
     Attributes:
       token_ids: the ids so far.
-      pieces: their text so far, as far as it can be shown.
-      logprobs: one entry for each id so far where asked for, else None.
+      pieces: the pieces of text that can be shown so far.
+      logprobs: one entry for each id so far if requested, else None.
     """
 
     def __init__(
@@ -32,16 +32,16 @@ class ReplyTokens:
         max_num_tokens: int,
         tokenizer: Tokenizer | None,
     ) -> None:
-        """No tokens yet.
+        """Start without tokens.
 
         Args:
-          params: how it is sampled, and when it ends.
-          ending_ids: what ends it, of `SamplingParams.ending_ids`.
-          max_num_tokens: with which it ends by length, the context's limit included.
-          tokenizer: no text is made without one.
+          params: sampling parameters, and when the reply ends.
+          ending_ids: the ids that end the reply, of `SamplingParams.ending_ids`.
+          max_num_tokens: number of tokens at which the reply ends by length, the context's limit included.
+          tokenizer: None produces no text.
         """
         self._params, self._max_num_tokens = params, max_num_tokens
-        self._ending_ids = frozenset(ending_ids)  # every token is looked for among them
+        self._ending_ids = frozenset(ending_ids)  # a set, since every token is looked up
         self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, params.stop)
         self.pieces: list[str] = []
         self.token_ids: list[int] = []
@@ -49,7 +49,7 @@ class ReplyTokens:
 
     @property
     def has_text(self) -> bool:
-        """There is a tokenizer to make text with."""
+        """Whether there is a tokenizer to produce text."""
         return self._detokenizer is not None
 
     @property
@@ -59,9 +59,9 @@ class ReplyTokens:
     def accept(
         self, token_id: int, logprob: float, top_ids: np.ndarray, top_logprobs: np.ndarray
     ) -> FinishReason | None:
-        """Take the next sampled id; returns how the reply ends with it, or None.
+        """Add the next sampled id; return how the reply ends with it, or None.
 
-        `top_ids` and `top_logprobs` are i32[K] and f32[K], read only where alternatives are wanted.
+        `top_ids` and `top_logprobs` are i32[K] and f32[K], read only if alternatives were requested.
         """
         params = self._params
         self.token_ids.append(token_id)
@@ -73,7 +73,7 @@ class ReplyTokens:
         ends_by_id = may_end and token_id in self._ending_ids
         ends_by_length = len(self.token_ids) >= self._max_num_tokens
         if self._detokenizer is not None:
-            if not ends_by_id:  # the id that ends a reply is no part of its text, special or not
+            if not ends_by_id:  # the id that ends a reply is not text, special or not
                 self.pieces.append(self._detokenizer.push(token_id, may_stop=may_end))
             if ends_by_id or ends_by_length:
                 self.pieces.append(self._detokenizer.flush(may_stop=may_end))

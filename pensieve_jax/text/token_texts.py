@@ -1,4 +1,4 @@
-"""Tokens as answers show them one by one.
+"""The texts of single tokens, as responses show them.
 
 Owns: the text and the bytes of a token. Does not know: replies.
 """
@@ -9,15 +9,15 @@ from pensieve_jax.text.tokenizer import Tokenizer
 
 
 class TokenTexts:
-    """The texts of one vocabulary's tokens, kept once they were asked for."""
+    """The texts of one vocabulary's tokens, cached once requested."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
-        """None has no texts: a token is then shown as its id."""
+        """Use `tokenizer`; with None, a token is shown as its id."""
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
 
     def text(self, token_id: int) -> str:
-        """As it is written behind other text; what is no whole character by itself is U+FFFD."""
+        """Return the token's text after other text; bytes that are not a whole character become U+FFFD."""
         text = self._texts.get(token_id)
         if text is None:
             tokenizer = self._tokenizer
@@ -26,11 +26,11 @@ class TokenTexts:
         return text
 
     def opening(self, token_id: int) -> str:
-        """As it is written where a reply begins: some tokenizers drop a space there."""
+        """Return the token's text at the beginning of a reply, where some tokenizers drop a space."""
         return _name(token_id) if self._tokenizer is None else self._tokenizer.decode_raw([token_id])
 
     def raw(self, token_id: int) -> list[int] | None:
-        """The bytes of its text; None where it is no text by itself and no single byte."""
+        """Return the bytes of the token; None if it is neither text by itself nor a single byte."""
         if self._tokenizer is None:
             return None
         byte = self._tokenizer.byte_of(token_id)

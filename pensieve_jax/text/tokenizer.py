@@ -1,6 +1,6 @@
-"""A tokenizer as the engine uses it: whole text to ids and back, special tokens, a fingerprint.
+"""A tokenizer as the engine uses it: encoding and decoding of whole texts, special tokens, a fingerprint.
 
-Owns: when a beginning-of-sequence token is added, which ids are no text, and what identifies a vocabulary.
+Owns: when a beginning-of-sequence token is added, which ids are not text, and what identifies a vocabulary.
 Does not know: files (`loading`), streaming (`detokenizer`), templates (`chat`).
 """
 
@@ -18,19 +18,19 @@ import tokenizers
 from pensieve_jax.core.errors import ContextLengthError, InvalidRequestError
 
 BYTE_TOKEN: Final = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-"""How tokenizers with byte fallback spell the token of a byte."""
+"""The spelling of a byte's token in tokenizers with byte fallback."""
 _LONG = 2048
-"""More ids than this are decoded as a batch of one. The library keeps the interpreter's lock for all of a
-single text and lets other threads run during a batch; for the few ids of a stream the lock is not worth
-giving away."""
+"""Sequences of more ids than this are decoded as a batch of one. The library holds the interpreter's lock
+while it decodes a single text and releases it during a batch. For the few ids of a stream, releasing the lock
+costs more than it gains."""
 
 _FEW_TOKENS: Final = 1000
 _CHARACTERS: Final = 8
-"""Of a token, at most, in nearly any text: with more to a token, more of the text is looked at."""
+"""Upper bound of characters per token in nearly all texts. Where it fails, more of the text is examined."""
 
 
 class Tokenizer:
-    """A `tokenizers.Tokenizer` with the conventions of one model. Immutable and safe to share by threads.
+    """A `tokenizers.Tokenizer` with the conventions of one model. Immutable; threads may share it.
 
     Attributes:
       bos_token, eos_token: their text, or None.
@@ -51,10 +51,10 @@ class Tokenizer:
     ) -> None:
         """Take over `backend` (its truncation and padding are switched off).
 
-        `wants_bos` None: as the backend's own post-processor does. A `bos_token` or `eos_token` that the
+        `wants_bos` None does as the backend's own post-processor. A `bos_token` or `eos_token` that the
         vocabulary lacks counts as None.
         """
-        # Either would silently change a prompt: serving cuts nothing and pads nothing here.
+        # Truncation or padding would silently change a prompt.
         backend.no_truncation()
         backend.no_padding()
         for token in (bos_token, eos_token):
@@ -68,7 +68,7 @@ class Tokenizer:
         self.chat_template = chat_template
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        # A special token that swallows the white space after it is no neutral ground to encode from.
+        # Special tokens that swallow adjacent white space cannot anchor an encoding.
         self._anchor_ids = frozenset(i for i in self.special_ids if not (added[i].rstrip or added[i].lstrip))
         self._default_anchor_id = min(self._anchor_ids, default=-1)
         if wants_bos is None:
@@ -77,27 +77,28 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """One more than the highest id; a model may have more rows than that, never fewer."""
+        """The highest id plus one; a model may have more rows than that, never fewer."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits that change when an id means something else; templates do not count."""
-        # Not the serialized tokenizer: its form changes with the library's version, its meaning does not.
+        """16 hex digits that change when an id changes its meaning; templates do not count."""
+        # Not of the serialized tokenizer, whose form changes with the library's version at equal meaning.
         vocabulary = sorted(self._backend.get_vocab(with_added_tokens=True).items())
         described = json.dumps([vocabulary, self.bos_id, self.eos_id, self.wants_bos])
         return hashlib.sha256(described.encode()).hexdigest()[:16]
 
     def encode(self, text: str, *, add_bos: bool, most: int | None = None) -> list[int]:
-        """Ids of `text`; special tokens written out in it become their ids.
+        """Return the ids of `text`; special tokens written out in it become their ids.
 
         Args:
-          text: any text; "" gives no ids but the one below.
-          add_bos: True at a conversation's start, and only there: put `bos_id` in front if the model wants
-            one and the text does not begin with it already.
-          most: tokens that are of any use; a text far beyond that is not read to its end.
+          text: any text; "" has no ids but the one below.
+          add_bos: only True at a conversation's start: put `bos_id` first if the model wants one and the
+            text does not begin with it already.
+          most: maximum number of useful tokens; a text far longer than that is not read to its end.
 
-        Raises InvalidRequestError for what is no text, and ContextLengthError for far more than `most`.
+        Raises InvalidRequestError for a value that is not text, and ContextLengthError for far more than
+        `most` tokens.
         """
         token_ids = self._encode(text, most)
         if add_bos and self.wants_bos and token_ids[:1] != [self.bos_id]:
@@ -106,12 +107,12 @@ class Tokenizer:
         return token_ids
 
     def encode_after(self, previous_id: int | None, text: str, *, most: int | None = None) -> list[int]:
-        """Ids of `text` as it stands behind other text, without the space that some tokenizers put in front.
+        """Return the ids of `text` after other text, without the space that some tokenizers prepend.
 
         Args:
-          previous_id: the id before it; what follows a special token may be encoded in a way of its own.
+          previous_id: the id before the text; text after a special token may be encoded differently.
           text: the text.
-          most: as of `encode`.
+          most: as in `encode`.
         """
         if self._anchor_ids and text:
             anchor_id = previous_id if previous_id in self._anchor_ids else self._default_anchor_id
@@ -121,16 +122,16 @@ class Tokenizer:
         return self._encode(text, most)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids`; special ids and ids outside the vocabulary are no text."""
+        """Return the text of `token_ids`; special ids and ids outside the vocabulary have none."""
         visible = [token_id for token_id in token_ids if token_id not in self.special_ids]
         return self.decode_window(visible)
 
     def decode_raw(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids`, the special ones written out."""
+        """Return the text of `token_ids`, with special ones written out."""
         return self.decode_window(list(token_ids))
 
     def decode_window(self, token_ids: list[int]) -> str:
-        """Text of ids none of which is special (not checked): what streaming calls for every token."""
+        """Return the text of ids that are not special (not checked). Streaming calls this for every token."""
         text: str
         if len(token_ids) > _LONG:
             (text,) = self._backend.decode_batch([token_ids], skip_special_tokens=False)
@@ -139,9 +140,9 @@ class Tokenizer:
         return text
 
     def text_behind(self, token_id: int) -> str:
-        """Text of one id where it stands behind other text; a special one is written out.
+        """Return the text of one id after other text; a special one is written out.
 
-        By itself an id may lack the space in front of it: some decoders drop that of a text's first token.
+        Decoded alone, an id may lack its leading space: some decoders drop that of a text's first token.
         """
         alone = self.decode_window([token_id])
         ground_id = self._ground_id
@@ -152,15 +153,15 @@ class Tokenizer:
         return both[len(ground) :] if both.startswith(ground) else alone
 
     def byte_of(self, token_id: int) -> int | None:
-        """The byte that a `<0x..>` token stands for; None for any other."""
+        """Return the byte of a `<0x..>` token; None for any other token."""
         token = self.token_text(token_id) if self.joins_byte_runs else None
         return None if token is None or BYTE_TOKEN.fullmatch(token) is None else int(token[3:5], 16)
 
     @cached_property
     def _ground_id(self) -> int | None:
-        """An id of plain letters to tell others' texts behind; None where the vocabulary has none.
+        """An id of plain letters, used as the text before another id; None if the vocabulary has none.
 
-        Not that of a byte: a run of these is decoded as a whole.
+        Byte tokens do not qualify, since a run of them is decoded as a whole.
         """
         for token_id in range(self.vocab_size):
             if token_id not in self.special_ids and self.byte_of(token_id) is None:
@@ -170,13 +171,13 @@ class Tokenizer:
         return None
 
     def token_text(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling of an id, or None outside it."""
+        """Return the vocabulary's own spelling of an id, or None outside it."""
         token: str | None = self._backend.id_to_token(token_id)
         return token
 
     @cached_property
     def joins_byte_runs(self) -> bool:
-        """Whether a run of `<0x..>` tokens is decoded as a whole, so that its next byte can undo it all."""
+        """Whether a run of `<0x..>` tokens is decoded as a whole, so that its next byte can change it all."""
         if self._backend.decoder is None:
             return False
         decoder: dict[str, Any] = json.loads(self._backend.decoder.__getstate__())
@@ -184,9 +185,10 @@ class Tokenizer:
         return any(part.get("type") == "ByteFallback" for part in parts)
 
     def _check_length(self, text: str, most: int) -> None:
-        """Raise ContextLengthError where the beginning of a long text alone is far too many tokens.
+        """Raise ContextLengthError if the beginning of a long text alone has far too many tokens.
 
-        Twice as many as may be, and some: what stands behind it changes the ids at its end, but not all.
+        The threshold is over twice the maximum: the text after the beginning changes the ids at its end, but
+        not all of them.
         """
         far = 2 * most + _FEW_TOKENS
         num_characters = _CHARACTERS * far
@@ -203,10 +205,10 @@ class Tokenizer:
         if most is not None:
             self._check_length(text, most)
         try:
-            # A batch, for the lock's sake (see `_LONG`); fast, since it leaves out where each token stood.
+            # A batch releases the lock (see `_LONG`). The fast variant omits the position of each token.
             (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
             token_ids: list[int] = encoding.ids
-        except (UnicodeEncodeError, TypeError) as error:  # by the library's version
+        except (UnicodeEncodeError, TypeError) as error:  # which one depends on the library's version
             raise InvalidRequestError(
                 "prompt", text, "text that UTF-8 can hold, without lone surrogates"
             ) from error

@@ -1,12 +1,12 @@
-"""Whether new messages are new: a client that sends the whole transcript would have it twice.
+"""Recognition of repeated messages: a client that sends the whole transcript must not store it twice.
 
 Owns: what counts as sending a conversation's messages again.
-Does not know: templates, tokens, or where earlier turns are kept.
+Does not know: templates, tokens, or where earlier turns are stored.
 
-A message may well be sent twice ("yes", and "yes" again), so equal messages alone are no sign. Messages are
-taken for a transcript where they begin with those that the first turn ended with, one or more, and the next
-one is the assistant's: they tell the reply that the conversation has. The first turn's beginning may be left
-out, since it may be a shared prefix, and system messages in front may be others, since clients change them.
+A message may be sent twice on purpose ("yes", and "yes" again), so equal messages alone prove nothing.
+Messages count as a transcript if they begin with the last message or messages of the first turn and the next
+one is the assistant's, which repeats the reply. The beginning of the first turn may be missing, since it may
+be a shared prefix. System messages at the start may differ, since clients change them.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _INSTRUCTIONS: Final = ("system", "developer")
 
 
 def num_messages_held(earlier: Sequence[EarlierTurn], messages: Sequence[Message]) -> int:
-    """How many messages at the beginning of `messages` a conversation has already; 0 for new ones.
+    """Return how many messages at the beginning of `messages` the conversation already has; 0 if all are new.
 
     Args:
       earlier: the conversation's finished turns, in order.
-      messages: those of the turn to come.
+      messages: messages of the new turn.
     """
     return _held_from_the_start(earlier, messages) or _held_in_a_window(earlier, messages)
 
 
 def _held_in_a_window(earlier: Sequence[EarlierTurn], messages: Sequence[Message]) -> int:
-    """The same where clients cut transcripts, so that they begin with a later turn.
+    """Return the same number for a truncated transcript that begins with a later turn.
 
-    Here the reply must be the stored one, but for blanks around it: a question that was asked before may
-    stand in front of an example.
+    Here the reply must equal the stored one except for surrounding blanks, because a question asked before
+    may also introduce an example.
     """
     for number, turn in enumerate(earlier):
         end = _end_of_replay(turn.messages or (), messages, 0)
@@ -46,12 +46,12 @@ def _held_in_a_window(earlier: Sequence[EarlierTurn], messages: Sequence[Message
 
 
 def _held_from_the_start(earlier: Sequence[EarlierTurn], messages: Sequence[Message]) -> int:
-    """The same where `messages` begin as the conversation did."""
+    """Return the same number for `messages` that begin as the conversation did."""
     if not earlier or earlier[0].messages is None:
         return 0
     first = earlier[0].messages
     instructions = itertools.takewhile(lambda message: message["role"] in _INSTRUCTIONS, messages)
-    # The longest match first: a first turn may itself tell of exchanges.
+    # The longest match first: the first turn's messages may themselves contain exchanges.
     for start, num_left_out in itertools.product((0, len(list(instructions))), range(len(first))):
         end = _end_of_replay(first[num_left_out:], messages, start)
         if end is not None:
@@ -62,7 +62,7 @@ def _held_from_the_start(earlier: Sequence[EarlierTurn], messages: Sequence[Mess
 
 
 def _end_of_replays(turns: Sequence[EarlierTurn], messages: Sequence[Message], end: int) -> int:
-    """Where what follows of the conversation ends in `messages`, from `end` on."""
+    """Return where the repetition of `turns` ends in `messages`, starting at `end`."""
     for turn in turns:
         next_end = _end_of_replay(turn.messages or (), messages, end)
         if next_end is None:
@@ -72,9 +72,9 @@ def _end_of_replays(turns: Sequence[EarlierTurn], messages: Sequence[Message], e
 
 
 def _end_of_replay(sent: Sequence[Message], messages: Sequence[Message], start: int) -> int | None:
-    """Where a turn's messages and its reply end in `messages`, if they stand there from `start` on.
+    """Return where a turn's messages and reply end in `messages` if they are repeated at `start`, else None.
 
-    A reply may have been trimmed or edited on its way through the client: that it is one counts.
+    The client may have trimmed or edited the reply, so any message of the assistant counts.
     """
     end = start + len(sent)
     is_replayed = (

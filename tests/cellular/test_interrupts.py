@@ -164,7 +164,7 @@ def test_one_thread_at_a_time(engine: CellularEngine, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(engine._loop, "step", from_elsewhere)
     engine.step()
-    assert "Another thread is in a call" in str(seen[0])
+    assert "Another thread is using the engine" in str(seen[0])
 
 
 def test_who_is_not_done_when_it_closes_is_told() -> None:

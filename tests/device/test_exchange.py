@@ -85,7 +85,7 @@ def test_tokens_are_the_references(by_psum, preset):
     runner._exchange._memory.words = before.at[1, 0].set(1)
     stepper, talk = WideStepper(runner), Talk(random_ids(9, seed=2), pages=[1])
     runner._next_step_id = None
-    with pytest.raises(StepFailedError, match="waited in vain"):
+    with pytest.raises(StepFailedError, match="timed out waiting"):
         stepper.step(Row(talk, 0, 9, samples=True))
     check_a_talk(preset, runner)
     assert not runner._exchange.arrays[1].any() and runner._exchange.arrays[1] is not before

@@ -58,7 +58,7 @@ def test_bytes_of_a_slot():
         (128, "float32", None, "float32 is not packed"),
         (128, "float16", None, "float16 is not packed"),
         (128, "bfloat16", "int8", "int8 is not packed"),
-        (2, "bfloat16", None, "heads of 2 are odd, or too small"),
+        (2, "bfloat16", None, "a head of 2 elements is odd, or too small"),
     ],
 )
 def test_what_cannot_be_packed_is_refused_if_asked_for(head_dim, dtype, kv_dtype, why):
@@ -81,7 +81,7 @@ def test_pools_of_bytes_that_kernels_cannot_address_are_refused(num_devices):
     for gpu_pages in (most + 1, 2**32 // (PAGE_BYTES // num_devices) - 1):
         assert most_byte_pages(MODEL, cache(gpu_pages), num_devices) == most
         with pytest.raises(
-            ConfigError, match=f"cache.gpu_pages is {gpu_pages}, but must be at most {most:,}, 2"
+            ConfigError, match=f"cache.gpu_pages is {gpu_pages}, but must be at most {most:,} .2 GiB"
         ):
             check_addresses(MODEL, cache(gpu_pages), num_devices)
         check_addresses(MODEL, dataclasses.replace(cache(gpu_pages), kv_dtype=None), num_devices)

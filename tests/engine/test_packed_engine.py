@@ -54,7 +54,7 @@ def test_packed_state_is_the_same_state(compilation_cache: str) -> None:
     for name in ("swapped_in_bytes", "swapped_out_bytes", "num_swap_in_copies"):
         share = 1 if name.startswith("num") else 26 / 32
         assert stats[name] == share * raw_stats[name] > 0
-    assert cache["packed"] == "on: 81.2% of the bytes of bfloat16, every bit kept"
+    assert cache["packed"] == "on: 81.2% of the bytes of bfloat16, lossless"
     assert raw_cache["packed"] == "off: cache.pack_host is False"
     assert (
         cache["slot_bytes"] * 32 == raw_cache["slot_bytes"] * 26

@@ -325,7 +325,7 @@ def test_a_read_only_file_can_be_read_and_loses_nothing(filled, monkeypatch):
         ),
     )
     with open_store(filled) as store:
-        with pytest.raises(HistoryError, match=r"readonly.*nothing of this call was kept"):
+        with pytest.raises(HistoryError, match=r"readonly.*nothing of this call was stored"):
             store.commit([turn(40)])
         assert len(store.load("alice").turns) == 40
     monkeypatch.undo()
@@ -414,7 +414,7 @@ def test_a_damaged_file_is_set_aside_unchanged_and_a_new_one_starts(filled, tmp_
     damage(filled)
     content = filled.read_bytes()
     target = tmp_path / "chats.sqlite.corrupt-1"
-    with pytest.raises(HistoryCorruptError, match=r"chats\.sqlite.*set aside as .*chats\.sqlite\.corrupt-1'"):
+    with pytest.raises(HistoryCorruptError, match=r"chats\.sqlite.*moved to .*chats\.sqlite\.corrupt-1'"):
         open_store(filled)
     assert target.read_bytes() == content
     assert not filled.exists()

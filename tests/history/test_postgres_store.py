@@ -258,7 +258,7 @@ def test_a_lock_that_nobody_gives_up_is_an_error_of_this_call_alone(postgres, ur
         from pensieve_jax.history.postgres_schema import lock_alone
 
         lock_alone(stuck._connection, namespace_of(url))
-        with pytest.raises(HistoryError, match=r"too busy .*nothing of this call was kept"):
+        with pytest.raises(HistoryError, match=r"too busy .*nothing of this call was stored"):
             store.commit([named])
         stuck._connection.execute("ROLLBACK")
         assert store.commit([named]) == {}

@@ -294,7 +294,7 @@ def test_a_full_disk_is_an_error_and_keeps_nothing(tmp_path):
         store.commit([turn("a")])
         (num_pages,) = store._connection.execute("PRAGMA page_count").fetchone()
         store._connection.execute(f"PRAGMA max_page_count = {num_pages}")
-        with pytest.raises(HistoryError, match="nothing of this call was kept"):
+        with pytest.raises(HistoryError, match="nothing of this call was stored"):
             store.commit([turn("b"), turn("c", prompt=range(100_000))])
         assert [info.conversation_id for info in store.conversations()] == ["a"]
 

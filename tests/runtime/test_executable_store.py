@@ -253,14 +253,14 @@ def with_callback(x, pair):
 
 def test_what_has_no_form_on_disk_is_still_run(cache_dir, caplog):
     program, _ = made(opened(cache_dir), with_callback)
-    assert "is not kept in" in caplog.text and files(cache_dir) == []
+    assert "is not stored in" in caplog.text and files(cache_dir) == []
     assert program(*arguments()).tolist() == [i + 2.0 for i in range(8)]
 
 
 def test_what_cannot_be_told_apart_is_still_run(cache_dir, caplog):
     factor = 3.0
     program, _ = made(opened(cache_dir), lambda x, pair: x * factor + pair["a"])
-    assert "add is not kept on disk: no key for" in caplog.text and files(cache_dir) == []
+    assert "add is not stored on disk: no key for" in caplog.text and files(cache_dir) == []
     assert program(*arguments()).tolist() == [3.0 * i + 2.0 for i in range(8)]
 
 
@@ -350,7 +350,7 @@ def loose_umask():
 def test_a_directory_that_others_can_write_to_is_refused(cache_dir, only_file, inner, mode):
     (cache_dir / inner).chmod(mode)
     for use in (opened, lambda path: keep_compilations_in(str(path))):
-        with pytest.raises(ConfigError, match=r"nobody else can write to.*chmod go-w") as raised:
+        with pytest.raises(ConfigError, match=r"no other user can write to.*chmod go-w") as raised:
             use(cache_dir)
         assert raised.value.field == "runner.compilation_cache_dir"
     (cache_dir / inner).chmod(0o755)

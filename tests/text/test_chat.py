@@ -269,7 +269,7 @@ def test_templates_run_as_written_for_transformers():
     ["{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ 1 / 0 }}", "{{ none + 'a' }}"],
 )
 def test_templates_that_fail_or_reach_out_are_errors(template):
-    with pytest.raises(ChatTemplateError, match="cannot write these messages"):
+    with pytest.raises(ChatTemplateError, match="cannot render these messages"):
         ChatFormat(with_template(template)).turn_token_ids([], [user("a")])
 
 

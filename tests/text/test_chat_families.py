@@ -89,8 +89,8 @@ def test_qwen2_takes_a_given_system_message_instead():
 @pytest.mark.parametrize(
     ("prefill", "reason"),
     [
-        ("''", "a reply is not written right behind the generation prompt it answered"),
-        ("'<think>\n\n</think>\n\n'", "earlier messages are written differently once new ones follow"),
+        ("''", "a reply does not follow its generation prompt directly"),
+        ("'<think>\n\n</think>\n\n'", "earlier messages are rendered differently when new ones follow"),
     ],
 )
 @pytest.mark.parametrize("text", ["the cat", "<think>\nthe mat\n</think>\n\nthe cat"])
@@ -99,7 +99,7 @@ def test_qwen3_cannot_go_on_under_a_template_that_forgets_reasoning(prefill, rea
     tokenizer = qwen(f"{{%- set prefill = {prefill} %}}" + QWEN3)
     assert turn_text(tokenizer, [], [user("hi")]).startswith("<|im_start|>user\nhi<|im_end|>\n")
     earlier = [((user("hi"),), *reply(tokenizer, text, "<|im_end|>"))]
-    with pytest.raises(ChatTemplateError, match=f"{reason}; use a template under which a conversation only"):
+    with pytest.raises(ChatTemplateError, match=f"{reason}; use a template that only appends"):
         ChatFormat(tokenizer).turn_token_ids(earlier, [user("and?")])
 
 
@@ -129,7 +129,7 @@ def test_mistral_cannot_go_on_behind_a_system_message_that_moves():
     opening = (system("Rhyme."), user("hi"))
     assert ChatFormat(tokenizer).turn_token_ids([], opening)
     earlier = [(opening, *reply(tokenizer, "the cat", "</s>"))]
-    with pytest.raises(ChatTemplateError, match="cannot continue a conversation, since a reply is not"):
+    with pytest.raises(ChatTemplateError, match="cannot continue a conversation, since a reply does not"):
         ChatFormat(tokenizer).turn_token_ids(earlier, [user("and?")])
 
 

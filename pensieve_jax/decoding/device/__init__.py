@@ -1,1 +1,1 @@
-"""Sampling, weights and the structure of a model, with JAX."""
+"""Sampling, weights and model structure, with JAX."""

@@ -1,12 +1,11 @@
-"""From logits to a packed result: the program that ends every step.
+"""The program that ends every step: from logits to a packed result.
 
-Owns: the choice between a sampler of whole rows and one of a split vocabulary, how logits lie on the devices
+Owns: the choice between the sampler of whole rows and that of a split vocabulary, the placement of logits
 before it, and the packing of what the host reads.
 Does not know: where logits come from, or how an id is chosen (`sampler`, `split_sampler`).
 
-The choice is a program of its own because the sampler has few shapes and many modes, and a forward pass is
-the other way round: what a batch needs of the sampler is known on the host, and a compiled forward pass is
-costly.
+This is a program of its own because the sampler has few shapes and many modes, while a forward pass has many
+shapes and no modes. The host knows which mode a batch needs, and a compiled forward pass is expensive.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from pensieve_jax.decoding.sampling_rows import SamplerMode, SamplingRows, StepR
 
 
 class Scores(NamedTuple):
-    """What a forward pass ends with."""
+    """The output of a forward pass."""
 
-    logits: jax.Array  # f32[S, V], of the rows to sample; the vocabulary is split as the table is
+    logits: jax.Array  # f32[S, V], of the rows to sample; the vocabulary is split like the embedding table
     rows: SamplingRows[jax.Array]  # how to sample them
 
 
 def logits_spec(vocab_size: int, mesh: Mesh) -> PartitionSpec:
-    """How logits lie on the devices between `score` and the sampler."""
+    """Return how logits are partitioned between `score` and the sampler."""
     return PartitionSpec(None, vocabulary_axis(vocab_size, mesh))
 
 
@@ -52,27 +51,27 @@ def choose(
     cutoff_backend: str,
     split_over: Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Sample, and pack what the host wants to know.
+    """Sample, and pack what the host reads.
 
     Args:
       logits: f32[S, V].
-      rows: how to sample each of them.
-      words: of the devices that exchange, or None; see `ExchangeMemory.words`.
-      mode: what has to be computed.
-      num_top: most likely ids to return.
-      max_num_samples: of all buckets.
-      cutoff_backend: as of `sampler.sample`.
-      split_over: devices that each have a part of the vocabulary's logits; None: the logits are whole.
+      rows: how to sample each row.
+      words: words of the devices that exchange sums, or None; see `ExchangeMemory.words`.
+      mode: what to compute.
+      num_top: number of most likely ids to return.
+      max_num_samples: maximum of S over all buckets.
+      cutoff_backend: as in `sampler.sample`.
+      split_over: devices that each have a part of the vocabulary's logits; None if the logits are whole.
 
     Returns:
-      i32[max_num_samples] ids for the next step, the same length whatever the bucket, and the packed
-      result i32[S * (2 + 2 * num_top) + 1], whose last word is not 0 if a device lost another.
+      i32[max_num_samples] ids for the next step (the same length for every bucket), and the packed result
+      i32[S * (2 + 2 * num_top) + 1], whose last word is nonzero if a device lost another.
     """
     if split_over is not None and not mode.truncates:
         samples = sample_split(logits, rows, mode=mode, num_top=num_top, mesh=split_over)
     else:
         if split_over is not None:
-            logits = constrain(logits, split_over)  # gathered once, for a search of whole rows
+            logits = constrain(logits, split_over)  # gather once, so that the search has whole rows
         samples = sampler.sample(logits, rows, mode=mode, num_top=num_top, cutoff_backend=cutoff_backend)
     parts = [jnp.ravel(lax.bitcast_convert_type(part, jnp.int32)) for part in samples]
     lost = jnp.zeros(1, jnp.int32) if words is None else words[:, 0].max(keepdims=True)
@@ -81,12 +80,12 @@ def choose(
 
 
 def lost_a_device(words: np.ndarray) -> bool:
-    """Whether what `choose` packed is of sums that a device did not take part in."""
+    """Return whether a device was missing from the sums behind the words that `choose` packed."""
     return bool(words[-1])
 
 
 def unpack_result(words: np.ndarray, num_samples: int, num_top: int) -> StepResult:
-    """The host's view of what `choose` packed."""
+    """Return what `choose` packed, as arrays on the host."""
     ends = np.cumsum([num_samples, num_samples, num_samples * num_top])
     token_ids, logprobs, top_ids, top_logprobs = np.split(words[:-1], ends)
     shape = (num_samples, num_top)

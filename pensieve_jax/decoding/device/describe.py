@@ -1,7 +1,7 @@
-"""What any engine says of a model, its devices and its kernels, as plain values, and how such values print.
+"""The description of a model, its devices and its kernels as plain values, and how such values print.
 
-Owns: the keys of these, and the lines.
-Does not know: what else an engine has to say, or how anything was chosen.
+Owns: the keys of these values, and the printed lines.
+Does not know: other values that an engine describes, or how anything was chosen.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _COLUMNS: Final = 110
 
 
 class Description(dict[str, Any]):
-    """A dict like any other, which prints with a line for every value."""
+    """A dict that prints as one line per value."""
 
     def __str__(self) -> str:
-        """For people: one group under the other."""
+        """Return the lines, groups one after the other."""
         return "\n".join(_lines(self, ""))
 
 
 def _lines(values: Mapping[str, Any], indent: str) -> Iterator[str]:
-    """A line for every value, values aligned; a group's own lines stand below its name."""
+    """Yield one line per value, aligned; a group's lines are indented below its name."""
     flat = [name for name, value in values.items() if not isinstance(value, Mapping) or "reason" in value]
     width = max(map(len, flat), default=0)
     for name, value in values.items():
@@ -55,7 +55,7 @@ def _shown(value: object) -> str:
 
 
 def describe_model(name: str, model: ModelConfig, dtype: np.dtype[Any], weights_bytes: int) -> dict[str, Any]:
-    """The keys of `model`; see `describe`."""
+    """Return the keys of `model`; see `describe`."""
     sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
     return {
         "name": name,
@@ -68,11 +68,11 @@ def describe_model(name: str, model: ModelConfig, dtype: np.dtype[Any], weights_
 
 
 def describe_devices(mesh: Mesh) -> dict[str, Any]:
-    """The keys of `device`; see `describe`."""
+    """Return the keys of `device`; see `describe`."""
     devices: list[jax.Device] = list(mesh.devices.flat)
     return {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)}
 
 
 def describe_choice(choice: BackendChoice | None) -> dict[str, str] | None:
-    """A kernel's `backend`, and the `reason` for it."""
+    """Return the `backend` of a kernel and the `reason` for it."""
     return None if choice is None else {"backend": choice.name, "reason": choice.reason}

@@ -1,11 +1,11 @@
-"""From logits to token ids, on the device.
+"""Sampling on the device: from logits to token ids.
 
-Owns: greedy and random choice, the top-k and top-p cuts, banned ids and log-probabilities; and which ids a
-choice by rounded logits may be. A row's id is a function of (seed, absolute position, logits) alone: nothing
-here depends on the row's place in the batch, on the batch, on padding, or on how the vocabulary is sharded.
-Two things make that so. The noise is a counter-based hash of (seed, position, token id), written out here
-because the bits behind `jax.random` follow global flags. The top-k and top-p cuts are found by integer sums,
-which have no rounding order.
+Owns: greedy and random choice, the top-k and top-p cuts, banned ids and log-probabilities; and the set of ids
+that a choice by rounded logits may be. A row's id depends only on (seed, absolute position, logits): not on
+the row's place in the batch, the batch, padding, or how the vocabulary is sharded. There are two reasons.
+The noise is a counter-based hash of (seed, position, token id), implemented here because the bits of
+`jax.random` depend on global flags. The top-k and top-p cuts are found by integer sums, which do not depend
+on the order of additions.
 Does not know: requests, plans, models or the KV cache; nor how a cutoff is found (`sampling_cutoffs`).
 """
 
@@ -24,11 +24,11 @@ from pallas_kernels.sampling_cutoffs import MASS_BITS, cutoffs
 from pensieve_jax.decoding.sampling_rows import SamplerMode, SamplingRows
 
 _WORD = np.uint32
-_MOST_OFF = 60.0  # e to that, and to minus that, are numbers of float32
+_MOST_OFF = 60.0  # float32 can represent e**60 and e**-60
 
 
 class VocabularyPart(NamedTuple):
-    """Which ids a device has: those from `first_id` on, where the vocabulary is split over `axis`."""
+    """The ids of one device: those from `first_id` on, if the vocabulary is split over `axis`."""
 
     first_id: int | jax.Array = 0
     axis: str | None = None
@@ -38,7 +38,7 @@ WHOLE = VocabularyPart()
 
 
 class Samples(NamedTuple):
-    """What was chosen; the top fields are zeros where the mode left them out."""
+    """The chosen ids; the top fields are zeros if the mode does not compute them."""
 
     token_ids: jax.Array  # i32[S]
     logprobs: jax.Array  # f32[S]: of the chosen ids, without temperature, cuts or bans
@@ -47,13 +47,13 @@ class Samples(NamedTuple):
 
 
 def all_modes() -> tuple[SamplerMode, ...]:
-    """Every mode that differs in what it computes, cheapest first."""
+    """Return every mode that computes something different, cheapest first."""
     choices = ((False, False), (True, False), (True, True))
     return tuple(SamplerMode(*choice, top) for top in (False, True) for choice in choices)
 
 
 def mode_for(draws: bool, truncates: bool, top_logprobs: bool) -> SamplerMode:
-    """The member of `all_modes` that serves these needs: cuts mean nothing where every row is greedy."""
+    """Return the member of `all_modes` that serves these needs; cuts do not matter if every row is greedy."""
     return SamplerMode(draws, draws and truncates, top_logprobs)
 
 
@@ -67,21 +67,21 @@ def sample(
 ) -> Samples:
     """Choose one id per row.
 
-    The order of the cuts is: banned ids, temperature, top-k, then top-p over what top-k left. Ids that tie
+    Cuts apply in this order: banned ids, temperature, top-k, then top-p over what top-k left. Ids that tie
     with the last one kept by a cut are kept as well, and the most likely id is always kept.
 
     Args:
       logits: f32[S, V], V at most 2**19; may be sharded over the vocabulary.
       rows: how to sample each row.
-      mode: what has to be computed; it must cover what `rows` asks for.
+      mode: what to compute; it must cover what `rows` need.
       num_top: K, the number of most likely ids to return; at most V.
-      cutoff_backend: what searches for the cuts, by its name in `sampling_cutoffs`; all give the same bits.
+      cutoff_backend: name of the back end in `sampling_cutoffs` that finds the cuts; all give the same bits.
     """
     token_ids = jnp.argmax(
         decision_scores(logits, rows, mode=mode, cutoff_backend=cutoff_backend), axis=-1
     ).astype(jnp.int32)
     log_normalizer = jax.nn.logsumexp(logits, axis=-1)
-    # A masked sum and not a gather: it stays local where the vocabulary is sharded.
+    # A masked sum instead of a gather: it stays local where the vocabulary is sharded.
     is_chosen = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == token_ids[:, None]
     chosen = jnp.where(is_chosen, logits, 0.0).sum(axis=-1)
     if mode.top_logprobs:
@@ -101,11 +101,11 @@ def decision_scores(
     cutoff_backend: str = "xla",
     part: VocabularyPart = WHOLE,
 ) -> jax.Array:
-    """f32[S, V]: scores of which each row's id is the first maximum; arguments as for `sample`.
+    """Return scores f32[S, V]; each row's id is the first maximum. Arguments are those of `sample`.
 
-    A greedy row's are its logits, a random row's its logits over the temperature (best 0) plus noise. What
-    is banned or cut is -inf. Of a `part` of the vocabulary they are what they are among the whole; cuts are
-    made of whole rows only.
+    The scores of a greedy row are its logits. Those of a random row are its logits, shifted to a maximum of
+    0, over the temperature, plus noise. Banned and cut ids have -inf. The scores of a `part` of the
+    vocabulary are the same as those in the whole; cuts need whole rows.
     """
     allowed = _allowed(logits, rows, part)
     if not mode.draws:
@@ -120,18 +120,18 @@ def decision_scores(
 def possible_choices(
     logits: jax.Array, rows: SamplingRows[jax.Array], *, mode: SamplerMode, margin: jax.Array
 ) -> jax.Array:
-    """bool[S, V]: ids that a row's choice may be if any two logits may be off by `margin` against each other.
+    """Return bool[S, V]: ids that a row may choose if the difference of any two logits is off by `margin`.
 
-    For who has logits that are rounded otherwise than those that the choice was made of. An id may be chosen
-    if it may outlive the cuts, and if nobody who outlives them for sure is better by more than the margin;
-    one of those around the last one that does outlives them, too. Masses are then off by a factor of
-    e**(margin / temperature) against each other, and so are the odds of being cut by top-p. Masses of less
-    than half a unit, which are rounded to none or to one, may be off by more.
+    For callers whose logits are rounded differently from those of the choice. An id may be chosen if it may
+    survive the cuts, and no id that survives them for certain is better by more than the margin. One of the
+    ids around the last certain survivor survives as well. Masses are then off by a factor of
+    e**(margin / temperature) relative to each other, and so are the odds of being cut by top-p. Masses of
+    less than half a unit, which are rounded to none or to one, may be off by more.
 
     Args:
-      logits: finite, or -inf; otherwise as for `sample`.
-      rows: as for `sample`.
-      mode: likewise.
+      logits: finite, or -inf; otherwise as in `sample`.
+      rows: as in `sample`.
+      mode: as in `sample`.
       margin: f32[].
     """
     allowed = _allowed(logits, rows, WHOLE)
@@ -146,8 +146,8 @@ def possible_choices(
     least, last_sure = _outermost_cuts(scores, rows, off)
     may_stay &= ~(scores < least)
     reached = jnp.where(~(scores < last_sure + off), noised, -jnp.inf).max(axis=-1, keepdims=True)
-    # Of those around the last one whoever is best then stays, since only those that are ahead of them all are
-    # before it. It is not known which of them that is, so the worst counts.
+    # The best of the ids around the last one stays, since only the ids ahead of all of them come before it.
+    # It is not known which of them is best, so use the worst one's score.
     is_around = jnp.abs(scores - last_sure) <= off
     worst_around = jnp.where(is_around, noised, jnp.inf).min(axis=-1, keepdims=True)
     reached = jnp.maximum(reached, jnp.where(worst_around < jnp.inf, worst_around, -jnp.inf))
@@ -157,16 +157,16 @@ def possible_choices(
 def _outermost_cuts(
     scores: jax.Array, rows: SamplingRows[jax.Array], off: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Where the cuts may be if scores are off by `off`, f32[S, 1] each; NaN where nothing is cut.
+    """Return the outermost possible cuts if scores are off by `off`, f32[S, 1] each; NaN if nothing is cut.
 
     Returns:
-      The least score that may stay, which may itself be off, and the score of the last one that stays
-      however masses are off.
+      The least score that may stay (which may itself be off), and the score of the last id that stays for any
+      error of the masses.
     """
     top_k, top_p = _cuts(rows)
     by_count = _least_kept(scores, top_k, jnp.ones_like(top_p), "xla")
-    # Top-p is over what top-k leaves. Ties with the last one of that are left, too, and rounding makes ties
-    # and breaks them: at most all that may tie are left, at least none of those that do.
+    # Top-p applies to what top-k leaves. Top-k also leaves ties with its last id, and rounding makes and
+    # breaks ties: at most all ids that may tie are left, at least none of them.
     most, fewest = ~(scores < by_count - off), ~(scores < by_count)
     has_ties = (top_k[:, None] > 0) & (fewest.sum(axis=-1, keepdims=True) > top_k[:, None])
     fewest &= ~(has_ties & (scores == by_count))
@@ -182,7 +182,7 @@ def _outermost_cuts(
 
 
 def _allowed(logits: jax.Array, rows: SamplingRows[jax.Array], part: VocabularyPart) -> jax.Array:
-    """The logits, -inf where an id is banned."""
+    """Return the logits, with -inf for banned ids."""
     token_iota = part.first_id + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     allowed = logits
     for slot in range(rows.banned_ids.shape[1]):  # elementwise, hence fused and local to a vocabulary shard
@@ -191,13 +191,13 @@ def _allowed(logits: jax.Array, rows: SamplingRows[jax.Array], part: VocabularyP
 
 
 def _divisors(rows: SamplingRows[jax.Array]) -> jax.Array:
-    """Temperatures; the floor keeps a greedy row's 0 from dividing, whose quotient is not used."""
+    """Return temperatures with a floor, so that greedy rows do not divide by 0; they ignore the quotient."""
     return jnp.maximum(rows.temperature, np.finfo(np.float32).tiny)
 
 
 def _scaled(allowed: jax.Array, rows: SamplingRows[jax.Array], part: VocabularyPart) -> jax.Array:
-    """Logits over temperatures, the best 0."""
-    # The maximum is taken out first, so that a tiny temperature gives 0 and -inf, never inf - inf.
+    """Return logits over temperatures, shifted so that the best is 0."""
+    # Subtract the maximum first, so that a tiny temperature gives 0 and -inf, never inf - inf.
     best = allowed.max(axis=-1, keepdims=True)
     if part.axis is not None:
         best = lax.pmax(best, part.axis)
@@ -207,28 +207,28 @@ def _scaled(allowed: jax.Array, rows: SamplingRows[jax.Array], part: VocabularyP
 def _with_noise(
     scores: jax.Array, allowed: jax.Array, rows: SamplingRows[jax.Array], part: VocabularyPart
 ) -> jax.Array:
-    """What a row's id is the first maximum of: a greedy row's are what is allowed."""
+    """Return the scores whose first maximum is the row's id; for a greedy row, `allowed`."""
     noise = _gumbel(rows.seed, rows.sample_positions, scores.shape[1], part.first_id)
     return jnp.where(rows.temperature[:, None] > 0, scores + noise, allowed)
 
 
 def _cuts(rows: SamplingRows[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """top_k and top_p: a greedy row has no use for its own, and a row without cuts costs next to nothing."""
+    """Return top_k and top_p, switched off for greedy rows; a row without cuts costs almost nothing."""
     draws = rows.temperature > 0
     return jnp.where(draws, rows.top_k, 0), jnp.where(draws, rows.top_p, 1.0)
 
 
 def _truncate(scores: jax.Array, top_k: jax.Array, top_p: jax.Array, backend: str) -> jax.Array:
-    """`scores` f32[S, V] (at most 0, the best 0) with -inf for every id that top-k or top-p cuts."""
-    # Written out once: were they computed again for the comparison, division might round otherwise there.
+    """Return `scores` f32[S, V] (at most 0, the best 0) with -inf for every id that top-k or top-p cuts."""
+    # Materialize the scores: if XLA recomputed them to compare, division might round differently there.
     scores = lax.optimization_barrier(scores)
-    # Compared as scores and not as keys: what searches the keys in place would have to copy them first. Where
-    # nothing is cut the least one is a NaN, and nothing is below it.
+    # Compare scores and not keys, which the in-place search of the keys would have to copy first. If nothing
+    # is cut, the least kept score is NaN, and nothing is below it.
     return jnp.where(scores < _least_kept(scores, top_k, top_p, backend), -jnp.inf, scores)
 
 
 def _least_kept(scores: jax.Array, top_k: jax.Array, top_p: jax.Array, backend: str) -> jax.Array:
-    """f32[S, 1]: the least of the scores that neither top-k nor top-p cuts; NaN where nothing is cut."""
+    """Return f32[S, 1], the least score that neither top-k nor top-p cuts; NaN if nothing is cut."""
     masses = jnp.round(jnp.exp(scores) * 2.0**MASS_BITS).astype(jnp.uint32)
     return _scores_of(_find_cutoffs(_ordered_keys(scores), masses, top_k, top_p, backend))[:, None]
 
@@ -236,24 +236,24 @@ def _least_kept(scores: jax.Array, top_k: jax.Array, top_p: jax.Array, backend: 
 def _find_cutoffs(
     keys: jax.Array, masses: jax.Array, top_k: jax.Array, top_p: jax.Array, backend: str
 ) -> jax.Array:
-    """`cutoffs` on the mesh of the keys."""
+    """Return `cutoffs`, computed on the mesh of the keys."""
     find = functools.partial(cutoffs, backend=backend)
     mesh = jax.typeof(keys).sharding.mesh
     if backend == "xla" or mesh.size <= 1:
         return find(keys, masses, top_k, top_p)
-    # A kernel runs on whole rows: every device searches all of them, as it samples all of them.
+    # A kernel needs whole rows, so every device searches all rows, just as it samples all of them.
     return on_every_device(find, mesh)(keys, masses, top_k, top_p)
 
 
 def _ordered_keys(scores: jax.Array) -> jax.Array:
-    """u32[S, V] that compare as the floats do."""
+    """Return u32[S, V] that compare as the floats do."""
     bits = lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.uint32)  # -0.0 is 0.0
     is_negative = bits >> _WORD(31) == 1
     return jnp.where(is_negative, ~bits, bits | _WORD(1 << 31))
 
 
 def _scores_of(keys: jax.Array) -> jax.Array:
-    """f32 whose `_ordered_keys` these are; a NaN for 0."""
+    """Return the f32 scores whose `_ordered_keys` these are; key 0 becomes NaN."""
     bits = jnp.where(keys >> _WORD(31) == 1, keys & _WORD(2**31 - 1), ~keys)
     return lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -261,23 +261,23 @@ def _scores_of(keys: jax.Array) -> jax.Array:
 def _gumbel(
     seed: jax.Array, positions: jax.Array, vocab_size: int, first_id: int | jax.Array = 0
 ) -> jax.Array:
-    """f32[S, V]: Gumbel noise, a function of (seed, position, token id)."""
+    """Return Gumbel noise f32[S, V], a function of (seed, position, token id)."""
     row_key = _threefry2x32((seed[:, 1], seed[:, 0]), positions.astype(jnp.uint32))
     token_iota = jnp.asarray(first_id).astype(jnp.uint32) + lax.broadcasted_iota(
         jnp.uint32, (seed.shape[0], vocab_size), 1
     )
     words = _threefry2x32((row_key[0][:, None], row_key[1][:, None]), token_iota)
-    # Uniform in (0, 1), finest next to 0, where the largest noise comes from; never exactly 0 or 1.
+    # Uniform in (0, 1), finest near 0, where the largest noise comes from; never exactly 0 or 1.
     uniform = ((words[0] ^ words[1]).astype(jnp.float32) + 0.5) * 2.0**-32
     exponential = -jnp.log1p(-jnp.minimum(uniform, 1 - 2.0**-24))
     return -jnp.log(exponential)
 
 
 def _threefry2x32(key: tuple[jax.Array, jax.Array], counter: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The two words of Threefry-2x32-20 of the 64-bit `counter` with a high word of 0.
+    """Return the two words of Threefry-2x32-20 for the 64-bit `counter` with a high word of 0.
 
-    Bit for bit what `jax.random` computes for a `threefry2x32` key: `fold_in` with this counter, and, with
-    partitionable bits, the words whose exclusive or is `bits[counter]`.
+    They are bit for bit what `jax.random` computes for a `threefry2x32` key: `fold_in` with this counter, or,
+    with partitionable bits, the words whose exclusive or is `bits[counter]`.
     """
     keys = (key[0], key[1], key[0] ^ key[1] ^ _WORD(0x1BD11BDA))
     x0 = jnp.broadcast_to(keys[0], counter.shape)

@@ -1,13 +1,14 @@
-"""From logits whose vocabulary is split over devices to token ids, without gathering the logits.
+"""Sampling from logits whose vocabulary is split over devices, without gathering the logits.
 
-Owns: what devices tell each other about a row: each its best score and id, and what its log-probabilities are
-made of, in one exchange of a few words; where rows are drawn, the largest logit before it.
-Does not know: how scores are made; `sampler` makes a part of the vocabulary's as it makes the whole's.
+Owns: what devices exchange about a row. In one exchange of a few words, each device sends its best score, the
+id, and its part of the log-probabilities. If rows are drawn, devices exchange the largest logit before that.
+Does not know: how scores are computed; `sampler` does that for a part of the vocabulary as for the whole.
 
-Ids are those of whole rows to the bit: maxima have no rounding order, and of equal scores the first device's,
-which has the lower ids, is taken. The sum behind log-probabilities is added up device by device, so they may
-differ from whole rows' in the last place. Top-k and top-p are not for here: their cutoffs are found in two or
-more dozens of passes, each of which would be an exchange, while to gather 128 rows of 32,000 logits is one.
+Ids equal those of whole rows to the bit: maxima do not depend on rounding order, and among equal scores the
+first device, which has the lower ids, wins. The normalizer of log-probabilities is summed device by device,
+so log-probabilities may differ from those of whole rows in the last place. Top-k and top-p are not supported:
+their cutoffs are found in two or more dozens of passes, and each would need an exchange, while gathering
+128 rows of 32,000 logits is one exchange.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from pensieve_jax.decoding.sampling_rows import SamplerMode, SamplingRows
 def sample_split(
     logits: jax.Array, rows: SamplingRows[jax.Array], *, mode: SamplerMode, num_top: int, mesh: Mesh
 ) -> Samples:
-    """What `sampler.sample` returns, of f32[S, V] that are split over `mesh`; the mode must not truncate."""
+    """Return what `sampler.sample` returns, for f32[S, V] split over `mesh`; the mode must not truncate."""
     assert not mode.truncates
     shard = jax.shard_map(
         functools.partial(_sample_part, mode=mode, num_top=num_top),
         mesh=mesh,
         in_specs=(PartitionSpec(None, TENSOR_AXIS), PartitionSpec()),
         out_specs=PartitionSpec(),
-        check_vma=False,  # what all devices compute from the same words is the same
+        check_vma=False,  # all devices compute the same result from the same words
     )
     samples: Samples = shard(logits, rows)
     return samples
@@ -48,7 +49,7 @@ def _sample_part(
     scores = decision_scores(logits, rows, mode=mode, part=VocabularyPart(first_id, TENSOR_AXIS))
     place = jnp.argmax(scores, axis=-1)
     highest = logits.max(axis=-1)
-    shift = jnp.where(highest > -jnp.inf, highest, 0.0)  # a part may have no id that is possible
+    shift = jnp.where(highest > -jnp.inf, highest, 0.0)  # all ids of a part may be impossible
     floats = [
         jnp.take_along_axis(scores, place[:, None], axis=1),
         jnp.take_along_axis(logits, place[:, None], axis=1),
@@ -84,5 +85,5 @@ def _sample_part(
 
 
 def _rows_of(told: jax.Array) -> jax.Array:
-    """[devices, S, K] -> [S, devices * K]: lower ids first among equals, as devices are."""
+    """Reshape [devices, S, K] to [S, devices * K]; equal values keep the order of ids, which is by device."""
     return jnp.moveaxis(told, 0, 1).reshape(told.shape[1], -1)

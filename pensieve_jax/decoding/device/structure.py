@@ -24,9 +24,9 @@ class ModelStructure:
     """An nnx module without its arrays; hashable, so that equal models share executables.
 
     Attributes:
-      graphdef: the module's structure.
-      treedef: of its state; the leaves are the arrays.
-      present: which of them a part of the model takes, by number.
+      graphdef: structure of the module.
+      treedef: structure of its state, whose leaves are the arrays.
+      present: indices of the leaves that a part of the model takes.
     """
 
     graphdef: Any
@@ -37,7 +37,7 @@ class ModelStructure:
     def split(
         cls, model: Model, names: Collection[str] | None = None
     ) -> tuple[ModelStructure, list[jax.Array]]:
-        """The structure and the arrays of `model`, or of its attributes of those names alone."""
+        """Return the structure and arrays of `model`, or only of its attributes in `names`."""
         graphdef, state = nnx.split(model)
         paths, treedef = jax.tree.flatten_with_path(state)
         present = [i for i, (path, _) in enumerate(paths) if names is None or path[0].key in names]
@@ -45,9 +45,9 @@ class ModelStructure:
 
     @classmethod
     def split_layers(cls, model: Model, layers: range) -> tuple[ModelStructure, list[jax.Array]]:
-        """Of some layers alone: the structure of a model that has as many, in which the first is number 0.
+        """Return the structure and arrays of some layers: a model with as many layers, numbered from 0.
 
-        So it is the same for as many others, and a model's layers have to be of one kind.
+        Equally many other layers have the same structure; all layers of a model must be of one kind.
         """
         kinds = {nnx.split(layer)[0] for layer in model.layers}
         assert len(kinds) == 1, "layers differ in more than their numbers"
@@ -59,7 +59,7 @@ class ModelStructure:
         return structure, [arrays[layers[path[1].key], path[2:]] for path, _ in _layer_arrays(short)]
 
     def merge(self, leaves: list[jax.Array]) -> Any:
-        """A module again, less the arrays it did not take; inside a trace this costs nothing at run time."""
+        """Return the module again, without the arrays left out; free at run time inside a trace."""
         every: list[jax.Array | None] = [None] * self.treedef.num_leaves
         for i, leaf in zip(self.present, leaves, strict=True):
             every[i] = leaf
@@ -67,6 +67,6 @@ class ModelStructure:
 
 
 def _layer_arrays(model: Model) -> list[tuple[Any, Any]]:
-    """Every array of a layer, or what stands for it, with its path: `layers`, the number, and the rest."""
+    """Return every array of the layers (or its placeholder) with its path: `layers`, the number, the rest."""
     paths = jax.tree.flatten_with_path(nnx.split(model)[1])[0]
     return [(path, leaf) for path, leaf in paths if path[0].key == _LAYERS]

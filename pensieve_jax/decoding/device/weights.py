@@ -1,6 +1,6 @@
 """Loading a model's weights onto a mesh, with a progress bar, for any engine.
 
-Owns: the dtype that a model is served with here, and the refusal of weights that do not fit.
+Owns: the dtype that a model is served with on this platform, and the refusal of weights that do not fit.
 Does not know: configurations of engines, or checkpoints (`model_defs.loading`).
 """
 
@@ -25,18 +25,18 @@ def load_weights(
     max_position_embeddings: int | None,
     progress: bool,
 ) -> Model:
-    """A model with its arrays on `mesh`.
+    """Load a model with its arrays on `mesh`.
 
     Args:
-      source: what `model_source.resolve_model` returned.
-      dtype: as of `LLM`.
-      mesh: one axis, "tp".
-      seed: of random weights.
-      max_position_embeddings: more positions than the checkpoint says; None: as many.
-      progress: show a bar.
+      source: the result of `model_source.resolve_model`.
+      dtype: as in `LLM`.
+      mesh: mesh with one axis, "tp".
+      seed: seed of random weights.
+      max_position_embeddings: number of positions if more than the checkpoint's; None for the checkpoint's.
+      progress: show a progress bar.
 
     Raises:
-      ConfigError: they do not fit the device's memory.
+      ConfigError: the weights do not fit the device's memory.
       model_defs.ModelError: the checkpoint or the architecture cannot be served.
     """
     devices = list(mesh.devices.flat)
@@ -59,25 +59,25 @@ def load_weights(
 
 
 def serving_dtype(dtype: str) -> str:
-    """What a model is loaded with: "auto" is float32 on a CPU, and elsewhere left to the checkpoint."""
+    """Return the dtype to load a model with: "auto" is float32 on a CPU, else the checkpoint's choice."""
     return "float32" if dtype == "auto" and jax.default_backend() == "cpu" else dtype
 
 
 class ProgressBar:
-    """A progress bar that is fed (number done, number in all, what was done)."""
+    """A progress bar; call it with (number done, total number, what was done)."""
 
     def __init__(self, title: str, shown: bool) -> None:
-        """Nothing shows unless `shown`."""
+        """Show nothing unless `shown`."""
         self._bar = tqdm(desc=title, disable=not shown, leave=False)
 
     def __call__(self, num_done: int, num_all: int, name: str) -> None:
-        """So much is done."""
+        """Set the progress to `num_done` of `num_all`, and show `name`."""
         self._bar.total = num_all
         self._bar.set_postfix_str(name, refresh=False)
         self._bar.update(num_done - self._bar.n)
 
     def __enter__(self) -> Callable[[int, int, str], None]:
-        """The bar itself, to be called."""
+        """Return the bar, to be called."""
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,1 +1,1 @@
-"""Chunks on their way between device pages and pinned host memory."""
+"""Copies of chunks between device pages and pinned host memory."""

@@ -1,12 +1,12 @@
-"""Transfers of chunks between the device's pools and pinned host memory, beside the steps.
+"""Transfers of chunks between the device's pools and pinned host memory, concurrent with the steps.
 
-Owns: the order of gathers, scatters and copies around the steps, and whose turn it is.
+Owns: the order of gathers, scatters and copies relative to the steps, and which direction may copy.
 Does not know: whose chunks they are, or what a step computes.
 
-Every copy is enqueued before a step is dispatched and runs beside it, because the runtime lets a copy into a
-new buffer wait for whatever computation was dispatched before it. What is small and urgent (a step's plan,
-page numbers) goes first. `outgoing` and `incoming` are the two ways. Copies that start together are one
-batched call, and arrive in no order.
+Every copy is enqueued before a step is dispatched and runs beside it, because the runtime makes a copy into a
+new buffer wait for all computation dispatched before it. Small, urgent data (a step's plan, page numbers) is
+sent first. `outgoing` and `incoming` are the two directions. Copies that start together are one batched call
+and arrive in any order.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from pensieve_jax.runtime.compilation import CompilationJob
 
 
 class DeviceTransfers:
-    """See `Transfers` for the protocol and the module for how it is kept.
+    """Transfers of one runner; see `Transfers` for the protocol, and the module for its implementation.
 
     Attributes:
-      retrieval_priority: as given; it may be changed between steps.
+      retrieval_priority: see `__init__`; it may be changed between steps.
       staging_bytes: the most device memory, per device, that copies in flight take.
-      num_preparations: parts of `grow`, and `jobs`, for whoever shows progress.
+      num_preparations: number of pieces of `grow` and of `jobs`, for a progress display.
     """
 
     def __init__(
@@ -47,20 +47,19 @@ class DeviceTransfers:
         retrieval_priority: bool,
         cpu_bytes: int | None = None,
     ) -> None:
-        """Take no memory yet.
+        """Allocate nothing yet.
 
         Args:
           storage: shape and placement of pages and chunks.
-          pools: that chunks come from and go to.
-          cpu_pages: host slots; without any nothing is compiled, and nothing may be copied.
-          max_num_staged_pages: chunks that are in flight at once, each way.
-          retrieval_priority: start no copy to the host while one from it is in flight, unless others need
-            its room in staging or it has waited for some steps (the paper's section 5, prioritized
-            retrieval).
-          cpu_bytes: what `cpu_pages` were made of, if they were: refusals name it.
+          pools: the pools that chunks are copied from and to.
+          cpu_pages: number of host slots; with 0 nothing is compiled, and nothing may be copied.
+          max_num_staged_pages: maximum number of chunks in flight at once, in each direction.
+          retrieval_priority: start no copy to the host while one from it is in flight, unless its room in
+            staging is needed or it has waited for some steps (the paper's section 5, prioritized retrieval).
+          cpu_bytes: the size that `cpu_pages` was derived from, if any; error messages name it.
 
         Raises:
-          ConfigError: the machine has less memory than that.
+          ConfigError: the machine has less memory than `cpu_pages` need.
         """
         self._storage, self._num_groups = storage, len(storage.groups)
         self._window = window(max_num_staged_pages)
@@ -74,28 +73,28 @@ class DeviceTransfers:
         self.num_preparations = self._host.num_pieces + self._copies.num_executables + 1 if cpu_pages else 0
 
     def grow(self) -> Iterator[str]:
-        """Take all host memory; yields after every part of it.
+        """Allocate all host memory; yield after every piece.
 
         Raises:
-          ConfigError: the runtime does not get it.
+          ConfigError: the runtime cannot allocate it.
         """
         yield from self._host.grow()
 
     def jobs(self) -> Iterator[CompilationJob]:
-        """What is to be compiled before anything moves."""
+        """Yield the compilations that must end before anything moves."""
         if self._host.num_slots:
             yield self._incoming.mark.job()
             yield from self._copies.jobs()
 
     def rehearse(self) -> None:
-        """Run every executable once, which loads its kernels; page 0 keeps its contents."""
+        """Run every executable once to load its kernels; page 0 keeps its contents."""
         if not self._host.num_slots:
             return
         self._incoming.mark.place()
         for num_chunks in self._copies.sizes:
             pages = [0] * num_chunks
             chunks = self._copies.gather(pages)
-            _ = chunks[0].is_lost  # page 0 may hold anything: asking only loads what answers
+            _ = chunks[0].is_lost  # loads the kernel; the value is irrelevant, as page 0 may hold anything
             pieces = [piece for chunk in chunks for piece in chunk.pieces]
             pinned = copy_arrays(pieces, self._storage.host_sharding)
             staged = jax.block_until_ready(copy_arrays(pinned, self._storage.sharding))
@@ -105,34 +104,34 @@ class DeviceTransfers:
 
     @property
     def temp_bytes(self) -> int:
-        """Bytes per device that moving pages takes for a moment, beside what is staged."""
+        """Bytes per device that moving pages takes temporarily, beside staging memory."""
         return self._copies.temp_bytes
 
     def swap_out(self, copies: Sequence[Copy]) -> None:
-        """Gather pages into staging, blocking where that is full; see `Transfers`."""
+        """Gather pages into staging memory, blocking while that is full; see `Transfers`."""
         assert not self._incoming.expedited, "no step was dispatched for expedited copies"
         self._outgoing.gather(copies)
 
     def swap_in(self, copies: Sequence[Copy]) -> None:
-        """Queue copies, to be started right before the next step is dispatched; see `Transfers`.
+        """Queue copies to start right before the next step is dispatched; see `Transfers`.
 
-        What was gathered is copied out now that it is known whether anything is on its way in.
+        Gathered chunks are copied to the host here, once it is known whether any chunk is coming in.
         """
         self._incoming.queue(copies)
         is_held = self.retrieval_priority and self._incoming.is_arriving()
-        # Somebody may wait for what is held back, while others are fetched all the time.
+        # A request may wait for the chunks held back while other chunks keep coming in.
         if not is_held or self._outgoing.num_held_steps() >= MAX_HELD_STEPS:
             self._outgoing.start()
 
     def expedite(self, copy_ids: Collection[int]) -> None:
-        """Have the next step wait for these copies; see `Transfers`."""
+        """Make the next step wait for these copies; see `Transfers`."""
         self._incoming.expedite(set(copy_ids))
 
     def start(self) -> None:
-        """Let the first group of expedited copies land; start the others, and what is queued and has room.
+        """Scatter the first group of expedited copies; start the others, and queued copies that have room.
 
-        Called by the runner when the little that the step itself needs is on its way to the device: what is
-        started later arrives later.
+        The runner calls this once the step's own small inputs are on their way to the device, because
+        what starts later arrives later.
 
         Raises:
           StepFailedError: the device refused.
@@ -141,7 +140,9 @@ class DeviceTransfers:
         self._incoming.start_queued()
 
     def land(self, group: int) -> None:
-        """Called by the runner right before it dispatches a step's `group` of layers, all groups in order.
+        """Scatter expedited copies of one `group` of layers.
+
+        The runner calls this right before it dispatches that group of a step, for all groups in order.
 
         Raises:
           StepFailedError: expedited copies could not be scattered.
@@ -151,7 +152,7 @@ class DeviceTransfers:
             self._mover.num_steps += 1
 
     def completed(self) -> Ended:
-        """Scatter what was copied beside the last step, and name it; see `Transfers`."""
+        """Scatter what was copied beside the last step and return all ended copies; see `Transfers`."""
         arrived, lost = self._outgoing.completed()
         return Ended([*arrived, *self._incoming.completed()], lost)
 
@@ -166,7 +167,7 @@ class DeviceTransfers:
         self._mover.wait_for(moving, min(len(moving), self._window))
 
     def reset(self) -> None:
-        """Forget what is in flight; what slots hold stays good. The runner calls it, before new pools."""
+        """Forget the copies in flight; slots stay valid. The runner calls this before it makes new pools."""
         self._outgoing.clear()
         self._incoming.clear()
 

@@ -1,11 +1,11 @@
-"""Host slots: what chunks hold in pinned memory, by slot.
+"""Host slots: the arrays of chunks in pinned memory, by slot.
 
-Owns: the arrays of every slot, and the one-time growth of the runtime's pinned allocator, with the refusal of
-a size that the machine does not have.
-Does not know: which slot belongs to whom, or how arrays come and go.
+Owns: the arrays of every slot, the one-time growth of the runtime's pinned allocator, and the refusal of a
+size that the machine does not have.
+Does not know: which conversation a slot belongs to, or how arrays are copied.
 
-Memory that the runtime has to pin first is filled 15 times slower than recycled memory, so all of it is
-taken once at the start and given back to the runtime, which keeps it. On CPUs nothing is pinned or kept.
+Filling memory that the runtime must pin first is 15 times slower than filling recycled memory. So all of it
+is allocated once at start and returned to the runtime, which keeps it. On CPUs nothing is pinned or kept.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from pensieve_jax.device.kv_storage import KVStorage
 from pensieve_jax.runtime.errors import in_a_line
 from pensieve_jax.runtime.host_memory import OWN_LIMIT_GB, VARIABLE, available_bytes
 
-_USABLE_FRACTION = 0.9  # of what is available: pinned memory cannot be swapped, and others live here too
+_USABLE_FRACTION = 0.9  # of available memory: pinned memory cannot be swapped, and other processes need some
 _CHUNKS_PER_PIECE = 64
 
 
 class HostPool:
-    """One array per group of layers in every slot that holds a chunk; slots are 1 .. num_slots.
+    """Arrays of every slot that holds a chunk, one per group of layers; slots are 1 .. num_slots.
 
     Attributes:
-      num_slots: as many as `cache.cpu_pages`.
-      num_pieces: of the growth; 0 on CPUs, which need none.
+      num_slots: number of slots, `cache.cpu_pages`.
+      num_pieces: number of pieces of `grow`; 0 on CPUs, which need none.
     """
 
     def __init__(
         self, storage: KVStorage, num_slots: int, num_spare: int, cpu_bytes: int | None = None
     ) -> None:
-        """Hold nothing yet.
+        """Check the size against available memory and allocate nothing yet.
 
         Args:
           storage: shape and placement of chunks.
-          num_slots: chunks in all.
-          num_spare: chunks that are on their way to a slot whose old memory is not free yet.
-          cpu_bytes: what the slots were made of, if they were: refusals name it.
+          num_slots: number of chunks in all.
+          num_spare: number of chunks on their way to a slot whose old memory is not free yet.
+          cpu_bytes: the size that `num_slots` was derived from, if any; error messages name it.
 
         Raises:
           ConfigError: the machine has less memory than that.
@@ -55,10 +55,10 @@ class HostPool:
         self._check_memory()
 
     def grow(self) -> Iterator[str]:
-        """Have the runtime take the whole pool's memory, where it keeps it; yields after every piece.
+        """Make the runtime allocate the whole pool's memory, if it keeps it; yield after every piece.
 
         Raises:
-          ConfigError: the runtime does not get it.
+          ConfigError: the runtime cannot allocate it.
         """
         storage, taken = self._storage, 0
         held = []
@@ -74,25 +74,25 @@ class HostPool:
             except jax.errors.JaxRuntimeError as error:
                 raise self._refusal(
                     f"less: the runtime could pin {taken:,} of {self._num_bytes:,} bytes of host memory",
-                    f"on GPUs it pins no more than {os.environ.get(VARIABLE, OWN_LIMIT_GB)} GB here: set the "
-                    f"environment variable {VARIABLE} to a fifth more than is needed before the process "
-                    f"starts; it reported: {in_a_line(error)}",
+                    f"on GPUs it pins at most {os.environ.get(VARIABLE, OWN_LIMIT_GB)} GB here. Set the "
+                    f"environment variable {VARIABLE} to 1.2 times the bytes needed before the process "
+                    f"starts. The runtime reported: {in_a_line(error)}",
                 ) from error
             taken += num_chunks * storage.slot_bytes
             yield f"{taken / 1e9:.1f} GB of host memory"
 
     def put(self, slot: int, arrays: list[jax.Array]) -> None:
-        """Let `slot` hold a chunk; `arrays` are in pinned memory, one per group."""
+        """Store a chunk in `slot`; `arrays` are in pinned memory, one per group."""
         assert 1 <= slot <= self.num_slots and len(arrays) == len(self._storage.groups)
         self._arrays[slot] = arrays
 
     def get(self, slot: int) -> list[jax.Array]:
-        """The arrays of a slot, one per group; it must hold a chunk."""
+        """Return the arrays of a slot, one per group; the slot must hold a chunk."""
         assert slot in self._arrays, f"slot {slot} holds no chunk"
         return self._arrays[slot]
 
     def clear(self, slot: int) -> None:
-        """Forget what `slot` holds, if anything."""
+        """Forget the contents of `slot`, if any."""
         self._arrays.pop(slot, None)
 
     @property
@@ -110,8 +110,8 @@ class HostPool:
         raise self._refusal(
             f"at most {size} ({as_well}): with {num_spare} pages in transit, of "
             f"{self._storage.slot_bytes:,} bytes each, it takes "
-            f"{self._num_bytes:,} bytes, and of the {available:,} bytes that are available here "
-            f"{_USABLE_FRACTION:.0%} may be pinned",
+            f"{self._num_bytes:,} bytes, and {_USABLE_FRACTION:.0%} of the {available:,} bytes that are "
+            f"available here may be pinned",
             f"lower it{' (or cache.cpu_bytes)' if self._cpu_bytes is None else ''}, or free host memory",
         )
 
@@ -122,5 +122,5 @@ class HostPool:
 
 
 def keeps_host_memory(storage: KVStorage) -> bool:
-    """Whether the runtime keeps freed host memory for later arrays, as GPU runtimes keep pinned memory."""
+    """Return whether the runtime keeps freed host memory for later arrays, as GPU runtimes do."""
     return storage.sharding.mesh.devices.flat[0].platform != "cpu"

@@ -1,7 +1,8 @@
-"""Chunks on their way between tiers, whichever way they go.
+"""Chunks on their way between tiers, in either direction.
 
-Owns: what is kept until a copy has ended, how copies are started and awaited, and the host's seconds for it.
-Does not know: pages, slots, or in what order with the steps things happen.
+Owns: the record of a copy until it has ended, how copies are started and awaited, and the host time they
+take.
+Does not know: pages, slots, or the order of copies relative to the steps.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ _sleep = time.sleep
 
 @dataclass(eq=False)
 class InFlight:
-    """One copy; arrays are one per group of layers.
+    """One copy; its arrays are one per group of layers.
 
     Attributes:
       copy: the page and the slot.
-      source: kept alive until the copy has ended.
-      target: what it is copied to, of the groups that were started.
-      start_step: the number of steps that were dispatched before it was started, or was gathered.
-      gathered: of a copy to the host, its chunk, which says whether it is whole.
+      source: source arrays, kept alive until the copy has ended.
+      target: target arrays of the groups that were started.
+      start_step: number of steps dispatched before the copy was started or, until then, gathered.
+      gathered: for a copy to the host, the gathered chunk, which knows whether it is complete.
     """
 
     copy: Copy
@@ -44,15 +45,15 @@ class InFlight:
     gathered: Gathered | None = None
 
     def is_ready(self) -> bool:
-        """Whether the copy was started and has ended, well or badly."""
+        """Return whether the copy was started and has ended, successfully or not."""
         return bool(self.target) and all(map(is_ready, self.target))
 
 
 class Mover:
-    """Starts copies and waits for them.
+    """Starts of copies and waits for them.
 
     Attributes:
-      num_steps: dispatched so far; whoever dispatches them counts.
+      num_steps: number of steps dispatched so far; the caller that dispatches them increments it.
       dispatch_s: host seconds spent on dispatching copies, gathers and scatters.
       stall_s: host seconds blocked.
     """
@@ -63,7 +64,7 @@ class Mover:
         self.stall_s = 0.0
 
     def start(self, batch: Sequence[InFlight], sharding: NamedSharding, groups: range) -> None:
-        """Copy the pieces of `groups`, which are the next of all in `batch`, to `sharding` in one call.
+        """Copy the pieces of `groups`, the next groups of all copies in `batch`, to `sharding` in one call.
 
         Raises:
           StepFailedError: the copies could not be started.
@@ -78,11 +79,11 @@ class Mover:
             transfer.start_step = self.num_steps
 
     def wait_for(self, moving: Collection[InFlight], count: int) -> None:
-        """Block until `count` of them have ended, whichever; `check` says whether they ended well.
+        """Block until any `count` of the copies have ended; `check` tells whether they succeeded.
 
-        It polls: the runtime can wait for a given array only, and any given one may be the last to end.
+        It polls, because the runtime can only wait for a given array, and that may be the last to end.
         """
-        assert count <= len(moving) and all(transfer.target for transfer in moving), "a wait without end"
+        assert count <= len(moving) and all(transfer.target for transfer in moving), "endless wait"
         start = time.perf_counter()
         try:
             while sum(transfer.is_ready() for transfer in moving) < count:
@@ -91,14 +92,14 @@ class Mover:
             self.stall_s += time.perf_counter() - start
 
     def check(self, ended: Iterable[InFlight]) -> None:
-        """Raise StepFailedError if one of them ended badly."""
+        """Raise StepFailedError if one of the ended copies failed."""
         try:
             jax.block_until_ready([transfer.target for transfer in ended])
         except jax.errors.JaxRuntimeError as error:
             raise step_failed("a copy between tiers failed on the device", error) from error
 
     def is_lost(self, transfer: InFlight) -> bool:
-        """Whether what a copy to the host has brought is not whole; it has ended. Raises StepFailedError."""
+        """Return whether an ended copy to the host brought an incomplete chunk. Raises StepFailedError."""
         try:
             return transfer.gathered is not None and transfer.gathered.is_lost
         except jax.errors.JaxRuntimeError as error:
@@ -106,7 +107,7 @@ class Mover:
 
     @contextlib.contextmanager
     def dispatching(self) -> Iterator[None]:
-        """Count the host's time; a refusal of the device is a failed step."""
+        """Count the host time of this block; turn an error of the device into a failed step."""
         start = time.perf_counter()
         try:
             yield
@@ -117,14 +118,14 @@ class Mover:
 
 
 def is_ready(array: Any) -> bool:
-    """Whether `array` holds its value, or the error instead; the published type of arrays cannot say."""
+    """Return whether `array` holds its value or an error. The published type of arrays has no such method."""
     return array is None or array.is_ready()
 
 
 def part(
     transfers: Iterable[InFlight], is_chosen: Callable[[InFlight], bool]
 ) -> tuple[deque[InFlight], deque[InFlight]]:
-    """Those that are chosen, and the others, both in order."""
+    """Return the chosen transfers and the others, both in order."""
     chosen: deque[InFlight] = deque()
     others: deque[InFlight] = deque()
     for transfer in transfers:

@@ -1,11 +1,12 @@
-"""Chunks on their way from the host: queued, copied into staging beside a step, scattered before a later one.
+"""Copies from the host: queued, copied into staging beside a step, and scattered before a later step.
 
-Owns: the staging arrays of copies from the host, their bound, and those that the next step waits for.
-Does not know: copies the other way, or why a chunk is wanted.
+Owns: the staging arrays of copies from the host, their maximum number, and the copies that the next step
+waits for.
+Does not know: copies to the host, or why a chunk is wanted.
 
-Usually a chunk is copied beside one step and scattered into the pools before the next. A *expedited* one is
-scattered before the very next step, group by group of layers: the first group computes while the others'
-pieces arrive (pipelined recovery, the paper's section 4.3.3).
+Usually a chunk is copied beside one step and scattered into the pools before the next. An *expedited* chunk
+is scattered before the very next step, group by group of layers: the first group computes while the pieces of
+the other groups arrive (pipelined recovery, the paper's section 4.3.3).
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ class IncomingCopies:
     """Copies from host slots to pages.
 
     Attributes:
-      staged: started, to be scattered before a later step.
-      expedited: started in part or whole, to be scattered with the next step.
-      mark: has the step's plan arrive before the chunks that are copied beside it.
-      num_chunks: started so far.
+      staged: started copies, to be scattered before a later step.
+      expedited: copies started in part or whole, to be scattered with the next step.
+      mark: makes the step's plan arrive before the chunks that are copied beside the step.
+      num_chunks: number of chunks started so far.
     """
 
     def __init__(
         self, storage: KVStorage, host: HostPool, copies: PageCopies, mover: Mover, max_num_staged: int
     ) -> None:
-        """Nothing on its way; at most `max_num_staged` chunks will be at a time."""
+        """Start with no copies; at most `max_num_staged` chunks are on their way at a time."""
         self.mark = ArrivalMark(storage.sharding)
         self._sharding, self._groups = storage.sharding, range(len(storage.groups))
         self._host, self._copies, self._mover = host, copies, mover
@@ -44,19 +45,20 @@ class IncomingCopies:
         self._num_beside_step = num_beside_step(max_num_staged, storage.staged_bytes)
         self._queued: deque[InFlight] = deque()
         self._expedited_targets: Targets | None = None
-        self._last: Any = None  # a piece of what was started last
+        self._last: Any = None  # a piece of the copy that was started last
         self.staged: deque[InFlight] = deque()
         self.expedited: list[InFlight] = []
         self.num_chunks = 0
 
     def queue(self, copies: Sequence[Copy]) -> None:
-        """Copies to start when there is room; their slots may be given away at once."""
+        """Queue copies to start when there is room; their slots may be reused at once."""
         self._queued.extend(InFlight(copy, self._host.get(copy.slot)) for copy in copies)
 
     def expedite(self, copy_ids: Collection[int]) -> None:
-        """Have the next step wait for these copies; the first group of each starts here.
+        """Make the next step wait for these copies and start the first group of each.
 
-        That is before the step is planned: it can begin no earlier, and its plan may well arrive after them.
+        They start before the step is planned: the step cannot begin earlier, and its plan may arrive after
+        them.
 
         Raises:
           StepFailedError: the copies could not be started.
@@ -76,9 +78,9 @@ class IncomingCopies:
     def land_first_group(self) -> None:
         """Scatter the first group's pieces of expedited copies, and start the other groups'.
 
-        Copies wait for computation that was dispatched before them, so what is started from here on waits
-        for this scatter, and so for the first group. Started together, all groups would arrive together:
-        the copy engine takes turns between its streams.
+        A copy waits for all computation dispatched before it. So copies started from here on wait for this
+        scatter, and hence for the first group's pieces. If all groups were started together, they would
+        arrive together, because the copy engine alternates between its streams.
 
         Raises:
           StepFailedError: the device refused.
@@ -96,7 +98,7 @@ class IncomingCopies:
             self.expedited, self._expedited_targets = [], None
 
     def start_queued(self) -> None:
-        """Copy what is queued and has room, behind what was sent before; raises StepFailedError."""
+        """Start queued copies that have room, after everything sent before; raise StepFailedError."""
         room = min(self._num_beside_step, self._max_num_staged - len(self.expedited)) - len(self.staged)
         batch = [self._queued.popleft() for _ in range(min(room, len(self._queued)))]
         if batch:
@@ -106,7 +108,7 @@ class IncomingCopies:
         self.staged.extend(batch)
 
     def completed(self) -> list[int]:
-        """Scatter what was copied beside the last step; ids since the last call. Raises StepFailedError."""
+        """Scatter chunks copied beside the last step and return their ids. Raises StepFailedError."""
         landed, self.staged = part(self.staged, self._may_land)
         self._mover.check(transfer for transfer in landed if transfer.is_ready())
         if landed:
@@ -114,22 +116,23 @@ class IncomingCopies:
         return [transfer.copy.copy_id for transfer in landed]
 
     def is_arriving(self) -> bool:
-        """Whether a chunk waits to be copied from the host, or is in staging, or may still be on its way.
+        """Return whether a copy from the host is queued, in staging, or possibly still running.
 
-        The last is told by one piece of what was started last: the others arrive at about that time.
+        One piece of the copy that was started last stands for all running ones: they end at about that time.
         """
         if is_ready(self._last):
             self._last = None
         return bool(self._queued or self.staged or self.expedited) or self._last is not None
 
     def clear(self) -> None:
-        """Forget all of it."""
+        """Forget all copies, queued and started."""
         self._queued.clear()
         self.staged.clear()
         self.expedited, self._expedited_targets, self._last = [], None, None
 
     def _may_land(self, transfer: InFlight) -> bool:
-        # Beside a step a copy costs the next one only its rest; with none, the next need not wait.
+        # A copy that ran beside a step delays the next step only by its remainder. Without a step beside it,
+        # the copy must have ended.
         return transfer.start_step < self._mover.num_steps or transfer.is_ready()
 
     def _start(self, batch: Sequence[InFlight], groups: range) -> None:
@@ -140,7 +143,7 @@ class IncomingCopies:
             self.num_chunks += len(batch)
 
     def _stage(self, batch: Sequence[InFlight]) -> Targets:
-        """Their pages, for `_scatter`."""
+        """Send the copies' page numbers to the device for `_scatter`."""
         with self._mover.dispatching():
             return self._copies.stage([transfer.copy.page for transfer in batch])
 

@@ -1,12 +1,11 @@
-"""Chunks on their way to the host: gathered from their pages, held back or copied, put into their slots.
+"""Copies to the host: gathered from pages, held back or copied, then stored in slots.
 
-Owns: the staging arrays of copies to the host, and their bound.
-Does not know: copies the other way, or when it is whose turn.
+Owns: the staging arrays of copies to the host, and their maximum number.
+Does not know: copies from the host, or which direction may copy now.
 
-Pages are gathered in program order with the steps, so whoever takes a page next may write it at once. The
-copies that follow end in any order: the copy engine takes turns between its streams. A chunk that could not
-be packed is copied like others, since the host does not know before the device has come that far; no slot
-gets it.
+Pages are gathered in program order with the steps, so the next user of a page may write it at once. The
+copies that follow end in any order, because the copy engine alternates between its streams. A chunk that
+could not be packed is copied like the others, since the host learns of it too late; its slot stays empty.
 """
 
 from __future__ import annotations
@@ -26,15 +25,16 @@ class OutgoingCopies:
     """Copies from pages to host slots.
 
     Attributes:
-      in_flight: in the order of their gathers, started or not.
-      done, lost: ids of copies that have ended and `completed` has not named yet; slots hold the former.
-      num_chunks: started so far.
+      in_flight: copies in the order of their gathers, started or not.
+      done: ids of successful copies that `completed` has not returned yet; their slots hold the chunks.
+      lost: ids of incomplete copies that `completed` has not returned yet.
+      num_chunks: number of chunks started so far.
     """
 
     def __init__(
         self, storage: KVStorage, host: HostPool, copies: PageCopies, mover: Mover, max_num_staged: int
     ) -> None:
-        """Nothing on its way; at most `max_num_staged` chunks will be at a time."""
+        """Start with no copies; at most `max_num_staged` chunks are on their way at a time."""
         self._host_sharding, self._groups = storage.host_sharding, range(len(storage.groups))
         self._host, self._copies, self._mover = host, copies, mover
         self._max_num_staged = max_num_staged
@@ -44,7 +44,7 @@ class OutgoingCopies:
         self.num_chunks = 0
 
     def gather(self, copies: Sequence[Copy]) -> None:
-        """Read the pages, in program order; where there is no room, starts what came before and blocks.
+        """Read the pages in program order. Without room, start earlier copies and block.
 
         Raises:
           StepFailedError: the device refused, or an earlier copy has failed.
@@ -65,25 +65,25 @@ class OutgoingCopies:
                 self.start()
 
     def start(self) -> None:
-        """Copy what is held back; raises StepFailedError."""
+        """Copy the chunks that are held back; raise StepFailedError."""
         held = [transfer for transfer in self.in_flight if not transfer.target]
         self._mover.start(held, self._host_sharding, self._groups)
         self.num_chunks += len(held)
 
     def num_held_steps(self) -> int:
-        """Steps that were dispatched since the oldest chunk that is held back was gathered."""
+        """Return the number of steps dispatched since the oldest chunk held back was gathered."""
         now = self._mover.num_steps
         return now - min((one.start_step for one in self.in_flight if not one.target), default=now)
 
     def completed(self) -> Ended:
-        """Let slots hold what has arrived; ids since the last call. Raises StepFailedError."""
+        """Store arrived chunks in their slots; return ids since the last call. Raises StepFailedError."""
         self._finish()
         ended = Ended(self.done, self.lost)
         self.done, self.lost = [], []
         return ended
 
     def clear(self) -> None:
-        """Forget all of it."""
+        """Forget all copies, held back and started."""
         self.in_flight.clear()
         self.done.clear()
         self.lost.clear()

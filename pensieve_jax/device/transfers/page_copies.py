@@ -1,6 +1,6 @@
-"""Compiled copies between pages of the pools and chunks in staging: the device's half of a transfer.
+"""Compiled copies between pages of the pools and chunks in staging: the device's part of a transfer.
 
-Owns: the executables, one per group of layers, direction and batch size, and the packing on the way.
+Owns: the executables, one per group of layers, direction and batch size, and the packing during the copy.
 Does not know: host memory, or why a chunk moves.
 """
 
@@ -32,25 +32,25 @@ from pensieve_jax.runtime.program import Program
 
 
 class Targets(NamedTuple):
-    """Where chunks go, cut into batches."""
+    """The pages that chunks are scattered to, divided into batches."""
 
     batches: list[CopyBatch]
     pages: list[jax.Array]  # i32[size] of every batch
 
 
 class PackingFailures:
-    """What a batch of chunks could not be packed of: numbers that are on their way to the host."""
+    """The chunks of a gathered batch that could not be packed: counts on their way to the host."""
 
     def __init__(self, num_unplaced: Sequence[jax.Array]) -> None:
-        """`num_unplaced`: of every group of layers, i32[num_devices, size]."""
+        """Start the copies of `num_unplaced`: for every group of layers, i32[num_devices, size]."""
         self._arrays = num_unplaced
         self._lost: np.ndarray | None = None
         for array in num_unplaced:
-            if not _is_on_cpu(array):  # where they are read in place
+            if not _is_on_cpu(array):  # a CPU array is read in place
                 array.copy_to_host_async()
 
     def has(self, index: int) -> bool:
-        """Whether a chunk of the batch is not whole, on some device; its gather has ended.
+        """Return whether a chunk of the batch is incomplete on any device; its gather has ended.
 
         Raises:
           jax.errors.JaxRuntimeError: the device failed.
@@ -64,8 +64,9 @@ class Gathered(NamedTuple):
     """A chunk in staging.
 
     Attributes:
-      pieces: by group of layers.
-      losses, place: what says whether it is whole, and its place there; None: it is.
+      pieces: its arrays, one per group of layers.
+      losses: the failures of its batch; None if the chunk is complete for certain.
+      place: its index in the batch.
     """
 
     pieces: list[jax.Array]
@@ -74,20 +75,20 @@ class Gathered(NamedTuple):
 
     @property
     def is_lost(self) -> bool:
-        """See `PackingFailures.has`; nothing must be made of the pieces then."""
+        """Whether the chunk is incomplete (see `PackingFailures.has`); then its pieces must not be used."""
         return self.losses is not None and self.losses.has(self.place)
 
 
 class PageCopies:
-    """Gathers pages into staging arrays, and scatters such arrays into pages; all dispatched, never waiting.
+    """Gathers of pages into staging arrays, and scatters back into pages; all dispatched without waiting.
 
     Attributes:
-      sizes: of batches, ascending.
+      sizes: batch sizes, ascending.
       num_executables: the number of `jobs`.
     """
 
     def __init__(self, storage: KVStorage, pools: DevicePools, max_num_chunks: int) -> None:
-        """Compile nothing yet; `max_num_chunks` is the most that one call will move."""
+        """Compile nothing yet; `max_num_chunks` is the maximum that one call moves."""
         self._storage, self._pools = storage, pools
         self._replicated = NamedSharding(storage.sharding.mesh, PartitionSpec())
         self.sizes = batch_sizes(max_num_chunks)
@@ -98,7 +99,7 @@ class PageCopies:
         self.num_executables = 2 * len(self.sizes) * len(storage.groups)
 
     def jobs(self) -> Iterator[CompilationJob]:
-        """Everything that is to be compiled before anything moves."""
+        """Yield the compilations that must end before anything moves."""
         storage = self._storage
         shard = storage.sharding.shard_shape(storage.shape)
         mesh = storage.sharding.mesh
@@ -122,13 +123,13 @@ class PageCopies:
 
     @property
     def temp_bytes(self) -> int:
-        """The most that one of them takes on a device beside pools and staging, of those compiled."""
+        """The largest temporary memory of a compiled program on a device, beside pools and staging."""
         compiled = [*self._gathers.values(), *self._scatters.values()]
         stats = [executable.memory_analysis() for executable in compiled]
         return max((each.temp_size_in_bytes for each in stats if each is not None), default=0)
 
     def gather(self, pages: Sequence[int]) -> list[Gathered]:
-        """A new array per page and group of layers."""
+        """Return a new array per page and group of layers."""
         chunks: list[Gathered] = []
         is_packed = self._storage.packing is not None
         for start, stop, size in batches(len(pages), self.sizes):
@@ -142,9 +143,9 @@ class PageCopies:
         return chunks
 
     def stage(self, pages: Sequence[int]) -> Targets:
-        """Pages for `scatter`, on their way to the device.
+        """Send page numbers for `scatter` to the device.
 
-        Their few bytes must be on the way before the chunks are, or they arrive behind all of them.
+        Call this before copying the chunks; otherwise these few bytes arrive after all of them.
         """
         cut = list(batches(len(pages), self.sizes))
         padded = [_padded(pages[start:stop], size) for start, stop, size in cut]
@@ -159,9 +160,9 @@ class PageCopies:
 
 
 def _await_losses(last: Iterable[PackingFailures]) -> None:
-    """Wait for the last ones, and with them for all before, when nobody gathers any more or the process ends.
+    """Wait for the last copy, and so for all earlier ones, when gathering or the process ends.
 
-    The thread that ends a copy to the host needs the interpreter.
+    The thread that finishes a copy to the host needs the interpreter.
     """
     for losses in last:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -173,7 +174,7 @@ def _is_on_cpu(array: jax.Array) -> bool:
 
 
 def _padded(pages: Sequence[int], size: int) -> np.ndarray:
-    """i32[size]: `pages`, then page 0, which the kernels take for padding."""
+    """Return i32[size]: `pages`, then page 0, which the kernels treat as padding."""
     padded = np.zeros(size, np.int32)
     padded[: len(pages)] = pages
     return padded
@@ -187,7 +188,7 @@ _BY_DEVICE = PartitionSpec("tp")
 def _gather(
     pools: list[jax.Array], pages: jax.Array, *, mesh: Mesh, backend: str, packed: bool
 ) -> tuple[list[jax.Array], jax.Array | None]:
-    """Chunks, and of packed ones i32[num_devices, len(pages)], above 0 where one is not whole."""
+    """Return chunks and, if packed, i32[num_devices, len(pages)] that is positive for incomplete chunks."""
 
     def gather(pools: list[jax.Array], pages: jax.Array) -> tuple[list[jax.Array], jax.Array | None]:
         if not packed:

@@ -1,4 +1,4 @@
-"""What a server keeps in the history beside turns: responses, conversation items, idempotency keys.
+"""Data that a server stores in the history beside turns: responses, conversation items, idempotency keys.
 
 Owns: these tables, and the changes that a server commits to them, alone or together with a turn.
 Does not know: turns, SQL of other tables, HTTP, or JSON schemas.

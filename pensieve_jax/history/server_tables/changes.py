@@ -1,8 +1,8 @@
-"""What a server keeps in the history beside turns, as values that travel between its two processes.
+"""The data that a server stores in the history beside turns, as values passed between its two processes.
 
 Owns: what is committed together with a turn (`ResponseDraft`), what a server changes between turns
-(`HistoryChange`), and the rows it reads back.
-Does not know: SQL, HTTP, or JSON schemas: what is JSON here is kept as it comes and given back.
+(`HistoryChange`), and the rows that it reads back.
+Does not know: SQL, HTTP, or JSON schemas: JSON is stored and returned as it is.
 
 Times are in seconds since the epoch. An id is only found together with its owner.
 """
@@ -17,9 +17,9 @@ class ConversationAppend:
     """A turn's items, to be appended to a conversation in the turn's own transaction.
 
     Attributes:
-      conversation_id: of the same owner.
-      expected_version: what the conversation's version must still be; else ConversationChangedError, and
-        nothing of the turn is kept.
+      conversation_id: a conversation of the same owner.
+      expected_version: the version that the conversation must still have; otherwise ConversationChangedError
+        is raised, and nothing of the turn is stored.
       items: JSON list of the request's new items, ids included; the reply's item follows them.
     """
 
@@ -39,15 +39,15 @@ class Idempotency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseDraft:
-    """A response before its end: what is kept of it when its turn is committed.
+    """The data of a response that is stored when its turn is committed.
 
     Attributes:
       response_id: "resp_" and the turn's id.
       request: JSON object of the fields that the response echoes.
       input_items: JSON list of the request's own items, in order, ids included.
       output_item_id: id of the reply's item.
-      background: it runs on when its client leaves, and its row exists before its turn does.
-      body_sha256: digest of the request's body, by which a repeated one is known.
+      background: whether it continues when its client disconnects; then its row exists before its turn does.
+      body_sha256: digest of the request's body, by which a repeated request is recognized.
     """
 
     response_id: str
@@ -65,14 +65,14 @@ class ResponseDraft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseRecord:
-    """A response as it is kept.
+    """A stored response.
 
     Attributes:
       status: "queued", "completed", "incomplete", "cancelled" or "failed".
-      turn_id: None until there is one.
-      output_text, finish_reason, usage: of its turn; usage is a JSON object of `Usage`'s fields.
-      error: JSON object of a failed one.
-      job: of a queued background response, what it takes to run it again, as it was given.
+      turn_id: None before there is a turn.
+      output_text, finish_reason, usage: data of its turn; usage is a JSON object of `Usage`'s fields.
+      error: JSON object of a failed response.
+      job: for a queued background response, what is needed to run it again, as it was given.
     """
 
     response_id: str
@@ -106,23 +106,24 @@ class ConversationRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemRow:
-    """An item of a conversation: a JSON object; `position` orders them."""
+    """An item of a conversation: a JSON object; `position` orders items."""
 
     item_id: str
     position: int
     item: str
 
 
-# What a server changes between turns; each is one transaction. Those that name what does not exist, or is
-# another owner's, raise UnknownRecordError; those that make what exists already, InvalidRequestError.
+# Changes that a server makes between turns; each is one transaction. A change of something that does not
+# exist, or is another owner's, raises UnknownRecordError. Creation of what exists already raises
+# InvalidRequestError.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueResponse:
-    """Keep a background response as queued, before anybody is told that there is one.
+    """Storage of a background response as queued, before its client learns that it exists.
 
     Attributes:
-      parent_id: the turn that it goes on from, which stays as long as the response is queued.
+      parent_id: the turn that it continues, which stays as long as the response is queued.
     """
 
     draft: ResponseDraft
@@ -132,7 +133,7 @@ class QueueResponse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndResponse:
-    """A queued response ended without a turn: "cancelled" or "failed". One that has ended stays as it is."""
+    """The end of a queued response without a turn: "cancelled" or "failed"; others are not changed."""
 
     owner: str
     response_id: str
@@ -143,7 +144,7 @@ class EndResponse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeleteResponse:
-    """Forget a response; its turn's tokens go when nothing else needs them."""
+    """Deletion of a response; its turn's tokens are removed when nothing else needs them."""
 
     owner: str
     response_id: str
@@ -162,7 +163,7 @@ class CreateConversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateConversation:
-    """Replace a conversation's metadata."""
+    """Replacement of a conversation's metadata."""
 
     owner: str
     conversation_id: str
@@ -171,10 +172,10 @@ class UpdateConversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeleteConversation:
-    """Forget a conversation and its items; responses stay.
+    """Deletion of a conversation and its items; responses stay.
 
-    Of a long one a part of its items goes, and it remains until the change finds no more than that: so call
-    it again while the conversation is there.
+    One change only deletes a limited part of the items. A longer conversation remains with the other items,
+    so repeat the change while the conversation exists.
     """
 
     owner: str
@@ -183,12 +184,12 @@ class DeleteConversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppendItems:
-    """Append items, a JSON list, ids included; with the version that the conversation must still have.
+    """Addition of items (a JSON list, ids included) to a conversation still at `expected_version`.
 
     Attributes:
-      idempotency: of the request; its key counts in this conversation.
-      name: what is told of it to whoever sends the request again.
-      appended_at_s: now: a key whose time has passed is free.
+      idempotency: key of the request; it is valid within this conversation.
+      name: what a client that repeats the request is told.
+      appended_at_s: the current time: a key that has expired by then is free.
     """
 
     owner: str
@@ -202,7 +203,7 @@ class AppendItems:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeleteItem:
-    """Take one item out of a conversation."""
+    """Removal of one item from a conversation."""
 
     owner: str
     conversation_id: str
@@ -211,7 +212,7 @@ class DeleteItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expire:
-    """Forget responses and idempotency keys whose time has passed; a few at a time, so call it again."""
+    """Deletion of expired responses and idempotency keys; a few at a time, so repeat it."""
 
     now_s: float
 

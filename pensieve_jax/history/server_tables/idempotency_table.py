@@ -1,10 +1,11 @@
 """The requests that must not run twice.
 
-Owns: the statements on `idempotency`, and where a key counts.
+Owns: the statements on `idempotency`, and the scope of a key.
 Does not know: transactions (the caller holds one), or what a request asked for.
 
-A request for a response has its owner's key as it came. That of one which appends items to a conversation
-counts there: it stands behind the conversation's id and a line break, which no HTTP header has.
+The key of a request for a response is stored as given and is valid for its owner. The key of a request that
+appends items is valid for one conversation: it is stored after the conversation's id and a line break, which
+no HTTP header contains.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pensieve_jax.history import codec
 from pensieve_jax.history.connection import Connection
 from pensieve_jax.history.server_tables.changes import Idempotency
 
-type KnownRow = tuple[str, str, float]  # digest of the body, what it became, when its time is over
+type KnownRow = tuple[str, str, float]  # digest of the body, what the request became, when it expires
 
 
 def keep(
@@ -25,7 +26,7 @@ def keep(
     now_s: float,
     conversation_id: str | None = None,
 ) -> None:
-    """Keep a key with what its request became; one whose time has passed is free again.
+    """Store a key with the result of its request; an expired key is free again.
 
     Raises InvalidRequestError for a key that is taken.
     """
@@ -42,7 +43,7 @@ def keep(
 
 
 def check(request: object, field: str) -> None:
-    """Raise InvalidRequestError for what is none, or texts that cannot be kept."""
+    """Raise InvalidRequestError unless `request` is an Idempotency whose texts can be stored."""
     if not isinstance(request, Idempotency):
         raise InvalidRequestError(field, request, "an Idempotency or None")
     codec.check_text(request.key, f"{field}.key")
@@ -52,7 +53,7 @@ def check(request: object, field: str) -> None:
 def find(
     connection: Connection, owner: str, key: str, now_s: float, conversation_id: str | None
 ) -> KnownRow | None:
-    """The request that was sent with a key whose time has not passed."""
+    """Return the request that was sent with an unexpired key."""
     query = (
         "SELECT body_sha256, response_id, expires_at_s FROM idempotency "
         "WHERE owner = ? AND key = ? AND expires_at_s > ?"
@@ -67,13 +68,13 @@ def forget(connection: Connection, owner: str, became: str) -> None:
 
 
 def forget_conversation(connection: Connection, owner: str, conversation_id: str) -> None:
-    """Free the keys that counted in a conversation."""
-    bounds = (_key("", conversation_id), f"{conversation_id}\v")  # the character behind a line break
+    """Free the keys that are valid in a conversation."""
+    bounds = (_key("", conversation_id), f"{conversation_id}\v")  # the character after a line break
     connection.execute("DELETE FROM idempotency WHERE owner = ? AND key >= ? AND key < ?", (owner, *bounds))
 
 
 def expire(connection: Connection, now_s: float, most: int) -> None:
-    """Free keys whose time has passed, the oldest first."""
+    """Free expired keys, the oldest first."""
     connection.execute(
         "DELETE FROM idempotency WHERE rowid IN (SELECT rowid FROM idempotency WHERE expires_at_s <= ? "
         "ORDER BY expires_at_s LIMIT ?)",

@@ -1,10 +1,10 @@
 """The responses of a server.
 
-Owns: the statements on `responses`; which end of a turn makes which status.
+Owns: the statements on `responses`, and which status follows from the end of a turn.
 Does not know: transactions (the caller holds one), or what a response's fields mean to a client.
 
-What a reply said stands in its turn, once; a response names the turn. A queued one has none yet: it names the
-turn that it goes on from, which therefore stays.
+The text of a reply is stored once, in its turn; a response refers to the turn. A queued response has no turn
+yet: it refers to the turn that it continues, which therefore stays.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pensieve_jax.history.server_tables.changes import (
 )
 from pensieve_jax.history.server_tables.server_conversations import Item
 
-MAX_EXPIRED: Final = 50  # of one change, so that the engine's thread is not held up
+MAX_EXPIRED: Final = 50  # per change, so that the engine's thread is not blocked for long
 _OWN_FIELDS: Final = (
     *("response_id", "owner", "request", "input_items", "output_item_id", "created_at_s", "expires_at_s"),
     *("background", "status", "turn_id", "completed_at_s", "error", "job"),
@@ -48,17 +48,17 @@ _THIS: Final = "owner = ? AND response_id = ?"
 
 
 def unpack(row: Sequence[Any]) -> ResponseRecord:
-    """What a row of `RECORD` says."""
+    """Return the response of a row of `RECORD`."""
     fields = dict(zip(_OWN_FIELDS + _TURN_FIELDS, row, strict=True))
     if fields["status"] == "queued":
-        fields |= dict.fromkeys(("turn_id", *_TURN_FIELDS))  # of the turn that it goes on from
+        fields |= dict.fromkeys(("turn_id", *_TURN_FIELDS))  # those of the turn that it continues
     return ResponseRecord(**{**fields, "background": bool(fields["background"])})
 
 
 def check_draft(draft: object, owner: str | None, field: str) -> tuple[ResponseDraft, list[Item]]:
-    """A draft that can be kept, and its conversation's new items; raises InvalidRequestError.
+    """Return a valid draft and its conversation's new items; raise InvalidRequestError.
 
-    `owner` is that of its turn; None: it has none yet.
+    `owner` is the owner of its turn; None before there is a turn.
     """
     if not isinstance(draft, ResponseDraft):
         raise InvalidRequestError(field, draft, "a ResponseDraft or None")
@@ -85,7 +85,7 @@ def complete(
     items: Sequence[Item],
     row: TurnRow,
 ) -> None:
-    """A turn was added: its response, its request's key, and its place in a conversation.
+    """After a turn was added, store its response, its request's key, and its items in a conversation.
 
     Raises UnknownRecordError for a background response that is not queued any more, ConversationChangedError,
     or InvalidRequestError for an id or a key that is taken.
@@ -106,9 +106,9 @@ def complete(
 
 
 def queue(connection: Connection, change: QueueResponse) -> None:
-    """A background response that has not run.
+    """Store a background response that has not run.
 
-    Raises InvalidRequestError for an id or a key that is taken, UnknownTurnError for a parent that is gone.
+    Raises InvalidRequestError for an id or a key that is taken, and UnknownTurnError for a missing parent.
     """
     draft, _ = check_draft(change.draft, None, "draft")
     if change.parent_id is not None and not turns_table.exists(connection, draft.owner, change.parent_id):
@@ -117,7 +117,7 @@ def queue(connection: Connection, change: QueueResponse) -> None:
 
 
 def end(connection: Connection, change: EndResponse, in_use: Collection[str]) -> None:
-    """A queued response without a turn; one that has ended stays as it is."""
+    """End a queued response without a turn; one that has ended is not changed."""
     if change.status not in ("cancelled", "failed"):
         raise InvalidRequestError("status", change.status, '"cancelled" or "failed"')
     parent_id = _turn_of(connection, change.owner, change.response_id)
@@ -131,12 +131,12 @@ def end(connection: Connection, change: EndResponse, in_use: Collection[str]) ->
 
 
 def delete(connection: Connection, change: DeleteResponse, in_use: Collection[str]) -> None:
-    """Forget a response, its request's key, and its turn as far as nothing else needs that."""
+    """Forget a response, its request's key, and its turn unless that is needed otherwise."""
     _forget(connection, change.owner, change.response_id, in_use)
 
 
 def expire(connection: Connection, change: Expire, in_use: Collection[str]) -> None:
-    """Forget what has ended and whose time has passed, the oldest first, at most `MAX_EXPIRED` of each."""
+    """Forget ended responses and keys that have expired, the oldest first, at most `MAX_EXPIRED` of each."""
     query = (
         "SELECT owner, response_id FROM responses WHERE expires_at_s <= ? AND status <> 'queued' "
         "ORDER BY expires_at_s LIMIT ?"
@@ -147,7 +147,7 @@ def expire(connection: Connection, change: Expire, in_use: Collection[str]) -> N
 
 
 def has_expired(connection: Connection, now_s: float) -> bool:
-    """Whether `expire` would find something whose time has passed."""
+    """Return whether `expire` would find an expired response or key."""
     query = (
         "SELECT EXISTS (SELECT 1 FROM responses WHERE expires_at_s <= ? AND status <> 'queued') "
         "OR EXISTS (SELECT 1 FROM idempotency WHERE expires_at_s <= ?)"

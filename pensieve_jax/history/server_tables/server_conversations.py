@@ -1,10 +1,11 @@
 """The conversations and items of a server's clients.
 
-Owns: the statements on `items` and on rows of `conversations` with metadata; what the item of a reply is.
+Owns: the statements on `items` and on rows of `conversations` with metadata, and the item of a reply.
 Does not know: transactions (the caller holds one), what a client may put into an item, or HTTP.
 
-The head of such a conversation is the turn that was last appended to it, which keeps its tokens for as long
-as the conversation lives. What its items say decides which turn the next one goes on from, not the head.
+The head of such a conversation is the turn that was last appended to it; the head keeps the turn's tokens
+while the conversation exists. Which turn the next one continues depends on the items' contents, not on the
+head.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ THIS: Final = "owner = ? AND conversation_id = ? AND metadata IS NOT NULL"
 ITEM: Final = "SELECT item_id, position, item FROM items"
 MAX_DELETED_ITEMS: Final = 100
 MAX_DELETED_CHARACTERS: Final = 2**20
-"""Of one change, so that the engine's thread is not held up; a longer item goes by itself."""
+"""Limits of one change, so that it does not block the engine's thread; a longer item is deleted alone."""
 
 _RELEASE_HEAD: Final = (
     f"INSERT INTO released SELECT owner, head_turn FROM conversations WHERE {THIS} "
@@ -61,7 +62,7 @@ type Item = tuple[str, str]  # id, JSON
 
 
 def parse_items(items: str, field: str) -> list[Item]:
-    """Items of a JSON list, apart; raises InvalidRequestError unless each is an object with an id."""
+    """Split a JSON list into items; raise InvalidRequestError unless each is an object with an id."""
     try:
         parsed = json.loads(items)
     except ValueError as error:
@@ -75,7 +76,7 @@ def parse_items(items: str, field: str) -> list[Item]:
 
 
 def reply_item(item_id: str, row: TurnRow) -> Item:
-    """A turn's reply as an item, as the Conversations API has it."""
+    """Return a turn's reply as an item of the Conversations API."""
     part: dict[str, Any] = {"type": "output_text", "text": row.output_text or "", "annotations": []}
     item = {
         "id": item_id,
@@ -88,7 +89,7 @@ def reply_item(item_id: str, row: TurnRow) -> Item:
 
 
 def find(connection: Connection, owner: str, conversation_id: str) -> ConversationRow:
-    """A conversation; raises UnknownRecordError."""
+    """Return a conversation; raise UnknownRecordError."""
     row = connection.execute(f"{ROW} WHERE {THIS}", (owner, conversation_id)).fetchone()
     if row is None:
         raise UnknownRecordError("conversation", conversation_id)
@@ -98,7 +99,7 @@ def find(connection: Connection, owner: str, conversation_id: str) -> Conversati
 
 
 def find_item(connection: Connection, owner: str, conversation_id: str, item_id: str) -> ItemRow:
-    """An item; raises UnknownRecordError for it or for the conversation."""
+    """Return an item; raise UnknownRecordError for it or for the conversation."""
     find(connection, owner, conversation_id)
     query = f"{ITEM} WHERE owner = ? AND conversation_id = ? AND item_id = ?"
     row = connection.execute(query, (owner, conversation_id, item_id)).fetchone()
@@ -108,7 +109,7 @@ def find_item(connection: Connection, owner: str, conversation_id: str, item_id:
 
 
 def create(connection: Connection, change: CreateConversation) -> None:
-    """A new conversation with its first items; raises InvalidRequestError for an id that is taken."""
+    """Create a conversation with its first items; raise InvalidRequestError for an id that is taken."""
     key = (change.owner, change.conversation_id)
     limit = "an id that no conversation has"
     connection.must(
@@ -120,7 +121,7 @@ def create(connection: Connection, change: CreateConversation) -> None:
 
 
 def update(connection: Connection, change: UpdateConversation) -> None:
-    """Other metadata. That is no change of what was said, so that a running turn does not lose to it."""
+    """Replace the metadata. The version stays, so that a running turn of the conversation is not refused."""
     find(connection, change.owner, change.conversation_id)
     connection.execute(
         f"UPDATE conversations SET metadata = ? WHERE {THIS}",
@@ -129,7 +130,7 @@ def update(connection: Connection, change: UpdateConversation) -> None:
 
 
 def delete(connection: Connection, change: DeleteConversation, in_use: Collection[str]) -> None:
-    """Forget a conversation, or as much of it as one change may: its first items, and its head."""
+    """Delete a conversation, or as much of it as one change may: its first items, and its head."""
     key = (change.owner, change.conversation_id)
     head = _head(connection, key)
     last = _last_of_a_portion(connection, key)
@@ -145,7 +146,7 @@ def delete(connection: Connection, change: DeleteConversation, in_use: Collectio
 
 
 def append_items(connection: Connection, change: AppendItems) -> None:
-    """Items from a client, if nothing has changed since it read.
+    """Append items from a client, if nothing has changed since it read.
 
     Raises ConversationChangedError, and InvalidRequestError for an id or a key that is taken.
     """
@@ -161,7 +162,7 @@ def append_items(connection: Connection, change: AppendItems) -> None:
 
 
 def delete_item(connection: Connection, change: DeleteItem, in_use: Collection[str]) -> None:
-    """Take an item out; the conversation keeps no turn any more in which it may have been said."""
+    """Remove an item. The conversation also releases its head, whose tokens may contain the item."""
     find_item(connection, change.owner, change.conversation_id, change.item_id)
     key = (change.owner, change.conversation_id)
     head = _head(connection, key)
@@ -177,9 +178,9 @@ def append_turn(
     items: Sequence[Item],
     row: TurnRow,
 ) -> None:
-    """A turn's items, and it becomes the head; raises ConversationChangedError or UnknownRecordError.
+    """Append a turn's items and make it the head; raise ConversationChangedError or UnknownRecordError.
 
-    The head before, unless the turn goes on from it, is `released`: whoever removes turns looks at it.
+    Unless the turn continues the previous head, that is recorded in `released`, for `collect_released`.
     """
     key = (row.owner, append.conversation_id)
     connection.execute(_RELEASE_HEAD, (*key, row.parent_id or ""))
@@ -189,7 +190,7 @@ def append_turn(
 
 
 def _advance(connection: Connection, key: tuple[str, str], expected_version: int) -> None:
-    """Compare and swap: whoever comes second finds another version, and waits for whoever is first."""
+    """Compare and swap the version: a concurrent change waits for the first one, and then fails."""
     connection.must(_ADVANCE, (*key, expected_version), lambda: _changed(connection, key))
 
 
@@ -210,7 +211,7 @@ def _head(connection: Connection, key: tuple[str, str]) -> str | None:
 
 
 def _last_of_a_portion(connection: Connection, key: tuple[str, str]) -> int | None:
-    """The position of the last item that one change may delete; None where it may delete all there are."""
+    """Return the position of the last item that one change may delete; None if it may delete all."""
     query = (
         "SELECT position, length(item) FROM items WHERE owner = ? AND conversation_id = ? "
         "ORDER BY position LIMIT ?"

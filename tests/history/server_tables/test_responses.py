@@ -203,9 +203,9 @@ def test_a_full_disk_keeps_nothing_of_turn_and_response(store, reader):
     store._connection.execute(f"PRAGMA max_page_count = {num_pages}")
     before, one = counts(store), turn()
     large = append_to("conv_1", 0, message("large", "x" * 100_000))
-    with pytest.raises(HistoryError, match="nothing of this call was kept"):
+    with pytest.raises(HistoryError, match="nothing of this call was stored"):
         commit(store, turn(), one, conversation=large)
-    with pytest.raises(HistoryError, match="nothing of this call was kept"):
+    with pytest.raises(HistoryError, match="nothing of this call was stored"):
         begin_conversation(store, "conv_2", "ann", message("large", "x" * 100_000))
     assert counts(store) == before
     assert reader.conversation("ann", "conv_1").version == 0
@@ -219,9 +219,9 @@ def test_a_file_that_became_read_only_is_an_error_that_loses_nothing(store, read
     commit(store, kept)
     store._connection.execute("PRAGMA query_only = ON")
     for change in (Expire(now_s=0.0), DeleteResponse(owner="ann", response_id=f"resp_{kept.turn_id}")):
-        with pytest.raises(HistoryError, match="nothing of this call was kept"):
+        with pytest.raises(HistoryError, match="nothing of this call was stored"):
             store.apply(change)
-    with pytest.raises(HistoryError, match="nothing of this call was kept"):
+    with pytest.raises(HistoryError, match="nothing of this call was stored"):
         commit(store, turn())
     store._connection.execute("PRAGMA query_only = OFF")
     assert reader.response("ann", f"resp_{kept.turn_id}").status == "completed"
@@ -665,7 +665,7 @@ def test_a_reader_of_nothing_or_of_another_file_is_refused(tmp_path):
     assert not path.exists()
     with contextlib.closing(sqlite3.connect(tmp_path / "other")) as connection:
         connection.execute("CREATE TABLE recipes(name TEXT)")
-    with pytest.raises(HistoryMismatchError, match="which is no history"):
+    with pytest.raises(HistoryMismatchError, match="which is not a history"):
         HistoryReader(tmp_path / "other", fingerprint=FINGERPRINT)
     store = SQLiteHistoryStore(path, fingerprint=FINGERPRINT)
     with store, pytest.raises(HistoryMismatchError, match="model:z"):
