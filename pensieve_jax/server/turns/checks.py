@@ -3,7 +3,7 @@
 Owns: the checks of the model name and the context length; the lookup of a previous response and its errors.
 It also chooses the field that an error names if the chat template rejects messages, and updates the index and
 the metrics after a turn succeeds.
-Does not know: request schemas. Called by the handlers of `server.openai`.
+Does not know: request schemas. Called by the handlers of `server.openai` and by `server.operations`.
 """
 
 from __future__ import annotations

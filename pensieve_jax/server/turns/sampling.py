@@ -2,7 +2,8 @@
 
 Owns: the fields that Chat Completions and Completions share, their defaults, their conversion to engine
 parameters, and the usage objects of responses.
-Does not know: prompts, engines, or field names of other schemas. Called by `server.openai` and at startup.
+Does not know: prompts, engines, or field names of other schemas.
+Called by `server.openai`, `server.cache_view`, and `server.app` at startup.
 """
 
 from __future__ import annotations
