@@ -117,7 +117,7 @@ class ChatBody(SamplingFields, kw_only=True):
         return [message.as_message(f"messages[{i}]") for i, message in enumerate(self.messages)]
 
     def num_logprobs(self) -> int | None:
-        """Return the engine's `logprobs`: None for none, 0 for the chosen tokens only, k for the top k too."""
+        """Return the engine's `logprobs`: None for none, 0 for chosen tokens only, k also for the top k."""
         if self.logprobs:
             return self.top_logprobs or 0
         if self.top_logprobs:
