@@ -275,7 +275,7 @@ class Resolver:
             for message in messages
         ]
 
-    # Inside
+    # Private methods
 
     def _known_beginnings(
         self, owner: str, messages: Sequence[Message], chains: Sequence[bytes], only_durable: bool

@@ -212,7 +212,7 @@ class Limits:
             expected_s = self._now_s() - next(iter(self._places)).entered_s
         return max(1, min(MAX_RETRY_AFTER_S, math.ceil(expected_s)))
 
-    # Inside
+    # Private methods
 
     def _overloaded(self, sentence: str) -> ApiError:
         return overloaded(sentence, self.retry_after_s())

@@ -48,12 +48,11 @@ class RequestHeadLimits(HttpToolsProtocol):
         self._is_body = False
         self._deadline: asyncio.TimerHandle | None = None
         self._earlier = deque[RequestResponseCycle]()  # unanswered requests before the last one
-        self._declines = (
-            False  # whether the head offers another protocol and is parsed again without the offer
-        )
+        # Whether the head offers another protocol and is parsed again without the offer.
+        self._declines = False
         self.parser = NoUpgradeParser(self.parser, self, self._declined)  # type: ignore[assignment]
 
-    # What uvicorn's loop calls
+    # Called by uvicorn's event loop
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the time limit of the first head."""
@@ -82,7 +81,7 @@ class RequestHeadLimits(HttpToolsProtocol):
         if self._num_bytes and not self._is_body:  # empty lines before a request call no other callback
             self._wait_for_head()
 
-    # What the parser calls
+    # Called by the parser
 
     def on_message_begin(self) -> None:
         """Start the time limit of the head that begins."""
@@ -121,7 +120,7 @@ class RequestHeadLimits(HttpToolsProtocol):
         self._num_bytes, self._is_body = 0, False
         super().on_message_complete()
 
-    # What an answer calls
+    # Called by a response
 
     def on_response_complete(self) -> None:
         """Forget answered requests and let uvicorn start the next one."""
@@ -129,7 +128,7 @@ class RequestHeadLimits(HttpToolsProtocol):
             self._earlier.popleft()
         super().on_response_complete()
 
-    # Inside
+    # Private methods
 
     @property
     def _is_answering(self) -> bool:

@@ -63,9 +63,8 @@ class ApiKeys:
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer":
             return None
-        shown = hashlib.sha256(
-            key.strip(" \t").encode("latin-1", "replace")
-        ).digest()  # the header's bytes, undecoded
+        # latin-1 restores the header's bytes.
+        shown = hashlib.sha256(key.strip(" \t").encode("latin-1", "replace")).digest()
         found = None
         for digest, owner in self._owners:
             if hmac.compare_digest(digest, shown):

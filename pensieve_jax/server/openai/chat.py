@@ -139,7 +139,7 @@ class ChatCompletion:
         """Return the last delta of a choice, with only its finish reason."""
         return _choice(index, b"{}", reason=reason)
 
-    # Inside
+    # Private methods
 
     def _find(self, memory: Memory) -> ResolvedContext:
         services = self._services

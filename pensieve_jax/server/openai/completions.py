@@ -192,9 +192,8 @@ class Completion:
             if not found[-1]:
                 raise invalid_value(self._field(index), f"{self._field(index)} must be at least one token.")
             check_num_tokens(self._services, len(found[-1]), self._field(index))
-            check_token_ids(
-                self._field(index), found[-1], limits.vocab_size
-            )  # invalid ids never reach the engine
+            # Invalid ids never reach the engine.
+            check_token_ids(self._field(index), found[-1], limits.vocab_size)
         self._token_ids = found
 
     async def start(self) -> RunningTurns:
@@ -280,7 +279,7 @@ class Completion:
         """Return the last chunk of a choice, with only its finish reason."""
         return _choice(index, "", reason=reason)
 
-    # Inside
+    # Private methods
 
     def _field(self, index: int) -> str:
         return "prompt" if len(self._prompts) == 1 else f"prompt[{index}]"

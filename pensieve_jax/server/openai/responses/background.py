@@ -227,7 +227,7 @@ class BackgroundResponses:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    # Inside
+    # Private methods
 
     async def _unfinished(self) -> list[ResponseRecord]:
         return await self.current("", self._claimed)
@@ -297,9 +297,8 @@ class BackgroundResponses:
             (spec,) = plan.specs(resolved)
             assert plan.draft is not None
             name = plan.draft.response_id
-            await self._services.read(
-                plan.owner, self._services.history.claims.take, name
-            )  # before other servers can see it
+            # Claim it before other servers can see it.
+            await self._services.read(plan.owner, self._services.history.claims.take, name)
             job = encode_job(spec, plan.draft)
             change = QueueResponse(draft=plan.draft, job=job, parent_id=resolved.node.parent_id)
             try:
@@ -377,9 +376,8 @@ class BackgroundResponses:
         if draft.conversation is None:
             return lambda: None
         lock = (draft.owner, draft.conversation.conversation_id)
-        if (
-            lock in self._locks
-        ):  # of the two turns, the one that ends last will fail with a changed conversation
+        if lock in self._locks:
+            # Of the two turns, the one that ends last will fail with a changed conversation.
             return lambda: None
         self._locks.add(lock)
         return lambda: self._locks.discard(lock)
@@ -461,7 +459,7 @@ class BackgroundDriver:
                     is_logged = True
             await asyncio.sleep(RETRY_S)
 
-    # Inside
+    # Private methods
 
     async def _tell_end(self, run: ResponseRun, draft: ResponseDraft) -> bool:
         """Return whether the response has ended in the history, and if so end its run in the same way.
@@ -566,8 +564,7 @@ async def expire_now_and_then(services: Services) -> None:
             now_s = services.now_s()
             with suppress(PensieveError):  # retried after the interval
                 await services.engine.apply(Expire(now_s=now_s))
-                while await services.read(
-                    "", services.history.has_expired, now_s
-                ):  # a few records at a time, so that engine steps run in between
+                # Each change deletes a few records, so that engine steps run in between.
+                while await services.read("", services.history.has_expired, now_s):
                     await services.engine.apply(Expire(now_s=now_s))
         await asyncio.sleep(_PERIOD_S)

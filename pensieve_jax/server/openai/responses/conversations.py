@@ -234,7 +234,7 @@ class Conversations:
         await call.services.engine.apply(change)
         return json_reply(_conversation_object(await _row(call)))
 
-    # Inside
+    # Private methods
 
     def _unlocked(self, call: HttpRequest) -> str:
         """Return the conversation's id; raise ApiError 409 while a turn of it runs."""

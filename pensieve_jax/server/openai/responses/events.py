@@ -110,7 +110,7 @@ class ResponseEvents:
         response = self._head.object("cancelled")
         return [self._write("response.incomplete", {"response": response})]
 
-    # Inside
+    # Private methods
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._head.item_id, "output_index": 0, "content_index": 0}

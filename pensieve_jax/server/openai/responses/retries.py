@@ -118,7 +118,7 @@ class IdempotencyStore:
         """Remember a response that may be committed although its client had left."""
         self._undelivered.put((owner, body_sha256), response_id, now_s)
 
-    # Inside
+    # Private methods
 
     def _kept_under(self, owner: str, key: str, body_sha256: str, now_s: float) -> ResponseRecord | None:
         known = self._history.idempotent(owner, key, now_s)
