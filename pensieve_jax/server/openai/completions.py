@@ -120,7 +120,7 @@ def _parent(services: Services, owner: str, body: CompletionBody, num_prompts: i
         return None
     if num_prompts > 1:
         raise invalid_value(
-            "previous_response_id", "previous_response_id must be left out of several prompts."
+            "previous_response_id", "previous_response_id must be left out with several prompts."
         )
     prefix = next((one for one in (_ID_PREFIX, _STORED_PREFIX) if previous.startswith(one)), "")
     turn_id = previous.removeprefix(prefix)
@@ -190,7 +190,7 @@ class Completion:
                 except InvalidRequestError as error:
                     raise invalid_value(self._field(index), str(error)) from error
             if not found[-1]:
-                raise invalid_value(self._field(index), f"{self._field(index)} must be at least one token.")
+                raise invalid_value(self._field(index), f"{self._field(index)} must have at least one token.")
             check_num_tokens(self._services, len(found[-1]), self._field(index))
             # Invalid ids never reach the engine.
             check_token_ids(self._field(index), found[-1], limits.vocab_size)

@@ -167,7 +167,7 @@ def _conversation(
 def _previous(
     services: Services, owner: str, body: ContextFields, response_id: str
 ) -> tuple[str, list[Message] | None]:
-    """Return the turn of a response, with None if the instructions are the same, else the path's messages.
+    """Return the turn id of a response, and its path's messages or None if the instructions are the same.
 
     Instructions are the first message of a context and are not carried over. With other instructions, the
     messages of the path are another context, which is resolved like any other.

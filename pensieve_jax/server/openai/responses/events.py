@@ -54,7 +54,7 @@ class ResponseEvents:
     """
 
     def __init__(self, head: ResponseHead, starting_after: int = -1) -> None:
-        """Start before the first event."""
+        """Prepare the events of the response with this head."""
         self._head = head
         self._starting_after = starting_after
         self._last_number = -1
