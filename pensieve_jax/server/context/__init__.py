@@ -1,5 +1,5 @@
-"""Which turn a request goes on from: contexts are recognised by their messages, so clients may resend them.
+"""Finding the turn that a request continues from by its messages, since clients resend whole conversations.
 
-Owns: hashes of messages, what the front remembers of turns, and the resolver of every route with messages.
-Does not know: HTTP, JSON schemas, or where KV state is.
+Owns: hashes of messages, the front end's index of turns, and the resolver of every route with messages.
+Does not know: HTTP, JSON schemas, or where the KV cache is. Called by `server.openai` and `server.turns`.
 """

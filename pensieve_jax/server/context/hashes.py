@@ -1,10 +1,12 @@
-"""What identifies a list of messages: one hash, folded over them.
+"""Chained hashes that identify a list of messages.
 
-Owns: the canonical form of a message, and the hash that goes on from message to message.
-Does not know: turns; how messages fell into turns does not change a chain.
+Owns: the canonical form of a message, and the chain: the hash of a message and the chain before it.
+Does not know: turns. How messages were grouped into turns does not change a chain.
+Called by the resolver and the turn index.
 
-Of a message its role and its text count, without white space at the end, which clients trim. Ids, names and
-annotations do not count. A chain begins with whoever may share state at all: an owner, a model, a template.
+The hash covers a message's role and its text without trailing white space, because clients trim it. Ids,
+names and annotations do not count. A chain starts from the owner, the model and the chat template, since the
+KV cache is shared only where all three are equal.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ CHAIN_BYTES = 16
 
 
 def root_chain(owner: str, fingerprint: str, chat_template: str | None) -> bytes:
-    """The chain of no messages: of an owner, under a model and a template."""
+    """Return the chain of the empty message list for an owner, a model and a chat template."""
     digest = hashlib.blake2b(digest_size=CHAIN_BYTES, person=b"pensieve-context")
     for part in (owner, fingerprint, chat_template or ""):
         _add(digest, part)
@@ -26,7 +28,7 @@ def root_chain(owner: str, fingerprint: str, chat_template: str | None) -> bytes
 
 
 def chain_after(chain: bytes, role: str, text: str) -> bytes:
-    """The chain of the messages of `chain` and one more."""
+    """Return the chain after one more message."""
     digest = hashlib.blake2b(chain, digest_size=CHAIN_BYTES)
     _add(digest, role)
     _add(digest, canonical_text(text))
@@ -34,7 +36,7 @@ def chain_after(chain: bytes, role: str, text: str) -> bytes:
 
 
 def chains_of(root: bytes, messages: Iterable[Message]) -> list[bytes]:
-    """For each message the chain of all messages up to and including it."""
+    """Return for each message the chain of all messages up to and including it."""
     chains, chain = [], root
     for message in messages:
         chain = chain_after(chain, message["role"], message["content"])
@@ -43,12 +45,12 @@ def chains_of(root: bytes, messages: Iterable[Message]) -> list[bytes]:
 
 
 def canonical_text(text: str) -> str:
-    """What counts of a message's text."""
+    """Return the part of a message's text that the hash covers."""
     return text.rstrip()
 
 
 def _add(digest: hashlib.blake2b, part: str) -> None:
-    # With its length in front: "a" + "bc" and "ab" + "c" must differ. Lone surrogates are refused later.
+    # The length comes first, so that "a" + "bc" and "ab" + "c" differ. Lone surrogates are rejected later.
     encoded = part.encode("utf-8", "surrogatepass")
     digest.update(len(encoded).to_bytes(8, "little"))
     digest.update(encoded)

@@ -1,14 +1,17 @@
-"""Which turn a context goes on from, and what its new turn is made of.
+"""Resolution of a context: its parent turn, and the prompt of its new turn.
 
-Owns: cutting a context at its replies, the longest match, and the prompt of what follows.
-Does not know: HTTP, schemas, sampling, or whether a turn's state is still on the device.
+Owns: cutting a context at its replies, the longest match, and the prompt of the messages after it.
+Does not know: HTTP, schemas, sampling, or whether a turn's KV cache is still on the device.
+Called by the handlers of `server.openai`, through `server.turns.run`.
 
-A context is a list of messages under an owner. It is cut at its replies; the longest beginning that a
-finished turn ends with is that turn's path, and what follows is the new turn. So a client that sends
-everything again goes on from its state with the ids as they were sampled, and an edited reply or a second
-reply to the same message is another branch of the tree. A reply that a stop string ended is no such end,
-since its ids say what its client was not told: it is part of the new turn. Without a match the whole context
-is the first turn of a new tree; the engine may still find its first chunks in other sequences of the owner.
+A context is a list of messages under an owner. The resolver cuts it at its replies. The longest prefix that
+ends with the reply of a finished turn is that turn's path, and the messages after it are the new turn. So a
+client that resends everything continues from its KV cache, with the token ids as they were sampled. An edited
+reply, or a second reply to the same message, becomes another branch of the tree.
+
+A reply that ended at a stop string cannot be a parent: its ids contain text that the client never received.
+It becomes part of the new turn. Without a match the whole context is the first turn of a new tree; the engine
+may still find its first chunks in other sequences of the owner.
 """
 
 from __future__ import annotations
@@ -40,33 +43,33 @@ from pensieve_jax.text.messages import Message, check_messages
 MatchKind = Literal["id", "message", "chunk", "none"]
 
 _MAX_LOOK_UPS: Final = 64
-"""Of a context's last replies in the history; those before are looked for in the index's memory only."""
+"""Number of last replies of a context that are looked up in the history; earlier ones only in memory."""
 _MAX_TRIES: Final = 8
-"""Turns that one context is tried behind: each is a rendering of all, which the template may refuse."""
+"""Number of parents tried for one context. Each try renders all messages, which the template may reject."""
 _MAX_REFUSED: Final = 2**16
-"""Turns of which it is remembered that nothing may follow them: to see it, their ids are decoded."""
+"""Number of turns remembered as unable to be parents. Checking one again means decoding its ids."""
 
 
 class Memory(enum.Enum):
-    """Which turns a context may go on from; each is a fallback of the one before."""
+    """The turns that may be the parent of a context; each member is the fallback of the one before."""
 
     ALL = "all"
-    DURABLE = "durable"  # those of the history: what is in memory only may be gone
-    NONE = "none"  # begin a new tree
+    DURABLE = "durable"  # only turns in the history: turns in memory may be gone
+    NONE = "none"  # always begin a new tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedContext:
-    """A new turn, ready to be sent.
+    """A new turn, ready to be submitted.
 
     Attributes:
-      messages: the turn's own.
-      prompt_token_ids: to be appended to the path of `parent`.
-      parent: the turn that it goes on from; None begins a new tree.
-      by_id: whether the parent was named, and not found by its messages.
-      missed_tokens: of the prompt, about how many are replies and what stood before them, which a longer
-        match would have found: by their share of the prompt's characters.
-      epoch: of the engine that it was resolved for.
+      messages: the new messages of this turn.
+      prompt_token_ids: ids to append to the path of `parent`.
+      parent: the turn that it continues from; None begins a new tree.
+      by_id: whether the client named the parent, instead of the resolver finding it by messages.
+      missed_tokens: estimated number of prompt tokens up to the last reply, which a longer match would have
+        found. The estimate is their share of the prompt's characters.
+      epoch: `EngineService.epoch` when it was resolved.
     """
 
     node: TurnNode
@@ -80,35 +83,35 @@ class ResolvedContext:
 
     @property
     def found_tokens(self) -> int:
-        """Tokens of the context that stand in the parent's path."""
+        """Number of context tokens in the parent's path."""
         return 0 if self.parent is None else self.parent.num_tokens
 
     @property
     def num_context_tokens(self) -> int:
-        """Tokens of the whole context: of the parent's path and of the prompt."""
+        """Number of tokens of the parent's path and the prompt."""
         return self.found_tokens + len(self.prompt_token_ids)
 
     def spec(self, params: SamplingParams, attachment: object = None) -> TurnSpec:
-        """The turn as the engine takes it; `attachment` is committed with it."""
+        """Return the turn to submit to the engine, which commits `attachment` with it."""
         node = self.node if attachment is None else replace(self.node, attachment=attachment)
         return TurnSpec(self.prompt_token_ids, params, messages=self.messages, node=node)
 
     def again(self, turn_id: str | None = None) -> ResolvedContext:
-        """The same turn under another id: for several replies to one context, and for a turn run anew.
+        """Return the same turn under another id, for several replies to one context or for a second run.
 
-        Under the same root even where that begins a tree: what has one root runs on one engine.
+        It keeps the root even if it begins a tree, because all turns of one root run on one engine.
         """
         return replace(self, node=replace(self.node, turn_id=turn_id or new_turn_id(self.node.turn_id)))
 
     def match_kind(self, output: Output) -> MatchKind:
-        """How the context was found in the end: for a new tree the engine knows whether chunks were."""
+        """Return how the context was found; for a new tree, the usage tells whether chunks were reused."""
         if self.parent is not None:
             return "id" if self.by_id else "message"
         usage = output.usage
         return "chunk" if usage.reused_gpu_tokens + usage.swapped_in_tokens else "none"
 
     def commit(self, output: Output) -> PastTurn:
-        """The turn has ended well: from now on contexts go on from it."""
+        """Add the finished turn to the index, so that later contexts continue from it."""
         turn = PastTurn(
             turn_id=self.node.turn_id,
             parent_id=self.node.parent_id,
@@ -127,10 +130,11 @@ class ResolvedContext:
 
 @dataclass(frozen=True, slots=True)
 class _NewTurn:
-    """What is known of a new turn before its place is.
+    """A new turn before its parent is known.
 
-    `beginning` is the chain up to the first message of a user, where roots are made of it; else b"". Of more
-    than `most` tokens the context is of no use.
+    Attributes:
+      beginning: the chain up to the first user message if the root is derived from it; else b"".
+      most: maximum number of context tokens; a far longer text is rejected before it is tokenized.
     """
 
     owner: str
@@ -142,10 +146,10 @@ class _NewTurn:
 
 
 class Resolver:
-    """The one resolver of a front. Safe to share by threads.
+    """The resolver of one front end. Thread-safe.
 
     Attributes:
-      root_for: names the roots of turns that go on from none.
+      root_for: chooses the root of a turn without a parent.
     """
 
     def __init__(
@@ -157,11 +161,16 @@ class Resolver:
         is_routed: bool = False,
         root_for: RootFor = new_root,
     ) -> None:
-        """For a model by its history's fingerprint; without a chat template every context is refused.
+        """Create the resolver; without a chat template it rejects every context.
 
-        `is_routed`: turns of one root run on one engine of several, so a context that is in memory only gets
-        a root by its beginning: whoever does not know its turns any more still sends it where its state is.
-        All others that begin get theirs of `root_for`.
+        Args:
+          tokenizer: the model's tokenizer.
+          fingerprint: the fingerprint of the model's history.
+          index: the turns that may be parents.
+          is_routed: whether there are several engines, and all turns of one root run on one of them. The root
+            of a new context that is not durable then follows from its first messages. A front end that has
+            forgotten the context's turns therefore still sends it to the engine with its KV cache.
+          root_for: chooses all other new roots.
         """
         self._is_routed = is_routed
         self.root_for = root_for
@@ -170,11 +179,12 @@ class Resolver:
         self._index = index
         self._template = None if tokenizer is None else tokenizer.chat_template
         self._format: ChatFormat | None = None
-        self._refused: set[tuple[str, str]] = set()  # turns by owner and id, whose ids never change
+        # Turns that cannot be parents, by owner and id. Their token ids never change, so neither does this.
+        self._refused: set[tuple[str, str]] = set()
 
     @property
     def index(self) -> TurnIndex:
-        """What is remembered of turns."""
+        """The index of turns."""
         return self._index
 
     def resolve(
@@ -187,19 +197,19 @@ class Resolver:
         memory: Memory = Memory.ALL,
         most: int | None = None,
     ) -> ResolvedContext:
-        """The turn behind the longest beginning of `messages` that is known.
+        """Return the new turn after the longest known prefix of `messages`.
 
         Args:
-          owner: whose turns; no other's are looked at.
-          messages: the whole context, of `role` and `content` only.
-          epoch: of the engine, `AsyncEngine.epoch`.
-          durable: whether the new turn is to be kept; it then goes on from turns of the history only.
-          memory: which turns may be gone on from.
-          most: tokens of a context that is of any use; see `Tokenizer.encode`.
+          owner: the key owner; only this owner's turns can match.
+          messages: the whole context, with `role` and `content` only.
+          epoch: the engine's `EngineService.epoch`.
+          durable: whether to store the new turn; its parent must then be in the history.
+          memory: the turns that may be the parent.
+          most: maximum number of context tokens; see `Tokenizer.encode`.
 
         Raises InvalidRequestError for malformed messages, ChatTemplateError, ContextLengthError.
         """
-        self._chat_format()  # refuses a model without one before anything else
+        self._chat_format()  # rejects a model without a chat template before anything else
         self._index.see_epoch(epoch)
         if not messages:
             check_messages(messages)
@@ -210,7 +220,8 @@ class Resolver:
         if memory is not Memory.NONE:
             only_durable = durable or memory is Memory.DURABLE
             beginnings = self._known_beginnings(owner, messages, chains, only_durable)
-            # Of a client that stops every reply all parents are refused, and hide those before them.
+            # If a client ends every reply with a stop string, none of them can be a parent. They are skipped
+            # here, so that they do not use up the tries.
             known = ((cut, turn) for cut, turn in beginnings if self._may_follow(turn))
             for cut, parent in itertools.islice(known, _MAX_TRIES):
                 found = self._known_behind(new, parent, messages[cut + 1 :])
@@ -228,10 +239,11 @@ class Resolver:
         durable: bool,
         most: int | None = None,
     ) -> ResolvedContext:
-        """The turn of `messages` behind a turn that is named.
+        """Return the new turn of `messages` after the turn `turn_id`.
 
-        Where that cannot be gone on from, its whole path is written anew as a tree of its own: the template
-        may write it otherwise, or a stop string, which no message has, may be the end of its ids.
+        If that turn cannot be a parent, render its whole path again as a new tree. This happens if the
+        template renders the path differently now, or if the turn's ids end with a stop string, which no
+        message contains.
 
         Raises UnknownTurnError, and what `resolve` raises.
         """
@@ -248,14 +260,14 @@ class Resolver:
         return found or self._new_tree(new, (*self.path_messages(owner, turn_id), *new_messages))
 
     def path_messages(self, owner: str, turn_id: str) -> list[Message]:
-        """All messages of a turn's path, replies included; raises UnknownTurnError."""
+        """Return all messages of a turn's path, replies included; raise UnknownTurnError."""
         messages: list[Message] = []
         for turn in self._index.path(self._index.turn(owner, turn_id)):
             messages += [*(turn.messages or ()), {"role": "assistant", "content": turn.output_text or ""}]
         return messages
 
     def with_known_roles(self, messages: Sequence[Message]) -> list[Message]:
-        """What developers say is the system's message to a template that knows no developers."""
+        """Replace the role `developer` by `system` if the template does not know developers."""
         if self._template is None or "developer" in self._template:
             return list(messages)
         return [
@@ -263,12 +275,12 @@ class Resolver:
             for message in messages
         ]
 
-    # Inside
+    # Private methods
 
     def _known_beginnings(
         self, owner: str, messages: Sequence[Message], chains: Sequence[bytes], only_durable: bool
     ) -> Iterator[tuple[int, PastTurn]]:
-        """Where a reply stands that a known turn ends with, and that turn; the longest beginning first."""
+        """Yield the position of each reply that ends a known turn, and that turn; longest prefix first."""
         num_replies = 0
         for cut in range(len(messages) - 2, 0, -1):
             if messages[cut]["role"] == "assistant":
@@ -284,7 +296,7 @@ class Resolver:
                     yield cut, parent
 
     def _may_follow(self, parent: PastTurn) -> bool:
-        """Whether the ids of a turn's reply leave it open that its path is gone on from."""
+        """Return whether the token ids of a turn's reply allow another turn after it."""
         key = (parent.owner, parent.turn_id)
         if key in self._refused:
             return False
@@ -307,14 +319,14 @@ class Resolver:
     def _behind(
         self, new: _NewTurn, parent: PastTurn, messages: Sequence[Message], *, by_id: bool
     ) -> ResolvedContext | None:
-        """A turn that goes on from `parent`; None where the template cannot; raises UnknownTurnError."""
+        """Return a new turn after `parent`, or None if the template cannot; raise UnknownTurnError."""
         earlier = [_earlier(turn) for turn in self._index.path(parent)]
         try:
             token_ids = self._chat_format().turn_token_ids(earlier, messages, as_told=True, most=new.most)
         except ChatTemplateError:
-            # The reply's ids go on with a stop string, which no message has; or the template writes the past
-            # otherwise once messages follow; or it refuses these messages: rendering more, which comes next,
-            # tells.
+            # There are three causes: the reply's ids end with a stop string, which no message contains; the
+            # template renders past messages differently once others follow; or it rejects these messages. In
+            # the last case the next try, which renders more messages, raises the error.
             return None
         return self._resolved(new, parent, messages, token_ids, by_id=by_id)
 
@@ -363,7 +375,7 @@ class Resolver:
 
 
 def has_reply(messages: Sequence[Message]) -> bool:
-    """Whether there is anything that an earlier turn could have ended with."""
+    """Return whether the messages contain a reply, so that an earlier turn can match."""
     return any(message["role"] == "assistant" for message in messages)
 
 
@@ -372,13 +384,13 @@ def _earlier(turn: PastTurn) -> EarlierTurn:
 
 
 def _first_said(messages: Sequence[Message]) -> int:
-    """Where the first message of a user stands; the last one where there is none."""
+    """Return the position of the first user message, or of the last message without one."""
     users = (index for index, message in enumerate(messages) if message["role"] == "user")
     return next(users, len(messages) - 1)
 
 
 def _missed_tokens(messages: Sequence[Message], num_tokens: int) -> int:
-    """About how many of a prompt's tokens are replies and what stands before them."""
+    """Estimate how many prompt tokens belong to the last reply and the messages before it."""
     last_reply = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
     if last_reply < 0:
         return 0

@@ -1,11 +1,11 @@
-"""What the front remembers of turns: enough to find them by their messages and to write what follows.
+"""The front end's index of finished turns, by id and by the hash chain of their messages.
 
-Owns: the turns in memory, newest first, within a budget of bytes; asking the history for older ones, and the
-translation from what its reader gives.
-Does not know: requests, rendering, SQL, or whether a turn's state is on the device.
+Owns: the least-recently-used turns in memory within a byte budget; reading older ones from the history.
+Does not know: requests, rendering, SQL, or whether a turn's KV cache is on the device.
+Called by the resolver and by `server.openai`.
 
-Turns that are in memory only last as long as the engine has their state: they go when its epoch changes, and
-when it says that it does not know one of them.
+A turn that is not in the history is forgotten when the engine loses it: when the engine's epoch changes, and
+when the engine reports the turn as unknown.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pensieve_jax.history.reader import HistoryReader, TurnView
 from pensieve_jax.server.context.hashes import canonical_text, chain_after
 from pensieve_jax.text.messages import Message
 
-_TURN_BYTES = 1000  # of a turn's objects, beside its messages, texts and ids
-_MESSAGE_BYTES = 300  # of a message's objects, beside its text
+_TURN_BYTES = 1000  # estimated Python overhead of a turn, without its messages, texts and ids
+_MESSAGE_BYTES = 300  # estimated Python overhead of a message, without its text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,13 +31,15 @@ class PastTurn:
     """A finished turn.
 
     Attributes:
-      before: the chain of the messages up to and including its own; its reply's follows.
-      num_tokens: of the whole path up to and including its reply.
-      messages: its own, as they were rendered; None for a turn of text or ids.
-      output_token_ids, output_text, finish_reason: of its reply. The ids are kept in four bytes each.
+      before: the chain up to and including its request messages, without its reply.
+      num_tokens: number of tokens of the whole path, its reply included.
+      messages: its request messages as they were rendered; None for a turn of text or token ids.
+      output_token_ids: token ids of its reply, four bytes each.
+      output_text, finish_reason: text of its reply, and why it ended.
       durable: whether the history has it.
-      chain: of everything up to and including its reply.
-      num_bytes: about what it takes to remember it, counted once: a text may get larger when it is read.
+      chain: the chain up to and including its reply.
+      num_bytes: estimated memory use. It is computed once, because Python strings can grow when they are read
+        and the index must subtract what it added.
     """
 
     turn_id: str
@@ -54,7 +56,7 @@ class PastTurn:
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Pack the ids, fold the reply into the chain, and count the bytes."""
+        """Pack the ids, extend the chain by the reply, and count the bytes."""
         object.__setattr__(self, "output_token_ids", array("i", self.output_token_ids))
         object.__setattr__(self, "chain", chain_after(self.before, "assistant", self.output_text or ""))
         object.__setattr__(self, "num_bytes", self._count_bytes())
@@ -67,42 +69,42 @@ class PastTurn:
 
 
 class TurnSource(Protocol):
-    """The durable turns. Called from any thread."""
+    """Access to the durable turns. Called from any thread."""
 
     def find_chain(self, owner: str, before: bytes, reply: str) -> PastTurn | None:
-        """The newest turn with this chain before its reply, and this reply (canonical); None without one."""
+        """Return the newest turn with this chain before its reply and this canonical reply text, or None."""
         ...
 
     def path(self, owner: str, turn_id: str) -> Sequence[PastTurn]:
-        """The turns from the first of a tree to this one; raises UnknownTurnError."""
+        """Return the turns from the root of the tree to this one; raise UnknownTurnError."""
         ...
 
 
 class TurnIndex:
-    """Turns by id and by chain, of memory first and of the history behind it. Safe to share by threads."""
+    """Turns by id and by chain, from memory or else from the history. Thread-safe."""
 
     def __init__(self, source: TurnSource, *, max_bytes: int = 256 << 20) -> None:
-        """Remember about `max_bytes` of turns; `source` has the durable ones that are not remembered."""
+        """Hold up to about `max_bytes` of turns in memory; read other durable turns from `source`."""
         self._source = source
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._turns: OrderedDict[tuple[str, str], PastTurn] = OrderedDict()  # by owner and id, oldest first
-        # By owner, chain and durability: the newest turn of several that say the same.
+        self._turns: OrderedDict[tuple[str, str], PastTurn] = OrderedDict()  # by owner and id, LRU first
+        # By owner, chain and durability: the newest of several turns with the same messages.
         self._by_chain: dict[tuple[str, bytes, bool], str] = {}
         self._num_bytes = 0
         self._epoch: int | None = None
 
     @property
     def num_bytes(self) -> int:
-        """About what the remembered turns take."""
+        """Estimated memory use of the turns in memory."""
         return self._num_bytes
 
     def __len__(self) -> int:
-        """How many turns are remembered."""
+        """Return the number of turns in memory."""
         return len(self._turns)
 
     def see_epoch(self, epoch: int) -> None:
-        """The engine has started so many times: what was in an earlier one's memory only is gone."""
+        """Forget turns that are not durable if the engine has restarted, that is, if `epoch` is new."""
         with self._lock:
             if self._epoch not in (None, epoch):
                 for key in [key for key, turn in self._turns.items() if not turn.durable]:
@@ -110,7 +112,7 @@ class TurnIndex:
             self._epoch = epoch
 
     def add(self, turn: PastTurn, epoch: int | None = None) -> None:
-        """Remember a turn; one in memory only must be of the engine that runs, by its `epoch`."""
+        """Add a turn; ignore one that is not durable if `epoch` is not that of the running engine."""
         key = (turn.owner, turn.turn_id)
         with self._lock:
             if not turn.durable and epoch != self._epoch:
@@ -124,18 +126,18 @@ class TurnIndex:
                 self._remove(next(iter(self._turns)))
 
     def forget(self, owner: str, turn_id: str) -> None:
-        """The engine, or the history, does not have it any more."""
+        """Remove a turn that the engine or the history no longer has."""
         with self._lock:
             if (owner, turn_id) in self._turns:
                 self._remove((owner, turn_id))
 
     def remembers(self, owner: str, turn_id: str) -> bool:
-        """Whether a turn is in this memory; the history is not asked."""
+        """Return whether a turn is in memory, without asking the history."""
         with self._lock:
             return (owner, turn_id) in self._turns
 
     def num_tokens(self, owner: str, turn_id: str) -> int | None:
-        """Of a turn's path, up to its end; None where this memory does not have the turn."""
+        """Return the number of tokens of a turn's path, or None if the turn is not in memory."""
         with self._lock:
             turn = self._turns.get((owner, turn_id))
             return None if turn is None else turn.num_tokens
@@ -143,14 +145,14 @@ class TurnIndex:
     def find(
         self, owner: str, before: bytes, reply: str, *, durable: bool, asks_source: bool = True
     ) -> PastTurn | None:
-        """The newest turn of these messages and this reply.
+        """Return the newest turn with these messages and this reply, or None.
 
         Args:
-          owner: whose turns.
+          owner: the key owner of the turns.
           before: the chain of the messages before the reply.
-          reply: its canonical text.
-          durable: look among the turns of the history only.
-          asks_source: whether the source is asked where this memory has no such turn.
+          reply: canonical text of the reply.
+          durable: whether only turns of the history may match.
+          asks_source: whether to ask the history if no turn in memory matches.
         """
         chain = chain_after(before, "assistant", reply)
         with self._lock:
@@ -171,7 +173,7 @@ class TurnIndex:
         return self._read_path(owner, turn_id)[-1]
 
     def path(self, turn: PastTurn) -> list[PastTurn]:
-        """The turns from the first of its tree to this one; raises UnknownTurnError where one is gone."""
+        """Return the turns from the root of its tree to this one; raise UnknownTurnError if one is gone."""
         path = [turn]
         while (parent_id := path[-1].parent_id) is not None:
             with self._lock:
@@ -201,21 +203,21 @@ class TurnIndex:
 
 
 class HistoryTurns:
-    """A `TurnSource` of the durable turns. Safe to share by threads, as the reader is."""
+    """A `TurnSource` that reads the history. Thread-safe, because the reader is."""
 
     def __init__(self, reader: HistoryReader) -> None:
-        """Of an open history."""
+        """`reader` is of an open history."""
         self._reader = reader
 
     def find_chain(self, owner: str, before: bytes, reply: str) -> PastTurn | None:
-        """The newest turn with this chain before its reply and this reply, among the newest of the chain."""
+        """Return the newest turn with this chain and reply among the chain's newest turns, or None."""
         for view in self._reader.find_chain(owner, before):
             if canonical_text(view.output_text or "") == reply:
                 return _past(owner, view)
         return None
 
     def path(self, owner: str, turn_id: str) -> Sequence[PastTurn]:
-        """The turns from the first of a tree to this one; raises UnknownTurnError."""
+        """Return the turns from the root of the tree to this one; raise UnknownTurnError."""
         return [_past(owner, view) for view in self._reader.turn_path(owner, turn_id)]
 
 

@@ -1,16 +1,18 @@
-"""What the server takes on at a time: bytes of bodies and turns. The rest is told to come later.
+"""Admission control: how many turns and body bytes the server accepts at a time.
 
-Owns: the bytes of bodies from their first part until their requests are answered, in all and by key; places
-in the engine and in the queue before it, a key's share of them; the rate of tokens and the length of replies.
+Owns: tickets for turns in the engine and in the queue before it, and each key's share of them. It also counts
+the bytes of bodies from their first part until their requests are answered, in total and by key, and
+estimates Retry-After.
 Does not know: what bodies mean or how they are read, the engine beyond its state and size, HTTP beyond the
-errors that say "later".
+errors 429 and 503. Called by `server.turns.run`, the request handlers and the application.
 
-The engine gets as many turns as it can run, and some more so that a place never stands empty. The others wait
-here, first come first served, where waiting can be ended. Retry-After is how long the tokens that are waited
-for should take at the recent rate: those of the prompts, and replies as long as recent ones were.
+The engine gets as many turns as it can run, and a few more so that none of its slots stays empty. The other
+turns wait here, first come first served, because waiting here can be cancelled. Retry-After is the expected
+time for the tokens of all admitted and waiting turns at the recent token rate: the prompt tokens, and replies
+as long as recent ones.
 
-Places for turns bound what the engine has. The budget of bodies bounds what is read, decoded and tokenized
-before that.
+Tickets limit the load of the engine. The body budget limits what is read, decoded and tokenized before a turn
+has a ticket.
 """
 
 from __future__ import annotations
@@ -31,33 +33,33 @@ _RATE_WINDOW_S: Final = 30.0
 _NUM_LATE_REPLIES: Final = 64
 _STATES: Final = {
     "starting": "The engine is starting; try again soon.",
-    "draining": "The server is about to end, and takes no more turns.",
-    "dead": "The engine has ended; it is started again, or the server ends.",
+    "draining": "The server is shutting down and accepts no new turns.",
+    "dead": "The engine stopped; it restarts, or the server shuts down.",
 }
 NUM_LONGEST: Final = 32
-"""So many bodies of the longest kind fit."""
+"""Number of bodies of maximum size that fit into the budget."""
 KEYS_PART: Final = 4
-"""One key may have one part in so many."""
+"""A key may use at most 1 / KEYS_PART of the budget."""
 
 
 class TokenRate:
-    """Tokens a second over the last half minute."""
+    """Tokens per second over the last 30 seconds."""
 
     def __init__(self, now_s: Callable[[], float]) -> None:
-        """`now_s` tells the time in seconds."""
+        """`now_s` is a clock in seconds."""
         self._now_s = now_s
         self._began_s = now_s()
         self._counts: deque[tuple[float, int]] = deque()
         self._total = 0
 
     def add(self, num_tokens: int) -> None:
-        """So many were computed or sampled just now."""
+        """Count tokens that were computed or sampled just now."""
         self._counts.append((self._now_s(), num_tokens))
         self._total += num_tokens
         self._forget()
 
     def per_second(self) -> float:
-        """0 while nothing is known."""
+        """Return the rate, or 0 while no tokens were counted."""
         self._forget()
         span_s = min(_RATE_WINDOW_S, self._now_s() - self._began_s)
         return self._total / span_s if span_s > 0 else 0.0
@@ -69,7 +71,7 @@ class TokenRate:
 
 
 class Ticket:
-    """Room for some turns of one request, from `Limits.enter` until `leave`; a context manager."""
+    """Permission for the turns of one request, from `Limits.enter` until `leave`; a context manager."""
 
     def __init__(
         self,
@@ -89,15 +91,17 @@ class Ticket:
         self._left = False
 
     def num_expected_tokens(self, reply_len: float) -> float:
-        """Of prompts and replies, where a reply takes so many unless it must end before."""
+        """Estimate the tokens of prompts and replies, for replies of `reply_len` tokens or their limit."""
         if self.max_tokens is not None:
             reply_len = min(reply_len, self.max_tokens)
         return self.num_tokens + self.num_turns * reply_len
 
     def leave(self, num_done_tokens: int = 0, reply_lens: Iterable[int] = ()) -> None:
-        """Give it back; more than once is as good as once.
+        """Return the ticket; further calls do nothing.
 
-        `num_done_tokens` were computed meanwhile, and replies of these lengths have ended.
+        Args:
+          num_done_tokens: tokens that its turns computed and sampled.
+          reply_lens: lengths of its finished replies in tokens.
         """
         if not self._left:
             self._left = True
@@ -113,10 +117,10 @@ class Ticket:
 
 
 class Limits:
-    """The places of one server. Used by the event loop's thread only."""
+    """The tickets of one server. Used by the event loop's thread only."""
 
     def __init__(self, engine: EngineService, settings: ServerSettings, now_s: Callable[[], float]) -> None:
-        """`now_s` tells the time in seconds, for the rate."""
+        """`now_s` is a clock in seconds."""
         self._engine = engine
         self._settings = settings
         self.rate = TokenRate(now_s)
@@ -124,32 +128,32 @@ class Limits:
         self._reply_lens: deque[int] = deque(maxlen=_NUM_LATE_REPLIES)
         self._num_inside = 0
         self._num_waiting = 0
-        self._places: dict[Ticket, None] = {}  # that somebody has or waits for, by arrival
-        self._has_keys = settings.api_keys_file is not None  # without keys, nobody's share is another's loss
+        self._places: dict[Ticket, None] = {}  # issued or waited for, by arrival
+        self._has_keys = settings.api_keys_file is not None  # without keys all clients are one owner
         self._in_flight: dict[str, int] = {}
         self._queue: dict[asyncio.Future[None], Ticket] = {}  # by arrival
 
     @property
     def num_inside(self) -> int:
-        """Turns that the engine has."""
+        """Number of turns in the engine."""
         return self._num_inside
 
     @property
     def num_owners(self) -> int:
-        """Owners who have turns in flight."""
+        """Number of owners with turns in flight."""
         return len(self._in_flight)
 
     @property
     def num_waiting(self) -> int:
-        """Turns that wait here."""
+        """Number of turns in the queue."""
         return self._num_waiting
 
     def in_flight(self, owner: str) -> int:
-        """Turns that a key has, waiting or not."""
+        """Return the number of turns of a key, waiting or running."""
         return self._in_flight.get(owner, 0)
 
     def check_ready(self) -> None:
-        """Raise ApiError 503 unless the engine takes turns."""
+        """Raise ApiError 503 unless the engine accepts turns."""
         state = self._engine.state
         if state != "ready":
             raise overloaded(_STATES[state], self.retry_after_s())
@@ -157,16 +161,16 @@ class Limits:
     async def enter(
         self, owner: str, num_turns: int = 1, num_tokens: int = 0, max_tokens: int | None = None
     ) -> Ticket:
-        """Room for turns that are given to the engine together, now or within the time that they may wait.
+        """Return a ticket for turns that are submitted together, waiting up to `queue_timeout_s` for it.
 
         Args:
-          owner: whose they are.
-          num_turns: how many.
-          num_tokens: of their prompts, as far as that is known.
-          max_tokens: of each reply; None where the client gave no limit.
+          owner: the key owner of the turns.
+          num_turns: number of turns.
+          num_tokens: estimated number of prompt tokens, all turns together.
+          max_tokens: limit of each reply; None if the client gave no limit.
 
-        Raises ApiError 400 for more turns than there is ever room for, 429 where the key has too many, 503
-        where the queue is full, the wait too long, or the engine takes none.
+        Raises ApiError 400 for more turns than fit at all, 429 if the key has too many, and 503 if the queue
+        is full, the wait takes too long, or the engine accepts no turns.
         """
         place = self.enter_now(owner, num_turns, num_tokens, max_tokens)
         if place is None:
@@ -178,7 +182,7 @@ class Limits:
     def enter_now(
         self, owner: str, num_turns: int = 1, num_tokens: int = 0, max_tokens: int | None = None
     ) -> Ticket | None:
-        """As `enter`, but None where there is a wait to begin."""
+        """Return a ticket as `enter` does, or None if the turns would have to wait."""
         self.check_ready()
         self._check_possible(num_turns)
         most = self._settings.max_in_flight_per_key
@@ -191,39 +195,39 @@ class Limits:
             self._count(place, 1)
             return place
         most_waiting = self._settings.queue_per_running * self._engine.info.max_num_running
-        # One that alone is more than that has its turn as well, when nobody else waits.
+        # A request that exceeds the limit by itself is accepted if the queue is empty.
         if self._num_waiting and self._num_waiting + num_turns > most_waiting:
             raise self._overloaded("The queue is full; try again later.")
         return None
 
     def retry_after_s(self) -> int:
-        """Whole seconds, 1 to 30, until what is waited for should be done."""
+        """Return the expected seconds, 1 to 30, until the turns that are running or waiting are done."""
         if not self._places:
             return 1
         rate = self.rate.per_second()
         if rate > 0:
             reply_len = sum(self._reply_lens) / max(1, len(self._reply_lens))
             expected_s = sum(place.num_expected_tokens(reply_len) for place in self._places) / rate
-        else:  # nothing has ended of late: what has taken so long will take as long again
+        else:  # no recent tokens: assume that the oldest turn needs as long again as it has taken
             expected_s = self._now_s() - next(iter(self._places)).entered_s
         return max(1, min(MAX_RETRY_AFTER_S, math.ceil(expected_s)))
 
-    # Inside
+    # Private methods
 
     def _overloaded(self, sentence: str) -> ApiError:
         return overloaded(sentence, self.retry_after_s())
 
     def _check_possible(self, num_turns: int) -> None:
-        """What never fits would wait in vain, and keep everybody behind it waiting."""
+        """Raise ApiError 400 for a request that can never fit; it would block the queue forever."""
         most = self._most_inside()
         if self._has_keys:
             most = min(most, self._settings.max_in_flight_per_key)
         if num_turns > most:
-            sentence = f"The request is for {num_turns} turns, but must be for at most {most}."
+            sentence = f"The request asks for {num_turns} turns, but must ask for at most {most}."
             raise ApiError(400, "invalid_value", sentence)
 
     def _most_inside(self) -> int:
-        """Some wait in the engine, so that a place that falls free is taken by the very next step."""
+        """Return the turn limit. A few turns wait in the engine, so that the next step fills a free slot."""
         most = self._engine.info.max_num_running
         return most + max(8, most // 4)
 
@@ -249,17 +253,19 @@ class Limits:
             async with asyncio.timeout(self._settings.queue_timeout_s):
                 await turn
         except BaseException as error:
-            if turn.done() and not turn.cancelled():  # its place came in the same moment
+            if turn.done() and not turn.cancelled():  # the ticket was issued at the same moment
                 place.leave()
             else:
                 self._give_up(turn)
                 self._let_in()
             if isinstance(error, TimeoutError):
                 waited = f"{self._settings.queue_timeout_s:g}"
-                raise self._overloaded(f"No place fell free within {waited} s; try again later.") from None
+                raise self._overloaded(
+                    f"The request waited {waited} s in the queue; try again later."
+                ) from None
             raise
         try:
-            self.check_ready()  # it may have ended meanwhile
+            self.check_ready()  # the engine may have stopped meanwhile
         except ApiError:
             place.leave()
             raise
@@ -274,7 +280,7 @@ class Limits:
 
     def _let_in(self) -> None:
         for turn, place in list(self._queue.items()):
-            if turn.cancelled():  # whoever waited has not been told yet
+            if turn.cancelled():  # cancelled, but `_wait` has not run yet
                 self._give_up(turn)
                 continue
             if not self._has_room(place.num_turns):
@@ -285,7 +291,7 @@ class Limits:
             turn.set_result(None)
 
     def _give_up(self, turn: asyncio.Future[None]) -> None:
-        """Nobody waits for this place any more."""
+        """Remove an entry whose request no longer waits from the queue."""
         place = self._queue.pop(turn, None)
         if place is not None:
             self._num_waiting -= place.num_turns
@@ -293,23 +299,23 @@ class Limits:
 
 
 class BodyBudget:
-    """The budget of one server. Used by the event loop's thread only."""
+    """The byte budget for bodies of one server. Used by the event loop's thread only."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._most = NUM_LONGEST * settings.max_body_bytes
-        self._has_keys = settings.api_keys_file is not None  # without keys, nobody's part is another's loss
+        self._has_keys = settings.api_keys_file is not None  # without keys all clients are one owner
         self._by_owner: Counter[str] = Counter()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that all owners hold now."""
+        """Number of bytes that all owners hold now."""
         return self._by_owner.total()
 
     def take(self, owner: str, num_bytes: int) -> None:
-        """Hold more for an owner; raises ApiError 429 past the key's part, 503 past the whole."""
+        """Reserve bytes for an owner; raise ApiError 429 beyond the key's share, 503 beyond the total."""
         most = self._most // KEYS_PART
         if self._has_keys and self._by_owner[owner] + num_bytes > most:
-            raise rate_limited(f"A key may have {most} bytes of bodies at a time; wait for an answer.", 1)
+            raise rate_limited(f"A key may have {most} bytes of bodies at a time; wait for a response.", 1)
         if self.num_bytes + num_bytes > self._most:
             raise overloaded("Too many long bodies are being read; try again later.", 1)
         self._by_owner[owner] += num_bytes
@@ -322,7 +328,7 @@ class BodyBudget:
 
 
 class HeldBody:
-    """What one request holds; a context manager that gives it back."""
+    """The bytes that one request holds; a context manager that releases them."""
 
     def __init__(self, budget: BodyBudget, owner: str) -> None:
         self._budget = budget
@@ -330,7 +336,7 @@ class HeldBody:
         self._num_bytes = 0
 
     def take(self, num_bytes: int) -> None:
-        """Hold more bytes for this request; raise the errors of `BodyBudget.take`."""
+        """Reserve more bytes for this request; raise the errors of `BodyBudget.take`."""
         self._budget.take(self._owner, num_bytes)
         self._num_bytes += num_bytes
 

@@ -1,7 +1,7 @@
-"""The application: requests in, answers out.
+"""The ASGI application: it routes requests to handlers and sends their responses.
 
-Owns: what is said of a route; how a request gets to its handler: the layers around it, its key, its body.
-Does not know: any route, what handlers do, or sockets.
+Owns: the description of a route, the middleware around the router, and the check of a request's key and body.
+Does not know: any particular route, what handlers do, or sockets. Called by `server.app`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Route:
     """One method of one path.
 
     Attributes:
-      method: GET, POST or DELETE. A GET answers HEAD as well.
-      path: with parameters in braces, as in "/v1/responses/{response_id}".
-      handler: gets the request and returns the answer, or raises.
-      needs_key: False answers those without a key, where there are keys.
-      has_body: a POST that may come without one is asked for its content type only where it has one.
+        method: GET, POST or DELETE. A GET route answers HEAD too.
+        path: with parameters in braces, as in "/v1/responses/{response_id}".
+        handler: takes the request and returns the response, or raises.
+        needs_key: whether the route rejects requests without a key if the server has keys.
+        has_body: whether a POST must have a body. False checks the content type only if there is a body.
     """
 
     method: str
@@ -47,12 +47,12 @@ class Route:
 
 
 def make_app(services: Services, routes: Iterable[Route], lifespans: Sequence[Lifespan] = ()) -> ASGIApp:
-    """The ASGI application that serves these routes.
+    """Return the ASGI application that serves these routes.
 
     Args:
-      services: what handlers get.
-      routes: rows; several may have one path.
-      lifespans: entered in order before the first request, left in reverse order after the last.
+      services: passed to every handler.
+      routes: the routes; several may share one path.
+      lifespans: entered in order before the first request, exited in reverse order after the last.
     """
     budget = BodyBudget(services.settings)
     by_path: dict[str, dict[str, Route]] = {}
@@ -69,16 +69,16 @@ def make_app(services: Services, routes: Iterable[Route], lifespans: Sequence[Li
     settings = services.settings
     app: ASGIApp = HostCheck(OriginCheck(router, settings), settings)
     if services.tracing is not None:
-        from pensieve_jax.server.tracing import TraceContext  # of an extra
+        from pensieve_jax.server.tracing import TraceContext  # needs an optional dependency
 
         app = TraceContext(app)
     app = ErrorReplies(app, services.metrics.refused)
     if settings.cors_origin:
-        app = Cors(app, settings.cors_origin)  # around errors: pages may read those, too
+        app = Cors(app, settings.cors_origin)  # outside ErrorReplies, so that pages can read errors too
     app = RequestLog(app)
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
-        scope["app"] = application  # by which the router raises what it cannot find, for us to word
+        scope["app"] = application  # makes the router raise for unknown paths, so that we write the error
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1000})
             return
@@ -88,7 +88,7 @@ def make_app(services: Services, routes: Iterable[Route], lifespans: Sequence[Li
 
 
 class _Path:
-    """The routes of one path."""
+    """ASGI endpoint for the routes of one path."""
 
     def __init__(
         self, services: Services, budget: BodyBudget, path: str, routes: Mapping[str, Route]
@@ -123,7 +123,7 @@ class _Path:
     def _owner(self, route: Route, headers: Headers) -> str:
         owner = self._services.keys.owner(headers.get("authorization"))
         if owner is None and route.needs_key:
-            sentence = "There is no such API key; send one as Authorization: Bearer KEY."
+            sentence = "The API key is missing or unknown; send a valid one as Authorization: Bearer KEY."
             headers_out = {"www-authenticate": "Bearer"}
             raise ApiError(401, "invalid_api_key", sentence, headers=headers_out)
         return owner or ""
@@ -137,7 +137,7 @@ class _Path:
             body = await read_body(
                 receive, headers, settings.max_body_bytes, settings.body_timeout_s, take=held.take
             )
-        if not is_json and (body or route.has_body):  # other types are what forms of any page may send
+        if not is_json and (body or route.has_body):  # a form on any web page can send other types
             raise ApiError(415, "unsupported_media_type", "The body must be sent as application/json.")
         return body
 

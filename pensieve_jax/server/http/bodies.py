@@ -1,14 +1,15 @@
-"""JSON bodies to structs, and errors that name the path of what is wrong.
+"""Decoding of JSON bodies to structs, with errors that name the path of the invalid field.
 
-Owns: how a body is decoded, which of its fields are unknown, and which are refused by name; the way from
-msgspec's sentence to `<field> is <value>, but must be <limit>.`; where a body that msgspec cannot read holds
-half of a character.
-Does not know: any request's fields: the structs say.
+Owns: decoding a body, listing its unknown fields, and rejecting unsupported ones by name; translating
+msgspec's messages to `<field> is <value>, but must be <limit>.`; locating a lone surrogate in a body that
+msgspec cannot decode.
+Does not know: the fields of any request; the structs define them. Called by `HttpRequest.decode` and by the
+parser of response items.
 
-A field of OpenAI's API that this server does not have is in a struct's `UNSUPPORTED`, with the values that
-would change nothing; any other value is refused, by name. So is a field of another route that would be
-missed, with a hint. A name that no struct knows is left alone, and listed, so that a client can tell that it
-had no effect.
+A field of OpenAI's API that this server does not support is in its struct's `UNSUPPORTED`, with the values
+that ask for no effect. Any other value is rejected by name. A field that belongs to another route is rejected
+with a hint. A field that no struct knows is ignored, but listed, so that a client can see that it had no
+effect.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ import msgspec
 from pensieve_jax.server.http.errors import ApiError, invalid_value, misplaced, unsupported
 
 MAX_ITEMS: Final = 4096
-"""Of a list of objects in a body: messages, items, or the parts of one of them."""
+"""Limit of a list of objects in a body: messages, items, or the parts of one of them."""
 MAX_IGNORED: Final = 500
-"""Of names that a body has and no struct knows; an answer's header has no room for more of them."""
+"""Limit of unknown fields that are listed; the response header has no room for more."""
 MAX_DEPTH_ERROR = "The body is nested too deeply."
 _NOTHING: Final[tuple[Any, ...]] = (None, False, "", [], {})
-_OFFER = "its model calls none, and only `pensieve serve --tools=ignore` takes them, without effect"
+_OFFER = "the model calls no tools; `pensieve serve --tools=ignore` accepts them without effect"
 _PATH: Final = re.compile(r" - at `(?:key in )?\$(?P<path>.*)`\Z")
 _MISSING: Final = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 _BOUND: Final = re.compile(r"Expected `\w+` (?P<sign><=|>=|<|>) (?P<bound>\S+)\Z")
@@ -48,13 +49,13 @@ _WORDS: Final[Mapping[str, str]] = {
     "null": "null",
 }
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
-# All of a body up to the escape of a lone surrogate; escapes of others, and of pairs of halves, are whole.
+# Matches a body up to the first escape of a lone surrogate. Other escapes and surrogate pairs match whole.
 _WITHOUT_LONE: Final = re.compile(
     rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*+",
     re.DOTALL,
 )
-_LONGEST_NAMED: Final = 2**16  # bytes of a body whose field is looked for, value by value
-_LONGEST_PATH: Final = 200  # that an error tells: names that no struct knows may be of any length
+_LONGEST_NAMED: Final = 2**16  # bytes; in longer bodies the field with the surrogate is not searched for
+_LONGEST_PATH: Final = 200  # characters of a path in an error: unknown field names can have any length
 _NAMES: Final = {True: "true", False: "false"}
 _STEP: Final = re.compile(r"\.(?P<name>[^.\[\]]+)|\[(?P<index>\d+|\.\.\.)\]")
 
@@ -63,13 +64,13 @@ class Body(msgspec.Struct):
     """A JSON object of a request.
 
     Attributes:
-      UNSUPPORTED: fields of OpenAI's API without the effect they ask for, each with the values that ask for
-        none; beside them None.
-      IGNORED: fields of OpenAI's API that are taken and change nothing by their nature, such as labels.
-      MISPLACED: fields of other routes that would be missed here, each with where or under which name it is
-        taken; beside values that ask for nothing, such as False.
-      OFFERS: fields of UNSUPPORTED that offer the model what it may always leave alone; whoever starts a
-        server may have them ignored.
+        UNSUPPORTED: fields of OpenAI's API that this server does not implement, each with the values that ask
+          for no effect and are accepted; None is always accepted.
+        IGNORED: fields of OpenAI's API that are accepted and change nothing by design, such as labels.
+        MISPLACED: fields that belong to other routes, each with a hint that names the right route or field.
+          Values that ask for nothing, such as False, are accepted.
+        OFFERS: fields of UNSUPPORTED that offer the model options it need not use, such as tools. A server
+          setting can have them ignored.
     """
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
@@ -79,9 +80,9 @@ class Body(msgspec.Struct):
 
 
 def decode_body[T](body: bytes, kind: type[T], *, ignores_offers: bool = False) -> tuple[T, tuple[str, ...]]:
-    """The body as `kind`, and the paths of fields that it does not know.
+    """Decode a body to `kind`, and return it with the paths of its unknown fields.
 
-    With `ignores_offers`, what is in `OFFERS` is one of these fields instead of being refused.
+    With `ignores_offers`, the fields in `OFFERS` are ignored and listed too, instead of being rejected.
 
     Raises ApiError 400 with the path of the field as `param`.
     """
@@ -91,7 +92,7 @@ def decode_body[T](body: bytes, kind: type[T], *, ignores_offers: bool = False) 
         surrogate = lone_surrogate(body)
         if surrogate is not None:
             raise surrogate from None
-        raise ApiError(400, "invalid_json", f"The body is no JSON: {error}.") from None
+        raise ApiError(400, "invalid_json", f"The body is not valid JSON: {error}.") from None
     except RecursionError:
         raise ApiError(400, "invalid_json", MAX_DEPTH_ERROR) from None
     offers = _offers(value, kind) if ignores_offers else {}
@@ -102,7 +103,7 @@ def decode_body[T](body: bytes, kind: type[T], *, ignores_offers: bool = False) 
 
 
 def convert[T](value: Any, kind: type[T], at: str = "") -> tuple[T, tuple[str, ...]]:
-    """As `decode_body`, of a value that is decoded already; `at` is its own path."""
+    """Convert an already decoded value as `decode_body` does; `at` is the path of the value."""
     ignored: dict[str, None] = {}
     _look(value, kind, at, ignored)
     try:
@@ -120,7 +121,7 @@ def check_num_items(value: Sized, at: str) -> None:
 
 
 def _offers(value: Any, kind: Any) -> dict[str, None]:
-    """The names, in their order, of an object's own fields that offer something."""
+    """Return the top-level `OFFERS` fields of an object that are not empty, in order."""
     body = _body_of(kind, value) if isinstance(value, dict) else None
     if body is None:
         return {}
@@ -130,7 +131,7 @@ def _offers(value: Any, kind: Any) -> dict[str, None]:
 
 
 def _look(value: Any, kind: Any, at: str, ignored: dict[str, None]) -> None:
-    """Refuse what is unsupported, and collect what is unknown, in a value that should be a `kind`."""
+    """Reject unsupported fields and collect unknown ones, in a value that should be a `kind`."""
     if isinstance(value, dict):
         body = _body_of(kind, value)
         if body is None:
@@ -159,19 +160,19 @@ def _look(value: Any, kind: Any, at: str, ignored: dict[str, None]) -> None:
 
 
 def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
-    """Whether JSON wrote one of these; 0 is not False."""
+    """Return whether a JSON value equals one of these, without mixing up 0 and False."""
     return any(value == other and (isinstance(value, bool) == isinstance(other, bool)) for other in values)
 
 
 @functools.cache
 def _fields(body: type[Body]) -> dict[str, Any]:
-    """What the fields of a struct are, by the names that JSON gives them."""
+    """Return the types of a struct's fields by their JSON names."""
     return {field.encode_name: field.type for field in msgspec.structs.fields(body)}
 
 
 @functools.cache
 def _options(kind: Any) -> tuple[Any, ...]:
-    """A type, or those of a union."""
+    """Return the member types of a union, or the type itself; resolve aliases and annotations."""
     if isinstance(kind, typing.TypeAliasType):
         return _options(kind.__value__)
     if typing.get_origin(kind) is typing.Annotated:
@@ -182,7 +183,7 @@ def _options(kind: Any) -> tuple[Any, ...]:
 
 
 def _body_of(kind: Any, value: dict[str, Any]) -> type[Body] | None:
-    """The struct that an object should be; in a tagged union, its tag says which."""
+    """Return the struct type of an object; in a tagged union, the tag selects it."""
     bodies = [one for one in _options(kind) if isinstance(one, type) and issubclass(one, Body)]
     if len(bodies) > 1:
         for body in bodies:
@@ -195,7 +196,7 @@ def _body_of(kind: Any, value: dict[str, Any]) -> type[Body] | None:
 
 @functools.cache
 def _item_of(kind: Any) -> Any:
-    """What the items of a list are, where they may be structs."""
+    """Return the item type of a list type, or None if its items cannot be structs."""
     for one in _options(kind):
         if typing.get_origin(one) in (list, tuple) and typing.get_args(one):
             item = typing.get_args(one)[0]
@@ -205,7 +206,7 @@ def _item_of(kind: Any) -> Any:
 
 
 class _Shown(reprlib.Repr):
-    """The ends of a value, as an engine's error shows it, but with JSON's names."""
+    """A shortened `repr` of a value as in the engine's errors, but with JSON's names."""
 
     def __init__(self) -> None:
         super().__init__(maxstring=100)
@@ -218,13 +219,13 @@ class _Shown(reprlib.Repr):
 
 
 def explained(error: msgspec.ValidationError, value: Any, kind: Any, at: str) -> ApiError:
-    """What a client is told.
+    """Return the ApiError for a msgspec error.
 
     Args:
-      error: as msgspec raised it.
-      value: what was to become a `kind`.
-      kind: a struct, mostly.
-      at: the value's own path.
+      error: the error that msgspec raised.
+      value: the value that was converted.
+      kind: the type it was converted to, usually a struct.
+      at: the path of the value in the body.
     """
     text = str(error)
     match = _PATH.search(text)
@@ -249,21 +250,21 @@ def _sentence(field: str, value: Any, limit: str) -> str:
 
 
 def lone_surrogate(body: bytes) -> ApiError | None:
-    """What a client is told of a body that msgspec did not read, if a lone surrogate is why.
+    """Return the error for a body that msgspec cannot decode because of a lone surrogate, else None.
 
-    JSON may hold one, and says so with an escape; text in UTF-8, which all of this is for, may not. A
-    client that cuts text between two halves of an emoji sends one.
+    JSON can escape a lone surrogate, but UTF-8 text cannot contain one. Clients send one when they cut a
+    text between the two surrogates of an emoji.
     """
     before = _WITHOUT_LONE.match(body)
-    assert before is not None  # it takes nothing as well
+    assert before is not None  # the pattern also matches the empty string
     if not body.startswith(b"\\u", before.end()):
         return None
-    what = "must be text that UTF-8 can hold: there is a lone surrogate, half of a character, in it."
+    what = "must be text that UTF-8 can hold: it contains a lone surrogate, half of a character."
     if len(body) > _LONGEST_NAMED:
         return ApiError(400, "invalid_value", f"The body {what}")
     try:
         value = json.loads(body.decode())
-    except (ValueError, RecursionError):  # it is no JSON either way
+    except (ValueError, RecursionError):  # invalid JSON anyway
         return None
     found = _surrogate_path(value)
     if found is None:
@@ -274,16 +275,16 @@ def lone_surrogate(body: bytes) -> ApiError | None:
 
 
 class _Step(NamedTuple):
-    """A key or an index within what is before it."""
+    """One key or index of a path, linked to the step before it."""
 
     before: _Step | None
     name: str | int
 
 
 def _surrogate_path(value: Any) -> str | None:
-    """The path of the first text with a lone surrogate, or of the object one of whose names has it.
+    """Return the path of the first string, or of the object with a key, that has a lone surrogate.
 
-    Paths are written for what is found only: a body may have a million values.
+    A path is formatted only for the result, because a body may have a million values.
     """
     waiting: list[tuple[_Step | None, Any]] = [(None, value)]
     while waiting:
@@ -309,10 +310,10 @@ def _written(step: _Step | None) -> str:
 
 
 def _limit(reason: str, kind: Any, path: str) -> str | None:
-    """What completes "must be"; None for a reason that is not known here."""
+    """Return the words that complete "must be", or None for an unknown reason of msgspec."""
     bound = _BOUND.match(reason)
     if bound:
-        # An integer stays one: a float has not as many digits as 2**63 - 1.
+        # Integers are not converted: a float cannot represent 2**63 - 1 exactly.
         is_whole = bound["bound"].lstrip("-").isdecimal()
         return f"{_BOUNDS[bound['sign']]} {bound['bound'] if is_whole else f'{float(bound["bound"]):.20g}'}"
     kinds = _KINDS.match(reason)
@@ -326,7 +327,7 @@ def _limit(reason: str, kind: Any, path: str) -> str | None:
 
 
 def _one_of(kind: Any, name: str) -> str | None:
-    """The choices of a struct's own field, if it is one that has some."""
+    """Return the choices of a Literal field of a struct, or None for any other field."""
     if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
         return None
     types = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
@@ -335,7 +336,7 @@ def _one_of(kind: Any, name: str) -> str | None:
 
 
 def _followed(value: Any, path: str, reason: str) -> tuple[str, Any]:
-    """The path with the names of keys, for which msgspec has dots, and what is there."""
+    """Follow a msgspec path; return it with key names in place of `...`, and the value there."""
     found = ""
     for step in _STEP.finditer(path):
         key: Any = step["name"]
@@ -348,13 +349,13 @@ def _followed(value: Any, path: str, reason: str) -> tuple[str, Any]:
             found += f".{key}"
         try:
             value = value[key]
-        except (LookupError, TypeError):  # a key that is no name of a field
+        except (LookupError, TypeError):  # msgspec's error is about a key, not a value
             return found, None
     return found, value
 
 
 def _wrong_key(value: Mapping[str, Any], reason: str) -> str:
-    """The first key of an object whose value has the type that msgspec does not want."""
+    """Return the first key whose value has the type that msgspec rejected."""
     got = reason.rpartition("got `")[2].rstrip("`")
     return next((key for key, inner in value.items() if _kind(inner) == got), "...")
 

@@ -1,15 +1,16 @@
-"""Connections as uvicorn's parser reads them: the head of a request is short, soon there, and HTTP/1.1.
+"""Connections of uvicorn with limits on request heads, and without protocol upgrades.
 
-Owns: the limits of a request's line and header fields, in bytes and in time, and the answer beyond them;
-noticing that a client with several requests under way has left; reading on behind a head that offers
-another protocol.
-Does not know: routes, keys, or bodies, which have limits of their own; which other protocols exist.
+Owns: the byte and time limits of the request line and header fields, and the error beyond them. It notices
+that a client with pipelined requests has left, and parses on after a head that offers another protocol.
+Does not know: routes, keys, which other protocols exist, or bodies, which have their own limits.
+Called by uvicorn, for which `server.main` installs it.
 
-No key is known yet, so these limits are what protects memory and connections from any client. uvicorn has no
-such limit: its parser keeps a value that does not end, and copies it whenever more of it comes.
+These limits protect memory and connections before the client's key is known. uvicorn has no such limit: its
+parser keeps a header value that never ends, and copies it whenever more of it arrives.
 
-Some clients offer HTTP/2 with every request (`Upgrade: h2c`, as Java's own does). A server without it must
-answer in HTTP/1.1, but the parser stops behind such a head and takes the body for the other protocol's.
+Some clients, such as Java's HttpClient, offer HTTP/2 with every request (`Upgrade: h2c`). A server without
+HTTP/2 must answer in HTTP/1.1. But the parser stops after such a head and treats the body as data of the
+other protocol.
 """
 
 from __future__ import annotations
@@ -28,37 +29,38 @@ from pensieve_jax.server.http.errors import ApiError
 from pensieve_jax.server.http.replies import encode_json
 
 MAX_HEAD_BYTES: Final = 64 * 2**10
-"""Of a request's line and header fields; and of what stands between and behind the chunks of a body."""
+"""Limit of the request line and header fields; also of the bytes between and after the chunks of a body."""
 HEAD_S: Final = 30.0
-"""From the connection, or from the first byte of a later request, to the end of the head."""
+"""Time limit of a head, from the connection or from the first byte of a later request."""
 MAX_AHEAD: Final = 8
-"""Requests that are read while another is answered; behind more of them, or a long body, nobody sees a client
-leave before the answer ends."""
+"""Requests that are read ahead while another one is answered. With more of them, or behind a long body, the
+server notices that a client has left only after the response ends."""
 
 
 class RequestHeadLimits(HttpToolsProtocol):
     """One connection whose request heads are limited in bytes and in time."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As uvicorn makes it."""
+        """Wrap the parser that uvicorn makes; the arguments are uvicorn's."""
         super().__init__(*args, **kwargs)
-        self._num_bytes = 0  # that are of no body, since a request began or a chunk of a body ended
-        self._has_begun = False  # a request whose head has not ended
+        self._num_bytes = 0  # outside bodies, since a request began or a chunk of a body ended
+        self._has_begun = False  # whether a head has begun and not ended
         self._is_body = False
         self._deadline: asyncio.TimerHandle | None = None
-        self._earlier = deque[RequestResponseCycle]()  # than the last one, and not answered yet
-        self._declines = False  # the offer of another protocol, whose head is read once more without it
+        self._earlier = deque[RequestResponseCycle]()  # unanswered requests before the last one
+        # Whether the head offers another protocol and is parsed again without the offer.
+        self._declines = False
         self.parser = NoUpgradeParser(self.parser, self, self._declined)  # type: ignore[assignment]
 
-    # What uvicorn's loop calls
+    # Called by uvicorn's event loop
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A head is waited for."""
+        """Start the time limit of the first head."""
         super().connection_made(transport)
         self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is, and nobody is left to be answered: uvicorn tells the last request only."""
+        """Stop the timer, and notify all unanswered requests; uvicorn notifies only the last one."""
         self._stop_waiting()
         for cycle in self._earlier:
             cycle.disconnected = True
@@ -66,7 +68,7 @@ class RequestHeadLimits(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse no more at a time than a head may have left, so that none is ever held that is longer."""
+        """Parse data in pieces that fit into the head limit, so that no longer head is ever held."""
         while data and self in self.connections and not self.transport.is_closing():
             room = MAX_HEAD_BYTES - self._num_bytes
             if not room:
@@ -76,10 +78,10 @@ class RequestHeadLimits(HttpToolsProtocol):
             piece, data = data[:room], data[room:]
             self._num_bytes += len(piece)
             super().data_received(piece)
-        if self._num_bytes and not self._is_body:  # empty lines before a request wake no other callback
+        if self._num_bytes and not self._is_body:  # empty lines before a request call no other callback
             self._wait_for_head()
 
-    # What the parser calls
+    # Called by the parser
 
     def on_message_begin(self) -> None:
         """Start the time limit of the head that begins."""
@@ -88,8 +90,8 @@ class RequestHeadLimits(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """End the limits of the head, unless it offers another protocol and is read once more."""
-        # A tunnel is asked for, and not offered.
+        """End the limits of the head, unless it offers another protocol and is parsed again."""
+        # CONNECT demands a tunnel instead of offering an upgrade.
         self._declines = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
         if self._declines:
             return
@@ -99,34 +101,34 @@ class RequestHeadLimits(HttpToolsProtocol):
         super().on_headers_complete()
         if earlier is not None:
             self._earlier.append(earlier)
-            if len(self.pipeline) <= MAX_AHEAD:  # who reads nothing does not see that a client leaves
+            if len(self.pipeline) <= MAX_AHEAD:  # uvicorn notices a closed connection only while it reads
                 self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
-        """A body has limits elsewhere."""
+        """Do not count body bytes for the head limit."""
         self._num_bytes = max(0, self._num_bytes - len(body))
         super().on_body(body)
 
     def on_chunk_complete(self) -> None:
-        """A body of many small chunks has much between them."""
+        """Restart the count, because a body of many small chunks has many bytes between them."""
         self._num_bytes = 0
 
     def on_message_complete(self) -> None:
-        """The next byte is another head's."""
+        """Count from zero for the next head."""
         if self._declines:
             return
         self._num_bytes, self._is_body = 0, False
         super().on_message_complete()
 
-    # What an answer calls
+    # Called by a response
 
     def on_response_complete(self) -> None:
-        """The next request's turn."""
+        """Forget answered requests and let uvicorn start the next one."""
         while self._earlier and self._earlier[0].response_complete:
             self._earlier.popleft()
         super().on_response_complete()
 
-    # Inside
+    # Private methods
 
     @property
     def _is_answering(self) -> bool:
@@ -149,16 +151,16 @@ class RequestHeadLimits(HttpToolsProtocol):
 
     def _is_late(self) -> None:
         self._deadline = None
-        if self._is_answering:  # the request before this one, whose client would lose its answer
+        if self._is_answering:  # closing would lose the response of the request before
             self._wait_for_head()
         elif self._has_begun:
-            sentence = f"The request's head did not come within {HEAD_S:g} s."
+            sentence = f"The request's head did not arrive within {HEAD_S:g} s."
             self._refuse(ApiError(408, "request_timeout", sentence))
         else:
             self.transport.close()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer, unless that would stand in the middle of another answer, and close."""
+        """Send the error, unless that would interrupt another response, and close."""
         self._stop_waiting()
         if self.transport.is_closing():
             return
@@ -174,28 +176,28 @@ class RequestHeadLimits(HttpToolsProtocol):
 def head_without_upgrade(
     method: bytes, url: bytes, version: str, headers: list[tuple[bytes, bytes]]
 ) -> bytes:
-    """A request's head as it would be without its offer; names of `headers` are in lower case."""
+    """Return a request's head without its Upgrade header; names in `headers` are in lower case."""
     fields = [b"%b: %b\r\n" % field for field in headers if field[0] != b"upgrade"]
     return b"%b %b HTTP/%b\r\n%b\r\n" % (method, url, version.encode(), b"".join(fields))
 
 
 class NoUpgradeParser:
-    """The parser of one connection; what it lacks here it has from httptools."""
+    """A wrapper of the httptools parser of one connection that ignores protocol upgrades."""
 
     def __init__(
         self, parser: httptools.HttpRequestParser, protocol: object, declined: Callable[[], bytes | None]
     ) -> None:
-        """In place of `parser`, whose callbacks are `protocol`'s.
+        """Wrap `parser`, which calls the callbacks of `protocol`.
 
-        `declined` is the head to be read in place of the one behind which the parser has stopped; None where
-        that offered nothing, but asked for a tunnel: what comes with it is dropped.
+        `declined` returns the head to parse instead of the one after which the parser stopped. It returns
+        None for a CONNECT request, whose remaining data is dropped.
         """
         self._parser = parser
         self._protocol = protocol
         self._declined = declined
 
     def feed_data(self, data: bytes) -> None:
-        """Parse; raises what httptools raises, but no HttpParserUpgrade."""
+        """Parse data; raise the errors of httptools except HttpParserUpgrade."""
         while True:
             try:
                 self._parser.feed_data(data)
@@ -205,11 +207,11 @@ class NoUpgradeParser:
                 if head is None:
                     return
                 data = head + data[stopped.args[0] :]
-            # One that has stopped never reads on.
+            # A parser that has stopped cannot be resumed.
             self._parser = httptools.HttpRequestParser(cast(Any, self._protocol))
-            with suppress(AttributeError):  # as uvicorn has it, for those that have it
+            with suppress(AttributeError):  # as uvicorn sets it; old versions lack it
                 self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def __getattr__(self, name: str) -> Any:
-        """What is known of the request."""
+        """Return attributes of the wrapped parser."""
         return getattr(self._parser, name)

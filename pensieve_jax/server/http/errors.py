@@ -1,8 +1,9 @@
-"""What a client is told when something is wrong: one shape, and one table of who gets which status.
+"""Error responses: their JSON shape, and the table from exceptions to statuses and codes.
 
-Owns: the body of an error, its status, code and headers, which of the package's errors means which, and
-what of their messages a client is told.
+Owns: the body, status, code and headers of an error; the mapping of the package's exceptions to them; which
+part of an exception's message a client sees.
 Does not know: where an error came from, logs, or HTTP beyond a status and headers.
+Called by handlers, which raise ApiError, and by the middleware that converts exceptions.
 
 The openai client retries 408, 409, 429 and 5xx unless `x-should-retry` says otherwise, and honours
 `Retry-After`.
@@ -34,9 +35,9 @@ from pensieve_jax.core.errors import (
 
 _NO_RETRY = {"x-should-retry": "false"}
 _RETRY_SOON = {"retry-after": "1"}
-INTERNAL_ERROR = "Something went wrong in the server; its log says what, under this x-request-id."
+INTERNAL_ERROR = "An unexpected error occurred; the server's log has the details under this x-request-id."
 
-# By class, the most specific that fits: status, code and headers. `_as_sentence` has the words.
+# Status, code and headers by exception class; the most specific class counts. `_as_sentence` has the texts.
 _MEANINGS: Mapping[type[PensieveError], tuple[int, str, Mapping[str, str]]] = {
     ContextLengthError: (400, "context_length_exceeded", {}),
     InvalidRequestError: (400, "invalid_value", {}),
@@ -55,14 +56,14 @@ _MEANINGS: Mapping[type[PensieveError], tuple[int, str, Mapping[str, str]]] = {
 
 
 class ApiError(Exception):
-    """An answer that says what is wrong.
+    """An error response.
 
     Attributes:
-      status: of HTTP.
-      code: what a program tells errors apart by.
+      status: HTTP status.
+      code: identifier of the error for programs.
       message: a sentence for people.
-      param: the path of the field that is wrong, such as "messages[0].content", if it is one.
-      headers: sent with it.
+      param: the path of the invalid field, such as "messages[0].content"; None if no field is to blame.
+      headers: additional response headers.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class ApiError(Exception):
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """See the class; `type` follows from the status."""
+        """See the class for the arguments."""
         self.status = status
         self.code = code
         self.message = message
@@ -84,86 +85,88 @@ class ApiError(Exception):
 
     @property
     def type(self) -> str:
-        """What kind of error it is, in OpenAI's words."""
+        """OpenAI's error type, which follows from the status."""
         if self.status == 429:
             return "rate_limit_error"
         return "server_error" if self.status >= 500 else "invalid_request_error"
 
     @property
     def error(self) -> dict[str, Any]:
-        """The object that describes it."""
+        """The `error` object of the body."""
         return {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
 
     @property
     def body(self) -> dict[str, Any]:
-        """JSON object that the client receives."""
+        """The JSON object that the client receives."""
         return {"error": self.error}
 
 
 def invalid_value(param: str, message: str) -> ApiError:
-    """400: a field holds what it cannot; `param` is its path."""
+    """Return a 400 for an invalid value of the field at the path `param`."""
     return ApiError(400, "invalid_value", message, param=param)
 
 
 def unsupported(param: str, why: str = "", taken: Sequence[Any] = ()) -> ApiError:
-    """400: a field of OpenAI's API that would have an effect which this server does not have.
+    """Return a 400 for a field of OpenAI's API whose effect this server does not implement.
 
-    `taken` are its values that would have none; words among them are told.
+    `taken` are its values without effect, which are accepted; the message lists the strings among them.
     """
     reason = f": {why}" if why else ""
     words = " or ".join(f'"{value}"' for value in taken if isinstance(value, str) and value)
-    instead = f"leave it out, or make it {words}." if words else "leave it out."
+    instead = f"leave it out, or set it to {words}." if words else "leave it out."
     message = f"{param} is not supported by this server{reason}; {instead}"
     return ApiError(400, "unsupported_parameter", message, param=param)
 
 
 def misplaced(param: str, hint: str) -> ApiError:
-    """400: a field of another route, which whoever sends it would miss; `hint` is a sentence that helps."""
+    """Return a 400 for a field that belongs to another route; `hint` is a sentence that helps the client."""
     message = f"{param} is not a field of this route. {hint}"
     return ApiError(400, "unsupported_parameter", message, param=param)
 
 
 def context_too_long(num_tokens: int, most: int, param: str | None) -> ApiError:
-    """400: a context of `num_tokens`, where `most` would leave room for one token of a reply."""
+    """Return a 400 for a context of `num_tokens`; `most` would leave room for a reply of one token."""
     return ApiError(400, "context_length_exceeded", _too_long(num_tokens, most), param=param)
 
 
 def not_found(kind: str, record_id: str) -> ApiError:
-    """404, in the same words for what never was, was deleted, has expired, or is another key's."""
+    """Return a 404 with the same text for an unknown, deleted or expired record and for another key's."""
     return ApiError(404, "not_found", f"There is no {kind} {record_id!r}.")
 
 
 def rate_limited(message: str, retry_after_s: int) -> ApiError:
-    """429: this key has enough on its hands."""
+    """Return a 429 for a key that uses its whole share."""
     return ApiError(429, "rate_limit_exceeded", message, headers={"retry-after": str(retry_after_s)})
 
 
 def overloaded(message: str, retry_after_s: int) -> ApiError:
-    """503: the server takes nothing at the moment."""
+    """Return a 503 for a server that accepts no more work at the moment."""
     return ApiError(503, "overloaded", message, headers={"retry-after": str(retry_after_s)})
 
 
 def internal_error() -> ApiError:
-    """500 for what nobody expected; says nothing of it."""
+    """Return a 500 for an unexpected exception, without its message."""
     return ApiError(500, "internal_error", INTERNAL_ERROR)
 
 
 def is_expected(error: BaseException) -> bool:
-    """Whether `as_api_error` says more of it than that something went wrong."""
+    """Return whether `as_api_error` maps the error to anything but an internal error."""
     return isinstance(error, (ApiError, *_MEANINGS))
 
 
 def as_api_error(error: BaseException, fields: Mapping[str, str] | None = None) -> ApiError:
-    """What a client is told of an error.
+    """Return the error response for any exception.
 
     Args:
       error: any exception.
-      fields: what the client calls fields that the engine knows by another name, such as prompt: messages.
+      fields: the client's names of fields by the engine's names, such as {"prompt": "messages"}.
     """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequestError) and error.field.endswith("idempotency.key"):
-        sentence = "Another server has just answered a request with this key; send it again for that answer."
+        sentence = (
+            "Another server has just answered a request with this key; send it again to get that response."
+        )
         return ApiError(409, "idempotency_key_in_use", sentence, param="Idempotency-Key", headers=_RETRY_SOON)
     for kind in type(error).__mro__:
         if kind in _MEANINGS:
@@ -179,7 +182,7 @@ def as_api_error(error: BaseException, fields: Mapping[str, str] | None = None) 
 
 @contextmanager
 def renamed_fields(fields: Mapping[str, str]) -> Iterator[None]:
-    """Errors raised within name fields as the client does; see `as_api_error`."""
+    """Rename the fields of errors raised in the block to the client's names; see `as_api_error`."""
     try:
         yield
     except InvalidRequestError as error:
@@ -187,7 +190,7 @@ def renamed_fields(fields: Mapping[str, str]) -> Iterator[None]:
 
 
 def _as_sentence(error: BaseException) -> str:
-    """The message, without hints for whoever starts the server or calls it from Python."""
+    """Return the message without hints that only operators and Python callers can follow."""
     message = str(error)
     match error:
         case ContextLengthError(num_tokens=int(num_tokens), most=int(most)):
@@ -196,8 +199,12 @@ def _as_sentence(error: BaseException) -> str:
             return _too_long(f"far more than {most}", most)
         case InvalidFieldError(hint=str(hint)) if hint:
             return message.removesuffix(f"; {hint}.") + "."
-        case HistoryUnavailableError(may_be_kept=may_be_kept):  # where it is concerns no client
-            kept = "It may have been kept: look before you send it again." if may_be_kept else "Try again."
+        case HistoryUnavailableError(may_be_kept=may_be_kept):  # clients must not see the history's address
+            kept = (
+                "The change may have been stored: check before you send it again."
+                if may_be_kept
+                else "Try again."
+            )
             return f"The history cannot be reached at the moment. {kept}"
         case ChatTemplateError():
             return f"{error.problem}; change the messages, or send text to /v1/completions."
@@ -207,8 +214,8 @@ def _as_sentence(error: BaseException) -> str:
 
 def _too_long(num_tokens: int | str, most: int) -> str:
     return (
-        f"The context would have {num_tokens} tokens; this server takes {most} and a reply. Send less, start "
-        "a new conversation, or go on from an earlier turn."
+        f"The context has {num_tokens} tokens, but must have at most {most}, besides its reply. Send less, "
+        "start a new conversation, or continue from an earlier turn."
     )
 
 

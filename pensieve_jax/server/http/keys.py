@@ -1,10 +1,11 @@
-"""Who may ask, and whose are the things that they ask for.
+"""API keys and their owners.
 
-Owns: the file of keys, and finding the owner of the key that a request shows.
+Owns: the file of keys, and finding the owner of a request's key.
 Does not know: HTTP beyond the Authorization header's text, or what owners own.
+Called by the application, by `pensieve serve`, and by the Ray Serve app.
 
-A line of the file is `owner:sha256` with the SHA-256 of the key in hexadecimal digits; empty lines and those
-that begin with # are skipped. An owner may have several keys. Keys themselves are nowhere.
+A line of the file is `owner:sha256` with the SHA-256 of the key in hexadecimal digits. Empty lines and lines
+that begin with # are skipped. An owner may have several keys. The file contains no keys, only their digests.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from pensieve_jax.core.errors import ConfigError
 _LINE = re.compile(r"(?P<owner>[A-Za-z0-9_.@-]{1,64}):(?P<digest>[0-9a-fA-F]{64})\Z")
 _log = logging.getLogger(__name__)
 _WELL_FORMED = (
-    "lines of owner:sha256, with the owner's name of letters, digits, _.@- and 64 hexadecimal digits"
+    "lines of owner:sha256, where the owner has letters, digits and _.@- and the digest 64 hexadecimal digits"
 )
 
 
 class ApiKeys:
-    """The keys of one file, which can be read again while requests come in."""
+    """The keys of one file, which can be reloaded while the server runs."""
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
-        """Read the file; None asks nobody for a key. Raises ConfigError naming `api_keys_file`."""
+        """Read the file; None means that no key is needed. Raises ConfigError naming `api_keys_file`."""
         self._path = None if path is None else Path(path)
         self._owners: list[tuple[bytes, str]] = []
         if self._path is not None:
@@ -37,32 +38,33 @@ class ApiKeys:
 
     @property
     def are_asked_for(self) -> bool:
-        """Whether a request needs one."""
+        """Whether requests need a key."""
         return self._path is not None
 
     def reload(self) -> int:
-        """Read the file again and return how many keys there are; ConfigError leaves the old ones."""
+        """Read the file again and return the number of keys; if it raises ConfigError, the old keys stay."""
         if self._path is not None:
             self._owners = _read(self._path)
             num_owners, num_keys = len({owner for _, owner in self._owners}), len(self._owners)
             _log.info(
-                "keys read again: %s, %s",
+                "keys reloaded: %s, %s",
                 f"{num_owners} owner{'s' * (num_owners != 1)}",
                 f"{num_keys} key{'s' * (num_keys != 1)}",
             )
         return len(self._owners)
 
     def owner(self, authorization: str | None) -> str | None:
-        """Whose key an Authorization header shows; None for no known one.
+        """Return the owner of the key in an Authorization header, or None for an unknown or missing key.
 
-        All digests are compared, each in constant time, so that time tells nothing of a key.
+        Every digest is compared, each in constant time, so that the timing reveals nothing about the keys.
         """
         if not self.are_asked_for:
             return ""
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer":
             return None
-        shown = hashlib.sha256(key.strip(" \t").encode("latin-1", "replace")).digest()  # a header's own bytes
+        # latin-1 restores the header's bytes.
+        shown = hashlib.sha256(key.strip(" \t").encode("latin-1", "replace")).digest()
         found = None
         for digest, owner in self._owners:
             if hmac.compare_digest(digest, shown):
@@ -80,9 +82,11 @@ def _read(path: Path) -> list[tuple[bytes, str]]:
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         match = _LINE.match(line.strip())
-        if match is None:  # the line itself may be a key that somebody put there: it is not shown
+        if match is None:  # the line is not shown: it may be a key, pasted by mistake
             raise ConfigError("api_keys_file", str(path), _WELL_FORMED, f"correct line {number}")
         owners.append((bytes.fromhex(match["digest"]), match["owner"]))
     if not owners:
-        raise ConfigError("api_keys_file", str(path), "a file of at least one key", "or nobody could ask")
+        raise ConfigError(
+            "api_keys_file", str(path), "a file of at least one key", "otherwise every request is rejected"
+        )
     return owners

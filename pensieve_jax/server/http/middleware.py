@@ -1,10 +1,9 @@
-"""What happens to every request, whatever it asks for.
+"""Middleware around every request.
 
-Owns: request ids, the access log, errors as answers, names that a server may be called by, which pages may
-ask and read.
-Does not know: routes, keys, bodies.
-Plain ASGI: nothing here stands between a handler and the news
-that its client left.
+Owns: request ids, the access log, errors as responses, the allowed Host names, and the allowed origins.
+Does not know: routes, keys, bodies. Called by the application.
+
+It is plain ASGI, so that nothing delays the message to a handler that its client left.
 """
 
 from __future__ import annotations
@@ -29,21 +28,22 @@ from pensieve_jax.server.http.settings import ServerSettings, is_loopback
 from pensieve_jax.server.logs import log_error, log_request
 
 NOTES: Final = "pensieve.notes"
-"""Where a scope holds its `RequestNotes`."""
+"""The key of an ASGI scope under which its `RequestNotes` are."""
 REQUEST_ID_CHARACTERS: Final = "A-Za-z0-9._:-"
-"""Those of a client's id that is taken as it is, as in a regular expression."""
+"""Characters allowed in a client's request id, as a regular expression class."""
 MAX_REQUEST_ID_LENGTH: Final = 128
 _REQUEST_ID = re.compile(rf"[{REQUEST_ID_CHARACTERS}]{{1,{MAX_REQUEST_ID_LENGTH}}}\Z")
 _MAX_IGNORED_BYTES: Final = 1000
 _CHANGING: Final = frozenset({"POST", "DELETE"})
 _PROBES: Final = frozenset({"/health", "/ready"})
-"""Their 503 is what they were asked for, and refuses nobody. Whoever asks knows an address and no name."""
+"""Paths of health probes. Their 503 is a normal answer and not counted as a rejected request. They skip the
+Host check, because probes often know only an address."""
 CLIENT_GONE_STATUS: Final = 499
-"""In the log, for clients that left; nothing is sent."""
+"""The status in the log for clients that left; it is never sent."""
 
 
 class RequestLog:
-    """Gives requests their ids, and writes one line of each when it is over."""
+    """Middleware that assigns request ids, and logs one line per request when it ends."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -89,10 +89,10 @@ class RequestLog:
 
 
 class ErrorReplies:
-    """Makes an answer of whatever is raised, and never a trace of it."""
+    """Middleware that converts every exception to an error response, without a traceback."""
 
     def __init__(self, app: ASGIApp, refused: Callable[[str], object]) -> None:
-        """Around everything that may raise; `refused` is told the code of each answer 429 or 503."""
+        """Wrap `app`; `refused` is called with the code of each 429 and 503."""
         self._app = app
         self._refused = refused
 
@@ -113,10 +113,10 @@ class ErrorReplies:
             raise
         except HTTPException as error:
             await error_reply(_of_routing(error, scope)).send(receive, send)
-        except Exception as error:  # the outermost: what nobody expected is told apart by its id in the log
+        except Exception as error:  # outermost handler: the log has the exception under its request id
             if not is_expected(error):
                 log_error(scope[NOTES].request_id, error)
-            if started:  # an answer that broke off must not look whole
+            if started:  # a truncated response must not look complete
                 raise ClientGoneError from error
             answer = as_api_error(error)
             if answer.status in (429, 503) and scope[NOTES].route not in _PROBES:
@@ -125,24 +125,26 @@ class ErrorReplies:
 
 
 def _of_routing(error: HTTPException, scope: Scope) -> ApiError:
-    """What Starlette's router says, in our words; it says one of two things."""
+    """Convert an exception of Starlette's router, which is a 405 or a 404."""
     if error.status_code == 405:
         headers = dict(error.headers or {})
-        sentence = f"{scope['path']} does not take {scope['method']}, but {headers.get('Allow', '')}."
+        sentence = (
+            f"{scope['path']} does not accept {scope['method']}; it accepts {headers.get('Allow', '')}."
+        )
         return ApiError(405, "method_not_allowed", sentence, headers=headers)
-    return ApiError(404, "unknown_url", f"There is no {scope['method']} {scope['path']} here.")
+    return ApiError(404, "unknown_url", f"The route {scope['method']} {scope['path']} does not exist.")
 
 
 class HostCheck:
-    """Refuses requests under a name that this server does not have.
+    """Middleware that rejects requests with a foreign Host header, to prevent DNS rebinding.
 
-    A page of anybody's may let its own name point to this machine, and its script then reaches a server on
-    loopback that asks for no key. Behind keys any name will do, unless names are given. Probes tell a page
-    nothing.
+    Any web page can let its own domain name point to this machine, and its script then reaches a server on
+    loopback that needs no key. With keys, every name is allowed unless `allowed_hosts` lists some. Probes are
+    exempt, because they reveal nothing to a page.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
-        """Check names where no keys are asked for, or names are given."""
+        """Check names if the server has no keys or `allowed_hosts` is set."""
         self._app = app
         self._names = {name.lower() for name in settings.allowed_hosts}
         self._is_on = bool(self._names) or settings.api_keys_file is None
@@ -152,20 +154,20 @@ class HostCheck:
         if self._is_on and scope["type"] == "http" and scope["path"] not in _PROBES:
             name = _host_name(Headers(scope=scope).get("host", ""))
             if name not in self._names and not is_loopback(name):
-                sentence = "This server does not go by the name in the Host header; see --allowed_hosts."
+                sentence = "The Host header names another server; allow the name with --allowed_hosts."
                 raise ApiError(403, "unknown_host", sentence)
         await self._app(scope, receive, send)
 
 
 class OriginCheck:
-    """Refuses what a page of another origin would change, while no keys are asked for.
+    """Middleware that rejects changes by pages of other origins, if the server has no keys.
 
-    A form, or a script that does not want to read the answer, sends what it likes to a server on loopback;
-    only a browser's Origin header tells. Programs that are no browsers send none.
+    A form, or a script that need not read the response, can send any request to a server on loopback. Only
+    the browser's Origin header tells them apart. Other programs send no such header and pass.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
-        """Pages of the server itself and of `cors_origin` may ask; behind keys, whoever has one."""
+        """Allow pages of the server itself and of `cors_origin`; with keys, check nothing."""
         self._app = app
         self._origins = frozenset(settings.cors_origin)
         self._is_on = settings.api_keys_file is None and "*" not in self._origins
@@ -184,7 +186,11 @@ class OriginCheck:
 
 
 def _cors_refused() -> ApiError:
-    return ApiError(403, "cors_refused", "Pages of this origin may not ask here; see --cors_origin.")
+    return ApiError(
+        403,
+        "cors_refused",
+        "Pages of this origin may not send requests; allow the origin with --cors_origin.",
+    )
 
 
 def _host_name(host: str) -> str:
@@ -196,10 +202,10 @@ def _host_name(host: str) -> str:
 
 
 class Cors(CORSMiddleware):
-    """Starlette's, but for the words of a refusal."""
+    """Starlette's CORS middleware with our error for a rejected preflight."""
 
     def __init__(self, app: ASGIApp, origins: Iterable[str]) -> None:
-        """Pages of these origins may read what we answer."""
+        """Allow pages of these origins to read responses."""
         super().__init__(
             app,
             allow_origins=tuple(origins),
@@ -209,7 +215,7 @@ class Cors(CORSMiddleware):
         )
 
     def preflight_response(self, request_headers: Headers) -> Response:
-        """Leave to go on, or an error of our shape."""
+        """Return a 204 for an allowed preflight, else our error."""
         response = super().preflight_response(request_headers)
         if response.status_code == 200:
             return Response(status_code=204, headers=_without_body(response.headers))
@@ -223,12 +229,12 @@ def _without_body(headers: Iterable[str] | Headers) -> dict[str, str]:
 
 
 def _listed(names: tuple[str, ...]) -> bytes:
-    """Names from a body as a header can hold them; of those that it has no room for none is looked at."""
+    """Encode field names for a header; names beyond its size limit are not processed."""
     quoted: list[str] = []
     room = _MAX_IGNORED_BYTES
     for name in names:
         if room <= 0:
             break
-        quoted.append(urllib.parse.quote(name[:room], safe="[]"))  # which is at least as long
+        quoted.append(urllib.parse.quote(name[:room], safe="[]"))  # quoting never shortens
         room -= len(quoted[-1]) + 1
     return ",".join(quoted).encode()[:_MAX_IGNORED_BYTES]

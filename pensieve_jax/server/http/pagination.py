@@ -1,7 +1,7 @@
-"""Lists that come in parts.
+"""Pagination of lists.
 
-Owns: what a client may ask of a list, and the object that a part is.
-Does not know: what the list is of.
+Owns: the query parameters of a page, and the list object that contains it.
+Does not know: what the list contains. Called by handlers that return lists.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pensieve_jax.server.workers import CpuTicket
 
 DEFAULT_LIMIT: Final = 20
 MAX_LIMIT: Final = 100
-_READING: Final = CpuTicket(is_long=True, asks_history=True)  # each item may have megabytes
+_READING: Final = CpuTicket(is_long=True, asks_history=True)  # an item may have megabytes
 
 
 @dataclass(frozen=True, slots=True)
 class PageQuery:
-    """Which part of a list: at most `limit` behind the one with the id `after`."""
+    """A requested page of a list: at most `limit` entries after the one with the id `after`."""
 
     after: str | None
     limit: int
@@ -35,7 +35,7 @@ class PageQuery:
 
 
 def page_query(query: QueryParams) -> PageQuery:
-    """What the query of a request asks for; raises ApiError 400."""
+    """Read the page from a request's query; raise ApiError 400."""
     limit = limit_of(query, DEFAULT_LIMIT, MAX_LIMIT)
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
@@ -44,7 +44,7 @@ def page_query(query: QueryParams) -> PageQuery:
 
 
 def limit_of(query: QueryParams, default: int, most: int) -> int:
-    """How many rows a request asks for; raises ApiError 400."""
+    """Read the `limit` of a request's query; raise ApiError 400."""
     given = query.get("limit", str(default))
     is_number = given.isascii() and given.isdecimal() and len(given) < 10
     if not is_number or not 1 <= int(given) <= most:
@@ -53,7 +53,7 @@ def limit_of(query: QueryParams, default: int, most: int) -> int:
 
 
 async def page_of_items(call: HttpRequest, read: Callable[..., Page[ItemRow]], name: str) -> HttpResponse:
-    """The part that a request asks for of kept items, which `read` reads of the owner's `name`."""
+    """Return the requested page of the items that `read` finds under `name` in the history."""
     query = page_query(call.query)
     body = await call.services.run_cpu(call.owner, _READING, _page_of_items, read, call.owner, name, query)
     return Bytes(body, "application/json")
@@ -68,7 +68,7 @@ def _page_of_items(read: Callable[..., Page[ItemRow]], owner: str, name: str, qu
 def page_object(
     data: Sequence[dict[str, Any]] | Iterable[dict[str, Any]], *, has_more: bool
 ) -> dict[str, Any]:
-    """The list object of things with ids. OpenAI's schema has no null for the ids of an empty list."""
+    """Return the list object; an empty list has "" as ids, because OpenAI's schema allows no null."""
     listed = list(data)
     return {**_list_object([one["id"] for one in listed], has_more=has_more), "data": listed}
 

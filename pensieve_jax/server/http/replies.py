@@ -1,13 +1,13 @@
-"""What a handler answers with, and how that is written to a client: whole answers and streams of events.
+"""Responses of handlers and how they are sent: whole bodies and streams of server-sent events.
 
-Owns: JSON and plain text; how an event is written, comments in silence, what happens when a client leaves or
-takes nothing.
-Does not know: what answers and events say, or what to do about a turn whose client left: the iterator of
-events does.
+Owns: the encoding of JSON and of events, heartbeat comments, and the end of a stream whose client leaves or
+stalls.
+Does not know: what responses and events mean, or how to cancel the turn of a client that left; the iterator
+of events does that. Called by the application, with responses that handlers made.
 
-Every event is one write, since some readers forget half an event between two reads. Nothing is queued here:
-while a client does not take an event, the next one is not asked for, and the turn merges its deltas. Events
-that are there already, of a reply that is kept, wait for nothing: other requests run in between.
+Every event is one write, since some clients lose half an event between two reads. Nothing is queued here:
+until the client has taken an event, the next one is not requested, and the turn merges its deltas. Events of
+a stored reply are available at once, so the writer yields to other requests between them.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from pensieve_jax.server.http.request import ClientGoneError, until_disconnect
 
 _ENCODER = msgspec.json.Encoder()
 encode_json = _ENCODER.encode
-"""A value of plain ones, structs and dataclasses as JSON."""
+"""Encode plain values, structs and dataclasses as JSON."""
 DONE = b"data: [DONE]\n\n"
-"""The last event of a stream, by OpenAI's rules."""
+"""The last event of a stream in OpenAI's API."""
 _COMMENT = b": still here\n\n"
 _TURN_BYTES: Final = 16 * 2**10
-"""After so many, others get a turn of the loop: a millisecond's or two's work of a kept reply."""
+"""Bytes after which a stream yields to other requests: 1 to 2 ms of work for a stored reply."""
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # or nginx would hold events back
+    (b"x-accel-buffering", b"no"),  # otherwise nginx buffers events
 ]
 
 
 class HttpResponse(Protocol):
-    """An answer that can send itself, once."""
+    """A response that can send itself once."""
 
     async def send(self, receive: Receive, send: Send) -> None:
-        """Write it; `receive` tells when the client leaves."""
+        """Send the response; `receive` reports when the client leaves."""
         ...
 
 
 @dataclass(slots=True)
 class Bytes:
-    """An answer of bytes that are there already.
+    """A response whose body is complete.
 
     Attributes:
-      undelivered: called where the client has left before it was written.
+      undelivered: called if the client left before the body was written.
     """
 
     body: bytes
@@ -62,7 +62,7 @@ class Bytes:
     undelivered: Callable[[], None] | None = None
 
     async def send(self, receive: Receive, send: Send) -> None:
-        """Write it in one piece; raises ClientGoneError where `undelivered` was called."""
+        """Send the response in one piece; raise ClientGoneError after a call of `undelivered`."""
         headers = [
             (b"content-type", self.content_type.encode("latin-1")),
             (b"content-length", str(len(self.body)).encode()),
@@ -81,13 +81,13 @@ class Bytes:
     async def _send_watched(
         self, start: Message, receive: Receive, send: Send, undelivered: Callable[[], None]
     ) -> None:
-        """A server takes whatever is sent to a client that has left, and says so by `receive` alone."""
+        """Send while watching `receive`, since uvicorn silently drops data for a client that has left."""
         watch = asyncio.ensure_future(until_disconnect(receive))
         is_written = False
         try:
             await send(start)
             await send({"type": "http.response.body", "body": self.body, "more_body": True})
-            await asyncio.sleep(0)  # or the watch would not have looked
+            await asyncio.sleep(0)  # lets the watch task run
             is_written = not watch.done()
         finally:
             watch.cancel()
@@ -105,17 +105,17 @@ def json_reply(
     *,
     undelivered: Callable[[], None] | None = None,
 ) -> Bytes:
-    """A JSON answer; see `Bytes`."""
+    """Return a JSON response; see `Bytes`."""
     return Bytes(encode_json(value), "application/json", status, headers or {}, undelivered)
 
 
 def error_reply(error: ApiError) -> Bytes:
-    """The answer that says what is wrong."""
+    """Return the response for an error."""
     return json_reply(error.body, error.status, error.headers)
 
 
 def event(data: bytes, name: str | None = None) -> bytes:
-    """An event of one line of JSON, as it is written."""
+    """Encode a server-sent event whose data is one line of JSON."""
     if name is None:
         return b"data: %b\n\n" % data
     return b"event: %b\ndata: %b\n\n" % (name.encode("ascii"), data)
@@ -123,12 +123,12 @@ def event(data: bytes, name: str | None = None) -> bytes:
 
 @dataclass(slots=True)
 class Events:
-    """A stream of events, each as `event` writes it.
+    """A streaming response of server-sent events.
 
     Attributes:
-      events: closed when the client leaves or takes nothing for too long, which it sees as GeneratorExit or
-        CancelledError: what it began, it ends then.
-      on_end: called once, however the stream ended; also where it never began.
+      events: events as `event` encodes them. It is closed if the client leaves or stalls, which it sees as
+        GeneratorExit or CancelledError; it must then end what it started.
+      on_end: called once, however the stream ends, even if it never began.
       heartbeat_s, stall_timeout_s: see `ServerSettings`.
     """
 
@@ -138,7 +138,7 @@ class Events:
     on_end: Callable[[], Awaitable[None]] | None = None
 
     async def send(self, receive: Receive, send: Send) -> None:
-        """Write events until there are no more; raises ClientGoneError where the client left first."""
+        """Send all events; raise ClientGoneError if the client leaves or stalls first."""
         try:
             async with aclosing(self.events):
                 await self._send_all(receive, send)
@@ -148,7 +148,7 @@ class Events:
 
     async def _send_all(self, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-        open_ = asyncio.timeout(None)  # without a time: somebody says when it is over
+        open_ = asyncio.timeout(None)  # no deadline yet: `_end` sets one
         try:
             async with open_:
                 writer = _Writer(send, self, open_)
@@ -172,13 +172,13 @@ async def _close_on_disconnect(receive: Receive, open_: asyncio.Timeout) -> None
 
 
 def _end(open_: asyncio.Timeout) -> None:
-    """End what is open, unless it is about to end for another reason."""
+    """Expire the timeout, unless it has expired already."""
     if not open_.expired():
-        open_.reschedule(0.0)  # a time that has passed
+        open_.reschedule(0.0)  # a time in the past
 
 
 class _Writer:
-    """One client's writes; a timer that looks at them now and then, since one for each would cost more."""
+    """Writes to one client, watched by one periodic timer, because a timer for each write would cost more."""
 
     def __init__(self, send: Send, settings: Events, open_: asyncio.Timeout) -> None:
         self._send = send
@@ -188,7 +188,7 @@ class _Writer:
         self._period_s = min(settings.heartbeat_s, settings.stall_timeout_s) / 4
         self._lock = asyncio.Lock()
         self._write_began_s: float | None = None
-        self._num_bytes = 0  # since others had their turn
+        self._num_bytes = 0  # since the last yield to other requests
         self._last_write_s = self._loop.time()
         self._comment: asyncio.Future[None] | None = None
         self._timer = self._loop.call_later(self._period_s, self._look)
@@ -201,7 +201,7 @@ class _Writer:
             await asyncio.sleep(0)
 
     async def end(self) -> None:
-        """The last write, which has to wait as others do until the client has taken what was before it."""
+        """End the body; this waits, like every write, until the client has taken the data before it."""
         await self._write(b"", more=False)
 
     def stop(self) -> None:
@@ -210,7 +210,7 @@ class _Writer:
             self._comment.cancel()
 
     async def _write(self, data: bytes, *, more: bool) -> None:
-        async with self._lock:  # a comment may be on its way
+        async with self._lock:  # a heartbeat may be writing
             self._write_began_s = self._loop.time()
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
             self._write_began_s = None

@@ -1,7 +1,8 @@
-"""A request as a handler sees it.
+"""Requests, as handlers see them.
 
-Owns: the values that came with it, reading its body, and whether its client is still there.
-Does not know: routes, what a body means, or how an answer is written.
+Owns: the values of a request, reading its body, and noticing that its client has left.
+Does not know: routes, what a body means, or how a response is written.
+Called by the application, which makes requests, and by handlers.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ if TYPE_CHECKING:
 
 
 class ClientGoneError(Exception):
-    """The client left, or takes nothing any more: there is nobody to answer."""
+    """The client has left or stalled, so that no response can be sent."""
 
 
 @dataclass(slots=True)
 class RequestNotes:
-    """What is known of a request beside its text, for the log and the answer's headers.
+    """Metadata of a request for the log and the response headers.
 
     Attributes:
-      request_id: as the client gave it, or made here.
-      route: the pattern that its path matched.
-      owner: whose key it showed; None before that is known.
-      ignored_fields: paths of fields of its body that this API does not know.
-      counts: numbers and short names from fixed lists, such as tokens or a finish reason.
+      request_id: the client's id, or a generated one.
+      route: the path pattern of its route.
+      owner: the owner of its key; None until the key is checked.
+      ignored_fields: paths of body fields that this API does not know.
+      counts: numbers and short names from fixed lists, such as token counts or a finish reason.
     """
 
     request_id: str
@@ -50,12 +51,13 @@ class HttpRequest:
     """One request.
 
     Attributes:
-      services: what the server is made of.
-      owner: whose request it is; "" where no keys are asked for.
-      path: the parameters of its path.
-      query, headers: of the request.
-      body: all of it; b"" for methods without one.
-      notes: for the log.
+        services: the server's services.
+        owner: the owner of its key; "" if the server has no keys.
+        path: its path parameters.
+        query, headers: its query parameters and headers.
+        body: the whole body; b"" for methods without one.
+        notes: its metadata for the log.
+        receive: the ASGI channel that reports when the client leaves.
     """
 
     services: Services
@@ -68,7 +70,7 @@ class HttpRequest:
     receive: Receive
 
     async def decode[T](self, kind: type[T]) -> T:
-        """The body as a struct of requests; see `bodies`. Notes what it does not know."""
+        """Decode the body to `kind` and note its unknown fields; see `bodies`."""
         ignores_tools = self.services.settings.tools == "ignore"
         value, ignored = await self.run_cpu(
             lambda: decode_body(self.body, kind, ignores_offers=ignores_tools)
@@ -77,15 +79,15 @@ class HttpRequest:
         return value
 
     async def run_cpu[**P, T](self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `work` returns, whose length is the body's: off the event loop where that is long."""
+        """Run `work`, whose time grows with the body: in a thread if the body is long."""
         return await run_cpu(self.owner, is_long(len(self.body)), work, *args, **kwargs)
 
     async def read[**P, T](self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `work` reads of the history; see `Services.read`."""
+        """Run `work`, which reads the history; see `Services.read`."""
         return await self.services.read(self.owner, work, *args, **kwargs)
 
     async def unless_gone[T](self, work: Awaitable[T]) -> T:
-        """What `work` results in; cancels it and raises ClientGoneError when the client leaves first."""
+        """Return the result of `work`; if the client leaves first, cancel it and raise ClientGoneError."""
         task = asyncio.ensure_future(work)
         watch = asyncio.ensure_future(until_disconnect(self.receive))
         try:
@@ -101,7 +103,7 @@ class HttpRequest:
 
 
 async def until_disconnect(receive: Receive) -> None:
-    """Wait until the client leaves; its body must have been read."""
+    """Wait until the client leaves; the body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -109,9 +111,9 @@ async def until_disconnect(receive: Receive) -> None:
 async def read_body(
     receive: Receive, headers: Headers, max_bytes: int, timeout_s: float, *, take: Callable[[int], None]
 ) -> bytes:
-    """A request's body; `take` is told of the bytes of each part, and may raise.
+    """Read a request's body; `take` is called with the length of each part, and may raise.
 
-    Raises ApiError 413 where it is longer than `max_bytes`, 408 where it takes longer than `timeout_s`, and
+    Raises ApiError 413 for a body longer than `max_bytes`, 408 if it takes longer than `timeout_s`, and
     ClientGoneError.
     """
     length = headers.get("content-length", "")
@@ -133,10 +135,10 @@ async def read_body(
                 if not message.get("more_body", False):
                     return parts[0] if len(parts) == 1 else b"".join(parts)
     except TimeoutError:
-        sentence = f"The body did not come within {timeout_s:g} s; send it again."
+        sentence = f"The body did not arrive within {timeout_s:g} s; send it again."
         raise ApiError(408, "request_timeout", sentence, headers={"connection": "close"}) from None
 
 
 def _too_large(max_bytes: int) -> ApiError:
-    sentence = f"The body is too long, but must be at most {max_bytes} bytes."
+    sentence = f"The body is too long; it must be at most {max_bytes} bytes."
     return ApiError(413, "body_too_large", sentence, headers={"connection": "close"})

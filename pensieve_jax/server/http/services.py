@@ -1,6 +1,7 @@
-"""What a server is made of, as handlers get it.
+"""The services of a server, which every handler gets.
 
-Owns: the list. Does not know: how the parts are made.
+Owns: the list of services, and whether a history read runs in a thread.
+Does not know: how the services are made. Called by `server.app`, which makes them, and by handlers.
 """
 
 from __future__ import annotations
@@ -20,30 +21,31 @@ from pensieve_jax.server.workers import CpuTicket, run_cpu, run_io
 from pensieve_jax.text import ChatFormat, Tokenizer
 from pensieve_jax.text.token_texts import TokenTexts
 
-if TYPE_CHECKING:  # of an extra
+if TYPE_CHECKING:  # needs an optional dependency
     from pensieve_jax.server.tracing import Tracing
 
 
 @dataclass(slots=True, kw_only=True)
 class Services:
-    """The parts of one server.
+    """The services of one server.
 
     Attributes:
       engine: runs turns.
       settings: limits and addresses.
-      keys: who may ask.
-      limits: places for turns.
-      metrics: what is counted.
-      tokenizer: the model's; None serves token ids only.
-      chat_format: the model's chat template; None where it has none.
-      defaults: sampling where a request says nothing: `temperature`, `top_p`, `top_k`.
-      resolver: finds the turn that a list of messages goes on from; see `server.context`.
-      token_texts: of the model's vocabulary.
-      history: reads what the history keeps beside turns; None keeps nothing.
+      keys: API keys.
+      limits: admission control for turns.
+      metrics: counters and histograms.
+      tokenizer: the model's tokenizer; None serves token ids only.
+      chat_format: the model's chat template; None if the model has none.
+      defaults: default sampling parameters: `temperature`, `top_p`, `top_k`.
+      resolver: finds the turn that a list of messages continues from; see `server.context`.
+      token_texts: texts of the tokens in the model's vocabulary.
+      history: reader of the history's responses and conversations; None without a history.
       tracing: makes spans of turns; None makes none.
-      now_s: seconds since the epoch; `started_at`: when the server began.
-      tables: how many rows each table of ids has; whoever has one enters it here.
-      map_streams: how many maps of state each owner watches.
+      now_s: clock in seconds since the Unix epoch.
+      started_at: when the server started.
+      tables: functions that count the rows of in-memory tables, by name. The owner of a table adds its own.
+      map_streams: number of cache map streams that each owner has open.
     """
 
     engine: EngineService
@@ -65,14 +67,14 @@ class Services:
 
     @property
     def is_history_far(self) -> bool:
-        """Whether to ask the history is to wait for another machine."""
+        """Whether history reads wait for another machine."""
         return self.history is not None and bool(self.history.is_far)
 
     async def read[**P, T](self, owner: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `work` reads of the history for an owner; raises what it raises.
+        """Run `work`, which reads the history for an owner; raise what it raises.
 
-        Of a file that is done at once, and nothing happens meanwhile. What is far is read in a thread, so
-        that nobody else waits: what the event loop knew may have changed by then.
+        A local file is read at once, without yielding to the event loop. A remote history is read in a
+        thread, so that other requests run meanwhile; the caller's state may have changed when this returns.
         """
         if self.is_history_far:
             return await run_io(owner, work, *args, **kwargs)
@@ -81,12 +83,12 @@ class Services:
     async def run_cpu[**P, T](
         self, owner: str, how: CpuTicket, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """What `work` returns, wherever it keeps nobody else waiting; raises what it raises."""
+        """Run `work` without blocking the event loop: at once if it is short, else in a thread."""
         if how.asks_history and self.is_history_far:
             return await run_io(owner, work, *args, **kwargs)
         return await run_cpu(owner, how.is_long, work, *args, **kwargs)
 
     @property
     def model_name(self) -> str:
-        """What clients call the model."""
+        """The model name in the API."""
         return self.settings.served_model_name or self.engine.info.model_name

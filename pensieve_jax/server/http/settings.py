@@ -1,7 +1,8 @@
-"""What whoever starts a server chooses about HTTP.
+"""HTTP settings of a server.
 
-Owns: the fields, their defaults, and which of them do not go together.
-Does not know: command lines, or what else a server is made of.
+Owns: the fields, their defaults, and the checks of their values and combinations.
+Does not know: command lines, or the other parts of a server.
+Called by `pensieve serve` and the Ray Serve app.
 """
 
 from __future__ import annotations
@@ -19,30 +20,32 @@ MAX_INDEX_BYTES = 256 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """How a server listens, whom it lets in, and how long it waits.
+    """Addresses, access rules, limits and timeouts of a server.
 
     Attributes:
-      host, port: where it listens; port 0 takes a free one.
-      api_keys_file: lines `owner:sha256 of the key`; None asks for no key, on loopback only.
-      cors_origin: pages of these origins, such as "https://chat.example.com", may read answers; "*" is any.
-      allowed_hosts: names that clients may call this server by, beside those of loopback; without keys, a
-        request under any other name is refused.
-      served_model_name: what /v1/models calls the model; None: as it was given.
-      chat_history: "memory" keeps turns of Chat Completions as long as their state, "durable" in the history.
-      max_index_bytes: of turns that are remembered, to find what a request goes on from; the history has
-        all durable ones.
-      tools: that a request offers the model, which calls none: "refuse" refuses the request by name, "ignore"
-        serves it without them. A request that demands a call is refused in either case.
-      max_body_bytes: of a request; `body_timeout_s`: until it must have come in.
-      max_in_flight_per_key: turns that one key may have at a time, where keys are asked for.
-      queue_per_running: how many turns may wait for each that can run.
-      queue_timeout_s: how long a turn waits for its place before it is refused.
-      heartbeat_s: a stream that is silent for so long gets a comment.
-      stall_timeout_s: a client that takes nothing for so long is let go.
-      otel_endpoint: where spans of turns go, over OTLP and HTTP; None makes none.
-      drain_s: how long running turns may go on when the server is told to end.
-      is_routed: that there are several engines, one for each root: contexts that begin alike, and are kept in
-        memory only, then have the same root.
+      host, port: the address to listen on; port 0 chooses a free port.
+      api_keys_file: file with lines `owner:sha256 of the key`; None needs no keys and allows loopback only.
+      cors_origin: origins, such as "https://chat.example.com", whose pages may read responses; "*" is any.
+      allowed_hosts: Host names that clients may use besides those of loopback; without keys, requests with
+        any other name are rejected.
+      served_model_name: the model name in /v1/models; None uses the name that the server was started with.
+      chat_history: "memory" keeps turns of Chat Completions as long as their KV cache, "durable" stores them
+        in the history.
+      max_index_bytes: memory for the index that finds the turn a request continues from; the history has all
+        durable turns.
+      tools: how to treat tools in requests, since the model calls none: "refuse" rejects the request, naming
+        the field; "ignore" serves it without them. A request that demands a call is always rejected.
+      max_body_bytes: size limit of a request body.
+      body_timeout_s: time limit for receiving a body.
+      max_in_flight_per_key: turns that one key may have at a time, if there are keys.
+      queue_per_running: queue length, as a multiple of the turns that can run at a time.
+      queue_timeout_s: time after which a queued turn is rejected.
+      heartbeat_s: a stream that is silent for this long gets a comment.
+      stall_timeout_s: a client that takes no data for this long is disconnected.
+      otel_endpoint: where spans of turns are sent, over OTLP and HTTP; None makes none.
+      drain_s: how long running turns may continue when the server is told to stop.
+      is_routed: whether there are several engines, and all turns of one root run on one of them. Contexts
+        that are not durable then have the same root if they begin with the same messages.
     """
 
     host: str = "127.0.0.1"
@@ -66,7 +69,7 @@ class ServerSettings:
     is_routed: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for what cannot be, or would let anybody in."""
+        """Raise ConfigError for invalid values, and for a public address without keys."""
         if self.chat_history not in ("memory", "durable"):
             raise ConfigError("chat_history", self.chat_history, "memory or durable")
         if self.tools not in ("refuse", "ignore"):
@@ -78,8 +81,8 @@ class ServerSettings:
         if not 0 <= self.port <= 65535:
             raise ConfigError("port", self.port, "from 0 to 65535")
         if self.api_keys_file is None and not self.is_loopback:
-            limit = "a loopback address, such as 127.0.0.1, while no keys are asked for"
-            raise ConfigError("host", self.host, limit, "give --api_keys_file to serve others")
+            limit = "a loopback address, such as 127.0.0.1, if there are no keys"
+            raise ConfigError("host", self.host, limit, "give --api_keys_file to serve other machines")
         for name in ("max_index_bytes", "max_body_bytes", "max_in_flight_per_key", "queue_per_running"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, getattr(self, name), "at least 1")
@@ -96,12 +99,12 @@ class ServerSettings:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only programs of this machine reach it."""
+        """Whether only programs on this machine can reach the server."""
         return is_loopback(self.host)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, or `localhost`, is of this machine only."""
+    """Return whether a host is `localhost` or a loopback address."""
     if host == "localhost":
         return True
     try:

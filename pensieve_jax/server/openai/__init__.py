@@ -1,5 +1,6 @@
-"""OpenAI's API: what each route asks for, and what it answers.
+"""The routes of OpenAI's API.
 
-Owns: handlers, and the schemas of their bodies and answers.
-Does not know: sockets, keys or limits of HTTP, which `server.http` has; how the engine runs a turn.
+Owns: their handlers, and the schemas of requests and responses.
+Does not know: sockets, keys and HTTP limits, which `server.http` handles, or how the engine runs a turn.
+Called by `server.app`.
 """

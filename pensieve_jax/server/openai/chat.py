@@ -1,11 +1,11 @@
-"""POST /v1/chat/completions.
+"""The route POST /v1/chat/completions.
 
-Owns: what a chat completion does, and its answers, whole and in chunks.
-Does not know: how a context is recognised, or how turns run.
+Owns: the steps of a chat completion, and the form of its response, whole and in chunks.
+Does not know: how a context is resolved, or how turns run. Called by the application.
 
-A client sends all messages of a conversation each time. The resolver finds the turn that they go on from, so
-only what is new is computed. Turns are kept in the engine's memory, and in the history where the request says
-`store` or the server is set to.
+A client sends all messages of a conversation each time. The resolver finds the turn that they continue from,
+so the engine computes only new tokens. Turns stay in the engine's memory; they are also stored in the history
+if the request has `store` or the server's `chat_history` is "durable".
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from pensieve_jax.server.workers import CpuTicket, is_long
 
 
 async def create_chat_completion(call: HttpRequest) -> HttpResponse:
-    """One reply or several to a list of messages."""
+    """Answer a list of messages with one or more replies."""
     body = await call.decode(ChatBody)
     check_model(call.services, body.model)
     completion = await call.run_cpu(ChatCompletion, call, body)
@@ -52,12 +52,12 @@ ROUTES = [Route("POST", "/v1/chat/completions", create_chat_completion)]
 
 
 class ChatCompletion:
-    """One request, from its messages to its answer."""
+    """One chat completion request, from its messages to its response. It is a `WireFormat`."""
 
     fields: Final = {"prompt": "messages", "logprobs": "top_logprobs"}
 
     def __init__(self, call: HttpRequest, body: ChatBody) -> None:
-        """Of a body that was read; raises ApiError for what only reading it whole can tell."""
+        """Check the decoded body as a whole; raise ApiError."""
         self._services = call.services
         self._notes = call.notes
         self._wait = call.unless_gone
@@ -70,7 +70,7 @@ class ChatCompletion:
         self._contexts: list[ResolvedContext] = []
 
     async def start(self) -> RunningTurns:
-        """Wait for a place and submit; raises ApiError."""
+        """Wait for a ticket and submit the turns; raise ApiError."""
         num_characters = sum(len(message["content"]) for message in self._messages)
         thought = CpuTicket(is_long(num_characters, len(self._messages)), has_reply(self._messages))
 
@@ -94,10 +94,10 @@ class ChatCompletion:
                 wait=self._wait,
             )
 
-    # As Words
+    # Methods of WireFormat
 
     def settled(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """From now on contexts go on from these turns."""
+        """Add the finished turns to the index, and return the usage."""
         for context, output in zip(self._contexts, outputs, strict=True):
             commit_context(self._services, context, output)
         usage = completion_usage([output.usage for output in outputs], len(outputs))
@@ -105,7 +105,7 @@ class ChatCompletion:
         return usage
 
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """With the messages of all choices."""
+        """Return the response with the messages of all choices, without usage."""
         choices = [
             {
                 "index": index,
@@ -127,7 +127,7 @@ class ChatCompletion:
         ]
 
     def choice(self, index: int, delta: AsyncDelta) -> bytes | None:
-        """Text, and logprobs, which come before the text where a character has several tokens."""
+        """Return text and logprobs; the logprobs of a character with several tokens precede its text."""
         if not delta.text and not delta.logprobs:
             return None
         content = b'{"content":' + encode_json(delta.text) + b"}"
@@ -136,10 +136,10 @@ class ChatCompletion:
         return _choice(index, content, encode_json(self._logprobs(delta.logprobs)))
 
     def last_choice(self, index: int, reason: FinishReason) -> bytes:
-        """Nothing more than why."""
+        """Return the last delta of a choice, with only its finish reason."""
         return _choice(index, b"{}", reason=reason)
 
-    # Inside
+    # Private methods
 
     def _find(self, memory: Memory) -> ResolvedContext:
         services = self._services
@@ -159,7 +159,7 @@ class ChatCompletion:
             raise unwritable(error, self._messages, "messages") from error
 
     def _specs(self, resolved: ResolvedContext) -> list[TurnSpec]:
-        """A turn for each choice, siblings behind the same parent."""
+        """Return one turn for each choice; they are siblings after the same parent."""
         body, services = self._body, self._services
         check_num_tokens(services, resolved.num_context_tokens, "messages")
         self._contexts = [resolved, *(resolved.again() for _ in range(body.num_choices - 1))]
@@ -176,7 +176,7 @@ class ChatCompletion:
         ]
 
     def _attachment(self, context: ResolvedContext, params: SamplingParams) -> ResponseDraft | None:
-        """What is committed with a turn that is to be kept."""
+        """Return the record to commit with a turn that is stored, else None."""
         node = context.node
         if not node.durable:
             return None

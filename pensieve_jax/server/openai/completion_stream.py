@@ -1,10 +1,10 @@
-"""From the turns of a completion to its answer, whole or in chunks.
+"""The response to a completion, whole or in chunks, from its running turns.
 
-Owns: what Chat Completions and Completions have in common once their turns run, and the form of chunks.
-Does not know: what a choice is made of; each API writes its own.
+Owns: the steps that Chat Completions and Completions share once their turns run, and the frame of chunks.
+Does not know: the fields of a choice; each API writes its own. Called by the handlers of both.
 
-A delta is a few bytes of text in a frame that is the same for all chunks of a stream, so the frame is encoded
-once, and no encoder goes its way through objects.
+Each chunk is a few bytes of text in a frame that is the same for the whole stream. The frame is encoded once,
+which avoids encoding an object for every chunk.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ from pensieve_jax.server.turns.sampling import SamplingFields
 
 
 class WireFormat(Protocol):
-    """How one of the APIs says what came of a request's turns; choices of chunks are JSON already."""
+    """The response format of one API for the turns of a request; choices of chunks are encoded JSON."""
 
     @property
     def fields(self) -> Mapping[str, str]:
-        """What the engine calls fields of this API: `renamed_fields`."""
+        """This API's names of fields by the engine's names; see `renamed_fields`."""
         ...
 
     def settled(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """All turns have ended well; called once, returns the usage object."""
+        """Record that all turns have succeeded, and return the usage object. Called once."""
         ...
 
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """The answer, but for its usage."""
+        """Return the whole response without usage."""
         ...
 
     def head(self) -> dict[str, Any]:
-        """The fields of every chunk beside its choices and its usage, at least one."""
+        """Return the fields of every chunk except choices and usage; at least one."""
         ...
 
     def first_choices(self) -> Iterable[bytes]:
-        """Those of chunks before any text."""
+        """Return the choices to send before any text."""
         ...
 
     def choice(self, index: int, delta: AsyncDelta) -> bytes | None:
-        """What came of a turn; None for what is not worth a chunk."""
+        """Return the choice for a delta of a turn, or None if there is nothing to send."""
         ...
 
     def last_choice(self, index: int, reason: FinishReason) -> bytes:
-        """A turn has ended."""
+        """Return the choice that reports the end of a turn."""
         ...
 
 
 async def reply_in(
     words: WireFormat, call: HttpRequest, body: SamplingFields, running: RunningTurns
 ) -> HttpResponse:
-    """The answer to a request whose turns run; they are closed with it. Raises what they failed with."""
+    """Return the response to a request whose turns run, and close them after it; raise their failure."""
     if body.stream:
         settings = call.services.settings
         return Events(
@@ -78,7 +78,7 @@ async def reply_in(
 
 
 async def _chunks(words: WireFormat, running: RunningTurns, *, includes_usage: bool) -> AsyncGenerator[bytes]:
-    """What fails in between is told in the stream."""
+    """Yield the chunks; a failure becomes an error event in the stream."""
     head = encode_json(words.head())[:-1]
     before, after = head + b',"choices":[', b'],"usage":null}' if includes_usage else b"]}"
     for first in words.first_choices():

@@ -1,9 +1,11 @@
-"""POST /v1/completions.
+"""The route POST /v1/completions.
 
-Owns: its body, what a completion does, and its answers, whole and in chunks.
-Does not know: chats or messages. A prompt is one of its own, and the engine still finds the state of what it
-begins with, where a conversation of the same owner begins so; or it goes on from the completion that
-`previous_response_id` names, by the ids that were sampled, for clients that speak tokens.
+Owns: its request body, the steps of a completion, and the form of its response, whole and in chunks.
+Does not know: chats or messages. Called by the application.
+
+A prompt begins a new tree. The engine still reuses the KV cache of its first chunks if another conversation
+of the same owner begins with the same tokens. Or the prompt continues the completion that
+`previous_response_id` names, from the token ids as they were sampled, for clients that work with tokens.
 """
 
 from __future__ import annotations
@@ -42,10 +44,10 @@ from pensieve_jax.server.turns.sampling import SamplingFields, choice_params, co
 from pensieve_jax.server.turns.stored import kept_draft
 from pensieve_jax.server.workers import CpuTicket, is_long
 
-_DEFAULT_MAX_TOKENS = 16  # OpenAI's, of this API alone
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's default for this route only
 _MAX_PROMPTS = 64
 _ID_PREFIX = "cmpl-"
-_STORED_PREFIX = "resp_"  # of a stored completion too
+_STORED_PREFIX = "resp_"  # stored completions have it too
 
 
 class CompletionBody(SamplingFields, kw_only=True):
@@ -60,12 +62,12 @@ class CompletionBody(SamplingFields, kw_only=True):
     }
     MISPLACED: ClassVar[Mapping[str, str]] = {
         "messages": "Send them to /v1/chat/completions.",
-        "input": "It is called prompt here.",
-        "conversation": "Use /v1/responses, or go on from previous_response_id.",
+        "input": "Use prompt.",
+        "conversation": "Use /v1/responses, or continue from previous_response_id.",
         "instructions": "Use /v1/responses, or put them into prompt.",
-        "max_completion_tokens": "It is called max_tokens here.",
-        "max_output_tokens": "It is called max_tokens here.",
-        "top_logprobs": "logprobs is their number here.",
+        "max_completion_tokens": "Use max_tokens.",
+        "max_output_tokens": "Use max_tokens.",
+        "top_logprobs": "Use logprobs with their number.",
         "background": "Use /v1/responses.",
     }
 
@@ -76,7 +78,7 @@ class CompletionBody(SamplingFields, kw_only=True):
 
 
 async def create_completion(call: HttpRequest) -> HttpResponse:
-    """One reply or several to each prompt."""
+    """Answer each prompt with one or more replies."""
     body = await call.decode(CompletionBody)
     check_model(call.services, body.model)
     thought = CpuTicket(is_long(len(call.body)), body.previous_response_id is not None)
@@ -89,7 +91,7 @@ ROUTES = [Route("POST", "/v1/completions", create_completion)]
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """One prompt or several; raises ApiError for lists of different things."""
+    """Return the list of prompts of the `prompt` field; raise ApiError for lists of mixed types."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
@@ -108,17 +110,17 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]
 
 
 def _parent(services: Services, owner: str, body: CompletionBody, num_prompts: int) -> str | None:
-    """The turn that a request goes on from; raises ApiError for what can be none.
+    """Return the turn that a request continues from, or None; raise ApiError for an invalid one.
 
-    A response must be stored. A completion need not be; but one that was stored and then deleted, and the
-    turn of a response or of a chat under a completion's prefix, are as unknown as what never was.
+    A response must be stored. A completion need not be stored. But a completion that was stored and then
+    deleted is unknown, and so is the turn of a response or a chat that is named with a completion's prefix.
     """
     previous = body.previous_response_id
     if previous is None:
         return None
     if num_prompts > 1:
         raise invalid_value(
-            "previous_response_id", "previous_response_id must be left out of several prompts."
+            "previous_response_id", "previous_response_id must be left out with several prompts."
         )
     prefix = next((one for one in (_ID_PREFIX, _STORED_PREFIX) if previous.startswith(one)), "")
     turn_id = previous.removeprefix(prefix)
@@ -133,14 +135,14 @@ def _parent(services: Services, owner: str, body: CompletionBody, num_prompts: i
 
 
 def _is_kept(services: Services, owner: str, turn_id: str) -> bool:
-    """Whether the history has a turn, whatever became of its response."""
+    """Return whether the history has a turn, even if its response was deleted."""
     return services.history is not None and services.history.has_turn(owner, turn_id)
 
 
 def _turn_ids(
     parent_id: str | None, prompts: Sequence[Sequence[int]], num_choices: int, root_for: RootFor
 ) -> list[list[str]]:
-    """For each prompt those of its choices, which have one root, and so one engine."""
+    """Return for each prompt the turn ids of its choices; they share a root, so that one engine runs them."""
     found: list[list[str]] = []
     for token_ids in prompts:
         first = new_turn_id(parent_id) if parent_id else turn_id_under(root_for(len(token_ids)))
@@ -149,12 +151,12 @@ def _turn_ids(
 
 
 class Completion:
-    """One request, from its prompts to its answer."""
+    """One completion request, from its prompts to its response. It is a `WireFormat`."""
 
     fields: Final[Mapping[str, str]] = {}
 
     def __init__(self, call: HttpRequest, body: CompletionBody) -> None:
-        """Of a body that was read; raises ApiError for what only reading it whole can tell."""
+        """Check the decoded body as a whole; raise ApiError."""
         self._services = call.services
         self._notes = call.notes
         self._wait = call.unless_gone
@@ -171,7 +173,7 @@ class Completion:
         self._shown: list[int | None] = [None] * (len(self._prompts) * body.num_choices)
 
     def encode(self) -> None:
-        """Tokenize; raises ApiError, InvalidRequestError and TokenizerMissingError."""
+        """Tokenize the prompts; raise ApiError, InvalidRequestError and TokenizerMissingError."""
         tokenizer, limits = self._services.tokenizer, self._services.engine.info.limits
         most = most_tokens(self._services)
         found: list[list[int]] = []
@@ -188,13 +190,14 @@ class Completion:
                 except InvalidRequestError as error:
                     raise invalid_value(self._field(index), str(error)) from error
             if not found[-1]:
-                raise invalid_value(self._field(index), f"{self._field(index)} must be at least one token.")
+                raise invalid_value(self._field(index), f"{self._field(index)} must have at least one token.")
             check_num_tokens(self._services, len(found[-1]), self._field(index))
-            check_token_ids(self._field(index), found[-1], limits.vocab_size)  # others do not even cross
+            # Invalid ids never reach the engine.
+            check_token_ids(self._field(index), found[-1], limits.vocab_size)
         self._token_ids = found
 
     async def start(self) -> RunningTurns:
-        """Wait for a place and submit; raises ApiError."""
+        """Wait for a ticket and submit the turns; raise ApiError."""
         body, services = self._body, self._services
         params = choice_params(
             body,
@@ -204,7 +207,7 @@ class Completion:
         )
 
         async def start() -> Sequence[AsyncTurn]:
-            # Named when there is a place: a new root is where there is least to do now.
+            # The ids are chosen only now, after the wait: a new root goes to the engine that is least loaded.
             self._turn_ids = _turn_ids(
                 self._parent_id, self._token_ids, body.num_choices, services.resolver.root_for
             )
@@ -226,10 +229,10 @@ class Completion:
             wait=self._wait,
         )
 
-    # As Words
+    # Methods of WireFormat
 
     def settled(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """Count where their state was found."""
+        """Count how the contexts were found, and return the usage."""
         for output in outputs:
             usage = output.usage
             found = usage.reused_gpu_tokens + usage.swapped_in_tokens
@@ -240,7 +243,7 @@ class Completion:
         return told
 
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """With the texts of all choices."""
+        """Return the response with the texts of all choices, without usage."""
         choices = [
             {
                 "index": index,
@@ -254,7 +257,7 @@ class Completion:
         return {**self.head(), "choices": choices}
 
     def head(self) -> dict[str, Any]:
-        """Of the answer and of chunks."""
+        """Return the fields that the response and all chunks share."""
         return {
             "id": f"{_ID_PREFIX}{self._turn_ids[0][0]}",
             "object": "text_completion",
@@ -266,23 +269,23 @@ class Completion:
         return ()
 
     def choice(self, index: int, delta: AsyncDelta) -> bytes | None:
-        """Text, logprobs, and token ids, some of which have no text."""
+        """Return text, logprobs and token ids; some token ids have no text."""
         if not delta.text and not delta.logprobs and not self._body.return_token_ids:
             return None
         token_ids = delta.token_ids if self._body.return_token_ids else None
         return _choice(index, delta.text, self._logprobs(index, delta.logprobs), token_ids=token_ids)
 
     def last_choice(self, index: int, reason: FinishReason) -> bytes:
-        """Nothing more than why."""
+        """Return the last chunk of a choice, with only its finish reason."""
         return _choice(index, "", reason=reason)
 
-    # Inside
+    # Private methods
 
     def _field(self, index: int) -> str:
         return "prompt" if len(self._prompts) == 1 else f"prompt[{index}]"
 
     def _specs(self, params: Sequence[SamplingParams]) -> list[TurnSpec]:
-        """A turn for each choice of each prompt; `params` are of the choices of one."""
+        """Return a turn for each choice of each prompt; `params` has one entry for each choice."""
         return [
             TurnSpec(token_ids, one, node=self._node(index, turn_id, one))
             for index, token_ids in enumerate(self._token_ids)
@@ -290,7 +293,7 @@ class Completion:
         ]
 
     def _node(self, index: int, turn_id: str, params: SamplingParams) -> TurnNode:
-        """Where a choice stands, and what is kept with it."""
+        """Return the tree node of a choice, with the record to store with it."""
         draft = None
         if self._body.store:
             prompt = self._prompts[index]
@@ -305,7 +308,7 @@ class Completion:
         )
 
     def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
-        """In the columns of this API; offsets are of characters of the reply, by the tokens' own texts."""
+        """Return logprobs in this API's columns; offsets count characters by the texts of the tokens."""
         if logprobs is None:
             return None
         texts = self._services.token_texts

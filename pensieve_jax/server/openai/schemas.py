@@ -1,7 +1,7 @@
-"""The body of a request for a chat completion.
+"""The request body of a chat completion.
 
-Owns: its fields, and what of OpenAI's API is refused or taken without effect.
-Does not know: turns, templates, answers.
+Owns: its fields, and which fields of OpenAI's API are rejected or ignored.
+Does not know: turns, templates, responses. Called by `openai.chat` and `server.operations`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pensieve_jax.server.turns.sampling import SamplingFields, Tokens
 from pensieve_jax.text import Message
 
 _RESPONSES_ONLY: Final = (
-    "/v1/responses goes on from what the server has; here every request has all messages."
+    "Use /v1/responses to continue from stored turns; requests of this route contain all messages."
 )
 
 
@@ -33,7 +33,7 @@ class ContentPart(Body):
 
 
 class ChatMessage(Body):
-    """A message of a chat."""
+    """A message of a chat, as clients send it."""
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "tool_calls": ([],),
@@ -46,7 +46,7 @@ class ChatMessage(Body):
     content: str | list[ContentPart] | None = None
 
     def as_message(self, at: str) -> Message:
-        """Its role and its whole text; raises ApiError where it has none. `at` is its path."""
+        """Return the message's role and whole text; raise ApiError if it has no text. `at` is its path."""
         content = self.content
         if isinstance(content, list):
             return {
@@ -96,12 +96,12 @@ class ChatBody(SamplingFields, kw_only=True):
     MISPLACED: ClassVar[Mapping[str, str]] = {
         "previous_response_id": _RESPONSES_ONLY,
         "conversation": _RESPONSES_ONLY,
-        "instructions": "Send them as a message of the role system, or use /v1/responses.",
+        "instructions": "Send them as a message with the role system, or use /v1/responses.",
         "input": "Send messages, or use /v1/responses.",
         "prompt": "Send messages, or use /v1/completions.",
-        "max_output_tokens": "It is called max_completion_tokens here.",
+        "max_output_tokens": "Use max_completion_tokens.",
         "background": "Use /v1/responses.",
-        "return_token_ids": "/v1/completions tells token ids.",
+        "return_token_ids": "Use /v1/completions to get token ids.",
     }
     OFFERS: ClassVar[frozenset[str]] = frozenset({"tools", "functions"})
 
@@ -111,13 +111,13 @@ class ChatBody(SamplingFields, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
     def context(self) -> list[Message]:
-        """The messages, of role and text only; raises ApiError naming the field."""
+        """Return the messages with role and text only; raise ApiError naming the field."""
         if not self.messages:
             raise invalid_value("messages", "messages is empty, but must be at least one message.")
         return [message.as_message(f"messages[{i}]") for i, message in enumerate(self.messages)]
 
     def num_logprobs(self) -> int | None:
-        """For the engine: None for none, 0 for those of the chosen tokens, k for the most likely as well."""
+        """Return the engine's `logprobs`: None for none, 0 for chosen tokens only, k also for the top k."""
         if self.logprobs:
             return self.top_logprobs or 0
         if self.top_logprobs:

@@ -1,8 +1,8 @@
-"""The page that comes with the server: a chat that shows where the state of its conversations is.
+"""The built-in web page: a chat that shows where the KV cache of its conversations is.
 
-Owns: the files beside this module and the headers they are served with.
-Does not know: what the page asks: its script says, in OpenAI's API and in that of `server.cache_view`.
-No key is asked for: the page has none of anybody's words in it.
+Owns: the files beside this module, and the headers they are served with.
+Does not know: the requests that the page sends. Its scripts use OpenAI's API and that of `server.cache_view`.
+Called by `server.app`. These routes need no key, because the files contain no user data.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TYPES: Final = {
     "js": "text/javascript; charset=utf-8",
 }
 _HEADERS: Final = {
-    # Nothing from elsewhere, nothing inline: a model's words can never become a script.
+    # No other origins and no inline scripts, so that text from a model never runs as a script.
     "content-security-policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
@@ -31,7 +31,7 @@ _HEADERS: Final = {
 
 
 def _read() -> dict[str, Bytes]:
-    """Every file of the page, by name."""
+    """Read every file of the page, by name."""
     files = {}
     for file in resources.files(__package__).iterdir():
         suffix = file.name.rpartition(".")[2]
@@ -44,15 +44,15 @@ _FILES: Final = _read()
 
 
 async def index(call: HttpRequest) -> HttpResponse:
-    """GET /: the page itself."""
+    """Answer GET / with the page."""
     return _FILES["index.html"]
 
 
 async def asset(call: HttpRequest) -> HttpResponse:
-    """GET /page/{name}: its script and style."""
+    """Answer GET /page/{name} with a script or style sheet of the page."""
     name = call.path["name"]
     if name not in _FILES:
-        raise ApiError(404, "unknown_url", f"There is no {name!r} here.")
+        raise ApiError(404, "unknown_url", f"The file {name!r} does not exist.")
     return _FILES[name]
 
 

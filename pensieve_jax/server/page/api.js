@@ -1,15 +1,15 @@
-// What the page asks of the server, and how a refusal is told.
+// Requests to the server, and the error for a refused one.
 
 import { eventsOf } from "./sse.js";
 
-const KEY = "pensieve-key"; // of this tab only: gone with it
+const KEY = "pensieve-key"; // in sessionStorage: it lasts as long as the tab
 
 export const key = {
   get: () => sessionStorage.getItem(KEY) ?? "",
   set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
 };
 
-/** The server answered, but not with what was asked for; `status` is HTTP's, `wait_ms` how long not to ask again. */
+/** An error response of the server, with the HTTP `status` and the `wait_ms` before a retry makes sense. */
 export class Refused extends Error {
   constructor(message, status = 0, wait_ms = 0) {
     super(message);

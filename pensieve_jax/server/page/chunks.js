@@ -1,5 +1,5 @@
-// The map of chunks: a row for each branch, a cell for each chunk, a colour for each tier; a title for each
-// conversation, in the order of the list.
+// The map of chunks: a row for each branch, a cell for each chunk, a colour for each tier. Each conversation has a
+// title, in the order of the list.
 
 const STATES = { g: "gpu", b: "both", c: "cpu", l: "loading", v: "loading", d: "dropped" };
 const NAMES = { gpu: "device", both: "device and host", cpu: "host", loading: "on its way", dropped: "dropped" };
@@ -7,20 +7,20 @@ const CELL = { width: 10, height: 14, gap: 2 };
 const TITLE = { height: 20, base: 14, font: "12.5px system-ui, sans-serif" };
 const UNLISTED = { known: "not in the list", begins: "a first turn, being answered" };
 
-/** "3g2c1d" is three on the device, two in host memory and one dropped. */
+/** Expand run lengths: "3g2c1d" is three chunks on the device, two in host memory and one dropped. */
 export function unpack(runs) {
   return [...runs.matchAll(/(\d+)([a-z])/g)].flatMap(([, count, letter]) => Array(Number(count)).fill(STATES[letter]));
 }
 
-/** A branch's cells: null where another row has them; what was dropped at its end the server does not tell. */
+/** A branch's cells; null where another row shows them. The server omits chunks dropped at the end: add them. */
 function cellsOf(branch, chunkTokens) {
   const cells = [...Array(branch.first).fill(null), ...unpack(branch.states)];
-  const num = Math.ceil((branch.num_tokens - 1) / chunkTokens); // of the last token nothing is kept
+  const num = Math.ceil((branch.num_tokens - 1) / chunkTokens); // the last token has no KV cache entry
   if (branch.turn_id && !branch.busy) while (cells.length < num) cells.push("dropped");
   return cells;
 }
 
-/** As much of a text as there is room for. */
+/** Shorten a text to the available width. */
 function fitted(pen, text, width) {
   let short = text.slice(0, 120);
   while (short && pen.measureText(`${short}…`).width > width) short = short.slice(0, -1);
@@ -33,7 +33,7 @@ export class ChunkMap {
     this.canvas = canvas;
     this.totals = totals;
     this.counts = {};
-    this.places = []; // {root, bottom}, from above
+    this.places = []; // {root, bottom} of the rows, from top to bottom
     for (const [state, name] of Object.entries(NAMES)) {
       const mark = Object.assign(document.createElement("i"), { className: state });
       const count = document.createElement("b");
@@ -47,7 +47,7 @@ export class ChunkMap {
     canvas.onmousemove = (event) => (canvas.style.cursor = at(event) ? "pointer" : "");
   }
 
-  /** Draw what the server told; true where the branch of `turn` is there, which is framed. */
+  /** Draw the map that the server sent; return whether the branch of `turn` is in it, which is framed. */
   draw(told, turn, listed) {
     const names = new Map(listed.map((row, index) => [row.root, { index, name: row.first_text || "(no text)" }]));
     const rows = told.branches.map((branch) => {
@@ -59,7 +59,7 @@ export class ChunkMap {
     const isFramed = rows.some((row) => row.turn && row.turn === turn);
     this.canvas.dataset.framed = isFramed;
     this.#tell(told, rows);
-    if (this.canvas.clientWidth) this.#paint(rows, turn); // not in a drawer that is shut
+    if (this.canvas.clientWidth) this.#paint(rows, turn); // a closed drawer has no width
     return isFramed;
   }
 
@@ -100,7 +100,7 @@ export class ChunkMap {
     for (const row of rows) this.#paintRow(pen, row, { width, perRow, lines: linesOf(row), turn, colours });
   }
 
-  /** The style's colours as they are now: a canvas knows neither variables nor light-dark(). */
+  /** The current colours of the style sheet: a canvas does not resolve variables or light-dark(). */
   #colours() {
     const resolved = (name) => {
       this.canvas.style.color = `var(--${name})`;
@@ -117,7 +117,7 @@ export class ChunkMap {
     }
     row.cells.forEach((state, index) => {
       const [x, y] = [3 + (index % perRow) * CELL.width, row.top + Math.floor(index / perRow) * CELL.height];
-      // A fork's beginning is drawn once, with another branch: its own row begins where it left that.
+      // The shared prefix of a fork is drawn once, in another branch's row; here it is a thin line.
       pen.fillStyle = colours[state ?? "faint"];
       if (state === null) pen.fillRect(x, y + (CELL.height - 2) / 2, CELL.width, 1);
       else pen.fillRect(x, y, CELL.width - CELL.gap, CELL.height - 2);

@@ -1,9 +1,9 @@
-// The list of conversations: the latest first, by day. One stop for Tab; arrow keys go through it.
+// The list of conversations, by day, latest first. It is one Tab stop; the arrow keys move within it.
 
 import { get } from "./api.js";
 
 const STEP = 50;
-const MOST = 1000; // that the server tells
+const MOST = 1000; // the server's limit of rows
 const DAY_MS = 86_400_000;
 
 function dayOf(date) {
@@ -17,7 +17,7 @@ function dayOf(date) {
 export class List {
   constructor(nav) {
     this.nav = nav;
-    this.rows = []; // {root, num_turns, first_text, last_active}, as the server tells them
+    this.rows = []; // {root, num_turns, first_text, last_active}, as the server sends them
     this.most = STEP;
     nav.addEventListener("keydown", (event) => this.#walk(event));
   }

@@ -1,4 +1,4 @@
-// The turns of the branch that is shown. Anybody's text is only ever set as textContent.
+// The turns of the shown branch. Text of users and models is only set as textContent, never as HTML.
 
 const make = (tag, className, text) => Object.assign(document.createElement(tag), { className, textContent: text ?? "" });
 
@@ -9,7 +9,7 @@ const PARTS = [
   ["new", "prefilled_tokens", "new"],
 ];
 
-/** Where a turn's tokens came from, as a bar and in words. */
+/** Show where a turn's tokens came from, as a bar and in words. */
 function account(usage) {
   const bar = make("div", "bar");
   for (const [name, field] of PARTS) {
@@ -22,7 +22,7 @@ function account(usage) {
 }
 
 export class Messages {
-  /** `say(input, parent)` asks for a turn; `look(id)` shows the branch of a turn. */
+  /** `say(input, parent)` sends a turn; `look(id)` shows the branch of a turn. */
   constructor(section, { say, look }) {
     this.section = section;
     this.say = say;
@@ -30,7 +30,7 @@ export class Messages {
     this.isBusy = false;
   }
 
-  /** Show a tree's path; `greeting` stands where there is none. */
+  /** Show a tree's path, or `greeting` if the tree is empty. */
   show(tree, { isBusy = false, greeting = "" } = {}) {
     this.tree = tree;
     this.isBusy = isBusy;
@@ -52,7 +52,7 @@ export class Messages {
     this.section.scrollTop = this.section.scrollHeight;
   }
 
-  /** The reply that comes, so far. */
+  /** Show the text so far of the reply that is streaming. */
   grow(text) {
     this.section.lastElementChild.querySelector(".text").textContent = text;
     this.toEnd();
@@ -81,7 +81,7 @@ export class Messages {
     return article;
   }
 
-  /** Other turns with the same beginning: what was edited, and what was said again. */
+  /** Buttons to the sibling turns, which come from edits and repeated requests. */
   #versions(turn) {
     const all = this.tree.children(turn.parent);
     if (all.length < 2) return [];
@@ -105,7 +105,7 @@ export class Messages {
     onEnter(text, send);
     text.addEventListener("keydown", (event) => event.key === "Escape" && !event.isComposing && leave());
     const tools = make("div", "tools");
-    tools.append(this.#button("Send", send, "send"), this.#button("Leave it", leave, "leave"));
+    tools.append(this.#button("Send", send, "send"), this.#button("Cancel", leave, "leave"));
     article.replaceChildren(text, tools);
     text.focus();
   }
@@ -119,13 +119,13 @@ export class Messages {
       article.append(bar);
       tools.append(told);
     }
-    if (turn.status === "incomplete") tools.append(make("span", "", "cut at the most tokens of a reply"));
+    if (turn.status === "incomplete") tools.append(make("span", "", "cut at the maximum of reply tokens"));
     if (turn.status !== "in_progress") tools.append(this.#button("Again", () => this.say(turn.input, turn.parent), `again ${turn.id}`));
     article.append(tools);
     return article;
   }
 
-  /** Put the focus where it was before all was drawn anew; of two arrows, the one that still leads somewhere. */
+  /** Restore the focus after a redraw; if the focused arrow is disabled now, focus the other one. */
   #focus(act) {
     const other = act.startsWith("Prev") ? act.replace("Previous", "Next") : act.replace("Next", "Previous");
     const buttons = [...this.section.querySelectorAll("button:enabled")];
@@ -134,7 +134,7 @@ export class Messages {
   }
 }
 
-/** Enter sends; Shift+Enter begins a new line. */
+/** Send on Enter; Shift+Enter starts a new line. */
 export function onEnter(text, send) {
   text.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {

@@ -1,8 +1,8 @@
-// The line above the composer: what became of what was done, or why the server cannot be watched.
+// The line above the composer: the result of the user's last action, or why the stream of the map failed.
 
 import { Refused } from "./api.js";
 
-/** Why something failed; throws what is no answer of a server, nor the want of one. */
+/** The text for a failure; rethrows errors that are neither an answer of the server nor a network failure. */
 function reason(error) {
   if (error instanceof Refused) return error.message;
   if (error instanceof TypeError) return "The server cannot be reached.";
@@ -12,10 +12,10 @@ function reason(error) {
 export class Notice {
   constructor(shown) {
     this.shown = shown;
-    this.told = ""; // of what somebody did
+    this.told = ""; // about the user's last action
     this.isWrong = false;
-    this.passes = false; // that goes when the server is there again
-    this.line = ""; // of the stream that is watched
+    this.passes = false; // whether the notice is removed when the server is reachable again
+    this.line = ""; // about the stream of the map
   }
 
   tell(text, isWrong = false) {

@@ -1,4 +1,4 @@
-// The page: which conversation is open, what is sent, and what the other modules show of it.
+// The page: which conversation is open, which requests are sent, and what the other modules show.
 
 import { get, key, post, Refused, stream } from "./api.js";
 import { ChunkMap } from "./chunks.js";
@@ -11,12 +11,12 @@ import { Tree } from "./tree.js";
 
 const $ = (id) => document.getElementById(id);
 const GREETING =
-  "This chat keeps the state of its conversations on the server, so that a turn computes only what is new. " +
-  "Edit a message, or ask for an answer again: both branches stay.";
+  "The server keeps the KV cache of its conversations, so that a turn computes only new tokens. " +
+  "Edit a message, or ask for a reply again: both branches stay.";
 let model = "";
 let tree = new Tree();
-let running = null; // the AbortController of the reply that comes
-let opening = null; // the root that was asked for last
+let running = null; // the AbortController of the reply that is streaming
+let opening = null; // the root of the conversation that is loading
 
 const turnId = (responseId) => responseId?.replace("resp_", "");
 const addressed = () => location.hash.slice(1); // the turn whose branch is shown, or the root of its tree
@@ -29,7 +29,7 @@ const messages = new Messages($("messages"), { say, look });
 const map = new ChunkMap($("chunks"), $("legend"), $("totals"), (root) => (location.hash = root));
 const state = new StatePanel({ map, unseen: $("unseen"), chunkTokens: $("chunk-tokens") }, { reached, lost });
 
-/** Do what may be refused, and tell why it was; what was told before goes with what a person does next. */
+/** Run `act` and show why it failed. The notice stays until the user's next action. */
 async function attempt(act) {
   try {
     return await act();
@@ -43,7 +43,7 @@ async function attempt(act) {
 
 function askForKey() {
   const enter = "under Settings, and press Enter.";
-  notice.tell(key.get() ? `The server does not know this key; enter another one ${enter}` : `This server asks for a key: enter yours ${enter}`);
+  notice.tell(key.get() ? `The server does not know this key; enter another one ${enter}` : `This server needs a key; enter yours ${enter}`);
   $("settings").open = true;
   if (getComputedStyle($("list")).display === "none") $("list").showPopover();
   $("key").focus();
@@ -64,7 +64,7 @@ async function reload() {
 }
 list.onmore = reload;
 
-/** Show what the address names; `history` and every list lead here. */
+/** Show the turn that the address names. The browser's history and all links change the address. */
 async function visit() {
   const turn = addressed();
   if (!turn) return begin();
@@ -72,25 +72,25 @@ async function visit() {
   leave();
   opening = rootOf(turn);
   const found = await attempt(() => get(`/v1/pensieve/trees/${encodeURIComponent(rootOf(turn))}`));
-  if (opening !== rootOf(turn)) return undefined; // somebody went on
+  if (opening !== rootOf(turn)) return undefined; // the user opened another one
   opening = null;
   tree = new Tree(found ? rootOf(turn) : null);
   for (const one of found?.data ?? []) tree.add({ ...one, instructions: found.instructions[one.instructions] ?? null });
   const isHere = tree.turns.has(`resp_${turn}`);
-  if (found && !isHere && turn !== tree.root) notice.tell("The turn that the address names is not shown; this is the latest branch.");
+  if (found && !isHere && turn !== tree.root) notice.tell("The turn in the address is not shown; this is the latest branch.");
   look(isHere ? `resp_${turn}` : tree.tip);
   messages.toEnd();
   return list.show(tree.root);
 }
 
-/** The open conversation, of which perhaps another branch. */
+/** Show another branch of the open conversation. */
 function revisit(id) {
   shut();
   if (!running && tree.turns.has(id)) look(id);
   list.show(tree.root);
 }
 
-/** A conversation that has no turn yet. */
+/** Open a new conversation, without turns. */
 function begin() {
   leave();
   tree = new Tree();
@@ -110,7 +110,7 @@ function shut() {
   for (const drawer of ["list", "state"]) $(drawer).hidePopover();
 }
 
-/** Show the branch of a turn, by the newest of what followed. */
+/** Show the branch through a turn, following the newest child of each turn. */
 function look(id) {
   if (id) {
     tree.show(id);
@@ -125,7 +125,7 @@ function look(id) {
 async function say(input, parent) {
   if (!input.trim() || running) return;
   notice.clear();
-  const here = tree; // whoever looks at another conversation meanwhile sees that one
+  const here = tree; // the user may open another conversation meanwhile, which changes `tree`
   const before = here.tip;
   const mine = (running = new AbortController());
   const turn = { id: "running", parent, input, output: "", status: "in_progress", instructions: settings.instructions };
@@ -138,7 +138,7 @@ async function say(input, parent) {
     ended = await attempt(() => run(turn, mine.signal, here));
   } finally {
     here.turns.delete(turn.id);
-    here.tip = before; // what did not end left no trace
+    here.tip = before; // an unfinished turn is not stored
     running = null;
     showSending(false);
   }
@@ -152,14 +152,14 @@ async function say(input, parent) {
   await reload();
 }
 
-/** The conversation is still open when its reply has ended, or was lost or stopped. */
+/** Update the page after a reply has ended, failed or was stopped, if its conversation is still open. */
 function settle(here, { input, parent }, ended, isStopped) {
   if (ended) {
     settings.isNew = false;
     history.replaceState(null, "", `#${turnId(here.tip)}`);
   } else {
     const isThere = $("text").value || here.children(parent).some((turn) => turn.input === input);
-    if (!isThere) $("text").value = input; // back to where it was typed
+    if (!isThere) $("text").value = input; // give the unsent text back to the user
     if (isStopped) notice.tell(`Stopped; nothing was kept.${isThere ? "" : " Your message is back in the box."}`);
   }
   if (document.activeElement === document.body && matchMedia("(pointer: fine)").matches) $("text").focus();
@@ -170,7 +170,7 @@ function showSending(isSending) {
   $("stop").hidden = !isSending;
 }
 
-/** Stream a reply into `turn`; the response as it ended. */
+/** Stream a reply into `turn`; return the final response object. */
 async function run(turn, signal, here) {
   const body = { model, input: turn.input, stream: true, ...settings.sent };
   if (turn.parent) body.previous_response_id = turn.parent;
@@ -181,18 +181,18 @@ async function run(turn, signal, here) {
         turn.output += event.delta;
         if (tree === here) messages.grow(turn.output);
       } else if (event.type === "response.failed") {
-        throw new Refused(event.response.error?.message ?? "The reply was lost on the way; send it again.");
+        throw new Refused(event.response.error?.message ?? "The reply failed; send the message again.");
       } else if (event.type === "response.completed" || event.type === "response.incomplete") {
         return event.response;
       }
     }
   } catch (error) {
-    if (!(error instanceof TypeError)) throw error; // that is how a stream breaks off
+    if (!(error instanceof TypeError)) throw error; // fetch raises it when a stream breaks off
   }
-  throw new Refused("The connection ended before the reply did; send it again.");
+  throw new Refused("The connection closed before the reply ended; send the message again.");
 }
 
-// The server goes and comes
+// Losing and regaining the server
 
 function lost(error) {
   if (error.status === 401) askForKey();
@@ -246,7 +246,7 @@ $("key").onchange = () => {
   start();
   state.wake();
 };
-addEventListener("popstate", visit); // back, forward, and a click on a link of the list
+addEventListener("popstate", visit); // back, forward, and clicks on links of the list
 matchMedia("(min-width: 44rem)").onchange = () => $("list").hidePopover();
 matchMedia("(min-width: 62rem)").onchange = () => $("state").hidePopover();
 

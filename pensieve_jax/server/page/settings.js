@@ -1,16 +1,16 @@
-// What is sent with a message besides it. Kept for this tab, so that it is there after a reload.
+// The other fields of a request. They are stored in sessionStorage, so that a reload keeps them.
 
 const STORE = "pensieve-settings";
 
 export class Settings {
   constructor({ instructions, temperature, maxTokens }) {
     this.fields = { instructions, temperature, maxTokens };
-    this.isNew = true; // no turn yet: what is typed as system message is for new conversations
+    this.isNew = true; // without turns, an edited system message is the default of new conversations
     const kept = JSON.parse(sessionStorage.getItem(STORE) ?? "{}");
     for (const [name, field] of Object.entries(this.fields)) {
       field.value = kept[name] ?? field.value;
       field.addEventListener("change", () => {
-        if (name === "instructions" && !this.isNew) return; // is kept with the response that it is sent with
+        if (name === "instructions" && !this.isNew) return; // it is stored with the next response instead
         kept[name] = field.value;
         sessionStorage.setItem(STORE, JSON.stringify(kept));
       });
@@ -22,7 +22,7 @@ export class Settings {
     return this.fields.instructions.value.trim() || null;
   }
 
-  /** Show a conversation's system message; undefined is one that has not begun. */
+  /** Show a conversation's system message; undefined means a conversation without turns. */
   show(instructions) {
     this.isNew = instructions === undefined;
     this.fields.instructions.value = (this.isNew ? this.kept.instructions : instructions) ?? "";

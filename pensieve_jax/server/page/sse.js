@@ -1,6 +1,6 @@
-// Server-sent events over fetch, which can send a key where EventSource cannot.
+// Server-sent events over fetch, because EventSource cannot send a key.
 
-/** Yields the data of each event, parsed; ends with the stream, or at [DONE]. */
+/** Yield the parsed data of each event, until the stream ends or at [DONE]. */
 export async function* eventsOf(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -11,7 +11,7 @@ export async function* eventsOf(response) {
     rest = events.pop();
     for (const event of events) {
       const data = event.split("\n").filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trim());
-      if (!data.length) continue; // a comment keeps the line open
+      if (!data.length) continue; // a comment, which only keeps the connection open
       if (data[0] === "[DONE]") return;
       yield JSON.parse(data.join("\n"));
     }

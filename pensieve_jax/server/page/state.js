@@ -1,17 +1,17 @@
-// The panel that tells where the state is: its map, as the server streams it.
+// The panel with the map of the KV cache, which the server streams.
 
 import { Refused, stream } from "./api.js";
 
 const PAUSE_MS = 1000;
 
 export class StatePanel {
-  /** `reached` is called when the server tells the map again, `lost(error)` when it does not begin to. */
+  /** `reached` is called when the stream works again after a failure, `lost(error)` when it cannot start. */
   constructor({ map, unseen, chunkTokens }, { reached, lost }) {
     Object.assign(this, { map, unseen, chunkTokens, reached, lost });
     this.told = null; // the latest map
     this.turn = null; // the turn whose branch is framed
     this.isBusy = false;
-    this.rows = []; // of the list
+    this.rows = []; // rows of the list of conversations
     this.wake = () => {};
     new ResizeObserver(() => this.#draw()).observe(map.canvas.parentElement); // also when a drawer opens
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#draw());
@@ -28,7 +28,7 @@ export class StatePanel {
     this.unseen.hidden = !this.turn || this.isBusy || isFramed;
   }
 
-  /** For as long as the page is there. Another key, and `wake`, begin anew. */
+  /** Watch the stream for as long as the page is open. `wake` restarts it, for example with a new key. */
   async watch() {
     for (let wasLost = false; ; ) {
       const mine = new AbortController();
@@ -46,10 +46,10 @@ export class StatePanel {
       } catch (error) {
         if (!(error instanceof Refused || error instanceof TypeError || error.name === "AbortError")) throw error;
         if (error.name !== "AbortError" && !hasBegun) {
-          wasLost = true; // a stream that breaks off says nothing; why, is told at the next attempt
+          wasLost = true; // a broken stream gives no reason; the next attempt does
           this.lost(error);
           pause_ms = Math.max(PAUSE_MS, error.wait_ms ?? 0);
-          if (error.status === 401) pause_ms = undefined; // until there is another key
+          if (error.status === 401) pause_ms = undefined; // wait until the user enters another key
         }
       }
       if (pause_ms !== undefined) setTimeout(this.wake, pause_ms);

@@ -1,5 +1,5 @@
-// A conversation as the server keeps it: a tree of turns, of which one path is shown. Of a long one the server
-// tells the last turns only: a turn's parent may be one that is not here.
+// A conversation as the server stores it: a tree of turns; the page shows one path. The server sends only the last
+// turns of a long conversation, so a turn's parent may be missing.
 
 export class Tree {
   constructor(root = null) {
@@ -8,13 +8,13 @@ export class Tree {
     this.tip = null;
   }
 
-  /** Take a turn in: {id, parent, input, output, usage, status}. It becomes the tip. */
+  /** Add a turn {id, parent, input, output, usage, status}, which becomes the tip. */
   add(turn) {
     this.turns.set(turn.id, turn);
     this.tip = turn.id;
   }
 
-  /** The turns up to the tip, from the first or from the first that is here. */
+  /** The turns from the first one that is present to the tip. */
   get path() {
     const turns = [];
     for (let turn = this.turns.get(this.tip); turn; turn = this.turns.get(turn.parent)) turns.unshift(turn);
@@ -25,7 +25,7 @@ export class Tree {
     return [...this.turns.values()].filter((turn) => turn.parent === parent);
   }
 
-  /** Show the branch that goes on from a turn, by the newest of what followed. */
+  /** Show the branch through a turn, following the newest child of each turn. */
   show(id) {
     this.tip = id;
     for (let next = this.children(id); next.length; next = this.children(this.tip)) this.tip = next.at(-1).id;

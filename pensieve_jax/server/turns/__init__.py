@@ -1,5 +1,5 @@
-"""Turns as every format of the API needs them: sampling, items, checks, storing, running.
+"""Turns, as all API formats use them: sampling, items, checks, storing, running.
 
-Owns: what Chat Completions, Completions and Responses share between a request's fields and an engine's turn.
-Does not know: the body or the answer of any one format.
+Owns: the steps between a request's fields and an engine turn that Chat Completions, Completions and Responses
+share. Does not know: the request or response schema of any one format. Called by `server.openai`.
 """

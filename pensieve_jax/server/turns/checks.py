@@ -1,9 +1,9 @@
-"""What several handlers ask of a request.
+"""Request checks that several handlers share.
 
-Owns: the checks of a model's name and of a context's length; a previous response, and the words for one that
-is not there; which field names messages that cannot be written; what is done once a turn of a context has
-ended well.
-Does not know: schemas.
+Owns: the checks of the model name and the context length; the lookup of a previous response and its errors.
+It also chooses the field that an error names if the chat template rejects messages, and updates the index and
+the metrics after a turn succeeds.
+Does not know: request schemas. Called by the handlers of `server.openai` and by `server.operations`.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from pensieve_jax.server.http.errors import ApiError, as_api_error, context_too_
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.text.messages import Message
 
-_ROLES_OF_ALL = ("system", "user", "assistant")  # what nearly every template writes
+_ROLES_OF_ALL = ("system", "user", "assistant")  # nearly every chat template accepts these
 
 
 def check_model(services: Services, model: str | None) -> None:
-    """Raise ApiError 404 for a model that is not the one that is served; None is that one."""
+    """Raise ApiError 404 unless `model` is the served model; None means the served model."""
     if model is not None and model != services.model_name:
-        sentence = f"There is no model {model!r} here, but {services.model_name!r}."
+        sentence = f"The model {model!r} does not exist; this server serves {services.model_name!r}."
         raise ApiError(404, "model_not_found", sentence, param="model")
 
 
 def unknown_previous(response_id: str) -> ApiError:
-    """404, in the same words for what never was, is gone, or is another key's."""
-    sentence = f"There is no response {response_id!r} to go on from."
+    """Return a 404 whose text is the same for an unknown, a deleted, and another key's response."""
+    sentence = f"There is no response {response_id!r} to continue from."
     return ApiError(404, "previous_response_not_found", sentence, param="previous_response_id")
 
 
 def previous_response(
     services: Services, owner: str, response_id: str, *, named: str | None = None
 ) -> ResponseRecord:
-    """A stored response with a reply to go on from.
+    """Return a stored response whose reply the next turn can follow.
 
     Args:
-      services: of the server.
-      owner: whose response it is.
-      response_id: of the response.
-      named: how the client called it, if otherwise.
+      services: the server's services.
+      owner: the key owner that the response belongs to.
+      response_id: the response id in the history.
+      named: the id that the client sent, if it differs; errors show this one.
 
-    Raises ApiError 404, 409 where it has not ended, and 400 where it has no reply.
+    Raises ApiError 404 if it is unknown, 409 if it has not ended, and 400 if it has no reply.
     """
     named = named or response_id
     if services.history is None:
@@ -59,13 +59,16 @@ def previous_response(
         headers = {"retry-after": "1"}
         raise ApiError(409, "response_in_progress", sentence, param="previous_response_id", headers=headers)
     if record.turn_id is None:
-        sentence = f"Response {named!r} has no reply to go on from: it is {record.status}."
+        sentence = f"Response {named!r} has no reply to continue from: it is {record.status}."
         raise invalid_value("previous_response_id", sentence)
     return record
 
 
 def unwritable(error: ChatTemplateError, messages: Sequence[Message], field: str) -> ApiError:
-    """400 for messages that the model's template refuses: `field` has them, and one role may stand out."""
+    """Return a 400 for messages that the chat template rejects.
+
+    `param` is `field`, or the first role in it that few templates accept.
+    """
     message = as_api_error(error).message
     for index, one in enumerate(messages):
         if one["role"] not in _ROLES_OF_ALL:
@@ -74,19 +77,19 @@ def unwritable(error: ChatTemplateError, messages: Sequence[Message], field: str
 
 
 def most_tokens(services: Services) -> int:
-    """Of a context that leaves room for one token of a reply."""
+    """Return the longest context, in tokens, that leaves room for a reply of one token."""
     return services.engine.info.limits.max_context_tokens - 1
 
 
 def check_num_tokens(services: Services, num_tokens: int, param: str) -> None:
-    """Raise ApiError 400 for a context that the engine would refuse, before it is sent all of it."""
+    """Raise ApiError 400 for a context that the engine would refuse, before it is sent to the engine."""
     most = most_tokens(services)
     if num_tokens > most:
         raise context_too_long(num_tokens, most, param)
 
 
 def commit_context(services: Services, context: ResolvedContext, output: Output) -> None:
-    """From now on contexts go on from this turn; and what was found for it is counted."""
+    """Add the finished turn to the index, so that later contexts continue from it, and count its match."""
     context.commit(output)
     services.metrics.matched(context.match_kind(output))
     services.metrics.context(context.found_tokens, context.missed_tokens)

@@ -1,11 +1,12 @@
-"""Items that conversations and responses hold, and the messages they amount to.
+"""Stored items of conversations and responses, and their conversion to messages.
 
-Owns: the form of an item that is kept, and how ids are made.
-Does not know: what clients send as items, where items are kept, turns, or responses.
+Owns: the stored form of an item, and how item ids are made.
+Does not know: which items clients may send, where items are stored, turns, or responses.
+Called by `server.openai` and `turns.stored`.
 
-An item is kept as a JSON object that satisfies OpenAI's schema for output: parts in a list, an id, a status.
-The ids say where an item can be found again, which is what makes `item_reference` cheap: `msg_` and the id of
-a turn is that turn's reply, with `_` and a number behind it one of its request's items.
+An item is stored as a JSON object that satisfies OpenAI's output schema: a list of parts, an id, a status.
+The id tells where the item is, so resolving an `item_reference` needs no search: `msg_<turn id>` is the reply
+of that turn, and `msg_<turn id>_<n>` is item n of its request.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ _INPUT_ID: Final = re.compile(r"msg_([0-9a-f]{32})_(\d{1,6})\Z")
 
 
 def item_of(message: Mapping[str, Any]) -> Item:
-    """A message of text as an item that is kept, without an id."""
+    """Convert a text message to a stored item without an id."""
     return kept_item(message["role"], [message["content"]])
 
 
 def kept_item(role: str, texts: Sequence[str]) -> Item:
-    """A message with these parts as an item that is kept, without an id."""
+    """Return a stored item without an id: a message whose parts have these texts."""
     if role == "assistant":
         parts = [output_part(text) for text in texts]
     else:
@@ -38,50 +39,50 @@ def kept_item(role: str, texts: Sequence[str]) -> Item:
 
 
 def output_part(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
-    """The content of a reply."""
+    """Return the `output_text` part of a reply."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
 def message_of(item: Mapping[str, Any]) -> Message:
-    """The message that a kept item is, for a model: its parts are one text."""
+    """Convert a stored item to a message for the model, with the texts of its parts joined."""
     text = "".join(part.get("text") or part.get("refusal") or "" for part in item["content"])
     return {"role": item["role"], "content": text}
 
 
 def messages_of(items: Iterable[Mapping[str, Any]]) -> list[Message]:
-    """The messages of kept items."""
+    """Convert stored items to messages."""
     return [message_of(item) for item in items]
 
 
 def reply_id(turn_id: str) -> str:
-    """The id of a turn's reply."""
+    """Return the item id of the reply of a turn."""
     return f"msg_{turn_id}"
 
 
 def with_input_ids(items: Iterable[Item], turn_id: str) -> list[Item]:
-    """The items of the request of a turn, with ids."""
+    """Return the items of a turn's request with ids made of the turn id and their position."""
     return [{**item, "id": f"msg_{turn_id}_{index}"} for index, item in enumerate(items)]
 
 
 def with_new_ids(items: Iterable[Item]) -> list[Item]:
-    """Items that come with no turn, with ids that nobody has."""
+    """Return items that belong to no turn with new random ids."""
     return [{**item, "id": f"msg_{secrets.token_hex(24)}"} for item in items]
 
 
 def with_named_ids(items: Iterable[Item], name: str) -> list[Item]:
-    """Items that come with no turn, with ids that follow from a name and their places."""
+    """Return items that belong to no turn with ids derived from `name` and their positions."""
     return [{**item, "id": named_id(name, index)} for index, item in enumerate(items)]
 
 
 def named_id(name: str, index: int) -> str:
-    """The id of the item at a place."""
+    """Return the id that `with_named_ids` gives the item at position `index`."""
     return f"msg_{hashlib.sha256(f'{name}/{index}'.encode()).hexdigest()[:48]}"
 
 
 def place_of(item_id: str) -> tuple[str, int | None] | None:
-    """The turn that an item came with, and its place among the request's; None for the reply's place.
+    """Return the turn id and the position in its request that an item id encodes.
 
-    None for an id that says nothing of the kind.
+    The reply of a turn has the position None. Return None for an id that encodes no turn.
     """
     match = _REPLY_ID.match(item_id)
     if match:

@@ -1,8 +1,9 @@
-"""The turns of one request, from their place in the queue to their end.
+"""The turns of one request, from admission to their end.
 
-Owns: that a place is taken before and given back after, what is tried once an engine says that the turn
-before is gone, that turns end with their request, and what is counted of them.
-Does not know: what turns are for, schemas, or how a reply is written.
+Owns: taking a ticket before turns start and returning it afterwards, the fallbacks when the engine no longer
+has the parent turn, cancelling turns when their request ends, and their metrics.
+Does not know: what turns are for, request schemas, or how a reply is written.
+Called by the handlers of `server.openai`.
 """
 
 from __future__ import annotations
@@ -39,18 +40,19 @@ async def run_turns(
     max_tokens: int | None = None,
     wait: Callable[[Awaitable[Ticket]], Awaitable[Ticket]] | None = None,
 ) -> RunningTurns:
-    """Wait for a place, and start turns in it.
+    """Wait for admission, then start the turns.
 
     Args:
-      services: of the server.
-      owner: whose turns they are.
-      start: submits them and waits until they are accepted; may raise.
-      num_turns: how many there will be.
-      num_tokens: about how many their prompts have.
-      max_tokens: the most of each reply, where the client gave a limit.
-      wait: how a place is waited for, such as `Call.unless_gone`; most need not wait, nor pay for that.
+      services: the server's services.
+      owner: the key owner whose share the turns count against.
+      start: submits the turns and waits until the engine accepts them; may raise.
+      num_turns: number of turns that `start` submits.
+      num_tokens: approximate number of prompt tokens, all turns together.
+      max_tokens: limit of each reply if the client gave one.
+      wait: wraps the wait for a ticket, such as `HttpRequest.unless_gone`. It is called only if a ticket is
+        not free at once, so most requests do not pay for it.
 
-    Raises ApiError 429 and 503, and what `start` raises. Cancelled while it waits, it leaves nothing behind.
+    Raises ApiError 429 and 503, and what `start` raises. Cancelling it while it waits leaves no state behind.
     """
     began_s = time.perf_counter()
     place = services.limits.enter_now(owner, num_turns, num_tokens, max_tokens)
@@ -75,16 +77,16 @@ async def start_turns(
     *,
     run_cpu: Think,
 ) -> tuple[ResolvedContext, list[AsyncTurn]]:
-    """The turns of a context, accepted by the engine, all of them or none.
+    """Submit the turns of a context and wait until the engine accepts them, all or none.
 
     Args:
-      engine: where they run.
-      find: resolves the context; which turns it may go on from is narrowed each time that the engine does not
-        know the parent that was found.
-      specs_of: the turns to submit; several only as siblings, for several replies.
-      think: runs `find` where it keeps nobody else waiting.
+      engine: the engine that runs them.
+      find: resolves the context. When the engine does not know the parent that it found, it is called again
+        with the next, narrower `Memory`.
+      specs_of: returns the turns to submit; several turns must be siblings, for several replies.
+      run_cpu: runs `find` without blocking the event loop.
 
-    Raises what `find` and the engine raise; UnknownTurnError only where a context is bound to its parent.
+    Raises what `find` and the engine raise; UnknownTurnError only if no fallback finds another parent.
     """
     unknown: UnknownTurnError | None = None
     for memory in Memory:
@@ -103,14 +105,14 @@ async def start_turns(
 
 
 class TimedTurn:
-    """A turn of an engine, whose tokens are counted as they come.
+    """An engine turn that records metrics as its tokens arrive.
 
     Attributes:
-      times: of what has happened to it.
+      times: when the request began, the engine accepted it, its first token came, and it ended.
     """
 
     def __init__(self, turn: AsyncTurn, metrics: Metrics, times: TurnTimes) -> None:
-        """`times` of a turn that the engine has accepted."""
+        """`turn` must be accepted by the engine."""
         self.times = times
         self._turn = turn
         self._metrics = metrics
@@ -124,14 +126,14 @@ class TimedTurn:
 
     @property
     def output(self) -> Output | None:
-        """The result, once the turn has ended well."""
+        """The result, once the turn has succeeded; None before."""
         return self._turn.output
 
     def __aiter__(self) -> AsyncIterator[AsyncDelta]:
         return self
 
     async def __anext__(self) -> AsyncDelta:
-        """What came since the last call; raises what the turn failed with, and ApiError if it was ended."""
+        """Return the next delta; raise what the turn failed with, and ApiError if the server cancelled it."""
         try:
             delta = await anext(self._deltas)
         except StopAsyncIteration:
@@ -143,15 +145,15 @@ class TimedTurn:
         return delta
 
     async def result(self) -> Output:
-        """Wait for the end; raises what the turn failed with, and ApiError if it was ended."""
-        async for delta in self._deltas:  # when its tokens come counts here as well
+        """Wait for the end; raise what the turn failed with, and ApiError if the server cancelled it."""
+        async for delta in self._deltas:  # the arrival times count for the metrics here too
             self._count(delta)
         self._count_end()
         assert self._turn.output is not None
         return self._turn.output
 
     async def cancel(self) -> None:
-        """End it as if it had never been sent, unless it has ended."""
+        """Cancel the turn and undo its effects, unless it has ended."""
         if self._turn.output is None:
             await self._turn.cancel()
 
@@ -168,7 +170,7 @@ class TimedTurn:
         output = self._turn.output
         assert output is not None, "a turn ends with an output or raises"
         if output.finish_reason == "cancelled":
-            raise overloaded("The server ended this turn before it was done; send it again.", 1)
+            raise overloaded("The server cancelled this turn before it was done; send it again.", 1)
         if not self._is_counted:
             self._is_counted = True
             self.times.ended_s = time.perf_counter()
@@ -176,20 +178,20 @@ class TimedTurn:
 
 
 class RunningTurns:
-    """Turns that run for one request; whoever has them calls `close`, whatever happens.
+    """The running turns of one request. The caller must call `close` on every path.
 
     Attributes:
       turns: in the order in which they were submitted.
     """
 
     def __init__(self, turns: Sequence[TimedTurn], place: Ticket, tracing: Tracing | None) -> None:
-        """Of a place that they were given; `tracing` is told of their ends, once."""
+        """`place` is their ticket; `tracing` gets one report of the end of each turn."""
         self.turns = turns
         self._place = place
         self._tracing = tracing
 
     async def results(self) -> list[Output]:
-        """Wait for all of them; raises what the first of them failed with."""
+        """Wait for all turns; raise the first failure."""
         if len(self.turns) == 1:
             return [await self.turns[0].result()]
         waiting = [asyncio.ensure_future(turn.result()) for turn in self.turns]
@@ -201,7 +203,7 @@ class RunningTurns:
             await asyncio.wait(waiting)
 
     async def close(self) -> None:
-        """Cancel those that have not ended, and give the place to others."""
+        """Cancel the turns that have not ended, and return the ticket."""
         outputs = [turn.output for turn in self.turns]
         try:
             for turn, output in zip(self.turns, outputs, strict=True):
@@ -212,7 +214,7 @@ class RunningTurns:
             ended = [output for output in outputs if output is not None]
             self._place.leave(
                 sum(output.usage.prompt_tokens + output.usage.output_tokens for output in ended),
-                # Those of clients who left say nothing of how long replies are.
+                # Cancelled replies are cut short, so they say nothing about typical reply lengths.
                 [output.usage.output_tokens for output in ended if output.finish_reason != "cancelled"],
             )
 
@@ -225,9 +227,9 @@ class RunningTurns:
 
 
 async def merged(turns: Sequence[TimedTurn]) -> AsyncGenerator[tuple[int, AsyncDelta | None]]:
-    """Deltas of several turns as they come, with the turn's index; None says that one has ended.
+    """Yield the deltas of several turns as they arrive, with the turn's index; None means that it has ended.
 
-    No turn is asked for more than one delta ahead, so that they merge while nobody takes them.
+    At most one delta of each turn is requested ahead, so a turn merges its deltas while the client is slow.
     """
     if len(turns) == 1:
         async for delta in turns[0]:

@@ -1,8 +1,9 @@
-"""Sampling as requests ask for it, and tokens as answers count them.
+"""Sampling fields of requests, and token counts of responses.
 
-Owns: the fields that Chat Completions and Completions share, their defaults and their way to the engine's
-parameters; the usage objects of answers.
-Does not know: prompts, engines, or other schemas' names.
+Owns: the fields that Chat Completions and Completions share, their defaults, their conversion to engine
+parameters, and the usage objects of responses.
+Does not know: prompts, engines, or field names of other schemas.
+Called by `server.openai`, `server.cache_view`, and `server.app` at startup.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ MAX_CHOICES: Final = 8
 type Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 type Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 type Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-"""As OpenAI has it: clients send -1, too. A negative one is taken modulo 2**63."""
+"""OpenAI's range. Clients also send negative seeds such as -1; these are reduced modulo 2**63."""
 
 
 class StreamOptions(Body):
-    """What a stream has beside text."""
+    """Options of a stream of a completion."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
 
@@ -43,9 +44,9 @@ class StreamOptions(Body):
 
 
 class SamplingFields(Body):
-    """What Chat Completions and Completions have in common: among it every sampling field of theirs.
+    """Request fields that Chat Completions and Completions share, including all sampling fields.
 
-    `top_k`, `min_tokens`, `stop_token_ids` and `ignore_eos` are vLLM's.
+    `top_k`, `min_tokens`, `stop_token_ids` and `ignore_eos` are vLLM extensions.
     """
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -95,22 +96,22 @@ class SamplingFields(Body):
 
     @property
     def num_choices(self) -> int:
-        """Replies to each prompt."""
+        """Number of replies to each prompt."""
         return self.n or 1
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with what was used."""
+        """Whether the stream ends with the token usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 def model_defaults(source: str) -> dict[str, Any]:
-    """Sampling as the model's generation_config.json has it, for requests that say nothing.
+    """Return the default sampling parameters from the model's generation_config.json.
 
     Args:
-      source: the model's directory; one that is none has no such file.
+      source: the model directory. Any other text, such as "random:<preset>", has no such file.
 
-    A file that says not to sample means temperature 0. Raises ConfigError for a file that is no JSON object.
+    `do_sample: false` in the file means temperature 0. Raises ConfigError if the file is not a JSON object.
     """
     path = Path(source) / "generation_config.json"
     if not path.is_file():
@@ -124,19 +125,19 @@ def model_defaults(source: str) -> dict[str, Any]:
     if values.get("do_sample") is False:
         found.setdefault("temperature", 0.0)
     found = {name: value for name, value in found.items() if value is not None}
-    SamplingParams(**found)  # refuses what cannot be, at the start and not with every request
+    SamplingParams(**found)  # rejects invalid values at startup instead of at every request
     return _DEFAULTS | found
 
 
 def choice_params(
     body: SamplingFields, defaults: dict[str, Any], *, max_tokens: int, logprobs: int | None
 ) -> list[SamplingParams]:
-    """Parameters of each choice of a completion; raises InvalidRequestError naming the field."""
+    """Return the parameters of each choice of a completion; raise InvalidRequestError naming the field."""
     given = {name: getattr(body, name) for name in taken_fields(COMPLETIONS)}
     params = sampling_params(defaults, given, max_tokens=max_tokens, logprobs=logprobs)
     if params.seed is None:
         return [params] * body.num_choices
-    # With one seed for all, every choice would be the same reply.
+        # With the same seed, all choices would be the same reply.
     return [replace(params, seed=(params.seed + i) % (MAX_SEED + 1)) for i in range(body.num_choices)]
 
 
@@ -146,32 +147,32 @@ def sampling_params(
     """Return the parameters of a turn; raise InvalidRequestError naming the field.
 
     Args:
-      defaults: by field, for what the request does not say.
-      given: by field, as the request says it; None takes the default.
-      max_tokens, logprobs: fields that each route has in its own form.
+        defaults: values by field for fields that the request leaves out.
+        given: values by field from the request; None takes the default.
+        max_tokens, logprobs: fields that each route names and defaults differently.
     """
     chosen = {**defaults, **{name: value for name, value in given.items() if value is not None}}
     if "seed" in chosen:
-        chosen["seed"] %= MAX_SEED + 1  # a negative one, too
+        chosen["seed"] %= MAX_SEED + 1  # maps negative seeds into the range
     if isinstance(chosen.get("stop"), str):
         chosen["stop"] = [chosen["stop"]]
     return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **chosen)
 
 
 def num_context_tokens(usage: Usage) -> int:
-    """Return the tokens of history and prompt, whether they were found or computed."""
+    """Return the number of tokens of history and prompt, both reused and computed."""
     return num_cached_tokens(usage) + usage.recomputed_tokens + usage.prefilled_tokens
 
 
 def num_cached_tokens(usage: Usage) -> int:
-    """Of them, those whose state was found, in any tier."""
+    """Return the number of context tokens whose KV cache was reused, from any tier."""
     return usage.reused_gpu_tokens + usage.swapped_in_tokens
 
 
 def token_sources(usages: Sequence[Usage]) -> dict[str, int]:
-    """`usage.pensieve`: of the contexts of these turns, what was new and where the rest came from.
+    """Return `usage.pensieve`: the new tokens of these turns, and where their context tokens came from.
 
-    gpu + cpu + recomputed + prefilled are all tokens of the contexts.
+    gpu + cpu + recomputed + prefilled is the number of all context tokens.
     """
     return {
         "new_tokens": sum(usage.prompt_tokens for usage in usages),
@@ -183,11 +184,11 @@ def token_sources(usages: Sequence[Usage]) -> dict[str, int]:
 
 
 def completion_usage(usages: Sequence[Usage], num_shared: int = 1) -> dict[str, Any]:
-    """The usage object of Chat Completions and Completions.
+    """Return the usage object of Chat Completions and Completions.
 
     Args:
-      usages: of the request's turns.
-      num_shared: how many turns in a row are several replies to one prompt, which counts once.
+        usages: usage of each turn of the request.
+        num_shared: number of consecutive turns that reply to the same prompt; that prompt counts once.
     """
     prompts = usages[::num_shared]
     num_prompt = sum(map(num_context_tokens, prompts))

@@ -1,8 +1,9 @@
-"""Turns that are kept as responses.
+"""Completion turns stored as responses.
 
-Owns: that a turn of Chat Completions or Completions is kept on request, under resp_ and its turn's id: found,
-deleted and expiring so; how long responses are kept; what a response repeats of a request that says nothing.
-Does not know: how replies are written, or the fields of any request.
+Owns: the stored form of a Chat Completions or Completions turn with `store`, how long responses are stored,
+and the default request fields that a response echoes. The stored turn is the response `resp_<turn id>`:
+clients retrieve and delete it by that id, and it expires like any response.
+Does not know: how replies are written, or the fields of any request. Called by `server.openai`.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ LIFETIME_S: Final = 30 * 24 * 3600.0
 def kept_draft(
     services: Services, owner: str, turn_id: str, messages: Sequence[Message], params: SamplingParams
 ) -> ResponseDraft:
-    """What is committed with a turn.
+    """Return the response record that is committed with a turn.
 
     Args:
-      services: of the server.
-      owner: whose turn it is.
-      turn_id: the turn's.
-      messages: its new ones; none for a prompt of token ids.
-      params: how it is sampled.
+      services: the server's services.
+      owner: the key owner of the turn.
+      turn_id: id of the turn.
+      messages: the new messages of the turn; empty for a prompt of token ids.
+      params: its sampling parameters.
     """
     now_s = services.now_s()
     echo = default_echo(services.model_name, params.temperature, params.top_p)
@@ -47,9 +48,9 @@ def kept_draft(
 
 
 def default_echo(model: str, temperature: float, top_p: float) -> dict[str, Any]:
-    """What a response repeats of a request that says nothing else.
+    """Return the request fields that a response echoes, with the defaults of a minimal request.
 
-    It has the fields that the schemas of OpenAI and of Open Responses require.
+    These are all the fields that the schemas of OpenAI and of Open Responses require.
     """
     return {
         "model": model,

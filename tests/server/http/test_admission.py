@@ -169,7 +169,7 @@ def test_an_engine_that_ends_while_a_turn_waits_gives_it_no_place():
         await asyncio.sleep(0)
         engine.state = "draining"
         places.pop().leave()
-        with pytest.raises(ApiError, match="about to end"):
+        with pytest.raises(ApiError, match="shutting down"):
             await waiting
         assert limits.num_inside == len(places)
 

@@ -165,7 +165,7 @@ def test_lists_of_objects_have_a_limit():
         (
             "too new",
             ("a", 1, "b"),
-            'x is not supported by this server: too new; leave it out, or make it "a" or "b".',
+            'x is not supported by this server: too new; leave it out, or set it to "a" or "b".',
         ),
     ],
 )

@@ -110,5 +110,5 @@ def test_ids_that_nobody_has_and_another_keys_get_the_same_words(server, ann):
                 "previous_response_not_found",
                 "previous_response_id",
             )
-            assert raised.value.body["message"] == f"There is no response {previous!r} to go on from."
+            assert raised.value.body["message"] == f"There is no response {previous!r} to continue from."
     assert complete(ann, [7], previous=first.id).usage.prompt_tokens > 1

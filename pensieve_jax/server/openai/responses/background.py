@@ -1,13 +1,14 @@
-"""Responses in the background: they go on when their client leaves, and when the server ends.
+"""Background responses, which continue after their client leaves and after a server restart.
 
-Owns: which of them run, that each is in the history before any client is told of it, that its turn runs on as
-many engines as that takes, that it ends once, first in the history, and that it is run again after a restart,
-with the same seed and the same id; the form of its job in the history; that requests with a waiting client go
-first; when the history is told to forget what has expired.
-Does not know: requests, or how an answer is written.
+Owns: the set of running background responses, the form of their jobs in the history, and when the history
+deletes expired records.
+Does not know: requests, or how a response is sent. Called by `ResponseCreation` and `Responses`.
 
-Nothing stays queued in the history without a server that runs it: not what an earlier server left, and not
-what an engine queued whose answer was lost.
+A response is in the history before a client sees it. Its turn runs again, with the same seed and id, after
+the engine or the server restarts. It ends once, first in the history. Turns of clients that wait go first.
+
+Every response that is queued in the history has a server that runs it. That includes responses that an
+earlier server left behind, and those that the engine queued although its confirmation was lost.
 """
 
 from __future__ import annotations
@@ -67,47 +68,49 @@ from pensieve_jax.server.turns.run import RunningTurns, run_turns
 _log = logging.getLogger(__name__)
 
 MAX_RUNS: Final = 1000
-"""Background responses that have not ended, of all owners."""
+"""Limit of background responses that have not ended, of all owners together."""
 LOOK_S: Final = 10.0
-"""Between two looks for those that another server has left."""
+"""Interval of the search for responses that another server left behind."""
 RETRY_S: Final = 0.5
-"""Between two tries of what an engine or a history could not do."""
+"""Delay before retrying a failed call of the engine or the history."""
 _PERIOD_S: Final = 600.0
-"""Between two times that what has expired is forgotten."""
+"""Interval of deleting expired records."""
 
 
 class BackgroundResponses:
     """The background responses of one server. Used by the event loop's thread only."""
 
     def __init__(self, services: Services, locks: set[tuple[str, str]]) -> None:
-        """`locks` has the conversations, by owner and id, of which a turn runs."""
+        """`locks` contains the conversations with a running turn, by owner and id."""
         self._services = services
         self._driver = BackgroundDriver(services)
         self._locks = locks
         self._runs: dict[tuple[str, str], ResponseRun] = {}
         self._being_queued: set[ResponsePlan] = set()
-        self._num_doubts = 0  # answers of the engine that were lost: what they were of is done, or will be
+        # Lost confirmations of the engine; each change was applied, will be applied, or was lost.
+        self._num_doubts = 0
         self._num_settled = 0
         self._ends = CompletionWatcher[tuple[str, str]]()
 
     @property
     def num_running(self) -> int:
-        """Responses that have not ended."""
+        """Number of background responses that have not ended."""
         return len(self._runs)
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether the history may say, now or soon, what nobody here knows of; `settle` ends that."""
+        """Whether the history may contain changes that this server does not know of; `settle` finds out."""
         return self._num_settled < self._num_doubts
 
     def find(self, owner: str, response_id: str) -> ResponseRun | None:
-        """A response that has not ended."""
+        """Return a response that has not ended, or None."""
         return self._runs.get((owner, response_id))
 
     async def current[**P, T](self, owner: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `work` reads of the history: records, one or several, later than any of them ended here.
+        """Return what `work` reads from the history, repeating the read if a record's run ended meanwhile.
 
-        Nothing happens between that and the return: what it says is queued may be adopted.
+        The result is one record or several. Nothing else runs between the last check and the return, so that
+        the caller may adopt records that are queued.
         """
         while True:
             with self._ends.seen() as ended:
@@ -118,7 +121,7 @@ class BackgroundResponses:
                 return found
 
     async def queue(self, plan: ResponsePlan, run: ResponseRun, unlock: Callable[[], None]) -> None:
-        """Keep a response as queued, and have it run; raises ApiError and what the engine raises."""
+        """Store a response as queued, and run it; raise ApiError and the engine's errors."""
         started = False
         try:
             self._check_share(run.owner)
@@ -136,11 +139,11 @@ class BackgroundResponses:
                 unlock()
 
     def adopt(self, record: ResponseRecord) -> ResponseRun | None:
-        """Have a response run that the history has as queued; None for one that is not to run here.
+        """Run a response that is queued in the history; return None if it is not to run here.
 
-        Another server may have claimed it, or nobody yet: `settle` claims.
+        This server must have claimed it, which `settle` does; another server may have claimed it instead.
 
-        `record` is as it stands in the history now; see `current`.
+        `record` must be current; see `current`.
         """
         key = (record.owner, record.response_id)
         if key in self._runs:
@@ -156,7 +159,7 @@ class BackgroundResponses:
         run = ResponseRun(draft.owner, draft.body_sha256, background=True)
         run.begin(head_of(record))
         if spec is None:
-            sentence = "An earlier release left this response, and this one cannot run it."
+            sentence = "An earlier release queued this response, and this release cannot run it."
             work = partial(self._driver.fail, run, draft, ApiError(500, "server_error", sentence))
         else:
             work = partial(self._driver.drive, run, spec, draft, None)
@@ -164,20 +167,22 @@ class BackgroundResponses:
         return run
 
     async def settle(self) -> None:
-        """Run what stands in the history as queued; what was in doubt has then happened, or never will.
+        """Run all responses that are queued in the history, and resolve lost confirmations.
 
-        Raises what the engine raises.
+        After this returns, a change whose confirmation was lost has been applied or never will be.
+
+        Raises the engine's errors.
         """
         num_doubts = self._num_doubts
-        if self.is_in_doubt:  # it answers in order: behind this, what was sent before is done
+        if self.is_in_doubt:  # the engine answers in order, so earlier changes are done after this call
             await self._services.engine.call("census")
-            if num_doubts <= self._num_settled:  # somebody else who waited has done the rest
+            if num_doubts <= self._num_settled:  # another caller of `settle` has done the rest
                 return
         records = await self._driver.read(self._unfinished)
         for record in records:
             try:
                 self.adopt(record)
-            except Exception as error:  # nobody expected it, and the others are to run all the same
+            except Exception as error:  # unexpected, but the other responses must still run
                 _log.error("a background response could not be run", exc_info=error)
         if num_doubts > self._num_settled or self._services.history.claims.are_shared:
             await self._stop_cancelled({(record.owner, record.response_id) for record in records})
@@ -186,10 +191,10 @@ class BackgroundResponses:
         self._services.history.claims.keep_only({response_id for _, response_id in self._runs} | queued)
 
     async def cancel(self, owner: str, record: ResponseRecord) -> dict[str, Any]:
-        """End a response, unless it has ended; its response object as it is then.
+        """Cancel a response unless it has ended; return its response object.
 
-        Raises what the engine raises; where its answer was lost, the response goes on until the history has
-        been asked whether it has ended.
+        Raises the engine's errors. If the engine's confirmation was lost, the response continues until
+        `settle` finds out whether it was cancelled.
         """
         change = EndResponse(
             owner=owner,
@@ -206,13 +211,13 @@ class BackgroundResponses:
 
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
-        """From start to end: run what was left, and leave to a later server what has not ended."""
+        """Run responses that were left behind; at exit, leave unfinished ones to the next server."""
         tasks = [
             asyncio.ensure_future(work) for work in (self._adopt_left(), expire_now_and_then(self._services))
         ]
         for task in tasks:
             task.add_done_callback(
-                log_end_of_task(_log, "what runs in the background has ended; start the server anew")
+                log_end_of_task(_log, "a background task stopped unexpectedly; restart the server")
             )
         try:
             yield
@@ -222,13 +227,13 @@ class BackgroundResponses:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    # Inside
+    # Private methods
 
     async def _unfinished(self) -> list[ResponseRecord]:
         return await self.current("", self._claimed)
 
     def _claimed(self) -> list[ResponseRecord]:
-        """Those that are queued, later than claims of all of them that no other server has."""
+        """Return the queued responses, read after claiming all of them that no other server has claimed."""
         history = self._services.history
         found: list[ResponseRecord] = history.unfinished_background()
         if not history.claims.are_shared or not found:
@@ -239,7 +244,7 @@ class BackgroundResponses:
         return again
 
     async def _stopped(self, owner: str, response_id: str) -> dict[str, Any]:
-        """Stop running a response that has ended in the history; its response object."""
+        """Stop the run of a response that has ended in the history, and return its response object."""
         run = self.find(owner, response_id)
         if run is not None and run.task is not None:
             run.task.cancel()
@@ -255,9 +260,9 @@ class BackgroundResponses:
         return response
 
     async def _stop_cancelled(self, queued: set[tuple[str, str]]) -> None:
-        """Stop those that were cancelled without a word; `queued` are all that have not ended."""
+        """Stop runs that were cancelled in the history only; `queued` are all records that have not ended."""
         for owner, response_id in self._runs.keys() - queued:
-            with suppress(PensieveError):  # it was deleted, or cannot be read: its end tells
+            with suppress(PensieveError):  # deleted or unreadable: the run itself will notice
                 record = await self._read(owner, response_id)
                 if record.status == "cancelled":
                     await self._stopped(owner, response_id)
@@ -269,34 +274,31 @@ class BackgroundResponses:
         return record
 
     def _check_share(self, owner: str) -> None:
-        """No key may fill the background for the others; without keys, nobody's share is another's loss.
+        """Raise ApiError if there are too many background responses, in total or of this key.
 
-        What waits to be queued counts: those that come at once would else all find room.
+        Responses that wait to be queued count too; otherwise simultaneous requests would all pass.
         """
         if len(self._runs) + len(self._being_queued) >= MAX_RUNS:
-            raise overloaded(
-                "There are too many responses in the background; try again later.", MAX_RETRY_AFTER_S
-            )
+            raise overloaded("There are too many background responses; try again later.", MAX_RETRY_AFTER_S)
         settings = self._services.settings
         most = settings.max_in_flight_per_key
         if settings.api_keys_file is None:
             return
         num_queued = sum(plan.owner == owner for plan in self._being_queued)
         if num_queued + sum(key[0] == owner for key in self._runs) >= most:
-            sentence = f"A key may have {most} responses in the background; wait for one of them."
+            sentence = f"A key may have {most} background responses; wait until one of them ends."
             raise rate_limited(sentence, self._services.limits.retry_after_s())
 
     async def _queued(self, plan: ResponsePlan) -> tuple[ResolvedContext, TurnSpec]:
-        """Keep a response as queued, behind a turn that the history has, as `start_turns` finds one."""
+        """Store a response as queued after a durable turn, which is searched for as in `start_turns`."""
         context, unknown = plan.context, None
         for memory in Memory:
             resolved = await self._services.run_cpu(plan.owner, context.thought, context.find, memory)
             (spec,) = plan.specs(resolved)
             assert plan.draft is not None
             name = plan.draft.response_id
-            await self._services.read(
-                plan.owner, self._services.history.claims.take, name
-            )  # before it is seen
+            # Claim it before other servers can see it.
+            await self._services.read(plan.owner, self._services.history.claims.take, name)
             job = encode_job(spec, plan.draft)
             change = QueueResponse(draft=plan.draft, job=job, parent_id=resolved.node.parent_id)
             try:
@@ -313,7 +315,7 @@ class BackgroundResponses:
         raise unknown
 
     def _is_being_queued(self, owner: str, response_id: str) -> bool:
-        """Whether it stands in the history before the engine has said so."""
+        """Return whether a response is being queued, so that the history may have it unconfirmed."""
         drafts = [plan.draft for plan in self._being_queued if plan.owner == owner]
         return any(draft is not None and draft.response_id == response_id for draft in drafts)
 
@@ -324,7 +326,7 @@ class BackgroundResponses:
         work: Callable[[], Awaitable[None]],
         unlock: Callable[[], None],
     ) -> None:
-        """Have `work` bring a response to its end."""
+        """Run `work`, which brings a response to its end, as a task."""
         key = (draft.owner, draft.response_id)
         self._runs[key] = run
 
@@ -333,12 +335,12 @@ class BackgroundResponses:
             try:
                 await work()
                 is_expected = True
-            except asyncio.CancelledError:  # whoever cancelled it says what became of it
+            except asyncio.CancelledError:  # the caller that cancelled it reports the end
                 is_expected = True
                 raise
             finally:
                 try:
-                    if not is_expected:  # queued, it would be run and fail again and again
+                    if not is_expected:  # if it stayed queued, it would run and fail forever
                         await self._driver.fail(run, draft, internal_error())
                 finally:
                     del self._runs[key]
@@ -349,11 +351,11 @@ class BackgroundResponses:
         run.task = asyncio.ensure_future(drive())
 
     async def _adopt_left(self) -> None:
-        """Run what is left behind: by an earlier server or engine, or by a change whose answer was lost."""
+        """Run responses left behind by an earlier server or engine, or by a lost confirmation."""
         services, epoch, looked_s, is_logged = self._services, 0, -math.inf, False
         while True:
             now_s = asyncio.get_running_loop().time()
-            # Of servers that share a history one may die and leave some, at any time.
+            # Another server that shares the history may die at any time and leave responses behind.
             is_time = services.history.claims.are_shared and now_s - looked_s >= LOOK_S
             is_new = epoch != services.engine.epoch
             if services.engine.state == "ready" and (is_new or self.is_in_doubt or is_time):
@@ -361,36 +363,37 @@ class BackgroundResponses:
                 try:
                     await self.settle()
                     epoch, is_logged = asked, False
-                except UNANSWERED:  # still in doubt, or there is another engine soon
+                except UNANSWERED:  # still unresolved, or the engine restarts soon
                     pass
-                except PensieveError as error:  # a history that refuses, say: what is queued is run later
+                except PensieveError as error:  # for example a history that rejects reads: try again later
                     if not is_logged:
                         _log.error("background responses could not be run; trying again", exc_info=error)
                         is_logged = True
             await asyncio.sleep(RETRY_S)
 
     def _locked(self, draft: ResponseDraft) -> Callable[[], None]:
-        """Lock the conversation that a response is appended to, unless a turn of it runs; what unlocks it."""
+        """Lock the conversation of a response unless it is locked; return the function to unlock it."""
         if draft.conversation is None:
             return lambda: None
         lock = (draft.owner, draft.conversation.conversation_id)
-        if lock in self._locks:  # the one of both that ends last will find that the conversation has changed
+        if lock in self._locks:
+            # Of the two turns, the one that ends last will fail with a changed conversation.
             return lambda: None
         self._locks.add(lock)
         return lambda: self._locks.discard(lock)
 
 
 class BackgroundDriver:
-    """Of one server. Used by the event loop's thread only."""
+    """Runs background responses to their ends. Used by the event loop's thread only."""
 
     def __init__(self, services: Services) -> None:
-        """Of what the server is made of."""
+        """Use the engine, the history and the limits of `services`."""
         self._services = services
 
     async def drive(
         self, run: ResponseRun, spec: TurnSpec, draft: ResponseDraft, resolved: ResolvedContext | None
     ) -> None:
-        """Run it until it has ended, on as many engines as that takes."""
+        """Run a response until it ends, starting again whenever the engine restarts."""
         services = self._services
         while True:
             try:
@@ -401,14 +404,14 @@ class BackgroundDriver:
                     await self.fail(run, draft, error)
                     return
             except PensieveError as error:
-                if await self._tell_end(run, draft):  # committed before the engine died, or cancelled
+                if await self._tell_end(run, draft):  # it was committed before the engine died, or cancelled
                     return
                 if not isinstance(error, (*UNANSWERED, HistoryUnavailableError)):
                     await self.fail(run, draft, as_api_error(error, ENGINE_FIELDS))
                     return
             if services.engine.state == "draining":
-                # It stays queued in the history: the next server runs it.
-                sentence = "The server is about to end; the response goes on when it is back."
+                # It stays queued in the history; the next server runs it.
+                sentence = "The server is shutting down; the response continues after the restart."
                 run.fail(overloaded(sentence, MAX_RETRY_AFTER_S))
                 return
             run.begin_again()
@@ -418,7 +421,7 @@ class BackgroundDriver:
         await self._tell_end(run, draft)
 
     async def fail(self, run: ResponseRun, draft: ResponseDraft, error: ApiError) -> None:
-        """End it in the history and for those who follow it, as soon as that can be written."""
+        """Mark a response as failed in the history and for its followers, retrying until it is written."""
         change = EndResponse(
             owner=draft.owner,
             response_id=draft.response_id,
@@ -431,7 +434,7 @@ class BackgroundDriver:
             try:
                 await self._services.engine.apply(change)
             except (*UNANSWERED, HistoryError) as failure:
-                # It stands in the history as queued: this server says how it ended, or the next one runs it.
+                # It is still queued in the history: retry here, or let the next server run it.
                 if self._services.engine.state == "draining":
                     break
                 if not is_logged:
@@ -445,7 +448,7 @@ class BackgroundDriver:
         run.fail(error)
 
     async def read[T](self, work: Callable[[], Awaitable[T]]) -> T:
-        """What the history says, as soon as it can be read."""
+        """Return the result of `work`, which reads the history, retrying until it succeeds."""
         is_logged = False
         while True:
             try:
@@ -456,10 +459,13 @@ class BackgroundDriver:
                     is_logged = True
             await asyncio.sleep(RETRY_S)
 
-    # Inside
+    # Private methods
 
     async def _tell_end(self, run: ResponseRun, draft: ResponseDraft) -> bool:
-        """Whether it has ended in the history, and if so how: live and later, everybody sees the same."""
+        """Return whether the response has ended in the history, and if so end its run in the same way.
+
+        Followers of the run and later readers of the history thus see the same response.
+        """
         history, owner, response_id = self._services.history, draft.owner, draft.response_id
 
         def kept() -> tuple[ResponseRecord, Sequence[int]]:
@@ -483,7 +489,7 @@ class BackgroundDriver:
         services = self._services
         services.limits.check_ready()
         if services.limits.num_waiting or not self._has_share(run.owner):
-            raise overloaded("Those whose clients wait come first.", 1)
+            raise overloaded("Requests of waiting clients go first.", 1)
         running: RunningTurns | None = None
 
         async def start() -> Sequence[AsyncTurn]:
@@ -521,7 +527,7 @@ class _Job(msgspec.Struct):
 
 
 def encode_job(spec: TurnSpec, draft: ResponseDraft) -> bytes:
-    """The job of a turn with a node, and of what is kept with it."""
+    """Encode a turn with a node, and the record to store with it, as a job."""
     assert spec.node is not None
     job = _Job(
         node=replace(spec.node, attachment=None),
@@ -534,9 +540,9 @@ def encode_job(spec: TurnSpec, draft: ResponseDraft) -> bytes:
 
 
 def decode_job(job: bytes) -> tuple[TurnSpec, ResponseDraft]:
-    """The turn of a job, with its draft attached to its node, and the draft.
+    """Decode a job to its turn, with the draft attached to its node, and the draft.
 
-    Raises msgspec.DecodeError for bytes that are no job of this release.
+    Raises msgspec.DecodeError for jobs of another release.
     """
     kept = msgspec.msgpack.decode(job, type=_Job)
     node = replace(kept.node, attachment=kept.draft)
@@ -544,7 +550,7 @@ def decode_job(job: bytes) -> tuple[TurnSpec, ResponseDraft]:
 
 
 def draft_of(record: ResponseRecord) -> ResponseDraft:
-    """What its record says of a response whose job cannot be read."""
+    """Return a draft with the fields of a record, for a response whose job cannot be read."""
     names = ("response_id", "owner", "request", "input_items", "output_item_id", "created_at_s")
     return ResponseDraft(
         **{name: getattr(record, name) for name in names}, expires_at_s=record.expires_at_s, background=True
@@ -552,14 +558,13 @@ def draft_of(record: ResponseRecord) -> ResponseDraft:
 
 
 async def expire_now_and_then(services: Services) -> None:
-    """Have the history forget what has expired, until this is cancelled."""
+    """Delete expired records periodically, until this is cancelled."""
     while True:
         if services.engine.state == "ready":
             now_s = services.now_s()
-            with suppress(PensieveError):  # the next time
+            with suppress(PensieveError):  # retried after the interval
                 await services.engine.apply(Expire(now_s=now_s))
-                while await services.read(
-                    "", services.history.has_expired, now_s
-                ):  # a few at a time, with steps in between
+                # Each change deletes a few records, so that engine steps run in between.
+                while await services.read("", services.history.has_expired, now_s):
                     await services.engine.apply(Expire(now_s=now_s))
         await asyncio.sleep(_PERIOD_S)

@@ -1,8 +1,8 @@
-"""The context of a response: what its request names, and what it adds.
+"""The context of a response, from the fields of its request.
 
-Owns: how instructions, a previous response, a conversation and input become one list of messages, or a turn
-and the messages behind it.
-Does not know: sampling, streams, or what becomes of the turn.
+Owns: combining instructions, a previous response, a conversation and input to one list of messages, or to a
+parent turn and the messages after it.
+Does not know: sampling, streams, or what becomes of the turn. Called by `ResponsePlan` and `Responses`.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from pensieve_jax.server.workers import CpuTicket, is_long
 from pensieve_jax.text.messages import Message
 
 MAX_READ_CHARACTERS: Final = 16 * 2**20
-"""Of items that one request names, in a conversation or by reference, as JSON and once more as often as each
-is named."""
-COMPACT: Final = (",", ":")  # separators of items as they are kept, whose characters are counted
+"""Limit of the items that one request names, in a conversation or by reference. Each item counts as JSON, and
+once more for each reference to it."""
+COMPACT: Final = (",", ":")  # JSON separators of stored items, for counting their characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestContext:
-    """A context that can be resolved.
+    """A context that is ready to be resolved.
 
     Attributes:
-      find: resolves it; again, when a turn that it went on from is gone.
-      num_characters: about how much text it is, without what a turn that is named already holds.
-      thought: what is known of resolving it.
-      new_items: the request's own items, without ids.
-      conversation: that its items are appended to.
-      ignored_fields: paths of fields of its items that nobody knows.
+        find: resolves it; called again if the engine no longer has the parent turn.
+        num_characters: approximate text length, without the path of a parent that is named.
+        thought: whether resolving it takes long, and whether it reads the history.
+        new_items: the request's own items, without ids.
+        conversation: the conversation to append the items to.
+        ignored_fields: paths of unknown fields in the items.
     """
 
     find: Callable[[Memory], ResolvedContext]
@@ -60,14 +60,14 @@ class RequestContext:
 def request_context(
     services: Services, owner: str, body: ContextFields, *, durable: bool, most: int | None = None
 ) -> RequestContext:
-    """The context that a request's fields amount to.
+    """Return the context of a request.
 
     Args:
-      services: of the server.
-      owner: whose it is.
-      body: the request's.
-      durable: its turn is to be kept.
-      most: tokens of a context that is of any use; None counts all there are.
+      services: the server's services.
+      owner: the key owner of the request.
+      body: its fields.
+      durable: whether its turn is stored.
+      most: maximum number of context tokens; None for no limit.
 
     Raises ApiError 400 and 404, UnknownRecordError.
     """
@@ -112,9 +112,10 @@ def request_context(
 
 
 def reading(services: Services, owner: str, body: ContextFields, num_bytes: int) -> CpuTicket:
-    """What is known of `request_context`, of a body of so many bytes.
+    """Return how to run `request_context` for a body of `num_bytes`.
 
-    What is read of the history is only known once it was: a conversation and references always are.
+    The size of a conversation or of referenced items is unknown before they are read, so these always count
+    as long work.
     """
     items = body.input if isinstance(body.input, list) else ()
     num_tokens: int | None = 0
@@ -129,7 +130,7 @@ def reading(services: Services, owner: str, body: ContextFields, num_bytes: int)
 
 
 def too_long(num_items: int, num_characters: int) -> str | None:
-    """Why no turn could read a conversation of so many items; None where one can."""
+    """Return why a conversation of this size is too long for a turn, or None if it is not."""
     if num_items <= MAX_ITEMS and num_characters <= MAX_READ_CHARACTERS:
         return None
     return (
@@ -139,19 +140,19 @@ def too_long(num_items: int, num_characters: int) -> str | None:
 
 
 def _check_growth(num_past: int, num_characters: int, new_items: Sequence[Item]) -> None:
-    """Raise ApiError 400 where a turn would make its conversation longer than the next one could read."""
-    num_items = num_past + len(new_items) + 1  # its reply, whose characters nobody knows yet
+    """Raise ApiError 400 if the turn would make its conversation too long for the next turn."""
+    num_items = num_past + len(new_items) + 1  # the reply, whose length is unknown yet
     num_characters += len(json.dumps(with_new_ids(new_items), separators=COMPACT))
     problem = too_long(num_items, num_characters)
     if problem is not None:
         sentence = f"With this input and its reply the conversation has {problem}"
-        raise invalid_value("input", f"{sentence} Send less, delete items, or begin another conversation.")
+        raise invalid_value("input", f"{sentence} Send less, delete items, or start another conversation.")
 
 
 def _conversation(
     services: Services, owner: str, conversation_id: str
 ) -> tuple[ConversationRow, list[Item], int]:
-    """A conversation, its items, and how many characters they are as they are kept."""
+    """Return a conversation, its items, and their stored length in characters."""
     try:
         num_items, num_characters = services.history.size_of_items(owner, conversation_id)
     except UnknownRecordError as error:
@@ -166,10 +167,10 @@ def _conversation(
 def _previous(
     services: Services, owner: str, body: ContextFields, response_id: str
 ) -> tuple[str, list[Message] | None]:
-    """The turn of a response, to be named where the instructions are the same; else what was said until then.
+    """Return the turn id of a response, and its path's messages or None if the instructions are the same.
 
-    Instructions are the first message of a context and not carried over. Under others the messages of the
-    path are another context, which is looked for like any.
+    Instructions are the first message of a context and are not carried over. With other instructions, the
+    messages of the path are another context, which is resolved like any other.
     """
     record = previous_response(services, owner, response_id)
     turn_id = record.turn_id
@@ -226,13 +227,13 @@ def _by_messages(
 
 
 class _KnownItems:
-    """What the references of one request may name: items of its conversation, and of responses.
+    """The items that references of one request may name: items of its conversation and of responses.
 
-    Each response is read once, whatever is named of it.
+    Each response is read at most once.
     """
 
     def __init__(self, services: Services, owner: str, past: Iterable[Item]) -> None:
-        """`past` are the conversation's."""
+        """`past` are the items of the conversation."""
         self._services = services
         self._owner = owner
         self._items = {item["id"]: item for item in past}
@@ -240,7 +241,7 @@ class _KnownItems:
         self._num_characters = 0
 
     def referred(self, item_id: str, index: int) -> Item:
-        """An item without its id; raises ApiError 404, and 400 where all that was named is too much."""
+        """Return an item without its id; raise ApiError 404, and 400 if all named items are too long."""
         place = place_of(item_id)
         if item_id not in self._items and place is not None and place[0] not in self._responses:
             self._responses.add(place[0])
@@ -263,7 +264,9 @@ class _KnownItems:
     def _count(self, num_characters: int, index: int) -> None:
         self._num_characters += num_characters
         if self._num_characters > MAX_READ_CHARACTERS:
-            sentence = f"input refers to items of more than {MAX_READ_CHARACTERS} characters up to here."
+            sentence = (
+                f"The items that input refers to up to here have more than {MAX_READ_CHARACTERS} characters."
+            )
             raise invalid_value(f"input[{index}].id", sentence)
 
 

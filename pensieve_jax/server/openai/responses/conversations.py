@@ -1,13 +1,14 @@
 """The routes of /v1/conversations: lists of items that responses are appended to.
 
-Owns: what each of them does, and that the items of a request that comes twice are appended once.
-Does not know: turns: which one a conversation goes on from follows from its items, so that deleting an item
-needs nothing else; how items are kept.
+Owns: their handlers, and appending the items of a repeated request only once.
+Does not know: how items are stored, or turns. The parent turn of a conversation follows from its items, so
+deleting an item changes nothing else. Called by `server.app`.
 
-A repeated request is answered with its items under the same ids, which are made of a name. The history keeps
-the name of a request with an idempotency key, with a digest of its body, so that what is deleted later is not
-appended again. The name of a request without a key is remembered until it was answered, for a retry that says
-that it is one (`x-stainless-retry-count`): the same items may well be sent twice on purpose.
+A repeated request is answered with its items under the same ids, which are derived from a random name. For a
+request with an idempotency key, the history stores the name with a digest of the body, so that items deleted
+later are not appended again. For a request without a key, the name is remembered until the client has the
+response. Only a retry that is marked as one (`x-stainless-retry-count`) reuses it, because a client may send
+the same items twice on purpose.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ from pensieve_jax.server.openai.responses.schemas import (
 from pensieve_jax.server.turns.items import Item, named_id, with_named_ids, with_new_ids
 from pensieve_jax.server.workers import CpuTicket
 
-_MAX_TRIES = 3  # of a change that another one came before
-# A conversation's characters are counted one by one.
+_MAX_TRIES = 3  # attempts of a change while other changes win the race
+# The history counts the characters of all items of a conversation.
 _MEASURING: Final = CpuTicket(is_long=True, asks_history=True)
 LIFETIME_S: Final = 600.0
 MAX_UNANSWERED: Final = 10_000
@@ -82,10 +83,10 @@ class NewItems(Body, kw_only=True):
 
 
 class Conversations:
-    """The handlers of one server."""
+    """The conversation handlers of one server."""
 
     def __init__(self, services: Services, locks: set[tuple[str, str]]) -> None:
-        """`locks` has the conversations, by owner and id, of which a turn runs."""
+        """`locks` contains the conversations with a running turn, by owner and id."""
         self._locks = locks
         self._appends = Appends()
         services.tables["appends_unanswered"] = lambda: len(self._appends)
@@ -105,7 +106,7 @@ class Conversations:
         ]
 
     async def create(self, call: HttpRequest) -> HttpResponse:
-        """A new conversation, with its first items."""
+        """Create a conversation with its first items."""
         body = await call.decode(NewConversation) if call.body else NewConversation()
         check_metadata(body.metadata)
         items = await call.run_cpu(
@@ -130,11 +131,11 @@ class Conversations:
         return json_reply(_conversation_object(row))
 
     async def retrieve(self, call: HttpRequest) -> HttpResponse:
-        """A conversation without its items."""
+        """Answer with a conversation, without its items."""
         return json_reply(_conversation_object(await _row(call)))
 
     async def update(self, call: HttpRequest) -> HttpResponse:
-        """Other metadata in place of what there is."""
+        """Replace the metadata of a conversation."""
         body = await call.decode(Metadata)
         check_metadata(body.metadata)
         change = UpdateConversation(
@@ -146,10 +147,10 @@ class Conversations:
         return json_reply(_conversation_object(await _row(call)))
 
     async def delete(self, call: HttpRequest) -> HttpResponse:
-        """Forget a conversation and its items; its responses stay.
+        """Delete a conversation and its items; its responses stay.
 
-        A long one goes in portions, with steps of the engine in between, during which nothing may be added.
-        Where something goes wrong between two of them, its client is told, and deletes what is left.
+        A long conversation is deleted in portions, so that engine steps run in between. It is locked
+        meanwhile. If a portion fails, the client gets the error and can repeat the request for the rest.
         """
         conversation_id = self._unlocked(call)
         change = DeleteConversation(owner=call.owner, conversation_id=conversation_id)
@@ -165,11 +166,11 @@ class Conversations:
         return json_reply({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
     async def items(self, call: HttpRequest) -> HttpResponse:
-        """A part of its items."""
+        """Answer with a page of the items."""
         return await page_of_items(call, call.services.history.items, call.path["conversation_id"])
 
     async def append(self, call: HttpRequest) -> HttpResponse:
-        """Items behind those that there are; answers with the new ones."""
+        """Append items, and answer with them."""
         body = await call.decode(NewItems)
         if not body.items:
             raise invalid_value("items", "items is empty, but must have at least one item.")
@@ -208,7 +209,7 @@ class Conversations:
 
         try:
             await self._change(call, change, kept_name if append.is_repeated else None)
-        except UNANSWERED:  # it may have done it all the same
+        except UNANSWERED:  # the change may have been applied nevertheless
             if await kept_name() is None:
                 raise
         self._appends.answered(append)
@@ -221,22 +222,22 @@ class Conversations:
         return Bytes(page, "application/json", undelivered=missed)
 
     async def item(self, call: HttpRequest) -> HttpResponse:
-        """Reply with one item as it is stored."""
+        """Answer with one item as it is stored."""
         history, conversation_id = call.services.history, call.path["conversation_id"]
         row = await call.read(history.item, call.owner, conversation_id, call.path["item_id"])
         return Bytes(row.item.encode(), "application/json")
 
     async def delete_item(self, call: HttpRequest) -> HttpResponse:
-        """Take an item out; answers with the conversation."""
+        """Delete an item, and answer with the conversation."""
         conversation_id = self._unlocked(call)
         change = DeleteItem(owner=call.owner, conversation_id=conversation_id, item_id=call.path["item_id"])
         await call.services.engine.apply(change)
         return json_reply(_conversation_object(await _row(call)))
 
-    # Inside
+    # Private methods
 
     def _unlocked(self, call: HttpRequest) -> str:
-        """The id of the conversation, of which no turn runs that a change would get in the way of."""
+        """Return the conversation's id; raise ApiError 409 while a turn of it runs."""
         conversation_id = call.path["conversation_id"]
         check_unlocked(self._locks, call.owner, conversation_id)
         return conversation_id
@@ -247,9 +248,9 @@ class Conversations:
         change_of: Callable[[ConversationRow], Awaitable[HistoryChange]],
         kept_name: Callable[[], Awaitable[str | None]] | None = None,
     ) -> None:
-        """Apply a change of the conversation as it is now, unless it is kept; again behind another one."""
+        """Apply a change unless it is already stored; retry if another change came first."""
         for tries_left in reversed(range(_MAX_TRIES)):
-            row = await _row(call)  # before the look: what is done behind it makes another version
+            row = await _row(call)  # read before `kept_name`: any later change makes the version differ
             if kept_name is not None and await kept_name() is not None:
                 return
             change = await change_of(row)
@@ -265,7 +266,7 @@ class Conversations:
 def check_unlocked(locks: set[tuple[str, str]], owner: str, conversation_id: str) -> None:
     """Raise ApiError 409 while a turn of a conversation runs."""
     if (owner, conversation_id) in locks:
-        sentence = f"A turn of conversation {conversation_id!r} is running; send this when it has ended."
+        sentence = f"A turn of conversation {conversation_id!r} is running; try again when it has ended."
         headers = {"retry-after": "1"}
         raise ApiError(409, "conversation_locked", sentence, param="conversation", headers=headers)
 
@@ -278,7 +279,7 @@ async def _row(call: HttpRequest) -> ConversationRow:
 
 
 def _kept_name(call: HttpRequest, append: Append, num_items: int) -> str | None:
-    """The name under which a request's items were appended before; raises ApiError 422 for another body."""
+    """Return the name with which a request's items were appended; raise ApiError 422 for another body."""
     history, conversation_id = call.services.history, call.path["conversation_id"]
     if append.kept is not None:
         now_s = call.services.now_s()
@@ -287,7 +288,7 @@ def _kept_name(call: HttpRequest, append: Append, num_items: int) -> str | None:
             return None
         check_same_body(append.kept.body_sha256, known.body_sha256)
         return str(known.became)
-    for index in range(num_items):  # some may have been deleted since
+    for index in range(num_items):  # any item proves it: some may be deleted since
         with suppress(UnknownRecordError):
             history.item(call.owner, conversation_id, named_id(append.name, index))
             return append.name
@@ -304,7 +305,7 @@ def _conversation_object(row: ConversationRow) -> dict[str, Any]:
 
 
 def _check_size(num_items: int, num_characters: int) -> None:
-    """Raise ApiError 400 where items would make a conversation longer than any turn could read."""
+    """Raise ApiError 400 if the items would make the conversation too long for a turn."""
     problem = too_long(num_items, num_characters)
     if problem is not None:
         raise invalid_value("items", f"With these items the conversation has {problem}")
@@ -322,18 +323,18 @@ def _new_items(call: HttpRequest, given: Sequence[Any]) -> list[Item]:
     call.notes.ignored_fields += ignored
     for index, item in enumerate(items):
         if isinstance(item, ItemReference):
-            raise unsupported(f"items[{index}].type", "a conversation is made of messages")
+            raise unsupported(f"items[{index}].type", "a conversation contains only messages")
     return [item for item in items if not isinstance(item, ItemReference)]
 
 
 class Append(NamedTuple):
-    """One request.
+    """One request to append items.
 
     Attributes:
-      name: what the ids of its items are made of.
-      is_repeated: its items may be there already.
-      kept: its key, to be kept with the items; None without one.
-      request: what a retry of it is known by; None with a key.
+      name: the name from which the ids of its items are derived.
+      is_repeated: whether its items may be stored already.
+      kept: its idempotency key, to be stored with the items; None without a key.
+      request: owner, conversation and body digest, by which a retry is recognised; None with a key.
     """
 
     name: str
@@ -343,13 +344,13 @@ class Append(NamedTuple):
 
 
 class Appends:
-    """The appends of one server. Used by the event loop's thread only."""
+    """The append requests of one server that may be retried. Used by the event loop's thread only."""
 
     def __init__(self) -> None:
         self._unanswered = TtlCache[tuple[str, str, str], str](LIFETIME_S, MAX_UNANSWERED)
 
     def __len__(self) -> int:
-        """How many were not answered, as far as that is remembered."""
+        """Return the number of remembered requests whose client may lack the response."""
         return len(self._unanswered)
 
     def begin(
@@ -362,7 +363,7 @@ class Appends:
         is_retry: bool,
         now_s: float,
     ) -> Append:
-        """A request to append came; call `answered` when its client knows."""
+        """Start a request to append items; call `answered` once the change is applied."""
         kept = kept_key(key, body_sha256, now_s)
         if kept is not None:
             return Append(secrets.token_hex(24), True, kept, None)
@@ -373,11 +374,11 @@ class Appends:
         return append
 
     def answered(self, append: Append) -> None:
-        """Its client knows that its items are there."""
+        """Forget a request, since its response is being sent."""
         if append.request is not None:
             self._unanswered.drop(append.request, append.name)
 
     def missed(self, append: Append, now_s: float) -> None:
-        """Its client may not know, and ask again."""
+        """Remember a request whose client may lack the response and retry."""
         if append.request is not None:
             self._unanswered.put(append.request, append.name, now_s)

@@ -1,10 +1,10 @@
-"""POST /v1/responses, from its body to its answer.
+"""The route POST /v1/responses.
 
-Owns: the steps of a request for a response and their order; which of its answers a repeated request gets; the
-lock that a conversation has while a turn of it runs.
-Does not know: how turns run, what is kept, or how events are written.
+Owns: the steps of creating a response and their order; the answer to a repeated request; the lock of a
+conversation while a turn of it runs.
+Does not know: how turns run, what is stored, or how events are encoded. Called by `Responses`.
 
-`ResponseCreation.create` names the steps; those below stand in the order in which it takes them.
+`ResponseCreation.create` calls the steps; the methods below it are in the same order.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ from pensieve_jax.server.openai.responses.schemas import CreateResponse, check_c
 from pensieve_jax.server.turns.checks import check_model
 
 type Earlier = ResponseRun | ResponseRecord
-"""What an earlier request with the same key or body became."""
+"""The response that an earlier request with the same key or body created, while it runs or as stored."""
 
 
 class CreateRequest(NamedTuple):
-    """One request, read and checked.
+    """One request, decoded and checked.
 
     Attributes:
-      body_sha256: a digest of its body as it came.
-      key: its idempotency key.
+      call: the HTTP request.
+      body: its decoded body.
+      body_sha256: SHA-256 digest of the raw body.
+      key: its idempotency key, or None.
     """
 
     call: HttpRequest
@@ -51,7 +53,7 @@ class CreateRequest(NamedTuple):
 
 
 class ResponseCreation:
-    """POST /v1/responses of one server. Used by the event loop's thread only."""
+    """The handler of POST /v1/responses of one server. Used by the event loop's thread only."""
 
     def __init__(
         self,
@@ -61,7 +63,7 @@ class ResponseCreation:
         streams: ResponseStreams,
         locks: set[tuple[str, str]],
     ) -> None:
-        """`locks` has the conversations, by owner and id, of which a turn runs."""
+        """`locks` contains the conversations with a running turn, by owner and id."""
         self._services = services
         self._background = background
         self._repeats = repeats
@@ -69,14 +71,14 @@ class ResponseCreation:
         self._locks = locks
 
     async def create(self, call: HttpRequest) -> HttpResponse:
-        """A response, whole, as a stream, or queued."""
+        """Create a response, and answer with it whole, streamed, or queued."""
         request = await self._read(call)
         earlier = await self._earlier(request)
         if earlier is not None:
             return await self._answer_again(request, earlier)
         unlock = self._lock(request)
         plan, earlier = await self._plan(request, unlock)
-        if earlier is not None:  # the same request came in the meantime
+        if earlier is not None:  # the same request arrived in the meantime
             return await self._answer_again(request, earlier)
         if plan.body.background or plan.key is not None:
             run = self._run(plan, unlock)
@@ -89,22 +91,22 @@ class ResponseCreation:
     # Read and check the request
 
     async def _read(self, call: HttpRequest) -> CreateRequest:
-        """Raises ApiError for a body or a key that cannot be served."""
+        """Decode and check a request; raise ApiError for an invalid body or key."""
         body = await call.decode(CreateResponse)
         check_create(body)
         check_model(call.services, body.model)
         key = idempotency_key(call.headers)
         if key is not None and not body.stores:
-            sentence = "Idempotency-Key needs store: what is not kept cannot be given again."
+            sentence = "Idempotency-Key needs store: a response that is not stored cannot be returned again."
             raise invalid_value("Idempotency-Key", sentence)
         return CreateRequest(call, body, hashlib.sha256(call.body).hexdigest(), key)
 
     # Answer a request that was sent before
 
     async def _earlier(self, request: CreateRequest) -> Earlier | None:
-        """What an earlier request with the same key or body became, once that is certain.
+        """Return the response of an earlier request with the same key or body, or None, once that is certain.
 
-        Nothing happens between its last look and its return.
+        Nothing else runs between the last check and the return.
         """
         owner, key = request.call.owner, request.key
         if key is None and not is_retry(request.call.headers):
@@ -118,11 +120,11 @@ class ResponseCreation:
                 earlier = await self._repeats.by_body(owner, request.body_sha256, now_s)
             if earlier is not None or not self._background.is_in_doubt:
                 return earlier
-            # The earlier one may be queued only now.
+            # The response of the earlier request may still be on its way into the queue.
             await request.call.unless_gone(self._background.settle())
 
     async def _answer_again(self, request: CreateRequest, earlier: Earlier) -> HttpResponse:
-        """The answer of the response that an earlier request became."""
+        """Answer a repeated request with the response of the earlier one."""
         if isinstance(earlier, ResponseRecord):
             run = self._background.adopt(earlier)
             if run is None or run.has_ended:
@@ -136,7 +138,7 @@ class ResponseCreation:
     # Lock the conversation, and plan the turn
 
     def _lock(self, request: CreateRequest) -> Callable[[], None]:
-        """Lock a conversation for a turn; what unlocks it. Raises ApiError 409 where one runs already."""
+        """Lock the conversation and return the function to unlock it; raise ApiError 409 if it is locked."""
         owner, conversation_id = request.call.owner, request.body.conversation_id
         if conversation_id is None:
             return lambda: None
@@ -148,9 +150,9 @@ class ResponseCreation:
     async def _plan(
         self, request: CreateRequest, unlock: Callable[[], None]
     ) -> tuple[ResponsePlan, Earlier | None]:
-        """The plan of a request, and what the same request became while it was made.
+        """Return the plan of a request, and the response of the same request if one was created meanwhile.
 
-        Unlocks the conversation where the plan is not to be run. Raises ApiError and UnknownRecordError.
+        Unlocks the conversation if the plan is not to be run. Raises ApiError and UnknownRecordError.
         """
         call, services = request.call, self._services
         is_to_run = False
@@ -175,12 +177,12 @@ class ResponseCreation:
             call.notes.ignored_fields += plan.context.ignored_fields
         return plan, earlier
 
-    # Run it for a client that waits
+    # Run a foreground response
 
     async def _start(
         self, request: CreateRequest, plan: ResponsePlan, unlock: Callable[[], None]
     ) -> ForegroundResponse:
-        """Start its turn; raises ApiError, what the engine raises, and ClientGoneError."""
+        """Start the turn; raise ApiError, the engine's errors, and ClientGoneError."""
         call = request.call
         response = ForegroundResponse(self._services, plan, self._repeats, unlock, call.notes.counts)
         is_started = False
@@ -193,7 +195,7 @@ class ResponseCreation:
         return response
 
     async def _whole(self, request: CreateRequest, response: ForegroundResponse) -> HttpResponse:
-        """Wait for all of it."""
+        """Wait for the whole response, and answer with it."""
         try:
             answer = await request.call.unless_gone(response.whole())
             response.delivered()
@@ -201,10 +203,10 @@ class ResponseCreation:
         finally:
             await response.close()
 
-    # Run it by itself: in the background, or for all requests with its key
+    # Run a response as a task: in the background, or for all requests with its key
 
     def _run(self, plan: ResponsePlan, unlock: Callable[[], None]) -> ResponseRun:
-        """Have a response run, which its clients then follow."""
+        """Start a response as a task, which its clients then follow."""
         run = ResponseRun(plan.owner, plan.body_sha256, background=bool(plan.body.background))
         if plan.key is not None:
             self._repeats.start(plan.owner, plan.key, run)
@@ -212,7 +214,7 @@ class ResponseCreation:
         return run
 
     async def _drive(self, plan: ResponsePlan, run: ResponseRun, unlock: Callable[[], None]) -> None:
-        """Until a background response is queued, and any other has ended."""
+        """Run until a background response is queued, or until any other response has ended."""
         try:
             if run.background:
                 await self._background.queue(plan, run, unlock)
@@ -224,7 +226,7 @@ class ResponseCreation:
             if plan.key is not None:
                 self._repeats.end(plan.owner, plan.key)
             if run.background and plan.head is not None and (run.head is None or run.is_abandoned):
-                # It may have been queued all the same, and no client was told of it.
+                # It may be queued nevertheless, although no client knows of it.
                 now_s = self._services.now_s()
                 self._repeats.missed(plan.owner, plan.body_sha256, plan.head.response_id, now_s)
             if not run.has_ended and (run.head is None or not run.background):
@@ -233,7 +235,7 @@ class ResponseCreation:
     async def _drive_foreground(
         self, plan: ResponsePlan, run: ResponseRun, unlock: Callable[[], None]
     ) -> None:
-        """Until it has ended."""
+        """Run a response with a key until it has ended."""
         response = ForegroundResponse(self._services, plan, self._repeats, unlock, {})
         try:
             await response.start()
@@ -245,10 +247,10 @@ class ResponseCreation:
         finally:
             await response.close()
 
-    # Answer while it runs by itself
+    # Follow a response that runs as a task
 
     async def _follow(self, request: CreateRequest, run: ResponseRun) -> HttpResponse:
-        """The answer to a request whose response runs by itself."""
+        """Answer a request whose response runs as a task."""
         call = request.call
         try:
             head = await call.unless_gone(run.known())
@@ -265,14 +267,14 @@ class ResponseCreation:
     def _missed(
         self, request: CreateRequest, body_sha256: str, response_id: str
     ) -> Callable[[], None] | None:
-        """What to call where a response does not reach its client; one with a key asks for it by that."""
+        """Return what to call if the response is not delivered; None with a key, which finds it anyway."""
         if request.key is not None:
             return None
         owner = request.call.owner
         return lambda: self._repeats.missed(owner, body_sha256, response_id, self._services.now_s())
 
     def _stream(self, events: AsyncGenerator[bytes], missed: Callable[[], None] | None) -> HttpResponse:
-        """Stream a response; `missed` is called where the client got no event of it."""
+        """Stream a response; call `missed` if the client got no event of it."""
         if missed is None:
             return self._streams.reply(events)
         begun = StartedStream(events)

@@ -1,11 +1,13 @@
-"""The events of a streamed response, in the order that clients rely on, and the streams made of them.
+"""The events of a streamed response, and the streams made of them.
 
-Owns: which events there are, their order, numbers and fields; making them of the deltas of a turn, of the
-tokens of a response that runs by itself, and of the ids of one that is kept; what ends a stream.
-Does not know: where a response comes from, or HTTP beyond what an event is.
+Owns: the event types, their order, numbers and fields, and the end of a stream. Events are made from three
+sources: the deltas of a turn, the tokens of a response that runs as a task, and the ids of a stored response.
+Does not know: where a response comes from, or HTTP beyond the encoding of an event.
+Called by `ResponseCreation`, `Responses` and `ForegroundResponse`.
 
-The order: created, (queued), in_progress, output_item.added, content_part.added, deltas, output_text.done,
-content_part.done, output_item.done, completed or incomplete. Numbers count from 0 without a gap.
+Clients rely on this order: created, (queued), in_progress, output_item.added, content_part.added, deltas,
+output_text.done, content_part.done, output_item.done, completed or incomplete. Sequence numbers count from 0
+without a gap.
 """
 
 from __future__ import annotations
@@ -38,18 +40,21 @@ from pensieve_jax.text.token_texts import TokenTexts
 REPLAYED_OTHERWISE = ApiError(
     500,
     "replayed_otherwise",
-    "The engine was started again and sampled another reply; get the response anew.",
+    "The engine restarted and sampled a different reply; retrieve the response again.",
 )
 _TURN_TOKENS: Final = 64
-"""After so many that are there already, others get a turn of the loop: making their text takes some ms."""
-NOT_RUNNING = overloaded("The response is queued and has not begun; follow it again in a moment.", 1)
+"""Stored tokens after which a stream yields to other requests: detokenizing them takes some milliseconds."""
+NOT_RUNNING = overloaded("The response is queued and has not started; stream it again later.", 1)
 
 
 class ResponseEvents:
-    """Writes the events of one response. Those up to `starting_after` are counted, but come out as b""."""
+    """An encoder of the events of one response.
+
+    Events up to `starting_after` are counted but encoded as b"".
+    """
 
     def __init__(self, head: ResponseHead, starting_after: int = -1) -> None:
-        """Nothing is written yet."""
+        """Prepare the events of the response with this head."""
         self._head = head
         self._starting_after = starting_after
         self._last_number = -1
@@ -57,11 +62,11 @@ class ResponseEvents:
 
     @property
     def text(self) -> str:
-        """All of the reply that there were events of."""
+        """The text of all deltas so far."""
         return "".join(self._texts)
 
     def begin(self, *, background: bool) -> list[bytes]:
-        """Everything before the first delta."""
+        """Return the events before the first delta."""
         head = self._head
         events = [self._lifecycle("response.created", "queued" if background else "in_progress")]
         if background:
@@ -74,13 +79,13 @@ class ResponseEvents:
         return events
 
     def delta(self, text: str, logprobs: Sequence[Any] = ()) -> bytes:
-        """A piece of the reply."""
+        """Return the event for a piece of the reply."""
         self._texts.append(text)
         fields = {**self._place(), "delta": text, "logprobs": list(logprobs)}
         return self._write("response.output_text.delta", fields)
 
     def end(self, response: Mapping[str, Any]) -> list[bytes]:
-        """Everything behind the last delta, of the response object with its reply."""
+        """Return the events after the last delta, given the final response object."""
         (item,) = response["output"]
         (part,) = item["content"]
         done = {**self._place(), "text": part["text"], "logprobs": part["logprobs"]}
@@ -92,20 +97,20 @@ class ResponseEvents:
         ]
 
     def failure(self, error: ApiError) -> list[bytes]:
-        """What comes behind the last delta of a response that failed."""
+        """Return the events after the last delta of a failed response."""
         response = self._head.failed(failure_object(error))
         return [self.interruption(error), self._write("response.failed", {"response": response})]
 
     def interruption(self, error: ApiError) -> bytes:
-        """Why a stream ends before its response, which goes on."""
+        """Return the event for a stream that ends while its response continues."""
         return self._write("error", {"code": error.code, "message": error.message, "param": error.param})
 
     def cancelled(self) -> list[bytes]:
-        """What comes behind the last delta of a response that was cancelled; OpenAI has no event of it."""
+        """Return the events after the last delta of a cancelled response; OpenAI defines no event for it."""
         response = self._head.object("cancelled")
         return [self._write("response.incomplete", {"response": response})]
 
-    # Inside
+    # Private methods
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._head.item_id, "output_index": 0, "content_index": 0}
@@ -121,7 +126,7 @@ class ResponseEvents:
 
 
 def failure_object(error: ApiError) -> dict[str, Any]:
-    """What a failed response says of its error; the codes are a list of OpenAI's."""
+    """Return the `error` object of a failed response; OpenAI defines the codes."""
     code = "rate_limit_exceeded" if error.status in (429, 503) else "server_error"
     return {"code": code, "message": error.message}
 
@@ -134,21 +139,21 @@ async def turn_events(
     finish: Callable[[Output], Mapping[str, Any]],
     delivered: Callable[[], None],
 ) -> AsyncGenerator[bytes]:
-    """The events of a turn that this stream alone follows; what fails in between is told in the stream.
+    """Yield the events of a turn that only this stream follows; a failure becomes events in the stream.
 
     Args:
-      head: of its response.
-      turn: accepted; nobody has taken anything of it.
-      texts: for the names of tokens in log-probabilities.
-      finish: makes the response object of the turn's output.
-      delivered: called once the client has taken the whole response; not where it was told of a failure:
-        the turn may have been committed all the same, before its engine died.
+        head: the head of the response.
+        turn: the accepted turn, with no delta consumed yet.
+        texts: texts of tokens for log-probabilities.
+        finish: makes the response object from the turn's output.
+        delivered: called once the client has the whole response. It is not called after a failure, because
+          the turn may be committed nevertheless, before the engine died.
     """
     events = ResponseEvents(head)
     for data in events.begin(background=False):
         yield data
     try:
-        waiting: list[TokenLogprob] = []  # of tokens whose text has not come yet
+        waiting: list[TokenLogprob] = []  # for tokens without text so far
         async for delta in turn:
             waiting += delta.logprobs or ()
             if delta.text:
@@ -167,9 +172,12 @@ async def turn_events(
 
 
 class ReplyTexts(NamedTuple):
-    """How token ids become the text of a reply; `ending_ids` end one and are no part of its text.
+    """The conversion of token ids to the text of a reply.
 
-    `names` are those of tokens in log-probabilities.
+    Attributes:
+      tokenizer: the model's tokenizer.
+      ending_ids: end-of-sequence ids, which are not part of the text.
+      names: texts of tokens for log-probabilities.
     """
 
     tokenizer: Tokenizer
@@ -180,7 +188,7 @@ class ReplyTexts(NamedTuple):
 async def run_events(
     run: ResponseRun, head: ResponseHead, texts: ReplyTexts, starting_after: int = -1
 ) -> AsyncGenerator[bytes]:
-    """The events of a response that runs by itself, from the first one after a number."""
+    """Yield the events of a response that runs as a task, from the one after `starting_after` on."""
     events = ResponseEvents(head, starting_after)
     async for data in _token_events(events, run.tokens(), texts, background=run.background):
         yield data
@@ -196,7 +204,7 @@ async def kept_events(
     texts: ReplyTexts,
     starting_after: int = -1,
 ) -> AsyncGenerator[bytes]:
-    """The events of a response that has ended, as they were or would have been."""
+    """Yield the events of a response that has ended, as a live stream would have had them."""
     events = ResponseEvents(head, starting_after)
     background = bool(head.echo.get("background"))
     async for data in _token_events(events, _each(token_ids), texts, background=background):
@@ -207,24 +215,24 @@ async def kept_events(
 
 
 class ResponseStreams:
-    """How one server streams responses."""
+    """Maker of the response streams of one server."""
 
     def __init__(self, services: Services) -> None:
-        """Of a server that starts now."""
+        """Use the settings, the tokenizer and the history of `services`."""
         self._services = services
 
     @property
     def texts(self) -> ReplyTexts:
-        """How its model's tokens become text."""
+        """The conversion of the model's tokens to text."""
         tokenizer = self._services.tokenizer
-        assert tokenizer is not None, "without one there are no responses"
+        assert tokenizer is not None, "the routes reject a model without a tokenizer"
         services = self._services
         return ReplyTexts(tokenizer, services.engine.info.limits.eos_token_ids, services.token_texts)
 
     def reply(
         self, events: AsyncGenerator[bytes], on_end: Callable[[], Awaitable[None]] | None = None
     ) -> HttpResponse:
-        """Events as the answer to a request; see `http.replies.Events`."""
+        """Return a streaming response of events; see `http.replies.Events`."""
         settings = self._services.settings
         return Events(
             events,
@@ -234,7 +242,7 @@ class ResponseStreams:
         )
 
     async def kept(self, record: ResponseRecord, starting_after: int = -1) -> AsyncGenerator[bytes]:
-        """The events of a response that the history has, from the first one after a number."""
+        """Return the events of a stored response, from the one after `starting_after` on."""
         token_ids: tuple[int, ...] = ()
         if record.turn_id is not None:
             turn = await self._services.read(
@@ -245,14 +253,14 @@ class ResponseStreams:
 
 
 class StartedStream:
-    """Events, and whether somebody has taken the first of them."""
+    """A stream of events that records whether the client has taken the first one."""
 
     def __init__(self, events: AsyncGenerator[bytes]) -> None:
         self._events = events
         self.has_begun = False
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """Yield the events; set `has_begun` once the first was taken."""
+        """Yield the events; set `has_begun` once the client has taken the first one."""
         async with aclosing(self._events) as events:
             async for data in events:
                 yield data
@@ -262,16 +270,16 @@ class StartedStream:
 async def _token_events(
     events: ResponseEvents, tokens: AsyncIterator[Token], texts: ReplyTexts, *, background: bool
 ) -> AsyncIterator[bytes]:
-    """The beginning, and an event for each token that shows text."""
+    """Yield the first events, and then one event for each token that adds text."""
     for data in events.begin(background=background):
         if data:
             yield data
     detokenizer = IncrementalDetokenizer(texts.tokenizer)
-    waiting: list[TokenLogprob] = []  # of tokens whose text has not come yet
+    waiting: list[TokenLogprob] = []  # for tokens without text so far
     num_tokens = 0
     async for token_id, logprob in tokens:
         num_tokens += 1
-        if num_tokens % _TURN_TOKENS == 0:  # what a client has already is not even written
+        if num_tokens % _TURN_TOKENS == 0:  # skipped events do no writes that would yield
             await asyncio.sleep(0)
         text = "" if token_id in texts.ending_ids else detokenizer.push(token_id)
         if logprob is not None:
@@ -294,7 +302,7 @@ def _last_events(
         last = [events.interruption(error)]
     elif error is not None or response is None:
         last = events.failure(error or REPLAYED_OTHERWISE)
-    elif response["status"] == "queued":  # being queued, or left to the next server: this one is about to end
+    elif response["status"] == "queued":  # queued for the first time, or left to the next server at shutdown
         last = [events.interruption(NOT_RUNNING)]
     elif response["status"] == "failed":
         failed = response["error"]

@@ -1,7 +1,7 @@
-"""A response whose client waits for it.
+"""A foreground response, for which its client waits.
 
-Owns: that its turn runs, becomes a response, and leaves no trace where its client goes first.
-Does not know: requests, or how an answer is written.
+Owns: running its turn, making the response object, and cancelling the turn if the client leaves first.
+Does not know: requests, or how a response is sent. Called by `ResponseCreation`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pensieve_jax.server.turns.sampling import completion_usage
 
 
 class ForegroundResponse:
-    """One response; whoever started it calls `close`, whatever happens."""
+    """One foreground response. The caller must call `close` on every path."""
 
     def __init__(
         self,
@@ -34,7 +34,10 @@ class ForegroundResponse:
         unlock: Callable[[], None],
         counts: dict[str, Any],
     ) -> None:
-        """Of a plan; `unlock` is called at the end, and `counts` of its request get those of its tokens."""
+        """Prepare the response of a plan.
+
+        `unlock` is called at the end. The token counts are added to `counts`, which the request's log shows.
+        """
         self._counts = counts
         self._services = services
         self._plan = plan
@@ -46,18 +49,18 @@ class ForegroundResponse:
 
     @property
     def head(self) -> ResponseHead:
-        """What is known of it, once it has started."""
+        """The head of the response, once it has started."""
         assert self._plan.head is not None
         return self._plan.head
 
     @property
     def turn(self) -> TimedTurn:
-        """Its turn, once it has started."""
+        """The turn of the response, once it has started."""
         assert self._running is not None
         return self._running.turns[0]
 
     async def start(self) -> None:
-        """Wait for a place, and until the engine has its turn; raises ApiError and what the engine raises."""
+        """Wait for a ticket and for the engine to accept the turn; raise ApiError and the engine's errors."""
         plan, services = self._plan, self._services
 
         async def start() -> Sequence[AsyncTurn]:
@@ -79,7 +82,7 @@ class ForegroundResponse:
             )
 
     async def whole(self) -> dict[str, Any]:
-        """Wait for the response object."""
+        """Wait for the turn to end, and return the response object."""
         with renamed_fields(ENGINE_FIELDS):
             output = await self.turn.result()
         return self.finish(output)
@@ -91,31 +94,31 @@ class ForegroundResponse:
         )
 
     def finish(self, output: Output) -> dict[str, Any]:
-        """The turn has ended, and is committed where it is stored: its response object."""
+        """Record the ended turn, which is committed if it is stored, and return the response object."""
         self._is_finished = True
         self._commit(output)
         self._counts |= completion_usage([output.usage])
-        # The same time that a later request for it reads from the history.
+        # Use the engine's time, so that a later GET, which reads the history, returns the same one.
         ended_at_s = self._services.now_s() if output.ended_at_s is None else output.ended_at_s
         return finished_response(self.head, output, ended_at_s, self._services.token_texts)
 
     def delivered(self) -> None:
-        """Its client has got it, or whoever writes it calls `missed` otherwise."""
+        """Mark the response as delivered; if sending it fails later, `missed` must be called."""
         self._is_delivered = True
 
     def missed(self) -> None:
-        """Its client left before it was written."""
+        """Remember that the client left before the response was sent, so that a retry gets it."""
         plan = self._plan
-        if plan.draft is not None and plan.key is None:  # who has a key asks for it by that
+        if plan.draft is not None and plan.key is None:  # with a key, a retry finds it by the key
             now_s = self._services.now_s()
             self._repeats.missed(plan.owner, plan.body_sha256, self.head.response_id, now_s)
 
     async def close(self) -> None:
-        """End what runs, and remember where nobody was told what may have been committed."""
+        """Cancel the turn if it runs, and remember a response that may be committed but was not delivered."""
         try:
             if self._running is not None:
                 await self._running.close()
-            if self._plan.head is not None:  # the engine may have got its turn, whatever it said of it
+            if self._plan.head is not None:  # the engine may have the turn, even if `start` failed
                 self._note_end(None if self._running is None else self.turn.output)
         finally:
             self._unlock()
@@ -124,7 +127,7 @@ class ForegroundResponse:
         if output is not None and output.finish_reason != "cancelled" and not self._is_finished:
             self._commit(output)
         if not self._is_delivered:
-            # It may have been committed all the same: while its client left, or before its engine died.
+            # It may be committed nevertheless: while its client left, or before the engine died.
             self.missed()
 
     def _commit(self, output: Output) -> None:

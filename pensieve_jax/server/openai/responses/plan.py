@@ -1,7 +1,7 @@
-"""What a request for a response asks the engine for.
+"""The plan of a response: the turn that its request asks the engine for.
 
-Owns: the way from a request's fields to a turn: its context, its parameters, and what is kept with it.
-Does not know: how the turn runs, or how it is answered.
+Owns: the conversion of a request's fields to a turn: its context, its parameters, and its stored record.
+Does not know: how the turn runs, or how the request is answered. Called by `ResponseCreation`.
 """
 
 from __future__ import annotations
@@ -31,24 +31,26 @@ ENGINE_FIELDS: Final[Mapping[str, str]] = {
     "logprobs": "top_logprobs",
     "max_tokens": "max_output_tokens",
 }
-"""What the engine calls fields of this API."""
+"""This API's names of fields by the engine's names."""
 
 
 class ResponsePlan:
-    """One request for a response, checked.
+    """The plan of one response.
 
     Attributes:
-      owner: whose it is.
-      body, body_sha256: the request, and a digest of it as it came.
-      key: its idempotency key.
-      context: what comes before the reply.
-      resolved, head, draft: of the turn that was made last, by `specs`; there is a draft of a stored one.
+      owner: the key owner of the response.
+      body: the decoded request.
+      body_sha256: SHA-256 digest of the raw body.
+      key: its idempotency key, or None.
+      context: the context before the reply.
+      resolved, head: the resolved context and the response head of the last call of `specs`.
+      draft: the record to store, from the same call; None if the response is not stored.
     """
 
     def __init__(
         self, services: Services, owner: str, body: CreateResponse, body_sha256: str, key: str | None
     ) -> None:
-        """Read what the request names; raises ApiError and UnknownRecordError."""
+        """Read the records that the request names; raise ApiError and UnknownRecordError."""
         self._services = services
         self.owner = owner
         self.body = body
@@ -61,11 +63,11 @@ class ResponsePlan:
         self.head: ResponseHead | None = None
         self.draft: ResponseDraft | None = None
         self._created_at_s = services.now_s()
-        # Drawn here, since a background response must be the same one when it runs once more.
+        # Drawn once per plan, so that a background response is the same when it runs again.
         self._seed = secrets.randbits(63) if body.seed is None else body.seed
 
     def specs(self, resolved: ResolvedContext) -> list[TurnSpec]:
-        """The turn of a context, with what is kept beside it; raises ApiError for a context too long."""
+        """Return the turn of a context with its stored record; raise ApiError for a too long context."""
         check_num_tokens(self._services, resolved.num_context_tokens, "input")
         params = self._params(resolved)
         turn_id = resolved.node.turn_id

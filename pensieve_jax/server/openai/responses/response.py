@@ -1,7 +1,8 @@
-"""The response object, of a turn that runs or of one that is kept.
+"""The response object of a running turn or of a stored response.
 
-Owns: its fields, and what of a turn's end they say.
-Does not know: HTTP, streams, or where responses are kept.
+Owns: its fields, and how they describe the end of a turn.
+Does not know: HTTP, streams, or where responses are stored.
+Called by the other modules of `openai.responses`.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ _ENDED_WITH_REPLY = ("completed", "incomplete")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseHead:
-    """What is known of a response from its start.
+    """The fields of a response that are known from its start.
 
     Attributes:
-      echo: what it repeats of its request.
-      item_id: of the reply.
+      response_id: id of the response.
+      item_id: id of its reply item.
+      created_at_s: creation time in seconds since the Unix epoch.
+      echo: the request fields that it repeats.
     """
 
     response_id: str
@@ -43,7 +46,7 @@ class ResponseHead:
         completed_at_s: float | None = None,
         error: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The response object with every field that OpenAI's and Open Responses' schemas require."""
+        """Return the response object with every field that OpenAI's and Open Responses' schemas require."""
         incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             "id": self.response_id,
@@ -59,7 +62,7 @@ class ResponseHead:
         }
 
     def item(self, status: str, parts: Sequence[Mapping[str, Any]] = ()) -> Item:
-        """The reply as an item."""
+        """Return the reply as an item."""
         return {
             "id": self.item_id,
             "type": "message",
@@ -71,7 +74,7 @@ class ResponseHead:
     def ended(
         self, text: str, finish_reason: str, usage: Usage, completed_at_s: float, logprobs: Sequence[Any] = ()
     ) -> dict[str, Any]:
-        """The response of a turn that ended with a reply."""
+        """Return the response object of a turn that ended with a reply."""
         status = status_of(finish_reason)
         return self.object(
             status,
@@ -81,12 +84,12 @@ class ResponseHead:
         )
 
     def failed(self, error: Mapping[str, Any]) -> dict[str, Any]:
-        """The response of a turn that failed."""
+        """Return the response object of a turn that failed."""
         return self.object("failed", error=error)
 
 
 def head_of(draft: ResponseDraft | ResponseRecord) -> ResponseHead:
-    """Of a response that runs, or is kept."""
+    """Return the head of a running or stored response."""
     return ResponseHead(
         response_id=draft.response_id,
         item_id=draft.output_item_id,
@@ -96,7 +99,7 @@ def head_of(draft: ResponseDraft | ResponseRecord) -> ResponseHead:
 
 
 def kept_response(record: ResponseRecord) -> dict[str, Any]:
-    """The response object of what is kept."""
+    """Return the response object of a stored response."""
     head = head_of(record)
     if record.status in _ENDED_WITH_REPLY:
         assert record.usage is not None and record.completed_at_s is not None
@@ -111,18 +114,18 @@ def kept_response(record: ResponseRecord) -> dict[str, Any]:
 def finished_response(
     head: ResponseHead, output: Output, completed_at_s: float, texts: TokenTexts
 ) -> dict[str, Any]:
-    """The response object of a turn that has just ended."""
+    """Return the response object of a turn that has just ended."""
     logprobs = logprob_objects(texts, output.logprobs or ())
     return head.ended(output.text, output.finish_reason, output.usage, completed_at_s, logprobs)
 
 
 def status_of(finish_reason: str) -> str:
-    """A response's status, of how its turn ended with a reply."""
+    """Return the status of a response whose turn ended with a reply."""
     return "completed" if finish_reason == "stop" else "incomplete"
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
-    """Tokens as OpenAI counts them, and where those of the context came from."""
+    """Return OpenAI's usage object, with the sources of the context tokens as `pensieve`."""
     num_input = num_context_tokens(usage)
     return {
         "input_tokens": num_input,
@@ -135,7 +138,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 def logprob_objects(texts: TokenTexts, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-    """Log-probabilities as the Responses API writes them."""
+    """Convert log-probabilities to the form of the Responses API."""
     return [
         {
             **_token_logprob(texts, one.token_id, one.logprob),

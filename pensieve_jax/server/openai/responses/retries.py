@@ -1,14 +1,15 @@
-"""Requests that come more than once, and must not run more than once.
+"""Repeated requests, which must not run more than once.
 
-Owns: which request with an idempotency key runs, which responses may have been committed without arriving,
-and when an earlier response is the answer to a repeated request; how long that is remembered; telling readers
-of the history what has ended since they began.
-Does not know: how a response runs, or how it is answered.
+Owns: the running requests with an idempotency key, the responses that may be committed but undelivered, the
+rules for answering a repeated request with an earlier response, and their lifetimes. It also tells readers of
+the history which keys ended while they read.
+Does not know: how a response runs, or how it is sent. Called by the other modules of `openai.responses`.
 
-The openai client sends no key by itself, but repeats a request whose connection was lost, with
-`x-stainless-retry-count`. Such a retry gets the response to the same body that was committed while its client
-was gone, once and within ten minutes, or, as long after this server's start, one that was committed within
-two minutes before it; in between, every other response was answered.
+The openai client sends no key by default, but repeats a request whose connection was lost, with
+`x-stainless-retry-count`. Such a retry gets an undelivered response to the same body, once, in two cases.
+Either the response was committed after its client had left, at most 10 minutes ago. Or this server started at
+most 10 minutes ago, and the response was committed in the 2 minutes before that. All other responses were
+delivered.
 """
 
 from __future__ import annotations
@@ -31,16 +32,19 @@ _MAX_UNDELIVERED: Final = 10_000
 
 
 class IdempotencyStore:
-    """What is known of repeated requests of one server. Used by the event loop's thread only.
+    """The running and undelivered responses of one server, for repeated requests.
 
-    Between the last look of `by_key` or `by_body`, at the history and at what is known here, and its return
-    nothing happens.
+    Used by the event loop's thread only. Nothing else runs between the last check of `by_key` or `by_body`
+    and its return.
     """
 
     def __init__(self, history: Any, started_at_s: float, read: Callable[..., Awaitable[Any]]) -> None:
-        """Of a history's reader, asked by `read` as of `BackgroundResponses.current`.
+        """Create an empty store.
 
-        `started_at_s` is when this server started.
+        Args:
+          history: reader of the history.
+          started_at_s: when this server started.
+          read: runs a read of the history, as `BackgroundResponses.current` does.
         """
         self._history = history
         self._started_at_s = started_at_s
@@ -48,24 +52,24 @@ class IdempotencyStore:
         self._ends = CompletionWatcher[tuple[str, str]]()
         self._running: dict[tuple[str, str], ResponseRun] = {}
         self._undelivered = TtlCache[tuple[str, str], str](UNDELIVERED_LIFETIME_S, _MAX_UNDELIVERED)
-        self._given_again: set[tuple[str, str]] = set()  # of those from before the start, by owner and id
+        self._given_again: set[tuple[str, str]] = set()  # responses from before the start, by owner and id
 
     @property
     def num_running(self) -> int:
-        """Requests with a key that run."""
+        """Number of running requests with a key."""
         return len(self._running)
 
     @property
     def num_undelivered(self) -> int:
-        """Responses whose clients may have missed them, at most a fixed number."""
+        """Number of remembered responses that may be undelivered, which is limited."""
         return len(self._undelivered)
 
     async def by_key(
         self, owner: str, key: str, body_sha256: str, now_s: float
     ) -> ResponseRun | ResponseRecord | None:
-        """What a request with this key began earlier, and is not forgotten.
+        """Return the running or stored response of an earlier request with this key, or None.
 
-        Raises ApiError 422 where that request had another body.
+        Raises ApiError 422 if that request had another body.
         """
         while True:
             run = self._running.get((owner, key))
@@ -78,9 +82,9 @@ class IdempotencyStore:
                 return record
 
     async def by_body(self, owner: str, body_sha256: str, now_s: float) -> ResponseRecord | None:
-        """The response that the client of a repeated request has probably never seen.
+        """Return the undelivered response for a repeated request without a key, or None.
 
-        It is given once; whoever cannot deliver it says so again (`missed`).
+        Each response is returned once. If it cannot be delivered, the caller must call `missed` again.
         """
         request = (owner, body_sha256)
         while True:
@@ -95,26 +99,26 @@ class IdempotencyStore:
                 return last
             try:
                 record: ResponseRecord = await self._read(owner, self._history.response, owner, found)
-            except UnknownRecordError:  # deleted, or not there yet
+            except UnknownRecordError:  # deleted or not yet committed
                 return None
             if self._undelivered.get(request, now_s) == found:
                 self._undelivered.drop(request, found)
                 return record
 
     def start(self, owner: str, key: str, run: ResponseRun) -> None:
-        """A request with a key runs."""
+        """Register a running request with a key."""
         self._running[owner, key] = run
 
     def end(self, owner: str, key: str) -> None:
-        """It does so no longer; what it became stands in the history, if it is stored."""
+        """Remove a request with a key that has ended; a stored response is in the history."""
         self._running.pop((owner, key), None)
         self._ends.end((owner, key))
 
     def missed(self, owner: str, body_sha256: str, response_id: str, now_s: float) -> None:
-        """A response was committed, but its client had left."""
+        """Remember a response that may be committed although its client had left."""
         self._undelivered.put((owner, body_sha256), response_id, now_s)
 
-    # Inside
+    # Private methods
 
     def _kept_under(self, owner: str, key: str, body_sha256: str, now_s: float) -> ResponseRecord | None:
         known = self._history.idempotent(owner, key, now_s)
@@ -125,7 +129,7 @@ class IdempotencyStore:
         return record
 
     async def _from_before(self, owner: str, body_sha256: str, now_s: float) -> ResponseRecord | None:
-        """The last response to a body that was committed shortly before this server's start."""
+        """Return the last response to a body if it was committed shortly before this server's start."""
         if now_s - self._started_at_s >= UNDELIVERED_LIFETIME_S:
             return None
         since_s = self._started_at_s - BEFORE_START_S
@@ -138,7 +142,7 @@ class IdempotencyStore:
 
 
 def idempotency_key(headers: Mapping[str, str]) -> str | None:
-    """The key of a request; raises ApiError 400 for one that is too long."""
+    """Return the idempotency key of a request; raise ApiError 400 for an empty or too long key."""
     key = headers.get("idempotency-key")
     if key is not None and not 0 < len(key) <= MAX_KEY_CHARACTERS:
         sentence = f"Idempotency-Key has {len(key)} characters, but must have 1 to {MAX_KEY_CHARACTERS}."
@@ -147,40 +151,40 @@ def idempotency_key(headers: Mapping[str, str]) -> str | None:
 
 
 def is_retry(headers: Mapping[str, str]) -> bool:
-    """Whether the openai client says that it sends this once more."""
+    """Return whether the openai client marks this request as a retry."""
     count = headers.get("x-stainless-retry-count", "0")
     return count.isascii() and count.isdecimal() and count.strip("0") != ""
 
 
 def kept_key(key: str | None, body_sha256: str, now_s: float) -> Idempotency | None:
-    """What is committed of a request's key."""
+    """Return the record of an idempotency key to commit, or None without a key."""
     if key is None:
         return None
     return Idempotency(key=key, body_sha256=body_sha256, expires_at_s=now_s + KEY_LIFETIME_S)
 
 
 def check_same_body(body_sha256: str, earlier: str) -> None:
-    """Raise ApiError 422 for another body than the earlier one with this key: a key stands for one."""
+    """Raise ApiError 422 if the body differs from that of the earlier request with this key."""
     if body_sha256 != earlier:
-        sentence = "This Idempotency-Key was sent with another body; take a new key for a new request."
+        sentence = "This Idempotency-Key was sent with another body; use a new key for a new request."
         raise ApiError(422, "idempotency_key_reused", sentence, param="Idempotency-Key")
 
 
 class TtlCache[K: Hashable, V]:
-    """Values by key, in the order in which they were put. Used by the event loop's thread only."""
+    """A cache that forgets values after a lifetime. Used by the event loop's thread only."""
 
     def __init__(self, lifetime_s: float, most: int) -> None:
-        """Nothing yet; at most `most` values, each for `lifetime_s` seconds."""
+        """Hold at most `most` values, each for `lifetime_s` seconds."""
         self._lifetime_s = lifetime_s
         self._most = most
         self._found: OrderedDict[K, tuple[V, float]] = OrderedDict()
 
     def __len__(self) -> int:
-        """How many are remembered."""
+        """Return the number of values held."""
         return len(self._found)
 
     def put(self, key: K, value: V, now_s: float) -> None:
-        """Remember a value from now on, in place of an earlier one of its key."""
+        """Store a value and restart its lifetime, replacing an earlier value of the key."""
         self._found[key] = (value, now_s)
         self._found.move_to_end(key)
         forgotten_s = now_s - self._lifetime_s
@@ -188,25 +192,28 @@ class TtlCache[K: Hashable, V]:
             self._found.popitem(last=False)
 
     def get(self, key: K, now_s: float) -> V | None:
-        """The value of a key; None where there is none, or its time is over."""
+        """Return the value of a key, or None if it is missing or expired."""
         value, put_s = self._found.get(key, (None, 0.0))
         return value if put_s > now_s - self._lifetime_s else None
 
     def drop(self, key: K, value: V) -> None:
-        """Forget a key, if it has this value."""
+        """Remove a key if it has this value."""
         if key in self._found and self._found[key][0] == value:
             del self._found[key]
 
 
 class CompletionWatcher[K: Hashable]:
-    """Of one server. Used by the event loop's thread only."""
+    """A registry of reads in progress, which learn the keys that end meanwhile.
+
+    Used by the event loop's thread only.
+    """
 
     def __init__(self) -> None:
         self._readers: dict[int, set[K]] = {}
 
     @contextmanager
     def seen(self) -> Iterator[set[K]]:
-        """What ends from now on, as long as the block lasts."""
+        """Yield a set that collects the keys that end during the block."""
         ended = set[K]()
         self._readers[id(ended)] = ended
         try:
@@ -215,6 +222,6 @@ class CompletionWatcher[K: Hashable]:
             del self._readers[id(ended)]
 
     def end(self, key: K) -> None:
-        """Tell every open block of `seen` that `key` has ended."""
+        """Add `key` to the set of every open block of `seen`."""
         for ended in self._readers.values():
             ended.add(key)

@@ -1,7 +1,7 @@
 """The routes of /v1/responses.
 
-Owns: what each of them does; `create` has the one that makes responses.
-Does not know: how turns run, what is kept, or how events are written.
+Owns: their handlers, except for the one that creates responses, which is in `create`.
+Does not know: how turns run, what is stored, or how events are encoded. Called by `server.app`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from pensieve_jax.server.turns.checks import check_model
 
 
 class Responses:
-    """The handlers of one server, and what they know together. Used by the event loop's thread only.
+    """The handlers of one server, and their shared state. Used by the event loop's thread only.
 
     Attributes:
-      background: enter its `lifespan`.
-      locks: the conversations, by owner and id, of which a turn runs.
+      background: the background responses; the application must enter its `lifespan`.
+      locks: conversations with a running turn, by owner and id.
     """
 
     def __init__(self, services: Services) -> None:
-        """Of a server that starts now."""
+        """Create empty state, and register its tables for the metrics."""
         self._services = services
         self.locks: set[tuple[str, str]] = set()
         self.background = BackgroundResponses(services, self.locks)
@@ -61,7 +61,7 @@ class Responses:
         ]
 
     async def retrieve(self, call: HttpRequest) -> HttpResponse:
-        """A response, or with `stream=true` its events from the one after `starting_after` on."""
+        """Answer with a response, or with `stream=true` with its events after `starting_after`."""
         response_id = call.path["response_id"]
         starting_after = _starting_after(call.query.get("starting_after"))
         streams = call.query.get("stream", "false").lower() == "true"
@@ -83,7 +83,7 @@ class Responses:
         return json_reply(kept_response(record))
 
     async def delete(self, call: HttpRequest) -> HttpResponse:
-        """Forget a response; one that runs is cancelled first."""
+        """Delete a response; cancel it first if it runs."""
         services, response_id = call.services, call.path["response_id"]
         record: ResponseRecord = await call.read(services.history.response, call.owner, response_id)
         if record.status == "queued":
@@ -94,20 +94,22 @@ class Responses:
         return json_reply({"id": response_id, "object": "response", "deleted": True})
 
     async def input_items(self, call: HttpRequest) -> HttpResponse:
-        """The items of a response's own request."""
+        """Answer with the input items of a response's request."""
         return await page_of_items(call, call.services.history.input_items, call.path["response_id"])
 
     async def cancel(self, call: HttpRequest) -> HttpResponse:
-        """End a response in the background; one that has ended is answered as it is."""
+        """Cancel a background response; if it has ended, answer with it unchanged."""
         response_id = call.path["response_id"]
         record: ResponseRecord = await call.read(call.services.history.response, call.owner, response_id)
         if not record.background:
-            sentence = f"Response {response_id!r} does not run in the background: only its client ends it."
+            sentence = (
+                f"Response {response_id!r} does not run in the background; close its connection to cancel it."
+            )
             raise invalid_value("response_id", sentence)
         return json_reply(await self.background.cancel(call.owner, record))
 
     async def count_tokens(self, call: HttpRequest) -> HttpResponse:
-        """How many tokens a context has."""
+        """Answer with the number of tokens of a context."""
         body = await call.decode(CountTokens)
         check_context(body)
         check_model(call.services, body.model)

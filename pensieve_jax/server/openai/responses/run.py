@@ -1,11 +1,11 @@
-"""Responses that run by themselves: in the background, or for whoever repeats their request.
+"""Responses that run as tasks, independent of a connection: background responses, and requests with a key.
 
-Owns: what is known of such a response while it runs, and waking those who follow it.
-Does not know: HTTP, engines, or how events are written.
+Owns: the state of such a response while it runs, and waking its followers.
+Does not know: HTTP, engines, or how events are encoded. Called by the other modules of `openai.responses`.
 
-What is kept of a running reply is its tokens only. The events of its stream are made from them, one for
-each token that shows text, so that their numbers are a function of the tokens: whoever comes back, after the
-end or after a crash too, gets the same ones.
+A run keeps only the tokens of the reply. The events of its stream are made from them, one for each token that
+adds text, so that event numbers are a function of the tokens. A client that reconnects therefore gets the
+same numbers, even after the end or after a crash.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from pensieve_jax.server.http.errors import ApiError
 from pensieve_jax.server.openai.responses.response import ResponseHead
 
 type Token = tuple[int, TokenLogprob | None]
-"""An id, with its log-probabilities where those were asked for and are not kept."""
+"""A token id, with log-probabilities if the request asked for them and the tokens come from a live turn."""
 
 
 class ResponseRun:
-    """A response from its request to its end. Used by the event loop's thread only.
+    """The state of one response from its request to its end. Used by the event loop's thread only.
 
     Attributes:
-      owner: whose it is.
-      body_sha256: of its request.
-      head: None until it is known which turn it is.
-      background: whether its client was told that it is queued.
-      is_started: whether the engine has it.
-      is_abandoned: a client left before it was told which response this is.
-      response: the response object, once it has ended with a reply, or was cancelled.
-      error: what it failed with.
-      task: what drives it.
+        owner: the key owner of the response.
+        body_sha256: SHA-256 digest of the request's raw body.
+        head: the response head; None until its turn is known.
+        background: whether it is a background response.
+        is_started: whether the engine has produced tokens of it.
+        is_abandoned: whether a client left before it got the response's id.
+        response: the response object, once it has ended with a reply or was cancelled.
+        error: the error that it failed with.
+        task: the task that runs it.
     """
 
     def __init__(self, owner: str, body_sha256: str, *, background: bool) -> None:
-        """Nothing of it has happened yet."""
+        """Start without a head and without tokens."""
         self.owner = owner
         self.body_sha256 = body_sha256
         self.background = background
@@ -53,21 +53,21 @@ class ResponseRun:
 
     @property
     def has_ended(self) -> bool:
-        """Whether anything can still come of it."""
+        """Whether the response has ended, with a response object or an error."""
         return self.response is not None or self.error is not None
 
     def begin(self, head: ResponseHead) -> None:
-        """It is known which turn it is."""
+        """Set the head, now that the turn is known."""
         self.head = head
         self._wake()
 
     def begin_again(self) -> None:
-        """Its engine ended, and another one samples it once more with the same seed, from the start."""
+        """Forget all tokens: a restarted engine samples the reply again from the start with the same seed."""
         self.is_started = False
         self._tokens = []
 
     def take(self, token_ids: Iterable[int], logprobs: Iterable[TokenLogprob] | None = None) -> None:
-        """So much more of its reply; log-probabilities, if there are any, are one for each token."""
+        """Append tokens of the reply, with one log-probability for each token if there are any."""
         self.is_started = True
         self._tokens += (
             [(token_id, None) for token_id in token_ids]
@@ -77,17 +77,17 @@ class ResponseRun:
         self._wake()
 
     def end(self, response: dict[str, Any]) -> None:
-        """It has ended with this response object."""
+        """End the run with this response object."""
         self.response = response
         self._wake()
 
     def fail(self, error: ApiError) -> None:
-        """It has ended with an error."""
+        """End the run with this error."""
         self.error = error
         self._wake()
 
     async def known(self) -> ResponseHead:
-        """Wait until it is known which turn it is; raises what it failed with before."""
+        """Wait for the head; raise the error if the run fails before."""
         while self.head is None:
             if self.error is not None:
                 raise self.error
@@ -95,7 +95,7 @@ class ResponseRun:
         return self.head
 
     async def result(self) -> dict[str, Any]:
-        """Wait for the response object; raises what it failed with."""
+        """Wait for the response object; raise the error if the run fails."""
         while self.response is None:
             if self.error is not None:
                 raise self.error
@@ -103,7 +103,7 @@ class ResponseRun:
         return self.response
 
     async def tokens(self) -> AsyncIterator[Token]:
-        """The tokens of its reply from the first one on, as they come, until it has ended."""
+        """Yield the tokens of the reply from the first one on, until the run ends."""
         position = 0
         while True:
             while position < len(self._tokens):

@@ -1,8 +1,9 @@
-"""The bodies of requests for responses, and items as clients send them.
+"""The request bodies of the Responses API, and the items that clients send.
 
-Owns: `CreateResponse`, the limits of its fields, and what a response echoes of them; which items and parts of
-content a request may have, and the way to their kept form.
-Does not know: turns, engines, how ids are made, or where anything is kept.
+Owns: `CreateResponse`, the limits of its fields, and the fields that a response echoes; the items and content
+parts that a request may have, and their conversion to the stored form.
+Does not know: turns, engines, how ids are made, or where anything is stored.
+Called by the other modules of `openai.responses`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 LOGPROBS: Final = "message.output_text.logprobs"
 _INCLUDES: Final = (
     LOGPROBS,
-    # They ask for more of items that this server never has.
+    # Accepted without effect: they ask for more fields of items that this server never makes.
     *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
     *("message.input_image.image_url", "computer_call_output.output.image_url"),
     *("code_interpreter_call.outputs", "reasoning.encrypted_content"),
@@ -34,13 +35,13 @@ _PARTS_WITHOUT_TEXT: Final = ("input_image", "input_file", "input_audio", "compu
 
 
 class ResponseStreamOptions(Body, kw_only=True):
-    """How a response is streamed; there is nothing to choose here."""
+    """Stream options of a response; they have no effect."""
 
     IGNORED = frozenset({"include_obfuscation"})
 
 
 class TextConfig(Body, kw_only=True):
-    """The form of the text."""
+    """The `text` field of a request."""
 
     UNSUPPORTED = {"verbosity": ("medium",)}  # noqa: RUF012 - a ClassVar of the base class
 
@@ -54,7 +55,7 @@ class ConversationRef(Body, kw_only=True):
 
 
 class ContextFields(Body, kw_only=True):
-    """What the context of a response is made of; also all that counting its tokens takes."""
+    """The request fields that determine the context of a response; counting tokens needs no others."""
 
     UNSUPPORTED = {  # noqa: RUF012 - a ClassVar of the base class
         "tools": ([],),
@@ -65,7 +66,7 @@ class ContextFields(Body, kw_only=True):
         "personality": (),
         "context_management": ([],),
     }
-    MISPLACED = {"messages": "It is called input here."}  # noqa: RUF012 - a ClassVar of the base class
+    MISPLACED = {"messages": "Use input."}  # noqa: RUF012 - a ClassVar of the base class
     OFFERS = frozenset({"tools"})
 
     model: str | None = None
@@ -78,7 +79,7 @@ class ContextFields(Body, kw_only=True):
 
     @property
     def conversation_id(self) -> str | None:
-        """However it was given."""
+        """The conversation's id, given as text or as an object."""
         given = self.conversation
         return given.id if isinstance(given, ConversationRef) else given
 
@@ -103,10 +104,10 @@ class CreateResponse(ContextFields, kw_only=True):
     IGNORED = frozenset({"prompt_cache_options", "prompt_cache_retention"})
     MISPLACED = {  # noqa: RUF012 - a ClassVar of the base class
         **ContextFields.MISPLACED,
-        "max_tokens": "It is called max_output_tokens here.",
-        "max_completion_tokens": "It is called max_output_tokens here.",
-        "logprobs": 'Ask with include: ["message.output_text.logprobs"], and top_logprobs for more of them.',
-        "return_token_ids": "/v1/completions tells token ids.",
+        "max_tokens": "Use max_output_tokens.",
+        "max_completion_tokens": "Use max_output_tokens.",
+        "logprobs": 'Use include: ["message.output_text.logprobs"], and top_logprobs for likely tokens.',
+        "return_token_ids": "Use /v1/completions to get token ids.",
     }
 
     store: bool | None = None
@@ -128,12 +129,12 @@ class CreateResponse(ContextFields, kw_only=True):
 
     @property
     def stores(self) -> bool:
-        """Whether the response is kept."""
+        """Whether the response is stored."""
         return self.store is not False
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the reply comes with the probabilities of its tokens."""
+        """Whether the reply includes log-probabilities of its tokens."""
         return LOGPROBS in (self.include or ())
 
 
@@ -142,14 +143,14 @@ class CountTokens(ContextFields, kw_only=True):
 
 
 def check_context(body: ContextFields) -> None:
-    """Raise ApiError 400 for fields that do not go together, or an input of too many items.
+    """Raise ApiError 400 for conflicting fields, or an input of too many items.
 
-    They are counted first: whoever looks at them next does so on the event loop.
+    The number of items is checked first, because later code loops over them on the event loop.
     """
     if isinstance(body.input, list):
         check_num_items(body.input, "input")
     if body.previous_response_id is not None and body.conversation is not None:
-        sentence = "previous_response_id and conversation both say what comes before; give one of them."
+        sentence = "previous_response_id and conversation exclude each other; give only one of them."
         raise invalid_value("previous_response_id", sentence)
     text_format = None if body.text is None else body.text.format
     if text_format is not None and text_format.get("type") != "text":
@@ -161,23 +162,23 @@ def check_context(body: ContextFields) -> None:
 
 
 def check_create(body: CreateResponse) -> None:
-    """Raise ApiError 400 for fields that do not go together, or hold too much."""
+    """Raise ApiError 400 for conflicting fields, or fields over their limits."""
     check_context(body)
     check_metadata(body.metadata)
     check_num_items(body.include or (), "include")
     for index, name in enumerate(body.include or ()):
         if name not in _INCLUDES:
-            raise invalid_value(f"include[{index}]", f"include[{index}] is {name!r}, which is not known.")
+            raise invalid_value(f"include[{index}]", f"include[{index}] is {name!r}, which is unknown.")
     if body.background and not body.stores:
-        raise invalid_value("background", "background needs store: nobody could ask for the response.")
+        raise invalid_value("background", "background needs store: the response could not be retrieved.")
     if body.conversation_id is not None and not body.stores:
         raise invalid_value(
-            "conversation", "conversation needs store: the turn's items would be missing in it."
+            "conversation", "conversation needs store: the turn's items would be missing from it."
         )
 
 
 def check_metadata(metadata: Mapping[str, str] | None) -> None:
-    """Raise ApiError 400 where it is more than is kept."""
+    """Raise ApiError 400 for metadata over the limits."""
     if metadata is None:
         return
     if len(metadata) > MAX_METADATA:
@@ -197,7 +198,7 @@ def check_metadata(metadata: Mapping[str, str] | None) -> None:
 
 
 def echo_of(body: CreateResponse, model: str, temperature: float, top_p: float) -> dict[str, Any]:
-    """What a response repeats of its request, by the schemas of OpenAI and of Open Responses."""
+    """Return the request fields that a response repeats, by the schemas of OpenAI and of Open Responses."""
     echo = default_echo(model, temperature, top_p) | {
         "instructions": body.instructions,
         "previous_response_id": body.previous_response_id,
@@ -213,13 +214,13 @@ def echo_of(body: CreateResponse, model: str, temperature: float, top_p: float) 
     }
     if body.conversation_id is not None:
         echo["conversation"] = {"id": body.conversation_id}
-    if body.user is not None:  # OpenAI's schema has no null here
+    if body.user is not None:  # OpenAI's schema allows no null here
         echo["user"] = body.user
     return echo
 
 
 class ContentPart(Body, kw_only=True):
-    """A part of a message's content."""
+    """A content part of a message."""
 
     UNSUPPORTED = {"prompt_cache_breakpoint": ()}  # noqa: RUF012 - a ClassVar of the base class
     IGNORED = frozenset({"annotations", "logprobs"})
@@ -230,7 +231,7 @@ class ContentPart(Body, kw_only=True):
 
 
 class MessageItem(Body, kw_only=True):
-    """A message, with a text or with parts."""
+    """A message item, with a text or with parts."""
 
     IGNORED = frozenset({"id", "status", "phase", "object", "created_at", "name"})
 
@@ -240,16 +241,16 @@ class MessageItem(Body, kw_only=True):
 
 
 class ItemReference(Body, kw_only=True):
-    """An item that the server has."""
+    """A reference to a stored item."""
 
     id: str
     type: Literal["item_reference"] | None = None
 
 
 def parse_input(value: str | Sequence[Any], at: str) -> tuple[list[Item | ItemReference], tuple[str, ...]]:
-    """The items of an input, messages in their kept form but without ids; and the fields that are unknown.
+    """Return the items of an input and its unknown fields; messages are in stored form, but without ids.
 
-    Raises ApiError 400 with the path of what is wrong.
+    Raises ApiError 400 with the path of the invalid field.
     """
     if isinstance(value, str):
         return [kept_item("user", [value])], ()
@@ -271,9 +272,7 @@ def _parse_item(value: Any, at: str) -> tuple[Item | ItemReference, tuple[str, .
         return convert(value, ItemReference, at)
     kind = value.get("type")
     if kind not in (None, "message"):
-        raise unsupported(
-            f"{at}.type", f"of items this server knows message and item_reference, not {kind!r}"
-        )
+        raise unsupported(f"{at}.type", f"the server accepts message and item_reference, not {kind!r}")
     message, ignored = convert(dict(value), MessageItem, at)
     if isinstance(message.content, str):
         return kept_item(message.role, [message.content]), ignored
@@ -287,7 +286,7 @@ def _parse_item(value: Any, at: str) -> tuple[Item | ItemReference, tuple[str, .
 
 
 def is_reference(value: Any) -> bool:
-    """Whether a part of an input names an item of before."""
+    """Return whether an input item refers to a stored item."""
     if not isinstance(value, Mapping):
         return False
     kind = value.get("type")

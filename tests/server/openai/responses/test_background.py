@@ -345,7 +345,7 @@ def test_that_nothing_left_is_run_any_more_is_told(tmp_path, monkeypatch, caplog
 
     monkeypatch.setattr(BackgroundResponses, "settle", broken)
     with LiveServer(tmp_path / "history.sqlite"):
-        wait_until(lambda: "start the server anew" in caplog.text)
+        wait_until(lambda: "restart the server" in caplog.text)
 
 
 def test_what_has_expired_goes_a_few_at_a_time_and_all_at_once(tmp_path, monkeypatch):

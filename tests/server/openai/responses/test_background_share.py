@@ -23,7 +23,7 @@ def test_no_key_can_fill_the_background(tmp_path):
         server.client(api_key="b") as b,
     ):
         first, _ = (a.responses.create(input="hi", background=True) for _ in range(2))
-        with pytest.raises(openai.RateLimitError, match="2 responses in the background"):
+        with pytest.raises(openai.RateLimitError, match="2 background responses"):
             a.responses.create(input="hi", background=True)
         assert b.responses.create(input="hi", background=True).status == "queued"
         a.responses.cancel(first.id)

@@ -368,11 +368,11 @@ WORDS = [
     ),
     (
         {"input": "hi", "tool_choice": "required"},
-        'tool_choice is not supported by this server; leave it out, or make it "auto" or "none".',
+        'tool_choice is not supported by this server; leave it out, or set it to "auto" or "none".',
     ),
     (
         {"input": "x" * 5000, "max_output_tokens": 1},
-        "Send less, start a new conversation, or go on from an earlier turn.",
+        "Send less, start a new conversation, or continue from an earlier turn.",
     ),
 ]
 
@@ -389,7 +389,7 @@ def test_a_context_that_is_too_long_is_counted(post):
     _, body, _ = post("/responses", {"input": "x" * 5000})
     _, queued, _ = post("/responses", {"input": "x" * 5000, "background": True})
     assert body["error"] == queued["error"]
-    assert body["error"]["message"].startswith("The context would have 50")
+    assert body["error"]["message"].startswith("The context has 50")
 
 
 def test_a_conversation_that_is_not_there_is_the_fields_fault(post):
