@@ -1,4 +1,4 @@
-"""Where the KV state of every conversation is, and what gives way when room runs out. No jax here."""
+"""The KV cache of all conversations over two tiers of memory, and its eviction. It does not import jax."""
 
 from pensieve_jax.cache.drops import Copy, Drop, DropReason
 from pensieve_jax.cache.manager import CacheManager

@@ -1,9 +1,10 @@
-"""What can be done to one chunk, in both tiers, and the counts that follow from it.
+"""The operations on single chunks in both tiers, and the counts that follow from them.
 
-Owns: the pages and slots, who is idle, queued or running, how many chunks of each stand on which shelf, and
-the copies in flight, with what they still use of chunks that have gone on without them (orphans).
-Does not know: why: who gives way is the evictor's business, who may join is the manager's.
-A chunk is named by the sequence that owns it and its index there.
+Owns: the pages and slots, the sequences by role, the number of chunks by role and eviction class, and the
+copies in flight. A copy whose chunk was dropped or freed meanwhile is detached (`orphans`); it keeps its
+places until it completes.
+Does not know: why an operation happens; the evictor chooses victims, and the manager admits requests.
+Called by `CacheManager`, `Evictor` and `SharedChunks`. They name a chunk by its owner and its index there.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from pensieve_jax.cache.tiers import TierPool
 
 
 class ChunkStore:
-    """All chunks.
+    """All chunks of one cache.
 
     Attributes:
-      pages: of device memory.
-      slots: of host memory.
+      pages: pages of device memory.
+      slots: slots of host memory.
       page_table: the pages of running sequences, by their `row`, as steps read them.
       members: sequences by role, in the order in which they took it, which makes ties reproducible.
-      num_on: own chunks of the members of a role, by shelf.
-      changed: by shelf that others take from: who became idle, or was active or got a chunk there while idle,
-        until whoever keeps the order takes them out.
-      num_copies_in, num_copies_out: in flight, orphans included.
-      num_lost_copies: to slots that hold nothing afterwards; see `lose`.
+      num_on: number of own chunks by role of the sequence and eviction class.
+      changed: for each evictable class, the sequences whose place in the eviction order must be updated: they
+        became idle, or while idle were active or got a chunk of the class. `VictimOrder` removes them.
+      num_copies_in, num_copies_out: copies in flight, detached ones included.
+      num_lost_copies: copies to slots that hold no KV afterwards; see `lose`.
     """
 
     def __init__(
         self, num_pages: int, num_slots: int, chunk_tokens: int, on_drop: Callable[[Drop], None]
     ) -> None:
-        """Everything free; `on_drop` is told of every drop at once."""
+        """Start with all pages and slots free; `on_drop` is called immediately for every drop."""
         self._on_drop = on_drop
         self.pages = TierPool(num_pages)
         self.slots = TierPool(num_slots)
@@ -62,17 +63,17 @@ class ChunkStore:
             yield from members
 
     def add(self, sequence: CachedSequence) -> None:
-        """A new sequence, without chunks."""
+        """Add a new sequence without chunks."""
         self._enter(sequence, sequence.role)
 
     def remove(self, sequence: CachedSequence) -> None:
         """Forget a sequence that has no chunks of its own left."""
         self._leave_role(sequence)
-        for changed in self.changed.values():  # nobody may ever ask for a shelf, as without host memory
+        for changed in self.changed.values():  # some are never consumed, as HOST without host memory
             changed.pop(sequence, None)
 
     def set_role(self, sequence: CachedSequence, role: Role) -> None:
-        """Move a sequence, with its counts, to the end of a role's members."""
+        """Move a sequence and its counts to the end of a role's members."""
         self._leave_role(sequence)
         before, after = self.num_on[sequence.role], self.num_on[role]
         for shelf, number in enumerate(sequence.num_on):
@@ -81,26 +82,26 @@ class ChunkStore:
         self._enter(sequence, role)
 
     def set_active(self, sequence: CachedSequence, at_s: float) -> None:
-        """A sequence was active."""
+        """Record when a sequence was last active."""
         sequence.last_active_s = at_s
         if sequence.role is Role.IDLE:
             self._note_changed(sequence)
 
     def set_bucket(self, sequence: CachedSequence, bucket: int) -> None:
-        """What its latest turn was like is known, which may be when the sequence is idle already."""
+        """Set the bucket of a sequence's latest turn, possibly after the sequence became idle."""
         sequence.bucket = bucket
         if sequence.role is Role.IDLE:
             self._note_changed(sequence)
 
     def extend(self, sequence: CachedSequence, num_chunks: int) -> None:
-        """Give a sequence chunks that are dropped, up to `num_chunks` in all."""
+        """Append dropped chunks to a sequence until it has `num_chunks`."""
         first = len(sequence.chunks)
         if num_chunks > first:
             sequence.chunks += [Chunk() for _ in range(first, num_chunks)]
             self._count_absent(sequence, first, num_chunks - first)
 
     def shorten(self, sequence: CachedSequence, num_chunks: int) -> None:
-        """Take the last own chunks away, down to `num_chunks` in all."""
+        """Remove the last own chunks until the sequence has `num_chunks`."""
         chunks = sequence.chunks
         for index in range(len(chunks) - 1, num_chunks - 1, -1):
             if chunks[index].state is not ChunkState.DROPPED:
@@ -109,9 +110,9 @@ class ChunkStore:
         del chunks[num_chunks:]
 
     def hand_over(self, giver: CachedSequence, taker: CachedSequence, first: int, end: int) -> None:
-        """Own chunks [first, end) of a sequence are another one's from here on, at the same indices.
+        """Transfer the ownership of chunks [first, end) between two sequences, at the same indices.
 
-        Pages, slots and copies in flight stay as they are; both have the chunks in their lists already.
+        Pages, slots and copies in flight stay as they are. Both sequences must list the chunks already.
         """
         moved = [0] * NUM_SHELVES
         for index in range(first, end):
@@ -128,7 +129,7 @@ class ChunkStore:
                 self._note_changed(sequence)
 
     def trim(self, sequence: CachedSequence) -> None:
-        """Restore the invariant at the tail: no chunk past the computed length, none dropped at the end."""
+        """Remove chunks past the computed length and dropped chunks at the end."""
         if sequence.is_trunk:
             return
         chunks, chunk_tokens = sequence.chunks, self._chunk_tokens
@@ -140,7 +141,7 @@ class ChunkStore:
             sequence.num_kv_tokens = min(sequence.num_kv_tokens, num_chunks * chunk_tokens)
 
     def cut_copy(self, sequence: CachedSequence) -> None:
-        """Count only the remaining tokens of a truncated last chunk as copied: others may follow them."""
+        """Limit `slot_tokens` of a truncated last chunk: other tokens may follow the remaining ones."""
         index = sequence.num_kv_tokens // self._chunk_tokens
         if sequence.num_shared <= index < len(sequence.chunks):
             chunk = sequence.chunks[index]
@@ -149,19 +150,19 @@ class ChunkStore:
     # One chunk
 
     def reserve(self, sequence: CachedSequence, index: int, page: int) -> None:
-        """A dropped chunk gets a page to be computed into."""
+        """Give a dropped chunk a page for its recomputation."""
         self._apply(sequence, index, ChunkEvent.RESERVE)
         self._set_page(sequence, index, page)
 
     def cancel_reserved(self, sequence: CachedSequence) -> None:
-        """Free the pages that were set aside and not written."""
+        """Free the reserved pages that no step has written."""
         for index in range(sequence.num_shared, len(sequence.chunks)):
             if sequence.chunks[index].state is ChunkState.RESERVED:
                 self._apply(sequence, index, ChunkEvent.CANCEL)
                 self._free_page(sequence, index)
 
     def write(self, sequence: CachedSequence, index: int) -> None:
-        """A step that writes the chunk was granted: it is readable, and a copy of it out of date."""
+        """Record that a step that writes the chunk was granted: the chunk is readable, its slot is stale."""
         chunk = sequence.chunks[index]
         if chunk.state is ChunkState.RESERVED:
             self._apply(sequence, index, ChunkEvent.FILL)
@@ -169,7 +170,7 @@ class ChunkStore:
             self.give_slot(sequence, index)
 
     def swap_out(self, sequence: CachedSequence, index: int, slot: int) -> None:
-        """Begin to copy a page to `slot`; the chunk fits there, as far as is known."""
+        """Begin to copy a chunk's page to `slot`; the chunk must not be known as unfit."""
         chunk = sequence.chunks[index]
         assert chunk.fits_host
         self._apply(sequence, index, ChunkEvent.SWAP_OUT)
@@ -179,19 +180,19 @@ class ChunkStore:
         self.num_copies_out += 1
 
     def swap_in(self, sequence: CachedSequence, index: int, page: int) -> None:
-        """Begin to copy a slot to `page`."""
+        """Begin to copy a chunk's slot to `page`."""
         self._apply(sequence, index, ChunkEvent.SWAP_IN)
         self._set_page(sequence, index, page)
         self._swap_ins.append(self._take_off(sequence, index))
         self.num_copies_in += 1
 
     def give_page(self, sequence: CachedSequence, index: int) -> None:
-        """Free the page of a chunk that is copied, or was read by its copy."""
+        """Free the page of a chunk whose copy to the host has begun or is complete."""
         self._apply(sequence, index, ChunkEvent.GIVE_PAGE)
         self._free_page(sequence, index)
 
     def give_slot(self, sequence: CachedSequence, index: int) -> None:
-        """Free the slot of a chunk that is on the gpu as well; a copy in flight keeps it until its end."""
+        """Free the slot of a chunk that also has a page; a copy in flight keeps the slot until it ends."""
         chunk = sequence.chunks[index]
         self._apply(sequence, index, ChunkEvent.GIVE_SLOT)
         if chunk.copy_id:
@@ -199,25 +200,25 @@ class ChunkStore:
         self._free_slot(chunk)
 
     def drop(self, sequence: CachedSequence, index: int, reason: DropReason, worth: float | None) -> None:
-        """Forget a chunk to make room; see `Drop` for `reason` and `worth`."""
+        """Drop a chunk and report it; see `Drop` for `reason` and `worth`."""
         self._discard(sequence, index)
         self._note_drop(sequence, index, reason, worth)
 
     # Copies
 
     def take_copies(self) -> tuple[tuple[Copy, ...], tuple[Copy, ...]]:
-        """Copies out and copies in that began since the last call."""
+        """Return the copies out and the copies in that began since the last call."""
         outs, ins = tuple(self._swap_outs), tuple(self._swap_ins)
         self._swap_outs, self._swap_ins = [], []
         return outs, ins
 
     def take_drops(self) -> tuple[Drop, ...]:
-        """What was dropped since the last call."""
+        """Return the drops since the last call."""
         drops, self._drops = tuple(self._drops), []
         return drops
 
     def complete(self, copy_ids: Iterable[int]) -> None:
-        """These copies are complete; what orphans kept is free."""
+        """Record that copies are complete, and free the places of detached ones."""
         for copy_id in copy_ids:
             flight = self._flights.pop(copy_id, None)
             if flight is None:
@@ -232,9 +233,9 @@ class ChunkStore:
                 self._apply(sequence, index, ChunkEvent.ARRIVE)
 
     def lose(self, copy_ids: Iterable[int]) -> None:
-        """These copies to slots have ended, and the slots hold nothing: the chunks do not fit there.
+        """Record that copies to slots failed because the chunks do not fit the packed format.
 
-        Those that have given their pages away are dropped; others are not copied again as they are.
+        Chunks whose pages are already freed are dropped. The others are not copied again until they change.
         """
         for copy_id in copy_ids:
             self.num_lost_copies += 1
@@ -246,7 +247,7 @@ class ChunkStore:
             sequence, index = flight
             chunk = sequence.chunks[index]
             chunk.copy_id = 0
-            chunk.fits_host = sequence.will_write(index, self._chunk_tokens)  # something else, which may fit
+            chunk.fits_host = sequence.will_write(index, self._chunk_tokens)  # its new values may fit
             self._apply(sequence, index, ChunkEvent.LOSE)
             self._free_slot(chunk)
             if chunk.state is ChunkState.DROPPED:
@@ -255,14 +256,14 @@ class ChunkStore:
                     self.trim(sequence)
 
     def copies_of(self, sequence: CachedSequence) -> list[int]:
-        """Copies in flight of a sequence's own chunks that it cannot be read without."""
+        """Return the copies that must complete before a sequence's own chunks can be read."""
         shelves = (EvictionClass.ARRIVING, EvictionClass.DEPARTING)
         if not any(sequence.num_on[shelf] for shelf in shelves):
             return []
         return [chunk.copy_id for chunk in sequence.chunks[sequence.num_shared :] if chunk.shelf in shelves]
 
     def copies_that_hold_pages(self) -> list[int]:
-        """Copies in flight whose pages nobody can take before they are complete."""
+        """Return the copies in flight whose pages cannot be evicted before the copies complete."""
         arriving = ChunkState.COPYING_IN
         own = [
             i for i, (sequence, index) in self._flights.items() if sequence.chunks[index].state is arriving
@@ -271,16 +272,16 @@ class ChunkStore:
 
     @property
     def flights(self) -> Mapping[int, tuple[CachedSequence, int]]:
-        """Whose chunks are in flight, by copy; orphans' are not."""
+        """Owner and index of each chunk in flight, by copy id, without detached copies."""
         return self._flights
 
     @property
     def orphans(self) -> Mapping[int, DetachedCopy]:
-        """Copies in flight that are nobody's, by id."""
+        """Detached copies in flight, by copy id."""
         return self._orphans
 
     def lose_device(self) -> None:
-        """The device's pages are gone, with everything in flight: what is left is what slots hold."""
+        """Drop everything that only the device or a copy in flight held; slots stay valid."""
         self._swap_outs, self._swap_ins = [], []
         for orphan in self._orphans.values():
             self._free_orphan(orphan)
@@ -330,7 +331,7 @@ class ChunkStore:
             self.changed[after][sequence] = None
 
     def _count_absent(self, sequence: CachedSequence, index: int, change: int) -> None:
-        """So many chunks came, from `index` on, or the one there went; nobody asks who has absent ones."""
+        """Count `change` more absent chunks. `changed` is not updated: no order covers absent chunks."""
         sequence.count(index, EvictionClass.ABSENT, change)
         self.num_on[sequence.role][EvictionClass.ABSENT] += change
 
@@ -351,13 +352,13 @@ class ChunkStore:
             self.num_copies_out -= 1
 
     def _orphan(self, chunk: Chunk, *, is_in: bool) -> None:
-        """Leave to a chunk's copy, which is in flight, what it uses."""
+        """Detach a chunk's copy in flight; the copy keeps the places that it uses."""
         del self._flights[chunk.copy_id]
         self._orphans[chunk.copy_id] = DetachedCopy(is_in, chunk.page if is_in else 0, chunk.slot)
         chunk.copy_id = chunk.slot = 0
 
     def _discard(self, sequence: CachedSequence, index: int) -> None:
-        """Forget a chunk, whatever it is."""
+        """Make a chunk DROPPED from any state."""
         chunk = sequence.chunks[index]
         before = chunk.state
         reserved = before is ChunkState.RESERVED

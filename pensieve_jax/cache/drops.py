@@ -1,8 +1,9 @@
-"""Values that the cache makes: why a chunk was forgotten, and a chunk on its way between tiers.
+"""Values that the cache reports: a dropped chunk with its reason, and a copy between tiers.
 
-Owns: the reasons for a drop there are, and how a person is told; what a copy says to whoever moves bytes, and
-what the cache keeps of one whose chunk is gone.
-Does not know: when it happened, or who asks.
+Owns: the reasons for a drop with their text for users, the record that tells the transfer engine to copy a
+chunk, and the record of a copy whose chunk was dropped or freed meanwhile.
+Does not know: when something happened.
+Called by the cache, the scheduler and the engine.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ class Drop:
     """A chunk that was dropped.
 
     Attributes:
-      conversation_id: whose; a shared prefix has an id of its own.
-      index: of the chunk in the conversation.
-      reason: what for.
-      worth: what keeping it was worth to the eviction policy (`EvictionPolicy.worth`); infinite for chunks of
-        requests that wait, None where worth decided nothing.
+      conversation_id: the conversation that owned it; a shared prefix has an id of its own.
+      index: its index in the conversation.
+      reason: why it was dropped.
+      worth: its retention value to the eviction policy (`EvictionPolicy.worth`); infinite for chunks of
+        queued requests, None if the retention value did not decide the drop.
     """
 
     conversation_id: str
@@ -31,24 +32,24 @@ class Drop:
 
 
 class DropReason(Enum):
-    """What a chunk had to make room for; the value says it in words."""
+    """Why a chunk was dropped; the value is the explanation for users."""
 
     NO_HOST_MEMORY = "its page was needed, and there is no host memory to copy it to"
-    HOST_MEMORY_WORTH_MORE = "its page was needed, and everything that could leave host memory was worth more"
-    NO_SLOT = "its page was taken, and every place in host memory was held by what could not give way"
-    FITS_NO_SLOT = "its page was needed, and its numbers do not fit the packed form that host memory keeps"
-    SLOT_NEEDED = "its place in host memory was needed for a chunk that was worth at least as much"
-    EARLIER_REQUEST = "its place in host memory was needed by a request that had arrived earlier"
-    DEVICE_LOST = "a step failed on the device, and what was there was lost"
-    INTERRUPTED = "the engine was interrupted in the middle of a change, and gave up all state that it had"
+    HOST_MEMORY_WORTH_MORE = "its page was needed, and every evictable chunk in host memory was worth more"
+    NO_SLOT = "its page was needed, and no chunk in host memory could be evicted"
+    FITS_NO_SLOT = "its page was needed, and its values do not fit the packed format of host memory"
+    SLOT_NEEDED = "its slot in host memory was needed for a chunk that was worth at least as much"
+    EARLIER_REQUEST = "its slot in host memory was needed by a request that had arrived earlier"
+    DEVICE_LOST = "a step failed on the device, and the device's KV cache was lost"
+    INTERRUPTED = "the engine was interrupted in the middle of a change, and discarded its whole KV cache"
 
     __hash__ = object.__hash__  # members are singletons; Enum's own hash is a Python function
 
 
 class Copy(NamedTuple):
-    """A chunk's copy between a device page and a host slot; the direction is that of the list it is in.
+    """A chunk's copy between a device page and a host slot.
 
-    `copy_id` is never used twice.
+    The list that contains it gives the direction. A `copy_id` is never reused.
     """
 
     copy_id: int
@@ -57,9 +58,10 @@ class Copy(NamedTuple):
 
 
 class DetachedCopy(NamedTuple):
-    """A copy in flight whose chunk has gone on without it.
+    """A copy in flight that no chunk refers to any more.
 
-    It keeps the page and the slot that nobody else may use yet, 0 where there is none.
+    It keeps its page and its slot until it completes, because no other chunk may use them before. 0 means
+    that it keeps none.
     """
 
     is_in: bool

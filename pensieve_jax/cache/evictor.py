@@ -1,8 +1,9 @@
-"""Who gives way when a page or a slot is needed, and what is copied out before anybody needs room.
+"""Eviction on demand, and swap-out ahead of demand.
 
-Owns: the order among idle sequences (the policy's), then queued ones (the latest arrival first), and which
-kind of place goes first: pages with a copy, then pages that must be copied or dropped.
+Owns: the order of victims: idle sequences in the policy's order, then queued sequences, the latest arrival
+first. Within each, pages with a host copy go before pages that must be copied or dropped.
 Does not know: what the room is for.
+Called by `CacheManager`.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from pensieve_jax.core.clock import Clock
 _BY_PRICE = (
     EvictionClass.CLEAN,
     EvictionClass.DIRTY,
-)  # shelves with pages to take: for nothing, then for a copy or a loss
-_MAX_AHEAD = 16  # pages copied beyond the threshold at a time, so that idle chunks are not ordered every step
-# Copies begun ahead of need in one step. Each takes the host a tenth of a millisecond, of the 5 to 8 that a
-# decode step of 13 leaves it (a 13B model on an H200): with a hundred the device waits for the next step.
+)  # classes with pages: first those that are free to take, then those that need a copy or a drop
+_MAX_AHEAD = 16  # pages copied beyond the threshold at once, so that victims are not ordered in every step
+# Copies begun ahead of need in one step. Each takes the host 0.1 ms. A decode step of 13 ms leaves the host
+# 5 to 8 ms (a 13B model on an H200), so with 100 copies the device would wait for the next step.
 _MAX_A_STEP = 16
 
 
 class Evictor:
-    """Finds pages and slots.
+    """The eviction of one cache: it frees and allocates pages and slots.
 
     Attributes:
       num_forced_swap_outs: chunks whose page was needed before they had been copied out.
@@ -45,7 +46,7 @@ class Evictor:
         max_num_copies: int,
         retrieval_priority: bool,
     ) -> None:
-        """`num_clean_pages` are kept free or copied, by at most `max_num_copies` copies in flight."""
+        """Keep `num_clean_pages` free or copied, with at most `max_num_copies` copies out in flight."""
         self._store = store
         self._policy = policy
         self._clock = clock
@@ -56,25 +57,25 @@ class Evictor:
         shelves = (*_BY_PRICE, EvictionClass.HOST)
         self._orders = {shelf: VictimOrder(policy, shelf, store.changed[shelf]) for shelf in shelves}
         self._num_idle_on = store.num_on[Role.IDLE]
-        self._now_s: float | None = None  # the time of the pass, once somebody has asked
-        self._begun: set[EvictionClass] = set()  # whose orders were asked in this pass
+        self._now_s: float | None = None  # the time of the pass, read at its first use
+        self._begun: set[EvictionClass] = set()  # classes whose orders were used in this pass
         self._lenders: Iterator[tuple[CachedSequence, int]] = self._chunks_on_both()
         self.num_forced_swap_outs = 0
 
     def begin_pass(self) -> None:
-        """Forget what was true of the pass before."""
+        """Forget the time and the lending chunks of the last pass."""
         self._now_s = None
         self._begun.clear()
         self._lenders = self._chunks_on_both()
 
     def allocate_page(self, arrival: int) -> int | None:
-        """A page for a request; None where nobody gives way to it."""
+        """Allocate a page for a request; None if nothing may be evicted for it."""
         if not self._store.pages.num_free and not self._free_page(arrival):
             return None
         return self._store.pages.allocate()
 
     def allocate_spare_page(self) -> int | None:
-        """A page that costs nobody anything: free, or of an idle chunk that has a copy."""
+        """Allocate a page that is free or of an idle chunk with a host copy; returns None without one."""
         if not self._store.pages.num_free:
             victim = self._victim(EvictionClass.CLEAN)
             if victim is None:
@@ -83,12 +84,12 @@ class Evictor:
         return self._store.pages.allocate()
 
     def swap_out_ahead(self) -> None:
-        """Copy out the idle chunks of the lowest worth while too few pages are free or copied (4.3.2).
+        """Copy out idle chunks, lowest retention value first, while too few pages are free or copied (4.3.2).
 
-        Their pages stay valid, and go to whoever needs them later; a conversation that comes back before
-        that has lost nothing. What host memory cannot keep is dropped when its turn comes. Retrieval comes
-        first: nothing begins while a chunk is being copied in. Unless more than half of those pages is
-        missing, few are copied at a time.
+        The pages stay valid until another request needs them, so a conversation that returns before that
+        loses nothing. A chunk that does not fit host memory is dropped. With `retrieval_priority`, no copy
+        begins while a chunk is being copied in. Only a limited number of copies begins per call, unless more
+        than half of the wanted clean pages are missing.
         """
         store = self._store
         if not store.slots.num_places or (self._retrieval_priority and store.num_copies_in):
@@ -110,13 +111,13 @@ class Evictor:
                 continue
             slot = self._allocate_slot(worth, sequence)
             if slot is None:
-                return  # everything in host memory is worth more: this chunk is dropped when its turn comes
+                return  # host memory holds only chunks of higher value: this one is dropped on demand
             store.swap_out(sequence, indices[0], slot)
 
     def push_out(self, sequence: CachedSequence, max_num_chunks: int) -> int:
-        """Take pages of an idle sequence, leading first, as if they were needed; returns how many.
+        """Evict pages of an idle sequence, leading chunks first, as if they were needed; returns how many.
 
-        What they hold displaces anything idle in host memory, and nothing of a queued request.
+        Their chunks displace any idle chunk in host memory, but none of a queued request.
         """
         indices = sorted(sequence.indices_on(EvictionClass.CLEAN) + sequence.indices_on(EvictionClass.DIRTY))[
             :max_num_chunks
@@ -127,7 +128,7 @@ class Evictor:
     # Pages
 
     def _free_page(self, arrival: int) -> bool:
-        """Free the pages of one victim group, idle chunks before those of later arrivals."""
+        """Free the pages of one victim group: idle chunks first, then those of later arrivals."""
         for shelf in _BY_PRICE:
             victim = self._victim(shelf)
             if victim is not None:
@@ -141,7 +142,7 @@ class Evictor:
         return False
 
     def _free_pages(self, sequence: CachedSequence, indices: Sequence[int], worth: float) -> None:
-        """Free the pages of chunks that are worth `worth`; those without a copy begin one, or are dropped."""
+        """Free the pages of chunks of value `worth`; chunks without a copy begin one or are dropped."""
         for index in indices:
             if sequence.chunks[index].shelf is EvictionClass.CLEAN:
                 self._store.give_page(sequence, index)
@@ -150,7 +151,7 @@ class Evictor:
         self._store.trim(sequence)
 
     def _push_out(self, sequence: CachedSequence, index: int, worth: float) -> None:
-        """Take the page of a chunk that has no copy: the copy begins now, or the chunk is dropped."""
+        """Free the page of a chunk without a copy: begin the copy now, or drop the chunk."""
         if self._store.slots.num_places and not sequence.chunks[index].fits_host:
             self._store.drop(sequence, index, DropReason.FITS_NO_SLOT, worth)
             return
@@ -163,23 +164,23 @@ class Evictor:
         self.num_forced_swap_outs += 1
 
     def _drop_unfit(self, sequence: CachedSequence, index: int, worth: float) -> None:
-        """A chunk whose turn to be copied has come has no form for that."""
+        """Drop a chunk that was chosen for swap-out but does not fit host memory."""
         self._store.drop(sequence, index, DropReason.FITS_NO_SLOT, worth)
         self._store.trim(sequence)
 
     # Slots
 
     def _why_no_slot(self) -> DropReason:
-        """What kept `_allocate_slot` from finding one just now."""
+        """Return why `_allocate_slot` just returned None."""
         if not self._store.slots.num_places:
             return DropReason.NO_HOST_MEMORY
         has_victim = self._victim(EvictionClass.HOST) is not None
         return DropReason.HOST_MEMORY_WORTH_MORE if has_victim else DropReason.NO_SLOT
 
     def _allocate_slot(self, worth: float, sequence: CachedSequence) -> int | None:
-        """A slot for a chunk of `sequence`; None where everything there is worth more.
+        """Allocate a slot for a chunk of `sequence`; None if every candidate there is worth more.
 
-        A queued request's is worth more than anything idle, and than what later arrivals have.
+        A queued request's chunk is worth more than any idle chunk and than chunks of later arrivals.
         """
         slots = self._store.slots
         if not slots.num_places:
@@ -191,14 +192,14 @@ class Evictor:
         return None
 
     def _borrow_slot(self) -> bool:
-        """Free the slot of a chunk that is on the gpu as well and does not give way before others."""
+        """Free the slot of a running or queued chunk that also has a page."""
         for sequence, index in self._lenders:
             self._store.give_slot(sequence, index)
             return True
         return False
 
     def _chunks_on_both(self) -> Iterator[tuple[CachedSequence, int]]:
-        """Chunks of running, then of queued sequences that are on the gpu as well, one look at each."""
+        """Yield chunks in state ON_BOTH of running, then of queued sequences; each is visited once."""
         for role in (Role.RUNNING, Role.QUEUED):
             if not self._store.num_on[role][EvictionClass.CLEAN]:
                 continue
@@ -207,12 +208,12 @@ class Evictor:
                     sequence.indices_on(EvictionClass.CLEAN) if sequence.num_on[EvictionClass.CLEAN] else ()
                 ):
                     if sequence.role is not role or index >= len(sequence.chunks):
-                        break  # it was suspended or cut since
+                        break  # it was suspended or truncated since
                     if sequence.chunks[index].state is ChunkState.ON_BOTH:
                         yield sequence, index
 
     def _drop_idle(self, worth: float) -> bool:
-        """Drop what is worth least in host memory, if it is not worth more than what wants its slot."""
+        """Drop the idle chunks of lowest value in host memory, unless that value is above `worth`."""
         victim = self._victim(EvictionClass.HOST)
         if victim is None or victim.worth > worth:
             return False
@@ -234,7 +235,7 @@ class Evictor:
     # Order
 
     def _victim(self, shelf: EvictionClass) -> Victim | None:
-        """The next idle victim on a shelf."""
+        """Return the next idle victim of an eviction class, or None."""
         if not self._num_idle_on[shelf]:
             return None
         order = self._orders[shelf]
@@ -246,10 +247,10 @@ class Evictor:
         return order.peek()
 
     def _frontier(self, sequence: CachedSequence, shelf: EvictionClass) -> Sequence[int]:
-        """What a sequence gives up first that is not idle, and has something on the shelf."""
+        """Return the chunks that a queued sequence with chunks of this class gives up first."""
         return self._policy.frontier(sequence, shelf, self._policy.chunk(sequence, shelf))
 
     def _latest_queued(self, arrival: int) -> Iterator[CachedSequence]:
-        """Queued sequences that arrived after `arrival`, the latest first."""
+        """Return the queued sequences that arrived after `arrival`, the latest first."""
         queued = sorted(self._store.members[Role.QUEUED], key=lambda s: -s.arrival)
         return (sequence for sequence in queued if sequence.arrival > arrival)

@@ -1,6 +1,8 @@
-"""What must hold of the cache between any two calls; tests ask after every step.
+"""Invariants of the cache that hold between any two calls.
 
-Owns: the checks. Does not know how what they check came about.
+Owns: the checks.
+Does not know: how a state came about.
+Called by `CacheManager.check_integrity`, which tests call after every step.
 
 A host copy must hold exactly the tokens that its chunk has now. `Chunk.slot_tokens` is set when the copy
 begins. A truncation lowers it and nothing raises it, so it is the length of the common beginning of copy and
@@ -19,7 +21,7 @@ from pensieve_jax.cache.states import IN_FLIGHT, WITH_PAGE, WITH_SLOT, ChunkStat
 
 
 def check_store(store: ChunkStore, chunk_tokens: int) -> None:
-    """Assert that states, places, copies, counts and roles agree, in the store and in both its pools."""
+    """Assert that states, places, copies, counts and roles agree in the store and in both of its pools."""
     pages: list[int] = []
     slots: list[int] = []
     num_on = {role: [0] * NUM_SHELVES for role in Role}
@@ -39,21 +41,21 @@ def check_store(store: ChunkStore, chunk_tokens: int) -> None:
     rows = [sequence.row for sequence in store.members[Role.RUNNING] if not sequence.is_trunk]
     assert len(set(rows)) == len(rows), "a row of pages has two owners"
     flying.discard(0)
-    assert flying == store.flights.keys(), "chunks that wait for copies, and copies, are not the same"
+    assert flying == store.flights.keys(), "the chunks with a copy id and the copies in flight differ"
     num_in = 0
     for copy_id, (sequence, index) in store.flights.items():
         chunk = sequence.chunks[index]
         assert chunk.copy_id == copy_id, f"copy {copy_id} lost its chunk"
-        assert index >= sequence.num_shared, f"copy {copy_id} is of a chunk that is another's"
+        assert index >= sequence.num_shared, f"copy {copy_id} is of a chunk of another sequence"
         num_in += chunk.state is ChunkState.COPYING_IN
     for orphan in store.orphans.values():
         pages.append(orphan.page)
         slots.append(orphan.slot)
         num_in += orphan.is_in
-    assert not store.flights.keys() & store.orphans.keys(), "a copy is somebody's and nobody's"
+    assert not store.flights.keys() & store.orphans.keys(), "a copy is both attached and detached"
     assert store.num_copies_in == num_in
     assert store.num_copies_in + store.num_copies_out == len(store.flights) + len(store.orphans)
-    assert num_on == store.num_on, f"{num_on} on shelves, counted {store.num_on}"
+    assert num_on == store.num_on, f"{num_on} chunks by eviction class, counted {store.num_on}"
     for places, pool in ((pages, store.pages), (slots, store.slots)):
         owners = Counter(place for place in places if place)
         assert all(count == 1 for count in owners.values()), "a place has two owners"
@@ -68,8 +70,10 @@ def _check_sequence(sequence: CachedSequence, chunk_tokens: int) -> None:
         state = chunk.state
         assert (chunk.page != 0) == (state in WITH_PAGE), f"{name}[{index}] {state.value}, page {chunk.page}"
         assert (chunk.slot != 0) == (state in WITH_SLOT), f"{name}[{index}] {state.value}, slot {chunk.slot}"
-        assert (chunk.copy_id != 0) == (state in IN_FLIGHT), f"{name}[{index}] {state.value}, a copy?"
-        assert chunk.fits_host or not chunk.slot, f"{name}[{index}] has a slot that cannot hold it"
+        assert (chunk.copy_id != 0) == (state in IN_FLIGHT), (
+            f"{name}[{index}] {state.value}, copy {chunk.copy_id}"
+        )
+        assert chunk.fits_host or not chunk.slot, f"{name}[{index}] has a slot but does not fit it"
         if index < sequence.num_shared:
             assert sequence.trunk is not None and chunk is sequence.trunk.chunks[index]
             continue
@@ -80,20 +84,20 @@ def _check_sequence(sequence: CachedSequence, chunk_tokens: int) -> None:
         )
         if state is ChunkState.RESERVED:
             assert sequence.role is Role.RUNNING, "an unpinned sequence holds a reserved page"
-    assert own_counts == sequence.num_on, f"{name}: {own_counts} on shelves, counted {sequence.num_on}"
+    assert own_counts == sequence.num_on, f"{name}: {own_counts} by class, counted {sequence.num_on}"
     num_computed_chunks = -(-sequence.num_kv_tokens // chunk_tokens)
     assert num_computed_chunks <= len(sequence.chunks), "computed tokens without a chunk"
     if sequence.role is not Role.RUNNING:
         assert num_computed_chunks == len(sequence.chunks), "a chunk past the computed tokens"
         own = sequence.chunks[sequence.num_shared :]
         assert not own or sequence.is_trunk or own[-1].shelf is not EvictionClass.ABSENT, (
-            "the tail is dropped"
+            "the last chunk is dropped"
         )
 
 
 def _check_row(store: ChunkStore, sequence: CachedSequence) -> None:
     has_row = sequence.role is Role.RUNNING and not sequence.is_trunk
-    assert (sequence.row >= 0) == has_row, "only conversations that run have a row of pages"
+    assert (sequence.row >= 0) == has_row, "exactly the running conversations have a row of pages"
     if sequence.row >= 0:
         row = store.page_table.take([sequence.row])[0].tolist()
         pages = [chunk.page for chunk in sequence.chunks]
@@ -102,20 +106,25 @@ def _check_row(store: ChunkStore, sequence: CachedSequence) -> None:
 
 
 def _check_trunks(store: ChunkStore, chunk_tokens: int) -> None:
-    """Everybody's lineage is in the store, and every trunk knows who begins with it, and who of them runs."""
+    """Assert that every lineage is in the store, and that trunks count their users and running users."""
     users: dict[CachedSequence, list[CachedSequence]] = {trunk: [] for trunk in store if trunk.is_trunk}
     for sequence in store:
         name, trunk = sequence.sequence_id, sequence.trunk
         if trunk is not None:
             users[trunk].append(sequence)
-        # As many, so a lineage ends: every trunk has some of its own, which `_check_sequence` compares.
-        assert sequence.num_shared == (0 if trunk is None else len(trunk.chunks)), f"{name} begins elsewhere"
+        # Equal lengths also prove that a lineage ends, since every trunk has chunks of its own.
+        # `_check_sequence` compares the chunks.
+        assert sequence.num_shared == (0 if trunk is None else len(trunk.chunks)), (
+            f"{name} shares another number of chunks than its trunk has"
+        )
     for trunk, known in users.items():
         name, num_running = trunk.sequence_id, sum(user.role is Role.RUNNING for user in known)
         assert trunk.is_held or len(trunk.chunks) > trunk.num_shared, f"{name} has no chunk of its own"
-        assert trunk.num_kv_tokens == len(trunk.chunks) * chunk_tokens, f"{name} is not of full chunks"
+        assert trunk.num_kv_tokens == len(trunk.chunks) * chunk_tokens, f"{name} has a partial chunk"
         assert trunk.users.keys() == set(known) and trunk.num_running_users == num_running, name
-        assert (trunk.role is Role.RUNNING) == (num_running > 0), f"{name} is used and not pinned, or pinned"
-        assert trunk.role is not Role.QUEUED, f"{name} waits"
+        assert (trunk.role is Role.RUNNING) == (num_running > 0), (
+            f"{name} is pinned without users, or unpinned"
+        )
+        assert trunk.role is not Role.QUEUED, f"{name} is queued"
         alone = len(known) == 1 and known[0].role is Role.IDLE
-        assert trunk.is_held or (known and not alone), f"{name} outlived its use"
+        assert trunk.is_held or (known and not alone), f"{name} should have been merged or removed"

@@ -1,9 +1,10 @@
-"""The cache of conversation state: who may join, and what a request finds of its history.
+"""The KV cache of conversations: admission of requests, and reuse of their history.
 
-Owns: every `CachedSequence`, pinning and reserving at admission, growing, copying in, forks, and the count of
-pages that are *available* (free, or held by somebody who must give way).
-Does not know: tokens, batches, devices. It changes host state only; that a page may be written again at
-once follows from program order, since every step and every copy is dispatched by one thread.
+Owns: every `CachedSequence`: pinning and reservation at admission, growth, swap-in, forks, and the count of
+*available* pages (free, or evictable for a request).
+Does not know: tokens, batches or devices. It changes host bookkeeping only. A freed page may be written again
+at once, because one thread dispatches every step and every copy in program order.
+Called by the scheduler and the engine.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ class CacheManager:
     """Facade of the cache.
 
     Attributes:
-      chunk_tokens: tokens of a chunk, and of a page.
+      chunk_tokens: tokens per chunk, and per page.
       page_table: the pages of running sequences, by their `row`.
-      prefetch: as configured; it may be changed between steps.
-      turns: to be told what becomes of turns; an order may learn from it.
+      prefetch: whether chunks of queued requests are copied in early; it may be changed between steps.
+      turns: observer of turns, which the eviction order may learn from; the engine calls it.
       num_prefetched_chunks: chunks copied in for requests that were still queued.
     """
 
@@ -48,10 +49,10 @@ class CacheManager:
         on_move: OnMove = lambda before, after, indices: None,
         experience: LearnedState | None = None,
     ) -> None:
-        """An empty cache.
+        """Start with an empty cache.
 
-        `max_num_copies` chunks are on their way in, or out, ahead of need; `on_drop` is told of every drop,
-        `on_move` of chunks that change their owner; an order that learns goes on from `experience`.
+        At most `max_num_copies` copies ahead of need are in flight per direction. `on_drop` is called for
+        every drop, `on_move` for chunks that change their owner. A learning order starts from `experience`.
         """
         self.chunk_tokens = config.chunk_tokens
         self.num_prefetched_chunks = 0
@@ -80,7 +81,7 @@ class CacheManager:
     # Sequences
 
     def open(self, sequence_id: str) -> CachedSequence:
-        """A new, empty, idle sequence."""
+        """Create an empty, idle sequence."""
         sequence = CachedSequence(sequence_id)
         self._store.add(sequence)
         return sequence
@@ -91,10 +92,10 @@ class CacheManager:
         self._store.remove(sequence)
 
     def fork(self, source: CachedSequence, num_tokens: int, sequence_id: str) -> CachedSequence:
-        """A new, idle sequence that begins as `source` does, whatever that is doing.
+        """Create an idle sequence that begins as `source` does, in any role of `source`.
 
-        They share the full chunks of the first `num_tokens` tokens, as far as those were computed once: what
-        is in neither tier is computed by whoever runs first. Nothing is copied.
+        They share the full chunks among the first `num_tokens` computed tokens. The first of them to run
+        recomputes the shared chunks that are in neither tier. No KV is copied.
         """
         fork = self.open(sequence_id)
         fork.last_active_s, fork.bucket = source.last_active_s, source.bucket
@@ -103,9 +104,9 @@ class CacheManager:
         return fork
 
     def lay_out(self, sequence: CachedSequence, num_tokens: int) -> None:
-        """Have an idle sequence's forks share all full chunks of `num_tokens` tokens, computed or not.
+        """Prepare an idle sequence so that its forks share all full chunks of `num_tokens` tokens.
 
-        A last chunk that is computed in part is computed anew.
+        These need not be computed yet. A partly computed last chunk is computed anew.
         """
         assert sequence.role is Role.IDLE
         num_chunks = num_tokens // self.chunk_tokens
@@ -117,24 +118,24 @@ class CacheManager:
             self._trunks.at(sequence, num_chunks)
 
     def open_prefix(self, sequence_id: str, num_tokens: int) -> CachedSequence:
-        """A trunk of the full chunks of `num_tokens` tokens, for others to share; nothing is computed."""
+        """Create a held trunk of the full chunks of `num_tokens` tokens, without computing them."""
         prefix = self._trunks.hold(sequence_id, num_tokens // self.chunk_tokens)
         self.touch(prefix)
         return prefix
 
     def release_prefix(self, prefix: CachedSequence) -> None:
-        """Forget a prefix as soon as no sequence begins with it; none is to share it from here on."""
+        """Forget a prefix as soon as no sequence begins with it; do not `share` it afterwards."""
         self._trunks.release(prefix)
 
     def share(self, sequence: CachedSequence, prefix: CachedSequence) -> None:
-        """An empty, idle sequence begins with the chunks of a prefix from here on."""
+        """Make an empty, idle sequence begin with the chunks of a prefix."""
         assert not sequence.chunks and sequence.role is Role.IDLE and prefix.is_held
         self._trunks.join(sequence, prefix)
 
     def truncate(self, sequence: CachedSequence, num_tokens: int) -> None:
-        """Keep the KV of the first `num_tokens` tokens at most; what is reserved is given back.
+        """Keep at most the KV of the first `num_tokens` tokens, and free reserved pages.
 
-        Of a chunk that it shares and that the cut goes through, it keeps nothing.
+        A shared chunk that the cut divides is not kept at all.
         """
         self._store.cancel_reserved(sequence)
         sequence.num_kv_tokens = min(sequence.num_kv_tokens, num_tokens)
@@ -144,7 +145,7 @@ class CacheManager:
             self._trunks.cut(sequence, sequence.num_kv_tokens // self.chunk_tokens)
 
     def touch(self, sequence: CachedSequence) -> None:
-        """Record activity now; a trunk is as active as its most recent user."""
+        """Record activity now, of the sequence and of its trunks."""
         now_s = self._clock.now()
         self._store.set_active(sequence, now_s)
         trunk = sequence.trunk
@@ -154,9 +155,9 @@ class CacheManager:
             trunk = trunk.trunk
 
     def push_out(self, sequence: CachedSequence, max_num_chunks: int | None = None) -> int:
-        """Have an idle sequence's pages, or the leading ones of them, copied to the host and freed now.
+        """Copy an idle sequence's pages, or only the leading ones, to the host and free them now.
 
-        Returns how many. What host memory has no room for is dropped.
+        Returns how many. Chunks that host memory has no room for are dropped.
         """
         assert sequence.role is Role.IDLE
         self._evictor.begin_pass()
@@ -167,7 +168,10 @@ class CacheManager:
     # Room
 
     def num_available(self, requester: CachedSequence | None = None) -> int:
-        """Pages that are free or held by idle or queued sequences, not by `requester` or its trunks."""
+        """Return the number of pages that are free or held by idle or queued sequences.
+
+        Pages of `requester` and its trunks do not count.
+        """
         num_on = self._store.num_on
         available = self._store.pages.num_free
         for role in (Role.IDLE, Role.QUEUED):
@@ -178,44 +182,44 @@ class CacheManager:
         return available
 
     def begin_step(self) -> None:
-        """Start a scheduling pass."""
+        """Begin a scheduling pass."""
         self._evictor.begin_pass()
 
     def end_step(self) -> None:
-        """Copy what the passes to come will want where they will want it."""
+        """Begin copies ahead of need: swap in for queued requests, then swap out idle chunks."""
         if self.prefetch:
             self._prefetch_for_queued()
         self._evictor.swap_out_ahead()
 
     def complete(self, copy_ids: Iterable[int]) -> None:
-        """These copies are complete: steps that are granted from here on may read, and give away, either."""
+        """Record that copies are complete: steps granted from here on may use their pages and slots."""
         self._store.complete(copy_ids)
 
     def lose(self, copy_ids: Iterable[int]) -> None:
-        """These copies to host memory have ended, and it holds none of the chunks: they do not fit there."""
+        """Record that copies to host memory failed because the chunks do not fit its packed format."""
         self._store.lose(copy_ids)
 
     def take_copies(self) -> tuple[tuple[Copy, ...], tuple[Copy, ...]]:
-        """Copies out and copies in that began since the last call, to be carried out before the next step."""
+        """Return the copies out and in that began since the last call; start them before the next step."""
         return self._store.take_copies()
 
     def take_drops(self) -> tuple[Drop, ...]:
-        """What was dropped since the last call."""
+        """Return the drops since the last call."""
         return self._store.take_drops()
 
     # The life of a request
 
     def enqueue(self, sequence: CachedSequence, arrival: int) -> None:
-        """A request waits for its turn: its chunks give way to earlier arrivals only."""
+        """Mark a sequence as queued: only earlier arrivals may evict its chunks."""
         sequence.arrival = arrival
         sequence.fetched.clear()
         self._store.set_role(sequence, Role.QUEUED)
 
     def try_admit(self, sequence: CachedSequence, num_tokens: int, *, waive_reserve: bool) -> bool:
-        """Pin a queued sequence, set pages aside for all of `num_tokens` tokens, and copy in what it has.
+        """Pin a queued sequence, allocate pages for `num_tokens` tokens, and begin to copy its chunks in.
 
-        Returns False, with nothing changed, while fewer pages than it needs are available, or fewer than
-        the reserve would stay so (the paper's section 4.3.5), or a chunk of it is on its way out.
+        Returns False, with nothing changed, if too few pages are available, if fewer than the reserve would
+        remain available (the paper's section 4.3.5), or while one of its chunks is being copied out.
         """
         assert sequence.role is Role.QUEUED
         own: CachedSequence | None = sequence
@@ -235,11 +239,11 @@ class CacheManager:
                 self._set_page_aside(sequence, index)
         index = sequence.num_kv_tokens // self.chunk_tokens
         if sequence.num_shared <= index < len(sequence.chunks):
-            sequence.chunks[index].fits_host = True  # it will hold something else, and may fit then
+            sequence.chunks[index].fits_host = True  # its new values may fit
         return True
 
     def grow(self, sequence: CachedSequence, num_tokens: int) -> bool:
-        """Reserve the pages that a running sequence of `num_tokens` lacks; False where none gives way."""
+        """Reserve the pages that a running sequence of `num_tokens` lacks; False if none can be evicted."""
         assert sequence.role is Role.RUNNING
         while len(sequence.chunks) * self.chunk_tokens < num_tokens:
             page = self._evictor.allocate_page(sequence.arrival)
@@ -250,84 +254,84 @@ class CacheManager:
         return True
 
     def fill(self, sequence: CachedSequence, start: int, end: int) -> None:
-        """A step that computes tokens [start, end) was granted: their KV counts from here on."""
+        """Record that a step that computes tokens [start, end) was granted: their KV counts from now on."""
         for index in range(start // self.chunk_tokens, -(-end // self.chunk_tokens)):
             self._store.write(sequence.owner_of(index), index)
         sequence.num_kv_tokens = max(sequence.num_kv_tokens, end)
 
     def fill_next(self, sequences: Iterable[CachedSequence]) -> None:
-        """As `fill`, of the next token of each of these."""
+        """Call `fill` for the next token of each sequence."""
         chunk_tokens = self.chunk_tokens
         for sequence in sequences:
             position = sequence.num_kv_tokens
             if position % chunk_tokens == 0 or sequence.chunks[position // chunk_tokens].slot:
                 self.fill(sequence, position, position + 1)
-            sequence.num_kv_tokens = position + 1  # its chunk was written before
+            sequence.num_kv_tokens = position + 1  # enough where the chunk was written before and has no slot
 
     def expedite(self, sequence: CachedSequence) -> tuple[int, ...]:
-        """Let the next step read what is being copied in for a running sequence, whenever it arrives.
+        """Make chunks that are being copied in for a running sequence readable by the next step.
 
-        Returns the ids of the copies, for `Transfers.expedite`. Nothing, while more is on its way than a step
-        can wait for.
+        Returns the ids of the copies, for `Transfers.expedite`: that step must wait for them. Returns none
+        while more copies are in flight than a step can wait for.
         """
         if self._store.num_copies_in > self._max_num_copies:
             return ()
         copy_ids = [
             chunk.copy_id for chunk in sequence.chunks if chunk.state is ChunkState.COPYING_IN
-        ]  # those of its trunks included
+        ]  # including chunks of its trunks
         self._store.complete(copy_ids)
         return tuple(copy_ids)
 
     def blocking_copies(self, sequence: CachedSequence) -> list[int]:
-        """The copies in flight that a request's sequence waits for, if it waits for any."""
+        """Return the copies in flight that a request's sequence waits for."""
         copy_ids = [copy_id for own in sequence.lineage() for copy_id in self._store.copies_of(own)]
         if sequence.role is Role.QUEUED:
             copy_ids += self._store.copies_that_hold_pages()
         return copy_ids
 
     def suspend(self, sequence: CachedSequence) -> None:
-        """A running sequence gives way: queued again. What it computed goes to the host as others need it."""
+        """Queue a running sequence again; its chunks are swapped out as other requests need the pages."""
         sequence.fetched.clear()
         self._unpin(sequence, Role.QUEUED)
 
     def release(self, sequence: CachedSequence) -> None:
-        """No request needs the sequence any more: it is idle from here on, active just now."""
+        """Mark a sequence as idle and active now; no request needs it any more."""
         self.touch(sequence)
         self._unpin(sequence, Role.IDLE)
 
     def lose_device(self) -> None:
-        """The device pools are lost: what no slot holds is dropped."""
+        """Drop all chunks without a valid slot after the device pools were lost."""
         self._store.lose_device()
 
     # For reports
 
     def held(self) -> Iterator[tuple[str, int]]:
-        """Sequence and index of every chunk that has state somewhere, or on its way."""
+        """Yield the sequence id and index of every chunk that is in a tier or in flight."""
         for sequence in self._store:
             for index in range(sequence.num_shared, len(sequence.chunks)):
                 if sequence.chunks[index].shelf is not EvictionClass.ABSENT:
                     yield sequence.sequence_id, index
 
     def worth_of(self, sequence: CachedSequence, index: int) -> float:
-        """What keeping a chunk of an idle sequence is worth now, to the policy."""
+        """Return the policy's current retention value of a chunk of an idle sequence."""
         return self._policy.worth(sequence, index, self._clock.now())
 
     def describe_worths(self, worths: Sequence[DatedWorth]) -> str:
-        """What worths stand for, in the policy's words."""
+        """Describe retention values for users, in the unit of the policy."""
         return self._policy.describe(worths)
 
     def census(self) -> dict[str, int]:
-        """Chunks by state, and what is free of either tier."""
+        """Count the chunks by state, and the free pages and slots."""
         states = Counter(
             chunk.state for sequence in self._store for chunk in sequence.chunks[sequence.num_shared :]
         )
-        for orphan in self._store.orphans.values():  # what the copies of forgotten chunks still hold
+        for orphan in self._store.orphans.values():  # detached copies still hold places
             states[ChunkState.COPYING_IN if orphan.is_in else ChunkState.LEAVING] += 1
         counts = {state.value: states[state] for state in ChunkState if state is not ChunkState.DROPPED}
         return counts | {"free pages": self._store.pages.num_free, "free slots": self._store.slots.num_free}
 
     def stats(self) -> dict[str, int | float]:
-        """Sizes, what is free of them, what was done to make room, and what was learned."""
+        """Return sizes, free places, and the counters of eviction and learning."""
         return {
             "num_gpu_pages": self._store.pages.num_places,
             "num_available_gpu_pages": self.num_available(),
@@ -347,7 +351,7 @@ class CacheManager:
     # Inside
 
     def _set_bucket(self, sequence: CachedSequence, bucket: int) -> None:
-        """Of a sequence and its trunks: all may be idle by now."""
+        """Set the bucket of a sequence and of its trunks; all may be idle by now."""
         for own in sequence.lineage():
             self._store.set_bucket(own, bucket)
 
@@ -359,7 +363,7 @@ class CacheManager:
             self._store.swap_in(owner, index, page)
         else:
             self._store.reserve(owner, index, page)
-        if owner is not sequence:  # a trunk's pages are its users' as well
+        if owner is not sequence:  # users read their trunk's pages through their own row
             self._store.page_table.set(sequence.row, index, page)
 
     def _pin(self, sequence: CachedSequence) -> None:
@@ -375,7 +379,7 @@ class CacheManager:
         self._trunks.tidy(sequence)
 
     def _prefetch_for_queued(self) -> None:
-        """Copy in for queued requests, by arrival, into pages that cost nobody anything."""
+        """Copy in chunks of queued requests, in order of arrival, into pages that need no swap-out."""
         store = self._store
         queued = store.members[Role.QUEUED] if store.num_on[Role.QUEUED][EvictionClass.HOST] else ()
         for sequence in sorted(queued, key=lambda s: s.arrival):

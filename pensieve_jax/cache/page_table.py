@@ -1,7 +1,8 @@
-"""The pages of running sequences as one array, so that a step's page lists are one gather.
+"""The pages of running sequences as one array, so that the page lists of a step are one gather.
 
-Owns: a row for each sequence that runs, and which rows are free. Does not know: sequences, or states: what
-stands in a row is for `ChunkStore` to say.
+Owns: one row per running sequence, and the free rows.
+Does not know: sequences or chunk states.
+Called by `ChunkStore`, which decides what a row contains.
 """
 
 from __future__ import annotations
@@ -10,19 +11,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_FEWEST = 16  # rows, and columns, to begin with
+_FEWEST = 16  # initial number of rows and of columns
 
 
 class PageTable:
-    """Page numbers by row and chunk, 0 where a chunk has none; it grows in both directions."""
+    """Page numbers by row and chunk index, 0 for a chunk without a page; it grows in both directions."""
 
     def __init__(self) -> None:
-        """No rows in use."""
+        """Start with all rows free."""
         self._pages = np.zeros((_FEWEST, _FEWEST), np.int32)
         self._free_rows = list(range(_FEWEST - 1, -1, -1))
 
     def open(self, pages: Sequence[int]) -> int:
-        """Take a row for a sequence whose chunks have these pages; returns its number."""
+        """Allocate a row for a sequence whose chunks have these pages; returns the row number."""
         if not self._free_rows:
             num_rows = len(self._pages)
             self._pages = np.pad(self._pages, ((0, num_rows), (0, 0)))
@@ -33,18 +34,18 @@ class PageTable:
         return row
 
     def close(self, row: int) -> None:
-        """Give a row back."""
+        """Clear a row and free it."""
         self._pages[row] = 0
         self._free_rows.append(row)
 
     def set(self, row: int, index: int, page: int) -> None:
-        """Chunk `index` has `page` now."""
+        """Record that chunk `index` of the sequence has `page`."""
         if index >= self._pages.shape[1]:
             self._widen(index + 1)
         self._pages[row, index] = page
 
     def take(self, rows: Sequence[int]) -> np.ndarray:
-        """Copies of these rows, one after the other: i32[len(rows), some number of chunks]."""
+        """Copy these rows, in order: i32[len(rows), num_columns], padded with 0."""
         return self._pages.take(rows, axis=0)
 
     def _widen(self, num_chunks: int) -> None:

@@ -1,17 +1,19 @@
-"""The cached state of one conversation: its chunks, where they are, and how far it was computed.
+"""The KV cache of one conversation: its chunks, their places, and its computed length.
 
-Owns: the chunk list with its states.
-Does not know: tokens, policies, or other sequences but those that it shares chunks with. Only `ChunkStore`,
-`SharedChunks` and `CacheManager` change it.
+Owns: the list of chunks with their states.
+Does not know: tokens, policies, or other sequences except those that it shares chunks with.
+Called by `ChunkStore`, `SharedChunks` and `CacheManager`; only these change it.
 
-Invariants: there is a chunk for every started `chunk_tokens` of `num_kv_tokens`, and further ones only
-while they are reserved; the last chunk of an unpinned sequence is never dropped (losing it shortens
-`num_kv_tokens` instead), so holes have computed tokens behind them; only the last computed chunk can be
-partly valid.
+Invariants:
+- `num_kv_tokens` tokens have ceil(num_kv_tokens / chunk_tokens) chunks. Further chunks exist only while they
+  are reserved.
+- The last chunk of an unpinned sequence is never dropped; losing it shortens `num_kv_tokens` instead. So
+  every hole has computed tokens behind it.
+- Only the last computed chunk can be partly valid.
 
-A trunk is a sequence of full chunks that others begin with, its users: they have its chunks, the same
-objects, at the front of their own list; those are counted, evicted and moved as the trunk's only. A trunk may
-begin with another one. Every chunk has one owner: whoever has it behind the first `num_shared`.
+A trunk is a sequence of full chunks that other sequences, its users, begin with. A user has the same chunk
+objects at the front of its own list, but they are counted, evicted and moved as the trunk's only. A trunk may
+begin with another trunk. Every chunk has one owner: the sequence that has it at an index >= `num_shared`.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ NUM_SHELVES = len(EvictionClass)
 
 
 class Role(Enum):
-    """Who may take a sequence's pages."""
+    """Which requests may evict a sequence's pages."""
 
-    IDLE = "idle"  # anybody, as the policy orders
+    IDLE = "idle"  # every request, in the order of the policy
     QUEUED = "queued"  # requests that arrived earlier
-    RUNNING = "running"  # nobody: pinned
+    RUNNING = "running"  # none: it is pinned
 
     __hash__ = object.__hash__  # members are singletons; Enum's own hash is a Python function
 
@@ -37,15 +39,15 @@ class Role(Enum):
 class Chunk:
     """One chunk: its state, and its page, slot and copy in flight (0 where it has none).
 
-    `fits_host` is False while what it holds is known to have no form in which host memory keeps chunks: it is
-    dropped where others are copied. `slot_tokens` is the number of its tokens that the slot holds, or will
-    hold once the copy is complete. It means nothing without a slot.
+    `fits_host` is False while its values are known not to fit the packed format of host memory; such a chunk
+    is dropped instead of swapped out. `slot_tokens` is the number of its tokens that the slot holds, or will
+    hold once the copy is complete; it is undefined without a slot.
     """
 
     __slots__ = ("copy_id", "fits_host", "page", "slot", "slot_tokens", "state")
 
     def __init__(self) -> None:
-        """Dropped, without a page or a slot."""
+        """Start in the state DROPPED, without a page or a slot."""
         self.state = ChunkState.DROPPED
         self.page = 0
         self.slot = 0
@@ -55,12 +57,12 @@ class Chunk:
 
     @property
     def shelf(self) -> EvictionClass:
-        """What its state means to whoever needs room."""
+        """Eviction class of its state."""
         return self.state.shelf
 
     @property
     def readable(self) -> bool:
-        """Steps that are dispatched now can read it."""
+        """Whether a step that is dispatched now can read it."""
         return self.state.shelf in (EvictionClass.DIRTY, EvictionClass.CLEAN)
 
 
@@ -68,22 +70,23 @@ class CachedSequence:
     """One conversation in the cache, or a trunk that several share.
 
     Attributes:
-      chunks: by position; the first `num_shared` are the trunk's, or those before it.
-      num_kv_tokens: tokens [0, num_kv_tokens) were computed; those of dropped and reserved chunks are
-        lost again.
-      num_on: own chunks by shelf.
-      fetched: chunks copied in for its queued request, before that was admitted.
-      last_active_s: when its last turn ended, or began.
+      chunks: all chunks by position; the first `num_shared` belong to the trunk or its ancestors.
+      num_kv_tokens: tokens [0, num_kv_tokens) were computed; dropped and reserved chunks lack their KV.
+      num_on: number of own chunks per eviction class.
+      fetched: indices of chunks copied in for its queued request before admission.
+      last_active_s: when its last turn began or ended.
       arrival: arrival number of its queued or running request.
-      bucket: which turns its last one was like (`order.returns.bucket_of`); of a trunk, its latest user's.
-      role: who may take its pages.
-      role_number: counts up with every sequence that takes a role.
-      row: of the table of pages that steps read, while it runs; else -1. Steps read no trunk as such.
-      trunk: whose chunks it begins with, if anybody's.
-      is_trunk: others share its chunks: they are full, and it keeps its length whatever is dropped.
-      users: of a trunk, the sequences that begin with all of it, other trunks among them.
-      num_running_users: how many of these run; while any does, the trunk counts as running too.
-      is_held: of a trunk, that somebody wants it kept as it is, with any number of users or none.
+      bucket: bucket of similar turns of its last turn (`order.returns.bucket_of`); for a trunk, that of its
+        latest user.
+      role: which requests may evict its pages.
+      role_number: position in the order in which sequences took their roles.
+      row: its row in the page table while it runs, else -1. Trunks have no row: steps read only their users.
+      trunk: the trunk that it begins with, or None.
+      is_trunk: whether others share its chunks. A trunk has full chunks only and keeps its length when chunks
+        are dropped.
+      users: for a trunk, the sequences (or trunks) that begin directly with it.
+      num_running_users: number of running users; a trunk counts as running while it has one.
+      is_held: for a trunk, whether it is a prefix to keep, with any number of users.
     """
 
     __slots__ = (
@@ -125,31 +128,31 @@ class CachedSequence:
         self.users: dict[CachedSequence, None] = {}
         self.num_running_users = 0
         self.is_held = False
-        self._first_on = [0] * NUM_SHELVES  # no own chunk before it is on that shelf
+        self._first_on = [0] * NUM_SHELVES  # lower bound of the first own chunk of each class
 
     @property
     def num_resident(self) -> int:
-        """Own chunks that steps can read."""
+        """Number of own chunks that steps can read."""
         return self.num_on[EvictionClass.DIRTY] + self.num_on[EvictionClass.CLEAN]
 
     @property
     def holds_state(self) -> bool:
-        """Some own chunk is in some tier, or on its way."""
+        """Whether any own chunk is in a tier or in flight."""
         return len(self.chunks) - self.num_shared > self.num_on[EvictionClass.ABSENT]
 
     def will_write(self, index: int, chunk_tokens: int) -> bool:
-        """It runs, and computes tokens of that chunk next, or later."""
+        """Return whether the sequence runs and still has to compute tokens of this chunk."""
         return self.role is Role.RUNNING and index >= self.num_kv_tokens // chunk_tokens
 
     def lineage(self) -> Iterator[CachedSequence]:
-        """Itself, the trunk that it begins with, the one that that begins with, and so on."""
+        """Yield this sequence, its trunk, the trunk of that trunk, and so on."""
         sequence: CachedSequence | None = self
         while sequence is not None:
             yield sequence
             sequence = sequence.trunk
 
     def owner_of(self, index: int) -> CachedSequence:
-        """Who of its lineage a chunk belongs to."""
+        """Return the sequence of the lineage that owns chunk `index`."""
         owner = self
         while index < owner.num_shared:
             assert owner.trunk is not None
@@ -157,7 +160,7 @@ class CachedSequence:
         return owner
 
     def begin_with(self, trunk: CachedSequence | None) -> None:
-        """Have the chunks of `trunk` and no others, or none at all."""
+        """Replace all chunks by those of `trunk`, or by none."""
         self.trunk = trunk
         self.chunks = [] if trunk is None else list(trunk.chunks)
         self.num_shared = len(self.chunks)
@@ -165,12 +168,12 @@ class CachedSequence:
         self._first_on = [self.num_shared] * NUM_SHELVES
 
     def take_from(self, trunk: CachedSequence) -> None:
-        """The chunks of its trunk are its own from here on; it begins with what that began with."""
+        """Take over its trunk's own chunks, and begin with the trunk's parent instead."""
         self.trunk, self.num_shared = trunk.trunk, trunk.num_shared
         self._first_on = [min(pair) for pair in zip(self._first_on, trunk._first_on, strict=True)]
 
     def give_to(self, trunk: CachedSequence, num_chunks: int) -> None:
-        """Its own chunks up to `num_chunks` in all are a new trunk's from here on, which it begins with."""
+        """Give its own chunks with indices below `num_chunks` to a new trunk, and begin with that trunk."""
         trunk.trunk, trunk.num_shared = self.trunk, self.num_shared
         trunk.chunks = self.chunks[:num_chunks]
         trunk._first_on = [min(index, num_chunks) for index in self._first_on]
@@ -178,12 +181,12 @@ class CachedSequence:
         self._first_on = [max(index, num_chunks) for index in self._first_on]
 
     def indices_on(self, shelf: EvictionClass) -> list[int]:
-        """Own chunks on a shelf, leading first."""
+        """Return the indices of own chunks of one eviction class, ascending."""
         chunks = self.chunks
         return [i for i in range(self.num_shared, len(chunks)) if chunks[i].state.shelf is shelf]
 
     def first_on(self, shelf: EvictionClass) -> int:
-        """The leading own chunk on a shelf; `len(chunks)` where none is. Cheap: it mostly moves on."""
+        """Return the first own chunk of a class, or `len(chunks)`. The search resumes where it last ended."""
         chunks, i = self.chunks, self._first_on[shelf]
         num_chunks = len(chunks)
         if i < num_chunks and chunks[i].state.shelf is shelf:
@@ -194,14 +197,14 @@ class CachedSequence:
         return i
 
     def last_on(self, shelf: EvictionClass) -> int:
-        """The last own chunk on a shelf; -1 where none is."""
+        """Return the last own chunk of a class, or -1."""
         for i in range(len(self.chunks) - 1, self.num_shared - 1, -1):
             if self.chunks[i].shelf is shelf:
                 return i
         return -1
 
     def move(self, index: int, before: EvictionClass, after: EvictionClass) -> None:
-        """Own chunk `index` went from a shelf to another one."""
+        """Update the counts after own chunk `index` changed its eviction class."""
         num_on, first_on = self.num_on, self._first_on
         num_on[before] -= 1
         num_on[after] += 1
@@ -209,14 +212,14 @@ class CachedSequence:
             first_on[after] = index
 
     def count(self, index: int, shelf: EvictionClass, change: int) -> None:
-        """As many own chunks as `change` came to a shelf, from `index` on; or the one there left it."""
+        """Count `change` more own chunks of a class, from `index` on; -1 removes the one at `index`."""
         self.num_on[shelf] += change
         if change > 0 and index < self._first_on[shelf]:
             self._first_on[shelf] = index
 
     @property
     def first_arriving(self) -> int | None:
-        """The leading chunk that is being copied in, those of its trunks included."""
+        """The first chunk that is being copied in, including chunks of its trunks."""
         leading = self.first_on(EvictionClass.ARRIVING) if self.num_on[EvictionClass.ARRIVING] else None
         trunk = self.trunk
         while trunk is not None:
@@ -226,11 +229,11 @@ class CachedSequence:
         return leading
 
     def num_tokens_of(self, index: int, chunk_tokens: int) -> int:
-        """Computed tokens of chunk `index`, whether they are lost or not."""
+        """Return the number of computed tokens of chunk `index`, even if their KV was dropped."""
         return max(min(chunk_tokens, self.num_kv_tokens - index * chunk_tokens), 0)
 
     def holes(self, chunk_tokens: int) -> list[tuple[int, int]]:
-        """Token intervals below `num_kv_tokens` that must be computed again, ascending and merged."""
+        """Return the token intervals below `num_kv_tokens` to recompute, ascending and merged."""
         intervals: list[tuple[int, int]] = []
         for i, chunk in enumerate(self.chunks):
             start, end = i * chunk_tokens, min((i + 1) * chunk_tokens, self.num_kv_tokens)

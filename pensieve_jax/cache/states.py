@@ -1,7 +1,11 @@
-"""The states of a chunk and the ONE table of what may happen to it.
+"""The states of a chunk and the table of its legal transitions.
 
-A chunk has a page, a host slot, both or neither; a copy between them takes a while, so being in flight is a
-state as well. Nothing else decides what is legal.
+A chunk has a page, a host slot, both or neither. A copy between them takes time, so being in flight is also a
+state. `TRANSITIONS` alone decides which transitions are legal.
+
+Owns: the states, the transitions and the eviction class of each state.
+Does not know: pages, slots or sequences.
+Called by every module of the cache.
 """
 
 from __future__ import annotations
@@ -13,36 +17,36 @@ class ChunkState(Enum):
     """Where a chunk's KV is.
 
     Attributes:
-      shelf: what it means to whoever needs room, by the table `SHELF`.
+      shelf: its eviction class, from the table `SHELF`.
     """
 
     shelf: EvictionClass
 
-    DROPPED = "dropped"  # nowhere: it must be recomputed from raw tokens
+    DROPPED = "dropped"  # in neither tier: it must be recomputed from raw tokens
     RESERVED = "reserved"  # it owns a page whose KV no dispatched step has written yet
-    ON_GPU = "on gpu"  # its page holds valid KV, as far as the sequence's computed length goes
-    COPYING_OUT = "copying out"  # its page is valid, its slot will be
-    LEAVING = "leaving"  # its page was given away behind the copy's back; its slot will be valid
+    ON_GPU = "on gpu"  # its page holds valid KV up to the sequence's computed length
+    COPYING_OUT = "copying out"  # its page is valid; its slot will be valid after the copy
+    LEAVING = "leaving"  # its page was freed before the copy completed; its slot will be valid
     ON_BOTH = "on both"  # its page and its slot are valid
     ON_CPU = "on cpu"  # its slot is valid
-    COPYING_IN = "copying in"  # its slot is valid, its page will be
+    COPYING_IN = "copying in"  # its slot is valid; its page will be valid after the copy
 
     __hash__ = object.__hash__  # members are singletons; Enum's own hash is a Python function
 
 
 class ChunkEvent(Enum):
-    """What happens to a chunk."""
+    """An event in the life of a chunk."""
 
-    RESERVE = "be reserved"  # a page is set aside for it
+    RESERVE = "be reserved"  # a page is allocated for it
     FILL = "be filled"  # a step that writes its KV was granted; program order makes it readable from then on
     CANCEL = "be cancelled"  # its page is freed before anything was written to it
-    SWAP_OUT = "be swapped out"  # a slot is set aside, and the copy of its page begins
-    SWAP_IN = "be swapped in"  # a page is set aside, and the copy of its slot begins
+    SWAP_OUT = "be swapped out"  # a slot is allocated, and the copy of its page begins
+    SWAP_IN = "be swapped in"  # a page is allocated, and the copy of its slot begins
     ARRIVE = "arrive"  # the copy is complete
-    LOSE = "be lost on its way"  # the copy to its slot has ended, and the slot holds nothing
-    GIVE_PAGE = "give its page"  # its page is freed; a copy has read it, or is complete
-    GIVE_SLOT = "give its slot"  # its slot is freed, or left to the copy in flight: lent, or out of date
-    DROP = "be dropped"  # its KV is forgotten; what a copy in flight still uses is left to that copy
+    LOSE = "lose its copy"  # the copy to its slot ended, but the slot holds no KV
+    GIVE_PAGE = "free its page"  # its page is freed; its copy to the host has begun or is complete
+    GIVE_SLOT = "free its slot"  # its slot is stale or needed elsewhere: freed, or left to the copy in flight
+    DROP = "be dropped"  # its KV is dropped; a copy in flight keeps the place that it still uses
 
     __hash__ = object.__hash__
 
@@ -78,14 +82,14 @@ IN_FLIGHT = frozenset({_S.COPYING_OUT, _S.LEAVING, _S.COPYING_IN})
 
 
 class EvictionClass(IntEnum):
-    """What a state means to whoever needs room; every state is on one shelf."""
+    """What evicting a chunk takes; every state has one class. Variables named `shelf` hold one."""
 
-    ABSENT = 0  # no KV anywhere
-    DIRTY = 1  # readable by steps; its page is free to take once a copy has begun, or it is dropped
-    CLEAN = 2  # readable by steps; its page is free to take
-    HOST = 3  # its slot is free to take if it is dropped
-    ARRIVING = 4  # nothing to take before the copy is complete
-    DEPARTING = 5  # the same, and a request that needs it waits for the copy
+    ABSENT = 0  # it has no KV in either tier
+    DIRTY = 1  # steps can read it; its page can be freed after a copy begins, or by dropping the chunk
+    CLEAN = 2  # steps can read it; its page can be freed at no cost
+    HOST = 3  # its slot can be freed by dropping the chunk
+    ARRIVING = 4  # nothing can be freed before its copy is complete
+    DEPARTING = 5  # nothing can be freed either, and a request that needs it must wait for the copy
 
 
 SHELF: dict[ChunkState, EvictionClass] = {
@@ -101,19 +105,19 @@ SHELF: dict[ChunkState, EvictionClass] = {
 
 
 for _state, _shelf in SHELF.items():
-    _state.shelf = _shelf  # asked for more often than anything else: a table takes longer
+    _state.shelf = _shelf  # the hottest read of the cache: an attribute is faster than a dict lookup
 
 
-# Shelves that whoever needs room takes from.
+# Classes with pages or slots that the evictor can free.
 CONTESTED = (EvictionClass.DIRTY, EvictionClass.CLEAN, EvictionClass.HOST)
 
 
 class IllegalTransitionError(AssertionError):
-    """A chunk was asked for what its state does not allow: a bug in the cache, never the caller's."""
+    """A transition that the chunk's state does not allow: always a bug in the cache, never in its caller."""
 
 
 def next_state(state: ChunkState, event: ChunkEvent) -> ChunkState:
-    """The state that `event` leads to; `IllegalTransitionError` where the table has none."""
+    """Return the state after `event`; raises IllegalTransitionError if the table has no entry."""
     try:
         return TRANSITIONS[state, event]
     except KeyError:

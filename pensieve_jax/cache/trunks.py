@@ -1,13 +1,14 @@
-"""Chunks that several sequences begin with: when they become a trunk's, and when they are one's own again.
+"""Chunks that several sequences begin with, and the trunks that own them.
 
-Owns: trunks, from the first fork, or the prefix that somebody shares, to the last user: who begins with
-which, who is pinned through whom, splitting and merging.
-Does not know: what room is made for, or why somebody forks.
+Owns: trunks from the first fork, or from a shared prefix, to the last user: the tree, pinning, splitting and
+merging.
+Does not know: why room is needed or why a caller forks.
+Called by `CacheManager`.
 
-Sequences form a tree: leaves are conversations, and every inner node is a trunk that owns at least one full
-chunk. A trunk that nobody holds has two users, or one that runs or waits: a single idle one takes its chunks
-over, so that the tree is never deeper than there are forks alive. Nothing is ever copied: a chunk keeps its
-page, its slot and its index, and changes its owner only.
+Sequences form a tree. Leaves are conversations; every inner node is a trunk that owns at least one full
+chunk. A trunk that is not held has at least two users, or one that is running or queued. A single idle user
+takes over its chunks, so the tree is never deeper than the number of live forks. No KV is ever copied: a
+chunk keeps its page, its slot and its index, and only changes its owner.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pensieve_jax.cache.chunk_store import ChunkStore
 from pensieve_jax.cache.sequence import CachedSequence, Role
 
 type OnMove = Callable[[str, str | None, range], None]
-"""Told of chunks that go from the sequence of one id to that of another; None: the first one is no more."""
+"""Called with (giver id, taker id, indices) when chunks change owner; taker None: the giver was removed."""
 
 
 class SharedChunks:
@@ -32,7 +33,7 @@ class SharedChunks:
         on_move: OnMove,
         on_resized: Callable[[CachedSequence], None],
     ) -> None:
-        """None; `on_resized` is told of sequences that own more chunks, or fewer, than they did."""
+        """Start without trunks; `on_resized` is called for sequences whose number of own chunks changed."""
         self._store = store
         self._chunk_tokens = chunk_tokens
         self._on_move = on_move
@@ -40,7 +41,7 @@ class SharedChunks:
         self._num_made = 0
 
     def hold(self, sequence_id: str, num_chunks: int) -> CachedSequence:
-        """A new trunk of dropped chunks, to be kept until it is released."""
+        """Create a trunk of dropped chunks that is kept until `release`."""
         trunk = CachedSequence(sequence_id, is_trunk=True)
         trunk.is_held = True
         self._store.add(trunk)
@@ -49,12 +50,12 @@ class SharedChunks:
         return trunk
 
     def release(self, trunk: CachedSequence) -> None:
-        """Nobody wants it kept any more but those who begin with it."""
+        """Keep a held trunk only as long as it has users."""
         trunk.is_held = False
         self._tidy_below(trunk)
 
     def at(self, sequence: CachedSequence, num_chunks: int) -> CachedSequence | None:
-        """The trunk of the first `num_chunks` chunks that a sequence has, made if need be; None for none."""
+        """Return the trunk of a sequence's first `num_chunks` chunks, made if needed; None for 0 chunks."""
         if not num_chunks:
             return None
         owner = sequence.owner_of(num_chunks - 1)
@@ -63,7 +64,7 @@ class SharedChunks:
         return self._split(owner, num_chunks)
 
     def join(self, sequence: CachedSequence, trunk: CachedSequence | None) -> None:
-        """A sequence without chunks of its own begins with a trunk, or with none."""
+        """Make a sequence without own chunks begin with `trunk`, or with none."""
         sequence.begin_with(trunk)
         if trunk is not None:
             trunk.users[sequence] = None
@@ -71,20 +72,20 @@ class SharedChunks:
                 self.pin(sequence)
 
     def cut(self, sequence: CachedSequence, num_chunks: int) -> None:
-        """A sequence without chunks of its own keeps the first `num_chunks` of its trunks'."""
+        """Truncate a sequence without own chunks to the first `num_chunks` shared ones."""
         before, after = sequence.trunk, self.at(sequence, num_chunks)
         assert before is not None and len(sequence.chunks) == sequence.num_shared > num_chunks
         if sequence.row >= 0:
             for index in range(num_chunks, sequence.num_shared):
                 self._store.page_table.set(sequence.row, index, 0)
-        self.join(sequence, after)  # first, or what both have in common would be unpinned in between
+        self.join(sequence, after)  # first, or common ancestors would be unpinned in between
         del before.users[sequence]
         if sequence.role is Role.RUNNING:
             self._unpin_from(before)
         self._tidy_below(before)
 
     def pin(self, sequence: CachedSequence) -> None:
-        """A sequence began to run: so do its trunks."""
+        """Pin the trunks of a sequence that began to run."""
         trunk = sequence.trunk
         while trunk is not None:
             trunk.num_running_users += 1
@@ -94,11 +95,11 @@ class SharedChunks:
             trunk = trunk.trunk
 
     def unpin(self, sequence: CachedSequence) -> None:
-        """A sequence that runs is about to stop: so do those of its trunks that nobody else runs with."""
+        """Unpin the trunks of a sequence that stops running, except those with other running users."""
         self._unpin_from(sequence.trunk)
 
     def tidy(self, sequence: CachedSequence) -> None:
-        """Along a lineage, give to idle sequences what nobody else begins with."""
+        """Merge every trunk of a lineage into its user if that is its only one and idle."""
         while (trunk := sequence.trunk) is not None:
             if sequence.role is Role.IDLE and len(trunk.users) == 1 and not trunk.is_held:
                 self._merge(trunk, sequence)
@@ -117,7 +118,7 @@ class SharedChunks:
             trunk = trunk.trunk
 
     def _split(self, owner: CachedSequence, num_chunks: int) -> CachedSequence:
-        """Own chunks up to `num_chunks` in all become a new trunk's; pinned as its one user is."""
+        """Move own chunks with indices below `num_chunks` to a new trunk, pinned if its one user is."""
         self._num_made += 1
         name = f"\0trunk-{self._num_made}"  # never a caller's id: those have no NUL
         trunk = CachedSequence(name, is_trunk=True)
@@ -134,11 +135,11 @@ class SharedChunks:
             trunk.trunk.users[trunk] = None
         self._store.hand_over(owner, trunk, trunk.num_shared, num_chunks)
         self._moved(owner, trunk, range(trunk.num_shared, num_chunks))
-        self.tidy(trunk)  # what an owner that waits begins with alone may be this idle one's
+        self.tidy(trunk)  # the new trunk is idle, so it may absorb a parent that a queued owner kept alive
         return trunk
 
     def _merge(self, trunk: CachedSequence, sequence: CachedSequence) -> None:
-        """A trunk's chunks are those of its one user, which is idle as it is; it is no more."""
+        """Give a trunk's chunks to its only user and remove it; both are idle."""
         first, end = trunk.num_shared, sequence.num_shared
         sequence.take_from(trunk)
         if trunk.trunk is not None:
@@ -151,7 +152,7 @@ class SharedChunks:
         self._store.trim(sequence)
 
     def _tidy_below(self, trunk: CachedSequence | None) -> None:
-        """A trunk may have lost a user: it goes with the last one, and into a single idle one."""
+        """Remove a trunk that lost its last user, or merge it into a single idle user."""
         while trunk is not None and not trunk.users and not trunk.is_held:
             before = trunk.trunk
             self._store.shorten(trunk, trunk.num_shared)
@@ -161,7 +162,7 @@ class SharedChunks:
                 del before.users[trunk]
             trunk = before
         if trunk is not None:
-            self.tidy(next(iter(trunk.users), trunk))  # one that is held may be all that its own trunk has
+            self.tidy(next(iter(trunk.users), trunk))  # a held trunk may be the only user of its parent
 
     def _moved(self, giver: CachedSequence, taker: CachedSequence, indices: range) -> None:
         self._on_move(giver.sequence_id, taker.sequence_id, indices)

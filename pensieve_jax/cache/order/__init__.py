@@ -1,1 +1,1 @@
-"""Which idle chunk is worth least: eviction policies, what they cost, and the order that learns."""
+"""Eviction orders of idle chunks: policies, recomputation costs, and the order that learns."""

@@ -1,10 +1,11 @@
-"""What it costs to recompute a chunk, by how much context it attends to (the paper's section 4.3.1).
+"""The cost of recomputing a chunk, as a function of its context length (the paper's section 4.3.1).
 
-Owns: `Cost(l)`, in seconds, non-decreasing in the context length `l`: a chunk's dense layers cost the
-same wherever it stands, its attention grows with what comes before it. That is why leading chunks are
-the cheap ones. The built-in model is analytic; a measured one comes from a profile, a JSON file.
-Does not know: how a profile is measured (`pensieve profile`, `device.start_costs`), or what the
-engine runs on: `assembly` says what a profile must have been measured with.
+Owns: `Cost(l)`, in seconds, non-decreasing in the context length `l`. A chunk's dense layers cost the same at
+every position, and its attention grows with the tokens before it, so leading chunks are the cheapest. The
+built-in model is analytic; a measured model comes from a profile, a JSON file.
+Does not know: how a profile is measured (`pensieve profile`, `device.start_costs`), or the engine's hardware:
+`assembly` states what a profile must have been measured on.
+Called by the eviction policies, the policy selector, `assembly` and `pensieve profile`.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from typing import Any, NamedTuple, Protocol, Self
 from pensieve_jax.core.errors import ConfigError
 
 COST_KINDS = {
-    "alone": "a step that recomputes this chunk and nothing else, as the paper profiles it; mostly the "
-    "reading of all weights, which in a batch is paid once for everybody",
-    "in_batch": "a share of a step that recomputes one chunk of each of many sequences: what one chunk more "
-    "costs an engine whose batches hold recomputed chunks, prompts and replies together",
+    "alone": "a step that recomputes only this chunk, as the paper profiles it; mostly the time to read all "
+    "weights, which a batch pays once for all of its sequences",
+    "in_batch": "a share of a step that recomputes one chunk of each of many sequences: the marginal cost of "
+    "a chunk in an engine whose batches mix recomputed chunks, prompts and replies",
 }
-"""What `Cost(l)` may stand for, and why one would choose it."""
+"""The definitions of `Cost(l)` to choose from, with the reason for each."""
 
 DEFAULT_COST_KIND = "in_batch"
 
@@ -35,33 +36,33 @@ _FIELD = "cache.cost_profile"
 _MEASURE = "measure this model here with `pensieve profile`"
 _UNITS = {
     "*_s": "seconds for one chunk of chunk_tokens tokens, over all layers",
-    "context_len": "tokens up to the chunk's end, its own included",
-    "attention_s": "the attention operation by itself; of a profile measured at a start, how much longer the "
-    "step takes than at the shortest context",
-    "rest_s": "everything else of the step: total - attention at the shortest context",
+    "context_len": "tokens up to the chunk's end, including its own",
+    "attention_s": "the attention operation alone; in a profile measured at engine start, the time by which "
+    "the step exceeds the step at the shortest context",
+    "rest_s": "the rest of the step: total - attention at the shortest context",
     "total_s": "the whole step, as measured",
 }
-_MAX_COST_S = 1e6  # no chunk takes days
+_MAX_COST_S = 1e6  # 11 days: above every plausible measurement
 
 
 class CostModel(Protocol):
     """Seconds to recompute one chunk."""
 
     def chunk_cost_s(self, context_len: int) -> float:
-        """Cost of a chunk that ends at position `context_len`; never decreases with it."""
+        """Return the cost of a chunk that ends at position `context_len`, non-decreasing in it."""
         ...
 
 
 @dataclass(frozen=True)
 class AnalyticCostModel:
-    """Floating-point operations over a device's rate: what there is before anything was measured.
+    """Floating-point operations over a device's rate, used without a measurement.
 
     Attributes:
-      chunk_tokens: tokens of a chunk.
-      num_weights: parameters of the layers, each a multiply-add a token.
+      chunk_tokens: tokens per chunk.
+      num_weights: parameters of the layers; each is one multiply-add per token.
       attention_width: num_layers * num_heads * head_dim; a token does two multiply-adds of this width
         (scores and values) for every token it attends to.
-      flop_per_s: the device's rate. It scales every cost alike, so the order of eviction ignores it.
+      flop_per_s: the device's rate. It scales all costs equally, so it does not affect the eviction order.
     """
 
     chunk_tokens: int
@@ -70,23 +71,25 @@ class AnalyticCostModel:
     flop_per_s: float = 4e14
 
     def chunk_cost_s(self, context_len: int) -> float:
-        """Dense operations plus attention over `context_len` tokens, in seconds."""
+        """Return the time of the dense operations plus attention over `context_len` tokens."""
         flop = 2 * self.num_weights + 4 * self.attention_width * context_len
         return self.chunk_tokens * flop / self.flop_per_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostSubject:
-    """What costs were measured of. Weights do not matter: fine-tunings of one model cost the same.
+    """The model and hardware of a cost measurement.
+
+    It excludes the values of the weights, because all fine-tunings of a model cost the same.
 
     Attributes:
       architecture, num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size,
-        vocab_size: the model's.
-      dtype: of weights.
-      kv_dtype: of KV state; the same unless it is stored in 8 bits.
-      device: its kind, as the runtime calls it.
+        vocab_size: dimensions of the model.
+      dtype: type of the weights.
+      kv_dtype: type of the KV cache; differs from `dtype` only for an 8-bit KV cache.
+      device: device kind, as the runtime names it.
       tensor_parallel_size: devices that share each layer.
-      chunk_tokens: tokens of a chunk.
+      chunk_tokens: tokens per chunk.
     """
 
     architecture: str
@@ -115,15 +118,15 @@ class CostPoint(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CostProfile:
-    """A measurement, as it is kept in a file.
+    """A measurement of recomputation costs, as stored in a file.
 
     Attributes:
-      subject: what it was measured of.
-      model: the model's name, for people.
+      subject: the model and hardware that were measured.
+      model: display name of the model.
       jax_version, command: how it was measured.
-      num_batched_chunks: chunks of the steps that "in_batch" is a share of.
-      cost: the kind that `Cost(l)` is: a key of `curves`.
-      curves: by kind (see `COST_KINDS`), at least two points of ascending context length.
+      num_batched_chunks: chunks per step in the measurement of the kind "in_batch".
+      cost: the kind of cost that `Cost(l)` uses: a key of `curves`.
+      curves: for each kind (see `COST_KINDS`), at least two points of ascending context length.
     """
 
     subject: CostSubject
@@ -136,11 +139,11 @@ class CostProfile:
 
     @property
     def points(self) -> tuple[CostPoint, ...]:
-        """Those that `Cost(l)` is made of."""
+        """Points of the curve that `Cost(l)` uses."""
         return self.curves[self.cost]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, with their units and the reason for the choice of cost."""
+        """Return plain values for JSON, including units and the definition of the cost."""
         return {
             "format": _FORMAT,
             "model": self.model,
@@ -155,16 +158,16 @@ class CostProfile:
         }
 
     def save(self, path: str | Path) -> None:
-        """Write the file anew; raises OSError."""
+        """Write the profile to a file, replacing it; raises OSError."""
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path, subject: CostSubject | None = None) -> Self:
-        """Read a file that `save` wrote, of `subject` unless that is None.
+        """Read a file that `save` wrote; if `subject` is given, the file's subject must equal it.
 
         Raises:
-          ConfigError: it cannot be read, is no profile, holds values that no measurement gives, or was
-            measured of something else than `subject`.
+          ConfigError: the file cannot be read, is not a cost profile, has impossible values, or was measured
+            for another subject.
         """
         profile = cls(**_Reader(path).profile())
         expected, found = dataclasses.asdict(subject or profile.subject), dataclasses.asdict(profile.subject)
@@ -179,21 +182,21 @@ class CostProfile:
 
 
 class MeasuredCostModel:
-    """Costs between measured points by straight lines, and beyond the last by the last line's slope.
+    """Linear interpolation between measured points; beyond the last point, the last slope continues.
 
-    A point that was measured below one of a shorter context counts as much as that one, so that noise
-    never makes a later chunk cheaper. Before the first point the cost is the first point's.
+    A point below the point of a shorter context is raised to it, so that noise never makes a later chunk
+    cheaper. Before the first point, the cost is that of the first point.
     """
 
     def __init__(self, points: Sequence[CostPoint]) -> None:
-        """At least two points of ascending `context_len`; their `total_s` is what counts."""
+        """Use the `total_s` of at least two points of ascending `context_len`."""
         assert len(points) >= 2
         self._lens = [point.context_len for point in points]
         self._costs_s = list(itertools.accumulate((point.total_s for point in points), max))
 
     @classmethod
     def load(cls, path: str | Path, subject: CostSubject) -> Self:
-        """The model of a profile's file; raises ConfigError as `CostProfile.load`."""
+        """Make a model from a profile's file; raises ConfigError as `CostProfile.load` does."""
         return cls(CostProfile.load(path, subject).points)
 
     def chunk_cost_s(self, context_len: int) -> float:
@@ -206,17 +209,17 @@ class MeasuredCostModel:
         rise_s = costs_s[right] - costs_s[left]
         if share > 1:
             return costs_s[right] + (share - 1) * rise_s
-        return min(costs_s[left] + share * rise_s, costs_s[right])  # rounding stays below the next line
+        return min(costs_s[left] + share * rise_s, costs_s[right])  # so that rounding keeps it monotonic
 
 
 class _Reader:
-    """One file, and what is wrong with it."""
+    """The parser of one profile file, with its error messages."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = path
 
     def profile(self) -> dict[str, Any]:
-        """Arguments of a `CostProfile`."""
+        """Return the arguments of a `CostProfile`; raises ConfigError."""
         try:
             values = json.loads(Path(self._path).read_text(encoding="utf-8"))
         except OSError as error:
@@ -227,7 +230,7 @@ class _Reader:
             found = values.get("format") if isinstance(values, dict) else type(values).__name__
             raise self._error(f"a file of format {_FORMAT!r}", f"found {found!r:.60}: {_MEASURE}")
         subject = self._get(values, "subject", dict)
-        subject = {"kv_dtype": subject.get("dtype"), **subject}  # older files are of one dtype
+        subject = {"kv_dtype": subject.get("dtype"), **subject}  # older files lack kv_dtype: it was dtype
         kinds = {"int": int, "str": str}  # annotations are strings here
         fields = {
             f.name: self._get(subject, f.name, kinds[str(f.type)]) for f in dataclasses.fields(CostSubject)
@@ -270,7 +273,7 @@ class _Reader:
     def _get(self, values: dict[str, Any], name: str, kind: Any) -> Any:
         value = values.get(name)
         if not isinstance(value, kind) or isinstance(value, bool):
-            found = f"found {value!r:.60}" if name in values else "there is none"
+            found = f"found {value!r:.60}" if name in values else "it is missing"
             kind_name = getattr(kind, "__name__", str(kind))
             raise self._error(f"a profile with {kind_name} {name!r}", f"{found}: {_MEASURE}")
         return value

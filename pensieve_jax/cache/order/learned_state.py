@@ -1,7 +1,8 @@
-"""What an engine has learned of returns, as a value that outlives it.
+"""The state that the order `learned` has learned, as a value that survives a restart.
 
-Owns: its plain document, and what is refused as one.
-Does not know: files, the history, or what is made of it.
+Owns: its JSON document and the validation of one.
+Does not know: files, the history, or how the state is used.
+Called by `learning` and by the engine, which stores the state in the history.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ _DIGITS = 6  # of seconds, a microsecond
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LearnedState:
-    """Returns that were seen, and what the orders would have lost.
+    """Observed returns of conversations, and the losses of each order.
 
     Attributes:
-      returns: by bucket and bin of idle time: f64[NUM_BUCKETS, NUM_BINS].
-      exposure_s: seconds that conversations spent there, likewise.
-      followed: the order that was followed, one of `policies.ORDERS`.
-      losses: what the insurance goes by, in the order of `ORDERS`.
+      returns: number of returns by bucket and bin of idle time: f64[NUM_BUCKETS, NUM_BINS].
+      exposure_s: seconds that conversations spent idle by bucket and bin: f64[NUM_BUCKETS, NUM_BINS].
+      followed: the order in use, one of `policies.ORDERS`.
+      losses: losses that the policy selector compares, in the order of `ORDERS`.
     """
 
     returns: Array
@@ -39,18 +40,18 @@ class LearnedState:
 
     @property
     def num_returns(self) -> float:
-        """Returns that were seen; older ones may count less than one."""
+        """Observed returns; older ones may count less than one."""
         return float(self.returns.sum())
 
     @classmethod
     def together(cls, several: Sequence[Self], given: Self | None = None) -> Self:
-        """What several engines have seen; whom to follow is the first one's. At least one.
+        """Merge the states of one or more engines; `followed` and `losses` are those of the first.
 
-        What all of them began from, `given`, counts once.
+        The state that all of them started from, `given`, counts once.
         """
         returns = np.sum([one.returns for one in several], 0)
         exposure_s = np.sum([one.exposure_s for one in several], 0)
-        if given is not None:  # of which an engine that has seen very many returns has forgotten a part
+        if given is not None:  # clamped at 0, since an engine with very many returns has forgotten part of it
             times = len(several) - 1
             returns = np.maximum(returns - times * given.returns, 0.0)
             exposure_s = np.maximum(exposure_s - times * given.exposure_s, 0.0)
@@ -70,7 +71,7 @@ class LearnedState:
 
     @classmethod
     def from_dict(cls, document: object) -> Self:
-        """Read what `to_dict` made; ConfigError for anything else."""
+        """Read a document of `to_dict`; raises ConfigError for anything else."""
         if not isinstance(document, dict) or document.get("format") != _FORMAT:
             found = document.get("format") if isinstance(document, dict) else document
             raise ConfigError("experience.format", found, repr(_FORMAT))
@@ -98,7 +99,7 @@ def _numbers(name: str, values: object, shape: tuple[int, ...]) -> Array:
     limit = f"finite numbers from 0 on, of shape {shape}"
     try:
         found: Array = np.array(values, np.float64)
-    except (TypeError, ValueError) as error:  # ragged, or not of numbers
+    except (TypeError, ValueError) as error:  # ragged, or not numeric
         raise ConfigError(f"experience.{name}", values, limit) from error
     if found.shape != shape or not np.isfinite(found).all() or (found < 0).any():
         raise ConfigError(f"experience.{name}", values, limit)

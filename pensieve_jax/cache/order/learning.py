@@ -1,7 +1,8 @@
-"""The order `learned` at work: what is told of turns goes to the model of returns and to the insurance.
+"""The online learning of the order `learned`: events of turns update the return model and policy selector.
 
-Owns: keeping the policy, the log of returns and the insurance in step.
-Does not know: chunks, tiers, or who gives way.
+Owns: the consistency of the policy, the return log and the policy selector.
+Does not know: chunks, tiers or victims.
+Called by the cache manager and, through `CacheManager.turns`, by the engine.
 """
 
 from __future__ import annotations
@@ -22,43 +23,43 @@ type SetBucket = Callable[[CachedSequence, int], None]
 
 
 class TurnNotes:
-    """What a cache is told of turns: nothing is made of it where the order does not learn."""
+    """An observer of turns that ignores all events, for orders that do not learn."""
 
     def sent(self, sequence: CachedSequence, num_history_tokens: int) -> None:
-        """A turn was sent to a conversation, which has a history if it had a turn before."""
+        """Note that a turn was sent to a conversation; the first turn has no history."""
 
     def answered(
         self, sequence: CachedSequence, num_history_tokens: int, *, prompt_tokens: int, output_tokens: int
     ) -> None:
-        """A turn was answered; the history has it already, and the conversation is idle from now on."""
+        """Note that a turn was answered, which the history includes; the conversation is now idle."""
 
     def left(self, sequence: CachedSequence, num_history_tokens: int) -> None:
-        """A conversation with a history is idle from now on, as after a turn that was withdrawn."""
+        """Note that a conversation with a history is now idle, for example after a withdrawn turn."""
 
     def resized(self, sequence: CachedSequence) -> None:
-        """What a conversation begins with is shared with others from now on, or no more."""
+        """Note that a conversation's number of shared leading chunks changed."""
 
     def ended(self, conversation_id: str) -> None:
-        """A conversation was ended: it cannot return."""
+        """Note that a conversation was ended and cannot return."""
 
     def experience(self) -> LearnedState | None:
-        """Return what was learned; None where the order does not learn."""
+        """Return the learned state; None if the order does not learn."""
         return None
 
     def begin(self, experience: LearnedState | None) -> None:
-        """Forget everything, and go on from `experience`; whoever is idle now is not observed."""
+        """Restart from `experience`, without observing the conversations that are idle now."""
 
     def stats(self) -> dict[str, int | float]:
-        """Counters since the start."""
+        """Return counters since the start."""
         return {}
 
     def describe(self) -> str | None:
-        """Which order is followed, and why; None where there is nothing to tell."""
+        """Explain which order is in use and why; None if the order does not learn."""
         return None
 
 
 class Learning(TurnNotes):
-    """What one cache learns."""
+    """The learning of one cache."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class Learning(TurnNotes):
         set_bucket: SetBucket,
         experience: LearnedState | None,
     ) -> None:
-        """From `experience` on; `policy` is the one of the cache, which holds `num_chunks` chunks."""
+        """Start from `experience`, for the cache's `policy` and its capacity of `num_chunks` chunks."""
         self._policy = policy
         self._cost_model = cost_model
         self._clock = clock
@@ -114,7 +115,7 @@ class Learning(TurnNotes):
         self.left(sequence, num_history_tokens)
 
     def left(self, sequence: CachedSequence, num_history_tokens: int) -> None:
-        """See `TurnNotes`; `sequence.bucket` tells what the latest turn was like."""
+        """See `TurnNotes`; `sequence.bucket` is the bucket of the latest turn."""
         now_s, name = self._clock.now(), sequence.sequence_id
         self._log.left(name, sequence.bucket, now_s)
         num_shared = self._num_shared_tokens(sequence)
@@ -128,7 +129,7 @@ class Learning(TurnNotes):
         self._insurance.ended(conversation_id)
 
     def experience(self) -> LearnedState:
-        """See `TurnNotes`; those who are idle count as not seen any longer from here on."""
+        """See `TurnNotes`; idle conversations count as observed until now."""
         model = self._policy.model
         exposure_s = model.exposure_s + self._log.open_exposure_s(self._clock.now())
         return LearnedState(
@@ -136,7 +137,7 @@ class Learning(TurnNotes):
         )
 
     def stats(self) -> dict[str, int | float]:
-        """See `TurnNotes`: seconds that each order would have recomputed, and changes of order."""
+        """See `TurnNotes`: recomputation time of each order, changes of order, and observed returns."""
         lost_s = {f"shadow_{name}_recompute_s": s for name, s in self._insurance.lost_s.items()}
         return lost_s | {
             "num_order_changes": self._insurance.num_changes,
@@ -146,9 +147,9 @@ class Learning(TurnNotes):
     def describe(self) -> str:
         lost_s = dict(zip(self._insurance.names, self._insurance.losses.sums_s, strict=True))
         if not any(lost_s.values()):
-            why = "nothing was lost yet in any order"
+            why = "no order has lost anything yet"
         else:
-            why = "it would have recomputed " + ", ".join(f"{name} {s:.3g} s" for name, s in lost_s.items())
+            why = "estimated recomputation: " + ", ".join(f"{name} {s:.3g} s" for name, s in lost_s.items())
         return f"following {self._policy.followed!r}: {why}"
 
     def _num_shared_tokens(self, sequence: CachedSequence) -> int:
@@ -164,14 +165,14 @@ def turn_notes(
     set_bucket: SetBucket,
     experience: LearnedState | None,
 ) -> TurnNotes:
-    """What a cache of this policy makes of turns.
+    """Return the turn observer for this policy.
 
-    `set_bucket` is how it is told what a sequence's latest turn was like, so that its orders know of it;
-    `experience` is for the order that learns.
+    It reports the bucket of each sequence's latest turn through `set_bucket`, because orders use it. The
+    order that learns starts from `experience`.
     """
     if not isinstance(policy, LearnedPolicy):
         return TurnNotes()
-    # Chunks that are on both tiers ahead of need take two places.
+    # Chunks that are copied out ahead of need occupy a place in both tiers.
     num_chunks = config.gpu_pages + max(config.cpu_pages - config.clean_pages, 0)
     return Learning(
         policy,

@@ -1,7 +1,9 @@
-"""Whose chunks go first: five orders behind one contract.
+"""Five eviction policies behind one interface.
 
-Owns: the order of victims among idle sequences. A policy sees sequences, a shelf and the time; it counts
-nothing and frees nothing. What the order `learned` goes by is told to it between passes (`learning`).
+Owns: the order of victims among idle sequences. A policy is a function of sequences, an eviction class and
+the time.
+Does not know: pages or slots; it frees nothing. `learning` updates the order `learned` between passes.
+Called by `VictimOrder`, `Evictor` and `CacheManager`.
 """
 
 from __future__ import annotations
@@ -18,19 +20,19 @@ from pensieve_jax.cache.order.returns import ENDS_S, Array, Integers, ReturnMode
 from pensieve_jax.cache.sequence import Role
 from pensieve_jax.cache.states import EvictionClass
 
-_MIN_IDLE_S = 1e-3  # a conversation that was active just now has a finite value
+_MIN_IDLE_S = 1e-3  # keeps the value of a conversation that was just active finite
 
 
 type DatedWorth = tuple[float, float]
-"""What a chunk was worth, and when that was asked, in seconds of the cache's clock."""
+"""A chunk's retention value and the time of its evaluation, in seconds of the cache's clock."""
 
 
 class Activity(Protocol):
-    """What the worth of a conversation's chunks follows from.
+    """The properties of a conversation that determine the retention values of its chunks.
 
     Attributes:
       last_active_s: when its latest turn was sent or ended.
-      bucket: which turns its latest one was like (`returns.bucket_of`).
+      bucket: bucket of its latest turn (`returns.bucket_of`).
     """
 
     @property
@@ -41,11 +43,11 @@ class Activity(Protocol):
 
 
 class Candidate(Activity, Protocol):
-    """What an order may ask of a conversation; a `CachedSequence` answers, and so do shadows of one.
+    """The interface of a conversation to an order: a `CachedSequence` or a `GhostEntry`.
 
     Attributes:
-      role, role_number: only idle ones give way; the number tells who became so first.
-      num_on: own chunks, by shelf.
+      role, role_number: only idle conversations are evicted; the number tells which became idle first.
+      num_on: number of own chunks by eviction class.
     """
 
     role: Role
@@ -53,24 +55,25 @@ class Candidate(Activity, Protocol):
     num_on: list[int]
 
     def first_on(self, shelf: EvictionClass) -> int:
-        """The leading own chunk on a shelf."""
+        """Return the first own chunk of a class."""
         ...
 
     def last_on(self, shelf: EvictionClass) -> int:
-        """The last own chunk on a shelf."""
+        """Return the last own chunk of a class."""
         ...
 
     def indices_on(self, shelf: EvictionClass) -> Sequence[int]:
-        """Own chunks on a shelf, leading first."""
+        """Return the own chunks of a class, ascending."""
         ...
 
 
 class EvictionCandidates(NamedTuple):
-    """What many conversations would give up next, as columns of one length.
+    """The next eviction candidate of many conversations, as columns of one length.
 
     Attributes:
-      last_active_s, buckets: f64 and i64, as `Activity` has them.
-      chunks: i64, the index that each would give up first; below 0 for nobody's, whose worth does not matter.
+      last_active_s, buckets: f64 and i64, as in `Activity`.
+      chunks: i64, the index of the chunk that each would give up first; below 0 for unused rows, whose
+        values do not matter.
     """
 
     last_active_s: Array
@@ -79,37 +82,39 @@ class EvictionCandidates(NamedTuple):
 
 
 class EvictionPolicy(ABC):
-    """The order in which idle chunks leave a shelf: one frontier a sequence, the lowest worth first.
+    """The eviction order of idle chunks of one class: one frontier per sequence, lowest worth first.
+
+    The worth is the paper's retention value, or the value by which another order replaces it.
 
     Attributes:
-      name: as `CacheConfig.policy` names it.
+      name: its name in `CacheConfig.policy`.
     """
 
     name: str
 
     @property
     def in_force(self) -> EvictionPolicy:
-        """The order that decides now: itself, where it is not one among several, which share `chunk`."""
+        """The order in use: itself, except for a policy that selects among orders with the same `chunk`."""
         return self
 
     @abstractmethod
     def chunk(self, sequence: Candidate, shelf: EvictionClass) -> int:
-        """The chunk of a sequence that leaves the shelf next; there is at least one on it."""
+        """Return the chunk that a sequence gives up next; it must have a chunk of this class."""
 
     def frontier(self, sequence: Candidate, shelf: EvictionClass, chunk: int) -> Sequence[int]:
-        """The chunks that leave together with `chunk`, that one first."""
+        """Return the chunks that are evicted together with `chunk`, that one first."""
         return (chunk,)
 
     @abstractmethod
     def worth(self, sequence: Activity, index: int, now_s: float) -> float:
-        """What keeping chunk `index` is worth; comparable across sequences and shelves.
+        """Return the value of keeping chunk `index`; comparable across sequences and eviction classes.
 
-        It depends on these, on when the sequence was active and what its turn was like, and on nothing else.
-        While a sequence gives chunks up, it may only rise from one to the next.
+        It is a function of the arguments and the attributes of `Activity` only. From one chunk that a
+        sequence gives up to the next, it must not decrease.
         """
 
     def worths(self, offers: EvictionCandidates, now_s: float) -> Array:
-        """`worth` of many: f64, equal to the last bit. In numpy it takes a hundredth of the time."""
+        """Return `worth` for many candidates: f64, bit-identical. Overrides in numpy take 1% of the time."""
         columns = (column.tolist() for column in offers)
         worths = [
             math.inf if chunk < 0 else self.worth(_Active(last_active_s, bucket), chunk, now_s)
@@ -118,42 +123,41 @@ class EvictionPolicy(ABC):
         return np.array(worths, np.float64)
 
     def epoch(self, now_s: float) -> Hashable:
-        """Worths at two times of one epoch are the same; by itself every time is one of its own."""
+        """Return a key of the time; values are equal at times of equal keys. Default: every time differs."""
         return now_s
 
     def until_s(self, offers: EvictionCandidates, now_s: float) -> Array | None:
-        """When the worth of each changes nevertheless, within the epoch: f64; None: it does not."""
+        """Return when each value changes within the epoch after all (f64), or None if none does."""
         return None
 
     def describe(self, worths: Sequence[DatedWorth]) -> str:
-        """These worths in words, for people who ask why chunks were dropped."""
+        """Describe these values for a user who asks why chunks were dropped."""
         return f"worth {_range([worth for worth, _ in worths], '.3g')}"
 
 
 class _Active(NamedTuple):
-    """The least that has an activity."""
+    """A minimal `Activity`, for the evaluation of one candidate."""
 
     last_active_s: float
     bucket: int
 
 
 class _Costs(dict[int, float]):
-    """Seconds to recompute a chunk, by its index; never less than of the one before."""
+    """Cached seconds to recompute a chunk, by its index; non-decreasing in the index."""
 
     def __init__(self, cost_model: CostModel, chunk_tokens: int) -> None:
-        """Of chunks of `chunk_tokens`."""
         super().__init__()
         self._cost_model = cost_model
         self._chunk_tokens = chunk_tokens
-        self._first: Array = np.zeros(0)  # of the first so many chunks
+        self._first: Array = np.zeros(0)  # costs of the first chunks, grown on demand
 
     def __missing__(self, index: int) -> float:
-        """Of a chunk that nobody has asked about."""
+        """Compute the cost of a chunk at its first use."""
         cost_s = self[index] = self._cost_model.chunk_cost_s((index + 1) * self._chunk_tokens)
         return cost_s
 
     def of_all(self, indices: Integers) -> Array:
-        """Of many chunks; anything where an index is below 0."""
+        """Return the costs of many chunks; undefined where an index is below 0."""
         try:
             return self._first.take(indices)
         except IndexError:
@@ -163,23 +167,23 @@ class _Costs(dict[int, float]):
 
 
 class _LeadingFirst(EvictionPolicy):
-    """Within a conversation the leading chunk: the cost never decreases towards the tail."""
+    """An order that evicts leading chunks first, because cost never decreases towards the tail."""
 
     def chunk(self, sequence: Candidate, shelf: EvictionClass) -> int:
         return sequence.first_on(shelf)
 
 
 class RetentionPolicy(_LeadingFirst):
-    """Leading chunks of long-idle conversations first: `Cost(l) / T` (the paper's section 4.3.1)."""
+    """The paper's retention value `Cost(l) / T` (section 4.3.1): long-idle, leading chunks go first."""
 
     name = "retention"
 
     def __init__(self, cost_model: CostModel, chunk_tokens: int) -> None:
-        """Costs of chunks of `chunk_tokens`."""
+        """Take costs from `cost_model`, for chunks of `chunk_tokens`."""
         self._costs_s = _Costs(cost_model, chunk_tokens)
 
     def worth(self, sequence: Activity, index: int, now_s: float) -> float:
-        """Seconds to recompute, over seconds since the conversation was active."""
+        """Return seconds to recompute the chunk / seconds since the conversation was active."""
         idle_s = now_s - sequence.last_active_s
         return self._costs_s[index] / (idle_s if idle_s > _MIN_IDLE_S else _MIN_IDLE_S)
 
@@ -188,56 +192,59 @@ class RetentionPolicy(_LeadingFirst):
         return worths
 
     def describe(self, worths: Sequence[DatedWorth]) -> str:
-        """As the quotients that they are."""
+        """Describe the values with their unit."""
         return f"{super().describe(worths)} s of recomputation per second idle"
 
 
 class _LeastRecentlyUsed(EvictionPolicy):
-    """Oldest activity first, whatever recomputing would cost."""
+    """An order by last activity that ignores the cost of recomputation."""
 
     def worth(self, sequence: Activity, index: int, now_s: float) -> float:
-        """When it was last active."""
+        """Return the time of its last activity."""
         return sequence.last_active_s
 
     def worths(self, offers: EvictionCandidates, now_s: float) -> Array:
         return offers.last_active_s
 
     def epoch(self, now_s: float) -> Hashable:
-        """Always the same one."""
+        """Return None: the values do not depend on the time."""
         return None
 
     def describe(self, worths: Sequence[DatedWorth]) -> str:
-        """By how long ago that was."""
+        """Describe the values as idle times."""
         return f"idle for {_range([at_s - active_s for active_s, at_s in worths], '.1f')} s"
 
 
 class LruPolicy(_LeadingFirst, _LeastRecentlyUsed):
-    """Least recently active conversation first, from its leading end: differs by cost alone."""
+    """The least recently active conversation first, leading chunks first.
+
+    It differs from `retention` only in that it ignores the cost.
+    """
 
     name = "lru"
 
 
 class ReturnsPolicy(_LeadingFirst):
-    """By how likely a conversation returns while it is held: index of returns * `Cost(l)`.
+    """An order by index of returns * `Cost(l)`: recomputation saved by expected returns.
 
-    The index stands still while a conversation is in one bin of idle time, from fit to fit.
+    The index is constant within one bin of idle time and between fits of the model.
     """
 
     name = "returns"
 
     def __init__(self, model: ReturnModel, cost_model: CostModel, chunk_tokens: int) -> None:
-        """`model` changes between passes."""
+        """Use `model`, which may be fitted again between passes."""
         self.model = model
         self._num_models = 1
         self._costs_s = _Costs(cost_model, chunk_tokens)
 
     def use(self, model: ReturnModel) -> None:
-        """Go by another model from the next decision on."""
+        """Use another model from the next decision on."""
         self.model = model
         self._num_models += 1
 
     def worth(self, sequence: Activity, index: int, now_s: float) -> float:
-        """Seconds of recomputation that are saved, per second of being held."""
+        """Return the expected seconds of recomputation saved per second that the chunk is kept."""
         bin_number = bin_of(sequence.last_active_s, now_s)
         return self.model.index(sequence.bucket, bin_number) * self._costs_s[index]
 
@@ -247,20 +254,20 @@ class ReturnsPolicy(_LeadingFirst):
         return worths
 
     def epoch(self, now_s: float) -> Hashable:
-        """From fit to fit."""
+        """Return the number of the current fit."""
         return self._num_models, self.model.num_fits
 
     def until_s(self, offers: EvictionCandidates, now_s: float) -> Array:
-        """Idle time leaves its bin then."""
+        """Return when each conversation's idle time leaves its bin."""
         ends: Array = offers.last_active_s + ENDS_S.take(bins_of(offers.last_active_s, now_s))
         return ends
 
 
 class RecencyPolicy(LruPolicy):
-    """The order of `lru`, with worths above 0 that fall with idle time, as those of other orders do."""
+    """The order of `lru`, with positive values that decay with idle time like those of other orders."""
 
     def worth(self, sequence: Activity, index: int, now_s: float) -> float:
-        """One over seconds since the conversation was active."""
+        """Return 1 / seconds since the conversation was active."""
         idle_s = now_s - sequence.last_active_s
         return 1.0 / (idle_s if idle_s > _MIN_IDLE_S else _MIN_IDLE_S)
 
@@ -269,46 +276,46 @@ class RecencyPolicy(LruPolicy):
         return worths
 
     def epoch(self, now_s: float) -> Hashable:
-        """These fall all the time."""
+        """Return `now_s`: the values decay continuously, so each time is its own epoch."""
         return now_s
 
     def describe(self, worths: Sequence[DatedWorth]) -> str:
-        """As the numbers that they are: none is a time."""
+        """Describe the values as plain numbers; unlike those of `lru` they are not times."""
         return EvictionPolicy.describe(self, worths)
 
 
 ORDERS = (RetentionPolicy.name, RecencyPolicy.name, ReturnsPolicy.name)
-"""What `LearnedPolicy` chooses from; the first one where nothing was learned."""
+"""The orders that `LearnedPolicy` selects from; the first is the default before anything was learned."""
 
 
 def orders_of(
     by_returns: ReturnsPolicy, cost_model: CostModel, chunk_tokens: int
 ) -> dict[str, EvictionPolicy]:
-    """`ORDERS` by name, for chunks of `chunk_tokens`."""
+    """Return `ORDERS` by name, for chunks of `chunk_tokens`."""
     return dict(
         zip(ORDERS, (RetentionPolicy(cost_model, chunk_tokens), RecencyPolicy(), by_returns), strict=True)
     )
 
 
 class LearnedPolicy(_LeadingFirst):
-    """What `policy_selector` found to be the best of three orders: the paper's, LRU's, and that of returns.
+    """The best of three orders according to `policy_selector`: the paper's, LRU, and `returns`.
 
     Attributes:
-      orders: by name; all give way from the leading end.
-      followed: the name of the one that is followed.
+      orders: orders by name; all evict leading chunks first.
+      followed: name of the order in use.
     """
 
     name = "learned"
 
     def __init__(self, cost_model: CostModel, chunk_tokens: int) -> None:
-        """Nothing learned: the paper's order."""
+        """Start with the paper's order, before anything was learned."""
         self._returns = ReturnsPolicy(ReturnModel(), cost_model, chunk_tokens)
         self.orders = orders_of(self._returns, cost_model, chunk_tokens)
         self.followed = ORDERS[0]
 
     @property
     def in_force(self) -> EvictionPolicy:
-        """The order that is followed."""
+        """Order that is currently in use."""
         return self.orders[self.followed]
 
     @property
@@ -316,34 +323,34 @@ class LearnedPolicy(_LeadingFirst):
         return self._returns.model
 
     def use(self, model: ReturnModel) -> None:
-        """Go by another model from the next decision on."""
+        """Use another model from the next decision on."""
         self._returns.use(model)
 
     def follow(self, name: str) -> None:
-        """Go by another order from the next decision on."""
+        """Use another order from the next decision on."""
         self.followed = name
 
     def worth(self, sequence: Activity, index: int, now_s: float) -> float:
-        """As the order that is followed has it."""
+        """Return the value under the order in use."""
         return self.in_force.worth(sequence, index, now_s)
 
     def describe(self, worths: Sequence[DatedWorth]) -> str:
-        """By the numbers: another order may have been followed then."""
+        """Describe the values without a unit, since another order may have been in use at the time."""
         return f"{super().describe(worths)} in the order that was followed"
 
 
 class ConversationPolicy(_LeadingFirst, _LeastRecentlyUsed):
-    """A whole history at once, as CachedAttention does."""
+    """An order that evicts the whole history of a conversation at once, as CachedAttention does."""
 
     name = "conversation"
 
     def frontier(self, sequence: Candidate, shelf: EvictionClass, chunk: int) -> Sequence[int]:
-        """All chunks on the shelf."""
+        """Return all chunks of the class."""
         return tuple(sequence.indices_on(shelf))
 
 
 class TrailingPolicy(_LeastRecentlyUsed):
-    """Tail first, as caches that match a prefix from token 0 must."""
+    """An order that evicts the tail first, as required by caches that match a prefix from token 0."""
 
     name = "trailing"
 
@@ -352,19 +359,19 @@ class TrailingPolicy(_LeastRecentlyUsed):
 
 
 def _idle_s(offers: EvictionCandidates, now_s: float) -> Array:
-    """Since when they are idle, as the orders divide by it."""
+    """Return the idle times, at least `_MIN_IDLE_S`, because orders divide by them."""
     idle_s: Array = np.maximum(now_s - offers.last_active_s, _MIN_IDLE_S)
     return idle_s
 
 
 def _range(values: Sequence[float], form: str) -> str:
-    """The lowest and the highest, or one of them where they read the same."""
+    """Format the lowest and the highest value, or one of them if both format alike."""
     low, high = f"{min(values):{form}}", f"{max(values):{form}}"
     return low if low == high else f"{low} to {high}"
 
 
 def make_policy(name: str, cost_model: CostModel, chunk_tokens: int) -> EvictionPolicy:
-    """The policy that `CacheConfig.policy` names; `KeyError` for another (the config refuses it first)."""
+    """Make the policy named by `CacheConfig.policy`; KeyError for other names, which the config rejects."""
     policies: dict[str, Callable[[], EvictionPolicy]] = {
         RetentionPolicy.name: lambda: RetentionPolicy(cost_model, chunk_tokens),
         LruPolicy.name: LruPolicy,

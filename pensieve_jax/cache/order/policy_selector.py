@@ -1,13 +1,15 @@
-"""Which order to follow: the one that would have lost least of late, each carried along in shadow.
+"""Selection of the eviction order with the lowest recent loss, estimated with one ghost cache per order.
 
-Owns: a shadow of every order at the cache's size, the seconds of recomputation that each would have paid,
-with forgetting, and the rule by which another order is followed.
-Does not know: how an order comes about, or the real cache.
+Owns: a ghost cache per order at the size of the real cache, the recomputation time of each order with
+exponential forgetting, and the rule for switching.
+Does not know: how an order works, or the real cache.
+Called by `learning`.
 
-The rule asks for evidence: losses of returning turns differ by orders of magnitude, so a sum that is a little
-smaller says nothing. Another one is followed when the sum of the differences, turn by turn, is above its own
-standard error and above 3% of what the present one lost. So nothing is followed for long that keeps losing.
-More caution costs more where losses are few and large (lab/docs/learned_order.md).
+The rule requires evidence, because the losses of single turns differ by orders of magnitude and a slightly
+smaller sum means nothing. The selector switches to another order when the sum of its advantages over all
+turns is above its own standard error and above 3% of the losses of the order in use. So an order that keeps
+losing is replaced soon.
+A more cautious rule costs more where losses are few and large (lab/docs/learned_order.md).
 """
 
 from __future__ import annotations
@@ -21,21 +23,22 @@ from pensieve_jax.cache.order.policies import EvictionPolicy
 from pensieve_jax.cache.order.shadows import GhostCache
 
 BLOCK_TOKENS = 256
-_KEEP = 0.5 ** (1 / 500)  # a half-life in returning turns means the same under every load
+_KEEP = 0.5 ** (1 / 500)  # a half-life of 500 returning turns, which does not depend on the load
 _GAIN = 0.03
 _STANDARD_ERRORS = 1.0
-_ALIKE = 0.1  # measured costs, and pages that fit, are not the same at every start
+_ALIKE = 0.1  # measured costs and the number of pages vary a little between starts
 _NUM_BLOCKS_COSTED = (4, 32)
 
 
 class PolicyLosses(NamedTuple):
-    """Losses of orders in the order of their names, with forgetting.
+    """Losses of each order with exponential forgetting, in the order of the names.
 
     Attributes:
       sums_s: seconds of recomputation.
-      products: sums of the products of two orders' losses of one turn, by pair.
-      counted_for: of what memory and costs: its tokens, and seconds to recompute a conversation's first
-        tokens, for some lengths. Empty: not said, and taken for the present ones.
+      products: for each pair of orders, the sum over turns of the product of their losses.
+      counted_for: the memory and costs that the losses apply to: its size in tokens, then the seconds to
+        recompute a conversation's first tokens for some lengths. Empty: unknown, assumed to be the current
+        ones.
     """
 
     sums_s: tuple[float, ...]
@@ -43,7 +46,7 @@ class PolicyLosses(NamedTuple):
     counted_for: tuple[float, ...] = ()
 
     def holds_for(self, counted_for: tuple[float, ...]) -> bool:
-        """Whether they tell of a memory and costs; a page more or less changes next to nothing."""
+        """Return whether the losses apply to this memory and these costs, within 10%."""
         pairs = zip(self.counted_for, counted_for, strict=False)
         return len(self.counted_for) in (0, len(counted_for)) and all(
             math.isclose(before, now, rel_tol=_ALIKE) for before, now in pairs
@@ -51,13 +54,13 @@ class PolicyLosses(NamedTuple):
 
 
 class PolicySelector:
-    """Shadows of several orders, and which of them is best.
+    """Ghost caches of several orders, and the best order.
 
     Attributes:
-      names: of the orders.
-      followed: the one to follow.
-      num_changes: how often that became another.
-      lost_s: what each would have paid since the start, without forgetting.
+      names: names of the orders.
+      followed: name of the order to use.
+      num_changes: how often `followed` changed.
+      lost_s: recomputation time of each order since the start, without forgetting.
     """
 
     def __init__(
@@ -70,16 +73,16 @@ class PolicySelector:
         num_tokens: int,
         losses: PolicyLosses | None = None,
     ) -> None:
-        """Of a memory of `num_tokens` tokens.
+        """Start with empty ghost caches for a memory of `num_tokens` tokens.
 
         Args:
-          orders: by name; they count indices in blocks of `BLOCK_TOKENS`.
-          cost_model: seconds for a chunk of `chunk_tokens` tokens.
-          followed: the order to begin with; the first one where `losses` were counted for something else.
+          orders: orders by name; their indices count blocks of `BLOCK_TOKENS`.
+          cost_model: costs of chunks of `chunk_tokens` tokens.
+          followed: the order to begin with; ignored in favor of the first one if `losses` do not apply.
           chunk_tokens: at most `BLOCK_TOKENS`.
-          num_tokens: what the cache holds.
-          losses: of an insurance before this one; forgotten where they were counted for another memory or
-            other costs, or a sum of many turns, or of slow ones, would outvote what is seen here.
+          num_tokens: capacity of the cache.
+          losses: losses of an earlier selector. They are ignored if they were counted for another memory or
+            other costs, because a sum over many or slow turns would outweigh new observations.
         """
         self.names = tuple(orders)
         self.followed = followed
@@ -89,7 +92,7 @@ class PolicySelector:
         self._shadows = [GhostCache(order, num_places) for order in orders.values()]
         self._cost_model = cost_model
         self._chunk_tokens = chunk_tokens
-        self._costs_s = [0.0]  # of the first so many blocks
+        self._costs_s = [0.0]  # element n: cost of the first n blocks
         seconds = (self._cost_s(num_blocks) for num_blocks in _NUM_BLOCKS_COSTED)
         self._counted_for = float(num_tokens), *seconds
         if losses is not None and not losses.holds_for(self._counted_for):
@@ -102,11 +105,11 @@ class PolicySelector:
 
     @property
     def losses(self) -> PolicyLosses:
-        """What the rule goes by."""
+        """Losses that the rule compares."""
         return PolicyLosses(tuple(self._sums_s), tuple(map(tuple, self._products)), self._counted_for)
 
     def returned(self, conversation_id: str, num_tokens: int, num_shared_tokens: int) -> None:
-        """A turn was sent to a history of so many tokens, of which leading ones are a shared prefix's."""
+        """Count the losses of a turn on a history of `num_tokens` tokens, the leading ones shared."""
         first, end = _num_blocks(num_shared_tokens), _num_blocks(num_tokens)
         paid_s = []
         for shadow in self._shadows:
@@ -120,23 +123,23 @@ class PolicySelector:
     def left(
         self, conversation_id: str, num_tokens: int, num_shared_tokens: int, *, bucket: int, now_s: float
     ) -> None:
-        """A conversation is idle from now on."""
+        """Record that a conversation became idle."""
         num_blocks, num_shared = _num_blocks(num_tokens), _num_blocks(num_shared_tokens)
         for shadow in self._shadows:
             shadow.left(conversation_id, num_blocks, num_shared=num_shared, bucket=bucket, now_s=now_s)
 
     def resized(self, conversation_id: str, num_shared_tokens: int) -> None:
-        """Others share so many leading tokens of a conversation from now on, or no more than these."""
+        """Set how many leading tokens of a conversation are shared."""
         for shadow in self._shadows:
             shadow.resized(conversation_id, _num_blocks(num_shared_tokens))
 
     def ended(self, conversation_id: str) -> None:
-        """A conversation is no more."""
+        """Forget a conversation that was ended."""
         for shadow in self._shadows:
             shadow.ended(conversation_id)
 
     def _add(self, losses_s: Sequence[float]) -> None:
-        """What the orders would have paid for one turn."""
+        """Add the losses of each order for one turn, and select again."""
         for row, loss_s in enumerate(losses_s):
             self._sums_s[row] = _KEEP * self._sums_s[row] + loss_s
             products = self._products[row]
@@ -145,7 +148,7 @@ class PolicySelector:
         self._choose()
 
     def _choose(self) -> None:
-        """Follow another order, if the evidence is there: the one that is furthest beyond what is asked."""
+        """Switch to the order that exceeds the required evidence by most, if one does."""
         now, products = self.names.index(self.followed), self._products
         furthest_s, best = 0.0, now
         for other, sum_s in enumerate(self._sums_s):
@@ -159,7 +162,7 @@ class PolicySelector:
             self.num_changes += 1
 
     def _cost_s(self, num_blocks: int) -> float:
-        """Seconds to recompute the first blocks of a conversation."""
+        """Return the seconds to recompute the first `num_blocks` blocks of a conversation."""
         costs_s = self._costs_s
         while num_blocks >= len(costs_s):
             start = (len(costs_s) - 1) * BLOCK_TOKENS
@@ -169,5 +172,5 @@ class PolicySelector:
 
 
 def _num_blocks(num_tokens: int) -> int:
-    """Nearest, but not nothing of something."""
+    """Round to the nearest number of blocks, but to at least 1 for 1 token or more."""
     return max(round(num_tokens / BLOCK_TOKENS), 1) if num_tokens else 0

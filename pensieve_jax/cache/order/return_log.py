@@ -1,9 +1,10 @@
-"""Who is idle since when, and what became of it: the observations that the model of returns is made of.
+"""Idle times of conversations and their outcomes: the observations of the model of returns.
 
-Owns: one row for every conversation that may return, closed when it does, is ended, or has been idle for
-longer than is observed; and when the model is fitted anew.
-Does not know: state, tiers, or what anything is worth. That a conversation has lost all its state changes
-nothing here: its return is what is to be learned.
+Owns: one row per conversation that may return, and the times of the model's fits. A row closes when the
+conversation returns, is ended, or has been idle for longer than the horizon.
+Does not know: chunks, tiers or retention values. A conversation without any KV in the cache stays observed,
+because its return is what the model predicts.
+Called by `learning`.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ _MIN_ROWS = 64
 
 
 class ReturnLog:
-    """Idle conversations by id, as rows of arrays: ten thousand of them are looked at in a millisecond.
+    """Idle conversations by id, as rows of arrays: a scan of 10,000 takes 1 ms.
 
     Attributes:
-      model: is told of every row that closes.
+      model: the model that counts every row that closes.
       num_returns: rows that closed because their conversation returned.
     """
 
@@ -35,11 +36,11 @@ class ReturnLog:
         self.num_returns = 0
 
     def __len__(self) -> int:
-        """Conversations that may return."""
+        """Return the number of conversations that may return."""
         return len(self._rows)
 
     def left(self, conversation_id: str, bucket: int, now_s: float) -> None:
-        """A conversation is idle from now on; its latest turn was of `bucket`."""
+        """Open a row for a conversation that became idle after a turn of `bucket`."""
         row = self._rows.get(conversation_id)
         if row is None:
             row = self._rows[conversation_id] = self._new_row(now_s)
@@ -47,25 +48,25 @@ class ReturnLog:
         self._since_s[row], self._buckets[row] = now_s, bucket
 
     def returned(self, conversation_id: str, now_s: float) -> None:
-        """Its user sent a turn. Nothing is learned of one whose leaving was not seen, as before a restart."""
+        """Close a row by a return; ignores a conversation that became idle unobserved (before a restart)."""
         if self._close(conversation_id, now_s, returned=True):
             self.num_returns += 1
             if self.num_returns % _FIT_AFTER == 0:
                 self.fit(now_s)
 
     def ended(self, conversation_id: str, now_s: float) -> None:
-        """It cannot return any more, or nobody would know."""
+        """Close a row without a return: it cannot return, or is no longer observed."""
         self._close(conversation_id, now_s, returned=False)
 
     def fit(self, now_s: float) -> None:
-        """Bring the model up to date with everybody who is idle now."""
+        """Fit the model again, including the conversations that are idle now."""
         self._close_old(now_s)
         self.model.fit(self.open_exposure_s(now_s))
 
     def open_exposure_s(self, now_s: float) -> Array:
-        """Seconds that those who are idle now have been so: f64[NUM_BUCKETS, NUM_BINS]."""
+        """Return the seconds that currently idle conversations spent idle: f64[NUM_BUCKETS, NUM_BINS]."""
         since_s, buckets = self._since_s[: self._num_used], self._buckets[: self._num_used]
-        return exposure_of(buckets, np.maximum(now_s - since_s, 0.0))  # free rows are idle since infinity
+        return exposure_of(buckets, np.maximum(now_s - since_s, 0.0))  # 0 for free rows: since_s is infinite
 
     def _close(self, conversation_id: str, now_s: float, *, returned: bool) -> bool:
         row = self._rows.pop(conversation_id, None)
@@ -84,8 +85,8 @@ class ReturnLog:
 
     def _new_row(self, now_s: float) -> int:
         if not self._free and self._num_used == len(self._since_s):
-            self._close_old(now_s)  # where nobody returns nothing else does
-            if len(self._free) < self._num_used // 4:  # or everybody would be looked at for every few rows
+            self._close_old(now_s)  # fits close old rows too, but happen only after returns
+            if len(self._free) < self._num_used // 4:  # else this scan would repeat after a few rows
                 self._since_s = np.concatenate([self._since_s, np.full_like(self._since_s, np.inf)])
                 self._buckets = np.concatenate([self._buckets, np.zeros_like(self._buckets)])
         if self._free:

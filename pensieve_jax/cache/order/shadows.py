@@ -1,11 +1,12 @@
-"""What an order would have kept, carried along beside the cache: one integer a conversation, and no state.
+"""A ghost cache: a simulation of one eviction order, with one integer per conversation and no KV.
 
-Owns: for one order, how many leading blocks each conversation would have lost by now, in a memory of one tier
-and a given size.
-Does not know: what the losses cost, which other orders there are, or the real chunks.
+Owns: for one order, the number of leading blocks that each conversation would have lost by now in a
+single-tier memory of a given size.
+Does not know: the cost of losses, other orders, or the real chunks.
+Called by `PolicySelector`.
 
-All these orders give way from a conversation's leading end, so what is kept is what lies behind that integer.
-A block is several chunks: losses need not be counted to the chunk, and each takes time of the host.
+All these orders evict leading chunks first, so the blocks from that integer on are the kept ones. A block is
+several chunks, because losses need no finer resolution and each block takes host time.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from pensieve_jax.cache.order.victims import VictimOrder
 from pensieve_jax.cache.sequence import NUM_SHELVES, Role
 from pensieve_jax.cache.states import EvictionClass
 
-_SHELF = EvictionClass.HOST  # one shelf is all that there is here
+_SHELF = EvictionClass.HOST  # the only eviction class of a ghost cache
 
 
 class GhostEntry:
-    """A conversation as an order would have it; see `policies.Candidate`.
+    """A conversation in a ghost cache; implements `policies.Candidate`.
 
     Attributes:
-      conversation_id: whose.
-      num_blocks: that it has, the lost ones included.
-      num_shared: leading ones that belong to others.
-      num_lost: leading ones of its own that are lost.
+      conversation_id: id of the conversation.
+      num_blocks: all blocks, including lost ones.
+      num_shared: leading blocks that are shared and not its own.
+      num_lost: leading own blocks that are lost.
     """
 
     __slots__ = (
@@ -42,48 +43,48 @@ class GhostEntry:
 
     @property
     def num_held(self) -> int:
-        """Blocks of its own that are there."""
+        """Own blocks that are kept."""
         return self.num_on[_SHELF]
 
     def first_on(self, shelf: EvictionClass) -> int:
-        """The leading block that is there."""
+        """Return the first kept block."""
         return self.num_shared + self.num_lost
 
     def last_on(self, shelf: EvictionClass) -> int:
         return self.num_blocks - 1
 
     def indices_on(self, shelf: EvictionClass) -> range:
-        """Blocks that are there."""
+        """Return the kept blocks."""
         return range(self.first_on(shelf), self.num_blocks)
 
     def set_size(self, num_blocks: int, num_shared: int, num_lost: int) -> None:
-        """How much it has, and what of it is lost."""
+        """Set the number of blocks, and how many of them are shared and lost."""
         self.num_blocks, self.num_shared = num_blocks, min(num_shared, num_blocks)
         self.num_lost = min(num_lost, num_blocks - self.num_shared)
         self.num_on[_SHELF] = num_blocks - self.num_shared - self.num_lost
 
 
 class GhostCache:
-    """All conversations as one order would have them.
+    """All conversations in a simulated cache with one eviction order.
 
     Attributes:
-      num_held: blocks that are there, of all of them.
+      num_held: kept blocks of all conversations.
     """
 
     def __init__(self, policy: EvictionPolicy, num_places: int) -> None:
-        """Empty, with room for `num_places` blocks; `policy` counts indices in blocks."""
+        """Start empty, with room for `num_places` blocks; `policy` counts indices in blocks."""
         self.num_held = 0
         self._num_places = num_places
-        self._slack = num_places // 64  # room is made for several turns at once, which takes less time
+        self._slack = num_places // 64  # evicting for several turns at once takes less time
         self._shadows: dict[str, GhostEntry] = {}
-        self._noted: dict[GhostEntry, None] = {}  # for the order to look at
+        self._noted: dict[GhostEntry, None] = {}  # changed entries, for `VictimOrder`
         self._order = VictimOrder(policy, _SHELF, self._noted)
         self._num_roles = 0
 
     def returned(self, conversation_id: str) -> int | None:
-        """A turn was sent: all of the history is needed. Returns how many leading blocks of its own are lost.
+        """Restore a conversation's history for a turn; returns how many leading own blocks were lost.
 
-        None: everything is, or nothing is known of it.
+        Returns None if all were lost or the conversation is unknown.
         """
         shadow = self._shadows.get(conversation_id)
         if shadow is None:
@@ -97,7 +98,7 @@ class GhostCache:
     def left(
         self, conversation_id: str, num_blocks: int, *, num_shared: int, bucket: int, now_s: float
     ) -> None:
-        """A conversation is idle from now on, with all of its blocks; somebody gives way to it."""
+        """Make a conversation idle with all of its blocks, and evict others for it."""
         shadow = self._shadows.get(conversation_id)
         if shadow is None:
             shadow = self._shadows[conversation_id] = GhostEntry(conversation_id)
@@ -107,14 +108,14 @@ class GhostCache:
         self._resize(shadow, num_blocks, num_shared, 0)
         if shadow.num_held:
             self._noted[shadow] = None
-        else:  # nothing to lose, and nobody would ever take it away
+        else:  # without own blocks it would never be evicted, and so never be removed
             self.ended(conversation_id)
         self._make_room(now_s)
 
     def resized(self, conversation_id: str, num_shared: int) -> None:
-        """So many leading blocks of a conversation belong to others from now on.
+        """Set the number of leading blocks of a conversation that are shared.
 
-        Those that it gets back are there, unless it has lost some that come after them.
+        Blocks that become its own count as kept, unless own blocks after them are lost.
         """
         shadow = self._shadows.get(conversation_id)
         if shadow is None:
@@ -133,7 +134,7 @@ class GhostCache:
         shadow = self._shadows.pop(conversation_id, None)
         if shadow is not None:
             self._noted.pop(shadow, None)
-            shadow.role = Role.RUNNING  # of which orders take nothing
+            shadow.role = Role.RUNNING  # orders evict idle entries only
             self._resize(shadow, 0, 0, 0)
 
     def _resize(self, shadow: GhostEntry, num_blocks: int, num_shared: int, num_lost: int) -> None:
@@ -148,7 +149,7 @@ class GhostCache:
         while self.num_held > self._num_places:
             victim = self._order.peek()
             if victim is None:
-                return  # what runs takes all
+                return  # running conversations fill the memory
             shadow = victim.sequence
             self._resize(shadow, shadow.num_blocks, shadow.num_shared, shadow.num_lost + 1)
             if not shadow.num_held:

@@ -1,16 +1,18 @@
-"""Who gives way next among idle sequences, kept from step to step.
+"""The eviction order of idle sequences for one eviction class, maintained from step to step.
 
-Owns: one shelf's order over thousands of sequences, of which a step takes a few and changes a few.
-Does not know: what a policy's numbers mean, or what happens to a victim.
+Owns: the order over thousands of sequences; a step evicts a few and changes a few.
+Does not know: the meaning of a policy's retention values, or what happens to a victim.
+Called by `Evictor` and `GhostCache`.
 
-Worths change with the clock, each at its own pace, so no sorted list of them lasts. But numpy computes those
-of ten thousand sequences, as columns, in some tens of microseconds: so they are made anew whenever the policy
-says that they have changed, which for some is at every time. The few that are worth least are gathered from
-them in a heap, the front, and victims come from there until it is empty.
+These values change with the clock, each at its own pace, so a sorted list would soon be wrong. But numpy
+computes the values of 10,000 sequences, as columns, in tens of microseconds. So they are recomputed whenever
+the policy says that they changed (for some policies, at every time). The few lowest values go into a heap,
+the front, and victims are taken from it until it is empty.
 
-What must be told here (`noted`): who becomes idle; and of the idle, whose activity or bucket has changed, or
-who has got a chunk on the shelf. That a sequence has lost chunks, or is not idle any more, is found out when
-it gets to the front: what is out of date is worth no more than what is true, so nobody is taken wrongly.
+Callers report changes in `noted`: sequences that became idle, and idle sequences whose activity or bucket
+changed or that got a chunk of the class. Lost chunks and sequences that are no longer idle are not reported;
+they are detected when a sequence reaches the front. A stale entry never overestimates the value, so
+rechecking the front suffices.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ from pensieve_jax.cache.sequence import Role
 from pensieve_jax.cache.states import EvictionClass
 
 _FEWEST_ROWS = 64
-_FEW, _MANY = 64, 256  # sequences at the front
-_NO_CHUNK = -1  # of a sequence that has nothing on the shelf, or is not idle any more
+_FEW, _MANY = 64, 256  # target and maximum number of sequences at the front
+_NO_CHUNK = -1  # for a sequence without a chunk of the class, or not idle any more
 
 
 class Victim[C: Candidate](NamedTuple):
-    """What gives way next: chunks of an idle sequence, and what keeping the first of them is worth."""
+    """The next chunks to evict, of one idle sequence, and the retention value of the first."""
 
     sequence: C
     indices: Sequence[int]
@@ -42,31 +44,30 @@ class Victim[C: Candidate](NamedTuple):
 
 
 class VictimOrder[C: Candidate]:
-    """The idle sequences with chunks on one shelf, the lowest worth first.
+    """The idle sequences with chunks of one eviction class, lowest value first.
 
-    Ties fall to the sequence that became idle first.
+    Of equal values, the sequence that became idle first comes first.
     """
 
     def __init__(self, policy: EvictionPolicy, shelf: EvictionClass, noted: dict[C, None]) -> None:
-        """Nobody yet; `noted` is what others add to, as said above, and this takes from."""
+        """Start empty; callers add changed sequences to `noted`, and this order removes them."""
         self._policy, self._shelf, self._noted = policy, shelf, noted
         self._order = policy.in_force
         self._epoch: object = None
         self._now_s = -math.inf
-        self._rows: dict[C, int] = {}  # the one of each that counts
-        self._sequences: list[C] = []  # by row, as all that follows
+        self._rows: dict[C, int] = {}  # the valid row of each sequence
+        self._sequences: list[C] = []  # by row, like the columns below
         self._role_numbers: list[int] = []
         self._offers = EvictionCandidates(np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64))
         self._worths = self._until_s = np.zeros(0)
-        self._next_until_s = math.inf  # the first of them
-        # Worth, role number and row of everybody that is worth no more than the bound, and some that are not
-        # true any more.
+        self._next_until_s = math.inf  # the minimum of `_until_s`
+        # Heap of (worth, role number, row) for all rows of worth <= `_bound`, and some stale entries.
         self._front: list[tuple[float, int, int]] = []
         self._bound = self._bound_before = -math.inf
-        self._taken = -1  # the row that gave way last, if any did
+        self._taken = -1  # the row of the last victim, or -1
 
     def begin(self, now_s: float) -> None:
-        """What follows is asked at this time, of the order that is in force now."""
+        """Begin a pass: set the time and take the policy's order in use for the following `peek` calls."""
         self._now_s, order = now_s, self._policy.in_force
         if order is not self._order or order.epoch(now_s) != self._epoch:
             self._order, self._epoch = order, order.epoch(now_s)
@@ -78,7 +79,7 @@ class VictimOrder[C: Candidate]:
             self._value(np.flatnonzero(self._until_s <= now_s))
 
     def peek(self) -> Victim[C] | None:
-        """Who gives way next, at the time of the latest `begin`; None: nobody has anything on the shelf."""
+        """Return the next victim at the time of the latest `begin`, or None without a candidate."""
         if self._noted and (rows := self._take_notes()):
             self._value(np.array(rows))
         if self._taken >= 0:
@@ -95,8 +96,8 @@ class VictimOrder[C: Candidate]:
         return None
 
     def _gather(self) -> bool:
-        """Put those who are worth least to the front; whether there is anybody."""
-        worths, bound = self._worths, self._bound_before  # which is mostly as good as another
+        """Move the rows of lowest worth to the front; returns whether there are any."""
+        worths, bound = self._worths, self._bound_before  # the last bound usually selects a fitting number
         rows = np.flatnonzero(worths <= bound)
         if not 0 < len(rows) <= _MANY:
             bound = np.partition(worths, _FEW).item(_FEW) if len(worths) > _FEW else math.inf
@@ -113,7 +114,7 @@ class VictimOrder[C: Candidate]:
         return True
 
     def _value(self, rows: Integers | slice) -> None:
-        """Ask what these rows are worth now, and until when."""
+        """Recompute the worths of these rows, and how long they hold."""
         last_active_s, buckets, chunks = self._offers
         offers = EvictionCandidates(last_active_s[rows], buckets[rows], chunks[rows])
         worths = self._order.worths(offers, self._now_s)
@@ -130,7 +131,7 @@ class VictimOrder[C: Candidate]:
                     heappush(self._front, (worth, self._role_numbers[row], row))
 
     def _look_at(self, row: int) -> bool:
-        """Whether a row says what its sequence gives up next; else it does from here on."""
+        """Return whether a row has its sequence's current next chunk; if not, correct the row."""
         sequence, shelf = self._sequences[row], self._shelf
         chunk, worth = _NO_CHUNK, math.inf
         if (
@@ -150,7 +151,7 @@ class VictimOrder[C: Candidate]:
         return False
 
     def _take_notes(self) -> list[int]:
-        """Bring the rows of those noted up to date; returns the rows whose worths must be asked for."""
+        """Update the rows of noted sequences; returns the rows whose worths must be recomputed."""
         noted = self._noted
         if len(self._sequences) + len(noted) > len(self._worths):
             self._make_room(len(noted))
@@ -159,7 +160,7 @@ class VictimOrder[C: Candidate]:
         for sequence in noted:
             row = self._rows.get(sequence, -1)
             if row >= 0 and self._role_numbers[row] != sequence.role_number:
-                self._look_at(row)  # from here on nobody's
+                self._look_at(row)  # this marks the old row as unused
                 row = -1
             if row >= 0 and last_active_s[row] == sequence.last_active_s and buckets[row] == sequence.bucket:
                 self._look_at(row)
@@ -178,7 +179,7 @@ class VictimOrder[C: Candidate]:
         return sequence.num_on[self._shelf] > 0 and sequence.role is Role.IDLE
 
     def _make_room(self, num_rows: int) -> None:
-        """Forget the rows that say nothing, and have room for at least so many more."""
+        """Remove unused rows, and make room for at least `num_rows` more."""
         kept = [
             row
             for row, sequence in enumerate(self._sequences)
@@ -201,7 +202,7 @@ class VictimOrder[C: Candidate]:
 
 
 def _moved[T: np.generic](column: NDArray[T], rows: Sequence[int], size: int, padding: float) -> NDArray[T]:
-    """These rows of a column come first in a new one."""
+    """Copy these rows of a column to the front of a new, padded column of `size`."""
     moved = np.full(size, padding, column.dtype)
     moved[: len(rows)] = column[rows]
     return moved

@@ -157,7 +157,7 @@ def first(values):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda v: v.pop("subject"), "dict 'subject'; there is none"),
+        (lambda v: v.pop("subject"), "dict 'subject'; it is missing"),
         (lambda v: v.pop("curves"), "dict 'curves'"),
         (lambda v: v.update(model=3), "str 'model'; found 3"),
         (lambda v: v.update(cost="best"), "found 'best'"),
@@ -166,7 +166,7 @@ def first(values):
         (lambda v: v["curves"].update(alone=None), "list 'alone'"),
         (lambda v: v["curves"]["alone"].pop(), "'alone' has 1"),
         (lambda v: v["curves"]["alone"].append(7), "int 'context_len'"),
-        (lambda v: v["subject"].pop("num_layers"), "int 'num_layers'; there is none"),
+        (lambda v: v["subject"].pop("num_layers"), "int 'num_layers'; it is missing"),
         (lambda v: v["subject"].update(num_layers=True), "int 'num_layers'; found True"),
         (lambda v: v["subject"].update(dtype=16), "str 'dtype'; found 16"),
         (lambda v: first(v).update(context_len=0), "'in_batch' has 0"),
@@ -178,7 +178,7 @@ def first(values):
         (lambda v: first(v).update(total_s=float("inf")), "inf"),
         (lambda v: first(v).update(total_s=10**400), "total_s above 0"),
         (lambda v: first(v).update(rest_s=-1e-3), "-0.001"),
-        (lambda v: first(v).pop("attention_s"), "'attention_s'; there is none"),
+        (lambda v: first(v).pop("attention_s"), "'attention_s'; it is missing"),
     ],
 )
 def test_what_no_measurement_gives(path, change, says):

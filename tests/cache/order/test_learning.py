@@ -107,14 +107,14 @@ def test_what_a_conversation_shares_is_not_its_own_in_the_shadows():
 def test_it_says_which_order_is_followed_and_why():
     cache = Cache(200, policy="learned")
     turns = cache.manager.turns
-    assert turns.describe() == "following 'retention': nothing was lost yet in any order"
+    assert turns.describe() == "following 'retention': no order has lost anything yet"
     assert turns.stats() == {
         **{f"shadow_{name}_recompute_s": 0.0 for name in ("retention", "lru", "returns")},
         **{"num_order_changes": 0, "num_returns_seen": 0},
     }
     turns._insurance._add([1.0, 0.5, 2.0])
     assert turns.describe() == (
-        "following 'retention': it would have recomputed retention 1 s, lru 0.5 s, returns 2 s"
+        "following 'retention': estimated recomputation: retention 1 s, lru 0.5 s, returns 2 s"
     )
 
 
