@@ -1,4 +1,4 @@
-"""Which tokens the next step computes, and the arrays that say so. No jax here."""
+"""Scheduling: the tokens that the next step computes, packed as arrays. It does not import jax."""
 
 from pensieve_jax.decoding.sampling_rows import StepResult
 from pensieve_jax.scheduler.buckets import bucket_for, bucket_layout, bucket_rows, token_buckets

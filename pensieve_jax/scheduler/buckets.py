@@ -1,8 +1,10 @@
-"""The bucket lattice: the few padded step sizes for which a step is compiled.
+"""Buckets: the few padded step sizes for which a step is compiled.
 
-Owns: which sizes exist, which one a step takes, how much a step computes so that it fills one, and what else
-a plan of that size has room for. Only query tokens are bucketed; rows, pages and tiles have fixed maxima that
-cost nothing where empty.
+Owns: the list of sizes, the choice of a step's bucket, the token limit of a step that fills a bucket, and the
+plan layout of each bucket. Only query tokens are bucketed; rows, pages and tiles have fixed maxima that cost
+nothing where empty.
+Does not know: requests or the cache.
+Called by the scheduler, the planner and `device.step_programs`.
 """
 
 from __future__ import annotations
@@ -15,22 +17,22 @@ from pensieve_jax.scheduler.plan import PlanLayout
 
 _MIN_BUCKET_TOKENS = 16
 _GRAIN_TOKENS = 16
-# About where a GPU computes for longer than it reads the weights, whatever the model: from there on padding
-# takes as long as tokens do, well below it nothing does.
+# About the step size at which a GPU turns from memory-bound (reading weights) to compute-bound, for any
+# model. Above it padding costs as much time as tokens do; well below it neither costs time.
 _KNEE_TOKENS = 200
-_FILLED_FROM_TOKENS = 256  # up to here tokens beside decodes cost less than in a step of their own
-_NEARLY_FULL = 8  # but for an eighth
-_LEAST_SHARE = 4  # a quarter of what is missing is computed at once, where less would fill a bucket
+_FILLED_FROM_TOKENS = 256  # up to this size, other tokens cost less beside decodes than in a separate step
+_NEARLY_FULL = 8  # a bucket with at most 1/8 padding counts as full
+_LEAST_SHARE = 4  # a step computes at least 1/4 of the missing tokens, even if fewer would fill a bucket
 _ENOUGH_FOR_DECODES = 8
 
 
 def token_buckets(config: SchedulerConfig) -> tuple[int, ...]:
-    """The padded step sizes in tokens, ascending; the last is `max_num_batched_tokens`.
+    """Return the padded step sizes in tokens, ascending; the last is `max_num_batched_tokens`.
 
-    Derived sizes are in multiples of 16. A step of decodes cannot choose how many tokens it has, so up to
-    `max_num_running` sizes lie where each wastes about the same share of a step's time. Larger steps have
-    prompts in them, of which they take as much as fills a size (`step_limit`): those sizes double. Fewer than
-    eight sizes lie evenly in the logarithm instead. What padding costs: `lab/docs/steps.md`.
+    Derived sizes are multiples of 16. A step of decodes cannot choose its number of tokens, so sizes up to
+    `max_num_running` are spaced so that each wastes about the same share of a step's time. Larger steps
+    contain prompts and are filled up to a size (`step_limit`), so those sizes double. Fewer than eight sizes
+    are spaced evenly in the logarithm instead. `lab/docs/steps.md` has the cost of padding.
     """
     largest, limit = config.max_num_batched_tokens, config.bucket_limit
     if config.token_buckets is not None:
@@ -50,30 +52,30 @@ def token_buckets(config: SchedulerConfig) -> tuple[int, ...]:
 
 
 def _geometric(first: float, last: float, num_steps: int) -> list[float]:
-    """From `first` to `last` in `num_steps` steps of one factor; `last` alone where there are none."""
+    """Return `first` to `last` in `num_steps` steps of a constant factor; only `last` for 0 steps."""
     return [last * (first / last) ** (1 - i / num_steps) for i in range(num_steps)] + [last]
 
 
 def _round_up(num_tokens: float) -> int:
-    """To a multiple of 16; a power that should be a whole number may be a little above it."""
+    """Round up to a multiple of 16, but tolerate rounding errors slightly above a multiple."""
     return _GRAIN_TOKENS * math.ceil(round(num_tokens / _GRAIN_TOKENS, 6))
 
 
 def bucket_rows(config: SchedulerConfig, bucket: int) -> int:
-    """The most sub-requests of a step of `bucket` tokens: none is without a token."""
+    """Return the most sub-requests of a step of `bucket` tokens; each has at least one token."""
     return min(config.row_limit, bucket)
 
 
 def bucket_layout(
     config: EngineConfig, bucket: int, *, context_tokens: int, tiles_len: int = 0
 ) -> PlanLayout:
-    """The shape of plans of `bucket` tokens, of which no more than so many are sampled after.
+    """Return the layout of plans of `bucket` tokens.
 
     Args:
-      config: its limits.
+      config: limits of the engine.
       bucket: one of `token_buckets`.
-      context_tokens: the longest context.
-      tiles_len: of the attention kernel's tile list, if it has one.
+      context_tokens: length of the longest context.
+      tiles_len: length of the attention kernel's tile list, if it has one.
     """
     return PlanLayout(
         num_tokens=bucket,
@@ -86,29 +88,30 @@ def bucket_layout(
 
 
 def bucket_for(buckets: tuple[int, ...], num_tokens: int) -> int:
-    """The smallest bucket that holds `num_tokens`; `IndexError` where none does."""
+    """Return the smallest bucket of at least `num_tokens`; raises IndexError if all are smaller."""
     return buckets[bisect_left(buckets, num_tokens)]
 
 
 def step_limit(
     buckets: tuple[int, ...], num_decodes: int, num_others: int, *, chunk_tokens: int, prompt_steps: int
 ) -> int:
-    """How many tokens a step computes at most, decodes included.
+    """Return the maximum number of tokens of a step, decodes included.
 
-    As much as fills the largest bucket that it can, and beside decodes at least a quarter of what others
-    miss: a lower limit would hold those up. With `prompt_steps`, beside decodes: what fills one of 256
-    tokens, which costs next to nothing since a step of decodes reads all weights anyway, or that part of what
-    others miss; the more that is, the larger are the steps. What either gains: `lab/docs/steps.md`.
+    By default, a step fills the largest bucket that it can, and beside decodes it computes at least 1/4 of
+    the tokens that other requests miss; a lower limit would delay those. With `prompt_steps` and decodes, it
+    fills a bucket of 256 tokens, or computes 1/prompt_steps of the tokens that others miss if that is more.
+    Tokens up to 256 cost almost nothing there, because a step of decodes reads all weights anyway.
+    `lab/docs/steps.md` has the gains of both rules.
 
-    Never less than all that is missing, or the decodes and a chunk, or the largest bucket: so the oldest
-    request advances, even where it recomputes.
+    The limit is at least the minimum of: all missing tokens; the decodes and one chunk; the largest bucket.
+    So the oldest request advances even where it recomputes.
 
     Args:
-      buckets: as `token_buckets` returns them.
-      num_decodes: requests that miss their last token alone.
-      num_others: tokens that all others miss and could compute now.
-      chunk_tokens: of a chunk.
-      prompt_steps: as `SchedulerConfig` has it.
+      buckets: sizes from `token_buckets`.
+      num_decodes: number of requests that miss only their last token.
+      num_others: tokens that the other requests miss and could compute now.
+      chunk_tokens: tokens per chunk.
+      prompt_steps: `SchedulerConfig.prompt_steps`.
     """
     num_missing = num_decodes + num_others
     is_spread = num_decodes > 0 and prompt_steps > 0
@@ -120,16 +123,17 @@ def step_limit(
 
 
 def _holding(buckets: tuple[int, ...], num_tokens: int) -> int:
-    """The smallest bucket that holds `num_tokens`, or the largest."""
+    """Return the smallest bucket of at least `num_tokens`, or the largest bucket."""
     return buckets[min(bisect_left(buckets, num_tokens), len(buckets) - 1)]
 
 
 def _filled(buckets: tuple[int, ...], num_missing: int, num_least: int) -> int:
-    """The largest bucket that `num_missing` tokens fill, if it holds `num_least`; else one that holds them.
+    """Return the largest bucket that `num_missing` tokens fill, or the smallest one that holds them all.
 
-    In a large step padding takes as long as tokens do. So what is left over goes with the next step, which
-    comes the sooner for it; unless there is as good as a bucket more. A small step takes as long as the
-    weights are read, and leaves nothing over.
+    In a large step padding takes as long as tokens do, so the step computes a full bucket and leaves the rest
+    to the next step, which then starts sooner. A bucket that holds all missing tokens is used if it is nearly
+    full, or if the filled one is below `num_least` or 256 tokens: a small step takes the time to read the
+    weights, so it should leave nothing over.
     """
     filled = bisect_right(buckets, num_missing) - 1
     holds_all = _holding(buckets, num_missing)

@@ -1,4 +1,9 @@
-"""What the scheduler decides for one step: a frozen value, with no effect of its own."""
+"""The scheduler's decision for one step, as an immutable value.
+
+Owns: the record types.
+Does not know: how the decision is made, or how it is carried out.
+Called by the scheduler, the planner, the engine and observers.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +15,9 @@ from pensieve_jax.scheduler.request import Request
 
 
 class Grant(NamedTuple):
-    """One sub-request of a step: tokens [start, end) of a request are computed.
+    """One sub-request of a step: it computes tokens [start, end) of a request.
 
-    `samples` is True where this empties what the request misses, so that its next token is sampled.
+    `samples` is True if the request then misses no token, so that the step samples its next one.
     """
 
     request: Request
@@ -23,17 +28,17 @@ class Grant(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step.
+    """The decision for one step.
 
     Attributes:
-      grants: the rows of the batch; rows of one request stand together, in ascending position.
+      grants: the rows of the batch; rows of one request are adjacent, in ascending position.
       num_tokens: query tokens of all grants.
       admitted: requests that joined the batch.
-      suspended: requests that were taken out of it for want of pages.
-      drops: chunks that were dropped, and why.
+      suspended: requests that left the batch because pages were missing.
+      drops: chunks that were dropped, with the reasons.
       swap_outs: copies of pages to slots that begin before the step.
       swap_ins: copies of slots to pages that begin before the step.
-      expedited: ids of copies to pages, of this step or earlier ones, that the step itself waits for.
+      expedited: ids of copies to pages, begun for this step or earlier ones, that the step must wait for.
     """
 
     grants: tuple[Grant, ...]

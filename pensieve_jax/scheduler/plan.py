@@ -1,9 +1,11 @@
-"""What one step is told, as numpy: the packed plan.
+"""The packed plan: the device inputs of one step, as one numpy buffer.
 
-Owns: the one table of a plan's fields, in the body of `StepPlan` but for the columns of sampling fields
-(`core.sampling_params`), and so the layout of the one int32 buffer that goes to the device each step. Every
-part of it has a named view, and one copy carries all of a step's metadata: a copy costs more than its bytes.
-Does not know: how a plan comes about (`planner`), or what a device does with it (`device.model_runner`).
+Owns: the table of a plan's fields, in the body of `StepPlan`, and so the layout of the int32 buffer that goes
+to the device in each step. The columns of sampling fields come from `core.sampling_params`. Every part has a
+named view. One copy carries all metadata of a step, because the fixed cost of a copy exceeds that of its
+bytes.
+Does not know: how a plan is filled (`planner`) or how a device uses it (`device.model_runner`).
+Called by the planner and the model runners.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ import numpy as np
 from pensieve_jax.decoding.sampling_rows import COLUMNS
 
 NUM_FLAGS = 4
-# Fields begin at multiples of 256 bytes: XLA hands a kernel a slice of the buffer as it lies, without a copy,
-# and Mosaic GPU kernels refuse arguments that are not aligned so.
+# Fields begin at multiples of 256 bytes. XLA passes a slice of the buffer to a kernel without a copy, and
+# Mosaic GPU kernels reject arguments with a smaller alignment.
 _ALIGNMENT = 64
 FLAG_SAMPLES, FLAG_TRUNCATES, FLAG_LOGPROBS = range(3)
 
 
 class PackedField(NamedTuple):
-    """One part of the packed buffer: first element, shape, and how its 32 bits are read."""
+    """One part of the packed buffer: first element, shape, and the type of its 32-bit elements."""
 
     offset: int
     shape: tuple[int, ...]
@@ -34,18 +36,17 @@ class PackedField(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Elements of 32 bits."""
+        """Number of 32-bit elements."""
         return prod(self.shape)
 
 
 class PlanField:
-    """A row of the table of fields, under its name in the class `StepPlan`; a plan has its view there.
+    """A declaration of one field in the class `StepPlan`; an instance has its view under the same name.
 
     Attributes:
-      sizes: of each dimension: a number, or what `PlanLayout.sizes` calls it.
-      dtype: of 32 bits.
-      padding: what elements hold that a plan has no use for; None: the first slot past the pool, which only
-        whoever makes plans knows.
+      sizes: size of each dimension: a number, or a key of `PlanLayout.sizes`.
+      dtype: a 32-bit type.
+      padding: value of unused elements; None is the first slot past the pool, which only the planner knows.
     """
 
     def __init__(
@@ -60,17 +61,21 @@ class PlanField:
     def __get__(self, plan: object, owner: type) -> np.ndarray: ...
 
     def __get__(self, plan: object, owner: type) -> Any:
-        """The row: a plan's own attributes go before those of its class, so Python asks for no view here."""
+        """Return the declaration.
+
+        Python calls this for the class only: this is a non-data descriptor, so the view in a plan's
+        `__dict__` takes precedence.
+        """
         return self
 
     @property
     def padding_word(self) -> int | None:
-        """The padding's 32 bits, as the buffer's dtype reads them; None as `padding`."""
+        """Padding as the int32 with the same bits; None if `padding` is None."""
         return None if self.padding is None else int(np.array(self.padding, self.dtype).view(np.int32))
 
 
 class _View(NamedTuple):
-    """How the view of one field is made; None where the words need not be read in another way."""
+    """The parameters of one field's view; `dtype` and `shape` are None if the view needs no conversion."""
 
     name: str
     part: slice
@@ -80,14 +85,14 @@ class _View(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanLayout:
-    """The shape of a bucket's plans; hashable, so that it keys a compiled executable.
+    """The shape of a bucket's plans; hashable, so that it can key a compiled executable.
 
     Attributes:
       num_tokens: T, padded query tokens; the bucket.
       max_num_rows: R, sub-requests.
       pages_per_row: P, pages of the longest context.
-      max_num_samples: S, requests that can sample in this step.
-      max_num_banned: B, ids that a row may be kept from sampling.
+      max_num_samples: S, requests that can sample in one step.
+      max_num_banned: B, token ids that one row can ban from sampling.
       tiles_len: N, length of the attention kernel's tile list.
     """
 
@@ -100,7 +105,7 @@ class PlanLayout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What the letters in the table of fields stand for."""
+        """Values of the size names in the field declarations."""
         return {
             "T": self.num_tokens,
             "R": self.max_num_rows,
@@ -113,7 +118,7 @@ class PlanLayout:
 
     @cached_property
     def fields(self) -> dict[str, PackedField]:
-        """Every part by name, in the order of the buffer."""
+        """Every field by name, in the order of the buffer."""
         fields, offset, sizes = {}, 0, self.sizes
         for name, row in StepPlan.rows().items():
             shape = tuple(sizes[size] if isinstance(size, str) else size for size in row.sizes)
@@ -123,13 +128,13 @@ class PlanLayout:
 
     @cached_property
     def size(self) -> int:
-        """Elements of the whole buffer, 32 bits each."""
+        """Number of 32-bit elements of the whole buffer."""
         last = list(self.fields.values())[-1]
         return last.offset + last.size
 
     @cached_property
     def views(self) -> tuple[_View, ...]:
-        """How a plan's views are made, worked out once, since a plan is made every step."""
+        """Parameters of a plan's views, cached because a plan is made in every step."""
         return tuple(
             _View(
                 name,
@@ -142,46 +147,46 @@ class PlanLayout:
 
     @cached_property
     def padded(self) -> tuple[tuple[slice, int | None], ...]:
-        """Where fields lie whose padding is not 0, and its 32 bits; None is the first slot past the pool."""
+        """Slices of fields whose padding is not 0, with its int32; None is the first slot past the pool."""
         rows = StepPlan.rows()
         words = ((view.part, rows[view.name].padding_word) for view in self.views)
         return tuple((part, word) for part, word in words if word != 0)
 
 
 class StepPlan:
-    """One step's buffer, and views on it by field name (`plan.token_ids`, `plan.kv_lens`, ...).
+    """One step's buffer, with views by field name (`plan.token_ids`, `plan.kv_lens`, ...).
 
-    A buffer belongs to one step and is never reused: a CPU device reads it in place.
+    A buffer belongs to one step and is never reused, because a CPU device reads it in place.
 
     Attributes:
-      layout: the bucket's shape.
+      layout: shape of the bucket's plans.
       buffer: i32[layout.size].
-      step_id: counts plans from 0; the runner asserts that none is skipped.
+      step_id: number of the plan, from 0; the runner asserts that none is skipped.
     """
 
     token_ids = PlanField("T")
     prev_samples = PlanField("T", padding=-1)  # row of the previous step's samples that holds the id, or -1
     positions = PlanField("T")
-    write_slots = PlanField("T", padding=None)  # page * page_size + offset; out of bounds is dropped
-    cu_q_lens = PlanField("R + 1")  # from the last row on: the number of tokens
+    write_slots = PlanField("T", padding=None)  # page * page_size + offset; writes out of bounds are dropped
+    cu_q_lens = PlanField("R + 1")  # past the last row: the number of tokens
     kv_lens = PlanField("R")
     page_indices = PlanField("R", "P")  # page 0 is the dummy
     num_rows = PlanField(1)
-    tiles = PlanField("N")  # the kernel's list builder fills all that the kernel reads
+    tiles = PlanField("N")  # the kernel's list builder fills every element that the kernel reads
     num_samples = PlanField(1)
     sample_tokens = PlanField("S")  # index into the T tokens
     sample_positions = PlanField("S")  # absolute position of the token to be sampled
-    # Here stand the columns of the table of sampling fields: `temperature`, `top_k`, `top_p`, each of "S".
+    # `rows` inserts the columns of sampling fields here: `temperature`, `top_k`, `top_p`, each of "S".
     seed = PlanField("S", 2, dtype=np.uint32)  # 64 bits, low word first
     banned_ids = PlanField("S", "B", padding=-1)
     flags = PlanField(NUM_FLAGS)  # see the FLAG_ constants
 
     def __init__(self, layout: PlanLayout, step_id: int, padding_slot: int) -> None:
-        """A plan of no rows, which writes and samples nothing: a new buffer, all of it padding.
+        """Start with a new buffer of padding only: no rows, no writes, no samples.
 
         Args:
-          layout: the bucket's shape.
-          step_id: its number.
+          layout: shape of the bucket's plans.
+          step_id: number of the plan.
           padding_slot: the first write slot past the pool, where writes are dropped.
         """
         self.layout = layout
@@ -196,14 +201,14 @@ class StepPlan:
                 view = view.view(dtype)
             own[name] = view if shape is None else view.reshape(shape)
 
-    if TYPE_CHECKING:  # columns are attributes as the fields above are
+    if TYPE_CHECKING:  # columns of sampling fields are attributes like the fields above
 
         def __getattr__(self, name: str) -> np.ndarray: ...
 
     @classmethod
     @functools.cache
     def rows(cls) -> dict[str, PlanField]:
-        """The table: every field by name, in the order of the buffer, columns before `seed`."""
+        """Return all fields by name in the order of the buffer, with the sampling columns before `seed`."""
         declared = {name: row for name, row in vars(cls).items() if isinstance(row, PlanField)}
         columns = {
             name: PlanField("S", dtype=np.dtype(column.dtype).type, padding=column.off)

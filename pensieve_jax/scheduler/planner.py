@@ -1,11 +1,12 @@
-"""From a scheduler's decision to the packed arrays of a step, shared by all layers.
+"""Conversion of a scheduler's decision to the packed arrays of a step, which all layers share.
 
-Owns: the layout of a ragged batch: token ids, positions, write slots, page lists, the rows to sample.
-Does not know: how grants came about, or what a device does with the plan. The attention kernel's tile
-list is made by its own builder, which the runner brings.
+Owns: the content of a ragged batch: token ids, positions, write slots, page lists, and the rows to sample.
+Does not know: how grants are chosen, or how a device uses the plan. The attention kernel's own builder, which
+the runner supplies, makes the tile list.
+Called by `Engine`.
 
-Everything per token is vectorized; what is per row is a few list operations, since a step of 256 rows
-must be planned in well under a millisecond.
+Work per token is vectorized, and work per row is a few list operations, because planning a step of 256 rows
+must take well under a millisecond.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pensieve_jax.scheduler.request import Request
 
 
 class _Rows(NamedTuple):
-    """The columns of a step's grants."""
+    """A step's grants as columns."""
 
     requests: tuple[Request, ...]
     starts: tuple[int, ...]
@@ -36,7 +37,7 @@ class _Rows(NamedTuple):
 
 
 class Planner:
-    """Makes one `StepPlan` after another."""
+    """The maker of consecutive `StepPlan`s."""
 
     def __init__(
         self,
@@ -47,10 +48,14 @@ class Planner:
         chunk_tokens: int,
         num_device_pages: int,
     ) -> None:
-        """`layouts` by bucket; `fill_tiles` writes `plan.tiles` from the rows' lengths.
+        """Plan for buckets with these layouts.
 
-        `page_table` has the pages of what is granted, by the `row` of its sequence.
-        `num_device_pages` counts the dummy page: slots from there on are out of bounds, and dropped.
+        Args:
+          layouts: plan layout by bucket.
+          fill_tiles: function that writes `plan.tiles` from the rows' lengths.
+          page_table: pages of the granted sequences, by their `row`.
+          chunk_tokens: tokens per chunk, and per page.
+          num_device_pages: pages including the dummy page; writes to slots past them are dropped.
         """
         self._layouts = layouts
         self._buckets = tuple(sorted(layouts))
@@ -61,10 +66,10 @@ class Planner:
         self._num_plans = 0
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
-        """The plan of one step with at least one grant.
+        """Make the plan of one step with at least one grant.
 
-        Reads each request's `sample_row`, which must be of the step dispatched just before, and sets it
-        anew for the rows that sample.
+        Reads each request's `sample_row`, which must be that of the last dispatched step, and updates it for
+        the rows that sample.
         """
         layout = self._layouts[bucket_for(self._buckets, output.num_tokens)]
         plan = StepPlan(layout, self._num_plans, self._padding_slot)
@@ -89,7 +94,7 @@ class Planner:
         num_columns = min(pages_of_row.shape[1], plan.layout.pages_per_row)
         plan.page_indices[:num_rows, :num_columns] = pages_of_row[:, :num_columns]
         for row in compress(range(num_rows), map(not_, samples)):
-            plan.page_indices[row, -(-ends[row] // chunk_tokens) :] = 0  # set aside for what comes later
+            plan.page_indices[row, -(-ends[row] // chunk_tokens) :] = 0  # pages reserved for later grants
 
         row_of_token = np.repeat(np.arange(num_rows, dtype=np.int32), q_lens)
         positions = np.arange(num_tokens, dtype=np.int32)

@@ -1,12 +1,13 @@
 """A request: one turn of one conversation, from submission until its last token is known.
 
-Owns: what is still missing of the turn's KV state, where its length ends, and the accounting of where
-its history came from.
+Owns: the intervals of tokens that still lack KV, the turn's maximum length, and the accounting of how its
+history was obtained (reused, swapped in, recomputed).
 Does not know: text, the device, or other requests.
+Called by the scheduler, the planner and the engine.
 
-The length invariant, between steps: `holes` and [sequence.num_kv_tokens, len(token_ids)) are the tokens
-without KV, apart from chunks on their way into device memory; a request that is not exhausted always misses
-at least its last token.
+Length invariant between steps: the tokens without KV are those in `holes` and in
+[sequence.num_kv_tokens, len(token_ids)), apart from chunks that are being copied in. A request that is not
+exhausted always misses at least its last token.
 """
 
 from __future__ import annotations
@@ -20,34 +21,33 @@ from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.decoding.sampling_rows import pack_sampling
 
 type Intervals = list[tuple[int, int]]
-"""Of token positions, ascending, without their ends; none overlaps another one."""
+"""Half-open intervals of token positions, ascending and disjoint."""
 
 
 class RequestStatus(Enum):
-    """Where a request stands."""
+    """The lifecycle of a request."""
 
     WAITING = "waiting"  # new or suspended
     RUNNING = "running"  # in the batch
-    FINISHING = "finishing"  # its last token was granted; the id is on its way
-    FINISHED = "finished"  # stopped, cancelled or failed: steps in flight no longer matter to it
+    FINISHING = "finishing"  # its last token was granted, but the id is not known yet
+    FINISHED = "finished"  # stopped, cancelled or failed: results of steps in flight are ignored
 
 
 class Request:
     """One turn of one conversation.
 
     Attributes:
-      request_id: its arrival number; first come, first served.
-      seed: 64 bits that the turn's samples are drawn with.
-      sampling: both as a plan says them, packed: see `pack_sampling`.
-      ending_ids: ids that end the reply; kept from being sampled before `min_tokens`.
+      request_id: its arrival number; requests are served in this order.
+      seed: 64-bit seed of the turn's samples.
+      sampling: `params` and `seed`, packed for a plan by `pack_sampling`.
+      ending_ids: ids that end the reply; they are banned before `min_tokens`.
       num_history_tokens: length of the history.
       num_prompt_end: length of history + prompt.
-      num_unending: up to this length the token granted last may not end the reply: the turn owes more tokens
-        than stand before it.
+      num_unending: length up to which the last granted token may not end the reply, because of `min_tokens`.
       max_total_tokens: length at which the turn ends with "length".
-      holes: token intervals of the history that must be recomputed, ascending.
-      is_decoding: it sampled a token and was not suspended since; so it misses its last token alone, and
-        waits for no copy.
+      holes: token intervals of the history to recompute, ascending.
+      is_decoding: whether it sampled a token and was not suspended since. If so, it misses only its last
+        token and waits for no copy.
       sample_row: its row among the samples of the last step that sampled for it.
     """
 
@@ -91,7 +91,7 @@ class Request:
         ending_ids: tuple[int, ...],
         max_context_tokens: int,
     ) -> None:
-        """The prompt has been appended to the conversation's `token_ids` already."""
+        """Start waiting; the conversation's `token_ids` must already end with the prompt."""
         self.request_id = request_id
         self.conversation = conversation
         self.sequence = sequence
@@ -116,28 +116,31 @@ class Request:
         self._recomputed_tokens = 0
         self._was_admitted = False
         self._num_kv_before = 0
-        self._uncomputed: Intervals = []  # since it was first admitted
-        self._holes_before: Intervals = []  # when it was suspended
+        self._uncomputed: Intervals = []  # tokens missing at its first admission and not computed since
+        self._holes_before: Intervals = []  # holes at its last suspension
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens sampled so far, the one in flight included."""
+        """Tokens sampled so far, including the one in flight."""
         return len(self.token_ids) - self.num_prompt_end
 
     @property
     def exhausted(self) -> bool:
-        """Its last token by length has been granted."""
+        """Whether its last token by length has been granted."""
         return len(self.token_ids) >= self.max_total_tokens
 
     def reach(self, chunk_tokens: int) -> int:
-        """The token up to which it can be computed now: where a chunk is being copied in, or its end."""
+        """Return the position up to which it can be computed now.
+
+        This is the start of the first chunk that is being copied in, or the end of its tokens.
+        """
         arriving = self.sequence.first_arriving
         return len(self.token_ids) if arriving is None else arriving * chunk_tokens
 
     def num_missing(self, chunk_tokens: int) -> tuple[int, int]:
-        """Tokens that it lacks within its reach, and the intervals (rows of a step) that they lie in.
+        """Return the number of missing tokens within its reach, and of their intervals (rows of a step).
 
-        More than it will compute, where others compute its prefix.
+        This overestimates its work if other requests compute a prefix that it shares.
         """
         reach = self.reach(chunk_tokens)
         missing = (*self.holes, (self.sequence.num_kv_tokens, reach))
@@ -145,7 +148,7 @@ class Request:
         return sum(lengths), len(lengths)
 
     def on_admitted(self, chunk_tokens: int) -> None:
-        """Take stock, now that the sequence is pinned: what is there, what arrives, what must be computed."""
+        """Account for the reused, swapped-in and missing tokens of the sequence, which is now pinned."""
         sequence = self.sequence
         self.holes = sequence.holes(chunk_tokens)
         held = sequence.num_kv_tokens - sum(end - start for start, end in self.holes)
@@ -160,9 +163,8 @@ class Request:
             self.resume_recomputed_tokens += _num_in(had) - _num_in(_in_both(had, has))
             self.resume_swapped_in_tokens += swapped_in
             lacked = [*self._holes_before, (self._num_kv_before, sequence.num_kv_tokens)]
-            self._count_as_reused(
-                _in_both(has, lacked)
-            )  # in a shared prefix: another request has computed it
+            # Another request has computed these tokens of a shared prefix.
+            self._count_as_reused(_in_both(has, lacked))
             return
         self._was_admitted = True
         self._uncomputed = list(self.holes)
@@ -172,16 +174,16 @@ class Request:
         self._recomputed_tokens = sum(self._num_computed_before(start, end) for start, end in missing)
 
     def on_suspended(self) -> None:
-        """Remember how much there was, before others take pages."""
+        """Record which tokens have KV, before other requests evict pages."""
         self.num_suspensions += 1
         self.is_decoding = False
         self._num_kv_before = self.sequence.num_kv_tokens
-        # What it lost when it was suspended before, and has not computed again since, stays what it had.
+        # Tokens lost in an earlier suspension and not recomputed since count as computed before.
         self._uncomputed = _in_both(self._uncomputed, self.holes)
         self._holes_before, self.holes = self.holes, []
 
     def skip_filled(self, chunk_tokens: int) -> None:
-        """Leave out what another request has computed since: holes in a prefix that both begin with."""
+        """Remove leading holes in a shared prefix that another request has filled since."""
         sequence = self.sequence
         while self.holes:
             start, end = self.holes[0]
@@ -193,21 +195,21 @@ class Request:
             self._count_as_reused([(start, next_start)])
 
     def _count_as_reused(self, found: Intervals) -> None:
-        """These tokens were to be computed, and are there."""
+        """Move tokens from "recomputed" to "reused": another request computed them."""
         new = _in_both(found, self._uncomputed)
-        self.resume_recomputed_tokens -= _num_in(found) - _num_in(new)  # it had these when it was suspended
+        self.resume_recomputed_tokens -= _num_in(found) - _num_in(new)  # these had KV at its suspension
         self._reused_tokens += _num_in(new)
         self._recomputed_tokens -= sum(self._num_computed_before(start, end) for start, end in new)
 
     def _num_computed_before(self, start: int, end: int) -> int:
-        """How many of the tokens in [start, end) an earlier turn computed.
+        """Return how many of the tokens in [start, end) an earlier turn computed.
 
-        A shared chunk can hold the last token of the history, which no turn of this conversation computed.
+        A shared chunk can contain the last token of the history, which no turn of this conversation computed.
         """
         return max(min(end, self.conversation.num_computed_tokens) - start, 0)
 
     def usage(self, num_output_tokens: int) -> Usage:
-        """The accounting of a reply of `num_output_tokens`."""
+        """Return the usage record of a reply of `num_output_tokens`."""
         known = self._reused_tokens + self._swapped_in_tokens + self._recomputed_tokens
         return Usage(
             prompt_tokens=self.num_prompt_end - self.num_history_tokens,
@@ -227,14 +229,14 @@ def _num_in(intervals: Intervals) -> int:
 
 
 def _outside(holes: Intervals, num_tokens: int) -> Intervals:
-    """What of the first `num_tokens` tokens is in no hole."""
+    """Return the parts of the first `num_tokens` tokens outside all holes."""
     starts = [0, *(end for _, end in holes)]
     ends = [*(start for start, _ in holes), num_tokens]
     return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
 
 
 def _in_both(ones: Intervals, others: Intervals) -> Intervals:
-    """Intervals that lie in one of each; one look at each, since a long history can have thousands."""
+    """Intersect two lists of intervals in linear time; a long history can have thousands of them."""
     found, i, j = [], 0, 0
     while i < len(ones) and j < len(others):
         start, end = max(ones[i][0], others[j][0]), min(ones[i][1], others[j][1])

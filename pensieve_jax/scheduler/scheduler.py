@@ -1,16 +1,22 @@
-"""Who gets how many tokens of the next step (the paper's section 4.2).
+"""Unified batching: the tokens of each request that the next step computes (the paper's section 4.2).
 
-Owns: the waiting queue and the running batch, both by arrival; the token budget; suspension. There is no
-prefill phase and no decode phase: a request misses intervals of tokens, and decode, prompt, recompute and
-resume are one case.
-Does not know: the device, text, or how a step is laid out (`planner`).
+Owns: the waiting queue and the running batch, both by arrival, the token budget, and suspension. Prefill and
+decode are not separate phases: a request misses intervals of tokens, and decode, prompt, recompute and resume
+are one case.
+Does not know: the device, text, or the layout of a step (`planner`).
+Called by the engine loop.
 
-Rules: first come, first served, one decode token for each running request set aside first; intervals of a
-request in ascending position, a later one only in a step in which the earlier one ends; a grant inside
-recomputed history ends on a chunk boundary, so that only the tail chunk is ever half valid; nothing behind a
-chunk that is being copied in before that is complete. Every running request arrived before every waiting one,
-and in every step the oldest request gains a token or waits for a copy. Where batches are not unified
-(`SchedulerConfig.unified`), decodes pause while anybody else has something to compute.
+Rules:
+- Requests are served first come, first served, after one decode token per running request is set aside.
+- The intervals of a request are granted in ascending order. A step grants a later one only if it also ends
+  the earlier one.
+- A grant inside recomputed history ends on a chunk boundary, so that only the tail chunk is ever partly
+  valid.
+- Tokens behind a chunk that is being copied in are not granted before the copy is complete.
+- Every running request arrived before every waiting one. In every step the oldest request advances or waits
+  for a copy.
+- If batches are not unified (`SchedulerConfig.unified`), decodes pause while other requests have tokens to
+  compute.
 """
 
 from __future__ import annotations
@@ -27,7 +33,7 @@ from pensieve_jax.scheduler.request import Request, RequestStatus
 
 
 class _Step:
-    """The step being filled: what was granted, and what is left of its limits beside the decodes."""
+    """The step being filled: its grants, and the tokens and rows left beside the decodes."""
 
     __slots__ = ("grants", "num_rows_left", "num_tokens_left")
 
@@ -38,7 +44,7 @@ class _Step:
 
 
 class Scheduler:
-    """Forms unified batches over a cache.
+    """The scheduler of unified batches over one cache.
 
     Attributes:
       running: requests of the batch, by arrival.
@@ -46,7 +52,7 @@ class Scheduler:
     """
 
     def __init__(self, config: SchedulerConfig, cache: CacheManager) -> None:
-        """No requests; `cache` is changed by every `schedule`."""
+        """Start without requests; every `schedule` changes `cache`."""
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
         self._config = config
@@ -55,15 +61,15 @@ class Scheduler:
         self._max_num_rows = config.row_limit
 
     def add(self, request: Request) -> None:
-        """Queue a request; its conversation's chunks give way to earlier arrivals only."""
+        """Queue a request; from now on only earlier arrivals may evict its conversation's chunks."""
         self._cache.enqueue(request.sequence, request.request_id)
         self.waiting.append(request)
 
     def remove(self, request: Request) -> None:
-        """Take out a request that ended, wherever it stands, and unpin its conversation.
+        """Remove a request that ended, in any status, and unpin its conversation.
 
-        The caller has cut the sequence back to what is valid. Pages can be given away at once: steps in
-        flight come before those that write them again.
+        The caller has truncated the sequence to its valid tokens. Its pages can be reallocated at once, since
+        steps in flight run before the steps that overwrite them.
         """
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
@@ -74,19 +80,19 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
 
     def check_integrity(self) -> None:
-        """Assert that running and waiting requests stand by arrival, the running ones first."""
+        """Assert that all running and then all waiting requests are in order of arrival."""
         arrivals = [request.request_id for request in (*self.running, *self.waiting)]
         assert arrivals == sorted(arrivals), f"requests out of order: {arrivals}"
         assert all(r.status is RequestStatus.RUNNING for r in self.running)
         assert all(_is_decode(r) for r in self.running if r.is_decoding), (
-            "who decodes misses more than a token"
+            "a decoding request misses more than one token"
         )
         assert all(r.status is RequestStatus.WAITING for r in self.waiting)
 
     def schedule(self) -> SchedulerOutput:
-        """Decide the next step. Changes host state only; the caller must dispatch what was granted.
+        """Decide the next step. This changes host state only; the caller must dispatch the grants.
 
-        Every id but those of the last dispatched step must be known.
+        All token ids except those of the last dispatched step must be known.
         """
         self._cache.begin_step()
         self._retire_exhausted()
@@ -97,7 +103,7 @@ class Scheduler:
             step = self._grant_running(with_decodes=True)
         self._cache.end_step()
         expedited: tuple[int, ...] = ()
-        if not step.grants:  # last, since nobody may take its slots in this pass
+        if not step.grants:  # after `end_step`, so that nothing in this pass takes the slots of these copies
             expedited, step = self._expedite()
         self._check_liveness(step)
         swap_outs, swap_ins = self._cache.take_copies()
@@ -117,11 +123,11 @@ class Scheduler:
         if oldest is None or (step.grants and step.grants[0].request is oldest):
             return
         if step.grants and not self._config.unified and _is_decode(oldest):
-            return  # paused: it goes on when those who joined have computed what they miss
+            return  # paused until the requests that joined have computed their missing tokens
         assert self._cache.blocking_copies(oldest.sequence), "the oldest request is stuck"
 
     def _retire_exhausted(self) -> None:
-        """Unpin requests whose last token is on its way: a stop by length launches no extra step."""
+        """Unpin requests whose last token was granted, so that a stop by length launches no extra step."""
         exhausted = [r for r in self.running if len(r.token_ids) >= r.max_total_tokens]
         for request in exhausted:
             request.status = RequestStatus.FINISHING
@@ -130,7 +136,7 @@ class Scheduler:
             self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
 
     def _make_room(self) -> list[Request]:
-        """Reserve the page of every running request's next token; the latest arrivals give way."""
+        """Reserve a page for every running request's next token; suspends the latest arrivals if needed."""
         suspended: list[Request] = []
         chunk_tokens = self._cache.chunk_tokens
         full = [r for r in self.running if len(r.token_ids) > len(r.sequence.chunks) * chunk_tokens]
@@ -144,15 +150,15 @@ class Scheduler:
     def _suspend_latest(self) -> Request:
         request = self.running.pop()
         request.status = RequestStatus.WAITING
-        # Filled holes were skipped in the last step, and a request behind this one cannot fill a hole of a
-        # shared prefix for which this one had no tokens left.
+        # No `skip_filled` is needed: the last step skipped filled holes, and later requests cannot fill a
+        # hole of a shared prefix for which this one had no tokens left.
         request.on_suspended()
         self._cache.suspend(request.sequence)
         self.waiting.appendleft(request)
         return request
 
     def _admit(self) -> list[Request]:
-        """Admit by arrival, while a step might hold more than what those who run are missing."""
+        """Admit requests by arrival while the largest step holds more than the missing tokens and rows."""
         admitted: list[Request] = []
         max_num_running, chunk_tokens = self._config.max_num_running, self._cache.chunk_tokens
         if not self.waiting or len(self.running) >= max_num_running:
@@ -178,11 +184,11 @@ class Scheduler:
         return admitted
 
     def _others(self) -> list[Request]:
-        """Those who run and do not decode."""
+        """Return the running requests that are not decodes."""
         return [request for request in self.running if not (request.is_decoding or _is_decode(request))]
 
     def _grant_running(self, *, with_decodes: bool) -> _Step:
-        """A step of what those who run are missing, by arrival."""
+        """Fill a step with the missing tokens of running requests, by arrival."""
         others = dict.fromkeys(self._others())
         num_decodes = len(self.running) - len(others) if with_decodes else 0
         step = self._begin_step(num_decodes, others)
@@ -200,7 +206,7 @@ class Scheduler:
         return step
 
     def _begin_step(self, num_decodes: int, others: Iterable[Request]) -> _Step:
-        """An empty step, with tokens and rows set aside for decodes."""
+        """Make an empty step, with tokens and rows set aside for decodes."""
         chunk_tokens = self._cache.chunk_tokens
         limit = step_limit(
             self._buckets,
@@ -212,7 +218,7 @@ class Scheduler:
         return _Step(limit - num_decodes, self._max_num_rows - num_decodes)
 
     def _expedite(self) -> tuple[tuple[int, ...], _Step]:
-        """Nobody can compute: let the oldest request's copies take effect with a step that waits for them."""
+        """Fill a step that waits for the oldest request's copies, when no request can compute."""
         expedited = self._cache.expedite(self.running[0].sequence) if self.running else ()
         oldest = self.running[:1] if expedited else []
         step = self._begin_step(0, oldest)
@@ -221,7 +227,7 @@ class Scheduler:
         return expedited, step
 
     def _grant_missing(self, step: _Step, request: Request) -> None:
-        """Grant what fits beside what is set aside for decodes."""
+        """Grant a request's missing tokens as far as the step's remaining tokens and rows allow."""
         chunk_tokens, sequence = self._cache.chunk_tokens, request.sequence
         request.skip_filled(chunk_tokens)
         holes, limit = request.holes, request.reach(chunk_tokens)
@@ -254,13 +260,13 @@ class Scheduler:
 
     @staticmethod
     def _await_token(request: Request) -> None:
-        """Its next token is on its way, and the only one that it will miss."""
+        """Append a placeholder for the token being sampled, the only one that the request now misses."""
         request.token_ids.append(PENDING_TOKEN)
         request.is_decoding = True
 
 
 def _is_decode(request: Request) -> bool:
-    """It misses its last token alone, and waits for no copy."""
+    """Return whether a request misses only its last token and waits for no copy."""
     sequence = request.sequence
     is_last = len(request.token_ids) == sequence.num_kv_tokens + 1
     return is_last and not request.holes and sequence.first_arriving is None
