@@ -1,1 +1,1 @@
-"""Turns from submission to outcome: a loop over scheduler, cache and whatever runs steps. No jax here."""
+"""The engine: turns from submission to outcome. It does not import jax."""

@@ -1,11 +1,13 @@
-"""Turns whose caller places them in a tree: which conversation in memory one goes on from, or begins as.
+"""Branches: conversations whose callers place each turn in a tree, by naming its parent.
 
-Owns: the branches in memory by the turns on their paths, and what a turn is found to go on from.
-Does not know: how turns are run or committed, when branches leave memory, or where their state is.
+Owns: the branches in memory, indexed by the turns on their paths, and the choice of the branch that a turn
+extends or forks.
+Does not know: how turns are run or committed, when branches leave memory, or where their KV cache is.
+Called by `ConversationTable`, the submission of turns, and the ledger.
 
 A branch is a path of turns in memory, with one cached sequence. A turn whose parent is the tip of an idle
-branch extends it; any other one begins a branch of its own, which shares the full chunks of what it was found
-to begin with (`CacheManager.fork`). So siblings run side by side, and no turn is ever busy.
+branch extends that branch. Every other turn begins a new branch, which shares the full chunks of the longest
+known beginning (`CacheManager.fork`). So siblings run concurrently, and a turn is never refused as busy.
 """
 
 from __future__ import annotations
@@ -22,17 +24,17 @@ from pensieve_jax.engine.live import Branch, TurnEnd
 from pensieve_jax.history import HistoryStore
 
 type Parent = tuple[str, str, bool]
-"""A turn by owner and id, and whether those behind it are to be kept."""
+"""Owner, id of the parent turn, and whether the turns after it are to be stored in the history."""
 
 
 class TurnPosition(NamedTuple):
-    """Where a turn stands: behind the path to its parent.
+    """The position of a turn in its tree: the path to its parent.
 
     Attributes:
-      branch: has that path in memory; None: it was read from the history, or there is no parent.
-      path: the turns on it, by id, in order.
-      token_ids: all of their tokens.
-      last_active_s: of a path from the history: when its last turn was committed.
+      branch: a branch in memory with that path; None if the path comes from the history or is empty.
+      path: the turns on the path by id, in order.
+      token_ids: all tokens of the path.
+      last_active_s: for a path from the history, when its last turn was committed.
     """
 
     branch: Branch | None
@@ -42,7 +44,7 @@ class TurnPosition(NamedTuple):
 
 
 class BranchTable:
-    """Holds the branches in memory and finds the one from which a turn goes on."""
+    """The branches in memory, and the search for the one that a turn continues."""
 
     def __init__(
         self,
@@ -52,7 +54,10 @@ class BranchTable:
         *,
         shares_state: bool,
     ) -> None:
-        """None; `enter` is told of new ones. With `shares_state` False none begins with another's chunks."""
+        """Start without branches.
+
+        `enter` is called for each new branch. With `shares_state` False, branches share no chunks.
+        """
         self._store = store
         self._cache = cache
         self._enter = enter
@@ -64,31 +69,32 @@ class BranchTable:
         self._num_opened = 0
 
     def __len__(self) -> int:
-        """How many turns are in memory."""
+        """Return the number of turns in memory."""
         return len(self._by_turn)
 
     @property
     def num_chunks(self) -> int:
-        """How many different chunks contexts are looked for in."""
+        """Number of distinct chunks in the index of contexts."""
         return len(self._chunks)
 
     def of(self, owner: str) -> Iterator[Branch]:
-        """An owner's branches, the oldest first."""
+        """Yield an owner's branches, the oldest first."""
         yield from self._by_owner.get(owner, ())
 
     def at(self, owner: str, turn_id: str) -> list[Branch]:
-        """The branches whose tip is a turn, or else those that it is on; none: it is not in memory."""
+        """Return the branches whose tip is a turn, else those that contain it; empty if not in memory."""
         branches = self._by_turn.get((owner, turn_id), {})
         return [branch for branch in branches if branch.tip == turn_id] or list(branches)
 
     def find(self, node: TurnNode, known: dict[Parent, TurnPosition] | None = None) -> TurnPosition:
-        """Where a turn would stand; changes nothing but `known`: what was found for turns of the same call.
+        """Find the position of a turn; `known` caches the positions of other turns of the same call.
 
         Raises UnknownTurnError for a parent that this owner does not have, InvalidRequestError for an id that
-        is taken, or a parent that the history will never have, and HistoryError.
+        is already used or for a durable turn after a parent that the history will never have, and
+        HistoryError.
         """
         if node.turn_id in self._running or (node.owner, node.turn_id) in self._by_turn:
-            raise InvalidRequestError("turn_id", node.turn_id, "that of a new turn")
+            raise InvalidRequestError("turn_id", node.turn_id, "the id of a new turn")
         if node.parent_id is None:
             return TurnPosition(None, {}, [])
         parent = (node.owner, node.parent_id, node.durable)
@@ -108,20 +114,21 @@ class BranchTable:
         twin: Branch | None,
         has_twins: bool,
     ) -> tuple[Branch, TurnOrigin]:
-        """The branch that a turn is to run in, without its prompt.
+        """Choose or open the branch that a turn will run in, without its prompt.
 
-        `twin` is that of a turn of the same call with the same parent and prompt. The first of such turns
-        `has_twins`: all of them share what its prompt will be, and whoever runs first computes it.
+        `twin` is the branch of an earlier turn of the same call with the same parent and prompt. `has_twins`
+        tells that there are several such turns: they share the chunks of the prompt, and the first to run
+        computes them.
         """
         branch, origin = self._begin(node, place, prompt, twin)
-        num_shared = len(place.token_ids) + len(prompt) - 1  # a turn misses a token at least
+        num_shared = len(place.token_ids) + len(prompt) - 1  # the last token must stay to be computed
         if has_twins and twin is None and self._shares_state:
             self._cache.lay_out(branch.sequence, num_shared)
         self._running.add(node.turn_id)
         return branch, origin
 
     def settled(self, branch: Branch, node: TurnNode) -> None:
-        """A turn was answered; its tokens are history."""
+        """Add an answered turn to its branch; its tokens are history now."""
         self._running.remove(node.turn_id)
         branch.path[node.turn_id] = TurnEnd(branch.conversation.num_history_tokens, node.durable)
         self._by_turn.setdefault((branch.owner, node.turn_id), {})[branch] = None
@@ -129,13 +136,13 @@ class BranchTable:
             self._chunks.enter(branch)
 
     def withdrawn(self, branch: Branch, node: TurnNode, origin: TurnOrigin) -> bool:
-        """A turn left nothing behind; returns whether its branch was there for it alone."""
+        """Remove a turn that failed or was cancelled; returns whether its branch existed only for it."""
         self._running.remove(node.turn_id)
         tip = branch.tip
         return tip is None or (origin.kind != "extended" and len(self._by_turn[branch.owner, tip]) > 1)
 
     def forget(self, branch: Branch) -> None:
-        """A branch leaves memory."""
+        """Remove a branch that leaves memory."""
         for turn_id in branch.path:
             branches = self._by_turn[branch.owner, turn_id]
             del branches[branch]
@@ -149,11 +156,11 @@ class BranchTable:
     # Inside
 
     def _behind(self, owner: str, parent_id: str, durable: bool) -> TurnPosition:
-        """The place of turns that go on from one, if there is such a one."""
+        """Return the position of turns with this parent, from memory or from the history."""
         for branch in self.at(owner, parent_id)[:1]:
             end = branch.path[parent_id]
             if durable and not end.durable:
-                limit = f"False behind the turn {parent_id}, which is kept in memory only"
+                limit = f"False after the turn {parent_id}, which is kept in memory only"
                 raise InvalidRequestError("durable", durable, limit)
             if end.durable and not self._store.has_turn(owner, parent_id):  # its response was deleted
                 raise UnknownTurnError(parent_id)
@@ -187,7 +194,7 @@ class BranchTable:
         return branch, TurnOrigin("chunks" if num_found else "new", num_found)
 
     def _open(self, node: TurnNode, place: TurnPosition, source: Branch | None, num_tokens: int) -> Branch:
-        """A branch that has no turn but those of the path; it begins with the first tokens of a source."""
+        """Open a branch with the turns of the path, sharing the first `num_tokens` tokens of a source."""
         self._num_opened += 1
         name = f"\0branch-{self._num_opened}"  # never a caller's id: those have no NUL
         num_history = len(place.token_ids)
@@ -217,11 +224,14 @@ class BranchTable:
         return self._cache.fork(source.sequence, num_tokens, name)
 
     def _longest(self, owner: str, context: list[int]) -> tuple[Branch | None, int]:
-        """Who begins as a context does, with most of its tokens; of the last one somebody must be sampled."""
+        """Return the branch with the longest common beginning; the context's last token is never shared.
+
+        A step must compute that token, to sample the next one.
+        """
         return self._chunks.longest(owner, context[:-1]) or (None, 0)
 
 
 def _until(path: dict[str, TurnEnd], turn_id: str) -> dict[str, TurnEnd]:
-    """The path to a turn that is on it."""
+    """Return the beginning of a path, up to and including a turn on it."""
     end = path[turn_id]
     return {name: before for name, before in path.items() if before.num_tokens <= end.num_tokens}

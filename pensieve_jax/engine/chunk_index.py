@@ -1,10 +1,11 @@
-"""Which conversation in memory begins as a context does, found by its tokens, a chunk at a time.
+"""An index of conversations in memory by their full chunks, to find the longest common beginning.
 
-Owns: a hash of every full chunk of the conversations that were entered, chained from the first one, and
-salted by their owner: what one owner sent is never found for another.
-Does not know: state, turns or trees.
+Owns: a chained hash of every full chunk of the entered conversations. The chain is salted with the owner, so
+that one owner's tokens are never found for another owner.
+Does not know: KV caches, turns or trees.
+Called by `BranchTable`.
 
-A hash has 64 bits, so a match is only a candidate: tokens are compared before anybody begins with it.
+A hash has 64 bits, so a match is only a candidate; `longest` compares the tokens.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ _HASH_BYTES = 8
 
 
 class Indexed(Protocol):
-    """What can be found.
+    """The interface of an indexed conversation.
 
     Attributes:
-      owner: whose it is.
-      hashes: of its full chunks, as far as they were entered; kept here.
+      owner: owner of the conversation.
+      hashes: hashes of its entered full chunks; only `ChunkIndex` changes them.
     """
 
     owner: str
@@ -30,23 +31,23 @@ class Indexed(Protocol):
 
     @property
     def known_tokens(self) -> Sequence[int]:
-        """All tokens that do not change any more."""
+        """All tokens that cannot change any more."""
         ...
 
 
 class ChunkIndex[C: Indexed]:
-    """Conversations by the chunks that they begin with."""
+    """The conversations in memory by the chained hashes of their chunks."""
 
     def __init__(self, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
-        self._found: dict[int, C | dict[C, None]] = {}  # mostly one has a chunk
+        self._found: dict[int, C | dict[C, None]] = {}  # a set only if several conversations share a chunk
 
     def __len__(self) -> int:
-        """Different chunks that are known."""
+        """Return the number of distinct chunks."""
         return len(self._found)
 
     def enter(self, conversation: C) -> None:
-        """A conversation is new, or longer than it was."""
+        """Index the full chunks of a conversation that is new or has grown."""
         hashes, size = conversation.hashes, self._chunk_tokens
         before = hashes[-1] if hashes else _salt(conversation.owner)
         for found in _chain(before, conversation.known_tokens[len(hashes) * size :], size):
@@ -54,13 +55,13 @@ class ChunkIndex[C: Indexed]:
             self._add(found, conversation)
 
     def share(self, conversation: C, source: C, num_chunks: int) -> None:
-        """A conversation begins with the first chunks of another one, as far as these were entered."""
+        """Index a conversation that shares another's first chunks, as far as those were entered."""
         conversation.hashes = source.hashes[:num_chunks]
         for found in conversation.hashes:
             self._add(found, conversation)
 
     def leave(self, conversation: C) -> None:
-        """A conversation is not in memory any more."""
+        """Remove a conversation that leaves memory."""
         for known in conversation.hashes:
             who = self._found[known]
             if who is conversation:
@@ -73,7 +74,7 @@ class ChunkIndex[C: Indexed]:
         conversation.hashes = []
 
     def longest(self, owner: str, tokens: Sequence[int]) -> tuple[C, int] | None:
-        """Who begins with most of the full chunks of `tokens`, and how many tokens these are."""
+        """Return the conversation with the most leading full chunks of `tokens`, and their token count."""
         best, num_tokens = None, 0
         for known in _chain(_salt(owner), tokens, self._chunk_tokens):
             who = self._found.get(known)
@@ -84,7 +85,7 @@ class ChunkIndex[C: Indexed]:
         if best is not None and (
             best[0].owner != owner or best[0].known_tokens[: best[1]] != tokens[: best[1]]
         ):
-            return None  # two chunks of one hash: nothing is lost but time
+            return None  # a hash collision: the only cost is that nothing is shared
         return best
 
     def _add(self, known: int, conversation: C) -> None:
@@ -100,7 +101,7 @@ def _salt(owner: str) -> int:
 
 
 def _chain(before: int, tokens: Sequence[int], size: int) -> Iterator[int]:
-    """The hashes of chunks of `size` tokens that follow one of this hash."""
+    """Yield the chained hashes of the full chunks of `tokens`, starting from hash `before`."""
     data = array("i", tokens)
     raw, num_bytes = data.tobytes(), size * data.itemsize
     for start in range(0, len(raw) - num_bytes + 1, num_bytes):

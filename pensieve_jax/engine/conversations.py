@@ -1,8 +1,9 @@
-"""The conversations that the engine has in memory, over those that the history store keeps.
+"""The conversations in the engine's memory, as a cache of those in the history store.
 
-Owns: which conversations exist and which are busy; loading one on first use; truncating, ending, and the
-bound and time-to-live on idle ones. Branches of trees are among those in memory.
+Owns: which conversations exist and which are busy, loading on first use, truncating, forking, ending, and the
+bound and time-to-live on idle conversations. Branches of trees count as conversations in memory.
 Does not know: batches or text.
+Called by the engine, the submission of turns, and the ledger.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from pensieve_jax.engine.loop import PeriodicSweep
 from pensieve_jax.engine.prefixes import PrefixTable
 from pensieve_jax.history import ConversationInfo, ConversationRecord, Cut, HistoryStore
 
-# Of those that have no state but what one sequence shares with them, the latest active: a template may be
-# forked for every user there ever is.
+# The most idle conversations to keep that have no KV cache except what they share from one sequence; the
+# latest active stay. Without a limit, a template with a fork per user would keep all forks in memory.
 _MAX_SHARERS: Final = 64
 
 
 class ConversationTable:
-    """Conversations by id. One-off ones are in nobody's listing and leave with their only turn.
+    """Conversations in memory by id. One-off conversations are never listed and leave after their only turn.
 
     Attributes:
-      branches: those whose turns are placed by their caller.
+      branches: conversations whose turns are placed in a tree by their caller.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class ConversationTable:
         *,
         stateful: bool,
     ) -> None:
-        """Nothing in memory; `store` decides which conversations exist."""
+        """Start with nothing in memory; `store` decides which conversations exist."""
         self._store = store
         self._cache = cache
         self._prefixes = prefixes
@@ -65,16 +66,16 @@ class ConversationTable:
         self.branches = BranchTable(store, cache, self._add, shares_state=stateful)
 
     def __len__(self) -> int:
-        """Conversations in memory, one-off ones included."""
+        """Return the number of conversations in memory, including one-off ones."""
         return len(self._live)
 
     def get(self, conversation_id: str) -> LiveConversation:
-        """An existing conversation, loaded if need be; raises UnknownConversationError."""
+        """Return an existing conversation, loaded if needed; raises UnknownConversationError."""
         live = self._live.get(conversation_id)
         return live if live is not None else self._load(self._store.load(conversation_id))
 
     def get_or_create(self, conversation_id: str | None) -> LiveConversation:
-        """An existing conversation or a new one; None makes a one-off one."""
+        """Return an existing conversation or create one; None creates a one-off conversation."""
         if conversation_id is None:
             self._num_one_off += 1
             # Never a caller's id: those have no NUL.
@@ -86,9 +87,10 @@ class ConversationTable:
             return self._enter(Conversation(conversation_id))
 
     def num_tokens(self, conversation_id: str | None) -> int:
-        """Length of a conversation's history; 0 for one that does not exist. Creates nothing.
+        """Return the length of a conversation's history, or 0 if it does not exist.
 
-        Whoever makes a prompt asks this first: what somebody else has changed leaves memory here.
+        Callers do this before they make a prompt. It removes a conversation that another replica has changed
+        from memory, and creates nothing.
         """
         check_conversation_id(conversation_id)
         if conversation_id is None:
@@ -102,7 +104,7 @@ class ConversationTable:
             return 0
 
     def look_up(self, conversation_id: str) -> LiveConversation | ConversationRecord:
-        """What is in memory of a conversation, or else its history; loads nothing.
+        """Return a conversation in memory, or else its record from the history, without loading it.
 
         Raises UnknownConversationError or InvalidRequestError.
         """
@@ -112,21 +114,21 @@ class ConversationTable:
         return self._current(conversation_id) or self._store.load(conversation_id)
 
     def is_busy(self, conversation_id: str) -> bool:
-        """A turn of it runs."""
+        """Return whether a turn of the conversation is in progress."""
         live = self._live.get(conversation_id)
         return live is not None and live.busy
 
     def listing(self) -> list[ConversationInfo]:
-        """Every conversation with at least one committed turn, the most recently active first."""
+        """Return every conversation with at least one committed turn, the most recently active first."""
         return self._store.conversations()
 
     def record(self, conversation_id: str) -> ConversationRecord:
-        """Its committed turns; raises UnknownConversationError."""
+        """Return the committed turns of a conversation; raises UnknownConversationError."""
         check_conversation_id(conversation_id)
         return self._store.load(conversation_id)
 
     def truncate(self, conversation_id: str, num_tokens: int) -> None:
-        """Keep the first `num_tokens` tokens of the history and of the KV state.
+        """Keep the first `num_tokens` tokens of the history and of the KV cache.
 
         Raises UnknownConversationError, ConversationBusyError, or InvalidRequestError for a length that the
         history does not have.
@@ -134,8 +136,8 @@ class ConversationTable:
         self._check_idle(conversation_id)
         live = self.get(conversation_id)
         cut = self._store.truncate(conversation_id, num_tokens)
-        num_tokens = int(num_tokens)  # the store takes numpy's ints as well
-        if cut.head_before != live.conversation.head:  # somebody else has changed it since
+        num_tokens = int(num_tokens)  # the store also accepts numpy integers
+        if cut.head_before != live.conversation.head:  # another replica has changed it since
             self.forget(live)
             return
         self._cache.truncate(live.sequence, num_tokens)
@@ -144,7 +146,7 @@ class ConversationTable:
         self._drops.forget(conversation_id)
 
     def fork(self, conversation_id: str, new_conversation_id: str, num_tokens: int | None = None) -> None:
-        """Have a new conversation begin as the first `num_tokens` committed tokens of another one.
+        """Create a conversation from the first `num_tokens` committed tokens of another one.
 
         Raises UnknownConversationError, ConversationBusyError for a new id whose first turn is running, and
         InvalidRequestError for a new id that exists already or a length that the history does not have.
@@ -152,16 +154,16 @@ class ConversationTable:
         check_conversation_id(conversation_id)
         check_conversation_id(new_conversation_id, "new_conversation_id")
         self._check_idle(new_conversation_id)
-        # As if a turn had ended just now, or the next rule on idle ones could end it before its first turn.
+        # The fork counts as active now, or `expire_idle` could end it before its first turn.
         cut = self._store.fork(conversation_id, new_conversation_id, num_tokens, at_s=self._clock.now())
-        self._forget_ended(new_conversation_id)  # one of that name, if another replica has ended it
+        self._forget_ended(new_conversation_id)  # an old one of that id, if another replica has ended it
         source = self._live.get(conversation_id)
         if self._stateful and source is not None and source.conversation.head == cut.head_before:
             num_known = source.conversation.num_history_tokens if num_tokens is None else int(num_tokens)
             self._fork_state(source, new_conversation_id, num_known, cut)
 
     def push_out(self, conversation_id: str, max_num_chunks: int | None = None) -> int:
-        """Copy a conversation's state to host memory before anybody needs the room; returns how many chunks.
+        """Move a conversation's KV cache to host memory ahead of need; returns the number of chunks.
 
         Raises InvalidRequestError, UnknownConversationError or ConversationBusyError.
         """
@@ -172,9 +174,9 @@ class ConversationTable:
         return self._cache.push_out(self.get(conversation_id).sequence, max_num_chunks)
 
     def push_out_turn(self, owner: str, turn_id: str) -> int:
-        """Copy the state of the path to a turn to host memory, as `push_out`; returns how many chunks.
+        """Move the KV cache of the path to a turn to host memory; returns the number of chunks.
 
-        What running turns begin with stays. Raises UnknownTurnError.
+        Chunks that running turns share stay on the device. Raises UnknownTurnError.
         """
         return sum(
             self._cache.push_out(own)
@@ -184,7 +186,7 @@ class ConversationTable:
         )
 
     def forget_turn_state(self, owner: str, turn_id: str) -> None:
-        """Drop the state of the path to a turn, but for what other branches begin with.
+        """Drop the KV cache of the path to a turn, except chunks that other branches share.
 
         Raises UnknownTurnError.
         """
@@ -193,7 +195,7 @@ class ConversationTable:
             self._drops.forget(branch.conversation.conversation_id)
 
     def forget_state(self, conversation_id: str) -> None:
-        """Drop a conversation's state and keep its history; see `push_out` for errors."""
+        """Drop a conversation's KV cache and keep its history; see `push_out` for errors."""
         self._check_idle(conversation_id)
         self._cache.truncate(self.get(conversation_id).sequence, 0)
         self._drops.forget(conversation_id)
@@ -203,7 +205,7 @@ class ConversationTable:
         self._check_idle(conversation_id)
         try:
             self._store.delete(conversation_id)
-        except UnknownConversationError:  # another replica was first
+        except UnknownConversationError:  # another replica ended it first
             self._forget_ended(conversation_id)
             raise
         self._forget_ended(conversation_id)
@@ -216,7 +218,7 @@ class ConversationTable:
             self.forget(live)
 
     def forget(self, live: LiveConversation) -> None:
-        """Take a conversation out of memory and free its state; the store keeps what it has."""
+        """Remove a conversation from memory and free its KV cache; its history stays in the store."""
         conversation = live.conversation
         del self._live[conversation.conversation_id]
         is_branch = isinstance(live, Branch)
@@ -224,21 +226,21 @@ class ConversationTable:
             self.branches.forget(live)
             self._cache.turns.ended(conversation.conversation_id)
         self._cache.close(live.sequence)
-        if is_branch or conversation.one_off or not conversation.num_turns:  # nobody can ask for it any more
+        if is_branch or conversation.one_off or not conversation.num_turns:  # its id is never used again
             self._drops.forget(conversation.conversation_id)
 
     def expire_idle(self) -> None:
         """End conversations beyond the time-to-live, then the least recently active beyond the bound.
 
-        Branches leave memory by the same rules: what the history has of them stays there.
+        Branches leave memory by the same rules; their turns stay in the history.
         """
         bound, ttl_s = self._config.max_idle_conversations, self._config.idle_ttl_s
         if bound is None and ttl_s is None:
             return
         before_s = None if ttl_s is None else self._clock.now() - ttl_s
-        busy = {name for name, live in self._live.items() if live.busy and "\0" not in name}  # callers' names
+        busy = {name for name, live in self._live.items() if live.busy and "\0" not in name}  # callers' ids
         for conversation_id in self._store.idle(before_s, bound, busy):
-            with contextlib.suppress(UnknownConversationError):  # another replica was first
+            with contextlib.suppress(UnknownConversationError):  # another replica ended it first
                 self.end(conversation_id)
         branches = [live for live in self._live.values() if isinstance(live, Branch) and not live.busy]
         branches.sort(key=lambda branch: -branch.sequence.last_active_s)
@@ -248,7 +250,7 @@ class ConversationTable:
                 self.forget(branch)
 
     def forget_stateless(self) -> None:
-        """Take idle conversations without KV state out of memory; now and then, so that it costs little."""
+        """Remove idle conversations without KV cache from memory; periodic, so that it costs little."""
         if not self._sweep.is_due(len(self._live)):
             return
         sharers: defaultdict[CachedSequence, list[LiveConversation]] = defaultdict(list)
@@ -259,7 +261,7 @@ class ConversationTable:
                     self.forget(live)
                 elif holder is not live.sequence:
                     sharers[holder].append(live)
-        for sharing in sharers.values():  # what they share stays with any one of them
+        for sharing in sharers.values():  # the shared chunks stay as long as one of them does
             sharing.sort(key=lambda live: -live.sequence.last_active_s)
             for live in sharing[_MAX_SHARERS:]:
                 self.forget(live)
@@ -267,16 +269,19 @@ class ConversationTable:
         self._sweep.done(len(self._live))
 
     def _idle_at(self, owner: str, turn_id: str) -> list[Branch]:
-        """Idle branches that end with a turn, or have it on their path; none: it is in the history only."""
+        """Return the idle branches whose tip is a turn, or else those that contain it.
+
+        Empty if only the history has the turn; raises UnknownTurnError.
+        """
         check_owner(owner)
         check_turn_id("turn_id", turn_id)
         branches = self.branches.at(owner, turn_id)
         if not branches:
-            self._store.load_turn(owner, turn_id)  # or there is no such turn
+            self._store.load_turn(owner, turn_id)  # raises if the turn does not exist
         return [branch for branch in branches if not branch.busy]
 
     def _current(self, conversation_id: str) -> LiveConversation | None:
-        """What is in memory of a conversation, unless another replica has changed it since."""
+        """Return a conversation in memory, but forget it if another replica has changed it since."""
         live = self._live.get(conversation_id)
         if live is None or live.busy or not self._store.is_shared:
             return live
@@ -310,10 +315,9 @@ class ConversationTable:
         return live
 
     def _fork_state(self, source: LiveConversation, new_id: str, num_tokens: int, cut: Cut) -> None:
-        """A conversation begins with what another one has in memory, which may be running.
+        """Make a new conversation share the KV cache of `source`, which may be running.
 
-        Both are active, with what they share: the new one waits for its first turn, and of a template the
-        next fork may come.
+        Both count as active now: the fork's first turn is expected, and a template may be forked again.
         """
         token_ids = source.conversation.token_ids[:num_tokens]
         fork = Conversation(new_id, token_ids, num_history_tokens=num_tokens, num_turns=cut.num_turns)
@@ -327,10 +331,10 @@ class ConversationTable:
 
 
 def _holder_of_state(live: LiveConversation) -> CachedSequence | None:
-    """Who has some of what it begins with, itself or shared, in some tier, which loading it would not find.
+    """Return the first sequence of the lineage that has KV which would be lost if `live` left memory.
 
-    A prefix that is still given to turns would be (`PrefixTable.rejoin`), with what that begins with; other
-    shared chunks are reached from memory only.
+    Stop at a shared prefix that is still in use: a loaded conversation finds it again (`PrefixTable.rejoin`),
+    with everything before it. Other shared chunks can only be reached from conversations in memory.
     """
     for own in live.sequence.lineage():
         if own.is_held:

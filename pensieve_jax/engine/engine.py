@@ -1,10 +1,10 @@
-"""The engine: where policy meets the device (the paper's Figure 5).
+"""The engine: it joins scheduler, cache, history and device runner (the paper's Figure 5).
 
-Owns: turns from submission on, who gets which fetched id, and what happens when a step fails or is
-interrupted.
-Does not know: how tokens are computed (`Runner`), chosen for a step (`Scheduler`) or kept (`CacheManager`),
-in what order a step is done (`EngineLoop`), or how a turn leaves (`TurnLedger`).
-One thread drives it.
+Owns: turns from submission on, the assignment of fetched token ids to turns, and recovery from failed and
+interrupted steps.
+Does not know: how tokens are computed (`Runner`), selected for a step (`Scheduler`) or cached
+(`CacheManager`), the order of actions in a step (`EngineLoop`), or how a turn ends (`TurnLedger`).
+Called by `LLM`, streams and the server's engine process, always from one thread.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from pensieve_jax.text import Message, Tokenizer
 
 
 class _LaunchedStep(NamedTuple):
-    """A dispatched step whose ids have not been fetched."""
+    """A dispatched step whose token ids have not been fetched."""
 
     output: SchedulerOutput
     handle: Any
 
 
 class Engine:
-    """Serves turns of conversations on one runner.
+    """A stateful serving engine on one runner.
 
     Attributes:
-      limits: what the model and the configuration allow of a turn.
+      limits: limits of the model and the configuration on a turn.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class Engine:
         clock: Clock | None = None,
         observe: Observe = unobserved,
     ) -> None:
-        """An idle engine; the runner must be warmed up. `store` is closed with the engine.
+        """Start idle; the runner must be warmed up. `close` also closes `store`.
 
-        `observe` is told every step's decisions; see `Observe`.
+        `observe` is called with the decisions of every step; see `Observe`.
         """
         self.limits = limits
         self._runner = runner
@@ -80,11 +80,11 @@ class Engine:
         self._drops = DropJournal(self._clock)
         self._closed = False
         self._guard = ChangeGuard(self._start_over)
-        self._lost_pools = False  # the next step is to make new ones
+        self._lost_pools = False  # if True, the next step makes new pools
         self._make_state()
 
     def _make_state(self) -> None:
-        """Everything that the engine knows, apart from the device and the history: empty."""
+        """Create the engine's host state anew: everything except the device and the history."""
         config, cache = self._config, self._config.cache
         self._loop: EngineLoop[_LaunchedStep] = EngineLoop(
             config,
@@ -117,65 +117,65 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """A turn has no outcome yet, or a step is in flight."""
+        """Whether a turn has no outcome yet or a step is in flight."""
         return bool(self._ledger.replies) or self._loop.in_flight is not None
 
     @property
     def unfinished(self) -> tuple[Turn, ...]:
-        """Turns without an outcome, in the order in which they were submitted; raises EngineClosedError."""
+        """Turns without an outcome, in order of submission; raises EngineClosedError."""
         self._check_usable()
         return tuple(self._ledger.turns)
 
     @property
     def closed(self) -> bool:
-        """It takes no more calls."""
+        """Whether the engine was closed and accepts no more calls."""
         return self._closed
 
     @property
     def conversations(self) -> ConversationTable:
-        """Which conversations exist; raises EngineClosedError."""
+        """Table of the conversations; raises EngineClosedError."""
         self._check_usable()
         return self._conversations
 
     @property
     def cache(self) -> CacheManager:
-        """Where the KV state of conversations is; raises EngineClosedError."""
+        """Cache of the conversations' KV; raises EngineClosedError."""
         self._check_usable()
         return self._cache
 
     @change
     def expire_idle(self) -> None:
-        """End what has been idle for too long, or is too much; raises HistoryError.
+        """End conversations that exceed the time-to-live or the bound on idle ones; raises HistoryError.
 
-        A front end does this before it makes a prompt, so that none goes on from what is gone.
+        A front end calls this before it makes a prompt, so that no prompt continues an ended conversation.
         """
         self._conversations.expire_idle()
 
     @change
     def submit(self, specs: Sequence[TurnSpec]) -> list[Turn]:
-        """Queue turns, in order. All are checked first: one bad turn and none is queued.
+        """Queue turns in order, after checking all of them: if one is invalid, none is queued.
 
-        They are the caller's who holds them: one that nobody holds any more is cancelled at the next call. So
-        are all of them if an interrupt (Ctrl-C) keeps this from returning, at whatever line it comes.
+        The caller must keep a reference to each returned turn, because the next call cancels turns without
+        one. This also cancels all turns of a call that an interrupt (Ctrl-C) ends, at any line.
         """
         return self._intake.submit(specs)
 
     @change
     def cancel(self, turn: Turn) -> None:
-        """End a turn as if it had never been sent; nothing happens to one that is done.
+        """End a turn as if it had never been sent; a turn that is done does not change.
 
-        Raises InvalidRequestError for what is no turn, or is in progress in another engine.
+        Raises InvalidRequestError for another type, or for a turn in progress in another engine.
         """
         if not check_turn(turn, self._ledger.replies).done:
             self._ledger.cancel(turn.reply)
 
     @change
     def step(self) -> list[Turn]:
-        """Schedule, plan and dispatch a step, then finish the one before; returns turns that ended.
+        """Schedule, plan and dispatch a step, then finish the previous one; returns the turns that ended.
 
-        A step that fails on the device, or a history that cannot be written, becomes the `error` of the
-        turns it hit; conversations survive. The step after one that failed makes new pools first, and raises
-        StepFailedError, with nothing else lost, as long as the device has no memory for them.
+        If a step fails on the device or the history cannot be written, the affected turns get that `error`;
+        conversations survive. The step after a failed one makes new pools first. While the device has no
+        memory for them, it raises StepFailedError, and nothing else is lost.
         """
         if self._lost_pools:
             self._runner.reset()
@@ -188,21 +188,21 @@ class Engine:
             return self._lose_step(error, ran)
 
     def take_deltas(self) -> Deltas:
-        """What came of turns in progress since the last call; `step` returns those that have ended."""
+        """Return the new tokens of turns in progress since the last call; `step` returns the ended turns."""
         self._check_usable()
         return self._ledger.take_deltas()
 
     def share_prefix(
         self, token_ids: Sequence[int], messages: tuple[Message, ...] | None = None
     ) -> SharedPrefix:
-        """A beginning for conversations to share; raises InvalidRequestError or ContextLengthError."""
+        """Make a prefix for conversations to share; raises InvalidRequestError or ContextLengthError."""
         self._check_usable()
         check_beginning(token_ids, self.limits)
         return SharedPrefix(tuple(map(int, token_ids)), messages)
 
     @change
     def release_prefix(self, prefix: SharedPrefix) -> None:
-        """Take no more turns with a prefix; see `PrefixTable.release`. A second call does nothing."""
+        """Accept no more turns with a prefix; see `PrefixTable.release`. A second call does nothing."""
         if not checked_prefix(prefix, self.limits).released:
             self._prefixes.release(prefix)
 
@@ -215,12 +215,12 @@ class Engine:
 
     @change
     def fork(self, conversation_id: str, new_conversation_id: str, num_tokens: int | None = None) -> None:
-        """Begin a conversation as another one begins; see `ConversationTable.fork`."""
+        """Create a conversation from the beginning of another one; see `ConversationTable.fork`."""
         self._conversations.fork(conversation_id, new_conversation_id, num_tokens)
 
     @change
     def apply(self, change: HistoryChange) -> None:
-        """Change what the history keeps beside turns; see `HistoryStore.apply`."""
+        """Change the history's data other than turns; see `HistoryStore.apply`."""
         self._store.apply(change, self._ledger.in_use)
 
     @change
@@ -230,45 +230,48 @@ class Engine:
 
     @change
     def push_out(self, conversation_id: str, max_num_chunks: int | None = None) -> int:
-        """Send a conversation's state to host memory with the next step; returns how many chunks.
+        """Move a conversation's KV cache to host memory with the next step; returns the number of chunks.
 
-        For servers that know that it will be away for long, and for benchmarks; see `ConversationTable`.
+        For benchmarks, and for servers that expect a long pause; see `ConversationTable.push_out`.
         """
         return self._conversations.push_out(conversation_id, max_num_chunks)
 
     @change
     def forget_state(self, conversation_id: str) -> None:
-        """Drop a conversation's state in every tier; its next turn recomputes it from the history."""
+        """Drop a conversation's KV cache in both tiers; its next turn recomputes it from the history."""
         self._conversations.forget_state(conversation_id)
 
     @change
     def push_out_turn(self, owner: str, turn_id: str) -> int:
-        """As `push_out`, of the path to a turn; see `ConversationTable.push_out_turn`."""
+        """Call `push_out` for the path to a turn; see `ConversationTable.push_out_turn`."""
         return self._conversations.push_out_turn(owner, turn_id)
 
     @change
     def forget_turn_state(self, owner: str, turn_id: str) -> None:
-        """As `forget_state`, of the path to a turn; see `ConversationTable.forget_turn_state`."""
+        """Call `forget_state` for the path to a turn; see `ConversationTable.forget_turn_state`."""
         self._conversations.forget_turn_state(owner, turn_id)
 
     @change
     def forget_experience(self) -> None:
-        """Have an order that learns begin anew, here and in the history; raises HistoryError."""
+        """Discard what a learning order has learned, in memory and in the history; raises HistoryError."""
         self._ledger.forget_experience()
 
     def explain(self, conversation_id: str) -> Explanation:
-        """Where a conversation's state is, and why some of it is nowhere; raises UnknownConversationError."""
+        """Explain where a conversation's KV cache is and why chunks were dropped.
+
+        Raises UnknownConversationError.
+        """
         self._check_usable()
         found = self._conversations.look_up(conversation_id)
         return explain(found, self._prefixes, self._cache, self._drops, self._config)
 
     def chunk_map(self, owner: str) -> list[BranchMap]:
-        """Where the state of an owner's placed turns is, by branch in memory."""
+        """Return the states of all chunks of an owner's placed turns, by branch in memory."""
         self._check_usable()
         return chunk_map(self._conversations.branches.of(owner))
 
     def stats(self) -> dict[str, int | float]:
-        """Counters since the start, and what is held now."""
+        """Return counters since the start and current sizes."""
         return {
             **self._stats.as_dict(),
             **self._cache.stats(),
@@ -284,11 +287,11 @@ class Engine:
         }
 
     def distributions(self) -> dict[str, tuple[list[int], float]]:
-        """How large steps were and how long commits took: see `EngineStats.distributions`."""
+        """Return histograms of step sizes and commit times; see `EngineStats.distributions`."""
         return self._stats.distributions()
 
     def census(self) -> dict[str, int]:
-        """Chunks by the name of their state, and free pages and slots, as they are now."""
+        """Return the current number of chunks by state, and of free pages and slots."""
         return self._cache.census()
 
     def check_integrity(self) -> None:
@@ -298,7 +301,7 @@ class Engine:
             assert request.status is not RequestStatus.FINISHED, "a finished turn was not reported"
 
     def close(self) -> None:
-        """Cancel what runs and close the history; a second call does nothing, or what the first could not."""
+        """Cancel all turns and close the history; a second call does only what the first one could not."""
         self._guard.check_thread()
         try:
             if not self._closed:
@@ -312,7 +315,7 @@ class Engine:
     # Inside
 
     def _check_usable(self) -> None:
-        """Raise once closed, or for a second thread; then clear up what interrupts left, and nobody holds."""
+        """Raise if closed or called from another thread; then clean up after interrupts and dropped turns."""
         if self._closed:
             raise EngineClosedError("The engine is closed; make a new one.")
         self._guard.check()
@@ -320,14 +323,15 @@ class Engine:
             self._guard.run(self._ledger.cancel_dropped)
 
     def _start_over(self) -> None:
-        """After an interrupt (Ctrl-C) in the middle of a change nothing in memory can be trusted.
+        """Recreate the host state after an interrupt (Ctrl-C) in the middle of a change.
 
-        A step may have granted what was never computed, or committed what was never reported. Every turn is
-        lost; conversations are read from the history again when they are next used.
+        The old state cannot be trusted: tokens may have been granted but not computed, or turns committed but
+        not reported. All turns in progress are lost. Conversations are loaded from the history at their next
+        use.
         """
         error = StepFailedError(
-            "The engine was interrupted. The history may hold this turn already: look there before sending "
-            "it again."
+            "The engine was interrupted. The history may contain this turn already; check it before you send "
+            "the turn again."
         )
         for reply in tuple(self._ledger.replies.values()):
             if not reply.done:
@@ -340,19 +344,19 @@ class Engine:
     def _note(self, output: SchedulerOutput) -> None:
         try:
             self._observe(output)
-        except PensieveError as error:  # from the engine itself it would be a refusal that changed nothing
+        except PensieveError as error:  # a bare PensieveError would tell the caller that nothing changed
             raise RuntimeError("An observer failed in the middle of a step.") from error
 
     def _launch(self, output: SchedulerOutput) -> _LaunchedStep:
         return _LaunchedStep(output, self._runner.dispatch(self._planner.plan(output)))
 
     def _step(self) -> list[Turn]:
-        """Step N+1 is scheduled and dispatched before step N's ids are fetched."""
+        """Schedule and dispatch step N+1 before fetching the ids of step N."""
         previous = self._loop.step(self._launch)
         return [] if previous is None else self._finish(previous)
 
     def _finish(self, step: _LaunchedStep) -> list[Turn]:
-        """Fetch a step's ids, give them to their turns, and settle the turns that end with them."""
+        """Fetch a step's ids, give them to their turns, and commit the turns that end with them."""
         result = self._runner.fetch(step.handle)
         endings: list[tuple[ReplyState, FinishReason]] = []
         sampling = [grant for grant in step.output.grants if grant.samples]
@@ -360,10 +364,10 @@ class Engine:
         touched = self._ledger.touched
         for (request, _, position, _), token_id, logprob, top_ids, top_logprobs in zip(
             sampling, token_ids, logprobs, result.top_ids, result.top_logprobs, strict=False
-        ):  # the result is padded
+        ):  # not strict, because the result is padded
             reply = self._ledger.replies.get(request)
             if reply is None:
-                continue  # it ended one step earlier, or was cancelled: the token is thrown away
+                continue  # it ended one step earlier or was cancelled: discard the token
             assert request.token_ids[position] == PENDING_TOKEN, f"position {position} was sampled twice"
             request.token_ids[position] = token_id
             touched[request] = None
@@ -375,16 +379,16 @@ class Engine:
         return ended
 
     def _lose_step(self, error: StepFailedError, lost: Sequence[ReplyState]) -> list[Turn]:
-        """Fail the `lost` turns, and keep what host memory has; conversations survive.
+        """Fail the `lost` turns and keep the chunks in host memory; conversations survive.
 
-        Nothing here asks anything of the device: what waits outlives new pools that cannot be made.
+        This does not use the device, so that waiting turns survive even if new pools cannot be made.
         """
         self._loop.in_flight = None
         self._lost_pools = True
         self._cache.lose_device()
         turns = self._ledger.lose(lost, error)
         for request in self._ledger.replies:
-            # Suspended with a token in flight: it is sampled again, to the same id.
+            # A suspended request with a token in flight samples it again, with the same result.
             if request.token_ids[-1] == PENDING_TOKEN:
                 request.token_ids.pop()
         return turns

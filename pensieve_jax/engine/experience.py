@@ -1,9 +1,10 @@
-"""What an order has learned, kept with the history, so that a restart does not forget it.
+"""Storage of a learning order's state in the history, so that it survives a restart.
 
-Owns: when it is written, how it is read, and what happens to one that cannot be.
-Does not know: what was learned, or how a note is stored.
+Owns: when the state is written, how it is read, and the handling of errors.
+Does not know: the content of the state, or how the history stores a note.
+Called by the engine and the ledger.
 
-It is worth little beside the turns: where it cannot be written or read, that is logged and nothing fails.
+The state matters much less than the turns, so an error in reading or writing it is logged and fails nothing.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from pensieve_jax.core.errors import HistoryError
 from pensieve_jax.history import HistoryStore
 
 _NOTE = "experience"
-_WRITE_AFTER = 256  # turns: what a killed process forgets
+_WRITE_AFTER = 256  # turns; a killed process loses at most these observations
 _log = logging.getLogger(__name__)
 
 
 def kept_experience(store: HistoryStore, policy: str) -> LearnedState | None:
-    """What the history holds for an order that learns; None where that is nothing, or cannot be read."""
+    """Return the state that the history has for a learning order; None without one, or if it is invalid."""
     if policy != LearnedPolicy.name:
         return None
     try:
@@ -30,27 +31,27 @@ def kept_experience(store: HistoryStore, policy: str) -> LearnedState | None:
         return None if text is None else LearnedState.from_dict(json.loads(text))
     # ConfigError is a ValueError, and so are errors of JSON.
     except (HistoryError, ValueError, RecursionError) as error:
-        _log.warning("What was learned of returns cannot be read, and begins anew: %s", error)
+        _log.warning("The learned state of the eviction order cannot be read and starts empty: %s", error)
         return None
 
 
 class LearnedStateStore:
-    """Writes what a cache has learned, now and then."""
+    """The periodic writer of a cache's learned state."""
 
     def __init__(self, store: HistoryStore, cache: CacheManager) -> None:
-        """Nothing to write yet."""
+        """Start with nothing to write."""
         self._store = store
         self._cache = cache
         self._num_turns = 0
 
     def count(self, num_turns: int) -> None:
-        """So many turns were committed."""
+        """Count committed turns, and write the state after every 256."""
         self._num_turns += num_turns
         if self._num_turns >= _WRITE_AFTER:
             self.write()
 
     def write(self) -> None:
-        """Write it now, if there is any and a turn was committed since."""
+        """Write the state now, if the order learns and a turn was committed since the last write."""
         experience = self._cache.turns.experience() if self._num_turns else None
         self._num_turns = 0
         if experience is None:
@@ -58,10 +59,10 @@ class LearnedStateStore:
         try:
             self._store.keep_note(_NOTE, json.dumps(experience.to_dict()))
         except HistoryError as error:
-            _log.warning("What was learned of returns could not be written: %s", error)
+            _log.warning("The learned state of the eviction order could not be written: %s", error)
 
     def forget(self) -> None:
-        """Begin anew, here and in the history; raises HistoryError."""
+        """Discard the state, in the cache and in the history; raises HistoryError."""
         self._store.keep_note(_NOTE, None)
         self._cache.turns.begin(None)
         self._num_turns = 0

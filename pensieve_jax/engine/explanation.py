@@ -1,8 +1,9 @@
-"""Where the state of conversations is, and why some of it is nowhere: answers for people who ask.
+"""Explanations for users: where the KV cache of a conversation is, and why chunks were dropped.
 
-Owns: the words of `Engine.explain`, the record of drops that it speaks of, and the letters of a map of an
-owner's branches, which is short enough to be sent several times a second.
-Does not know: how chunks are chosen (`cache.evictor`), or who asks.
+Owns: the text of `Engine.explain`, the journal of drops that it uses, and the compact chunk map of an owner's
+branches, which is short enough to be sent several times a second.
+Does not know: how victims are chosen (`cache.evictor`), or who asks.
+Called by the engine.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from pensieve_jax.engine.live import Branch, LiveConversation
 from pensieve_jax.engine.prefixes import PrefixTable
 from pensieve_jax.history import ConversationRecord
 
-_UNRECORDED = "nowhere; nothing is recorded of why"
-_NOT_IN_MEMORY = "nowhere: not computed since this start, or lost long ago; its tokens are in the history"
+_UNRECORDED = "not cached, for no recorded reason"
+_NOT_IN_MEMORY = "not cached: not computed since this start, or dropped long ago; the history has its tokens"
 _PLACES = {
     ChunkState.ON_GPU: ("gpu", "in device memory"),
     ChunkState.COPYING_OUT: ("gpu", "in device memory, being copied to host memory"),
     ChunkState.ON_BOTH: ("gpu", "in device memory, with a copy in host memory"),
-    ChunkState.LEAVING: ("cpu", "on its way from device to host memory"),
+    ChunkState.LEAVING: ("cpu", "being moved from device to host memory"),
     ChunkState.ON_CPU: ("cpu", "in host memory"),
-    ChunkState.COPYING_IN: ("cpu", "on its way from host to device memory"),
+    ChunkState.COPYING_IN: ("cpu", "being copied from host to device memory"),
     ChunkState.RESERVED: (None, "about to be computed"),
     ChunkState.DROPPED: (None, None),
 }
-_MAX_NUM_RECORDS = 200_000  # some 30 MB; conversations that lost something longest ago are forgotten first
+_MAX_NUM_RECORDS = 200_000  # about 30 MB; beyond it, conversations with the oldest drops are forgotten first
 LETTERS = {
     ChunkState.ON_GPU: "g",
     ChunkState.COPYING_OUT: "g",
@@ -44,7 +45,11 @@ LETTERS = {
     ChunkState.RESERVED: "d",
     ChunkState.DROPPED: "d",
 }
-"""On the gpu, on both tiers, on the cpu, loading, leaving for the cpu, dropped or not computed yet."""
+"""Letters of a chunk map.
+
+g: on the GPU; b: in both tiers; c: on the CPU; l: loading; v: leaving for the CPU;
+d: dropped or not computed yet.
+"""
 
 
 def explain(
@@ -54,11 +59,11 @@ def explain(
     journal: DropJournal,
     config: EngineConfig,
 ) -> Explanation:
-    """What is known of a conversation, which is in memory or in the history only."""
+    """Explain the KV cache of a conversation that is in memory, or only in the history."""
     now_s, idle_s, is_busy = journal.clock.now(), None, False
     if isinstance(found, ConversationRecord):
         sequence, num_tokens = CachedSequence(found.conversation_id), len(found.token_ids)
-        sequence.begin_with(prefixes.find(found.token_ids.tolist()))  # as its next turn will
+        sequence.begin_with(prefixes.find(found.token_ids.tolist()))  # as loading it for a turn would do
         num_computed = num_tokens - 1
     else:
         conversation, sequence, is_busy = found.conversation, found.sequence, found.busy
@@ -74,23 +79,22 @@ def explain(
         is_unread = isinstance(found, ConversationRecord)
         lines += _lines(chunks, cache, now_s, _NOT_IN_MEMORY if is_unread else _UNRECORDED)
     else:
-        lines.append("This engine keeps no state between turns (stateful=False).")
+        lines.append("This engine keeps no KV cache between turns (stateful=False).")
     if not is_busy:
         lines.append(_outlook(chunks))
     return Explanation(sequence.sequence_id, num_tokens, config.cache.policy, idle_s, chunks, tuple(lines))
 
 
 class Explanation(NamedTuple):
-    """Where the state of a conversation is; `str` of it is for people.
+    """The location of a conversation's KV cache; `str` returns the text for users.
 
     Attributes:
-      conversation_id: whose.
-      num_tokens: of its history, and of its running turn so far.
-      policy: the eviction order, as `CacheConfig.policy` names it.
-      idle_s: seconds since it was last active; None while a turn of it is in progress, or where nothing of it
-        is in memory.
-      chunks: in order; the tokens behind the last one were not computed yet.
-      lines: the same in words.
+      conversation_id: id of the conversation.
+      num_tokens: tokens of its history, and of its running turn so far.
+      policy: eviction policy, as in `CacheConfig.policy`.
+      idle_s: seconds since it was last active; None while a turn is in progress, or if it is not in memory.
+      chunks: all chunks in order; tokens after the last chunk were not computed yet.
+      lines: the explanation as text.
     """
 
     conversation_id: str
@@ -101,7 +105,7 @@ class Explanation(NamedTuple):
     lines: tuple[str, ...]
 
     def __str__(self) -> str:
-        """For people: a line for every run of chunks that have the same fate."""
+        """Return the text for users, with a line for every run of chunks of the same status."""
         return "\n".join(self.lines)
 
 
@@ -109,12 +113,12 @@ class ChunkReport(NamedTuple):
     """One chunk of a conversation.
 
     Attributes:
-      start, end: its tokens.
-      tier: "gpu" or "cpu": what has its state; None: nobody, so a turn computes it.
-      place: the same in words, copies under way included; None: nowhere.
-      worth: what keeping it is worth to the eviction policy now; None where nothing depends on that.
-      drop: why it is nowhere, where that is known.
-      is_shared: others begin with it as well.
+      start, end: range of its tokens.
+      tier: tier that has its KV, "gpu" or "cpu"; None if a turn must compute it.
+      place: its location in words, including copies in flight; None if it is in neither tier.
+      worth: its current retention value; None if it cannot be evicted by that value now.
+      drop: the recorded drop of a chunk in neither tier, if known.
+      is_shared: whether other conversations share it.
     """
 
     start: int
@@ -129,7 +133,7 @@ class ChunkReport(NamedTuple):
 def _chunks(
     sequence: CachedSequence, num_computed: int, cache: CacheManager, journal: DropJournal | None
 ) -> Iterator[ChunkReport]:
-    """Every chunk of the tokens that were computed once; without a journal no reasons are given."""
+    """Yield a report on every chunk that was ever computed; without a journal, no reasons are given."""
     size = cache.chunk_tokens
     for index in range(-(-num_computed // size)):
         owner = sequence.owner_of(index)
@@ -154,14 +158,14 @@ def _headline(
     if is_busy:
         activity = "a turn of it is in progress"
     elif idle_s is None:
-        activity = "nothing of it is in memory"
+        activity = "not in memory"
     else:
         activity = f"idle for {idle_s:.1f} s"
     return f"{conversation_id!r}: {num_tokens} tokens, {activity}; eviction order {config.cache.policy!r}"
 
 
 def _lines(chunks: Sequence[ChunkReport], cache: CacheManager, now_s: float, unknown: str) -> Iterator[str]:
-    """A line for every run of chunks that have the same fate; `unknown` is said where no reason is known."""
+    """Yield a line for every run of chunks of the same status; `unknown` is the text for unknown reasons."""
     numbered = enumerate(chunks)
     for (place, is_shared, reason), run in itertools.groupby(
         numbered, lambda pair: (pair[1].place, pair[1].is_shared, pair[1].drop and pair[1].drop.reason)
@@ -193,21 +197,21 @@ def _dropped(drops: Sequence[DropRecord], cache: CacheManager, now_s: float) -> 
 
 
 def _outlook(chunks: Sequence[ChunkReport]) -> str:
-    """What a turn would find."""
+    """Say what a turn would reuse now."""
     on_gpu, on_cpu, num_lost = (
         sum(chunk.end - chunk.start for chunk in chunks if chunk.tier == tier)
         for tier in ("gpu", "cpu", None)
     )
     return (
-        f"A turn that came now would find {on_gpu} tokens in device memory, copy {on_cpu} in, and compute "
-        f"{num_lost} of its history again."
+        f"A turn sent now would reuse {on_gpu} tokens in device memory, copy {on_cpu} in, and recompute "
+        f"{num_lost} of its history."
     )
 
 
 class DropJournal:
-    """The latest drop of every chunk, of the conversations that lost something most recently.
+    """The latest drop of every chunk, for the conversations with the most recent drops.
 
-    What is said of a conversation goes for what several share as well, by the id of its sequence.
+    Shared chunks are recorded under the id of their own sequence, like those of a conversation.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -216,7 +220,7 @@ class DropJournal:
         self._num_records = 0
 
     def note(self, drop: Drop) -> None:
-        """It was dropped just now."""
+        """Record a drop at the current time."""
         of_conversation = self._drops.setdefault(drop.conversation_id, {})
         self._num_records += drop.index not in of_conversation
         of_conversation[drop.index] = DropRecord(self.clock.now(), drop.reason, drop.worth)
@@ -225,15 +229,15 @@ class DropJournal:
             self._num_records -= len(self._drops.popitem(last=False)[1])
 
     def of(self, conversation_id: str) -> dict[int, DropRecord]:
-        """By chunk, of what is still known."""
+        """Return the recorded drops of a conversation by chunk index."""
         return self._drops.get(conversation_id, {})
 
     def forget(self, conversation_id: str) -> None:
-        """Its owner changed it, or it is gone: what was dropped before explains nothing any more."""
+        """Forget the drops of a conversation that was changed or removed, because they are out of date."""
         self._num_records -= len(self._drops.pop(conversation_id, {}))
 
     def move(self, before: str, after: str | None, indices: range) -> None:
-        """These chunks of one are another's from here on; None: the one is no more."""
+        """Move the records of chunks that change their owner; with `after` None, forget the first owner's."""
         if after is None:
             self.forget(before)
             return
@@ -245,13 +249,13 @@ class DropJournal:
             of_after.update(moved)
 
     def lose(self, held: Iterable[tuple[str, int]], reason: DropReason) -> None:
-        """All of these, (conversation, chunk), were given up just now."""
+        """Record the drop of all of these chunks (conversation id, index) at the current time."""
         for conversation_id, index in held:
             self.note(Drop(conversation_id, index, reason, None))
 
 
 class DropRecord(NamedTuple):
-    """A drop, and when it was decided, in seconds of the engine's clock."""
+    """A drop and its time, in seconds of the engine's clock."""
 
     at_s: float
     reason: DropReason
@@ -259,7 +263,7 @@ class DropRecord(NamedTuple):
 
 
 def chunk_map(branches: Iterable[Branch]) -> list[BranchMap]:
-    """Every chunk of these branches once."""
+    """Map the chunks of these branches; a shared chunk appears only in the first of them."""
     shown: set[CachedSequence] = set()
     maps = []
     for branch in branches:
@@ -280,12 +284,12 @@ class BranchMap(NamedTuple):
     """The chunks of one branch.
 
     Attributes:
-      turn_id: its latest turn that was answered; None before the first one.
-      num_tokens: of its turns, and of the one in progress so far.
-      busy: a turn of it runs or waits.
-      num_shared: so many of its leading chunks are another branch's as well.
-      first: so many of these are shown with a branch before this one, and are left out of `states`.
-      states: of the chunks from there on, as runs: "12g3d" are 12 on the gpu and 3 dropped; see `LETTERS`.
+      turn_id: its latest answered turn; None before the first one.
+      num_tokens: tokens of its turns, and of the one in progress so far.
+      busy: whether a turn of it is running or waiting.
+      num_shared: number of leading chunks that it shares with other branches.
+      first: number of leading chunks that an earlier branch shows already; `states` omits them.
+      states: states of the other chunks as runs: "12g3d" means 12 on the GPU, then 3 dropped; see `LETTERS`.
     """
 
     turn_id: str | None

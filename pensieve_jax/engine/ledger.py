@@ -1,8 +1,9 @@
-"""The turns in progress, and how each one leaves: committed, cancelled, or lost.
+"""The turns in progress, and their outcomes: committed, cancelled, or lost.
 
-Owns: writing all turns that end in a step in one transaction before any is reported, who forgets a
-conversation that nothing was kept of, and which turns nobody holds any more.
-Does not know: the device, how tokens came about, or what is attached to a turn.
+Owns: the commit of all turns that end in a step, in one transaction before any of them is reported. It also
+removes conversations without stored turns, and detects turns that no caller references any more.
+Does not know: the device, how tokens are computed, or the content of a turn's attachment.
+Called by the engine and the submission of turns.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ Ending = tuple[ReplyState, FinishReason]
 
 
 class TurnLedger:
-    """Replies by request, from submission until they are done.
+    """The replies in progress by request, from submission to the outcome.
 
     Attributes:
-      replies: those in progress, in order of arrival.
-      touched: of these, those that got an id since somebody last took what all of them got.
+      replies: replies in progress, in order of arrival.
+      touched: requests that got a token since the last `take_deltas`.
     """
 
     def __init__(
@@ -48,7 +49,8 @@ class TurnLedger:
         self.replies: dict[Request, ReplyState] = {}
         self.touched: dict[Request, None] = {}
         self._turns: dict[Request, weakref.ref[Turn]] = {}
-        # Who dropped a turn writes it down here, in C: no interrupt can come in between.
+        # Weak references append themselves here when their turn is dropped. The append runs in C, so that no
+        # interrupt can come in between.
         self._dropped: deque[weakref.ref[Turn]] = deque()
         self._store = store
         self._loop = loop
@@ -59,18 +61,18 @@ class TurnLedger:
 
     @property
     def turns(self) -> list[Turn]:
-        """Those in progress that somebody holds, in order of arrival."""
+        """Turns in progress that a caller still references, in order of arrival."""
         return self._held(self._turns.values())
 
     def enter(self, reply: ReplyState) -> Turn:
-        """A turn was submitted; returns what its caller is to hold."""
+        """Add a submitted turn; returns the handle that its caller must keep."""
         turn = Turn(reply)
         self._turns[reply.request] = weakref.ref(turn, self._dropped.append)
         self.replies[reply.request] = reply
         return turn
 
     def take_deltas(self) -> Deltas:
-        """What came of each turn in progress that got an id since the last call, and somebody holds."""
+        """Return the new tokens since the last call, of turns that a caller still references."""
         held = self._turns
         deltas = take_deltas([turn for request in self.touched if (turn := held[request]()) is not None])
         self.touched.clear()
@@ -78,31 +80,31 @@ class TurnLedger:
 
     @property
     def in_use(self) -> frozenset[str]:
-        """Turns that those in progress go on from."""
+        """Ids of the parents of all turns in progress."""
         nodes = (reply.node for reply in self.replies.values())
         return frozenset(node.parent_id for node in nodes if node is not None and node.parent_id is not None)
 
     @property
     def has_dropped(self) -> bool:
-        """A turn in progress may be nobody's."""
+        """Whether the caller of a turn in progress may have dropped its handle."""
         return bool(self._dropped)
 
     def cancel_dropped(self) -> None:
-        """Cancel what nobody holds."""
-        self._dropped.clear()  # first: what is dropped from here on is written down again
+        """Cancel the turns whose handles no caller references any more."""
+        self._dropped.clear()  # first, so that a turn dropped from here on is recorded again
         for request, turn in tuple(self._turns.items()):
             if turn() is None:
                 self.cancel(self.replies[request])
 
     def commit(self, endings: Sequence[Ending]) -> list[Turn]:
-        """Write the turns that end in a step in one transaction; then they are done, and returned.
+        """Write the turns that end in a step in one transaction, finish them, and return them.
 
-        Where the history cannot be written, that is the error of the turns it was to keep; what it refuses
-        of a turn, as one that came too late, is the error of that turn alone.
+        If the history cannot be written, all durable turns get that error. If it refuses a single turn, for
+        example because another replica was first, only that turn gets the error.
         """
         turns = self._held(self._turns[reply.request] for reply, _ in endings)
         kept = [ending for ending in endings if ending[0].durable]
-        now_s = self._clock.now()  # once: a turn's output and the history say the same
+        now_s = self._clock.now()  # once, so that a turn's output and the history have the same time
         try:
             if kept:
                 records = [self._record(reply, reason, now_s) for reply, reason in kept]
@@ -135,22 +137,22 @@ class TurnLedger:
             self.cancel(reply)
 
     def lose(self, replies: Sequence[ReplyState], error: PensieveError) -> list[Turn]:
-        """End turns with an error; their conversations are as they were before."""
+        """End turns with an error, and restore their conversations."""
         turns = self._held(self._turns[reply.request] for reply in replies)
-        forget_frames(error)  # callers may hold their turns, and with them this, for ever
+        forget_frames(error)  # callers may keep their turns, and so this error, for a long time
         for reply in replies:
             reply.error = error
             self._stats.num_turns_failed += 1
-            # What somebody else changed is read again when it is asked for.
+            # A conversation that another replica changed is loaded again at its next use.
             self._roll_back(reply, forget=isinstance(error, ConversationChangedError))
         return turns
 
     def close(self) -> None:
-        """Write what was learned; there are no turns any more."""
+        """Write the learned state; no turn may be in progress."""
         self._keeper.write()
 
     def forget_experience(self) -> None:
-        """Have an order that learns begin anew, here and in the history; raises HistoryError."""
+        """Discard what a learning order has learned, in memory and in the history; raises HistoryError."""
         self._keeper.forget()
 
     def _held(self, turns: Iterable[weakref.ref[Turn]]) -> list[Turn]:
@@ -178,9 +180,9 @@ class TurnLedger:
         )
 
     def _settle(self, reply: ReplyState, reason: FinishReason, now_s: float) -> None:
-        """A turn that was committed."""
+        """Finish a turn that was committed or needs no commit."""
         request, conversation = reply.request, reply.request.conversation
-        # A step of look-ahead may have computed one token more than the reply has; it never counts.
+        # The look-ahead step may have computed one token more than the reply has; discard it.
         del conversation.token_ids[request.num_prompt_end + len(reply.token_ids) :]
         self._loop.settle(request, reply.finish(reason, now_s))
         live = self._live_of(reply)
@@ -189,7 +191,7 @@ class TurnLedger:
         self._leave(reply, forget=conversation.one_off)
 
     def _roll_back(self, reply: ReplyState, *, forget: bool = False) -> None:
-        """Forget a turn that gave nothing to the history; with `forget` its conversation's state as well."""
+        """Remove a turn that was not stored; with `forget`, remove its conversation from memory as well."""
         conversation = reply.request.conversation
         self._loop.withdraw(reply.request)
         forget = forget or conversation.one_off or not conversation.num_turns
@@ -201,7 +203,7 @@ class TurnLedger:
     def _leave(self, reply: ReplyState, *, forget: bool) -> None:
         del self.replies[reply.request]
         self.touched.pop(reply.request, None)
-        del self._turns[reply.request]  # it may be dropped now
+        del self._turns[reply.request]  # from here on its caller may drop it
         live = self._live_of(reply)
         live.busy = False
         if forget:

@@ -1,6 +1,8 @@
-"""What stands in memory of a conversation: its tokens, its cached state, and where in a tree of turns it is.
+"""Records of conversations in memory: tokens, cached sequence, and path in a tree of turns.
 
-Owns: the values. Does not know: who is in memory, or for how long.
+Owns: the record types.
+Does not know: which conversations are in memory, or for how long.
+Called by `ConversationTable`, `BranchTable`, the submission of turns, and the ledger.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from pensieve_jax.core.conversation import Conversation
 
 
 class TurnEnd(NamedTuple):
-    """Where a turn of a branch ends, in tokens from the first of its tree; whether the history has it too."""
+    """The end of a turn in tokens from the root of its tree, and whether the history has the turn."""
 
     num_tokens: int
     durable: bool
@@ -21,7 +23,7 @@ class TurnEnd(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class LiveConversation:
-    """A conversation in memory: its tokens, its cached state, and whether a turn of it runs."""
+    """A conversation in memory: its tokens, its cached sequence, and whether a turn is in progress."""
 
     conversation: Conversation
     sequence: CachedSequence
@@ -33,9 +35,9 @@ class Branch(LiveConversation):
     """A conversation whose turns are placed by their caller: a path in a tree of turns.
 
     Attributes:
-      owner: whose it is.
-      path: turns from the first one on, in order, by id; that in progress is not among them.
-      hashes: see `chunk_index`.
+      owner: owner of the tree.
+      path: the answered turns by id, in order.
+      hashes: hashes of its full chunks; see `chunk_index`.
     """
 
     owner: str = ""
@@ -44,10 +46,10 @@ class Branch(LiveConversation):
 
     @property
     def tip(self) -> str | None:
-        """Id of the latest turn that has ended; None if there is none."""
+        """Id of the latest answered turn; None before the first."""
         return next(reversed(self.path), None)
 
     @property
     def known_tokens(self) -> list[int]:
-        """Of all turns on the path."""
+        """Tokens of all turns on the path."""
         return self.conversation.token_ids[: self.conversation.num_history_tokens]

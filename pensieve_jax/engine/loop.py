@@ -1,11 +1,11 @@
-"""One engine's loop without tokens: what `Engine` does with a device, and a simulated replica in no time.
+"""The engine loop without tokens, which `Engine` drives with a device and a simulator drives without one.
 
-Owns: the cache and the scheduler of one engine; the order of a step; what becomes of a request's state when
-it is submitted, when its turn was answered, and when it leaves nothing behind; what an observer is: one
-function that is told every step's decisions. That both its drivers go through here is why a simulation
-decides as the engine does.
-Does not know: ids, text, histories or devices: its driver says how a step is launched, and finishes steps;
-nor who observes: metrics, timelines and tests do.
+Owns: the cache and the scheduler of one engine, the order of actions in a step, and the type of an observer.
+It updates the KV cache when a turn is submitted, answered or withdrawn. Both drivers use this code, so a
+simulation makes the same decisions as the engine.
+Does not know: token ids, text, histories or devices: its driver launches and finishes steps. Nor does it know
+the observer, such as metrics, timelines and tests.
+Called by `Engine` and the lab's simulated replica.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from pensieve_jax.scheduler import Request, Scheduler, SchedulerOutput
 
 _MIN_KNOWN_TO_SWEEP = 64
 type Observe = Callable[[SchedulerOutput], None]
-"""Called with what a step does, before it is done: grants, who joined and who was suspended, copies between
-the tiers, and every chunk that was dropped, with its reason and worth. It must not call the engine. What it
-raises leaves a step half done: `Engine.step` raises it (a PensieveError as the cause of a RuntimeError), and
-the engine starts over with the next call, as after an interrupt."""
+"""Called with a step's decisions before they are carried out: grants, admitted and suspended requests, copies
+between the tiers, and dropped chunks with their reasons and retention values. It must not call the engine.
+An exception leaves the step unfinished: `Engine.step` raises it (a PensieveError as the cause of a
+RuntimeError), and the next call recreates the engine's state, as after an interrupt."""
 
 
 class EngineLoop[Step]:
-    """Requests in progress; `Step` is what its driver keeps of a launched step until that is finished.
+    """Event loop of one engine; `Step` is the driver's record of a launched step until it finishes it.
 
     Attributes:
-      cache: where the state of conversations is.
-      scheduler: who computes what next.
-      in_flight: the step that was launched and is not finished; one of look-ahead.
+      cache: the KV cache of conversations.
+      scheduler: the scheduler of requests in progress.
+      in_flight: the launched step that is not finished; there is one step of look-ahead.
     """
 
     def __init__(
@@ -53,19 +53,19 @@ class EngineLoop[Step]:
         on_move: OnMove = lambda before, after, indices: None,
         experience: LearnedState | None = None,
     ) -> None:
-        """Idle, with an empty cache.
+        """Start idle, with an empty cache.
 
         Args:
-          config: `cache.cpu_bytes` must have been turned into pages.
-          cost_model: what recomputing a chunk costs.
-          clock: what activity is dated by.
-          transfers: carries out the copies that the cache begins.
-          stats: counted in.
-          max_num_copies: chunks that are on their way in, or out, ahead of need.
-          observe: sees every step's decisions; see `Observe`.
-          on_drop: is told of every chunk that is dropped, between steps too.
-          on_move: is told of chunks that change their owner, as conversations fork.
-          experience: what an order that learns goes on from.
+          config: configuration in which `cache.cpu_bytes` has been converted to pages.
+          cost_model: costs of recomputing chunks.
+          clock: clock that dates activity.
+          transfers: performs the copies that the cache begins.
+          stats: counters to update.
+          max_num_copies: limit of copies ahead of need in flight, per direction.
+          observe: called with every step's decisions; see `Observe`.
+          on_drop: called for every dropped chunk, also between steps.
+          on_move: called for chunks that change their owner when conversations fork.
+          experience: state from which a learning order starts.
         """
         self.cache = CacheManager(
             config.cache,
@@ -94,9 +94,9 @@ class EngineLoop[Step]:
         ending_ids: tuple[int, ...],
         max_context_tokens: int,
     ) -> Request:
-        """Queue a turn whose prompt stands in `conversation.token_ids` already; see `Request`.
+        """Queue a turn whose prompt is in `conversation.token_ids` already; see `Request`.
 
-        Requests are numbered by arrival in this loop; another loop, as after an interrupt, begins at 0.
+        Requests are numbered by arrival, from 0 in each loop (a new loop is made after an interrupt).
         """
         request = Request(
             self._num_requests,
@@ -115,7 +115,7 @@ class EngineLoop[Step]:
         return request
 
     def step(self, launch: Callable[[SchedulerOutput], Step]) -> Step | None:
-        """Schedule a step and launch it, if anything was granted; returns the one before, to be finished."""
+        """Schedule a step and launch it if it has grants; returns the previous step, to be finished."""
         ended = self._transfers.completed()
         self.cache.complete(ended.arrived)
         self.cache.lose(ended.lost)
@@ -125,18 +125,19 @@ class EngineLoop[Step]:
     def carry_out(
         self, output: SchedulerOutput | None, num_tokens: int, launch: Callable[[], Step]
     ) -> Step | None:
-        """Do what was decided. The order of these lines is program order on the device.
+        """Carry out a step's decisions. The order of these lines is the program order on the device.
 
         Args:
-          output: the decisions; None: nothing but grants, which nobody asks for.
-          num_tokens: query tokens that were granted; `launch` is called if there are any.
+          output: the decisions; None for a step with grants only, whose details are not needed.
+          num_tokens: query tokens of all grants; `launch` is called if it is not 0.
+          launch: dispatches the step and returns the driver's record of it.
 
-        Returns the step before. Blocks where none is in flight, and no turn can go on before a copy is
-        complete.
+        Returns the previous step. Blocks if no step is in flight and no turn can continue before a copy
+        completes.
         """
         previous, self.in_flight = self.in_flight, None
         if output is None:
-            self._transfers.swap_in(())  # what is held back may start
+            self._transfers.swap_in(())  # copies that were held back may start
         else:
             self._observe(output)
             self._stats.count_decisions(output)
@@ -151,7 +152,7 @@ class EngineLoop[Step]:
         return previous
 
     def settle(self, request: Request, usage: Usage) -> None:
-        """A turn was answered, and is history; its pages stay with it, in the stateful engine."""
+        """End an answered turn, which becomes history; a stateful engine keeps its pages."""
         conversation = request.conversation
         self._stats.count_turn(usage, has_history=request.num_history_tokens > 0)
         conversation.commit()
@@ -166,7 +167,7 @@ class EngineLoop[Step]:
         self._leave(request)
 
     def withdraw(self, request: Request) -> None:
-        """A turn ends as if it had never been sent."""
+        """End a turn as if it had never been sent."""
         conversation = request.conversation
         conversation.rollback()
         if self._is_observed(conversation) and conversation.num_history_tokens:
@@ -180,7 +181,7 @@ class EngineLoop[Step]:
         self.scheduler.check_integrity()
 
     def _is_observed(self, conversation: Conversation) -> bool:
-        """Whether it may return, and find state."""
+        """Return whether a conversation may return and reuse its KV cache."""
         return self._stateful and not conversation.one_off
 
     def _leave(self, request: Request) -> None:
@@ -190,23 +191,23 @@ class EngineLoop[Step]:
 
 
 class PeriodicSweep:
-    """When to look at everything that is known: now and then, so that it costs little.
+    """The schedule of a scan over all items, with amortized constant cost per item.
 
-    It is due when twice as many are known as were left by the one before.
+    A scan is due when there are twice as many items as the last one left, plus a constant.
     """
 
     def __init__(self) -> None:
-        """The first one is due when some dozens are known."""
+        """Make the first scan due at 64 items."""
         self._num_known = _MIN_KNOWN_TO_SWEEP
 
     def is_due(self, num_known: int) -> bool:
-        """Whether it is time, with so many known."""
+        """Return whether a scan is due for `num_known` items."""
         return num_known >= self._num_known
 
     def done(self, num_left: int) -> None:
-        """There was one, and it left so many."""
+        """Record a scan that left `num_left` items."""
         self._num_known = 2 * num_left + _MIN_KNOWN_TO_SWEEP
 
 
 def unobserved(output: SchedulerOutput) -> None:
-    """An observer that looks away."""
+    """Ignore the decisions of every step."""

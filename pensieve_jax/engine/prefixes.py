@@ -1,7 +1,9 @@
-"""The shared prefixes that have KV state, by their tokens.
+"""The KV cache of shared prefixes, by their tokens.
 
-Owns: one cached sequence per prefix; it holds the full chunks, and each conversation the rest.
-Does not know: conversations, or where the state is. Nothing is computed before the first turn that uses it.
+Owns: one cached sequence per prefix. It has the prefix's full chunks; each conversation has the rest. Nothing
+is computed before the first turn that uses the prefix.
+Does not know: conversations, or the tier of a chunk.
+Called by the engine, `ConversationTable` and the submission of turns.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from pensieve_jax.core.prefix import SharedPrefix
 
 
 class PrefixTable:
-    """Prefixes in use since the engine's state was made; one that nobody uses is evicted like any history."""
+    """The cached sequences of prefixes; an unused one is evicted like any history."""
 
     def __init__(self, cache: CacheManager) -> None:
         self._cache = cache
@@ -24,7 +26,7 @@ class PrefixTable:
         return len(self._sequences)
 
     def begin(self, sequence: CachedSequence, prefix: SharedPrefix) -> None:
-        """Let an empty, idle sequence begin with the full chunks of a prefix, if it has any."""
+        """Make an empty, idle sequence share the full chunks of a prefix, if it has any."""
         if len(prefix.token_ids) < self._cache.chunk_tokens:
             return
         shared = self._sequences.get(prefix.token_ids)
@@ -36,23 +38,22 @@ class PrefixTable:
         self._cache.share(sequence, shared)
 
     def rejoin(self, sequence: CachedSequence, token_ids: Sequence[int]) -> None:
-        """Let the empty, idle sequence of a loaded history share the prefix that the history begins with."""
+        """Make the empty, idle sequence of a loaded history share the prefix that the history begins with."""
         shared = self.find(token_ids)
         if shared is not None:
             self._cache.share(sequence, shared)
 
     def find(self, token_ids: Sequence[int]) -> CachedSequence | None:
-        """The sequence of the longest prefix that a history begins with."""
+        """Return the sequence of the longest prefix that a history begins with, or None."""
         found = [
             beginning for beginning in self._sequences if tuple(token_ids[: len(beginning)]) == beginning
         ]
         return self._sequences[max(found, key=len)] if found else None
 
     def release(self, prefix: SharedPrefix) -> None:
-        """Leave a prefix's state to those in memory that begin with it; it goes with the last of them.
+        """Release a prefix; its chunks stay only as long as conversations in memory share them.
 
-        An equal prefix is another handle and stays good: the next turn that is given it computes the state
-        anew.
+        Another handle for the same tokens stays valid; its next turn computes the chunks again.
         """
         prefix.released = True
         shared = self._sequences.pop(prefix.token_ids, None)
@@ -60,7 +61,7 @@ class PrefixTable:
             self._cache.release_prefix(shared)
 
     def forget_unused(self) -> None:
-        """Forget prefixes that have no state left and that no conversation in memory begins with."""
+        """Forget prefixes without KV that no conversation in memory shares."""
         for beginning, shared in list(self._sequences.items()):
             if not shared.users and not shared.holds_state:
                 self._cache.release_prefix(shared)

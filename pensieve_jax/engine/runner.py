@@ -1,8 +1,9 @@
-"""What the engine asks of whatever runs its steps.
+"""The interface between the engine and the runner of its steps.
 
-Owns: the `Runner` protocol. The JAX one is `device.model_runner.ModelRunner`; tests have others, which
+Owns: the `Runner` protocol. `device.model_runner.ModelRunner` implements it with JAX; tests have fakes that
 compute tokens by hand.
-Does not know: JAX, models, scheduling.
+Does not know: JAX, models or scheduling.
+Called by the engine.
 """
 
 from __future__ import annotations
@@ -15,66 +16,66 @@ from pensieve_jax.engine.transfers import Transfers
 from pensieve_jax.scheduler.plan import PlanLayout, StepPlan
 
 type Progress = Callable[[int, int, str], None]
-"""Called with the number of executables that are ready, the number in all, and the last one's name."""
+"""Called with the number of executables that are ready, their total number, and the name of the last one."""
 
 
 class Runner(Protocol):
-    """Runs steps, one after the other, on state that it owns: weights and the pages of every layer.
+    """An executor of steps, one after the other; it owns the weights and the pages of every layer.
 
     Attributes:
-      layouts: the plan layout of every bucket, by its number of tokens.
-      transfers: what moves chunks between its pages and host memory.
+      layouts: plan layout of every bucket, by the bucket's number of tokens.
+      transfers: copies chunks between its pages and host memory.
     """
 
     layouts: Mapping[int, PlanLayout]
     transfers: Transfers
 
     def fill_tiles(self, plan: StepPlan) -> None:
-        """Write `plan.tiles` from the lengths of its rows, in a form that only the runner knows."""
+        """Write `plan.tiles` from the lengths of its rows, in the runner's own format."""
         ...
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Prepare every bucket; no step after this compiles anything.
+        """Compile every bucket, so that no later step compiles anything.
 
         Raises:
-          ConfigError: the device's memory does not suffice; names `cache.gpu_pages`.
+          ConfigError: the device has too little memory; the error names `cache.gpu_pages`.
         """
         ...
 
     def dispatch(self, plan: StepPlan) -> Any:
         """Start one step and return a handle for `fetch`; never waits for the device.
 
-        Steps run in the order of dispatch; `plan.prev_samples` refers to the step dispatched before. The
-        plan belongs to the runner from here on.
+        Steps run in the order of dispatch; `plan.prev_samples` refers to the previously dispatched step. The
+        runner owns the plan from here on.
 
         Raises:
-          StepFailedError: the step could not be started; `reset` before the next one.
+          StepFailedError: the step could not be started; call `reset` before the next one.
         """
         ...
 
     def fetch(self, handle: Any) -> StepResult:
-        """Wait for a step and return what it sampled, in the plan's rows. Each handle once.
+        """Wait for a step and return its samples, in the plan's rows. Call it once per handle.
 
         Raises:
-          StepFailedError: this step, or one that it builds on, failed; `reset` before the next one.
+          StepFailedError: this step, or one that it depends on, failed; call `reset` before the next one.
         """
         ...
 
     def reset(self) -> None:
-        """New, empty pages: after a failed step nothing on the device can be trusted but the weights.
+        """Make new, empty pages after a failed step, when only the weights on the device can be trusted.
 
-        Its transfers forget what is in flight as well; what host slots hold already stays good.
+        The transfers also forget copies in flight; chunks already in host slots stay valid.
 
         Raises:
-          StepFailedError: the device has no memory for them; `reset` again before the next step.
+          StepFailedError: the device has no memory for the pages; call `reset` again before the next step.
         """
         ...
 
     @property
     def num_compilations(self) -> int:
-        """Compilations in this process, by anybody, since the runner was made."""
+        """Number of all compilations in this process since the runner was made."""
         ...
 
     def memory_analysis(self) -> dict[str, Any]:
-        """Bytes per device, in all and per bucket; empty where nothing is known."""
+        """Return bytes per device, in total and per bucket; empty if unknown."""
         ...

@@ -1,4 +1,9 @@
-"""Counters of an engine, since its start."""
+"""Counters of an engine since its start.
+
+Owns: the counters, the histograms and the hit rates.
+Does not know: metrics formats.
+Called by the engine, its loop and its ledger.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +24,12 @@ def _no_counts(bounds: tuple[float, ...]) -> list[int]:
 
 @dataclass(slots=True)
 class EngineStats:
-    """What was done so far; tokens are counted when their turn ends well, as in its `usage`.
+    """Counters since the start; the tokens of a turn, as in its `usage`, are counted when it finishes.
 
-    `history_*_tokens` are of returning turns alone: all that had KV state once, and what each tier had of it.
-    `step_tokens_counts` and `commit_s_counts` say how many steps, and commits, were at most as large as each
-    of the bounds above and larger than the one before; the last is of those beyond all.
+    `history_*_tokens` count returning turns only: history tokens that were computed before, in total and
+    those reused from each tier. `step_tokens_counts` and `commit_s_counts` are histograms: each element
+    counts steps or commits up to one of the bounds above and over the previous bound, the last element those
+    over all bounds.
     """
 
     num_steps: int = 0
@@ -52,26 +58,26 @@ class EngineStats:
     commit_s_counts: list[int] = field(default_factory=lambda: _no_counts(COMMIT_S_BOUNDS))
 
     def count_step(self, num_tokens: int) -> None:
-        """A step of so many query tokens was launched."""
+        """Count a launched step with its query tokens."""
         self.num_steps += 1
         self.num_step_tokens += num_tokens
         self.step_tokens_counts[bisect_left(STEP_TOKENS_BOUNDS, num_tokens)] += 1
 
     def count_commit(self, seconds: float) -> None:
-        """The turns that ended in a step were written to the history."""
+        """Count a commit of turns to the history with its duration."""
         self.num_commits += 1
         self.commit_s += seconds
         self.commit_s_counts[bisect_left(COMMIT_S_BOUNDS, seconds)] += 1
 
     def count_decisions(self, output: SchedulerOutput) -> None:
-        """What a step decides besides what it computes."""
+        """Count a step's suspensions, drops and copies."""
         self.num_suspensions += len(output.suspended)
         self.num_dropped_chunks += len(output.drops)
         self.num_swapped_out_chunks += len(output.swap_outs)
         self.num_swapped_in_chunks += len(output.swap_ins)
 
     def count_turn(self, usage: Usage, *, has_history: bool) -> None:
-        """A turn ended and was committed; `has_history` if its conversation had returned."""
+        """Count a finished turn; `has_history` is True for a returning conversation."""
         if has_history:
             found = usage.reused_gpu_tokens, usage.swapped_in_tokens
             self.history_tokens += sum(found) + usage.recomputed_tokens
@@ -88,14 +94,14 @@ class EngineStats:
         self.resume_swapped_in_tokens += usage.resume_swapped_in_tokens
 
     def distributions(self) -> dict[str, tuple[list[int], float]]:
-        """Of "step_tokens" and "commit_s": the counts, and the sum of what was counted."""
+        """Return, for "step_tokens" and "commit_s", the histogram counts and the sum of the values."""
         return {
             "step_tokens": (list(self.step_tokens_counts), self.num_step_tokens),
             "commit_s": (list(self.commit_s_counts), self.commit_s),
         }
 
     def as_dict(self) -> dict[str, int | float]:
-        """By name, with the hit rate of each tier: its share of the history of turns that returned."""
+        """Return the counters by name, with each tier's hit rate: its share of returning turns' history."""
         num_tokens = max(self.history_tokens, 1)
         counters = {name: getattr(self, name) for name in _COUNTERS}
         return {

@@ -1,8 +1,9 @@
-"""From what a caller sends to requests: all turns of a call, or none.
+"""Submission of turns: either all turns of a call become requests, or none.
 
-Owns: the way of a turn from its check to its place among those in progress: which turns of a call are choices
-of one prompt, which conversation each runs in, and what it adds to that conversation.
+Owns: the path of a turn from its check to the ledger. It decides which turns of a call are choices of one
+prompt, which conversation each runs in, and which tokens it adds to that conversation.
 Does not know: steps, or how a turn ends.
+Called by the engine.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ type _Choice = tuple[str, str | None, tuple[int, ...]]
 
 
 class TurnSubmitter:
-    """Checks, places and queues turns: all turns of a call, or none."""
+    """The submission of turns to one engine: it checks, places and queues all turns of a call, or none."""
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class TurnSubmitter:
         limits: ModelLimits,
         tokenizer: Tokenizer | None,
     ) -> None:
-        """Into `loop` and `ledger`."""
+        """Submit into `loop` and `ledger`."""
         self._loop = loop
         self._ledger = ledger
         self._placing = placing
@@ -47,7 +48,7 @@ class TurnSubmitter:
         self._tokenizer = tokenizer
 
     def submit(self, specs: Sequence[TurnSpec]) -> list[Turn]:
-        """Queue turns, in order; raises what `check_turns` raises, and HistoryError, with nothing queued."""
+        """Queue turns in order; raises the errors of `check_turns` and HistoryError, with nothing queued."""
         places = check_turns(specs, self._limits, self._placing.conversations, self._tokenizer)
         turns: list[Turn] = []
         try:
@@ -73,17 +74,17 @@ class TurnSubmitter:
         try:
             reply = ReplyState(request, self._tokenizer, *rest)
         except PensieveError:
-            # It is queued, and its conversation busy: it leaves as a turn does that is cancelled.
+            # The request is queued and its conversation is busy, so undo both by cancelling the turn.
             self._ledger.cancel(self._ledger.enter(ReplyState(request, None, *rest)).reply)
             raise
         return self._ledger.enter(reply)
 
 
 class TurnPlacer:
-    """Finds turns their conversations.
+    """The choice of a conversation for each turn.
 
     Attributes:
-      conversations: in memory and in the history.
+      conversations: conversations in memory and in the history.
     """
 
     def __init__(self, conversations: ConversationTable, prefixes: PrefixTable, *, stateful: bool) -> None:
@@ -94,9 +95,9 @@ class TurnPlacer:
     def each(
         self, specs: Sequence[TurnSpec], places: Sequence[TurnPosition | None]
     ) -> Iterator[tuple[TurnSpec, PlacedTurn]]:
-        """Every turn of a call with where it runs: busy from then on, with its prompt.
+        """Yield every turn of a call with its conversation, marked as busy and ending with the prompt.
 
-        A turn must be queued before the next one is asked for. `places` are what `check_turns` returned.
+        The caller must queue each turn before it takes the next one. `places` is the result of `check_turns`.
         """
         num_alike = Counter(_choice(spec, spec.node) for spec in specs if spec.node is not None)
         first: dict[_Choice, Branch] = {}
@@ -119,11 +120,11 @@ class TurnPlacer:
             live.conversation.token_ids += spec.prefix.token_ids
             if self._stateful and not live.sequence.chunks:
                 self._prefixes.begin(live.sequence, spec.prefix)
-        live.conversation.token_ids += map(int, spec.prompt_token_ids)  # numpy's ints become Python's
+        live.conversation.token_ids += map(int, spec.prompt_token_ids)  # converts numpy integers
 
 
 class PlacedTurn(NamedTuple):
-    """The conversation that a turn runs in, and what it was found to go on from, if its caller placed it."""
+    """The conversation that a turn runs in, and the origin of a turn with a node."""
 
     live: LiveConversation
     origin: TurnOrigin | None

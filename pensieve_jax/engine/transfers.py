@@ -1,9 +1,10 @@
-"""What the engine asks of whatever moves chunks between device pages and host slots.
+"""The interface between the engine and the copies of chunks between device pages and host slots.
 
-Owns: the `Transfers` protocol, how much of what is in transit is awaited at a time, and how much travels to
-the device beside a step. The JAX one is `device.transfers.device_transfers.DeviceTransfers`; the simulator
-has one with the same rules, tests one that delays and reorders.
+Owns: the `Transfers` protocol, the number of copies awaited together, and the number of copies to the device
+beside a step. `device.transfers.device_transfers.DeviceTransfers` implements it with JAX, the simulator has
+one with the same rules, and tests have one that delays and reorders.
 Does not know: conversations, policies, or why a chunk moves.
+Called by the engine loop, in this order:
 
     completed() -> schedule -> swap_out(), swap_in(), expedite() -> dispatch the step
 """
@@ -15,21 +16,22 @@ from typing import NamedTuple, Protocol
 
 from pensieve_jax.cache.drops import Copy
 
-MAX_HELD_STEPS = 4  # that copies to the host wait while others come from it all the time
-# 9 ms of a PCIe 5 link, 15 where copies go the other way as well; decode steps of a 13B model take 7 to 18.
+MAX_HELD_STEPS = 4  # steps that copies to the host wait at most while copies to the device keep coming
+# 9 ms of a PCIe 5 link, or 15 ms with copies in both directions; decode steps of a 13B model take 7 to 18 ms.
 _BYTES_BESIDE_STEP = 42 * 10**7
-_WINDOW = 16  # chunks: one gather, and few enough that the first are on their way soon
+_WINDOW = 16  # chunks per gather; few enough that the first copies start soon
 
 
 def window(max_num_staged: int) -> int:
-    """Chunks that are awaited and staged together where there are more than can be staged."""
+    """Return how many chunks are staged and awaited together when not all can be staged at once."""
     return min(_WINDOW, -(-max_num_staged // 2))
 
 
 def num_beside_step(max_num_staged: int, chunk_bytes: int) -> int:
-    """Chunks that are copied to a device beside a step; what is left of them when it ends, everybody awaits.
+    """Return how many chunks are copied to a device beside a step.
 
-    `chunk_bytes`: of a device's share of a chunk.
+    If the step ends before these copies do, all requests wait for the rest. `chunk_bytes` is the size of one
+    device's share of a chunk.
     """
     return max(1, min(max_num_staged, _BYTES_BESIDE_STEP // chunk_bytes))
 
@@ -38,8 +40,9 @@ class Ended(NamedTuple):
     """Ids of copies that have ended.
 
     Attributes:
-      arrived: what they were to bring is where it was to go.
-      lost: copies to slots, which hold nothing now: the chunks cannot be packed. The pages have been read.
+      arrived: copies that succeeded.
+      lost: copies to slots that failed because the chunks cannot be packed. The slots hold no KV, and the
+        pages have been read.
     """
 
     arrived: Sequence[int] = ()
@@ -47,16 +50,16 @@ class Ended(NamedTuple):
 
 
 class Transfers(Protocol):
-    """Copies chunks beside the steps, in program order with them.
+    """An executor of copies that overlap with the steps, in program order with them.
 
-    A copy's page and slot belong to it from the call that starts it until it is complete.
+    A copy owns its page and its slot from the call that starts it until it is complete.
     """
 
     def swap_out(self, copies: Sequence[Copy]) -> None:
         """Start copying pages to slots; blocks only while there is no room to stage them. Called every step.
 
-        On return the pages have been read, in program order: steps dispatched later may write them. A
-        slot holds the chunk once `completed` names its copy as arrived, and not before.
+        On return the pages have been read in program order, so steps dispatched later may write them. A
+        slot holds the chunk only after `completed` reports its copy as arrived.
 
         Raises:
           StepFailedError: the copies could not be started.
@@ -64,25 +67,25 @@ class Transfers(Protocol):
         ...
 
     def swap_in(self, copies: Sequence[Copy]) -> None:
-        """Copy slots to pages, beside the steps to come; never waits. See `swap_out` for errors.
+        """Start copying slots to pages, overlapping with the next steps; never waits.
 
-        Called every step, right after `swap_out`: a page may be read by that and written by this.
+        Called every step right after `swap_out`, since a page may be read by that and written by this.
+        See `swap_out` for errors.
         """
         ...
 
     def expedite(self, copy_ids: Collection[int]) -> None:
-        """Let the step that is dispatched next read these copies to pages, whenever they arrive.
+        """Make the next dispatched step wait on the device for these copies to pages.
 
-        No more copies to pages may be in flight than can be staged at once. They count as complete at
-        once, and `completed` does not name them. The device waits for them, by groups of layers; the host
-        does not.
+        They count as complete immediately, and `completed` does not report them. The device waits for them in
+        groups of layers; the host does not wait. The copies to pages in flight must all fit the staging room.
         """
         ...
 
     def completed(self) -> Ended:
-        """The copies that have ended since the last call; never waits.
+        """Return the copies that have ended since the last call; never waits.
 
-        Steps dispatched from here on read the pages of completed copies to pages.
+        Steps dispatched from here on can read the pages of completed copies to pages.
 
         Raises:
           StepFailedError: a copy failed on the device.
@@ -90,14 +93,14 @@ class Transfers(Protocol):
         ...
 
     def wait(self) -> None:
-        """Block until `completed` can name a copy, or several; there must be one in flight."""
+        """Block until `completed` can report a copy; at least one must be in flight."""
         ...
 
     def stats(self) -> dict[str, int | float]:
-        """Since the start: bytes and arrays moved each way, and host seconds spent on it.
+        """Return the bytes and arrays copied each way since the start, and the host time spent on it.
 
-        `swapped_out_bytes`, `swapped_in_bytes`: all devices together. `num_swap_out_copies`,
-        `num_swap_in_copies`: arrays. `swap_dispatch_s`: starting copies. `transfer_stall_s`: blocked in
-        `wait`, or for room to stage.
+        `swapped_out_bytes` and `swapped_in_bytes` sum over all devices. `num_swap_out_copies` and
+        `num_swap_in_copies` count arrays. `swap_dispatch_s` is the time to start copies; `transfer_stall_s`
+        is the time blocked in `wait` or for staging room.
         """
         ...

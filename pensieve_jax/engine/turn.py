@@ -1,9 +1,9 @@
-"""A turn: the reply that the engine fills, and the handle that its caller holds.
+"""A turn: the reply state that the engine fills, and the handle that its caller keeps.
 
-Owns: what a turn's tokens belong to, its result, and what its caller has read of it. That somebody holds the
-handle is what keeps a turn running; the engine refers to it weakly only.
-Does not know: who runs a turn, batches, pages, or the history store. What comes of each token is
-`text.reply_tokens`.
+Owns: a turn's request, its result, and the position up to which its caller has read it. A turn runs only as
+long as its caller keeps the handle, because the engine has just a weak reference to it.
+Does not know: the runner, batches, pages, or the history store; `text.reply_tokens` handles each token.
+Called by the engine, its ledger, and callers of the engine.
 """
 
 from __future__ import annotations
@@ -19,64 +19,64 @@ from pensieve_jax.text import Message, ReplyTokens, Tokenizer
 
 
 class Turn:
-    """One submitted turn. It belongs to whoever holds it: dropped before its end, it is cancelled.
+    """A caller's handle of one submitted turn.
 
-    The engine sees that at its next call. So a turn is somebody's from the moment of its acceptance on,
-    however the call that submitted it ends, and no code has to run for that.
+    If the caller drops it before the turn ends, the engine cancels the turn at its next call. So a turn
+    cannot run on without an owner if the submitting call is interrupted, and this needs no cleanup code.
 
     Attributes:
-      reply: what the engine fills.
+      reply: state of the reply, which the engine fills.
     """
 
     __slots__ = ("__weakref__", "_num_ids", "_num_pieces", "reply")
 
     def __init__(self, reply: ReplyState) -> None:
-        """Nothing of it was read."""
+        """Start at the beginning of the reply."""
         self.reply = reply
         self._num_pieces = self._num_ids = 0
 
     @property
     def request(self) -> Request:
-        """What the scheduler holds."""
+        """Request of the turn in the scheduler."""
         return self.reply.request
 
     @property
     def messages(self) -> tuple[Message, ...] | None:
-        """The chat messages that the prompt was rendered from; None for text or ids."""
+        """Chat messages that the prompt was rendered from; None for a prompt of text or ids."""
         return self.reply.messages
 
     @property
     def origin(self) -> TurnOrigin | None:
-        """What a turn with a node was found to go on from in memory; None for one without."""
+        """How a turn with a node continued from memory; None for a turn without a node."""
         return self.reply.origin
 
     @property
     def output(self) -> Output | None:
-        """The result, once the turn has ended."""
+        """Result of the turn, after it ended."""
         return self.reply.output
 
     @property
     def error(self) -> PensieveError | None:
-        """Why there is no output, if a step failed."""
+        """Error of a turn that ended without an output."""
         return self.reply.error
 
     @property
     def done(self) -> bool:
-        """It has an output or an error."""
+        """Whether the turn has an output or an error."""
         return self.reply.done
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """The reply so far."""
+        """Token ids of the reply so far."""
         return self.reply.token_ids
 
     @property
     def text(self) -> str:
-        """The reply so far, as far as it can be shown."""
+        """Text of the reply so far, without characters that are still incomplete."""
         return self.reply.text
 
     def result(self) -> Output:
-        """The output of a turn that is done; raises what it failed with, and PensieveError before its end."""
+        """Return the output of a turn that is done; raises its error, or PensieveError before its end."""
         if self.error is not None:
             raise self.error
         if self.output is None:
@@ -84,7 +84,7 @@ class Turn:
         return self.output
 
     def take_delta(self) -> Delta | None:
-        """What came since the last call; None if nothing did."""
+        """Return the part of the reply since the last call, or None without a new token."""
         deltas = take_deltas([self])
         if not deltas.turns:
             return None
@@ -93,12 +93,12 @@ class Turn:
 
 
 class Deltas(NamedTuple):
-    """What came of many turns, by columns: turn i said `texts[i]`, with `token_ids[i]`.
+    """The new parts of many replies, as columns: turn i added `texts[i]` and `token_ids[i]`.
 
     Attributes:
-      turns, texts: of those that said something.
-      token_ids: an id where there is one, as almost always, else a list of them.
-      logprobs: by turn, of those that asked for them.
+      turns, texts: turns with new tokens, and their new text.
+      token_ids: the id if there is exactly one, as in almost all cases, else a list of ids.
+      logprobs: new log probabilities by turn, for turns that requested them.
     """
 
     turns: list[Turn]
@@ -108,7 +108,7 @@ class Deltas(NamedTuple):
 
 
 def take_deltas(turns: Iterable[Turn]) -> Deltas:
-    """What came of each turn since it was last taken. Its caller has 256 of them in every step."""
+    """Return the new part of each reply. This is a hot path: there may be 256 turns in every step."""
     deltas = said, texts, ids, logprobs = Deltas([], [], [], {})
     for turn in turns:
         reply, start = turn.reply, turn._num_ids
@@ -127,15 +127,15 @@ def take_deltas(turns: Iterable[Turn]) -> Deltas:
 
 
 class ReplyState(ReplyTokens):
-    """What has come of one submitted turn.
+    """The state of one submitted turn's reply.
 
     Attributes:
-      request: what the scheduler holds.
-      messages: the chat messages that the prompt was rendered from; None for text or ids.
-      node: where it stands in a tree of turns, if its caller placed it.
-      origin: what that was found to go on from in memory.
-      output: the result, once the turn has ended.
-      error: why there is none, if a step failed.
+      request: request of the turn in the scheduler.
+      messages: chat messages that the prompt was rendered from; None for a prompt of text or ids.
+      node: position in a tree of turns, if the caller placed the turn.
+      origin: how a turn with a node continued from memory.
+      output: result of the turn, after it ended.
+      error: error of a turn that ended without an output.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class ReplyState(ReplyTokens):
         node: TurnNode | None = None,
         origin: TurnOrigin | None = None,
     ) -> None:
-        """No tokens yet; no text is made without a tokenizer."""
+        """Start without tokens; the reply has no text without a tokenizer."""
         num_tokens = request.max_total_tokens - request.num_prompt_end
         super().__init__(request.params, request.ending_ids, num_tokens, tokenizer)
         self.request = request
@@ -158,16 +158,16 @@ class ReplyState(ReplyTokens):
 
     @property
     def done(self) -> bool:
-        """It has an output or an error."""
+        """Whether the turn has an output or an error."""
         return self.output is not None or self.error is not None
 
     @property
     def durable(self) -> bool:
-        """The history is to keep it."""
+        """Whether the turn is to be stored in the history."""
         return not self.request.conversation.one_off if self.node is None else self.node.durable
 
     def finish(self, reason: FinishReason, ended_at_s: float) -> Usage:
-        """Make the output of a turn that ended then; returns its accounting."""
+        """Make the output of a turn that ended at `ended_at_s`; returns its usage record."""
         conversation = self.request.conversation
         usage = self.request.usage(num_output_tokens=len(self.token_ids))
         self.output = Output(

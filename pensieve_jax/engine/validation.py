@@ -1,7 +1,9 @@
-"""What is wrong with a turn, before anything happens to it.
+"""Validation of turns before submission.
 
-Owns: the checks that need the conversations; those that need the model's limits alone are in
-`decoding.turn_spec`. A check changes nothing, so that a bad turn leaves every other one untouched.
+Owns: the checks that need the conversations; `decoding.turn_spec` has those that need only the model's
+limits. Checks change nothing, so an invalid turn does not affect other turns.
+Does not know: the scheduler or the cache.
+Called by the engine, the submission of turns, `prompts` and `pensieve generate`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from pensieve_jax.text import Tokenizer
 
 
 def check_turn(turn: object, replies: Mapping[Request, ReplyState]) -> Turn:
-    """`turn` itself; raises InvalidRequestError unless it is done, or its reply is one of these."""
+    """Return `turn`; raises InvalidRequestError unless it is done or its reply is in `replies`."""
     if not isinstance(turn, Turn) or not (turn.done or replies.get(turn.request) is turn.reply):
         raise InvalidRequestError("turn", turn, "a turn of this engine, as submit returned it")
     return turn
@@ -32,7 +34,7 @@ def check_turns(
     conversations: ConversationTable,
     tokenizer: Tokenizer | None,
 ) -> list[TurnPosition | None]:
-    """Where turns with a node stand.
+    """Check all turns of a call; returns the positions of turns with a node, and None for the others.
 
     Raises InvalidRequestError, ContextLengthError, ConversationBusyError, TokenizerMissingError,
     UnknownTurnError or HistoryError.
@@ -52,7 +54,7 @@ def check_turns(
                 raise ConversationBusyError(conversation_id)
             seen.add(conversation_id)
         field = "prompt" if len(specs) == 1 else f"prompts[{i}]"
-        if i == 0 or spec.prompt_token_ids is not specs[i - 1].prompt_token_ids:  # many share a long one
+        if i == 0 or spec.prompt_token_ids is not specs[i - 1].prompt_token_ids:  # checks a shared one once
             check_token_ids(field, spec.prompt_token_ids, limits.vocab_size)
         place = None if spec.node is None else _checked_place(spec, spec.node, seen, known, conversations)
         places.append(place)
@@ -78,19 +80,19 @@ def check_prefix(prefix: object, conversation_id: str | None, conversations: Con
     prefix = checked_prefix(prefix)
     if prefix.released:
         hint = "share it again: share_prefix returns a new one"
-        raise InvalidRequestError("prefix", prefix, "one that release_prefix was not called with", hint)
+        raise InvalidRequestError("prefix", prefix, "a prefix that was not released", hint)
     history_len = conversations.num_tokens(conversation_id)
     if history_len:
         raise InvalidRequestError(
             "prefix",
             prefix,
             f"None: {conversation_id!r} has {history_len} tokens, and only a first turn takes a prefix",
-            "leave it out: the conversation begins as its first turn did",
+            "leave it out: the conversation keeps the beginning of its first turn",
         )
 
 
 def checked_prefix(prefix: object, limits: ModelLimits | None = None) -> SharedPrefix:
-    """`prefix` itself; raises InvalidRequestError where it is none, or with `limits` has other ids."""
+    """Return `prefix`; raises InvalidRequestError for another type, or for ids outside `limits` if given."""
     if not isinstance(prefix, SharedPrefix) or not isinstance(prefix.token_ids, tuple):
         raise InvalidRequestError("prefix", prefix, "what share_prefix returned, or None")
     if limits is not None:
@@ -99,7 +101,7 @@ def checked_prefix(prefix: object, limits: ModelLimits | None = None) -> SharedP
 
 
 def _check_specs(specs: object) -> None:
-    """What everything that follows takes for granted: an AttributeError would be taken for an interrupt."""
+    """Check the types that later code relies on; the engine would treat an AttributeError as an interrupt."""
     if not isinstance(specs, Sequence):
         raise InvalidRequestError("specs", specs, "a list of turns")
     for i, spec in enumerate(specs):
@@ -119,13 +121,13 @@ def _checked_place(
     known: dict[Parent, TurnPosition],
     conversations: ConversationTable,
 ) -> TurnPosition:
-    """Where a turn stands whose caller placed it; nothing else may say so."""
+    """Return the position of a turn with a node, which must not have a conversation id or a prefix."""
     if not isinstance(node, TurnNode):
         raise InvalidRequestError("node", node, "a TurnNode or None")
     for field, value in (("conversation_id", spec.conversation_id), ("prefix", spec.prefix)):
         if value is not None:
             raise InvalidRequestError(
-                field, value, "None for a turn with a node, which says what it goes on from"
+                field, value, "None for a turn with a node, which names the turn to continue from"
             )
     if node.turn_id in seen:
         raise InvalidRequestError("turn_id", node.turn_id, "named once in a call")
@@ -141,8 +143,8 @@ def _check_length(field: str, spec: TurnSpec, limits: ModelLimits, history_len: 
             f"{prompt_len} tokens after a history of {history_len}",
             f"at most {limits.max_context_tokens - 1} tokens together with the history, to leave room for "
             f"one reply token in the context of {limits.max_context_tokens}",
-            "truncate the conversation or shorten the prompt; max_context_tokens and gpu_pages can be raised "
-            "as far as the model has positions",
+            "truncate the conversation or shorten the prompt, or raise max_context_tokens and gpu_pages "
+            "up to the model's number of positions",
             history_len + prompt_len,
             limits.max_context_tokens - 1,
         )

@@ -234,7 +234,7 @@ def test_a_durable_turn_has_durable_parents():
     trees = forest()
     first = trees.turn(prompt=40)
     second = trees.turn(first, 10, durable=False)
-    with pytest.raises(InvalidRequestError, match=r"durable is True, but must be False behind the turn"):
+    with pytest.raises(InvalidRequestError, match=r"durable is True, but must be False after the turn"):
         trees.send(second, 10)
     third = trees.turn(first, 10, seed=3)
     trees.harness.forget_branches()

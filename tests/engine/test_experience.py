@@ -79,7 +79,7 @@ def test_what_the_history_cannot_read_is_begun_anew(monkeypatch, caplog):
     monkeypatch.setattr(harness.store, "note", fail)
     interrupt(harness)
     talk(harness, 1)
-    assert "begins anew" in caplog.text and "the disk is gone" in caplog.text and seen(harness) == 0
+    assert "starts empty" in caplog.text and "the disk is gone" in caplog.text and seen(harness) == 0
 
 
 def test_other_orders_do_not_read_it():
@@ -124,7 +124,7 @@ def test_what_cannot_be_read_is_begun_anew(tmp_path, text, caplog):
     with_note.engine.close()
     with caplog.at_level(logging.WARNING):
         harness = Harness(LEARNED, path=path, clock=first.clock)
-    assert "begins anew" in caplog.text and seen(harness) == 0
+    assert "starts empty" in caplog.text and seen(harness) == 0
     talk(harness, 3)
     assert seen(harness) == 2
 

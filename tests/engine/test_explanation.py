@@ -45,7 +45,7 @@ def test_what_is_where():
     assert {chunk.tier for chunk in explanation.chunks} == {"gpu"}
     worths = [chunk.worth for chunk in explanation.chunks]
     assert worths == sorted(worths) and worths[0] > 0
-    assert "find 73 tokens in device memory, copy 0 in, and compute 0" in str(explanation)
+    assert "reuse 73 tokens in device memory, copy 0 in, and recompute 0" in str(explanation)
     harness.engine.push_out("a")
     harness.step(3)
     harness.finish_copies()
@@ -71,7 +71,7 @@ def test_a_turn_finds_what_was_said_also_behind_a_cut(change: str, num_tokens: i
     outlook = harness.engine.explain(name).lines[-1]
     usage = harness.turn(name, 5, seed=1, max_tokens=2).usage
     found, again = usage.reused_gpu_tokens, usage.recomputed_tokens
-    assert f"find {found} tokens in device memory, copy 0 in, and compute {again} of" in outlook
+    assert f"reuse {found} tokens in device memory, copy 0 in, and recompute {again} of" in outlook
     assert found + again == (73 if num_tokens == 74 else num_tokens)
 
 
@@ -90,7 +90,7 @@ def test_why_chunks_were_dropped_when_and_at_what_worth():
     text = str(explanation)
     assert "dropped 5.0 s ago: its page was needed, and there is no host memory to copy it to" in text
     assert "s of recomputation per second idle" in text
-    assert f"compute {dropped[-1].end} of its history again" in explanation.lines[-1]
+    assert f"recompute {dropped[-1].end} of its history" in explanation.lines[-1]
 
 
 def test_under_lru_the_worth_is_the_idle_time():
@@ -105,7 +105,7 @@ def test_what_was_computed_again_and_changed_by_its_owner_is_not_explained_by_ol
     harness.engine.forget_state("a")
     explanation = harness.engine.explain("a")
     assert all(chunk.tier is None and chunk.drop is None for chunk in explanation.chunks)
-    assert "nothing is recorded of why" in str(explanation)
+    assert "for no recorded reason" in str(explanation)
 
 
 def test_a_conversation_of_which_nothing_is_in_memory(tmp_path):
@@ -114,8 +114,8 @@ def test_a_conversation_of_which_nothing_is_in_memory(tmp_path):
     harness.turn("a", 40, max_tokens=4)
     harness.engine.close()
     explanation = Harness(path=path).engine.explain("a")
-    assert explanation.idle_s is None and "nothing of it is in memory" in explanation.lines[0]
-    assert "compute 43 of its history again" in explanation.lines[-1]
+    assert explanation.idle_s is None and "not in memory" in explanation.lines[0]
+    assert "recompute 43 of its history" in explanation.lines[-1]
 
 
 def test_a_turn_in_progress():
@@ -189,7 +189,7 @@ def test_a_stateless_engine_says_so():
     assert any(output.drops for output in harness.scheduled)
     for name in ("early", "late"):
         explanation = harness.engine.explain(name)
-        assert "keeps no state between turns" in str(explanation) and len(explanation.lines) == 3
+        assert "keeps no KV cache between turns" in str(explanation) and len(explanation.lines) == 3
         assert all(chunk.tier is None and chunk.drop is None for chunk in explanation.chunks)
 
 
@@ -222,8 +222,8 @@ def test_a_prefix_is_found_for_a_conversation_that_was_taken_out_of_memory():
     live = harness.engine.conversations.get("a")
     harness.engine.conversations.forget(live)
     explanation = harness.engine.explain("a")
-    assert "nothing of it is in memory" in explanation.lines[0]
-    assert "find 32 tokens in device memory" in explanation.lines[-1]
+    assert "not in memory" in explanation.lines[0]
+    assert "reuse 32 tokens in device memory" in explanation.lines[-1]
     output = harness.turn("a", 3, max_tokens=2)
     assert output.usage.reused_gpu_tokens == 32
 
