@@ -1,7 +1,7 @@
-"""Stateful multi-turn LLM serving in JAX: the KV state of a conversation outlives its requests.
+"""Stateful multi-turn LLM serving in JAX: the KV cache of a conversation outlives its requests.
 
-JAX and Flax take a second or two to import. They come with `LLM`, when it is first asked for, and with what
-goes with it: whoever only wants configurations, errors or a list of commands does not wait for them.
+JAX and Flax take a second or two to import. So `LLM` and the names that need it are imported at their first
+use, and programs that only need configurations, errors or a list of commands start fast.
 """
 
 import importlib
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from pensieve_jax.stream import Stream
 
     __version__: str
-else:  # a type checker would take a `__getattr__` for leave to import any name
+else:  # hidden from type checkers: with a `__getattr__` they would accept the import of any name
     _LATER = {
         "AsyncEngine": "pensieve_jax.server.engine_process.async_llm",
         "CheckpointError": "model_defs.errors",
@@ -65,7 +65,7 @@ else:  # a type checker would take a `__getattr__` for leave to import any name
     }
 
     def __getattr__(name: str) -> Any:
-        """What is imported when it is first asked for."""
+        """Import a name of `_LATER` at its first use."""
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
@@ -73,12 +73,12 @@ else:  # a type checker would take a `__getattr__` for leave to import any name
         except ModuleNotFoundError as error:
             if error.name != "msgspec":
                 raise
-            raise ImportError(f'{name} needs more: pip install "pensieve-jax[server]"') from error
+            raise ImportError(f'{name} needs an extra: pip install "pensieve-jax[server]"') from error
         found = globals()[name] = getattr(module, name)
         return found
 
 
-ask_for_asynchronous_launches()  # whoever imports this may have JAX make its client next
+ask_for_asynchronous_launches()  # at import, because the caller may create JAX's client next
 
 __all__ = [
     "LLM",

@@ -1,8 +1,9 @@
-"""From a model's name and a configuration to an engine that is ready to serve.
+"""Construction of an engine that is ready to serve, from a model's name and a configuration.
 
-Owns: which history goes with a model, and the order in which the parts are made, so that what can be refused
-is refused before minutes of loading and compiling.
-Does not know: turns, or what a model's name stands for (`model_source`).
+Owns: the fingerprint that binds a history to a model, and the order of construction: every check that can
+fail runs before minutes of loading and compiling.
+Does not know: turns, or the meaning of a model's name (`model_source`).
+Called by `LLM`, the server's engine process, and programs that need a runner alone.
 """
 
 from __future__ import annotations
@@ -46,9 +47,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Assembled:
-    """An engine and what it was made of; `config` says what was left to this device, sizes as pages.
+    """An engine and its parts.
 
-    `model_name` is as it was given, `source` what it stands for, and `fingerprint` who may read the history.
+    Attributes:
+      config: the configuration with all device-dependent values resolved, and sizes in pages.
+      model_name: the name that the caller gave.
+      source: the directory or preset that the name stands for.
+      fingerprint: fingerprint of model and tokenizer; the history must have the same.
     """
 
     engine: Engine
@@ -74,17 +79,17 @@ def assemble(
     clock: Clock | None = None,
     observe: Observe = unobserved,
 ) -> Assembled:
-    """Build everything; see `LLM` for the arguments and errors.
+    """Build an engine with all of its parts; see `LLM` for the arguments and errors.
 
-    Unless `may_make_history`, a history that is not there raises HistoryMissingError.
+    Without `may_make_history`, a missing history raises HistoryMissingError.
     """
     config = checked_config(config)
     check_location(history)
     source = resolve_model(model)
     model_config = source_config(source, config.runner.max_position_embeddings)
-    config.resolve_context_tokens(model_config.max_position_embeddings)  # refused before anything is loaded
+    config.resolve_context_tokens(model_config.max_position_embeddings)  # raises before loading starts
     allow_pinning(_host_bytes(model_config, config, dtype), available_bytes())  # before JAX is used
-    mesh_of(config)  # refused before a history is made
+    mesh_of(config)  # raises before a history is created
     costs = _costs_before_loading(model_config, config, dtype)
     tokenizer = source_tokenizer(source, model_config.vocab_size)
     fingerprint = history_fingerprint(
@@ -117,9 +122,9 @@ def assemble(
 def make_runner(
     source: str, dtype: str, config: EngineConfig, progress: bool
 ) -> tuple[ModelRunner, EngineConfig]:
-    """Load the weights, take memory and compile every bucket; the config is that of `Assembled`.
+    """Load the weights, allocate memory and compile every bucket; returns the config of `Assembled`.
 
-    Whoever calls it by itself has jaxlib's limit of pinned memory as it is.
+    A direct call keeps jaxlib's default limit of pinned memory; only `assemble` raises it.
     """
     if config.runner.compilation_cache_dir is not None:
         keep_compilations_in(config.runner.compilation_cache_dir)
@@ -153,7 +158,7 @@ def make_runner(
 
 
 def mesh_of(config: EngineConfig) -> Mesh:
-    """The devices that share the model; raises ConfigError where there are too few."""
+    """Return the mesh of devices that share the model; raises ConfigError for too few devices."""
     size, num_devices = config.runner.tensor_parallel_size, len(jax.devices())
     if size > num_devices:
         limit = f"at most {num_devices}, the number of devices here"
@@ -162,9 +167,10 @@ def mesh_of(config: EngineConfig) -> Mesh:
 
 
 def _in_pages(config: EngineConfig, all_bytes: int, host_bytes: int, mesh: Mesh) -> EngineConfig:
-    """Sizes of tiers as pages: of `all_bytes` on all devices together, which have the weights already.
+    """Convert the sizes of both tiers to pages; the weights must be loaded already.
 
-    `host_bytes`: of a slot of host memory, and of a chunk in transit.
+    A page takes `all_bytes` on all devices together. A slot of host memory and a chunk in transit take
+    `host_bytes`.
     """
     page_bytes, staged_bytes = all_bytes // mesh.devices.size, host_bytes // mesh.devices.size
     config = config.with_cpu_pages(host_bytes).with_staged_pages(staged_bytes)
@@ -178,7 +184,7 @@ def _in_pages(config: EngineConfig, all_bytes: int, host_bytes: int, mesh: Mesh)
 
 
 def _host_bytes(model: ModelConfig, config: EngineConfig, dtype: str) -> int:
-    """What the tier and chunks in transit take at most, were GPUs to serve: asks for no device."""
+    """Return the most bytes that the host tier and chunks in transit take on GPUs, without using a device."""
     cache = config.cache
     slot = slot_bytes(model, cache, resolve_dtype(dtype, model))
     tier = cache.cpu_pages * slot if cache.cpu_bytes is None else cache.cpu_bytes
@@ -203,7 +209,7 @@ def cost_subject(
     chunk_tokens: int,
     kv_dtype: str | None = None,
 ) -> CostSubject:
-    """What a profile of costs is measured of, and must have been measured of, on this machine."""
+    """Return the subject of cost profiles for this model and configuration on this machine."""
     weights_dtype = resolve_dtype(serving_dtype(dtype), model).name
     return CostSubject(
         architecture=model.architecture,
@@ -233,13 +239,13 @@ def _subject(model: ModelConfig, config: EngineConfig, dtype: str) -> CostSubjec
 
 
 def costs_of_parts(parts: Assembled, config: EngineConfig, dtype: str, progress: bool) -> CostChoice:
-    """Choose costs for another engine on the runner of `parts`, which may differ in policy and `stateful`.
+    """Choose costs for another engine on the runner of `parts`; its policy and `stateful` may differ.
 
-    Where costs are measured, the pools are empty afterwards: no engine may be at work.
+    A measurement empties the pools, so no engine may be running.
 
     Raises:
-      ConfigError: `cache.cost_profile` names a file that is not a profile, or a profile of something else.
-      StepFailedError: a step failed, and the runner could not be made ready again.
+      ConfigError: `cache.cost_profile` names an invalid profile, or one of another subject.
+      StepFailedError: a step failed, and the runner could not be reset.
     """
     model, runner = parts.model_config, parts.runner
     costs = _costs_before_loading(model, config, dtype)
@@ -247,7 +253,7 @@ def costs_of_parts(parts: Assembled, config: EngineConfig, dtype: str, progress:
 
 
 def _costs_before_loading(model: ModelConfig, config: EngineConfig, dtype: str) -> CostChoice | None:
-    """See `cost_choice`; raises ConfigError for a profile of something else."""
+    """Choose costs without a runner if possible; raises ConfigError for a profile of another subject."""
     return costs_before_loading(
         config,
         _subject(model, config, dtype),
@@ -288,7 +294,7 @@ def _log_costs(costs: CostChoice, config: EngineConfig) -> None:
 
 
 def estimated_cost_model(model: ModelConfig, chunk_tokens: int) -> CostModel:
-    """What recomputing a chunk costs where nothing was measured: by the layers' weights and heads."""
+    """Return the analytic cost model, from the layers' weights and heads."""
     return AnalyticCostModel(
         chunk_tokens,
         num_weights=num_layer_parameters(model),

@@ -1,7 +1,9 @@
-"""Which cost model an engine evicts by: measured before, measured at this start, or analytic.
+"""The choice of an engine's cost model: measured before, measured at this start, or analytic.
 
-Owns: the order in which profiles are looked for, and the files of those shipped or measured at a start.
+Owns: the order in which profiles are looked up, and the files of shipped profiles and of those measured at a
+start.
 Does not know: how costs are used (`cache.order.policies`), or how steps are timed (`device.start_costs`).
+Called by `assembly`.
 """
 
 from __future__ import annotations
@@ -33,14 +35,14 @@ _SHOWN_TOKENS = 4096
 
 
 class CostChoice(NamedTuple):
-    """A cost model and where it comes from.
+    """A cost model and its origin.
 
     Attributes:
-      model: what the cache asks.
+      model: cost model for the cache.
       kind: "file", "shipped", "cached", "measured at start" or "analytic".
-      source: the path of a file, or the name of a shipped profile; None where there is none.
-      reason: why this one, for people.
-      points: what was measured; None for an analytic model.
+      source: path of a file, or name of a shipped profile; None without either.
+      reason: reason of the choice, for users.
+      points: measured points; None for an analytic model.
     """
 
     model: CostModel
@@ -55,31 +57,33 @@ class CostChoice(NamedTuple):
 
 
 def shipped_costs(subject: CostSubject) -> CostChoice | None:
-    """Return the costs that the package has of this subject, if any."""
+    """Return the package's costs for this subject, if any."""
     for name, profile in _shipped_profiles().items():
         if profile.subject == subject:
-            return _measured(profile.points, "shipped", name, "measured of this model on such a device")
+            return _measured(
+                profile.points, "shipped", name, "measured for this model on this kind of device"
+            )
     return None
 
 
 def needs_costs(config: EngineConfig) -> bool:
-    """Return whether an engine of this configuration weighs chunks by what recomputing them costs."""
+    """Return whether an engine of this configuration uses recomputation costs for eviction."""
     return config.stateful and config.cache.policy not in _POLICIES_WITHOUT_COSTS
 
 
 def costs_before_loading(
     config: EngineConfig, subject: CostSubject, estimated: CostModel, *, is_accelerator: bool
 ) -> CostChoice | None:
-    """Choose what needs no runner; None: `costs_of_runner` has to look.
+    """Choose a cost model that needs no runner; returns None if `costs_of_runner` must choose.
 
     Args:
-      config: of the engine.
-      subject: what a profile must have been measured of.
+      config: configuration of the engine.
+      subject: model and hardware of a valid profile.
       estimated: the analytic model.
-      is_accelerator: whether times of its steps mean something; those of a CPU are noise.
+      is_accelerator: whether the device is an accelerator; step times of a CPU are too noisy.
 
     Raises:
-      ConfigError: `cache.cost_profile` names a file that is no profile, or one of something else.
+      ConfigError: `cache.cost_profile` names an invalid profile, or one of another subject.
     """
     given = config.cache.cost_profile
     if given == "analytic":
@@ -92,8 +96,8 @@ def costs_before_loading(
     if not is_accelerator:
         return CostChoice(estimated, "analytic", None, "no profile is shipped, and CPUs are not measured")
     if not needs_costs(config):
-        policy = config.cache.policy if config.stateful else "an engine without state"
-        return CostChoice(estimated, "analytic", None, f"not measured: {policy} asks for no costs")
+        policy = config.cache.policy if config.stateful else "a stateless engine"
+        return CostChoice(estimated, "analytic", None, f"not measured: {policy} uses no costs")
     return None
 
 
@@ -107,19 +111,19 @@ def costs_of_runner(
     context_tokens: int,
     progress: Callable[[int, int, str], None],
 ) -> CostChoice:
-    """Load what an earlier start measured of such steps, or measure them now and keep the result.
+    """Load the measurement of an earlier start with the same steps, or measure now and store the result.
 
     Args:
-      runner: warm, without any step in flight; its pools are empty afterwards.
-      config: of the engine, with the size of its pool.
-      subject: what is measured.
-      estimated: the analytic model, for where there is nothing to measure or a step fails.
-      name: of the model, for people who read the file.
-      context_tokens: the longest context that is served.
-      progress: called with (number done, number in all, what was done) while it measures.
+      runner: a warm runner without a step in flight; its pools are empty afterwards.
+      config: configuration of the engine, with the size of its pool.
+      subject: model and hardware to measure.
+      estimated: the analytic model, used if too few lengths can be measured or a step fails.
+      name: name of the model, for readers of the file.
+      context_tokens: the longest context.
+      progress: called with (number done, total number, what was done) during the measurement.
 
     Raises:
-      StepFailedError: a step failed, and the runner could not be made ready again.
+      StepFailedError: a step failed, and the runner could not be reset.
     """
     limits = {
         "gpu_pages": config.cache.gpu_pages,
@@ -131,16 +135,16 @@ def costs_of_runner(
         return CostChoice(estimated, "analytic", None, f"not measured: {why}")
     path = _path(runner, config, subject, sizes)
     if path is not None and (points := _load(path, subject)) is not None:
-        return _measured(points, "cached", str(path), "measured by an earlier start of such an engine")
+        return _measured(points, "cached", str(path), "measured by an earlier start of the same engine")
     try:
         points = measure_start_costs(runner, config, subject.vocab_size, sizes, progress)
     except StepFailedError as error:
-        _log.warning("costs of recomputing are estimated, since a step to measure them failed: %s", error)
+        _log.warning("recomputation costs are estimated, because a step to measure them failed: %s", error)
         runner.reset()
         return CostChoice(estimated, "analytic", None, "a step to measure costs failed; see the log")
     kept = path is not None and _save(path, _profile(points, subject, name, sizes))
     return _measured(
-        points, "measured at start", str(path) if kept else None, "no profile was shipped or kept"
+        points, "measured at start", str(path) if kept else None, "no profile was shipped or stored"
     )
 
 
@@ -150,14 +154,15 @@ def _measured(points: tuple[CostPoint, ...], kind: str, source: str | None, reas
 
 @functools.cache
 def _shipped_profiles() -> dict[str, CostProfile]:
-    """The profiles of the package, by name."""
+    """Load the package's profiles, by name."""
     return {path.stem: CostProfile.load(path) for path in sorted(_SHIPPED_DIR.glob("*.json"))}
 
 
 def _path(runner: ModelRunner, config: EngineConfig, subject: CostSubject, sizes: StartSizes) -> Path | None:
-    """The file of a measurement of such steps; None where the user has no directory for it.
+    """Return the file of a measurement of these steps; None if the user has no directory for it.
 
-    Its name depends on all that a step's time depends on: source, versions, devices, settings and sizes.
+    Its name is a hash of everything that affects a step's time: source code, versions, devices, settings and
+    sizes.
     """
     directory = _directory(config)
     if directory is None:
@@ -174,22 +179,22 @@ def _path(runner: ModelRunner, config: EngineConfig, subject: CostSubject, sizes
 
 
 def _directory(config: EngineConfig) -> Path | None:
-    """Beside compiled steps, or else in the user's directory of caches."""
+    """Return the directory of measurements: beside compiled steps, or in the user's cache directory."""
     try:
         return Path(config.runner.compilation_cache_dir or user_cache_dir()) / "cost_profiles"
     except RuntimeError as error:
-        _log.warning("costs measured at this start are not kept: %s", error)
+        _log.warning("costs measured at this start are not stored: %s", error)
         return None
 
 
 def _load(path: Path, subject: CostSubject) -> tuple[CostPoint, ...] | None:
-    """What an earlier start has written; None where there is nothing that can be used, which is logged."""
+    """Load a measurement of an earlier start; None without a valid file, and an invalid one is logged."""
     if not os.path.exists(path):
         return None
     try:
         return CostProfile.load(path, subject).points
     except ConfigError as error:
-        _log.warning("%s cannot be used, costs are measured anew: %s", path, error)
+        _log.warning("%s cannot be used, so costs are measured again: %s", path, error)
         return None
 
 
@@ -200,7 +205,7 @@ def _save(path: Path, profile: CostProfile) -> bool:
         with replacing(path, ".tmp") as temporary:
             profile.save(temporary)
     except OSError as error:
-        _log.warning("costs measured at this start are not kept in %s: %s", path.parent, error)
+        _log.warning("costs measured at this start are not stored in %s: %s", path.parent, error)
         return False
     return True
 

@@ -1,7 +1,8 @@
-"""What an engine turned out to be on this machine, as plain values.
+"""A description of an engine on this machine, as plain values.
 
-Owns: the keys of `LLM.describe`, and what each means.
-Does not know: how anything was chosen; the parts say.
+Owns: the keys of `LLM.describe` and their meanings.
+Does not know: how a value was chosen; the parts of the engine report that.
+Called by `LLM` and the server.
 """
 
 from __future__ import annotations
@@ -21,27 +22,29 @@ from pensieve_jax.device.kv_storage import packing_reason
 
 
 def describe(parts: Assembled) -> Description:
-    """Plain values, which JSON can hold; printed, they are a line each.
+    """Return plain values for JSON; printed, they are a line each.
 
     Keys:
-      model: `name` as it was given, `architecture`, `num_layers`, `hidden_size`, `num_heads`, `num_kv_heads`,
-        `head_dim`, `intermediate_size`, `vocab_size`, `num_parameters`, and the `dtype` that it runs in, with
-        `weights_bytes` a device.
+      model: `name` as the caller gave it, `architecture`, `num_layers`, `hidden_size`, `num_heads`,
+        `num_kv_heads`, `head_dim`, `intermediate_size`, `vocab_size`, `num_parameters`, the `dtype` of the
+        computation, and `weights_bytes` per device.
       device: `platform`, `kind` and `count` of the devices that share the model.
-      kernels: for `attention`, `residual_norm`, `decode_matmul`, `all_reduce`, `sampling_cutoff` and
-        `page_copy` the `backend` and the `reason` for it; None for a kernel that nothing calls.
-      cache: `stateful`, `policy`, for one that learns the `order` that it follows now and why (else None),
-        `chunk_tokens`, the `kv_dtype` that pages are stored as, `page_bytes` of a page on one device, and
-        what both tiers hold: `gpu_pages`, `gpu_bytes` a device and `gpu_tokens`, the dummy page not counted;
-        `cpu_slots`, `cpu_bytes` of all devices together and `cpu_tokens`. `packed` says whether chunks are
-        packed in host memory and on the way there, and why or why not; `slot_bytes` is what one takes there,
-        all devices together. `cost_model` says by what costs chunks are evicted: "file", "shipped", "cached"
-        (by an earlier start), "measured at start" or "analytic"; `cost_profile` is the path of the profile,
-        the name of a shipped one, or None; `cost_reason` says why, and `cost_at_4096` what the chunk at 4,096
-        tokens costs over the first.
+      kernels: the `backend` and the `reason` for it, for each of `attention`, `residual_norm`,
+        `decode_matmul`, `all_reduce`, `sampling_cutoff` and `page_copy`; None for an unused kernel.
+      cache:
+        `stateful`; `policy`; for a learning policy the `order` that it uses now and why, else None.
+        `chunk_tokens`; the `kv_dtype` of stored pages; `page_bytes` of a page on one device.
+        Sizes of both tiers: `gpu_pages`, `gpu_bytes` per device and `gpu_tokens`, without the dummy page;
+        `cpu_slots`, `cpu_bytes` of all devices together and `cpu_tokens`.
+        `packed`: whether and why chunks are packed in host memory and on the way there; `slot_bytes`: size of
+        a chunk there, all devices together.
+        `cost_model`: origin of the eviction costs: "file", "shipped", "cached" (by an earlier start),
+        "measured at start" or "analytic"; `cost_profile`: path of the profile, name of a shipped one, or
+        None; `cost_reason`: reason of the choice; `cost_at_4096`: cost of the chunk at 4,096 tokens over that
+        of the first.
       steps: `buckets` in tokens, ascending; `max_context_tokens`, `max_num_running`, `max_num_rows` and
         `num_layer_groups`.
-      compilation_cache_dir: where compiled steps are kept, or None.
+      compilation_cache_dir: directory of compiled steps, or None.
     """
     config, runner = parts.config, parts.runner
     mesh = runner.storage.sharding.mesh
@@ -90,5 +93,5 @@ def _cache(parts: Assembled) -> dict[str, Any]:
 def _packing(parts: Assembled) -> str:
     cache = parts.config.cache
     if not cache.cpu_pages:
-        return "off: there is no host memory"
+        return "off: there is no host tier"
     return packing_reason(parts.model_config, cache, parts.runner.dtype)

@@ -1,8 +1,9 @@
 """The public API: multi-turn generation on one model.
 
-Owns: what a caller can ask of a model, in one place.
-Does not know: how prompts become tokens (`PromptEncoder`), how turns are waited for (`stream`), batches,
-pages, or devices; it drives an `Engine`, from one thread.
+Owns: the public methods of a model, in one class. It drives an `Engine` from one thread.
+Does not know: how prompts become tokens (`PromptEncoder`), how callers wait for turns (`stream`), batches,
+pages, or devices.
+Called by user code and by most commands.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from pensieve_jax.stream import Stream, run_all
 
 
 class LLM:
-    """A model that serves conversations, keeping their state between turns.
+    """A model that serves conversations and keeps their KV cache between turns.
 
-    One thread at a time may use it. Close it, or use it as a context manager.
+    Only one thread at a time may use it. Call `close`, or use it as a context manager.
     """
 
     def __init__(
@@ -52,23 +53,24 @@ class LLM:
         """Load a model and compile its steps.
 
         Args:
-          model: "chat", the small chat model that comes with the package; a Hugging Face directory
-            (config.json, safetensors, tokenizer files), an Orbax directory made from one by
-            `scripts/convert_checkpoint.py`, a hub name, or `random:<preset>` for seeded random weights of a
-            known shape.
-          dtype: "float32", "bfloat16", "float16", or "auto": the checkpoint's, and float32 on a CPU.
-          history: SQLite file that turns are committed to, or a URL of Postgres, postgresql://...; None keeps
-            them in memory.
+          model: the name or directory of a model. "chat" is the small chat model in the package. Other values
+            are a Hugging Face directory (config.json, safetensors, tokenizer files), an Orbax directory made
+            from one by `scripts/convert_checkpoint.py`, a hub name, or `random:<preset>` for seeded random
+            weights of a known shape.
+          dtype: "float32", "bfloat16", "float16", or "auto": the checkpoint's dtype, but float32 on a CPU.
+          history: SQLite file to which turns are committed, or a Postgres URL, postgresql://...; None keeps
+            turns in memory.
           config: sizes and limits.
-          synchronous: "full" makes committed turns survive a power loss, not only the process's death.
-          progress: show bars while loading, compiling and generating; None: on a terminal.
-          clock: where the time comes from; the wall clock unless a test brings its own.
-          observe: told what every step decides, and why chunks are dropped; see `engine.loop.Observe`.
+          synchronous: "full" makes committed turns survive a power loss, not only a crash of the process.
+          progress: show progress bars while loading, compiling and generating; None: only on a terminal.
+          clock: source of the time; the wall clock, except in tests.
+          observe: called with the decisions of every step, including why chunks are dropped; see
+            `engine.loop.Observe`.
 
         Raises:
-          ConfigError: a configuration value that cannot work with this model or device, or an unknown model.
-          model_defs.ModelError: a checkpoint or an architecture that cannot be served.
-          HistoryError: the history cannot be opened, is another model's, or was damaged and set aside.
+          ConfigError: the model is unknown, or a value cannot work with this model or device.
+          model_defs.ModelError: the checkpoint or architecture is not supported.
+          HistoryError: the history cannot be opened, belongs to another model, or was damaged and set aside.
         """
         self._progress = sys.stderr.isatty() if progress is None else progress
         parts = assemble(
@@ -102,16 +104,16 @@ class LLM:
 
         Args:
           prompts: the new turns, as text, token ids or chat messages (for these see `chat`).
-          sampling_params: for all of them, or one each.
-          conversation_ids: a new id begins a conversation; None is a one-off request, whose state is
-            freed at its end.
-          prefix: what `share_prefix` returned: each of these conversations begins with it, before its
-            prompt. For first turns only.
+          sampling_params: one for all prompts, or one per prompt.
+          conversation_ids: one per prompt. A new id begins a conversation; None is a one-off request, whose
+            KV cache is freed at its end.
+          prefix: a result of `share_prefix`; each of these conversations begins with it, before its prompt.
+            For first turns only.
 
         Everything is checked before anything runs. Raises InvalidRequestError, ContextLengthError,
-        ConversationBusyError or TokenizerMissingError, and StepFailedError or HistoryError for a turn that
-        was lost on the way: its `outputs` are what the others became. An interrupt cancels the turns that
-        have not ended; one that falls into the middle of a step loses those of other streams as well.
+        ConversationBusyError or TokenizerMissingError. Raises StepFailedError or HistoryError if a turn was
+        lost; the error's `outputs` has the results of the others. An interrupt cancels the turns that
+        have not ended. If it falls into the middle of a step, turns of other streams are lost as well.
         """
         self.engine.expire_idle()
         specs = self._prompts.turns(prompts, sampling_params, conversation_ids, prefix=prefix)
@@ -125,7 +127,7 @@ class LLM:
         conversation_id: str | None = None,
         prefix: SharedPrefix | None = None,
     ) -> Stream:
-        """Start one turn and iterate over what it says; see `generate` for arguments and errors."""
+        """Start one turn and iterate over its reply; see `generate` for arguments and errors."""
         self.engine.expire_idle()
         return Stream(
             self.engine, self._prompts.turn(prompt, sampling_params, conversation_id, prefix=prefix)
@@ -158,18 +160,18 @@ class LLM:
         conversation_ids: Sequence[str | None] | None = None,
         prefix: SharedPrefix | None = None,
     ) -> Output | list[Output]:
-        """Run a turn of the NEW messages, in the model's chat template; earlier ones are remembered.
+        """Run a turn of the NEW messages with the model's chat template; the history has the earlier ones.
 
         Args:
-          messages: those of one conversation, or a list of such lists, for a list of outputs.
-          sampling_params: for all of them; for several conversations also a list, one each.
-          conversation_id: of the one conversation; see `generate`.
-          conversation_ids: of several.
-          prefix: what `share_prefix` returned of the messages that come before these, for first turns only.
-            One of text or ids must be what the template writes first for these messages.
+          messages: messages of one conversation, or a list of such lists for a list of outputs.
+          sampling_params: one for all conversations, or a list with one per conversation.
+          conversation_id: id of a single conversation; see `generate`.
+          conversation_ids: ids of several conversations.
+          prefix: result of `share_prefix` for the messages before these; for first turns only. A prefix of
+            text or ids must be what the template writes first for these messages.
 
-        Raises ChatTemplateError for a model without a template or one that cannot be continued,
-        InvalidRequestError for messages that a conversation has already, and what `generate` raises.
+        Raises ChatTemplateError if the model has no template or its template cannot be continued,
+        InvalidRequestError for messages that the conversation has already, and the errors of `generate`.
         """
         self.engine.expire_idle()
         several = isinstance(messages, list | tuple) and any(
@@ -192,7 +194,7 @@ class LLM:
         conversation_id: str | None = None,
         prefix: SharedPrefix | None = None,
     ) -> Stream:
-        """`chat` of one conversation, as a stream."""
+        """Run `chat` for one conversation as a stream; see `chat` for arguments and errors."""
         self.engine.expire_idle()
         spec = self._prompts.chat_turn(messages, sampling_params, conversation_id, prefix=prefix)
         return Stream(self.engine, spec)
@@ -207,88 +209,88 @@ class LLM:
         conversation_ids: Sequence[str | None] | None = None,
         prefix: SharedPrefix | None = None,
     ) -> list[Turn]:
-        """Queue turns and return at once; see `generate` for arguments, and for what is raised at once.
+        """Queue turns and return immediately; see `generate` for arguments and for errors of the checks.
 
-        They run in the steps that `step`, `generate`, `chat` or any stream takes. A turn has `take_delta()`,
-        what came since the last call; `done`; `output`, `error`; and `result()`, which returns the one or
-        raises the other. Its conversation is busy until it is done: step, or `cancel` it. Keep the turns: one
-        that nobody holds any more is cancelled, as a dropped stream's is.
+        They run in the steps that `step`, `generate`, `chat` or any stream takes. For each turn,
+        `take_delta()` returns the part of the reply since the last call, and `result()` returns `output` or
+        raises `error` once it is `done`. Its conversation is busy until then: call `step`, or `cancel` it.
+        Keep the turns: one without a reference is cancelled, like that of a dropped stream.
         """
         self.engine.expire_idle()
         specs = self._prompts.turns(prompts, sampling_params, conversation_ids, prefix=prefix)
         return self.engine.submit(specs)
 
     def step(self) -> list[Turn]:
-        """Take one step of all turns in progress; returns those that ended in it, whoever submitted them."""
+        """Run one step of all turns in progress; returns those that ended in it, including streams' turns."""
         return self.engine.step()
 
     def cancel(self, turn: Turn) -> None:
-        """End a turn as if it had never been sent; nothing happens to one that is done."""
+        """End a turn as if it had never been sent; a turn that is done does not change."""
         self.engine.cancel(turn)
 
     @property
     def unfinished(self) -> tuple[Turn, ...]:
-        """The turns in progress, streams' included, in the order in which they were submitted."""
+        """Turns in progress, including those of streams, in order of submission."""
         return self.engine.unfinished
 
     # Beginnings that conversations share
 
     def share_prefix(self, prefix: Prompt) -> SharedPrefix:
-        """A beginning that conversations share: text, token ids, or messages such as a system prompt.
+        """Make a prefix for conversations to share: text, token ids, or messages such as a system prompt.
 
-        Its KV state is computed by the first turn that is given it, and kept once for all of them. So it is
-        for a conversation that is loaded from the history, if by then a turn has been given the prefix since
-        the start; else that has its own copy.
+        The first turn with the prefix computes its KV cache, which all later ones reuse. A conversation that
+        is loaded from the history also shares it, if a turn has used the prefix since the start. Otherwise
+        that conversation has a copy of its own.
 
-        Raises InvalidRequestError, ContextLengthError or TokenizerMissingError; ChatTemplateError where the
-        template does not write these messages before, and apart from, what follows.
+        Raises InvalidRequestError, ContextLengthError or TokenizerMissingError. Raises ChatTemplateError if
+        the template does not render these messages first and independently of later ones.
         """
         return self.engine.share_prefix(*self._prompts.prefix(prefix))
 
     def release_prefix(self, prefix: SharedPrefix) -> None:
-        """Keep a prefix's state for those in memory that begin with it only, and free it with the last.
+        """Release a prefix; its KV cache is freed after the last conversation in memory that shares it.
 
-        No turn takes it any more (InvalidRequestError). A second call does nothing.
+        Later turns with it raise InvalidRequestError. A second call does nothing.
         """
         self.engine.release_prefix(prefix)
 
     # Conversations
 
     def history(self, conversation_id: str) -> ConversationRecord:
-        """The committed turns of a conversation; raises UnknownConversationError."""
+        """Return the committed turns of a conversation; raises UnknownConversationError."""
         self.engine.expire_idle()
         return self.engine.conversations.record(conversation_id)
 
     def conversations(self) -> list[ConversationInfo]:
-        """Every conversation with a committed turn, the most recently active first."""
+        """Return every conversation with a committed turn, the most recently active first."""
         self.engine.expire_idle()
         return self.engine.conversations.listing()
 
     def truncate(self, conversation_id: str, num_tokens: int) -> None:
-        """Keep the first `num_tokens` tokens, to edit and regenerate from there.
+        """Keep only the first `num_tokens` tokens of a conversation, to edit and regenerate from there.
 
         Raises UnknownConversationError, ConversationBusyError or InvalidRequestError.
         """
         self.engine.truncate(conversation_id, num_tokens)
 
     def fork(self, conversation_id: str, new_conversation_id: str, num_tokens: int | None = None) -> None:
-        """Begin a conversation as another one begins: with all of it, or its first `num_tokens` tokens.
+        """Create a conversation from all of another one, or from its first `num_tokens` tokens.
 
-        Both go on by themselves; a running turn of the first is no part of the second. Raises
+        The two are independent from then on; a running turn of the first is not included. Raises
         UnknownConversationError, ConversationBusyError for a new id whose first turn is running, and
-        InvalidRequestError for one that exists already.
+        InvalidRequestError for a new id that exists already.
         """
         self.engine.expire_idle()
         self.engine.fork(conversation_id, new_conversation_id, num_tokens)
 
     def end(self, conversation_id: str) -> None:
-        """Forget a conversation. Raises UnknownConversationError or ConversationBusyError."""
+        """Delete a conversation; raises UnknownConversationError or ConversationBusyError."""
         self.engine.end(conversation_id)
 
     def explain(self, conversation_id: str) -> Explanation:
-        """Where a conversation's state is, chunk by chunk; what was dropped, when, why and at what worth.
+        """Explain where each chunk of a conversation is, and when, why and at what value it was dropped.
 
-        `str` of it is for people. Raises UnknownConversationError.
+        Use `str` for a readable text. Raises UnknownConversationError.
         """
         self.engine.expire_idle()
         return self.engine.explain(conversation_id)
@@ -296,27 +298,27 @@ class LLM:
     # The rest
 
     def forget_experience(self) -> None:
-        """Have the order `learned` begin anew, with nothing learned; raises HistoryError."""
+        """Discard what the policy `learned` has learned; raises HistoryError."""
         self.engine.forget_experience()
 
     def stats(self) -> dict[str, int | float]:
-        """Counters: steps, compilations, tokens by origin, copies between tiers, pages, conversations."""
+        """Return counters: steps, compilations, tokens by origin, copies, pages, conversations."""
         return self.engine.stats()
 
     def describe(self) -> dict[str, Any]:
-        """What this is on this machine: model, device, kernels and why those, tiers, steps, as plain values.
+        """Describe model, device, kernels with reasons, tiers and steps on this machine, as plain values.
 
-        `print` shows a line for each, and `json.dumps` takes it as it is.
+        `print` shows a line for each value, and `json.dumps` accepts the result.
         `pensieve_jax.describe.describe` documents the keys.
         """
         return describe(self._parts)
 
     def memory_analysis(self) -> dict[str, Any]:
-        """Bytes per device: weights, pools, and what the compiler says of each bucket."""
+        """Return bytes per device: weights, pools, and the compiler's estimate for each bucket."""
         return self._runner.memory_analysis()
 
     def close(self) -> None:
-        """Cancel what runs and release the history; a second call does nothing."""
+        """Cancel all turns and release the history; a second call does nothing."""
         self.engine.close()
 
     def __enter__(self) -> Self:

@@ -1,7 +1,8 @@
-"""What a model's name stands for, and the tokenizer that goes with it, without loading the model.
+"""Resolution of a model's name, and its tokenizer, without loading the model.
 
-Owns: which names there are, fetching one from the hub, and which tokenizer a source has.
+Owns: the kinds of names, the download from the hub, and the choice of a source's tokenizer.
 Does not know: weights, devices or JAX, so that a process without them can encode prompts.
+Called by `assembly`, the server's front end, and commands.
 """
 
 from __future__ import annotations
@@ -14,21 +15,20 @@ from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.text import Tokenizer, byte_tokenizer, load_tokenizer
 
 DEFAULT_MODEL = "chat"
-"""The small chat model that comes with this package."""
+"""Name of the small chat model in this package."""
 _INCLUDED = {DEFAULT_MODEL: Path(__file__).parent / "chat_model"}
 _RANDOM = "random:"
 _HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.json")
 
 
 def resolve_model(model: str | Path) -> str:
-    """What a model's name stands for: a local directory, or `random:<preset>`, which stays as it is.
+    """Return the local directory of a model, or the name itself for `random:<preset>`.
 
-    `DEFAULT_MODEL` is the directory in this package (`./chat` is one of that name elsewhere); a hub name is
-    fetched. Raises ConfigError where there is no such directory and the hub has no such model or cannot be
-    reached.
+    `DEFAULT_MODEL` is a directory in this package; `./chat` names another one. A hub name is downloaded.
+    Raises ConfigError if there is no such directory and the hub lacks the model or cannot be reached.
     """
     expected = "'chat', a model directory, a hub name such as 'org/model', or 'random:<preset>'"
-    if not isinstance(model, str | Path) or model == "":  # which Path takes for the directory one is in
+    if not isinstance(model, str | Path) or model == "":  # Path("") would be the current directory
         raise ConfigError("model", model, expected)
     name = str(model)
     if model in _INCLUDED:
@@ -41,16 +41,16 @@ def resolve_model(model: str | Path) -> str:
         return huggingface_hub.snapshot_download(name, allow_patterns=list(_HUB_PATTERNS))
     except huggingface_hub.errors.HFValidationError as error:
         raise ConfigError(
-            "model", name, expected, "there is no such directory, and no hub name is like it"
+            "model", name, expected, "there is no such directory, and it is not a valid hub name"
         ) from error
     except OSError as error:
-        # Offline, unknown and forbidden are all OSErrors of the hub's client.
+        # The hub's client raises OSError if it is offline, and for unknown and forbidden models.
         answer = "; ".join(line.strip().rstrip(".") for line in str(error).splitlines() if line.strip())
         raise ConfigError("model", model, expected, f"the hub answered: {answer}") from error
 
 
 def source_tokenizer(source: str, vocab_size: int) -> Tokenizer | None:
-    """The directory's own; bytes for random models that have room for them; else none.
+    """Return the directory's tokenizer, or a byte tokenizer for tiny random models, or None.
 
     Raises ConfigError for a tokenizer with more ids than the model's `vocab_size`.
     """

@@ -1,8 +1,10 @@
-"""Prompts as people give them, to turns as the engine takes them.
+"""Conversion of users' prompts to turns for the engine.
 
-Owns: what a prompt may be (text, token ids, chat messages), where the beginning-of-sequence token stands,
-which messages a chat turn is rendered from, and what a shared prefix leaves of it.
+Owns: the accepted kinds of prompts (text, token ids, chat messages) and the placement of the
+beginning-of-sequence token. It also chooses the messages that a chat turn is rendered from, and removes a
+shared prefix from the rendering.
 Does not know: jax, batches, how a turn runs or who waits for it. It changes and loads nothing.
+Called by `LLM` and the server.
 """
 
 from __future__ import annotations
@@ -29,15 +31,15 @@ type Prompt = str | Sequence[int] | Messages
 
 
 class PromptEncoder:
-    """Makes the turns of one model's prompts. Used by one thread at a time, as the engine is."""
+    """The encoder of one model's prompts. Only one thread at a time may use it, as for the engine."""
 
     def __init__(self, tokenizer: Tokenizer | None, conversations: Callable[[], ConversationTable]) -> None:
-        """For a model with this tokenizer, or none.
+        """Encode for a model with or without a tokenizer.
 
         Args:
-          tokenizer: the model's; None serves token ids only.
-          conversations: gives the conversations as they are now; an engine makes its table anew when it
-            starts over.
+          tokenizer: the model's tokenizer; None supports token ids only.
+          conversations: returns the current table of conversations; an engine makes a new one after an
+            interrupt.
         """
         self._tokenizer = tokenizer
         self._conversations = conversations
@@ -52,17 +54,17 @@ class PromptEncoder:
         prefix: SharedPrefix | None = None,
         field: str = "prompt",
     ) -> TurnSpec:
-        """A turn of text, token ids or chat messages.
+        """Make a turn of text, token ids or chat messages.
 
         Args:
           prompt: the new turn only.
-          sampling_params: the defaults if None.
-          conversation_id: whose turn it is; None for a one-off request.
-          prefix: what the conversation begins with, before the prompt; on a first turn only.
-          field: what errors call the prompt.
+          sampling_params: sampling parameters; None for the defaults.
+          conversation_id: conversation of the turn; None for a one-off request.
+          prefix: shared prefix before the prompt; for first turns only.
+          field: name of the prompt in errors.
 
-        Raises InvalidRequestError, TokenizerMissingError, and for messages ChatTemplateError. What needs the
-        model's limits is checked by `Engine.submit`.
+        Raises InvalidRequestError, TokenizerMissingError, and for messages ChatTemplateError.
+        `Engine.submit` makes the checks that need the model's limits.
         """
         if is_messages(prompt):
             return self.chat_turn(prompt, sampling_params, conversation_id, prefix=prefix, field=field)
@@ -81,10 +83,10 @@ class PromptEncoder:
         prefix: SharedPrefix | None = None,
         field: str = "messages",
     ) -> TurnSpec:
-        """A turn of the NEW messages, rendered by the model's chat template; `turn` has the arguments.
+        """Make a turn of the NEW messages with the model's chat template; see `turn` for the arguments.
 
-        A prefix must be what the rendering begins with: its own messages are put before the new ones, and
-        kept with the turn.
+        The rendering must begin with the prefix. The prefix's own messages go before the new ones, and are
+        stored with the turn.
         """
         new_messages = check_messages(messages, field)
         params = sampling_params or SamplingParams()
@@ -105,7 +107,7 @@ class PromptEncoder:
         *,
         prefix: SharedPrefix | None = None,
     ) -> list[TurnSpec]:
-        """`turn` of each prompt, with one set of parameters for all of them, or one each."""
+        """Call `turn` for each prompt, with one set of parameters for all or one for each."""
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise InvalidRequestError("prompts", prompts, "a list of prompts", "put the prompt into a list")
         params, ids = _for_each(len(prompts), sampling_params, conversation_ids)
@@ -122,7 +124,7 @@ class PromptEncoder:
         *,
         prefix: SharedPrefix | None = None,
     ) -> list[TurnSpec]:
-        """`chat_turn` of each conversation's messages, with parameters for all of them, or one each."""
+        """Call `chat_turn` for each conversation, with one set of parameters for all or one for each."""
         params, ids = _for_each(len(conversations), sampling_params, conversation_ids)
         return [
             self.chat_turn(messages, params[i], ids[i], prefix=prefix, field=f"messages[{i}]")
@@ -130,7 +132,7 @@ class PromptEncoder:
         ]
 
     def prefix(self, beginning: Prompt) -> tuple[Sequence[int], tuple[Message, ...] | None]:
-        """Token ids that conversations are to begin with, and the messages they were rendered from, if any.
+        """Return the token ids of a shared prefix, and the messages that they were rendered from, if any.
 
         Raises InvalidRequestError naming `prefix`, TokenizerMissingError, and for messages
         ChatTemplateError.
@@ -161,9 +163,9 @@ class PromptEncoder:
         conversation_id: str | None,
         field: str,
     ) -> TurnSpec:
-        """The first turn of a chat that begins with a prefix.
+        """Make the first turn of a chat that begins with a prefix.
 
-        The whole is rendered and encoded as without the prefix, so that both are the same conversation.
+        All messages are rendered and encoded together, so that the tokens are the same as without a prefix.
         """
         check_prefix(prefix, conversation_id, self._conversations())
         shared = prefix.messages or ()
@@ -177,11 +179,11 @@ class PromptEncoder:
                 "prefix",
                 prefix,
                 "what the chat template writes first for these messages",
-                # Templates may write the date, or take a system message into the first user message.
-                "share the messages once more, since the template writes them otherwise now or here"
+                # Templates may write the date, or merge a system message into the first user message.
+                "share the messages once more, since the template renders them differently now or here"
                 if shared
                 else "share the first messages instead of text or ids, as in "
-                'share_prefix([{"role": "system", "content": "..."}]), and send those behind them',
+                'share_prefix([{"role": "system", "content": "..."}]), and send only the later messages',
             )
         return TurnSpec(token_ids[num_shared:], params, conversation_id, messages, prefix)
 
@@ -204,7 +206,7 @@ class PromptEncoder:
 
 
 def is_messages(prompt: object) -> TypeGuard[Messages]:
-    """Token ids and messages are both lists; the first item tells."""
+    """Return whether a prompt is a list of messages; its first item distinguishes it from token ids."""
     return isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
@@ -214,17 +216,17 @@ def _refuse_resent(field: str, messages: Messages, num_held: int, owner: str) ->
         field,
         messages,
         f"new messages only: {owner} holds the first {num_held} of these {len(messages)} already",
-        f"{rest}, or give another conversation_id to begin anew",
+        f"{rest}, or use another conversation_id to start a new conversation",
     )
 
 
 def _for_each(
     count: int, sampling_params: object, conversation_ids: object
 ) -> tuple[list[SamplingParams], list[str | None]]:
-    """Parameters and ids of each of `count` prompts."""
+    """Return the parameters and conversation id of each of `count` prompts."""
     params: list[SamplingParams] = one_each("sampling_params", sampling_params, SamplingParams(), count)
     for i, one in enumerate(params):
-        if one is None:  # the default is for whoever gives none at all
+        if one is None:  # the default applies only if the whole argument is missing
             raise InvalidRequestError(f"sampling_params[{i}]", one, "SamplingParams")
     ids: list[str | None] = one_each("conversation_ids", conversation_ids, None, count, None)
     return params, ids

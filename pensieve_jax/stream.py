@@ -1,8 +1,10 @@
-"""Turns that run: one as an iterator of what it says, or several to their ends.
+"""Execution of turns: one as an iterator of its reply, or several until all have ended.
 
-Owns: stepping the engine for whoever waits, and cancelling at once what nobody waits for any more. Where an
-interrupt keeps that from being done, nobody holds the turns, and the engine cancels them at its next call.
+Owns: stepping the engine for a waiting caller, and cancelling turns immediately when the caller stops
+waiting. If an interrupt prevents that, the turns lose their last reference, and the engine cancels them at
+its next call.
 Does not know: prompts.
+Called by `LLM`.
 """
 
 from __future__ import annotations
@@ -23,10 +25,8 @@ from pensieve_jax.engine.turn import Turn
 def run_all(engine: Engine, specs: Sequence[TurnSpec], *, progress: bool) -> list[Output]:
     """Submit turns and step until all have ended.
 
-    Raises what the first one that failed, failed with, or what kept the engine from a step; its `outputs` are
-    those of the others.
-
-    Whatever interrupts this cancels those that have not ended. `progress` shows a bar for several.
+    Raises the error of the first failed turn, or of a failed step; its `outputs` has the results of the other
+    turns. Any exception cancels the turns that have not ended. `progress` shows a bar for several turns.
     """
     turns: list[Turn] = []
     try:
@@ -37,7 +37,7 @@ def run_all(engine: Engine, specs: Sequence[TurnSpec], *, progress: bool) -> lis
                 ended = unfinished.intersection(engine.step())
                 unfinished -= ended
                 bar.update(len(ended))
-    except PensieveError as error:  # of a step itself, as where there is no memory for new pools
+    except PensieveError as error:  # raised by a step itself, for example without memory for new pools
         if len(turns) > 1:
             error.outputs = [turn.output for turn in turns]
         raise
@@ -47,28 +47,28 @@ def run_all(engine: Engine, specs: Sequence[TurnSpec], *, progress: bool) -> lis
 
 
 def _cancel(engine: Engine, turns: Sequence[Turn]) -> None:
-    """Cancel those that are not done."""
+    """Cancel the turns that are not done."""
     for turn in turns:
         if not turn.done:
             engine.cancel(turn)
 
 
 class Stream(Iterator[Delta]):
-    """A running turn as an iterator of deltas. Closing it, or dropping it, cancels the turn."""
+    """A running turn as an iterator of deltas; closing or dropping it cancels the turn."""
 
     def __init__(self, engine: Engine, spec: TurnSpec) -> None:
-        """Submit the turn; made by `LLM.stream`. Raises what `Engine.submit` does."""
+        """Submit the turn; raises the errors of `Engine.submit`. Use `LLM.stream` to make a stream."""
         self._engine = engine
         self._closed = False
         (self._turn,) = engine.submit([spec])
 
     @property
     def output(self) -> Output | None:
-        """The result, once the turn has ended."""
+        """Result of the turn, after it ended."""
         return self._turn.output
 
     def __next__(self) -> Delta:
-        """Step until the turn says something; raises what the turn failed with."""
+        """Step until the reply grows; raises the turn's error."""
         while not self._closed:
             delta = self._turn.take_delta()
             if delta is not None:
@@ -80,7 +80,7 @@ class Stream(Iterator[Delta]):
         raise StopIteration
 
     def close(self) -> None:
-        """Cancel the turn, as if it had never been sent, unless it has ended; nothing comes after it."""
+        """Cancel the turn as if it had never been sent, unless it has ended, and end the iteration."""
         self._closed = True
         _cancel(self._engine, [self._turn])
 

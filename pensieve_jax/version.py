@@ -1,9 +1,10 @@
-"""Which version this is: `version` in pyproject.toml says so, and nothing else does.
+"""The version of the package; its only source is `version` in pyproject.toml.
 
-Owns: where to look. An installed package has it in its distribution's metadata. A checkout, installed in
-editable mode or only found on the path, has pyproject.toml itself beside the package; that is read first,
-since the metadata of an editable install is as old as the install, and may be that of another checkout.
-Does not know: git, or when a version was made.
+Owns: the lookup. A checkout (an editable install, or a directory on the path) has pyproject.toml beside the
+package, and this file is read first. The metadata of an editable install can be out of date, or belong to
+another checkout. Other installed packages have the version in their distribution's metadata.
+Does not know: git, or release dates.
+Called by the package's `__version__` and by commands.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from pathlib import Path
 from typing import Final
 
 UNKNOWN: Final = "0+unknown"
-"""Sorts before every release: the package was copied without its metadata and without its pyproject.toml."""
+"""Version of a package copied without its metadata and pyproject.toml; it sorts before every release."""
 _DISTRIBUTION: Final = "pensieve-jax"
 
 
 @functools.cache
 def find_version(root: Path = Path(__file__).parents[1]) -> str:
-    """The version of the package that lies in `root`."""
+    """Return the version of the package in the directory `root`."""
     try:
         project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8")).get("project", {})
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
-        project = {}  # no checkout, or a file that is no business of this package
+        project = {}  # not a checkout, or an unreadable file that may belong to something else
     if project.get("name") == _DISTRIBUTION:
         return str(project["version"])
     try:

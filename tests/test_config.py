@@ -87,7 +87,7 @@ def test_the_docstring_tells_every_field_with_its_limit_and_default(kind):
         if not dataclasses.is_dataclass(option.kind):
             assert f"{option.text} Default: {option.default!r}." in told
     if kind is CacheConfig:
-        assert "comes on top. Must be an integer of at least 2. Default: 512." in told
+        assert "page is added. Must be an integer of at least 2. Default: 512." in told
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ def test_a_damaged_file_is_measured_anew(tmp_path, caplog, monkeypatch):
     path.write_bytes(b"{")
     costs = chosen(path, monkeypatch)
     assert (costs.kind, costs.source, costs.points) == ("measured at start", str(path), POINTS)
-    assert "measured anew" in caplog.text and CostProfile.load(path).model == "a model"
+    assert "measured again" in caplog.text and CostProfile.load(path).model == "a model"
     assert list(tmp_path.iterdir()) == [path], "nothing half-written is left"
     assert chosen(path, monkeypatch, measure=lambda *_: pytest.fail("measured")).kind == "cached"
 
@@ -231,7 +231,7 @@ def test_a_directory_that_cannot_be_written_is_no_error(tmp_path, caplog, monkey
     (tmp_path / "costs").write_text("")
     costs = chosen(tmp_path / "costs" / "costs.json", monkeypatch)
     assert (costs.kind, costs.source, costs.points) == ("measured at start", None, POINTS)
-    assert "are not kept in" in caplog.text
+    assert "are not stored in" in caplog.text
 
 
 def test_an_interrupt_keeps_nothing(tmp_path, monkeypatch):
@@ -332,7 +332,7 @@ def test_what_is_no_profile_is_not_taken(tmp_path, content, caplog):
     assert cost_choice._load(path, shipped_subject()) is None and not caplog.records
     path.write_bytes(content)
     assert cost_choice._load(path, shipped_subject()) is None
-    assert f"{path} cannot be used, costs are measured anew" in caplog.text
+    assert f"{path} cannot be used, so costs are measured again" in caplog.text
 
 
 def test_files_lie_beside_compiled_steps(tmp_path, monkeypatch, caplog):
@@ -346,7 +346,7 @@ def test_files_lie_beside_compiled_steps(tmp_path, monkeypatch, caplog):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(cost_choice, "user_cache_dir", homeless)
-    assert cost_choice._directory(EngineConfig()) is None and "are not kept" in caplog.text
+    assert cost_choice._directory(EngineConfig()) is None and "are not stored" in caplog.text
 
 
 def key_of(monkeypatch, *, subject=None, kernels=("a", "b"), num_groups=2, sizes=None, environment=None):

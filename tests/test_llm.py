@@ -293,7 +293,7 @@ def test_chats_share_a_system_message(llm: LLM) -> None:
             r"cache\.cpu_bytes is 1000\d+, but must be at most [\d,]+ bytes \([\d,]+ pages\): .*; lower it,",
         ),
         ({"model": "./no/such/directory"}, "no such directory"),
-        ({"model": "path/to/hf-model"}, "no such directory, and no hub name"),
+        ({"model": "path/to/hf-model"}, "no such directory, and it is not a valid hub name"),
         ({"config": EngineConfig(scheduler=SchedulerConfig(max_context_tokens=4096))}, "positions"),
     ],
 )
