@@ -37,7 +37,7 @@ class StateRows:
     def take(self, num: int) -> np.ndarray:
         """Take free rows, i32[num]."""
         if num > self.num_free:
-            raise AssertionError(f"{num} rows are needed, {self.num_free} are free: too many were promised")
+            raise AssertionError(f"{num} rows of {self.num_free} free ones: admission promised too many")
         self.num_free -= num
         return self._free[self.num_free : self.num_free + num].copy()
 
