@@ -26,7 +26,7 @@ def test_a_request_that_is_none_of_the_models_own(model: Any) -> None:
     other = MODELS[1].request((3, 4)) if model is LINES else LINES.request([3])
     graph: Any = SimpleNamespace()
     for bad in (5, None, "x", [3], other):
-        with pytest.raises(RequestError, match=r"request is .*as the model's own request"):
+        with pytest.raises(RequestError, match=r"request is .*from the model's request"):
             model.unfold(bad, graph)
         if hasattr(model, "unfold_many"):
             good = model.request([3] if model is LINES else (3, 4))
