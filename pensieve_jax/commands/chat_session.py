@@ -38,7 +38,7 @@ _USAGES: Final = {
     "/regenerate": "answer its last turn once more",
     "/where": "where its KV cache is, and why parts of it are missing",
     "/list": "all conversations",
-    "/switch ID": "go on with another conversation, or begin it",
+    "/switch ID": "continue with another conversation, or begin it",
     "/batch ID,ID TEXT": "send TEXT to several conversations, answered together",
     "/end [ID]": "forget this conversation, or another",
     "/stats": "the last turn, and all so far; /stats all: every counter",

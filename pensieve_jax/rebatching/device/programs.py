@@ -122,12 +122,12 @@ def shape(
     """Run a step in which one row takes a prompt, and the others one token padded to it (section 4.1).
 
     Args:
-      leaves: as of `decode`.
-      state: as of `decode`, with `valid`.
-      ids: as of `decode`.
+      leaves: as in `decode`.
+      state: as in `decode`, with `valid`.
+      ids: as in `decode`.
       token_ids: i32[Q], the prompt and padding.
       words: `num_new` is the prompt's length, and `row` is its row.
-      statics: as of `decode`.
+      statics: as in `decode`.
     """
     step, (batch, _, length, _) = _read(words, statics.layout), state.keys[0].shape
     num_queries = token_ids.shape[0]
@@ -164,11 +164,11 @@ def prefill(
     numbers, which later masks exclude.
 
     Args:
-      leaves: as of `decode`.
+      leaves: as in `decode`.
       token_ids: i32[num_rows * length].
       words: `position` is the position of each prompt's last token.
       tiles: the attention kernel's work list, the same for every prefill of this shape.
-      statics: as of `decode`.
+      statics: as in `decode`.
       num_rows: number of prompts.
       tile_spec: tiles of the attention kernel.
     """
