@@ -1,7 +1,7 @@
 """Model families in flax.nnx over a flat, ragged token batch: configs, models, attention, weights.
 
-Knows the kernels below it and nothing of engines, schedulers or caches above it. The public names are
-those imported here.
+This package uses the kernels and knows nothing of engines, schedulers or caches. The names imported here are
+public.
 """
 
 from model_defs.attention import Attention, DenseAttention, PagedAttention, RaggedBatch

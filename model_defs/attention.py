@@ -1,8 +1,8 @@
-"""Who attends to what: the `Attention` protocol the models call, a paged and a dense implementation.
+"""Attention: the protocol that models call, and a paged and a dense implementation.
 
 `PagedAttention` writes the step's keys and values into the layer's page pool and attends through the page
-lists, one KV head group per device. `DenseAttention` is the oracle: one whole sequence, no pages, no
-kernel, no shared code. The models know only the protocol.
+lists, one KV head group per device. `DenseAttention` is the reference for tests: one whole sequence, no
+pages, no kernel, no shared code. The models know only the protocol.
 """
 
 import functools
@@ -27,9 +27,9 @@ class Attention(Protocol):
 
 
 class RaggedBatch(NamedTuple):
-    """A step's ragged metadata, shared by all layers. R rows, P pages a row, T tokens; a pytree of arrays."""
+    """Ragged metadata of a step, shared by all layers, as a pytree. R rows, P pages per row, T tokens."""
 
-    write_slots: jax.Array  # i32[T]: page * page_size + offset; padding lies past the pool
+    write_slots: jax.Array  # i32[T]: page * page_size + offset; padding points past the pool
     kv_lens: jax.Array  # i32[R]
     page_indices: jax.Array  # i32[R, P]
     cu_q_lens: jax.Array  # i32[R + 1]
@@ -41,9 +41,9 @@ class PagedAttention:
     """Attention over per-layer page pools, tensor parallel by KV head.
 
     `kv_pages` is one pool per layer, [num_pages, page_size, 2 * num_kv_heads, head_dim], split by KV head
-    over "tp"; after the model has run, the attribute holds the updated pools, to be returned from the
-    compiled step whose arguments the old ones were (and donated). `tile_spec` is the per-shard spec that
-    `batch.tiles` was built for; None lets the kernel make its tiles itself, and `batch.tiles` is not read.
+    over "tp". After the model has run, the attribute holds the updated pools. The compiled step returns
+    them, and donates the old ones, which are its arguments. `tile_spec` is the per-shard spec that
+    `batch.tiles` was built for; with None the kernel makes its own tiles and ignores `batch.tiles`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class PagedAttention:
         tile_spec: TileSpec | None = None,
         backend: str = "auto",
     ) -> None:
-        """Keep the pools and metadata of one step."""
+        """Store the pools and metadata of one step."""
         self.kv_pages = list(kv_pages)
         self._batch, self._mesh, self._tile_spec, self._backend = batch, mesh, tile_spec, backend
 
@@ -86,13 +86,13 @@ def _write_and_attend(
     tile_spec: TileSpec | None,
     backend: str,
 ) -> tuple[jax.Array, jax.Array]:
-    """A layer's pool with the new tokens, and what they attend to, on every device its own KV heads."""
+    """Write new tokens to a layer's pool and compute attention, each device for its own KV heads."""
     sharded = jax.shard_map(
         functools.partial(_one_shard, spec=tile_spec, backend=backend),
         mesh=mesh,
         in_specs=(KV_PAGES_SPEC, _HEADS_SPEC, _HEADS_SPEC, _HEADS_SPEC, PartitionSpec()),
         out_specs=(KV_PAGES_SPEC, _HEADS_SPEC),
-        check_vma=False,  # kernels do not declare over which axes their outputs vary
+        check_vma=False,  # kernels do not declare the axes over which their outputs vary
     )
     result: tuple[jax.Array, jax.Array] = sharded(pages, q, k, v, batch)
     return result
@@ -108,7 +108,7 @@ def _one_shard(
     spec: TileSpec | None,
     backend: str,
 ) -> tuple[jax.Array, jax.Array]:
-    """The same on one device: its KV heads and their query heads."""
+    """Write and attend on one device, for its KV heads and their query heads."""
     kv_dtype = None if spec is None else spec.kv_dtype
     stored: dict[str, Any] = {} if spec is None else {"page_size": spec.page_size, "backend": spec.backend}
     pages = write_kv(pages, k, v, batch.write_slots, kv_dtype=kv_dtype, **stored)
@@ -130,15 +130,15 @@ def _one_shard(
 class DenseAttention:
     """Causal attention over one whole sequence of T tokens at positions 0 .. T - 1, in float32.
 
-    With a `kv_dtype` keys and values are what comes back from pages that store them so.
+    With a `kv_dtype`, keys and values are rounded as if they were stored in pages of that type.
     """
 
     def __init__(self, kv_dtype: str | None = None) -> None:
-        """Keep what they would be stored as."""
+        """Store the type that keys and values are rounded to."""
         self._kv_dtype = kv_dtype
 
     def __call__(self, layer_index: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """See `Attention`; the layer does not matter, nothing is kept."""
+        """Compute attention; see `Attention`. No state is stored, so `layer_index` is unused."""
         num_tokens, num_heads, head_dim = q.shape
         group = num_heads // k.shape[1]
         k, v = stored_as(k, self._kv_dtype), stored_as(v, self._kv_dtype)

@@ -1,7 +1,7 @@
-"""`ModelConfig`: what a model is, as a frozen value.
+"""`ModelConfig`: the frozen description of a model.
 
-Owns the meaning of every field, the checks between them, and its JSON form. `hf_config` reads model
-directories, `registry` holds the named presets. Knows nothing of JAX, devices or weights.
+Owns the meaning of every field, the checks between fields, and the JSON form. `hf_config` reads model
+directories, and `registry` holds the named presets. Knows nothing of JAX, devices or weights.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from typing import Any, Literal
 from model_defs.errors import CheckpointError, UnsupportedModelError
 
 MODEL_CONFIG_FILE = "model_config.json"
-"""The file of a converted (Orbax) directory that holds `ModelConfig.to_json()` and what else was saved."""
+"""File of a converted (Orbax) directory that holds `ModelConfig.to_json()` and the other saved values."""
 
 FORMAT_VERSION = 2
 _SAVED_KEYS = {
@@ -30,11 +30,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _check_kinds(config: Any, prefix: str = "") -> None:
-    """Raise UnsupportedModelError for what has to be a number, true or false, or a string, and is not."""
+    """Raise UnsupportedModelError for a field of float, bool or str that has another type of value."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        # Not math.isfinite, which is no more able to make a float of an int of 400 digits.
+        # Not math.isfinite, which raises OverflowError for an int of 400 digits.
         if field.type is float and not (is_number and abs(value) <= sys.float_info.max):
             raise UnsupportedModelError(f"{prefix}{field.name}={value!r} must be a finite number")
         if field.type is bool and not isinstance(value, bool):
@@ -45,11 +45,11 @@ def _check_kinds(config: Any, prefix: str = "") -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding; fields beyond `theta` belong to the kinds named.
+    """Rotary position embedding. Fields after `theta` apply only to some kinds.
 
     `factor` stretches positions (linear, llama3, yarn); `original_max_positions` is the context the
-    model was trained on before stretching (llama3, yarn); `low_freq_factor` and `high_freq_factor`
-    are llama3's; the rest is yarn's. `attention_factor` multiplies cos and sin (1 for other kinds).
+    model was trained on before stretching (llama3, yarn). `low_freq_factor` and `high_freq_factor`
+    are for llama3, the others for yarn. `attention_factor` multiplies cos and sin (1 for other kinds).
     """
 
     kind: Literal["default", "linear", "llama3", "yarn"] = "default"
@@ -64,12 +64,12 @@ class RopeConfig:
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        """Check what no frequency could be made of."""
+        """Raise UnsupportedModelError for values that give no valid frequencies."""
         _check_kinds(self, "rope.")
         original = self.original_max_positions
         if type(original) is not int or original < 0:
             raise UnsupportedModelError(
-                f"rope.original_max_positions={original!r} must be an integer, not below 0"
+                f"rope.original_max_positions={original!r} must be an integer of at least 0"
             )
         for field in dataclasses.fields(self):
             if field.type is float and getattr(self, field.name) <= 0:
@@ -80,17 +80,17 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer. Hashable, so that it can be a static argument of a compiled step.
+    """Decoder-only transformer. It is hashable, so that it can be a static argument of a compiled step.
 
-    `architecture` is the name of a row in `registry.FAMILIES`; what a family always has (Qwen3's norms of
-    queries and keys) is said by its module, not here. `activation` is the MLP's. `attention_bias` is of the
-    projections that have one where the family has any: all four, or (Qwen2) queries, keys and values.
-    `sliding_window` is how many tokens a token sees, itself included; None: all. `word_embed_dim`,
-    `pre_norm`, `final_norm`, `norm_affine` are OPT's: width of the token table (0: `hidden_size`), layer
-    norm before each block or after it, the norm after the last layer, and whether norms have weights.
-    `dtype` is the checkpoint's, not necessarily what the model runs in. `initializer_range` is the standard
-    deviation of random weights, `initial_norm_scale` the scale of their last norm (it widens gaps between
-    logits).
+    `architecture` is the name of a row in `registry.FAMILIES`. Features that a family always has (Qwen3's
+    norms of queries and keys) are in its module, not here. `activation` is the MLP's. `attention_bias`
+    applies to the projections that have a bias in the family: all four, or (Qwen2) queries, keys and values.
+    `sliding_window` is the number of tokens that a token sees, itself included; None means all.
+    `word_embed_dim`, `pre_norm`, `final_norm`, `norm_affine` are OPT's: width of the token table (0 means
+    `hidden_size`), layer norm before each block instead of after it, the norm after the last layer, and
+    whether norms have weights. `dtype` is the checkpoint's dtype; the model may run in another.
+    `initializer_range` is the standard deviation of random weights, `initial_norm_scale` the scale of their
+    last norm (it widens gaps between logits).
     """
 
     architecture: str
@@ -120,7 +120,7 @@ class ModelConfig:
     sliding_window: int | None = None
 
     def __post_init__(self) -> None:
-        """Check what no implementation could run."""
+        """Raise UnsupportedModelError for values that no implementation could run."""
         _check_kinds(self)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -137,10 +137,10 @@ class ModelConfig:
             raise UnsupportedModelError(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
             )
-        # Here, and not where a checkpoint is read: whoever raises the context length may pass the window.
+        # Checked here, not when a checkpoint is read, since a raised context length may exceed the window.
         if self.sliding_window is not None and self.sliding_window < self.max_position_embeddings:
             raise UnsupportedModelError(
-                f"sliding_window={self.sliding_window} is not supported: it must be null, or at least "
+                f"sliding_window={self.sliding_window} is not supported; it must be null, or at least "
                 f"max_position_embeddings={self.max_position_embeddings}, so that it never hides a token"
             )
         for name, value, allowed in (
@@ -158,7 +158,7 @@ class ModelConfig:
 
     @property
     def is_gated(self) -> bool:
-        """Whether the MLP multiplies two projections of its input; with silu, and only then, it does."""
+        """Whether the MLP multiplies two projections of its input, which is the case for silu only."""
         return self.activation == "silu"
 
     @property
@@ -167,12 +167,12 @@ class ModelConfig:
         return self.word_embed_dim or self.hidden_size
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values that `from_json` turns back into an equal config."""
+        """Return plain values that `from_json` reads back as an equal config."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "ModelConfig":
-        """The inverse of `to_json`. An unknown or missing field is an UnsupportedModelError."""
+        """Read the values of `to_json`. An unknown or missing field raises UnsupportedModelError."""
         fields = dict(values)
         try:
             rope = RopeConfig(**fields.pop("rope", {}))
@@ -183,10 +183,9 @@ class ModelConfig:
 
 
 def read_saved(directory: Path) -> dict[str, Any]:
-    """The values that `save_parameters` wrote into `directory`, every key there and of its kind.
+    """Read the values that `save_parameters` wrote into `directory`, and check the type of every key.
 
-    Raises CheckpointError naming the file, and the key that is missing or anything else, or another
-    version's number.
+    Raises CheckpointError, which names the file and the missing or wrong key, or the format version.
     """
     path = directory / MODEL_CONFIG_FILE
     values = read_json(path)
@@ -197,13 +196,13 @@ def read_saved(directory: Path) -> dict[str, Any]:
         if not isinstance(values.get(key), kind):
             state = f"is {values[key]!r:.60}" if key in values else "is missing"
             raise CheckpointError(
-                f"{path}: {key!r} {state}, must be {kind.__name__}; convert the model again"
+                f"{path}: {key!r} {state}, but must be {kind.__name__}; convert the model again"
             )
     return values
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; CheckpointError when it is missing or anything else."""
+    """Read the JSON object in `path`; raise CheckpointError if it is missing or something else."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

@@ -1,8 +1,8 @@
-"""What every model is to those who run it: `Decoder`, the contract of a family's module.
+"""`Decoder`: the interface of a model, which each family implements.
 
-Owns the order of the parts: embed, layers, norm, logits. They can also run apart, by runs of layers, each
-with its own arrays only. A decoder sees tokens and positions, never rows, pages or sequences; who attends to
-what is the business of the `attention` callable that it is given. Implemented by gated_decoder and by
+Owns the order of the parts: embed, layers, norm, logits. The parts can also run separately, by groups of
+layers, each with only its own arrays. A decoder sees tokens and positions, never rows, pages or sequences;
+the given `attention` callable decides which tokens see each other. Implemented by gated_decoder and by
 families; called by the runner, the dense reference and tests.
 """
 
@@ -18,12 +18,12 @@ from model_defs.layers import Embedding
 
 
 class Decoder(nnx.Module):
-    """A whole model.
+    """Whole model.
 
     Attributes:
-      config: what it is.
-      layers: one module a layer.
-      embed: the token table, which is the head as well where `head` is None.
+      config: configuration of the model.
+      layers: one module per layer.
+      embed: the token table, which is also the head if `head` is None.
     """
 
     config: ModelConfig
@@ -34,32 +34,32 @@ class Decoder(nnx.Module):
     @property
     @abc.abstractmethod
     def front(self) -> tuple[str, ...]:
-        """Names of the attributes, beside `layers`, that `embed_tokens` reads."""
+        """Names of the attributes, besides `layers`, that `embed_tokens` reads."""
 
     @property
     @abc.abstractmethod
     def back(self) -> tuple[str, ...]:
-        """Names of those that `normalize` and `compute_logits` read."""
+        """Names of the attributes, besides `layers`, that `normalize` and `compute_logits` read."""
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array, attention: Attention) -> jax.Array:
-        """token_ids i32[T], positions i32[T] -> normed hidden states f32[T, hidden_size]."""
+        """Map token_ids i32[T], positions i32[T] to normed hidden states f32[T, hidden_size]."""
         x = self.embed_tokens(token_ids, positions)
         return self.normalize(self.run_layers(x, positions, attention, 0, self.config.num_layers))
 
     @abc.abstractmethod
     def embed_tokens(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
-        """token_ids i32[T], positions i32[T] -> what the first layer takes, f32[T, hidden_size]."""
+        """Map token_ids i32[T], positions i32[T] to the first layer's input f32[T, hidden_size]."""
 
     @abc.abstractmethod
     def run_layers(
         self, x: jax.Array, positions: jax.Array, attention: Attention, start: int, stop: int
     ) -> jax.Array:
-        """f32[T, hidden_size] -> the same, through layers [start, stop)."""
+        """Run layers [start, stop) on f32[T, hidden_size]; the output has the same shape."""
 
     @abc.abstractmethod
     def normalize(self, x: jax.Array) -> jax.Array:
-        """The last layer's f32[T, hidden_size] -> what `compute_logits` takes."""
+        """Norm the last layer's output f32[T, hidden_size] for `compute_logits`."""
 
     def compute_logits(self, hidden: jax.Array) -> jax.Array:
-        """[S, hidden_size] as returned by the call -> f32[S, vocab_size]."""
+        """Map rows [S, hidden_size] of the normed output to logits f32[S, vocab_size]."""
         return (self.embed if self.head is None else self.head).logits(hidden)

@@ -1,8 +1,8 @@
-"""Who adds up the partial sums of products that are split along what they sum over.
+"""All-reduce of the partial sums of products that are split along the summed dimension.
 
-Owns: the choice, which whoever traces a step makes for what is traced inside `summing`; without one it is the
-compiler's, which puts its own sum behind such a product. A sum is left to the norm that follows: until then
-there are `PartialSums`.
+Owns: the choice of the all-reduce. Code traced inside `summing` uses the given `AllReduce`; outside of it,
+the compiler inserts its own sum after such a product. The norm that follows does the sum: until then there
+are `PartialSums`.
 Does not know: kernels, or models.
 """
 
@@ -29,7 +29,7 @@ _SPLIT, _WHOLE = PartitionSpec(TENSOR_AXIS), PartitionSpec()
 
 @dataclass(frozen=True)
 class SumSpec:
-    """What is static of it: `backend` of `all_reduce`, and the `capacity` of its memory, in bytes."""
+    """Static part of an `AllReduce`: `backend` of `all_reduce`, and the `capacity` of its memory in bytes."""
 
     backend: str
     capacity: int
@@ -37,11 +37,11 @@ class SumSpec:
 
 @dataclass(frozen=True)
 class PartialSums:
-    """What is still to be added up over devices, and what is added to that.
+    """Terms that are not yet summed over devices, and a bias to add afterwards.
 
     Attributes:
-      sums: who is to add them up.
-      parts: [devices, T, width], a row on each device.
+      sums: the all-reduce to use.
+      parts: [devices, T, width], one row on each device.
       bias: [width], or None.
     """
 
@@ -51,24 +51,24 @@ class PartialSums:
 
 
 type Summand = jax.Array | PartialSums
-"""[T, width], what a block adds to the stream."""
+"""[T, width], the term that a block adds to the residual stream."""
 
 
 @dataclass(frozen=True)
 class AllReduce:
-    """Sums by `all_reduce`, over the devices of `mesh`; `table` is that of its memory."""
+    """All-reduce by the kernels of `all_reduce` over the devices of `mesh`; `table` addresses its memory."""
 
     spec: SumSpec
     table: jax.Array
     mesh: AnyMesh
 
     def serves(self, num_rows: int, width: int, dtype: Any) -> bool:
-        """Whether partial sums of so many rows are left to be added up here, and not by the compiler."""
+        """Return whether this all-reduce, not the compiler, sums arrays of this size."""
         size = num_rows, width, dtype
         return self._sums_whole(*size) or all_reduce.serves_shares(*size, tensor_parallel_size(self.mesh))
 
     def _sums_whole(self, num_rows: int, width: int, dtype: Any) -> bool:
-        """Whether every device adds up all of so many rows; else each its share, before a norm."""
+        """Return whether every device sums all rows. Otherwise each device sums a share, before a norm."""
         size = num_rows, width, dtype, tensor_parallel_size(self.mesh)
         fits = num_rows * width * jnp.dtype(dtype).itemsize <= self.spec.capacity
         return fits and all_reduce.serves(*size) and not all_reduce.shares_are_faster(*size)
@@ -76,13 +76,13 @@ class AllReduce:
     def partial(
         self, product: Callable[..., jax.Array], x: jax.Array, kernel: jax.Array, specs: tuple[Any, Any]
     ) -> jax.Array:
-        """[devices, T, width]: on each device `product` of its parts of `x` and `kernel`."""
+        """Return [devices, T, width]: on each device, `product` of its parts of `x` and `kernel`."""
         run = self._on_shards(lambda *parts: product(*parts)[None], specs, _SPLIT)
         result: jax.Array = run(x, kernel)
         return result
 
     def total(self, y: PartialSums) -> jax.Array:
-        """[T, width] on all devices; of many rows the compiler's."""
+        """Return the sum [T, width] on all devices. For many rows the compiler's all-reduce is used."""
         total = self._added_up(y.parts)
         return total if y.bias is None else total + y.bias
 
@@ -107,10 +107,10 @@ class AllReduce:
         *,
         norm: NormSpec,
     ) -> tuple[jax.Array, jax.Array]:
-        """The stream f32[T, width] and the sum, added, and the norm of that, [T, width] in the norm's dtype.
+        """Add the sum to the stream f32[T, width]; return the result, and its norm in the norm's dtype.
 
-        `scale` and `bias`, [width], are the norm's; None: it has none. Of many rows each device has a share
-        of the stream, whatever it has of the one that is given.
+        `scale` and `bias`, [width], are the norm's; None means that it has none. For many rows the returned
+        stream is split over the devices by rows, however the given one is placed.
         """
         _, num_rows, width = y.parts.shape
         is_whole = self._sums_whole(num_rows, width, y.parts.dtype)
@@ -129,7 +129,7 @@ class AllReduce:
         return {"axis": TENSOR_AXIS, "capacity": self.spec.capacity, "backend": self.spec.backend}
 
     def _on_shards(self, run: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        # Kernels do not declare over which axes their outputs vary.
+        # Kernels do not declare the axes over which their outputs vary.
         return jax.shard_map(run, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
@@ -138,7 +138,7 @@ _current: ContextVar[AllReduce | None] = ContextVar("device_sums", default=None)
 
 @contextlib.contextmanager
 def summing(sums: AllReduce | None) -> Iterator[None]:
-    """Sums of what is traced meanwhile are made by `sums`; None: by the compiler."""
+    """Make code that is traced in this context use `sums`; None means the compiler's sums."""
     token = _current.set(sums)
     try:
         yield
@@ -147,12 +147,12 @@ def summing(sums: AllReduce | None) -> Iterator[None]:
 
 
 def current_sums() -> AllReduce | None:
-    """Return what the enclosing `summing` was given; None outside of one."""
+    """Return the all-reduce of the enclosing `summing`; None outside of one."""
     return _current.get()
 
 
 def added_up(y: Summand) -> jax.Array:
-    """[T, width], whatever `y` is."""
+    """Return [T, width], summing `y` over devices if it is `PartialSums`."""
     if not isinstance(y, PartialSums):
         return y
     return y.sums.total(y)

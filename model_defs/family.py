@@ -1,7 +1,7 @@
-"""What a model family is to everything that is not that family: the fields of a row in `registry.FAMILIES`.
+"""`Family`: the interface of a model family, a row of `registry.FAMILIES`.
 
-Owns the value only. A family's module in families makes one; registry collects them; hf_config, hf_recipes,
-hf_weights and loading ask them. Nothing outside families compares a family's name with anything.
+Owns the type only. Each module of families makes one; registry collects them; hf_config, hf_recipes,
+hf_weights and loading use them. No code outside families compares family names.
 """
 
 import dataclasses
@@ -14,24 +14,24 @@ from model_defs.layers import Build
 from model_defs.tensor_recipes import WeightMap
 
 Values = dict[str, Any]
-"""A JSON object: config.json or generation_config.json."""
+"""JSON object of config.json or generation_config.json."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One family of models.
+    """Family of models.
 
     Attributes:
       name: `ModelConfig.architecture`, and `model_type` in config.json.
-      hf_architecture: the one name in `architectures` that is understood.
-      parse: config.json and, if there, generation_config.json -> the config. Raises UnsupportedModelError
-        for an option that would change the arithmetic and is not implemented.
-      write: a config -> what only this family has in config.json, so that `parse` finds it again.
-      make_model: declares the arrays of a config; no value exists yet.
-      weight_map: where each of them comes from in a checkpoint.
-      tensor_prefix: what stands before most tensor names of a checkpoint.
+      hf_architecture: the only supported name in `architectures`.
+      parse: reads config.json and generation_config.json (or None) into a config. Raises
+        UnsupportedModelError for an option that would change the arithmetic and is not implemented.
+      write: returns the family's own options of config.json for a config, which `parse` reads back.
+      make_model: declares the arrays of a config, without values.
+      weight_map: returns the recipe of each array from a checkpoint.
+      tensor_prefix: prefix of most tensor names of a checkpoint.
       presets: configs by name, of published models and a tiny one.
-      has_position_table: whether learned positions bound the context; else it can be raised.
+      has_position_table: whether learned positions limit the context. Otherwise it can be raised.
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""Telling one model from another without reading its weights.
+"""Fingerprint of a model, computed without reading all weights.
 
-Owns `model_fingerprint`, a short string that a history store keeps to refuse conversations of another
-model. It depends on the arithmetic of the config and on where the weights come from, not on dtype,
-context length, mesh or directory; a converted checkpoint keeps its source's.
+Owns `model_fingerprint`, a short string that a history store records to reject conversations of another
+model. It depends on the arithmetic of the config and on the source of the weights, not on dtype, context
+length, mesh or directory. A converted checkpoint keeps the fingerprint of its source.
 """
 
 import hashlib
@@ -21,14 +21,14 @@ _NOT_ARITHMETIC = (
     "eos_token_ids",
     "initializer_range",
     "initial_norm_scale",
-    "sliding_window",  # one that would hide a token is refused
+    "sliding_window",  # a window that would hide a token is rejected
 )
 
 
 def model_fingerprint(config: ModelConfig, source: str | Path, *, seed: int = 0) -> str:
-    """E.g. "llama-2x64-91c2a8f0d3b74e15": architecture, layers x hidden size, 64 bits of SHA-256.
+    """Return e.g. "llama-2x64-91c2a8f0d3b74e15": architecture, layers x hidden size, 64 bits of SHA-256.
 
-    source and seed are those given to `load_model`. Raises CheckpointError when the source is unreadable.
+    source and seed are those given to `load_model`. Raises CheckpointError if the source is unreadable.
     """
     fields = {key: value for key, value in config.to_json().items() if key not in _NOT_ARITHMETIC}
     text = json.dumps(fields, sort_keys=True) + weights_digest(source, seed=seed)
@@ -37,13 +37,13 @@ def model_fingerprint(config: ModelConfig, source: str | Path, *, seed: int = 0)
 
 
 def weights_digest(source: str | Path, *, seed: int = 0) -> str:
-    """Where weights come from, as a string.
+    """Return a string that identifies the source of weights.
 
-    Random weights: preset and seed. Converted directory: what it recorded of its source. Safetensors:
-    a hash over every tensor's name, dtype, shape, the file it lies in with its size, and its first bytes.
-    Two fine-tunings of one model differ if the first bytes of any tensor do: training all of a tensor changes
-    them, but one that only trained later rows of a table (those of added tokens) is not told from its base.
-    What is hashed stays: histories and converted directories keep the result.
+    Random weights: preset and seed. Converted directory: the digest recorded from its source. Safetensors:
+    a hash over every tensor's name, dtype, shape, its file and the file's size, and its first bytes.
+    Two fine-tuned versions of a model differ if the first bytes of any tensor differ. Training a whole tensor
+    changes them. A version that only trained later rows of a table (added tokens) equals its base model.
+    The hashed data must not change, since histories and converted directories store the result.
     """
     if str(source).startswith(RANDOM_PREFIX):
         return f"{source}#{seed}"

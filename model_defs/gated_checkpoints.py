@@ -1,7 +1,7 @@
-"""What checkpoints of gated decoders have in common: the keys of config.json, and the names of tensors.
+"""Common format of gated decoders' checkpoints: the keys of config.json, and the names of tensors.
 
-Owns what several families share of `Family`; each of them says what is its own: defaults of missing keys,
-which projections have biases, options that are refused. Knows no family.
+Owns the shared parts of `Family` rows. Each family adds its own: defaults of missing keys, biases of
+projections, rejected options. Knows no family.
 """
 
 import dataclasses
@@ -26,9 +26,9 @@ TENSOR_PREFIX = "model."
 
 @dataclasses.dataclass(frozen=True)
 class Defaults:
-    """What transformers takes where config.json lacks a key. They differ by family.
+    """Defaults of transformers for missing keys of config.json, which differ by family.
 
-    `num_kv_heads` None: as many as heads. `head_dim` None: hidden size over heads.
+    `num_kv_heads` None means the number of heads; `head_dim` None means hidden size over heads.
     """
 
     max_positions: int
@@ -45,9 +45,9 @@ def parse_gated(
     defaults: Defaults,
     **fields: Any,
 ) -> ModelConfig:
-    """The config that both JSON objects describe; `fields` are those that the family reads itself.
+    """Read a config from both JSON objects; `fields` are those that the family reads itself.
 
-    Raises UnsupportedModelError naming the option.
+    Raises UnsupportedModelError, which names the option.
     """
     common = common_fields(
         values, generation, bos=defaults.bos, eos=defaults.eos, max_positions=defaults.max_positions
@@ -59,7 +59,7 @@ def parse_gated(
             f"and there is no head_dim"
         )
     if "num_key_value_heads" in values:
-        num_kv_heads = integer(values, "num_key_value_heads", num_heads)  # null: as many as heads
+        num_kv_heads = integer(values, "num_key_value_heads", num_heads)  # null means the number of heads
     else:
         num_kv_heads = defaults.num_kv_heads or num_heads
     config = ModelConfig(
@@ -80,7 +80,7 @@ def parse_gated(
 
 
 def written_gated(config: ModelConfig) -> dict[str, Any]:
-    """What `parse_gated` reads beyond the common fields."""
+    """Return the options that `parse_gated` reads beyond the common fields."""
     return {
         "intermediate_size": config.intermediate_size,
         "num_key_value_heads": config.num_kv_heads,
@@ -91,10 +91,9 @@ def written_gated(config: ModelConfig) -> dict[str, Any]:
 
 
 def refuse_sliding_layers(values: dict[str, Any]) -> None:
-    """Raise UnsupportedModelError if some layers would see a window of the context only.
+    """Raise UnsupportedModelError if some layers would see only a window of the context.
 
-    `sliding_window` by itself means nothing where `use_sliding_window` is false, which published Qwen
-    configs have both.
+    `sliding_window` has no effect if `use_sliding_window` is false. Published Qwen configs have both.
     """
     if boolean(values, "use_sliding_window", False):
         raise UnsupportedModelError(
@@ -110,7 +109,7 @@ def refuse_sliding_layers(values: dict[str, Any]) -> None:
 
 
 def gated_weight_map(config: ModelConfig) -> WeightMap:
-    """Every parameter of a `GatedDecoder` with plain layers."""
+    """Return the recipes of all parameters of a `GatedDecoder` with plain layers."""
     return WeightMap(
         outer=token_recipes(config) | {"final_norm.scale": vector("norm.weight", config.hidden_size)},
         layer=_layer_recipes(config),

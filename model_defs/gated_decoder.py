@@ -1,7 +1,7 @@
-"""The decoder of Llama's kind: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""Decoder of the Llama type: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-Owns the forward pass that several families share, over a flat, ragged batch. What a family has of its own
-is a subclass of `GatedLayer`, or which projections have a bias. Layers are unrolled. Built by families.
+Owns the forward pass that several families share, over a flat, ragged batch. Families differ by a subclass of
+`GatedLayer`, or by the projections that have a bias. Layers are unrolled. Built by families.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from model_defs.rope import cos_sin, inverse_frequencies, rotate
 
 
 def check_rotary(config: ModelConfig) -> None:
-    """Raise UnsupportedModelError unless a head's dimensions come in pairs."""
+    """Raise UnsupportedModelError if `head_dim` is odd."""
     if config.head_dim % 2:
         raise UnsupportedModelError(f"head_dim={config.head_dim} must be even for rotary embeddings")
 
@@ -34,15 +34,18 @@ class GatedMLP(nnx.Module):
         self.down = Linear(build, (wide,), hidden, in_axis=0, bias=bias)
 
     def __call__(self, x: jax.Array) -> Summand:
-        """[T, hidden_size] -> the same, in the kernels' dtype, or partial sums: see `Linear.deferred`."""
+        """Map [T, hidden_size] to [T, hidden_size] in the kernels' dtype, or to partial sums.
+
+        See `Linear.deferred`.
+        """
         return self.down.deferred(self.gate_up.gated(x))
 
 
 class GatedLayer(nnx.Module):
-    """A decoder layer that adds attention and a gated MLP, each behind an RMSNorm."""
+    """Decoder layer that adds attention and a gated MLP, each after an RMSNorm."""
 
     def __init__(self, build: Build, *, qkv_bias: bool = False, out_bias: bool = False) -> None:
-        """Declare the layer's arrays; which projections of the attention have a bias is the family's."""
+        """Declare the layer's arrays. The family decides which attention projections have a bias."""
         config = build.config
         self.input_norm = RMSNorm(build)
         self.qkv = FusedQKV(build, bias=qkv_bias)
@@ -59,7 +62,7 @@ class GatedLayer(nnx.Module):
         rotation: tuple[jax.Array, jax.Array],
         attention: Attention,
     ) -> tuple[jax.Array, Summand]:
-        """The stream f32[T, hidden_size] and what is still to be added to it -> the same after the layer."""
+        """Run the layer on the stream f32[T, hidden_size] and a pending term; return both after the layer."""
         x, normed = self.input_norm.add(x, y)
         q, k, v = self.project(normed)
         y = self.out.deferred(attention(layer_index, rotate(q, *rotation), rotate(k, *rotation), v))
@@ -67,15 +70,15 @@ class GatedLayer(nnx.Module):
         return x, self.mlp(normed)
 
     def project(self, normed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """[T, hidden_size] -> q [T, num_heads, head_dim], k, v [T, num_kv_heads, head_dim]; not rotated."""
+        """Map [T, hidden_size] to unrotated q [T, num_heads, head_dim], k, v [T, num_kv_heads, head_dim]."""
         return self.qkv(normed)
 
 
 class GatedDecoder(Decoder):
-    """The whole model; see `Decoder`."""
+    """Gated decoder model; see `Decoder`."""
 
     def __init__(self, build: Build, make_layer: Callable[[], GatedLayer]) -> None:
-        """Declare every array; values come from whoever loads them. `make_layer` is called once a layer."""
+        """Declare every array, with one call of `make_layer` per layer. A loader sets the values."""
         config = build.config
         check_rotary(config)
         self.config = config
@@ -93,7 +96,7 @@ class GatedDecoder(Decoder):
         return "final_norm", "embed" if self.head is None else "head"
 
     def embed_tokens(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
-        """See `Decoder`; positions are not read yet."""
+        """Embed tokens; see `Decoder`. Positions are unused here."""
         return self.embed(token_ids)
 
     def run_layers(
@@ -101,7 +104,7 @@ class GatedDecoder(Decoder):
     ) -> jax.Array:
         rope = self.config.rope
         rotation = cos_sin(positions, inverse_frequencies(rope, self.config.head_dim), rope.attention_factor)
-        y = None  # what a layer adds is left to the norm of the next, which does both in one pass
+        y = None  # the next layer's norm adds a layer's output in the same pass
         for layer_index in range(start, stop):
             x, y = self.layers[layer_index](layer_index, x, y, rotation, attention)
         return x if y is None else x + added_up(y)

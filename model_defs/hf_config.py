@@ -1,8 +1,8 @@
-"""Model directories -> ModelConfig: config.json of any family, or our own file; and a config -> config.json.
+"""Reading of ModelConfig from model directories (config.json or our own file), and writing of config.json.
 
-Owns which family a config.json is of, and what no family supports. Which options are understood, which
-defaults missing ones have and which are refused by name is the families': an option that changes the
-arithmetic is never ignored. Knows nothing of weights.
+Owns the choice of the family, and the options that no family supports. Each family defines its options, their
+defaults, and the rejected ones: an option that changes the arithmetic is never ignored. Knows nothing of
+weights.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ _OF_RANDOM_WEIGHTS = ("initializer_range", "initial_norm_scale")
 def load_config(directory: str | Path) -> ModelConfig:
     """Read the config of a converted (Orbax) or Hugging Face directory.
 
-    Raises CheckpointError when there is none, it is not JSON or lacks a key, UnsupportedModelError when the
+    Raises CheckpointError if the file is missing, not JSON or lacks a key, and UnsupportedModelError if the
     architecture or an option of it is not implemented.
     """
     root = Path(directory)
     if (root / MODEL_CONFIG_FILE).is_file():
         config = ModelConfig.from_json(read_saved(root)["config"])
-        family(config.architecture)  # one of a later version is refused here
+        family(config.architecture)  # raises for an architecture of a later version
         return config
     generation = root / "generation_config.json"
     return parse_hf_config(
@@ -36,9 +36,9 @@ def load_config(directory: str | Path) -> ModelConfig:
 
 
 def parse_hf_config(values: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
-    """Build a ModelConfig from the JSON objects of config.json and, when present, generation_config.json.
+    """Build a ModelConfig from the JSON objects of config.json and, if present, generation_config.json.
 
-    Raises UnsupportedModelError that names the architecture, option or missing field.
+    Raises UnsupportedModelError, which names the architecture, option or missing field.
     """
     found = _family(values)
     if values.get("quantization_config"):
@@ -47,10 +47,10 @@ def parse_hf_config(values: dict[str, Any], generation: dict[str, Any] | None = 
 
 
 def hf_config(config: ModelConfig) -> dict[str, Any]:
-    """The JSON object of config.json that `parse_hf_config` reads back as `config`.
+    """Return the JSON object of config.json that `parse_hf_config` reads back as `config`.
 
-    What belongs to random weights is not in it. Raises UnsupportedModelError naming the fields that would be
-    lost.
+    Fields for random weights are not written. Raises UnsupportedModelError, which names the fields that would
+    be lost.
     """
     found = family(config.architecture)
     written = {"architectures": [found.hf_architecture], "model_type": found.name}
@@ -63,18 +63,18 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
     ]
     if lost:
         raise UnsupportedModelError(
-            f"{', '.join(f'{name}={getattr(config, name)!r}' for name in lost)} cannot be said in a "
+            f"{', '.join(f'{name}={getattr(config, name)!r}' for name in lost)} cannot be written to a "
             f"config.json of {found.hf_architecture}"
         )
     return written
 
 
 def _family(values: dict[str, Any]) -> Family:
-    """From `architectures`, or from `model_type` where that is missing."""
+    """Return the family of `architectures`, or of `model_type` if that is missing."""
     names = values.get("architectures") or []
     model_type = values.get("model_type")
     if not isinstance(names, list) or not isinstance(model_type, str | None):
-        found = []  # a name in place of a list of names would match a part of it
+        found = []  # with a string instead of a list, `in` below would match substrings
     elif names:
         found = [row for row in FAMILIES.values() if row.hf_architecture in names]
         found = [row for row in found if model_type in (None, row.name)] if len(found) == 1 else []

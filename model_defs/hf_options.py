@@ -1,7 +1,7 @@
-"""Reading options of config.json: each a typed value, a default for what is missing or null, or an error.
+"""Readers of config.json options: each returns a typed value, or the default if it is missing or null.
 
-Owns the readers, and the options that every family has. An option of a wrong type or out of range is an
-UnsupportedModelError that names it and its value.
+Owns the readers, and the options that every family has. An option of a wrong type or out of range raises
+UnsupportedModelError, which names it and its value.
 """
 
 import sys
@@ -19,7 +19,7 @@ def common_fields(
     eos: int | None,
     max_positions: int,
 ) -> dict[str, Any]:
-    """Fields of a ModelConfig that every family has; keywords are the family's defaults for missing keys."""
+    """Read the ModelConfig fields of every family; keywords are the family's defaults for missing keys."""
     return {
         "num_layers": integer(values, "num_hidden_layers"),
         "hidden_size": integer(values, "hidden_size"),
@@ -33,7 +33,7 @@ def common_fields(
 
 
 def written_common_fields(config: ModelConfig) -> dict[str, Any]:
-    """What `common_fields` reads, in the spelling of transformers 4, which 5 reads too."""
+    """Return the options that `common_fields` reads, in the form of transformers 4, which 5 reads, too."""
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -48,7 +48,7 @@ def written_common_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def integer(values: dict[str, Any], name: str, default: int | None = None) -> int:
-    """A positive integer; missing or null takes the default."""
+    """Read a positive integer; missing or null gives the default."""
     found = values.get(name)
     found = default if found is None else found
     if type(found) is not int or found < 1:
@@ -59,9 +59,9 @@ def integer(values: dict[str, Any], name: str, default: int | None = None) -> in
 def number(
     values: dict[str, Any], name: str, default: float | None = None, *, above: float = 0, of: str = ""
 ) -> float:
-    """A finite number above `above`; missing or null takes the default, which may be that bound itself.
+    """Read a finite number above `above`; missing or null gives the default, which may equal the bound.
 
-    `of` says in the message which section of the file has the option.
+    `of` names the section of the option in the error message.
     """
     found = values.get(name)
     found = default if found is None else found
@@ -74,7 +74,7 @@ def number(
 
 
 def section(values: dict[str, Any], name: str) -> dict[str, Any]:
-    """A JSON object; missing or null is an empty one."""
+    """Read a JSON object; missing or null gives an empty one."""
     found = values.get(name)
     found = {} if found is None else found
     if not isinstance(found, dict):
@@ -83,7 +83,7 @@ def section(values: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def boolean(values: dict[str, Any], name: str, default: bool) -> bool:
-    """True or false; missing or null takes the default."""
+    """Read true or false; missing or null gives the default."""
     found = values.get(name)
     found = default if found is None else found
     if not isinstance(found, bool):
@@ -92,7 +92,7 @@ def boolean(values: dict[str, Any], name: str, default: bool) -> bool:
 
 
 def choice(values: dict[str, Any], name: str, default: str, allowed: dict[str, str]) -> str:
-    """Our name for one of theirs."""
+    """Read a string and map it by `allowed` to our name; a missing one gives the default."""
     found = values.get(name) or default
     if not isinstance(found, str) or found not in allowed:
         raise UnsupportedModelError(f"{name}={found!r} is not supported; one of {', '.join(allowed)} is")
@@ -100,7 +100,7 @@ def choice(values: dict[str, Any], name: str, default: str, allowed: dict[str, s
 
 
 def _token_id(name: str, found: Any) -> int | None:
-    """An id, or null: then there is none, whatever the default of a missing key."""
+    """Check a token id; null means no token, even if a missing key has a default."""
     if found is not None and (type(found) is not int or found < 0):
         raise UnsupportedModelError(f"config.json: {name}={found!r} must be a token id or null")
     return found
@@ -109,7 +109,7 @@ def _token_id(name: str, found: Any) -> int | None:
 def _eos_token_ids(
     values: dict[str, Any], generation: dict[str, Any] | None, default: int | None
 ) -> tuple[int, ...]:
-    """Every end-of-sequence id of both files, in order, once each."""
+    """Return the distinct end-of-sequence ids of both files, in order."""
     ids: list[int] = []
     for found in (values.get("eos_token_id", default), (generation or {}).get("eos_token_id")):
         for token_id in found if isinstance(found, list) else [found]:
@@ -121,7 +121,7 @@ def _eos_token_ids(
 
 
 def _dtype(values: dict[str, Any]) -> str:
-    """`dtype` (transformers 5) or `torch_dtype` (4); float32 when neither is there."""
+    """Read `dtype` (transformers 5) or `torch_dtype` (4); the default is float32."""
     found = str(values.get("dtype") or values.get("torch_dtype") or "float32").removeprefix("torch.")
     if found not in DTYPES:
         raise UnsupportedModelError(f"dtype={found!r} is not supported; {', '.join(DTYPES)} are")

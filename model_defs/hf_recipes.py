@@ -1,7 +1,7 @@
-"""The recipe of each parameter of a config: which Hugging Face tensors it is made of, and how.
+"""Recipe of each parameter of a config: its Hugging Face tensors, and their assembly.
 
-Owns the look-up by our parameter names; the weight maps are the families'. Recipes of one config are the same
-objects for every layer: one compiled program each.
+Owns the look-up by our parameter names; families own the weight maps. All layers of a config share the same
+assembly functions, so that each compiles once.
 """
 
 import functools
@@ -15,7 +15,7 @@ _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 
 def recipe(parameter_name: str, config: ModelConfig) -> Recipe:
-    """How `parameter_name` is made from a checkpoint of `config`."""
+    """Return the recipe of `parameter_name` from a checkpoint of `config`."""
     match = _LAYER.fullmatch(parameter_name)
     if match is None:
         return _weight_map(config).outer[parameter_name]
@@ -25,5 +25,5 @@ def recipe(parameter_name: str, config: ModelConfig) -> Recipe:
 
 @functools.lru_cache(maxsize=4)
 def _weight_map(config: ModelConfig) -> WeightMap:
-    """Made once a config."""
+    """Return the cached weight map of a config."""
     return family(config.architecture).weight_map(config)

@@ -1,7 +1,7 @@
-"""The rope section of config.json, in the spellings of transformers 4 and 5.
+"""Reader and writer of the rope section of config.json, in the formats of transformers 4 and 5.
 
-Owns which kinds of rotary positions are understood and which defaults their options have, and how they are
-written. Kinds whose frequencies depend on the current length are refused by name: cached keys would be wrong.
+Owns the supported kinds of rotary positions, the defaults of their options, and their written form. Kinds
+whose frequencies depend on the current length are rejected by name, since cached keys would be wrong.
 """
 
 import math
@@ -13,19 +13,18 @@ from model_defs.hf_options import boolean, integer, number, section
 
 
 def parse_rope(values: dict[str, Any], max_positions: int) -> RopeConfig:
-    """`rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4).
+    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4).
 
-    `max_positions` is the config's. Raises UnsupportedModelError naming the option. Both sections, unless
-    they are equal, are refused: transformers 5 lets `rope_scaling` win, and whoever wrote the other one meant
-    that to hold.
+    `max_positions` is the config's. Raises UnsupportedModelError, which names the option. Two different
+    sections are rejected: transformers 5 uses `rope_scaling`, but the author may have meant the other one.
     """
     new, old = (section(values, name) for name in ("rope_parameters", "rope_scaling"))
     if new and old and new != old:
         raise UnsupportedModelError(
-            f"rope_scaling={old!r} beside a rope_parameters={new!r} that differs is not supported; keep one"
+            f"rope_scaling={old!r} with a different rope_parameters={new!r} is not supported; keep one"
         )
     found = new or old
-    # Of 1 all pairs would turn alike, and yarn divide by its logarithm.
+    # With a theta of 1 all pairs would rotate alike, and yarn would divide by log(1) = 0.
     theta = number(found, "rope_theta", number(values, "rope_theta", 10000.0, above=1), above=1)
     if any(isinstance(value, dict) for value in found.values()):
         raise UnsupportedModelError(f"rope_parameters per layer type ({', '.join(found)}) are not supported")
@@ -40,7 +39,7 @@ def parse_rope(values: dict[str, Any], max_positions: int) -> RopeConfig:
     if kind not in ("llama3", "yarn"):
         raise UnsupportedModelError(
             f"rope_type={kind!r} is not supported (default, linear, llama3 and yarn are); types whose "
-            f"frequencies depend on the current length, such as dynamic and longrope, would spoil cached keys"
+            f"frequencies depend on the current length, such as dynamic and longrope, make cached keys wrong"
         )
     name = "original_max_position_embeddings"
     original = integer(values, name, integer(found, name, max_positions))
@@ -60,7 +59,7 @@ def parse_rope(values: dict[str, Any], max_positions: int) -> RopeConfig:
 
 
 def written_rope(rope: RopeConfig) -> dict[str, Any]:
-    """What `parse_rope` reads as `rope`, in the spelling of transformers 4, which 5 reads too."""
+    """Return the options that `parse_rope` reads, in the form of transformers 4, which 5 reads, too."""
     names = {"linear": (), "llama3": ("low_freq_factor", "high_freq_factor")}
     names["yarn"] = ("beta_fast", "beta_slow", "attention_factor")
     if rope.kind == "default":
@@ -69,18 +68,18 @@ def written_rope(rope: RopeConfig) -> dict[str, Any]:
     if rope.kind != "linear":
         section["original_max_position_embeddings"] = rope.original_max_positions
     section |= {name: getattr(rope, name) for name in names[rope.kind]}
-    if not rope.truncate:  # an option that older versions warn of
+    if not rope.truncate:  # written only if needed, since older versions warn about it
         section["truncate"] = False
     return {"rope_theta": rope.theta, "rope_scaling": section}
 
 
 def _number(found: dict[str, Any], name: str, default: float | None = None) -> float:
-    """A positive number of the section."""
+    """Read a positive number of the section."""
     return number(found, name, default, of="rope")
 
 
 def _llama3(found: dict[str, Any], theta: float, original: int) -> RopeConfig:
-    """Between its two factors is a ramp, which is divided by their difference."""
+    """Read a llama3 section. Its ramp divides by the difference of two factors, which must be ordered."""
     low, high = _number(found, "low_freq_factor"), _number(found, "high_freq_factor")
     if low >= high:
         raise UnsupportedModelError(
@@ -91,7 +90,7 @@ def _llama3(found: dict[str, Any], theta: float, original: int) -> RopeConfig:
 
 
 def _yarn_attention_factor(found: dict[str, Any], factor: float) -> float:
-    """What cos and sin are multiplied by: given, or from mscale, or from the factor alone."""
+    """Return the factor of cos and sin: as given, or from mscale, or from `factor` alone."""
 
     def temperature(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0

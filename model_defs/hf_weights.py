@@ -1,9 +1,9 @@
-"""Filling a model from the tensors of a Hugging Face checkpoint.
+"""Loading of a model from the tensors of a Hugging Face checkpoint.
 
-Owns the check that a checkpoint is exactly what the config asks for, made on headers before any data is
-read; only of a head beside a table that it is tied to are bytes compared. Each parameter is made of one to
-three tensors, as hf_recipes says, which go to the devices as the file has them and are cast, transposed and
-fused there, one parameter at a time.
+Owns the check that a checkpoint has exactly the tensors of the config. It reads only headers, except that
+the bytes of a tied head are compared with its table. Each parameter is made of one to three tensors, by the
+recipes of hf_recipes. They are copied to the devices in the file's form, and cast, transposed and fused
+there, one parameter at a time.
 """
 
 import functools
@@ -26,21 +26,21 @@ from model_defs.tensor_recipes import Recipe
 
 _MAX_NAMES_SHOWN = 8
 _HEAD, _TABLE = "lm_head.weight", "embed_tokens.weight"
-_COMPARED_BYTES = 2**24  # at a time: a table may be a gigabyte
+_COMPARED_BYTES = 2**24  # per block, since a table may be a gigabyte
 
 
 def hf_filler(entries: dict[str, TensorEntry], config: ModelConfig, parameter_names: list[str]) -> Filler:
-    """A filler over a checkpoint whose config is `config`; every tensor is checked here, before any is read.
+    """Return a filler from a checkpoint of `config`, after checking every tensor before any is read.
 
-    Raises CheckpointError naming missing, extra or misshapen tensors with both shapes, a dtype that is no
-    float, two tensors for one place, or a head that is not the table to which it is tied.
+    Raises CheckpointError, which names missing, extra or misshapen tensors with both shapes, an unsupported
+    dtype, two tensors of one name, or a head that differs from its tied table.
     """
     by_short_name = _by_short_name(entries)
     recipes = {name: recipe(name, config) for name in parameter_names}
     _check(by_short_name, recipes, config)
 
     def fill(name: str, parameter: Parameter) -> jax.Array:
-        target: Any = parameter.get_value()  # a ShapeDtypeStruct yet
+        target: Any = parameter.get_value()  # still a ShapeDtypeStruct
         recipe_ = recipes[name]
         sharding, assemble = target.sharding, recipe_.assemble
         if assemble is not None:
@@ -51,7 +51,7 @@ def hf_filler(entries: dict[str, TensorEntry], config: ModelConfig, parameter_na
             tensor = by_short_name[short].read()
             if name == "position_table":
                 tensor = tensor[: target.shape[0]]  # a lowered context length takes the first rows
-            # A copy, because on a CPU the device's array may be the host's: never a view of the file.
+            # A copy, since on a CPU the device array may share the host array, which is a view of the file.
             parts.append(jax.device_put(np.array(tensor), sharding))
         return _assembler(assemble, target.dtype, target.sharding)(*parts).block_until_ready()
 
@@ -62,7 +62,7 @@ def hf_filler(entries: dict[str, TensorEntry], config: ModelConfig, parameter_na
 def _assembler(
     assemble: Callable[..., jax.Array] | None, dtype: jnp.dtype, sharding: NamedSharding
 ) -> Callable[..., jax.Array]:
-    """The compiled assembly of a recipe, cast included."""
+    """Return the jitted assembly of a recipe, including the cast."""
 
     def run(*parts: jax.Array) -> jax.Array:
         return (parts[0] if assemble is None else assemble(*parts)).astype(dtype)
@@ -71,12 +71,12 @@ def _assembler(
 
 
 def _short(name: str) -> str:
-    """A tensor's name without the prefixes that differ between exports of one model."""
+    """Return a tensor's name without the prefixes that differ between exports of one model."""
     return name.removeprefix("model.").removeprefix("decoder.")
 
 
 def _by_short_name(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Tensors by their names without prefixes; of two that then have one name neither is chosen."""
+    """Return tensors by their names without prefixes; raise CheckpointError for two of one name."""
     found: dict[str, TensorEntry] = {}
     for entry in entries.values():
         other = found.setdefault(_short(entry.name), entry)
@@ -89,7 +89,7 @@ def _by_short_name(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
 
 
 def _check(entries: dict[str, TensorEntry], recipes: dict[str, Recipe], config: ModelConfig) -> None:
-    """Every tensor that a recipe names is there in its shape, and nothing else is."""
+    """Raise CheckpointError unless the tensors are exactly those of the recipes, in their shapes."""
     prefix = family(config.architecture).tensor_prefix
     wanted = {
         name: shape
@@ -110,7 +110,7 @@ def _check(entries: dict[str, TensorEntry], recipes: dict[str, Recipe], config: 
         entry.name
         for name, entry in entries.items()
         if name not in wanted
-        and not name.endswith("rotary_emb.inv_freq")  # a constant that old exports carry along
+        and not name.endswith("rotary_emb.inv_freq")  # a constant in old exports
         and not (name == _HEAD and config.tie_word_embeddings)
     ]
     if extra:
@@ -120,7 +120,7 @@ def _check(entries: dict[str, TensorEntry], recipes: dict[str, Recipe], config: 
 
 
 def _check_tied(head: TensorEntry, table: TensorEntry) -> None:
-    """A head that is in the file although it is tied must be the table: else it was meant to be used."""
+    """Raise CheckpointError if a tied head differs from its table, since the file may mean it to be used."""
     shared = "must be the same with tie_word_embeddings=true; set that to false if the head is its own"
     if (head.dtype, head.shape) != (table.dtype, table.shape):
         raise CheckpointError(
@@ -136,6 +136,6 @@ def _check_tied(head: TensorEntry, table: TensorEntry) -> None:
 
 
 def _listed(names: list[str]) -> str:
-    """The first few names."""
+    """Format the first few names."""
     shown = ", ".join(repr(name) for name in names[:_MAX_NAMES_SHOWN])
     return shown + (", ..." if len(names) > _MAX_NAMES_SHOWN else "")

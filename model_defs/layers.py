@@ -1,11 +1,11 @@
-"""The parts that models are made of: projections, norms, embeddings, activations.
+"""Layers of models: projections, norms, embeddings, activations.
 
-Every weight is one array of its own, declared with shape, dtype and sharding before any value exists
+Every weight is a separate array, declared with shape, dtype and sharding before any value exists
 (`declare`), so that an abstract model costs nothing and a loader fills each array in place on its devices.
-float32 means float32: matmuls then ask for HIGHEST precision, because GPUs default to TF32. In bf16 and
-f16 the hardware accumulates in float32. The residual stream and the norms are float32 in every model:
-eighty roundings of the stream to bf16 were half of the noise in OPT-13B's logits, and it is a small part
-of a layer's traffic. A matmul casts its input to its kernel's dtype; a norm before one does so itself. Called
+In float32, matmuls request HIGHEST precision, because GPUs default to TF32. In bf16 and f16 the hardware
+accumulates in float32. The residual stream and the norms are float32 in every model. Eighty roundings of the
+stream to bf16 caused half of the noise in OPT-13B's logits, and the stream is a small part of a layer's
+memory traffic. A matmul casts its input to its kernel's dtype; a norm before one returns that dtype. Called
 by gated_decoder and families.
 """
 
@@ -30,7 +30,7 @@ from pallas_kernels.residual_norms import NormKind, NormSpec, add_and_norm, choo
 
 @dataclasses.dataclass(frozen=True)
 class Build:
-    """What every module needs to declare its arrays: the config, the dtype to run in, the mesh."""
+    """Common arguments of all modules: the config, the dtype to run in, and the mesh."""
 
     config: ModelConfig
     dtype: jnp.dtype
@@ -38,16 +38,16 @@ class Build:
 
     @property
     def precision(self) -> lax.Precision:
-        """HIGHEST for float32, the hardware's default below it."""
+        """HIGHEST for float32, the hardware's default for narrower types."""
         return lax.Precision.HIGHEST if self.dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
 def declare(
     build: Build, shape: tuple[int, ...], axes: tuple[str | None, ...] = (), *, ones: bool = False
 ) -> nnx.Param[jax.Array]:
-    """A parameter without a value yet; dimension i lies on `axes[i]`.
+    """Declare a parameter without a value; dimension i is split over the mesh axis `axes[i]`.
 
-    `ones` marks norm scales: random models set them to one and draw everything else.
+    `ones` marks norm scales: random models set them to one and draw all other parameters.
     """
     sharding = NamedSharding(build.mesh, PartitionSpec(*axes))
     abstract: Any = jax.ShapeDtypeStruct(shape, build.dtype, sharding=sharding)
@@ -58,8 +58,8 @@ class Linear(nnx.Module):
     """`y = x @ kernel + bias` over any number of input and output dimensions.
 
     kernel [*in_shape, *out_shape]; bias [*out_shape]. Either `out_axis` (column parallel: that output
-    dimension is split) or `in_axis` (row parallel: that input dimension is split, the partial sums are
-    added over "tp" before the bias) may be given; neither means replicated.
+    dimension is split) or `in_axis` (row parallel: that input dimension is split, and the partial sums are
+    added over "tp" before the bias) may be given. Without either the kernel is replicated.
     """
 
     def __init__(
@@ -80,25 +80,25 @@ class Linear(nnx.Module):
         self.bias = declare(build, out_shape, outs) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[T, *in_shape] -> [T, *out_shape], in the kernel's dtype."""
+        """Map [T, *in_shape] to [T, *out_shape], in the kernel's dtype."""
         return added_up(self.deferred(x))
 
     def deferred(self, x: jax.Array) -> Summand:
-        """As `__call__`, but where devices add up partial sums themselves, that is left to what follows."""
+        """Map as `__call__`, but return `PartialSums` if the current `AllReduce` handles this size."""
         x, kernel, sums = x.astype(self.build.dtype), self.kernel[...], current_sums()
         bias = None if self.bias is None else self.bias[...]
         of_few_rows = self._of_few_rows(x.shape[0])
         if any(self.in_axes) and sums is not None and sums.serves(x.shape[0], kernel.shape[-1], x.dtype):
             parts = sums.partial(of_few_rows or self._product, x, kernel, self._specs)
             return PartialSums(sums, parts, bias)
-        # Behind the compiler's sum a bias is left to XLA, with its product: ours was not measured there.
+        # With the compiler's sum and a bias, XLA does the product, too: our kernel was not measured there.
         if of_few_rows is not None and (bias is None or not self._adds_up):
             return self._on_shards(of_few_rows, self.out_axes, x, bias)
         y = constrain(self._product(x, kernel), self.build.mesh, None, *self.out_axes)
         return y if bias is None else y + bias
 
     def activated(self, x: jax.Array, name: str) -> jax.Array:
-        """As `__call__`, and behind it the `activation` of that name."""
+        """Map as `__call__`, then apply the `activation` of that name."""
         of_few_rows = self._of_few_rows(x.shape[0])
         if name == "relu" and of_few_rows is not None and not self._adds_up:
             bias = None if self.bias is None else self.bias[...]
@@ -106,7 +106,7 @@ class Linear(nnx.Module):
         return activation(name)(self(x))
 
     def gated(self, x: jax.Array) -> jax.Array:
-        """[T, *in_shape] -> [T, wide]: SwiGLU of a kernel [*in_shape, 2, wide], the gate first."""
+        """Map [T, *in_shape] to [T, wide] by SwiGLU, with a kernel [*in_shape, 2, wide], the gate first."""
         of_few_rows = self._of_few_rows(x.shape[0], gated=True)
         if of_few_rows is not None and self.bias is None:
             return self._on_shards(of_few_rows, self.out_axes[1:], x, None)
@@ -118,7 +118,7 @@ class Linear(nnx.Module):
         return lax.dot_general(x, kernel, (contract, ((), ())), precision=self.build.precision)
 
     def _of_few_rows(self, num_rows: int, *, gated: bool = False) -> small_batch_matmul.Product | None:
-        """What multiplies each device's part of the kernel; None if that is not served."""
+        """Return the small-batch product of each device's part of the kernel; None if it is not supported."""
         tp, axes = tensor_parallel_size(self.build.mesh), self.in_axes + self.out_axes
         shape = tuple(
             size // tp if axis else size for size, axis in zip(self.kernel[...].shape, axes, strict=True)
@@ -127,12 +127,12 @@ class Linear(nnx.Module):
 
     @property
     def _adds_up(self) -> bool:
-        """Whether devices have parts of its sums."""
+        """Whether the devices hold partial sums of the output."""
         return any(self.in_axes) and tensor_parallel_size(self.build.mesh) > 1
 
     @property
     def _specs(self) -> tuple[PartitionSpec, PartitionSpec]:
-        """Of what is multiplied and of the kernel."""
+        """Partition of the input and of the kernel."""
         return PartitionSpec(None, *self.in_axes), PartitionSpec(*self.in_axes, *self.out_axes)
 
     def _on_shards(
@@ -142,7 +142,7 @@ class Linear(nnx.Module):
         x: jax.Array,
         bias: jax.Array | None,
     ) -> jax.Array:
-        """`product` on each device, of its parts; partial sums are added up."""
+        """Run `product` on each device's parts, and sum partial results over the devices."""
 
         def run(*parts: jax.Array | None) -> jax.Array:
             y = product(*parts)
@@ -150,7 +150,7 @@ class Linear(nnx.Module):
 
         specs = (*self._specs, PartitionSpec(*self.out_axes))
         out_specs = PartitionSpec(None, *out_axes)
-        # Kernels do not declare over which axes their outputs vary.
+        # Kernels do not declare the axes over which their outputs vary.
         shards = jax.shard_map(
             run, mesh=self.build.mesh, in_specs=specs, out_specs=out_specs, check_vma=False
         )
@@ -159,7 +159,7 @@ class Linear(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Token table [vocab_size, width], split by vocabulary where that divides; also the tied head."""
+    """Token table [vocab_size, width], split by vocabulary if that divides evenly; also the tied head."""
 
     def __init__(self, build: Build, width: int) -> None:
         vocab_size = build.config.vocab_size
@@ -168,12 +168,12 @@ class Embedding(nnx.Module):
         self.table = declare(build, (vocab_size, width), (self.vocab_axis,))
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
-        """Rows of i32[T] -> f32[T, width]; ids lie inside the vocabulary, those of padding too."""
+        """Map ids i32[T] to rows f32[T, width]. All ids, also of padding, must be in the vocabulary."""
         rows = jnp.take(self.table[...], token_ids, axis=0, mode="clip")
         return constrain(rows.astype(jnp.float32), self.build.mesh)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """[S, width] -> f32[S, vocab_size], split by vocabulary as the table is."""
+        """Map [S, width] to logits f32[S, vocab_size], split by vocabulary as the table is."""
         contract = ((1,), (1,)), ((), ())
         scores = lax.dot_general(
             hidden.astype(self.build.dtype),
@@ -186,26 +186,26 @@ class Embedding(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """What both kinds share: the arrays, the norm by itself, and the norm behind a residual addition."""
+    """Base of both norms: the arrays, the norm alone, and the norm after a residual addition."""
 
     def __init__(self, build: Build, kind: NormKind, *, affine: bool) -> None:
-        """Declare the scale, and a layer norm's bias, unless there are none."""
+        """Declare the scale, and a layer norm's bias, if `affine`."""
         shape = (build.config.hidden_size,)
         self.build, self.kind = build, kind
         self.scale = declare(build, shape, ones=True) if affine else None
         self.bias = declare(build, shape) if affine and kind == "layer" else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """f32[T, hidden_size] -> the same, in plain XLA, which fuses it with what picks rows of it."""
+        """Norm f32[T, hidden_size] in plain XLA, which fuses it with the selection of rows that follows."""
         return self._run(x, None, jnp.dtype(jnp.float32), "xla")[1]
 
     def add(
         self, x: jax.Array, y: Summand | None, dtype: jnp.dtype | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """The stream f32[T, hidden_size] and what is to be added to it -> their sum, and its norm.
+        """Add a term to the stream f32[T, hidden_size]; return the sum, and its norm.
 
-        The norm is in `dtype`, by default the one the model runs in, so that a matmul takes it as it is.
-        What is to be added may still be partial sums.
+        The norm is in `dtype`, by default the dtype the model runs in, so that a matmul needs no cast. The
+        term may be `PartialSums`.
         """
         dtype = self.build.dtype if dtype is None else jnp.dtype(dtype)
         if isinstance(y, PartialSums):
@@ -232,24 +232,23 @@ class Norm(nnx.Module):
 
 
 class RMSNorm(Norm):
-    """Root-mean-square norm with a scale."""
+    """Root-mean-square norm, with a scale."""
 
     def __init__(self, build: Build) -> None:
         super().__init__(build, "rms", affine=True)
 
 
 class LayerNorm(Norm):
-    """Layer norm, with scale and bias unless the config has none."""
+    """Layer norm, with scale and bias if the config's norms are affine."""
 
     def __init__(self, build: Build) -> None:
-        """Declare scale and bias."""
         super().__init__(build, "layer", affine=build.config.norm_affine)
 
 
 class FusedQKV(nnx.Module):
     """Query, key and value projections as one column-parallel matmul, split by KV head.
 
-    kernel [hidden_size, num_kv_heads, group_size + 2, head_dim]: per KV head its query heads, its key,
+    kernel [hidden_size, num_kv_heads, group_size + 2, head_dim]: for each KV head its query heads, its key,
     its value. Query head h belongs to KV head h // group_size.
     """
 
@@ -260,7 +259,7 @@ class FusedQKV(nnx.Module):
         self.proj = Linear(build, (config.hidden_size,), out_shape, out_axis=0, bias=bias)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """[T, hidden_size] -> q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]."""
+        """Map [T, hidden_size] to q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]."""
         config = self.build.config
         fused = self.proj(x)
         q = fused[:, :, : config.group_size].reshape(-1, config.num_heads, config.head_dim)
@@ -270,7 +269,7 @@ class FusedQKV(nnx.Module):
 
 
 def activation(name: str) -> Callable[[jax.Array], jax.Array]:
-    """The elementwise function of `ModelConfig.activation`; gelu is the exact one."""
+    """Return the function of `ModelConfig.activation`; "gelu" is the exact one."""
     functions: dict[str, Callable[[jax.Array], jax.Array]] = {
         "relu": jax.nn.relu,
         "silu": jax.nn.silu,
@@ -281,5 +280,5 @@ def activation(name: str) -> Callable[[jax.Array], jax.Array]:
 
 
 def _device(mesh: AnyMesh) -> jax.Device | AbstractDevice | None:
-    """One of the mesh's, all alike; of an abstract mesh the one that it stands for, if that is said."""
+    """Return a device of the mesh; for an abstract mesh its abstract device, which may be None."""
     return mesh.devices.flat[0] if isinstance(mesh, Mesh) else mesh.abstract_device

@@ -1,6 +1,6 @@
-"""`load_model`: one entry for every source of weights.
+"""`load_model`: the entry point for every source of weights.
 
-Owns the decision what a source string is: "random:<preset>", a converted (Orbax) directory, or a Hugging
+Owns the interpretation of a source string: "random:<preset>", a converted (Orbax) directory, or a Hugging
 Face directory. Each kind of source has its own module.
 """
 
@@ -23,10 +23,10 @@ RANDOM_PREFIX = "random:"
 
 
 def source_config(source: str | Path, max_position_embeddings: int | None = None) -> ModelConfig:
-    """The config of `source` without loading anything, with its context length replaced if asked.
+    """Return the config of `source` without loading weights, with the given context length, if any.
 
-    A context longer than a learned position table is an UnsupportedModelError, except for random
-    weights, whose table grows. Raises CheckpointError when `source` is no model directory.
+    A context longer than a learned position table raises UnsupportedModelError, except for random
+    weights, whose table grows. Raises CheckpointError if `source` is not a model directory.
     """
     name = str(source)
     if name.startswith(RANDOM_PREFIX):
@@ -76,7 +76,7 @@ def load_model(
 
 
 def random_model(config: ModelConfig, *, dtype: str = "auto", mesh: Mesh, seed: int = 0) -> Model:
-    """A model of any config with seeded random weights, for tests and benchmarks."""
+    """Build a model of any config with seeded random weights, for tests and benchmarks."""
     model = abstract_model(config, dtype=dtype, mesh=mesh)
     fill_parameters(model, random_filler(seed, config))
     return model

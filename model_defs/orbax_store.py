@@ -1,8 +1,8 @@
-"""Saving a model as an Orbax directory and restoring it, onto any mesh.
+"""Saving of a model as an Orbax directory, and restoring onto any mesh.
 
 Owns the layout of such a directory: `params/` (Orbax, sharded arrays, nested by parameter name) and
-model_config.json (the config, the digest of the weights' origin, the size and checksum of every file),
-which is written last and so marks a finished save. Tokenizer files are copied by the script, not here.
+model_config.json (the config, the digest of the weights' origin, the size and checksum of every file). The
+latter is written last, so it marks a finished save. The script, not this module, copies tokenizer files.
 """
 
 import json
@@ -26,7 +26,7 @@ _READ_BYTES = 4 << 20
 
 
 def check_target(directory: str | Path) -> None:
-    """Raise CheckpointError when `directory` already holds a saved model, finished or not."""
+    """Raise CheckpointError if `directory` already holds a saved model, finished or not."""
     root = Path(directory).absolute()
     if (root / MODEL_CONFIG_FILE).exists() or (root / PARAMS_DIRECTORY).exists():
         raise CheckpointError(f"{root} already holds a saved model; choose an empty target")
@@ -35,8 +35,8 @@ def check_target(directory: str | Path) -> None:
 def save_parameters(model: Model, directory: str | Path, *, weights_digest: str) -> None:
     """Write `model` to `directory`, which must not hold a saved model yet.
 
-    weights_digest: what `fingerprint.weights_digest` said of the source; a restored model keeps it.
-    Raises CheckpointError when a model is already there.
+    weights_digest: `fingerprint.weights_digest` of the source; a restored model keeps it.
+    Raises CheckpointError if a model is already there.
     """
     save_arrays(model, directory, config=model.config.to_json(), weights_digest=weights_digest)
 
@@ -44,8 +44,8 @@ def save_parameters(model: Model, directory: str | Path, *, weights_digest: str)
 def save_arrays(
     model: nnx.Module, directory: str | Path, *, config: dict[str, Any], weights_digest: str
 ) -> None:
-    """`save_parameters` of any module, with what its config is in JSON."""
-    import orbax.checkpoint as ocp  # half a second: only for whoever saves or restores
+    """Save any module as `save_parameters` does; `config` is its config in JSON."""
+    import orbax.checkpoint as ocp  # here, since the import takes half a second
 
     root = Path(directory).absolute()
     check_target(root)
@@ -70,7 +70,7 @@ def save_arrays(
 def restore_parameters(model: nnx.Module, directory: str | Path, progress: Progress | None = None) -> None:
     """Fill the abstract `model` from `directory`, cast to its dtype and placed in its sharding.
 
-    The context length may be lower than the saved one. Raises CheckpointError naming parameters that
+    The context length may be lower than the saved one. Raises CheckpointError, which names parameters that
     are missing, extra or misshapen, or files that are missing, truncated or changed.
     """
     import orbax.checkpoint as ocp
@@ -95,20 +95,20 @@ def restore_parameters(model: nnx.Module, directory: str | Path, progress: Progr
 
 
 def _files_bytes(root: Path) -> dict[str, int]:
-    """Size of every file below `params/`, by its path."""
+    """Return the size of every file below `params/`, by path."""
     paths = sorted(path for path in (root / PARAMS_DIRECTORY).rglob("*") if path.is_file())
     return {path.relative_to(root).as_posix(): path.stat().st_size for path in paths}
 
 
 def _files_crc32(root: Path, names: Iterable[str]) -> dict[str, int]:
-    """Checksum of every file of `names`, several at a time: `zlib` lets other threads run."""
+    """Return the checksum of every file of `names`. Threads help, since `zlib` releases the GIL."""
     files = list(names)
     with ThreadPoolExecutor(max_workers=min(os.cpu_count() or 1, 8)) as pool:
         return dict(zip(files, pool.map(_crc32, [root / name for name in files]), strict=True))
 
 
 def _crc32(path: Path) -> int:
-    """Checksum of one file, which may exceed the host's memory."""
+    """Return the checksum of one file, which may exceed the host's memory."""
     value = 0
     with path.open("rb") as file:
         while block := file.read(_READ_BYTES):
@@ -117,10 +117,10 @@ def _crc32(path: Path) -> int:
 
 
 def _check_files(root: Path) -> None:
-    """Raise CheckpointError unless the files of the save hold what was written.
+    """Raise CheckpointError unless all files are as saved.
 
-    Orbax takes changed weights as they are, and reports other damage with whatever its parsers happen to
-    raise; so every byte is checked first. The reads also bring the files into the page cache.
+    Orbax loads changed weights without an error, and other damage raises arbitrary errors of its parsers. So
+    every byte is checked first. This also reads the files into the page cache.
     """
     values = read_saved(root)
     found_bytes = _files_bytes(root)
@@ -137,7 +137,10 @@ def _check_files(root: Path) -> None:
 def _checked_targets(
     parameters: dict[str, Any], saved: dict[str, Any], root: Path
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """What to restore: saved shapes, wanted dtypes and shardings; CheckpointError unless they agree."""
+    """Return the restore targets: saved shapes, wanted dtypes and shardings.
+
+    Raises CheckpointError unless parameters and shapes agree.
+    """
     missing, extra = sorted(parameters.keys() - saved.keys()), sorted(saved.keys() - parameters.keys())
     if missing or extra:
         raise CheckpointError(
@@ -166,7 +169,7 @@ def _insert(tree: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """The inverse of repeated `_insert`."""
+    """Flatten a nested dict to names joined by dots, the inverse of `_insert`."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}

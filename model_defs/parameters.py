@@ -1,8 +1,7 @@
-"""Walking a model's parameters by name and giving each its value, wherever that comes from.
+"""Iteration over a model's parameters by name, and setting of their values from any source.
 
 Owns the names ("layers.0.qkv.proj.kernel") that checkpoints, mappings and seeds refer to. A filler makes
-one array at a time, already on its devices, so a loader never holds more than one parameter beside the
-model.
+one array at a time, already on its devices, so a loader holds at most one parameter besides the model.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,11 +12,11 @@ from flax import nnx
 Parameter = nnx.Param[jax.Array]
 Filler = Callable[[str, Parameter], jax.Array]
 Progress = Callable[[int, int, str], None]
-"""`progress(num_done, num_total, what)`, called after each parameter."""
+"""Callback `progress(num_done, num_total, what)`, called after each parameter."""
 
 
 def named_parameters(model: nnx.Module) -> Iterator[tuple[str, Parameter]]:
-    """Every (name, parameter) in a fixed order; names are attribute paths joined by dots."""
+    """Yield every (name, parameter) in a fixed order; names are attribute paths joined by dots."""
     for path, variable in nnx.iter_graph(model):
         if isinstance(variable, nnx.Param):
             yield ".".join(str(part) for part in path), variable

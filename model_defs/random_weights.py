@@ -1,8 +1,8 @@
-"""Seeded random weights, made on the devices in their final sharding.
+"""Seeded random weights, generated on the devices in their final sharding.
 
-Owns how a value follows from (seed, parameter name, index of the element): by an integer hash, so that a
-model is the same on any number of devices and in any order of creation, whatever its other layers, and so
-that the program of each distinct shape compiles in milliseconds.
+Owns the function from (seed, parameter name, index of the element) to a value. It is an integer hash, so a
+value does not depend on the number of devices, the order of creation or other layers, and the program of each
+distinct shape compiles in milliseconds.
 """
 
 import functools
@@ -19,19 +19,19 @@ from jax import lax
 from model_defs.config import ModelConfig
 from model_defs.parameters import Filler, Parameter
 
-# The kernels whose output is added to the residual stream.
+# Kernels whose output is added to the residual stream.
 _RESIDUAL_KERNELS = (".out.kernel", ".down.kernel", ".fc2.kernel")
 _EMBEDDING_SCALE = 2.0
 
 
 def random_filler(seed: int, config: ModelConfig) -> Filler:
-    """A filler that draws normal values of standard deviation `config.initializer_range`, but for two kinds.
+    """Return a filler with normal values of standard deviation `config.initializer_range`, with exceptions.
 
-    What a layer adds to the residual stream is smaller by the square root of how many such terms there are
-    (as in GPT-2), and an embedding table that is not the head as well is as large as what all layers add to
-    it. Without either, a deep random Llama amplifies rounding: at 40 layers its bf16 log-probabilities are
-    off by 0.3 at the 99th percentile, with both by 0.02, where one wrong chunk of KV changes them by 0.3 on
-    the average. Norm scales are one, that of the last norm `config.initial_norm_scale`.
+    Kernels that write to the residual stream are divided by the square root of the number of such terms (as
+    in GPT-2). An embedding table that is not tied to the head is as large as the sum of all layers' outputs.
+    Without these two rules a deep random Llama amplifies rounding: at 40 layers its bf16 log-probabilities
+    are off by 0.3 at the 99th percentile, and with both by 0.02. One wrong KV chunk changes them by 0.3 on
+    average. Norm scales are one, that of the last norm `config.initial_norm_scale`.
     """
     num_terms = 2 * config.num_layers
 
@@ -51,7 +51,7 @@ def random_filler(seed: int, config: ModelConfig) -> Filler:
 
 
 def draw(key: str, target: Any, scale: float, *, constant: bool = False) -> jax.Array:
-    """An array of the shape, dtype and sharding of `target`: normal, or everywhere `scale`."""
+    """Return an array like `target` in shape, dtype and sharding: normal values, or the constant `scale`."""
     make = _maker(target.shape, target.dtype, target.sharding, constant)
     digest = hashlib.sha256(key.encode()).digest()
     return make(np.frombuffer(digest[:8], "<u4"), np.float32(scale))
@@ -61,7 +61,7 @@ def draw(key: str, target: Any, scale: float, *, constant: bool = False) -> jax.
 def _maker(
     shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.Sharding, constant: bool
 ) -> Callable[[np.ndarray, np.float32], jax.Array]:
-    """The compiled initializer of one shape: (key u32[2], scale f32) -> array, all `scale` if `constant`."""
+    """Return the jitted initializer of one shape, a function of (key u32[2], scale f32)."""
 
     def make(key: jax.Array, scale: jax.Array) -> jax.Array:
         if constant:
@@ -72,7 +72,7 @@ def _maker(
 
 
 def _normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """f32[shape], standard normal, a function of the key and the row-major index (taken modulo 2**32)."""
+    """Return standard normal f32[shape], a function of the key and the row-major index modulo 2**32."""
     index = jnp.zeros(shape, jnp.uint32)
     for axis in range(len(shape)):
         stride = math.prod(shape[axis + 1 :]) % 2**32
@@ -82,12 +82,12 @@ def _normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def uniform(bits: jax.Array) -> jax.Array:
-    """f32, strictly inside (0, 1), of random u32: 23 bits and a half fit a float32, 24 would round to 1."""
+    """Map random u32 to f32 strictly inside (0, 1): 23 bits plus one half, since 24 could round to 1."""
     return ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
 
 
 def _mix(bits: jax.Array) -> jax.Array:
-    """A bijection of u32 in which every input bit flips half of the output bits."""
+    """Apply a bijection of u32 in which every input bit flips half of the output bits on average."""
     bits = (bits ^ (bits >> 16)) * np.uint32(0x7FEB352D)
     bits = (bits ^ (bits >> 15)) * np.uint32(0x846CA68B)
     return bits ^ (bits >> 16)

@@ -1,7 +1,7 @@
 """Model families by name, named presets, and the sizes of a model.
 
-Owns the table of families, and what a config costs in parameters and bytes. Builds abstract models only: no
-array gets a value here.
+Owns the table of families, and the number of parameters and bytes of a config. It builds only abstract
+models, whose arrays have no values.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from model_defs.layers import Build
 from model_defs.sharding import TENSOR_AXIS, AnyMesh, check_divides
 
 Model = Decoder
-"""Any model; each is some family's."""
+"""Model of any family."""
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -35,28 +35,28 @@ FAMILIES: dict[str, Family] = {
         mistral.FAMILY,
     )
 }
-"""Every family by its name, a row each."""
+"""All families, by name."""
 
 PRESETS: dict[str, ModelConfig] = {
     name: config for family in FAMILIES.values() for name, config in family.presets.items()
 }
-"""Every preset that `random:<preset>` takes."""
+"""All presets of `random:<preset>`, by name."""
 
 
 def family(architecture: str) -> Family:
-    """The row of `architecture`. Raises UnsupportedModelError naming it and those that there are."""
+    """Return the family of `architecture`; raise UnsupportedModelError, which lists the known ones."""
     if architecture not in FAMILIES:
         raise UnsupportedModelError(f"architecture={architecture!r} is not one of {', '.join(FAMILIES)}")
     return FAMILIES[architecture]
 
 
 def preset(name: str, **overrides: Any) -> ModelConfig:
-    """The preset `name` with fields replaced, e.g. `preset("opt-13b", num_layers=2)`.
+    """Return the preset `name` with fields replaced, e.g. `preset("opt-13b", num_layers=2)`.
 
     Raises UnsupportedModelError for an unknown preset or field.
     """
     if name not in PRESETS:
-        raise UnsupportedModelError(f"preset {name!r} is unknown; one of {', '.join(PRESETS)} is meant")
+        raise UnsupportedModelError(f"preset {name!r} is unknown; choose one of {', '.join(PRESETS)}")
     unknown = overrides.keys() - {field.name for field in dataclasses.fields(ModelConfig)}
     if unknown:
         raise UnsupportedModelError(f"preset field {', '.join(sorted(unknown))} is unknown")
@@ -64,7 +64,7 @@ def preset(name: str, **overrides: Any) -> ModelConfig:
 
 
 def resolve_dtype(dtype: str, config: ModelConfig) -> jnp.dtype:
-    """The dtype to run in; "auto" is the checkpoint's. Raises UnsupportedModelError for an unknown one."""
+    """Return the dtype to run in; "auto" is the checkpoint's. Raises UnsupportedModelError if unknown."""
     name = config.dtype if dtype == "auto" else dtype
     if name not in DTYPES:
         raise UnsupportedModelError(f"dtype={dtype!r} must be auto, float32, bfloat16 or float16")
@@ -72,43 +72,43 @@ def resolve_dtype(dtype: str, config: ModelConfig) -> jnp.dtype:
 
 
 def abstract_model(config: ModelConfig, *, dtype: str, mesh: AnyMesh) -> Model:
-    """The model with a ShapeDtypeStruct (shape, dtype, sharding) in place of each array.
+    """Build the model with a ShapeDtypeStruct (shape, dtype, sharding) instead of each array.
 
-    Enough to lower and compile a step ahead of time, and what loaders fill. `mesh` may be abstract.
-    Raises ShardingError when the model does not divide by it.
+    It suffices to lower and compile a step ahead of time, and loaders fill it. `mesh` may be abstract.
+    Raises ShardingError if the model is not divisible by it.
     """
     check_divides(config, mesh)
     return family(config.architecture).make_model(Build(config, resolve_dtype(dtype, config), mesh))
 
 
 def abstract_parameters(config: ModelConfig, *, dtype: str = "auto") -> list[jax.ShapeDtypeStruct]:
-    """Shape and dtype of every parameter of the whole model (one device)."""
+    """Return the shape and dtype of every parameter of the whole model (one device)."""
     mesh = AbstractMesh((1,), (TENSOR_AXIS,))
     return jax.tree.leaves(nnx.state(abstract_model(config, dtype=dtype, mesh=mesh), nnx.Param))
 
 
-@functools.cache  # a large model's parameters take a quarter of a second to list
+@functools.cache  # listing a large model's parameters takes a quarter of a second
 def num_parameters(config: ModelConfig) -> int:
-    """Number of parameters; a tied head counts once."""
+    """Return the number of parameters; a tied head counts once."""
     return sum(math.prod(leaf.shape) for leaf in abstract_parameters(config))
 
 
 @functools.cache
 def num_layer_parameters(config: ModelConfig) -> int:
-    """Number of those within the layers: what every token is multiplied with, sampled from or not."""
+    """Return the number of parameters in the layers, which every token uses, also without sampling."""
     mesh = AbstractMesh((1,), (TENSOR_AXIS,))
     layers = abstract_model(config, dtype="auto", mesh=mesh).layers
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(layers, nnx.Param)))
 
 
 def parameter_bytes(config: ModelConfig, *, dtype: str = "auto", tensor_parallel_size: int = 1) -> int:
-    """Bytes of all parameters on the fullest device of a mesh of `tensor_parallel_size`."""
+    """Return the bytes of all parameters on one device of a mesh of `tensor_parallel_size`."""
     mesh = AbstractMesh((tensor_parallel_size,), (TENSOR_AXIS,))
     leaves = jax.tree.leaves(nnx.state(abstract_model(config, dtype=dtype, mesh=mesh), nnx.Param))
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def kv_bytes_per_token(config: ModelConfig, *, dtype: str = "auto", tensor_parallel_size: int = 1) -> int:
-    """Bytes of keys and values one token takes on one device, over all layers."""
+    """Return the KV cache bytes of one token on one device, over all layers."""
     per_layer = 2 * config.num_kv_heads * config.head_dim // tensor_parallel_size
     return config.num_layers * per_layer * resolve_dtype(dtype, config).itemsize

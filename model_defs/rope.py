@@ -1,8 +1,8 @@
 """Rotary position embeddings: frequencies of each supported kind, and their application.
 
-Only kinds whose frequencies do not depend on the current length are here: a cached key carries its
-rotation for ever. Frequencies are NumPy constants made once per model; cos and sin are made once per
-step from the positions and shared by all layers.
+Only kinds whose frequencies do not depend on the current length are supported, since keys are cached with
+their rotation. Frequencies are NumPy constants, computed once per model. cos and sin are computed once per
+step from the positions, and shared by all layers.
 """
 
 import math
@@ -15,7 +15,7 @@ from model_defs.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """f32[head_dim / 2]: radians per position of each pair of dimensions."""
+    """Return f32[head_dim / 2], radians per position of each pair of dimensions."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
     plain = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
@@ -28,7 +28,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 
 def _llama3(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
-    """Keep fast dimensions, stretch slow ones by `factor`, blend those between."""
+    """Keep fast dimensions, stretch slow ones by `factor`, and interpolate between them."""
     turns = rope.original_max_positions * frequencies / (2 * math.pi)  # full turns over the old context
     keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     keep = np.clip(keep, 0.0, 1.0)
@@ -36,7 +36,7 @@ def _llama3(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
 
 
 def _yarn(frequencies: np.ndarray, rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Like llama3, but the blend is linear in the dimension index between two turn counts."""
+    """Scale as `_llama3`, but interpolate linearly in the dimension index between two turn counts."""
 
     def dimension_of(num_turns: float) -> float:
         wavelengths = rope.original_max_positions / (num_turns * 2 * math.pi)
@@ -55,7 +55,7 @@ def _yarn(frequencies: np.ndarray, rope: RopeConfig, head_dim: int) -> np.ndarra
 def cos_sin(
     positions: jax.Array, frequencies: np.ndarray, attention_factor: float
 ) -> tuple[jax.Array, jax.Array]:
-    """(cos, sin), each f32[T, 1, head_dim / 2], times `attention_factor`, for `positions` i32[T]."""
+    """Return cos and sin, f32[T, 1, head_dim / 2], times `attention_factor`, for `positions` i32[T]."""
     angles = positions.astype(jnp.float32)[:, None, None] * frequencies
     return jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor
 

@@ -1,9 +1,9 @@
-"""Reading a Hugging Face directory of safetensors files, tensor by tensor.
+"""Reader of a Hugging Face directory of safetensors files, tensor by tensor.
 
-Owns the file format (an 8-byte little-endian header length, a JSON header, raw data) and every check a
-header allows before data is touched: missing files, truncation, index and files that disagree, and, of a
-tensor that is wanted, its dtype. Data is memory mapped, so opening a checkpoint of any size is quick and
-reading holds one tensor. Knows nothing of models.
+Owns the file format: an 8-byte little-endian header length, a JSON header, raw data. Owns all checks of
+headers before data is read: missing files, truncation, an index that differs from the files, and the dtype of
+a requested tensor. Data is memory mapped, so opening a checkpoint of any size is fast, and reading holds one
+tensor at a time. Knows nothing of models.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ _DTYPES: dict[str, np.dtype] = {
 
 @dataclasses.dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies. `offset_bytes` counts from the start of the file."""
+    """Location of one tensor. `offset_bytes` counts from the start of the file."""
 
     name: str
     path: Path
@@ -40,7 +40,7 @@ class TensorEntry:
     num_bytes: int
 
     def check_readable(self) -> None:
-        """Raise CheckpointError for a dtype that is no float of ours."""
+        """Raise CheckpointError for an unsupported dtype."""
         if self.dtype not in _DTYPES:
             raise CheckpointError(
                 f"tensor {self.name!r} in {self.path.name} has dtype {self.dtype}; "
@@ -48,7 +48,7 @@ class TensorEntry:
             )
 
     def read(self) -> np.ndarray:
-        """The tensor as a read-only view of the file. Raises as `check_readable` does."""
+        """Return the tensor as a read-only view of the file. Raises as `check_readable` does."""
         self.check_readable()
         if self.num_bytes == 0:
             return np.empty(self.shape, _DTYPES[self.dtype])
@@ -56,14 +56,14 @@ class TensorEntry:
         return raw.view(_DTYPES[self.dtype]).reshape(self.shape)
 
     def read_bytes(self, num_bytes: int, begin: int = 0) -> np.ndarray:
-        """`num_bytes` bytes from the tensor's byte `begin`, u8[num_bytes]."""
+        """Return `num_bytes` bytes from the tensor's byte `begin`, u8[num_bytes]."""
         return np.memmap(self.path, np.uint8, "r", self.offset_bytes + begin, (num_bytes,))
 
 
 def open_checkpoint(directory: Path) -> dict[str, TensorEntry]:
-    """Every tensor of the directory by its name in the files; reads headers only.
+    """Return every tensor of the directory by its name in the files; read only headers.
 
-    Raises CheckpointError naming the file or tensor that is missing, truncated or damaged.
+    Raises CheckpointError, which names the file or tensor that is missing, truncated or damaged.
     """
     if (directory / INDEX_FILE).is_file():
         return _open_sharded(directory)
@@ -72,8 +72,8 @@ def open_checkpoint(directory: Path) -> dict[str, TensorEntry]:
     pickles = sorted(path.name for path in directory.glob("*.bin"))
     if pickles:
         raise CheckpointError(
-            f"{directory} holds {pickles[0]}: torch pickles (.bin) are not read, because loading one runs "
-            f"code; save the model as safetensors (save_pretrained does)"
+            f"{directory} holds {pickles[0]}: torch pickles (.bin) are not supported, because loading one "
+            f"runs code; save the model as safetensors (save_pretrained does)"
         )
     raise CheckpointError(f"{directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
 
@@ -86,7 +86,7 @@ def _open_sharded(directory: Path) -> dict[str, TensorEntry]:
     for name, file_name in weight_map.items():
         if not isinstance(file_name, str):
             raise CheckpointError(
-                f"{INDEX_FILE} places tensor {name!r} in {file_name!r:.60}, which is no file's name"
+                f"{INDEX_FILE} places tensor {name!r} in {file_name!r:.60}, which is not a file name"
             )
     entries: dict[str, TensorEntry] = {}
     for file_name in sorted(set(weight_map.values())):
@@ -107,14 +107,14 @@ def _open_sharded(directory: Path) -> dict[str, TensorEntry]:
 
 
 def read_header(path: Path) -> list[TensorEntry]:
-    """The tensors of one file, checked against its size."""
+    """Return the tensors of one file, after checking them against its size."""
     file_bytes = path.stat().st_size
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         if not 2 <= header_bytes <= min(file_bytes - 8, _MAX_HEADER_BYTES):
             raise CheckpointError(
-                f"{path} is truncated or no safetensors file: its header should be {header_bytes} bytes, "
-                f"the file is {file_bytes}"
+                f"{path} is truncated or not a safetensors file: its header should have {header_bytes} "
+                f"bytes, the file has {file_bytes}"
             )
         raw = file.read(header_bytes)
     try:
@@ -126,7 +126,7 @@ def read_header(path: Path) -> list[TensorEntry]:
 
 
 def _entry(path: Path, name: str, spec: dict[str, Any], data_start: int, file_bytes: int) -> TensorEntry:
-    """Check one header entry: its bytes must lie inside the file and fit its shape."""
+    """Read one header entry, and check that its bytes are inside the file and fit its shape."""
     shape = _sizes(spec["shape"])
     begin, end = _sizes(spec["data_offsets"], 2)
     dtype = str(spec["dtype"])
@@ -144,8 +144,8 @@ def _entry(path: Path, name: str, spec: dict[str, Any], data_start: int, file_by
 
 
 def _sizes(values: Any, count: int | None = None) -> tuple[int, ...]:
-    """Of JSON, `count` of them where that is given; TypeError for anything else."""
+    """Check a JSON list of sizes, with `count` entries if that is given; raise TypeError otherwise."""
     are_sizes = isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
     if not are_sizes or count not in (None, len(values)):
-        raise TypeError(f"{values!r:.60} is no list of sizes")
+        raise TypeError(f"{values!r:.60} is not a list of sizes")
     return tuple(values)

@@ -1,8 +1,8 @@
-"""The device mesh and where each array lies on it: one axis, "tp", Megatron style.
+"""Device mesh and the partition of arrays on it: one axis, "tp", in the style of Megatron.
 
-Owns the mesh, the check that a model divides by it, and the one constraint helper the layers use.
+Owns the mesh, the check that a model is divisible by it, and the constraint helper of the layers.
 Column-parallel weights are split by KV head group or by intermediate dimension, row-parallel ones by
-the dimension that is summed over; everything else is replicated. `tp = 1` is a mesh of one device,
+the dimension that is summed over; all others are replicated. `tp = 1` is a mesh of one device,
 not another code path. Knows nothing of checkpoints.
 """
 
@@ -23,43 +23,43 @@ KV_PAGES_SPEC = PartitionSpec(None, None, TENSOR_AXIS, None)
 
 
 def make_mesh(tensor_parallel_size: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """One-dimensional mesh with the axis "tp" over the first `tensor_parallel_size` of `devices`.
+    """Create a one-dimensional mesh, axis "tp", over the first `tensor_parallel_size` of `devices`.
 
-    `devices` defaults to `jax.devices()`. Raises ShardingError when there are too few of them.
+    `devices` defaults to `jax.devices()`. Raises ShardingError if there are too few of them.
     """
     available = list(jax.devices() if devices is None else devices)
     if not 1 <= tensor_parallel_size <= len(available):
         raise ShardingError(
-            f"tensor_parallel_size={tensor_parallel_size} must lie between 1 and the {len(available)} "
-            f"device(s) at hand; lower it or offer more devices"
+            f"tensor_parallel_size={tensor_parallel_size} must be between 1 and the {len(available)} "
+            f"available device(s); lower it or provide more devices"
         )
     chosen = np.asarray(available[:tensor_parallel_size])
     return Mesh(chosen, (TENSOR_AXIS,), axis_types=(AxisType.Auto,))
 
 
 def tensor_parallel_size(mesh: AnyMesh) -> int:
-    """The size of the axis "tp"."""
+    """Return the size of the axis "tp"."""
     return int(mesh.shape[TENSOR_AXIS])
 
 
 def check_divides(config: ModelConfig, mesh: AnyMesh) -> None:
-    """Raise ShardingError unless heads, KV heads and intermediate size divide by the mesh."""
+    """Raise ShardingError unless heads, KV heads and intermediate size are divisible by the mesh size."""
     tp = tensor_parallel_size(mesh)
     for field in ("num_heads", "num_kv_heads", "intermediate_size"):
         size = getattr(config, field)
         if size % tp:
             raise ShardingError(
-                f"{field}={size} does not divide by tp={tp} (the model has {config.num_heads} heads, "
+                f"{field}={size} is not divisible by tp={tp} (the model has {config.num_heads} heads, "
                 f"{config.num_kv_heads} KV heads, intermediate size {config.intermediate_size}); "
                 f"choose a tensor_parallel_size that divides all three"
             )
 
 
 def vocabulary_axis(vocab_size: int, mesh: AnyMesh) -> str | None:
-    """The axis a vocabulary dimension is split over: "tp" if it divides, else none (replicated)."""
+    """Return the axis that a vocabulary dimension is split over: "tp" if it divides evenly, else None."""
     return None if vocab_size % tensor_parallel_size(mesh) else TENSOR_AXIS
 
 
 def constrain(x: jax.Array, mesh: AnyMesh, *axes: str | None) -> jax.Array:
-    """Tell the partitioner that dimension i of `x` lies on `axes[i]`; missing axes are replicated."""
+    """Constrain dimension i of `x` to the mesh axis `axes[i]`; missing axes are replicated."""
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*axes)))

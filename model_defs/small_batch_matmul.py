@@ -1,7 +1,7 @@
-"""Who multiplies the few rows of a decode step with a layer's weights.
+"""Choice of the matmul for the few rows of a decode step.
 
-Owns: the choice, which whoever traces a step makes for what is traced inside `multiplying_by`; without one it
-is XLA's, which is asked in `layers`. Does not know: kernels, models, or how arrays lie on devices.
+Owns: the choice. Code traced inside `multiplying_by` uses the given back end; outside of it, `layers` uses
+XLA. Does not know: kernels, models, or how arrays are placed on devices.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _backend: ContextVar[str] = ContextVar("few_rows", default=XLA)
 
 @contextlib.contextmanager
 def multiplying_by(backend: str) -> Iterator[None]:
-    """What is traced meanwhile takes this back end of `decode_matmul`, where it serves."""
+    """Make code that is traced in this context use a back end of `decode_matmul`, for supported shapes."""
     token = _backend.set(backend)
     try:
         yield
@@ -34,18 +34,18 @@ def multiplying_by(backend: str) -> Iterator[None]:
 def product(
     num_rows: int, shape: tuple[int, ...], num_in_dims: int, dtype: Any, *, gated: bool = False
 ) -> Product | None:
-    """What multiplies x [num_rows, *in_shape] with [*in_shape, *out_shape], both whole on one device.
+    """Return the product of x [num_rows, *in_shape] with [*in_shape, *out_shape] on one device.
 
     Args:
-      num_rows: of x.
-      shape: of the weights, or of the part of them that each device has.
-      num_in_dims: of its dimensions that are summed over.
-      dtype: of both.
+      num_rows: rows of x.
+      shape: shape of the weights, or of each device's part of them.
+      num_in_dims: number of dimensions of `shape` that are summed over.
+      dtype: dtype of x and the weights.
       gated: out_shape is (2, wide), the gate first, and the result [num_rows, wide] is SwiGLU's.
 
     Returns:
-      A function of x, the weights, a bias [*out_shape] or None, and `relu`, after which nothing is negative;
-      a gated one has neither. None if the kernel does not serve it, or was not asked for.
+      A function of x, the weights, a bias [*out_shape] or None, and `relu`, which clips at 0. A gated product
+      has neither bias nor relu. None if the kernel does not support the shape, or XLA is chosen.
     """
     backend = _backend.get()
     depth, out_shape = math.prod(shape[:num_in_dims]), shape[num_in_dims:]

@@ -1,9 +1,9 @@
-"""How parameters are made from Hugging Face tensors: names, shapes, fusing and transposing.
+"""Recipes of parameters from Hugging Face tensors: names, shapes, fusing and transposing.
 
-Owns `Recipe` and the parts that weight maps of several families are put together from. Their linear weights
-are [out, in], ours [in, out] with the head dimensions apart; names are given without the prefix ("model." or
-"model.decoder."). Assembly happens on the devices, where a transpose costs nothing, so a recipe also says
-along which axis the tensors may be split beforehand. Knows nothing of files, and no family.
+Owns `Recipe`, and the parts of weight maps that several families share. Hugging Face's linear weights are
+[out, in], ours are [in, out] with separate head dimensions. Names are given without the prefix ("model." or
+"model.decoder."). Assembly runs on the devices, where a transpose is cheap, so a recipe also names the axis
+along which the tensors may be split beforehand. Knows nothing of files, and no family.
 """
 
 from collections.abc import Callable
@@ -19,10 +19,10 @@ Shape = tuple[int, ...]
 
 
 class Recipe(NamedTuple):
-    """Tensor names without prefix, the shape of each, and the function that makes one array of them.
+    """Tensor names without prefix, the shape of each, and the function that assembles one array of them.
 
-    `assemble` None: the one tensor is the parameter. `split_axis` is the axis of the tensors that becomes
-    the parameter's "tp" dimension; None: they are needed whole.
+    With `assemble` None the single tensor is the parameter. `split_axis` is the axis of the tensors that
+    becomes the parameter's "tp" dimension; None means that whole tensors are needed.
     """
 
     names: tuple[str, ...]
@@ -32,9 +32,9 @@ class Recipe(NamedTuple):
 
 
 class WeightMap(NamedTuple):
-    """Recipes by our parameter names: outside the layers, and of one layer (both without its "layers.i.").
+    """Recipes by our parameter names: outside of layers, and of one layer (names without "layers.i.").
 
-    There may be recipes of parameters that a config has not (a bias, a head that is tied).
+    It may include parameters that a config does not have (a bias, a tied head).
     """
 
     outer: dict[str, Recipe]
@@ -42,22 +42,22 @@ class WeightMap(NamedTuple):
 
 
 def vector(name: str, size: int) -> Recipe:
-    """A parameter f[size] as it is."""
+    """Return the recipe of an unchanged parameter f[size]."""
     return Recipe((name,), ((size,),))
 
 
 def table(name: str, num_rows: int, width: int) -> Recipe:
-    """A parameter f[num_rows, width] as it is."""
+    """Return the recipe of an unchanged parameter f[num_rows, width]."""
     return Recipe((name,), ((num_rows, width),))
 
 
 def matrix(name: str, in_size: int, out_size: int, split_axis: int | None = None) -> Recipe:
-    """A linear weight, transposed; `split_axis` counts in theirs, [out, in]."""
+    """Return the recipe of a transposed linear weight; `split_axis` refers to the source, [out, in]."""
     return Recipe((name,), ((out_size, in_size),), jnp.transpose, split_axis)
 
 
 def token_recipes(config: ModelConfig) -> dict[str, Recipe]:
-    """The token table and the head."""
+    """Return the recipes of the token table and the head."""
     return {
         "embed.table": table("embed_tokens.weight", config.vocab_size, config.embed_width),
         "head.table": table("lm_head.weight", config.vocab_size, config.embed_width),
@@ -65,14 +65,14 @@ def token_recipes(config: ModelConfig) -> dict[str, Recipe]:
 
 
 def attention_recipes(config: ModelConfig, out_name: str) -> dict[str, Recipe]:
-    """Fused QKV and output projection. Rows of their weights are ordered (head, dimension)."""
+    """Return the recipes of fused QKV and the output projection. Source rows are (head, dimension)."""
     hidden, heads, kv_heads, dim = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
     names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     rows = (heads * dim, kv_heads * dim, kv_heads * dim)
 
     def fuse_kernel(*weights: jax.Array) -> jax.Array:
         parts = [weight.reshape(kv_heads, -1, dim, hidden) for weight in weights]
-        # The barrier keeps copy and transpose apart: fused, they are several times slower on a CPU.
+        # The barrier keeps XLA from fusing copy and transpose, which is several times slower on a CPU.
         return optimization_barrier(jnp.concatenate(parts, axis=1)).transpose(3, 0, 1, 2)
 
     def fuse_bias(*biases: jax.Array) -> jax.Array:
@@ -94,7 +94,7 @@ def attention_recipes(config: ModelConfig, out_name: str) -> dict[str, Recipe]:
 
 
 def gated_mlp_recipes(config: ModelConfig) -> dict[str, Recipe]:
-    """Fused gate and up projection, and down projection."""
+    """Return the recipes of the fused gate and up projection, and of the down projection."""
     hidden, wide = config.hidden_size, config.intermediate_size
 
     def fuse_kernel(gate: jax.Array, up: jax.Array) -> jax.Array:

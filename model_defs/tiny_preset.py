@@ -1,6 +1,6 @@
-"""The shape of the tiny presets, one a family: small enough for tests, and not blind to their context.
+"""Tiny presets, one per family: small enough for tests, with outputs that depend on the context.
 
-Owns what they share. A name that ends in "-tiny" has the byte tokenizer, whose ids these are.
+Owns their common sizes. A preset whose name ends in "-tiny" uses the byte tokenizer and its ids.
 """
 
 import dataclasses
@@ -21,11 +21,11 @@ _TINY = ModelConfig(
     bos_token_id=256,  # ids of a byte tokenizer: beginning, end of text, end of a chat message
     eos_token_ids=(257, 261),
     dtype="float32",
-    initializer_range=0.3,  # 0.02 would leave a model this narrow repeating one token
-    initial_norm_scale=4.0,  # near-ties between the two best tokens become rare
+    initializer_range=0.3,  # with 0.02, a model this narrow would repeat one token
+    initial_norm_scale=4.0,  # makes near-ties between the two best tokens rare
 )
 
 
 def tiny_preset(architecture: str, **fields: Any) -> ModelConfig:
-    """The tiny config of a family, with `fields` replaced."""
+    """Return the tiny config of a family, with `fields` replaced."""
     return dataclasses.replace(_TINY, architecture=architecture, **fields)

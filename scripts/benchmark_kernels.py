@@ -1,4 +1,4 @@
-"""Every attention kernel against its bounds and its peers: `pensieve_lab.programs.benchmark_kernels`."""
+"""Benchmark attention kernels against bounds and baselines: `pensieve_lab.programs.benchmark_kernels`."""
 
 from lab_program import start
 

@@ -1,4 +1,4 @@
-"""Conversations at recorded or random arrivals: `pensieve_lab.programs.benchmark_serving`."""
+"""Benchmark serving with recorded or random arrivals: `pensieve_lab.programs.benchmark_serving`."""
 
 from lab_program import start
 

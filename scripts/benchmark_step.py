@@ -1,4 +1,4 @@
-"""Steps of the engine against the bounds of a device: `pensieve_lab.programs.benchmark_step`."""
+"""Benchmark engine steps against the bounds of a device: `pensieve_lab.programs.benchmark_step`."""
 
 from lab_program import start
 

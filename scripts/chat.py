@@ -1,4 +1,4 @@
-"""A chat in the terminal, with replies as they come: `pensieve chat`, from a checkout."""
+"""Chat in the terminal: `pensieve chat`, from a checkout."""
 
 from pensieve_jax.commands.chat import define_flags, main
 from pensieve_jax.commands.launch import run

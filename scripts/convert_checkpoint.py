@@ -1,11 +1,11 @@
-"""Convert a model into an Orbax directory that loads quickly and sharded, tokenizer included.
+"""Convert a model, with its tokenizer, into an Orbax directory that loads fast and sharded.
 
     python scripts/convert_checkpoint.py --source path/to/hf-dir --target path/to/orbax-dir --dtype bfloat16
 
-The source may be anything `load_model` takes. Weights are read on the host, one tensor at a time. The
-target records where its weights came from, so that conversations of the source stay valid, unless the dtype
-rounds its weights; it loads like any other model directory, onto any number of devices. Exit status 2: the
-source cannot be read, or the target cannot be written or holds a model already; one line says which.
+The source may be anything that `load_model` accepts. Weights are read on the host, one tensor at a time. The
+target records the source of its weights, so that stored conversations stay valid, unless the dtype rounds the
+weights. It loads like any other model directory, onto any number of devices. The exit status is 2, with one
+line, if the source cannot be read, or the target cannot be written or already holds a model.
 """
 
 import os
@@ -42,13 +42,13 @@ COMPANIONS = (
     "tokenizer*",
     "vocab.json",
 )
-"""Files beside the weights that a model directory is read for."""
+"""Files of a model directory that are copied with the weights."""
 
 
 def convert(source: str, target: Path, dtype: str, seed: int = 0) -> None:
     """Load `source` in `dtype` on the host and save it to `target`. Raises ModelError."""
     check_target(target)
-    if (target / "config.json").exists():  # the source, say
+    if (target / "config.json").exists():  # for example, the source itself
         raise CheckpointError(f"{target} already holds a model; choose an empty target")
     config = source_config(source)
     _make_directory(target)
@@ -64,7 +64,7 @@ def convert(source: str, target: Path, dtype: str, seed: int = 0) -> None:
     digest = weights_digest(source, seed=seed)
     saved_dtype = resolve_dtype(dtype, config)
     if jnp.promote_types(resolve_dtype("auto", config), saved_dtype) != saved_dtype:
-        digest += f":{dtype}"  # rounded weights are another model
+        digest += f":{dtype}"  # rounded weights count as another model
     print(f"writing {target}", file=sys.stderr)
     save_parameters(model, target, weights_digest=digest)
     for pattern in COMPANIONS if Path(source).is_dir() else ():
@@ -73,13 +73,13 @@ def convert(source: str, target: Path, dtype: str, seed: int = 0) -> None:
 
 
 def _make_directory(target: Path) -> None:
-    """Before minutes of reading. Raises CheckpointError where nothing can be written."""
+    """Create the target before minutes of reading; raise CheckpointError if it cannot be written."""
     try:
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CheckpointError(f"{target} cannot be made a directory: {error}") from error
+        raise CheckpointError(f"{target} cannot be created as a directory: {error}") from error
     if not os.access(target, os.W_OK):
-        raise CheckpointError(f"{target} cannot be written to")
+        raise CheckpointError(f"{target} is not writable; choose another target")
 
 
 def main() -> int:
@@ -88,11 +88,13 @@ def main() -> int:
 
 
 def define_flags() -> None:
-    """The command line."""
+    """Define the command-line flags."""
     flags.DEFINE_string("source", None, "Hugging Face directory, Orbax directory or random:<preset>.")
-    flags.DEFINE_string("target", None, "Directory to write; must not hold a model.")
+    flags.DEFINE_string("target", None, "Directory to write. It must not hold a model.")
     require("source", "target")
-    flags.DEFINE_enum("dtype", "auto", ["auto", "float32", "bfloat16", "float16"], "auto: the checkpoint's.")
+    flags.DEFINE_enum(
+        "dtype", "auto", ["auto", "float32", "bfloat16", "float16"], "Type of weights; auto: the source's."
+    )
     flags.DEFINE_integer("seed", 0, "Seed of random weights.")
 
 

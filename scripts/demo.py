@@ -1,4 +1,4 @@
-"""Conversations that lose part of their state and do not show it: `pensieve demo`, from a checkout."""
+"""Demonstrate that losing parts of the KV cache changes no reply: `pensieve demo`, from a checkout."""
 
 from pensieve_jax.commands.demo import define_flags, main
 from pensieve_jax.commands.launch import run

@@ -1,4 +1,4 @@
-"""Cellular batching beside batching by graphs, in a minute: `pensieve_lab.programs.demo_cells`."""
+"""Compare cellular batching with batching by graphs: `pensieve_lab.programs.demo_cells`."""
 
 from lab_program import start
 

@@ -1,4 +1,4 @@
-"""Queries of several lengths in one padded batch, in a minute: `pensieve_lab.programs.demo_rebatching`."""
+"""Demonstrate re-batching of queries of several lengths: `pensieve_lab.programs.demo_rebatching`."""
 
 from lab_program import start
 

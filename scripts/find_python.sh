@@ -1,5 +1,5 @@
 #!/bin/sh
-# Prints a Python of at least 3.12: on the PATH, or one that pyenv has installed. Called by the Makefile.
+# Print the path of a Python of at least 3.12, from the PATH or from pyenv. Called by the Makefile.
 pyenv_root=${PYENV_ROOT:-$HOME/.pyenv}
 for python in "${PYTHON:-}" python3.12 python3.13 python3.14 python3 "$pyenv_root"/versions/3.1[2-9]*/bin/python; do
     if [ -n "$python" ] &&

@@ -1,4 +1,4 @@
-"""Conversations in, turns out, both as JSON lines: `pensieve generate`, from a checkout."""
+"""Batch generation, conversations in and turns out as JSON lines: `pensieve generate`, from a checkout."""
 
 from pensieve_jax.commands.generate import define_flags, main
 from pensieve_jax.commands.launch import run

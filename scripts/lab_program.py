@@ -1,4 +1,4 @@
-"""Starts a program of the laboratory; the launchers beside this file that need it share this."""
+"""Start of a program of the laboratory, shared by the launchers in this folder."""
 
 import importlib
 import sys
@@ -7,7 +7,7 @@ from pensieve_jax.commands.launch import EXIT_BAD_INPUT, run
 
 
 def start(name: str) -> None:
-    """Run `pensieve_lab.programs.NAME`; without the laboratory, say how to install it and exit."""
+    """Run `pensieve_lab.programs.NAME`. If the laboratory is missing, print how to install it, and exit."""
     try:
         program = importlib.import_module(f"pensieve_lab.programs.{name}")
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""What recomputing a chunk costs: `pensieve profile`, from a checkout."""
+"""Measure the cost to recompute a chunk: `pensieve profile`, from a checkout."""
 
 from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.profile import define_flags, main

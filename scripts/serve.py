@@ -1,4 +1,4 @@
-"""Conversations over HTTP: `pensieve serve`, from a checkout."""
+"""OpenAI-compatible HTTP server: `pensieve serve`, from a checkout."""
 
 from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.serve import define_flags, main

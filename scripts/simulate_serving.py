@@ -1,4 +1,4 @@
-"""What keeping state would save on a trace of your own: `pensieve_lab.programs.simulate_serving`."""
+"""Simulate the savings of stateful serving on a trace of yours: `pensieve_lab.programs.simulate_serving`."""
 
 from lab_program import start
 

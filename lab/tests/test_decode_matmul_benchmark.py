@@ -68,7 +68,7 @@ def test_the_fastest():
         ({"rows": ""}, "one or more"),
         (
             {"tensor_parallel_size": 3},
-            "--tensor_parallel_size is 3, but must be .*=40 does not divide by",
+            "--tensor_parallel_size is 3, but must be .*=40 is not divisible by",
         ),
         ({"model": "llama-tiny"}, "device is 'cpu', but must be one that the kernel runs on"),
     ],

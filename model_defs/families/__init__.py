@@ -1,5 +1,5 @@
-"""Model families, a module each, which ends in its `FAMILY`; `registry.FAMILIES` has a row for each.
+"""Model families, one module each. A module ends with its `FAMILY`, which is a row of `registry.FAMILIES`.
 
-A family knows what families share, and no other family. Its docstring says what sets it apart, and what its
-chat template does where `pensieve_jax.text.chat` has to know.
+A family uses the shared modules, and no other family. Its docstring describes its differences, and the
+behavior of its chat template that matters to `pensieve_jax.text.chat`.
 """

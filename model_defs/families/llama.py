@@ -1,9 +1,9 @@
 """Llama 2 and 3: the plain gated decoder, with optional biases on all projections.
 
-Owns the family's config.json, weight map and presets. A Llama of transformers has no window: a file that asks
-for layers with one is of another model, and refused; `sliding_window` alone, which exports of other models
-carry along, means nothing. Its chat templates (Llama 2's `[INST]`, Llama 3's headers) continue a conversation
-as they are.
+Owns the family's config.json, weight map and presets. A Llama of transformers has no sliding window: a file
+with sliding-window layers describes another model and is rejected. `sliding_window` alone, which exports of
+other models contain, is ignored. Its chat templates (Llama 2's `[INST]`, Llama 3's headers) can continue a
+conversation unchanged.
 """
 
 import dataclasses

@@ -1,11 +1,11 @@
-"""Mistral 7B and its like: the gated decoder with grouped heads and no bias anywhere.
+"""Mistral 7B and similar models: the gated decoder with grouped heads and without biases.
 
-Owns the family's config.json, weight map and presets. A sliding window that could hide a token is refused by
-name; one as long as the context hides none and is accepted. Where config.json does not mention it there is
-one, of 4,096, as in transformers: that is Mistral's first version, and later ones say null. The chat
-templates write `[INST]` around a user's message and an end-of-sequence token behind a reply, and continue a
-conversation as they are, unless a system message is given: later versions move that to the last user's
-message, and `LLM.chat` refuses the second turn.
+Owns the family's config.json, weight map and presets. A sliding window that could hide a token is rejected by
+name. One as long as the context hides none and is accepted. If config.json does not mention it, the window is
+4,096, as in transformers: this is Mistral's first version, and later versions have null. The chat templates
+write `[INST]` around a user's message and an end-of-sequence token after a reply. They can continue a
+conversation unchanged, unless it has a system message: later versions move that to the last user message, so
+`LLM.chat` rejects the second turn.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """OPT: learned positions (offset 2), layer norm before or after each block, biases, ReLU MLP.
 
-Covers the published variants: pre-norm (all but 350m), post-norm with an embedding table narrower than
+Supports the published variants: pre-norm (all but 350m), post-norm with an embedding table narrower than
 the hidden size (350m), and models without biases or without affine norms. Owns the modules, and the family's
 config.json, weight map and presets. Its tokenizers have no chat template.
 """
@@ -23,18 +23,18 @@ from model_defs.sharding import constrain
 from model_defs.tensor_recipes import WeightMap, attention_recipes, matrix, table, token_recipes, vector
 from model_defs.tiny_preset import tiny_preset
 
-_POSITION_OFFSET = 2  # rows 0 and 1 of the table are padding's, a leftover of how OPT was trained
+_POSITION_OFFSET = 2  # rows 0 and 1 of the table are for padding, as in OPT's training
 _ACTIVATIONS = {
     "relu": "relu",
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-_WRITTEN_ACTIVATIONS = {"gelu_tanh": "gelu_new"}  # where their name is not ours
+_WRITTEN_ACTIVATIONS = {"gelu_tanh": "gelu_new"}  # names that differ in config.json
 
 
 def _published(num_layers: int, hidden_size: int, num_heads: int) -> ModelConfig:
-    """A published pre-norm OPT."""
+    """Return the config of a published pre-norm OPT."""
     return ModelConfig(
         architecture="opt",
         num_layers=num_layers,
@@ -71,7 +71,7 @@ _PRESETS = {
 
 
 class OPTLayer(nnx.Module):
-    """A decoder layer of OPT, which norms before or after attention and MLP."""
+    """Decoder layer of OPT, with norms before or after attention and MLP."""
 
     def __init__(self, build: Build) -> None:
         """Declare the layer's arrays."""
@@ -90,9 +90,9 @@ class OPTLayer(nnx.Module):
     def __call__(
         self, layer_index: int, x: jax.Array, y: Summand | None, attention: Attention
     ) -> tuple[jax.Array, Summand | None]:
-        """The stream f32[T, hidden_size] and what is still to be added to it -> the same after the layer.
+        """Run the layer on the stream f32[T, hidden_size] and a pending term; return both after the layer.
 
-        After a post-norm there is nothing to be added: the normed sum is the stream.
+        With post-norm there is no pending term: the normed sum is the stream.
         """
         if self.pre_norm:
             x, normed = self.attention_norm.add(x, y)
@@ -105,10 +105,10 @@ class OPTLayer(nnx.Module):
 
 
 class OPT(Decoder):
-    """The whole model; see `Decoder`."""
+    """OPT model; see `Decoder`."""
 
     def __init__(self, build: Build) -> None:
-        """Declare every array; values come from whoever loads them."""
+        """Declare every array. A loader sets the values."""
         config = build.config
         self.config = config
         self.build = build
@@ -130,7 +130,7 @@ class OPT(Decoder):
         return "final_norm", "project_out", "embed" if self.head is None else "head"
 
     def embed_tokens(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
-        """See `Decoder`; positions lie inside the table."""
+        """Embed tokens and positions, which must be inside the table; see `Decoder`."""
         x = self.embed(token_ids)
         if self.project_in is not None:
             x = self.project_in(x).astype(jnp.float32)
@@ -140,8 +140,8 @@ class OPT(Decoder):
     def run_layers(
         self, x: jax.Array, positions: jax.Array, attention: Attention, start: int, stop: int
     ) -> jax.Array:
-        """See `Decoder`; positions are not read again."""
-        y = None  # what a layer adds is left to the norm of the next, which does both in one pass
+        """Run layers; see `Decoder`. Positions are unused here."""
+        y = None  # the next layer's norm adds a layer's output in the same pass
         for layer_index in range(start, stop):
             x, y = self.layers[layer_index](layer_index, x, y, attention)
         return x if y is None else x + added_up(y)

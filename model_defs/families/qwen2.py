@@ -1,10 +1,10 @@
-"""Qwen2 and Qwen2.5: the gated decoder with biases on queries, keys and values, and on nothing else.
+"""Qwen2 and Qwen2.5: the gated decoder with biases on queries, keys and values only.
 
-Owns the family's config.json, weight map and presets. Small models of it tie their embeddings. Layers with a
-sliding window are refused: which ones they are has changed between versions of transformers. Nothing stands
-before a conversation unless the tokenizer's own files ask for it. The chat templates are ChatML with a system
-message of their own where none is given; they write that into the first turn, and continue a conversation as
-they are.
+Owns the family's config.json, weight map and presets. Small models of the family tie their embeddings.
+Sliding-window layers are rejected: which layers have a window has changed between versions of transformers.
+A conversation has no beginning-of-sequence token unless the tokenizer's files ask for it. The chat templates
+are ChatML with a default system message. They write it into the first turn, and can continue a conversation
+unchanged.
 """
 
 from typing import Any

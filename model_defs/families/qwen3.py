@@ -1,10 +1,10 @@
-"""Qwen3: the gated decoder with a norm over each head of queries and keys, before they are rotated.
+"""Qwen3: the gated decoder with a norm over each head of queries and keys, before the rotation.
 
-Owns that layer, and the family's config.json, weight map and presets. `head_dim` is an option of its own:
-heads times it is not the hidden size. Layers with a sliding window are refused. The official chat template
-writes a reply without its reasoning once a later question follows, and puts an empty one before a reply that
-has none: a conversation under it does not only grow, so `LLM.chat` refuses its second turn. A template that
-writes replies as they were said serves.
+Owns this layer, and the family's config.json, weight map and presets. `head_dim` is a separate option: heads
+times `head_dim` need not equal the hidden size. Sliding-window layers are rejected. The official chat
+template removes the reasoning of a reply when a later question follows, and puts empty reasoning before a
+reply without any. So earlier turns change, and `LLM.chat` rejects the second turn. A template that leaves
+replies unchanged works.
 """
 
 from typing import Any
@@ -52,15 +52,15 @@ _PRESETS = {
 
 
 class HeadNorm(nnx.Module):
-    """Root-mean-square norm of each head by itself, with one scale f[head_dim] for all of them."""
+    """Root-mean-square norm of each head, with one scale f[head_dim] for all heads."""
 
     def __init__(self, build: Build) -> None:
-        """Declare the scale, which every device has whole."""
+        """Declare the scale, which is replicated on every device."""
         self.eps = build.config.norm_eps
         self.scale = declare(build, (build.config.head_dim,), ones=True)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[T, heads, head_dim] -> the same, in its dtype; computed in float32."""
+        """Norm [T, heads, head_dim] in float32; the result has the dtype of `x`."""
         wide = x.astype(jnp.float32)
         mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
         normed = wide * jax.lax.rsqrt(mean_square + self.eps) * self.scale[...].astype(jnp.float32)
@@ -68,7 +68,7 @@ class HeadNorm(nnx.Module):
 
 
 class Qwen3Layer(GatedLayer):
-    """A gated decoder layer that norms each head of queries and keys."""
+    """Gated decoder layer that norms each head of queries and keys."""
 
     def __init__(self, build: Build) -> None:
         """Declare the layer's arrays."""

@@ -1,6 +1,6 @@
 """Recurrent and tree models as cells: LSTM, Seq2Seq, TreeLSTM and Mamba, for an engine that batches cells.
 
-Knows no engine. The public names are those imported here.
+This package knows no engine. The names imported here are public.
 """
 
 from model_defs.recurrent.cells import RecurrentCell

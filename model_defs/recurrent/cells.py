@@ -1,15 +1,15 @@
-"""What a model tells an engine of each of its cells.
+"""Interface of a model's cells to an engine.
 
-Owns: the fields of that, which are those of `pensieve_jax.cellular.Cell`; an engine takes either.
-Does not know: any engine, since models stand below them.
+Owns: `RecurrentCell`, with the same fields as `pensieve_jax.cellular.Cell`; an engine accepts either.
+Does not know: any engine, since engines depend on models.
 
 A cell is a module, called as `module(inputs, **immediates)`: `inputs` is a tuple with a mapping of arrays
-[B, ...] for each state that it reads, an immediate is i32[B]. It returns a mapping of arrays, and says of
-itself:
-  state: what it returns, a `State`, which is also what it reads unless there are `inputs`.
-  inputs: a sequence of them, one for each state that it reads.
-  immediates: names of numbers that come with each node, such as a token's id.
-  emits: fields of its state that are told for every node.
+[B, ...] for each state that it reads, and an immediate is i32[B]. It returns a mapping of arrays. Its
+attributes declare:
+  state: the `State` that it returns, which is also its input if `inputs` is absent.
+  inputs: a sequence of `State`s, one for each state that it reads.
+  immediates: names of integers given with each node, such as a token id.
+  emits: fields of its state that are reported for every node.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from flax import nnx
 type State = Mapping[str, jax.ShapeDtypeStruct]
 """Fields of one row, without the batch."""
 type Arrays = Mapping[str, jax.Array]
-"""The same of a batch: [B, ...] of each field."""
+"""Arrays [B, ...] of a batch, by field."""
 
 DEFAULT_MAX_BATCH = 512
 
 
 class RecurrentCell(NamedTuple):
-    """A cell as an engine takes it.
+    """Cell for an engine.
 
     Attributes:
-      module: see above.
-      name: of the type, unique in an engine.
+      module: the module; see the module docstring.
+      name: name of the type, unique in an engine.
       max_batch: the largest batch.
-      priority: where several types have enough to run, the highest goes first.
-      batch_sizes: what is compiled, in rising order up to `max_batch`; None leaves it to the engine.
+      priority: if several types have enough ready nodes, the highest priority runs first.
+      batch_sizes: compiled batch sizes, rising up to `max_batch`; None leaves them to the engine.
     """
 
     module: nnx.Module
@@ -48,7 +48,7 @@ class RecurrentCell(NamedTuple):
 
 
 class GraphBuilder(Protocol):
-    """What `unfold` asks of a graph; see `pensieve_jax.cellular.graph.Graph`."""
+    """Graph as `unfold` uses it; see `pensieve_jax.cellular.graph.Graph`."""
 
     def chain(
         self,
@@ -59,21 +59,21 @@ class GraphBuilder(Protocol):
         after: int | None = None,
         until: int | None = None,
     ) -> range:
-        """Nodes each of which reads the one before it."""
+        """Add a chain of nodes; each reads the one before it."""
 
     def sentences(self, cell: Any, words: Any) -> None:
-        """A request for each of these, a chain whose last state it returns."""
+        """Add one request per sentence: a chain that returns its last state."""
 
     def trees(self, leaf: Any, inner: Any, words: Any, children: Any) -> None:
-        """A request for each of these, a tree whose root's state it returns."""
+        """Add one request per tree, which returns its root's state."""
 
     def nodes(self, cell: Any, inputs: Any, **immediates: Any) -> range:
-        """Nodes with inputs of their own."""
+        """Add nodes with explicit inputs."""
 
     def returns(self, *nodes: int) -> None:
-        """The states of these nodes are wanted."""
+        """Add the states of these nodes to the result."""
 
 
 def field(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-    """One array of a row of state."""
+    """Declare one array of a row of state."""
     return jax.ShapeDtypeStruct(shape, dtype)

@@ -1,6 +1,6 @@
-"""What recurrent models raise of requests, beside what all of `model_defs` raises.
+"""Error of invalid requests to recurrent models. All other errors are those of `model_defs.errors`.
 
-Owns: that error.
+Owns: this error.
 Does not know: JAX, or models.
 """
 
@@ -10,15 +10,15 @@ from model_defs.errors import ModelError
 
 
 class RequestError(ModelError):
-    """A request that a recurrent model cannot compute: `<field> is <value>, but must be <limit>.`
+    """A recurrent model cannot compute a request: `<field> is <value>, but must be <limit>.`
 
     Attributes:
       field: dotted or indexed name, which also names the node of a tree.
-      value: what was found.
-      limit: what would be accepted, in words.
+      value: the rejected value.
+      limit: description of valid values.
     """
 
     def __init__(self, field: str, value: object, limit: str) -> None:
-        """`limit` completes the words "must be"."""
+        """Compose the message; `limit` completes the words "must be"."""
         self.field, self.value, self.limit = field, value, limit
         super().__init__(f"{field} is {reprlib.repr(value)}, but must be {limit}.")

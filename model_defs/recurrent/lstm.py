@@ -1,7 +1,7 @@
-"""An LSTM over the words of a sentence: a chain of one cell (thesis, sections 2.2.1 and 2.7.2).
+"""LSTM over the words of a sentence: a chain of one cell (thesis, sections 2.2.1 and 2.7.2).
 
-Owns: the model, its requests and how they unfold.
-Does not know: batches of an engine.
+Owns: the model, its requests, and their unfolding.
+Does not know: how an engine forms batches.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class LSTMConfig(RecurrentConfig):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LSTMRequest:
-    """A sentence that an `LSTM` reads: its words, i32[n]."""
+    """Sentence for an `LSTM`: its words, i32[n]."""
 
     token_ids: np.ndarray
 
 
 class LSTM(RecurrentModel[LSTMConfig]):
-    """One layer in one direction, and its own cell. A request's result is the {h, c} of its last word."""
+    """LSTM of one layer and one direction, which is its own cell. Its result is {h, c} of the last word."""
 
     config_class = LSTMConfig
     immediates = ("token",)
@@ -61,7 +61,7 @@ class LSTM(RecurrentModel[LSTMConfig]):
         seed: int = 0,
         dtype: str = "float32",
     ) -> Self:
-        """Seeded weights; embeddings are as wide as the hidden state unless that is said."""
+        """Create a model with seeded weights; `embedding_size` defaults to `hidden_size`."""
         width = hidden_size if embedding_size is None else embedding_size
         config = LSTMConfig(vocab_size=vocab_size, embedding_size=width, hidden_size=hidden_size, dtype=dtype)
         return cls(config)._fill_randomly(seed)
@@ -70,15 +70,15 @@ class LSTM(RecurrentModel[LSTMConfig]):
     def from_torch(
         cls, source: TensorSource, *, embedding: str = "embedding", lstm: str = "lstm", dtype: str = "float32"
     ) -> Self:
-        """A torch module of an `nn.Embedding` and an `nn.LSTM`.
+        """Import a torch module of an `nn.Embedding` and an `nn.LSTM`.
 
         Args:
-          source: its state_dict, or the safetensors file of it.
-          embedding, lstm: what it calls the two.
-          dtype: to run in.
+          source: its state_dict, or a safetensors file of it.
+          embedding, lstm: names of the two submodules.
+          dtype: dtype to run in.
 
         Raises:
-          CheckpointError: a tensor is missing, misshapen or too many, such as those of a second layer.
+          CheckpointError: a tensor is missing, misshapen or unexpected, such as those of a second layer.
         """
         tensors = open_tensors(source)
         config = LSTMConfig(
@@ -93,12 +93,12 @@ class LSTM(RecurrentModel[LSTMConfig]):
 
     @property
     def state(self) -> State:
-        """What a word leaves."""
+        """State after a word."""
         size = self.config.hidden_size
         return {"h": field(size, dtype=self.config.dtype), "c": field(size)}
 
     def __call__(self, inputs: tuple[Arrays], token: jax.Array) -> dict[str, jax.Array]:
-        """A word of each of B sentences, i32[B]."""
+        """Read one word of each of B sentences, i32[B]."""
         (before,) = inputs
         h, c = lstm_step(self.lstm, self.embedding(token), before["h"], before["c"])
         return {"h": h, "c": c}
@@ -108,19 +108,19 @@ class LSTM(RecurrentModel[LSTMConfig]):
         return [RecurrentCell(self, "lstm", max_batch)]
 
     def request(self, token_ids: Any) -> LSTMRequest:
-        """A sentence, of one word at least.
+        """Make a request of a sentence with at least one word.
 
         Raises:
-          RequestError: it is empty, or an id is not in the vocabulary.
+          RequestError: the sentence is empty, or an id is not in the vocabulary.
         """
         return LSTMRequest(check_ids("token_ids", token_ids, self.config.vocab_size))
 
     def unfold(self, request: LSTMRequest, graph: GraphBuilder) -> None:
-        """A node for each word."""
+        """Add a node for each word."""
         check_requests(LSTMRequest, request)
         graph.returns(graph.chain(self, request.token_ids)[-1])
 
     def unfold_many(self, requests: Sequence[LSTMRequest], graph: GraphBuilder) -> None:
-        """The same for many."""
+        """Add several sentences at once."""
         check_requests(LSTMRequest, *requests)
         graph.sentences(self, [request.token_ids for request in requests])

@@ -1,11 +1,11 @@
-"""Mamba: a language model whose state has one size, however long the text; so cells batch it without pages.
+"""Mamba: a language model with a state of constant size, so that cells batch it without pages.
 
-Owns: the model, its one cell, its requests and how they unfold.
-Does not know: batches of an engine, text, or how tokens are drawn: the best one is taken.
+Owns: the model, its only cell, its requests, and their unfolding.
+Does not know: how an engine forms batches, text, or sampling (decoding is greedy).
 
-Gu and Dao (2023), with selective state spaces of version 1, as transformers' `MambaForCausalLM` computes them
-for `state-spaces/mamba-130m-hf` and its like. One cell reads a prompt and writes a reply: requests in either
-phase run in one batch.
+It follows Gu and Dao (2023), with selective state spaces of version 1, as in transformers' `MambaForCausalLM`
+for `state-spaces/mamba-130m-hf` and similar models. The same cell reads a prompt and writes a reply, so
+requests in both phases run in one batch.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from model_defs.recurrent.requests import check_count, check_id, check_ids, chec
 from model_defs.recurrent.tensors import TensorSource, open_tensors
 
 OWN_TOKEN = -1
-"""As a node's token: the one that the step before has written."""
+"""Token of a node that stands for the token written by the previous step."""
 
 type Weights = Mapping[str, jax.Array]
 
 
 class _Output(Protocol):
-    """What an engine says of a request."""
+    """Output of a request by an engine."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """What its nodes have emitted."""
+        """Emitted tokens of all nodes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MambaRequest:
-    """A prompt to be continued.
+    """Prompt to continue.
 
     Attributes:
       prompt_ids: i32[n].
-      max_new_tokens: how many are written at most.
-      eos_id: what ends it before that, if anything.
+      max_new_tokens: most tokens of the reply.
+      eos_id: token that ends the reply early, or None.
     """
 
     prompt_ids: np.ndarray
@@ -60,15 +60,15 @@ class MambaRequest:
     eos_id: int | None
 
     def reply(self, output: _Output) -> tuple[int, ...]:
-        """The tokens that were written: those of nodes that read the prompt, but its last one, are none."""
+        """Return the tokens of the reply: the output without that of nodes before the prompt's last token."""
         return output.tokens[len(self.prompt_ids) - 1 :]
 
 
 class MambaLayers(nnx.Module):
-    """The arrays of all layers, each [num_layers, ...]: a cell loops over them, so that it compiles once."""
+    """Arrays of all layers, each [num_layers, ...]. The cell loops over layers, so that it compiles once."""
 
     def __init__(self, config: MambaConfig) -> None:
-        """Declare them; what decides how quickly states fade is float32 in every model."""
+        """Declare the arrays. Those that determine the decay of states are float32 in every model."""
         num, hidden, inner = config.num_layers, config.hidden_size, config.intermediate_size
         rank, size, dtype = config.time_step_rank, config.state_size, config.dtype
         self.norm = declare((num, hidden), "float32", 1.0, constant=True)
@@ -76,7 +76,7 @@ class MambaLayers(nnx.Module):
         self.conv1d = declare((num, config.conv_kernel, inner), "float32", config.conv_kernel**-0.5)
         self.x_proj = declare((num, inner, rank + 2 * size), dtype, inner**-0.5)
         self.dt_proj = declare((num, rank, inner), dtype, rank**-0.5)
-        self.dt_proj_bias = declare((num, inner), "float32", -4.6, constant=True)  # steps around 0.01
+        self.dt_proj_bias = declare((num, inner), "float32", -4.6, constant=True)  # time steps around 0.01
         self.A_log = declare((num, size, inner), "float32", 1.0)
         self.D = declare((num, inner), "float32", 1.0, constant=True)
         self.out_proj = declare((num, inner, hidden), dtype, inner**-0.5)
@@ -87,12 +87,12 @@ class MambaLayers(nnx.Module):
             self.conv1d_bias = declare((num, inner), "float32", 0.0, constant=True)
 
     def arrays(self) -> dict[str, jax.Array]:
-        """By name, those that there are."""
+        """Return all declared arrays, by name."""
         return {name: parameter[...] for name, parameter in named_parameters(self)}
 
 
 class Mamba(RecurrentModel[MambaConfig]):
-    """It is its own cell. `MambaRequest.reply` of a result is what was written, <eos> included."""
+    """Mamba model, which is its own cell. `MambaRequest.reply` extracts the reply, <eos> included."""
 
     config_class: ClassVar[type[MambaConfig]] = MambaConfig
     immediates = ("token",)
@@ -119,7 +119,7 @@ class Mamba(RecurrentModel[MambaConfig]):
         dtype: str = "float32",
         eos_token_id: int | None = None,
     ) -> Self:
-        """Seeded weights; other sizes are those that a checkpoint of this width would have."""
+        """Create a model with seeded weights; other sizes are those of a checkpoint of this width."""
         sizes = {"hidden_size": hidden_size, "vocab_size": vocab_size, "num_hidden_layers": num_layers}
         more = {"state_size": state_size, "conv_kernel": conv_kernel, "eos_token_id": eos_token_id}
         return cls(parse_mamba({"model_type": "mamba", **sizes, **more}, dtype))._fill_randomly(seed)
@@ -128,20 +128,20 @@ class Mamba(RecurrentModel[MambaConfig]):
     def from_hf(
         cls, source: TensorSource, config: Mapping[str, Any] | None = None, *, dtype: str = "float32"
     ) -> Self:
-        """A checkpoint of transformers' `MambaForCausalLM`.
+        """Import a checkpoint of transformers' `MambaForCausalLM`.
 
         Args:
           source: its directory, or its tensors by name.
-          config: what is in config.json; needed where `source` is no directory.
-          dtype: to run in.
+          config: contents of config.json; required if `source` is not a directory.
+          dtype: dtype to run in.
 
         Raises:
-          CheckpointError: a tensor is missing, misshapen or too many.
+          CheckpointError: a tensor is missing, misshapen or unexpected.
           UnsupportedModelError: an option is not implemented.
         """
         if config is None:
             if isinstance(source, Mapping):
-                raise CheckpointError("tensors alone do not say a model's sizes: give its config as well")
+                raise CheckpointError("tensors alone do not determine the model's sizes; pass its config")
             config = read_json(Path(source) / "config.json")
         model = cls(parse_mamba(config, dtype))
         tensors = open_tensors(source)
@@ -152,7 +152,7 @@ class Mamba(RecurrentModel[MambaConfig]):
 
     @property
     def state(self) -> State:
-        """Of every layer its windows and its states, and the token that was written."""
+        """Windows and states of every layer, and the last written token."""
         config = self.config
         num, inner = config.num_layers, config.intermediate_size
         return {
@@ -162,12 +162,12 @@ class Mamba(RecurrentModel[MambaConfig]):
         }
 
     def __call__(self, inputs: tuple[Arrays], token: jax.Array) -> dict[str, jax.Array]:
-        """A token of each of B texts, i32[B]; `OWN_TOKEN` is the one that was written before."""
+        """Process one token of each of B texts, i32[B]; `OWN_TOKEN` means the last written token."""
         (before,) = inputs
         token = jnp.where(token == OWN_TOKEN, before["token"], token)
 
         def run_layer(carry: tuple[jax.Array, ...], one: tuple[jax.Array, Weights]) -> tuple[Any, None]:
-            # Windows and states are carried, and not scanned over: so they are updated where they are.
+            # Windows and states are in the carry instead of the scanned inputs, so they are updated in place.
             x, windows, states = carry
             i, weights = one
             window, state = (lax.dynamic_index_in_dim(old, i, 1, keepdims=False) for old in (windows, states))
@@ -191,16 +191,16 @@ class Mamba(RecurrentModel[MambaConfig]):
     def request(
         self, prompt_ids: Any, max_new_tokens: int, *, eos_id: int | None = None, ignore_eos: bool = False
     ) -> MambaRequest:
-        """A prompt to be continued.
+        """Make a request to continue a prompt.
 
         Args:
-          prompt_ids: its tokens, one at least.
-          max_new_tokens: how many are written at most.
-          eos_id: what ends it before that; None is the model's.
-          ignore_eos: nothing does.
+          prompt_ids: tokens of the prompt, at least one.
+          max_new_tokens: most tokens of the reply.
+          eos_id: token that ends the reply early; None means the model's.
+          ignore_eos: never end the reply early.
 
         Raises:
-          RequestError: one of these cannot be.
+          RequestError: an argument is invalid.
         """
         ids = check_ids("prompt_ids", prompt_ids, self.config.vocab_size)
         most = check_count("max_new_tokens", max_new_tokens, 1)
@@ -212,7 +212,7 @@ class Mamba(RecurrentModel[MambaConfig]):
         return MambaRequest(ids, most, end)
 
     def unfold(self, request: MambaRequest, graph: GraphBuilder) -> None:
-        """A chain that reads, and one that may end early: of the prompt's last token, and then of its own."""
+        """Add a chain for the prompt but its last token, and a chain for this token and the reply."""
         check_requests(MambaRequest, request)
         prompt = request.prompt_ids
         before = graph.chain(self, prompt[:-1])[-1] if len(prompt) > 1 else None
@@ -222,22 +222,22 @@ class Mamba(RecurrentModel[MambaConfig]):
 
 
 def _norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square norm of f32[B, hidden]."""
+    """Compute the root-mean-square norm of f32[B, hidden]."""
     return x * lax.rsqrt(jnp.mean(x * x, axis=1, keepdims=True) + eps) * scale
 
 
 def _mix(
     x: jax.Array, window: jax.Array, state: jax.Array, weights: Weights
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A layer's mixer in one step.
+    """Run one step of a layer's mixer.
 
     Args:
       x: f32[B, hidden].
-      window: [B, conv_kernel - 1, inner], the channels' last values.
+      window: [B, conv_kernel - 1, inner], the last values of each channel.
       state: f32[B, state_size, inner].
-      weights: of this layer.
+      weights: weights of this layer.
 
-    Returns: what it adds to the text's stream, f32[B, hidden], and the next window and state.
+    Returns: the term to add to the residual stream, f32[B, hidden], and the next window and state.
     """
     size = state.shape[1]
     u, gate = jnp.split(project(x, weights["in_proj"], weights.get("in_proj_bias")), 2, axis=1)

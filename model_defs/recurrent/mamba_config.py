@@ -1,6 +1,6 @@
-"""What a Mamba checkpoint says of itself, and which tensors the model is made of.
+"""Config and weight recipes of Mamba.
 
-Owns: the config, how it is read from Hugging Face's, and the recipe of each parameter.
+Owns: the config, its reading from Hugging Face's config.json, and the recipe of each parameter.
 Does not know: the arithmetic.
 """
 
@@ -25,8 +25,8 @@ class MambaConfig(RecurrentConfig):
     """Sizes of a `Mamba`.
 
     `intermediate_size` is the number of channels, each with a window of `conv_kernel` values and a state of
-    `state_size` numbers; `time_step_rank` is the rank of what their time steps are projected from.
-    `eos_token_id` ends a reply; None: nothing does.
+    `state_size` numbers. `time_step_rank` is the rank of the projection to their time steps. `eos_token_id`
+    ends a reply; None means that replies end only by length.
     """
 
     architecture: ClassVar[str] = "mamba"
@@ -44,17 +44,17 @@ class MambaConfig(RecurrentConfig):
     eos_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        """A window holds something of the past."""
+        """Raise UnsupportedModelError for invalid sizes. A window must hold at least one past value."""
         super().__post_init__()
         if self.conv_kernel < 2:
             raise UnsupportedModelError(f"conv_kernel={self.conv_kernel} must be at least 2")
 
 
 def parse_mamba(values: Mapping[str, Any], dtype: str) -> MambaConfig:
-    """The config of a config.json whose `model_type` is "mamba".
+    """Read the config of a config.json whose `model_type` is "mamba".
 
     Raises:
-      UnsupportedModelError: naming an option that is not implemented, or of a wrong type.
+      UnsupportedModelError: an option is not implemented, or of a wrong type; the message names it.
     """
     options = dict(values)
     if options.get("model_type") != "mamba":
@@ -67,7 +67,7 @@ def parse_mamba(values: Mapping[str, Any], dtype: str) -> MambaConfig:
         eos = eos[0]
     if eos is not None and type(eos) is not int:
         raise UnsupportedModelError(
-            f"eos_token_id={eos!r} must be one id or null: a chain of cells ends at one"
+            f"eos_token_id={eos!r} must be one id or null, since a chain of cells can end at only one id"
         )
     return MambaConfig(
         dtype=dtype,
@@ -87,7 +87,7 @@ def parse_mamba(values: Mapping[str, Any], dtype: str) -> MambaConfig:
 
 
 def mamba_recipes(config: MambaConfig) -> dict[str, Recipe]:
-    """Every parameter, and those that a config has not (a bias, a head that is tied)."""
+    """Return the recipes of all parameters, including absent ones (a bias, a tied head)."""
     hidden, inner, rank = config.hidden_size, config.intermediate_size, config.time_step_rank
     words = (config.vocab_size, hidden)
     num_states = rank + 2 * config.state_size
@@ -95,7 +95,7 @@ def mamba_recipes(config: MambaConfig) -> dict[str, Recipe]:
     def stacked(
         name: str, shape: tuple[int, ...], assemble: Callable[[jax.Array], jax.Array] | None = None
     ) -> Recipe:
-        """Of all layers; `assemble` is of one."""
+        """Return the recipe of one array for all layers; `assemble` transforms the tensor of one layer."""
 
         def stack(*parts: jax.Array) -> jax.Array:
             return jnp.stack(parts if assemble is None else [assemble(part) for part in parts])

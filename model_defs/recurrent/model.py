@@ -1,6 +1,6 @@
-"""What every model of this package is: a config and parameters, random, imported, or saved and loaded.
+"""Base of all models of this package: a config, and parameters that are random, imported or restored.
 
-Owns: how an abstract model is filled, and what a saved one says of itself.
+Owns: the filling of an abstract model, and the metadata of a saved one.
 Does not know: any architecture.
 """
 
@@ -28,16 +28,16 @@ from model_defs.tensor_recipes import Recipe
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecurrentConfig:
-    """Sizes of a model, all of them positive, and the dtype that it runs in.
+    """Sizes of a model, which must be positive, and the dtype that it runs in.
 
-    Names that end in `_id`, and `num_classes`, may be 0.
+    Fields that end in `_id`, and `num_classes`, may be 0.
     """
 
     architecture: ClassVar[str]
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        """Check what no model could be."""
+        """Raise UnsupportedModelError for invalid sizes or dtypes."""
         for one in dataclasses.fields(self):
             value = getattr(self, one.name)
             least = 0 if one.name.endswith("_id") or one.name == "num_classes" else 1
@@ -47,30 +47,30 @@ class RecurrentConfig:
             raise UnsupportedModelError(f"dtype={self.dtype!r} is not one of {', '.join(DTYPES)}")
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, and which model it is."""
+        """Return plain values, with the architecture."""
         return dataclasses.asdict(self) | {"architecture": self.architecture}
 
 
 class RecurrentModel[C: RecurrentConfig](nnx.Module):
-    """A model whose arrays have no value until it is filled.
+    """Model whose arrays have no values until it is filled.
 
     Attributes:
-      config: what it was made of.
+      config: configuration of the model.
     """
 
     config_class: ClassVar[type[RecurrentConfig]]
     config: C
 
     def __init__(self, config: C) -> None:
-        """Declare every array; subclasses do."""
+        """Store the config. Subclasses declare the arrays."""
         self.config = config
 
     @classmethod
     def load(cls, directory: str | Path, *, dtype: str = "auto") -> Self:
-        """A model that `save` wrote; "auto" is the dtype that it was saved in.
+        """Load a model that `save` wrote; dtype "auto" is the saved one.
 
         Raises:
-          CheckpointError: it is another model's, or files are missing, damaged or of other shapes.
+          CheckpointError: it is another architecture, or files are missing, damaged or of other shapes.
         """
         values = dict(read_saved(Path(directory))["config"])
         found = values.pop("architecture", None)
@@ -88,15 +88,15 @@ class RecurrentModel[C: RecurrentConfig](nnx.Module):
         return model
 
     def save(self, directory: str | Path) -> None:
-        """Write it to a directory that holds no model yet.
+        """Write the model to a directory that holds no model yet.
 
         Raises:
-          CheckpointError: it holds one.
+          CheckpointError: the directory holds a model.
         """
         save_arrays(self, directory, config=self.config.to_json(), weights_digest=_digest(self))
 
     def _fill_randomly(self, seed: int) -> Self:
-        """Values that follow from seed, name and place alone."""
+        """Fill with values that depend only on seed, name and index."""
 
         def fill(name: str, parameter: Parameter) -> jax.Array:
             scale, constant = (parameter.get_metadata(key) for key in ("scale", "constant"))
@@ -106,7 +106,7 @@ class RecurrentModel[C: RecurrentConfig](nnx.Module):
         return self
 
     def _fill_from(self, tensors: Mapping[str, Tensor], recipes: Mapping[str, Recipe]) -> Self:
-        """Make every parameter of the tensors that its recipe names.
+        """Make every parameter from the tensors that its recipe names.
 
         Raises:
           CheckpointError: a tensor is missing, misshapen, or not part of this model.
@@ -114,7 +114,7 @@ class RecurrentModel[C: RecurrentConfig](nnx.Module):
         check_tensors(tensors, recipes.values())
 
         def fill(name: str, parameter: Parameter) -> jax.Array:
-            target: Any = parameter.get_value()  # a ShapeDtypeStruct yet
+            target: Any = parameter.get_value()  # still a ShapeDtypeStruct
             recipe = recipes[name]
             parts = [jnp.asarray(np.asarray(tensors[one].read(), np.float32)) for one in recipe.names]
             value = parts[0] if recipe.assemble is None else recipe.assemble(*parts)
@@ -125,7 +125,7 @@ class RecurrentModel[C: RecurrentConfig](nnx.Module):
 
 
 def _digest(model: nnx.Module) -> str:
-    """Of names and values."""
+    """Return the SHA-256 of all names and values."""
     digest = hashlib.sha256()
     for name, parameter in named_parameters(model):
         digest.update(name.encode())

@@ -1,10 +1,10 @@
-"""The parts that cells are made of: tables, projections, and the steps of an LSTM.
+"""Layers of cells: tables, projections, and the step of an LSTM.
 
-Owns: their arrays, declared before any value exists, their precision, and the torch tensors that make them.
-Does not know: models, graphs, or where values come from.
+Owns: their arrays, declared before any value exists, their precision, and their recipes from torch tensors.
+Does not know: models, graphs, or the source of values.
 
-float32 means float32: matmuls then ask for HIGHEST precision, because GPUs default to TF32. Below it inputs
-of a matmul have the kernel's dtype, and everything else is float32.
+In float32, matmuls request HIGHEST precision, because GPUs default to TF32. In narrower types the inputs of a
+matmul have the kernel's dtype, and everything else is float32.
 """
 
 from __future__ import annotations
@@ -23,50 +23,50 @@ from model_defs.tensor_recipes import Recipe, matrix, vector
 def declare(
     shape: tuple[int, ...], dtype: str, scale: float, *, constant: bool = False
 ) -> nnx.Param[jax.Array]:
-    """A parameter without a value yet; a random one is normal with this deviation, or everywhere `scale`."""
+    """Declare a parameter without a value. Random values are normal of deviation `scale`, or all `scale`."""
     sharding = SingleDeviceSharding(jax.local_devices()[0])
     abstract: Any = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
     return nnx.Param(abstract, scale=scale, constant=constant)
 
 
 def project(x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """[B, in] with [in, out] -> f32[B, out]."""
+    """Multiply [B, in] by [in, out]; return f32[B, out]."""
     precision = lax.Precision.HIGHEST if kernel.dtype == jnp.float32 else lax.Precision.DEFAULT
     y = jnp.dot(x.astype(kernel.dtype), kernel, precision=precision, preferred_element_type=jnp.float32)
     return y if bias is None else y + bias.astype(jnp.float32)
 
 
 class RecurrentEmbedding(nnx.Module):
-    """A table [vocab_size, width] of tokens."""
+    """Embedding table [vocab_size, width] of tokens."""
 
     def __init__(self, vocab_size: int, width: int, dtype: str, *, scale: float = 1.0) -> None:
-        """Declare it; `scale` is of random values."""
+        """Declare the table; `scale` is the deviation of random values."""
         self.weight = declare((vocab_size, width), dtype, scale)
 
     def __call__(self, token: jax.Array) -> jax.Array:
-        """Rows of i32[B] -> [B, width]; an id outside the table, as padding may hold, gets some row."""
+        """Map i32[B] to rows [B, width]. Padding may have ids outside the table; which give any row."""
         return jnp.take(self.weight[...], token, axis=0, mode="clip")
 
 
 class RecurrentLinear(nnx.Module):
-    """A projection; weight [in, out], which is torch's transposed, and bias [out]."""
+    """Projection with weight [in, out], the transpose of torch's, and bias [out]."""
 
     def __init__(self, in_size: int, out_size: int, dtype: str, *, bias: bool = True) -> None:
         self.weight = declare((in_size, out_size), dtype, in_size**-0.5)
         self.bias = declare((out_size,), dtype, in_size**-0.5) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, in] -> f32[B, out]."""
+        """Map [B, in] to f32[B, out]."""
         return project(x, self.weight[...], None if self.bias is None else self.bias[...])
 
 
 def lstm_step(
     gates: RecurrentLinear, x: jax.Array, h: jax.Array, c: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """A step of an LSTM: one matmul of [B, in + hidden] with [in + hidden, 4 hidden] (thesis, section 2.2.2).
+    """Run an LSTM step: a matmul of [B, in + hidden] by [in + hidden, 4 hidden] (thesis, section 2.2.2).
 
     Args:
-      gates: in torch's order, input, forget, cell, output; its two biases are one.
+      gates: gates in torch's order (input, forget, cell, output), with torch's two biases summed.
       x: [B, in].
       h: [B, hidden].
       c: f32[B, hidden].
@@ -79,7 +79,7 @@ def lstm_step(
 
 
 def linear_recipes(ours: str, theirs: str, in_size: int, out_size: int) -> dict[str, Recipe]:
-    """Of a `RecurrentLinear` with a bias, made of a torch one."""
+    """Return the recipes of a `RecurrentLinear` with bias, from torch's `nn.Linear`."""
     return {
         f"{ours}.weight": matrix(f"{theirs}.weight", in_size, out_size),
         f"{ours}.bias": vector(f"{theirs}.bias", out_size),
@@ -87,7 +87,7 @@ def linear_recipes(ours: str, theirs: str, in_size: int, out_size: int) -> dict[
 
 
 def lstm_recipes(ours: str, theirs: str, in_size: int, hidden_size: int) -> dict[str, Recipe]:
-    """Of the gates of an LSTM, made of one layer of torch's, in one direction."""
+    """Return the recipes of LSTM gates, from one layer and direction of torch's `nn.LSTM`."""
     gates = 4 * hidden_size
     weights = (f"{theirs}.weight_ih_l0", f"{theirs}.weight_hh_l0")
     biases = (f"{theirs}.bias_ih_l0", f"{theirs}.bias_hh_l0")
@@ -98,10 +98,10 @@ def lstm_recipes(ours: str, theirs: str, in_size: int, hidden_size: int) -> dict
 
 
 def _side_by_side(*weights: jax.Array) -> jax.Array:
-    """[out, in] of several inputs -> [all of them, out]."""
+    """Concatenate weights [out, in] along their inputs, and transpose to [in, out]."""
     return jnp.concatenate(weights, axis=1).T
 
 
 def best(scores: jax.Array) -> jax.Array:
-    """The place of the highest of f[B, n], i32[B]; of several the first."""
+    """Return i32[B], the index of the first maximum in each row of f[B, n]."""
     return jnp.argmax(scores, axis=1).astype(jnp.int32)

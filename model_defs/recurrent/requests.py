@@ -1,7 +1,7 @@
-"""What every request of these models is checked for.
+"""Checks of requests to recurrent models.
 
 Owns: the checks of token ids and counts.
-Does not know: what becomes of them.
+Does not know: how models use them.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import numpy as np
 from model_defs.recurrent.errors import RequestError
 
 MAX_STEPS = 2**24
-"""Of one request: far more than engines take, which say so when arrays of as many numbers have been made."""
+"""Most steps of one request, far above engines' limits. Engines check theirs only after allocating arrays."""
 
 
 def check_requests(kind: type, *requests: object) -> None:
-    """Raise RequestError for the first that no model of this kind made."""
+    """Raise RequestError for the first request that is not a `kind`."""
     for place, request in enumerate(requests):
         if not isinstance(request, kind):
             field = "request" if len(requests) == 1 else f"requests[{place}]"
-            raise RequestError(field, request, f"a {kind.__name__}, as the model's own request() makes it")
+            raise RequestError(field, request, f"a {kind.__name__} from the model's request()")
 
 
 def as_array(field: str, values: Any, limit: str) -> np.ndarray:
-    """Of whatever `values` are of.
+    """Convert `values` to an array of their own type.
 
     Raises:
-      RequestError: lists in them are of different lengths.
+      RequestError: nested lists have different lengths.
     """
     try:
         return np.asarray(values)
@@ -37,12 +37,12 @@ def as_array(field: str, values: Any, limit: str) -> np.ndarray:
 
 
 def check_ids(field: str, ids: Any, vocab_size: int) -> np.ndarray:
-    """i32[n] of token ids, one at least.
+    """Return token ids as i32[n].
 
     Raises:
-      RequestError: they are none, no ints, or one is not in the vocabulary.
+      RequestError: there are no ids, they are not ints, or one is not in the vocabulary.
     """
-    limit = "token ids, one at least"
+    limit = "at least one token id"
     found = as_array(field, ids, limit)
     if found.ndim != 1 or not len(found) or found.dtype.kind not in "iu":
         raise RequestError(field, ids, limit)
@@ -53,10 +53,10 @@ def check_ids(field: str, ids: Any, vocab_size: int) -> np.ndarray:
 
 
 def check_id(field: str, value: Any, vocab_size: int) -> int:
-    """One token's id.
+    """Return a token id as int.
 
     Raises:
-      RequestError: it is no int, or not in the vocabulary.
+      RequestError: it is not an int, or not in the vocabulary.
     """
     if not _is_int(value) or not 0 <= value < vocab_size:
         raise RequestError(field, value, f"an id from 0 to {vocab_size - 1}")
@@ -64,10 +64,10 @@ def check_id(field: str, value: Any, vocab_size: int) -> int:
 
 
 def check_count(field: str, value: Any, least: int) -> int:
-    """A number of steps.
+    """Return a number of steps as int.
 
     Raises:
-      RequestError: it is no int, less than `least`, or more than `MAX_STEPS`.
+      RequestError: it is not an int, less than `least`, or more than `MAX_STEPS`.
     """
     if not _is_int(value) or value < least:
         raise RequestError(field, value, f"an int of at least {least}")

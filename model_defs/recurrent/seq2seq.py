@@ -1,10 +1,10 @@
 """Sequence to sequence: an LSTM reads a sentence, another writes one, word by word (thesis, section 2.7.4).
 
-Owns: the model, its two cells, its requests and how they unfold.
-Does not know: batches of an engine.
+Owns: the model, its two cells, its requests, and their unfolding.
+Does not know: how an engine forms batches.
 
-Both cells leave the same kind of state, {h, c, token}, so that a decoder takes over the row of its encoder.
-An encoder leaves the <go> symbol as the token that the first decoder reads.
+Both cells have the same kind of state, {h, c, token}, so that a decoder takes over the row of its encoder.
+An encoder sets the token to the <go> symbol, which the first decoder reads.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ DEFAULT_MAX_EXTRA_STEPS = 50
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seq2SeqConfig(RecurrentConfig):
-    """Sizes of a `Seq2Seq`: `vocab_size` is of what is read, `target_vocab_size` of what is written.
+    """Sizes of a `Seq2Seq`: `vocab_size` is the source vocabulary, `target_vocab_size` the target's.
 
-    `go_id` is what the decoder reads first, `eos_id` what it writes last; both are words of the target.
+    `go_id` is the first input of the decoder, `eos_id` its last output; both are target words.
     """
 
     architecture: ClassVar[str] = "seq2seq"
@@ -52,7 +52,7 @@ class Seq2SeqConfig(RecurrentConfig):
     eos_id: int
 
     def __post_init__(self) -> None:
-        """Special tokens are in the vocabulary."""
+        """Raise UnsupportedModelError for invalid sizes, or special tokens outside the target vocabulary."""
         super().__post_init__()
         for name, value in (("go_id", self.go_id), ("eos_id", self.eos_id)):
             if value >= self.target_vocab_size:
@@ -63,12 +63,12 @@ class Seq2SeqConfig(RecurrentConfig):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Seq2SeqRequest:
-    """A sentence to be translated.
+    """Sentence to translate.
 
     Attributes:
       source_ids: i32[n].
-      num_steps: words that are written, or how many at most.
-      eos_id: the word that ends it; None if exactly `num_steps` are written.
+      num_steps: most words of the translation, or their exact number without `eos_id`.
+      eos_id: word that ends the translation, or None.
     """
 
     source_ids: np.ndarray
@@ -77,7 +77,7 @@ class Seq2SeqRequest:
 
 
 class _Coder(nnx.Module):
-    """What both cells have."""
+    """Base of both cells."""
 
     def __init__(self, config: Seq2SeqConfig, vocab_size: int, embedding_size: int) -> None:
         self.config = config
@@ -86,13 +86,13 @@ class _Coder(nnx.Module):
 
     @property
     def state(self) -> State:
-        """What both leave and read."""
+        """State that both cells read and return."""
         size = self.config.hidden_size
         return {"h": field(size, dtype=self.config.dtype), "c": field(size), "token": field(dtype=jnp.int32)}
 
 
 class Encoder(_Coder):
-    """Reads a word of the source sentence."""
+    """Cell that reads a word of the source sentence."""
 
     immediates = ("token",)
 
@@ -100,14 +100,14 @@ class Encoder(_Coder):
         super().__init__(config, config.vocab_size, config.embedding_size)
 
     def __call__(self, inputs: tuple[Arrays], token: jax.Array) -> dict[str, jax.Array]:
-        """A word of each of B sentences, i32[B]."""
+        """Read one word of each of B sentences, i32[B]."""
         (before,) = inputs
         h, c = lstm_step(self.lstm, self.embedding(token), before["h"], before["c"])
         return {"h": h, "c": c, "token": jnp.full_like(token, self.config.go_id)}
 
 
 class Seq2SeqDecoder(_Coder):
-    """Writes the best next word, and reads it in the next step."""
+    """Cell that writes the best next word, and reads it in the next step."""
 
     emits = ("token",)
 
@@ -116,14 +116,14 @@ class Seq2SeqDecoder(_Coder):
         self.out = RecurrentLinear(config.hidden_size, config.target_vocab_size, config.dtype)
 
     def __call__(self, inputs: tuple[Arrays]) -> dict[str, jax.Array]:
-        """A step of each of B sentences."""
+        """Write one word of each of B sentences."""
         (before,) = inputs
         h, c = lstm_step(self.lstm, self.embedding(before["token"]), before["h"], before["c"])
         return {"h": h, "c": c, "token": best(self.out(h))}
 
 
 class Seq2Seq(RecurrentModel[Seq2SeqConfig]):
-    """An encoder and a decoder that share no weights. A request's result is its tokens, <eos> included."""
+    """Encoder and decoder without shared weights. A request's result is its tokens, <eos> included."""
 
     config_class = Seq2SeqConfig
 
@@ -143,7 +143,7 @@ class Seq2Seq(RecurrentModel[Seq2SeqConfig]):
         go_id: int = 1,
         eos_id: int = 2,
     ) -> Self:
-        """Seeded weights; both vocabularies are of one size unless that is said."""
+        """Create a model with seeded weights; `target_vocab_size` defaults to `vocab_size`."""
         config = Seq2SeqConfig(
             vocab_size=vocab_size,
             target_vocab_size=vocab_size if target_vocab_size is None else target_vocab_size,
@@ -168,18 +168,18 @@ class Seq2Seq(RecurrentModel[Seq2SeqConfig]):
         out: str = "out",
         dtype: str = "float32",
     ) -> Self:
-        """A torch module of an `encoder` and a `decoder`, each of an `nn.Embedding` and an `nn.LSTM`.
+        """Import a torch module of an `encoder` and a `decoder`, each of an `nn.Embedding` and an `nn.LSTM`.
 
         Args:
-          source: its state_dict, or the safetensors file of it.
-          go_id: what the decoder reads first.
-          eos_id: what it writes last.
-          embedding, lstm: what both call the two.
-          out: what the decoder calls the `nn.Linear` that scores words.
-          dtype: to run in.
+          source: its state_dict, or a safetensors file of it.
+          go_id: first input of the decoder.
+          eos_id: last output of the decoder.
+          embedding, lstm: names of the two submodules in both.
+          out: name of the decoder's `nn.Linear` that scores words.
+          dtype: dtype to run in.
 
         Raises:
-          CheckpointError: a tensor is missing, misshapen or too many.
+          CheckpointError: a tensor is missing, misshapen or unexpected.
         """
         tensors = open_tensors(source)
         config = Seq2SeqConfig(
@@ -207,7 +207,7 @@ class Seq2Seq(RecurrentModel[Seq2SeqConfig]):
     def cells(
         self, *, encoder_max_batch: int = DEFAULT_MAX_BATCH, decoder_max_batch: int = DEFAULT_MAX_BATCH // 2
     ) -> list[RecurrentCell]:
-        """Both, with the batches of the thesis; the decoder goes first, so that requests leave early."""
+        """Return both cells, with the batch sizes of the thesis. Decoders run first, to finish requests."""
         return [
             RecurrentCell(self.encoder, "encoder", encoder_max_batch, priority=0),
             RecurrentCell(self.decoder, "decoder", decoder_max_batch, priority=1),
@@ -221,16 +221,16 @@ class Seq2Seq(RecurrentModel[Seq2SeqConfig]):
         num_target_steps: int | None = None,
         eos_id: int | None = None,
     ) -> Seq2SeqRequest:
-        """A sentence to be translated.
+        """Make a request to translate a sentence.
 
         Args:
-          source_ids: its words, one at least.
-          max_extra_steps: by how many words the translation may be longer.
-          num_target_steps: write exactly so many, whatever they are, as the thesis measures it.
-          eos_id: the word that ends it; None is the model's.
+          source_ids: words of the sentence, at least one.
+          max_extra_steps: how many words longer than the source the translation may be.
+          num_target_steps: write exactly this many words and ignore `eos_id`, as measured in the thesis.
+          eos_id: word that ends the translation; None means the model's.
 
         Raises:
-          RequestError: one of these cannot be.
+          RequestError: an argument is invalid.
         """
         ids = check_ids("source_ids", source_ids, self.config.vocab_size)
         if num_target_steps is not None:
@@ -242,7 +242,7 @@ class Seq2Seq(RecurrentModel[Seq2SeqConfig]):
         return Seq2SeqRequest(ids, most, end)
 
     def unfold(self, request: Seq2SeqRequest, graph: GraphBuilder) -> None:
-        """A chain of encoders, and behind it one of decoders, which may end early."""
+        """Add a chain of encoders, followed by a chain of decoders, which may end early."""
         check_requests(Seq2SeqRequest, request)
         read = graph.chain(self.encoder, request.source_ids)
         graph.chain(self.decoder, num=request.num_steps, after=read[-1], until=request.eos_id)

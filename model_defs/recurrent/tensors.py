@@ -1,6 +1,6 @@
-"""Tensors of somebody else's model, by name: a state_dict in memory, or safetensors files.
+"""Tensors of an external model, by name: a state_dict in memory, or safetensors files.
 
-Owns: where they are read from, and the check that they are what a model is made of, before any is read.
+Owns: the sources of tensors, and the check that they match a model's recipes, before any is read.
 Does not know: models.
 """
 
@@ -20,11 +20,11 @@ from model_defs.tensor_recipes import Recipe
 _MAX_NAMES_SHOWN = 8
 
 type TensorSource = Mapping[str, Any] | str | Path
-"""Arrays by name, numpy's or torch's on the host, or a safetensors file, or a directory of such files."""
+"""Arrays by name (numpy's, or torch's on the host), a safetensors file, or a directory of such files."""
 
 
 class Tensor(Protocol):
-    """One tensor, not read yet."""
+    """Tensor that is read on demand."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -44,15 +44,15 @@ class _InMemory:
     def read(self) -> np.ndarray:
         try:
             return np.asarray(self.value)
-        except (TypeError, RuntimeError) as error:  # torch's words for bfloat16, other devices and gradients
+        except (TypeError, RuntimeError) as error:  # torch's errors for bfloat16, other devices and gradients
             raise CheckpointError(
-                f"tensor {self.name!r} is no array of the host's: {error}; take the state_dict of the "
+                f"tensor {self.name!r} is not an array in host memory: {error}; use the state_dict of the "
                 f"model on the CPU, in float32"
             ) from error
 
 
 def open_tensors(source: TensorSource) -> dict[str, Tensor]:
-    """Every tensor by its name; of files, headers only are read.
+    """Return every tensor by its name. Of files only headers are read.
 
     Raises:
       CheckpointError: there is no such file, or it is damaged.
@@ -68,7 +68,7 @@ def open_tensors(source: TensorSource) -> dict[str, Tensor]:
 
 
 def size_of(tensors: Mapping[str, Tensor], name: str, axis: int, num_dims: int) -> int:
-    """The length of an axis of a tensor, from which a model's size follows.
+    """Return the length of an axis of a tensor, which determines a size of the model.
 
     Raises:
       CheckpointError: it is missing or has another number of dimensions.
@@ -82,10 +82,10 @@ def size_of(tensors: Mapping[str, Tensor], name: str, axis: int, num_dims: int) 
 
 
 def check_tensors(tensors: Mapping[str, Tensor], recipes: Iterable[Recipe]) -> None:
-    """Every tensor that a recipe names is there in its shape, and nothing else is.
+    """Check that the tensors are exactly those of the recipes, in their shapes.
 
     Raises:
-      CheckpointError: naming the tensor, its shape and what was expected.
+      CheckpointError: a tensor is missing, misshapen or unexpected; the message names it and the shapes.
     """
     wanted = {name: shape for one in recipes for name, shape in zip(one.names, one.shapes, strict=True)}
     missing = wanted.keys() - tensors.keys()
@@ -101,7 +101,7 @@ def check_tensors(tensors: Mapping[str, Tensor], recipes: Iterable[Recipe]) -> N
 
 
 def _listed(names: Iterable[str]) -> str:
-    """The first few names."""
+    """Format the first few names."""
     shown = sorted(names)
     return ", ".join(repr(name) for name in shown[:_MAX_NAMES_SHOWN]) + (
         ", ..." if len(shown) > _MAX_NAMES_SHOWN else ""

@@ -1,6 +1,6 @@
-"""Binary trees of words, as people write them and as arrays.
+"""Binary trees of words, as nested pairs and as arrays.
 
-Owns: both forms, the way from one to the other, and their checks.
+Owns: both forms, their conversion, and their checks.
 Does not know: models, or graphs.
 """
 
@@ -17,13 +17,13 @@ from model_defs.recurrent.requests import as_array, check_ids
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BinaryTree:
-    """A tree whose leaves are words.
+    """Tree whose leaves are words.
 
-    Nodes are numbered: the n leaves from 0, inner ones from n, children before their parents, the root last.
+    The n leaves are nodes 0 to n - 1. Inner nodes follow, children before their parents, the root last.
 
     Attributes:
-      words: i32[n], of the leaves.
-      children: i64[n - 1, 2], left and right child of inner nodes.
+      words: i32[n], words of the leaves.
+      children: i64[n - 1, 2], left and right child of each inner node.
     """
 
     words: np.ndarray
@@ -31,14 +31,14 @@ class BinaryTree:
 
 
 def from_pairs(tree: Any, vocab_size: int) -> BinaryTree:
-    """A tree as nested pairs, such as `((5, 9), 2)`: an int is a word, a tuple of two is an inner node.
+    """Read a tree of nested pairs, such as `((5, 9), 2)`: an int is a word, a tuple of two an inner node.
 
     Raises:
-      RequestError: something else is there; the field says where, as `tree[0][1]`.
+      RequestError: the tree contains something else; the field names the place, such as `tree[0][1]`.
     """
     words: list[int] = []
     children: list[list[int]] = []  # inner nodes are numbered down from -1 until the leaves are counted
-    # What is left to be read, with its parent's number and side; inner nodes come before what they hold.
+    # Subtrees to read, each with its parent's number and side. A parent is read before its children.
     todo: list[tuple[Any, int, int]] = [(tree, 0, 0)]
     while todo:
         one, parent, side = todo.pop()
@@ -55,24 +55,24 @@ def from_pairs(tree: Any, vocab_size: int) -> BinaryTree:
         if parent:
             children[-parent - 1][side] = own
     pairs = np.array(children, np.int64).reshape(-1, 2)
-    # Inner nodes were found from the root down: the other way round, children come before parents.
+    # Inner nodes were numbered from the root down; reversed, children come before their parents.
     numbered = np.where(pairs < 0, len(words) + len(pairs) + pairs, pairs)
     return BinaryTree(np.array(words, np.int32), numbered[::-1])
 
 
 def from_arrays(words: Any, children: Any, vocab_size: int) -> BinaryTree:
-    """A tree as arrays, its inner nodes in any order.
+    """Read a tree from arrays, with inner nodes in any order.
 
     Args:
       words: int[n], ids of the leaves, which are nodes 0 to n - 1.
-      children: int[n - 1, 2], of the inner nodes, which are nodes n to 2 n - 2.
-      vocab_size: of the words.
+      children: int[n - 1, 2], children of the inner nodes, which are nodes n to 2 n - 2.
+      vocab_size: size of the vocabulary.
 
-    Returns: the same numbers where children stand before their parents; else inner nodes are numbered again.
+    Returns: the tree. Inner nodes are renumbered unless all children already precede their parents.
 
     Raises:
-      RequestError: a child is no node, a node is the child of two, there are several roots, or a node is
-        below itself; the field names the node.
+      RequestError: a child is not a node, a node has two parents, there are several roots, or there is a
+        cycle; the field names the node.
     """
     leaves = check_ids("words", words, vocab_size)
     num = len(leaves)
@@ -105,7 +105,7 @@ def from_arrays(words: Any, children: Any, vocab_size: int) -> BinaryTree:
 
 
 def _in_order(pairs: np.ndarray, num_leaves: int) -> np.ndarray:
-    """Inner nodes of which none is read twice, numbered again so that children come before their parents."""
+    """Renumber inner nodes, each with one parent at most, so that children come before their parents."""
     parent = np.full(num_leaves + len(pairs), -1, np.int64)
     parent[pairs] = num_leaves + np.arange(len(pairs))[:, None]
     waits = np.full(len(pairs), 2)
@@ -121,11 +121,11 @@ def _in_order(pairs: np.ndarray, num_leaves: int) -> np.ndarray:
             ready.append(num_leaves + above)
     if len(order) < len(pairs):
         node = num_leaves + int(np.argmax(waits > 0))
-        for _ in pairs:  # what waits is in a cycle or above one; going down leads into it
+        for _ in pairs:  # a waiting node is in a cycle or above one, so going down leads into it
             below = pairs[node - num_leaves]
             node = int(below[0] if below[0] >= num_leaves and waits[below[0] - num_leaves] else below[1])
         below = pairs[node - num_leaves].tolist()
-        raise RequestError(f"nodes[{node}].children", below, "nodes that are not above it, without cycles")
+        raise RequestError(f"nodes[{node}].children", below, "nodes that are not its ancestors: no cycles")
     place = np.empty(len(pairs), np.int64)
     place[order] = num_leaves + np.arange(len(pairs))
     moved = pairs[order]
@@ -135,7 +135,7 @@ def _in_order(pairs: np.ndarray, num_leaves: int) -> np.ndarray:
 
 
 def _path(children: list[list[int]], node: int, side: int) -> str:
-    """Where a child of a node is, from the root, as Python would index it; empty for the root."""
+    """Return the path from the root to a child of a node as Python indexes; empty for the root."""
     if not node:
         return ""
     steps = [side]

@@ -1,11 +1,11 @@
-"""A TreeLSTM over binary trees: a cell for words, another for inner nodes (thesis, section 2.7.5).
+"""TreeLSTM over binary trees: a cell for words, another for inner nodes (thesis, section 2.7.5).
 
-Owns: the model, its two cells, its requests and how they unfold.
-Does not know: batches of an engine.
+Owns: the model, its two cells, its requests, and their unfolding.
+Does not know: how an engine forms batches.
 
-It is the binary tree of Tai, Socher and Manning (2015), section 3.2, for constituency trees: words stand at
-the leaves, each child has a forget gate of its own, and every gate reads both children. Names of torch
-tensors are those of DGL's example.
+It is the binary TreeLSTM of Tai, Socher and Manning (2015), section 3.2, for constituency trees: words are
+leaves, each child has its own forget gate, and every gate reads both children. Names of torch tensors are
+those of DGL's example.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from model_defs.tensor_recipes import Recipe, table
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TreeLSTMConfig(RecurrentConfig):
-    """Sizes of a `TreeLSTM`; `num_classes` 0 means that it tells no labels."""
+    """Sizes of a `TreeLSTM`; with `num_classes` 0 it emits no labels."""
 
     architecture: ClassVar[str] = "tree_lstm"
     vocab_size: int
@@ -40,7 +40,7 @@ class TreeLSTMConfig(RecurrentConfig):
 
 
 class _TreeCell(nnx.Module):
-    """What both cells have: a state, and the gates behind a matmul."""
+    """Base of both cells: the state, and the arithmetic after the gates' matmul."""
 
     def __init__(self, config: TreeLSTMConfig, head: RecurrentLinear | None) -> None:
         self.config, self.head = config, head
@@ -48,13 +48,13 @@ class _TreeCell(nnx.Module):
 
     @property
     def state(self) -> State:
-        """State that leaves and inner nodes leave; with a head it has a label."""
+        """State of leaves and inner nodes; with a head it has a label."""
         size = self.config.hidden_size
         fields = {"h": field(size, dtype=self.config.dtype), "c": field(size)}
         return fields | {"label": field(dtype=jnp.int32)} if self.head is not None else fields
 
     def _leave(self, gates: jax.Array, kept: jax.Array | float) -> dict[str, jax.Array]:
-        """f32[B, 3 hidden] of input, output and update, and what is kept of the children."""
+        """Compute the state from gates f32[B, 3 hidden] (input, output, update) and the children's kept c."""
         i, o, u = jnp.split(gates, 3, axis=1)
         c = jax.nn.sigmoid(i) * jnp.tanh(u) + kept
         h = (jax.nn.sigmoid(o) * jnp.tanh(c)).astype(self.config.dtype)
@@ -62,7 +62,7 @@ class _TreeCell(nnx.Module):
 
 
 class Leaf(_TreeCell):
-    """Reads a word at a leaf of the tree."""
+    """Cell that reads a word at a leaf of the tree."""
 
     inputs = ()
     immediates = ("token",)
@@ -77,20 +77,20 @@ class Leaf(_TreeCell):
 
 
 class Inner(_TreeCell):
-    """A node of two children: one matmul of [B, 2 hidden] with [2 hidden, 5 hidden]."""
+    """Cell of a node with two children: one matmul of [B, 2 hidden] by [2 hidden, 5 hidden]."""
 
     def __init__(self, config: TreeLSTMConfig, head: RecurrentLinear | None) -> None:
-        """Declare every array; gates are input, output, update, and forget for each child."""
+        """Declare the gates: input, output, update, and forget for each child."""
         super().__init__(config, head)
         self.gates = RecurrentLinear(2 * config.hidden_size, 5 * config.hidden_size, config.dtype)
 
     @property
     def inputs(self) -> tuple[State, State]:
-        """Left and right child."""
+        """States of the left and the right child."""
         return self.state, self.state
 
     def __call__(self, inputs: tuple[Arrays, Arrays]) -> dict[str, jax.Array]:
-        """Nodes of which the children are known."""
+        """Combine the states of both children of B nodes."""
         left, right = inputs
         gates = self.gates(jnp.concatenate([left["h"], right["h"]], axis=1))
         size = self.config.hidden_size
@@ -100,7 +100,7 @@ class Inner(_TreeCell):
 
 
 class TreeLSTM(RecurrentModel[TreeLSTMConfig]):
-    """Two cells. A request's result is the {h, c} of its root and, with classes, every node's "label"."""
+    """TreeLSTM of two cells. A result is {h, c} of the root and, with classes, the "label" of every node."""
 
     config_class = TreeLSTMConfig
 
@@ -124,7 +124,7 @@ class TreeLSTM(RecurrentModel[TreeLSTMConfig]):
         seed: int = 0,
         dtype: str = "float32",
     ) -> Self:
-        """Seeded weights; embeddings are as wide as the hidden state unless that is said."""
+        """Create a model with seeded weights; `embedding_size` defaults to `hidden_size`."""
         config = TreeLSTMConfig(
             vocab_size=vocab_size,
             embedding_size=hidden_size if embedding_size is None else embedding_size,
@@ -144,16 +144,16 @@ class TreeLSTM(RecurrentModel[TreeLSTMConfig]):
         linear: str = "linear",
         dtype: str = "float32",
     ) -> Self:
-        """A torch module as in DGL's example: W_iou of words, U_iou and U_f of children, and a classifier.
+        """Import a torch module as in DGL's example: W_iou of words, U_iou and U_f of children, a classifier.
 
         Args:
-          source: its state_dict, or the safetensors file of it.
-          embedding, cell: what it calls its table of words and its cell.
-          linear: what it calls its classifier, which may be absent.
-          dtype: to run in.
+          source: its state_dict, or a safetensors file of it.
+          embedding, cell: names of its table of words and its cell.
+          linear: name of its classifier, which may be absent.
+          dtype: dtype to run in.
 
         Raises:
-          CheckpointError: a tensor is missing, misshapen or too many.
+          CheckpointError: a tensor is missing, misshapen or unexpected.
         """
         tensors = open_tensors(source)
         has_head = f"{linear}.weight" in tensors
@@ -171,30 +171,30 @@ class TreeLSTM(RecurrentModel[TreeLSTMConfig]):
         return model._fill_from(tensors, recipes)
 
     def cells(self, *, max_batch: int = DEFAULT_MAX_BATCH) -> list[RecurrentCell]:
-        """Both; inner nodes go first, so that requests leave early."""
+        """Return both cells. Inner nodes run first, to finish requests."""
         return [
             RecurrentCell(self.leaf, "leaf", max_batch, priority=0),
             RecurrentCell(self.inner, "inner", max_batch, priority=1),
         ]
 
     def request(self, tree: Any) -> BinaryTree:
-        """A tree as nested pairs of word ids, such as `((5, 9), 2)`; one word is a tree.
+        """Make a request of nested pairs of word ids, such as `((5, 9), 2)`; a single word is a tree.
 
         Raises:
-          RequestError: it is none; the field says where.
+          RequestError: it is not a tree; the field names the place.
         """
         return from_pairs(tree, self.config.vocab_size)
 
     def request_from_arrays(self, words: Any, children: Any) -> BinaryTree:
-        """A tree as arrays, which is much quicker; see `tree.from_arrays`.
+        """Make a request of arrays, which is much faster; see `tree.from_arrays`.
 
         Raises:
-          RequestError: it is none; the field names the node.
+          RequestError: it is not a tree; the field names the node.
         """
         return from_arrays(words, children, self.config.vocab_size)
 
     def unfold(self, request: BinaryTree, graph: GraphBuilder) -> None:
-        """Leaves, each by itself, and the tree above them."""
+        """Add the leaves, each a subgraph of its own, and the inner nodes above them."""
         check_requests(BinaryTree, request)
         num = len(request.words)
         root = graph.nodes(self.leaf, np.empty((num, 0), np.int64), token=request.words)[-1]
@@ -203,14 +203,14 @@ class TreeLSTM(RecurrentModel[TreeLSTMConfig]):
         graph.returns(root)
 
     def unfold_many(self, requests: Sequence[BinaryTree], graph: GraphBuilder) -> None:
-        """The same for many."""
+        """Add several trees at once."""
         check_requests(BinaryTree, *requests)
         words, children = [one.words for one in requests], [one.children for one in requests]
         graph.trees(self.leaf, self.inner, words, children)
 
 
 def _recipes(config: TreeLSTMConfig, embedding: str, cell: str) -> dict[str, Recipe]:
-    """What the cells' parameters are made of: theirs are [out, in], and one bias is of both cells."""
+    """Return the recipes of the cells' parameters. Torch's are [out, in], and both cells share b_iou."""
     size, width = config.hidden_size, config.embedding_size
     bias = (f"{cell}.b_iou", (1, 3 * size))
 

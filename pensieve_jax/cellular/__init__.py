@@ -1,6 +1,7 @@
-"""Cellular batching: cells of recurrent and tree models, batched one by one (BatchMaker, thesis chapter 2).
+"""Cellular batching: batching of single cells of recurrent and tree models (BatchMaker, thesis chapter 2).
 
-JAX and Flax come with the engine, when it is first asked for: graphs, policy and simulation need neither.
+JAX and Flax are imported only when `CellularEngine` is first used, since graphs, policy and simulation need
+neither.
 """
 
 import importlib
@@ -22,10 +23,10 @@ from pensieve_jax.cellular.request import CellOutput, CellRequest
 
 if TYPE_CHECKING:
     from pensieve_jax.cellular.engine import CellularEngine
-else:  # a type checker would take a `__getattr__` for leave to import any name
+else:  # with `__getattr__` in sight, a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
-        """What is imported when it is first asked for."""
+        """Import `CellularEngine` on first use."""
         if name != "CellularEngine":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         found = globals()[name] = importlib.import_module("pensieve_jax.cellular.engine").CellularEngine

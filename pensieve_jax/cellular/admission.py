@@ -1,7 +1,7 @@
-"""Requests from their graphs to the tables, the promise of rows that they wait for, and out again.
+"""Admission of requests: from their graphs into the tables, the promise of rows, and removal at the end.
 
-Owns: ids of requests in the tables, who waits, what is promised, and the limits that refuse a request.
-Does not know: what runs, or what becomes of a request between its promise and its end.
+Owns: request ids in the tables, the queue of waiting requests, promised rows, and the limits of requests.
+Does not know: what runs, or the progress of a request between its promise and its end.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ type UnfoldMany = Callable[[Sequence[Any], Graph], None]
 
 
 _AT_A_TIME = 512
-_SHORT = 128  # words of which what is known of a sentence is kept
+_SHORT = 128  # longest sentence, in words, whose columns are cached
 _NOBODY = np.empty(0, np.int64)
 
 
 class Unfolded(NamedTuple):
-    """Requests that may come in.
+    """Checked requests that are not in the tables yet.
 
     Attributes:
-      graph: of all of them.
-      parts: what follows from it.
-      num: how many.
+      graph: the graphs of all requests.
+      parts: columns derived from the graphs.
+      num: number of requests.
     """
 
     graph: Graph
@@ -46,15 +46,15 @@ class Unfolded(NamedTuple):
 
 
 class Admission:
-    """Of one engine.
+    """Admission of one engine.
 
     Attributes:
-      waiting: ids of requests to which nothing was promised yet, in order.
-      budget: rows that are promised.
+      waiting: ids of requests without promised rows, in order of arrival.
+      budget: promised rows.
     """
 
     def __init__(self, types: CellTypes, tables: Tables, config: CellularConfig, num_rows: int) -> None:
-        """Nobody has come; `num_rows` of each kind are on each device."""
+        """Start without requests. Each device has `num_rows` rows of each kind of state."""
         self._types, self._tables, self._config = types, tables, config
         self.waiting = IntFifo()
         self.budget = RowBudget(num_rows, len(types.kinds))
@@ -62,7 +62,7 @@ class Admission:
 
     @property
     def request_ids(self) -> tuple[int, ...]:
-        """All that are in the tables: those that wait, run, or are over and have nodes in flight."""
+        """Ids of all requests in the tables: waiting, running, or finished with nodes still in flight."""
         return tuple(np.flatnonzero(self._tables.requests.arrival != NOWHERE).tolist())
 
     def read(
@@ -74,14 +74,15 @@ class Admission:
         *,
         is_limited: bool,
     ) -> Unfolded:
-        """Unfold requests; nothing is changed.
+        """Unfold and check requests without changing any state.
 
-        `check` raises GraphError for what the scheduler cannot run. Unless it `is_limited`, any number may
-        wait.
+        `check` raises GraphError for graphs that the scheduler cannot run. Unless `is_limited`, any number of
+        requests may wait.
 
         Raises:
           GraphError: a graph cannot be computed.
-          CapacityError: a graph is too large or too deep, its rows are more than there are, or too many wait.
+          CapacityError: a graph is too large or too deep, needs more rows than exist, or too many requests
+            wait.
         """
         graph = self._unfolded(requests, unfold, unfold_many)
         parts = self._parts(graph)
@@ -90,7 +91,7 @@ class Admission:
         return Unfolded(graph, parts, len(requests))
 
     def enter(self, unfolded: Unfolded) -> tuple[range, list[int]]:
-        """Have requests wait; returns their ids, and how many states each returns."""
+        """Queue requests; return their ids, and the number of states that each returns."""
         graph, parts, num = unfolded
         tables, num_nodes, num_subs = self._tables, len(parts.kind), len(parts.sub_kind)
         node = tables.nodes.take(num_nodes)
@@ -107,10 +108,10 @@ class Admission:
         return ids, parts.num_returned.tolist()
 
     def admit(self) -> np.ndarray:
-        """Promise rows to those that wait, in order, while there are enough; returns whom."""
+        """Promise rows to waiting requests, in order, while they fit; return the ids of the admitted ones."""
         admitted = [_NOBODY]
         while len(self.waiting):
-            some = self.waiting.values[:_AT_A_TIME]  # of a line that may be long
+            some = self.waiting.values[:_AT_A_TIME]  # not all at once, since the queue may be long
             num = self.budget.admit(self._tables.requests.rows[:, some].T)
             admitted.append(self.waiting.pop(num))
             if num < len(some):
@@ -118,18 +119,18 @@ class Admission:
         return admitted[-1] if len(admitted) <= 2 else np.concatenate(admitted)
 
     def withdraw(self, request: int) -> bool:
-        """It waits no more, and needs no rows; False if it did not wait."""
+        """Remove a waiting request; return False if it was not waiting."""
         waiting = self.waiting.values
         if not (waiting == request).any():
             return False
         self.waiting.keep(waiting != request)
-        self._tables.requests.rows[:, request] = 0  # nothing was promised
+        self._tables.requests.rows[:, request] = 0  # no rows were promised
         return True
 
     def leave(self, requests: np.ndarray) -> None:
-        """What these had is given back, their promises and in time their ids.
+        """Release the promised rows of finished requests without nodes in flight.
 
-        They are over, and none of their nodes is in flight.
+        Ids are released when all requests of the same `submit_many` have left.
         """
         tables = self._tables
         self.budget.end(tables.requests.rows[:, requests].T)
@@ -150,7 +151,7 @@ class Admission:
                 unfold_many(requests, graph)
             except UnfoldError:
                 raise
-            except InvalidFieldError:  # one by one it is told of which request
+            except InvalidFieldError:  # unfold one by one below, so that the error names the request
                 graph = Graph(self._types, max_nodes=self._config.max_nodes)
             else:
                 graph.check_ends(len(requests))
@@ -168,7 +169,7 @@ class Admission:
         return graph
 
     def _parts(self, graph: Graph) -> GraphColumns:
-        """What follows from graphs; of a short sentence alone it is known from the last one of its length."""
+        """Derive the columns of graphs. Those of a single short sentence are cached by its length."""
         key = graph.only_sentence
         known = self._sentences.get(key) if key is not None else None
         if known is None:

@@ -1,9 +1,9 @@
-"""Cells: what is batched. Their state, their inputs, and the types that an engine makes of them.
+"""Cells, the unit of batching: their state, their inputs, and the cell types of an engine.
 
-Owns: how a cell says what it reads and leaves, which kinds of state there are, and batch sizes.
+Owns: the declaration of a cell's inputs and outputs, the kinds of state, and batch sizes.
 Does not know: how a cell computes, graphs, or devices.
 
-A cell's weights are part of it; its first dimension everywhere is the batch (thesis, section 2.4.2).
+A cell includes its weights. The first dimension of all its arrays is the batch (thesis, section 2.4.2).
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ import numpy as np
 
 from pensieve_jax.cellular.errors import CellError
 
-if TYPE_CHECKING:  # models bring JAX along, which nothing here needs
+if TYPE_CHECKING:  # models import JAX, which this module does not need
     from model_defs.recurrent import RecurrentCell
 
 DEFAULT_MAX_BATCH = 512
 _TAKEN_NAMES = frozenset({"self", "batch", "cell", "inputs", "words", "num", "after", "until"})
-"""Of arguments that `Graph` and modules have beside immediates."""
+"""Argument names of `Graph` and modules, which immediates must not use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One array of a row of state, without the batch.
+    """One array of a row of state.
 
     Attributes:
-      shape: of one row.
-      dtype: by name, such as "float32" or "bfloat16".
+      shape: shape of one row, without the batch.
+      dtype: name of the dtype, such as "float32" or "bfloat16".
     """
 
     shape: tuple[int, ...]
@@ -41,36 +41,36 @@ class Field:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that one row takes, without the batch."""
-        dtype = np.dtype(getattr(ml_dtypes, self.dtype, self.dtype))  # numpy alone knows no bfloat16
+        """Bytes of one row."""
+        dtype = np.dtype(getattr(ml_dtypes, self.dtype, self.dtype))  # numpy itself has no bfloat16
         return math.prod(self.shape) * dtype.itemsize
 
 
 def Float(*shape: int, dtype: str = "float32") -> Field:
-    """A field of real numbers."""
+    """Return a field of floating-point numbers."""
     return Field(shape, dtype)
 
 
 def Int(*shape: int) -> Field:
-    """A field of i32."""
+    """Return a field of 32-bit integers."""
     return Field(shape, "int32")
 
 
 class Cell(NamedTuple):
-    """A cell as an engine takes it; what else has these attributes will do, such as those of `model_defs`.
+    """Cell of an engine. Any object with these attributes works, such as the cells of `model_defs`.
 
     Attributes:
-      module: called as `module(inputs, **immediates)`: a tuple with a mapping of arrays [B, ...] for each
+      module: called as `module(inputs, **immediates)` with a tuple of mappings of arrays [B, ...], one per
         input, and i32[B] for each immediate; with neither, as `module((), batch=B)`. It returns a mapping of
-        arrays, its `state`. Its attributes say the rest:
-          state: a mapping of `Field`s, or of `jax.ShapeDtypeStruct`s, what a node leaves.
-          inputs: a sequence of such mappings, one for each input; absent is one input, of its own state.
-          immediates: names of numbers that are given with each node, such as a token's id; absent is none.
-          emits: scalar fields of its state that are told for every node; absent is none.
-      name: of the type, unique in an engine.
-      max_batch: the largest batch, best found by measuring how long cells take.
-      priority: of types that have enough to run the highest goes first; a decoder is above its encoder.
-      batch_sizes: what is compiled, in rising order up to `max_batch`; None is `batch_lattice(max_batch)`.
+        arrays, its `state`. Its attributes declare the rest:
+          state: a mapping of `Field`s, or of `jax.ShapeDtypeStruct`s: the output of a node.
+          inputs: a sequence of such mappings, one per input; if absent, one input of its own state.
+          immediates: names of the integers given with each node, such as a token id; if absent, none.
+          emits: scalar fields of its state that are reported for every node; if absent, none.
+      name: name of the type, unique in an engine.
+      max_batch: the largest batch. Measure how long cells take to choose it.
+      priority: among types with enough ready nodes the highest runs first. Rank a decoder above its encoder.
+      batch_sizes: compiled batch sizes, rising up to `max_batch`; None means `batch_lattice(max_batch)`.
     """
 
     module: Any
@@ -81,29 +81,32 @@ class Cell(NamedTuple):
 
 
 def batch_lattice(max_batch: int) -> tuple[int, ...]:
-    """Powers of two to 64, then steps of at most 1.5, then `max_batch`: a balance of padding and programs."""
+    """Return powers of two to 64, then steps of at most 1.5, then `max_batch`.
+
+    This balances padding against the number of programs.
+    """
     sizes = {2**i for i in range(7)} | {size for i in range(7, 20) for size in (2**i * 3 // 4, 2**i)}
     return (*sorted(size for size in sizes if size < max_batch), max_batch)
 
 
 type Kind = tuple[tuple[str, Field], ...]
-"""Fields by name, sorted: nodes whose states are of one kind share rows."""
+"""Fields sorted by name. Nodes whose states are of the same kind share a pool of rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class CellType:
-    """What the scheduler knows of a cell.
+    """Cell as the scheduler sees it.
 
     Attributes:
-      index: of the type in its engine, in order of registration.
+      index: index of the type in its engine, in order of registration.
       name: see `Cell`.
-      state_kind: index of the kind of state that it leaves.
+      state_kind: index of the kind of its state.
       input_kinds: index of the kind of each input.
       immediates: see `Cell`.
-      emits: see `Cell`, with the dtype of each.
+      emits: see `Cell`, with the dtype of each field.
       batch_sizes: see `Cell`.
       priority: see `Cell`.
-      is_chained: whether one may read another: it has one input, of the kind that it leaves.
+      is_chained: whether its nodes can form chains: it has one input, of the kind of its own state.
     """
 
     index: int
@@ -121,31 +124,31 @@ class CellType:
         return self.batch_sizes[-1]
 
     def batch_size(self, num_nodes: int) -> int:
-        """The smallest batch that is compiled and has room for so many."""
+        """Return the smallest compiled batch size that holds `num_nodes`."""
         assert num_nodes <= self.max_batch, "a task is larger than the largest batch"
         return self.batch_sizes[bisect_left(self.batch_sizes, num_nodes)]
 
 
 class CellTypes:
-    """The cells of an engine.
+    """Cells of an engine, and their types.
 
     Attributes:
-      cells: as given.
-      types: one for each.
-      kinds: of state, in order of first use.
-      max_fan_in, max_num_immediates, max_num_emitted: the most that any type has.
+      cells: the cells, in order of registration.
+      types: the type of each cell.
+      kinds: kinds of state, in order of first use.
+      max_fan_in, max_num_immediates, max_num_emitted: maxima over all types.
     """
 
     def __init__(self, cells: Iterable[Cell | RecurrentCell]) -> None:
-        """Check and number them.
+        """Check and number the cells.
 
         Raises:
-          CellError: a cell says what cannot work; it names the cell and the attribute.
+          CellError: an attribute of a cell is invalid; the error names both.
         """
         self.cells = tuple(cells)
         self.kinds: list[Kind] = []
         self._by_name: dict[str, CellType] = {}
-        self._by_module: dict[int, CellType | None] = {}  # None: of several
+        self._by_module: dict[int, CellType | None] = {}  # None: several cells share the module
         for index, cell in enumerate(self.cells):
             self._add(index, cell)
         if not self.cells:
@@ -157,14 +160,14 @@ class CellTypes:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row of every kind of state; a device keeps `num_rows` of each, and the initial one."""
+        """Bytes of one row of every kind of state. A device has `num_rows` of each, and the initial one."""
         return sum(one.num_bytes for kind in self.kinds for _, one in kind)
 
     def find(self, cell: Any) -> CellType:
-        """The type of a `Cell`, of its module, or of a name.
+        """Return the type of a `Cell`, of a module, or of a name.
 
         Raises:
-          CellError: there is none.
+          CellError: no type matches, or several cells share the module.
         """
         found = self._by_module.get(id(cell))
         if found is not None:
@@ -181,7 +184,7 @@ class CellTypes:
         return found
 
     def _named_alike(self, cell: Any) -> CellType | None:
-        """The type of a `Cell`, which has the same name and the same module."""
+        """Return the type with the same name and module as a `Cell`-like object, or None."""
         name = getattr(cell, "name", None)
         found = self._by_name.get(name) if isinstance(name, str) else None
         is_its = found is not None and self.cells[found.index].module is getattr(cell, "module", None)
@@ -227,7 +230,7 @@ def _fields(name: str, fields: Any) -> Kind:
 
 
 def _field(name: str, key: Any, one: Any) -> Field:
-    """Of what has a shape and a dtype, but no values: one would take them for the initial state."""
+    """Check a declared field. Arrays are rejected, since their values look like an initial state."""
     is_field = hasattr(one, "shape") and hasattr(one, "dtype") and not hasattr(one, "__array__")
     if not isinstance(key, str) or not is_field:
         raise CellError(name, one, "a Field under a name, such as Float(512)")
@@ -237,7 +240,7 @@ def _field(name: str, key: Any, one: Any) -> Field:
 
 
 def _dtype(name: str, dtype: Any) -> str:
-    """Its name, however it is written: fields of one kind of state are equal."""
+    """Return the canonical name of a dtype, so that equal fields compare equal."""
     try:
         return np.dtype(dtype).name
     except TypeError as error:

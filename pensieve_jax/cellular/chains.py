@@ -1,10 +1,10 @@
-"""Partition where every graph is chains of a type each, such as sentences, or an encoder and its decoder.
+"""Fast partition of graphs whose chains each have one type: sentences, or an encoder and its decoder.
 
-Owns: that case, for which a few operations on arrays are enough.
+Owns: this case, for which a few array operations suffice.
 Does not know: other graphs.
 
-Such requests are most of what is ever served, and at low load they come alone: then the number of operations
-is what one costs.
+Most served requests are of this form. At low load they arrive one by one, and then the number of array
+operations is the cost of a request.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _NOTHING = Several(np.empty(0, np.int64), np.zeros(1, np.int64), np.empty(0, np.
 
 
 def partition(graph: Graph, *, max_depth: int) -> GraphColumns | None:
-    """Everything that follows from the graphs; None if they are not what this module is for.
+    """Derive the columns of the graphs; return None if this module does not support their form.
 
-    Each chain is a subgraph; nothing but its last node is read by another chain or returned, and nothing is
-    read twice.
+    In a supported graph each chain is a subgraph. Only its last node is read by another chain or returned,
+    and no node is read twice.
     """
     if not graph.has_only_chains:
         return None
@@ -75,7 +75,7 @@ def partition(graph: Graph, *, max_depth: int) -> GraphColumns | None:
 def _nodes(
     graph: Graph, starts: np.ndarray, lasts: np.ndarray, afters: np.ndarray, linked: np.ndarray
 ) -> dict[str, Any] | None:
-    """Columns that follow from what nodes read; `linked` are the chains that others read."""
+    """Derive the columns that depend on inputs; `linked` are the chains that others read."""
     num = graph.num_nodes
     inputs = np.full((max(graph.types.max_fan_in, 1), num), NO_NODE, np.int64)
     inputs[0] = np.arange(-1, num - 1)
@@ -88,7 +88,7 @@ def _nodes(
     uses[lasts] = 0
     returned = np.full(num, -1, np.int32)
     if graph.returned:
-        uses[graph.returned] = 1  # which are last ones
+        uses[graph.returned] = 1  # all of them are last nodes
         returned[graph.returned] = graph.places
     if len(linked):
         read = afters[afters != NO_NODE]
@@ -101,7 +101,7 @@ def _nodes(
 def _rows(
     graph: Graph, kinds: np.ndarray, kinds_before: np.ndarray, is_linked: np.ndarray, sub_request: np.ndarray
 ) -> np.ndarray:
-    """[requests, kinds of state]: a row a chain, but where it takes over that of the chain before it."""
+    """Return [requests, kinds of state]: a row per chain, unless it reuses the row of the chain before it."""
     states = np.array([one.state_kind for one in graph.types.types])
     state = states[kinds]
     begins_row = ~is_linked | (states[kinds_before] != state)

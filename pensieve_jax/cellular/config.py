@@ -1,6 +1,6 @@
-"""What a cellular engine is told before it starts.
+"""Configuration of a cellular engine.
 
-Owns: the limits, their checks and their help.
+Owns: the options, with their limits, checks and help texts.
 Does not know: cells, requests, or devices.
 """
 
@@ -22,11 +22,11 @@ from pensieve_jax.core.options import (
 RELEASES = ("completion", "submission")
 TIE_BREAKS = ("priority", "alternate")
 TASKS_PER_PROGRAM = (1, 2, 5, 10, 20)
-"""How many tasks a program runs, one after the other, up to `max_num_tasks`; launches are made of these."""
+"""Numbers of consecutive tasks per program, up to `max_num_tasks`. A launch consists of such programs."""
 
 
 MAX_ROWS = 2**31 - 2
-"""Their numbers are 32 bits wide, and one is the initial state's."""
+"""Most rows: row numbers have 32 bits, and one row is the initial state."""
 
 
 def _are_rows(value: object) -> bool:
@@ -36,56 +36,59 @@ def _are_rows(value: object) -> bool:
 @documented
 @dataclass(frozen=True, kw_only=True)
 class CellularConfig:
-    """Limits of a `CellularEngine`; those of one cell, its batch sizes and its priority, are the cell's."""
+    """Limits of a `CellularEngine`. Batch sizes and priority are attributes of each cell."""
 
-    num_devices: int = option(1, count(1), "Devices, each with one worker and all weights.")
+    num_devices: int = option(1, count(1), "Devices. Each has one worker and a copy of all weights.")
     num_rows: int | None = option(
         None,
         optional(count(1)._replace(words=f"an integer from 1 to {MAX_ROWS}", accepts=_are_rows)),
-        "Rows of state on each device, for every kind of state. A request is admitted when its peak fits: "
-        "one row for a chain, as many as leaves for a tree. None is as many as fit 1 GiB, but from 256 to "
-        "4,096.",
+        "Rows of each kind of state on each device. A request is admitted when its peak fits: one row for "
+        "a chain, one row per leaf for a tree. None means as many as fit into 1 GiB, but from 256 to 4,096.",
     )
     max_num_tasks: int = option(
-        5, count(1), "Tasks that are formed and launched together: MaxTasksToSubmit of Algorithm 1."
+        5, count(1), "Most tasks that are formed and launched together: MaxTasksToSubmit of Algorithm 1."
     )
     launches_in_flight: int | None = option(
         None,
         optional(count(1)),
-        "Launches of a device that are not known to be complete; a worker with fewer is given more. None is "
+        "Most incomplete launches of a device. The scheduler fills each worker up to this number. None means "
         "2 on an accelerator and 1 on a CPU.",
     )
     min_batch: int = option(
-        1, count(1), "No launch goes on with a task of fewer cells: Bsizes.Min() of Algorithm 1."
+        1,
+        count(1),
+        "Fewest cells of a task after the first of a launch: Bsizes.Min() of Algorithm 1.",
     )
     release: str = option(
         "completion",
         one_of(RELEASES),
-        "When a part of a graph may begin whose inputs another part computes: once those have been seen to "
-        "complete, as in the thesis, or on the same device as soon as they are submitted.",
+        "When a subgraph may begin that reads another subgraph. completion: after the other has completed, "
+        "as in the thesis. submission: on the same device, as soon as the other is submitted.",
     )
     tie_break: str | None = option(
         None,
         optional(one_of(TIE_BREAKS)),
-        "Which type of cell is next where several have enough: the one of the highest priority, as in the "
-        "thesis, or the one that was launched the longest ago. None is alternate on one device, priority on "
-        "several.",
+        "Which type of cell runs next if several have enough ready nodes. priority: the type of the highest "
+        "priority, as in the thesis. alternate: the type that was launched the longest ago. None means "
+        "alternate on one device, priority on several.",
     )
     max_skips: int | None = option(
         None,
         optional(count(1)),
-        "Launches of other types while one has ready cells, after which that is next, whatever batches are "
-        "full. None is no limit, as in the thesis: below a full batch it waits for as long as another has "
-        "one, whatever its priority.",
+        "Launches of other types after which a type with ready cells runs next, even if other types have "
+        "full batches. None means no limit, as in the thesis: a type without a full batch waits while "
+        "another type has one, whatever its priority.",
     )
-    max_nodes: int = option(100_000, count(1), "Cells of one request.")
-    max_depth: int = option(10_000, count(1), "Cells of one request that follow one another.")
+    max_nodes: int = option(100_000, count(1), "Most cells of one request.")
+    max_depth: int = option(10_000, count(1), "Longest path of one request, in cells.")
     max_num_waiting: int | None = option(
-        None, optional(count(1)), "Requests that wait for rows; with more, `submit` raises. None is no limit."
+        None,
+        optional(count(1)),
+        "Most requests that wait for rows; with more, `submit` raises. None means no limit.",
     )
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work."""
+        """Raise ConfigError for values that cannot work."""
         check_options(self, "")
         require(
             self.max_depth <= self.max_nodes,
@@ -97,5 +100,5 @@ class CellularConfig:
             self.release == "completion" or self.num_devices == 1,
             "release",
             self.release,
-            "'completion' on several devices, where nothing else says what has run elsewhere",
+            "'completion' on several devices, since submission orders launches only within one device",
         )

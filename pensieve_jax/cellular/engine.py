@@ -1,6 +1,6 @@
-"""The engine of cells: what a user makes, submits to, and steps.
+"""Cellular engine, which a user creates, submits requests to, and steps.
 
-Owns: devices and compiled programs of an engine, and its public methods.
+Owns: the devices and compiled programs of an engine, and its public methods.
 Does not know: how cells are chosen, or what they compute.
 """
 
@@ -44,17 +44,17 @@ from pensieve_jax.runtime.program import Program
 if TYPE_CHECKING:
     from model_defs.recurrent import RecurrentCell
 
-_SLICE = 512  # requests that `run` unfolds before it looks at the devices again
+_SLICE = 512  # requests that `run` unfolds between two steps
 _PLACE = re.compile(r"requests\[(\d+)\]")
 
 
 class CellularEngine:
-    """Requests of recurrent models, whose cells are batched one by one: they join and leave between cells.
+    """Engine that batches single cells of recurrent models; requests join and leave between cells.
 
-    Not for several threads at a time.
+    Use it from one thread at a time.
 
     Attributes:
-      types, processor, workers: what runs, for checks of it; not to be changed.
+      types, processor, workers: parts of the engine, for inspection only.
     """
 
     def __init__(
@@ -69,22 +69,22 @@ class CellularEngine:
         compilation_cache_dir: str | None = None,
         progress: bool | None = None,
     ) -> None:
-        """Compile everything that may run; nothing is compiled afterwards.
+        """Compile all programs, so that serving compiles nothing.
 
         Args:
-          cells: of all requests.
-          unfold: called as `unfold(request, graph)`, adds the request's nodes to a `Graph`.
+          cells: the cells of all requests.
+          unfold: called as `unfold(request, graph)`; it adds the request's nodes to a `Graph`.
           config: the limits.
-          unfold_many: called as `unfold_many(requests, graph)` in its place by `submit_many`. Where requests
-            are sentences, `Graph.sentences` adds them all at once, which costs each a tenth.
-          make_scheduler: what chooses cells: `CellScheduler`, or a baseline of the lab.
-          observe: called with every launch that was begun; `requests_of` says whose cells are in it.
-          compilation_cache_dir: where JAX keeps what it compiled, for the next start.
-          progress: show a bar while compiling; None: on a terminal.
+          unfold_many: called as `unfold_many(requests, graph)` instead of `unfold` by `submit_many`. If
+            requests are sentences, `Graph.sentences` adds all of them at once, at a tenth of the cost.
+          make_scheduler: factory of the scheduler: `CellScheduler`, or a baseline of the lab.
+          observe: called with every begun launch; `requests_of` names the requests in it.
+          compilation_cache_dir: directory where JAX stores compiled programs for the next start.
+          progress: show a bar while compiling; None means on a terminal.
 
         Raises:
           CellError: a cell cannot be batched.
-          ConfigError: there are fewer devices.
+          ConfigError: a value is invalid, or JAX has fewer devices than `num_devices`.
         """
         self._config = config = config or CellularConfig()
         if not isinstance(config, CellularConfig):
@@ -118,22 +118,22 @@ class CellularEngine:
         self._counter = CompilationCounter()
 
     def submit(self, request: Any) -> CellRequest:
-        """Join the running cells; returns at once.
+        """Submit a request and return at once; its cells join the running ones.
 
         Raises:
-          GraphError, CapacityError, CellError: the request cannot be served; nothing else is harmed.
+          GraphError, CapacityError, CellError: the request cannot be served; other requests are unaffected.
           EngineClosedError: the engine was closed.
         """
         return self.submit_many([request])[0]
 
     def submit_many(self, requests: Iterable[Any]) -> list[CellRequest]:
-        """Many at once, which costs less each; all of them or, with an error, none. See `submit`."""
+        """Submit several requests at less cost per request. On an error, none is submitted; see `submit`."""
         handles: list[CellRequest] = []
         self._submit_many(list(requests), handles, is_limited=True)
         return handles
 
     def step(self) -> list[CellRequest]:
-        """See what has ended and launch what is ready, without waiting; returns requests now done."""
+        """Process finished launches and begin new ones, without waiting; return the finished requests."""
         self._check_usable()
         ended = self._guard.run(self._loop.step)
         if self._observe is not None:
@@ -144,11 +144,11 @@ class CellularEngine:
         return ended
 
     def wait(self) -> None:
-        """Until a launch has ended, which the next `step` sees; at once if one has, or none is in flight.
+        """Wait until a launch has finished, for the next `step`; return at once if none is in flight.
 
-        JAX waits for one array, not for whichever comes first. So where several devices are busy, it is
-        waited for that whose oldest launch began before the others': another may be idle for as long. Who
-        cannot have that goes on calling `step`.
+        JAX waits for one given array, not for the first of several. So this waits for the device whose oldest
+        launch started first, and another device may be idle meanwhile. A caller that cannot accept this calls
+        `step` repeatedly instead.
         """
         self._check_usable()
         busy = [worker for worker in self.workers if worker.num_in_flight]
@@ -156,19 +156,19 @@ class CellularEngine:
             min(busy, key=lambda worker: worker.begun_s).wait()
 
     def cancel(self, request: CellRequest) -> bool:
-        """Compute no more of it; False if it is done, or was submitted to another engine."""
+        """Cancel a request; return False if it is done, or was submitted to another engine."""
         self._check_usable()
         return self._guard.run(lambda: self.processor.cancel(request))
 
     def run(self, requests: Iterable[Any]) -> list[CellOutput]:
-        """Serve these, and whatever else was submitted, to the end; outputs in order.
+        """Serve requests until all are done; return their outputs in order.
 
-        Those that wait for rows are no more than some hundreds, whatever `max_num_waiting` says. Whatever
-        interrupts it cancels those that have not ended.
+        Requests that were submitted earlier run meanwhile. At most some hundreds of requests wait for rows at
+        a time, whatever `max_num_waiting` is. An exception cancels the unfinished requests.
 
         Raises:
-          GraphError, CapacityError, CellError: one cannot be served; those before it are cancelled.
-          LaunchFailedError: what one was in has failed; its `outputs` are the others'.
+          GraphError, CapacityError, CellError: a request cannot be served; the earlier ones are cancelled.
+          LaunchFailedError: a launch of one request failed; its `outputs` hold the others'.
           EngineClosedError: the engine was closed.
         """
         self._check_usable()
@@ -182,19 +182,19 @@ class CellularEngine:
         return all_results(handles)
 
     def requests_of(self, launch: Launch) -> list[np.ndarray]:
-        """For each task of an observed launch, the numbers (`CellRequest.serial`) of its cells' requests."""
+        """Return the `CellRequest.serial` of every cell's request, for each task of an observed launch."""
         nodes, serial = self.processor.nodes, self.processor.requests.serial
         return [serial[nodes.request[task]] for task in launch.tasks]
 
     def begin_again(self, make_scheduler: MakeScheduler) -> None:
-        """Forget all requests, and go on with another scheduler and the same programs: to compare them.
+        """Discard all requests and continue with another scheduler, to compare schedulers on equal programs.
 
         Raises:
           ConfigError: a launch is in flight.
         """
         num_in_flight = sum(worker.num_in_flight for worker in self.workers)
         if num_in_flight and not self._guard.interrupted:
-            raise ConfigError("launches in flight", num_in_flight, "none, before another scheduler begins")
+            raise ConfigError("launches in flight", num_in_flight, "0 before the scheduler is replaced")
         self._begin(make_scheduler)
 
     def _begin(self, make_scheduler: MakeScheduler) -> None:
@@ -204,9 +204,9 @@ class CellularEngine:
         self._loop = Loop(self.processor, self.workers, self._launches_in_flight, observe=observe)
 
     def stats(self) -> dict[str, int]:
-        """Requests that came and ended since the start, and those that are there now.
+        """Return counters of requests since the start, and of requests in the engine now.
 
-        `num_compilations` counts those of the process since the start, by anybody.
+        `num_compilations` counts all compilations in this process since the start, by any code.
         """
         return {
             "num_compilations": self._counter.value,
@@ -221,14 +221,13 @@ class CellularEngine:
         }
 
     def close(self) -> None:
-        """Give the devices' memory back; requests that are not done fail with EngineClosedError."""
+        """Free the device memory, and fail unfinished requests with EngineClosedError."""
         self._is_closed = True
         for handle in self.processor.handles.values():
-            handle.fail(EngineClosedError("the engine was closed"))
+            handle.fail(EngineClosedError("The engine was closed."))
         self.workers.clear()
 
     def __enter__(self) -> Self:
-        """The engine; `close` at the end of the block."""
         return self
 
     def __exit__(
@@ -237,8 +236,8 @@ class CellularEngine:
         self.close()
 
     def _run(self, todo: list[Any], handles: list[CellRequest]) -> None:
-        """To their ends; `handles` are those that were submitted."""
-        num_done = 0  # of the first ones, one behind the other
+        """Submit and serve all of `todo`; `handles` receives the submitted requests."""
+        num_done = 0  # length of the finished prefix of `handles`
         while num_done < len(todo):
             first = len(handles)
             has_more = first < len(todo) and len(self.processor.admission.waiting) < _SLICE
@@ -254,7 +253,7 @@ class CellularEngine:
                 num_done += 1
 
     def _submit_many(self, requests: list[Any], handles: list[CellRequest], *, is_limited: bool) -> None:
-        """Their handles are added as part of the change: an interrupt leaves none that nobody holds."""
+        """Submit, and add the handles within the guarded change, so that an interrupt loses no handle."""
         self._check_usable()
         if not requests:
             return
@@ -264,12 +263,12 @@ class CellularEngine:
 
     def _check_usable(self) -> None:
         if self._is_closed:
-            raise EngineClosedError("the engine was closed")
+            raise EngineClosedError("The engine was closed.")
         self._guard.check()
 
     def _recover(self) -> None:
-        """An interrupt came in the middle of a change, so that nothing that is known can be trusted."""
-        error = LaunchFailedError("an interrupt came in the middle of a step: all that ran or waited is lost")
+        """Fail all requests after an interrupt in mid-change, since the state may be inconsistent."""
+        error = LaunchFailedError("An interrupt came in the middle of a step; unfinished requests are lost.")
         for handle in self.processor.handles.values():
             if not handle.done:
                 handle.fail(error)
@@ -281,7 +280,7 @@ class CellularEngine:
     def _compiled(
         self, programs: Sequence[CellProgram], device: jax.Device, progress: bool
     ) -> dict[tuple[int, int, int], jax.stages.Compiled]:
-        """Every type, number of tasks and batch size, for one device."""
+        """Compile every type, number of tasks and batch size for one device."""
         found: dict[tuple[int, int, int], jax.stages.Compiled] = {}
         sharding = SingleDeviceSharding(device)
         num_rows = self._num_rows
@@ -313,7 +312,7 @@ class CellularEngine:
 
 
 def _renumbered(error: InvalidFieldError, first: int, num: int, num_all: int) -> InvalidFieldError:
-    """Of a request of those from number `first` on, with its number among all."""
+    """Return an error of a slice that starts at request `first`, with the request's index among all."""
     if num_all == 1:
         return error
     found = _PLACE.match(error.field)

@@ -1,7 +1,7 @@
-"""What a cellular engine raises on purpose.
+"""Errors of a cellular engine.
 
 Owns: the error classes of cells and graphs.
-Does not know: who raises them.
+Does not know: the code that raises them.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ from pensieve_jax.core.errors import InvalidFieldError, PensieveError
 
 
 class CellError(InvalidFieldError):
-    """A cell that cannot be batched: what it says of itself, or what it returns."""
+    """A cell cannot be batched, because of its declaration or its results."""
 
 
 class GraphError(InvalidFieldError):
-    """A request's graph that cannot be computed; the field names the node."""
+    """A request's graph cannot be computed; the field names the node."""
 
 
 class UnfoldError(GraphError):
-    """Methods of a graph that were called in an order in which they make no requests."""
+    """Methods of a graph were called in an invalid order."""
 
 
 class CapacityError(InvalidFieldError):
-    """A request that needs more than the engine has, or comes when too many wait."""
+    """A request needs more than the engine has, or arrives when too many wait."""
 
 
 class LaunchFailedError(PensieveError):
-    """The launch that a request's cells were in has failed."""
+    """A launch with cells of this request failed."""
 
 
 class RequestCancelledError(PensieveError):
-    """The result of a request that was cancelled was asked for."""
+    """The request was cancelled, so it has no result."""

@@ -1,12 +1,12 @@
-"""A task: which rows its nodes read and write, and what becomes ready behind it.
+"""Formation of tasks: the rows that nodes read and write, and the nodes that become ready next.
 
 Owns: rows of nodes while tasks are formed, `UpdateNodesDependency` of Algorithm 1 within subgraphs, and the
-`Launch` that results.
-Does not know: which nodes to take, or when anything completes.
+resulting `Launch`.
+Does not know: which nodes to take, or when a launch completes.
 
-Everything is done for all nodes of a task at once, by arrays. A node takes over the row of an input that
-nobody else needs; so a chain stays where it is, and a tree's node overwrites one of its children. What is
-freed while a launch is formed may be taken by the next one, which the device runs later.
+Array operations handle all nodes of a task at once. A node takes over the row of an input that no other node
+needs, so a chain keeps its row, and a tree's node overwrites one of its children. Rows that are freed while a
+launch is formed are available to the next launch, which the device runs later.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from pensieve_jax.cellular.tables import INITIAL, SUBMITTED, WAITING, Nodes, Sub
 
 
 class Formation:
-    """The launches of all workers, one after the other.
+    """Builder of the launches of all workers, one launch at a time.
 
     Attributes:
-      rows: by worker and kind of state.
-      num_moved: rows that went from device to device.
+      rows: rows by worker and kind of state.
+      num_moved: rows that were copied between devices.
     """
 
     def __init__(
         self, types: CellTypes, nodes: Nodes, subgraphs: Subgraphs, *, num_rows: int, num_workers: int
     ) -> None:
-        """All rows are free."""
+        """Start with all rows free."""
         self._nodes, self._subgraphs = nodes, subgraphs
         self._num_rows, self._is_shared = num_rows, num_workers > 1
         self._kind_of_state = np.array([one.state_kind for one in types.types])
@@ -46,7 +46,7 @@ class Formation:
         self._freed: list[tuple[int, int, np.ndarray]] = []  # worker, kind and rows
 
     def add(self, kind: CellType, worker: int, taken: np.ndarray) -> np.ndarray:
-        """Make a task of these nodes; returns those now ready behind it, in the same order of subgraphs."""
+        """Form a task of `taken`; return the nodes that become ready, in the same order of subgraphs."""
         nodes, subgraphs = self._nodes, self._subgraphs
         sources = nodes.inputs[: len(kind.input_kinds), taken]
         if self._is_shared:
@@ -64,20 +64,20 @@ class Formation:
         return self._ready_behind(taken)
 
     def add_chains(self, kind: CellType, worker: int, queue: ReadyQueue, *, most: int, least: int) -> int:
-        """Make tasks until there are `most`, or one would have fewer than `least` nodes; returns how many.
+        """Form up to `most` tasks, while a next one has at least `least` nodes; return their number.
 
-        The same as `add`, again and again, where all subgraphs of the type are chains: nodes of one follow
-        one another and keep their row. So what there is to know of a chain is looked up and written once, not
-        for every task: a chain is a *lane*, with the task that it joins and the number of nodes it has there.
+        The result equals repeated calls of `add` if all subgraphs of the type are chains, whose nodes have
+        consecutive ids and keep their row. So the data of a chain is read and written once, not per task: a
+        chain becomes a *lane*, with the first task that it joins and the number of its nodes in the launch.
         """
-        assert kind.is_chained, "a lane keeps its row, which is of the kind that its nodes leave"
+        assert kind.is_chained, "a lane keeps its row, so its input must be of the kind of its state"
         last_nodes, sub = self._subgraphs.last, self._nodes.sub
         joining = queue.take(worker, kind.max_batch)
         subs = sub[joining]
         left = last_nodes[subs] - joining + 1
         lanes, lanes_subs, lanes_left, nums = [joining], [subs], [left], [len(joining)]
         num_active = len(joining)
-        ended = np.bincount(np.minimum(left, most), minlength=most + 1)  # by task: lanes that are not in it
+        ended = np.bincount(np.minimum(left, most), minlength=most + 1)  # by task: lanes that ended before it
         num_tasks = 1
         while num_tasks < most:
             num_active -= int(ended[num_tasks])
@@ -108,7 +108,10 @@ class Formation:
         return num_tasks
 
     def launch(self, kind: CellType, worker: int, *, least: int = 0) -> Launch:
-        """All tasks since the last one, in batches of room for `least`; what they freed is free behind it."""
+        """Return a launch of all tasks since the last one, padded to at least `least` nodes.
+
+        Rows that these tasks freed are available to later launches.
+        """
         parts = make_parts(kind, self._words, self._num_rows, least)
         subs, counts, wanted = (_joined(one) for one in (self._subs, self._counts, self._wanted))
         launch = Launch(worker, kind, self._tasks, subs, counts, parts, moves=self._moves)
@@ -122,14 +125,17 @@ class Formation:
         return launch
 
     def forget(self, nodes: np.ndarray) -> None:
-        """Nodes that will not be submitted read these no more: each as often as it is here, or `INITIAL`."""
+        """Undo reads by nodes that will not be submitted: one read for each occurrence in `nodes`.
+
+        `INITIAL` may be among them.
+        """
         np.subtract.at(self._nodes.uses, nodes, 1)
         once = np.unique(nodes)
         is_held = (self._nodes.row[once] >= 0) & (once != INITIAL)
         self._free(once[is_held & (self._nodes.uses[once] == 0)])
 
     def give_back(self) -> None:
-        """What was freed may be taken: whatever reads it has been launched."""
+        """Make freed rows available, after all launches that read them have been formed."""
         for worker, kind, rows in self._freed:
             self.rows[worker][kind].give(rows)
         self._freed.clear()
@@ -137,7 +143,7 @@ class Formation:
     def _write(
         self, kind: CellType, worker: int, taken: np.ndarray, sources: np.ndarray, read: np.ndarray
     ) -> np.ndarray:
-        """Rows that the nodes write; their inputs are read for the last time, or once less."""
+        """Choose the rows that the nodes write, and count down the uses of their inputs."""
         nodes = self._nodes
         written = np.empty(len(taken), np.int32)
         is_placed = np.zeros(len(taken), bool)
@@ -156,7 +162,7 @@ class Formation:
         return written
 
     def _have_read(self, sources: np.ndarray) -> None:
-        """These were read, each as often as it is here; what nobody else needs is freed."""
+        """Count one use less for each occurrence in `sources`, and free rows without further uses."""
         nodes = self._nodes
         np.subtract.at(nodes.uses, sources, 1)
         gone = sources[(nodes.uses[sources] == 0) & (nodes.row[sources] >= 0) & (sources != INITIAL)]
@@ -172,7 +178,7 @@ class Formation:
         joins: np.ndarray,
         counts: np.ndarray,
     ) -> None:
-        """Tasks of chains: each with `counts` nodes from `first` on, one a task from task `joins` on."""
+        """Add tasks of lanes: lane i has `counts[i]` nodes from `first[i]`, one per task from `joins[i]`."""
         nodes, subgraphs = self._nodes, self._subgraphs
         sources = nodes.inputs[:1, first]
         if self._is_shared:
@@ -188,7 +194,7 @@ class Formation:
         if len(others):
             self._have_read(others)
         num_tasks = int((joins + counts).max())
-        place = np.arange(num_tasks)[:, None] - joins  # [tasks, lanes]: the lane's how many-th node
+        place = np.arange(num_tasks)[:, None] - joins  # [tasks, lanes]: index of the node within its lane
         is_there = (place >= 0) & (place < counts)
         taken = (first + place)[is_there]
         words = np.empty((2 + len(kind.immediates), len(taken)), np.int32)
@@ -213,13 +219,13 @@ class Formation:
         self._remember(subs, counts, tails)
 
     def _remember(self, subs: np.ndarray, counts: np.ndarray, nodes: np.ndarray) -> None:
-        """Nodes of these subgraphs are in the launch; `nodes` are those of which some may be returned."""
+        """Record subgraphs with `counts` nodes each in the launch, and which of `nodes` are returned."""
         self._subs.append(subs)
         self._counts.append(counts)
         self._wanted.append(nodes[self._nodes.returned[nodes] >= 0])
 
     def _free(self, nodes: np.ndarray) -> None:
-        """Nobody needs the states of these any more."""
+        """Free the rows of nodes whose states are no longer needed."""
         if not len(nodes):
             return
         table = self._nodes
@@ -231,7 +237,7 @@ class Formation:
         table.row[nodes] = -1
 
     def _fetch(self, kind: CellType, worker: int, sources: np.ndarray) -> None:
-        """Give states that are on other devices rows on this one."""
+        """Move states of other devices into rows of this one."""
         table = self._nodes
         for slot, input_kind in enumerate(kind.input_kinds):
             places = table.worker[sources[slot]]
@@ -248,7 +254,7 @@ class Formation:
                 self.num_moved += len(there)
 
     def _ready_behind(self, taken: np.ndarray) -> np.ndarray:
-        """Nodes of the same subgraphs that needed only these."""
+        """Return the nodes of the same subgraphs that waited only for `taken`."""
         table = self._nodes
         behind = all_values(taken, table.consumer, table.consumers)
         behind = behind[behind >= 0]

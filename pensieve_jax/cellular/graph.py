@@ -1,7 +1,7 @@
-"""The graph of a request: its cells and what each reads. A user's function writes it, here.
+"""Graph of a request, which the user's `unfold` function builds: its cells and their inputs.
 
-Owns: the methods that users have, and what is told of their arguments.
-Does not know: when anything runs, or other requests' graphs, though it holds those of one `submit_many`.
+Owns: the methods for users, and the errors about their arguments.
+Does not know: when a node runs, or graphs of other `submit_many` calls.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from pensieve_jax.cellular.pieces import NEW_LABEL, NO_NODE, Piece
 
 
 class Graph(NodeWriter):
-    """Graphs of requests, one after the other; a method's ids are those of the request at hand, from 0."""
+    """Graphs of the requests of one `submit_many`. Node ids count from 0 within the current request."""
 
     def add(self, cell: Any, inputs: Sequence[int | None] = (), **immediates: int) -> int:
-        """One node; returns its id.
+        """Add one node; return its id.
 
         Args:
           cell: a `Cell`, its module, or its name.
-          inputs: ids of nodes, one for each input of the cell; None is the initial state, zeros.
-          **immediates: the numbers that the cell takes.
+          inputs: ids of nodes, one for each input of the cell; None means the initial state, zeros.
+          **immediates: the cell's immediates.
 
         Raises:
-          GraphError: an input that is no node yet or of another kind, or an immediate too many, too few or no
-            i32.
+          GraphError: an input is not an earlier node or is of another kind, or the immediates are not the
+            cell's or not 32-bit integers.
         """
         kind = self._find(cell)
         if not isinstance(inputs, Sequence | np.ndarray) or len(inputs) != len(kind.input_kinds):
@@ -53,16 +53,16 @@ class Graph(NodeWriter):
         until: int | None = None,
         **immediates: Sequence[int] | np.ndarray,
     ) -> range:
-        """Nodes each of which reads the one before it; returns their ids.
+        """Add a chain of nodes, each of which reads the one before it; return their ids.
 
         Args:
-          cell: of one input.
-          words: the cell's first immediate, for each node.
-          num: how many nodes; needed for a cell without immediates.
-          after: what the first one reads; None is the initial state.
-          until: a value of the first field that the cell emits; the node that emits it is the last one. `num`
-            is then how many there are at most, and no other node may read one of them.
-          **immediates: by name, a value for each node.
+          cell: a cell with one input.
+          words: values of the cell's first immediate, one per node.
+          num: number of nodes; required for a cell without immediates.
+          after: node that the first one reads; None means the initial state.
+          until: a value of the first field that the cell emits. The chain ends at the node that emits it;
+            `num` is then the most nodes it may have, and no other node may read them.
+          **immediates: by name, one value per node.
 
         Raises:
           GraphError: see `add`.
@@ -73,7 +73,7 @@ class Graph(NodeWriter):
             if found is not None:
                 return found
         if len(kind.input_kinds) != 1:
-            raise self._bad("inputs", len(kind.input_kinds), f"one input; {kind.name} makes no chain")
+            raise self._bad("inputs", len(kind.input_kinds), f"one input; {kind.name} cannot form a chain")
         if words is not None:
             if not kind.immediates or kind.immediates[0] in immediates:
                 why = "takes no immediates" if not kind.immediates else f"has {kind.immediates[0]} already"
@@ -88,7 +88,7 @@ class Graph(NodeWriter):
             raise self._bad("num", num, "an int of at least 1")
         num = int(num)
         if num > 1 and not kind.is_chained:
-            raise self._bad("num", num, f"1: {kind.name} does not read what it leaves")
+            raise self._bad("num", num, f"1: {kind.name} does not read its own state")
         stage, label = 0, NEW_LABEL
         if source != NO_NODE:
             piece = self.piece(source)
@@ -101,21 +101,21 @@ class Graph(NodeWriter):
         return self._append(kind, num, label, stage, source, None, until, immediates)
 
     def _length(self, kind: CellType, immediates: Mapping[str, Any]) -> int:
-        """Of a chain whose words say it."""
+        """Return the length of a chain, from its immediates."""
         if not immediates:
-            name, limit = "num", "a number of nodes, where there are no immediates"
+            name, limit = "num", "a number of nodes, since there are no immediates"
             if kind.immediates:
-                name, limit = kind.immediates[0], "a sequence of ints, where num is not given"
+                name, limit = kind.immediates[0], "a sequence of ints, since num is not given"
             raise self._bad(name, None, limit)
         name, values = next(iter(immediates.items()))
         if not is_sized(values):
-            raise self._bad(name, values, "a sequence of ints, where num is not given")
+            raise self._bad(name, values, "a sequence of ints, since num is not given")
         if not len(values):
-            raise self._bad(name, values, "one int of 32 bits at least")
+            raise self._bad(name, values, "at least one int of 32 bits")
         return len(values)
 
     def _sentence(self, kind: CellType, words: Any) -> range | None:
-        """A chain of words from the initial state, as most requests are; None if it is not that."""
+        """Add a chain of words from the initial state, the most frequent request; None if it is not one."""
         if type(words) is not np.ndarray or words.dtype != INT32 or words.ndim != 1:
             return None
         if not kind.is_chained or len(kind.immediates) != 1:
@@ -130,14 +130,15 @@ class Graph(NodeWriter):
         return range(own, own + num)
 
     def sentences(self, cell: Any, words: Sequence[np.ndarray]) -> None:
-        """For each of these a request of its own: a chain of all its words, whose last state it returns.
+        """Add a whole request for each sentence: a chain of all its words that returns its last state.
 
         Args:
-          cell: of one input and one immediate.
-          words: i32[n] of each.
+          cell: a cell with one input and one immediate.
+          words: i32[n] of each sentence.
 
         Raises:
-          GraphError: this is not what they are, one by one it may be told why; or `unfold` called it.
+          GraphError: an argument is invalid (unfolding one by one gives a precise error), or `unfold` called
+            this method.
         """
         self._check_closed("sentences")
         add_sentences(self, self._find(cell), words, self._max_nodes)
@@ -145,36 +146,37 @@ class Graph(NodeWriter):
     def trees(
         self, leaf: Any, inner: Any, words: Sequence[np.ndarray], children: Sequence[np.ndarray]
     ) -> None:
-        """For each of these a request of its own: a tree whose root's state it returns.
+        """Add a whole request for each tree, which returns the state of its root.
 
         Args:
-          leaf: of no input and one immediate.
-          inner: of inputs of the kind that both leave, and no immediate.
-          words: i32[n] of each tree, one for each leaf; these are its nodes 0 to n - 1.
-          children: int[m, fan_in] of each tree, earlier nodes of it; these are its nodes n on, the root last.
+          leaf: a cell without inputs and with one immediate.
+          inner: a cell without immediates whose inputs, state, and `leaf`'s state are of one kind.
+          words: i32[n] of each tree, one per leaf; the leaves are nodes 0 to n - 1.
+          children: int[m, fan_in] of each tree: earlier nodes. Inner nodes count from n, the root last.
 
         Raises:
-          GraphError: this is not what they are, one by one it may be told why; or `unfold` called it.
+          GraphError: an argument is invalid (unfolding one by one gives a precise error), or `unfold` called
+            this method.
         """
         self._check_closed("trees")
         add_trees(self, self._find(leaf), self._find(inner), words, children, self._max_nodes)
 
     def nodes(self, cell: Any, inputs: np.ndarray, **immediates: Sequence[int] | np.ndarray) -> range:
-        """Nodes with inputs of their own; returns their ids.
+        """Add nodes with explicit inputs; return their ids.
 
         Args:
-          cell: of any number of inputs.
-          inputs: int[n, fan_in], ids of earlier nodes, or of earlier ones among these; `NO_NODE` is the
-            initial state.
-          **immediates: by name, a value for each node.
+          cell: a cell with any number of inputs.
+          inputs: int[n, fan_in], ids of earlier nodes, earlier ones of this call included; `NO_NODE` means
+            the initial state.
+          **immediates: by name, one value per node.
 
         Raises:
-          GraphError: see `add`; what is no earlier node would close a cycle, or does not exist.
+          GraphError: see `add`. Only earlier nodes may be read, so cycles are impossible.
         """
         kind = self._find(cell)
         try:
             ids = np.asarray(inputs)
-        except ValueError:  # rows of several lengths
+        except ValueError:  # rows of unequal lengths
             ids = np.empty(0)
         is_table = ids.ndim == 2 and ids.shape[1] == len(kind.input_kinds) and len(ids) > 0
         if not is_table or ids.dtype.kind not in "iu":
@@ -205,19 +207,19 @@ class Graph(NodeWriter):
         return range(own, own + num)
 
     def returns(self, *nodes: int) -> None:
-        """The states of these nodes are part of the result, in this order.
+        """Add the states of these nodes to the result, in this order.
 
         Raises:
-          GraphError: no node of this request, one twice, or one that may not be computed.
+          GraphError: not a node of this request, returned twice, or part of a chain that may end before it.
         """
         self._check_open()
         for node in nodes:
             self._check_node("returns", node, is_source=False)
-            node = int(node)  # whose own type may be too small for what is added to it
+            node = int(node)  # a narrow numpy type could overflow in the sum below
             if node in self._returned_here:
                 raise self._bad("returns", node, "a node that is not returned already", node=None)
             if self.piece(self._base + node).stop is not None:
-                raise self._bad("returns", node, "no node of a chain that may end before it", node=None)
+                raise self._bad("returns", node, "a node outside of chains that may end early", node=None)
             if self._base + node != self.num_nodes - 1:
                 self.has_only_chains = False
             self.places.append(len(self._returned_here))
@@ -225,10 +227,10 @@ class Graph(NodeWriter):
             self._returned_here.add(node)
 
     def begin(self) -> None:
-        """The next request's nodes follow; for `unfold_many`, where `unfold` has a request already.
+        """Begin the next request. Only `unfold_many` calls this; for `unfold` the request has begun.
 
         Raises:
-          UnfoldError: the one before was not ended.
+          UnfoldError: the previous request was not ended.
         """
         self._check_closed("begin")
         self._base = self.num_nodes
@@ -236,31 +238,31 @@ class Graph(NodeWriter):
         self._is_open = True
 
     def end(self) -> None:
-        """The request is whole.
+        """End the current request.
 
         Raises:
-          GraphError: it has no node, or nobody would learn anything of it.
+          GraphError: it has no node, or neither returns nor emits anything.
           UnfoldError: it was ended before.
         """
         self._check_open()
         if self.num_nodes == self._base:
             raise GraphError("graph", 0, "at least one node")
         if not self._returned_here and not self._emits():
-            raise GraphError("returns", (), "one node at least, since no cell of the request emits anything")
+            raise GraphError("returns", (), "at least one node, since no cell of the request emits anything")
         self.ends.append((self.num_nodes, len(self.joined), len(self.returned)))
         self._is_open = False
 
     def check_ends(self, num: int) -> None:
-        """All that was added is `num` requests.
+        """Check that exactly `num` requests were added.
 
         Raises:
           UnfoldError: there are more or fewer, or the last one was not ended.
         """
         if len(self.ends) != num or self._is_open:
-            limit = f"{num}, one for each request that it was given, all of them ended"
+            limit = f"{num}, one for each given request, all of them ended"
             raise UnfoldError("unfold_many", len(self.ends), limit)
 
     def _check_closed(self, method: str) -> None:
-        """What adds whole requests is for `unfold_many`: within one they would end it."""
+        """Raise UnfoldError within a request: methods that add whole requests are for `unfold_many`."""
         if self._is_open:
             raise UnfoldError(method, "called by unfold", "called by unfold_many, which adds whole requests")

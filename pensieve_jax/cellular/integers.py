@@ -1,7 +1,7 @@
-"""Integers of 32 bits, as people give them.
+"""Checks of 32-bit integers in user input.
 
-Owns: what passes for one, and for several.
-Does not know: what they mean.
+Owns: the accepted types of one integer, and of several.
+Does not know: what the integers mean.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ INT32 = np.dtype(np.int32)
 
 
 def is_int32(value: Any) -> bool:
-    """Python's or numpy's; no truth value, and no fraction."""
+    """Return whether `value` is a Python or numpy integer of 32 bits; booleans and floats are not."""
     is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
     return is_int and -(2**31) <= value < 2**31
 
 
 def is_sized(values: Any) -> bool:
-    """Whether it has a length; an array of no dimensions has a method for it, but none."""
+    """Return whether `values` has a length. A 0-dimensional array has `__len__`, but it raises."""
     return isinstance(values, Sized) and getattr(values, "ndim", 1) > 0
 
 
 def int32s(values: Sequence[int] | np.ndarray) -> np.ndarray | None:
-    """i32[n], a copy, since an array may be used again; None if they are anything else, or too large."""
-    if isinstance(values, str | bytes | bytearray | memoryview):  # which `array` takes for numbers in memory
+    """Return a copy as i32[n]; None for other types or larger values. A copy, since callers reuse arrays."""
+    if isinstance(values, str | bytes | bytearray | memoryview):  # `array` would read these as raw memory
         return None
     if type(values) is not np.ndarray and hasattr(values, "__array__"):
         values = np.asarray(values)

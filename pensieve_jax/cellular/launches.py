@@ -1,6 +1,6 @@
-"""What a worker is asked to do at once.
+"""Launches: the work that a worker begins at once.
 
-Owns: launches, and how their numbers are laid out for a device.
+Owns: the launch types, and the layout of their integers for a device.
 Does not know: how nodes were chosen, or how a device computes.
 """
 
@@ -17,12 +17,12 @@ from pensieve_jax.cellular.config import TASKS_PER_PROGRAM
 
 
 class Part(NamedTuple):
-    """Tasks that one program runs, one after the other.
+    """Consecutive tasks of one program.
 
     Attributes:
-      words: i32[k, 1 + fan_in + immediates, B]: for each task and node of it the row to write, the rows to
-        read, and its immediates. A batch that is not full reads the initial state and writes behind all rows,
-        which writes nothing.
+      words: i32[k, 1 + fan_in + immediates, B]: for each task and each of its nodes, the row to write, the
+        rows to read, and the immediates. Padding reads the initial state and writes past all rows, which has
+        no effect.
     """
 
     words: np.ndarray
@@ -33,17 +33,17 @@ class Part(NamedTuple):
 
     @property
     def batch_size(self) -> int:
-        """Nodes for which a task has room: B in the shape of `words`."""
+        """Compiled batch size, B in the shape of `words`."""
         return self.words.shape[2]
 
 
 class Read(NamedTuple):
-    """States that are wanted, once the launch has run.
+    """States to read after the launch has run.
 
     Attributes:
-      kind: of state.
-      nodes: whose.
-      rows: where they are.
+      kind: kind of state.
+      nodes: nodes whose states are read.
+      rows: rows of these nodes.
     """
 
     kind: int
@@ -52,13 +52,13 @@ class Read(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Rows that are needed on another device, before the launch runs.
+    """Rows to copy from another device before the launch runs.
 
     Attributes:
-      kind: of state.
-      source: the worker that has them.
-      rows: where they are there.
-      to_rows: where they are to be.
+      kind: kind of state.
+      source: worker that has the rows.
+      rows: rows on the source.
+      to_rows: rows on this device.
     """
 
     kind: int
@@ -72,13 +72,13 @@ class Launch:
     """Tasks of one type for one worker: `Batch` of Algorithm 1.
 
     Attributes:
-      worker: its index.
-      kind: the type.
-      tasks: nodes of each.
-      subs, counts: subgraphs, and how many nodes of them are in it; one may be there more than once.
-      parts: the same for the device, padded.
-      reads: states that are wanted after it.
-      moves: rows that are needed before it.
+      worker: index of the worker.
+      kind: type of the cells.
+      tasks: nodes of each task.
+      subs, counts: subgraphs, and the number of their nodes in the launch; a subgraph may occur repeatedly.
+      parts: the tasks as padded device input.
+      reads: states to read afterwards.
+      moves: rows to copy beforehand.
     """
 
     worker: int
@@ -92,20 +92,20 @@ class Launch:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that all tasks have together."""
+        """Nodes of all tasks."""
         return sum(map(len, self.tasks))
 
 
 class Done(NamedTuple):
-    """What a worker tells of a launch.
+    """Report of a finished launch.
 
     Attributes:
-      launch: which.
-      emitted: for each field that its type emits and each part, 32-bit numbers [k, B].
-      states: for each of its reads the fields [n, ...].
-      error: why it failed; None if it did not.
-      has_lost_state: whether all rows of the worker are gone, whoever's they were.
-      never_ran: whether the error is of an earlier launch, with which the rows went.
+      launch: the launch.
+      emitted: for each emitted field of its type and each part, 32-bit numbers [k, B].
+      states: for each of its reads, the fields [n, ...].
+      error: why it failed; None if it succeeded.
+      has_lost_state: whether all rows of the worker are lost, also those of other requests.
+      never_ran: whether the error is that of an earlier launch, which lost the rows.
     """
 
     launch: Launch
@@ -117,13 +117,13 @@ class Done(NamedTuple):
 
 
 def make_parts(kind: CellType, tasks: Sequence[np.ndarray], num_rows: int, least: int = 0) -> list[Part]:
-    """Lay out the words of tasks.
+    """Group tasks into parts and pad them.
 
     Args:
-      kind: their type.
-      tasks: i32[1 + fan_in + immediates, n] of each.
-      num_rows: of each kind of state.
-      least: nodes for which each batch is to have room.
+      kind: type of the tasks.
+      tasks: i32[1 + fan_in + immediates, n] of each task.
+      num_rows: rows of each kind of state.
+      least: smallest batch size, in nodes.
     """
     parts = []
     first = 0

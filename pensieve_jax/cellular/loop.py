@@ -1,7 +1,7 @@
-"""The loop of an engine: completions in, launches out.
+"""Event loop of a cellular engine, which processes completions and begins launches.
 
-Owns: the order of these.
-Does not know: whether workers are devices or a clock.
+Owns: the order of completions and launches.
+Does not know: whether workers are devices or a simulation.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from pensieve_jax.cellular.request_processor import RequestProcessor
 
 
 class Worker(Protocol):
-    """A device, or what stands for one. It runs launches in order."""
+    """Device, or a substitute for one. It runs launches in order."""
 
     @property
     def num_in_flight(self) -> int:
-        """Launches that were begun and not told of by `poll`."""
+        """Launches that were begun and not yet reported by `poll`."""
 
     def launch(self, launch: Launch) -> None:
-        """Begin one, without waiting; what goes wrong is told by `poll`."""
+        """Begin a launch without waiting. `poll` reports errors."""
 
     def poll(self) -> Iterable[Done]:
-        """Launches that have ended since the last call, in order."""
+        """Return the launches that have finished since the last call, in order."""
 
 
 class Loop:
-    """Gives the workers of one engine their launches and passes on what they complete."""
+    """Event loop of one cellular engine."""
 
     def __init__(
         self,
@@ -39,20 +39,20 @@ class Loop:
         *,
         observe: Callable[[Launch], None] | None = None,
     ) -> None:
-        """Begin with nothing.
+        """Start without launches.
 
         Args:
-          processor: what is asked for launches, and told of their ends.
-          workers: where they run.
-          launches_in_flight: of each worker, at most.
-          observe: called with every launch that was begun.
+          processor: supplies launches, and processes their completion.
+          workers: run the launches.
+          launches_in_flight: most incomplete launches of each worker.
+          observe: called with every begun launch.
         """
         self._observe = observe
         self._processor, self._workers = processor, workers
         self._most = launches_in_flight
 
     def step(self) -> list[CellRequest]:
-        """Take what has ended, and give every worker what it has room for; returns requests that are done."""
+        """Process finished launches, then fill every worker; return the finished requests."""
         ended: list[CellRequest] = []
         for worker in self._workers:
             for done in worker.poll():

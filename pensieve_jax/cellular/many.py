@@ -1,10 +1,10 @@
-"""Requests of one shape, many at once: sentences, and trees.
+"""Addition of many sentences, or many trees, at once.
 
-Owns: their checks, and the pieces that they are.
+Owns: the checks of their arrays, and the pieces that they become.
 Does not know: requests of other shapes.
 
-One by one a request costs its unfolding, which is Python. Here the arrays of all of them are joined and
-looked at together; what is wrong with one of them is told by whoever unfolds it alone.
+Unfolding requests one by one runs Python code for each. This module concatenates and checks the arrays of all
+requests together. To learn which request is invalid, the caller unfolds them one by one.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pensieve_jax.cellular.pieces import NO_NODE, GraphBatch, Piece
 
 
 def add_sentences(pieces: GraphBatch, kind: CellType, words: Sequence[np.ndarray], max_nodes: int) -> None:
-    """A request for each: a chain of its words, ints [n], whose last state it returns.
+    """Add one request per sentence: a chain of its words, ints [n], that returns its last state.
 
     Raises:
-      GraphError: they are none.
+      GraphError: the arrays are not valid sentences.
     """
     flat, lengths = _joined(words)
     if flat is None or not kind.is_chained or len(kind.immediates) != 1 or lengths.max() > max_nodes:
@@ -50,18 +50,18 @@ def add_trees(
     children: Sequence[np.ndarray],
     max_nodes: int,
 ) -> None:
-    """A request for each: a tree whose root's state it returns.
+    """Add one request per tree, which returns the state of its root.
 
     Args:
-      pieces: to which they are added.
-      leaf: a type without inputs, of one immediate.
-      inner: a type whose inputs are all of the kind that both leave, without immediates.
+      pieces: batch that the trees are added to.
+      leaf: a type without inputs and with one immediate.
+      inner: a type without immediates whose inputs, state, and `leaf`'s state are of one kind.
       words: i32[n] of each tree's leaves, which are its nodes 0 to n - 1.
       children: int[m, fan_in] of each tree's inner nodes, which are n to n + m - 1, the root last.
-      max_nodes: of a tree.
+      max_nodes: most nodes of a tree.
 
     Raises:
-      GraphError: they are none.
+      GraphError: the arrays are not valid trees.
     """
     flat, num_leaves = _joined(words)
     fan_in = len(inner.input_kinds)
@@ -100,10 +100,10 @@ def _add_pieces(
     num_inner: np.ndarray,
     read: np.ndarray,
 ) -> None:
-    """Leaves, each a subgraph of its own, and the inner nodes of every tree, which are one."""
+    """Add the pieces of every tree: each leaf is a subgraph, and all inner nodes together are one."""
     base, label = pieces.num_nodes, len(pieces.joined)
     inputs = read + base
-    nothing = np.empty((int(num_leaves.max()), 0), np.int64)  # is what leaves read
+    nothing = np.empty((int(num_leaves.max()), 0), np.int64)  # inputs of leaves
     ends, num_labels, begin = [], [], 0
     for first, leaves, above in zip(firsts.tolist(), num_leaves.tolist(), num_inner.tolist(), strict=True):
         start = base + first
@@ -122,7 +122,7 @@ def _add_pieces(
 
 
 def _end_requests(pieces: GraphBatch, ends: list[int], num_labels: Sequence[int]) -> None:
-    """Requests up to these nodes and labels, each of which returns its last node."""
+    """End requests at these nodes and labels; each returns its last node."""
     returned = len(pieces.returned) + 1
     pieces.ends += zip(ends, num_labels, range(returned, returned + len(ends)), strict=True)
     pieces.returned += [end - 1 for end in ends]
@@ -131,7 +131,7 @@ def _end_requests(pieces: GraphBatch, ends: list[int], num_labels: Sequence[int]
 
 
 def _joined(words: Sequence[np.ndarray]) -> tuple[np.ndarray | None, np.ndarray]:
-    """All of them in one array i32, and their lengths; None if they are no ints [n] with n of at least 1."""
+    """Concatenate arrays to i32; return it with their lengths, or None if one is empty or not of ints [n]."""
     try:
         flat = np.concatenate(words)
     except (ValueError, TypeError):  # none, no sequences, or of different dimensions

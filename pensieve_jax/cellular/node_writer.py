@@ -1,12 +1,12 @@
-"""Nodes on their way into the graph of a request: what is checked of each, and which subgraph it belongs to.
+"""Addition of nodes to the graph of a request: their checks, and their assignment to subgraphs.
 
-Owns: the request at hand, the checks of its nodes, and their stages and labels.
-Does not know: which methods users have.
+Owns: the current request, the checks of its nodes, and their stages and labels.
+Does not know: the methods for users.
 
-A subgraph is connected nodes of one type whose inputs from elsewhere are all available when it begins
-(thesis, section 2.4.3). Nodes get a *stage*: one more than that of an input of another type, and no less than
-that of any input. Connected nodes of one type and stage are a subgraph; between subgraphs stages rise, so
-none of them waits for itself.
+A subgraph consists of connected nodes of one type. All its inputs from other subgraphs are available when it
+begins (thesis, section 2.4.3). Each node has a *stage*: at least that of each input, and at least one more
+than that of an input of another type. Connected nodes of one type and stage form a subgraph. Stages rise
+between subgraphs, so no subgraph waits for itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pensieve_jax.cellular.pieces import NEW_LABEL, NO_NODE, GraphBatch, Piece
 
 
 class NodeWriter(GraphBatch):
-    """Of requests, one after the other; ids are those of the request at hand, from 0."""
+    """Writer of nodes. Node ids count from 0 within the current request."""
 
     def __init__(self, types: CellTypes, *, max_nodes: int) -> None:
         super().__init__(types)
@@ -40,7 +40,7 @@ class NodeWriter(GraphBatch):
             raise UnfoldError("end", "called before", limit)
 
     def _emits(self) -> bool:
-        """Whether a cell of this request tells anything."""
+        """Return whether any cell of this request emits a field."""
         first = bisect_left(self.starts, self._base)
         return any(self.types.types[piece.kind].emits for piece in self.pieces[first:])
 
@@ -52,19 +52,19 @@ class NodeWriter(GraphBatch):
             raise CellError(f"nodes[{own}].{error.field}", error.value, error.limit) from error
 
     def _check_until(self, kind: CellType, until: Any) -> None:
-        """A node that emits it ends its chain: so it is compared, as what is emitted, bit by bit."""
+        """Check `until`. It is compared bit by bit with the first emitted field, which must be an integer."""
         if not kind.emits:
             raise self._bad("until", until, f"None: {kind.name} emits nothing")
         dtype = kind.emits[0][1]
         if np.dtype(dtype).kind not in "iu":
-            raise self._bad("until", until, f"None: {kind.name} emits {dtype} first, and no ints")
+            raise self._bad("until", until, f"None: {kind.name} first emits {dtype}, not ints")
         if not is_int32(until):
             raise self._bad("until", until, "an int of 32 bits")
 
     def _one(
         self, kind: CellType, ids: np.ndarray, immediates: dict[str, Sequence[int] | np.ndarray]
     ) -> range:
-        """A node that may join subgraphs."""
+        """Add one node, which may merge several subgraphs into one."""
         sources = [
             self._source(kind, i, None if one == NO_NODE else one) for i, one in enumerate(ids[0].tolist())
         ]
@@ -82,10 +82,10 @@ class NodeWriter(GraphBatch):
         return added
 
     def _uniform(self, kind: CellType, ids: np.ndarray, own: int) -> int | None:
-        """The stage of nodes that are one subgraph of their own, seen at a glance; None if they may not be.
+        """Return the stage of nodes that certainly form a new subgraph; None if a slower check is needed.
 
-        They hang together as a tree does: each but the last is read by one of them, and everything else that
-        they read is of other types and of one stage.
+        They form a tree: each but the last is read by exactly one of them, and all their other inputs are of
+        other types and of one stage.
         """
         is_inner = ids >= own
         inner, outer = ids[is_inner], ids[~is_inner]
@@ -105,25 +105,25 @@ class NodeWriter(GraphBatch):
             for source in {self.index(self._base + one) for one in ids[:, slot].tolist() if one < own}:
                 self._check_kind(kind, slot, self.pieces[source], None)
             if (ids[:, slot] >= own).any() and kind.input_kinds[slot] != kind.state_kind:
-                raise self._bad(f"inputs[{slot}]", kind.name, "of the kind that this input takes")
+                raise self._bad(f"inputs[{slot}]", kind.name, "a cell of the kind that this input reads")
 
     def _source(self, kind: CellType, slot: int, node: int | None) -> int:
-        """The id through all requests of what an input reads."""
+        """Return the id, counted across all requests, of the node that an input reads."""
         if node is None:
             return NO_NODE
         self._check_node(f"inputs[{slot}]", node)
-        node = int(node)  # whose own type may be too small for what is added to it
+        node = int(node)  # a narrow numpy type could overflow in the sum below
         self._check_kind(kind, slot, self.piece(self._base + node), node)
         return self._base + node
 
     def _check_kind(self, kind: CellType, slot: int, source: Piece, node: int | None) -> None:
         found = self.types.types[source.kind]
         if source.stop is not None:
-            raise self._bad(f"inputs[{slot}]", node, "no node of a chain that may end before it")
+            raise self._bad(f"inputs[{slot}]", node, "a node outside of chains that may end early")
         if found.state_kind != kind.input_kinds[slot]:
             expected = dict(self.types.kinds[kind.input_kinds[slot]])
-            hint = f"{found.name} leaves {dict(self.types.kinds[found.state_kind])}"
-            raise self._bad(f"inputs[{slot}]", node, f"a node that leaves {expected}", hint=hint)
+            hint = f"the state of {found.name} is {dict(self.types.kinds[found.state_kind])}"
+            raise self._bad(f"inputs[{slot}]", node, f"a node with the state {expected}", hint=hint)
 
     def _check_node(self, field: str, node: Any, *, is_source: bool = True) -> None:
         num = self.num_nodes - self._base
@@ -145,7 +145,7 @@ class NodeWriter(GraphBatch):
         stop: int | None,
         immediates: dict[str, Sequence[int] | np.ndarray],
     ) -> range:
-        """Without a label each node is a subgraph of its own; `NEW_LABEL` is one that nothing has."""
+        """Add nodes of one label. None makes each its own subgraph; `NEW_LABEL` takes an unused label."""
         self._check_open()
         own = self.num_nodes - self._base
         if own + num > self._max_nodes:
@@ -176,11 +176,11 @@ class NodeWriter(GraphBatch):
         self.add_immediates(num, found)
 
     def _bad(self, field: str, value: Any, limit: str, node: int | None = 0, hint: str = "") -> GraphError:
-        """Of the node that would be next, or of one some places behind it; of none if `node` is None."""
+        """Return an error of the next node, or of the one `node` places after it; None names no node."""
         own = self.num_nodes - self._base + (node or 0)
         return GraphError(field if node is None else f"nodes[{own}].{field}", value, limit, hint)
 
 
 def ints(num: int) -> str:
-    """How many are needed, in words."""
+    """Describe a number of integers for an error text."""
     return f"{num} ints of 32 bits" if num > 1 else "one int of 32 bits"

@@ -1,7 +1,7 @@
-"""Subgraphs, dependencies and rows, from the graphs that users wrote, for many requests at once.
+"""Partition of user graphs into subgraphs with dependencies and row counts, for many requests at once.
 
-Owns: what follows from graphs alone: who reads what, what may begin, how many rows are needed at most.
-Does not know: what has run.
+Owns: all data derived from graphs alone: consumers, nodes that may begin, and the most rows that are needed.
+Does not know: which nodes have run.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from pensieve_jax.cellular.pieces import NO_NODE
 
 
 def partition(graph: Graph, *, max_depth: int) -> GraphColumns:
-    """Everything that follows from the graphs.
+    """Derive the columns of the graphs.
 
     Raises:
-      CapacityError: nodes of a request that follow one another are too many.
+      CapacityError: a path of a request is longer than `max_depth`.
     """
     found = chains.partition(graph, max_depth=max_depth)
     return _partition(graph, max_depth=max_depth) if found is None else found
 
 
 def _partition(graph: Graph, *, max_depth: int) -> GraphColumns:
-    """Partition any graphs, also those that `chains.partition` does not serve."""
+    """Partition any graphs, also those that `chains.partition` does not support."""
     num, pieces = graph.num_nodes, graph.pieces
     starts = np.array([piece.start for piece in pieces], np.int64)
     sizes = np.diff(starts, append=num)
@@ -82,7 +82,7 @@ def _partition(graph: Graph, *, max_depth: int) -> GraphColumns:
 
 
 def _inputs(graph: Graph, starts: np.ndarray, num: int) -> np.ndarray:
-    """i64[fan_in, nodes]: a chain's nodes read the one before."""
+    """Return i64[fan_in, nodes], the node that each input reads."""
     inputs = np.full((max(graph.types.max_fan_in, 1), num), NO_NODE, np.int64)
     inputs[0] = np.arange(num) - 1
     inputs[0, starts] = [piece.after for piece in graph.pieces]
@@ -95,10 +95,10 @@ def _inputs(graph: Graph, starts: np.ndarray, num: int) -> np.ndarray:
 
 
 def _subgraphs(graph: Graph, starts: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of every node its subgraph, and of every subgraph its first node; in the order of these."""
+    """Return the subgraph of every node, and the first node of every subgraph, in the order of these."""
     label = np.array([piece.label for piece in graph.pieces], np.int64)
     is_apart = np.array([piece.is_apart for piece in graph.pieces])
-    if is_apart.any():  # then by nodes, else by pieces, which are fewer
+    if is_apart.any():  # then expand to nodes; otherwise work on pieces, which are fewer
         apart = np.repeat(is_apart, sizes)
         label = np.repeat(label, sizes) + np.where(
             apart, np.arange(graph.num_nodes) - np.repeat(starts, sizes), 0
@@ -117,7 +117,7 @@ def _roots(joined: list[int]) -> np.ndarray:
 
 
 def _returned(graph: Graph, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of every node its place among what its request returns, or -1; of every request how many it returns."""
+    """Return each node's index in its request's result (-1 if none), and each request's number of states."""
     counts = np.diff(ends[:, 2], prepend=0)
     places = np.arange(len(graph.returned)) - np.repeat(ends[:, 2] - counts, counts)
     returned = np.full(graph.num_nodes, -1, np.int32)
@@ -126,7 +126,7 @@ def _returned(graph: Graph, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _distinct_pairs(firsts: np.ndarray, seconds: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
-    """Each pair of these numbers below `limit` once, in their order."""
+    """Return the distinct pairs of these numbers, which are below `limit`, sorted."""
     pairs = firsts * limit + seconds
     if len(pairs):
         pairs = np.unique(pairs)
@@ -134,7 +134,7 @@ def _distinct_pairs(firsts: np.ndarray, seconds: np.ndarray, limit: int) -> tupl
 
 
 def _by_key(keys: np.ndarray, values: np.ndarray, num_keys: int) -> tuple[np.ndarray, Several]:
-    """The value of each key, `NONE` or `MANY`, and those of keys that have several."""
+    """Return each key's only value, or `NONE` or `MANY`, and the values of the keys with several."""
     only = np.full(num_keys, NONE, np.int64)
     only[keys] = values
     counts = np.bincount(keys, minlength=num_keys)
@@ -157,7 +157,7 @@ def _is_bent(
     uses: np.ndarray,
     sub_last: np.ndarray,
 ) -> np.ndarray:
-    """Of every subgraph; see `GraphColumns`."""
+    """Return the column `is_bent` of `GraphColumns`."""
     types = graph.types.types
     makes_chains = np.array([one.is_chained for one in types])[kind]
     node = np.arange(len(kind))
@@ -179,10 +179,10 @@ def _rows(
     request: np.ndarray,
     num_requests: int,
 ) -> np.ndarray:
-    """[requests, kinds]: rows that are enough in any order of nodes.
+    """Return [requests, kinds], numbers of rows that suffice for any order of nodes.
 
-    A node takes over the row of an input of its kind that nobody else needs. Each other node begins a row of
-    its own, and no row is two at once: so the number of those is enough.
+    A node takes over the row of an input of its kind that no other node needs. Every other node begins a new
+    row. So the number of these other nodes suffices.
     """
     types = graph.types
     is_read = inputs != NO_NODE

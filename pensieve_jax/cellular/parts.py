@@ -1,7 +1,7 @@
-"""What follows from the graphs of requests, as columns: nodes, subgraphs and requests by number.
+"""Data derived from the graphs of requests, as columns of nodes, subgraphs and requests.
 
-Owns: the columns' names and what stands for none and for several.
-Does not know: how they are found.
+Owns: the names of the columns, and the markers for no value and for several.
+Does not know: how the columns are computed.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from dataclasses import dataclass
 import numpy as np
 
 NONE, MANY = -1, -2
-"""In place of the id of a node or subgraph where there is none, and where there are several."""
+"""Markers instead of the id of a node or subgraph: no id, and several ids."""
 NO_STOP = np.iinfo(np.int64).min
 
 
 @dataclass(frozen=True, slots=True)
 class Several:
-    """Values of keys that have several of them, and `MANY` in the column that holds the others' only one.
+    """Values of the keys that are `MANY` in a column, which holds the only value of every other key.
 
     Attributes:
-      keys: sorted.
-      starts: of each key's values; one more than keys.
-      values: of all keys.
+      keys: sorted keys.
+      starts: index of each key's first value; one more entry than keys.
+      values: values of all keys.
     """
 
     keys: np.ndarray
@@ -30,7 +30,7 @@ class Several:
     values: np.ndarray
 
     def items(self, shift_keys: int, shift_values: int) -> dict[int, np.ndarray]:
-        """Values by key, both moved."""
+        """Return the values by key, with offsets added to both."""
         if not len(self.keys):
             return {}
         parts = np.split(self.values + shift_values, self.starts[1:-1])
@@ -42,28 +42,28 @@ class GraphColumns:
     """Nodes, subgraphs and requests of one `submit_many`, numbered from 0.
 
     Attributes:
-      kind: type, by node.
-      request: by node.
-      sub: subgraph, by node; a request's follow one another, in the order of their first nodes.
-      inputs: [fan_in, nodes], `NO_NODE` for the initial state.
-      waits: inputs that are nodes of the same subgraph.
-      consumer: the node of the same subgraph that reads it, `NONE` or `MANY`.
-      consumers: where `MANY`, an entry for each input that reads it.
-      uses: inputs that read it, and one if it is returned.
-      returned: place among what its request returns, or -1.
-      stop: the value that ends its chain, or `NO_STOP`.
-      chain_end: one more than the last node of a chain that may end early.
-      sub_request: by subgraph.
-      sub_kind: by subgraph.
-      sub_num_nodes: by subgraph.
-      sub_last: its last node.
-      is_bent: of subgraphs that are no chains of nodes that follow one another, each read by the next alone.
-      sub_waits: subgraphs that it reads, by subgraph.
-      sub_consumer, sub_consumers: subgraphs that read it, as of nodes.
-      first, firsts: nodes that need nothing of their own subgraph, as consumers.
-      request_nodes, request_subs: one more than the last of each request.
-      num_returned: by request.
-      rows: [requests, kinds of state], how many are needed at most.
+      kind: type of each node.
+      request: request of each node.
+      sub: subgraph of each node. A request's subgraphs are consecutive, in the order of their first nodes.
+      inputs: [fan_in, nodes], nodes that each node reads; `NO_NODE` is the initial state.
+      waits: number of each node's inputs in the same subgraph.
+      consumer: node of the same subgraph that reads each node, or `NONE` or `MANY`.
+      consumers: for `MANY`, one entry for each input that reads the node.
+      uses: number of inputs that read each node, plus one if it is returned.
+      returned: index of each node in its request's result, or -1.
+      stop: emitted value that ends each node's chain, or `NO_STOP`.
+      chain_end: one more than the last node of each node's chain, for chains that may end early.
+      sub_request: request of each subgraph.
+      sub_kind: type of each subgraph.
+      sub_num_nodes: nodes of each subgraph.
+      sub_last: last node of each subgraph.
+      is_bent: whether a subgraph is not a chain of consecutive nodes, each read only by the next.
+      sub_waits: number of subgraphs that each subgraph reads.
+      sub_consumer, sub_consumers: subgraphs that read each subgraph, in the form of `consumer`.
+      first, firsts: nodes of each subgraph that read no node of it, in the form of `consumer`.
+      request_nodes, request_subs: one more than the last node, and subgraph, of each request.
+      num_returned: number of states that each request returns.
+      rows: [requests, kinds of state], most rows that are needed.
     """
 
     kind: np.ndarray

@@ -1,7 +1,7 @@
-"""What was added to the graphs of one `submit_many`, piece by piece.
+"""Storage of the graphs of one `submit_many`, as pieces of nodes that were added together.
 
-Owns: what is kept of nodes, and labels of subgraphs, of which several may turn out to be one.
-Does not know: how graphs are written or checked, or what follows from them.
+Owns: the stored data of nodes, and the labels of subgraphs, which may be merged.
+Does not know: how graphs are written or checked, or the columns derived from them.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ NEW_LABEL = -2
 
 
 class Piece(NamedTuple):
-    """Nodes that were added together: a chain, or nodes with their inputs.
+    """Nodes that were added together: a chain, or nodes with explicit inputs.
 
     Attributes:
-      start: id of the first.
+      start: id of the first node.
       kind: index of their type.
-      label: of their subgraph, before labels that turned out to be one are joined; where each node is a
-        subgraph of its own, of the first of them.
-      is_apart: whether each node is a subgraph of its own, with labels that follow one another.
-      stage: of their subgraph.
-      after: what the first of a chain reads; `NO_NODE` is the initial state.
-      inputs: i64[n, fan_in] of what is no chain, else None.
-      stop: of a chain that may end early, the emitted value that ends it, else None.
+      label: label of their subgraph, before merged labels are resolved; if `is_apart`, the first node's.
+      is_apart: whether each node is a subgraph of its own, with consecutive labels.
+      stage: stage of their subgraph.
+      after: node that the first node of a chain reads; `NO_NODE` is the initial state.
+      inputs: i64[n, fan_in]; None for a chain.
+      stop: emitted value that ends a chain early; None if it cannot end early.
     """
 
     start: int
@@ -45,20 +44,20 @@ class Piece(NamedTuple):
 
 
 class GraphBatch:
-    """Of all requests, one after the other; ids of nodes count through all of them.
+    """Graphs of all requests. Node ids count across all of them.
 
     Attributes:
       types: the cells.
-      pieces: in order.
-      starts: of these.
-      num_nodes: in all of them.
-      immediates: i32 of all nodes in pieces, for each place a type may have.
-      returned: nodes whose states are wanted.
-      places: of each of these, its place among its request's.
-      ends: number of nodes, number of labels and of returned nodes up to the end of each request.
-      has_only_chains: whether each piece is a chain and a subgraph of its own, and no node but the last of
-        one is returned.
-      joined: for every label another one that it is one with, or itself.
+      pieces: pieces in order.
+      starts: first node of each piece.
+      num_nodes: nodes of all pieces.
+      immediates: for each immediate, i32 arrays of the nodes of each piece.
+      returned: nodes whose states are returned.
+      places: index of each returned node in its request's result.
+      ends: numbers of nodes, labels and returned nodes up to the end of each request.
+      has_only_chains: whether each piece is a chain and a subgraph of its own, and only last nodes are
+        returned.
+      joined: parent of every label in the union-find of merged labels; a root is its own parent.
     """
 
     def __init__(self, types: CellTypes) -> None:
@@ -74,45 +73,45 @@ class GraphBatch:
         self.joined: list[int] = []
 
     def add_piece(self, num: int, piece: Piece) -> None:
-        """Of `num` nodes, whose immediates are added apart."""
+        """Add a piece of `num` nodes. `add_immediates` adds their immediates."""
         self.pieces.append(piece)
         self.starts.append(piece.start)
         self.num_nodes += num
 
     def add_immediates(self, num: int, values: Sequence[np.ndarray]) -> None:
-        """Of `num` nodes, for the first places; the others' are zeros."""
+        """Add the immediates of `num` nodes. Missing columns are filled with zeros."""
         for place, column in enumerate(self.immediates):
             column.append(values[place] if place < len(values) else np.zeros(num, INT32))
 
     @property
     def only_sentence(self) -> tuple[int, int] | None:
-        """Type and length of the only request, if that is a chain whose last state it returns."""
+        """Type and length of the only request, if it is one chain that returns its last state; else None."""
         if len(self.pieces) > 1 or self.returned != [self.num_nodes - 1] or not self.has_only_chains:
             return None
         (only,) = self.pieces
         return None if only.stop is not None else (only.kind, self.num_nodes)
 
     def piece(self, node: int) -> Piece:
-        """In which a node is."""
-        last = self.pieces[-1]  # which it is, nearly always
+        """Return the piece of a node."""
+        last = self.pieces[-1]  # the usual case
         return last if node >= last.start else self.pieces[self.index(node)]
 
     def index(self, node: int) -> int:
-        """Of the piece in which a node is."""
+        """Return the index of a node's piece."""
         return bisect_right(self.starts, node) - 1
 
     def new_label(self) -> int:
-        """One that nothing has."""
+        """Return an unused label."""
         self.joined.append(len(self.joined))
         return self.joined[-1]
 
     def label(self, node: int) -> int:
-        """Of a node's subgraph."""
+        """Return the label of a node's subgraph."""
         piece = self.piece(node)
         return piece.label + (node - piece.start if piece.is_apart else 0)
 
     def root(self, label: int) -> int:
-        """The label that stands for all those that are one with this one."""
+        """Return the root of all labels that were merged with this one."""
         while self.joined[label] != label:
             label = self.joined[label]
         return label

@@ -1,12 +1,11 @@
-"""Ready nodes of one type, in the order in which their subgraphs were released.
+"""Queue of ready nodes of one type, in the order in which their subgraphs were released.
 
-Owns: that order, and the line of numbers behind it: first in, first out, many at a time.
-Does not know: who takes nodes, or why others become ready.
+Owns: this order, and a FIFO of integers that moves many at a time.
+Does not know: which worker takes nodes, or why nodes become ready.
 
-What has begun is in front of what has not, since subgraphs begin in that order. So there are two parts. The
-front holds ready nodes of subgraphs that have begun, which are about as many as are in flight. Behind it is a
-line of nodes whose subgraphs have not begun; it may be long, and nothing ever goes through it but a
-cancellation.
+Subgraphs begin in the order of their release, so begun subgraphs precede the others. The queue has two parts.
+The front holds ready nodes of begun subgraphs, about as many as are in flight. The FIFO holds nodes of
+subgraphs that have not begun. It may be long, and only a cancellation scans it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _NOTHING = np.empty(0, np.int64)
 
 
 class ReadyQueue:
-    """See above; nodes are ids."""
+    """Ready nodes (ids) of one type."""
 
     def __init__(self, nodes: Nodes, subgraphs: Subgraphs, *, num_workers: int) -> None:
         self._nodes, self._subgraphs, self._is_shared = nodes, subgraphs, num_workers > 1
@@ -27,32 +26,32 @@ class ReadyQueue:
         self._line = IntFifo()
 
     def __len__(self) -> int:
-        """Ready nodes, whoever may take them."""
+        """Return the number of ready nodes, for all workers together."""
         return len(self._front) + len(self._line)
 
     def all_nodes(self) -> np.ndarray:
-        """All of them, in order."""
+        """Return all ready nodes, in order."""
         return np.concatenate([self._front, self._line.values])
 
     def count(self, worker: int) -> int:
-        """Nodes that `worker` may take: their subgraphs are pinned to it, or to nobody."""
+        """Return the number of nodes that `worker` may take: their subgraphs are unpinned or pinned to it."""
         if not self._is_shared:
             return len(self)
         return int(self._is_free_for(worker).sum()) + len(self._line)
 
     def release(self, nodes: np.ndarray) -> None:
-        """These are ready, of subgraphs released after all others; those of one follow one another."""
+        """Add nodes of newly released subgraphs. Nodes of one subgraph must be consecutive."""
         self._line.push(nodes)
 
     def go_on(self, nodes: np.ndarray) -> None:
-        """These are ready, of subgraphs of which nodes have just been taken, in the order of those."""
+        """Add nodes of subgraphs whose nodes have just been taken, in the same order."""
         self._front = np.concatenate([nodes, self._front])
         if self._is_shared:
             seq = self._subgraphs.seq[self._nodes.sub[self._front]]
             self._front = self._front[np.argsort(seq, kind="stable")]
 
     def take(self, worker: int, most: int) -> np.ndarray:
-        """The first nodes that `worker` may take, `most` at most; of those that have begun, first its own."""
+        """Take up to `most` nodes that `worker` may run; in the front, prefer those with inputs on it."""
         if self._is_shared:
             places = np.flatnonzero(self._is_free_for(worker))
             if len(places) > most:
@@ -70,13 +69,13 @@ class ReadyQueue:
         return taken
 
     def remove_dropped(self) -> None:
-        """Nodes that were dropped are ready no more."""
+        """Remove nodes that were dropped."""
         state = self._nodes.state
         self._front = self._front[state[self._front] != DROPPED]
         self._line.keep(state[self._line.values] != DROPPED)
 
     def _begin_some(self, most: int) -> np.ndarray:
-        """Nodes from the line; what is left of the last subgraph has begun, too."""
+        """Take nodes from the FIFO. Move the rest of the last subgraph to the front, since it has begun."""
         taken = self._line.pop(most)
         sub, rest = self._nodes.sub, self._line.values
         if len(rest) and sub[rest[0]] == sub[taken[-1]]:
@@ -91,24 +90,23 @@ class ReadyQueue:
 
 
 class IntFifo:
-    """First in, first out, of i64."""
+    """First-in, first-out queue of i64 values."""
 
     def __init__(self) -> None:
-        """Nobody stands in it."""
+        """Create an empty queue."""
         self._values = np.empty(1024, np.int64)
         self._begin = self._end = 0
 
     def __len__(self) -> int:
-        """How many stand in it."""
         return self._end - self._begin
 
     @property
     def values(self) -> np.ndarray:
-        """All of them, in order; not to be kept."""
+        """View of all values, in order, valid until the next change."""
         return self._values[self._begin : self._end]
 
     def push(self, values: np.ndarray) -> None:
-        """Append values at the end of the line."""
+        """Append values at the end."""
         if self._end + len(values) > len(self._values):
             waiting = self.values
             self._values = np.empty(max(1024, 2 * (len(waiting) + len(values))), np.int64)
@@ -118,13 +116,13 @@ class IntFifo:
         self._end += len(values)
 
     def pop(self, num: int) -> np.ndarray:
-        """The first `num`, or all if there are fewer."""
+        """Remove and return the first `num` values, or all if there are fewer."""
         taken = self.values[:num].copy()
         self._begin += len(taken)
         return taken
 
     def keep(self, is_kept: np.ndarray) -> None:
-        """Only these stay, a truth value for each of `values`."""
+        """Keep only the values whose entry in `is_kept` is true."""
         kept = self.values[is_kept]
         self._values[self._begin : self._begin + len(kept)] = kept
         self._end = self._begin + len(kept)

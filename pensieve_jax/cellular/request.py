@@ -1,4 +1,4 @@
-"""A request as its sender holds it, and what it becomes.
+"""Request handle of the caller, and the output of a request.
 
 Owns: the handle and the output.
 Does not know: the engine.
@@ -14,12 +14,11 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class CellOutput:
-    """What a request's cells computed.
+    """Result of a request.
 
     Attributes:
-      states: of every node that the graph returns, in that order, its fields.
-      emitted: by field, a value of every node of a cell that emits it, in the order in which the graph added
-        them.
+      states: fields of every node that the graph returns, in that order.
+      emitted: by field, the values of all nodes that emit it, in the order in which they were added.
     """
 
     states: Sequence[Mapping[str, np.ndarray]]
@@ -27,7 +26,7 @@ class CellOutput:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """What was emitted as "token".
+        """Values of the emitted field "token".
 
         Raises:
           KeyError: no cell of the request emits it.
@@ -39,14 +38,14 @@ _NOTHING_YET: tuple[Mapping[str, np.ndarray], int] = {}, 0
 
 
 class CellRequest:
-    """A request that was submitted.
+    """Submitted request.
 
     Attributes:
-      done: whether there is a result, or an error.
-      error: why there is none; None if there is one, or may be.
+      done: whether there is a result or an error.
+      error: the failure; None while the request runs, and if it succeeded.
       num_wasted: cells that ran after the one that ended their chain.
-      serial: its number among all that ever came.
-      request_id: for the engine alone: where it is in the tables; another's, once this one is done.
+      serial: number of the request since the start of the engine.
+      request_id: index in the tables, for the engine only. It is reused when the request is done.
     """
 
     __slots__ = ("_emitted", "_output", "_rows", "done", "error", "num_wasted", "request_id", "serial")
@@ -61,29 +60,29 @@ class CellRequest:
         self._output: CellOutput | None = None
 
     def keep(self, place: int, fields: Mapping[str, np.ndarray], row: int) -> None:
-        """A row of these fields [n, ...] is what it returns in this place."""
+        """Store a returned state: row `row` of fields [n, ...] is result number `place`."""
         self._rows[place] = fields, row
 
     def finish(self, emitted: Mapping[str, np.ndarray]) -> None:
-        """All that it returns was kept, and this was emitted."""
+        """Finish the request with its emitted fields, after all returned states were stored."""
         self._emitted, self.done = emitted, True
 
     def fail(self, error: Exception) -> None:
-        """There will be no result."""
+        """Finish the request with an error."""
         self.error, self.done = error, True
 
     def result(self) -> CellOutput:
-        """What its cells computed.
+        """Return the output.
 
         Raises:
-          RequestCancelledError, LaunchFailedError: there is nothing.
-          RuntimeError: it has not ended yet; whoever steps the engine will see it end.
+          RequestCancelledError, LaunchFailedError: the request failed.
+          RuntimeError: the request has not finished yet; step the engine until it is done.
         """
         if self.error is not None:
             raise self.error
         if self._emitted is None:
-            raise RuntimeError("the request has not ended: call step() until it is done")
-        if self._output is None:  # a copy, so that what was read with it need not be kept
+            raise RuntimeError("The request has not finished. Call step() until it is done.")
+        if self._output is None:  # copy the rows, so that the arrays they were read with can be freed
             states = [
                 {name: np.array(values[row]) for name, values in fields.items()} for fields, row in self._rows
             ]

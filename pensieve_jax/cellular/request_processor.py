@@ -1,10 +1,10 @@
-"""Requests on their way: dependencies between subgraphs, completion, cancellation.
+"""Progress of requests: dependencies between subgraphs, completion, failure and cancellation.
 
-Owns: what happens to the tables when a launch completes or fails, and handles of requests.
-Does not know: how requests come in and wait, which type runs next, devices, or time.
+Owns: the updates of the tables when a launch completes or fails, and the handles of requests.
+Does not know: how requests are admitted, which type runs next, devices, or time.
 
-Thesis, section 2.4.2: it tracks the progress of every request, and hands subgraphs to the scheduler once what
-they read is there.
+This is the request processor of the thesis, section 2.4.2. It tracks the progress of every request, and
+releases subgraphs to the scheduler when their inputs are available.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ type MakeScheduler = Callable[[CellTypes, Tables, Formation, CellularConfig], La
 
 
 class RequestProcessor:
-    """Of one engine.
+    """Request processor of one engine.
 
     Attributes:
       types: the cells.
       nodes, subgraphs, requests: the tables.
-      formation, scheduler: what makes launches of them.
-      admission: who waits, and what is promised.
-      handles: of requests that are not done, by id.
-      num_answered, num_failed, num_cancelled: requests that have ended so.
-      restarting: those of which nodes are in flight that nobody wants, after which they begin again.
+      formation, scheduler: form launches.
+      admission: waiting requests and promised rows.
+      handles: handles of unfinished requests, by id.
+      num_answered, num_failed, num_cancelled: finished requests by outcome.
+      restarting: requests that begin again after their obsolete nodes in flight have completed.
     """
 
     def __init__(
         self, types: CellTypes, config: CellularConfig, make_scheduler: MakeScheduler = CellScheduler
     ) -> None:
-        """No request yet; rivals of cellular batching are other schedulers."""
+        """Start without requests. Baselines of cellular batching are other schedulers."""
         self.types = types
         num_rows = num_rows_for(config.num_rows, types.row_bytes)
         tables = Tables(types, num_rows)
@@ -74,11 +74,12 @@ class RequestProcessor:
     def submit_many(
         self, requests: Sequence[Any], unfold: Unfold, unfold_many: UnfoldMany | None = None
     ) -> list[CellRequest]:
-        """Unfold requests and admit what has room; all of them or, with an error, none.
+        """Unfold and queue requests, and admit those that fit. On an error, none is queued.
 
         Raises:
           GraphError: a graph cannot be computed.
-          CapacityError: a graph is too large or too deep, its rows are more than there are, or too many wait.
+          CapacityError: a graph is too large or too deep, needs more rows than exist, or too many requests
+            wait.
         """
         return self.enter(self.read(requests, unfold, unfold_many)) if requests else []
 
@@ -90,12 +91,12 @@ class RequestProcessor:
         *,
         is_limited: bool = True,
     ) -> Unfolded:
-        """The first half of `submit_many`, which changes nothing; see `Admission`."""
+        """Unfold and check requests: the first half of `submit_many`, which changes no state."""
         check = self.scheduler.check
         return self.admission.read(requests, unfold, unfold_many, check, is_limited=is_limited)
 
     def enter(self, unfolded: Unfolded) -> list[CellRequest]:
-        """The second half, which refuses nothing."""
+        """Queue and admit requests: the second half of `submit_many`, which cannot fail."""
         ids, nums_returned = self.admission.enter(unfolded)
         serials = self.requests.serial[ids.start : ids.stop].tolist()
         handles = [CellRequest(*one) for one in zip(ids, serials, nums_returned, strict=True)]
@@ -104,13 +105,13 @@ class RequestProcessor:
         return handles
 
     def launched(self, launch: Launch) -> None:
-        """A launch is about to begin; where order suffices, what waits for a whole subgraph may follow it."""
+        """Process a launch that is about to begin; with release "submission", release dependent subgraphs."""
         if self._releases_at_once:
             touched = distinct(launch.subs, self.subgraphs.mark)
             self._release_behind(touched[self.subgraphs.unsubmitted[touched] == 0])
 
     def completed(self, done: Done) -> list[CellRequest]:
-        """A launch has ended; returns the requests that are done by it."""
+        """Process a finished launch; return the requests that are done by it."""
         launch = done.launch
         self.scheduler.completed(launch)
         taken = np.concatenate(launch.tasks)
@@ -134,15 +135,15 @@ class RequestProcessor:
         return ended
 
     def cancel(self, handle: CellRequest) -> bool:
-        """Drop what was not submitted; False if the request is done already, or none of these."""
+        """Cancel a request; return False if it is done, or belongs to another engine."""
         if handle.done or self.handles.get(handle.request_id) is not handle:
             return False
-        self._end(handle.request_id, RequestCancelledError("the request was cancelled"))
+        self._end(handle.request_id, RequestCancelledError("The request was cancelled."))
         self._admit()
         return True
 
     def _admit(self) -> None:
-        """Promise rows to those that wait, in order, and release what they can begin with."""
+        """Admit waiting requests, in order, and release their first subgraphs."""
         admitted = self.admission.admit()
         if not len(admitted):
             return
@@ -151,7 +152,7 @@ class RequestProcessor:
         self._release(subs[self.subgraphs.waits[subs] == 0])
 
     def _release(self, subs: np.ndarray) -> None:
-        """Hand subgraphs to the scheduler, in this order."""
+        """Release subgraphs to the scheduler, in this order."""
         if not len(subs):
             return
         table = self.subgraphs
@@ -164,7 +165,7 @@ class RequestProcessor:
             self.scheduler.release(kind, all_values(mine, table.first, table.firsts))
 
     def _release_behind(self, subs: np.ndarray) -> None:
-        """Of subgraphs whose states are there, or will be: what waits for them alone may begin."""
+        """Release the subgraphs that waited only for `subs`, whose states are or will be available."""
         table = self.subgraphs
         subs = subs[~table.has_released[subs]]
         table.has_released[subs] = True
@@ -175,7 +176,7 @@ class RequestProcessor:
         self._release(distinct(ready, table.mark))
 
     def _store(self, done: Done, completed: np.ndarray) -> None:
-        """Keep what a launch has told, and end chains whose end it has told."""
+        """Store the results of a launch, and stop chains that emitted their end value."""
         launch, nodes = done.launch, self.nodes
         for place, by_part in enumerate(done.emitted):
             tasks = iter(launch.tasks)
@@ -196,7 +197,7 @@ class RequestProcessor:
                 self._stop(ends)
 
     def _stop(self, ends: np.ndarray) -> None:
-        """The first of these in each chain is its last node; what was submitted behind it was in vain."""
+        """End each chain at its first node in `ends`; count the later nodes that were submitted as wasted."""
         nodes = self.nodes
         ends = np.sort(ends)
         lasts = ends[np.diff(nodes.chain_end[ends], prepend=-1) != 0]
@@ -208,7 +209,7 @@ class RequestProcessor:
         self._drop(rest)
 
     def _drop(self, dropped: np.ndarray) -> None:
-        """None of these is wanted any more."""
+        """Drop nodes whose results are no longer needed."""
         nodes, subgraphs = self.nodes, self.subgraphs
         state = nodes.state[dropped]
         unsubmitted, flying = dropped[state == WAITING], dropped[state == SUBMITTED]
@@ -222,7 +223,7 @@ class RequestProcessor:
                 self.scheduler.remove_dropped(kind)
 
     def _advance(self, touched: np.ndarray) -> list[CellRequest]:
-        """Nodes of these subgraphs have completed: release what waits for them; returns requests now done."""
+        """Process completed nodes of subgraphs: release dependent ones; return the finished requests."""
         table = self.subgraphs
         is_over = (table.unsubmitted[touched] == 0) & (table.in_flight[touched] == table.waste[touched])
         over = touched[is_over & ~table.is_done[touched]]
@@ -238,7 +239,7 @@ class RequestProcessor:
         return finished
 
     def _finish(self, request: int) -> CellRequest:
-        """All that was asked for is there."""
+        """Finish a request with its result."""
         handle = self.handles[request]
         handle.finish(self._emitted(request))
         del self.handles[request]
@@ -246,7 +247,7 @@ class RequestProcessor:
         return handle
 
     def _emitted(self, request: int) -> dict[str, np.ndarray]:
-        """By field, what the request's nodes have emitted."""
+        """Return the values that the request's nodes emitted, by field."""
         if not self._emitting:
             return {}
         mine = slice(int(self.requests.start[request]), int(self.requests.end[request]))
@@ -262,7 +263,7 @@ class RequestProcessor:
         return found
 
     def _end(self, request: int, error: Exception) -> CellRequest:
-        """It is over, without a result."""
+        """Finish a request with an error."""
         handle = self.handles[request]
         handle.fail(error)
         del self.handles[request]
@@ -273,7 +274,7 @@ class RequestProcessor:
         return handle
 
     def _take_out(self, request: int) -> None:
-        """Drop all its nodes; it goes, or begins again, once none of them is in flight."""
+        """Drop all nodes of a request. It leaves, or begins again, when none of them is in flight."""
         if not self.admission.withdraw(request):
             self._drop(np.arange(self.requests.start[request], self.requests.end[request]))
         subs = np.arange(self.requests.sub_start[request], self.requests.sub_end[request])
@@ -281,9 +282,9 @@ class RequestProcessor:
         self._retire(np.array([request]))
 
     def _failed(self, done: Done) -> list[CellRequest]:
-        """A launch did not run; returns its requests, which fail.
+        """Process a failed launch; return its requests, which fail.
 
-        Who lost state by that, or did not run because of an earlier loss, begins again.
+        Other requests that lost state, or whose launch did not run because of an earlier loss, begin again.
         """
         requests = np.unique(self.subgraphs.request[done.launch.subs]).tolist()
         mine = [request for request in requests if request in self.handles]
@@ -302,7 +303,7 @@ class RequestProcessor:
         return ended
 
     def _restart(self, request: int, error: Exception) -> list[CellRequest]:
-        """Compute it from its beginning, once none of its nodes is in flight; or it ends, and is returned."""
+        """Restart a request when no node of it is in flight. If the scheduler cannot, fail and return it."""
         if not self.scheduler.restarts:
             return [self._end(request, error)]
         self.restarting.add(request)
@@ -321,13 +322,13 @@ class RequestProcessor:
         self._release(subs[subgraphs.waits[subs] == 0])
 
     def _retire_some(self, touched: np.ndarray) -> None:
-        """Of subgraphs of which nodes have completed: their requests go, if they are over."""
+        """Retire the finished requests of subgraphs whose nodes have completed."""
         if self._leaving:
             leaving = self._leaving.intersection(self.subgraphs.request[touched].tolist())
             self._retire(np.array(sorted(leaving), np.int64))
 
     def _retire(self, requests: np.ndarray) -> None:
-        """Give back what requests have that are over, once none of their nodes is in flight."""
+        """Remove finished requests from the tables when none of their nodes is in flight."""
         if not len(requests):
             return
         table = self.requests
@@ -347,7 +348,7 @@ class RequestProcessor:
 
 
 def _emitting(types: CellTypes) -> list[tuple[str, str, dict[int, int]]]:
-    """Fields that are emitted, their dtype, and by type in which place."""
+    """Return each emitted field with its dtype and its index in every type that emits it."""
     found: dict[str, tuple[str, dict[int, int]]] = {}
     for one in types.types:
         for place, (name, dtype) in enumerate(one.emits):
@@ -356,7 +357,7 @@ def _emitting(types: CellTypes) -> list[tuple[str, str, dict[int, int]]]:
 
 
 def _ranges(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """All numbers of several ranges."""
+    """Concatenate the integers of several ranges."""
     sizes = ends - starts
     offsets = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     return np.repeat(starts, sizes) + offsets

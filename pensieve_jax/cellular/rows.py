@@ -1,11 +1,10 @@
-"""Rows of state: which are free on a device, and which are promised.
+"""Rows of state: free rows of each device, and rows that are promised to requests.
 
-Owns: how many rows there are, the free ones of each device and kind, and what admitted requests may still
-take.
-Does not know: what a row holds, or why it is taken.
+Owns: the number of rows, the free rows of each device and kind, and the rows promised to admitted requests.
+Does not know: the contents of a row, or why it is taken.
 
-A request is admitted when its peak is free of promises, on every device, since nobody knows where it will
-run. So whoever was admitted never waits for a row, and half-done requests cannot wait for one another.
+A request is admitted when its peak number of rows is not promised to others, on every device, since it may
+run on any of them. So an admitted request never waits for a row, and running requests cannot deadlock.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _DEFAULT_LEAST, _DEFAULT_MOST = 256, 4096
 
 
 def num_rows_for(asked: int | None, row_bytes: int) -> int:
-    """What `CellularConfig.num_rows` is with rows of so many bytes, all kinds of state together."""
+    """Resolve `CellularConfig.num_rows`; `row_bytes` is the size of one row of every kind of state."""
     if asked is not None:
         return asked
     fitting = _DEFAULT_BYTES // row_bytes - 1  # one is the initial state
@@ -25,10 +24,10 @@ def num_rows_for(asked: int | None, row_bytes: int) -> int:
 
 
 class StateRows:
-    """Of one device and kind.
+    """Rows of one device and kind of state.
 
     Attributes:
-      num_free: rows that hold nothing.
+      num_free: number of free rows.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -36,28 +35,28 @@ class StateRows:
         self.num_free = num_rows
 
     def take(self, num: int) -> np.ndarray:
-        """i32[num]: rows that were free."""
+        """Take free rows, i32[num]."""
         if num > self.num_free:
-            raise AssertionError(f"{num} rows of {self.num_free}: admission promised too many")
+            raise AssertionError(f"{num} rows of {self.num_free} free ones: admission promised too many")
         self.num_free -= num
         return self._free[self.num_free : self.num_free + num].copy()
 
     def give(self, rows: np.ndarray) -> None:
-        """These are free again, in program order: what is launched later may take them."""
+        """Free rows in program order: later launches may take them."""
         self._free[self.num_free : self.num_free + len(rows)] = rows
         self.num_free += len(rows)
 
     def free_rows(self) -> np.ndarray:
-        """All that are free, for checks."""
+        """Return all free rows, for checks."""
         return self._free[: self.num_free]
 
 
 class RowBudget:
-    """Rows of every kind that admitted requests may hold, on each device alike.
+    """Rows promised to admitted requests. The promise holds on each device.
 
     Attributes:
-      num_rows: of each kind.
-      promised: i64[kinds].
+      num_rows: rows of each kind.
+      promised: i64[kinds], promised rows.
     """
 
     def __init__(self, num_rows: int, num_kinds: int) -> None:
@@ -65,16 +64,16 @@ class RowBudget:
         self.promised = np.zeros(num_kinds, np.int64)
 
     def num_fitting(self, needed: np.ndarray) -> int:
-        """How many of these requests, i64[requests, kinds] of at most `num_rows`, `admit` would admit."""
+        """Return how many requests `admit` admits; each of `needed`, i64[requests, kinds], fits alone."""
         fits = (self.promised + np.cumsum(needed, axis=0) <= self.num_rows).all(axis=1)
         return len(fits) if fits.all() else int(np.argmin(fits))
 
     def admit(self, needed: np.ndarray) -> int:
-        """Promise the rows of as many requests as fit, in order, and return how many they are."""
+        """Promise rows to the first requests that fit; return their number."""
         num = self.num_fitting(needed)
         self.promised = self.promised + needed[:num].sum(axis=0)
         return num
 
     def end(self, needed: np.ndarray) -> None:
-        """Requests of these rows need none any more."""
+        """Release the promised rows of finished requests."""
         self.promised = self.promised - needed.sum(axis=0)

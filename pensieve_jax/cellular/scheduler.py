@@ -1,15 +1,16 @@
-"""Algorithm 1 of the thesis: which type of cell a worker runs next, and which nodes.
+"""Scheduler: Algorithm 1 of the thesis, which chooses the type of cell and the nodes that a worker runs next.
 
 Owns: the queues of ready nodes, and the choice of type.
 Does not know: requests, completion, or time.
 
-The thesis leaves open what `config` decides. Nodes whose subgraph is pinned to another worker do not count as
-ready for this one, or its first task could be empty; batch sizes are a type's own; equal priorities go by
-order of registration. On one device the printed order of preference starves encoders below full batches,
-since a decoder has always something to run: there types alternate, unless one has a full batch and another
-has not. Who never has one waits then for as long as others have, whatever its priority is: fullness comes
-first in the thesis, or a decoder, which comes before encoders, would run in small batches. `max_skips` bounds
-that.
+`config` sets what the thesis leaves open. Three details: nodes of a subgraph that is pinned to another worker
+do not count as ready for this one, since its first task could be empty. Each type has its own batch sizes.
+Equal priorities are ordered by registration.
+
+On one device the order of the thesis starves encoders without full batches, since a decoder always has ready
+nodes. So there types alternate, unless only one of them has a full batch. A type that never has a full batch
+waits while other types have one, whatever its priority. In the thesis full batches come first, since
+otherwise decoders, which precede encoders, would run in small batches. `max_skips` bounds this wait.
 """
 
 from __future__ import annotations
@@ -29,32 +30,32 @@ from pensieve_jax.cellular.tables import Tables
 
 
 class LaunchScheduler(Protocol):
-    """What chooses launches from what is ready: `CellScheduler`, or a baseline of the lab."""
+    """Scheduler of launches: `CellScheduler`, or a baseline of the lab."""
 
     restarts: bool
-    """Whether it takes requests that lost their state and begin again; others fail."""
+    """Whether requests that lost their state can begin again. If not, they fail."""
 
     def check(self, parts: GraphColumns) -> None:
-        """Raise GraphError for a request that it cannot run, before that is anywhere."""
+        """Raise GraphError for a request that this scheduler cannot run, before it is queued."""
 
     def schedule(self, worker: int) -> Launch | None:
-        """What a worker with room for a launch is to run next; None if there is nothing."""
+        """Return the next launch of a worker that has room for one; None if nothing is ready."""
 
     def completed(self, launch: Launch) -> None:
-        """Its tasks run no more."""
+        """Process a launch that has finished."""
 
     def release(self, kind: int, nodes: np.ndarray) -> None:
-        """These nodes of a type are ready, of subgraphs that begin; those of one follow one another."""
+        """Add ready nodes of newly released subgraphs. Nodes of one subgraph must be consecutive."""
 
     def remove_dropped(self, kind: int) -> None:
-        """Nodes of a type were dropped that were ready."""
+        """Remove ready nodes of a type that were dropped."""
 
     def told(self, ended: list[CellRequest]) -> list[CellRequest]:
-        """Of requests that have ended, now or before, those that may be told now."""
+        """Return the finished requests that may be reported now, out of `ended` and earlier ones."""
 
 
 class CellScheduler:
-    """Of all workers.
+    """Scheduler of all workers.
 
     Attributes:
       queues: ready nodes of each type.
@@ -74,12 +75,12 @@ class CellScheduler:
         self.num_running = np.zeros(len(types.types), np.int64)
         tie_break = config.tie_break or ("alternate" if config.num_devices == 1 else "priority")
         self._alternates = tie_break == "alternate"
-        self._skips = np.zeros(len(types.types), np.int64)  # launches of others while it was ready
+        self._skips = np.zeros(len(types.types), np.int64)  # launches of other types while it was ready
         self._num_launches = 0
         self._last_launch = np.zeros(len(types.types), np.int64)
 
     def schedule(self, worker: int) -> Launch | None:
-        """`Schedule` of Algorithm 1: tasks for a worker with room for a launch; None if nothing is ready."""
+        """Run `Schedule` of Algorithm 1: return the next launch of a worker, or None if nothing is ready."""
         ready = [queue.count(worker) for queue in self.queues]
         types = self._types.types
         most, skips = self._config.max_skips, self._skips
@@ -91,7 +92,7 @@ class CellScheduler:
         )
         if not chosen:
             return None
-        # Of several the longest overdue, or two of them could leave a third one behind for ever.
+        # Choose the longest overdue type, since two alternating ones could starve a third.
         kind = max(overdue, key=lambda one: skips[one.index]) if overdue else self._first(chosen)
         if most is not None:
             self._note_skips(kind, ready)
@@ -101,19 +102,19 @@ class CellScheduler:
         """Accept every request: this scheduler can run any graph."""
 
     def completed(self, launch: Launch) -> None:
-        """Its tasks run no more."""
+        """Process a launch that has finished."""
         self.num_running[launch.kind.index] -= len(launch.tasks)
 
     def release(self, kind: int, nodes: np.ndarray) -> None:
-        """These nodes of a type are ready, of subgraphs that begin; those of one follow one another."""
+        """Add ready nodes of newly released subgraphs. Nodes of one subgraph must be consecutive."""
         self.queues[kind].release(nodes)
 
     def remove_dropped(self, kind: int) -> None:
-        """Nodes of a type were dropped that were ready."""
+        """Remove ready nodes of a type that were dropped."""
         self.queues[kind].remove_dropped()
 
     def told(self, ended: list[CellRequest]) -> list[CellRequest]:
-        """Of requests that have ended those that may be told now: all."""
+        """Return all finished requests: this scheduler holds none back."""
         return ended
 
     def _first(self, chosen: list[CellType]) -> CellType:
@@ -122,15 +123,15 @@ class CellScheduler:
         return max(chosen, key=lambda one: (one.priority, -one.index))
 
     def _note_skips(self, kind: CellType, ready: list[int]) -> None:
-        """This type is next, though others are ready for the same worker."""
+        """Count a skip for every other type that is ready for the worker, and reset the chosen type."""
         for index, queue in enumerate(self.queues):
             if index == kind.index or not len(queue):
                 self._skips[index] = 0
-            elif ready[index]:  # else what waits belongs to other workers, which pass it or not
+            elif ready[index]:  # nodes that are ready only for other workers are not skipped by this one
                 self._skips[index] += 1
 
     def _batch(self, kind: CellType, worker: int) -> Launch:
-        """`Batch` of Algorithm 1."""
+        """Run `Batch` of Algorithm 1: form the tasks of a launch."""
         queue, formation = self.queues[kind.index], self._formation
         most, least = self._config.max_num_tasks, self._config.min_batch
         if self._subgraphs.num_bent[kind.index]:

@@ -1,11 +1,11 @@
-"""What is known of every node, subgraph and request, as columns of arrays.
+"""Tables of all nodes, subgraphs and requests, stored as columns of arrays.
 
-Owns: the columns, room in them, and how the parts of one `submit_many` come in and go.
-Does not know: what the values mean to anybody.
+Owns: the columns, the allocation of index ranges, and adding and removing the data of one `submit_many`.
+Does not know: how other modules use the values.
 
-A Python object for each node would cost more than its cell: a cell of 512 rows takes a GPU 30 to 200
-microseconds. Ids are indices. Those of one `submit_many` follow one another and are given back together, when
-its last request has ended; room is given in powers of two, so that nothing moves and nothing is searched for.
+A Python object per node would cost more than its cell: a cell of 512 rows takes a GPU 30 to 200 microseconds.
+Ids are indices. The ids of one `submit_many` are consecutive, and are freed together when its last request
+has finished. Ranges are allocated in powers of two, so allocation neither moves data nor searches.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from pensieve_jax.cellular.parts import MANY, GraphColumns
 from pensieve_jax.cellular.pieces import NO_NODE
 
 WAITING, SUBMITTED, COMPLETED, DROPPED = range(4)
-"""Of a node."""
+"""States of a node."""
 NOWHERE = -1
-"""In place of what a request came with, once it has gone."""
+"""Value of `Requests.arrival` for a free index."""
 INITIAL = 0
-"""The node whose state is the initial one, which nobody computes."""
+"""Node that stands for the initial state. It is never computed."""
 
 
 class Room:
-    """Columns of one length, in which ranges are taken and given back."""
+    """Columns of equal length, with an allocator of index ranges."""
 
     def __init__(self, first: int = 0) -> None:
-        """Args: first: index of the first that may be taken."""
+        """Start without columns; `first` is the first index that may be allocated."""
         self._end = first
         self._free: dict[int, list[int]] = {}
         self._fills: dict[str, int] = {}
         self.capacity = 0
 
     def column(self, name: str, dtype: type, fill: int, *, rows: int | None = None) -> None:
-        """Add one; `rows` makes it two-dimensional, with indices last."""
+        """Add a column; `rows` makes it two-dimensional, with indices last."""
         shape = (self.capacity,) if rows is None else (rows, self.capacity)
         self._fills[name] = fill
         setattr(self, name, np.full(shape, fill, dtype))
 
     def take(self, num: int) -> int:
-        """The first of `num` indices that nobody has."""
+        """Allocate `num` consecutive indices; return the first."""
         size = _size(num)
         free = self._free.get(size)
         if free:
@@ -54,7 +54,7 @@ class Room:
         return start
 
     def give(self, start: int, num: int) -> None:
-        """Nobody has these any more."""
+        """Free a range of indices."""
         self._free.setdefault(_size(num), []).append(start)
 
     def _grow(self, capacity: int) -> None:
@@ -71,14 +71,14 @@ def _size(num: int) -> int:
 
 
 def distinct(ids: np.ndarray, mark: np.ndarray) -> np.ndarray:
-    """Each once, in the order of their last places, without sorting; `mark` is a column of no meaning."""
+    """Return the distinct ids, ordered by their last occurrence, without sorting; `mark` is scratch space."""
     places = np.arange(len(ids))
     mark[ids] = places
     return ids[mark[ids] == places]
 
 
 def all_values(ids: np.ndarray, only: np.ndarray, several: Mapping[int, np.ndarray]) -> np.ndarray:
-    """Return the values of `ids` in columns of `GraphColumns`, in order; `NONE` for an id without one."""
+    """Return the values of `ids` in a column of `GraphColumns`, in order; ids without a value give `NONE`."""
     values = only[ids]
     if not (values == MANY).any():
         return values
@@ -87,24 +87,24 @@ def all_values(ids: np.ndarray, only: np.ndarray, several: Mapping[int, np.ndarr
 
 
 def _forget(several: dict[int, np.ndarray], only: np.ndarray, start: int, num: int) -> None:
-    """Several values are kept of none of these any more; `only` says of which they are."""
+    """Remove the entries of a range of ids from `several`; `only` tells which ids have an entry."""
     if several:
         for key in (start + (only[start : start + num] == MANY).nonzero()[0]).tolist():
             del several[key]
 
 
 class Nodes(Room):
-    """A column for each thing that is known of nodes; see `GraphColumns`.
+    """Columns of nodes. For columns that are not listed, see `GraphColumns`.
 
     Attributes:
       state: `WAITING`, `SUBMITTED`, `COMPLETED` or `DROPPED`.
-      waits: inputs of its own subgraph that have not been submitted.
-      uses: inputs that read it and were not submitted, and one if it is returned and was not read.
-      row: where its state is.
-      worker: on whose device; -1 before it was submitted.
+      waits: inputs in its own subgraph that have not been submitted.
+      uses: unsubmitted inputs that read it, plus one if it is returned and has not been read.
+      row: row of its state; -1 for none.
+      worker: worker that has the row; -1 before submission.
       emitted: [fields, nodes], 32 bits each.
-      immediates: [places, nodes].
-      mark: of no meaning; a place to tell doubles by.
+      immediates: [immediates, nodes].
+      mark: scratch space of `distinct`.
     """
 
     kind: np.ndarray
@@ -125,7 +125,7 @@ class Nodes(Room):
     emitted: np.ndarray
 
     def __init__(self, types: CellTypes, num_rows: int) -> None:
-        """Only the initial state, in the row behind all others of every device."""
+        """Start with the initial state only, in row `num_rows`, the last of every device."""
         super().__init__()
         for name, dtype in (
             *(("kind", np.int16), ("request", np.int64), ("sub", np.int64), ("state", np.int8)),
@@ -150,7 +150,7 @@ class Nodes(Room):
         sub: int,
         request: int,
     ) -> None:
-        """Put these from `start` on, with ids of subgraphs and requests from `sub` and `request` on."""
+        """Store nodes from index `start`; their subgraphs and requests begin at `sub` and `request`."""
         here = slice(start, start + len(parts.kind))
         self.kind[here], self.returned[here], self.stop[here] = parts.kind, parts.returned, parts.stop
         self.request[here], self.sub[here] = parts.request + request, parts.sub + sub
@@ -165,7 +165,7 @@ class Nodes(Room):
         self.state[here], self.row[here], self.worker[here] = WAITING, -1, -1
 
     def reset(self, start: int, end: int) -> None:
-        """None of these nodes, which are all of a request, has run."""
+        """Reset all nodes of a request, as if none had run."""
         here = slice(start, end)
         inputs = self.inputs[:, here]
         self.waits[here] = ((self.sub[inputs] == self.sub[here]) & (inputs != INITIAL)).sum(axis=0)
@@ -174,25 +174,25 @@ class Nodes(Room):
         self.state[here], self.row[here], self.worker[here] = WAITING, -1, -1
 
     def clear(self, start: int, num: int) -> None:
-        """Nobody has these any more."""
+        """Free a range of nodes, with its entries in `consumers`."""
         _forget(self.consumers, self.consumer, start, num)
         self.give(start, num)
 
 
 class Subgraphs(Room):
-    """A column for each thing that is known of subgraphs; see `GraphColumns`.
+    """Columns of subgraphs. For columns that are not listed, see `GraphColumns`.
 
     Attributes:
-      waits: subgraphs that it reads and that have not completed.
+      waits: incomplete subgraphs that it reads.
       unsubmitted: nodes that were neither submitted nor dropped.
       in_flight: nodes that were submitted and have not completed.
-      pinned: the worker on which it has nodes in flight; -1 for none.
-      seq: its place in the order in which subgraphs were released; -1 before.
-      last: its last node.
-      num_bent: of each type, subgraphs that are released, not done, and no chains; see `GraphColumns`.
-      waste: nodes in flight whose results nobody wants any more.
-      is_done: whether nothing of it is still to come.
-      has_released: whether those that read it know.
+      pinned: worker on which it has nodes in flight; -1 for none.
+      seq: number in the order of release; -1 before.
+      last: last node.
+      num_bent: for each type, released unfinished subgraphs with `is_bent`; see `GraphColumns`.
+      waste: nodes in flight that were dropped.
+      is_done: whether all its nodes have completed or were dropped.
+      has_released: whether the subgraphs that read it were notified.
     """
 
     request: np.ndarray
@@ -236,7 +236,7 @@ class Subgraphs(Room):
         self.firsts: dict[int, np.ndarray] = {}
 
     def fill(self, start: int, parts: GraphColumns, node: int, request: int) -> None:
-        """Put these from `start` on, with ids of nodes and requests from `node` and `request` on."""
+        """Store subgraphs from index `start`; their nodes and requests begin at `node` and `request`."""
         here = slice(start, start + len(parts.sub_kind))
         self.kind[here], self.request[here] = parts.sub_kind, parts.sub_request + request
         self.waits[here], self.unsubmitted[here] = parts.sub_waits, parts.sub_num_nodes
@@ -250,20 +250,20 @@ class Subgraphs(Room):
         self.pinned[here], self.seq[here] = -1, -1
 
     def begin_bent(self, subs: np.ndarray) -> None:
-        """These are released: those that are bent count among their types' until they are done."""
+        """Count released subgraphs with `is_bent` in `num_bent`."""
         bent = subs[self.is_bent[subs]]
         if len(bent):
             np.add.at(self.num_bent, self.kind[bent], 1)
 
     def end(self, subs: np.ndarray) -> None:
-        """These are done, which were not."""
+        """Mark unfinished subgraphs as done."""
         self.is_done[subs] = True
         bent = subs[self.is_bent[subs] & (self.seq[subs] >= 0)]
         if len(bent):
             np.subtract.at(self.num_bent, self.kind[bent], 1)
 
     def reset(self, subs: np.ndarray, nodes: Nodes, start: int, end: int) -> None:
-        """None of these, which are all of a request with nodes from `start` to `end`, has run."""
+        """Reset all subgraphs of a request, whose nodes are `start` to `end`, as if none had run."""
         first = subs[0]
         inputs, own = nodes.inputs[:, start:end], nodes.sub[start:end]
         sources = nodes.sub[inputs]
@@ -276,23 +276,23 @@ class Subgraphs(Room):
         self.pinned[subs], self.seq[subs] = -1, -1
 
     def clear(self, start: int, num: int) -> None:
-        """Nobody has these any more."""
+        """Free a range of subgraphs, with its entries in `consumers` and `firsts`."""
         _forget(self.consumers, self.consumer, start, num)
         _forget(self.firsts, self.first, start, num)
         self.give(start, num)
 
 
 class Requests(Room):
-    """A column for each thing that is known of requests.
+    """Columns of requests.
 
     Attributes:
-      start, end: its nodes.
-      sub_start, sub_end: its subgraphs.
-      arrival: what it came with, or `NOWHERE`.
-      serial: its number among all that ever came.
-      num_ever: how many ever came.
-      subs_left: subgraphs that are not done.
-      rows: [kinds, requests] that it may hold.
+      start, end: range of its nodes.
+      sub_start, sub_end: range of its subgraphs.
+      arrival: index of its `submit_many` in `Arrivals`, or `NOWHERE`.
+      serial: number of the request since the start.
+      num_ever: number of requests since the start.
+      subs_left: unfinished subgraphs.
+      rows: [kinds, requests], rows that it may hold.
     """
 
     start: np.ndarray
@@ -314,7 +314,7 @@ class Requests(Room):
         self.num_ever = 0
 
     def fill(self, start: int, parts: GraphColumns, node: int, sub: int) -> None:
-        """Put these from `start` on, with ids of nodes and subgraphs from `node` and `sub` on."""
+        """Store requests from index `start`; their nodes and subgraphs begin at `node` and `sub`."""
         here = slice(start, start + len(parts.request_nodes))
         self.end[here], self.sub_end[here] = parts.request_nodes + node, parts.request_subs + sub
         self.start[here] = np.concatenate([[0], parts.request_nodes[:-1]]) + node
@@ -327,11 +327,11 @@ class Requests(Room):
 
 
 class Arrivals(Room):
-    """What came with one `submit_many`, and goes when all of it has ended.
+    """Columns of `submit_many` calls. A call is removed when all its requests have left.
 
     Attributes:
-      node, num_nodes, sub, num_subs, first, num: its room in the other tables, `first` that of requests.
-      num_left: requests of it that have not gone.
+      node, num_nodes, sub, num_subs, first, num: its ranges of nodes, subgraphs and requests.
+      num_left: requests that have not left.
     """
 
     num_left: np.ndarray
@@ -343,24 +343,20 @@ class Arrivals(Room):
             self.column(name, np.int64, 0)
 
     def enter(self, **values: int) -> int:
-        """Put these into columns of their names; returns where."""
+        """Store values in the columns of their names; return the index."""
         place = self.take(1)
         for name, value in values.items():
             getattr(self, name)[place] = value
         return place
 
     def leave(self, place: int) -> dict[str, int]:
-        """What was put there, which is there no more."""
+        """Free an index; return its values by column."""
         self.give(place, 1)
         return {name: int(getattr(self, name)[place]) for name in self._NAMES}
 
 
 class Tables:
-    """All four.
-
-    Attributes:
-      nodes, subgraphs, requests, arrivals: see their classes.
-    """
+    """Tables of nodes, subgraphs, requests and arrivals of one engine."""
 
     def __init__(self, types: CellTypes, num_rows: int) -> None:
         self.nodes = Nodes(types, num_rows)

@@ -1,7 +1,7 @@
-"""What `pensieve COMMAND` runs: installed launchers, and what they share with `scripts/`."""
+"""Commands of `pensieve COMMAND`, and code that they share with `scripts/`."""
 
 import os
 
-# XLA writes its own pages to stderr where memory runs out, before it raises what launchers tell in one line.
-# It reads this when it is loaded, which is later than this package.
+# When memory runs out, XLA writes pages to stderr before it raises the error that launchers report in one
+# line. XLA reads this variable when it is loaded, which is after this package.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

@@ -1,12 +1,12 @@
-"""Which turn of a file of conversations runs next: those in progress go on before others begin.
+"""Order of turns in a batch run: begun conversations continue before others begin.
 
-Owns: the order of work, how many conversations are in progress, and what becomes of one that fails.
-Does not know: files, or what is printed.
+Owns: the order of turns, the number of conversations in progress, and the handling of failed ones.
+Does not know: files, or printed output.
 
-A conversation's next turn is submitted as soon as its answer is there, while its state is in device memory.
-Another one begins when there is room for all of it beside those in progress, so that they do not push each
-other out. Sweeping all first turns, then all second ones, would find every history evicted once the
-conversations outgrow memory.
+A conversation's next turn is submitted when its previous one has finished, while its KV cache is in device
+memory. Another conversation begins when all of it fits beside those in progress, so that they do not evict
+each other. Running all first turns, then all second turns, would find every history evicted when the
+conversations exceed the memory.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from pensieve_jax.commands.conversations_file import InputConversation, InputTur
 from pensieve_jax.text import Tokenizer
 
 MARKUP_TOKENS = 8
-"""Of a message beside its text, roughly: what a template writes around it."""
+"""Approximate tokens that a chat template adds to a message."""
 REPLY_TOKENS = 256
-"""Of a reply, as long as none has ended that would tell."""
+"""Assumed tokens of a reply, until a reply has finished."""
 
 
 class Interruptible(Protocol):
-    """Something that may ask to stop."""
+    """Source of interrupts, such as Ctrl-C."""
 
     @property
     def requested(self) -> bool:
-        """Stop after this step."""
+        """Whether to stop after this step."""
 
 
 class BatchRun:
-    """Runs the turns that are left.
+    """Run of all remaining turns.
 
     Attributes:
-      failures: (line number, turn, error) of conversations that went no further.
-      outputs: of the turns that ended.
+      failures: (line number, turn, error) of conversations that failed.
+      outputs: outputs of the finished turns.
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class BatchRun:
         *,
         concurrency: int,
     ) -> None:
-        """At most `concurrency` conversations at a time.
+        """Prepare to run at most `concurrency` conversations at a time.
 
-        `num_done` has the turns of each conversation that need not run, for those that have any.
+        `num_done` maps conversations to the number of their turns that need not run; the default is 0.
         """
         self.failures: list[tuple[int, int, PensieveError]] = []
         self.outputs: list[Output] = []
@@ -62,12 +62,12 @@ class BatchRun:
         self._active: dict[str, tuple[InputConversation, Stream]] = {}
         described = llm.describe()["cache"]
         self._room_pages, self._page_tokens = described["gpu_pages"], described["chunk_tokens"]
-        self._prompt_tokens: dict[str, int] = {}  # of whole conversations that began or may be next
-        self._reply_tokens = (0, 0)  # seen so far, and of how many replies
+        self._prompt_tokens: dict[str, int] = {}  # by conversation, over all its turns
+        self._reply_tokens = (0, 0)  # tokens of all finished replies, and their number
 
     @property
     def num_left(self) -> int:
-        """Turns that conversations which have not begun still have to run."""
+        """Remaining turns of the conversations that have not begun."""
         return sum(len(c.turns) - self._next[c.conversation_id] for c in self._waiting)
 
     def run(
@@ -77,9 +77,9 @@ class BatchRun:
         after_step: Callable[[], object],
         interrupt: Interruptible,
     ) -> None:
-        """Until all have ended, or an interrupt: then what has not is cancelled.
+        """Run until all turns have finished. An interrupt cancels the unfinished turns.
 
-        `ended` is called with each turn that ended, its place in its conversation, and the output.
+        `ended` is called with each finished turn, its index in its conversation, and the output.
         """
         try:
             self._begin_what_fits()
@@ -105,7 +105,7 @@ class BatchRun:
         output: Output,
         ended: Callable[[InputTurn, int, Output], object],
     ) -> None:
-        """A turn has ended: the next one follows at once."""
+        """Record a finished turn, and submit the next one at once."""
         index = self._next[conversation.conversation_id]
         ended(conversation.turns[index], index, output)
         self.outputs.append(output)
@@ -116,7 +116,7 @@ class BatchRun:
             self._submit(conversation)
 
     def _begin_what_fits(self) -> None:
-        """Begin conversations in their order, while the next one fits; one alone always does."""
+        """Begin conversations in order while the next one fits. A single conversation always fits."""
         active = (conversation for conversation, _ in self._active.values())
         room = self._room_pages - sum(map(self._num_pages, active))
         while self._waiting and len(self._active) < self._concurrency:
@@ -139,7 +139,7 @@ class BatchRun:
         self.failures.append((conversation.line_number, index, error))
 
     def _num_pages(self, conversation: InputConversation) -> int:
-        """Pages of a whole conversation, if the replies to come are as long as those so far."""
+        """Estimate the pages of a whole conversation from the average length of the replies so far."""
         name = conversation.conversation_id
         if name not in self._prompt_tokens:
             lengths = (num_prompt_tokens(turn, self._llm.tokenizer) for turn in conversation.turns)
@@ -151,7 +151,7 @@ class BatchRun:
 
 
 def num_prompt_tokens(turn: InputTurn, tokenizer: Tokenizer | None) -> int:
-    """Of a turn's prompt; that of messages is about as long."""
+    """Return the tokens of a turn's prompt; for messages, an estimate."""
     if isinstance(turn.prompt, list):
         return len(turn.prompt)
     assert tokenizer is not None  # checked before anything runs

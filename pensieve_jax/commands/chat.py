@@ -1,20 +1,20 @@
-"""A chat in the terminal, with replies as they come.
+"""Chat in the terminal, with streamed replies.
 
     pensieve chat
     pensieve chat --model=path/to/model --history=chats.sqlite --temperature=0.7
     pensieve chat --system="You are a friendly assistant who answers in short sentences."
 
-Without a model it is the small one that comes with the library, which talks about restaurants, music, flights
-and the like, and remembers what it is told. A step is one token of a conversation, or a part of a prompt:
-there are `--token_buckets` for both. Compiled steps are kept for the next start in `--compilation_cache_dir`
-(empty: nowhere).
+Without --model it uses the small model that comes with the library, which talks about restaurants, music,
+flights and the like, and remembers facts from earlier turns. A step computes one token of a conversation, or
+a part of a prompt; `--token_buckets` has sizes for both. Compiled steps are stored for the next start in
+`--compilation_cache_dir` (empty: not stored).
 
-Lines are sent in the model's chat template where it has one, else as plain text. On a terminal they are
-edited and recalled as in a shell, of any length; what is pasted is one message, and a line that ends in \\
-goes on in the next. Behind each reply stands where its history was: in device memory, in host memory, or
-recomputed. Ctrl-C cancels a reply, as if its line had never been sent; at the prompt it drops the line, and a
-second one leaves. `/help` lists the commands. Input may be a pipe: then a line is a message, and only replies
-are written.
+Messages use the model's chat template if it has one, otherwise plain text. On a terminal, lines of any length
+are edited and recalled as in a shell; pasted text is one message, and a line that ends in \\ continues on the
+next line. After each reply stands where the KV cache of its history was: in device memory, in host memory, or
+recomputed. Ctrl-C cancels a reply as if its line had never been sent; at the prompt it drops the line, and a
+second Ctrl-C leaves. `/help` lists the commands. Input may be a pipe: then each line is a message, and only
+replies are written.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ LEAVING = "(Ctrl-C again, Ctrl-D or /quit leaves)"
 
 
 def main() -> int:
-    """Chat until end of input; the exit status."""
+    """Chat until the end of input; return the exit status."""
     params = sampling_params()
     check_conversation_id(FLAGS.conversation_id, "--conversation_id")
     lines = open_lines()
     tells = lines.is_terminal if FLAGS.accounts is None else FLAGS.accounts
     if not shows_progress() and FLAGS.progress is None:
-        print("loading; a first start compiles, which takes a minute or more, once", file=sys.stderr)
+        print("loading; the first start compiles for a minute or more", file=sys.stderr)
     with open_llm(history=FLAGS.history) as llm:
         chat = Chat(llm, params, FLAGS.conversation_id, sys.stdout, system=FLAGS.system, tells_accounts=tells)
         if lines.is_terminal:
@@ -79,23 +79,24 @@ def main() -> int:
 
 
 def open_lines() -> LineInput:
-    """What is typed; raises InvalidRequestError for a named file that cannot keep it.
+    """Open the line input. If the default history file cannot be used, warn and continue without it.
 
-    A default one that cannot is told, and done without.
+    Raises:
+      InvalidRequestError: the file of `--line_history` cannot be used.
     """
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # bytes that are no text must not end a session
+        sys.stdin.reconfigure(errors="replace")  # invalid UTF-8 must not end a session
     try:
         return LineInput(Path(FLAGS.line_history) if FLAGS.line_history else None, COMMANDS)
     except InvalidRequestError as error:
         if not FLAGS["line_history"].using_default_value:
             raise
-        print(f"what you type is not kept for the next time: {error}", file=sys.stderr)
+        print(f"your lines are not stored for the next session: {error}", file=sys.stderr)
         return LineInput(None, COMMANDS)
 
 
 def converse(chat: Chat, lines: LineInput) -> None:
-    """Handle messages until one says to leave, or there are no more."""
+    """Handle messages until `/quit` or the end of input."""
     interrupted = False
     while True:
         try:
@@ -111,7 +112,7 @@ def converse(chat: Chat, lines: LineInput) -> None:
             print(LEAVING)
             continue
         interrupted = False
-        with Interrupt():  # one that falls between two replies must not end the session
+        with Interrupt():  # a Ctrl-C between two replies must not end the session
             if not chat.handle(line):
                 return
 
@@ -119,16 +120,16 @@ def converse(chat: Chat, lines: LineInput) -> None:
 def define_flags() -> None:
     """Define the command-line flags of `pensieve chat`."""
     flags.DEFINE_string("conversation_id", "default", "The conversation to begin with.")
-    flags.DEFINE_string(
-        "system", None, "System prompt that new conversations begin with; its state is shared by all of them."
-    )
+    flags.DEFINE_string("system", None, "System prompt of new conversations, which share its KV cache.")
     flags.DEFINE_bool(
-        "accounts", None, "Say behind each reply where its history was; default: on a terminal."
+        "accounts",
+        None,
+        "After each reply, show where the KV cache of its history was; default: on a terminal.",
     )
     flags.DEFINE_string(
         "line_history",
         str(STATE_DIR / "chat_lines.jsonl"),
-        "File that keeps what you type for the next session, for your eyes only; empty: none.",
+        "File that stores your lines for the next session, readable only by you; empty: none.",
     )
     define_engine_flags()
     for name, value in DEFAULTS.items():

@@ -1,7 +1,7 @@
-"""A person's session: which conversation it is in, and what each line does.
+"""Chat session of one user: the current conversation, and the effect of each line.
 
-Owns: the commands that begin with /, what is printed of a turn, and the system prompt of new conversations.
-Does not know: where lines come from, flags, or how a model is opened.
+Owns: the commands that begin with /, the output after a turn, and the system prompt of new conversations.
+Does not know: the source of lines, flags, or how a model is opened.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _USAGES: Final = {
     "/history": "the turns of this conversation",
     "/truncate N": "keep its first N turns",
     "/regenerate": "answer its last turn once more",
-    "/where": "where its state is, and why some of it is gone",
+    "/where": "where its KV cache is, and why parts of it are missing",
     "/list": "all conversations",
-    "/switch ID": "go on with another conversation, or begin it",
+    "/switch ID": "continue with another conversation, or begin it",
     "/batch ID,ID TEXT": "send TEXT to several conversations, answered together",
     "/end [ID]": "forget this conversation, or another",
     "/stats": "the last turn, and all so far; /stats all: every counter",
@@ -56,7 +56,7 @@ _TOTALS: Final = (("num_turns_finished", "turn"), ("history_tokens", "token"))
 
 
 class Chat:
-    """What each line does; see `HELP`."""
+    """Chat session. `HELP` describes its commands."""
 
     def __init__(
         self,
@@ -68,17 +68,19 @@ class Chat:
         system: str | None = None,
         tells_accounts: bool = False,
     ) -> None:
-        """A session that begins in `conversation_id`.
+        """Begin a session in `conversation_id`.
 
         Args:
           llm: the model.
-          params: of every turn.
-          conversation_id: which may be new.
-          out: gets replies and answers.
-          system: the system prompt that new conversations begin with.
-          tells_accounts: say behind each reply where its history was.
+          params: sampling parameters of every turn.
+          conversation_id: the first conversation, which may be new.
+          out: output stream.
+          system: system prompt of new conversations.
+          tells_accounts: after each reply, print where the KV cache of its history was.
 
-        Raises TokenizerMissingError for a model of ids only, and what `LLM.share_prefix` does for `system`.
+        Raises:
+          TokenizerMissingError: the model has no tokenizer.
+          PensieveError: `system` cannot be used; see `LLM.share_prefix`.
         """
         if llm.tokenizer is None:
             raise TokenizerMissingError
@@ -110,7 +112,7 @@ class Chat:
         }
 
     def handle(self, line: str) -> bool:
-        """Do what a line says; False once it says to leave. Typed errors are told, not raised."""
+        """Execute a line; return False for `/quit`. A PensieveError is printed, not raised."""
         if not line.strip():
             return True
         try:
@@ -130,34 +132,34 @@ class Chat:
         return True
 
     def _command(self, name: str, argument: str) -> None:
-        """One that begins with /; an argument that it would not read is refused, since it was meant."""
+        """Run a command. An argument of a command that takes none is an error."""
         if name in self._commands:
             self._commands[name](argument)
         elif name not in COMMANDS:
             self._say(f"unknown command {printable(name)}; /help lists them")
         elif argument:
-            self._say(f"{name} takes nothing")
+            self._say(f"{name} takes no argument")
         else:
             self._plain_commands[name]()
 
     # Turns
 
     def _begin_with(self, system: str) -> None:
-        """Have new conversations begin with a system prompt, sharing its state where the template can."""
+        """Set the system prompt of new conversations, which share its KV cache if the template allows it."""
         if not self._has_template:
             self._prefix = self._llm.share_prefix(f"{system}\n")
             return
         message = {"role": "system", "content": system}
         try:
             self._prefix = self._llm.share_prefix([message])
-        except ChatTemplateError:  # it writes both messages as one: each conversation has its own
+        except ChatTemplateError:  # the template merges it with the first message, so it cannot be shared
             self._first_messages = [message]
 
     def _prompt(self, text: str) -> Any:
         return [{"role": "user", "content": text}] if self._has_template else text
 
     def _reply(self, prompt: Any, *, begins: bool, cancelled: str = "(cancelled)") -> None:
-        """Send a turn and print its reply as it comes; Ctrl-C cancels it."""
+        """Send a turn and stream its reply; Ctrl-C cancels it."""
         start_s = time.perf_counter()
         first_token_s = None
         with Interrupt() as interrupt, self._stream(prompt, begins) as stream:
@@ -181,7 +183,7 @@ class Chat:
         return self._llm.stream(prompt, self._params, conversation_id=self.conversation_id, prefix=prefix)
 
     def _end_turn(self, output: Output, first_token_s: float | None) -> None:
-        """What is said behind a reply."""
+        """Print the lines after a reply."""
         self._last = output, first_token_s
         if output.finish_reason == "length":
             self._say(f"(cut after {counted(output.usage.output_tokens, 'token')}: {CUT})")
@@ -195,16 +197,16 @@ class Chat:
             return
         last = turns[-1]
         self._truncate(str(len(turns) - 1))
-        # The system prompt, if the turn began with one, is among its messages or ids.
+        # The messages or ids of the turn include its system prompt, if any.
         prompt = last.prompt_token_ids if last.messages is None else last.messages
-        self._reply(prompt, begins=False, cancelled="(cancelled; its turn is gone: send the line again)")
+        self._reply(prompt, begins=False, cancelled="(cancelled; the turn is removed: send the line again)")
 
     def _batch(self, argument: str) -> None:
-        """The same text for several conversations; those that are new begin with the system prompt."""
+        """Send the same text to several conversations; new ones begin with the system prompt."""
         names, _, text = argument.partition(" ")
         ids = [name for name in names.split(",") if name]
         if not ids or not text.strip():
-            self._say("/batch takes conversations' ids with commas between them, and what to send them")
+            self._say("/batch takes conversation ids, separated by commas, and the text to send")
             return
         waiting: dict[Turn, str] = {}
         try:
@@ -240,7 +242,7 @@ class Chat:
     # Conversations
 
     def _turns(self, conversation_id: str | None = None) -> tuple[TurnRecord, ...]:
-        """Those of a conversation, by default of this one; none before its first one."""
+        """Return the turns of a conversation (default: the current one); none if it does not exist."""
         try:
             return self._llm.history(conversation_id or self.conversation_id).turns
         except UnknownConversationError:
@@ -263,7 +265,7 @@ class Chat:
         if not turns:
             self._say(NO_TURNS)
             return
-        # So many digits at most, since Python makes no number of 5,000.
+        # At most 20 digits, since Python refuses to parse 5,000.
         if not argument.isdecimal() or len(argument) > 20 or int(argument) > len(turns):
             self._say(f"/truncate takes the number of turns to keep, from 0 to {len(turns)}")
             return
@@ -318,7 +320,7 @@ class Chat:
 
     def _stats(self, argument: str) -> None:
         if argument not in ("", "all"):
-            self._say("/stats takes nothing, or all")
+            self._say('/stats takes no argument, or "all"')
             return
         if self._last is not None:
             output, first_token_s = self._last

@@ -1,16 +1,15 @@
-"""Conversations in JSON lines, as `generate.py` reads them.
+"""Input format of `generate.py`: conversations in JSON lines.
 
-Owns: the format and what is wrong with a line. Does not know: models; ids are checked against a vocabulary
-by whoever has one.
+Owns: the format, and the errors of a line. Does not know: models; the caller checks ids against a vocabulary.
 
 A line is an object:
-  conversation_id  any non-empty string; `id` does too, and without either it is "line-<number>"
-  turns            a list of at least one turn, each of which is
-                     {"prompt": "text"}, {"prompt": [ids]} or {"messages": [{"role": ..., "content": ...}]},
-                     with any field of SamplingParams beside it for this turn alone, or
-                     ["U", "text"]: a turn of recorded dialogues; those of other speakers are left out
-Other keys are refused, but for `services`, which published dialogues have. A name that ends in .gz is
-decompressed; blank lines are skipped.
+  conversation_id  any non-empty string, also under the key `id`; the default is "line-<number>"
+  turns            a list of at least one turn. A turn is
+                     {"prompt": "text"}, {"prompt": [ids]} or {"messages": [{"role": ..., "content": ...}]}.
+                     It may have fields of SamplingParams, which apply to this turn only. Or it is
+                     ["U", "text"]: a turn of recorded dialogues; turns of other speakers are skipped.
+Other keys are errors, except `services`, which published dialogues have. Files named *.gz are decompressed.
+Blank lines are skipped.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from pensieve_jax.core.conversation import is_conversation_id
 from pensieve_jax.text import Message, check_messages
 
 _USER = "U"
-_ABOUT = ("services",)  # what a recorded dialogue of Schema-Guided Dialogue says of itself
+_ABOUT = ("services",)  # metadata of a recorded dialogue in Schema-Guided Dialogue
 _OVERRIDES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 
 
@@ -43,13 +42,13 @@ class InputTurn:
 
     @property
     def is_chat(self) -> bool:
-        """The prompt is messages for the model's template."""
+        """Whether the prompt consists of messages for the model's chat template."""
         return isinstance(self.prompt, tuple)
 
 
 @dataclass(frozen=True, slots=True)
 class InputConversation:
-    """One line of the file."""
+    """Conversation of one line of the file."""
 
     conversation_id: str
     turns: tuple[InputTurn, ...]
@@ -57,10 +56,10 @@ class InputConversation:
 
 
 class InputFileError(Exception):
-    """Lines that cannot be used: (line number, reason) each."""
+    """A file has invalid lines, each given as (line number, reason)."""
 
     def __init__(self, path: str, problems: list[tuple[int, str]]) -> None:
-        """Name every line, the first 20 in the message."""
+        """Store all invalid lines. The message has the first 20."""
         self.problems = problems
         lines = [f"{path}:{number}: {reason}" for number, reason in problems[:20]]
         if len(problems) > 20:
@@ -69,7 +68,7 @@ class InputFileError(Exception):
 
 
 def read_conversations(path: str, defaults: SamplingParams) -> list[InputConversation]:
-    """The whole file; raises InputFileError naming every bad line, or OSError."""
+    """Read the whole file; raise InputFileError, which names every invalid line, or OSError."""
     conversations: list[InputConversation] = []
     problems: list[tuple[int, str]] = []
     seen: dict[str, int] = {}
@@ -84,7 +83,7 @@ def read_conversations(path: str, defaults: SamplingParams) -> list[InputConvers
             conversations.append(one)
         except (InvalidRequestError, UnicodeDecodeError) as error:
             problems.append((number, str(error)))
-        except (ValueError, RecursionError) as error:  # a number of 5,000 digits, a thousand brackets
+        except (ValueError, RecursionError) as error:  # also a number of 5,000 digits, or 1,000 brackets
             problems.append((number, f"not JSON: {error}"))
     if not conversations and not problems:
         problems.append((1, "the file has no conversations"))
@@ -100,8 +99,8 @@ def _lines(path: str) -> Iterator[tuple[int, bytes]]:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield number, line
-    except (EOFError, zlib.error) as error:  # what else is no archive is an OSError
-        raise OSError(f"it is not a whole gzip archive: {error}") from error
+    except (EOFError, zlib.error) as error:  # other invalid archives raise OSError
+        raise OSError(f"it is not a complete gzip archive: {error}") from error
 
 
 def _conversation(value: Any, number: int, defaults: SamplingParams) -> InputConversation:
@@ -122,7 +121,7 @@ def _conversation(value: Any, number: int, defaults: SamplingParams) -> InputCon
 
 
 def _check_keys(value: dict[str, Any], known: set[str], where: str) -> None:
-    """Raise InvalidRequestError for a key that is none of the known ones."""
+    """Raise InvalidRequestError for an unknown key."""
     for name in value:
         if name not in known:
             similar = difflib.get_close_matches(name, known, n=1)

@@ -1,6 +1,6 @@
-"""Draws what a chunk costs to recompute, attention and the rest apart (the paper's Figure 4).
+"""Plot of the cost to recompute a chunk, split into attention and the rest (the paper's Figure 4).
 
-Owns: the picture, and whether one can be drawn. Does not know: how costs are measured.
+Owns: the plot, and the check that one can be drawn. Does not know: how costs are measured.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def check_can_plot(flag: str, path: Path) -> None:
-    """Raise ConfigError where there is no matplotlib, or no such file could be written afterwards."""
+    """Raise ConfigError if matplotlib is missing, or the file cannot be written."""
     check_can_write(flag, path)
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(flag, str(path), "left out where matplotlib is missing", "pip install matplotlib")
+        raise ConfigError(flag, str(path), "left out without matplotlib", "pip install matplotlib")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     kinds = sorted(FigureCanvasAgg.get_supported_filetypes())
@@ -30,7 +30,7 @@ def check_can_plot(flag: str, path: Path) -> None:
 
 
 def plot_costs(profile: CostProfile, path: Path) -> None:
-    """One panel for each kind of cost, over the context length; raises OSError."""
+    """Draw one panel for each kind of cost over the context length; raise OSError if writing fails."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -53,7 +53,7 @@ def plot_costs(profile: CostProfile, path: Path) -> None:
 
 
 def _draw(axes: Axes, points: tuple[CostPoint, ...]) -> None:
-    """Two curves, and the measured whole."""
+    """Draw the two parts, and the measured step."""
     lens = [point.context_len for point in points]
     for label, style, values_s in (
         ("attention", "o-", [point.attention_s for point in points]),

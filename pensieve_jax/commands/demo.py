@@ -1,16 +1,16 @@
-"""Conversations that lose part of their state and answer as if they had not.
+"""Demonstration that losing parts of the KV cache does not change any reply.
 
     pensieve demo
-    pensieve demo --details    # every turn: what was said, where its state was, what it took
+    pensieve demo --details    # every turn: its text, the place of its KV cache, and its cost
 
-Eight conversations of six turns share a system prompt and take turns on memory too small for them all: a few
-device pages, and a few more in host memory. Idle chunks are copied out ahead of time and copied back when
-their conversation returns; what fits into neither tier is dropped, leading chunks first, and recomputed; a
-running request that finds no page is suspended and goes on later. Whoever tells something in the first turn
-asks for it in the last one. The same turns run once more by an engine that keeps no state, to see what state
-saved. Then every turn is replayed by the dense reference: the model over the whole token sequence, with no
-pages, no scheduler and no kernel. In float32 each token must be the same. Exit status 1 if one is not, or if
-something of the above did not happen.
+Eight conversations of six turns share a system prompt and a memory too small for all of them: a few device
+pages, and a few more in host memory. Idle chunks are swapped out ahead of time and swapped in when their
+conversation returns. Chunks that fit into neither tier are dropped, leading chunks first, and recomputed. A
+running request that finds no free page is suspended and resumed later. Each user tells a fact in the first
+turn and asks for it in the last. The same turns also run in a stateless engine, to show the savings. Then the
+dense reference replays every turn: the model over the whole token sequence, without pages, scheduler or
+kernel. In float32 each token must be the same. The exit status is 1 if one differs, or if one of the above
+events did not happen.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ flags.disclaim_key_flags()
 
 
 def config(*, stateful: bool = True) -> EngineConfig:
-    """An engine with far fewer pages than the conversations fill in the end.
+    """Return the configuration of an engine with far fewer pages than the conversations need.
 
-    Nothing is kept in reserve for who runs already: replies are short, and nobody would be suspended. One
-    that keeps no state runs the same steps, which are compiled once for both.
+    It reserves no pages for running requests: replies are short, and with a reserve no request would be
+    suspended. A stateless engine runs the same steps, which are compiled once for both.
     """
     return EngineConfig(
         stateful=stateful,
@@ -79,9 +79,10 @@ def config(*, stateful: bool = True) -> EngineConfig:
 
 
 def serve(llm: LLM) -> list[DemoTurn]:
-    """Run all conversations, a turn of each at a time.
+    """Run all conversations, one turn of each at a time.
 
-    Raises ChatTemplateError or TokenizerMissingError for a model that is none for chats.
+    Raises:
+      ChatTemplateError, TokenizerMissingError: the model is not a chat model.
     """
     turns: list[DemoTurn] = []
     template = ChatFormat(llm.tokenizer)
@@ -114,15 +115,15 @@ def serve(llm: LLM) -> list[DemoTurn]:
 
 
 def common_beginning(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """What they all begin with: the system prompt as the template writes it."""
+    """Return the common prefix of all prompts: the system prompt in the chat template."""
     columns = itertools.takewhile(lambda ids: len(set(ids)) == 1, zip(*prompts, strict=False))
     return [ids[0] for ids in columns]
 
 
 def replay(model: str, turns: Sequence[DemoTurn]) -> tuple[list[bool], float]:
-    """Whether each turn's tokens are the dense reference's, and the smallest margin of any choice."""
+    """Return whether each turn's tokens equal the dense reference's, and the smallest margin of a choice."""
     parts = load_model(resolve_model(model), dtype="float32", mesh=make_mesh(1))
-    # Turns are short: less is computed for nothing than every length would take to compile.
+    # Turns are short, so padding to 256 costs less than compiling every length.
     reference = DenseReference(parts, min_padded_tokens=256)
     equal, smallest = [], np.inf
     for turn in tqdm(turns, desc="replaying", disable=None, leave=False):
@@ -136,23 +137,23 @@ def replay(model: str, turns: Sequence[DemoTurn]) -> tuple[list[bool], float]:
 
 
 def check_happenings(turns: Sequence[DemoTurn]) -> bool:
-    """Say how many turns were swapped in, recomputed and suspended; False if one of these never happened."""
+    """Print how many turns were swapped in, recomputed and suspended; return False if one count is 0."""
     usages = [turn.output.usage for turn in turns]
     numbers = {
         "swapped in": sum(usage.swapped_in_tokens > 0 for usage in usages),
         "recomputed": sum(usage.recomputed_tokens > 0 for usage in usages),
-        "suspended for want of memory": sum(usage.num_suspensions > 0 for usage in usages),
+        "suspended for lack of memory": sum(usage.num_suspensions > 0 for usage in usages),
     }
     counts = ", ".join(f"{what}: {number}" for what, number in numbers.items())
     print(f"Of {len(turns)} turns, {counts}.")
     for what, number in numbers.items():
         if not number:
-            print(f"nothing {what}: give other --gpu_pages or --cpu_pages")
+            print(f"no turn was {what}: set other --gpu_pages or --cpu_pages")
     return all(numbers.values())
 
 
 def main() -> int:
-    """Serve with state and without, replay and compare; the exit status."""
+    """Serve with a stateful and a stateless engine, replay and compare; return the exit status."""
     if FLAGS.model == DEFAULT_MODEL:
         print(SMALL_MODEL, flush=True)
     kept, stats = run(stateful=True)
@@ -161,7 +162,7 @@ def main() -> int:
     turns = kept.turns
     if FLAGS.details:
         print(f"\n{transcript(turns)}\n{usage_table(turns, equal)}\n\n{movements(stats)}")
-        print(f"The closest choice between two tokens was {margin:.2g} apart.")
+        print(f"The smallest margin between two tokens was {margin:.2g}.")
     num_filled = sum(-(-len(t.history_ids + t.prompt_ids + t.output.token_ids) // 32) for t in turns[-8:])
     print(introduction(FLAGS.gpu_pages + FLAGS.cpu_pages, num_filled))
     print(f"{picture(turns)}\n\n{savings(kept, lost)}")
@@ -177,7 +178,7 @@ def main() -> int:
 
 
 def run(*, stateful: bool) -> tuple[Served, dict[str, int | float]]:
-    """All turns by an engine that keeps state, or by one that does not, and its counters."""
+    """Run all turns in a stateful or a stateless engine; return them with its counters."""
     with LLM(
         FLAGS.model, dtype="float32", config=config(stateful=stateful), progress=sys.stderr.isatty()
     ) as llm:
@@ -186,9 +187,9 @@ def run(*, stateful: bool) -> tuple[Served, dict[str, int | float]]:
             turns = serve(llm)
         except ContextLengthError as error:
             room = f"{llm.engine.limits.max_context_tokens:,} tokens"
-            limit = f"more, as conversations outgrow the {room} that fit"
+            limit = f"more, since the conversations exceed the {room} that fit"
             raise ConfigError(
-                "--gpu_pages", FLAGS.gpu_pages, limit, "the model needs the positions, too"
+                "--gpu_pages", FLAGS.gpu_pages, limit, "the model must have as many positions, too"
             ) from error
         return Served(turns, time.perf_counter() - start_s), llm.stats()
 
@@ -196,8 +197,8 @@ def run(*, stateful: bool) -> tuple[Served, dict[str, int | float]]:
 def define_flags() -> None:
     """Define the command-line flags of `pensieve demo`."""
     define_model_flag()
-    flags.DEFINE_bool("details", False, "Show every turn: what was said, and where its state was.")
+    flags.DEFINE_bool("details", False, "Show every turn: its text, and where its KV cache was.")
     flags.DEFINE_integer("gpu_pages", 16, "Pages of device memory, of 32 tokens each.")
-    flags.DEFINE_integer("cpu_pages", 12, "Pages of host memory beside them.")
-    flags.DEFINE_enum("policy", "retention", POLICIES, "Whose state leaves a tier first.")
+    flags.DEFINE_integer("cpu_pages", 12, "Additional pages of host memory.")
+    flags.DEFINE_enum("policy", "retention", POLICIES, "Eviction policy.")
     flags.DEFINE_string("compilation_cache_dir", str(CACHE_DIR), COMPILATION_CACHE_HELP)

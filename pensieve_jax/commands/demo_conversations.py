@@ -1,10 +1,10 @@
-"""What the people of the demonstration say.
+"""Conversations of the demonstration.
 
-Owns: the system prompt, every user message, and what of it the last reply should hold.
-Does not know: the engine, or what the model answers.
+Owns: the system prompt, every user message, and the fact that the last reply should contain.
+Does not know: the engine, or the replies of the model.
 
-Each tells something about themselves in the first turn and asks for it in the last one; half of them get
-greedy replies, half of them sampled ones.
+Each user tells a fact in the first turn and asks for it in the last one. Half of the conversations are
+greedy, half are sampled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SAMPLED: Final = SamplingParams(max_tokens=56, temperature=0.6, top_p=0.9, seed
 
 
 class Script(NamedTuple):
-    """What somebody says, how they are answered, and what the last reply should hold."""
+    """User messages of one conversation, its sampling parameters, and the fact told in its first message."""
 
     params: SamplingParams
     told: str

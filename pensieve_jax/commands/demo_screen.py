@@ -1,6 +1,6 @@
-"""What the demonstration shows: one screen of 80 by 24, and on demand every turn.
+"""Output of the demonstration: one screen of 80 by 24 characters, and optionally every turn.
 
-Owns: the words, the picture of where state is, and the tables.
+Owns: the texts, the picture of the KV cache, and the tables.
 Does not know: how turns are served or replayed.
 """
 
@@ -29,10 +29,10 @@ _USAGE: Final = {
 
 
 class DemoTurn(NamedTuple):
-    """A turn that was served, and what it takes to replay it.
+    """Served turn, with the data to replay it.
 
     Attributes:
-      tiers: before it, by chunk of its history, what had the state: "gpu", "cpu", or None for nobody.
+      tiers: tier of each chunk of its history before the turn: "gpu", "cpu", or None if dropped.
     """
 
     conversation_id: str
@@ -46,20 +46,20 @@ class DemoTurn(NamedTuple):
 
 
 class Served(NamedTuple):
-    """All turns by one engine, and the seconds that they took."""
+    """All turns of one engine, and their total time."""
 
     turns: Sequence[DemoTurn]
     seconds: float
 
     @property
     def num_computed(self) -> int:
-        """Tokens of histories and prompts that were computed, once or again."""
+        """Computed tokens of histories and prompts, recomputed ones included."""
         usages = [turn.output.usage for turn in self.turns]
         return sum(u.prefilled_tokens + u.recomputed_tokens + u.resume_recomputed_tokens for u in usages)
 
 
 def introduction(num_chunks: int, num_filled: int) -> str:
-    """What is going on: memory for `num_chunks` chunks, of which the conversations fill `num_filled`."""
+    """Describe the demonstration: conversations of `num_filled` chunks in memory for `num_chunks`."""
     text = (
         f"{len(CONVERSATIONS)} people tell a fact and ask for it five turns later. Memory holds "
         f"{num_chunks} of the {num_filled} chunks of 32 tokens that they fill: state is copied to host "
@@ -69,7 +69,7 @@ def introduction(num_chunks: int, num_filled: int) -> str:
 
 
 def picture(turns: Sequence[DemoTurn]) -> str:
-    """Where the state of each conversation was before its last turn, and what it was answered then."""
+    """Draw where each conversation's KV cache was before its last turn, with the last reply."""
     rows = []
     for name, script in CONVERSATIONS.items():
         last = [turn for turn in turns if turn.conversation_id == name][-1:]
@@ -86,7 +86,7 @@ def picture(turns: Sequence[DemoTurn]) -> str:
 
 
 def savings(kept: Served, lost: Served) -> str:
-    """What histories and prompts took with state, and without."""
+    """Compare the computed tokens and the time of the stateful and the stateless engine."""
     lines = [f"{'':24}{'tokens computed':>20}{'seconds':>18}"]
     for what, served in (("every turn from scratch", lost), ("keeping state", kept)):
         tokens, seconds = f"{served.num_computed:,}", f"{served.seconds:.1f}"
@@ -99,7 +99,7 @@ def savings(kept: Served, lost: Served) -> str:
 
 
 def transcript(turns: Sequence[DemoTurn]) -> str:
-    """What was said and where the state was by then, one conversation after the other."""
+    """Format all messages of all conversations, with the place of the KV cache before each turn."""
     lines = []
     for name in CONVERSATIONS:
         for turn in turns:
@@ -113,7 +113,7 @@ def transcript(turns: Sequence[DemoTurn]) -> str:
 
 
 def num_recalled(turns: Sequence[DemoTurn]) -> int:
-    """Last replies that hold what was told in the first turn."""
+    """Return how many last replies contain the fact of the first turn."""
     return sum(
         turn.turn == len(CONVERSATIONS[turn.conversation_id].messages)
         and CONVERSATIONS[turn.conversation_id].told in turn.output.text
@@ -122,7 +122,7 @@ def num_recalled(turns: Sequence[DemoTurn]) -> int:
 
 
 def whereabouts(turn: DemoTurn) -> str:
-    """Where the state of a turn's history was; its last token has none before the turn."""
+    """Describe where the KV cache of a turn's history was. Its last token has none before the turn."""
     usage = turn.output.usage
     parts = {
         "on the device": usage.reused_gpu_tokens,
@@ -134,7 +134,7 @@ def whereabouts(turn: DemoTurn) -> str:
 
 
 def usage_table(turns: Sequence[DemoTurn], equal: Sequence[bool]) -> str:
-    """Where the tokens of every turn came from, and whether what came out is the dense reference's."""
+    """Format the sources of every turn's tokens, and whether its output equals the dense reference's."""
     columns = ["conversation", "turn", "history", "prompt", *_USAGE, "output", "suspensions", "equal"]
     rows = []
     for turn, is_equal in zip(turns, equal, strict=True):
@@ -146,7 +146,7 @@ def usage_table(turns: Sequence[DemoTurn], equal: Sequence[bool]) -> str:
 
 
 def movements(stats: Mapping[str, int | float]) -> str:
-    """What the tiers did, in a few lines."""
+    """Describe the swapped and dropped chunks in a few lines."""
     lines = [
         f"Swapped {way}: {stats[chunks]} chunks, {stats[f'swapped_{way}_bytes'] / 1e6:.2f} MB in "
         f"{stats[f'num_swap_{way}_copies']} copies."
@@ -161,7 +161,7 @@ def movements(stats: Mapping[str, int | float]) -> str:
 
 
 def _mark(tier: str | None) -> str:
-    """A chunk in the picture; plain where the terminal cannot show blocks."""
+    """Return the character of a chunk in the picture; ASCII if the terminal cannot show blocks."""
     block, plain, _ = _DROPPED if tier is None else _PLACES[tier]
     try:
         block.encode(sys.stdout.encoding or "ascii")

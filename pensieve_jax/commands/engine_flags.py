@@ -1,10 +1,9 @@
-"""The command-line flags that a launcher turns into an `LLM` and `SamplingParams`.
+"""Command-line flags of the model, the engine and sampling.
 
-Owns: flags of the model and of sampling, one for every field of a configuration, and the way back from flags
-to configuration.
-Does not know: what a field means, which it says itself, or what a launcher does with the model.
-The flags are those of whoever calls, so that its `--help` lists
-them.
+Owns: one flag for every field of a configuration and of `SamplingParams`, and the conversion of flags back to
+configurations.
+Does not know: the meaning of a field, which its option documents, or the use of the model.
+Flags belong to the module that calls these functions, so that its `--help` lists them.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ from pensieve_jax.core.sampling_params import sampling_table
 from pensieve_jax.core.user_directories import user_cache_dir
 from pensieve_jax.model_source import DEFAULT_MODEL, resolve_model
 
-if TYPE_CHECKING:  # what imports JAX, which the front of a server does without
+if TYPE_CHECKING:  # these import JAX, which the server's front end does not load
     from model_defs import ModelConfig
     from pensieve_jax import LLM
     from pensieve_jax.assembly import Assembled
 
 CACHE_DIR = user_cache_dir()
-"""Where commands of people keep compiled steps for the next start."""
+"""Directory where interactive commands store compiled steps for the next start."""
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
 TINY_MODEL = "random:llama-tiny"
-"""The default of launchers whose own sizes outgrow the 1,024 tokens of the library's default model."""
+"""Default of launchers that need more than the 1,024 tokens of context of the library's default model."""
 _GROUPS = {
     EngineConfig: "the model and the engine",
-    CacheConfig: "the cache: pages, host memory, who gives way",
-    SchedulerConfig: "batches: what a step may hold",
+    CacheConfig: "the cache: pages, host memory, eviction",
+    SchedulerConfig: "batches: the size of a step",
     RunnerConfig: "the device: how steps run",
 }
 _OPTIONS = {
@@ -55,11 +54,11 @@ _OPTIONS = {
     for option in options_of(kind)
     if not dataclasses.is_dataclass(option.kind)
 }
-# What another flag says as well: these have no default of their own on a command line, but a sentence.
+# Flags whose default depends on another flag. They have no default on the command line, but this sentence.
 _SAID_BY_OTHERS = {
-    "cpu_pages": "In place of cpu_bytes.",
-    "max_num_batched_tokens": f"By default {SchedulerConfig.max_num_batched_tokens}, or the least that "
-    "works, or the last of token_buckets.",
+    "cpu_pages": "Replaces cpu_bytes.",
+    "max_num_batched_tokens": f"Default: the last of token_buckets, otherwise "
+    f"{SchedulerConfig.max_num_batched_tokens}, or the smallest working value if that is larger.",
 }
 _EMPTY_IS_NONE = ("compilation_cache_dir",)
 _SIZES = (
@@ -75,13 +74,13 @@ _BYTES_OF = {"": 1, "B": 1} | {
 
 @flag_group(_GROUPS[EngineConfig])
 def define_engine_flags(*, model: str = DEFAULT_MODEL) -> None:
-    """Flags of the model and the engine; those left out keep the library's defaults, but for `model`."""
+    """Define the flags of the model and the engine, with the library's defaults except for `model`."""
     define_model_flag(model)
     flags.DEFINE_enum(
         "dtype",
         "auto",
         ["auto", "float32", "bfloat16", "float16"],
-        "Of weights, and of KV state but for kv_dtype.",
+        "Type of weights, and of the KV cache unless kv_dtype is set.",
     )
     for kind, title in _GROUPS.items():
         flag_group(title)(_define_options)(kind)
@@ -89,24 +88,24 @@ def define_engine_flags(*, model: str = DEFAULT_MODEL) -> None:
 
 
 def engine_flag_names() -> list[str]:
-    """The flags of `define_engine_flags`, for commands that start another with the same ones."""
+    """Return the names of the flags of `define_engine_flags`, for commands that pass them to another one."""
     return ["model", "dtype", "progress", *_OPTIONS]
 
 
 def define_model_flag(default: str = DEFAULT_MODEL) -> None:
-    """Which model; by default the small chat model that comes with the library."""
-    flags.DEFINE_string("model", default, "chat, a directory, a hub name, or random:<preset>.")
+    """Define `--model`; the default is the small chat model that comes with the library."""
+    flags.DEFINE_string("model", default, "Model: chat, a directory, a hub name, or random:<preset>.")
 
 
 def _define_options(kind: type) -> None:
-    """The flags of a configuration's own fields."""
+    """Define the flags of a configuration's own fields."""
     for option in options_of(kind):
         if option.name in _OPTIONS:
             _define_option(option)
 
 
 def _define_option(option: Option) -> None:
-    """The flag of a field, by its name."""
+    """Define the flag of a field under the field's name, with its default and help."""
     default, text = option.default, option.text
     if default is None:
         text = _without_none(text, "an empty one" if option.name in _EMPTY_IS_NONE else "the default")
@@ -128,7 +127,7 @@ def _define_option(option: Option) -> None:
 
 
 def _without_none(text: str, instead: str) -> str:
-    """A field's help where nobody can type None."""
+    """Replace None in a field's help, since None cannot be typed on a command line."""
     text = text.replace("None or ", "")
     text = re.sub(r"(\A|\. )None\b", lambda found: found[1] + instead[0].upper() + instead[1:], text)
     return re.sub(r"\bNone\b", instead, text)
@@ -138,24 +137,24 @@ COMPILATION_CACHE_HELP = _without_none(_OPTIONS["compilation_cache_dir"].text, "
 
 
 def refuse_sizes(*others: str) -> None:
-    """For launchers whose cases say how large tiers and steps are; raises ConfigError if a flag does, too.
+    """Raise ConfigError for a size flag, in launchers whose cases fix the sizes of tiers and steps.
 
-    `others` are flags that the cases say besides.
+    `others` are further flags that the cases fix.
     """
     for name in (*_SIZES, *others):
         if not FLAGS[name].using_default_value:
-            raise ConfigError(f"--{name}", FLAGS[name].value, "left out: it follows from what is measured")
+            raise ConfigError(f"--{name}", FLAGS[name].value, "left out: the measured case determines it")
 
 
 def define_history_flag() -> None:
-    """Where conversations are kept."""
-    text = "Keeps the conversations: an SQLite file, or postgresql://...; default: memory only."
+    """Define `--history`, the store of conversations."""
+    text = "Store of the conversations: an SQLite file, or postgresql://...; default: memory only."
     flags.DEFINE_string("history", None, text)
 
 
 @flag_group("sampling")
 def define_sampling_flags(*, max_tokens: int) -> None:
-    """Flags of `SamplingParams`, those of its table; `max_tokens` is the default of its flag."""
+    """Define the flags of `SamplingParams` in its table; `max_tokens` is the default of that flag."""
     define: dict[type, Callable[..., object]] = {
         bool: flags.DEFINE_bool,
         int: flags.DEFINE_integer,
@@ -176,7 +175,7 @@ def _sampling_flags() -> dict[Option, str]:
 
 
 def engine_config() -> EngineConfig:
-    """What the flags say; raises ConfigError."""
+    """Return the configuration of the flags; raise ConfigError for invalid values."""
     return EngineConfig(
         **_values(EngineConfig),
         cache=CacheConfig(**_values(CacheConfig)),
@@ -186,10 +185,10 @@ def engine_config() -> EngineConfig:
 
 
 def _values(kind: type) -> dict[str, Any]:
-    """The fields of a group as the flags say; raises ConfigError for what is none of a field's type."""
+    """Return a configuration's fields from the flags; raise ConfigError for a value of the wrong type."""
     names = [option.name for option in options_of(kind) if option.name in _OPTIONS]
     found = {name: getattr(FLAGS, name) for name in names}
-    # Where a flag is not the field's value as it is.
+    # Conversions of flags that differ from the field's value.
     changed: dict[str, Callable[[Any], Any]] = {
         "cpu_pages": lambda pages: pages or 0,
         "cpu_bytes": _cpu_bytes,
@@ -202,9 +201,9 @@ def _values(kind: type) -> dict[str, Any]:
 
 
 def model_limits() -> tuple[ModelConfig, int]:
-    """The model's configuration and the longest context in tokens, before anything is loaded.
+    """Return the model's configuration and the longest context in tokens, before loading the model.
 
-    Raises ConfigError or ModelError. Fetches a model that has only a hub name.
+    A hub name is downloaded. Raises ConfigError or ModelError.
     """
     from model_defs import source_config
 
@@ -214,19 +213,19 @@ def model_limits() -> tuple[ModelConfig, int]:
 
 
 def sampling_params() -> SamplingParams:
-    """What the flags say; raises InvalidRequestError."""
+    """Return the sampling parameters of the flags; raise InvalidRequestError for invalid values."""
     return SamplingParams(**{option.name: getattr(FLAGS, option.name) for option in _sampling_flags()})
 
 
 def shows_progress() -> bool:
-    """Whether there are progress bars."""
+    """Return whether to show progress bars."""
     return sys.stderr.isatty() if FLAGS.progress is None else bool(FLAGS.progress)
 
 
 def open_llm(*, config: EngineConfig | None = None, history: str | None = None) -> LLM:
-    """The model that the flags describe, compiled; raises PensieveError or ModelError.
+    """Load and compile the model of the flags; `config` overrides that of the flags.
 
-    `config` overrides that of the flags.
+    Raises PensieveError or ModelError.
     """
     from pensieve_jax import LLM
 
@@ -240,7 +239,7 @@ def open_llm(*, config: EngineConfig | None = None, history: str | None = None) 
 
 
 def open_parts(config: EngineConfig) -> Assembled:
-    """An engine of the flags' model without a history file, and its parts; errors as of `open_llm`."""
+    """Assemble an engine of the flags' model without a history file; errors as in `open_llm`."""
     from pensieve_jax.assembly import assemble
 
     return assemble(
@@ -254,18 +253,18 @@ def open_parts(config: EngineConfig) -> Assembled:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of "16GiB", "40 GB", "1.5e9" or "4096"; raises ValueError."""
+    """Parse a number of bytes such as "16GiB", "40 GB", "1.5e9" or "4096"; raise ValueError."""
     found = re.fullmatch(r"([\d_.]+(?:e\d+)?)\s*([KMGT]?i?B?)", text.strip(), re.IGNORECASE)
     units = {unit.lower(): size for unit, size in _BYTES_OF.items()}
     unit = None if found is None else units.get(found[2].lower())
     size = math.inf if found is None or unit is None else float(found[1]) * unit
     if not math.isfinite(size):
-        raise ValueError(f"{text!r} is no number of bytes")
+        raise ValueError(f"{text!r} is not a number of bytes")
     return int(size)
 
 
 def num_bytes(flag: str, text: str) -> int:
-    """Bytes of a flag's text as `parse_bytes` reads it; raises ConfigError, which names the flag."""
+    """Parse a flag's value by `parse_bytes`; raise ConfigError, which names the flag."""
     try:
         return parse_bytes(text)
     except ValueError as error:
@@ -276,7 +275,7 @@ def _cpu_bytes(text: str | None) -> int | None:
     if text is None or (FLAGS.cpu_pages is not None and FLAGS["cpu_bytes"].using_default_value):
         return None
     if FLAGS.cpu_pages:
-        raise ConfigError("--cpu_bytes", text, "left out beside --cpu_pages")
+        raise ConfigError("--cpu_bytes", text, "left out with --cpu_pages")
     return num_bytes("--cpu_bytes", text)
 
 
@@ -286,11 +285,11 @@ def _token_buckets(words: list[str] | None) -> tuple[int, ...] | None:
     try:
         return tuple(int(word) for word in words)
     except ValueError as error:
-        raise ConfigError("--token_buckets", ",".join(words), "integers with commas between them") from error
+        raise ConfigError("--token_buckets", ",".join(words), "integers separated by commas") from error
 
 
 def _max_num_batched_tokens(given: int | None) -> int:
-    """As given, or the last of the step sizes that are, or enough for a chunk beside all that run."""
+    """Resolve the flag: as given, or the last bucket, or enough for one chunk and all running requests."""
     if given is not None:
         return given
     buckets = _token_buckets(FLAGS.token_buckets)

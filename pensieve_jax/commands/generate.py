@@ -1,29 +1,29 @@
-"""Conversations in, turns out, both as JSON lines.
+"""Batch generation: conversations in, turns out, both as JSON lines.
 
     pensieve generate --model=path/to/model --input=prompts.jsonl --output=turns.jsonl
 
 Input: docs/formats.md has the format; a line is, for example,
     {"conversation_id": "ada", "turns": [{"messages": [{"role": "user", "content": "Hello"}]}]}
-`messages` go through the model's chat template; a `prompt`, text or token ids, is taken as it is.
-Output: a line for every turn, in the order in which they end, with `conversation_id`, `turn` (from 0),
-`prompt`, `token_ids`, `text`, `finish_reason`, `usage`, `seed`, and `logprobs` where asked for.
+`messages` use the model's chat template; a `prompt`, text or token ids, is used as it is.
+Output: a line for every turn, in the order in which they finish, with `conversation_id`, `turn` (from 0),
+`prompt`, `token_ids`, `text`, `finish_reason`, `usage`, `seed`, and `logprobs` if requested.
 
-Conversations are taken in their order, and a conversation's next turn runs as soon as its answer is there, so
-that its state is still in memory. As many are in progress at a time as fit the device's pages, and at most
-`--concurrency`.
+Conversations begin in their order. A conversation's next turn runs when the previous one has finished, so
+that its KV cache is still in memory. At most `--concurrency` conversations are in progress at a time, and no
+more than fit into the device's pages.
 
-The file is checked whole before any turn runs: its format, ids, lengths and parameters before the model is
-loaded, text and messages as soon as its tokenizer is there; by the chat template, first turns, since later
-ones go on from replies. Bad lines are reported by number, with exit status 2, and the output
-is left as it is. Whether a later turn still fits depends on the replies: a turn that is refused or
-lost while running ends its own conversation only, and the exit status is then 1. Ctrl-C cancels what runs
-and keeps what has ended (exit status 130).
+The whole file is checked before any turn runs: format, ids, lengths and parameters before the model is
+loaded, text and messages when its tokenizer is loaded. The chat template is checked with first turns only,
+since later turns depend on replies. Bad lines are reported by number, with exit status 2, and the output is
+unchanged. Whether a later turn fits depends on the replies: a turn that is refused or fails ends only its own
+conversation, and the exit status is 1. Ctrl-C cancels running turns and keeps finished ones, with exit status
+130.
 
-Compiled steps are kept for the next start in `--compilation_cache_dir` (empty: nowhere).
-`--timeline=out.png` draws where the pages of both tiers were while this ran; it takes matplotlib.
+Compiled steps are stored for the next start in `--compilation_cache_dir` (empty: not stored).
+`--timeline=out.png` plots the pages of both tiers by state over time; it needs matplotlib.
 
-With `--history`, turns that the history holds are not run again: start an interrupted run once more, and
-it goes on. Their lines are kept, or written anew with `usage` null. Without it, the output starts afresh.
+With `--history`, turns that the history holds do not run again: start an interrupted run once more to
+continue it. Their output lines are kept, or rewritten with `usage` null. Without it, the output is replaced.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ flags.disclaim_key_flags()
 
 
 def check_paths(source: Path, output: Path, history: str | None) -> None:
-    """Raise InvalidRequestError for an output that would overwrite something else, or cannot be written."""
+    """Raise InvalidRequestError for an output that would overwrite another file, or cannot be written."""
     directory = output.parent
     if not directory.is_dir():
         raise InvalidRequestError("--output", str(output), "in an existing directory")
@@ -96,21 +96,21 @@ def check_paths(source: Path, output: Path, history: str | None) -> None:
         {} if history is None or is_postgres(history) else {"--history": Path(history)}
     )
     for name, other in others.items():
-        # By path too: the history may not be there yet.
+        # Compare paths, too, since the history may not exist yet.
         if output.resolve() == other.resolve() or (
             output.exists() and other.exists() and output.samefile(other)
         ):
             raise InvalidRequestError("--output", str(output), f"another file than {name}")
     if partial_path(output).resolve() == source.resolve():
         raise InvalidRequestError(
-            "--input", str(source), "another file", "the output is begun under this name"
+            "--input", str(source), "another file", "the output is first written under this name"
         )
 
 
 def check_prompts(
     conversations: Sequence[InputConversation], path: str, check: Callable[[InputTurn, int], None]
 ) -> None:
-    """Raise InputFileError for every turn, given with its place, at which `check` raises a PensieveError."""
+    """Call `check` with every turn and its index; raise one InputFileError for all its PensieveErrors."""
     problems = []
     for conversation in conversations:
         for index, turn in enumerate(conversation.turns):
@@ -123,7 +123,7 @@ def check_prompts(
 
 
 def check_default_params(params: SamplingParams, limits: ModelLimits) -> None:
-    """Raise InvalidRequestError, which names the flag, for what no turn can be asked for."""
+    """Raise InvalidRequestError, which names the flag, for sampling flags that are invalid for every turn."""
     try:
         check_params(dataclasses.replace(params, stop=()), limits, None, group="--")
     except InvalidRequestError as error:
@@ -133,8 +133,8 @@ def check_default_params(params: SamplingParams, limits: ModelLimits) -> None:
 
 
 def check_ids(limits: ModelLimits, turn: InputTurn, index: int) -> None:
-    """Raise a PensieveError for what needs no tokenizer: ids and how many they are, parameters."""
-    # Stop strings are for when there may be a tokenizer.
+    """Raise a PensieveError for ids, lengths and parameters, which need no tokenizer."""
+    # Stop strings need a tokenizer and are checked later.
     check_params(dataclasses.replace(turn.params, stop=()), limits, None, group="--")
     if isinstance(turn.prompt, list):
         for token_id in turn.prompt:
@@ -146,7 +146,7 @@ def check_ids(limits: ModelLimits, turn: InputTurn, index: int) -> None:
 
 
 def check_text(llm: LLM, encoder: PromptEncoder, turn: InputTurn, index: int) -> None:
-    """Raise a PensieveError for what needs the tokenizer or its template; a first turn is checked whole."""
+    """Raise a PensieveError for text and messages, which need the tokenizer; check first turns completely."""
     check_params(turn.params, llm.engine.limits, llm.tokenizer, group="--")
     if not isinstance(turn.prompt, list):
         if llm.tokenizer is None:
@@ -167,7 +167,7 @@ def check_text(llm: LLM, encoder: PromptEncoder, turn: InputTurn, index: int) ->
 
 
 def generate(llm: LLM, conversations: Sequence[InputConversation], output: Path, concurrency: int) -> int:
-    """Run everything that is left to run; returns the exit status."""
+    """Run all remaining turns; return the exit status."""
     encoder = PromptEncoder(llm.tokenizer, lambda: llm.engine.conversations)
     check_prompts(conversations, FLAGS.input, functools.partial(check_text, llm, encoder))
     done = finished_turns(llm, conversations)
@@ -177,7 +177,7 @@ def generate(llm: LLM, conversations: Sequence[InputConversation], output: Path,
     before, start_s = llm.stats(), time.perf_counter()
     recorder = Recorder(llm.engine)
     with (
-        output.open("ab", buffering=0) as file,  # a line is one write: whole, or not there
+        output.open("ab", buffering=0) as file,  # one write per line, so that no line is partial
         tqdm(total=batch.num_left, desc="turns", unit="turn", disable=not shows_progress()) as bar,
         Interrupt() as interrupt,
     ):
@@ -201,7 +201,7 @@ def generate(llm: LLM, conversations: Sequence[InputConversation], output: Path,
 
 
 def main() -> int:
-    """Run every turn of the input; the exit status."""
+    """Run every turn of the input; return the exit status."""
     if FLAGS.concurrency < 1:
         raise InvalidRequestError("--concurrency", FLAGS.concurrency, "at least 1")
     try:
@@ -235,7 +235,7 @@ def main() -> int:
         with open_llm(history=FLAGS.history) as llm:
             return generate(llm, conversations, output, FLAGS.concurrency)
     except BrokenPipeError:
-        raise  # nobody reads what is printed; not one of the files
+        raise  # the reader of stdout has gone; not an error of a file
     except (InputFileError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
@@ -246,9 +246,9 @@ def define_flags() -> None:
     flags.DEFINE_string("input", None, "JSON lines of conversations (.gz too).")
     flags.DEFINE_string("output", None, "JSON lines of turns.")
     require("input", "output")
-    flags.DEFINE_integer("concurrency", 64, "Conversations in progress at once, if they fit.")
-    flags.DEFINE_integer("logprobs", None, "Write logprobs of the chosen tokens and of so many others.")
-    flags.DEFINE_string("timeline", None, "Picture of pages by state over time: .png, .svg or .pdf.")
+    flags.DEFINE_integer("concurrency", 64, "Most conversations in progress at once.")
+    flags.DEFINE_integer("logprobs", None, "Write logprobs of the chosen tokens and of this many others.")
+    flags.DEFINE_string("timeline", None, "Plot of pages by state over time: .png, .svg or .pdf.")
     define_engine_flags()
     FLAGS.set_default("compilation_cache_dir", str(CACHE_DIR))
     define_history_flag()

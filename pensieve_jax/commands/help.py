@@ -1,8 +1,8 @@
-"""What `--help` prints: the launcher's docstring, and its own flags with their defaults, by group.
+"""Text of `--help`: the launcher's docstring, and its own flags with their defaults, by group.
 
-Owns: which group a flag belongs to, which flags are required, how they look, and the flags that ask for help,
-in place of absl's, which end with status 1 and list flags of different kinds by letter.
-Does not know: what a flag means.
+Owns: the groups of flags, required flags, the layout, and the help flags. These replace absl's help flags,
+which exit with status 1 and sort flags by letter, not by group.
+Does not know: the meaning of a flag.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
 _OWN = "flags"
 _ENDING = "--helpfull lists the flags of every library, too; --flagfile=FILE reads flags from a file."
-_REPEATED = ";\n    repeat this option to specify a list of values"  # absl's
-_PLAIN = ("an integer", "a number")  # goes without saying
+_REPEATED = ";\n    repeat this option to specify a list of values"  # absl's text
+_PLAIN = ("an integer", "a number")  # absl's syntax hints that add nothing
 _required: weakref.WeakSet[flags.Flag] = weakref.WeakSet()
 _groups: weakref.WeakKeyDictionary[flags.Flag, str] = weakref.WeakKeyDictionary()
 
 
 def flag_group[**P](title: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """The flags that a function defines are shown together, under `title`; an inner group stays one."""
+    """Decorate a function so that the flags it defines form group `title`; inner groups keep their flags."""
 
     def decorate(define: Callable[P, None]) -> Callable[P, None]:
         @functools.wraps(define)
@@ -45,18 +45,18 @@ def flag_group[**P](title: str) -> Callable[[Callable[P, None]], Callable[P, Non
 
 
 def require(*names: str) -> None:
-    """The program does not start without a value for each of these flags, which are defined already."""
+    """Make flags, which must be defined already, required."""
     _required.update(FLAGS[name] for name in names)
 
 
 def missing_flags() -> list[str]:
-    """After parsing: the required flags that were left out, a line each with what they are for."""
+    """Return one line for each required flag that is missing, with its help; call it after parsing."""
     flags_in_order = [FLAGS[name] for name in FLAGS if FLAGS[name] in _required]
     return [f"--{flag.name} is missing: {flag.help}" for flag in flags_in_order if flag.value is None]
 
 
 def help_text(docstring: str) -> str:
-    """Of the program that runs: what it is, then its flags in the order of their definition."""
+    """Return the help of the running program: the docstring, then its flags in the order of definition."""
     by_group: dict[str, list[str]] = {_OWN: []}
     for flag in FLAGS.get_key_flags_for_module(sys.argv[0]):
         by_group.setdefault(_groups.get(flag, _OWN), []).append(_entry(flag))
@@ -66,12 +66,12 @@ def help_text(docstring: str) -> str:
 
 
 def full_help_text(docstring: str) -> str:
-    """The same for all flags there are, libraries' too, as absl shows them."""
+    """Return the docstring and absl's help for all flags, including those of libraries."""
     return f"{docstring.strip()}\n{FLAGS.get_help()}".strip()
 
 
 def define_help_flags(docstring: str, show: Callable[[str], int]) -> None:
-    """Flags that have `show` print a text and end the process with the status that it returns."""
+    """Define the help flags, which call `show` with a text and exit with the status that it returns."""
     texts = {"help": help_text, "helpshort": help_text, "h": help_text, "helpfull": full_help_text}
     for name, text in texts.items():
         short_name = "?" if name == "help" else None
@@ -79,14 +79,14 @@ def define_help_flags(docstring: str, show: Callable[[str], int]) -> None:
 
 
 def define_version_flag(show: Callable[[str], int]) -> None:
-    """`--version` has `show` print the library's and ends the process."""
+    """Define `--version`, which calls `show` with the library's version and exits."""
     FLAGS["version"] = _HelpFlag(
         "version", None, lambda: pensieve_jax.__version__, show, "Print the version."
     )
 
 
 class _HelpFlag(flags.BooleanFlag):
-    """Ends the process when it is met on the command line; takes the place of a flag of the same name."""
+    """Flag that prints a text and exits when it is parsed. It replaces a flag of the same name."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class _HelpFlag(flags.BooleanFlag):
         self._text, self._show = text, show
 
     def parse(self, argument: Any) -> None:
-        """Print, if the value is true."""
+        """Print the text and exit, if the value is true."""
         if self.parser.parse(argument):
             sys.exit(self._show(self._text()))
 
@@ -108,7 +108,7 @@ class _HelpFlag(flags.BooleanFlag):
 def _entry(flag: flags.Flag) -> str:
     name = f"--[no]{flag.name}" if flag.boolean else f"--{flag.name}"
     shown = flag.default_as_str or ""
-    default = "" if shown == "'[]'" else shown[1:-1]  # as it is typed, without quotes
+    default = "" if shown == "'[]'" else shown[1:-1]  # without absl's quotes
     syntax = "" if flag.parser.syntactic_help in _PLAIN else flag.parser.syntactic_help
     notes = [f"default: {default}" if default else "", syntax, "required" if flag in _required else ""]
     notes.append("may be given several times" if isinstance(flag, flags.MultiFlag) else "")

@@ -1,13 +1,13 @@
-"""Copies a whole history from one place to another.
+"""Copy of a whole history between files and Postgres.
 
     pensieve history copy chats.sqlite postgresql://me@db/chats
     pensieve history copy postgresql://me@db/chats chats.sqlite
 
-`copy` takes the path of a file or a URL of Postgres for both, copies all of a history in one transaction,
-counts it and compares a digest. Where it goes to there must be nothing yet, or an empty history of the same
-model. Nobody may serve from a file meanwhile.
+Both arguments of `copy` are the path of a file or a Postgres URL. It copies the whole history in one
+transaction, counts the rows and compares a digest. The target must not exist, or hold an empty history of the
+same model. No server may use a copied file meanwhile.
 
-A password belongs into ~/.pgpass or PGPASSWORD, not into a command line, which others can read.
+Put a password into ~/.pgpass or PGPASSWORD. Other users of the machine can read a command line.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WORDS: list[str] = []
 
 
 def main() -> int:
-    """Do what is asked; the exit status."""
+    """Run the command of the words; return the exit status."""
     match _WORDS:
         case ["copy", source, target]:
             copied = _copy(source, target)

@@ -1,10 +1,9 @@
-"""How a launcher starts, ends and is interrupted: installed commands and `scripts/` alike.
+"""Start, end and interruption of a launcher, for installed commands and `scripts/`.
 
-Owns: exit statuses, the end of a process whose reader has gone, the one line in which a typed error is
-reported, and Ctrl-C that waits for the end of the step: an engine that is interrupted within a step gives up
-all state on the device, so launchers ask `Interrupt.requested` between steps instead. Warnings of the
-libraries are shown, and what they do is not, unless `--verbosity` says otherwise.
-Does not know: what a launcher does, or its flags.
+Owns: exit statuses, the exit after a broken pipe, the one-line report of a typed error, the log level of
+libraries (warnings, unless `--verbosity` is set), and Ctrl-C. An engine that is interrupted within a step
+loses all KV caches on the device, so launchers check `Interrupt.requested` between steps.
+Does not know: the work of a launcher, or its flags.
 """
 
 from __future__ import annotations
@@ -40,33 +39,33 @@ _NEEDED = {
 
 
 def check_can_write(flag: str, path: Path) -> None:
-    """Raise ConfigError, before hours of work, for a file that could not be written after them."""
+    """Raise ConfigError for a file that cannot be written. Call it before the work that fills the file."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise ConfigError(flag, str(path), "a file in a directory that exists")
 
 
 def until_reader_leaves(work: Callable[[], int]) -> int:
-    """Do `work` and return its status; when whoever reads the output has gone, end it without a word."""
+    """Run `work` and return its status. If the reader of stdout has gone, stop silently."""
     _replace_closed_streams()
     try:
         status = work()
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # Python flushes once more at exit: that must find a reader.
+        # Python flushes stdout again at exit, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_NO_READER
 
 
 def _replace_closed_streams() -> None:
-    """Let the null device stand for what was closed at the start (`>&-`): Python has None there."""
+    """Open the null device for streams that were closed at the start (`>&-`), which Python sets to None."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))  # open to the end
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))  # stays open until exit
 
 
 def show(text: str) -> int:
-    """Print `text` for as long as there is a reader; the exit status."""
+    """Print `text`, also to a closed pipe; return the exit status."""
 
     def write() -> int:
         print(text)
@@ -76,21 +75,21 @@ def show(text: str) -> int:
 
 
 def take_words() -> list[str]:
-    """Have the command line take words beside flags; what is returned holds them once flags are parsed."""
+    """Accept positional words on the command line. The returned list is filled when flags are parsed."""
     words: list[str] = []
     _words.append(words)
     return words
 
 
 def check_first(check: Callable[[], object]) -> None:
-    """Have `run` call `check` after it has parsed the flags; an error that `check` raises replaces `main`."""
+    """Register a check that `run` calls after parsing the flags. If it raises, `main` does not run."""
     _checks.append(check)
 
 
 def run(main: Callable[[], int]) -> None:
-    """Parse flags, run `main` and exit with its status; bad flags and typed errors: one line and status 2.
+    """Parse flags, run `main` and exit with its status. Bad flags and typed errors print one line; status 2.
 
-    The docstring of the module of `main` is what `--help` begins with.
+    The text of `--help` begins with the docstring of the module of `main`.
     """
 
     def checked_main() -> int:
@@ -106,7 +105,7 @@ def run(main: Callable[[], int]) -> None:
             logging.set_verbosity(logging.WARNING)
         try:
             return until_reader_leaves(checked_main)
-        except KeyboardInterrupt:  # before what imports JAX to know its errors
+        except KeyboardInterrupt:  # before `_typed_errors`, which imports JAX
             print("interrupted", file=sys.stderr)
             return EXIT_INTERRUPTED
         except _typed_errors() as error:
@@ -118,7 +117,7 @@ def run(main: Callable[[], int]) -> None:
 
 
 def _typed_errors() -> tuple[type[Exception], ...]:
-    """What is reported in a line. Asked for when something was raised: these packages import JAX."""
+    """Return the errors that are reported in one line. Called only after an error, since this imports JAX."""
     from model_defs import ModelError
     from pallas_kernels.ragged_paged_attention import AttentionArgumentError
 
@@ -126,7 +125,7 @@ def _typed_errors() -> tuple[type[Exception], ...]:
 
 
 def _parse(docstring: str, argv: list[str]) -> list[str]:
-    """Set the flags. Ends the process for `--help`, and for a command line that cannot be used."""
+    """Set the flags. Exit for `--help`, and for an invalid command line."""
     define_help_flags(docstring, show)
     define_version_flag(show)
     try:
@@ -145,14 +144,14 @@ def _parse(docstring: str, argv: list[str]) -> list[str]:
 
 
 def _in_words(problem: str) -> str:
-    """What absl says of a flag that cannot be used, without Python's words for numbers that are none."""
+    """Return absl's message about an invalid flag, with Python's messages about numbers replaced."""
     for reason, needed in _NEEDED.items():
         problem = re.sub(f"{reason}.*", f"must be {needed}", problem, flags=re.DOTALL)
     return problem
 
 
 class Interrupt:
-    """While it is entered, the first Ctrl-C only sets `requested`; the second raises KeyboardInterrupt."""
+    """Context manager in which the first Ctrl-C sets `requested`, and the second raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -173,11 +172,11 @@ class Interrupt:
 
 
 def printable(text: str) -> str:
-    """`text` with control characters escaped, since a model's reply must not drive the terminal."""
+    """Escape control characters, since a model's reply must not control the terminal."""
     return "".join(c if c in "\n\t" or c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def one_line(text: str, max_len: int = 60) -> str:
-    """`text` on one line of at most `max_len` characters, cut with an ellipsis."""
+    """Format `text` as one line of at most `max_len` characters, cut with an ellipsis."""
     escaped = printable(text).replace("\n", "\\n").replace("\t", "\\t")
     return escaped if len(escaped) <= max_len else escaped[: max_len - 1] + "…"

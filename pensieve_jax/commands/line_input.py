@@ -1,12 +1,11 @@
-"""Lines as people type them: edited, recalled, pasted; or as a pipe gives them.
+"""Input of lines, which a user edits on a terminal or a pipe supplies.
 
-Owns: which library edits lines, what it is told, and the file that keeps lines for the next session.
-Does not know: what a line means.
+Owns: the line editor and its settings, and the file that stores lines for the next session.
+Does not know: the meaning of a line.
 
-On a terminal it is GNU readline, by Python's own module: no line is cut at the 4,096 bytes at which a
-terminal cuts those that it edits itself, arrows recall earlier ones, and what is pasted arrives as one
-message, line breaks and all. A Python that was built with libedit edits and recalls as well, but takes each
-pasted line for a message.
+On a terminal the editor is GNU readline, by Python's own module. It does not cut lines at 4,096 bytes, as a
+terminal's own editing does; arrows recall earlier lines; pasted text arrives as one message with its line
+breaks. A Python built with libedit edits and recalls lines, too, but reads each pasted line as a message.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from typing import TextIO, cast
 from pensieve_jax import InvalidRequestError
 
 MAX_NUM_KEPT = 1000
-TERMINAL_BYTES = 4095  # a line of the kernel's own editing, without its end
+TERMINAL_BYTES = 4095  # longest line of the kernel's own editing, without its line break
 
 
 class LineInput:
-    """Reads one message after the other.
+    """Reader of messages.
 
     Attributes:
-      is_terminal: somebody types.
+      is_terminal: whether the input is a terminal.
     """
 
     def __init__(self, kept: Path | None, words: Sequence[str] = ()) -> None:
-        """Recalls the lines of `kept`, and adds to it; None keeps none. Tab completes `words`.
+        """Recall the lines of the file `kept`, and append to it; None stores none. Tab completes `words`.
 
-        Raises InvalidRequestError naming --line_history where the file cannot be read or written.
+        Raises InvalidRequestError, which names --line_history, if the file cannot be read or written.
         """
         self.is_terminal = sys.stdin.isatty()
         self._readline = _editor(words) if self.is_terminal and sys.stdout.isatty() else None
@@ -48,7 +47,7 @@ class LineInput:
                 self._last = line
 
     def read(self, prompt: str) -> str:
-        r"""The next message; on a terminal it may have line breaks, pasted ones and those behind a \.
+        r"""Return the next message. On a terminal it has line breaks from pasting, and after a \.
 
         Raises EOFError, KeyboardInterrupt, and InvalidRequestError for a line that the terminal cut.
         """
@@ -69,8 +68,8 @@ class LineInput:
             raise InvalidRequestError(
                 "line",
                 line,
-                f"shorter than the {TERMINAL_BYTES + 1} bytes at which this terminal cuts",
-                "let the output go to the terminal as well, or the input come from a pipe",
+                f"shorter than the {TERMINAL_BYTES + 1} bytes at which this terminal cuts lines",
+                "do not redirect the output, or read the input from a pipe",
             )
         return line
 
@@ -84,12 +83,12 @@ class LineInput:
 
 
 def _editor(words: Sequence[str]) -> ModuleType | None:
-    """Readline, set up; None where Python was built without it."""
+    """Return a configured readline; None if Python was built without it."""
     try:
         import readline
     except ImportError:
         return None
-    readline.set_auto_history(False)  # messages are kept whole, not by the line
+    readline.set_auto_history(False)  # `_keep` adds whole messages instead of lines
     readline.set_completer_delims(" ")
     readline.set_completer(lambda text, state: _completion(words, text, state))
     if "libedit" in (readline.__doc__ or ""):
@@ -101,20 +100,20 @@ def _editor(words: Sequence[str]) -> ModuleType | None:
 
 
 def _completion(words: Sequence[str], text: str, state: int) -> str | None:
-    """The word number `state` that begins with `text`, as readline asks for them."""
+    """Return match number `state` of the words that begin with `text`, as readline requires."""
     found = [word for word in words if text and word.startswith(text)]
     return found[state] if state < len(found) else None
 
 
 class KeptLines:
-    """A file of JSON strings, a message each, that only its owner may read: sessions may write it at once.
+    """File of JSON strings, one message each, readable only by its owner. Several sessions may write it.
 
     Attributes:
-      lines: the last `MAX_NUM_KEPT`, the oldest first.
+      lines: the last `MAX_NUM_KEPT` messages, the oldest first.
     """
 
     def __init__(self, path: Path) -> None:
-        """Read the file, if there is one, and shorten one that has grown; raises InvalidRequestError."""
+        """Read the file if it exists, and shorten it if it is too long; raise InvalidRequestError."""
         self._path = path
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -125,12 +124,12 @@ class KeptLines:
                 with self._open("w") as file:
                     file.writelines(f"{json.dumps(line)}\n" for line in self.lines[-MAX_NUM_KEPT:])
         except OSError as error:
-            limit = "a file that can be read and written, or empty"
+            limit = "a file that can be read and written, or an empty value"
             raise InvalidRequestError("--line_history", str(path), limit, str(error)) from error
         self.lines = self.lines[-MAX_NUM_KEPT:]
 
     def add(self, line: str) -> None:
-        """Append a message; one that cannot be written is not kept."""
+        """Append a message; ignore a failed write."""
         with contextlib.suppress(OSError), self._open("a") as file:
             file.write(f"{json.dumps(line)}\n")
 
@@ -144,7 +143,7 @@ class KeptLines:
 
 
 def _strings(lines: Iterable[str]) -> list[str]:
-    """The strings among lines of JSON; what else is there is left out."""
+    """Return the strings among lines of JSON; skip all other lines."""
     found = []
     for line in lines:
         with contextlib.suppress(ValueError):

@@ -1,9 +1,9 @@
-"""`pensieve`: the commands that are installed with the library, a line each, and the start of one of them.
+"""Entry point of `pensieve`: list the commands, or start one.
 
-Owns: the table of commands, `--version`, and what is said of a command that is none.
-Does not know: what a command does, or its flags. A command is a module beside this one with `define_flags`
-and `main`, whose docstring is its help, and a row of the table.
-Nothing here imports JAX: a list of commands comes at once.
+Owns: the table of commands, `--version`, and the error of an unknown command.
+Does not know: the work of a command, or its flags. A command is a row of the table and a module of this
+package with `define_flags` and `main`, whose docstring is its help.
+This module does not import JAX, so that the list of commands appears at once.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from absl import flags
 import pensieve_jax
 from pensieve_jax.commands.launch import EXIT_BAD_INPUT, run, show
 
-flags.disclaim_key_flags()  # a command's flags are those of the program
+flags.disclaim_key_flags()  # so that a command's flags count as those of the program
 COMMANDS = {
-    "chat": "a chat in the terminal, with replies as they come",
+    "chat": "chat in the terminal, with streamed replies",
     "generate": "JSON lines of conversations in, JSON lines of turns out",
-    "serve": "an OpenAI-compatible server over HTTP, whose conversations are state",
-    "history": "copies of a history between files and Postgres",
-    "profile": "what recomputing a chunk costs on this device: the eviction order reads it",
-    "demo": "conversations that lose state and answer as if they had not, checked against a dense reference",
+    "serve": "an OpenAI-compatible HTTP server that keeps the KV cache of conversations",
+    "history": "copy a history between files and Postgres",
+    "profile": "measure the cost to recompute a chunk on this device, for the eviction order",
+    "demo": "conversations that lose KV cache without any change of replies, checked by a dense reference",
 }
 _HELP = ("help", "--help", "-h", "-help", "-?", "--helpshort", "--helpfull")
 
 
 def main() -> None:
-    """Start the command that is named, or list them all; ends the process."""
+    """Start the named command, or list all commands; exit."""
     name, *arguments = sys.argv[1:] or ["--help"]
     if name == "help" and arguments and arguments[0] in COMMANDS:
         name, arguments = arguments[0], ["--help"]
@@ -39,7 +39,7 @@ def main() -> None:
         sys.exit(show(pensieve_jax.__version__))
     if name not in COMMANDS:
         known = ", ".join(COMMANDS)
-        print(f"error: there is no command {name!r}, but {known}; see pensieve --help", file=sys.stderr)
+        print(f"error: unknown command {name!r}; known are {known}; see pensieve --help", file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
     command = importlib.import_module(f"pensieve_jax.commands.{name}")
     sys.argv = [f"pensieve {name}", *arguments]
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def overview() -> str:
-    """Every command in a line."""
+    """Return the list of commands, one per line."""
     width = max(map(len, COMMANDS))
     rows = [f"  {name:{width}}  {what}" for name, what in COMMANDS.items()]
     return "\n".join(
@@ -58,6 +58,6 @@ def overview() -> str:
             "commands:",
             *rows,
             "",
-            "pensieve COMMAND --help explains a command and its flags; pensieve --version is the version.",
+            "pensieve COMMAND --help explains a command and its flags; pensieve --version prints the version",
         ]
     )

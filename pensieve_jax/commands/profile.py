@@ -1,19 +1,19 @@
-"""What recomputing a chunk costs, by context length: the profile behind `Cost(l)` (the paper's 4.3.1).
+"""Measure the cost to recompute a chunk by context length: the profile of `Cost(l)` (the paper's 4.3.1).
 
     pensieve profile --model=random:llama2-13b-gqa10 --dtype=bfloat16 \\
         --output=costs.json --plot=costs.png
 
-Times steps of the real runner that recompute a chunk which ends at context length l, for l = one chunk and
-its doublings. Sequences grow chunk by chunk, so that attention reads KV state that the model wrote, out of
+This times steps of the real runner that recompute a chunk ending at context length l, for l = one chunk and
+its doublings. Sequences grow chunk by chunk, so that attention reads KV cache that the model wrote to
 scattered pages. At each l two steps are timed:
-  alone     one chunk and nothing else, as the paper profiles it: mostly the reading of the weights;
-  in_batch  a chunk of each of `--num_batched_chunks` sequences, divided by their number: what one chunk
-            more costs in the batches that the engine runs.
-and of both the attention of all layers by itself, with the same kernel, pages and work list. Launches follow
-each other without waiting, as the engine's do; all are sampled in turn, and medians count. `rest` is the
-whole step less its attention at the shortest context; `--cost` says which of the two the cache takes.
-Prints a table and, as the last line, one JSON document (see `--json`). Give the file to
-`CacheConfig.cost_profile`.
+  alone     one chunk and nothing else, as in the paper. This mostly reads the weights.
+  in_batch  one chunk of each of `--num_batched_chunks` sequences, divided by their number. This is the cost
+            of one more chunk in the engine's batches.
+Of both steps, the attention of all layers is also timed alone, with the same kernel, pages and work list.
+Launches follow each other without waiting, as in the engine. Samples of all steps alternate, and medians
+count. `rest` is the whole step minus its attention at the shortest context. `--cost` selects the step that
+the cache uses. The program prints a table and, as the last line, one JSON document (see `--json`). Pass the
+output file to `CacheConfig.cost_profile`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _DEFAULT_MAX_CONTEXT_TOKENS = 16384
 
 
 def cost_points(measured: Sequence[Measured], num_chunks: int) -> tuple[CostPoint, ...]:
-    """Per chunk; the rest of a step is what its attention leaves of it at the shortest context."""
+    """Return costs per chunk. The rest of a step is its total minus its attention at the shortest context."""
     rest_s = max(measured[0].total_s - measured[0].attention_s, 0.0)
     return tuple(
         CostPoint(m.context_len, m.attention_s / num_chunks, rest_s / num_chunks, m.total_s / num_chunks)
@@ -54,7 +54,7 @@ def cost_points(measured: Sequence[Measured], num_chunks: int) -> tuple[CostPoin
 
 
 def context_lengths(model: ModelConfig) -> list[int]:
-    """One chunk and its doublings, as far as flags and model go; raises ConfigError for fewer than two."""
+    """Return one chunk and its doublings within the limits; raise ConfigError for fewer than two lengths."""
     chunk, wanted = FLAGS.chunk_tokens, FLAGS.max_context_tokens
     most = model.max_position_embeddings
     longest = min(most, _DEFAULT_MAX_CONTEXT_TOKENS) if wanted is None else wanted
@@ -65,7 +65,7 @@ def context_lengths(model: ModelConfig) -> list[int]:
 
 
 def engine_config(longest: int) -> EngineConfig:
-    """Two buckets, and pages for as many sequences of that length as a step has chunks."""
+    """Return a configuration with two buckets and enough pages for all sequences at length `longest`."""
     chunk, num_chunks = FLAGS.chunk_tokens, FLAGS.num_batched_chunks
     return EngineConfig(
         cache=CacheConfig(
@@ -89,7 +89,7 @@ def engine_config(longest: int) -> EngineConfig:
 
 
 def make_steps(model: ModelConfig, source: str, config: EngineConfig) -> ChunkSteps:
-    """Weights loaded and both buckets compiled; raises ConfigError or ModelError."""
+    """Load the weights and compile both buckets; raise ConfigError or ModelError."""
     try:
         runner, config = make_runner(source, FLAGS.dtype, config, shows_progress())
     except ConfigError as error:
@@ -101,7 +101,7 @@ def make_steps(model: ModelConfig, source: str, config: EngineConfig) -> ChunkSt
 
 
 def subject_of(model: ModelConfig) -> CostSubject:
-    """Return what the profile is of: model, types, devices and chunk size, by the flags."""
+    """Return the profiled model, types, devices and chunk size, from the flags."""
     return cost_subject(
         model,
         dtype=FLAGS.dtype,
@@ -112,7 +112,7 @@ def subject_of(model: ModelConfig) -> CostSubject:
 
 
 def check_files() -> None:
-    """Raise ConfigError, before anything is measured, for a file that could not be written afterwards."""
+    """Raise ConfigError for an output file that cannot be written, before anything is measured."""
     if FLAGS.output is not None:
         check_can_write("--output", Path(FLAGS.output))
     if FLAGS.plot is not None:
@@ -122,7 +122,7 @@ def check_files() -> None:
 def profile_of(
     model: ModelConfig, steps: ChunkSteps, lengths: Sequence[int]
 ) -> tuple[CostProfile, list[Any]]:
-    """The measurement, and rows of a table."""
+    """Measure; return the profile, and the rows of the table."""
     num_chunks = {"alone": 1, "in_batch": FLAGS.num_batched_chunks}
     sampling = Sampling(FLAGS.repeats, 1e-3 * FLAGS.sample_ms)
     with ProgressBar("measuring", shows_progress()) as progress:
@@ -146,7 +146,7 @@ def profile_of(
 
 
 def main() -> int:
-    """Measure, print and write the profile."""
+    """Measure, print and write the profile; return the exit status."""
     check_files()
     source = resolve_model(FLAGS.model)
     model = source_config(source, FLAGS.max_position_embeddings)
@@ -175,28 +175,26 @@ def define_flags() -> None:
         "dtype",
         "auto",
         ["auto", "float32", "bfloat16", "float16"],
-        "Of weights, and of KV state but for kv_dtype.",
+        "Type of weights, and of the KV cache unless --kv_dtype is set.",
     )
-    flags.DEFINE_enum("kv_dtype", None, KV_DTYPES, "What KV state is stored as; default: --dtype.")
+    flags.DEFINE_enum("kv_dtype", None, KV_DTYPES, "Type of the KV cache; default: --dtype.")
     flags.DEFINE_integer("chunk_tokens", 32, "Tokens of a chunk: 16, 32 or 64.", lower_bound=1)
     flags.DEFINE_integer(
         "max_context_tokens", None, "The longest context measured; default: the model's, at most 16,384."
     )
     flags.DEFINE_integer(
-        "num_batched_chunks", 16, "Chunks of the larger step, each of another sequence.", lower_bound=2
+        "num_batched_chunks", 16, "Chunks of the larger step, each of a different sequence.", lower_bound=2
     )
     kinds = "; ".join(f"{kind}: {meaning}" for kind, meaning in COST_KINDS.items())
-    flags.DEFINE_enum(
-        "cost", DEFAULT_COST_KIND, list(COST_KINDS), f"What the cache takes for Cost(l). {kinds}."
-    )
-    flags.DEFINE_string("output", None, "Where the profile is written, as JSON.")
-    flags.DEFINE_string("plot", None, "Where the picture is written, e.g. costs.png; needs matplotlib.")
-    flags.DEFINE_integer("repeats", 9, "Samples, of which the median is taken.", lower_bound=1)
-    flags.DEFINE_float("sample_ms", 50.0, "How long a sample takes, about.", lower_bound=0.0)
-    flags.DEFINE_enum("attention_backend", "auto", ATTENTION_BACKENDS, "What computes attention.")
-    flags.DEFINE_integer("tensor_parallel_size", 1, "Devices that share each layer.", lower_bound=1)
+    flags.DEFINE_enum("cost", DEFAULT_COST_KIND, list(COST_KINDS), f"Cost(l) of the cache. {kinds}.")
+    flags.DEFINE_string("output", None, "File for the profile, as JSON.")
+    flags.DEFINE_string("plot", None, "File for the plot, e.g. costs.png; needs matplotlib.")
+    flags.DEFINE_integer("repeats", 9, "Number of samples; the median counts.", lower_bound=1)
+    flags.DEFINE_float("sample_ms", 50.0, "Approximate length of a sample, in ms.", lower_bound=0.0)
+    flags.DEFINE_enum("attention_backend", "auto", ATTENTION_BACKENDS, "Attention kernel.")
+    flags.DEFINE_integer("tensor_parallel_size", 1, "Devices that each layer is split over.", lower_bound=1)
     flags.DEFINE_integer("max_position_embeddings", None, "Raises the context of a random: preset.")
-    flags.DEFINE_integer("random_seed", 0, "Of random: weights.", lower_bound=0)
+    flags.DEFINE_integer("random_seed", 0, "Seed of random: weights.", lower_bound=0)
     flags.DEFINE_string("compilation_cache_dir", None, COMPILATION_CACHE_HELP)
     flags.DEFINE_bool("progress", None, "Show progress bars; default: on a terminal.")
     define_document_flag()

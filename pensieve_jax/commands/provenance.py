@@ -1,10 +1,10 @@
-"""Where a document comes from: the commit, its source files, the command and the machine.
+"""Provenance of a document: the commit, its source files, the command and the machine.
 
-Owns: these fields, the digest of the source files, and how a copy without the commit names it.
-Does not know: what was measured, or which documents are kept.
+Owns: these fields, the digest of the source files, and the variable that names the commit of a copied tree.
+Does not know: the measurement, or which documents are stored.
 
-A commit is named together with a digest of the source files that ran. `commit_digest` computes the same
-digest from the history, so a check finds a document that names another commit than the one that ran.
+A document names a commit and a digest of the source files that ran. `commit_digest` computes the same digest
+from the git history, so a check finds documents that name a commit other than the one that ran.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from typing import Any, NamedTuple
 from pensieve_jax import ConfigError
 
 REVISION_VARIABLE = "PENSIEVE_REVISION"
-"""Names the commit of a copy whose git history lacks it, as `print_revision` prints it."""
+"""Variable that names the commit of a copied tree without git history, as printed by `print_revision`."""
 _SOURCE_FOLDERS = ("model_defs", "pallas_kernels", "pensieve_jax", "lab/pensieve_lab", "scripts")
 _SOURCE_SUFFIXES = (".json", ".py", ".safetensors")
 _PACKAGES = ("pensieve-jax", "jax", "jaxlib", "flax", "numpy")
-# Of what may change how something runs; `runtime/executable_environment.py` has what changes executables.
+# Variables that may affect a run. `runtime/executable_environment.py` lists those that affect executables.
 _VARIABLE_PREFIXES = (
     *("CUDA_", "JAX_", "MOSAIC_GPU_", "NCCL_", "NVIDIA_TF32", "PJRT_", "TRITON_", "VLLM_", "XLA_"),
 )
 _SECRET_SUFFIXES = ("_KEY", "_TOKEN")
 _NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
-_TIMEOUT_S = 30.0  # nvidia-smi without its persistence daemon takes seconds
+_TIMEOUT_S = 30.0  # without its persistence daemon, nvidia-smi takes seconds
 
 
 class SourceState(NamedTuple):
-    """The source files of this tree.
+    """State of the source files of this tree.
 
     Attributes:
-      revision: the commit; None where neither a git history nor `REVISION_VARIABLE` names one.
-      tree_is_clean: whether the files are those of the commit; None without a commit.
+      revision: the commit; None if neither a git history nor `REVISION_VARIABLE` names one.
+      tree_is_clean: whether the files equal those of the commit; None without a commit.
       source_digest: SHA-256 over the files; None for an installed package.
     """
 
@@ -52,7 +52,7 @@ class SourceState(NamedTuple):
 
 
 def provenance(device: str) -> dict[str, Any]:
-    """Return the fields that every document has: machine, versions, source state, command and environment."""
+    """Return the common fields of all documents: machine, versions, source state, command, environment."""
     return {
         "hardware": {"device": device, **_host()},
         "versions": {"python": platform.python_version(), **_versions()},
@@ -64,7 +64,7 @@ def provenance(device: str) -> dict[str, Any]:
 
 @functools.cache
 def source_state() -> SourceState:
-    """Return the state of this tree at the first call, which a launcher with `--json` makes before `main`.
+    """Return the state of this tree at the first call, which launchers with `--json` make before `main`.
 
     Raises:
       ConfigError: `REVISION_VARIABLE` is malformed or belongs to other files.
@@ -76,7 +76,7 @@ def source_state() -> SourceState:
 
 
 def read_source_state(root: Path, named: str | None) -> SourceState:
-    """Return the state of the tree at `root`; `named` counts before the history, which may be an older one.
+    """Return the state of the tree at `root`. `named` overrides the git history, which may be older.
 
     Raises:
       ConfigError: `named` is malformed or belongs to other files.
@@ -84,7 +84,7 @@ def read_source_state(root: Path, named: str | None) -> SourceState:
     digest = tree_digest(root)
     if named is None:
         commit = (git(root, "rev-parse", "HEAD") or "").strip() if (root / ".git").exists() else ""
-        if not commit:  # no history, or one that git refuses to read
+        if not commit:  # no history, or git refuses to read it
             return SourceState(None, None, digest)
         return SourceState(commit, commit_digest(root, commit) == digest, digest)
     commit, _, committed = named.partition(":")
@@ -93,13 +93,13 @@ def read_source_state(root: Path, named: str | None) -> SourceState:
         raise ConfigError(REVISION_VARIABLE, named, limit)
     if committed != digest:
         limit = f"of these source files, whose digest is {digest}"
-        hint = "copy the clean tree again, or print the revision of the tree that was copied"
+        hint = "copy the clean tree again, or print the revision of the copied tree"
         raise ConfigError(REVISION_VARIABLE, named, limit, hint)
     return SourceState(commit, True, digest)
 
 
 def tree_digest(root: Path) -> str:
-    """Return the digest of the source files below `root`, whether git knows them or not."""
+    """Return the digest of the source files below `root`, including files that git does not track."""
     found = {}
     for folder in _SOURCE_FOLDERS:
         for path in (root / folder).rglob("*"):
@@ -110,7 +110,7 @@ def tree_digest(root: Path) -> str:
 
 
 def commit_digest(root: Path, commit: str) -> str | None:
-    """Return the digest of the source files of a commit; None where the history at `root` lacks it."""
+    """Return the digest of the source files of a commit; None if the history at `root` lacks it."""
     listed = git(root, "ls-tree", "-r", "-z", "--full-tree", commit, *_SOURCE_FOLDERS)
     if listed is None:
         return None
@@ -123,7 +123,7 @@ def commit_digest(root: Path, commit: str) -> str | None:
 
 
 def git(root: Path, *arguments: str) -> str | None:
-    """Return what git prints about the repository at `root`; None where it fails or is not installed."""
+    """Return git's output for the repository at `root`; None if git fails or is not installed."""
     command = ["git", "-C", str(root), *arguments]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -137,7 +137,7 @@ def _is_source(name: str) -> bool:
 
 
 def _blob_id(content: bytes) -> str:
-    """Return the name that git gives to a file of this content."""
+    """Return git's object id of a file with this content."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
@@ -147,7 +147,7 @@ def _digest(blobs: Iterable[tuple[str, str]]) -> str:
 
 
 def _program() -> list[str]:
-    """Return the arguments of the interpreter: a module by its name where `-m` started it."""
+    """Return the arguments of the interpreter, with `-m` and the module's name if it was started so."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
     if module is not None and module.origin == sys.argv[0]:
         return ["-m", module.name.removesuffix(".__main__"), *sys.argv[1:]]
@@ -156,7 +156,7 @@ def _program() -> list[str]:
 
 @functools.cache
 def _host() -> dict[str, Any]:
-    """Return processor, memory and GPUs of this host. GPUs are all that the driver lists."""
+    """Return processor, memory and GPUs of this host. The GPUs are all those that the driver lists."""
     return {
         "cpu": _cpu_name(),
         "num_cpus": os.cpu_count(),

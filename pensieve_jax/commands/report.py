@@ -1,7 +1,7 @@
-"""Tables for people, and the one JSON line at the end of a benchmark for machines.
+"""Output of benchmarks: tables for users, and one JSON line at the end for programs.
 
-Owns: how both look, and where the line goes (`--json`). `provenance` says where a document comes from.
-Does not know: what was measured, or whether it is good.
+Owns: the format of both, and the destination of the line (`--json`). `provenance` adds the origin.
+Does not know: the measurement, or its quality.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ flags.disclaim_key_flags()
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Lines of aligned columns: text to the left, numbers to the right."""
+    """Format rows as aligned columns: text to the left, numbers to the right."""
     values = [list(row) for row in rows]
     cells = [[_cell(value) for value in row] for row in values]
     is_number = [
@@ -39,7 +39,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def json_line(benchmark: str, results: Mapping[str, Any], *, units: Mapping[str, str], device: str) -> str:
-    """One line of JSON that can be read on its own: what was measured, in what units, where and how."""
+    """Return a self-contained line of JSON: results, units, and provenance."""
     document = {"benchmark": benchmark, "results": results, "units": units, **provenance(device)}
     return json.dumps(document)
 
@@ -47,19 +47,19 @@ def json_line(benchmark: str, results: Mapping[str, Any], *, units: Mapping[str,
 def define_document_flag() -> None:
     """Define `--json` for launchers that end with `print_document`, and read the source state before `main`.
 
-    A wrong `REVISION_VARIABLE` then costs no result, and the document names the tree that began to run.
+    So a wrong `REVISION_VARIABLE` fails before the work, and the document names the tree that began to run.
     """
     flags.DEFINE_flag(_DocumentFlag())
     check_first(source_state)
 
 
 def print_document(line: str) -> None:
-    """The last line of a launcher: its document for programs; on a terminal a word of how to get it instead.
+    """Print the document as the last line of a launcher; on a terminal, print how to get it instead.
 
-    `--json` prints it anyway, `--nojson` does not, and `--json=FILE` writes it to a file as well.
+    `--json` always prints it, `--nojson` never does, and `--json=FILE` also writes it to a file.
 
     Raises:
-      ConfigError: the file cannot be written; the document is printed then.
+      ConfigError: the file cannot be written. The document is printed first.
     """
     asked = flags.FLAGS.json
     is_terminal = sys.stdout.isatty()
@@ -78,10 +78,10 @@ def print_document(line: str) -> None:
 
 
 class _DocumentParser(flags.ArgumentParser):
-    """True, False, or the path of a file."""
+    """Parser of True, False, or the path of a file."""
 
     def parse(self, argument: str) -> bool | Path:
-        """As `--json`, `--nojson` and `--json=FILE` say; raises ConfigError for what is no file."""
+        """Parse `--json`, `--nojson` or `--json=FILE`; raise ConfigError for an invalid file."""
         if argument in ("true", "false"):
             return argument == "true"
         path = Path(argument)
@@ -90,7 +90,7 @@ class _DocumentParser(flags.ArgumentParser):
 
 
 class _DocumentFlag(flags.Flag):
-    """A flag that needs no value, as of absl's booleans, and may have one."""
+    """Flag with an optional value. Without one it works as absl's boolean flags do."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -98,14 +98,14 @@ class _DocumentFlag(flags.Flag):
             serializer=None,
             name="json",
             default=None,
-            help_string="End with one JSON document, on a terminal too; --json=FILE writes it to a file. "
-            "Default: where the output is no terminal.",
+            help_string="Print one JSON document at the end; --json=FILE writes it to a file. "
+            "Default: only if the output is not a terminal.",
             boolean=True,
         )
 
 
 def device_name() -> str:
-    """The kind of the first device, for `json_line`."""
+    """Return the platform and kind of the first device, for `json_line`."""
     device = jax.devices()[0]
     return f"{device.platform}: {device.device_kind}"
 

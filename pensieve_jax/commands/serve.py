@@ -1,16 +1,16 @@
-"""Conversations over HTTP: an OpenAI-compatible server whose conversations are state.
+"""OpenAI-compatible HTTP server that keeps the KV cache of conversations.
 
     pensieve serve --model=chat --history=chats.sqlite --port=8000
 
-One line of output says where, once the first request would be answered at once; in a browser there is a page
-to chat on. A first start compiles for a minute or more, which the log says. The engine runs in a process of
-its own, and is started again if that dies; conversations go on from the history then. Ctrl-C or SIGTERM lets
-running turns end, for `--drain_s` seconds at most; a second one ends everything at once.
+When the server is ready, it prints one line with its address. A browser shows a chat page there. The first
+start compiles for a minute or more, which the log reports. The engine runs in its own process, which is
+restarted if it dies; conversations then continue from the history. Ctrl-C or SIGTERM stops the server when
+running turns have finished, or after `--drain_s` seconds; a second one stops it at once.
 
-Without `--history`, conversations are kept in a private file that is removed at the end. Without
-`--api_keys_file`, only this machine is served. State that leaves the device goes to host memory, of which
-the server takes a gigabyte at its start unless `--cpu_bytes` or `--cpu_pages` says otherwise. docs/server.md
-has the rest. It needs more than the library does: `pip install ".[server]"` in the checkout.
+Without `--history`, conversations are stored in a private file that is removed at the end. Without
+`--api_keys_file`, only this machine can connect. KV cache that leaves the device goes to host memory: one
+gigabyte, allocated at the start, unless `--cpu_bytes` or `--cpu_pages` is set. See docs/server.md for more.
+The server needs additional packages: `pip install ".[server]"` in the checkout.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ if TYPE_CHECKING:
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
 _CPU_BYTES = "1GB"
-_HISTORY = "Keeps the conversations: an SQLite file, or postgresql://...; default: a private file."
+_HISTORY = "Store of the conversations: an SQLite file, or postgresql://...; default: a private file."
 _EXTRA = ("msgspec", "prometheus_client", "starlette", "uvicorn", "uvloop")
 _RAY_EXTRA = ("ray", "psycopg")
 _OTEL_EXTRA = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
 class MissingPackagesError(PensieveError):
-    """What was asked for needs packages of an extra that is not installed."""
+    """A requested feature needs packages of an extra that is not installed."""
 
     def __init__(self, what: str, packages: Sequence[str], extras: str) -> None:
-        """`what` needs all `packages`, which come with `extras`."""
+        """Name the feature `what`, the missing packages, and the `extras` that install them."""
         *most, last = packages
         named = f"{', '.join(most)} and {last}" if most else last
         super().__init__(f"{what} needs {named}: pip install '.[{extras}]' in the checkout.")
 
 
 def main() -> int:
-    """Serve until told to end; the exit status."""
+    """Serve until stopped; return the exit status."""
     _need("pensieve serve", _EXTRA, "server")
     if FLAGS.otel_endpoint is not None:
         _need("--otel_endpoint", _OTEL_EXTRA, "server,otel")
@@ -69,13 +69,13 @@ def main() -> int:
 
 
 def check_replicas(replicas: int, history: str | None) -> None:
-    """Raise ConfigError for a number that is none, or a history that replicas cannot share."""
+    """Raise ConfigError for an invalid number, or for a history that replicas cannot share."""
     if replicas < 1:
         raise ConfigError("--replicas", replicas, "an integer of at least 1")
     if not is_postgres(history):
-        limit = "postgresql://USER@HOST/DATABASE beside --replicas"
+        limit = "postgresql://USER@HOST/DATABASE with --replicas"
         kept = None if history is None else shown(history)
-        raise ConfigError("--history", kept, limit, "a file belongs to one engine")
+        raise ConfigError("--history", kept, limit, "several engines cannot share a file")
 
 
 def _need(what: str, packages: Sequence[str], extras: str) -> None:
@@ -87,12 +87,12 @@ def _need(what: str, packages: Sequence[str], extras: str) -> None:
 def _is_installed(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # not even what it is a part of
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
 def serve() -> int:
-    """With everything installed; the exit status."""
+    """Serve with one engine until stopped; return the exit status."""
     from pensieve_jax import AsyncEngine
     from pensieve_jax.server.app import make_application
     from pensieve_jax.server.http.keys import ApiKeys
@@ -106,7 +106,7 @@ def serve() -> int:
     keys = ApiKeys(settings.api_keys_file)
 
     def announce(engine: AsyncEngine, address: str) -> None:
-        log_uncaught()  # from now on there are prompts, which an error might quote
+        log_uncaught()  # from now on errors may quote prompts
         LOGGER.info("%s", sizes_in_words(engine.info))
         say_where(engine.info.model_name, address)
 
@@ -128,18 +128,18 @@ def serve() -> int:
             announce=announce,
             on_hangup=keys.reload,
         )
-    return leave(status)  # a private history is gone by now
+    return leave(status)  # after a private history was removed
 
 
 def serve_many() -> int:
-    """Several engines behind one address; the exit status."""
+    """Serve with several engines behind one address; return the exit status."""
     from pensieve_jax.server.http.keys import ApiKeys
     from pensieve_jax.server.logs import log_to
     from pensieve_jax.server.replicas.plan import ReplicaPlan
 
     log_to(log_format=FLAGS.log_format)
     settings = server_settings(is_routed=True)
-    ApiKeys(settings.api_keys_file)  # a bad file is told before minutes of loading
+    ApiKeys(settings.api_keys_file)  # raises for an invalid file, before minutes of loading
     plan = ReplicaPlan(
         history=FLAGS.history,
         model=FLAGS.model,
@@ -147,7 +147,7 @@ def serve_many() -> int:
         config=engine_config(),
         log_format=FLAGS.log_format,
         replicas=FLAGS.replicas,
-        num_cpus=0,  # they share this machine, however few processors it has
+        num_cpus=0,  # so that Ray starts all replicas, even on a machine with few processors
     )
     from pensieve_jax.server.replicas.local import serve_replicas
 
@@ -155,7 +155,7 @@ def serve_many() -> int:
 
 
 def say_where(model_name: str, address: str) -> None:
-    """The line of output, and what somebody at a terminal should know next."""
+    """Print the address, and to a terminal also the next steps."""
     from pensieve_jax.server.logs import is_text
 
     print(f"serving {model_name} at {address}", flush=True)
@@ -164,10 +164,10 @@ def say_where(model_name: str, address: str) -> None:
 
 
 def server_settings(*, is_routed: bool = False) -> ServerSettings:
-    """What the flags say of HTTP; raises ConfigError."""
+    """Return the HTTP settings of the flags; raise ConfigError for invalid values."""
     from pensieve_jax.server.http.settings import ServerSettings
 
-    if FLAGS.max_turns_per_key < 1:  # which the settings have under another name
+    if FLAGS.max_turns_per_key < 1:  # checked here, since the setting has another name
         raise ConfigError("--max_turns_per_key", FLAGS.max_turns_per_key, "at least 1")
     return ServerSettings(
         host=FLAGS.host,
@@ -187,20 +187,21 @@ def server_settings(*, is_routed: bool = False) -> ServerSettings:
 
 
 def sizes_in_words(info: EngineInfo) -> str:
-    """What sizes of memory are counted in, and how much of it there is."""
+    """Describe the sizes of chunks and tiers, for the log."""
     cache = info.description["cache"]
     return (
-        f"state of {info.chunk_tokens} tokens takes {info.chunk_bytes:,} bytes on the device, which has room "
-        f"for {cache['gpu_pages']} times that, and {info.slot_bytes:,} in host memory, with room for "
-        f"{cache['cpu_slots']} times"
+        f"a chunk of {info.chunk_tokens} tokens takes {info.chunk_bytes:,} bytes on the device, which has "
+        f"room for {cache['gpu_pages']}, and {info.slot_bytes:,} bytes in host memory, which has room for "
+        f"{cache['cpu_slots']}"
     )
 
 
 def first_words(address: str, history: str | None) -> str:
-    """What somebody at a terminal should know next."""
-    kept = f"kept in {shown(history)}" if history else "gone when this ends; --history=FILE keeps them"
+    """Return the next steps for a user at a terminal."""
+    kept = f"stored in {shown(history)}" if history else "deleted at the end; --history=FILE stores them"
     return (
-        f"open that in a browser to chat; the API is {address}/v1; Ctrl-C ends it\nconversations are {kept}"
+        f"open this address in a browser to chat; the API is {address}/v1; Ctrl-C stops the server\n"
+        f"conversations are {kept}"
     )
 
 
@@ -208,43 +209,41 @@ def define_flags() -> None:
     """Define the command-line flags of `pensieve serve`."""
     flags.DEFINE_string("host", "127.0.0.1", "Address to listen at.")
     flags.DEFINE_integer("port", 8000, "Port to listen at; 0 takes a free one.")
-    flags.DEFINE_string("api_keys_file", None, "Lines of owner:sha256 of a key; without, loopback only.")
+    flags.DEFINE_string("api_keys_file", None, "File with lines owner:sha256-of-key; default: loopback only.")
     flags.DEFINE_multi_string(
         "cors_origin",
         [],
-        "Pages of this origin may ask, such as https://chat.example.com.",
+        "Origin whose pages may send requests, such as https://chat.example.com.",
     )
-    flags.DEFINE_list("allowed_hosts", [], "Names that clients may call this server by, beside localhost.")
-    flags.DEFINE_string("served_model_name", None, "What /v1/models calls the model; default: as --model.")
+    flags.DEFINE_list("allowed_hosts", [], "Host names that clients may use, besides localhost.")
+    flags.DEFINE_string("served_model_name", None, "Model name in /v1/models; default: --model.")
     flags.DEFINE_enum(
         "chat_history",
         None,
         ["memory", "durable"],
-        "Where turns of Chat Completions are kept; default: memory, or durable with --replicas.",
+        "Store of Chat Completions turns; default: memory, or durable with --replicas.",
     )
     flags.DEFINE_enum(
-        "tools", "refuse", ["refuse", "ignore"], "What becomes of requests that offer tools to the model."
+        "tools", "refuse", ["refuse", "ignore"], "Handling of requests that offer tools to the model."
     )
-    flags.DEFINE_integer("max_turns_per_key", 64, "Turns that one key may have at a time.")
+    flags.DEFINE_integer("max_turns_per_key", 64, "Most concurrent turns of one key.")
     flags.DEFINE_integer(
-        "max_index_bytes", 256 * 2**20, "Of turns that the server remembers, to recognise resent messages."
+        "max_index_bytes", 256 * 2**20, "Memory for the index of turns that recognizes resent messages."
     )
-    flags.DEFINE_float("drain_s", 30.0, "Seconds that running turns get when the server is told to end.")
-    flags.DEFINE_string(
-        "otel_endpoint", None, "URL that takes spans of turns over OTLP; default: none are made."
-    )
+    flags.DEFINE_float("drain_s", 30.0, "Seconds that running turns get to finish when the server stops.")
+    flags.DEFINE_string("otel_endpoint", None, "OTLP URL that receives spans of turns; default: no spans.")
     flags.DEFINE_enum(
         "log_format",
         "auto",
         ["auto", "json", "text"],
-        "Lines of the log; auto: text on a terminal, else JSON.",
+        "Format of the log; auto: text on a terminal, otherwise JSON.",
     )
     flags.DEFINE_string("history", None, _HISTORY)
     flags.DEFINE_integer(
         "replicas",
         None,
-        "Engines behind this address, on Ray Serve, each with a GPU of its own where there are any; default: "
-        "one, without Ray.",
+        "Number of engines behind this address, on Ray Serve. Each has its own GPU, if there are any. "
+        "Default: one engine, without Ray.",
     )
     define_engine_flags()
     FLAGS.set_default("compilation_cache_dir", str(CACHE_DIR))

@@ -1,6 +1,6 @@
-"""Where the pages of both tiers are, over time: samples after every step, and a picture of them.
+"""Pages of both tiers by state over time: samples after each step, and a plot of them.
 
-Owns: which states are drawn, in what order, and thinning a long run out. Does not know: why chunks move.
+Owns: the plotted states, their order, and the thinning of long runs. Does not know: why chunks move.
 Matplotlib, which is optional, is loaded only to draw.
 """
 
@@ -37,23 +37,21 @@ CPU_STATES = {
 
 
 def check_timeline(path: str | None, others: Sequence[Path]) -> None:
-    """Raise InvalidRequestError for a picture that cannot be drawn; before anything is loaded."""
+    """Raise InvalidRequestError for a plot that cannot be drawn, before anything is loaded."""
     if path is None:
         return
     if importlib.util.find_spec("matplotlib") is None:
-        raise InvalidRequestError(
-            "--timeline", path, "left out where there is no matplotlib", "pip install matplotlib"
-        )
+        raise InvalidRequestError("--timeline", path, "left out without matplotlib", "pip install matplotlib")
     if Path(path).suffix not in (".png", ".svg", ".pdf"):
         raise InvalidRequestError("--timeline", path, "a name that ends in .png, .svg or .pdf")
     if not Path(path).resolve().parent.is_dir():
         raise InvalidRequestError("--timeline", path, "in an existing directory")
     if Path(path).resolve() in [other.resolve() for other in others]:
-        raise InvalidRequestError("--timeline", path, "a file of its own")
+        raise InvalidRequestError("--timeline", path, "a different file from all others")
 
 
 class Sample(NamedTuple):
-    """The engine after a step."""
+    """State of the engine after a step."""
 
     time_s: float
     census: dict[str, int]
@@ -63,10 +61,10 @@ class Sample(NamedTuple):
 
 
 class Recorder:
-    """Samples of an engine; of a long run every second, fourth, ... step.
+    """Recorder of samples of an engine. Long runs keep only every second, fourth, ... step.
 
     Attributes:
-      samples: by time, which starts at 0.
+      samples: samples by time, which starts at 0.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -77,7 +75,7 @@ class Recorder:
         self._num_steps = 0
 
     def after_step(self) -> None:
-        """Take a sample, if it is time for one."""
+        """Take a sample, unless this step is skipped."""
         self._num_steps += 1
         if self._num_steps % self._stride:
             return
@@ -96,7 +94,7 @@ class Recorder:
             self._stride *= 2
 
     def draw(self, path: str) -> None:
-        """Write the picture: device pages, host slots, requests. Nothing for a run without steps."""
+        """Write the plot: device pages, host slots, requests. A run without steps writes none."""
         from matplotlib.figure import Figure  # an optional extra
 
         if not self.samples:

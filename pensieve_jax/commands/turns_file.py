@@ -1,6 +1,6 @@
-"""Turns in JSON lines, as `generate.py` writes them: one line each, whole or not there.
+"""Output format of `generate.py`: turns in JSON lines, each written at once.
 
-Owns: what a line holds, and how the file of an interrupted run is taken up again from the history.
+Owns: the fields of a line, and the continuation of an interrupted run's file from the history.
 Does not know: how turns are run.
 """
 
@@ -20,7 +20,7 @@ type Line = dict[str, Any]
 
 
 def finished_turns(llm: LLM, conversations: Sequence[InputConversation]) -> dict[tuple[str, int], Line]:
-    """Lines of the turns that the history holds; raises InvalidRequestError where it holds other ones."""
+    """Return the lines of turns in the history; raise InvalidRequestError if it holds different turns."""
     lines = {}
     for conversation in conversations:
         try:
@@ -50,7 +50,7 @@ def finished_turns(llm: LLM, conversations: Sequence[InputConversation]) -> dict
 
 
 def read_output(path: Path) -> Iterator[Line]:
-    """Lines of an earlier run; what else is there, as one that was cut short, is left out."""
+    """Yield the lines of an earlier run; skip others, such as one that was cut."""
     if not path.exists():
         return
     kinds = {"conversation_id": str, "turn": int, "token_ids": list}
@@ -64,12 +64,12 @@ def read_output(path: Path) -> Iterator[Line]:
 
 
 def partial_path(path: Path) -> Path:
-    """Where `start_output` writes before it renames."""
+    """Return the path that `start_output` writes before it renames the file."""
     return path.with_name(f"{path.name}.partial")
 
 
 def start_output(path: Path, done: Mapping[tuple[str, int], Line]) -> None:
-    """Replace the file, in one go, by the lines of finished turns: old ones where they are the same turn."""
+    """Atomically replace the file by the lines of finished turns; keep old lines of the same turns."""
     old = {(line["conversation_id"], line["turn"]): line for line in read_output(path)} if done else {}
     lines = []
     for key, line in done.items():
@@ -80,11 +80,11 @@ def start_output(path: Path, done: Mapping[tuple[str, int], Line]) -> None:
         partial.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         os.replace(partial, path)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error  # the name that the user knows
+        raise OSError(error.errno, error.strerror, str(path)) from error  # name the user's path
 
 
 def output_line(turn: InputTurn, index: int, output: Output) -> Line:
-    """What is written for a turn."""
+    """Return the output line of a turn."""
     line: Line = {
         "conversation_id": output.conversation_id,
         "turn": index,

@@ -1,6 +1,6 @@
-"""Where tokens came from and what moved between the tiers, for people.
+"""Tables of token sources and of traffic between the tiers, for users.
 
-Owns: the tables that say it. Does not know: how the figures came about.
+Owns: the layout of the tables. Does not know: how the numbers were counted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final
 from pensieve_jax import Output
 from pensieve_jax.commands.report import table
 
-# Of the tokens of history that turns had, what found them.
+# Sources of the history tokens of turns.
 _HISTORY: Final = {
     "found on device": "reused_gpu_tokens",
     "on host": "swapped_in_tokens",
@@ -21,14 +21,14 @@ type Stats = Mapping[str, int | float]
 
 
 def summary(outputs: Sequence[Output], num_done: int, seconds: float, before: Stats, after: Stats) -> str:
-    """The tables at the end: where tokens came from, and what moved, by counters before and after.
+    """Format the final tables: token sources, and traffic between the tiers.
 
     Args:
-      outputs: of the turns that ran.
-      num_done: turns that the history file held, which were not run again.
-      seconds: that the turns took together.
-      before: the engine's counters.
-      after: the same at the end.
+      outputs: outputs of the turns that ran.
+      num_done: turns in the history, which did not run again.
+      seconds: duration of the run.
+      before: the engine's counters at the start.
+      after: the engine's counters at the end.
     """
     found = [sum(getattr(output.usage, name) for output in outputs) for name in _HISTORY.values()]
     num_history = sum(found)

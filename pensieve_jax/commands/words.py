@@ -1,7 +1,7 @@
-"""What commands say in the same words: counts, times, and where the state of a turn's history was.
+"""Common output texts of commands: counts, times, and the sources of a turn's tokens.
 
-Owns: these sentences, and the one about the small model.
-Does not know: who says them, or engines.
+Owns: these texts, and the sentence about the small model.
+Does not know: the commands that print them, or engines.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ SMALL_MODEL: Final = "This model is a small one, made for trying the engine: it 
 
 
 def counted(number: int, noun: str) -> str:
-    """As in "1 turn" and "1,200 turns"."""
+    """Format a count, as in "1 turn" and "1,200 turns"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def duration(seconds: float) -> str:
-    """As in "31 ms", "2.4 s", "3 min" and "1.5 h": what is read at a glance."""
+    """Format a duration, as in "31 ms", "2.4 s", "3 min" and "1.5 h"."""
     if seconds < 0.9995:
         return f"{1e3 * seconds:.0f} ms"
     if seconds < 99.5:
@@ -28,17 +28,17 @@ def duration(seconds: float) -> str:
 
 
 def device_memory(platform: str) -> str:
-    """What people call the memory of a device of this platform, as `LLM.describe` names it."""
+    """Return the usual name of device memory on a platform of `LLM.describe`."""
     return f"{platform.upper()} memory" if platform in ("gpu", "tpu") else "device memory"
 
 
 def account(usage: Usage, first_token_s: float | None, memory: str) -> str:
-    """Where a turn's tokens came from, and how long its first one took.
+    """Describe the sources of a turn's tokens, and the time to its first token.
 
     Args:
-      usage: the turn's.
-      first_token_s: seconds from sending to the first token; None: not said.
-      memory: what the device's memory is called.
+      usage: usage of the turn.
+      first_token_s: seconds from sending to the first token; None omits it.
+      memory: name of the device memory.
     """
     if usage.reused_gpu_tokens + usage.swapped_in_tokens + usage.recomputed_tokens:
         sources = [f"{counted(usage.reused_gpu_tokens, 'token')} reused from {memory}"]
@@ -49,7 +49,7 @@ def account(usage: Usage, first_token_s: float | None, memory: str) -> str:
     else:
         parts = [counted(usage.prefilled_tokens, "new token")]
     if usage.num_suspensions:
-        parts.append(f"paused {counted(usage.num_suspensions, 'time')} for want of memory")
+        parts.append(f"paused {counted(usage.num_suspensions, 'time')} for lack of memory")
     if first_token_s is not None:
         parts.append(f"first token after {duration(first_token_s)}")
     return "; ".join(parts)

@@ -1,7 +1,7 @@
 """Dynamic re-batching: a padded batch that queries join and leave while it runs (Baton).
 
-It needs matrix products, a masked softmax and slice updates, but no page tables and no kernel to decode. JAX
-comes with `PaddedLLM`, when it is first asked for: policy and simulation do without.
+It needs matrix products, a masked softmax and slice updates, but no page tables and no decode kernel. JAX is
+imported only when `PaddedLLM` is first used, so that policy and simulation run without it.
 """
 
 import importlib
@@ -13,11 +13,11 @@ from pensieve_jax.rebatching.query import Query
 if TYPE_CHECKING:
     from pensieve_jax.rebatching.engine import RebatchingEngine
     from pensieve_jax.rebatching.llm import PaddedLLM
-else:  # a type checker would take a `__getattr__` for leave to import any name
+else:  # with `__getattr__` in sight, a type checker would accept any name
     _LATE = {"PaddedLLM": "llm", "RebatchingEngine": "engine"}
 
     def __getattr__(name: str) -> Any:
-        """What is imported when it is first asked for."""
+        """Import `PaddedLLM` or `RebatchingEngine` on first use."""
         if name not in _LATE:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         module = importlib.import_module(f"pensieve_jax.rebatching.{_LATE[name]}")

@@ -1,6 +1,6 @@
-"""What an engine of padded batches is told before it starts.
+"""Configuration of a re-batching engine.
 
-Owns: the limits, their checks and their help.
+Owns: the options, with their limits, checks and help texts.
 Does not know: models, queries, or devices.
 """
 
@@ -27,7 +27,7 @@ from pensieve_jax.core.options import (
 INSERTIONS = ("embed", "shape", "none")
 PREFILLS = ("similar", "together")
 PAGE_TOKENS = 32
-"""A prefill computes over pages of so many tokens, so lengths are multiples of it."""
+"""Tokens per page of a prefill. Row lengths are multiples of it."""
 
 _LENGTHS = Limit(
     f"a tuple of rising multiples of {PAGE_TOKENS}",
@@ -49,92 +49,93 @@ class RebatchingConfig:
     kv_bytes: int = option(
         2**30,
         count(1),
-        "All KV state in device memory: the batch, whose length and width follow from it, and rows on their "
-        "way in or out, for which the length of one row is always kept free; a layer more while its shape "
-        "changes.",
+        "Device memory for KV caches. It holds the batch, whose length and width follow from it, and the "
+        "rows that enter or leave the batch; the length of one row is always kept free for them. A change "
+        "of the batch's shape needs one more layer for a moment.",
         unit="bytes",
     )
     insertion: str = option(
         "embed",
         one_of(INSERTIONS),
-        "How a query joins a running batch. embed: prefilled apart, its KV state is put into a row (vector "
-        "embedding, section 4.2 of Baton); shape: its prompt runs as a step of the whole batch, and others "
-        "are padded to it (vector shaping, section 4.1); none: it waits until the whole batch has ended.",
+        "How a query joins a running batch. embed: it is prefilled separately, and its KV cache is copied "
+        "into a row (vector embedding, section 4.2 of Baton). shape: its prompt runs as a step of the whole "
+        "batch, and the other rows are padded to it (vector shaping, section 4.1). none: it waits until the "
+        "whole batch has finished.",
     )
     prefill: str = option(
         "similar",
         one_of(PREFILLS),
-        "What is prefilled together: prompts of similar length, ahead of need, or those that will decode "
-        "together, padded to the longest of them (with insertion none: what transformers does).",
+        "Which prompts share a prefill. similar: prompts of similar length, ahead of need. together: prompts "
+        "that will decode together, padded to the longest (only with insertion none, as in transformers).",
     )
     preemptive: bool = option(
         False,
         TRUTH,
-        "A query of higher priority takes the row of the lowest one at once; that one goes on later from "
-        "where it was (section 4.3).",
+        "Let a query of higher priority take the row of the query with the lowest priority at once. The "
+        "suspended query resumes later where it stopped (section 4.3).",
     )
     prefill_ahead: int | None = option(
-        None, optional(count(0)), "Queries that wait prefilled at most. None is as many as `max_batch`."
+        None, optional(count(0)), "Most prefilled queries that wait for a row. None means `max_batch`."
     )
-    prefill_batch: int = option(4, count(1), "Prompts that are prefilled in one program at most.")
+    prefill_batch: int = option(4, count(1), "Most prompts in one prefill.")
     prefill_tokens: int = option(
-        4096, count(PAGE_TOKENS), "Tokens of a program that prefills several prompts, padding included."
+        4096, count(PAGE_TOKENS), "Most tokens of a prefill with several prompts, padding included."
     )
     max_context_tokens: int | None = option(
         None,
         optional(count(2)),
-        "Prompt and reply of the longest query. None is what the model and `kv_bytes` allow.",
+        "Most tokens of one query, prompt and reply. None means what the model and `kv_bytes` allow.",
     )
     lengths: tuple[int, ...] | None = option(
         None,
         optional(_LENGTHS),
-        "Lengths of a row, in columns, that programs are compiled for. None is 1 and 1.5 times every power "
-        "of two from 512 on, or from 64 on where the context is short.",
+        "Row lengths, in columns, to compile programs for. None means 1 and 1.5 times every power of two "
+        "from 512 up, or from 64 up if the context is short.",
     )
     host_bytes: int = option(
         2**32,
         count(0),
-        "Host memory for rows that wait: prefilled ones for which the device has no room, and suspended "
-        "ones. What it cannot hold is computed again.",
+        "Host memory for waiting rows: prefilled rows without room on the device, and suspended rows. Rows "
+        "that do not fit are recomputed.",
         unit="bytes",
     )
-    max_logprobs: int = option(8, count(0), "Most likely ids that a query may ask for.")
-    max_banned_ids: int = option(8, count(1), "Ending ids of a query that sets `min_tokens`.")
+    max_logprobs: int = option(8, count(0), "Most `logprobs` that a query may request per token.")
+    max_banned_ids: int = option(8, count(1), "Most ending ids of a query that sets `min_tokens`.")
     attention_backend: str = option(
-        "auto", one_of(ATTENTION_BACKENDS), "What computes attention of prompts that are prefilled apart."
+        "auto", one_of(ATTENTION_BACKENDS), "Attention kernel for prompts that are prefilled separately."
     )
     decode_backend: str = option(
         "auto",
         one_of(RING_DECODE_BACKENDS),
-        "What computes attention of steps. xla reads every row's whole ring; pallas_triton, which auto takes "
-        "where the device and the heads allow, each row's own columns. With insertion shape, whose rows have "
-        "holes, it is always xla.",
+        "Attention kernel for decode steps. xla reads the whole ring for every row. pallas_triton reads "
+        "only each row's own columns; auto chooses it if the device and the heads allow it. Insertion shape "
+        "leaves holes in rows and always uses xla.",
     )
-    tensor_parallel_size: int = option(1, count(1), "Devices that share every layer.")
+    tensor_parallel_size: int = option(1, count(1), "Devices that every layer is split over.")
     max_position_embeddings: int | None = option(
         None,
         optional(count(2)),
-        "Positions of the model, where they are to be more than its checkpoint says.",
+        "Positions of the model, to allow more than its checkpoint says.",
     )
-    random_seed: int = option(0, count(0), "Of `random:` weights.")
+    random_seed: int = option(0, count(0), "Seed of `random:` weights.")
     compilation_cache_dir: str | None = option(
         None, optional(PATH), "Directory for compiled programs; None compiles them at every start."
     )
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot work."""
+        """Raise ConfigError for values that cannot work."""
         check_options(self, "")
         require(
             self.prefill == "similar" or self.insertion == "none",
             "prefill",
             self.prefill,
-            f"'similar' with insertion {self.insertion!r}, whose queries come one by one",
+            f"'similar' with insertion {self.insertion!r}, whose queries join one by one",
         )
         require(
             not self.preemptive or self.insertion != "none",
             "preemptive",
             self.preemptive,
-            "False with insertion 'none', which lets nobody join a running batch",
+            "False with insertion 'none', where no query joins a running batch",
         )
         require(
             self.decode_backend != "pallas_triton" or self.insertion != "shape",
@@ -145,5 +146,5 @@ class RebatchingConfig:
 
     @property
     def num_ahead(self) -> int:
-        """What `prefill_ahead` stands for."""
+        """Most prefilled queries that wait: `prefill_ahead`, or `max_batch` if it is None."""
         return self.max_batch if self.prefill_ahead is None else self.prefill_ahead

@@ -1,6 +1,6 @@
-"""The engine of padded batches: queries join and leave while it runs.
+"""Engine of a padded batch, which queries join and leave while it runs.
 
-Owns: its public methods, the checks of what is submitted, and its device.
+Owns: the public methods, the checks of submitted queries, and the device.
 Does not know: prompts as text (`llm`), or how queries are scheduled.
 """
 
@@ -35,10 +35,10 @@ _MAX_PRIORITY = 2**31 - 1
 
 
 class RebatchingEngine:
-    """Queries of one model, in the rows of one padded batch. One thread at a time may use it.
+    """Engine that serves queries in the rows of one padded batch. Use it from one thread at a time.
 
     Attributes:
-      loop: what runs, for checks of it; not to be changed.
+      loop: the event loop, for inspection only.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class RebatchingEngine:
         eos_token_ids: tuple[int, ...] = (),
         observe: Observe = unobserved,
     ) -> None:
-        """Serve with a runner that is warm.
+        """Create an engine on a runner that is warmed up.
 
         Args:
-          runner: the device.
-          config: the limits that it was made with.
-          tokenizer: makes text of replies; None serves token ids only.
+          runner: the device runner.
+          config: the configuration that `runner` was created with.
+          tokenizer: decodes replies to text; None serves token ids only.
           eos_token_ids: the model's end-of-sequence ids.
-          observe: told of every step; see `metrics.StepSeen`.
+          observe: called after every step; see `metrics.StepSeen`.
         """
         self._runner, self._config, self._tokenizer = runner, config, tokenizer
         lattice, model = runner.lattice, runner.storage.model
@@ -78,12 +78,12 @@ class RebatchingEngine:
 
     @property
     def max_context_tokens(self) -> int:
-        """Of the longest query, prompt and reply."""
+        """Most tokens of one query, prompt and reply."""
         return self._limits.max_context_tokens
 
     @property
     def has_unfinished(self) -> bool:
-        """There is something to step for."""
+        """Whether any query is unfinished, so that `step` has work."""
         return bool(self.loop.queries)
 
     def submit(
@@ -93,12 +93,12 @@ class RebatchingEngine:
 
         Args:
           prompt_token_ids: the prompt.
-          params: how to sample; the defaults if None.
-          priority: higher ones are served first, and with `preemptive` take the row of lower ones.
+          params: how to sample; None means the defaults.
+          priority: higher priorities are served first, and with `preemptive` take the rows of lower ones.
 
         Raises:
-          InvalidRequestError, ContextLengthError, TokenizerMissingError: it cannot be served; nothing is
-            queued.
+          InvalidRequestError, ContextLengthError, TokenizerMissingError: the query cannot be served; nothing
+            is queued.
           EngineClosedError: the engine was closed.
         """
         params = SamplingParams() if params is None else params
@@ -110,7 +110,7 @@ class RebatchingEngine:
         params: Sequence[SamplingParams],
         priorities: Sequence[int],
     ) -> list[Query]:
-        """Several, all of them or, with an error, none; see `submit`."""
+        """Submit several queries. On an error, none is queued; see `submit`."""
         handles: list[Query] = []
         self.submit_into(handles, prompts, params, priorities)
         return handles
@@ -122,7 +122,7 @@ class RebatchingEngine:
         params: Sequence[SamplingParams],
         priorities: Sequence[int],
     ) -> None:
-        """The same; an interrupt leaves none in the batch that is not in `handles`."""
+        """Submit queries and append each to `handles` first, so that an interrupt leaves no unknown query."""
         self._check_usable()
         for name, values in (("params", params), ("priorities", priorities)):
             if len(values) != len(prompts):
@@ -141,21 +141,21 @@ class RebatchingEngine:
         self._guard.run(enter)
 
     def step(self) -> list[Query]:
-        """Launch the next step, and see what those before it sampled; returns the queries that are done."""
+        """Launch the next step and process the results of earlier ones; return the finished queries."""
         self._check_usable()
         self._seen.clear()
         ended = self._guard.run(self.loop.step)
-        for seen in self._seen:  # behind the change: what an observer raises harms nobody
+        for seen in self._seen:  # outside the guard, so that an observer's exception cannot break the engine
             self._observe(seen)
         return ended
 
     def cancel(self, query: Query) -> bool:
-        """End a query where it is; False if it is done, or was submitted to another engine."""
+        """Finish a query early; return False if it is done, or was submitted to another engine."""
         self._check_usable()
         return self._guard.run(lambda: self.loop.cancel(query))
 
     def stats(self) -> dict[str, int | float]:
-        """Counters (see `metrics.Metrics`), compilations since the start, and queries by where they are."""
+        """Return the counters of `metrics.RebatchingMetrics`, new compilations, and queue sizes."""
         scheduler = self.loop.scheduler
         shape = scheduler.ring.shape
         return {
@@ -170,7 +170,7 @@ class RebatchingEngine:
         }
 
     def close(self) -> None:
-        """Free the KV state; queries that are not done fail with EngineClosedError. It may be repeated."""
+        """Free the KV cache and fail unfinished queries with EngineClosedError. It may be called again."""
         self._guard.check_thread()
         self._is_closed = True
         for query in self.loop.queries.values():
@@ -179,7 +179,6 @@ class RebatchingEngine:
         self.loop.forget()
 
     def __enter__(self) -> Self:
-        """The engine; `close` at the end of the block."""
         return self
 
     def __exit__(
@@ -212,7 +211,7 @@ class RebatchingEngine:
                 field,
                 f"{len(prompt)} tokens",
                 f"at most {most}, to leave room for one token of a reply",
-                "max_context_tokens, lengths and kv_bytes say how long a row can be",
+                "max_context_tokens, lengths and kv_bytes limit the length of a row",
                 len(prompt),
                 most,
             )
@@ -230,6 +229,6 @@ class RebatchingEngine:
         self._guard.check()
 
     def _recover(self) -> None:
-        """An interrupt came in the middle of a change, so that nothing that is known can be trusted."""
-        error = StepFailedError("an interrupt came in the middle of a step: all that ran or waited is lost")
+        """Fail all queries after an interrupt in mid-change, since the state may be inconsistent."""
+        error = StepFailedError("An interrupt came in the middle of a step; all unfinished queries are lost.")
         self.loop.lose_everything(error)

@@ -1,7 +1,7 @@
-"""Who fits into the ring: which shape it takes for whom, and who would have to leave.
+"""Whether a query fits into the ring, in which shape, and which queries would have to leave for it.
 
-Owns: the arithmetic of columns and rows for somebody who is not there yet. It changes nothing.
-Does not know: launches, or rows beside the ring.
+Owns: the arithmetic of columns and rows for a query that is not in the ring yet. It changes nothing.
+Does not know: launches, or parked rows.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from pensieve_jax.rebatching.ring import Ring
 
 
 class Fitting:
-    """Computes whether a query fits into one ring, in which shape, and which queries must leave."""
+    """Fit of queries into one ring: shapes, and victims."""
 
     def __init__(self, config: RebatchingConfig, lattice: Lattice, ring: Ring[Query]) -> None:
-        """`ring` is looked at only."""
+        """Store the ring, which this class only reads."""
         self._config, self._lattice, self._ring = config, lattice, ring
 
     def is_shaped(self, query: Query) -> bool:
-        """It joins by vector shaping; with nobody to be padded to it, it is prefilled as any other."""
+        """Whether the query joins by vector shaping. In an empty ring it is prefilled separately instead."""
         is_first = not self._ring.num_held
         return self._config.insertion == "shape" and query.place is KVLocation.NOWHERE and not is_first
 
     def num_columns(self, query: Query) -> int:
-        """Columns that it needs behind its prefill: one more than it has tokens, if it goes on then."""
+        """Return the columns the query needs after its prefill: its tokens, and one more if it continues."""
         is_last = query.place is KVLocation.NOWHERE and query.num_sampled + 1 == query.max_num_tokens
         return num_tokens(query) + (not is_last)
 
     def shape_with(self, query: Query, without: Collection[Query] = ()) -> RingShape | None:
-        """The ring's shape if `query` joins now; None if it has to wait.
+        """Return the ring's shape if `query` joins now; None if it has to wait.
 
         Args:
-          query: who joins.
-          without: of those in the ring, who leaves first.
+          query: the query that joins.
+          without: queries in the ring that leave first.
         """
         held = [(row, owner) for row, owner in self._ring.held if owner not in without]
         span = max((self._ring.row_span(row) for row, _ in held), default=0)
@@ -51,11 +51,11 @@ class Fitting:
             return found
         if len(held) < current.batch:
             return current
-        # Shorter and wider, but not if it would soon be too short again.
+        # A shorter ring is wider. Do not take it if it would soon be too short again.
         return found if 4 * needed <= 3 * found.length else None
 
     def victims_for(self, query: Query) -> list[Query] | None:
-        """Whom a more urgent query takes the place of; None if that would not help."""
+        """Return the queries to suspend for a more urgent `query`; None if that would not help."""
         if not self._config.preemptive:
             return None
         held = [owner for _, owner in self._ring.held if owner.priority < query.priority]
@@ -66,12 +66,12 @@ class Fitting:
         return None
 
     def _needed(self, query: Query, victims: list[Query]) -> list[Query]:
-        """Those of `victims`, all of whom are enough, without whom it would not be; the last is one.
+        """Return those of `victims` that must leave. All of them suffice; the last is always needed.
 
-        None is spared of a lower priority than the last, who would then wait for his place.
+        A victim of lower priority than the last is not spared: the last would then wait for that row.
         """
         needed = victims
-        for victim in victims[-2::-1]:  # who stands higher is spared first
+        for victim in victims[-2::-1]:  # spare higher-ranked queries first
             if victim.priority < victims[-1].priority:
                 break
             fewer = [one for one in needed if one is not victim]
@@ -80,7 +80,7 @@ class Fitting:
         return needed
 
     def batch_of(self, waiting: Iterable[Query]) -> tuple[list[Query], RingShape | None]:
-        """Of those who wait, in order, as many as fit into an empty ring, and its shape; None for nobody."""
+        """Return the first queries of `waiting` that fit into an empty ring, and its shape, if any fits."""
         batch: list[Query] = []
         num_columns = 0
         shape: RingShape | None = None
@@ -95,10 +95,10 @@ class Fitting:
 
 
 def num_tokens(query: Query) -> int:
-    """Columns that it has when it joins."""
+    """Return the columns that the query occupies when it joins."""
     return query.num_to_prefill if query.place is KVLocation.NOWHERE else query.num_kv_tokens
 
 
 def standing(query: Query) -> tuple[int, int]:
-    """The largest leaves first: of the lowest priority, and of those who came last."""
+    """Return a sort key; the largest is suspended first: the lowest priority, then the latest arrival."""
     return -query.priority, query.serial

@@ -1,8 +1,8 @@
-"""The shapes that a ring may have: a length, and as many rows as the budget allows of it.
+"""Possible shapes of a ring: a length, and the number of rows of this length that fit into the budget.
 
-Owns: which lengths there are, and how many rows each has, so that growing the length and shrinking the batch
-are one walk along a list (Baton, section 4.3, batch size scaling).
-Does not know: who is in a row.
+Owns: the lengths, and the rows of each, so that growing the length and shrinking the batch are one walk
+along a list (Baton, section 4.3, batch size scaling).
+Does not know: which query holds a row.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ class RingShape(NamedTuple):
 
 
 class Lattice:
-    """Every shape within a budget, the shortest first.
+    """All shapes within a budget, the shortest first.
 
     Attributes:
-      shapes: lengths rise along it, and batches do not.
-      unused_lengths: those that were asked for, of which the budget has no room for a row and one beside it.
-      token_bytes: of one column of one row, over all layers, on one device.
+      shapes: possible shapes, by rising length and non-increasing batch.
+      unused_lengths: requested lengths for which the budget cannot hold a row and a spare one.
+      token_bytes: bytes of one column of one row, over all layers, on one device.
       kv_bytes: the budget.
     """
 
     def __init__(self, config: RebatchingConfig, token_bytes: int, max_tokens: int) -> None:
-        """Work out the shapes.
+        """Compute the shapes.
 
         Args:
-          config: the budget, the batch, and lengths if they are said.
-          token_bytes: KV state of one token on one device, over all layers.
-          max_tokens: that the longest query may come to, prompt and reply, by the model.
+          config: the budget, the batch, and the lengths if they are set.
+          token_bytes: KV cache bytes of one token on one device, over all layers.
+          max_tokens: the model's limit on prompt and reply.
 
         Raises:
-          ConfigError: not even one row of the shortest length fits beside the row that is kept free, or
+          ConfigError: not even one row of the shortest length fits beside the spare row, or
             `max_context_tokens` exceeds what the model, the lengths or the budget allow.
         """
         self.token_bytes, self.kv_bytes = token_bytes, config.kv_bytes
@@ -74,24 +74,24 @@ class Lattice:
 
     @property
     def max_context_tokens(self) -> int:
-        """Prompt and reply of the longest query; its last token needs no column."""
+        """Most tokens of one query, prompt and reply. The last token needs no column."""
         return min(self._lengths[-1] + 1, self._most)
 
     def shape_for(self, num_columns: int) -> RingShape | None:
-        """The shortest with so many columns; None if there is none."""
+        """Return the shortest shape with at least `num_columns`; None if every shape is shorter."""
         index = bisect_left(self._lengths, num_columns)
         return self.shapes[index] if index < len(self.shapes) else None
 
     def length_for(self, num_tokens: int) -> int:
-        """The length of a single row of so many tokens, which must be possible."""
+        """Return the length of a row for `num_tokens`, which must fit into the longest."""
         return self._lengths[bisect_left(self._lengths, num_tokens)]
 
     def room_bytes(self, shape: RingShape) -> int:
-        """What the budget leaves beside a ring of this shape."""
+        """Return the bytes that the budget leaves for parked rows beside a ring of this shape."""
         return self.kv_bytes - self.row_bytes(shape.batch * shape.length)
 
     def row_bytes(self, num_columns: int) -> int:
-        """Of so many columns of a row."""
+        """Return the bytes of `num_columns` columns of one row."""
         return num_columns * self.token_bytes
 
     def _num_rows(self, length: int) -> int:
@@ -99,7 +99,7 @@ class Lattice:
 
 
 def _default_lengths(max_tokens: int) -> Iterator[int]:
-    """1 and 1.5 times the powers of two, until `max_tokens` fit; the last needs no more than those."""
+    """Yield 1 and 1.5 times the powers of two until `max_tokens` fit; the last is no longer than needed."""
     length = _SHORTEST_OF_FEW if max_tokens <= _FEW else _SHORTEST
     longest = -(-max(max_tokens - 1, 1) // PAGE_TOKENS) * PAGE_TOKENS
     while length < longest:
@@ -111,5 +111,5 @@ def _default_lengths(max_tokens: int) -> Iterator[int]:
 
 
 def lengths_up_to(shapes: Sequence[RingShape], length: int) -> list[int]:
-    """Lengths of rows that fit into a ring of `length`."""
+    """Return the lengths of `shapes` that fit into a ring of `length`."""
     return [shape.length for shape in shapes if shape.length <= length]

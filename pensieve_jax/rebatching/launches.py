@@ -1,10 +1,10 @@
-"""What a scheduler tells a runner to do, in program order.
+"""Launches: the commands that the scheduler gives to the runner, in program order.
 
-Owns: these values, and the packing of what programs read of queries into integers.
-Does not know: how something is done, or why.
+Owns: the launch types, and the packing of a step's inputs into integers.
+Does not know: how a launch is executed, or why.
 
-A runner reads numbers and arrays only; `samples` says for the engine whose token is at which place of a
-result.
+The runner reads only numbers and arrays. The engine reads `samples`, which maps each query to the index of
+its token in the result.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ from pensieve_jax.rebatching.query import Query
 from pensieve_jax.rebatching.ring import Relayout
 
 HEADER = ("place", "num_new", "row", "unused")
-"""Of a step: where its first column lies, how many columns it adds, and the row that fills all of them."""
+"""Words of a step: place of its first column, number of new columns, and the row that fills all of them."""
 COUNTS = ("position", "num_columns", "sample_position")
-"""Of a row: the position of its first new token, its columns up to the last of the step, and the position of
-the token that is sampled. A row that nobody holds has 1 column."""
-# Of a row, behind its counts: `SAMPLING_WORDS`; ids that must not be sampled follow.
+"""Words of a row: position of its first new token, its columns up to the last of the step, and position of
+the sampled token. A free row has 1 column. `SAMPLING_WORDS` and the banned ids follow these words."""
 _GREEDY_ROW = sampling_words(SamplingParams(temperature=0.0), seed=0)
 
 
 class WordsLayout(NamedTuple):
-    """How a step's integers lie: the header, then for each field one of every row.
+    """Layout of a step's integers: the header, then for each field one word per row.
 
     Attributes:
-      width: rows; the largest batch.
-      num_banned: ids that a row may be kept from sampling.
+      width: rows of the largest batch.
+      num_banned: most banned ids of a row.
     """
 
     width: int
@@ -42,24 +41,24 @@ class WordsLayout(NamedTuple):
 
     @property
     def num_fields(self) -> int:
-        """Words that one row takes."""
+        """Number of words per row."""
         return len(COUNTS) + len(SAMPLING_WORDS) + self.num_banned
 
     @property
     def size(self) -> int:
-        """Words that a step takes, its header included."""
+        """Words of a step, its header included."""
         return len(HEADER) + self.num_fields * self.width
 
 
 class PackedStep:
-    """The words of a step while they are written.
+    """Builder of a step's words.
 
     Attributes:
       words: i32[layout.size].
     """
 
     def __init__(self, layout: WordsLayout, place: int = 0, num_new: int = 1, row: int = 0) -> None:
-        """All rows are nobody's."""
+        """Start with free rows only."""
         self._num_counts = len(COUNTS)
         self.words = np.zeros(layout.size, np.int32)
         self.words[: len(HEADER)] = place, num_new, row, 0
@@ -70,7 +69,7 @@ class PackedStep:
         self._needs = [False, False, False]
 
     def add(self, row: int, query: Query, position: int, num_columns: int, sample_position: int) -> None:
-        """Let a row be a query's, whose next token is then sampled."""
+        """Assign a row to a query and sample its next token."""
         fields, params = self._fields, query.params
         fields[: self._num_counts, row] = position, num_columns, sample_position
         end = self._num_counts + len(SAMPLING_WORDS)
@@ -83,7 +82,7 @@ class PackedStep:
 
     @property
     def needs(self) -> SamplerMode:
-        """Sampler mode that serves all rows together."""
+        """Sampler mode that covers all rows."""
         return SamplerMode(*self._needs)
 
 
@@ -92,17 +91,17 @@ Samples = tuple[tuple[Query, int], ...]
 
 @dataclass(frozen=True)
 class Prefill:
-    """Compute the KV state of prompts, each into a row of its own, and sample.
+    """Command: compute the KV cache of prompts, each into a row of its own, and sample.
 
     Attributes:
-      serials: of the queries; their rows are known by these.
-      length: of the rows.
-      num_rows: prompts that the program takes; those behind the last are padding.
+      serials: serials of the queries, which identify their rows.
+      length: length of the rows.
+      num_rows: prompts of the program; rows after the last query are padding.
       token_ids: i32[num_rows * length].
-      words: `position` is the last token's.
-      needs: of the sampler.
-      samples: whose token is where in the result.
-      num_tokens: of the prompts, without padding.
+      words: words of the step; `position` is the last token's.
+      needs: sampler mode.
+      samples: each query with the index of its token in the result.
+      num_tokens: tokens of the prompts, without padding.
     """
 
     serials: tuple[int, ...]
@@ -117,14 +116,14 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Insert:
-    """Vector embedding: put a row into the ring, so that it ends before the cursor.
+    """Command: copy a row into the ring so that it ends before the cursor (vector embedding).
 
     Attributes:
-      serial: whose row.
-      row: of the ring.
-      place: where the row begins in the ring.
-      num_tokens: of the row.
-      last_id: the token that it goes on with; -1: what its last program sampled.
+      serial: serial of the row's query.
+      row: row of the ring.
+      place: place of the row's first column in the ring.
+      num_tokens: tokens of the row.
+      last_id: next input token of the row; -1 means the token that its last program sampled.
     """
 
     serial: int
@@ -136,15 +135,15 @@ class Insert:
 
 @dataclass(frozen=True)
 class Shape:
-    """Vector shaping: a step in which one row takes a whole prompt, and the others a token each.
+    """Command: run a step in which one row takes a whole prompt, and the others one token (vector shaping).
 
     Attributes:
-      serial: of the query that joins.
+      serial: serial of the query that joins.
       token_ids: i32[length], its tokens and padding.
-      words: of the step.
-      needs: of the sampler.
-      samples: whose token is where in the result.
-      num_tokens: of the prompt, without padding.
+      words: words of the step.
+      needs: sampler mode.
+      samples: each query with the index of its token in the result.
+      num_tokens: tokens of the prompt, without padding.
     """
 
     serial: int
@@ -157,7 +156,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Decode:
-    """A step in which every row takes one token; fields as of `Shape`."""
+    """Command: run a step in which every row takes one token. Fields are those of `Shape`."""
 
     words: np.ndarray
     needs: SamplerMode
@@ -166,13 +165,13 @@ class Decode:
 
 @dataclass(frozen=True)
 class Suspend:
-    """Take a row out of the ring into a row of its own.
+    """Command: copy a row out of the ring into a parked row.
 
     Attributes:
-      serial: whose.
-      row: of the ring.
-      places: i32[length]: where its tokens lie, the oldest first; padding is 0.
-      num_tokens: that it has.
+      serial: serial of the row's query.
+      row: row of the ring.
+      places: i32[length]: places of its tokens, the oldest first; padding is 0.
+      num_tokens: tokens of the row.
     """
 
     serial: int
@@ -183,7 +182,7 @@ class Suspend:
 
 @dataclass(frozen=True)
 class Park:
-    """Copy a row to host memory; its device memory is free once that is done, or at once with `waits`."""
+    """Command: copy a row to host memory, then free its device memory; with `waits`, block until then."""
 
     serial: int
     waits: bool
@@ -191,21 +190,21 @@ class Park:
 
 @dataclass(frozen=True)
 class Return:
-    """Copy a row back from host memory."""
+    """Command: copy a row back from host memory."""
 
     serial: int
 
 
 @dataclass(frozen=True)
 class FreeRow:
-    """Forget a row, wherever it is."""
+    """Command: free a parked row, in device or host memory."""
 
     serial: int
 
 
 @dataclass(frozen=True)
 class Resize:
-    """Give the ring another shape; without a relayout it is empty."""
+    """Command: change the shape of the ring. Without a relayout the new ring is empty."""
 
     shape: RingShape
     relayout: Relayout | None

@@ -1,8 +1,7 @@
-"""The front of padded batches: a model's name, prompts as text or ids, and outputs in order.
+"""User interface of padded batches: a model name and prompts (text or ids) in, ordered outputs out.
 
-Owns: the order in which the parts are made, prompts, and the keys of `PaddedLLM.describe`, with what each
-means.
-Does not know: how queries are scheduled, or how anything that it describes was chosen.
+Owns: the start-up order, the encoding of prompts, and the keys of `PaddedLLM.describe`.
+Does not know: how queries are scheduled, or how the described settings were chosen.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ from pensieve_jax.runtime.host_memory import allow_pinning, available_bytes
 
 
 class PaddedLLM:
-    """A model that answers queries in one padded batch, which they join and leave while it runs.
+    """Model that answers queries in one padded batch, which they join and leave while it runs.
 
-    One thread at a time may use it. Close it, or use it as a context manager.
+    Use it from one thread at a time. Close it, or use it as a context manager.
 
     Attributes:
-      engine: takes queries one by one; see `RebatchingEngine`.
-      model_config: what the model is.
-      tokenizer: the model's, or None.
+      engine: accepts queries one by one; see `RebatchingEngine`.
+      model_config: configuration of the model.
+      tokenizer: the model's tokenizer, or None.
     """
 
     def __init__(
@@ -57,19 +56,19 @@ class PaddedLLM:
         progress: bool | None = None,
         observe: Observe = unobserved,
     ) -> None:
-        """Load a model and compile its programs; nothing is compiled afterwards.
+        """Load a model and compile all of its programs, so that serving compiles nothing.
 
         Args:
-          model: as of `pensieve_jax.LLM`.
-          dtype: as of `pensieve_jax.LLM`.
+          model: as in `pensieve_jax.LLM`.
+          dtype: as in `pensieve_jax.LLM`.
           config: sizes and limits.
-          progress: show bars while loading, compiling and generating; None: on a terminal.
-          observe: told of every step; see `metrics.StepSeen`.
+          progress: show bars while loading, compiling and generating; None means on a terminal.
+          observe: called after every step; see `metrics.StepSeen`.
 
         Raises:
-          ConfigError: a value that cannot work with this model or device, or an unknown model.
-          model_defs.ModelError: a checkpoint or an architecture that cannot be served, such as one whose
-            window hides tokens.
+          ConfigError: a value cannot work with this model or device, or the model is unknown.
+          model_defs.ModelError: the checkpoint or the architecture cannot be served, for example because of
+            sliding-window attention.
         """
         config = config or RebatchingConfig()
         if not isinstance(config, RebatchingConfig):
@@ -116,13 +115,13 @@ class PaddedLLM:
           sampling_params: for all of them, or one each.
           priorities: for all of them, or one each; see `RebatchingEngine.submit`.
 
-        Everything is checked before anything runs. Whatever interrupts it cancels those that have not ended.
-        Others that were submitted go on meanwhile; who of them ends in here `step` will not return.
+        All prompts are checked before any of them runs. An exception cancels the unfinished ones. Queries
+        that were submitted earlier run meanwhile; `step` will not return those that finish during this call.
 
         Raises:
-          InvalidRequestError, ContextLengthError, TokenizerMissingError: one of them cannot be served.
-          StepFailedError: the device failed twice with one of them in it; its `outputs` are the others'.
-          EngineClosedError: this was closed.
+          InvalidRequestError, ContextLengthError, TokenizerMissingError: one prompt cannot be served.
+          StepFailedError: the device failed twice with one query in the batch; `outputs` holds the others'.
+          EngineClosedError: the engine was closed.
         """
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise InvalidRequestError("prompts", prompts, "a list of prompts", "put the prompt into a list")
@@ -140,9 +139,9 @@ class PaddedLLM:
         return all_results(handles)
 
     def describe(self) -> Description:
-        """What it turned out to be here: shapes of the batch, kernels, memory.
+        """Return the resolved settings: shapes of the batch, kernels, memory.
 
-        Plain values for programs; printed, a line for each. `rebatching.llm.describe` documents the keys.
+        The values are plain; printing shows one line each. `rebatching.llm.describe` documents the keys.
         """
         return self._description
 
@@ -151,7 +150,7 @@ class PaddedLLM:
         return self.engine.stats()
 
     def close(self) -> None:
-        """Give the device's memory back; a second call does nothing."""
+        """Free the device memory. A second call does nothing."""
         self.engine.close()
 
     def __enter__(self) -> Self:
@@ -163,7 +162,7 @@ class PaddedLLM:
         self.close()
 
     def _run(self, handles: Sequence[Query]) -> None:
-        """Step until all of these are done."""
+        """Step until all `handles` are done."""
         unfinished = {handle for handle in handles if not handle.done}
         is_shown = self._progress and len(handles) > 1
         with tqdm(total=len(handles), desc="queries", disable=not is_shown, leave=False) as bar:
@@ -183,16 +182,16 @@ class PaddedLLM:
 
 
 def describe(name: str, runner: DeviceRunner, config: RebatchingConfig) -> Description:
-    """Plain values, which JSON can hold; printed, they are a line each.
+    """Describe an engine by plain values that JSON can hold; printing shows one line each.
 
     Keys:
-      model, device: as of `pensieve_jax.LLM.describe`; `name` is the model's.
-      kernels: for `attention` of prompts and for `decode`, that of steps, the `backend` and the `reason`.
-      batch: the `shapes` that the ring may have, rows x columns, the shortest first; `unused_lengths` of the
-        config, of which the budget has no room for a row and for one beside it; `max_context_tokens` of the
-        longest query, `insertion`, `prefill` and `preemptive`.
-      memory: `kv_bytes` of the budget and `token_bytes`, both a device's, and `host_bytes` of pinned memory.
-      compilation_cache_dir: where compiled programs are kept, or None.
+      model, device: as in `pensieve_jax.LLM.describe`; `name` is the model's name.
+      kernels: `backend` and `reason` of `attention` (prefills) and of `decode` (steps).
+      batch: the possible `shapes` of the ring, rows x columns, the shortest first; `unused_lengths` of the
+        config, for which the budget cannot hold a row and a spare one; `max_context_tokens` of the longest
+        query; `insertion`, `prefill` and `preemptive`.
+      memory: `kv_bytes` of the budget and `token_bytes`, both per device, and `host_bytes` of pinned memory.
+      compilation_cache_dir: directory of compiled programs, or None.
     """
     storage, lattice = runner.storage, runner.lattice
     return Description(

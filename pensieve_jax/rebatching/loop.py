@@ -1,7 +1,7 @@
-"""The loop of an engine: a step is launched before the one in front of it is fetched.
+"""Event loop of the engine, which launches a step before it fetches the previous one.
 
-Owns: the order of these, who gets which token, and what becomes of queries when a step fails.
-Does not know: whether the runner is a device or a clock, prompts as text, or who waits.
+Owns: the order of launches and fetches, the delivery of tokens to queries, and recovery from a failed step.
+Does not know: whether the runner is a device or a simulation, prompts as text, or the queue.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from pensieve_jax.rebatching.runner import RebatchingRunner
 from pensieve_jax.rebatching.scheduler import RebatchingScheduler
 
 type _Sampling = Prefill | Shape | Decode
-_MAX_FAILURES = 2  # of launches that a query is in; what fails again would fail for ever
+_MAX_FAILURES = 2  # failed launches after which a query fails; retrying a bad query would never end
 
 
 class RebatchingLoop:
-    """Of one engine.
+    """Event loop of one engine.
 
     Attributes:
-      queries: those that are not done, by serial.
-      scheduler, metrics: what it drives and what it counts.
+      queries: unfinished queries, by serial.
+      scheduler: the scheduler that chooses launches.
+      metrics: the counters.
     """
 
     def __init__(
@@ -47,15 +48,15 @@ class RebatchingLoop:
         self._flying: deque[tuple[_Sampling, Any]] = deque()
 
     def submit(self, query: Query) -> None:
-        """It waits to be served."""
+        """Add a query to the queue."""
         self.queries[query.serial] = query
         self.scheduler.add(query)
 
     def cancel(self, query: Query) -> bool:
-        """Nobody waits for it any more; False if it is done, or another engine's."""
+        """Cancel a query; return False if it is done, or belongs to another engine."""
         if query.done or self.queries.get(query.serial) is not query:
             return False
-        query.finish("cancelled")  # first: wherever an interrupt comes, it is done
+        query.finish("cancelled")  # first, so that an interrupt in the lines below leaves it done
         self.scheduler.remove(query)
         del self.queries[query.serial]
         for launch in self.scheduler.take_drops():
@@ -63,12 +64,12 @@ class RebatchingLoop:
         return True
 
     def step(self) -> list[Query]:
-        """Launch what is next, and take the tokens of what was launched before; returns who is done."""
+        """Launch the next step and deliver the tokens of earlier ones; return the finished queries."""
         ended: list[Query] = []
         num_before = len(self._flying)
         scheduled = self.scheduler.schedule(self._runner.has_left)
         kv_bytes = self.kv_bytes
-        failed: Launch | None = None  # the one that is tried, if it fails
+        failed: Launch | None = None  # the launch to blame if an error is raised
         try:
             for launch in scheduled.launches:
                 failed = launch
@@ -89,18 +90,18 @@ class RebatchingLoop:
         return ended
 
     def forget(self) -> None:
-        """What was launched is of no use to anybody."""
+        """Discard all queries and all launches in flight."""
         self.queries.clear()
         self._flying.clear()
         self._runner.reset(())
 
     @property
     def kv_bytes(self) -> int:
-        """Device memory that the ring and rows beside it take."""
+        """Device memory of the ring and the parked rows."""
         return self.scheduler.shelf.kv_bytes
 
     def lose_everything(self, error: Exception) -> None:
-        """Nothing that is known can be trusted: all that ran or waited fails with `error`."""
+        """Fail all queries with `error`, and start again with an empty scheduler."""
         for query in self.queries.values():
             if not query.done:
                 query.error = StepFailedError(str(error))
@@ -108,14 +109,14 @@ class RebatchingLoop:
         self.scheduler = RebatchingScheduler(self._config, self._lattice)
 
     def _accept(self, launch: _Sampling, result: Any) -> Iterable[Query]:
-        """Give tokens to their queries; those that end with them."""
+        """Deliver sampled tokens to their queries; return the queries that finish with them."""
         ended = []
         token_ids, logprobs = result.token_ids.tolist(), result.logprobs.tolist()
         for query, place in launch.samples:
-            if query.done:  # it ended one step earlier, or was cancelled: the token is thrown away
-                self.metrics.idle_late += not isinstance(launch, Prefill)  # which has no row of the ring
+            if query.done:  # it finished one step earlier or was cancelled: discard the token
+                self.metrics.idle_late += not isinstance(launch, Prefill)  # a prefill uses no row of the ring
                 continue
-            if not isinstance(launch, Prefill):  # to compute a prompt again goes well, and proves nothing
+            if not isinstance(launch, Prefill):  # a repeated prefill may succeed and the step fail again
                 query.num_failures = 0
             reason = query.accept(
                 token_ids[place], logprobs[place], result.top_ids[place], result.top_logprobs[place]
@@ -129,10 +130,10 @@ class RebatchingLoop:
         return ended
 
     def _fail(self, error: StepFailedError, failed: Launch, scheduled: Sequence[Launch]) -> list[Query]:
-        """Compute again what was lost; who was in too many failed launches fails."""
+        """Requeue the queries whose KV cache was lost; fail those that were in too many failed launches."""
         self.metrics.num_failed_steps += 1
         flying = {query for launch, _ in self._flying for query, _ in launch.samples}
-        flying |= _sampled_by(scheduled)  # by those, too, that were not even begun
+        flying |= _sampled_by(scheduled)  # includes launches that had not begun
         blamed = self._in(failed, scheduled)
         self._flying.clear()
         self.scheduler.lose_device(flying, self._runner.has_left)
@@ -141,7 +142,7 @@ class RebatchingLoop:
         for query in sorted((one for one in blamed if not one.done), key=rank):
             query.num_failures += 1
             if query.num_failures >= _MAX_FAILURES:
-                # One of its own: a traceback holds arrays of the device for as long as somebody holds it.
+                # A new error, since the traceback of `error` keeps device arrays alive.
                 query.error = StepFailedError(str(error))
                 del self.queries[query.serial]
                 self.scheduler.remove(query)
@@ -149,12 +150,13 @@ class RebatchingLoop:
         return ended
 
     def _in(self, failed: Launch, scheduled: Sequence[Launch]) -> Collection[Query]:
-        """Whose rows a launch concerns: others lost theirs with it, but had no part in that."""
+        """Return the queries whose rows a failed launch used. Only these are blamed for the failure."""
         if isinstance(failed, Prefill | Shape | Decode):
             return _sampled_by([failed])
         if not isinstance(failed, Resize):
             return [self.queries[failed.serial]] if failed.serial in self.queries else []
-        # All who are in the ring or, if none is, who was to follow: somebody, or it could fail for ever.
+        # Blame all queries in the ring, or the ones that were to follow. An unblamed failure could repeat
+        # forever.
         return [query for _, query in self.scheduler.ring.held] or _sampled_by(scheduled)
 
 

@@ -1,7 +1,7 @@
-"""What an engine of padded batches has done: counters that only grow, and what it is told of every step.
+"""Counters of a re-batching engine, which only grow, and the report of each step to an observer.
 
-Owns: what is counted, and why a row was idle.
-Does not know: how anything is decided, or seconds.
+Owns: the counters, and the reasons why a row was idle.
+Does not know: scheduling decisions, or time.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from pensieve_jax.rebatching.scheduler import Scheduled
 
 
 class StepSeen(NamedTuple):
-    """What an observer is told when a step was launched.
+    """Report of one step to an observer.
 
     Attributes:
-      launches: in program order.
-      ring: as it is behind them; to be read at once.
-      kv_bytes: of device memory that the ring and rows beside it take.
-      ended: queries whose last token came with this call of `step`.
+      launches: launches in program order.
+      ring: the ring after these launches. Read it at once, since the next step changes it.
+      kv_bytes: device memory of the ring and the parked rows.
+      ended: queries that finished in this call of `step`.
     """
 
     launches: Sequence[Launch]
@@ -47,29 +47,29 @@ Observe = Callable[[StepSeen], None]
 
 
 def unobserved(_: StepSeen) -> None:
-    """Nobody wants to know."""
+    """Ignore the report of a step."""
 
 
 @dataclass
 class RebatchingMetrics:
-    """Since the start.
+    """Counters since the start.
 
     Attributes:
-      num_steps: steps of the ring, shaped ones included.
-      num_shaped_steps: of them, those in which a prompt ran.
-      row_steps: rows of the ring in all steps.
-      read_columns: columns times rows of the ring in all steps: keys that attention reads by its layout.
-      live_columns: of them, those that hold a token of the row that reads them.
+      num_steps: steps of the ring, shaped steps included.
+      num_shaped_steps: steps in which a prompt ran.
+      row_steps: rows of the ring, summed over steps.
+      read_columns: rows times columns of the ring, summed over steps: keys that attention's layout spans.
+      live_columns: read columns that hold a token of the row that reads them.
       computed_tokens: tokens that steps computed, padding included.
-      idle_tail: idle rows while nobody waited; they cannot be helped.
-      idle_waiting: idle rows while somebody waited who did not fit, or was not to join a running batch.
-      idle_late: rows whose query had ended with a token that was not seen yet, or was cancelled meanwhile.
-      num_prefills: programs of prompts.
-      prefill_tokens: of prompts.
-      padded_prefill_tokens: the same with padding.
+      idle_tail: row-steps without a query while the queue was empty, which are unavoidable.
+      idle_waiting: row-steps without a query while a query waited that did not fit or could not join.
+      idle_late: row-steps of a query whose last token was not fetched yet, or that was cancelled meanwhile.
+      num_prefills: prefill programs.
+      prefill_tokens: prefilled tokens, without padding.
+      padded_prefill_tokens: prefilled tokens, with padding.
       num_insertions, num_suspensions, num_parked, num_returned, num_resizes: launches of these kinds.
       num_failed_steps: steps that failed on the device.
-      max_kv_bytes: the most that ring and rows beside it took of device memory.
+      max_kv_bytes: peak device memory of the ring and the parked rows.
     """
 
     num_steps: int = 0
@@ -93,7 +93,7 @@ class RebatchingMetrics:
     max_kv_bytes: int = 0
 
     def count(self, scheduled: Scheduled, ring: Ring[Query], max_kv_bytes: int) -> None:
-        """A step's launches, and the most memory so far."""
+        """Count the launches of a step, and record the peak memory."""
         self.max_kv_bytes = max(self.max_kv_bytes, max_kv_bytes)
         for launch in scheduled.launches:
             self._count(launch, ring)
@@ -103,7 +103,7 @@ class RebatchingMetrics:
             self.idle_waiting += scheduled.num_idle
 
     def as_dict(self) -> dict[str, int | float]:
-        """All of them, and the share of idle row-steps."""
+        """Return all counters, and the share of idle row-steps."""
         idle = self.idle_tail + self.idle_waiting + self.idle_late
         return {
             **dataclasses.asdict(self),

@@ -1,11 +1,11 @@
-"""Rows beside the ring: prefilled ones that wait for a row of it, and suspended ones.
+"""Parked rows: prefilled rows that wait for a row of the ring, and suspended rows.
 
-Owns: which of them are in device memory, in host memory, or on their way, within both budgets; who has to
-leave the device, and who is given up where host memory is full.
+Owns: the location of each row (device, host, or on its way) within both budgets; the choice of rows that
+leave the device, and of rows that are dropped if host memory is full.
 Does not know: the ring, or why room is needed.
 
-What leaves the device keeps its memory there until its copy is done. Whoever cannot wait for that says so,
-and the runner waits.
+A row that leaves the device keeps its device memory until its copy is done. If the caller needs the memory at
+once, it launches `Park` with `waits`, and the runner blocks.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from pensieve_jax.rebatching.queue import rank
 
 
 class ParkedRows:
-    """Of one engine.
+    """Parked rows of one engine.
 
     Attributes:
-      sizes: bytes of every row, by whose it is.
-      room_bytes: of device memory that rows may take.
-      max_kv_bytes: the most that rows and ring took together, within a step as well.
+      sizes: bytes of every row, by its query.
+      room_bytes: device memory available to parked rows.
+      max_kv_bytes: peak device memory of parked rows and ring, also within a step.
     """
 
     def __init__(self, lattice: Lattice, host_bytes: int) -> None:
-        """Empty; the ring is not there yet, so it may take all of the budget."""
+        """Start without rows. Until there is a ring, parked rows may use the whole budget."""
         self._lattice, self._host_bytes = lattice, host_bytes
         self.sizes: dict[Query, int] = {}
         self.room_bytes = lattice.kv_bytes
@@ -39,36 +39,36 @@ class ParkedRows:
 
     @property
     def device_bytes(self) -> int:
-        """What rows take of the device's memory."""
+        """Device memory of the parked rows."""
         return self._bytes(KVLocation.DEVICE, KVLocation.LEAVING)
 
     @property
     def host_bytes(self) -> int:
-        """What rows take, or are about to take, of the host's memory."""
+        """Host memory of the parked rows, including rows that are being copied there."""
         return self._bytes(KVLocation.HOST, KVLocation.LEAVING)
 
     @property
     def kv_bytes(self) -> int:
-        """What rows and ring take of the device's memory."""
+        """Device memory of the parked rows and the ring."""
         return self._lattice.kv_bytes - self.room_bytes + self.device_bytes
 
     def note(self) -> None:
-        """Rows or ring take more than before."""
+        """Update the peak memory after rows or ring have grown."""
         self.max_kv_bytes = max(self.max_kv_bytes, self.kv_bytes)
         assert self.kv_bytes <= self._lattice.kv_bytes
 
     def put(self, query: Query, length: int) -> None:
-        """It has a row of this length in device memory now; there must be room."""
+        """Record a new row of `length` in device memory. There must be room."""
         query.place = KVLocation.DEVICE
         self.sizes[query] = self._lattice.row_bytes(length)
         self.note()
 
     def take(self, query: Query) -> None:
-        """Its row is used up."""
+        """Remove a row that was copied into the ring."""
         del self.sizes[query]
 
     def settle(self, has_left: Callable[[int], bool]) -> None:
-        """Note whose copy to host memory is done."""
+        """Record which copies to host memory are done."""
         for query in self.sizes:
             if query.place is KVLocation.LEAVING and has_left(query.serial):
                 query.place = KVLocation.HOST
@@ -81,15 +81,15 @@ class ParkedRows:
         room_bytes: int | None = None,
         keep: Query | None = None,
     ) -> bool:
-        """Have so much of the room free, whoever has to leave; False if that cannot be.
+        """Free `num_bytes` of device memory by moving rows out; return False if that is impossible.
 
-        Those that are served last leave first. What is launched for it goes to `launches`.
+        Queries that are served last leave first.
 
         Args:
-          num_bytes: that are needed.
-          launches: what the runner is told.
-          room_bytes: all of the room, if it is about to change.
-          keep: stays.
+          num_bytes: bytes needed.
+          launches: list that receives the launches.
+          room_bytes: new total room, if it is about to change.
+          keep: query whose row stays.
         """
         room = self.room_bytes if room_bytes is None else room_bytes
         stays = self.sizes[keep] if keep is not None and keep.place is KVLocation.LEAVING else 0
@@ -105,9 +105,10 @@ class ParkedRows:
         return self.device_bytes + num_bytes <= room
 
     def begin_to_make_room(self, num_bytes: int, newcomer: Query, launches: list[Launch]) -> None:
-        """Have those that are served after `newcomer` leave for host memory, as far as there is room there.
+        """Start to copy rows of queries that rank after `newcomer` to host memory, while it has room.
 
-        Nobody waits for that, and nobody leaves who is served sooner: he would have to come back at once.
+        No launch waits for the copies. Rows of queries that are served sooner stay, since they would have to
+        come back at once.
         """
         behind = rank(newcomer)
         here = [one for one in self.sizes if one.place is KVLocation.DEVICE and rank(one) > behind]
@@ -119,11 +120,11 @@ class ParkedRows:
             self._leave(query, launches, newcomer)
 
     def has_room(self, num_bytes: int) -> bool:
-        """So much is free, and nobody has to leave for it."""
+        """Return whether `num_bytes` of device memory are free now."""
         return self.device_bytes + num_bytes <= self.room_bytes
 
     def bring(self, query: Query, launches: list[Launch]) -> None:
-        """Copy a row back from host memory; there must be room."""
+        """Copy a row back from host memory. There must be room."""
         assert query.place is KVLocation.HOST
         query.place = KVLocation.DEVICE
         query.note_copied_back()
@@ -131,13 +132,13 @@ class ParkedRows:
         self.note()
 
     def drop(self, query: Query, launches: list[Launch]) -> None:
-        """Give up its row, wherever it is."""
+        """Drop a row, in device or host memory; its query is recomputed later."""
         del self.sizes[query]
         launches.append(FreeRow(query.serial))
         query.place = KVLocation.NOWHERE
 
     def _leave(self, query: Query, launches: list[Launch], keep: Query | None) -> None:
-        """To host memory; where that is full, those there that are served later are given up, or this one."""
+        """Copy a row to host memory. If that is full, drop rows there that are served later, or this one."""
         behind = rank(query)
         there = [
             one

@@ -1,6 +1,6 @@
-"""Which prompts are prefilled together, and the launch of it (Baton, section 4.2: P&D decoupling).
+"""Grouping of prompts into prefills (Baton, section 4.2: P&D decoupling).
 
-Owns: the sizes of prefill programs, and who shares one.
+Owns: the sizes of prefill programs, and the choice of queries that share one.
 Does not know: the ring, or when a prefill is due.
 """
 
@@ -19,22 +19,22 @@ from pensieve_jax.rebatching.queue import QueryQueue
 
 
 def prefill_widths(config: RebatchingConfig, length: int) -> list[int]:
-    """How many prompts of a length programs take: one, and several where those are short enough."""
+    """Return the batch sizes of prefills of `length`: 1, and a larger one if the rows are short enough."""
     most = min(config.prefill_batch, config.max_batch, config.prefill_tokens // length)
     return [1, most] if most > 1 else [1]
 
 
 class Prefilling:
-    """Chooses the queries that are prefilled together, and builds their launch."""
+    """Builder of prefill launches."""
 
     def __init__(
         self, config: RebatchingConfig, lattice: Lattice, layout: WordsLayout, shelf: ParkedRows
     ) -> None:
-        """`shelf` is where rows are put."""
+        """Store the limits, and `shelf`, which receives the rows."""
         self._config, self._lattice, self._layout, self._shelf = config, lattice, layout, shelf
 
     def similar_to(self, query: Query, line: QueryQueue, most: int) -> list[Query]:
-        """Up to `most` others that are served soon and whose prompts need rows of the same length."""
+        """Return up to `most` queries that are served soon and need rows of the same length as `query`."""
         length = self._lattice.length_for(query.num_to_prefill)
         most = min(most, prefill_widths(self._config, length)[-1] - 1)
         found: list[Query] = []
@@ -50,24 +50,24 @@ class Prefilling:
     def launch(
         self, queries: Sequence[Query], launches: list[Launch], length: int | None = None
     ) -> list[Query]:
-        """Compute rows of the first of these, and of as many others as there is a program and room for.
+        """Prefill the first query, and as many others as one program and the memory allow.
 
         Args:
-          queries: all of whose tokens are known; the first is computed at least.
-          launches: what the runner is told.
-          length: of the rows; None: as the first one needs.
+          queries: candidates. All of their tokens must be known.
+          launches: list that receives the launch.
+          length: length of the rows; None means the length that the first query needs.
 
         Returns:
-          Who was computed.
+          The prefilled queries.
         """
         length = length or self._lattice.length_for(queries[0].num_to_prefill)
         row_bytes = self._lattice.row_bytes(length)
-        # Whoever was in a launch that failed is computed alone, so that it shows whose fault it was.
+        # A query that was in a failed launch is prefilled alone, to find out whether it caused the failure.
         alone = queries[0].num_failures > 0
         queries = queries[:1] if alone else [one for one in queries if not one.num_failures]
         width = prefill_widths(self._config, length)[-1]
         if len(queries) == 1 or not self._shelf.has_room(width * row_bytes):
-            width = 1  # nobody leaves for those that could wait
+            width = 1  # no row has to leave for queries that can wait
         has_room = self._shelf.make_room(width * row_bytes, launches)
         assert has_room, "the length of one row is kept free"
         chosen = list(queries[:width])
@@ -99,5 +99,5 @@ class Prefilling:
 
 
 def is_ready(query: Query) -> bool:
-    """Its KV state can be computed: there is none, and all its tokens have come."""
+    """Return whether the query can be prefilled: it has no KV cache, and all its tokens were fetched."""
     return query.place is KVLocation.NOWHERE and len(query.token_ids) == query.num_sampled

@@ -1,7 +1,7 @@
-"""A query: a prompt on its way to a reply, and where its KV state is meanwhile.
+"""Query: a prompt with its reply so far, and the location of its KV cache.
 
-Owns: its counts (what was launched, what has come), its place, and its result.
-Does not know: rings, budgets, or who is served next.
+Owns: the counts of launched and fetched tokens, the location, and the result.
+Does not know: rings, budgets, or the order of service.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from pensieve_jax.text import ReplyTokens, Tokenizer
 
 
 class KVLocation(enum.Enum):
-    """Where a query's KV state is."""
+    """Location of a query's KV cache."""
 
-    NOWHERE = "nowhere"  # not computed, or given up
-    DEVICE = "device"  # in a row of its own beside the ring
-    LEAVING = "leaving"  # the same, and on its way to host memory
+    NOWHERE = "nowhere"  # not computed, or dropped
+    DEVICE = "device"  # in a parked row on the device
+    LEAVING = "leaving"  # in a parked row that is being copied to host memory
     HOST = "host"
     RING = "ring"
-    GONE = "gone"  # it has all its tokens, or nobody waits for them
+    GONE = "gone"  # all tokens were launched, or the query was cancelled
 
 
 class Query(ReplyTokens):
-    """What was submitted.
+    """Submitted query.
 
     Attributes:
-      serial: numbers queries in the order of their arrival.
+      serial: number of the query, in the order of arrival.
       prompt_token_ids, params, seed, priority: as submitted; higher priorities are served first.
       ending_ids: ids that end the reply.
-      sampling_words: i32[5], how it is sampled, as bits; see `SAMPLING_WORDS`.
-      max_num_tokens: of the reply, the context's limit included.
-      num_sampled: tokens of the reply that were launched; those of them that have come are in `token_ids`.
-      place: of its KV state.
-      row: of the ring, while it is there.
-      suspended: it has been in the ring, and had to leave it.
-      num_failures: failed launches that it was in since a step gave it a token.
+      sampling_words: i32[5], sampling parameters as bits; see `SAMPLING_WORDS`.
+      max_num_tokens: most tokens of the reply, within the context limit.
+      num_sampled: launched tokens of the reply; `token_ids` holds those that were fetched.
+      place: location of the KV cache.
+      row: row of the ring, while the query is there.
+      suspended: whether the query ever had to leave the ring.
+      num_failures: failed launches that the query was in since a step gave it a token.
       output: the result.
-      error: why there is none.
+      error: the failure of a query without a result.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Query(ReplyTokens):
         max_context_tokens: int,
         tokenizer: Tokenizer | None,
     ) -> None:
-        """It waits; see the attributes."""
+        """Create a waiting query; see the attributes."""
         self.max_num_tokens = min(params.max_tokens, max_context_tokens - len(prompt_token_ids))
         super().__init__(params, ending_ids, self.max_num_tokens, tokenizer)
         self.serial, self.prompt_token_ids, self.params = serial, prompt_token_ids, params
@@ -74,51 +74,55 @@ class Query(ReplyTokens):
 
     @property
     def done(self) -> bool:
-        """It has an output or an error."""
+        """Whether the query has an output or an error."""
         return self.output is not None or self.error is not None
 
     @property
     def num_kv_tokens(self) -> int:
-        """Tokens of its KV state, where it has any: all but the last that was sampled."""
+        """Tokens in the KV cache, if it exists: all but the last sampled token."""
         return len(self.prompt_token_ids) + self.num_sampled - 1
 
     @property
     def num_to_prefill(self) -> int:
-        """Tokens that would have to be computed before the next can be sampled from nothing."""
+        """Tokens to prefill if the KV cache does not exist."""
         return len(self.prompt_token_ids) + self.num_sampled
 
     @property
     def is_launched(self) -> bool:
-        """Its last token has been launched, by length; nothing is left to do but to wait for it."""
+        """Whether the last token, by length, was launched and only has to be fetched."""
         return self.num_sampled >= self.max_num_tokens
 
     @property
     def all_token_ids(self) -> Sequence[int]:
-        """Prompt and reply so far."""
+        """Token ids of the prompt and of the reply so far."""
         return [*self.prompt_token_ids, *self.token_ids]
 
     def result(self) -> Output:
-        """The output, once it is done; raises what it failed with, and PensieveError before its end."""
+        """Return the output of a finished query.
+
+        Raises:
+          PensieveError: the query failed, or has not finished.
+        """
         if self.error is not None:
             raise self.error
         if self.output is None:
-            raise PensieveError("The query has not ended, so it has no output yet; step until it is done.")
+            raise PensieveError("The query has not finished, so it has no output yet. Step until it is done.")
         return self.output
 
     # For the scheduler and the engine
 
     def note_suspended(self) -> None:
-        """It has left the ring, and goes on later."""
+        """Record that the query left the ring and will resume later."""
         self.suspended = True
         self._num_suspensions += 1
 
     def note_copied_back(self) -> None:
-        """Its row comes back from host memory."""
+        """Record that the row is copied back from host memory."""
         if self.suspended:
             self._num_copied_back += self.num_kv_tokens
 
     def note_prefilled(self) -> None:
-        """Its KV state is computed, for the first time or once more; the next token is sampled with it."""
+        """Record a prefill, or a repeated one, which also samples the next token."""
         if self.num_sampled:
             self._num_recomputed += self.num_to_prefill
         self.num_sampled += 1
@@ -131,7 +135,7 @@ class Query(ReplyTokens):
             reused_gpu_tokens=0,
             swapped_in_tokens=0,
             recomputed_tokens=0,
-            prefilled_tokens=num_prompt if self.num_sampled else 0,  # it may have been cancelled before
+            prefilled_tokens=num_prompt if self.num_sampled else 0,  # 0 if cancelled before the prefill
             output_tokens=len(self.token_ids),
             num_suspensions=self._num_suspensions,
             resume_recomputed_tokens=self._num_recomputed,

@@ -1,6 +1,6 @@
-"""Who waits, in the order in which they are served.
+"""Queue of waiting queries, in the order of service.
 
-Owns: the order: by priority, then those that were suspended, then by arrival.
+Owns: the order, which is by priority, then suspended queries first, then by arrival.
 Does not know: rows, budgets, or KV state.
 """
 
@@ -18,7 +18,7 @@ _RANK = itemgetter(0)
 
 
 def rank(query: Query) -> Rank:
-    """The smaller, the sooner it is served."""
+    """Return a sort key; the smallest is served first."""
     return -query.priority, not query.suspended, query.serial
 
 
@@ -32,24 +32,24 @@ class QueryQueue:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Query]:
-        """From the first on; the line must not change meanwhile."""
+        """Iterate in the order of service. The queue must not change meanwhile."""
         return map(itemgetter(1), self._entries)
 
     @property
     def head(self) -> Query:
-        """Return the query that is served next; the line must not be empty."""
+        """Query that is served next. The queue must not be empty."""
         return self._entries[0][1]
 
     def window(self, size: int) -> list[Query]:
-        """The first so many."""
+        """Return the first `size` queries."""
         return list(islice(self, size))
 
     def add(self, query: Query) -> None:
-        """Wait; its rank must not change until it is removed."""
+        """Add a query. Its rank must not change until it is removed."""
         insort(self._entries, (rank(query), query), key=_RANK)
 
     def remove(self, query: Query) -> None:
-        """Remove a query that waits in the line and whose rank is unchanged."""
+        """Remove a query of the queue whose rank has not changed."""
         index = bisect_left(self._entries, rank(query), key=_RANK)
         assert index < len(self._entries) and self._entries[index][1] is query
         del self._entries[index]

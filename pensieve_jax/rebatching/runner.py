@@ -1,7 +1,7 @@
-"""The door to a device: what carries out launches, and gives the tokens that they sampled.
+"""Interface to a device, which executes launches and returns the sampled tokens.
 
 Owns: the protocol.
-Does not know: who implements it (`device.runner`, `simulation`, a fake of tests).
+Does not know: its implementations (`device.runner`, `simulation`, a fake in the tests).
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pensieve_jax.rebatching.launches import Launch
 
 
 class RebatchingRunner(Protocol):
-    """Carries out launches in program order, from one thread."""
+    """Executor of launches in program order. It is called from one thread."""
 
     def launch(self, launch: Launch) -> Any:
-        """Begin one; returns a handle for what samples, else None.
+        """Begin a launch; return a handle if it samples, else None.
 
-        It waits for a `Park` that says so, and may for a `Resize`; for nothing else.
+        The call blocks for a `Park` with `waits`, and may block for a `Resize`. Other launches do not block.
 
         Raises:
-          StepFailedError: it could not be begun; nothing on the device can be trusted until `reset`. Never
-            for a `FreeRow`, which only forgets.
+          StepFailedError: the launch could not begin; the device state is invalid until `reset`. A `FreeRow`
+            never raises it.
         """
         ...
 
@@ -31,14 +31,14 @@ class RebatchingRunner(Protocol):
         """Wait for a launch, and return what it sampled.
 
         Raises:
-          StepFailedError: it failed; nothing on the device can be trusted until `reset`.
+          StepFailedError: the launch failed; the device state is invalid until `reset`.
         """
         ...
 
     def has_left(self, serial: int) -> bool:
-        """The copy of a row to host memory is done, and its device memory is free."""
+        """Return whether a row's copy to host memory is done and its device memory is free."""
         ...
 
     def reset(self, kept: Collection[int]) -> None:
-        """Forget the ring and all rows but those of `kept`, which are in host memory."""
+        """Discard the ring and all rows except those of `kept`, which are in host memory."""
         ...

@@ -1,12 +1,12 @@
-"""Who is in the batch, and what is launched for it: insertion, preemption, and the size of the batch.
+"""Scheduler of a padded batch: insertion, preemption, and the shape of the batch.
 
-Owns: the rules (Baton, sections 4.1 to 4.3), and the order of what one step launches. Settings of it are the
-paper's rivals: with insertion "none" a batch runs to its end.
+Owns: the rules (Baton, sections 4.1 to 4.3), and the order of launches within a step. The paper's baselines
+are settings of it: with insertion "none" a batch runs until all its queries finish.
 Does not know: devices, tokens, text, or time.
 
-A query is served in the order of its rank (`queue`); nobody passes one that does not fit, so a long query
-waits for the batch to become narrow enough, and not for ever. What a query needs it can have alone: that was
-checked when it was submitted, so the first one always advances.
+Queries are served in the order of their rank (`queue`). No query overtakes one that does not fit, so a long
+query waits until the batch is narrow enough, but never starves. Every query fits when it is alone, which is
+checked at submission, so the first query always advances.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ from pensieve_jax.rebatching.query import KVLocation, Query
 from pensieve_jax.rebatching.queue import QueryQueue, rank
 from pensieve_jax.rebatching.ring import Ring
 
-_SPARSE = 3  # a ring is too long if no more than one of so many parts is used, for half its length in steps
+# A ring is too long if its span is at most 1 / _SPARSE of its length for half its length in steps.
+_SPARSE = 3
 
 
 class Scheduled(NamedTuple):
-    """A step's launches, and why rows were idle in it.
+    """Launches of one step, and its idle rows.
 
     Attributes:
-      launches: in program order.
-      num_idle: rows of the batch that got no token of any query.
-      is_tail: because nobody waited.
+      launches: launches in program order.
+      num_idle: rows of the batch without a query.
+      is_tail: whether the queue was empty, so that the idle rows are unavoidable.
     """
 
     launches: list[Launch]
@@ -53,11 +54,13 @@ class Scheduled(NamedTuple):
 
 
 class RebatchingScheduler:
-    """Of one engine.
+    """Scheduler of one engine.
 
     Attributes:
-      ring, line, shelf: who is where; for checks.
-      layout: of the words of a step.
+      ring: rows of running queries.
+      line: queue of waiting queries.
+      shelf: parked rows.
+      layout: layout of a step's words.
     """
 
     def __init__(self, config: RebatchingConfig, lattice: Lattice) -> None:
@@ -70,19 +73,19 @@ class RebatchingScheduler:
         self._prefilling = Prefilling(config, lattice, self.layout, self.shelf)
         self._launches: list[Launch] = []
         self._num_sparse_steps = 0
-        self._was_empty = True  # when the step began: nobody waits for a prefill
+        self._was_empty = True  # whether the ring was empty when the step began, so a prefill delays no query
         self._prefilled = self._shaped = False  # in this step
 
-    # Who comes and goes
+    # Submission, removal and recovery
 
     def add(self, query: Query) -> None:
-        """It waits to be served."""
+        """Add a query to the queue."""
         self.line.add(query)
 
     def remove(self, query: Query) -> None:
-        """Nobody waits for it any more: it has ended, or was cancelled."""
+        """Remove a query that finished or was cancelled."""
         if query.place is KVLocation.RING:
-            if self._config.insertion != "none":  # where a batch runs to its end, so does its row
+            if self._config.insertion != "none":  # with "none", rows are freed when the whole batch finishes
                 self.ring.release(query.row)
         elif query.place is not KVLocation.GONE:
             self.line.remove(query)
@@ -91,12 +94,13 @@ class RebatchingScheduler:
         query.place = KVLocation.GONE
 
     def lose_device(self, flying: Collection[Query], has_left: Callable[[int], bool]) -> list[Query]:
-        """All on the device is lost, with the tokens in flight of `flying`; returns whom that concerns.
+        """Requeue the queries that lost their KV cache, or a token in flight (`flying`), with the device.
 
-        They wait again, to be computed from their tokens. What host memory has stays.
+        Returns:
+          The requeued queries, which are recomputed from their tokens. Rows in host memory stay valid.
         """
         lost = {query for _, query in self.ring.held if not query.done and query.place is KVLocation.RING}
-        # Of the launches of the last schedule some may not have begun, so the runner is asked.
+        # Some launches of the last schedule may not have begun, so `place` alone does not tell.
         shelved = self.shelf.sizes
         lost |= {
             query for query in shelved if query.place is not KVLocation.HOST or not has_left(query.serial)
@@ -115,17 +119,17 @@ class RebatchingScheduler:
         return sorted(lost, key=rank)
 
     def take_drops(self) -> list[Launch]:
-        """Rows that are to be forgotten, without waiting for the next step."""
+        """Return the pending launches, which free rows, without waiting for the next step."""
         launches, self._launches = self._launches, []
         return launches
 
     # One step
 
     def schedule(self, has_left: Callable[[int], bool]) -> Scheduled:
-        """What is launched next; nothing if nobody is there.
+        """Return the launches of the next step; none without queries.
 
         Args:
-          has_left: whether the copy of a row, by its query's serial, to host memory is done.
+          has_left: tells whether the copy to host memory of a query's row, by serial, is done.
         """
         self.shelf.settle(has_left)
         self._prefilled = self._shaped = False
@@ -139,13 +143,13 @@ class RebatchingScheduler:
             self._admit()
         self._shrink_if_sparse()
         num_idle, is_tail = self._step()
-        self._bring_back()  # first, as a prompt that is served later would take the room
+        self._bring_back()  # before prefills, since a prompt that is served later would take the room
         self._prefill_ahead()
         launches, self._launches = self._launches, []
         return Scheduled(launches, num_idle, is_tail)
 
     def _release(self) -> None:
-        """Free the rows of those whose last token is launched; where a batch runs to its end, all at once."""
+        """Free the rows of queries whose last token is launched; with insertion "none", all rows at once."""
         ended = []
         for row, query in self.ring.held:
             if query.is_launched:
@@ -158,7 +162,7 @@ class RebatchingScheduler:
             self.ring.release(row)
 
     def _admit(self) -> None:
-        """Let those join that fit, in order."""
+        """Let waiting queries that fit join, in order."""
         while len(self.line) and not self._shaped:
             query = self.line.head
             victims: list[Query] = []
@@ -172,37 +176,37 @@ class RebatchingScheduler:
             for victim in victims:
                 self._suspend(victim)
             shape = self._fitting.shape_with(query)
-            # Its own row may have been given up for that of a victim.
+            # Making room for a victim may have dropped the row of `query`.
             if shape is None or not self._can_join(query):
                 return
             self._join(query, shape)
 
     def _can_join(self, query: Query) -> bool:
-        """Its KV state is there, or can be computed in this step."""
+        """Return whether the query's KV cache exists or can be computed in this step."""
         if query.place is not KVLocation.NOWHERE:
             return True
         return is_ready(query) and (self._fitting.is_shaped(query) or self._may_prefill)
 
     @property
     def _may_prefill(self) -> bool:
-        """A program of prompts may run in this step: those in the ring wait for no more than one."""
+        """Whether a prefill may run in this step. Running queries wait for at most one per step."""
         return self._was_empty or not self._prefilled
 
     def _join(self, query: Query, shape: RingShape) -> None:
-        """Put a query into the ring, which takes this shape."""
-        self._resize(shape, keep=query)  # first, as a shorter ring may leave no room for its row
+        """Put a query into the ring, which changes to `shape`."""
+        self._resize(shape, keep=query)  # first, since a shorter, wider ring may leave no room for its row
         if self._fitting.is_shaped(query):
             self.line.remove(query)
             self._shape_step(query)
             return
         if query.place is KVLocation.NOWHERE:
             self._prefill(query)
-            if query.is_launched:  # that was its only token
+            if query.is_launched:  # its only token
                 return
         self._enter(query)
 
     def _enter(self, query: Query) -> None:
-        """A row of its own becomes a row of the ring."""
+        """Move a parked row into the ring."""
         if query.place is KVLocation.HOST:
             self.shelf.make_room(self.shelf.sizes[query], self._launches, keep=query)
             self.shelf.bring(query, self._launches)
@@ -211,7 +215,7 @@ class RebatchingScheduler:
         self._embed(query)
 
     def _embed(self, query: Query) -> None:
-        """Its row is copied to where it ends at the cursor."""
+        """Launch the copy of a row into the ring, where it ends at the cursor."""
         num = query.num_kv_tokens
         query.row = self.ring.insert(query, num)
         query.place = KVLocation.RING
@@ -221,7 +225,7 @@ class RebatchingScheduler:
         self._launches.append(Insert(query.serial, query.row, place, num, last_id))
 
     def _begin_batch(self) -> None:
-        """Take as many of those who wait as fit, in order, for a batch that runs to its end."""
+        """Start a batch that runs until all its queries finish, with the first waiting queries that fit."""
         batch, shape = self._fitting.batch_of(self.line.window(self._config.max_batch))
         if shape is None:
             return
@@ -230,7 +234,7 @@ class RebatchingScheduler:
         length = self._lattice.length_for(max(map(num_tokens, batch))) if is_together else None
         for query in batch:
             if query.place is KVLocation.NOWHERE:
-                # Its row may have been given up for another one, and its next would be longer by a token.
+                # Its row may have been dropped for another query's, and the next one is a token longer.
                 if not is_ready(query) or self._fitting.num_columns(query) > shape.length:
                     return
                 others = [one for one in batch if is_ready(one) and one is not query]
@@ -238,10 +242,10 @@ class RebatchingScheduler:
             if not query.is_launched:
                 self._enter(query)
 
-    # Who has to leave
+    # Suspension and the shape of the ring
 
     def _suspend(self, query: Query) -> None:
-        """Out of the ring, to go on later."""
+        """Move a query from the ring into a parked row, to resume later."""
         length = self._lattice.length_for(query.num_kv_tokens)
         row, num_tokens = query.row, query.num_kv_tokens
         query.note_suspended()
@@ -255,7 +259,7 @@ class RebatchingScheduler:
         self.line.add(query)
 
     def _keep_in_length(self) -> None:
-        """Have a column for the next step: a longer ring, and if that is narrower, fewer in it."""
+        """Make room for the next step's column: lengthen the ring; if it gets too narrow, suspend queries."""
         while self.ring.num_held:
             current, needed = self.ring.shape, self.ring.span + 1
             assert current is not None
@@ -269,13 +273,13 @@ class RebatchingScheduler:
             gone = [row for row, owner in held if owner.place is KVLocation.GONE]
             if gone:
                 self.ring.release(max(gone, key=self.ring.row_span))
-            elif target is None:  # its holes are too many: it comes back without
+            elif target is None:  # holes make the row too long; it will come back without them
                 self._suspend(max(held, key=lambda one: self.ring.row_span(one[0]))[1])
             else:
                 self._suspend(max((owner for _, owner in held), key=standing))
 
     def _shrink_if_sparse(self) -> None:
-        """A shorter ring is read faster."""
+        """Shorten a ring that has been sparse for long, since a shorter ring is read faster."""
         current, span = self.ring.shape, self.ring.span
         if current is None or not span or _SPARSE * span >= current.length:
             self._num_sparse_steps = 0
@@ -299,10 +303,14 @@ class RebatchingScheduler:
         self.shelf.note()
         self._num_sparse_steps = 0
 
-    # What computes
+    # Steps and prefills
 
     def _step(self) -> tuple[int, bool]:
-        """One token for each in the ring, unless a shaped step did that; idle rows, and if nobody waits."""
+        """Launch a decode step, unless a shaped step ran.
+
+        Returns:
+          The number of idle rows, and whether the queue is empty.
+        """
         shape = self.ring.shape
         served = [(row, query) for row, query in self.ring.held if query.place is KVLocation.RING]
         if shape is None or not served:
@@ -317,7 +325,7 @@ class RebatchingScheduler:
         return num_idle, not len(self.line)
 
     def _shape_step(self, query: Query) -> None:
-        """A step in which `query` joins with all its tokens."""
+        """Launch a step in which `query` joins with all its tokens (vector shaping)."""
         token_ids = query.all_token_ids
         num_tokens = len(token_ids)
         row = query.row = self.ring.insert(query, 0)
@@ -339,19 +347,19 @@ class RebatchingScheduler:
         self._shaped = True
 
     def _add_row(self, words: PackedStep, row: int, query: Query, num_new: int) -> None:
-        """A row takes one token in a step that adds so many columns."""
+        """Add a row that takes one token, in a step of `num_new` columns."""
         num_columns = self.ring.row_span(row) + num_new
         num_tokens = query.num_kv_tokens
         words.add(row, query, num_tokens, num_columns, num_tokens + 1)
         query.num_sampled += 1
 
     def _prefill(self, query: Query, others: list[Query] | None = None, length: int | None = None) -> None:
-        """Compute a query's row, for which there must be room if others leave, and with it those of others.
+        """Prefill a query, together with others. There must be room for its row if parked rows leave.
 
         Args:
-          query: the first.
-          others: who may be computed with it; None: those of similar length that are next.
-          length: of the rows; None: as `query` needs.
+          query: the first query.
+          others: queries that may share the prefill; None means the next ones of similar length.
+          length: length of the rows; None means the length that `query` needs.
         """
         if others is None:
             most = max(self._config.num_ahead - len(self.shelf) - 1, 0)
@@ -364,7 +372,7 @@ class RebatchingScheduler:
         self._prefilled = True
 
     def _prefill_ahead(self) -> None:
-        """At most one program beside a step, so that those in the ring wait for no more."""
+        """Prefill waiting queries, in at most one program per step, to limit the delay of running queries."""
         config = self._config
         if config.insertion == "shape" or config.prefill == "together" or self._prefilled:
             return
@@ -380,7 +388,7 @@ class RebatchingScheduler:
                 return
 
     def _bring_back(self) -> None:
-        """Copy the first that waits in host memory back ahead of need, if there is room."""
+        """Copy the first waiting query's row back from host memory ahead of need, if there is room."""
         for query in self.line.window(1):
             if query.place is KVLocation.HOST and self.shelf.has_room(self.shelf.sizes[query]):
                 self.shelf.bring(query, self._launches)

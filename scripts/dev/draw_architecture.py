@@ -1,11 +1,11 @@
-"""The rooms of this repository and who imports whom, drawn from the code.
+"""Draw the rooms of this repository and their imports, from the code.
 
     python scripts/dev/draw_architecture.py            # writes docs/architecture.svg
-    python scripts/dev/draw_architecture.py --check    # exit status 1 if the picture there is of other code
+    python scripts/dev/draw_architecture.py --check    # exit status 1 if the picture is out of date
 
-A room is a package or a module at the top of `pensieve_jax`, `pensieve_jax` itself with the names that it
-gives, or another package. A room stands above all that it imports. An arrow is an import; those that follow
-from others are left out. Under a name is how the first line of its docstring begins.
+A room is a top-level package or module of `pensieve_jax`, `pensieve_jax` itself with its public names, or
+another package. Rooms stand above the rooms that they import. Arrows are imports; those implied by other
+arrows are omitted. Below a name stands the beginning of its docstring.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ _WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _MARGIN = 190, 74, 30, 46, 16
 
 
 class Room(NamedTuple):
-    """A package or a top-level module: what it is for, and the rooms that it imports."""
+    """Package or top-level module: its purpose, and the rooms that it imports."""
 
     purpose: str
     imports: frozenset[str]
 
 
 def room_of(module: str) -> str:
-    """The room of a dotted module name."""
+    """Return the room of a dotted module name."""
     parts = module.split(".")
     return ".".join(parts[: 2 if parts[0] == _FACADE else 1])
 
 
 def read_imports() -> grimp.ImportGraph:
-    """Who imports whom in the packages and the laboratory, anywhere in a file but for type checkers only."""
+    """Return all imports in the packages and the laboratory, except those for type checkers only."""
     graph = grimp.build_graph(*PACKAGES, LABORATORY, exclude_type_checking_imports=True, cache_dir=None)
-    # Most names that `import pensieve_jax` gives are imported when they are asked for. grimp sees them only
-    # where they stand for type checkers.
+    # `pensieve_jax` imports most of its public names on first use. grimp sees these imports only in the block
+    # for type checkers.
     names = grimp.build_graph(_FACADE, cache_dir=None).find_modules_directly_imported_by(_FACADE)
     for name in names:
         graph.add_import(importer=_FACADE, imported=name)
@@ -56,7 +56,7 @@ def read_imports() -> grimp.ImportGraph:
 
 
 def read_rooms() -> dict[str, Room]:
-    """Every room, by name."""
+    """Return every room, by name."""
     graph = read_imports()
     imports: dict[str, set[str]] = {room_of(module): set() for module in graph.modules}
     for module in graph.modules:
@@ -66,20 +66,20 @@ def read_rooms() -> dict[str, Room]:
 
 
 def _purpose(room: str) -> str:
-    """The first line of its docstring."""
+    """Return the first line of a room's docstring."""
     path = (ROOT / "lab" if room == LABORATORY else ROOT).joinpath(*room.split("."))
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     return (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").partition("\n")[0]
 
 
 def cycles(rooms: Mapping[str, Room]) -> list[str]:
-    """Rooms that import each other, however far round, by name."""
+    """Return the names of rooms in import cycles."""
     reached = {name: _reached(rooms, name) for name in rooms}
     return sorted(name for name in rooms if name in reached[name])
 
 
 def levels(rooms: Mapping[str, Room]) -> dict[str, int]:
-    """How many rooms stand below each, one on the other."""
+    """Return the level of each room: the longest path of imports below it."""
     found: dict[str, int] = {}
 
     def level(name: str) -> int:
@@ -93,7 +93,7 @@ def levels(rooms: Mapping[str, Room]) -> dict[str, int]:
 
 
 def direct(rooms: Mapping[str, Room], name: str) -> list[str]:
-    """What a room imports, less what that imports in turn."""
+    """Return the imports of a room, without those that its other imports reach."""
     beyond = {far for one in rooms[name].imports for far in _reached(rooms, one)}
     return sorted(rooms[name].imports - beyond)
 
@@ -110,7 +110,7 @@ def _reached(rooms: Mapping[str, Room], name: str) -> set[str]:
 
 
 def draw(rooms: Mapping[str, Room]) -> str:
-    """The picture, as SVG; the same for the same rooms."""
+    """Return the picture as SVG. It depends only on the rooms."""
     level_of = levels(rooms)
     rows: list[list[str]] = []
     for level in range(max(level_of.values()), -1, -1):
@@ -142,7 +142,7 @@ def draw(rooms: Mapping[str, Room]) -> str:
 
 
 def _middle_of_importers(rooms: Mapping[str, Room], rows: Sequence[Sequence[str]], name: str) -> float:
-    """Where those above stand that import a room, from -1/2 to 1/2 of their rows."""
+    """Return the average position of a room's importers, from -1/2 to 1/2 of their rows."""
     places = [
         (row.index(one) + 0.5) / len(row) - 0.5 for row in rows for one in row if name in direct(rooms, one)
     ]
@@ -183,14 +183,14 @@ def main() -> int:
         print(f"{PICTURE.relative_to(ROOT)}: {len(rooms)} rooms")
         return 0
     if not PICTURE.is_file() or PICTURE.read_text(encoding="utf-8") != picture:
-        print(f"{PICTURE.relative_to(ROOT)} is not of this code: run scripts/dev/draw_architecture.py")
+        print(f"{PICTURE.relative_to(ROOT)} is out of date: run scripts/dev/draw_architecture.py")
         return EXIT_FAILED
     return 0
 
 
 def define_flags() -> None:
-    """The command line."""
-    flags.DEFINE_bool("check", False, "Write nothing; say whether the picture is of this code.")
+    """Define the command-line flags."""
+    flags.DEFINE_bool("check", False, "Write nothing; fail if the picture is out of date.")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""A Grafana dashboard of a server's metrics, as JSON to import.
+"""Make a Grafana dashboard of a server's metrics, as JSON to import.
 
     python scripts/dev/make_dashboard.py            # writes docs/dashboard.json
-    python scripts/dev/make_dashboard.py --check    # exit status 1 if the file there is another one
+    python scripts/dev/make_dashboard.py --check    # exit status 1 if the file is out of date
 
-Grafana asks for the Prometheus data source when the file is imported. The panels are rows of the table below;
-their expressions are checked by a test against what /metrics gives.
+Grafana asks for the Prometheus data source when the file is imported. The table below defines the panels. A
+test checks their expressions against the output of /metrics.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _SOURCE = {"type": "prometheus", "uid": "${source}"}
 
 
 class Line(NamedTuple):
-    """A curve: its expression and how the legend names it."""
+    """Curve: its expression, and its name in the legend."""
 
     expression: str
     legend: str
 
 
 class Panel(NamedTuple):
-    """A graph; `unit` is Grafana's name of it."""
+    """Graph; `unit` is Grafana's name of a unit."""
 
     title: str
     unit: str
@@ -44,12 +44,12 @@ class Panel(NamedTuple):
 
 
 def rate(metric: str) -> str:
-    """A second, of a counter."""
+    """Return the rate of a counter per second."""
     return f"rate({metric}{_SELECTOR}{_WINDOW})"
 
 
 def quantiles(histogram: str) -> list[Line]:
-    """The half, and the worst of twenty and of a hundred."""
+    """Return the curves of the median, and of the 95th and 99th percentile."""
     return [
         Line(f"histogram_quantile({share}, sum by (le) ({rate(f'{histogram}_bucket')}))", f"p{share * 100:g}")
         for share in (0.5, 0.95, 0.99)
@@ -57,55 +57,53 @@ def quantiles(histogram: str) -> list[Line]:
 
 
 def average(metric: str) -> Line:
-    """Of what a histogram observed."""
+    """Return the curve of a histogram's average."""
     return Line(f"{rate(f'{metric}_sum')} / {rate(f'{metric}_count')}", "on average")
 
 
 def by(label: str, metric: str) -> Line:
-    """A curve for each value of a label."""
+    """Return one curve for each value of a label."""
     return Line(f"sum by ({label}) ({rate(metric)})", f"{{{{{label}}}}}")
 
 
 def of_each(gauge: str) -> Line:
-    """A curve for each replica."""
+    """Return one curve for each replica."""
     return Line(f"sum by (replica) ({gauge}{_SELECTOR})", "{{replica}}")
 
 
 ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
     (
-        "What clients see",
+        "Client latency and requests",
         (
             Panel("First token", "s", quantiles("vllm:time_to_first_token_seconds")),
             Panel("Between tokens", "s", quantiles("vllm:inter_token_latency_seconds")),
             Panel("Whole reply", "s", quantiles("vllm:e2e_request_latency_seconds")),
-            Panel("Waiting for a place", "s", quantiles("pensieve:front_queue_seconds")),
-            Panel("Replies a second", "reqps", [by("finished_reason", "vllm:request_success_total")], True),
-            Panel("Refused a second", "reqps", [by("code", "pensieve:requests_refused_total")], True),
+            Panel("Waiting in the queue", "s", quantiles("pensieve:front_queue_seconds")),
+            Panel("Replies per second", "reqps", [by("finished_reason", "vllm:request_success_total")], True),
+            Panel(
+                "Refused requests per second", "reqps", [by("code", "pensieve:requests_refused_total")], True
+            ),
         ),
     ),
     (
-        "Where the tokens of contexts come from",
+        "Sources of context tokens",
         (
-            Panel(
-                "All tokens of contexts", "short", [by("source", "vllm:prompt_tokens_by_source_total")], True
-            ),
+            Panel("All context tokens", "short", [by("source", "vllm:prompt_tokens_by_source_total")], True),
             Panel("History of conversations", "short", [by("source", "pensieve:history_tokens_total")], True),
             Panel(
-                "Found in state",
+                "Cache hit rate",
                 "percentunit",
                 [
                     Line(
                         f"{rate('vllm:prefix_cache_hits_total')} / {rate('vllm:prefix_cache_queries_total')}",
-                        "found",
+                        "hit rate",
                     )
                 ],
             ),
+            Panel("Context matches by kind", "reqps", [by("kind", "pensieve:context_match_total")], True),
+            Panel("Rebuilt contexts", "reqps", [by("reason", "pensieve:context_rebuilds_total")], True),
             Panel(
-                "How contexts were recognised", "reqps", [by("kind", "pensieve:context_match_total")], True
-            ),
-            Panel("Contexts made anew", "reqps", [by("reason", "pensieve:context_rebuilds_total")], True),
-            Panel(
-                "Tokens a second",
+                "Tokens per second",
                 "short",
                 [
                     Line(rate("vllm:prompt_tokens_total"), "contexts"),
@@ -115,7 +113,7 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
         ),
     ),
     (
-        "The engine",
+        "Engine",
         (
             Panel(
                 "Turns",
@@ -123,7 +121,7 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
                 [
                     Line(f"vllm:num_requests_running{_SELECTOR}", "running"),
                     Line(f"pensieve:engine_waiting{_SELECTOR}", "waiting in the engine"),
-                    Line(f"pensieve:front_waiting{_SELECTOR}", "waiting before it"),
+                    Line(f"pensieve:front_waiting{_SELECTOR}", "waiting in the front end"),
                 ],
             ),
             Panel(
@@ -135,7 +133,7 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
                 ],
             ),
             Panel(
-                "Chunks of state",
+                "Chunks by tier and state",
                 "short",
                 [Line(f"sum by (tier, state) (pensieve:chunks{_SELECTOR})", "{{tier}} {{state}}")],
                 True,
@@ -146,7 +144,7 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
                 [Line(f"sum by (from, to) ({rate('pensieve:tier_bytes_total')})", "{{from}} to {{to}}")],
             ),
             Panel(
-                "Under memory pressure, a second",
+                "Memory pressure, events per second",
                 "short",
                 [
                     Line(rate("vllm:num_preemptions_total"), "suspended turns"),
@@ -156,7 +154,7 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
                 ],
             ),
             Panel(
-                "The engine's thread",
+                "Engine thread",
                 "percentunit",
                 [
                     Line(rate("pensieve:engine_host_seconds_total"), "on a processor"),
@@ -164,27 +162,29 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
                 ],
             ),
             Panel(
-                "Tokens a step",
+                "Tokens per step",
                 "short",
                 [average("vllm:iteration_tokens_total"), *quantiles("vllm:iteration_tokens_total")],
             ),
-            Panel("Tokens an event", "short", [Line(f"pensieve:delta_merge_ratio{_SELECTOR}", "on average")]),
+            Panel(
+                "Tokens per event", "short", [Line(f"pensieve:delta_merge_ratio{_SELECTOR}", "on average")]
+            ),
             Panel("Commit", "s", quantiles("pensieve:commit_seconds")),
         ),
     ),
     (
-        "Replicas, where there are several",
+        "Replicas, if there are several",
         (
-            Panel("Turns that run", "short", [of_each("pensieve:replica_running")]),
-            Panel("Turns that wait", "short", [of_each("pensieve:replica_waiting")]),
-            Panel("Replies of each a second", "reqps", [by("replica", "pensieve:replica_turns_total")]),
+            Panel("Running turns", "short", [of_each("pensieve:replica_running")]),
+            Panel("Waiting turns", "short", [of_each("pensieve:replica_waiting")]),
+            Panel("Replies per second by replica", "reqps", [by("replica", "pensieve:replica_turns_total")]),
             Panel(
-                "Tokens of each a second",
+                "Tokens per second by replica",
                 "short",
                 [by("replica", "pensieve:replica_generation_tokens_total")],
             ),
             Panel(
-                "History that was computed again",
+                "Recomputed share of history",
                 "percentunit",
                 [
                     Line(
@@ -195,7 +195,7 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
                 ],
             ),
             Panel(
-                "Turns sent once more, a second",
+                "Retried turns per second",
                 "reqps",
                 [Line(rate("pensieve:turns_run_again_total"), "all")],
             ),
@@ -205,7 +205,7 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
 
 
 def dashboard() -> dict[str, Any]:
-    """The whole file."""
+    """Return the contents of the file."""
     panels: list[dict[str, Any]] = []
     top = 0
     for title, row in ROWS:
@@ -274,14 +274,14 @@ def main() -> int:
         print(f"{DASHBOARD.relative_to(ROOT)}: {sum(len(panels) for _, panels in ROWS)} panels")
         return 0
     if not DASHBOARD.is_file() or DASHBOARD.read_text(encoding="utf-8") != text:
-        print(f"{DASHBOARD.relative_to(ROOT)} is another one: run scripts/dev/make_dashboard.py")
+        print(f"{DASHBOARD.relative_to(ROOT)} is out of date: run scripts/dev/make_dashboard.py")
         return EXIT_FAILED
     return 0
 
 
 def define_flags() -> None:
-    """The command line."""
-    flags.DEFINE_bool("check", False, "Write nothing; say whether the file is up to date.")
+    """Define the command-line flags."""
+    flags.DEFINE_bool("check", False, "Write nothing; fail if the file is out of date.")
 
 
 if __name__ == "__main__":

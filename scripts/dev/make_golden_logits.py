@@ -1,11 +1,14 @@
-"""Make tests/models/golden: tiny checkpoints of every family with the logits transformers computes for them.
+"""Make tests/models/golden: tiny checkpoints of every family, with logits computed by transformers.
 
-Needs torch and transformers, which the project itself does not: run it in an environment of its own, e.g.
+The script needs torch and transformers, which the project does not. Run it in a separate environment:
+
     python -m venv /tmp/golden && /tmp/golden/bin/pip install torch transformers absl-py
     /tmp/golden/bin/python scripts/dev/make_golden_logits.py --variants=qwen3_gqa --variants=qwen3_bias
-Without `--variants` all of them are made again, with other files where transformers or torch have changed.
+
+Without `--variants` it makes all variants again. Files differ if transformers or torch have changed.
 Each variant is a Hugging Face directory plus logits.npz (input_ids i64[T], logits f32[T, vocab_size]),
-computed in float32 from the weights as saved. The live comparison test builds its models here as well.
+computed in float32 from the weights as saved. The live comparison test also builds its models with this
+script.
 """
 
 import dataclasses
@@ -21,7 +24,7 @@ NUM_TOKENS = 40
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One tiny model: its `model_type`, the options on top of the common ones, and how it is saved."""
+    """Tiny model: its `model_type`, its options besides the common ones, and how it is saved."""
 
     model_type: str
     options: dict[str, Any]
@@ -95,11 +98,11 @@ VARIANTS: dict[str, Variant] = {
     "mistral_gqa": Variant("mistral", _MISTRAL | {"sliding_window": None}),
     "mistral_window": Variant("mistral", _MISTRAL | {"head_dim": 8, "sliding_window": 48}, "float16"),
 }
-"""A seed follows from the place in this table: new ones go to its end."""
+"""Variants by name. The seed depends on the index in this table, so append new ones at the end."""
 
 
 def build(variant: Variant, seed: int) -> Any:
-    """The transformers model of `variant` with seeded weights, in float32, ready for inference."""
+    """Build the transformers model of `variant` with seeded weights, in float32, for inference."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -111,13 +114,13 @@ def build(variant: Variant, seed: int) -> Any:
             noise = torch.randn(parameter.shape, generator=generator)
             is_scale = name.endswith("weight") and parameter.ndim == 1
             parameter.copy_(1.0 + 0.2 * noise if is_scale else 0.3 * noise)
-            # What is saved is rounded; logits are of the rounded weights.
+            # Saved weights are rounded, and logits must be those of the rounded weights.
             parameter.copy_(parameter.to(getattr(torch, variant.save_dtype)).float())
     return model.eval()
 
 
 def logits_of(model: Any, input_ids: Any) -> Any:
-    """f32[T, vocab_size] for one sequence of ids, as NumPy."""
+    """Return logits f32[T, vocab_size] of one sequence of ids, as NumPy."""
     import torch
 
     with torch.no_grad():
@@ -156,6 +159,6 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_string("output", "tests/models/golden", "Directory to write the variants into.")
-    flags.DEFINE_multi_enum("variants", [], list(VARIANTS), "Which to make; none given: all of them.")
+    flags.DEFINE_multi_enum("variants", [], list(VARIANTS), "Variants to make; default: all.")
     flags.DEFINE_integer("seed", 20240501, "Seed of weights and input ids.")
     app.run(main)

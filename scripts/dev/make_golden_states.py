@@ -1,9 +1,11 @@
-"""Make tests/models/recurrent/golden: small models of torch and transformers, and what those compute.
+"""Make tests/models/recurrent/golden: small models of torch and transformers, with their outputs.
 
-Needs torch and transformers, which the project itself does not: run it in an environment of its own, e.g.
+The script needs torch and transformers, which the project does not. Run it in a separate environment:
+
     python -m venv /tmp/golden && /tmp/golden/bin/pip install torch transformers absl-py
     /tmp/golden/bin/python scripts/dev/make_golden_states.py
-lstm.npz and seq2seq.npz hold a state_dict ("weights.<name>"), inputs and outputs; mamba/ is a Hugging Face
+
+lstm.npz and seq2seq.npz hold a state_dict ("weights.<name>"), inputs and outputs. mamba/ is a Hugging Face
 directory plus outputs.npz. Everything is computed in float32, from the weights as saved.
 """
 
@@ -23,38 +25,35 @@ NUM_NEW_TOKENS = 12
 
 
 class Encoder(torch.nn.Module):
-    """An embedding and one LSTM layer: by itself the LSTM model, and half of the Seq2Seq one."""
+    """Embedding and one LSTM layer: the LSTM model, and the encoder of the Seq2Seq model."""
 
     def __init__(self) -> None:
-        """Make both."""
         super().__init__()
         self.embedding = torch.nn.Embedding(VOCAB_SIZE, EMBEDDING_SIZE)
         self.lstm = torch.nn.LSTM(EMBEDDING_SIZE, HIDDEN_SIZE, batch_first=True)
 
     def forward(self, token_ids: Any, state: Any = None) -> Any:
-        """i64[1, T] -> f32[1, T, HIDDEN_SIZE], (h, c)."""
+        """Map i64[1, T] to f32[1, T, HIDDEN_SIZE] and (h, c)."""
         return self.lstm(self.embedding(token_ids), state)
 
 
 class Decoder(Encoder):
-    """The same, and scores of the next token."""
+    """Embedding, one LSTM layer, and a projection to scores of the next token."""
 
     def __init__(self) -> None:
-        """Make all three."""
         super().__init__()
         self.out = torch.nn.Linear(HIDDEN_SIZE, VOCAB_SIZE)
 
 
 class Seq2Seq(torch.nn.Module):
-    """Two LSTMs that share nothing."""
+    """Encoder and decoder without shared weights."""
 
     def __init__(self) -> None:
-        """Make both."""
         super().__init__()
         self.encoder, self.decoder = Encoder(), Decoder()
 
     def forward(self, source_ids: Any) -> list[int]:
-        """The best token at each step, from GO to EOS or MAX_STEPS."""
+        """Return the best token of each step, until EOS or MAX_STEPS."""
         _, state = self.encoder(source_ids)
         tokens = [GO]
         while len(tokens) <= MAX_STEPS and tokens[-1] != EOS:
@@ -64,7 +63,7 @@ class Seq2Seq(torch.nn.Module):
 
 
 def fill(model: Any, seed: int, scale: float) -> Any:
-    """Seeded normal weights; 1 + noise for scales of norms, and what Mamba begins with where that must be."""
+    """Fill with seeded normal weights; norm scales get 1 + noise, A_log Mamba's initial values + noise."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -80,18 +79,18 @@ def fill(model: Any, seed: int, scale: float) -> Any:
 
 
 def weights(model: Any) -> dict[str, np.ndarray]:
-    """The state_dict, as it is saved."""
+    """Return the state_dict as saved."""
     return {f"weights.{name}": tensor.numpy() for name, tensor in model.state_dict().items()}
 
 
 def sentences(seed: int, vocab_size: int, lengths: tuple[int, ...]) -> list[np.ndarray]:
-    """Token ids, none of them GO or EOS."""
+    """Draw sentences of token ids, without GO and EOS."""
     rng = np.random.default_rng(seed)
     return [rng.integers(3, vocab_size, length) for length in lengths]
 
 
 def make_lstm(root: Path, seed: int) -> None:
-    """What the last step leaves, of each sentence."""
+    """Save the model, and the state after the last word of each sentence."""
     model, values = fill(Encoder(), seed, 0.4), {}
     for i, ids in enumerate(sentences(seed, VOCAB_SIZE, (1, 7, 30))):
         _, (h, c) = model(torch.as_tensor(ids)[None])
@@ -100,7 +99,7 @@ def make_lstm(root: Path, seed: int) -> None:
 
 
 def make_seq2seq(root: Path, seed: int) -> None:
-    """The tokens of each sentence."""
+    """Save the model, and the tokens written for each sentence."""
     model, values = fill(Seq2Seq(), seed, 1.6), {}
     for i, ids in enumerate(sentences(seed, VOCAB_SIZE, (1, 2, 3, 5, 8, 13, 21, 34))):
         tokens = model(torch.as_tensor(ids)[None])
@@ -109,7 +108,7 @@ def make_seq2seq(root: Path, seed: int) -> None:
 
 
 def make_mamba(root: Path, seed: int) -> None:
-    """Logits of each prompt and what follows it, greedily; and the directory."""
+    """Save the model's directory, and the logits of each prompt and its greedy continuation."""
     from transformers import MambaConfig, MambaForCausalLM
 
     options = {"vocab_size": 64, "hidden_size": 24, "num_hidden_layers": 3, "state_size": 5}

@@ -85,7 +85,7 @@ def test_a_chain_is_of_cells_that_read_what_they_leave():
     graph.begin()
     graph.chain(cell, [1])
     for words in ([1, 2], np.array([1, 2], np.int32)):
-        with pytest.raises(GraphError, match=r"nodes\[1\].num is 2, but must be 1: a does not read what"):
+        with pytest.raises(GraphError, match=r"nodes\[1\].num is 2, but must be 1: a does not read its own"):
             graph.chain(cell, words)
 
 

@@ -70,7 +70,10 @@ GRAPHS: list[tuple[Callable[[Graph], object], str]] = [
         lambda g: g.add(PAIR, (None,)),
         r"nodes\[0\].inputs is \(None,\), but must be a sequence of 2, for pair",
     ),
-    (lambda g: (leaves(g, 1), g.add(STEP, (0,), token=1)), r"nodes\[1\].inputs\[0\] is 0.*leaf leaves.*'v'"),
+    (
+        lambda g: (leaves(g, 1), g.add(STEP, (0,), token=1)),
+        r"nodes\[1\].inputs\[0\] is 0.*the state of leaf is .*'v'",
+    ),
     (lambda g: g.nodes(PAIR, np.zeros((0, 2), int)), r"nodes\[0\].inputs.*ints \[n, 2\], for pair"),
     (lambda g: g.nodes(PAIR, np.full((2, 2), -1.0)), r"nodes\[0\].inputs.*ints \[n, 2\], for pair"),
     (
@@ -95,7 +98,7 @@ GRAPHS: list[tuple[Callable[[Graph], object], str]] = [
     (lambda g: g.chain(STEP, iter([1, 2])), r"nodes\[0\].token is .*must be a sequence"),
     (lambda g: g.chain(STEP, np.ones((2, 2), np.int32)), r"nodes\[0\].token"),
     (lambda g: g.chain(STEP, [1, 2], num=3), r"nodes\[0\].token is \[1, 2\], but must be 3 ints"),
-    (lambda g: g.chain(STEP, []), r"nodes\[0\].token is \[\], but must be one int of 32 bits at least"),
+    (lambda g: g.chain(STEP, []), r"nodes\[0\].token is \[\], but must be at least one int of 32 bits"),
     (lambda g: g.chain(SCORE), r"nodes\[0\].num is None"),
     (lambda g: g.chain(SCORE, num=2.0), r"nodes\[0\].num is 2.0, but must be an int"),
     (lambda g: g.chain(SCORE, num=True), r"nodes\[0\].num is True, but must be an int"),
@@ -103,15 +106,21 @@ GRAPHS: list[tuple[Callable[[Graph], object], str]] = [
         lambda g: g.chain(SCORE, [1]),
         r"nodes\[0\].words is \[1\], but must be absent: score takes no immediates",
     ),
-    (lambda g: g.chain(PAIR, num=2), r"nodes\[0\].inputs is 2, but must be one input; pair makes no chain"),
+    (
+        lambda g: g.chain(PAIR, num=2),
+        r"nodes\[0\].inputs is 2, but must be one input; pair cannot form a chain",
+    ),
     (lambda g: g.chain(STEP, [1], after=0), r"nodes\[0\].inputs\[0\] is 0, but must be an earlier node"),
-    (lambda g: g.chain(SCORE, num=2, until=1), r"nodes\[0\].until is 1.*None: score emits float32"),
+    (lambda g: g.chain(SCORE, num=2, until=1), r"nodes\[0\].until is 1.*None: score first emits float32"),
     (lambda g: g.chain(STEP, [1], until=1.5), r"nodes\[0\].until is 1.5, but must be an int of 32 bits"),
     (lambda g: g.chain(STEP, [1], until=2**40), r"nodes\[0\].until is .*must be an int of 32 bits"),
-    (lambda g: (g.chain(STEP, [1, 2], until=3), g.returns(1)), r"returns is 1.*chain that may end before it"),
+    (
+        lambda g: (g.chain(STEP, [1, 2], until=3), g.returns(1)),
+        r"returns is 1.*outside of chains that may end early",
+    ),
     (
         lambda g: (g.chain(STEP, [1, 2], until=3), g.add(STEP, (1,), token=4)),
-        r"nodes\[2\].inputs\[0\] is 1.*chain that may end before it",
+        r"nodes\[2\].inputs\[0\] is 1.*outside of chains that may end early",
     ),
     (
         lambda g: (leaves(g, 2), g.returns(2)),
@@ -123,7 +132,7 @@ GRAPHS: list[tuple[Callable[[Graph], object], str]] = [
     (lambda g: (leaves(g, 2), g.returns(1, 1)), r"returns is 1, but must be a node that is not returned"),
     (
         lambda g: (leaves(g, 2), g.end()),
-        r"returns is \(\), but must be one node at least, since no cell.* emits",
+        r"returns is \(\), but must be at least one node, since no cell.* emits",
     ),
     (lambda g: g.end(), r"graph is 0, but must be at least one node"),
     (lambda g: leaves(g, 51), r"nodes\[0\] is 51, but must be at most max_nodes \(50\)"),

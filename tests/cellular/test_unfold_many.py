@@ -34,7 +34,7 @@ def words(*lengths):
 @pytest.mark.parametrize(
     ("bad", "error", "match"),
     [
-        (0, GraphError, r"requests\[1\].nodes\[0\].n0 is .* one int of 32 bits at least"),
+        (0, GraphError, r"requests\[1\].nodes\[0\].n0 is .* at least one int of 32 bits"),
         (12, CapacityError, r"requests\[1\].nodes\[0\] is 12, but must be at most max_nodes"),
         (7, CapacityError, r"requests\[1\].* at most max_depth"),
     ],
@@ -72,7 +72,7 @@ def _behind_all(requests, graph):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (_fewer, "unfold_many is 1, but must be 2, one for each request"),
+        (_fewer, "unfold_many is 1, but must be 2, one for each given request"),
         (_more, "unfold_many is 4, but must be 2"),
         (_not_ended, "unfold_many is 1, but must be 2"),
         (lambda requests, graph: None, "unfold_many is 0, but must be 2"),

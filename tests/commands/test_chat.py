@@ -98,9 +98,9 @@ def test_another_conversation_is_ended_by_its_id(chat, llm, text):
 def test_a_command_that_takes_nothing_refuses_an_argument(chat, llm, text, name):
     said(chat, text, "hello")
     before = llm.history(chat.conversation_id).turns
-    assert said(chat, text, f"{name} default") == f"{name} takes nothing\n"
+    assert said(chat, text, f"{name} default") == f"{name} takes no argument\n"
     assert llm.history(chat.conversation_id).turns == before
-    assert said(chat, text, "/stats al") == "/stats takes nothing, or all\n"
+    assert said(chat, text, "/stats al") == '/stats takes no argument, or "all"\n'
 
 
 def test_errors_are_told_and_the_chat_goes_on(chat, text):
@@ -135,7 +135,7 @@ def test_an_interrupt_cancels_the_reply(chat, llm, text, monkeypatch):
 def test_an_interrupt_of_a_second_answer_says_that_the_turn_is_gone(chat, llm, text, monkeypatch):
     said(chat, text, "hello", "and again")
     monkeypatch.setattr(session, "printable", lambda delta: signal.raise_signal(signal.SIGINT) or delta)
-    assert "its turn is gone" in said(chat, text, "/regenerate")
+    assert "the turn is removed" in said(chat, text, "/regenerate")
     assert len(llm.history(chat.conversation_id).turns) == 1
 
 
@@ -166,7 +166,7 @@ def test_accounts_in_words():
     )
     assert words.account(usage, 0.031, "GPU memory") == (
         "1,412 tokens reused from GPU memory, 96 copied from host memory, 7 recomputed, 13 new; "
-        "paused 1 time for want of memory; first token after 31 ms"
+        "paused 1 time for lack of memory; first token after 31 ms"
     )
     assert [words.duration(s) for s in (0.0312, 0.9996, 75, 99.6, 6000)] == [
         *("31 ms", "1.0 s", "75.0 s", "2 min", "1.7 h")
@@ -210,7 +210,7 @@ def test_several_conversations_are_answered_together(chat, llm, text):
     assert llm.stats()["num_steps"] - before < 2 * 6
     assert all(f"{one}: " in shown for one in (name, f"{name}-b", f"{name}-c"))
     assert [len(llm.history(one).turns) for one in (name, f"{name}-b", f"{name}-c")] == [2, 1, 1]
-    assert "takes conversations' ids" in said(chat, text, "/batch a,b")
+    assert "takes conversation ids" in said(chat, text, "/batch a,b")
     assert "busy" in said(chat, text, "/batch x,x hi")
     assert not llm.unfinished
 
@@ -298,7 +298,7 @@ def test_through_a_pipe(tmp_path, compilation_cache):
     assert "[1] user: hello" in done.stdout
     assert "unknown command /nonsense" in done.stdout
     assert "*  default" in done.stdout
-    assert done.stderr == "loading; a first start compiles, which takes a minute or more, once\n"
+    assert done.stderr == "loading; the first start compiles for a minute or more\n"
     assert (tmp_path / "chats.sqlite").exists()
 
 

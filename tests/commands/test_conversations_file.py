@@ -54,7 +54,7 @@ def test_compressed(tmp_path):
 def test_a_compressed_file_that_is_not_whole_cannot_be_read(tmp_path, harm):
     path = tmp_path / "in.jsonl.gz"
     path.write_bytes(harm(gzip.compress(b'{"turns": [{"prompt": "x"}]}\n' * 100)))
-    with pytest.raises(OSError, match="not a whole gzip archive"):
+    with pytest.raises(OSError, match="not a complete gzip archive"):
         conversations_file.read_conversations(str(path), DEFAULTS)
 
 

@@ -31,7 +31,7 @@ def test_a_target_that_cannot_be_is_refused_before_anything_is_read(tmp_path, mo
     (tmp_path / "file").touch()
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.setattr(convert_checkpoint, "load_model", None)
-    says = "already holds a model" if target == "source" else "cannot be made a directory"
+    says = "already holds a model" if target == "source" else "cannot be created as a directory"
     with pytest.raises(CheckpointError, match=says):
         convert_checkpoint.convert(str(source), tmp_path / target, "auto")
     assert sorted(tmp_path.rglob("*")) == before

@@ -20,7 +20,7 @@ _judged: dict[int, tuple] = {}  # by its identity, a turn and what the dense ref
 NEEDED = {
     "swapped_in_tokens": "swapped in",
     "recomputed_tokens": "recomputed",
-    "num_suspensions": "suspended for want of memory",
+    "num_suspensions": "suspended for lack of memory",
 }
 
 
@@ -181,6 +181,6 @@ def test_what_never_happened_fails(turns, launch, llm, monkeypatch, capsys, name
 
     few = [next(turn for turn in turns if getattr(turn.output.usage, one)) for one in NEEDED]
     assert relaunch(launch, llm, monkeypatch, few) == 0
-    assert ": give other" not in capsys.readouterr().out
+    assert ": set other" not in capsys.readouterr().out
     assert relaunch(launch, llm, monkeypatch, [without(turn) for turn in few]) == 1
-    assert f"nothing {NEEDED[name]}: give other --gpu_pages or --cpu_pages" in capsys.readouterr().out
+    assert f"no turn was {NEEDED[name]}: set other --gpu_pages or --cpu_pages" in capsys.readouterr().out

@@ -103,19 +103,21 @@ def test_help_shows_the_shared_flags(starts, script):
 def test_help_is_the_docstring_and_flags_by_group_with_defaults(starts):
     """A command's own flags first; those of absl are left to `--helpfull`."""
     text = starts["scripts/generate.py", "--help"].stdout
-    assert text.startswith("Conversations in, turns out, both as JSON lines.\n\n    pensieve generate ")
+    assert text.startswith(
+        "Batch generation: conversations in, turns out, both as JSON lines.\n\n    pensieve generate "
+    )
     titles = [line for line in text.splitlines() if line.endswith(":") and not line.startswith((" ", "-"))]
     assert titles == [
         "flags:",
         "the model and the engine:",
-        "the cache: pages, host memory, who gives way:",
-        "batches: what a step may hold:",
+        "the cache: pages, host memory, eviction:",
+        "batches: the size of a step:",
         "the device: how steps run:",
         "sampling:",
     ]
     own, engine, cache, _, _, sampling = text.partition("\nflags:\n")[2].split("\n\n")[:6]
     assert (
-        "  --concurrency: Conversations in progress at once, if they fit. (default: 64)\n" in own
+        "  --concurrency: Most conversations in progress at once. (default: 64)\n" in own
         and "--history" in own
     )
     assert "--dtype" in engine and "  --gpu_pages: Pages of device memory for KV state; " in cache

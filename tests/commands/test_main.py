@@ -91,5 +91,5 @@ def test_help_of_a_command_through_a_pipe_that_closes():
         text=True,
     )
     assert done.returncode in (0, 141) and done.stderr == ""
-    assert done.stdout.splitlines()[0] == "A chat in the terminal, with replies as they come."
+    assert done.stdout.splitlines()[0] == "Chat in the terminal, with streamed replies."
     assert len(done.stdout.splitlines()) == 3

@@ -199,7 +199,7 @@ def test_on_a_terminal_it_tells_in_words_and_a_second_interrupt_is_quiet(compila
     command = [sys.executable, "-W", "ignore", str(ROOT / "scripts" / "serve.py"), "--port=0", *flags, *SIZES]
     with Terminal(command, root=ROOT, environment=os.environ) as terminal:
         terminal.see("serving ")
-        found = re.search(r"http://([\d.]+):(\d+)", terminal.see("conversations are gone when this ends"))
+        found = re.search(r"http://([\d.]+):(\d+)", terminal.see("conversations are deleted at the end"))
         assert found is not None
         connection = http.client.HTTPConnection(found[1], int(found[2]), timeout=TIMEOUT_S)
         fields = {"max_tokens": 400, "ignore_eos": True, "stream": True}

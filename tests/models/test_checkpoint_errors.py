@@ -109,7 +109,7 @@ def test_truncated_data(llama: Path, num_bytes_lost: int) -> None:
 def test_truncated_header(llama: Path, num_bytes: int) -> None:
     path = llama / "model.safetensors"
     path.write_bytes(path.read_bytes()[:num_bytes])
-    with pytest.raises(CheckpointError, match="truncated or no safetensors file"):
+    with pytest.raises(CheckpointError, match="truncated or not a safetensors file"):
         load(llama)
 
 
@@ -120,10 +120,13 @@ def test_truncated_header(llama: Path, num_bytes: int) -> None:
         (b"[1, 2, 3]", "damaged safetensors header"),
         (b"[" * 100_000, "damaged safetensors header: RecursionError"),
         (b'{"a": {"dtype": "F32"}}', "damaged safetensors header: KeyError"),
-        (b'{"a": {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 4]}}', r"\['x'\] is no list of sizes"),
-        (b'{"a": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}}', r"\[-1, -1\] is no list"),
-        (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4]}}', r"\[4\] is no list of sizes"),
-        (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, Infinity]}}', r"\[0, inf\] is no list"),
+        (
+            b'{"a": {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 4]}}',
+            r"\['x'\] is not a list of sizes",
+        ),
+        (b'{"a": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}}', r"\[-1, -1\] is not a list"),
+        (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4]}}', r"\[4\] is not a list of sizes"),
+        (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, Infinity]}}', r"\[0, inf\] is not a list"),
         (
             b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}',
             r"'a' F32\[3\] has 8 bytes of data in model.safetensors, 12 are needed",
@@ -158,7 +161,7 @@ def test_index_that_disagrees_with_its_files(sharded: Path) -> None:
         load(sharded)
     for nothing in (3, None, ["model.safetensors"]):
         path.write_text(json.dumps({"weight_map": index["weight_map"] | {NORM: nothing}}))
-        with pytest.raises(CheckpointError, match=rf"places tensor '{NORM}' in .*, which is no file's name"):
+        with pytest.raises(CheckpointError, match=rf"places tensor '{NORM}' in .*, which is not a file name"):
             load(sharded)
     path.write_text(json.dumps({"weight_map": {NORM: "../model.safetensors"}}))
     with pytest.raises(CheckpointError, match=r"'\.\./model.safetensors', which is not in"):

@@ -234,10 +234,14 @@ def test_activations_are_written_by_their_names(activation: str, written: str) -
 @pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [
-        ("opt-tiny", {}, "head_dim=32 cannot be said in a config.json of OPTForCausalLM"),
+        ("opt-tiny", {}, "head_dim=32 cannot be written to a config.json of OPTForCausalLM"),
         ("llama3-8b", {"rope": RopeConfig("linear", 5e5, 2.0, 4096)}, r"rope=RopeConfig\(kind='linear'"),
         ("opt-125m", {"activation": "silu"}, "activation_function='silu' is not supported"),
-        ("qwen3-8b", {"mlp_bias": True}, "mlp_bias=True cannot be said in a config.json of Qwen3ForCausalLM"),
+        (
+            "qwen3-8b",
+            {"mlp_bias": True},
+            "mlp_bias=True cannot be written to a config.json of Qwen3ForCausalLM",
+        ),
     ],
 )
 def test_what_a_config_file_cannot_say_is_refused(name: str, overrides: dict[str, Any], message: str) -> None:

@@ -86,7 +86,9 @@ def test_two_sections_for_rope_are_refused_unless_equal() -> None:
     """Adding `rope_scaling` to a file that has `rope_parameters` asks for yarn: not to be passed over."""
     plain = {"rope_type": "default", "rope_theta": 5e5}
     scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
-    with pytest.raises(UnsupportedModelError, match=r"rope_scaling=.*yarn.* beside a rope_parameters=.*def"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"rope_scaling=.*yarn.* with a different rope_parameters=.*def"
+    ):
         parse_hf_config(LLAMA | {"rope_parameters": plain, "rope_scaling": scaled})
     both = {"rope_parameters": scaled, "rope_scaling": scaled}
     assert parse_hf_config(LLAMA | both).rope.kind == "yarn"

@@ -70,7 +70,7 @@ def test_bytes() -> None:
 
 @pytest.mark.parametrize("source", ["random:opt-14b", "random:"])
 def test_unknown_preset(source: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"preset .* is unknown; one of opt-125m"):
+    with pytest.raises(UnsupportedModelError, match=r"preset .* is unknown; choose one of opt-125m"):
         load_model(source, mesh=make_mesh(1))
 
 

@@ -83,9 +83,9 @@ def test_nothing_large_is_replicated() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"num_heads": 6, "num_kv_heads": 6}, "num_heads=6 does not divide by tp=4"),
-        ({"num_kv_heads": 2}, "num_kv_heads=2 does not divide by tp=4"),
-        ({"num_kv_heads": 4, "intermediate_size": 130}, "intermediate_size=130 does not divide by tp=4"),
+        ({"num_heads": 6, "num_kv_heads": 6}, "num_heads=6 is not divisible by tp=4"),
+        ({"num_kv_heads": 2}, "num_kv_heads=2 is not divisible by tp=4"),
+        ({"num_kv_heads": 4, "intermediate_size": 130}, "intermediate_size=130 is not divisible by tp=4"),
     ],
 )
 def test_what_does_not_divide_is_refused(overrides: dict[str, int], message: str) -> None:
@@ -95,7 +95,7 @@ def test_what_does_not_divide_is_refused(overrides: dict[str, int], message: str
 
 @pytest.mark.parametrize("size", [0, 1000])
 def test_mesh_size(size: int) -> None:
-    with pytest.raises(ShardingError, match=f"tensor_parallel_size={size} must lie between 1 and"):
+    with pytest.raises(ShardingError, match=f"tensor_parallel_size={size} must be between 1 and"):
         make_mesh(size)
 
 

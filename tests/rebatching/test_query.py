@@ -52,7 +52,7 @@ def test_usage_counts_what_was_computed_again_and_copied_back():
 def test_a_query_has_no_result_before_its_end():
     one = query(1)
     assert not one.done
-    with pytest.raises(PensieveError, match="has not ended"):
+    with pytest.raises(PensieveError, match="has not finished"):
         one.result()
     one.error = PensieveError("planted")
     assert one.done

@@ -132,11 +132,12 @@ def expressions() -> dict[str, str]:
 
 # What no test server does by itself: be asked for too much, or lose what it knew.
 QUIET = {
-    *("Refused a second: {{code}}", "Contexts made anew: {{reason}}"),
+    *("Refused requests per second: {{code}}", "Rebuilt contexts: {{reason}}"),
     # Of replicas, and there is one engine.
-    *("Turns that run: {{replica}}", "Turns that wait: {{replica}}", "Replies of each a second: {{replica}}"),
-    *("Tokens of each a second: {{replica}}", "History that was computed again: {{replica}}"),
-    "Turns sent once more, a second: all",
+    *("Running turns: {{replica}}", "Waiting turns: {{replica}}"),
+    "Replies per second by replica: {{replica}}",
+    *("Tokens per second by replica: {{replica}}", "Recomputed share of history: {{replica}}"),
+    "Retried turns per second: all",
 }
 
 

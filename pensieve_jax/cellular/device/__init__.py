@@ -1,1 +1,1 @@
-"""What a cellular engine runs on: programs of cells, rows of state and launches in flight, in JAX."""
+"""Device side of the cellular engine in JAX: programs of cells, rows of state and launches in flight."""

@@ -1,10 +1,10 @@
-"""The programs of an engine: tasks of a cell, one after the other, and rows that go in or out.
+"""Device programs of an engine: consecutive tasks of a cell, and reads and writes of rows.
 
-Owns: what is traced, and the check of what a user's module returns.
-Does not know: which rows, or when.
+Owns: the traced functions, and the checks of a user's module.
+Does not know: which rows are used, or when a program runs.
 
-A launch of several tasks is one executable, since the host needs longer to launch a cell than a GPU to run
-it. Each task of it gathers rows, runs the cell, and scatters, all on the same donated pool, in place.
+Several tasks of a launch form one executable, since the host needs longer to launch a cell than a GPU to run
+it. Each task gathers rows, runs the cell, and scatters the results, in place on the same donated pool.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from pensieve_jax.cellular.cells import CellType, CellTypes, Field, Kind
 from pensieve_jax.cellular.errors import CellError
 
 type Pool = tuple[jax.Array, ...]
-"""[num_rows + 1, ...] of every field of a kind of state, in its order; the last row is the initial state."""
+"""Arrays [num_rows + 1, ...], one per field of a kind of state; the last row is the initial state."""
 
 _SAME, _NEARLY_SAME = 1e-4, 2e-2
-"""What rounding may make of a row in another place: where all is float32, and where anything has fewer bits.
+"""Tolerances of a row computed at two places of a batch: all float32, and with any narrower type.
 
-Both places are of one program, which rounds what it reads alike in each, to TF32 as well: on an H200
-products of up to 4,096 columns were equal bit by bit in each of the three types. The order of a sum might
-differ elsewhere, which float32 shows in its last bits; what has fewer may be rounded to the next number,
-of which bfloat16 has 2 or 3 in 2e-2.
+Both places are in one program, which rounds its inputs the same way, also to TF32. On an H200, products of up
+to 4,096 columns were equal bit by bit in each of the three types. Elsewhere the order of a sum may differ:
+float32 then differs in its last bits, and narrower types may round to a neighbouring number. A range of 2e-2
+holds 2 or 3 bfloat16 numbers.
 """
-_LOUD = 100.0  # how much larger neighbours are, so that they show in what has few bits
+_LOUD = 100.0  # scale of the neighbouring rows, large enough to be visible in narrow types
 ROWS_READ = (8, 32, 128, 512)
-"""How many rows a program reads or writes; more are several."""
+"""Numbers of rows that one program reads or writes. More rows need several programs."""
 
 
 class CellProgram(NamedTuple):
-    """Tasks of a type.
+    """Program that runs tasks of one type.
 
     Attributes:
-      run: (pool of its kind; pools of other kinds that it reads; weights; words i32[k, words, B]) to
-        (the pool; of every field that it emits [k, B]; a number that is there once everything is); see `on`.
+      run: function of (pool of the type's kind, pools of `other_kinds`, weights, words i32[k, words, B]). It
+        returns the pool, [k, B] for every emitted field, and a number that is ready at the end. See `on`.
       weights: arrays of the module.
-      other_kinds: of its inputs.
+      other_kinds: kinds of its inputs other than its own.
     """
 
     run: Callable[..., tuple[Pool, Pool, jax.Array]]
@@ -52,25 +52,25 @@ class CellProgram(NamedTuple):
     other_kinds: tuple[int, ...]
 
     def on(self, device: jax.Device) -> Any:
-        """`run`, to be compiled: the pool is donated, and what is emitted goes to the host by itself."""
+        """Return `run` jitted for `device`: it donates the pool and writes emitted fields to host memory."""
         here, host = SingleDeviceSharding(device), host_sharding(device)
         return jax.jit(self.run, donate_argnums=0, out_shardings=(here, host, here))
 
 
 def host_sharding(device: jax.Device) -> SingleDeviceSharding:
-    """Where a device puts what the host is to read.
+    """Return the placement of results that the host reads.
 
-    A GPU writes into pinned memory, so that nobody has to ask for a copy and wait for it; that costs the host
-    200 microseconds a time.
+    A GPU writes them into pinned memory, since a copy that the host requests and waits for costs it
+    200 microseconds.
     """
     return SingleDeviceSharding(device, memory_kind="pinned_host" if device.platform == "gpu" else None)
 
 
 def cell_program(types: CellTypes, kind: CellType) -> CellProgram:
-    """Of one type.
+    """Build and check the program of one type.
 
     Raises:
-      CellError: the module does not return its state, or cannot be called as `Cell` says.
+      CellError: the module does not return its state, or cannot be called as `Cell` describes.
     """
     cell = types.cells[kind.index]
     call, weights = _pure(cell.module)
@@ -110,9 +110,9 @@ def cell_program(types: CellTypes, kind: CellType) -> CellProgram:
 
 
 def _nothing(words: jax.Array, kind: CellType, pool: Pool) -> jax.Array:
-    """A place of every task that reads the initial state and writes behind all rows, which writes nothing.
+    """Return a padding node per task, which reads the initial state and writes past all rows (no effect).
 
-    A batch of one would be slices of the pool, and XLA copies the pool between reading and writing these.
+    A batch of one would be a slice of the pool, and XLA copies the pool between reading and writing slices.
     """
     num_rows = pool[0].shape[0] - 1
     place = np.zeros((words.shape[1], 1), np.int32)
@@ -121,12 +121,12 @@ def _nothing(words: jax.Array, kind: CellType, pool: Pool) -> jax.Array:
 
 
 def check_cell(types: CellTypes, kind: CellType) -> None:
-    """Call the module with shapes alone, and compare what it returns with what it says.
+    """Evaluate the module's shapes with the smallest and the largest batch, and compare them with `state`.
 
-    With the smallest batch and the largest; a batch of one runs as two, see `_nothing`.
+    A batch of one runs as two; see `_nothing`.
 
     Raises:
-      CellError: they differ, or it cannot be called.
+      CellError: they differ, or the module cannot be called, or a row depends on its batch.
     """
     for batch in dict.fromkeys((kind.batch_sizes[0], kind.batch_sizes[-1])):
         _check_batch(types, kind, max(batch, 2))
@@ -134,9 +134,9 @@ def check_cell(types: CellTypes, kind: CellType) -> None:
 
 
 def _check_rows(types: CellTypes, kind: CellType) -> None:
-    """Compute a row beside two others, much larger ones, in one place and another: it must come out the same.
+    """Check that a row gives the same result at two places, next to two different, much larger rows.
 
-    Dropout that is on makes of a row what its place says, and batch norm what its neighbours say.
+    Active dropout depends on the place of a row, and batch norm depends on its neighbours.
     """
     call, weights = _pure(types.cells[kind.index].module)
     rng = np.random.default_rng(0)
@@ -154,7 +154,7 @@ def _check_rows(types: CellTypes, kind: CellType) -> None:
     first, second = beside([0, 1]), beside([2, 0])
     kinds = (kind.state_kind, *kind.input_kinds)
     fields = [np.dtype(one.dtype) for index in kinds for _, one in types.kinds[index]]
-    dtypes = (*fields, *(one.dtype for one in weights))  # of which one may be a key of random numbers
+    dtypes = (*fields, *(one.dtype for one in weights))  # may include a random key's dtype
     floats = [one for one in dtypes if jnp.issubdtype(one, jnp.floating)]
     same = _SAME if all(jnp.finfo(one).bits >= 32 for one in floats) else _NEARLY_SAME
     for name, one in types.kinds[kind.state_kind]:
@@ -168,8 +168,8 @@ def _check_rows(types: CellTypes, kind: CellType) -> None:
             raise CellError(
                 f"{kind.name}.state[{name!r}]",
                 "a row that depends on the rest of its batch",
-                "the same whatever stands beside it",
-                "call .eval() of a module with dropout or batch norm first",
+                "independent of the other rows",
+                "call .eval() on a module with dropout or batch norm first",
             )
 
 
@@ -193,7 +193,7 @@ def _check_batch(types: CellTypes, kind: CellType, batch: int) -> None:
     immediates = {name: jax.ShapeDtypeStruct((batch,), "int32") for name in kind.immediates}
     try:
         found = jax.eval_shape(lambda *args: call(*args, batch), weights, inputs, immediates)
-    except (TypeError, ValueError, LookupError, AttributeError) as error:  # whose cell says which it was
+    except (TypeError, ValueError, LookupError, AttributeError) as error:  # an error of the user's module
         limit = f"callable as a cell: {type(error).__name__}: {error}"
         raise CellError(kind.name, type(module).__name__, limit) from error
     expected = spec(types.kinds[kind.state_kind])
@@ -211,7 +211,7 @@ def _check_batch(types: CellTypes, kind: CellType, batch: int) -> None:
 
 
 def empty_pool(kind: Kind, num_rows: int, device: jax.Device) -> Pool:
-    """Every row is the initial state, zeros."""
+    """Return a pool of zeros, which are the initial state."""
     return tuple(jnp.zeros((num_rows + 1, *one.shape), one.dtype, device=device) for _, one in kind)
 
 
@@ -220,7 +220,7 @@ def _read_rows(pool: Pool, rows: jax.Array) -> Pool:
 
 
 def rows_reader(sharding: SingleDeviceSharding) -> Callable[[Pool, np.ndarray], Pool]:
-    """What reads rows of every field, and leaves them there."""
+    """Return a jitted function that copies rows of every field to the given placement."""
     reader: Callable[[Pool, np.ndarray], Pool] = jax.jit(_read_rows, out_shardings=sharding)
     return reader
 
@@ -236,7 +236,7 @@ write_rows = jax.jit(_write_rows, donate_argnums=0)
 
 
 def padded_rows(rows: np.ndarray, num_rows: int, *, writes: bool = False) -> list[np.ndarray]:
-    """Rows in groups of the sizes of `ROWS_READ`; padding is the initial state, or if one `writes` no row."""
+    """Split rows into groups of the sizes of `ROWS_READ`, padded by the initial row (no row if `writes`)."""
     groups = []
     for start in range(0, len(rows), ROWS_READ[-1]):
         group = rows[start : start + ROWS_READ[-1]]
@@ -250,7 +250,7 @@ def padded_rows(rows: np.ndarray, num_rows: int, *, writes: bool = False) -> lis
 
 
 def _pure(module: Any) -> tuple[Callable[..., Any], tuple[jax.Array, ...]]:
-    """A cell as a function of (weights, inputs, immediates, batch) to its state, and these weights."""
+    """Return a cell as a pure function of (weights, inputs, immediates, batch), and its weights."""
     if not isinstance(module, nnx.Module):
         return (lambda _, inputs, immediates, batch: _call(module, inputs, immediates, batch)), ()
     graph, state = nnx.split(module)
@@ -265,7 +265,7 @@ def _pure(module: Any) -> tuple[Callable[..., Any], tuple[jax.Array, ...]]:
 
 
 def _call(module: Any, inputs: Any, immediates: Mapping[str, jax.Array], batch: int) -> Any:
-    """What has neither inputs nor immediates is told the size of its batch."""
+    """Call a module; one without inputs and immediates receives the batch size."""
     if not inputs and not immediates:
         return module(inputs, batch=batch)
     return module(inputs, **immediates)

@@ -1,11 +1,10 @@
-"""A device: its rows, and what it has been asked to do.
+"""Worker of one device: its rows of state, and its launches.
 
-Owns: pools, weights on the device, launches in program order, and how it is seen that one has ended.
-Does not know: requests, or what a row means.
+Owns: pools, weights on the device, launches in program order, and the detection of their completion.
+Does not know: requests, or the meaning of a row.
 
-The thesis has a kernel behind each task that raises a counter in pinned memory, and a thread that polls it
-(section 2.5). Here every program has a number as its last output, of which JAX says whether it is there,
-without waiting.
+In the thesis, a kernel after each task raises a counter in pinned memory, and a thread polls it (section
+2.5). Here the last output of every program is a number, and JAX tells without waiting whether it is ready.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from pensieve_jax.cellular.device.programs import (
 from pensieve_jax.cellular.launches import Done, Launch, Part
 
 type Executables = Mapping[tuple[int, int, int], jax.stages.Compiled]
-"""By type, number of tasks and batch size."""
+"""Compiled programs by type, number of tasks and batch size."""
 
 
 class _Flying(NamedTuple):
     launch: Launch
     emitted: list[Pool]
     states: list[list[Pool]]
-    signal: Any  # the array that is there once everything is, whose type lacks `is_ready`; None: nothing runs
+    signal: Any  # array that is ready when the launch has finished (its type lacks `is_ready`); None: not run
     error: Exception | None
     begun_s: float
     has_lost_state: bool = False
@@ -49,12 +48,12 @@ class _Flying(NamedTuple):
 
 
 class DeviceWorker:
-    """One device of an engine.
+    """Worker of one device of an engine.
 
     Attributes:
-      executables: what it may run.
-      pools: of every kind of state.
-      num_losses: how often all of them were lost.
+      executables: compiled programs.
+      pools: the pool of every kind of state.
+      num_losses: how often all pools were lost.
     """
 
     def __init__(
@@ -66,15 +65,15 @@ class DeviceWorker:
         device: jax.Device,
         peers: list[DeviceWorker],
     ) -> None:
-        """Make its pools and copy the weights.
+        """Allocate the pools and copy the weights.
 
         Args:
           types: the cells.
-          programs: of each.
-          executables: of this device.
-          num_rows: of each kind of state.
-          device: where.
-          peers: all workers of the engine, to which it adds itself.
+          programs: the program of each type.
+          executables: programs compiled for this device.
+          num_rows: rows of each kind of state.
+          device: the device.
+          peers: all workers of the engine; this worker appends itself.
         """
         self._types, self._programs, self.executables = types, programs, executables
         self._num_rows, self._device, self._peers = num_rows, device, peers
@@ -89,26 +88,26 @@ class DeviceWorker:
 
     @property
     def num_in_flight(self) -> int:
-        """Launches that were begun and not told of by `poll`."""
+        """Launches that were begun and not yet reported by `poll`."""
         return len(self._flying)
 
     @property
     def has_ended(self) -> bool:
-        """Whether its oldest launch has, so that `poll` tells of it; there is one."""
+        """Whether the oldest launch has finished, so that `poll` reports it. There must be one."""
         return self._has_ended(self._flying[0])
 
     @property
     def begun_s(self) -> float:
-        """When its oldest launch began, on the clock of this process; there is one."""
+        """Start of the oldest launch, on this process's monotonic clock. There must be one."""
         return self._flying[0].begun_s
 
     def begin_again(self) -> None:
-        """Forget all launches, and what they have written."""
+        """Discard all launches and all rows."""
         self._flying.clear()
         self.pools, self._lost = self._empty_pools(), None
 
     def warm_up(self) -> None:
-        """Compile what reads and writes rows; the cells' programs are compiled already."""
+        """Compile the programs that read and write rows. The cells' programs are compiled already."""
         for kind, pool in enumerate(self.pools):
             for size in ROWS_READ:
                 rows = np.full(size, self._num_rows, np.int32)
@@ -120,10 +119,10 @@ class DeviceWorker:
             self.pools[kind] = pool
 
     def launch(self, launch: Launch) -> None:
-        """Begin it, behind all others of this device."""
+        """Begin a launch after all others of this device."""
         sources = [self._peers[move.source] for move in launch.moves]
         lost = self._lost or next((source.lost for source in sources if source.lost is not None), None)
-        if lost is not None:  # what comes from a device without rows would be nothing, too
+        if lost is not None:  # rows moved from a device that lost its pools would be invalid, too
             self._lost = lost
             self._flying.append(_Flying(launch, [], [], None, lost, time.monotonic(), True, True))
             return
@@ -138,7 +137,7 @@ class DeviceWorker:
 
     @property
     def lost(self) -> Exception | None:
-        """Why its rows are gone, also where `poll` has not told of it yet."""
+        """Error that lost the rows, even before `poll` has reported it; None if the rows are valid."""
         for one in self._flying:
             if self._lost is not None or one.signal is None or not one.signal.is_ready():
                 break
@@ -149,11 +148,11 @@ class DeviceWorker:
         return self._lost
 
     def read(self, kind: int, rows: np.ndarray) -> Pool:
-        """Rows of every field, for a peer: of as many as `ROWS_READ` has, behind all launches so far."""
+        """Read rows for a peer, after all launches so far. Their number must be one of `ROWS_READ`."""
         return self._read_here(self.pools[kind], rows)
 
     def run_part(self, kind: CellType, part: Part) -> tuple[Pool, jax.Array]:
-        """Begin its tasks; what they emit, and the number that is there once they have run."""
+        """Begin the tasks of a part; return what they emit, and a number that is ready when they have run."""
         run = self.executables[kind.index, part.num_tasks, part.batch_size]
         others = tuple(self.pools[one] for one in self._programs[kind.index].other_kinds)
         self.pools[kind.state_kind], told, signal = run(
@@ -162,19 +161,19 @@ class DeviceWorker:
         return told, signal
 
     def poll(self) -> Iterator[Done]:
-        """Launches that have ended since the last call, in order."""
+        """Yield the launches that have finished since the last call, in order."""
         while self._flying and self._has_ended(self._flying[0]):
             yield self._told(self._flying.popleft())
             if self._lost is not None and not self._flying:
                 self.pools, self._lost = self._empty_pools(), None
 
     def wait(self) -> None:
-        """Until the oldest launch has ended."""
+        """Wait until the oldest launch has finished."""
         if self._flying and self._flying[0].signal is not None:
             try:
                 self._flying[0].signal.block_until_ready()
             except jax.errors.JaxRuntimeError:
-                return  # `poll` tells of it
+                return  # `poll` reports it
 
     def _begin(self, launch: Launch) -> _Flying:
         for move in launch.moves:
@@ -225,7 +224,7 @@ class DeviceWorker:
         return Done(launch, emitted, states)
 
     def _fields(self, kind: int, groups: list[Pool], num: int) -> dict[str, np.ndarray]:
-        """[num, ...] of every field."""
+        """Return an array [num, ...] for every field."""
         return {
             name: _joined([np.asarray(group[place]) for group in groups])[:num]
             for place, (name, _) in enumerate(self._types.kinds[kind])

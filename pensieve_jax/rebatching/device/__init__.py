@@ -1,1 +1,1 @@
-"""What an engine of padded batches runs on: attention over a ring, programs, rows in both memories."""
+"""Device side of the re-batching engine: attention over a ring, programs, and rows in both memories."""

@@ -1,13 +1,13 @@
 """Attention of a padded batch over the ring.
 
-Owns: `RingAttention`: the write of new columns, who sees which, and what computes that.
-Does not know: who is in a row, positions, or programs.
+Owns: `RingAttention`, which writes new columns, masks the columns of each row, and computes attention.
+Does not know: which query holds a row, positions, or programs.
 
-Softmax does not care for the order of columns and keys carry their rotation, so a ring is attended to as it
-lies. A step of one token a row without holes goes to `pallas_kernels.ring_decode`, which may read the rows'
-own columns alone; the others are plain XLA over the whole ring. There scores are masked with a finite number
-and free columns hold finite numbers: placeholders of -inf, as in section 4.2 of Baton, would turn values into
-NaN.
+Softmax does not depend on the order of columns, and keys are stored rotated, so attention reads the ring
+without reordering it. A step of one token per row without holes calls `pallas_kernels.ring_decode`, which can
+read only each row's own columns. Every other step is plain XLA over the whole ring. It masks scores with a
+finite number, and free columns hold finite numbers: placeholders of -inf, as in section 4.2 of Baton, would
+turn values into NaN.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from pallas_kernels.ring_decode import masked_attention, ring_decode_attention
 from pensieve_jax.rebatching.device.ring_state import RING_SPEC, RingState
 
 _HEADS_SPEC = PartitionSpec(None, TENSOR_AXIS, None)
-_BLOCK = 128  # queries of a row whose scores are there at once
+_BLOCK = 128  # queries of a row whose scores are in memory at once
 
 
 class RingAttention:
     """Implements `model_defs.Attention` for B rows of Q queries each, row by row.
 
     Attributes:
-      state: the ring; after the model has run, with the new columns. `valid` must have them already.
+      state: the ring, with the new columns after the model has run. `valid` must mark them beforehand.
     """
 
     def __init__(
@@ -44,21 +44,21 @@ class RingAttention:
         mesh: AnyMesh | None = None,
         backend: str = "xla",
     ) -> None:
-        """Keep what all layers share.
+        """Store what all layers share.
 
         Args:
-          state: the ring; taken over.
-          place: i32[], where the first new column lies.
+          state: the ring. The call takes ownership of it.
+          place: i32[], place of the first new column.
           num_new: i32[], new columns, at most Q.
           num_columns: i32[B], columns of each row, from its first to the last new one.
-          mesh: what the heads are split over; a kernel needs it, plain XLA does not.
-          backend: of `ring_decode_attention`, for steps of one token a row without holes; resolved.
+          mesh: devices that the heads are split over. A kernel needs it, plain XLA does not.
+          backend: resolved back end of `ring_decode_attention`, for steps of one token per row without holes.
         """
         self.state, self._mesh, self._backend = state, mesh, backend
         self._place, self._num_new, self._num_columns = place, num_new, num_columns
 
     def __call__(self, layer_index: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """See `Attention`: T = B * Q."""
+        """Write the new columns and compute attention, as in `Attention` with T = B * Q."""
         batch, num_kv_heads, length, head_dim = self.state.keys[layer_index].shape
         num_queries = q.shape[0] // batch
         new = (batch, num_queries, num_kv_heads, head_dim)
@@ -68,7 +68,7 @@ class RingAttention:
         if num_queries == 1 and self.state.valid is None:
             return self._decode(q, keys, values)
         rows = q.reshape(batch, num_queries, num_kv_heads, -1, head_dim)
-        # How many columns before the last new one each place lies.
+        # Distance of each place from the last new column, in columns.
         age = (self._place + self._num_new - 1 - jnp.arange(length)) % length
         if num_queries == 1:
             out = self._attend(rows, keys, values, age, jnp.zeros(1, jnp.int32))
@@ -77,7 +77,7 @@ class RingAttention:
         return out.reshape(q.shape).astype(q.dtype)
 
     def _decode(self, q: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
-        """A query for each row, which sees its row's columns up to the new one."""
+        """Compute attention of one query per row over its row's columns up to the new one."""
         attend = functools.partial(ring_decode_attention, sm_scale=q.shape[-1] ** -0.5, backend=self._backend)
         if self._backend != "xla":  # the partitioner cannot split a kernel
             assert self._mesh is not None
@@ -86,25 +86,25 @@ class RingAttention:
                 mesh=self._mesh,
                 in_specs=(_HEADS_SPEC, RING_SPEC, RING_SPEC, PartitionSpec(), PartitionSpec()),
                 out_specs=_HEADS_SPEC,
-                check_vma=False,  # kernels do not declare over which axes their outputs vary
+                check_vma=False,  # kernels do not declare the axes over which their outputs vary
             )
         return attend(q, keys, values, self._place, self._num_columns)
 
     def _write(self, pool: jax.Array, new: jax.Array) -> jax.Array:
-        """New columns into [B, K, L, D], from [B, Q, K, D]."""
+        """Write new columns [B, Q, K, D] into a pool [B, K, L, D]."""
         length, num_queries = pool.shape[2], new.shape[1]
         columns = new.astype(pool.dtype).swapaxes(1, 2)
         if num_queries == 1:
             return lax.dynamic_update_slice_in_dim(pool, columns, self._place, axis=2)
         index = jnp.arange(num_queries)
-        # Behind the prompt is padding, and where it would lie may be somebody's columns.
+        # Padding follows the prompt. It must not be written, since other rows may have live columns there.
         places = jnp.where(index < self._num_new, (self._place + index) % length, length)
         return pool.at[:, :, places].set(columns, mode="drop", unique_indices=True)
 
     def _attend_in_blocks(
         self, rows: jax.Array, keys: jax.Array, values: jax.Array, age: jax.Array
     ) -> jax.Array:
-        """[B, Q, K, G, D] of queries to the same, some at a time."""
+        """Compute attention of queries [B, Q, K, G, D], `_BLOCK` queries at a time; same shape."""
         num_queries = rows.shape[1]
         size = min(_BLOCK, num_queries)
         num_padded = -(-num_queries // size) * size
@@ -121,8 +121,8 @@ class RingAttention:
     def _attend(
         self, rows: jax.Array, keys: jax.Array, values: jax.Array, age: jax.Array, index: jax.Array
     ) -> jax.Array:
-        """f32[B, Q, K, G, D] for such queries, each the row's `index`-th new token: [Q]."""
-        behind = jnp.maximum(self._num_new - 1 - index, 0)  # new columns behind each query; padding sees all
+        """Return f32[B, Q, K, G, D] for queries of this shape; query i is new token `index[i]` of its row."""
+        behind = jnp.maximum(self._num_new - 1 - index, 0)  # new columns after each query; padding sees all
         visible = (age >= behind[:, None]) & (age < self._num_columns[:, None, None])
         if self.state.valid is not None:
             visible &= self.state.valid[:, None]

@@ -1,6 +1,6 @@
-"""Which back ends compute attention of padded batches, and why those.
+"""Choice of the attention back ends of a padded batch.
 
-Owns: the choice for one model on one mesh, and how a refusal is said.
+Owns: the choice for one model on one mesh, its reason, and the error if a requested back end cannot run.
 Does not know: programs, or how a back end works.
 """
 
@@ -21,7 +21,7 @@ _OF_HOLES = BackendChoice("xla", "queries that join by vector shaping leave hole
 
 
 class _Kernels(Protocol):
-    """A package of kernels, one of whose back ends is chosen."""
+    """Kernel package with several back ends."""
 
     def device_limit(self, backend: str, device: jax.Device) -> str | None: ...
 
@@ -36,11 +36,11 @@ class _Kernels(Protocol):
 
 
 class AttentionBackends(NamedTuple):
-    """Of one runner.
+    """Attention back ends of one runner.
 
     Attributes:
-      attention_backend: of prompts.
-      decode_backend: of steps.
+      attention_backend: back end for prefills.
+      decode_backend: back end for decode steps.
     """
 
     attention_backend: BackendChoice
@@ -48,7 +48,11 @@ class AttentionBackends(NamedTuple):
 
     @classmethod
     def chosen(cls, config: RebatchingConfig, heads: AttentionHeads, device: jax.Device) -> AttentionBackends:
-        """What `config` means for the heads of a shard; raises ConfigError where it asks in vain."""
+        """Resolve the back ends of `config` for the heads of a shard.
+
+        Raises:
+          ConfigError: the device or the model cannot use the requested back end.
+        """
         return cls(
             _chosen("attention_backend", config.attention_backend, ragged_paged_attention, heads, device),
             _OF_HOLES
@@ -57,7 +61,7 @@ class AttentionBackends(NamedTuple):
         )
 
     def describe(self) -> dict[str, dict[str, str]]:
-        """Names and reasons, as a report says them."""
+        """Return name and reason of each back end, for a report."""
         return {
             field: {"name": choice.name, "reason": choice.reason} for field, choice in self._asdict().items()
         }

@@ -1,7 +1,7 @@
-"""Every program of an engine of padded batches, compiled before it serves.
+"""All programs of a re-batching engine, compiled before it serves.
 
-Owns: which there are for which shapes, and what each is lowered from.
-Does not know: when they run.
+Owns: the list of programs for all shapes, and the arguments that each is lowered with.
+Does not know: when programs run.
 """
 
 from __future__ import annotations
@@ -26,23 +26,22 @@ from pensieve_jax.rebatching.prefilling import prefill_widths
 from pensieve_jax.runtime.compilation import CompilationJob
 from pensieve_jax.runtime.program import Program
 
-_NUM_WHERE = 5  # integers that `programs.insert` takes
+_NUM_WHERE = 5  # length of the `where` argument of `programs.insert`
 
 
 class PrefillShape(NamedTuple):
-    """Prompts, and the length of their rows."""
+    """Number of prompts in a prefill, and the length of their rows."""
 
     num_rows: int
     length: int
 
 
 class ProgramSet:
-    """Of one engine; executables are entries of its dictionaries, by what tells them apart.
+    """Programs of one engine. Each dictionary maps the shapes of a program to its executable.
 
     Attributes:
-      decode, shape, prefill, insert, take_row, relayout, relayout_valid, reorder_ids, choose: all
-        executables.
-      tiles: of every prefill, its attention kernel's work list.
+      decode, shape, prefill, insert, take_row, relayout, relayout_valid, reorder_ids, choose: executables.
+      tiles: work list of the attention kernel, for every prefill.
     """
 
     def __init__(
@@ -56,16 +55,16 @@ class ProgramSet:
         backend: str,
         cutoff_backend: str,
     ) -> None:
-        """Nothing is compiled yet.
+        """List the programs without compiling them.
 
         Args:
           config: insertion, and sizes of prefills.
           lattice: shapes of the ring.
-          storage: its arrays, abstract.
-          statics: of all programs that have the model in them.
+          storage: abstract arrays of the ring.
+          statics: static arguments of the programs that run the model.
           leaves: the model's arrays.
-          backend: of the prompts' attention, resolved.
-          cutoff_backend: what searches for a sampler's cuts.
+          backend: resolved attention back end for prefills.
+          cutoff_backend: back end that searches for the sampler's cutoffs.
         """
         self._config, self._lattice, self._storage = config, lattice, storage
         self._statics, self._leaves, self._cutoff_backend = statics, leaves, cutoff_backend
@@ -87,11 +86,11 @@ class ProgramSet:
 
     @property
     def num_programs(self) -> int:
-        """How many `jobs` there are."""
+        """Number of programs that `jobs` yields."""
         return sum(1 for _ in self._entries())
 
     def jobs(self) -> Iterator[CompilationJob]:
-        """All of them, the slowest to compile first."""
+        """Yield a compilation job for every program, the slowest to compile first."""
         for name, kept, key, program in self._entries():
             yield CompilationJob(name, program, functools.partial(kept.__setitem__, key))
 
@@ -116,7 +115,7 @@ class ProgramSet:
             yield "sampler", self.choose, mode, self._sampler(mode)
 
     def _with_model(self) -> Iterator[tuple[str, dict[Any, Any], Any, Program]]:
-        """Programs with all layers of the model in them."""
+        """Yield the programs that run all layers of the model."""
         storage, statics = self._storage, {"statics": self._statics}
         ids, words = storage.whole(self._config.max_batch), storage.whole(self._statics.layout.size)
         for one in reversed(self._prefills):

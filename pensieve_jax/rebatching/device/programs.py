@@ -1,7 +1,7 @@
-"""What is computed on a device: steps over the ring, prefills, and how rows come and go.
+"""Device programs: steps over the ring, prefills, and copies of rows into and out of the ring.
 
-Owns: the traced functions, and how words are read.
-Does not know: when something runs, or who is in a row.
+Owns: the traced functions, and the unpacking of a step's words.
+Does not know: when a program runs, or which query holds a row.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from pensieve_jax.rebatching.launches import COUNTS, HEADER, WordsLayout
 
 @dataclass(frozen=True)
 class Statics:
-    """What makes programs of one engine differ from another's, apart from array shapes.
+    """Static arguments of an engine's programs.
 
     Attributes:
-      structure: of the model.
-      layout: of a step's words.
-      mesh: what the model is split over.
-      backend: of the prompts' attention, as configured.
-      decode_backend: of the steps' attention, resolved.
+      structure: structure of the model.
+      layout: layout of a step's words.
+      mesh: devices that the model is split over.
+      backend: attention back end for prefills, as configured.
+      decode_backend: attention back end for steps, resolved.
     """
 
     structure: ModelStructure
@@ -47,7 +47,7 @@ class Statics:
 
 
 class _Words(NamedTuple):
-    """A step's words; rows of all fields are those of the largest batch."""
+    """Unpacked words of a step. Every field has as many rows as the largest batch."""
 
     place: jax.Array
     num_new: jax.Array
@@ -74,7 +74,7 @@ def _read(words: jax.Array, layout: WordsLayout) -> _Words:
 
 
 def _scores(statics: Statics, logits: jax.Array, rows: SamplingRows[jax.Array]) -> Scores:
-    """As many rows as the largest batch has, so that a few samplers serve all shapes."""
+    """Pad logits to the rows of the largest batch, so that a few samplers serve all shapes."""
     padded = jnp.pad(logits, ((0, statics.layout.width - logits.shape[0]), (0, 0)))
     replicated = NamedSharding(statics.mesh, PartitionSpec())
     return lax.with_sharding_constraint(Scores(padded, rows), replicated)
@@ -84,12 +84,12 @@ def _scores(statics: Statics, logits: jax.Array, rows: SamplingRows[jax.Array]) 
 def decode(
     leaves: list[jax.Array], state: RingState, ids: jax.Array, words: jax.Array, *, statics: Statics
 ) -> tuple[RingState, Scores]:
-    """A step in which every row takes one token.
+    """Run a step in which every row takes one token.
 
     Args:
       leaves: the model's arrays.
       state: the ring; donated, and updated in place.
-      ids: i32[width], what the rows' last step sampled.
+      ids: i32[width], the token that each row sampled last.
       words: i32[layout.size].
       statics: structure, layout and mesh.
     """
@@ -119,15 +119,15 @@ def shape(
     *,
     statics: Statics,
 ) -> tuple[RingState, Scores]:
-    """A step in which one row takes a prompt and the others a token each, padded to it (section 4.1).
+    """Run a step in which one row takes a prompt, and the others one token padded to it (section 4.1).
 
     Args:
-      leaves: as of `decode`.
-      state: as of `decode`, with `valid`.
-      ids: as of `decode`.
+      leaves: as in `decode`.
+      state: as in `decode`, with `valid`.
+      ids: as in `decode`.
       token_ids: i32[Q], the prompt and padding.
-      words: `num_new` is the prompt's length, and `row` whose it is.
-      statics: as of `decode`.
+      words: `num_new` is the prompt's length, and `row` is its row.
+      statics: as in `decode`.
     """
     step, (batch, _, length, _) = _read(words, statics.layout), state.keys[0].shape
     num_queries = token_ids.shape[0]
@@ -138,7 +138,7 @@ def shape(
     positions = jnp.where(is_token, step.counts["position"][:batch, None] + index, 0)
     assert state.valid is not None
     places = jnp.where(index < step.num_new, (step.place + index) % length, length)
-    fresh = state.valid & ~fills  # the row is somebody else's now
+    fresh = state.valid & ~fills  # forget the columns of the row's previous query
     state = state._replace(valid=fresh.at[:, places].set(is_token, mode="drop"))
     model = statics.structure.merge(leaves)
     attention = RingAttention(state, step.place, step.num_new, step.counts["num_columns"][:batch])
@@ -158,19 +158,19 @@ def prefill(
     num_rows: int,
     tile_spec: TileSpec,
 ) -> tuple[list[jax.Array], Scores]:
-    """Prompts by themselves, each into a row of its own (section 4.2).
+    """Prefill prompts outside the ring, each into a row of its own (section 4.2).
 
-    What stands behind a prompt is padding, which causality keeps from mattering; its columns hold finite
-    numbers that no mask lets through.
+    Padding follows each prompt. The causal mask keeps prompts from seeing it. Its columns hold finite
+    numbers, which later masks exclude.
 
     Args:
-      leaves: as of `decode`.
+      leaves: as in `decode`.
       token_ids: i32[num_rows * length].
-      words: `position` is that of each prompt's last token.
+      words: `position` is the position of each prompt's last token.
       tiles: the attention kernel's work list, the same for every prefill of this shape.
-      statics: as of `decode`.
-      num_rows: prompts.
-      tile_spec: of the attention kernel.
+      statics: as in `decode`.
+      num_rows: number of prompts.
+      tile_spec: tiles of the attention kernel.
     """
     model = statics.structure.merge(leaves)
     config, step, num_tokens = model.config, _read(words, statics.layout), token_ids.shape[0]
@@ -201,10 +201,10 @@ def prefill(
 
 
 class _RowAttention(PagedAttention):
-    """Attention over pages, whose contents become rows layer by layer, so that few pools live at once.
+    """Paged attention that copies keys and values to rows after each layer, so that few pools live at once.
 
     Attributes:
-      rows: [num_layers, 2, num_kv_heads, length, head_dim] of each prompt.
+      rows: one array [num_layers, 2, num_kv_heads, length, head_dim] per prompt.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class _RowAttention(PagedAttention):
     def __call__(self, layer_index: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         out = super().__call__(layer_index, q, k, v)
         num_heads, head_dim = k.shape[1:]
-        both = jnp.stack([k, v]).astype(self.rows[0].dtype)  # what was written into the pages
+        both = jnp.stack([k, v]).astype(self.rows[0].dtype)  # the same values as in the pages
         by_row = both.reshape(2, len(self.rows), -1, num_heads, head_dim).transpose(1, 0, 3, 2, 4)
         self.rows = [row.at[layer_index].set(new) for row, new in zip(self.rows, by_row, strict=True)]
         return out
@@ -228,18 +228,18 @@ class _RowAttention(PagedAttention):
 def insert(
     state: RingState, ids: jax.Array, row: jax.Array, row_ids: jax.Array, where: jax.Array
 ) -> tuple[RingState, jax.Array]:
-    """Vector embedding: the whole row of the ring is written, so that nothing stale is left.
+    """Copy a row into the ring (vector embedding), overwriting the whole ring row, so nothing stale remains.
 
     Args:
       state: the ring; donated, and updated in place.
-      ids: i32[width], what goes into the next step.
+      ids: i32[width], inputs of the next step.
       row: [num_layers, 2, num_kv_heads, length, head_dim].
-      row_ids: i32[width], of the program that sampled the row's next token.
-      where: i32[5]: the ring's row, where in it the row begins, its tokens, the place of its token in
-        `row_ids`, and that token itself where it is known, else -1.
+      row_ids: i32[width], output of the program that sampled the row's next token.
+      where: i32[5]: index of the ring row, place of the row's first column, number of its tokens, index of
+        its next token in `row_ids`, and that token's id if the host knows it, else -1.
 
     Returns:
-      The ring, and ids with that of the row.
+      The ring, and `ids` with the row's next token.
     """
     index, place, num_tokens, id_place, known_id = where
     length = state.keys[0].shape[2]
@@ -261,7 +261,7 @@ def insert(
 
 @jax.jit
 def take_row(state: RingState, index: jax.Array, places: jax.Array) -> jax.Array:
-    """A row of the ring as one of its own, its holes left out: the columns at `places`, in order."""
+    """Copy a row of the ring without its holes: the columns at `places`, in order."""
 
     def taken(pool: jax.Array) -> jax.Array:
         return jnp.take(lax.dynamic_index_in_dim(pool, index, keepdims=False), places, axis=1)
@@ -275,18 +275,18 @@ def take_row(state: RingState, index: jax.Array, places: jax.Array) -> jax.Array
 
 @functools.partial(jax.jit, static_argnames=("sharding",))
 def relayout(pool: jax.Array, rows: jax.Array, columns: jax.Array, *, sharding: NamedSharding) -> jax.Array:
-    """A layer of a ring of another shape; columns below 0 hold anything finite."""
+    """Rearrange one layer for a ring of another shape. Columns below 0 receive arbitrary finite values."""
     moved = jnp.take(jnp.take(pool, rows, axis=0), jnp.maximum(columns, 0), axis=2)
     return lax.with_sharding_constraint(moved, sharding)
 
 
 @jax.jit
 def relayout_valid(valid: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array:
-    """The same of `RingState.valid`."""
+    """Rearrange `RingState.valid` for a ring of another shape."""
     return jnp.where(columns >= 0, valid[rows][:, jnp.maximum(columns, 0)], False)
 
 
 @jax.jit
 def reorder_ids(ids: jax.Array, rows: jax.Array) -> jax.Array:
-    """The ids of rows that have moved."""
+    """Move ids to the new indices of their rows."""
     return ids.at[: rows.shape[0]].set(ids[rows])

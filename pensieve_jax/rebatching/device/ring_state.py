@@ -1,10 +1,11 @@
-"""The ring and rows beside it as arrays.
+"""Arrays of the ring and of parked rows.
 
 Owns: their shapes, dtypes and placement.
-Does not know: who is in a row, or programs.
+Does not know: which query holds a row, or programs.
 
-One array per layer for keys and one for values, heads before length, so that a step appends a column in place
-and reads whole rows. A row beside the ring is one array over all layers, since small copies are slow ones.
+Each layer has one array for keys and one for values, with heads before length, so that a step appends a
+column in place and reads whole rows. A parked row is one array over all layers, since many small copies are
+slower than one large one.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ ROW_SPEC = PartitionSpec(None, None, TENSOR_AXIS, None, None)
 
 
 class RingState(NamedTuple):
-    """A pytree of arrays.
+    """Arrays of the ring, as a pytree.
 
     Attributes:
       keys, values: one per layer, [batch, num_kv_heads, length, head_dim], split by head over "tp".
-      valid: bool[batch, length]: columns that hold a token of their row. Only where rows have holes, which
-        is with vector shaping; else None.
+      valid: bool[batch, length]: columns that hold a token of their row. None without vector shaping, since
+        only shaping leaves holes in rows.
     """
 
     keys: list[jax.Array]
@@ -42,7 +43,7 @@ class RingStorage:
     """Shape and placement of a model's rings and rows."""
 
     def __init__(self, model: ModelConfig, dtype: jnp.dtype, mesh: Mesh, *, has_holes: bool) -> None:
-        """Nothing is made yet."""
+        """Describe the arrays without allocating them."""
         self.model, self.dtype, self.mesh, self._has_holes = model, dtype, mesh, has_holes
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self._ring_sharding = NamedSharding(mesh, RING_SPEC)
@@ -51,26 +52,26 @@ class RingStorage:
 
     @property
     def token_bytes(self) -> int:
-        """Of one column of one row on a device, over all layers."""
+        """Bytes of one column of one row on one device, over all layers."""
         heads = self.model.num_kv_heads // self.mesh.devices.size
         return 2 * self.model.num_layers * heads * self.model.head_dim * self.dtype.itemsize
 
     def layer(self, shape: RingShape) -> jax.ShapeDtypeStruct:
-        """Keys, or values, of a layer."""
+        """Return the abstract keys, or values, of one layer."""
         sizes = (shape.batch, self.model.num_kv_heads, shape.length, self.model.head_dim)
         return jax.ShapeDtypeStruct(sizes, self.dtype, sharding=self._ring_sharding)
 
     def ring(self, shape: RingShape) -> RingState:
-        """All of it, abstract."""
+        """Return the abstract arrays of a ring."""
         layers = [self.layer(shape)] * self.model.num_layers
         valid = jax.ShapeDtypeStruct(shape, np.bool_, sharding=self.replicated) if self._has_holes else None
         return RingState(list(layers), list(layers), valid)  # type: ignore[arg-type]
 
     def row(self, length: int) -> jax.ShapeDtypeStruct:
-        """A row beside the ring: keys, then values, of every layer."""
+        """Return an abstract parked row: keys, then values, of every layer."""
         sizes = (self.model.num_layers, 2, self.model.num_kv_heads, length, self.model.head_dim)
         return jax.ShapeDtypeStruct(sizes, self.dtype, sharding=self.row_sharding)
 
     def whole(self, *sizes: int, dtype: type[np.generic] = np.int32) -> jax.ShapeDtypeStruct:
-        """What lies on every device."""
+        """Return an abstract array that is replicated on every device."""
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=self.replicated)

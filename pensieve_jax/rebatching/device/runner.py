@@ -1,6 +1,6 @@
-"""Carries launches out with JAX, with programs that are compiled before serving.
+"""JAX runner, which executes launches with programs that are compiled before serving.
 
-Owns: the ring, rows beside it in both memories, and the ids that the last program sampled.
+Owns: the ring, parked rows in both memories, and the ids that the last program sampled.
 Does not know: queries, priorities or budgets.
 """
 
@@ -57,12 +57,12 @@ _LOWER = "kv_bytes, prefill_tokens or the longest of lengths"
 
 @dataclass
 class _Row:
-    """A row beside the ring.
+    """Parked row.
 
     Attributes:
-      kv: in device memory; None once it has left.
-      host: in pinned host memory, if it is there or on its way.
-      ids, place: where the token is that it goes on with: `place` of what its last program sampled.
+      kv: array in device memory; None once the row has left.
+      host: array in pinned host memory, if the row is there or is being copied there.
+      ids, place: the row's next token is `ids[place]`; `ids` is what its last program sampled.
     """
 
     kv: jax.Array | None
@@ -72,22 +72,22 @@ class _Row:
 
 
 class DeviceRunner:
-    """One model on one mesh; see `rebatching.runner.Runner`.
+    """`rebatching.runner.RebatchingRunner` for one model on one mesh.
 
     Attributes:
-      backends: what computes attention, and why.
-      lattice: the shapes that the ring may have.
-      mesh: as given.
+      backends: attention back ends, and why they were chosen.
+      lattice: possible shapes of the ring.
+      mesh: devices of the model.
       storage: shape and placement of ring and rows.
-      weights_bytes: of the model's arrays on a device.
-      programs: all that may run.
+      weights_bytes: bytes of the model's arrays on one device.
+      programs: all compiled programs.
     """
 
     def __init__(self, model: Model, config: RebatchingConfig, mesh: Mesh, dtype: Any) -> None:
-        """Take the model; nothing is compiled before `warm_up`.
+        """Prepare the runner. `warm_up` compiles the programs.
 
         Raises:
-          ConfigError: the budget, the context, or the attention back end cannot be served.
+          ConfigError: the budget, the context, or the attention back end cannot work.
         """
         self._compilations = CompilationCounter()
         self._config, self.mesh = config, mesh
@@ -122,19 +122,19 @@ class DeviceRunner:
 
     @property
     def num_compilations(self) -> int:
-        """Of the process, since this was made."""
+        """Compilations in this process since this runner was created."""
         return self._compilations.value
 
     @property
     def ring(self) -> RingState | None:
-        """The ring, as the last launch leaves it; for checks."""
+        """State of the ring after the last launch, for checks."""
         return self._state
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Load or compile every program, and run each once.
 
         Raises:
-          ConfigError: weights, the budget and what programs need exceed the device's memory.
+          ConfigError: the weights, the budget and the programs need more than the device's memory.
         """
         import_backend(self.backends.attention_backend.name)
         store, directory = None, self._config.compilation_cache_dir
@@ -147,7 +147,7 @@ class DeviceRunner:
             except (jax.errors.JaxRuntimeError, StepFailedError) as error:
                 if store is None or not store.num_loaded:
                     raise
-                _log.warning("programs from %s do not run here; all are made anew: %s", directory, error)
+                _log.warning("Programs from %s do not run here; all are compiled again: %s", directory, error)
                 store.discard_used()
                 self._compile(store, progress)
                 self._rehearse()
@@ -201,7 +201,7 @@ class DeviceRunner:
     def reset(self, kept: Collection[int]) -> None:
         self._shape = self._state = None
         self._ids = self._no_ids()
-        # A token of theirs is known by now, and goes into `Insert`; what the device had may have failed.
+        # The host knows these rows' next tokens and passes them in `Insert`. Device ids may be invalid.
         self._rows = {
             serial: _Row(None, row.host, self._ids, 0) for serial, row in self._rows.items() if serial in kept
         }
@@ -261,7 +261,7 @@ class DeviceRunner:
         old, state, storage = self._shape, self._state, self.storage
         self._shape = shape
         if relayout is None or state is None:
-            self._state = None  # freed before the new one is made
+            self._state = None  # free the old ring before allocating the new one
             del state
             self._state = self._zeros(shape)
             return
@@ -271,7 +271,7 @@ class DeviceRunner:
         for layers in (state.keys, state.values):
             for index in range(storage.model.num_layers):
                 moved = move(layers[index], rows, columns)
-                moved.block_until_ready()  # so that the old layer is free before the next one is made
+                moved.block_until_ready()  # so that the old layer is free before the next one is allocated
                 layers[index] = moved
         valid = state.valid
         if valid is not None:
@@ -282,9 +282,9 @@ class DeviceRunner:
     # Inside
 
     def _sample(self, scores: Any, needs: SamplerMode) -> tuple[jax.Array, jax.Array]:
-        """Ids for the next step, and the packed result on its way to the host."""
+        """Sample; return the ids for the next step, and the packed result on its way to the host."""
         ids, result = self.programs.choose[needs](*scores)
-        if self._device.platform != "cpu":  # where results are read in place
+        if self._device.platform != "cpu":  # a CPU's results are read in place
             result.copy_to_host_async()
         return ids, result
 
@@ -306,7 +306,7 @@ class DeviceRunner:
                     progress(num_done, num_all, name)
 
     def _rehearse(self) -> None:
-        """Run every program once, which loads kernels and allocates workspaces; no query should pay."""
+        """Run every program once to load kernels and allocate workspaces before the first query."""
         words = PackedStep(self.layout).words
         shapes, greedy = self.lattice.shapes, SamplerMode()
         for mode in all_modes():
@@ -338,13 +338,13 @@ class DeviceRunner:
 
     @contextlib.contextmanager
     def _refusing(self) -> Any:
-        """Name the budget where memory runs out before anything is served."""
+        """Turn an out-of-memory error into a ConfigError that names the budget."""
         try:
             yield
         except (jax.errors.JaxRuntimeError, StepFailedError) as error:
             if not is_out_of_memory(error):
                 raise
             limit = (
-                f"less: with {self.weights_bytes:,} bytes of weights, and what programs need, it does not fit"
+                f"less: with {self.weights_bytes:,} bytes of weights and the programs' memory it does not fit"
             )
             raise ConfigError("kv_bytes", self._config.kv_bytes, limit, in_a_line(error)) from error

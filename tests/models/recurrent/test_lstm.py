@@ -73,9 +73,9 @@ def test_bfloat16_is_near():
 @pytest.mark.parametrize(
     ("token_ids", "message"),
     [
-        ([], r"token_ids is \[\], but must be token ids, one at least"),
-        ([1.5], r"token_ids is \[1.5\], but must be token ids"),
-        ([[1]], r"token_ids is \[\[1\]\], but must be token ids"),
+        ([], r"token_ids is \[\], but must be at least one token id"),
+        ([1.5], r"token_ids is \[1.5\], but must be at least one token id"),
+        ([[1]], r"token_ids is \[\[1\]\], but must be at least one token id"),
         ([3, 50], r"token_ids\[1\] is 50, but must be an id from 0 to 49"),
         ([3, 4, -1], r"token_ids\[2\] is -1, but must be an id from 0 to 49"),
     ],

@@ -162,7 +162,7 @@ def test_missing_options_have_the_defaults_of_transformers():
 
 
 def test_tensors_alone_are_not_enough():
-    with pytest.raises(CheckpointError, match="give its config as well"):
+    with pytest.raises(CheckpointError, match="pass its config"):
         Mamba.from_hf(WEIGHTS)
     expected = r"tensor 'backbone.layers.0.mixer.A_log' has shape \[48, 5\], expected \[72, 5\]"
     with pytest.raises(CheckpointError, match=expected):

@@ -26,7 +26,7 @@ def test_a_request_that_is_none_of_the_models_own(model: Any) -> None:
     other = MODELS[1].request((3, 4)) if model is LINES else LINES.request([3])
     graph: Any = SimpleNamespace()
     for bad in (5, None, "x", [3], other):
-        with pytest.raises(RequestError, match=r"request is .*as the model's own request"):
+        with pytest.raises(RequestError, match=r"request is .*from the model's request"):
             model.unfold(bad, graph)
         if hasattr(model, "unfold_many"):
             good = model.request([3] if model is LINES else (3, 4))
@@ -38,7 +38,7 @@ def test_lists_of_different_lengths() -> None:
     """It was numpy's ValueError, which names no field."""
     trees = MODELS[1]
     for request, arguments, message in (
-        (LINES.request, ([[1], [2, 3]],), r"token_ids is \[\[1\], \[2, 3\]\], but must be token ids"),
+        (LINES.request, ([[1], [2, 3]],), r"token_ids is \[\[1\], \[2, 3\]\], but must be at least one token id"),
         (MODELS[2].request, ([1, [2]],), "source_ids is "),
         (MODELS[3].request, ([[1], [2, 3]], 5), "prompt_ids is "),
         (trees.request_from_arrays, ([1, [2]], [[0, 1]]), "words is "),

@@ -81,12 +81,16 @@ def test_pairs_that_are_no_tree(tree, message):
         (2, [[0, 0]], r"nodes\[0\].parents is \[2\], but must be one node, which reads it once"),
         (3, [[0, 1]], r"nodes\[2\].parents is \[\], but must be one node, since nodes\[3\] is the root"),
         (2, [], r"nodes\[0\].parents is \[\], but must be one node, since nodes\[1\] is the root"),
-        (3, [[0, 3], [1, 2]], r"nodes\[3\].children is \[0, 3\], but must be nodes that are not above it"),
-        (1, [[0, 1]], r"nodes\[1\].children is \[0, 1\], but must be nodes that are not above it"),
-        (4, [[5, 0], [4, 1], [2, 3]], r"nodes\[[45]\].children is .*, but must be nodes that are not above"),
+        (3, [[0, 3], [1, 2]], r"nodes\[3\].children is \[0, 3\], but must be nodes that are not its"),
+        (1, [[0, 1]], r"nodes\[1\].children is \[0, 1\], but must be nodes that are not its"),
+        (
+            4,
+            [[5, 0], [4, 1], [2, 3]],
+            r"nodes\[[45]\].children is .*, but must be nodes that are not its",
+        ),
         (2, [0, 1], r"children is \[0, 1\], but must be ints \[n, 2\]"),
         (2, [[0.0, 1.0]], r"children is \[\[0.0, 1.0\]\], but must be ints \[n, 2\]"),
-        (0, [], r"words is \[\], but must be token ids, one at least"),
+        (0, [], r"words is \[\], but must be at least one token id"),
     ],
 )
 def test_arrays_that_are_no_tree(num_words, children, message):

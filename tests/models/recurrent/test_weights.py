@@ -130,7 +130,9 @@ def test_a_tensor_that_is_elsewhere():
         def __array__(self, *args, **kwargs):
             raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
-    with pytest.raises(CheckpointError, match=r"tensor 'lstm.bias_ih_l0' is no array of the host's: can't"):
+    with pytest.raises(
+        CheckpointError, match=r"tensor 'lstm.bias_ih_l0' is not an array in host memory: can't"
+    ):
         LSTM.from_torch(dict(LSTM_WEIGHTS) | {"lstm.bias_ih_l0": Elsewhere()})
 
 
