@@ -145,6 +145,21 @@ def test_a_number_with_a_unit_is_a_figure(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "figures"),
     [
+        ("Ours takes < 5 ms, theirs > 3 ms", ["5", "3"]),
+        ("Ours takes <5 ms, theirs >3 ms", ["5", "3"]),
+        ("It is a <b 5 ms> faster, <b, 6> and </b 7>", ["5", "6", "7"]),
+        ("A <br/> <b>4</b> <img width=\"8\" src='9.png'> <!-- 10 > 11 --> <https://a.b/12>", ["4"]),
+        ('One [link](page_1.md#part-2), [titled](page_3.md "4") and [x](5 ms)', ["5"]),
+    ],
+)
+def test_only_tags_and_addresses_hide_figures(tmp_path: Path, text: str, figures: list[str]) -> None:
+    (tmp_path / "page.md").write_text(f"{text}\n")
+    assert figures_of(read_page(tmp_path / "page.md", "page.md")) == figures
+
+
+@pytest.mark.parametrize(
+    ("text", "figures"),
+    [
         ("5ms-9ms, 2x-3x, 5 ms-9 ms", ["5", "9", "2", "3", "5", "9"]),
         ("1.5\u00b5s-3\u00b5s, 2x-3x-4x and 5%-9%", ["1.5", "3", "2", "3", "4", "5", "9"]),
         ("A 13B-7 and opt-13b-8 are names", []),
