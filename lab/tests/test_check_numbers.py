@@ -337,13 +337,16 @@ def test_the_exit_status_says_whether_all_is_right(
     (tmp_path / "lab" / "run.json").write_text('{"s": 4.9}')
     sources = tmp_path / "lab" / "sources" / "front_page.toml"
     monkeypatch.setattr(check_numbers, "ROOT", tmp_path)
-    assert launch("check_numbers", shared_llm=False) == 1
+    flags = {"allow_missing_history": True, "shared_llm": False}
+    assert launch("check_numbers", **flags) == 1
     assert "front_page.toml is missing" in capsys.readouterr().out
     sources.write_text('[documents]\nrun = "run.json"\n[[sentence]]\ntext = "takes {run.s} s"\n')
-    assert launch("check_numbers", shared_llm=False) == 0
+    assert launch("check_numbers", **flags) == 0
     assert "every figure with a source is that of its document" in capsys.readouterr().out
-    (tmp_path / "README.md").write_text("It takes 4 s.\n")
     assert launch("check_numbers", shared_llm=False) == 1
+    assert "there is no git history" in capsys.readouterr().out
+    (tmp_path / "README.md").write_text("It takes 4 s.\n")
+    assert launch("check_numbers", **flags) == 1
     assert "README.md:1: shows 4, but run.s is 4.9" in capsys.readouterr().out
 
 
