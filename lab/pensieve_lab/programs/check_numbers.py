@@ -1,6 +1,6 @@
 """Every figure of README.md and of all pages against its document, and every document against its raw data.
 
-    # exit status 1 if a figure is wrong, or nobody's
+    # exit status 1 if a figure is wrong or has no source
     python -m pensieve_lab.programs.check_numbers
     # the figures that are of no document, with the reasons
     python -m pensieve_lab.programs.check_numbers --list_prose
