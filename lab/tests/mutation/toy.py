@@ -42,9 +42,18 @@ def never_called():
     return 4
 '''
 SOURCE = "toy/limits.py"
+PROGRAMS = "toy/programs.py"
 FILES = {
     "toy/__init__.py": "",
     SOURCE: LIMITS,
+    PROGRAMS: """\
+def stored():
+    return 6
+
+
+def jitted():
+    return 7
+""",
     "tests/toy/test_limits.py": """\
 import subprocess
 import sys
@@ -85,6 +94,32 @@ def test_that_fails():
 
 def test_that_is_skipped():
     pytest.skip("always")
+""",
+    "tests/toy/test_programs.py": """\
+import os
+from pathlib import Path
+
+import jax
+
+from toy.programs import jitted, stored
+
+
+def load_or_trace():
+    program = Path(os.environ["TESTS_COMPILATION_CACHE"], "executables", "program")
+    if not program.exists():
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(str(stored()))
+    return int(program.read_text())
+
+
+def test_programs():
+    assert load_or_trace() == 6
+    assert jax.jit(jitted)() == 7
+
+
+def test_programs_again():
+    assert load_or_trace() == 6
+    assert jax.jit(jitted)() == 7
 """,
     "tests/other/test_process.py": """\
 import subprocess
