@@ -37,9 +37,9 @@ def coverage(project, pool):
 
 @pytest.fixture
 def verdict(pool, coverage):
-    def verdict(before, after, limits=LONG, killer=""):
+    def verdict(before, after, limits=LONG, killer="", file=toy.SOURCE):
         work = lambda worker, mutant: judge(worker, mutant, coverage, "tree", limits, killer)  # noqa: E731
-        (found,) = pool.map(work, [toy.mutant(before, after)])
+        (found,) = pool.map(work, [toy.mutant(before, after, file=file)])
         return found
 
     return verdict
@@ -137,6 +137,13 @@ def test_a_mutant_that_no_test_notices_survives(verdict):
 def test_a_mutant_that_no_test_executes_survives(verdict):
     found = verdict("    return 4", "    return 5")
     assert (found.outcome, found.num_run) == ("survived", 0)
+
+
+def test_a_mutant_of_a_module_without_executed_functions_meets_the_closest_tests(coverage, verdict):
+    """It once survived untested: a module's statements run when pytest imports the test file, in no test."""
+    assert names(coverage, "MOST = 3", toy.CONSTANTS) == set()
+    found = verdict("MOST = 3", "MOST = 4", file=toy.CONSTANTS)
+    assert (found.outcome, found.test) == ("killed", "tests/toy/test_constants.py::test_most")
 
 
 def test_a_mutant_that_hangs_is_undecided(verdict):

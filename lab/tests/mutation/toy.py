@@ -43,6 +43,7 @@ def never_called():
 '''
 SOURCE = "toy/limits.py"
 PROGRAMS = "toy/programs.py"
+CONSTANTS = "toy/nested/constants.py"
 FILES = {
     "toy/__init__.py": "",
     SOURCE: LIMITS,
@@ -53,6 +54,15 @@ def stored():
 
 def jitted():
     return 7
+""",
+    "toy/nested/__init__.py": "",
+    CONSTANTS: "MOST = 3\n",
+    "tests/toy/test_constants.py": """\
+from toy.nested.constants import MOST
+
+
+def test_most():
+    assert MOST == 3
 """,
     "tests/toy/test_limits.py": """\
 import subprocess
@@ -143,8 +153,9 @@ def make(root: Path) -> Path:
     return root
 
 
-def mutant(before: str, after: str, function: str = "", text: str = LIMITS) -> Mutant:
-    """Replace a line of the source by another."""
+def mutant(before: str, after: str, function: str = "", file: str = SOURCE) -> Mutant:
+    """Replace a line of a source file by another."""
+    text = FILES[file]
     line = text.splitlines().index(before) + 1
     changed = text.replace(f"{before}\n", f"{after}\n")
-    return Mutant(Candidate(SOURCE, "ByHand", line, line, 0), digest(text), function, before, after, changed)
+    return Mutant(Candidate(file, "ByHand", line, line, 0), digest(text), function, before, after, changed)
