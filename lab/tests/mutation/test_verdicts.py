@@ -52,6 +52,13 @@ def test_a_verdict_on_other_tests_or_another_budget_is_none_but_names_the_test(t
     assert store.killer(OTHER) == ""
 
 
+def test_a_mutant_that_timed_out_is_tried_again(tmp_path):
+    store = VerdictStore(tmp_path / "verdicts.jsonl")
+    store.add(verdict(MUTANT, TIMED_OUT))
+    assert store.current(MUTANT, "tree", 120.0) is None
+    assert store.killer(MUTANT) == ""
+
+
 def test_survivors_are_listed_and_the_last_line_has_the_share():
     third = toy.mutant("        count -= 1", "        count += 1", "count_down")
     results = [(MUTANT, verdict(MUTANT)), (OTHER, verdict(OTHER, SURVIVED, test=""))]
