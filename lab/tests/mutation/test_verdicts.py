@@ -11,6 +11,7 @@ from pensieve_lab.mutation.equivalents import FILE, change_of, read_equivalents
 from pensieve_lab.mutation.trees import Tree
 from pensieve_lab.mutation.trial import KILLED, SURVIVED, TIMED_OUT, Verdict
 from pensieve_lab.mutation.verdicts import VerdictStore
+from tests.launching import ROOT
 
 MUTANT = toy.mutant("    return min(value, most)", "    return max(value, most)", "clip")
 OTHER = toy.mutant("    return 4", "    return 5", "never_called")
@@ -109,6 +110,10 @@ def test_an_entry_that_is_out_of_date_is_an_error(project, before, after, messag
     (project / FILE).write_text(ENTRY.replace(before, after, 1))
     with pytest.raises(ConfigError, match=message):
         read_equivalents(project)
+
+
+def test_the_entries_of_this_repository_are_current():
+    assert read_equivalents(ROOT)
 
 
 def test_a_copy_follows_the_checkout(tmp_path):
