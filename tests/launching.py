@@ -29,9 +29,9 @@ type Launch = Callable[..., int]
 
 @pytest.fixture(scope="session")
 def compilation_cache(tmp_path_factory) -> str:
-    """Where the models of these tests, here and in other processes, find each other's steps.
+    """Return the compilation cache of these tests' models, in this process and in others.
 
-    A run of mutants names a folder that outlives its many runs of pytest.
+    `make mutants` names one in the environment, since each mutant takes several runs of pytest.
     """
     if folder := os.environ.get("TESTS_COMPILATION_CACHE"):
         return folder

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pickle
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pensieve_lab.pages import number_words, pictures
+from pensieve_lab.pages import kinds, number_words, pictures
 from pensieve_lab.pages.expressions import Documents, ExpressionError, read_document
 from pensieve_lab.pages.page import Page, read_page
 from pensieve_lab.pages.sources import check_page, is_shown
@@ -140,6 +141,21 @@ def test_a_number_with_a_unit_is_a_figure(tmp_path: Path) -> None:
     )
     found = figures_of(read_page(tmp_path / "page.md", "page.md"))
     assert found == ["3", "5", "1.5", "20", "7"]
+
+
+@pytest.mark.parametrize(
+    ("text", "figures"),
+    [
+        ("Ours takes < 5 ms, theirs > 3 ms", ["5", "3"]),
+        ("Ours takes <5 ms, theirs >3 ms", ["5", "3"]),
+        ("It is a <b 5 ms> faster, <b, 6> and </b 7>", ["5", "6", "7"]),
+        ("A <br/> <b>4</b> <img width=\"8\" src='9.png'> <!-- 10 > 11 --> <https://a.b/12>", ["4"]),
+        ('One [link](page_1.md#part-2), [titled](page_3.md "4") and [x](5 ms)', ["5"]),
+    ],
+)
+def test_only_tags_and_addresses_hide_figures(tmp_path: Path, text: str, figures: list[str]) -> None:
+    (tmp_path / "page.md").write_text(f"{text}\n")
+    assert figures_of(read_page(tmp_path / "page.md", "page.md")) == figures
 
 
 @pytest.mark.parametrize(
@@ -321,13 +337,16 @@ def test_the_exit_status_says_whether_all_is_right(
     (tmp_path / "lab" / "run.json").write_text('{"s": 4.9}')
     sources = tmp_path / "lab" / "sources" / "front_page.toml"
     monkeypatch.setattr(check_numbers, "ROOT", tmp_path)
-    assert launch("check_numbers", shared_llm=False) == 1
+    flags = {"allow_missing_history": True, "shared_llm": False}
+    assert launch("check_numbers", **flags) == 1
     assert "front_page.toml is missing" in capsys.readouterr().out
     sources.write_text('[documents]\nrun = "run.json"\n[[sentence]]\ntext = "takes {run.s} s"\n')
-    assert launch("check_numbers", shared_llm=False) == 0
+    assert launch("check_numbers", **flags) == 0
     assert "every figure with a source is that of its document" in capsys.readouterr().out
-    (tmp_path / "README.md").write_text("It takes 4 s.\n")
     assert launch("check_numbers", shared_llm=False) == 1
+    assert "there is no git history" in capsys.readouterr().out
+    (tmp_path / "README.md").write_text("It takes 4 s.\n")
+    assert launch("check_numbers", **flags) == 1
     assert "README.md:1: shows 4, but run.s is 4.9" in capsys.readouterr().out
 
 
@@ -363,6 +382,37 @@ def test_an_attack_on_a_page_is_seen(tmp_path: Path, name: str, old: str, new: s
     assert found.errors
 
 
+PROSE = '[[prose]]\nheading = "How fast"\nreason = "so it is"\nkind = {}\nfigures = "{}"\n'
+ATTACKS_ON_BOTH = [
+    *(("takes half of vLLM's time", PROSE.format(f'"{kind}"', "half")) for kind in ("wording", "definition")),
+    *(("takes half of vLLM's time", PROSE.format(f'"{kind}"', "half")) for kind in ("size", "constant")),
+    *(("takes half of vLLM's time", PROSE.format(f'"{kind}"', "half")) for kind in ("example", "aim")),
+    ("takes half of vLLM's time", '[[sentence]]\ntext = "takes {0.5} of vLLM\'s time"\n'),
+    ("answers in 9 ms", PROSE.format('"version"', "9")),
+    ("answers in 18 ms", PROSE.format('"aim"', "18")),
+    ("answers in 18 ms", PROSE.format('["aim", "size"]', "18")),
+    ("is 90 times as fast", PROSE.format('"setting"', "90")),
+    ("is 60 times as fast", PROSE.format('"setting"', "60")),
+    ("takes 45 ms", PROSE.format('"tested"\ntest = "tests/test_front_page.py::test_ten_lines_twice"', "45")),
+]
+
+
+@pytest.mark.parametrize(("words", "entry"), ATTACKS_ON_BOTH)
+def test_an_attack_on_the_front_page_and_its_sources_is_seen(tmp_path: Path, words: str, entry: str) -> None:
+    """A figure and the source that answers for it are added together."""
+    text, sources = README.read_text(encoding="utf-8"), LAB / "sources" / "front_page.toml"
+    (tmp_path / "page.md").write_text(text.replace("\n## Install", f"\nIt {words}.\n\n## Install", 1))
+    (tmp_path / "page.toml").write_text(f"{sources.read_text(encoding='utf-8')}\n{entry}")
+    page = check_numbers.read(tmp_path / "page.md", "README.md")
+    assert check_page(page, tmp_path / "page.toml", check_numbers.documents_of(LAB), check_numbers.ROOT)
+
+
+def test_the_front_page_has_what_it_names_and_no_kind_that_may_not_stand_there() -> None:
+    entries = tomllib.loads((LAB / "sources" / "front_page.toml").read_text(encoding="utf-8"))["prose"]
+    assert {(entry["heading"], entry["kind"]): entry["figures"] for entry in entries} == kinds.FRONT_PAGE
+    assert all(kinds.KINDS[kind].may_stand_on_front_page for _, kind in kinds.FRONT_PAGE)
+
+
 @pytest.mark.parametrize(
     ("kind", "figures", "words"),
     [
@@ -371,12 +421,17 @@ def test_an_attack_on_a_page_is_seen(tmp_path: Path, name: str, old: str, new: s
         ('"reading"', "3.5", "on the front page such a figure needs a document"),
         ('"status"', "3.5", "3.5 is not of the form of status"),
         ('"tested"', "3.5", "there is no such test"),
-        ('["status", "setting"]', "3.5", "settings have an entry of their own"),
+        ('["status", "setting"]', "3.5", "each kind has an entry of its own"),
         ('"setting"', "3.5", "3.5 is no setting or flag of the page's documents"),
-        ('["status", "size"]', "3.5", None),
+        ('"constant"', "3.5", "kinds.FRONT_PAGE"),
+        ('"definition"', "3.5", "on the front page such a figure needs a document"),
+        ('"size"', "3.5", None),
     ],
 )
-def test_reasons_are_of_a_closed_list(tmp_path: Path, kind: str, figures: str, words: str | None) -> None:
+def test_reasons_are_of_a_closed_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, figures: str, words: str | None
+) -> None:
+    monkeypatch.setattr(kinds, "FRONT_PAGE", {("", "size"): "3.5", ("", "setting"): "3.5"})
     (tmp_path / "page.md").write_text("It takes 3.5 s.\n")
     (tmp_path / "page.toml").write_text(
         f'[[prose]]\nheading = ""\nreason = "so it is"\nkind = {kind}\n'
@@ -396,7 +451,10 @@ def test_reasons_are_of_a_closed_list(tmp_path: Path, kind: str, figures: str, w
         '{"results": {"systems": [{}, {"config": {"cache": {"share": 3.5}}}]}}',
     ],
 )
-def test_a_setting_on_the_front_page_is_that_of_a_document(tmp_path: Path, document: str) -> None:
+def test_a_setting_on_the_front_page_is_that_of_a_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, document: str
+) -> None:
+    monkeypatch.setattr(kinds, "FRONT_PAGE", {("", "setting"): "3.5"})
     (tmp_path / "page.md").write_text("It takes 3.5 s.\n")
     (tmp_path / "run.json").write_text(document)
     (tmp_path / "page.toml").write_text(

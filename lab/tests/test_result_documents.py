@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -468,6 +469,59 @@ def test_nothing_is_added_to_the_older_documents(folder: Path) -> None:
     assert added("new.json") == []
 
 
+@pytest.fixture
+def lab_folder(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
+    """The laboratory of a repository with one older document, as a commit before the last one has it."""
+    lab = folder / "lab"
+    (lab / "sources").mkdir(parents=True)
+    shutil.move(folder / "results", lab / "results")
+    (lab / "results/a.json").unlink()
+    (lab / "results/old.json").write_text('{"s": 1}')
+    list_as_summary_only(lab)
+    since = commit(folder)
+    (lab / "later").touch()
+    commit(folder)
+    monkeypatch.setattr(check_numbers, "SUMMARY_ONLY_SINCE", (since, "lab/results"))
+    return lab
+
+
+def list_as_summary_only(lab: Path) -> None:
+    digest = hashlib.sha256((lab / "results/old.json").read_bytes()).hexdigest()
+    (lab / "sources/summary_only.toml").write_text(
+        f'[kinds]\n[computed]\n[attachments]\n[summary_only]\n"old.json" = "{digest}"\n'
+    )
+
+
+def test_an_older_document_is_not_edited_with_its_digest(lab_folder: Path, tmp_path: Path) -> None:
+    """Only the history shows it, so that a clone without it fails whatever the document says."""
+
+    def told(lab: Path, **flags: bool) -> list[str]:
+        return check_numbers.document_errors(lab, documents.History(lab.parent), **flags)
+
+    assert told(lab_folder) == []
+    clone = tmp_path / "clone"
+    git(tmp_path, "clone", "-q", "--depth=1", lab_folder.parent.as_uri(), str(clone))
+    for lab in (lab_folder, clone / "lab"):
+        (lab / "results/old.json").write_text('{"s": 2}')
+        list_as_summary_only(lab)
+    assert "old.json: it was edited after" in told(lab_folder)[0]
+    for missing in ("the git history is shallow", "there is no git history"):
+        (error,) = told(clone / "lab")
+        assert missing in error and "--allow_missing_history" in error
+        assert told(clone / "lab", allow_missing_history=True) == []
+        shutil.rmtree(clone / ".git", ignore_errors=True)
+
+
+def test_without_the_history_no_digest_is_recorded(monkeypatch, capsys, launch, lab_folder: Path) -> None:
+    shutil.rmtree(lab_folder.parent / ".git")
+    monkeypatch.setattr(check_numbers, "ROOT", lab_folder.parent)
+    assert launch("check_numbers", record_documents=True, shared_llm=False) == 1
+    assert "there is no git history" in capsys.readouterr().out
+    flags = {"record_documents": True, "allow_missing_history": True}
+    assert launch("check_numbers", **flags, shared_llm=False) == 0
+    assert "not checked: there is no git history" in capsys.readouterr().out
+
+
 # The digests of accepted documents
 
 
@@ -529,7 +583,9 @@ def test_the_committed_documents() -> None:
     lab = check_numbers.ROOT / "lab"
     rules = documents.read_rules(lab / "sources" / check_numbers.SUMMARY_ONLY)
     history = documents.History(check_numbers.ROOT)
-    assert check_numbers.document_errors(lab, history) == []
+    allowed = os.environ.get("TESTS_WITHOUT_HISTORY") == "1"
+    found = check_numbers.document_errors(lab, history, allow_missing_history=allowed)
+    assert found == [], "TESTS_WITHOUT_HISTORY=1 allows a checkout without its history"
     assert set(rules.kinds.values()) == {documents.REQUESTS, documents.PROVENANCE}
 
 

@@ -52,7 +52,7 @@ def check_store(store: ChunkStore, chunk_tokens: int) -> None:
         pages.append(orphan.page)
         slots.append(orphan.slot)
         num_in += orphan.is_in
-    assert not store.flights.keys() & store.orphans.keys(), "a copy is both attached and detached"
+    assert not store.flights.keys() & store.orphans.keys(), "a copy is both in flight and detached"
     assert store.num_copies_in == num_in
     assert store.num_copies_in + store.num_copies_out == len(store.flights) + len(store.orphans)
     assert num_on == store.num_on, f"{num_on} chunks by eviction class, counted {store.num_on}"

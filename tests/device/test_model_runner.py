@@ -629,7 +629,9 @@ def test_executables_that_load_and_do_not_run_are_made_anew(tmp_path, monkeypatc
     monkeypatch.setattr(runner, "_cache_dir", str(tmp_path))
     monkeypatch.setattr(model_runner, "import_backend", imported.append)
     runner.warm_up()
-    assert "do not run here; compiling all of them again: a step could not be started: INTERNAL" in caplog.text
+    assert (
+        "do not run here; compiling all of them again: a step could not be started: INTERNAL" in caplog.text
+    )
     assert len(discards) == 1
     talk = Talk(random_ids(40, seed=3), pages=[1, 2, 3])
     stepper = Stepper(runner)

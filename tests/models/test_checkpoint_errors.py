@@ -126,7 +126,10 @@ def test_truncated_header(llama: Path, num_bytes: int) -> None:
         ),
         (b'{"a": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}}', r"\[-1, -1\] is not a list"),
         (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4]}}', r"\[4\] is not a list of sizes"),
-        (b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, Infinity]}}', r"\[0, inf\] is not a list"),
+        (
+            b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, Infinity]}}',
+            r"\[0, inf\] is not a list",
+        ),
         (
             b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}',
             r"'a' F32\[3\] has 8 bytes of data in model.safetensors, 12 are needed",

@@ -6,8 +6,11 @@ Does not know: how they are kept.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pensieve_jax.rebatching.config import RebatchingConfig
 from pensieve_jax.rebatching.lattice import Lattice
+from pensieve_jax.rebatching.launches import Insert, Launch, Shape, Suspend
 from pensieve_jax.rebatching.loop import RebatchingLoop
 from pensieve_jax.rebatching.query import KVLocation, Query
 from pensieve_jax.rebatching.queue import rank
@@ -57,11 +60,42 @@ def _check_row(loop: RebatchingLoop, config: RebatchingConfig, query: Query) -> 
         assert len(places) == ring.row_span(query.row), "a hole"
 
 
-def check_urgent_first(loop: RebatchingLoop, config: RebatchingConfig) -> None:
-    """Behind a step: nothing runs that a more urgent query, ready to join, could take the place of."""
+def check_urgent_first(loop: RebatchingLoop) -> None:
+    """Assert, behind the admission of a step, that no query waits that could have joined.
+
+    The first in line is either not ready, or does not fit even if those leave that it may preempt. Only a
+    shaped step is not open to it: this step belongs to one prompt, which must rank before it. What follows in
+    the step may change who is first, and that query joins with the next step.
+    """
     scheduler = loop.scheduler
-    if not config.preemptive or not len(scheduler.line):
+    if not len(scheduler.line):
         return
-    head = scheduler.line.head
-    if head.place in _ON_SHELF:
+    head = min(scheduler.line, key=rank)
+    shaped = [launch.serial for launch in scheduler._launches if isinstance(launch, Shape)]
+    if shaped:
+        assert rank(loop.queries[shaped[0]]) < rank(head), "a prompt was shaped before a more urgent query"
+    elif head.place in _ON_SHELF:
         assert scheduler._fitting.victims_for(head) is None, "a more urgent query waits"
+        assert scheduler._fitting.shape_with(head) is None, "a query waits that fits"
+
+
+def check_preemption(loop: RebatchingLoop, victim: Query) -> None:
+    """Assert, before admission suspends `victim`, that the first in line is more urgent."""
+    head = min(loop.scheduler.line, key=rank)
+    assert head.priority > victim.priority, "an equal was preempted"
+
+
+def check_return_order(loop: RebatchingLoop, launches: Sequence[Launch]) -> None:
+    """Assert that no query joins, in program order, while a suspended one waits that ranks before it.
+
+    A suspended query ranks before its equals that were never in the ring, so none of those takes its row.
+    Once it is back, perhaps in the same step and without its holes, others may join beside it.
+    """
+    out: set[Query] = set()
+    for launch in launches:
+        if isinstance(launch, Suspend):
+            out.add(loop.queries[launch.serial])
+        elif isinstance(launch, Insert | Shape):
+            query = loop.queries[launch.serial]
+            out.discard(query)
+            assert all(rank(query) < rank(victim) for victim in out), "a suspended query was passed"

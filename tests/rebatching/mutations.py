@@ -142,6 +142,42 @@ def the_urgent_wait(patch: Patch) -> None:
 
 
 @mutation
+def equals_are_suspended_for_room_and_come_back_first(patch: Patch) -> None:
+    """Suspend a query for an equal and let it come back first, without its holes."""
+    admit = scheduler.Scheduler._admit
+
+    def compact(self: Any) -> None:
+        for _, one in self.ring.held:
+            if self._config.preemptive and len(self.line) and one.priority == self.line.head.priority:
+                self._suspend(one)
+                break
+        admit(self)
+
+    patch.setattr(scheduler.Scheduler, "_admit", compact)
+
+
+@mutation
+def prompts_pass_suspended_queries(patch: Patch) -> None:
+    """Serve a query without a row before one that has its row beside the ring."""
+
+    def head(self: Any) -> Any:
+        return next((one for one in self if one.place is KVLocation.NOWHERE), self.window(1)[0])
+
+    patch.setattr(queue.QueryQueue, "head", property(head))
+
+
+@mutation
+def queries_join_in_every_other_step(patch: Patch) -> None:
+    admit = scheduler.Scheduler._admit
+
+    def rarely(self: Any) -> None:
+        if not self.ring.num_held or self.ring.cursor % 2:
+            admit(self)
+
+    patch.setattr(scheduler.Scheduler, "_admit", rarely)
+
+
+@mutation
 def rows_that_leave_take_no_memory(patch: Patch) -> None:
     patch.setattr(
         parked_rows.ParkedRows, "device_bytes", property(lambda self: self._bytes(KVLocation.DEVICE))

@@ -16,14 +16,18 @@ from pensieve_jax.core.errors import StepFailedError
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.rebatching.config import RebatchingConfig
 from pensieve_jax.rebatching.lattice import Lattice
-from pensieve_jax.rebatching.launches import Insert, Suspend
 from pensieve_jax.rebatching.loop import RebatchingLoop
 from pensieve_jax.rebatching.metrics import StepSeen
 from pensieve_jax.rebatching.query import Query
 from pensieve_jax.rebatching.scheduler import Scheduled
 from tests.engine.fake_runner import EOS_TOKEN_IDS, VOCAB_SIZE, dense_continuation
 from tests.rebatching.fake_runner import FakeRunner
-from tests.rebatching.integrity import check_integrity, check_urgent_first
+from tests.rebatching.integrity import (
+    check_integrity,
+    check_preemption,
+    check_return_order,
+    check_urgent_first,
+)
 
 TOKEN_BYTES = 10
 NUM_EVENTS = 50
@@ -69,16 +73,28 @@ class Scenario:
         scheduler_of_layout = RebatchingLoop(self.config, self.lattice, None)  # type: ignore[arg-type]
         self.runner = FakeRunner(scheduler_of_layout.scheduler.layout)
         self.loop = RebatchingLoop(self.config, self.lattice, self.runner, observe=self._see)
-        schedule = self.loop.scheduler.schedule
+        scheduler = self.loop.scheduler
+        admit, suspend, schedule = scheduler._admit, scheduler._suspend, scheduler.schedule
 
-        def checked(has_left: Callable[[int], bool]) -> Scheduled:
-            """Before tokens come, with which others may end."""
+        def checked_suspend(victim: Query) -> None:
+            check_preemption(self.loop, victim)
+            suspend(victim)
+
+        def checked_admit() -> None:
+            """Check at once: later in the step the first in line may end with a prefill."""
+            scheduler._suspend = checked_suspend  # type: ignore[method-assign]
+            admit()
+            scheduler._suspend = suspend  # type: ignore[method-assign]
+            check_urgent_first(self.loop)
+
+        def checked_schedule(has_left: Callable[[int], bool]) -> Scheduled:
+            """Check before tokens come, with which queries may end."""
             scheduled = schedule(has_left)
-            check_urgent_first(self.loop, self.config)
-            self._check_victims(scheduled)
+            check_return_order(self.loop, scheduled.launches)
             return scheduled
 
-        self.loop.scheduler.schedule = checked  # type: ignore[method-assign]
+        scheduler._admit = checked_admit  # type: ignore[method-assign]
+        scheduler.schedule = checked_schedule  # type: ignore[method-assign]
 
     def run(self) -> Counter[str]:
         """To the end of everything."""
@@ -197,14 +213,6 @@ class Scenario:
         if whole and query.output is not None:
             is_stopped = query.token_ids[-1] in ending_ids
             assert query.output.finish_reason == ("stop" if is_stopped else "length")
-
-    def _check_victims(self, scheduled: Scheduled) -> None:
-        """Who takes somebody's row is more urgent, or was there before."""
-        left = {launch.serial for launch in scheduled.launches if isinstance(launch, Suspend)}
-        came = {launch.serial for launch in scheduled.launches if isinstance(launch, Insert)} - left
-        for victim in (self.loop.queries[serial] for serial in left):
-            for query in (self.loop.queries[serial] for serial in came):
-                assert query.priority > victim.priority or query.suspended, "an equal was preempted"
 
     def _see(self, seen: StepSeen) -> None:
         self.totals["steps"] += 1

@@ -29,6 +29,9 @@ SOME = range(25)  # `tests.search_schedules` runs others
 # Tried first: three short lives that between them catch every planted bug. Which ones do changes with the
 # generator and the engine; for a bug that none of them catches any more, other seeds follow.
 SHORT_SEEDS = (43, 1, 282)
+# Correct schedules that an earlier check of urgency refused. A shaped step takes the turn of a suspended
+# query, a prefill ends the first in line, or a suspended row returns without its holes and equals join it.
+REFUSED_SEEDS = (1000599, 1006164, 1001040, 1002804, 1004986, 1010672, 1010906)
 
 
 def test_tokens_are_those_of_a_plain_list():
@@ -56,7 +59,7 @@ def test_planted_bug_is_caught(name, monkeypatch):
     pytest.fail(f"all passed with this bug: {name}")
 
 
-@pytest.mark.parametrize("seed", SHORT_SEEDS)
+@pytest.mark.parametrize("seed", (*SHORT_SEEDS, *REFUSED_SEEDS))
 def test_without_a_bug_the_short_ones_pass(seed: int):
     """So that it is the bug that they catch."""
     run_scenario(seed)

@@ -51,6 +51,7 @@ def test_damaged_files_are_made_anew(cache_dir, first):
     # Groups of equally many layers share executables: a file may be found damaged twice.
     assert 2 <= third.events["compiled"] <= 4 and third.token_ids == first.token_ids
     assert set(third.warnings) == {
-        f"{path} cannot be used (it is damaged); its program will be compiled again" for path in (cut, changed)
+        f"{path} cannot be used (it is damaged); its program will be compiled again"
+        for path in (cut, changed)
     }
     assert {path: path.read_bytes() for path in rest} == before and cut.stat().st_size > 1000

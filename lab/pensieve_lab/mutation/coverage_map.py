@@ -19,7 +19,7 @@ from pensieve_lab.mutation.line_monitor import code_objects
 from pensieve_lab.mutation.mutants import digest
 from pensieve_lab.mutation.pool import Pool, Worker
 
-_VERSION = 2
+_VERSION = 3
 
 
 class Place(NamedTuple):

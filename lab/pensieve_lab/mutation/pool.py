@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pensieve_jax import ConfigError
+from pensieve_lab.mutation.pytest_process import COMPILATION_CACHE
 from pensieve_lab.mutation.trees import Tree, tracked_files
 
 # Where the random tests begin, so that a verdict can be repeated.
@@ -129,7 +130,7 @@ def _locked(build: Path) -> Iterator[None]:
 
 
 def _environment(build: Path) -> dict[str, str]:
-    """Return the caller's environment with one seed for random tests and one cache of programs."""
+    """Return the caller's environment, a fixed seed for random tests, and a compilation cache for mutants."""
     lab = str(Path(__file__).parents[2])
     cache = build / "compiled"
     cache.mkdir(parents=True, exist_ok=True)
@@ -137,5 +138,5 @@ def _environment(build: Path) -> dict[str, str]:
     return os.environ | {
         "PYTHONPATH": lab,
         "TESTS_SEED": _TESTS_SEED,
-        "TESTS_COMPILATION_CACHE": str(cache),
+        COMPILATION_CACHE: str(cache),
     }

@@ -21,6 +21,7 @@ import pytest
 from pensieve_lab.mutation.line_monitor import LINES_PACKAGES, LINES_ROOT
 from pensieve_lab.mutation.recording import Recorder
 
+COMPILATION_CACHE: Final = "TESTS_COMPILATION_CACHE"  # read by `tests.launching`
 MAX_DATA_BYTES: Final = 8 << 30  # a mutant that allocates without end fails instead of filling the machine
 EXIT_OWN_FAULT: Final = 70
 _PR_SET_PDEATHSIG: Final = 1
@@ -102,9 +103,11 @@ def run(job: Job, fd: int) -> NoReturn:
     ]
     recorder = None
     if "packages" in job:
-        lines = Path(job["scratch"], "lines")
-        lines.mkdir()
-        recorder = Recorder(job["root"], job["packages"], lines)
+        lines, programs = Path(job["scratch"], "lines"), Path(job["scratch"], "compiled")
+        for folder in (lines, programs):
+            folder.mkdir(mode=0o700)
+        os.environ[COMPILATION_CACHE] = str(programs)
+        recorder = Recorder(job["root"], job["packages"], lines, programs)
         plugins.append(recorder)
     else:
         arguments.append("-x")

@@ -5,6 +5,9 @@ Does not know: how lines are reported (`line_monitor`), or what they are used fo
 
 What a fixture of a wider scope executes counts for every test that uses it. Durations are of the processors,
 since the machine may have been loaded when they were recorded.
+
+The compilation cache of the tests and JAX's own caches are emptied before each test. A test that finds its
+program compiled does not trace it, so it executes no line of the model or its kernels.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import sys
 import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -31,9 +35,17 @@ def _cpu_s() -> float:
 class Recorder:
     """Pytest plugin that records each test of one file."""
 
-    def __init__(self, root: str, packages: list[str], folder: Path) -> None:
-        """Have processes that tests start write their lines to a folder."""
+    def __init__(self, root: str, packages: list[str], folder: Path, programs: Path) -> None:
+        """Start the monitor of this process.
+
+        Args:
+          root: the checkout.
+          packages: packages of the checkout whose lines are recorded.
+          folder: where processes that tests start write their lines.
+          programs: the compilation cache of the tests.
+        """
         self._folder = folder
+        self._programs = programs
         self._sinks: dict[str, set[Line]] = {}
         self._open = [self._sinks.setdefault("", set())]
         self._wide_fixtures: dict[str, set[str]] = {}
@@ -46,6 +58,7 @@ class Recorder:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """Record one test with its fixtures."""
+        self._forget_programs()
         self._current = item.nodeid
         self._wide_fixtures[item.nodeid] = set(getattr(item, "fixturenames", ()))
         start_s = _cpu_s()
@@ -98,3 +111,11 @@ class Recorder:
         finally:
             self._open.pop()
             os.environ[LINES_FILE] = before
+
+    def _forget_programs(self) -> None:
+        """Have the next test trace its programs; folders stay, since a running engine may write to them."""
+        for path in self._programs.rglob("*"):
+            if path.is_file():
+                path.unlink(missing_ok=True)
+        if "jax" in sys.modules:
+            sys.modules["jax"].clear_caches()

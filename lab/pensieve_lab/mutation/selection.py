@@ -6,6 +6,9 @@ Does not know: how tests are run.
 The tests of the mirrored file come first, then those of its folder, then others; among them, files that
 spend little time on the mutant. The budget is in processor time as recorded, so the choice does not depend on
 the machine's load.
+
+A statement of a module runs when its module is imported, which is before any test. If no test executes a
+function of that module, the statement gets the tests of the closest folder that has some.
 """
 
 from __future__ import annotations
@@ -27,11 +30,11 @@ class Selection(NamedTuple):
 
 
 def select(coverage: CoverageMap, place: Place, budget_s: float, killer: str = "") -> Selection:
-    """Return the tests that execute a statement, the one that caught this mutant before first."""
+    """Return the tests of a mutant of a statement, the one that caught this mutant before first."""
     folder = mirrored_folder(place.file)
     tests = dict.fromkeys(coverage.covering(place))
-    if not coverage.knows(place):
-        tests |= dict.fromkeys(coverage.tests_below(folder))
+    if not coverage.knows(place) or (place.is_imported and not tests):
+        tests |= dict.fromkeys(_closest_tests(coverage, folder))
     ranks = {f"{folder}/test_{PurePath(place.file).stem}.py": 0}
     file_s: defaultdict[str, float] = defaultdict(float)
     for test in tests:
@@ -54,3 +57,11 @@ def select(coverage: CoverageMap, place: Place, budget_s: float, killer: str = "
             left_s -= test.seconds
     groups = [list(group) for _, group in itertools.groupby(chosen, key=group_of)]
     return Selection(groups, len(tests) - len(chosen))
+
+
+def _closest_tests(coverage: CoverageMap, folder: str) -> list[CoveringTest]:
+    """Return the tests below a folder, or below the first one above it that has any."""
+    for path in (folder, *map(str, PurePath(folder).parents)):
+        if tests := list(coverage.tests_below(path)):
+            return tests
+    return []

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from pensieve_lab.mutation.mutants import Mutant
-from pensieve_lab.mutation.trial import KILLED, Verdict
+from pensieve_lab.mutation.trial import KILLED, TIMED_OUT, Verdict
 
 
 class VerdictStore:
@@ -29,9 +29,14 @@ class VerdictStore:
                 self._latest[verdict.key] = verdict
 
     def current(self, mutant: Mutant, tree: str, budget_s: float) -> Verdict | None:
-        """Return a verdict on the same product, tests and budget."""
+        """Return a verdict on the same product, tests and budget.
+
+        A time-out is never returned, since the machine's load may have caused it.
+        """
         found = self._latest.get(mutant.key)
-        return found if found is not None and (found.tree, found.budget_s) == (tree, budget_s) else None
+        if found is None or found.outcome == TIMED_OUT:
+            return None
+        return found if (found.tree, found.budget_s) == (tree, budget_s) else None
 
     def killer(self, mutant: Mutant) -> str:
         """Return the test that caught this mutant before, or ""."""

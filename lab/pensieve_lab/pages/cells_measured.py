@@ -25,7 +25,7 @@ class Setting(NamedTuple):
     Attributes:
       what: in words.
       documents: of its runs, without "h200_" and ".json".
-      rivals: of which the best is shown.
+      rivals: systems to compare with; the page shows the best one.
       bound: the document of its cell's times and words a request, where the bound is known.
     """
 

@@ -149,6 +149,15 @@ def number_after(text: str, words: str) -> float:
     return float(found[1].replace(",", ""))
 
 
+def names_of(expression: str) -> set[str]:
+    """Return the names that an expression reads or calls."""
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+    except SyntaxError as error:
+        raise ExpressionError(f"{expression}: {error}") from error
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
 class _Checked(ast.NodeTransformer):
     """Lets only values, arithmetic and calls of named functions by, and makes attributes keys."""
 

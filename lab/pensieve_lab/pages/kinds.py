@@ -1,8 +1,9 @@
 """Why a figure may stand on a page without a document: a closed list of kinds.
 
-Owns: the kinds, what each one means, the form that its figures must have, and which numbers of a document are
-settings. Only figures of kind `tested`, and on the front page of kind `setting`, are compared with anything.
-Does not know: pages.
+Owns: the kinds, what each one means, the form that its figures must have, the figures of the front page that
+have no document, and which numbers of a document are settings. Only figures of kind `tested`, and on the
+front page of kind `setting`, are compared with anything.
+Does not know: how a page is read.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class Kind(NamedTuple):
     Attributes:
       meaning: what such a figure is.
       form: what all of it must match.
-      may_stand_on_front_page: whether the README may show such figures.
+      may_stand_on_front_page: whether `FRONT_PAGE` may name such figures.
     """
 
     meaning: str
@@ -36,7 +37,9 @@ KINDS = {
     "version": Kind("a version of a program or a format", r"\d+(?:\.\d+)*"),
     "date": Kind("a date, a time of day or a year", r"\d{1,4}"),
     "label": Kind("the name of a step, an item, a row, a page or a table", r"-?\d+(?:\.\d+)*|[a-z-]+"),
-    "definition": Kind("follows from definitions, or is arithmetic on sizes and settings"),
+    "definition": Kind(
+        "follows from definitions, or is arithmetic on sizes and settings", may_stand_on_front_page=False
+    ),
     "example": Kind("quoted text, or the output of one run that shows only its form"),
     "tested": Kind("what a test compares with this page; `test` names it"),
     "wording": Kind("a word that measures nothing: `half a minute`, `twice` for a second time", r"[a-z-]+"),
@@ -48,6 +51,24 @@ KINDS = {
         "measured, counted or simulated, and no document was kept", may_stand_on_front_page=False
     ),
 }
+
+FRONT_PAGE = {
+    ("Pensieve in JAX", "paper"): "25",
+    ("Three commands", "version"): "3.12",
+    ("How fast", "aim"): "18 18",
+    ("How fast", "setting"): "60 20 2048 512",
+    ("How fast", "paper"): "60",
+    ("How fast", "version"): "0.26.0 0.26.0 0.26 0.33 2.11",
+    ("How fast", "size"): "8",
+    ("Install", "size"): "11",
+    ("Ten lines", "wording"): "ten",
+    ("Ten lines", "tested"): "45",
+}
+"""All figures of the README without a document, by heading and kind.
+
+A page and its sources can be edited together, so that they agree. A figure that is added here is a change of
+the code.
+"""
 
 
 def settings_of(document: Any) -> set[float]:
@@ -78,11 +99,23 @@ def problems(entry: dict[str, Any], *, is_front_page: bool) -> list[str]:
         return [f"kind is {unknown[0]!r}; it must be one of {', '.join(KINDS)}"]
     if not kinds:
         return [f"kind is missing; it must be one of {', '.join(KINDS)}"]
-    refused = [kind for kind in kinds if is_front_page and not KINDS[kind].may_stand_on_front_page]
-    found = [f"kind is {kind!r}; on the front page such a figure needs a document" for kind in refused]
-    if is_front_page and "setting" in kinds and len(kinds) > 1:
-        found.append("kind is a list with 'setting'; on the front page settings have an entry of their own")
+    found = list(_front_page_problems(entry, kinds)) if is_front_page else []
     for shown in entry["figures"].split():
         if not any(re.fullmatch(KINDS[kind].form, shown.lstrip("+")) for kind in kinds):
             found.append(f"{shown} is not of the form of {' or '.join(kinds)}")
     return found
+
+
+def _front_page_problems(entry: dict[str, Any], kinds: list[str]) -> Iterator[str]:
+    """Yield what keeps an entry from the front page."""
+    if len(kinds) > 1:
+        yield "kind is a list; on the front page each kind has an entry of its own"
+        return
+    (kind,) = kinds
+    if not KINDS[kind].may_stand_on_front_page:
+        yield f"kind is {kind!r}; on the front page such a figure needs a document"
+    elif entry["figures"] != FRONT_PAGE.get((entry["heading"], kind)):
+        yield (
+            f"figures are {entry['figures']!r}; kinds.FRONT_PAGE names "
+            f"{FRONT_PAGE.get((entry['heading'], kind), 'none')!r} of this heading and kind"
+        )

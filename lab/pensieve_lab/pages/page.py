@@ -35,7 +35,12 @@ _NUMBER = re.compile(
 _BULLET = re.compile(r"\s*([-*]|\d+\.) ")
 _HEADING = re.compile(r"#{1,6} (.*)")
 _CODE = re.compile(r"`[^`]*`")
-_HIDDEN = re.compile(r"\]\([^)]*\)|<[^>]*>|https?://\S+")
+_TITLE = r"\"[^\"]*\"|'[^']*'"
+_ATTRIBUTE = rf"\s+[A-Za-z_:][\w.:-]*(?:\s*=\s*(?:{_TITLE}|[^\s\"'=<>`]+))?"
+_HIDDEN = re.compile(  # what Markdown takes for an address, a comment or a tag, unlike "< 5 ms and > 3"
+    rf"\]\([^()\s]*(?:\s+(?:{_TITLE}))?\)|https?://[^\s<>]+"
+    rf"|<!--.*?-->|</[A-Za-z][A-Za-z0-9-]*\s*>|<[A-Za-z][A-Za-z0-9-]*(?:{_ATTRIBUTE})*\s*/?>"
+)
 _SETTING = re.compile(r"--\w+(?:=\S+)?|\b[A-Z][A-Z_]+=\S+")
 _PRINTED = re.compile(r"(?:(?<=[=:] )|(?<=[=` ]))[-+]?\d[\d,]*(?:\.\d+)?(?=[`\s%;]|[.,](?!\d))")
 _TABLE_MARK = re.compile(r"<!-- table (\S+) -->|.*<!-- end -->.*")

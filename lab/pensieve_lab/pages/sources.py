@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pensieve_lab.pages import kinds, number_words
-from pensieve_lab.pages.expressions import Documents, ExpressionError
+from pensieve_lab.pages.expressions import Documents, ExpressionError, names_of
 from pensieve_lab.pages.page import Figure, Page, Table, Text, masked
 
 _HOLE = re.compile(r"\{([^{}]*)\}")
@@ -59,6 +59,7 @@ class _Checker:
     def __init__(self, page: Page, documents: Documents, names: Mapping[str, str], root: Path | None) -> None:
         self.errors: list[str] = []
         self._root = root
+        self._front_page_kinds: set[tuple[str, str]] = set()
         self._page = page
         self._documents = documents
         self._names: dict[str, Any] = {}
@@ -77,6 +78,8 @@ class _Checker:
 
     def _claim(self, text: Text, figure: Figure, expression: str, names: Mapping[str, Any]) -> None:
         value = self._documents.value(expression, {**self._names, **names})
+        if self._page.name == FRONT_PAGE and not names_of(expression) & {*self._names, "document"}:
+            self._report(text, f"{figure.shown} is of {expression}, which reads no document")
         if figure.source is not None:
             self._report(text, f"{figure.shown} has two sources: {figure.source} and {expression}")
         figure.source, figure.value = expression, value
@@ -159,6 +162,8 @@ class _Checker:
         """Figures of a section that need no document, in their order, with the kind of the reason."""
         for problem in kinds.problems(entry, is_front_page=self._page.name == FRONT_PAGE):
             self.errors.append(f"{self._page.name}: {_brief(entry)}: {problem}")
+        if self._page.name == FRONT_PAGE:
+            self._check_once(entry)
         if "tested" in entry.get("kind", ""):
             self._check_test(entry["test"])
         if self._page.name == FRONT_PAGE and "setting" in entry.get("kind", ""):
@@ -178,6 +183,13 @@ class _Checker:
                 )
             figure.source, figure.is_prose = entry["reason"], True
 
+    def _check_once(self, entry: dict[str, Any]) -> None:
+        """On the front page a second entry would allow the same figures twice."""
+        key = (entry["heading"], str(entry.get("kind")))
+        if key in self._front_page_kinds:
+            raise ExpressionError(f"kind is {key[1]!r} a second time; join its figures into one entry")
+        self._front_page_kinds.add(key)
+
     def _check_settings(self, figures: Iterable[str]) -> None:
         """Settings on the front page are those of its documents."""
         known = {number for document in self._names.values() for number in kinds.settings_of(document)}
@@ -192,7 +204,7 @@ class _Checker:
             raise ExpressionError(f"test is {name}; there is no such test")
 
     def find_unsourced(self) -> None:
-        """Whatever nobody answered for."""
+        """Report each figure that no entry of the sources explains."""
         for text, figure in self._page.figures:
             if figure.source is None:
                 self._report(text, f"{figure.shown} has no source: ...{_around(text, figure)}...")

@@ -3,10 +3,10 @@
     make mutants NUM=300 SEED=7 ROOMS=cache,scheduler
 
 Draws `num` mutants by `seed` from `rooms` (`mutation.drawing`) and runs each against the short tests that
-execute the changed statement, until one fails. The first run records which test executes which line, which
-takes about as long as `make test`; later runs record only test files that changed. Verdicts are stored at
-once, so a run that was interrupted goes on where it was. All of this is below `build/mutants`. The report
-lists survivors with file and line; its last line has the share caught.
+execute the changed statement, until one fails. The first run records which test executes which line. It takes
+up to twice as long as `make test`, because each test compiles its programs anew. Later runs record only test
+files that changed. Verdicts are stored at once, so a run that was interrupted resumes where it was. All files
+are below `build/mutants`. The report lists survivors with file and line; its last line has the share caught.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def project(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pool(project):
-    with Pool(project, project / "build", 1) as pool:
+    with Pool(project, project / "build", 1, ["jax"]) as pool:
         yield pool
 
 
@@ -37,16 +37,17 @@ def coverage(project, pool):
 
 @pytest.fixture
 def verdict(pool, coverage):
-    def verdict(before, after, limits=LONG, killer=""):
+    def verdict(before, after, limits=LONG, killer="", file=toy.SOURCE):
         work = lambda worker, mutant: judge(worker, mutant, coverage, "tree", limits, killer)  # noqa: E731
-        (found,) = pool.map(work, [toy.mutant(before, after)])
+        (found,) = pool.map(work, [toy.mutant(before, after, file=file)])
         return found
 
     return verdict
 
 
-def names(coverage, line):
-    place = coverage_map.find_place(toy.SOURCE, toy.LIMITS, toy.LIMITS.splitlines().index(line) + 1)
+def names(coverage, line, file=toy.SOURCE):
+    text = toy.FILES[file]
+    place = coverage_map.find_place(file, text, text.splitlines().index(line) + 1)
     return {test.test.partition("::")[2] for test in coverage.covering(place)}
 
 
@@ -62,6 +63,17 @@ def test_a_shared_fixture_counts_for_each_of_its_tests(coverage):
 
 def test_lines_of_started_processes_count(coverage):
     assert names(coverage, "    return 2 * value") == {"test_double"}
+
+
+@pytest.mark.parametrize("line", ["    return 6", "    return 7"], ids=["stored", "jitted"])
+def test_each_test_traces_its_programs_anew(project, pool, coverage, line):
+    """A program that another test or an earlier recording compiled would be loaded without a trace."""
+    file = "tests/toy/test_programs.py"
+    tests = {"test_programs", "test_programs_again"}
+    assert names(coverage, line, toy.PROGRAMS) == tests
+    folder = project / "build" / "second_map"
+    assert [name for name, _ in coverage_map.record(pool, folder, [file], ["toy"])] == [file]
+    assert names(coverage_map.load_map(folder, [file]), line, toy.PROGRAMS) == tests
 
 
 def test_a_statement_of_the_module_has_all_tests_that_use_the_file(coverage):
@@ -125,6 +137,13 @@ def test_a_mutant_that_no_test_notices_survives(verdict):
 def test_a_mutant_that_no_test_executes_survives(verdict):
     found = verdict("    return 4", "    return 5")
     assert (found.outcome, found.num_run) == ("survived", 0)
+
+
+def test_a_mutant_of_a_module_without_executed_functions_meets_the_closest_tests(coverage, verdict):
+    """It once survived untested: a module's statements run when pytest imports the test file, in no test."""
+    assert names(coverage, "MOST = 3", toy.CONSTANTS) == set()
+    found = verdict("MOST = 3", "MOST = 4", file=toy.CONSTANTS)
+    assert (found.outcome, found.test) == ("killed", "tests/toy/test_constants.py::test_most")
 
 
 def test_a_mutant_that_hangs_is_undecided(verdict):

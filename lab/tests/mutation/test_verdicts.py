@@ -11,6 +11,7 @@ from pensieve_lab.mutation.equivalents import FILE, change_of, read_equivalents
 from pensieve_lab.mutation.trees import Tree
 from pensieve_lab.mutation.trial import KILLED, SURVIVED, TIMED_OUT, Verdict
 from pensieve_lab.mutation.verdicts import VerdictStore
+from tests.launching import ROOT
 
 MUTANT = toy.mutant("    return min(value, most)", "    return max(value, most)", "clip")
 OTHER = toy.mutant("    return 4", "    return 5", "never_called")
@@ -50,6 +51,13 @@ def test_a_verdict_on_other_tests_or_another_budget_is_none_but_names_the_test(t
     assert store.current(MUTANT, "tree", 60.0) is None
     assert store.killer(MUTANT) == "tests/test_a.py::test_b"
     assert store.killer(OTHER) == ""
+
+
+def test_a_mutant_that_timed_out_is_tried_again(tmp_path):
+    store = VerdictStore(tmp_path / "verdicts.jsonl")
+    store.add(verdict(MUTANT, TIMED_OUT))
+    assert store.current(MUTANT, "tree", 120.0) is None
+    assert store.killer(MUTANT) == ""
 
 
 def test_survivors_are_listed_and_the_last_line_has_the_share():
@@ -102,6 +110,10 @@ def test_an_entry_that_is_out_of_date_is_an_error(project, before, after, messag
     (project / FILE).write_text(ENTRY.replace(before, after, 1))
     with pytest.raises(ConfigError, match=message):
         read_equivalents(project)
+
+
+def test_the_entries_of_this_repository_are_current():
+    assert read_equivalents(ROOT)
 
 
 def test_a_copy_follows_the_checkout(tmp_path):

@@ -42,9 +42,28 @@ def never_called():
     return 4
 '''
 SOURCE = "toy/limits.py"
+PROGRAMS = "toy/programs.py"
+CONSTANTS = "toy/nested/constants.py"
 FILES = {
     "toy/__init__.py": "",
     SOURCE: LIMITS,
+    PROGRAMS: """\
+def stored():
+    return 6
+
+
+def jitted():
+    return 7
+""",
+    "toy/nested/__init__.py": "",
+    CONSTANTS: "MOST = 3\n",
+    "tests/toy/test_constants.py": """\
+from toy.nested.constants import MOST
+
+
+def test_most():
+    assert MOST == 3
+""",
     "tests/toy/test_limits.py": """\
 import subprocess
 import sys
@@ -86,6 +105,32 @@ def test_that_fails():
 def test_that_is_skipped():
     pytest.skip("always")
 """,
+    "tests/toy/test_programs.py": """\
+import os
+from pathlib import Path
+
+import jax
+
+from toy.programs import jitted, stored
+
+
+def load_or_trace():
+    program = Path(os.environ["TESTS_COMPILATION_CACHE"], "executables", "program")
+    if not program.exists():
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(str(stored()))
+    return int(program.read_text())
+
+
+def test_programs():
+    assert load_or_trace() == 6
+    assert jax.jit(jitted)() == 7
+
+
+def test_programs_again():
+    assert load_or_trace() == 6
+    assert jax.jit(jitted)() == 7
+""",
     "tests/other/test_process.py": """\
 import subprocess
 import sys
@@ -108,8 +153,9 @@ def make(root: Path) -> Path:
     return root
 
 
-def mutant(before: str, after: str, function: str = "", text: str = LIMITS) -> Mutant:
-    """Replace a line of the source by another."""
+def mutant(before: str, after: str, function: str = "", file: str = SOURCE) -> Mutant:
+    """Replace a line of a source file by another."""
+    text = FILES[file]
     line = text.splitlines().index(before) + 1
     changed = text.replace(f"{before}\n", f"{after}\n")
-    return Mutant(Candidate(SOURCE, "ByHand", line, line, 0), digest(text), function, before, after, changed)
+    return Mutant(Candidate(file, "ByHand", line, line, 0), digest(text), function, before, after, changed)

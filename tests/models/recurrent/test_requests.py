@@ -38,7 +38,11 @@ def test_lists_of_different_lengths() -> None:
     """It was numpy's ValueError, which names no field."""
     trees = MODELS[1]
     for request, arguments, message in (
-        (LINES.request, ([[1], [2, 3]],), r"token_ids is \[\[1\], \[2, 3\]\], but must be at least one token id"),
+        (
+            LINES.request,
+            ([[1], [2, 3]],),
+            r"token_ids is \[\[1\], \[2, 3\]\], but must be at least one token id",
+        ),
         (MODELS[2].request, ([1, [2]],), "source_ids is "),
         (MODELS[3].request, ([[1], [2, 3]], 5), "prompt_ids is "),
         (trees.request_from_arrays, ([1, [2]], [[0, 1]]), "words is "),
