@@ -120,7 +120,7 @@ def test_help_is_the_docstring_and_flags_by_group_with_defaults(starts):
         "  --concurrency: Most conversations in progress at once. (default: 64)\n" in own
         and "--history" in own
     )
-    assert "--dtype" in engine and "  --gpu_pages: Pages of device memory for KV state; " in cache
+    assert "--dtype" in engine and "  --gpu_pages: Pages of device memory for the KV cache; " in cache
     assert "  --[no]prefetch: " in cache and "--cpu_pages" in cache
     assert "  --[no]ignore_eos: " in sampling and "--temperature" in sampling
     assert "  --input: JSON lines of conversations (.gz too). (required)\n" in own

@@ -249,7 +249,7 @@ def test_a_fraction_is_the_same_share_of_one_device_and_of_several():
 
 def test_what_cannot_work_is_refused_with_numbers():
     with pytest.raises(
-        ConfigError, match=r"gpu_memory_fraction is 0\.9, .*'a device' does not say.*gpu_pages"
+        ConfigError, match=r"gpu_memory_fraction is 0\.9, .*'a device' does not report.*gpu_pages"
     ):
         num_pages_in(0.9, [device(None, 0)], 10, 0)
     numbers = r"of the device's 1,000 bytes, what is loaded takes 600, chunks in transit 280, and a page 10"

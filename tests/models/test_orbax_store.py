@@ -195,13 +195,13 @@ def test_missing_or_damaged_data(saved: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("config", None, r"model_config\.json: 'config' is missing, must be dict"),
+        ("config", None, r"model_config\.json: 'config' is missing, but must be dict"),
         ("weights_digest", None, r"model_config\.json: 'weights_digest' is missing"),
         ("files_bytes", None, r"model_config\.json: 'files_bytes' is missing"),
         ("files_crc32", None, r"model_config\.json: 'files_crc32' is missing"),
         ("format_version", None, r"model_config\.json: 'format_version' is missing"),
-        ("config", [1], r"model_config\.json: 'config' is \[1\], must be dict"),
-        ("weights_digest", 7, r"model_config\.json: 'weights_digest' is 7, must be str"),
+        ("config", [1], r"model_config\.json: 'config' is \[1\], but must be dict"),
+        ("weights_digest", 7, r"model_config\.json: 'weights_digest' is 7, but must be str"),
     ],
 )
 def test_a_config_file_without_its_keys(

@@ -209,7 +209,7 @@ class FakeRunner:
         assert self.rows[launch.serial].where == "host"
         self.rows[launch.serial].where = "device"
 
-    def _drop(self, launch: FreeRow) -> None:
+    def _freerow(self, launch: FreeRow) -> None:
         del self.rows[launch.serial]
 
     def _resize(self, launch: Resize) -> None:

@@ -144,7 +144,7 @@ def the_urgent_wait(patch: Patch) -> None:
 @mutation
 def equals_are_suspended_for_room_and_come_back_first(patch: Patch) -> None:
     """Suspend a query for an equal and let it come back first, without its holes."""
-    admit = scheduler.Scheduler._admit
+    admit = scheduler.RebatchingScheduler._admit
 
     def compact(self: Any) -> None:
         for _, one in self.ring.held:
@@ -153,7 +153,7 @@ def equals_are_suspended_for_room_and_come_back_first(patch: Patch) -> None:
                 break
         admit(self)
 
-    patch.setattr(scheduler.Scheduler, "_admit", compact)
+    patch.setattr(scheduler.RebatchingScheduler, "_admit", compact)
 
 
 @mutation
@@ -168,13 +168,13 @@ def prompts_pass_suspended_queries(patch: Patch) -> None:
 
 @mutation
 def queries_join_in_every_other_step(patch: Patch) -> None:
-    admit = scheduler.Scheduler._admit
+    admit = scheduler.RebatchingScheduler._admit
 
     def rarely(self: Any) -> None:
         if not self.ring.num_held or self.ring.cursor % 2:
             admit(self)
 
-    patch.setattr(scheduler.Scheduler, "_admit", rarely)
+    patch.setattr(scheduler.RebatchingScheduler, "_admit", rarely)
 
 
 @mutation

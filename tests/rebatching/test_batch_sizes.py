@@ -124,7 +124,7 @@ def test_an_empty_batch_is_filled_at_once():
 def test_a_reply_of_one_token_needs_no_row_of_the_ring():
     run = Run("Baton-PD")
     run.submit(10, 1)
-    assert run.run() == ["prefill:0x32 drop:0", ""]
+    assert run.run() == ["prefill:0x32 freerow:0", ""]
     assert run.loop.metrics.num_insertions == 0 and not len(run.loop.scheduler.shelf)
 
 

@@ -67,7 +67,7 @@ def test_everything_happens_here_and_stretches_are_long(monkeypatch):
     """Otherwise these tests would show little."""
     lengths = []
 
-    class Counted(replica_module.Stretch):
+    class Counted(replica_module.DecodeRun):
         def end(self):
             lengths.append(self.num_steps)
             super().end()

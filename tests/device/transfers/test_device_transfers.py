@@ -230,7 +230,7 @@ def test_waiting_for_what_was_not_started_is_refused():
     bench.transfers.swap_out(bench.copies([(5, 1)]))
     held = bench.transfers._outgoing.in_flight
     held[0].target.clear()
-    with pytest.raises(AssertionError, match="without end"):
+    with pytest.raises(AssertionError, match="endless wait"):
         bench.transfers._mover.wait_for(held, 1)
 
 

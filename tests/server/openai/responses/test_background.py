@@ -240,7 +240,7 @@ def test_a_server_that_ends_leaves_it_to_the_next_one(tmp_path):
 
         server.on_loop(drain)
         rest = list(stream)
-        assert rest[-1].type == "error" and "goes on" in rest[-1].message
+        assert rest[-1].type == "error" and "continues" in rest[-1].message
         assert run.error.headers == {"retry-after": "30"}, "the longest wait that is ever asked for"
         assert client.responses.retrieve(first.response.id).status == "queued"
     with LiveServer(path) as server, server.client() as client:
