@@ -58,7 +58,7 @@ FRONT_PAGE = {
     ("How fast", "aim"): "18 18",
     ("How fast", "setting"): "60 20 2048 512",
     ("How fast", "paper"): "60",
-    ("How fast", "version"): "0.26.0 0.26.0 0.26 0.33 2.11",
+    ("How fast", "version"): "0.26.0 0.26.0 0.33 2.11 0.26",
     ("How fast", "size"): "8",
     ("Install", "size"): "11",
     ("Ten lines", "wording"): "ten",
