@@ -74,6 +74,8 @@ $(VENV)/.mutants: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e "./lab[mutants]"
 	touch $@
 
+# Lines added since this revision are checked for their prose.
+PROSE_SINCE ?= HEAD~1
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -81,6 +83,7 @@ lint: $(STAMP)
 	MYPYPATH=lab $(BIN)/mypy -p pensieve_lab
 	MYPYPATH=scripts $(BIN)/mypy --explicit-package-bases --exclude make_golden scripts
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/dev/check_prose.py --since=$(PROSE_SINCE)
 
 # The package as people install it, in an environment and a directory of its own.
 check-wheel: $(STAMP)
