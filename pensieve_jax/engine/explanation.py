@@ -200,8 +200,9 @@ def _chunks(subject: _Subject, cache: CacheManager, journal: DropJournal | None)
         owner = sequence.owner_of(index)
         chunk = sequence.chunks[index] if index < num_known else None
         tier, place = _PLACES[ChunkState.DROPPED if chunk is None else chunk.state]
-        is_unrecorded = journal is None or is_foreign
-        drops: Mapping[int, DropRecord] = {} if is_unrecorded else journal.of(owner.sequence_id)
+        drops: Mapping[int, DropRecord] = {}
+        if journal is not None and not is_foreign:
+            drops = journal.of(owner.sequence_id)
         has_worth = place is not None and owner.role is Role.IDLE
         yield ChunkReport(
             index * size,
