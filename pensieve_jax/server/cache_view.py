@@ -1,6 +1,6 @@
 """The HTTP endpoints under `/v1/pensieve/`, which show and control the KV cache of conversations.
 
-Owns: the map of chunks, once or as a stream; why chunks of a turn were dropped; copying a turn's KV cache out
+Owns: the map of chunks and its stream; why chunks of a turn were dropped; copying a turn's KV cache out
 or dropping it; the engine's counters; the trees of turns that responses make.
 Does not know: how the KV cache is stored, or which client draws it.
 """

@@ -84,7 +84,7 @@ REQUESTS: dict[type[Body], dict[str, Any]] = {
 
 
 def values_of(name: str) -> list[Any]:
-    """JSON values that ask for an effect of a sampling field, of which a route takes some if it has it."""
+    """JSON values that ask for an effect of a field; a route that has the field accepts some of them."""
     taken = UNSUPPORTED_SAMPLING.get(name, ())
     return [value for value in (2, 0.5, True, "x", ["x"], [7], {"x": 1}) if value not in taken]
 
