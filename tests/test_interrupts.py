@@ -126,6 +126,7 @@ def trees(llm: LLM) -> None:
     while not all(turn.done for turn in turns):
         engine.step()
     engine.chunk_map("")
+    engine.explain_turn("", first[0].turn_id)
     engine.push_out_turn("", first[0].turn_id)
     engine.forget_turn_state("", behind[0].turn_id)
     engine.fork("b", "d", 20)

@@ -78,6 +78,22 @@ def errors_of(folder: Path, page: str = PAGE, sources: str = SOURCES, document: 
     return check_page(read_page(folder / "page.md", "page.md"), folder / "page.toml", Documents(folder))
 
 
+def test_the_sources_of_a_page_are_shown_by_line(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A page\nIt serves 12 tokens,\n\nof 7 kinds.\n")
+    sources = tmp_path / "page.toml"
+    sources.write_text(
+        '[documents]\nrun = "run.json"\n\n[[sentence]]\ntext = "serves {run.num_tokens} tokens"\n'
+    )
+    (tmp_path / "run.json").write_text('{"num_tokens": 12}')
+    read = read_page(page, "page.md")
+    check_page(read, sources, Documents(tmp_path))
+    assert check_numbers.sources_of(read) == [
+        "page.md:2: 12: run.num_tokens",
+        "page.md:4: 7: has no source",
+    ]
+
+
 def test_every_page_is_checked_or_named() -> None:
     checked = {found.page.name for found in check_numbers.check(LAB, README)}
     pages = {path.relative_to(LAB.parent).as_posix() for path in PAGES.values()} | {"README.md"}

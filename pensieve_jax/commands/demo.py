@@ -16,6 +16,7 @@ events did not happen.
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -56,6 +57,7 @@ from pensieve_jax.text import ChatFormat, EarlierTurn
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
+_TOLD_TURNS = 12  # replayed turns between two lines of progress
 
 
 def config(*, stateful: bool = True) -> EngineConfig:
@@ -90,7 +92,8 @@ def serve(llm: LLM) -> list[DemoTurn]:
     params = [script.params for script in CONVERSATIONS.values()]
     system = {"role": "system", "content": SYSTEM_PROMPT}
     earlier: dict[str, list[EarlierTurn]] = {name: [] for name in names}
-    for index in range(max(len(script.messages) for script in CONVERSATIONS.values())):
+    num_rounds = max(len(script.messages) for script in CONVERSATIONS.values())
+    for index in range(num_rounds):
         said = [CONVERSATIONS[name].messages[index] for name in names]
         messages = [[*([] if index else [system]), {"role": "user", "content": text}] for text in said]
         prompts = [
@@ -111,7 +114,14 @@ def serve(llm: LLM) -> list[DemoTurn]:
             params_of = CONVERSATIONS[name].params
             turns.append(DemoTurn(name, index + 1, text, history, tuple(ids), params_of, output, found))
             earlier[name].append(EarlierTurn(sent, output.text, output.token_ids, output.finish_reason))
+        say_progress(f"turn {index + 1} of {num_rounds} of {len(names)} conversations is answered")
     return turns
+
+
+def say_progress(text: str) -> None:
+    """Print a line of progress where there is no terminal, on which bars would show it."""
+    if not sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
 
 
 def common_beginning(prompts: Sequence[Sequence[int]]) -> list[int]:
@@ -126,13 +136,15 @@ def replay(model: str, turns: Sequence[DemoTurn]) -> tuple[list[bool], float]:
     # Turns are short, so padding to 256 costs less than compiling every length.
     reference = DenseReference(parts, min_padded_tokens=256)
     equal, smallest = [], np.inf
-    for turn in tqdm(turns, desc="replaying", disable=None, leave=False):
+    for number, turn in enumerate(tqdm(turns, desc="replaying", disable=None, leave=False), 1):
         token_ids = turn.output.token_ids
         found = reference.replay_turn(
             turn.history_ids, turn.prompt_ids, token_ids, turn.params, turn.output.seed
         )
         equal.append(found.token_ids.tolist() == list(token_ids))
         smallest = min(smallest, float(found.margins.min()))
+        if number % _TOLD_TURNS == 0 or number == len(turns):
+            say_progress(f"{number} of {len(turns)} turns are replayed by the dense model")
     return equal, smallest
 
 
@@ -156,6 +168,7 @@ def main() -> int:
     """Serve with a stateful and a stateless engine, replay and compare; return the exit status."""
     if FLAGS.model == DEFAULT_MODEL:
         print(SMALL_MODEL, flush=True)
+    load = os.getloadavg()[0]  # before this process adds to it
     kept, stats = run(stateful=True)
     lost, _ = run(stateful=False)
     equal, margin = replay(FLAGS.model, kept.turns)
@@ -165,7 +178,7 @@ def main() -> int:
         print(f"The smallest margin between two tokens was {margin:.2g}.")
     num_filled = sum(-(-len(t.history_ids + t.prompt_ids + t.output.token_ids) // 32) for t in turns[-8:])
     print(introduction(FLAGS.gpu_pages + FLAGS.cpu_pages, num_filled))
-    print(f"{picture(turns)}\n\n{savings(kept, lost)}")
+    print(f"{picture(turns)}\n\n{savings(kept, lost, load=load, num_processors=os.cpu_count() or 1)}")
     print(f"{num_recalled(turns)} of {len(CONVERSATIONS)} last replies hold what was told in the first turn.")
     all_happened = check_happenings(turns)
     hint = "" if FLAGS.details else " (--details shows all turns)"
@@ -179,6 +192,7 @@ def main() -> int:
 
 def run(*, stateful: bool) -> tuple[Served, dict[str, int | float]]:
     """Run all turns in a stateful or a stateless engine; return them with its counters."""
+    say_progress(f"starting the engine {'with' if stateful else 'without'} state; a first start compiles")
     with LLM(
         FLAGS.model, dtype="float32", config=config(stateful=stateful), progress=sys.stderr.isatty()
     ) as llm:

@@ -19,7 +19,9 @@ from pensieve_jax.commands.report import table
 COLUMNS: Final = 80
 _PLACES: Final = {"gpu": ("█", "#", "in device memory"), "cpu": ("▒", "+", "in host memory")}
 _DROPPED: Final = ("·", ".", "dropped")
-_SECONDS: Final = "Most seconds go into writing replies, token by token; state saves none of these."
+_SECONDS: Final = "Wall time of one run each. Most seconds go into writing replies either way."
+_BUSY: Final = 0.5
+"""Other processes' load for each processor from which the seconds say little."""
 _USAGE: Final = {
     "reused": "reused_gpu_tokens",
     "swapped in": "swapped_in_tokens",
@@ -85,8 +87,11 @@ def picture(turns: Sequence[DemoTurn]) -> str:
     return "\n".join(lines)
 
 
-def savings(kept: Served, lost: Served) -> str:
-    """Compare the computed tokens and the time of the stateful and the stateless engine."""
+def savings(kept: Served, lost: Served, *, load: float = 0.0, num_processors: int = 1) -> str:
+    """Compare the computed tokens and the time of the stateful and the stateless engine.
+
+    `load` is the load average from before the demonstration, when it had no part in it.
+    """
     lines = [f"{'':24}{'tokens computed':>20}{'seconds':>18}"]
     for what, served in (("every turn from scratch", lost), ("keeping state", kept)):
         tokens, seconds = f"{served.num_computed:,}", f"{served.seconds:.1f}"
@@ -94,7 +99,9 @@ def savings(kept: Served, lost: Served) -> str:
             tokens = f"({kept.num_computed / lost.num_computed:.0%}) {tokens}"
             seconds = f"({kept.seconds / lost.seconds:.0%}) {seconds}"
         lines.append(f"{what:24}{tokens:>20}{seconds:>18}")
-    lines.append(_SECONDS)
+    is_busy = load >= _BUSY * num_processors
+    busy = f"Wall time of one run each, beside a load of {load:.1f} on {num_processors} CPUs: compare tokens."
+    lines.append(busy if is_busy else _SECONDS)
     return "\n".join(lines)
 
 

@@ -79,7 +79,7 @@ def pack_sampling(params: SamplingParams, seed: int) -> bytes:
 
 
 def sampling_words(params: SamplingParams, seed: int) -> np.ndarray:
-    """Return the `SAMPLING_WORDS` of a record as i32[5], with the same bits."""
+    """Return the `SAMPLING_WORDS` of a record as i32[len(SAMPLING_WORDS)], with the same bits."""
     return np.frombuffer(pack_sampling(params, seed), np.int32)[: len(SAMPLING_WORDS)]
 
 

@@ -86,6 +86,13 @@ class BranchTable:
         branches = self._by_turn.get((owner, turn_id), {})
         return [branch for branch in branches if branch.tip == turn_id] or list(branches)
 
+    def longest(self, owner: str, context: list[int]) -> tuple[Branch, int] | None:
+        """Return the branch with the longest common beginning, and its number of tokens, or None.
+
+        The context's last token is never shared: a step must compute it, to sample the next one.
+        """
+        return self._chunks.longest(owner, context[:-1])
+
     def find(self, node: TurnNode, known: dict[Parent, TurnPosition] | None = None) -> TurnPosition:
         """Find the position of a turn; `known` caches the positions of other turns of the same call.
 
@@ -182,7 +189,8 @@ class BranchTable:
         parent = place.branch
         if parent is not None and not parent.busy and parent.tip == node.parent_id:
             return parent, TurnOrigin("extended", num_history)
-        source, num_found = self._longest(node.owner, [*place.token_ids, *prompt])
+        found = self.longest(node.owner, [*place.token_ids, *prompt])
+        source, num_found = (None, 0) if found is None else found
         if parent is not None and num_found < num_history:
             source, num_found = parent, num_history
         branch = self._open(node, place, source, num_found)
@@ -222,13 +230,6 @@ class BranchTable:
         if source is None or not self._shares_state:
             return self._cache.open(name)
         return self._cache.fork(source.sequence, num_tokens, name)
-
-    def _longest(self, owner: str, context: list[int]) -> tuple[Branch | None, int]:
-        """Return the branch with the longest common beginning; the context's last token is never shared.
-
-        A step must compute that token, to sample the next one.
-        """
-        return self._chunks.longest(owner, context[:-1]) or (None, 0)
 
 
 def _until(path: dict[str, TurnEnd], turn_id: str) -> dict[str, TurnEnd]:

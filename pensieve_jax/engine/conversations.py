@@ -113,6 +113,20 @@ class ConversationTable:
             raise InvalidRequestError("conversation_id", None, "the id of a conversation")
         return self._current(conversation_id) or self._store.load(conversation_id)
 
+    def look_up_turn(
+        self, owner: str, turn_id: str
+    ) -> tuple[Branch | ConversationRecord, tuple[Branch, int] | None]:
+        """Return a branch with a turn, or else the path to it from the history, without loading it.
+
+        With a path comes the branch that begins with the most of its tokens, if any, and their number.
+        Raises UnknownTurnError or InvalidRequestError.
+        """
+        branches = self._branches_at(owner, turn_id)
+        if branches:
+            return branches[0], None
+        record = self._store.load_turn(owner, turn_id)
+        return record, self.branches.longest(owner, record.token_ids.tolist())
+
     def is_busy(self, conversation_id: str) -> bool:
         """Return whether a turn of the conversation is in progress."""
         live = self._live.get(conversation_id)
@@ -273,12 +287,15 @@ class ConversationTable:
 
         Empty if only the history has the turn; raises UnknownTurnError.
         """
-        check_owner(owner)
-        check_turn_id("turn_id", turn_id)
-        branches = self.branches.at(owner, turn_id)
+        branches = self._branches_at(owner, turn_id)
         if not branches:
             self._store.load_turn(owner, turn_id)  # raises if the turn does not exist
         return [branch for branch in branches if not branch.busy]
+
+    def _branches_at(self, owner: str, turn_id: str) -> list[Branch]:
+        check_owner(owner)
+        check_turn_id("turn_id", turn_id)
+        return self.branches.at(owner, turn_id)
 
     def _current(self, conversation_id: str) -> LiveConversation | None:
         """Return a conversation in memory, but forget it if another replica has changed it since."""

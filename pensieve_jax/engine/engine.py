@@ -23,7 +23,14 @@ from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec
 from pensieve_jax.engine.conversations import ConversationTable
 from pensieve_jax.engine.experience import kept_experience
-from pensieve_jax.engine.explanation import BranchMap, DropJournal, Explanation, chunk_map, explain
+from pensieve_jax.engine.explanation import (
+    BranchMap,
+    DropJournal,
+    Explanation,
+    chunk_map,
+    explain,
+    explain_turn,
+)
 from pensieve_jax.engine.ledger import TurnLedger
 from pensieve_jax.engine.loop import EngineLoop, Observe, unobserved
 from pensieve_jax.engine.prefixes import PrefixTable
@@ -264,6 +271,12 @@ class Engine:
         self._check_usable()
         found = self._conversations.look_up(conversation_id)
         return explain(found, self._prefixes, self._cache, self._drops, self._config)
+
+    def explain_turn(self, owner: str, turn_id: str) -> Explanation:
+        """Explain the KV cache of the path to a turn, as `explain` does; raises UnknownTurnError."""
+        self._check_usable()
+        found, beginning = self._conversations.look_up_turn(owner, turn_id)
+        return explain_turn(found, turn_id, beginning, self._cache, self._drops, self._config)
 
     def chunk_map(self, owner: str) -> list[BranchMap]:
         """Return the states of all chunks of an owner's placed turns, by branch in memory."""

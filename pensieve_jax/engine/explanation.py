@@ -1,7 +1,7 @@
 """Explanations for users: where the KV cache of a conversation is, and why chunks were dropped.
 
-Owns: the text of `Engine.explain`, the journal of drops that it uses, and the compact chunk map of an owner's
-branches, which is short enough to be sent several times a second.
+Owns: the text of `Engine.explain` and `Engine.explain_turn`, the journal of drops that they use, and the
+compact chunk map of an owner's branches, which is short enough to be sent several times a second.
 Does not know: how victims are chosen (`cache.evictor`), or who asks.
 Called by the engine.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -60,29 +60,90 @@ def explain(
     config: EngineConfig,
 ) -> Explanation:
     """Explain the KV cache of a conversation that is in memory, or only in the history."""
-    now_s, idle_s, is_busy = journal.clock.now(), None, False
     if isinstance(found, ConversationRecord):
         sequence, num_tokens = CachedSequence(found.conversation_id), len(found.token_ids)
         sequence.begin_with(prefixes.find(found.token_ids.tolist()))  # as loading it for a turn would do
-        num_computed = num_tokens - 1
+        subject = _Subject(sequence.sequence_id, sequence, num_tokens, num_tokens - 1)
     else:
-        conversation, sequence, is_busy = found.conversation, found.sequence, found.busy
-        num_tokens = len(conversation.token_ids)
-        num_computed = max(sequence.num_kv_tokens, conversation.num_computed_tokens)
-        idle_s = None if is_busy else now_s - sequence.last_active_s
+        conversation, sequence = found.conversation, found.sequence
+        subject = _Subject(
+            sequence.sequence_id,
+            sequence,
+            len(conversation.token_ids),
+            max(sequence.num_kv_tokens, conversation.num_computed_tokens),
+            live=found,
+        )
+    return _explained(subject, cache, journal, config)
+
+
+def explain_turn(
+    found: Branch | ConversationRecord,
+    turn_id: str,
+    beginning: tuple[Branch, int] | None,
+    cache: CacheManager,
+    journal: DropJournal,
+    config: EngineConfig,
+) -> Explanation:
+    """Explain the KV cache of the path to a turn that a branch contains, or only the history.
+
+    For a turn in the history only, `beginning` is a branch that begins with as many of its tokens.
+    """
+    if isinstance(found, Branch):
+        conversation, sequence = found.conversation, found.sequence
+        num_tokens = found.path[turn_id].num_tokens
+        num_computed = min(num_tokens, max(sequence.num_kv_tokens, conversation.num_computed_tokens))
+        is_tip = found.tip == turn_id
+        subject = _Subject(turn_id, sequence, num_tokens, num_computed, live=found, is_extended=is_tip)
+    else:
+        num_tokens = len(found.token_ids)
+        sequence, num_known = CachedSequence(turn_id), 0
+        if beginning is not None:
+            sequence, num_known = beginning[0].sequence, beginning[1] // cache.chunk_tokens
+        subject = _Subject(turn_id, sequence, num_tokens, num_tokens - 1, num_borrowed=num_known)
+    return _explained(subject, cache, journal, config)
+
+
+class _Subject(NamedTuple):
+    """The sequence that an explanation describes.
+
+    Attributes:
+      name: what the text calls it.
+      sequence: holder of the chunks.
+      num_tokens: its tokens.
+      num_computed: those of its tokens that were computed once.
+      live: its record in memory; None if it is only in the history.
+      is_extended: whether its next turn continues the sequence; else the turn shares full chunks only.
+      num_borrowed: for a subject that `sequence` does not belong to, its leading chunks that are the same.
+    """
+
+    name: str
+    sequence: CachedSequence
+    num_tokens: int
+    num_computed: int
+    live: LiveConversation | None = None
+    is_extended: bool = True
+    num_borrowed: int | None = None
+
+
+def _explained(
+    subject: _Subject, cache: CacheManager, journal: DropJournal, config: EngineConfig
+) -> Explanation:
+    now_s, live = journal.clock.now(), subject.live
+    is_busy = live is not None and live.busy
+    idle_s = None if live is None or is_busy else now_s - live.sequence.last_active_s
     keeps_state = config.stateful or is_busy
-    chunks = tuple(_chunks(sequence, max(num_computed, 0), cache, journal if keeps_state else None))
-    lines = [_headline(sequence.sequence_id, num_tokens, config, idle_s, is_busy)]
+    chunks = tuple(_chunks(subject, cache, journal if keeps_state else None))
+    lines = [_headline(subject.name, subject.num_tokens, config, idle_s, is_busy)]
     if (order := cache.turns.describe()) is not None:
         lines.append(f"  {order}")
     if keeps_state:
-        is_unread = isinstance(found, ConversationRecord)
-        lines += _lines(chunks, cache, now_s, _NOT_IN_MEMORY if is_unread else _UNRECORDED)
+        lines += _lines(chunks, cache, now_s, _NOT_IN_MEMORY if live is None else _UNRECORDED)
     else:
         lines.append("This engine keeps no KV cache between turns (stateful=False).")
     if not is_busy:
-        lines.append(_outlook(chunks))
-    return Explanation(sequence.sequence_id, num_tokens, config.cache.policy, idle_s, chunks, tuple(lines))
+        lines.append(_outlook(chunks, 1 if subject.is_extended else cache.chunk_tokens))
+    name, policy = subject.name, config.cache.policy
+    return Explanation(name, subject.num_tokens, policy, idle_s, chunks, tuple(lines))
 
 
 class Explanation(NamedTuple):
@@ -130,25 +191,27 @@ class ChunkReport(NamedTuple):
     is_shared: bool
 
 
-def _chunks(
-    sequence: CachedSequence, num_computed: int, cache: CacheManager, journal: DropJournal | None
-) -> Iterator[ChunkReport]:
+def _chunks(subject: _Subject, cache: CacheManager, journal: DropJournal | None) -> Iterator[ChunkReport]:
     """Yield a report on every chunk that was ever computed; without a journal, no reasons are given."""
-    size = cache.chunk_tokens
-    for index in range(-(-num_computed // size)):
+    size, sequence = cache.chunk_tokens, subject.sequence
+    num_known = len(sequence.chunks) if subject.num_borrowed is None else subject.num_borrowed
+    for index in range(-(-max(subject.num_computed, 0) // size)):
+        is_foreign = subject.num_borrowed is not None and index >= num_known
         owner = sequence.owner_of(index)
-        chunk = sequence.chunks[index] if index < len(sequence.chunks) else None
+        chunk = sequence.chunks[index] if index < num_known else None
         tier, place = _PLACES[ChunkState.DROPPED if chunk is None else chunk.state]
-        drops: Mapping[int, DropRecord] = {} if journal is None else journal.of(owner.sequence_id)
+        drops: Mapping[int, DropRecord] = {}
+        if journal is not None and not is_foreign:
+            drops = journal.of(owner.sequence_id)
         has_worth = place is not None and owner.role is Role.IDLE
         yield ChunkReport(
             index * size,
-            min((index + 1) * size, num_computed),
+            min((index + 1) * size, subject.num_computed),
             tier,
             place,
             cache.worth_of(owner, index) if has_worth else None,
             drops.get(index) if place is None else None,
-            owner is not sequence,
+            not is_foreign and (owner is not sequence or subject.num_borrowed is not None),
         )
 
 
@@ -196,15 +259,14 @@ def _dropped(drops: Sequence[DropRecord], cache: CacheManager, now_s: float) -> 
     return f"dropped {when}: {drops[0].reason.value}{worth}"
 
 
-def _outlook(chunks: Sequence[ChunkReport]) -> str:
-    """Say what a turn would reuse now."""
-    on_gpu, on_cpu, num_lost = (
-        sum(chunk.end - chunk.start for chunk in chunks if chunk.tier == tier)
-        for tier in ("gpu", "cpu", None)
-    )
+def _outlook(chunks: Sequence[ChunkReport], multiple: int) -> str:
+    """Say what a turn would reuse now; it reuses a chunk if the end of the chunk is such a multiple."""
+    sizes = Counter[str | None]()
+    for chunk in chunks:
+        sizes[None if chunk.end % multiple else chunk.tier] += chunk.end - chunk.start
     return (
-        f"A turn sent now would reuse {on_gpu} tokens in device memory, copy {on_cpu} in, and recompute "
-        f"{num_lost} of its history."
+        f"A turn sent now would reuse {sizes['gpu']} tokens in device memory, copy {sizes['cpu']} in, and "
+        f"recompute {sizes[None]} of its history."
     )
 
 

@@ -34,7 +34,7 @@ class Query(ReplyTokens):
       serial: number of the query, in the order of arrival.
       prompt_token_ids, params, seed, priority: as submitted; higher priorities are served first.
       ending_ids: ids that end the reply.
-      sampling_words: i32[5], sampling parameters as bits; see `SAMPLING_WORDS`.
+      sampling_words: i32[W], sampling parameters as bits, a word for each of `SAMPLING_WORDS`.
       max_num_tokens: most tokens of the reply, within the context limit.
       num_sampled: launched tokens of the reply; `token_ids` holds those that were fetched.
       place: location of the KV cache.

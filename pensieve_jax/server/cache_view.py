@@ -1,7 +1,7 @@
 """The HTTP endpoints under `/v1/pensieve/`, which show and control the KV cache of conversations.
 
-Owns: the map of chunks, once or as a stream; copying a turn's KV cache out or dropping it; the engine's
-counters; the trees of turns that responses make.
+Owns: the map of chunks and its stream; why chunks of a turn were dropped; copying a turn's KV cache out
+or dropping it; the engine's counters; the trees of turns that responses make.
 Does not know: how the KV cache is stored, or which client draws it.
 """
 
@@ -15,7 +15,7 @@ from pensieve_jax.core.errors import InvalidRequestError, UnknownTurnError
 from pensieve_jax.core.turn_node import check_turn_id
 from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.bodies import Body
-from pensieve_jax.server.http.errors import not_found, rate_limited
+from pensieve_jax.server.http.errors import ApiError, not_found, rate_limited
 from pensieve_jax.server.http.pagination import limit_of
 from pensieve_jax.server.http.replies import Events, HttpResponse, encode_json, event, json_reply
 from pensieve_jax.server.http.request import HttpRequest
@@ -103,8 +103,36 @@ async def forget_state(call: HttpRequest) -> HttpResponse:
     return json_reply({})
 
 
+async def explain(call: HttpRequest) -> HttpResponse:
+    """GET /v1/pensieve/explain: report where a response's chunks are, and why others were dropped.
+
+    The query parameter `response_id` names the response. Its chunks cover its context and its reply.
+    """
+    response_id = call.query.get("response_id")
+    if not response_id:
+        sentence = "response_id is missing; add ?response_id= with the id of a response or a completion."
+        raise ApiError(400, "missing_required_parameter", sentence, param="response_id")
+    told = await _of_turn(call, "explain_turn", response_id)
+    now_s = call.services.now_s()
+    chunks = [
+        {**chunk, "drop": None if (drop := chunk["drop"]) is None else _aged(drop, now_s)}
+        for chunk in told["chunks"]
+    ]
+    names = ("num_tokens", "policy", "idle_s")
+    found = {name: told[name] for name in names}
+    return json_reply({"response_id": response_id, **found, "chunks": chunks, "text": told["lines"]})
+
+
+def _aged(drop: dict[str, Any], now_s: float) -> dict[str, Any]:
+    return {**drop, "ago_s": round(max(0.0, now_s - drop["at_s"]), 3)}
+
+
 async def _on_turn(call: HttpRequest, name: str) -> Any:
-    response_id = (await call.decode(OfResponse)).response_id
+    return await _of_turn(call, name, (await call.decode(OfResponse)).response_id)
+
+
+async def _of_turn(call: HttpRequest, name: str, response_id: str) -> Any:
+    """Call an engine method on a response's turn; raise ApiError 404 for an unknown response."""
     turn_id = response_id
     for prefix in _PREFIXES:
         turn_id = turn_id.removeprefix(prefix)
@@ -186,6 +214,7 @@ def _told_tree(call: HttpRequest) -> HttpResponse:
 
 ROUTES: Final = (
     Route("GET", "/v1/pensieve/chunks", chunks),
+    Route("GET", "/v1/pensieve/explain", explain),
     Route("POST", "/v1/pensieve/push_out", push_out),
     Route("POST", "/v1/pensieve/forget_state", forget_state),
     Route("GET", "/v1/pensieve/stats", stats),

@@ -48,12 +48,6 @@ class IncrementalDetokenizer:
         self._prefix_text = ""
         self._held = ""  # final text that may be the beginning of a stop string
         self._num_unending = 0  # a stop string that ends within this many new characters does not count
-        self._deltas: list[str] = []
-
-    @property
-    def text(self) -> str:
-        """All text returned so far."""
-        return "".join(self._deltas)
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str:
         """Return the text that the newest token makes final, often "". After a stop string it is always "".
@@ -97,7 +91,6 @@ class IncrementalDetokenizer:
         fresh = self._tokenizer.decode_window(self._window)[len(self._prefix_text) :] if self._window else ""
         delta = self._release(fresh, may_stop=may_stop)
         if self.stop_string is None:
-            self._deltas.append(self._held)
             delta += self._held
         self._window, self._prefix_text, self._held = [], "", ""
         return delta
@@ -105,8 +98,6 @@ class IncrementalDetokenizer:
     def _release(self, fresh: str, *, may_stop: bool) -> str:
         """Add final text and return what cannot be part of a stop string."""
         if not self._stop:
-            if fresh:
-                self._deltas.append(fresh)
             return fresh
         text = self._held + fresh
         matches = self._matches(fresh)
@@ -119,8 +110,6 @@ class IncrementalDetokenizer:
             stop.num_begun = match.num_begun
         num_held = max(match.num_begun for match in matches)
         delta, self._held = text[: len(text) - num_held], text[len(text) - num_held :]
-        if delta:
-            self._deltas.append(delta)
         return delta
 
     def _matches(self, fresh: str) -> list[_Match]:
@@ -142,7 +131,6 @@ class IncrementalDetokenizer:
         # Take the first that completed, and the longest of those.
         completed_at, size, self.stop_string = min(found, key=lambda one: (one[0], -one[1]))
         at = len(self._held) + completed_at - size
-        self._deltas.append(text[:at])
         return text[:at]
 
 

@@ -93,7 +93,7 @@ def test_policy_needs_no_jax():
     code = (
         "import sys\n"
         "sys.modules['jax'] = sys.modules['flax'] = None\n"
-        "import pensieve_lab.cells.simulation\n"
+        "import pensieve_jax.cellular.request_processor\n"
         "from pensieve_jax.cellular import Cell, CellularConfig, Float\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from model_defs.recurrent import LSTM
@@ -10,8 +9,6 @@ from pensieve_jax.cellular import CapacityError, CellularConfig, CellularEngine
 from pensieve_jax.cellular.cells import Cell, CellTypes, Float
 from pensieve_jax.cellular.request_processor import RequestProcessor
 from pensieve_jax.cellular.rows import num_rows_for
-from pensieve_lab.cells.simulation import simulate
-from pensieve_lab.cells.times import CellTimes
 
 
 @pytest.mark.parametrize(
@@ -45,11 +42,6 @@ def test_it_is_the_same_for_all_who_need_it() -> None:
     assert processor.formation.rows[0][0].num_free == 256
     with pytest.raises(CapacityError, match=r"requests\[0\]\.rows is 257.*at most num_rows \(256\)"):
         processor.submit_many([257], unfold)
-    # In virtual time there are as many: of 300 requests of one row 44 have to wait.
-    served = simulate(
-        types, unfold, CellularConfig(), CellTimes({"wide": {512: 1.0}}), [1] * 300, np.zeros(300)
-    )
-    assert np.bincount(served.end_s.astype(int)).tolist() == [0, 256, 44]
 
 
 def unfold(num, graph):  # type: ignore[no-untyped-def]

@@ -1,9 +1,8 @@
-"""The parts under the scheduler, each by itself: lines, rows, room, launches, times, integers and limits."""
+"""The parts under the scheduler, each by itself: lines, rows, room, launches, integers and limits."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +18,6 @@ from pensieve_jax.cellular.pieces import NO_NODE
 from pensieve_jax.cellular.ready_queue import IntFifo, ReadyQueue
 from pensieve_jax.cellular.rows import RowBudget, StateRows
 from pensieve_jax.cellular.tables import Nodes, Room, Subgraphs, _size, all_values, distinct
-from pensieve_jax.core.clock import VirtualClock
-from pensieve_lab.cells.simulation import VirtualWorker
-from pensieve_lab.cells.times import CellTimes, thesis_v100
 from tests.cellular.hash_cells import make_cells
 
 TYPES = CellTypes(make_cells(dict.fromkeys(("step", "decode", "leaf", "inner", "join", "narrow"), 4)))
@@ -165,40 +161,6 @@ def test_a_batch_that_is_not_full_reads_and_writes_nothing():
     assert small.batch_size == 1
     (wide,) = make_parts(kind, [np.array([[5], [6], [77]])], 9, least=3)
     assert wide.batch_size == 4
-
-
-def test_times_lie_on_lines():
-    times = CellTimes({"a": {2: 1.0, 4: 3.0}}, overhead_s={2: 10.0, 4: 20.0})
-    assert [times.task_of("a", size) for size in (1, 2, 3, 4, 8)] == [11.0, 11.0, 17.0, 23.0, 46.0]
-    assert CellTimes({"a": {2: 1.0}}).task_of("a", 2) == 1.0
-    with pytest.raises(CellError, match="one that was measured: a"):
-        times.task_of("b", 1)
-
-
-def test_the_times_of_the_thesis():
-    """Section 2.7.3: a step of 185 microseconds at 64 is 250 with overhead; a decoder's is three times it."""
-    times = thesis_v100()
-    assert times.task_of("lstm", 64) == pytest.approx(250e-6)
-    assert times.task_of("lstm", 512) == pytest.approx(784e-6 + 117e-6)
-    assert times.task_of("decoder", 64) == pytest.approx(3 * 185e-6 + 65e-6)
-    assert times.task_of("lstm", 1) == times.task_of("lstm", 64)
-
-
-def test_a_virtual_worker_runs_launches_one_behind_the_other():
-    clock = VirtualClock()
-    worker = VirtualWorker(CellTimes({"step": {1: 1.0, 4: 3.0}}, launch_s=0.5), clock)
-    kind = TYPES.find("step")
-    tasks = [np.zeros((3, 1), np.int64)] * 3
-    launch: Any = SimpleNamespace(kind=kind, parts=make_parts(kind, tasks, 9), reads=[])
-    assert worker.next_end_s == np.inf and worker.num_in_flight == 0
-    clock.advance_to(2.0)
-    worker.launch(launch)
-    assert worker.begun_s.tolist() == [2.5, 3.5, 4.5] and worker.next_end_s == 5.5
-    worker.launch(launch)
-    assert worker.begun_s.tolist() == [6.0, 7.0, 8.0] and worker.num_in_flight == 2
-    assert not list(worker.poll())
-    clock.advance_to(5.5)
-    assert [len(done.emitted) for done in worker.poll()] == [1] and worker.next_end_s == 9.0
 
 
 # Integers and cells

@@ -86,7 +86,7 @@ def test_it_is_one_screen(turns, launch, llm, monkeypatch, capsys):
     assert len(lines) <= 23 and max(map(len, lines)) <= 80
     legend = next(i for i, line in enumerate(lines) if "in host memory  " in line)
     assert lines[legend + 2].startswith("ada "), "symbols are explained before they are used"
-    assert "Most seconds go into writing replies" in lines[legend + 14]
+    assert lines[legend + 14].startswith("Wall time of one run each")
     for name, script in demo_screen.CONVERSATIONS.items():
         (row,) = [line for line in lines if line.startswith(f"{name} ")]
         assert script.told in row
@@ -157,7 +157,7 @@ def test_too_few_pages_name_the_flag(launch, llm, monkeypatch):
     monkeypatch.setattr(demo, "LLM", lambda *_, **__: contextlib.nullcontext(llm))
     monkeypatch.setattr(demo, "serve", lambda llm: llm.generate([[9] * 5000]))
     with pytest.raises(
-        ConfigError, match=r"--gpu_pages is 16, but must be more, as .* outgrow the [\d,]+ tokens"
+        ConfigError, match=r"--gpu_pages is 16, but must be more, since .* exceed the [\d,]+ tokens"
     ):
         launch("demo", shared_llm=False, model=DEFAULT_MODEL)
 

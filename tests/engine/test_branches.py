@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve_jax.cache import Role
+from pensieve_jax.cache import DropReason, Role
 from pensieve_jax.core.errors import (
     ContextLengthError,
     HistoryError,
@@ -393,6 +393,65 @@ def test_state_is_reached_by_turn():
             call("bob", first)
         with pytest.raises(InvalidRequestError):
             call("ann", "no turn")
+
+
+def test_a_turn_is_explained_up_to_its_end():
+    trees = forest()
+    first = trees.turn(prompt=41)
+    whole = trees.engine.explain_turn("ann", first)
+    assert (whole.conversation_id, whole.num_tokens, len(whole.chunks)) == (first, 49, 3)
+    assert "reuse 48 tokens in device memory, copy 0 in, and recompute 0" in whole.lines[-1]
+    second = trees.turn(first, 40)
+    part = trees.engine.explain_turn("ann", first)
+    assert [(chunk.start, chunk.end, chunk.tier) for chunk in part.chunks] == [
+        (0, CHUNK, "gpu"),
+        (CHUNK, 2 * CHUNK, "gpu"),
+        (2 * CHUNK, 3 * CHUNK, "gpu"),
+        (3 * CHUNK, 49, "gpu"),
+    ]
+    assert "reuse 48 tokens in device memory, copy 0 in, and recompute 1" in part.lines[-1], "it would fork"
+    assert part.num_tokens == 49 and repr(first) in part.lines[0]
+    trees.engine.forget_turn_state("ann", second)
+    assert {chunk.tier for chunk in trees.engine.explain_turn("ann", second).chunks} == {None}
+    for owner, turn_id, error in (
+        ("bob", first, UnknownTurnError),
+        ("ann", new_turn_id(), UnknownTurnError),
+        ("ann", "no turn", InvalidRequestError),
+        ([], first, InvalidRequestError),
+    ):
+        with pytest.raises(error):
+            trees.engine.explain_turn(owner, turn_id)
+
+
+def test_chunks_of_a_turn_that_others_pushed_out_have_a_reason():
+    trees = forest(gpu_pages=12, reserve_fraction=0.0, swap_out_fraction=0.0)
+    first = trees.turn(prompt=70)
+    for seed in (1, 2):
+        trees.harness.clock.advance(30.0)
+        trees.turn(prompt=60, seed=seed)
+    chunks = trees.engine.explain_turn("ann", first).chunks
+    drops = [chunk.drop for chunk in chunks if chunk.tier is None]
+    assert drops and all(drop.reason is DropReason.NO_HOST_MEMORY and drop.worth > 0 for drop in drops)
+
+
+def test_a_turn_that_only_the_history_has_is_explained_by_the_chunks_that_it_would_find():
+    trees = forest()
+    prompt = trees.harness.prompt(40)
+    first = trees.turn(None, prompt)
+    trees.harness.forget_branches()
+    assert {chunk.tier for chunk in trees.engine.explain_turn("ann", first).chunks} == {None}
+    trees.turn(None, prompt[:33])
+    explanation = trees.engine.explain_turn("ann", first)
+    assert explanation.idle_s is None and explanation.num_tokens == 48
+    assert [(chunk.tier, chunk.is_shared) for chunk in explanation.chunks] == [
+        ("gpu", True),
+        ("gpu", True),
+        (None, False),
+    ]
+    found = trees.send(first, 5)
+    trees.settle(*found)
+    assert usage_of(found[0])[0] == 32
+    assert "reuse 32 tokens in device memory, copy 0 in, and recompute 15" in explanation.lines[-1]
 
 
 def test_a_named_conversation_forks_with_its_state():

@@ -156,6 +156,7 @@ WRONG_TYPES = {
         "conversation",
     ),
     "push out of a list": (lambda engine: engine.push_out_turn([], TURN_ID), "owner"),
+    "explain of a list": (lambda engine: engine.explain_turn([], TURN_ID), "owner"),
     "forget of a list": (lambda engine: engine.forget_turn_state([], TURN_ID), "owner"),
     "cancel None": (lambda engine: engine.cancel(None), "turn"),
     "cancel an output": (lambda engine: engine.cancel(engine.unfinished[0].output), "turn"),

@@ -126,20 +126,23 @@ def test_who_was_in_a_failed_launch_is_computed_alone():
 
 # The words of a step
 
+_NUM_FIRST = len(COUNTS) + len(SAMPLING_WORDS)  # fields before the banned ids
+
 
 def test_words_lie_in_fields_of_rows():
     layout = WordsLayout(3, 2)
-    assert layout.num_fields == 3 + 5 + 2 and layout.size == 4 + 10 * 3
+    num_fields = _NUM_FIRST + 2
+    assert layout.num_fields == num_fields and layout.size == 4 + num_fields * 3
     words = PackedStep(layout, place=11, num_new=5, row=2)
     assert words.words.dtype == np.int32 and words.words[:4].tolist() == [11, 5, 2, 0]
     words.add(1, query(1, temperature=0.5, top_k=3, top_p=0.25), 20, 6, 21)
-    fields = words.words[4:].reshape(10, 3)
+    fields = words.words[4:].reshape(num_fields, 3)
     assert fields[:3].tolist() == [[0, 20, 0], [1, 6, 1], [0, 21, 0]]
-    sampling = dict(zip(SAMPLING_WORDS, fields[3:8], strict=True))
+    sampling = dict(zip(SAMPLING_WORDS, fields[len(COUNTS) : _NUM_FIRST], strict=True))
     assert sampling["temperature"].view(np.float32).tolist() == [0.0, 0.5, 0.0]
     assert sampling["top_k"].tolist() == [0, 3, 0]
     assert sampling["top_p"].view(np.float32).tolist() == [1.0, 0.25, 1.0]
-    assert (fields[8:] == -1).all()
+    assert (fields[_NUM_FIRST:] == -1).all()
 
 
 @pytest.mark.parametrize(("num_sampled", "is_banned"), [(0, True), (1, True), (2, False)])
@@ -148,7 +151,7 @@ def test_ending_ids_are_banned_until_enough_tokens_are_there(num_sampled, is_ban
     one = query(1, min_tokens=2)
     one.num_sampled = num_sampled
     words.add(0, one, 0, 1, 1)
-    banned = words.words[4:].reshape(-1, 2)[8:]
+    banned = words.words[4:].reshape(-1, 2)[_NUM_FIRST:]
     assert banned.T.tolist() == [[7, 9, -1] if is_banned else [-1, -1, -1], [-1, -1, -1]]
 
 

@@ -7,7 +7,7 @@ import json
 import threading
 from typing import Any
 
-from pensieve_jax.core.errors import EngineClosedError
+from pensieve_jax.core.errors import EngineClosedError, UnknownTurnError
 from pensieve_jax.history.trees import TreeSummary
 from pensieve_jax.server.app import ROUTES
 from pensieve_jax.server.cache_view import MAX_STREAMS
@@ -80,6 +80,53 @@ def test_the_times_of_the_server_hold_for_maps() -> None:
             await work()
 
     asyncio.run(limited())
+
+
+CHUNK = {"start": 0, "end": 32, "tier": "cpu", "place": "in host memory", "worth": 0.5, "is_shared": False}
+
+
+def test_a_response_is_explained_chunk_by_chunk() -> None:
+    harness = Harness(STATE_ROUTES)
+    drop = {"at_s": harness.clock.now() - 2.5, "reason": "NO_SLOT", "why": "no room", "worth": 0.25}
+    gone = {"start": 32, "end": 60, "tier": None, "place": None, "worth": None, "is_shared": False}
+    harness.engine.answers["explain_turn"] = {
+        "conversation_id": "0" * 32,
+        "num_tokens": 61,
+        "policy": "retention",
+        "idle_s": 3.0,
+        "chunks": [CHUNK | {"drop": None}, gone | {"drop": drop}],
+        "lines": ["one", "two"],
+    }
+    for prefix in ("resp_", "chatcmpl-", "cmpl-"):
+        response_id = prefix + "0" * 32
+        assert ask(harness, "GET", f"/v1/pensieve/explain?response_id={response_id}") == (
+            200,
+            {
+                "response_id": response_id,
+                "num_tokens": 61,
+                "policy": "retention",
+                "idle_s": 3.0,
+                "chunks": [CHUNK | {"drop": None}, gone | {"drop": drop | {"ago_s": 2.5}}],
+                "text": ["one", "two"],
+            },
+        )
+        assert harness.engine.calls[-1] == ("explain_turn", ("", "0" * 32))
+
+
+def test_a_response_that_cannot_be_explained_is_an_error() -> None:
+    class Missing(FakeEngine):
+        async def call(self, name: str, *arguments: object) -> object:
+            raise UnknownTurnError(str(arguments[1]))
+
+    harness = Harness(STATE_ROUTES, Missing())
+    for query in ("", "?response_id="):
+        status, body = ask(harness, "GET", f"/v1/pensieve/explain{query}")
+        error = body["error"]
+        expected = (400, "missing_required_parameter", "response_id")
+        assert (status, error["code"], error["param"]) == expected
+    for name in ("resp_" + "0" * 32, "nothing", "%00"):
+        status, body = ask(harness, "GET", f"/v1/pensieve/explain?response_id={name}")
+        assert (status, body["error"]["code"]) == (404, "not_found")
 
 
 def test_trees_are_read_beside_the_event_loop():

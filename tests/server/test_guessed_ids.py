@@ -63,6 +63,8 @@ GUESSES = (
     Guess("POST", "/v1/completions", {"prompt": "x", "previous_response_id": "{response}"}),
     Guess("POST", "/v1/completions", {"prompt": "x", "previous_response_id": "{completion}"}),
     Guess("GET", "/v1/pensieve/trees/{root}"),
+    Guess("GET", "/v1/pensieve/explain?response_id={response}"),
+    Guess("GET", "/v1/pensieve/explain?response_id={completion}"),
     Guess("POST", "/v1/pensieve/push_out", {"response_id": "{response}"}),
     Guess("POST", "/v1/pensieve/push_out", {"response_id": "{completion}"}),
     Guess("POST", "/v1/pensieve/forget_state", {"response_id": "{response}"}),
@@ -151,7 +153,8 @@ def test_every_route_with_an_id_is_guessed_at(tmp_path):
 
     with closing(World(tmp_path)) as world:
         routes = {shape(route.method, route.path) for route in world.server.routes if "{" in route.path}
-    guessed = {shape(guess.method, guess.path) for guess in GUESSES if "{" in guess.path}
+    paths = [(guess.method, guess.path.partition("?")[0]) for guess in GUESSES]
+    guessed = {shape(method, path) for method, path in paths if "{" in path}
     of_nobody = {("GET", "/page/{}"), ("GET", "/v1/models/{model:path}")}
     assert guessed == routes - of_nobody and of_nobody <= routes
 

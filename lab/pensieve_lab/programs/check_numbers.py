@@ -4,6 +4,8 @@
     python -m pensieve_lab.programs.check_numbers
     # the figures that are of no document, with the reasons
     python -m pensieve_lab.programs.check_numbers --list_prose
+    # each figure of a page with its source
+    python -m pensieve_lab.programs.check_numbers --show=README.md
     # sections with figures that still lack a source
     python -m pensieve_lab.programs.check_numbers --propose=PAGE
     python -m pensieve_lab.programs.check_numbers --record_pictures  # after pictures were drawn again
@@ -153,6 +155,14 @@ def prose(checked: Iterable[Checked]) -> list[str]:
     return lines
 
 
+def sources_of(page: Page) -> list[str]:
+    """Return a line for each figure of a page: its line, and the expression or reason that it comes from."""
+    return [
+        f"{page.name}:{text.line}: {figure.shown}: {figure.source or 'has no source'}"
+        for text, figure in page.figures
+    ]
+
+
 def proposal(page: Page) -> list[str]:
     """Return an entry of prose for each section with figures that lack a source.
 
@@ -211,11 +221,13 @@ def main() -> int:
     if FLAGS.record_documents:
         return record(lab, history, allow_missing_history=allowed)
     checked = check(lab, ROOT / README)
-    if FLAGS.propose:
-        for page, _ in checked:
-            if page.name == FLAGS.propose:
-                print("\n".join(proposal(page)))
-        return 0
+    for name, lines_of in ((FLAGS.show, sources_of), (FLAGS.propose, proposal)):
+        if name:
+            pages = {page.name: page for page, _ in checked}
+            if name not in pages:
+                raise ConfigError("the page", name, f"one of {', '.join(pages)}")
+            print("\n".join(lines_of(pages[name])))
+            return 0
     print("\n".join(prose(checked) if FLAGS.list_prose else coverage(checked)))
     for name, reason in unchecked(lab).items():
         print(f"not checked: {name} ({reason})")
@@ -237,6 +249,7 @@ def define_flags() -> None:
         False,
         "Pass without the full git history, which shows edits of old documents.",
     )
+    flags.DEFINE_string("show", None, "Print each figure of this page with its source.")
     flags.DEFINE_string("propose", None, "Print entries for this page's figures without a source.")
 
 

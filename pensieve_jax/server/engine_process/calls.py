@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from pensieve_jax.core.errors import InvalidRequestError
 from pensieve_jax.engine.engine import Engine
+from pensieve_jax.engine.explanation import DropRecord, Explanation
 
 
 def answer(engine: Engine, name: str, arguments: Sequence[Any]) -> Any:
@@ -35,8 +36,17 @@ def _stats(engine: Engine) -> dict[str, int | float]:
 
 
 def _explain(engine: Engine, conversation_id: str) -> dict[str, Any]:
-    """Return the `Explanation` as a dict; dropped chunks have the reason and their retention value."""
-    found = engine.explain(conversation_id)
+    """Return the `Explanation` of a conversation as a dict."""
+    return _plain(engine.explain(conversation_id))
+
+
+def _explain_turn(engine: Engine, owner: str, turn_id: str) -> dict[str, Any]:
+    """Return the `Explanation` of the path to a turn as a dict."""
+    return _plain(engine.explain_turn(owner, turn_id))
+
+
+def _plain(found: Explanation) -> dict[str, Any]:
+    """Convert an explanation; dropped chunks have the name of the reason, its text, and their value."""
     chunks = [
         {**chunk._asdict(), "drop": None if chunk.drop is None else _drop(chunk.drop)}
         for chunk in found.chunks
@@ -44,8 +54,8 @@ def _explain(engine: Engine, conversation_id: str) -> dict[str, Any]:
     return {**found._asdict(), "chunks": chunks, "lines": list(found.lines)}
 
 
-def _drop(drop: Any) -> dict[str, Any]:
-    return {"at_s": drop.at_s, "reason": drop.reason.name, "worth": drop.worth}
+def _drop(drop: DropRecord) -> dict[str, Any]:
+    return {"at_s": drop.at_s, "reason": drop.reason.name, "why": drop.reason.value, "worth": drop.worth}
 
 
 def _chunk_map(engine: Engine, owner: str) -> dict[str, Any]:
@@ -82,6 +92,7 @@ CALLS: Final[Mapping[str, Callable[..., Any]]] = {
     "fork": Engine.fork,
     "end": Engine.end,
     "explain": _explain,
+    "explain_turn": _explain_turn,
     "chunk_map": _chunk_map,
     "conversations": _conversations,
 }

@@ -58,6 +58,19 @@ def _chunk_maps(values: Sequence[Mapping[str, Any]]) -> Any:
     return {**summed(values), "branches": branches}
 
 
+def _best_known(values: Sequence[Mapping[str, Any]]) -> Any:
+    """Return the explanation of the replica that has most of the turn's KV cache, or else records of it.
+
+    A replica that knows the turn from the history only also explains it, without any chunk or reason.
+    """
+
+    def known(one: Mapping[str, Any]) -> tuple[int, int]:
+        held = sum(chunk["end"] - chunk["start"] for chunk in one["chunks"] if chunk["tier"] is not None)
+        return held, sum(chunk["drop"] is not None for chunk in one["chunks"])
+
+    return max(values, key=known)
+
+
 def _conversations(values: Sequence[Sequence[Mapping[str, Any]]]) -> Any:
     """Merge the lists by id, keeping the latest; all replicas read one history, so most entries repeat."""
     found: dict[str, Mapping[str, Any]] = {}
@@ -82,6 +95,7 @@ OF_ALL: Final[Mapping[str, Callable[[Sequence[Any]], Any]]] = {
     "census": _stats,
     "distributions": _distributions,
     "chunk_map": _chunk_maps,
+    "explain_turn": _best_known,
     "conversations": _conversations,
     "push_out_turn": _total,
     "forget_turn_state": _nothing,

@@ -35,6 +35,31 @@ type Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """OpenAI's range. Clients also send negative seeds such as -1; these are reduced modulo 2**63."""
 
 
+UNSUPPORTED_SAMPLING: Final[Mapping[str, tuple[Any, ...]]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "use_beam_search": (False,),
+    "best_of": (1,),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "logits_processors": ([],),
+    "truncate_prompt_tokens": (),
+}
+"""Sampling fields of OpenAI and vLLM that no engine has, each with its values without effect.
+
+Every route that samples refuses their other values.
+"""
+
+
 class StreamOptions(Body):
     """Options of a stream of a completion."""
 
@@ -50,23 +75,7 @@ class SamplingFields(Body):
     """
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "frequency_penalty": (0,),
-        "presence_penalty": (0,),
-        "repetition_penalty": (1,),
-        "length_penalty": (1,),
-        "logit_bias": ({},),
-        "min_p": (0,),
-        "use_beam_search": (False,),
-        "best_of": (1,),
-        "prompt_logprobs": (),
-        "response_format": ({"type": "text"},),
-        "structured_outputs": ({},),
-        "guided_json": (),
-        "guided_regex": (),
-        "guided_choice": (),
-        "guided_grammar": (),
-        "logits_processors": ([],),
-        "truncate_prompt_tokens": (),
+        **UNSUPPORTED_SAMPLING,
         "service_tier": ("auto", "default"),
     }
     IGNORED: ClassVar[frozenset[str]] = frozenset(

@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pensieve_jax.core.errors import InvalidRequestError
+from pensieve_jax.core.sampling_params import SamplingParams, plan_columns
 from pensieve_jax.decoding.device import sampler
 from pensieve_jax.decoding.device.choose import choose
 from pensieve_jax.decoding.sampling_rows import SamplerMode, SamplingRows
@@ -367,6 +369,26 @@ def test_an_id_that_is_all_but_cut_is_possible_and_one_that_is_cut_by_far_is_not
     wanted = make_rows(NUM_ROWS, top_p=0.75, seeds=np.arange(NUM_ROWS))
     possible = possible_ids(logits, wanted, 0.01)
     assert set(chosen) == {0, 1} and possible[np.arange(NUM_ROWS), chosen].all()
+
+
+def values_of(name):
+    """Values that the field of a column takes and that are not those of `make_rows`."""
+    for value in (0.125, 1, 2):
+        try:
+            SamplingParams(**{name: value})
+        except InvalidRequestError:
+            continue
+        yield value
+
+
+@pytest.mark.parametrize("name", plan_columns())
+def test_every_column_of_the_table_changes_what_is_chosen(name):
+    """A row of the table whose column no sampler reads would be accepted without effect."""
+    logits, rows = random_logits(NUM_ROWS), make_rows(NUM_ROWS, seeds=np.arange(NUM_ROWS))
+    plain = run(logits, rows).token_ids
+    dtype = np.dtype(plan_columns()[name].dtype)
+    changed = (rows._replace(**{name: np.full(NUM_ROWS, value, dtype)}) for value in values_of(name))
+    assert any((run(logits, other).token_ids != plain).any() for other in changed)
 
 
 def test_greedy_takes_the_first_of_equals():

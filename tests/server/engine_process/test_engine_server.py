@@ -171,6 +171,11 @@ def test_an_idle_engine_carries_out_what_it_is_told_of_state() -> None:
             assert await engine.call("push_out_turn", "ada", node.turn_id) == 3
             while (await engine.call("chunk_map", "ada"))["branches"][0]["states"] != "3c":
                 pass
+            explained = await engine.call("explain_turn", "ada", node.turn_id)
+            assert [chunk["tier"] for chunk in explained["chunks"]] == ["cpu"] * 3
+            assert explained["conversation_id"] == node.turn_id
+            with pytest.raises(UnknownTurnError):
+                await engine.call("explain_turn", "bob", node.turn_id)
             await engine.call("forget_turn_state", "ada", node.turn_id)
             with pytest.raises(UnknownTurnError):
                 await engine.call("push_out_turn", "bob", node.turn_id)

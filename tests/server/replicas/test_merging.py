@@ -64,3 +64,17 @@ def test_a_replica_that_has_no_answer_does_not_count_where_another_has_one(error
 def test_what_else_a_replica_raises_is_raised():
     with pytest.raises(ValueError, match="planted"):
         merged("stats", [({}, None), (None, ValueError("planted"))])
+
+
+def test_a_turn_is_explained_by_the_replica_that_has_most_of_it_or_knows_why_not():
+    def told(name, *chunks):
+        return {"name": name, "chunks": [{"start": 0, "end": 32, "tier": t, "drop": d} for t, d in chunks]}
+
+    error = UnknownTurnError("gone")
+    history = told("history", (None, None), (None, None))
+    dropped = told("dropped", (None, None), (None, {"reason": "NO_SLOT"}))
+    held = told("held", ("cpu", None), (None, None))
+    for values, best in ((answers(history, dropped), "dropped"), (answers(dropped, held, history), "held")):
+        assert merged("explain_turn", [(None, error), *values])["name"] == best
+    with pytest.raises(UnknownTurnError):
+        merged("explain_turn", [(None, error), (None, error)])

@@ -589,6 +589,7 @@ def test_calls_are_asked_of_all_and_made_one():
                 "chunk_map": {"chunk_tokens": 32, "gpu_pages": 8, "branches": [number]},
                 "conversations": [{"conversation_id": "a", "last_active_s": number}],
                 "push_out_turn": number,
+                "explain_turn": {"chunks": [{"start": 0, "end": number, "tier": "gpu", "drop": None}]},
             }
         await engine.look()
         by_replica = {name: one.last_stats for name, one in replicas.engines.items()}
@@ -602,6 +603,8 @@ def test_calls_are_asked_of_all_and_made_one():
         }
         assert await engine.call("conversations") == [{"conversation_id": "a", "last_active_s": 2}]
         assert await engine.call("push_out_turn", "me", new_turn_id()) == 3
+        (chunk,) = (await engine.call("explain_turn", "me", new_turn_id()))["chunks"]
+        assert chunk["end"] == 2, "that of the replica which has more"
         assert engine.last_stats == {"num_steps": 3, "num_gpu_pages": 20, **own}
         replicas.place["mine"] = "r1"
         replicas.engines["r1"].answers["end"] = None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 
 from pensieve_jax.core.errors import ConfigError
@@ -13,11 +16,12 @@ from pensieve_jax.core.sampling_params import (
     sampling_table,
     taken_fields,
 )
-from pensieve_jax.server.http.bodies import Body
+from pensieve_jax.server.http.bodies import Body, decode_body
+from pensieve_jax.server.http.errors import ApiError
 from pensieve_jax.server.openai.completions import CompletionBody
 from pensieve_jax.server.openai.responses.schemas import CreateResponse
 from pensieve_jax.server.openai.schemas import ChatBody
-from pensieve_jax.server.turns.sampling import model_defaults, sampling_params
+from pensieve_jax.server.turns.sampling import UNSUPPORTED_SAMPLING, model_defaults, sampling_params
 from tests.launching import ROOT
 
 
@@ -67,8 +71,40 @@ def test_a_route_declares_the_sampling_fields_of_the_table(route: str, body: typ
     declared = set(body.__struct_fields__)
     assert set(taken_fields(route)) <= declared
     refused = refused_fields(route)
-    assert not declared & refused.keys()
+    assert not declared & body.UNSUPPORTED.keys(), "a declared field is taken, so nothing would refuse it"
+    assert not declared & (body.IGNORED | body.MISPLACED.keys())
     assert {name: body.UNSUPPORTED[name] for name in refused} == refused
+
+
+REQUESTS: dict[type[Body], dict[str, Any]] = {
+    ChatBody: {"messages": [{"role": "user", "content": "x"}]},
+    CompletionBody: {"prompt": "x"},
+    CreateResponse: {"input": "x"},
+}
+
+
+def values_of(name: str) -> list[Any]:
+    """JSON values that ask for an effect of a field; a route that has the field accepts some of them."""
+    taken = UNSUPPORTED_SAMPLING.get(name, ())
+    return [value for value in (2, 0.5, True, "x", ["x"], [7], {"x": 1}) if value not in taken]
+
+
+@pytest.mark.parametrize("name", sorted({*sampling_table(), *UNSUPPORTED_SAMPLING}))
+def test_no_route_ignores_a_sampling_field_that_another_takes_or_refuses(name: str) -> None:
+    refusals = set()
+    for body, request in REQUESTS.items():
+        for value in values_of(name):
+            try:
+                _, ignored = decode_body(json.dumps(request | {name: value}).encode(), body)
+            except ApiError as error:
+                assert (error.status, (error.param or "").partition("[")[0]) == (400, name)
+                refusals.add((body, error.code, error.message))
+            else:
+                assert ignored == ()
+    if name in UNSUPPORTED_SAMPLING:
+        assert {body for body, _, _ in refusals} == REQUESTS.keys()
+        assert {code for _, code, _ in refusals} == {"unsupported_parameter"}
+        assert len({message for _, _, message in refusals}) == 1, "each route refuses with the same words"
 
 
 def test_the_page_names_every_field_of_the_table() -> None:

@@ -17,7 +17,7 @@ from pensieve_jax.core.sampling_params import RESPONSES, refused_fields
 from pensieve_jax.server.http.bodies import MAX_IGNORED, Body, check_num_items, convert
 from pensieve_jax.server.http.errors import ApiError, invalid_value, unsupported
 from pensieve_jax.server.turns.items import Item, kept_item
-from pensieve_jax.server.turns.sampling import Seed
+from pensieve_jax.server.turns.sampling import UNSUPPORTED_SAMPLING, Seed
 from pensieve_jax.server.turns.stored import default_echo
 
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
@@ -89,15 +89,12 @@ class CreateResponse(ContextFields, kw_only=True):
 
     UNSUPPORTED = {  # noqa: RUF012 - a ClassVar of the base class
         **ContextFields.UNSUPPORTED,
-        "presence_penalty": (0, 0.0),
-        "frequency_penalty": (0, 0.0),
-        "logit_bias": ({},),
+        **UNSUPPORTED_SAMPLING,
         **refused_fields(RESPONSES),
         "n": (1,),
         "service_tier": ("auto", "default"),
         "moderation": (),
         "image": (),
-        "response_format": ({"type": "text"},),
         "access_programs": (),
         "background_options": (),
     }

@@ -1,0 +1,68 @@
+"""What the demonstration says while it works, and how it says what its seconds are worth."""
+
+from __future__ import annotations
+
+import io
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pensieve_jax.commands import demo, demo_screen
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class _Reference:
+    """Finds each turn as it is."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def replay_turn(self, history: Any, prompt: Any, token_ids: Any, *_: object) -> SimpleNamespace:
+        return SimpleNamespace(token_ids=np.array(token_ids), margins=np.ones(1))
+
+
+def turns(number: int) -> list[Any]:
+    output = SimpleNamespace(token_ids=(1, 2), seed=0)
+    return [SimpleNamespace(output=output, history_ids=(), prompt_ids=(), params=None)] * number
+
+
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "load_model", lambda *_, **__: None)
+    monkeypatch.setattr(demo, "resolve_model", lambda model: model)
+    monkeypatch.setattr(demo, "DenseReference", _Reference)
+
+
+def test_progress_is_lines_where_there_is_no_terminal(
+    replayed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = io.StringIO()
+    monkeypatch.setattr("sys.stderr", said)
+    equal, _ = demo.replay("model", turns(30))
+    assert equal == [True] * 30
+    assert said.getvalue().splitlines() == [
+        f"{number} of 30 turns are replayed by the dense model" for number in (12, 24, 30)
+    ]
+
+
+def test_a_terminal_gets_no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = _Terminal()
+    monkeypatch.setattr("sys.stderr", said)
+    demo.say_progress("anything")
+    assert said.getvalue() == ""
+
+
+@pytest.mark.parametrize(("load", "is_busy"), [(0.0, False), (0.9, False), (1.0, True), (123.4, True)])
+def test_seconds_beside_other_work_are_said_to_be_worth_little(load: float, is_busy: bool) -> None:
+    usage = SimpleNamespace(prefilled_tokens=7, recomputed_tokens=0, resume_recomputed_tokens=0)
+    turn: Any = SimpleNamespace(output=SimpleNamespace(usage=usage))
+    served = demo_screen.Served([turn], 2.0)
+    last = demo_screen.savings(served, served, load=load, num_processors=2).splitlines()[-1]
+    assert last.startswith("Wall time of one run each") and len(last) <= demo_screen.COLUMNS
+    assert last.endswith("compare tokens.") is is_busy
