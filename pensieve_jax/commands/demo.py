@@ -119,7 +119,7 @@ def serve(llm: LLM) -> list[DemoTurn]:
 
 
 def say_progress(text: str) -> None:
-    """Print a line of progress where there is no terminal, on which bars would show it."""
+    """Print a line of progress where the output is not a terminal and shows no bar."""
     if not sys.stderr.isatty():
         print(text, file=sys.stderr, flush=True)
 
