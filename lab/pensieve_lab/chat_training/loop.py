@@ -1,7 +1,7 @@
-"""The loop over training steps: batches in, losses and checkpoints out.
+"""The loop over training steps.
 
-Owns: in which step what happens, the progress bar, and the throughput that it shows.
-Does not know: the model, or what is evaluated.
+Owns what happens in which step, the progress bar, and the throughput that it shows. Does not know the model,
+or what is evaluated. Called by `programs.train_chat_model`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from pensieve_lab.chat_training.step import Network, Parameters, TrainState, tra
 
 
 class TrainingDivergedError(PensieveError):
-    """The loss is no number any more; the newest checkpoint is of before that."""
+    """The loss is not finite; the newest checkpoint is from before that."""
 
 
 class Schedule(NamedTuple):
-    """How many steps, and after how many of them something else is done."""
+    """Number of steps, and the intervals in steps of logs, checkpoints and evaluations."""
 
     num_steps: int
     log_steps: int
@@ -36,13 +36,13 @@ class Schedule(NamedTuple):
 
 
 class Stopping(Protocol):
-    """Somebody may ask for an end; `pensieve_jax.commands.launch.Interrupt` is one."""
+    """Flag with which a user requests an early end; `pensieve_jax.commands.launch.Interrupt` is one."""
 
     requested: bool
 
 
 class Trained(NamedTuple):
-    """The state after `num_steps`, and of the steps of this process (step, loss, tokens per second)."""
+    """State after `num_steps`, and the log of this process as (step, loss, tokens per second)."""
 
     state: TrainState
     num_steps: int
@@ -50,7 +50,7 @@ class Trained(NamedTuple):
 
 
 class _Meter:
-    """Losses and tokens since the last line."""
+    """Losses and tokens since the last log line."""
 
     def __init__(self, num_steps: int, start: int, shown: bool) -> None:
         self.log: list[tuple[int, float, float]] = []
@@ -58,7 +58,7 @@ class _Meter:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a window now."""
+        """Start a new measurement window."""
         self._losses: list[jax.Array] = []
         self._num_tokens, self._began = 0, time.perf_counter()
 
@@ -67,7 +67,7 @@ class _Meter:
         self._num_tokens += num_tokens
 
     def line(self, num_steps: int) -> None:
-        """Report the window that ends after so many steps; waits for its last step.
+        """Report the window that ends after `num_steps` steps; waits for its last step.
 
         Raises TrainingDivergedError.
         """
@@ -104,11 +104,11 @@ def train(
     stopping: Stopping,
     progress: bool,
 ) -> Trained:
-    """Go on from the newest checkpoint, or from `start` (which is given up), to the last step.
+    """Train from the newest checkpoint, or from `start` (which is donated), to the last step.
 
-    `num_workers` processes make the batches. Ends early when `stopping.requested`, in either case with a
-    checkpoint. `evaluate(step, parameters)` is called every `evaluation_steps`, but not at the end. Raises
-    TrainingDivergedError.
+    `num_workers` processes make the batches. Training ends early when `stopping.requested`, and saves a
+    checkpoint in either case. `evaluate(step, parameters)` is called every `evaluation_steps`, but not at the
+    end. Raises TrainingDivergedError.
     """
     done = checkpoints.last_step
     state = checkpoints.restore(start) if done else start
@@ -121,7 +121,7 @@ def train(
             meter.add(loss, int((batch.segments > 0).sum()))
             done += 1
             if any(done % steps == 0 for steps in pauses):
-                meter.line(done)  # first of all: a checkpoint of a training that diverged would be of no use
+                meter.line(done)  # before saving: a checkpoint of a diverged training would be useless
             if done % schedule.checkpoint_steps == 0:
                 checkpoints.save(done, state)
             if done % schedule.evaluation_steps == 0 and done < schedule.num_steps:
