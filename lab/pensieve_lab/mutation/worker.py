@@ -2,8 +2,8 @@
 
     python -m pensieve_lab.mutation.worker MODULE ...
 
-Owns: forking, time limits, and the end of whatever a run leaves behind.
-Does not know: mutants, or which tests are worth running.
+Owns forking, time limits, and the end of all processes that a run leaves behind. Does not know mutants, or
+which tests are worth running. Called by `mutation.pool`, which starts it as a process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PASSED: Final = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 def main(modules: list[str]) -> None:
     """Answer jobs until the input ends."""
-    # Whatever a test starts and leaves behind becomes a child of this process, which ends it.
+    # Processes that a test starts and leaves behind become children of this one, which ends them.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=RuntimeWarning)
     for module in modules:
@@ -51,7 +51,7 @@ def main(modules: list[str]) -> None:
 
 
 def _import_plugins() -> None:
-    """Have pytest import its plugins, by a run without tests."""
+    """Make pytest import its plugins, by a run without tests."""
     with (
         tempfile.TemporaryDirectory() as empty,
         open(os.devnull, "w") as null,
@@ -96,7 +96,7 @@ def answer(job: Job) -> dict[str, Any]:
 
 
 class _Watch:
-    """Follow the reports of one run, and see whether a test takes too long."""
+    """Watcher of one run's reports, which detects a test that takes too long."""
 
     def __init__(self, job: Job) -> None:
         self._limits: dict[str, float] = dict(zip(job.get("tests", ()), job.get("limits", ()), strict=True))
@@ -140,7 +140,7 @@ class _Watch:
 
 
 def _end_children() -> None:
-    """End processes that a run left behind, and theirs in turn."""
+    """End processes that a run left behind, and their descendants."""
     while True:
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         for child in children:
