@@ -35,8 +35,7 @@ class Clock:
 
 
 class PlanningClock:
-    """Clock around the choosing and planning of batches by graph batching. Other schedulers have no such
-    step."""
+    """Clock around the choosing and planning of batches, which only graph batching does."""
 
     def __init__(self) -> None:
         """Start without a scheduler."""

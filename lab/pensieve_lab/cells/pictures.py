@@ -15,8 +15,7 @@ _INCHES_A_TASK, _INCHES_A_REQUEST = 0.18, 0.2
 
 
 def draw_tasks(pictures: Mapping[str, Sequence[str]], path: Path) -> None:
-    """Draw pictures by title, one above the other, with a line per request and a letter per task; raises
-    OSError."""
+    """Draw pictures by title, with a line per request and a letter per task; raises OSError."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -50,8 +50,7 @@ def lstm(max_batch: int = 512) -> Shape:
 
 
 def seq2seq(encoder_max_batch: int = 512, decoder_max_batch: int = 256) -> Shape:
-    """Return Seq2Seq; a request is the lengths of source and translation, which no scheduler knows in
-    advance."""
+    """Return Seq2Seq; a request is the source and target lengths, which schedulers do not know."""
     encoder, decoder = _Cell(1, takes_word=True), _Cell(1, takes_word=False)
     cells = [Cell(encoder, "encoder", encoder_max_batch), Cell(decoder, "decoder", decoder_max_batch, 1)]
 

@@ -57,8 +57,7 @@ def task_times(engine: CellularEngine, *, seed: int, shown: bool) -> list[dict[s
 def _launches(
     engine: CellularEngine, kind: CellType, num_tasks: int, size: int, rng: np.random.Generator
 ) -> Timed:
-    """Return launches over random rows of the pool; each row is written by the node that read it, as in
-    chains."""
+    """Return launches over random rows of the pool; as in chains, a node writes the row that it reads."""
     worker = engine.workers[0]
     num_rows = len(worker.pools[kind.state_kind][0]) - 1
     words = np.zeros((num_tasks, 1 + len(kind.input_kinds) + len(kind.immediates), size), np.int32)

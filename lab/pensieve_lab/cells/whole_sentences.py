@@ -84,8 +84,7 @@ class WholeSentences:
             self.run([np.ones(1, np.int32)] * size)
 
     def run(self, sentences: Sequence[np.ndarray]) -> np.ndarray:
-        """Return f32[n, hidden], the state after the last word of each sentence; n is at most the largest
-        batch.
+        """Return f32[n, hidden], each sentence's state after its last word; n is at most the largest batch.
 
         Raises:
           ConfigError: see `serve`.

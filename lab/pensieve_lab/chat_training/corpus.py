@@ -49,8 +49,7 @@ class Corpus:
         assistants: Sequence[Conversation],
         weights: Weights,
     ) -> None:
-        """Encode from `tasks`, which also give the talk between telling and asking, and `assistants`, whose
-        words become scraps."""
+        """Encode the dialogues; `tasks` also give talk between facts, and `assistants` words for scraps."""
         self._encoder, self._tasks, self._assistants = encoder, tasks, assistants
         texts = (text for one in assistants for exchange in one.exchanges for text in exchange)
         self._scraps = Scraps(texts)
@@ -76,8 +75,7 @@ class Corpus:
 
 
 def vocabulary_texts(tasks: Sequence[Conversation], assistants: Sequence[Conversation]) -> Iterator[str]:
-    """Yield the texts from which the vocabulary is learned: messages, small talk, and training wordings of
-    facts.
+    """Yield the texts for the vocabulary: messages, small talk, and training wordings of facts.
 
     The wordings come without values, so that held-out and training values are split into tokens alike.
     """

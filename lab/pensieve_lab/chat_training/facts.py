@@ -80,8 +80,7 @@ class FactKind(NamedTuple):
         return value
 
     def telling(self, rng: random.Random, value: str, wordings: Wordings, scraps: Scraps) -> str:
-        """Return a sentence that tells the value, varied for training or in wordings that training never
-        sees."""
+        """Return a sentence that tells the value, in the given part's wordings."""
         return self.telling_template(rng, wordings, scraps).format(value)
 
     def telling_template(self, rng: random.Random, wordings: Wordings, scraps: Scraps) -> str:

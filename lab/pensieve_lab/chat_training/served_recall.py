@@ -106,8 +106,7 @@ class Served(NamedTuple):
 
 
 def written_talks() -> list[Conversation]:
-    """Return the built-in talk, for runs without recorded dialogues; its replies are empty, as the model
-    writes them."""
+    """Return the built-in talk; its replies are empty, because the model writes them."""
     return [
         Conversation(tuple(Exchange(text, "") for text in line.split(" | ")))
         for line in _TALKS.strip().splitlines()

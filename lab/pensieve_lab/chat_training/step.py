@@ -76,8 +76,7 @@ class PackedAttention:
         self._visible = (same & jnp.tril(jnp.ones((length, length), bool)))[:, None, None]
 
     def __call__(self, layer_index: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """Return the attention as in `model_defs.Attention`; softmax in float32, products in the model's
-        dtype.
+        """Return `model_defs.Attention`'s result; softmax in float32, products in the model's dtype.
 
         Queries go in blocks, each against the keys up to its end, so that later keys cost nothing.
         """
@@ -197,8 +196,7 @@ def _loss(parameters: Parameters, batch: Batch[Any], network: Network) -> Loss:
 def greedy_tokens(
     parameters: Parameters, token_ids: jax.Array, lengths: jax.Array, *, network: Network, num_new: int
 ) -> jax.Array:
-    """Return i32[B, num_new], what follows the first `lengths` i32[B] of `token_ids` i32[B, L], without a
-    cache.
+    """Return i32[B, num_new], the greedy tokens after `lengths` i32[B] of `token_ids` i32[B, L]; no cache.
 
     Each row needs room for the new tokens.
     """

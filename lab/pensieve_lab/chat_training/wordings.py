@@ -45,8 +45,7 @@ def expanded(rng: random.Random, pattern: str) -> str:
 
 
 def within_sentence(text: str) -> str:
-    """Return a sentence as it continues after other words: in lower case, unless it begins with "I" or a
-    value."""
+    """Return a sentence as a continuation, in lower case unless it begins with "I" or a value."""
     return text if text.startswith(("I ", "I'", "{")) else text[0].lower() + text[1:]
 
 

@@ -56,8 +56,7 @@ class Recorder(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, target: str, *, port: int = 0, path: Path | None = None) -> None:
-        """Forward to the server at `target`, such as http://127.0.0.1:8000; append JSON lines to `path` if
-        given."""
+        """Forward to `target`, such as http://127.0.0.1:8000; append JSON lines to `path` if given."""
         found = urlsplit(target)
         self.target = (found.hostname or "127.0.0.1", found.port or 80)
         self.exchanges: list[Exchange] = []

@@ -62,8 +62,7 @@ def steps(asked: Settings, _: list[Measured]) -> Findings:
 
 
 def _measured_steps(document: Mapping[str, Any]) -> dict[str, list[tuple[int, float]]]:
-    """Return step times of a `programs.benchmark_cells` document: tasks in its longest launches, and
-    baselines."""
+    """Return step times of a `benchmark_cells` document: its longest launches, and baselines."""
     results = document["results"]
     setting = f"hidden size {results['hidden_size']}, {results['dtype']}"
     device = str(document["hardware"]["device"]).removeprefix("NVIDIA ")
@@ -140,8 +139,7 @@ def joining(asked: Settings, _: list[Measured]) -> Findings:
 
 
 def shares(asked: Settings, _: list[Measured]) -> Findings:
-    """Return the findings of Figure 2.9: distributions of queueing and computation at 5,000 requests a
-    second."""
+    """Return the findings of Figure 2.9: queueing and computation at 5,000 requests a second."""
     rate, panels, rows = 5000, [], []
     found = {
         series.name: [serve_series(series, rate, seed, small=asked.small) for seed in asked.seeds]

@@ -1,5 +1,4 @@
-"""Load sweeps over cells on the thesis' V100 in virtual time: BatchMaker's figures 2.7, 2.8, 2.11 and 2.13 to
-2.15.
+"""BatchMaker's figures 2.7, 2.8, 2.11 and 2.13 to 2.15: loads on the thesis' V100 in virtual time.
 
 Owns loads, systems and panels of each figure. Does not know how cells are scheduled; the engine's own
 scheduler runs, and its baselines. Called by `experiments.cells`.

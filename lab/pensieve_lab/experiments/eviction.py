@@ -39,8 +39,7 @@ def by_policy(system: System) -> list[System]:
 
 
 def retention_over(found: Sequence[Group]) -> list[tuple[str, float, str, Spread]]:
-    """Return (panel, x, policy, recompute share of retention over the policy's), where the latter is
-    positive.
+    """Return (panel, x, policy, retention's recompute share over the policy's) where that is defined.
 
     The mean is the ratio of means, which weights seeds by how much they recompute; the range is over seeds.
     """

@@ -134,8 +134,7 @@ def _with_slower_memory(base: DeviceProfile, like: str, device: str, times: floa
 
 
 def _of_several(base: DeviceProfile, model: str, count: int, link: _Interconnect) -> DeviceProfile:
-    """Return the profile of `count` GPUs with tensor parallelism: weights, heads and KV cache are split,
-    norms are not.
+    """Return the profile of `count` GPUs with tensor parallelism; only norms are not split.
 
     Reading weights and matrix products scale with parameters, reading the KV cache with its bytes, and
     attention with layers times heads, each divided by `count`. The rest scales with layers or with layers

@@ -59,8 +59,7 @@ class Turn(NamedTuple):
 
 
 class OraclePolicy(EvictionPolicy):
-    """Policy that values a chunk at its cost over the time until it is needed; a chunk never needed goes
-    first.
+    """Policy that values a chunk at its cost over the time until it is needed, or at about 0 if never.
 
     This is the paper's policy with the future in place of the past. The bucket of an activity is its turn's
     number.

@@ -55,8 +55,7 @@ class RecomputeSeconds:
         self._chunk_tokens = chunk_tokens
 
     def of(self, answers: Iterable[Answer], policy: str) -> tuple[float, float]:
-        """Return the seconds of recomputed tokens, and of the whole history, which a stateless system would
-        recompute.
+        """Return the seconds of recomputed tokens, and of whole histories as in a stateless system.
 
         Answers give the number of recomputed tokens, not their positions. `trailing` drops from the tail of a
         conversation, the other policies from its beginning.

@@ -91,8 +91,7 @@ def _point(settings: Settings, studied: Studied, system: System, place: Place, s
 
 
 def findings(settings: Settings, measured: list[Measured]) -> Findings:
-    """Return recomputation and latency of each policy, and both relative to the better of LRU and
-    retention."""
+    """Return each policy's recomputation and latency, also relative to the better of LRU and retention."""
     found = groups(measured)
     results = {
         "traces": [_described(settings, studied) for studied in studied_traces(settings)],

@@ -38,8 +38,7 @@ _PAPER_RATIOS = [(claim.context_tokens or 0, claim.value) for claim in claims_of
 
 
 def prefill_s(profile: DeviceProfile, num_history: int, num_new: int) -> float:
-    """Return the seconds to compute `num_new` tokens after a history, for a batch of requests, in full
-    steps."""
+    """Return the seconds to compute `num_new` tokens after a history for a batch, in full steps."""
     step_time = StepTime(profile.step, (_MAX_STEP_TOKENS,))
     total_s, load = 0.0, StepLoad()
     for _ in range(_NUM_REQUESTS):

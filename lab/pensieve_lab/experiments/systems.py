@@ -65,8 +65,7 @@ def engine(
     max_num_running: int = 256,
     max_num_batched_tokens: int = 2048,
 ) -> EngineConfig:
-    """Return the configuration of a system with this device and host memory; raises ConfigError for too
-    little."""
+    """Return a system's configuration with this memory; raises ConfigError for too little."""
     gpu_bytes, cpu_bytes = memory_bytes
     page_bytes = chunk_tokens * load_profile(device, model).kv_token_bytes
     config = EngineConfig(

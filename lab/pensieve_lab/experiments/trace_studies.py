@@ -154,8 +154,7 @@ _SMALL_PAPER_PLACES = tuple(Place(8192, tokens) for tokens in (4000, 8000, 16_00
 
 
 def studied_file(file: TraceFile, seed: int, *, small: bool) -> list[Studied]:
-    """Return a file's studies, with memory sized by the sessions of a seed; raises ConfigError for an
-    unknown format."""
+    """Return a file's studies, sized by a seed's sessions; raises ConfigError for an unknown format."""
     studies = STUDIES.get(file.format)
     if studies is None:
         raise ConfigError("--traces", file.format, f"of a format among {', '.join(STUDIES)}")

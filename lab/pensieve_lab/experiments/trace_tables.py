@@ -64,8 +64,7 @@ def tables(results: Mapping[str, Any]) -> list[Table]:
 
 
 def panels(results: Mapping[str, Any]) -> list[Panel]:
-    """Return for each trace with both tiers a panel of recompute seconds relative to the better baseline,
-    by memory."""
+    """Return a panel per trace: recompute seconds over the better baseline's, by memory."""
     names = dict.fromkeys(point["panel"] for point in results["points"])
     return [
         Panel(

@@ -71,8 +71,7 @@ class Workload:
     window_s: float | None = None
 
     def sessions(self, seed: int) -> list[Session]:
-        """Return the sessions in order of arrival; raises a workload's error, OSError for an unreadable
-        file."""
+        """Return the sessions by arrival; raises a workload's error, OSError for an unreadable file."""
         trace = self.conversations(seed)
         run_s = None if self.window_s is None else self.mid_life_s + self.warm_up_s + self.window_s
         found = make_sessions(

@@ -76,8 +76,7 @@ def check_backends(names: list[str]) -> None:
 
 
 def chosen_backends(names: list[str], case: Case, dtype: str, kv_dtype: str | None = None) -> list[str]:
-    """Return the distinct back ends that `names` select for a case; "all" selects those that serve it
-    here."""
+    """Return the distinct back ends that `names` select for a case; "all" selects those that serve it."""
     found = []
     for name in names:
         if name == "all":

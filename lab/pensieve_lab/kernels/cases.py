@@ -55,8 +55,7 @@ class Inputs(NamedTuple):
 
     @property
     def readable_pages(self) -> np.ndarray:
-        """page_indices whose unused entries name valid pages; only this project's kernels never read
-        unused entries."""
+        """page_indices with valid pages in unused entries, which external kernels may read."""
         counts = -(-self.kv_lens // self.case.page_size)
         used = np.arange(self.page_indices.shape[1]) < counts[:, None]
         return np.where(used, self.page_indices, self.page_indices[:, :1])
@@ -205,8 +204,7 @@ def dense_answer(inputs: Inputs, row: int) -> tuple[slice, np.ndarray]:
 
 @jax.jit
 def largest_difference(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Return the largest difference, absolute for small and relative for large values; NaN if any is not
-    finite."""
+    """Return the largest difference, relative for values above 1; NaN if any is not finite."""
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     difference = jnp.abs(a - b) / jnp.maximum(1, jnp.abs(b))
     # A plain maximum may skip a NaN, because XLA uses fast-math maxima on CPUs.

@@ -144,8 +144,7 @@ def _run(variant: Variant, call: Callable[..., Any], pages: _Pages) -> float:
 
 
 def measure_variants(shape: Shape, num_repeats: int) -> dict[str, dict[str, Any]]:
-    """Return by name the seconds per call: on the host for consecutive calls, and of kernels in a trace
-    (none on CPUs)."""
+    """Return seconds per call by name, on the host and of kernels in a trace (none on CPUs)."""
     interpret = jax.default_backend() == "cpu"
     pages = _Pages(shape)
     tried = list(variants(interpret, _CUTS[:1] if interpret else _CUTS))

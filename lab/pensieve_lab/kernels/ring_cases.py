@@ -137,8 +137,7 @@ def poisoned(inputs: RingInputs) -> RingInputs:
 
 
 def expected_answer(inputs: RingInputs) -> jax.Array:
-    """Return the first layer's answer by plain XLA; raises MismatchError if numpy's answer for a row
-    differs."""
+    """Return the first layer's answer by plain XLA; raises MismatchError if numpy's row differs."""
     found = jax.jit(lambda *args: ring_decode_attention(*args, sm_scale=inputs.sm_scale, backend="xla"))(
         inputs.q, *inputs.layers[0], inputs.place, inputs.num_columns
     )

@@ -49,8 +49,7 @@ class RingRounds(NamedTuple):
         return cls(inputs, functools.partial(ring_decode_attention, sm_scale=inputs.sm_scale, **how))
 
     def time(self, target_s: float, repeats: int) -> Timing:
-        """Return the time of a round. A call runs for about `target_s`; without a GPU, rounds are launched
-        one by one."""
+        """Return the time of a round from calls of about `target_s`; without a GPU, from single launches."""
         one = self._timed(1, 1)
         pilot_s = one.sample_s(_NUM_PILOTS)
         num_rounds = max(1, min(_MAX_ROUNDS, round(target_s / pilot_s)))

@@ -30,8 +30,7 @@ _LONG_S = 4e-3
 
 
 def compiling(pool: ThreadPoolExecutor, lower: Callable[[], Any]) -> Future[Any]:
-    """Compile what `lower` returns in a thread; the future holds the result or the error. Lowering is
-    serial."""
+    """Compile what `lower` returns in a thread; the future also holds errors. Lowering is serial."""
     try:
         return pool.submit(lower().compile)
     except KERNEL_ERRORS as error:  # reported when the future is read
@@ -104,8 +103,7 @@ class JaxProgram:
         return Timing(statistics.median(samples), num_iterations, "one jitted call")
 
     def chained(self, num_rounds: int) -> jax.stages.Wrapped:
-        """Return a jitted function of several `q` and the other arguments that answers each of them
-        repeatedly.
+        """Return a jitted function of several `q` and the other arguments that answers each repeatedly.
 
         The answers follow one another with nothing in between; only a loop iteration adds a kernel of its
         own.

@@ -50,8 +50,7 @@ def check_torch_has_room(names: list[str], pool_bytes: int) -> None:
 
 
 def sdpa(inputs: Inputs, *, backend: str | None = None) -> Program:
-    """Return PyTorch's attention over contiguous keys with one call per shape; None lets it pick the
-    kernel."""
+    """Return PyTorch's attention over contiguous keys, one call per shape; None picks the kernel."""
     torch, q, pool = _exchanged(inputs)
     attention = importlib.import_module("torch.nn.attention")
     table = _to(pool, inputs.readable_pages)
@@ -111,8 +110,7 @@ def _mask(torch: Any, call: _SdpaCall, *, is_bool: bool) -> Any:
 
 
 def flash_infer(inputs: Inputs) -> Program:
-    """Return FlashInfer, planned: its decode kernel for rows of one token each, otherwise its prefill
-    kernel."""
+    """Return planned FlashInfer: its decode kernel for rows of one token, otherwise its prefill kernel."""
     torch, q, pool = _exchanged(inputs)
     library = importlib.import_module("flashinfer")
     kv = _paged(pool)
@@ -168,8 +166,7 @@ def flash_attention_3(inputs: Inputs, *, page_size: int | None = None) -> Progra
 
 
 def _larger_pages(inputs: Inputs, page_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the case's pages that make up each page of `page_size`, and every row's new pages in random
-    order.
+    """Return the case's pages in each page of `page_size`, and every row's new pages in random order.
 
     The arrays are ids [num_larger_pages, pieces] and [num_rows, larger_pages_per_row].
     """

@@ -47,8 +47,7 @@ class Magnitudes(NamedTuple):
     values: np.ndarray
 
     def outliers(self) -> dict[str, float]:
-        """Return a head's largest channel over its median one, for K and V, of the median head and of the
-        worst."""
+        """Return a head's largest channel over its median, for K and V, of the median and the worst head."""
         found: dict[str, float] = {}
         for name, largest in self._asdict().items():
             ratios = largest.max(axis=-1) / np.maximum(np.median(largest, axis=-1), 1e-30)
@@ -60,8 +59,7 @@ class Magnitudes(NamedTuple):
 
 
 def planted(model: Model, part: str, scale: float, seed: int) -> Factors:
-    """Return `scale` for one channel of each head of V ("values"), or one rotary pair of K ("keys"),
-    otherwise 1."""
+    """Return `scale` for one channel per head of V ("values"), or one rotary pair of K ("keys"), else 1."""
     random, factors = np.random.default_rng(seed), Factors.ones(model)
     num_layers, num_kv_heads, head_dim = factors.keys.shape
     channels = random.integers(head_dim // 2, size=(num_layers, num_kv_heads))

@@ -19,8 +19,7 @@ FLAGS = flags.FLAGS
 
 
 def load_texts(source: str, model: Model, count: int, context_tokens: int) -> list[Text]:
-    """Return `count` texts of `--text`, or conversations with the model; raises ConfigError and a
-    tokenizer's error."""
+    """Return `count` texts of `--text`, or talk with the model; raises ConfigError or a tokenizer's error."""
     tokenizer = source_tokenizer(source, model.config.vocab_size)
     if tokenizer is None:
         raise TokenizerMissingError

@@ -22,8 +22,7 @@ _LABELS = {
 
 
 def draw(points: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
-    """Draw divergence over the factor, with a panel for K and one for V and bars over seeds; raises
-    OSError."""
+    """Draw divergence over the factor in panels for K and V, with bars over seeds; raises OSError."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

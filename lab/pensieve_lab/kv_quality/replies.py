@@ -32,8 +32,7 @@ def greedy_replies(
     num_tokens: int,
     on_batch: Callable[[int], None] = lambda _: None,
 ) -> list[list[int]]:
-    """Return the reply to each prompt, up to its end token or `num_tokens`; prompts of similar length run
-    together."""
+    """Return each prompt's reply, up to its end token or `num_tokens`; similar lengths run together."""
     structure, leaves = ModelStructure.split(model)
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     replies: dict[int, list[int]] = {}
@@ -84,8 +83,7 @@ class _RowsAttention:
     def __init__(
         self, caches: Sequence[tuple[jax.Array, jax.Array]], position: jax.Array, store: str
     ) -> None:
-        """Take `caches`, keys and values [B, S, num_kv_heads, head_dim] of each layer, updated in the
-        list."""
+        """Take `caches`, K and V [B, S, num_kv_heads, head_dim] of each layer, updated in the list."""
         self.caches, self._position, self._store = list(caches), position, STORES[store]
 
     def __call__(self, layer_index: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

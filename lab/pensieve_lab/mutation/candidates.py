@@ -61,8 +61,7 @@ def make_mutant(candidate: Candidate, text: str) -> Mutant | None:
 
 
 def _repeats_a_comparison(node: Any) -> bool:
-    """Return whether other operators make the same mutant: `not a < b` is `a >= b`, and `not not a` is
-    `a`."""
+    """Return whether other operators make the same mutant, as `not a < b` is `a >= b`."""
     return node.children[1].type in ("comparison", "not_test")
 
 

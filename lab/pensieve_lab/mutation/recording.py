@@ -114,8 +114,7 @@ class Recorder:
             os.environ[LINES_FILE] = before
 
     def _forget_programs(self) -> None:
-        """Delete compiled programs, so that the next test traces its own. Folders stay, since a running
-        engine may write to them."""
+        """Delete compiled programs, so that the next test traces; keep folders, which an engine may use."""
         for path in self._programs.rglob("*"):
             if path.is_file():
                 path.unlink(missing_ok=True)

@@ -125,8 +125,7 @@ def one(rows: Iterable[Mapping[str, Any]], **wanted: Any) -> Any:
 def at_latency(
     level_s: float, runs: Iterable[Mapping[str, Any]], figure: str = "requests_per_s"
 ) -> float | None:
-    """Return the requests per second, or another figure of load points, at which mean normalized latency
-    reaches `level_s`.
+    """Return the figure of load points at which mean normalized latency reaches `level_s`.
 
     Points must be sorted by load, and lines between them are straight. `runs` are points, or documents of the
     serving benchmark with points. Returns None if no line crosses the level.
@@ -161,8 +160,7 @@ def names_of(expression: str) -> set[str]:
 
 
 class _Checked(ast.NodeTransformer):
-    """Transformer that allows only values, arithmetic and calls of named functions, and turns attributes
-    into keys."""
+    """Transformer that allows only values, arithmetic and named functions, and makes attributes keys."""
 
     def visit(self, node: ast.AST) -> Any:
         if isinstance(node, ast.Attribute):

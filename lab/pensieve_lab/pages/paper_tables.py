@@ -160,8 +160,7 @@ def chunks() -> str:
 
 
 def throughputs(experiments: Mapping[str, Sequence[str]]) -> str:
-    """Return throughputs at the level by system; `experiments` names the figures of their panels, in
-    order."""
+    """Return throughputs at the level by system; `experiments` names their panels' figures, in order."""
     body = []
     for name, figures in experiments.items():
         results = document(name)

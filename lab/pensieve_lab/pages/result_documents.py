@@ -103,8 +103,7 @@ class History:
         return {path.rpartition("/")[2]: entry.split()[2] for entry, _, path in entries}
 
     def error(self, revision: str, digest: Any) -> str | None:
-        """Return the error of a commit and the digest of its files; None if there is none or it is
-        unknown."""
+        """Return the error of a commit and the digest of its files, or None."""
         if revision not in self._commits:
             return (
                 None

@@ -44,8 +44,7 @@ def check_page(page: Page, sources: Path, documents: Documents, root: Path | Non
 
 
 def is_shown(value: Any, shown: str) -> bool:
-    """Return whether the value, rounded like Python to the shown digits, is the shown number, or near the
-    words."""
+    """Return whether the value is shown, rounded as Python does, or matches the words."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     if number_words.worth(shown) is not None:
@@ -94,8 +93,7 @@ class _Checker:
     # Tables
 
     def table(self, entry: dict[str, Any]) -> None:
-        """Check a table under a heading, with expressions for columns (with `row`) or for rows (with
-        `column`)."""
+        """Check a table; expressions stand for columns (with `row`) or rows (with `column`)."""
         table = self._find_table(entry)
         headers = table.headers
         key = headers.index(entry["key"]) if "key" in entry else 0
@@ -116,8 +114,7 @@ class _Checker:
                     self._cell(cell, found, {**names, "row": row, "column": column})
 
     def _bound(self, binding: Any, names: Mapping[str, Any]) -> Any:
-        """Return the value of a binding: an expression if it begins with `=`, otherwise the binding
-        itself."""
+        """Return a binding's value: that of an expression if it begins with `=`, otherwise itself."""
         if isinstance(binding, str) and binding.startswith("="):
             return self._documents.value(binding[1:], {**self._names, **names})
         return binding
@@ -163,8 +160,7 @@ class _Checker:
     # Prose
 
     def prose(self, entry: dict[str, Any]) -> None:
-        """Accept the figures of a section that need no document, in their order, with the kind of the
-        reason."""
+        """Accept a section's figures that need no document, in order, with the kind of the reason."""
         for problem in kinds.problems(entry, is_front_page=self._page.name == FRONT_PAGE):
             self.errors.append(f"{self._page.name}: {_brief(entry)}: {problem}")
         if self._page.name == FRONT_PAGE:

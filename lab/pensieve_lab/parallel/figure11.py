@@ -124,8 +124,7 @@ def take_settings() -> None:
 
 
 def asked_loads() -> list[Load]:
-    """Return the distinct systems and rates of `--loads`, interleaved so that each system gets a point before
-    any gets two.
+    """Return the distinct loads of `--loads`, interleaved so that each system gets a point before a second.
 
     Raises ConfigError.
     """

@@ -18,8 +18,7 @@ _QUERY = ("--query-gpu=memory.used,memory.total", "--format=csv,noheader,nounits
 
 
 def devices_memory(mesh: Mesh) -> list[dict[str, int]]:
-    """Return the available readings of every device in bytes; `driver_...` covers all processes of the
-    machine."""
+    """Return every device's available readings in bytes; `driver_...` covers all processes."""
     stats: list[dict[str, Any]] = [device.memory_stats() or {} for device in mesh.devices.flat]
     found = [{name: one[name] for name in _NAMES if name in one} for one in stats]
     for one, line in zip(found, _driver_lines(), strict=False):

@@ -39,8 +39,7 @@ class Progress:
         }
 
     def go_on(self, path: Path) -> None:
-        """Resume from the file of an earlier call, if there is one; raises ConfigError for another run's
-        file."""
+        """Resume from an earlier call's file, if there is one; raises ConfigError for another run's file."""
         if not path.exists() or not path.stat().st_size:
             return
         limit = "a file that this script wrote, or a new one"

@@ -45,8 +45,7 @@ type Chain = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 def measure_sums(
     mesh: Mesh, sizes: Sequence[int], width: int, dtype: Any, *, repeats: int, own: bool
 ) -> dict[str, Any]:
-    """Return seconds per sum of [rows, width] by implementation; with `own`, also of this project's
-    kernels."""
+    """Return seconds per sum of [rows, width] by implementation, with `own` also of this project's."""
     backend = "jax_triton" if all_reduce.devices_limit(list(mesh.devices.flat)) is None else "xla"
     memory = all_reduce.ExchangeMemory(mesh, width, dtype) if own else None
     found = {}

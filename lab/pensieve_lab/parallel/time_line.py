@@ -42,8 +42,7 @@ def time_line(kernels: Mapping[int, Sequence[Kernel]], num_steps: int, num_event
 
 
 def _device(ran: Sequence[Kernel], num_steps: int) -> dict[str, Any]:
-    """Return a device's figures in seconds per step: of all kernels, and of collectives and the gaps
-    around them."""
+    """Return a device's seconds per step: of all kernels, of collectives, and of the gaps around them."""
     exchanges = [kernel for kernel in ran if is_exchange(kernel.name)]
     others = [kernel for kernel in ran if not is_exchange(kernel.name)]
     before = {True: 0.0, False: 0.0}
@@ -79,8 +78,7 @@ def _overlap(first: Iterable[Kernel], second: Sequence[Kernel]) -> float:
 
 
 def _meetings(traced: Sequence[Sequence[Kernel]], num_steps: int) -> dict[str, Any]:
-    """Return for the k-th collective of all devices the skew of its starts, and its time after the last
-    start."""
+    """Return for the k-th collective on all devices its start skew, and its time after the last start."""
     exchanges = [[kernel for kernel in ran if is_exchange(kernel.name)] for ran in traced]
     found = {"counts": [len(ran) / num_steps for ran in exchanges]}
     if len(traced) < 2 or len({len(ran) for ran in exchanges}) > 1 or not exchanges[0]:
@@ -109,8 +107,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def _events(traced: Mapping[int, Sequence[Kernel]], num_events: int) -> dict[str, Any]:
-    """Return the last kernels of every device: index of the name, microseconds from the first listed
-    start."""
+    """Return each device's last kernels: index of the name, microseconds from the first listed start."""
     listed = {device: ran[max(0, len(ran) - num_events) :] for device, ran in traced.items()}
     names = sorted({kernel.name for ran in listed.values() for kernel in ran})
     origin = min((ran[0].start_ns for ran in listed.values() if ran), default=0.0)

@@ -18,8 +18,7 @@ _NCCL = "--xla_gpu_experimental_use_collective_kernels="
 
 
 class Variant(NamedTuple):
-    """Flags of a variant; `xla_flags` follow those of the environment, `engine_flags` those of the
-    command."""
+    """Flags of a variant, which follow those of the environment (`xla_flags`) or of the command."""
 
     xla_flags: tuple[str, ...] = ()
     engine_flags: tuple[str, ...] = ()

@@ -22,8 +22,7 @@ class FixedGraph(GraphMerging):
     """Scheduler for requests with equal graphs."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Take the arguments of `GraphMerging`. The first request sets the graph; a task is one node of every
-        request."""
+        """Take `GraphMerging`'s arguments. The first request sets the graph; a task is one node of all."""
         super().__init__(*args, **options)
         self._most = min(self._most, *(kind.max_batch for kind in self.types.types))
         self._graph: tuple[np.ndarray, np.ndarray] | None = None
