@@ -101,8 +101,7 @@ class _DenseCall(NamedTuple):
     mask: jax.Array  # [1, 1, q_len, kv_len] added to scores; or i32[num_rows] lengths; or empty
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-        """Return [num_rows, q_len, num_q_heads, head_dim]; K and V are [num_rows, kv_len, num_kv_heads,
-        head_dim]."""
+        """Return [num_rows, q_len, num_q_heads, head_dim]; K, V: kv_len and num_kv_heads instead."""
         q_rows = _of_tokens(q, self.group.tokens)
         is_biased, has_lens = mask.ndim == 4, mask.ndim == 1 and mask.size > 0
         # Tensor cores would round float32 inputs otherwise.
