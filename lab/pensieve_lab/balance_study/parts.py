@@ -23,7 +23,7 @@ from pensieve_lab.balance_study.loads import (
     TUNING_SEED,
     Load,
 )
-from pensieve_lab.balance_study.runs import MakePolicy, Ran, Scene, figures, policy, run
+from pensieve_lab.balance_study.runs import MakePolicy, RunResult, Scene, figures, policy, run
 from pensieve_lab.simulator.fleet import Change, Fronts
 
 type Row = dict[str, Any]
@@ -160,7 +160,7 @@ def _changes(load: Load) -> dict[str, tuple[Change, ...]]:
     }
 
 
-def _after(ran: Ran, load: Load) -> dict[str, Any]:
+def _after(ran: RunResult, load: Load) -> dict[str, Any]:
     """Return the figures of turns that arrived in the minute after the change."""
     begin_s = load.warm_up_s + _CHANGE_S
     arrived = [a for a in ran.answers if begin_s <= a.turn.arrival_s < begin_s + _AFTER_S]
@@ -241,7 +241,7 @@ def _runs(
             yield row
 
 
-def _row(scene: Scene, rule: str, ran: Ran) -> Row:
+def _row(scene: Scene, rule: str, ran: RunResult) -> Row:
     return {
         "load": scene.load.name,
         "level": scene.level,

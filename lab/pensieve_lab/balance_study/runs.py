@@ -127,7 +127,7 @@ class Scene:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ran:
+class RunResult:
     """Result of a run: its figures, and the answers in its window."""
 
     figures: dict[str, Any]
@@ -142,7 +142,7 @@ def run(
     fronts: Fronts | None = None,
     changes: Sequence[Change] = (),
     is_real: bool = False,
-) -> Ran:
+) -> RunResult:
     """Serve the sessions of a scene. Times in `changes` count from the start of the run, before warm-up."""
     load, begun_s = scene.load, time.process_time()
     start_s = min((s.last_active_s for s in scene.sessions if s.first_turn), default=0.0)
@@ -169,7 +169,7 @@ def run(
         "num_resent": fleet.num_resent,
         "cpu_s": time.process_time() - begun_s,
     }
-    return Ran(figures=found, answers=answers, fleet=fleet)
+    return RunResult(figures=found, answers=answers, fleet=fleet)
 
 
 def figures(answers: Sequence[Answer], num_replicas: int) -> dict[str, Any]:
