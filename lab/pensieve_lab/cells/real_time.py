@@ -22,7 +22,7 @@ from pensieve_lab.cells.simulation import SimulationResult
 _AT_ONCE = 128
 
 
-class Beginnings:
+class BeginTimes:
     """Time at which the first cell of each request was launched; used as an engine's `observe`.
 
     Attributes:
@@ -58,7 +58,7 @@ def serve(
     engine: CellularEngine,
     requests: Sequence[Any],
     arrival_s: np.ndarray,
-    beginnings: Beginnings,
+    beginnings: BeginTimes,
 ) -> SimulationResult:
     """Serve until the last request ends; `beginnings` must observe the engine.
 
@@ -79,7 +79,7 @@ def _serve(
     engine: CellularEngine,
     requests: Sequence[Any],
     arrival_s: np.ndarray,
-    beginnings: Beginnings,
+    beginnings: BeginTimes,
 ) -> np.ndarray:
     """Return the end time of each request."""
     num, first = len(requests), engine.stats()["num_submitted"]

@@ -30,7 +30,7 @@ from pensieve_jax.cellular.tables import WAITING, Tables
 _MOST_BATCHES = 2  # per worker: the running batch and the next
 
 
-class Waiting(NamedTuple):
+class WaitingRequest(NamedTuple):
     """A waiting request.
 
     Attributes:
@@ -138,7 +138,7 @@ class GraphBatching:
             serial = int(self.requests.serial[request])
             if serial not in self._known and serial not in self._running:
                 self._known.add(serial)
-                self._arrived(Waiting(serial, request))
+                self._arrived(WaitingRequest(serial, request))
 
     def remove_dropped(self, kind: int) -> None:
         """Do nothing: a dropped node is left out when its task comes, and the task runs without it."""
@@ -151,7 +151,7 @@ class GraphBatching:
             self._to_tell = [one for one in self._to_tell if one.serial in self._running]
         return told
 
-    def _is_wanted(self, one: Waiting) -> bool:
+    def _is_wanted(self, one: WaitingRequest) -> bool:
         """Return whether the request was not cancelled; if it was, another may have its id."""
         is_same = self.requests.serial[one.request] == one.serial
         return bool(is_same and self.nodes.state[self.requests.start[one.request]] == WAITING)
@@ -163,11 +163,11 @@ class GraphBatching:
             is_wanted &= np.isin(self.requests.serial[self.nodes.request[nodes]], batch.serials)
         return nodes[is_wanted]
 
-    def _arrived(self, one: Waiting) -> None:
+    def _arrived(self, one: WaitingRequest) -> None:
         """Add a waiting request."""
         raise NotImplementedError
 
-    def _choose(self) -> list[Waiting]:
+    def _choose(self) -> list[WaitingRequest]:
         """Remove and return the requests of the next batch; empty if none waits."""
         raise NotImplementedError
 

@@ -21,7 +21,7 @@ from pensieve_jax.cellular.config import CellularConfig
 from pensieve_jax.cellular.formation import Formation
 from pensieve_jax.cellular.tables import INITIAL, Nodes, Tables
 from pensieve_jax.core.errors import ConfigError
-from pensieve_lab.cells.baselines.graph_batching import GraphBatching, Task, Waiting
+from pensieve_lab.cells.baselines.graph_batching import GraphBatching, Task, WaitingRequest
 
 DEFAULT_MAX_GRAPHS = 64
 _TAKEN = -1
@@ -51,21 +51,21 @@ class GraphMerging(GraphBatching):
         super().__init__(types, tables, formation, config)
         if order not in ("depth", "agenda"):
             raise ConfigError("order", order, "'depth' or 'agenda'")
-        self._groups = {"depth": Merged.by_depth, "agenda": Merged.by_agenda}[order]
+        self._groups = {"depth": MergedGraphs.by_depth, "agenda": MergedGraphs.by_agenda}[order]
         self._most = max_graphs
-        self._line: deque[Waiting] = deque()
+        self._line: deque[WaitingRequest] = deque()
 
-    def _arrived(self, one: Waiting) -> None:
+    def _arrived(self, one: WaitingRequest) -> None:
         self._line.append(one)
 
-    def _choose(self) -> list[Waiting]:
+    def _choose(self) -> list[WaitingRequest]:
         return [self._line.popleft() for _ in range(min(self._most, len(self._line)))]
 
     def _plan(self, requests: Sequence[int]) -> list[Task]:
         nodes = np.concatenate(
             [np.arange(self.requests.start[one], self.requests.end[one]) for one in requests]
         )
-        merged = Merged(self.nodes, nodes)
+        merged = MergedGraphs(self.nodes, nodes)
         tasks = []
         for kind, places in self._groups(merged):
             members = nodes[places]
@@ -76,7 +76,7 @@ class GraphMerging(GraphBatching):
         return tasks
 
 
-class Merged:
+class MergedGraphs:
     """The graphs of a batch as one set of arrays, indexed by node position.
 
     Attributes:

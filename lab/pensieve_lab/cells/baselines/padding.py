@@ -21,7 +21,7 @@ from pensieve_jax.cellular.formation import Formation
 from pensieve_jax.cellular.parts import NONE, GraphColumns
 from pensieve_jax.cellular.tables import Tables
 from pensieve_jax.core.errors import ConfigError
-from pensieve_lab.cells.baselines.graph_batching import GraphBatching, Task, Waiting
+from pensieve_lab.cells.baselines.graph_batching import GraphBatching, Task, WaitingRequest
 
 DEFAULT_WIDTH = 10
 type _Bucket = tuple[tuple[int, ...], int]
@@ -60,7 +60,7 @@ class Padding(GraphBatching):
             raise ConfigError("width", width, "a number of words of at least 1")
         if not 1 <= self._most <= least:
             raise ConfigError("max_batch", max_batch, f"from 1 to {least}, the largest batch of every cell")
-        self._buckets: dict[_Bucket, deque[Waiting]] = {}
+        self._buckets: dict[_Bucket, deque[WaitingRequest]] = {}
         self._last_bucket: _Bucket = (), -1
 
     def check(self, parts: GraphColumns) -> None:
@@ -74,14 +74,14 @@ class Padding(GraphBatching):
             place = int(parts.sub_request[wrong[0]])
             raise GraphError(f"requests[{place}]", "a graph", "a chain, or chains one behind the other")
 
-    def _arrived(self, one: Waiting) -> None:
+    def _arrived(self, one: WaitingRequest) -> None:
         subs = self._subs(one.request)
         sub = subs[0]
         length = int(self.subgraphs.last[sub] - self.subgraphs.first[sub] + 1)
         bucket = tuple(self.subgraphs.kind[subs].tolist()), (length - 1) // self._width
         self._buckets.setdefault(bucket, deque()).append(one)
 
-    def _choose(self) -> list[Waiting]:
+    def _choose(self) -> list[WaitingRequest]:
         waiting = sorted(bucket for bucket, line in self._buckets.items() if line)
         if not waiting:
             return []
