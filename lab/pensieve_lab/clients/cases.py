@@ -82,7 +82,7 @@ async def _run(one: Case, url: str, is_async: bool, api_key: str) -> Outcome:
             with openai.OpenAI(
                 base_url=url, api_key=api_key, max_retries=0, _strict_response_validation=True
             ) as client:
-                await one.body(Awaited(client))
+                await one.body(AsyncAdapter(client))
     except (AssertionError, openai.OpenAIError) as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         problem = f"{type(error).__name__}: {error} ({place.name}: {place.line})"
@@ -91,7 +91,7 @@ async def _run(one: Case, url: str, is_async: bool, api_key: str) -> Outcome:
     )
 
 
-class Awaited:
+class AsyncAdapter:
     """A synchronous client, or a part of one, with the interface of an asynchronous one."""
 
     def __init__(self, value: Any) -> None:
@@ -104,10 +104,10 @@ class Awaited:
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Call it at once; the result can be awaited, entered, and iterated."""
-        return Called(self._value(*arguments, **options))
+        return AsyncResult(self._value(*arguments, **options))
 
 
-class Called:
+class AsyncResult:
     """Result of a synchronous method that can be awaited, entered or iterated asynchronously."""
 
     def __init__(self, value: Any) -> None:
@@ -134,7 +134,7 @@ class Called:
         self._value.__exit__(*error)
 
 
-class AwaitedStream(Awaited):
+class AsyncStreamAdapter(AsyncAdapter):
     """A synchronous stream with the interface of an asynchronous one."""
 
     def __aiter__(self) -> AsyncIterator[Any]:
@@ -159,9 +159,9 @@ async def _each(values: Any) -> AsyncIterator[Any]:
 def _awaited(value: Any) -> Any:
     """Wrap a client's parts, methods and streams; return results unchanged."""
     if hasattr(value, "__next__") and hasattr(value, "__enter__"):
-        return AwaitedStream(value)
+        return AsyncStreamAdapter(value)
     is_part = type(value).__module__.startswith("openai.resources")
-    return Awaited(value) if callable(value) or is_part else value
+    return AsyncAdapter(value) if callable(value) or is_part else value
 
 
 async def refused(code: str, param: str | None, call: Any, **options: Any) -> None:
