@@ -35,7 +35,7 @@ def read_trace_file(
     Raises ConfigError, which names `flag`, for a file that cannot be opened, and for one of texts without a
     tokenizer; TraceError for invalid content.
     """
-    told = _Told()
+    told = _SkippedRows()
     try:
         format = format or guess_format(path)
         if tokenizer is None and format in TEXT_FORMATS:
@@ -49,7 +49,7 @@ def read_trace_file(
     return trace, format
 
 
-class _Told:
+class _SkippedRows:
     """Reporter of the first few skipped rows, and of the number of further ones."""
 
     def __init__(self) -> None:
