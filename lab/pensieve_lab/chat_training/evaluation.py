@@ -29,7 +29,7 @@ _NUM_NEW: Final = 48  # tokens of an answer
 _LENGTH_STEP: Final = 64  # prompts are padded to a multiple of it, which gives one shape for the whole set
 
 
-class Compared(NamedTuple):
+class HistoryComparison(NamedTuple):
     """A figure of a model with the history, and of the same model without it."""
 
     with_history: float
@@ -42,8 +42,8 @@ class Figures(NamedTuple):
     `by_kind` has the percentage with the history and the number of cases, for each set and kind of question.
     """
 
-    history_loss: Compared
-    recall_percent: dict[str, Compared]
+    history_loss: HistoryComparison
+    recall_percent: dict[str, HistoryComparison]
     by_kind: dict[str, dict[str, tuple[float, int]]]
 
 
@@ -88,7 +88,7 @@ class Evaluation:
         recalled, by_kind = {}, {}
         for name, questions in self._questions.items():
             recalled[name], by_kind[name] = self._recall_percent(parameters, questions)
-        return Figures(Compared(*losses), recalled, by_kind)
+        return Figures(HistoryComparison(*losses), recalled, by_kind)
 
     def _loss_per_token(self, parameters: Parameters, examples: Sequence[Example]) -> float:
         losses = [
@@ -100,7 +100,7 @@ class Evaluation:
 
     def _recall_percent(
         self, parameters: Parameters, questions: _Questions
-    ) -> tuple[Compared, dict[str, tuple[float, int]]]:
+    ) -> tuple[HistoryComparison, dict[str, tuple[float, int]]]:
         """Return the percentages of the whole set, and of each kind with the history."""
         shares, by_kind = [], {}
         for prompts in (questions.alone, questions.whole):
@@ -108,7 +108,7 @@ class Evaluation:
             right = [case.is_right(one) for case, one in zip(questions.cases, answers, strict=True)]
             shares.append(100 * sum(right) / len(right))
             by_kind = percent_by_kind(questions.cases, answers)
-        return Compared(shares[1], shares[0]), by_kind
+        return HistoryComparison(shares[1], shares[0]), by_kind
 
     def answers(self, parameters: Parameters, prompts: Sequence[Sequence[int]]) -> list[str]:
         """Return greedy replies up to the end marker; no prompt may be longer than the longest question."""

@@ -35,13 +35,13 @@ class Schedule(NamedTuple):
     evaluation_steps: int
 
 
-class Stopping(Protocol):
+class StopFlag(Protocol):
     """Flag with which a user requests an early end; `pensieve_jax.commands.launch.Interrupt` is one."""
 
     requested: bool
 
 
-class Trained(NamedTuple):
+class TrainingResult(NamedTuple):
     """State after `num_steps`, and the log of this process as (step, loss, tokens per second)."""
 
     state: TrainState
@@ -101,9 +101,9 @@ def train(
     *,
     num_workers: int,
     evaluate: Callable[[int, Parameters], object],
-    stopping: Stopping,
+    stopping: StopFlag,
     progress: bool,
-) -> Trained:
+) -> TrainingResult:
     """Train from the newest checkpoint, or from `start` (which is donated), to the last step.
 
     `num_workers` processes make the batches. Training ends early when `stopping.requested`, and saves a
@@ -130,4 +130,4 @@ def train(
     meter.line(done)
     meter.close()
     checkpoints.save(done, state)
-    return Trained(state, done, meter.log)
+    return TrainingResult(state, done, meter.log)

@@ -92,7 +92,7 @@ def recall_conversation(
 
     Small talk may stand before and between.
     """
-    made = _Making(rng, talks, scraps)
+    made = _ConversationBuilder(rng, talks, scraps)
     made.begin()
     facts = list(made.facts.values())
     num_first = rng.randint(1, len(facts)) if rng.random() < _TWICE_SHARE else len(facts)
@@ -109,7 +109,7 @@ def recall_conversation(
     return RecallConversation(Conversation(exchanges), roles)
 
 
-class _Making:
+class _ConversationBuilder:
     """Builder of a conversation; `facts` are the current ones by the names of their kinds."""
 
     def __init__(self, rng: random.Random, talks: Sequence[Conversation], scraps: Scraps) -> None:

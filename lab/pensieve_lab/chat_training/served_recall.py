@@ -46,7 +46,7 @@ GREETINGS: Final = (
 """Messages that tell and ask nothing; training has some of them."""
 
 
-class Greeted(NamedTuple):
+class GreetingReplies(NamedTuple):
     """Greetings and their replies."""
 
     replies: Sequence[tuple[str, str]]
@@ -57,7 +57,7 @@ class Greeted(NamedTuple):
         return [(greeting, reply) for greeting, reply in self.replies if gives_a_fact(reply)]
 
 
-class Served(NamedTuple):
+class ServedCases(NamedTuple):
     """Results of the cases: the outputs of each; the last one answers its question.
 
     `histories` are all tokens of each conversation at the end.
@@ -115,22 +115,22 @@ def written_talks() -> list[Conversation]:
 
 def serve_cases(
     llm: LLM, cases: Sequence[RecallCase], *, with_history: bool = True, progress: bool = False
-) -> Served:
+) -> ServedCases:
     """Serve the cases with their history, or only their questions; ends the conversations afterwards."""
     scripts = [
         [*(turn.user for turn in case.history.exchanges if with_history), case.question] for case in cases
     ]
     with tqdm(total=sum(map(len, scripts)), unit="turn", disable=not progress, leave=False) as bar:
         outputs, histories = zip(*_serve(llm, scripts, bar), strict=True)
-        return Served(cases, outputs, histories)
+        return ServedCases(cases, outputs, histories)
 
 
-def serve_greetings(llm: LLM) -> Greeted:
+def serve_greetings(llm: LLM) -> GreetingReplies:
     """Serve each of `GREETINGS` as the only message of a conversation."""
     with tqdm(disable=True) as bar:
         outputs = _serve(llm, [[greeting] for greeting in GREETINGS], bar)
     replies = [output.text for [output], _ in outputs]
-    return Greeted(list(zip(GREETINGS, replies, strict=True)))
+    return GreetingReplies(list(zip(GREETINGS, replies, strict=True)))
 
 
 def _serve(llm: LLM, scripts: Sequence[Sequence[str]], bar: tqdm) -> list[tuple[list[Output], list[int]]]:
