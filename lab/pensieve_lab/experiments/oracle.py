@@ -33,7 +33,7 @@ from pensieve_lab.experiments.recompute import cost_model
 from pensieve_lab.experiments.recorded_traces import studied_traces
 from pensieve_lab.experiments.seeds import Spread, spread
 from pensieve_lab.experiments.settings import Experiment, Findings, Settings, Table
-from pensieve_lab.experiments.trace_studies import Studied
+from pensieve_lab.experiments.trace_studies import StudiedTrace
 from pensieve_lab.workload import Session
 
 _MODEL = "llama2-13b-gqa10"
@@ -178,7 +178,7 @@ def _spread(row: dict[str, Any], name: str) -> Spread:
     return found
 
 
-def _compared(settings: Settings, studied: Studied) -> Iterator[dict[str, Any]]:
+def _compared(settings: Settings, studied: StudiedTrace) -> Iterator[dict[str, Any]]:
     chunk_tokens = studied.chunk_tokens
     profile = load_profile(settings.device, _MODEL)
     costs = cost_model(profile, chunk_tokens, studied.workload.max_context_tokens)

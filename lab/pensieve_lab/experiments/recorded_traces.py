@@ -20,7 +20,7 @@ from pensieve_lab.experiments.returns import returns
 from pensieve_lab.experiments.seeds import Group, groups, spread
 from pensieve_lab.experiments.settings import SIMULATION_FLAGS, Experiment, Findings, Settings, TraceFile
 from pensieve_lab.experiments.systems import BOTH_TIERS, System, engine, memory_of_tokens
-from pensieve_lab.experiments.trace_studies import Place, Studied, studied_file, studied_paper
+from pensieve_lab.experiments.trace_studies import Place, StudiedTrace, studied_file, studied_paper
 from pensieve_lab.experiments.trace_tables import BETTER_OF, TIERS, panels, tables
 from pensieve_lab.workload import summarize
 
@@ -41,7 +41,7 @@ def points(settings: Settings) -> list[Point]:
     return [point for studied in studied_traces(settings) for point in _of(settings, studied)]
 
 
-def studied_traces(settings: Settings) -> list[Studied]:
+def studied_traces(settings: Settings) -> list[StudiedTrace]:
     """Return the given recorded traces, and the paper's load; raises ConfigError without any trace."""
     if not settings.traces:
         raise ConfigError("--traces", "", "at least one FORMAT:FILE for this experiment")
@@ -49,7 +49,7 @@ def studied_traces(settings: Settings) -> list[Studied]:
     return [*found, studied_paper(small=settings.small)]
 
 
-def _of_file(settings: Settings, file: TraceFile) -> list[Studied]:
+def _of_file(settings: Settings, file: TraceFile) -> list[StudiedTrace]:
     found = studied_file(file, settings.seeds[0], small=settings.small)
     num_alike = sum(other.format == file.format for other in settings.traces)
     if num_alike == 1:
@@ -57,7 +57,7 @@ def _of_file(settings: Settings, file: TraceFile) -> list[Studied]:
     return [studied._replace(title=f"{studied.title}, {file.path.name}") for studied in found]
 
 
-def _of(settings: Settings, studied: Studied) -> list[Point]:
+def _of(settings: Settings, studied: StudiedTrace) -> list[Point]:
     places = studied.places[-2:] if settings.small else studied.places
     return [
         _point(settings, studied, replace(system, name=name), place, seed)
@@ -68,7 +68,7 @@ def _of(settings: Settings, studied: Studied) -> list[Point]:
     ]
 
 
-def _point(settings: Settings, studied: Studied, system: System, place: Place, seed: int) -> Point:
+def _point(settings: Settings, studied: StudiedTrace, system: System, place: Place, seed: int) -> Point:
     device, workload = settings.device, studied.workload
     return Point(
         panel=f"{studied.title}, {TIERS}",
@@ -130,7 +130,7 @@ def beside_better(found: list[Group]) -> list[dict[str, Any]]:
     return rows
 
 
-def _described(settings: Settings, studied: Studied) -> dict[str, Any]:
+def _described(settings: Settings, studied: StudiedTrace) -> dict[str, Any]:
     """Return a description of what was served of a trace with the first seed; files by name only."""
     workload = studied.workload
     trace = workload.conversations(settings.seeds[0])

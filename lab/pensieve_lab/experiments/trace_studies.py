@@ -96,7 +96,7 @@ class Place(NamedTuple):
         return self.gpu_tokens + self.cpu_tokens
 
 
-class Studied(NamedTuple):
+class StudiedTrace(NamedTuple):
     """A trace, its workload and experience, and its memory sizes in rising order."""
 
     title: str
@@ -153,7 +153,7 @@ _SMALL_PAPER = replace(
 _SMALL_PAPER_PLACES = tuple(Place(8192, tokens) for tokens in (4000, 8000, 16_000))
 
 
-def studied_file(file: TraceFile, seed: int, *, small: bool) -> list[Studied]:
+def studied_file(file: TraceFile, seed: int, *, small: bool) -> list[StudiedTrace]:
     """Return a file's studies, sized by a seed's sessions; raises ConfigError for an unknown format."""
     studies = STUDIES.get(file.format)
     if studies is None:
@@ -161,13 +161,13 @@ def studied_file(file: TraceFile, seed: int, *, small: bool) -> list[Studied]:
     return [_studied(study, file, seed, small=small) for study in studies]
 
 
-def studied_paper(*, small: bool) -> Studied:
+def studied_paper(*, small: bool) -> StudiedTrace:
     """Return the study of the paper's load."""
     workload, places = (_SMALL_PAPER, _SMALL_PAPER_PLACES) if small else (_PAPER, _PAPER_PLACES)
-    return Studied(PAPER_TITLE, workload, replace(workload, half=CHOSEN_ON), 32, places)
+    return StudiedTrace(PAPER_TITLE, workload, replace(workload, half=CHOSEN_ON), 32, places)
 
 
-def _studied(study: Study, file: TraceFile, seed: int, *, small: bool) -> Studied:
+def _studied(study: Study, file: TraceFile, seed: int, *, small: bool) -> StudiedTrace:
     workload = study.workload(file, small=small)
     sessions = workload.sessions(seed)
     num_tokens = sum(session.conversation.num_tokens for session in sessions)
@@ -175,7 +175,7 @@ def _studied(study: Study, file: TraceFile, seed: int, *, small: bool) -> Studie
     places = dict.fromkeys(_place(share * num_tokens, longest, study.chunk_tokens)
                            for share in study.memory_shares)  # fmt: skip
     experience = study.experience(workload)
-    return Studied(study.title, workload, experience, study.chunk_tokens, tuple(places))
+    return StudiedTrace(study.title, workload, experience, study.chunk_tokens, tuple(places))
 
 
 def _place(num_tokens: float, longest: int, chunk_tokens: int) -> Place:
