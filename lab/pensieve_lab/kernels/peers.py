@@ -77,7 +77,7 @@ def rounds(inputs: Inputs) -> Program:
         raise NotImplementedError("a single round is the decode kernel itself")
     edges = [0, *np.unique(q_lens).tolist()]
     stretches = [
-        _stretch(inputs, np.flatnonzero(q_lens > begin), begin, end)
+        _round_range(inputs, np.flatnonzero(q_lens > begin), begin, end)
         for begin, end in itertools.pairwise(edges)
     ]
 
@@ -160,7 +160,7 @@ def _assembled(q: jax.Array, calls: Sequence[_DenseCall], answers: Sequence[jax.
     return _of_tokens(whole, np.argsort(tokens))
 
 
-class _Stretch(NamedTuple):
+class _RoundRange(NamedTuple):
     """Rounds [begin, end), in which the same rows have a token left.
 
     Attributes:
@@ -173,7 +173,7 @@ class _Stretch(NamedTuple):
     arrays: tuple[jax.Array, ...]
 
 
-def _stretch(inputs: Inputs, rows: np.ndarray, begin: int, end: int) -> _Stretch:
+def _round_range(inputs: Inputs, rows: np.ndarray, begin: int, end: int) -> _RoundRange:
     case, num_rows = inputs.case, len(rows)
     q_lens = np.diff(inputs.cu_q_lens)[rows]
     least_kv_lens = inputs.kv_lens[rows] - q_lens + 1
@@ -201,7 +201,7 @@ def _stretch(inputs: Inputs, rows: np.ndarray, begin: int, end: int) -> _Stretch
         return jax.lax.fori_loop(begin, end, one_round, out)
 
     arrays = (tiles, inputs.cu_q_lens[rows], least_kv_lens, inputs.page_indices[rows])
-    return _Stretch(attend, tuple(map(jnp.asarray, arrays)))
+    return _RoundRange(attend, tuple(map(jnp.asarray, arrays)))
 
 
 _JAX_PEERS: dict[str, Callable[[Inputs], Program]] = {
