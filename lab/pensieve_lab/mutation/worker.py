@@ -76,7 +76,7 @@ def answer(job: Job) -> dict[str, Any]:
             traceback.print_exc()
         os._exit(EXIT_OWN_FAULT)
     os.close(write_fd)
-    result = _Watch(job).follow(read_fd, pid)
+    result = _RunWatcher(job).follow(read_fd, pid)
     os.close(read_fd)
     if result["outcome"] == "hung":
         os.kill(pid, signal.SIGKILL)
@@ -95,7 +95,7 @@ def answer(job: Job) -> dict[str, Any]:
     return result | {"status": code, "seconds": round(time.monotonic() - start, 2)}
 
 
-class _Watch:
+class _RunWatcher:
     """Watcher of one run's reports, which detects a test that takes too long."""
 
     def __init__(self, job: Job) -> None:
