@@ -16,7 +16,7 @@ from pensieve_lab.pages.paper_tables import document, markdown
 _LOADS = "loads"  # name of a panel in the document
 
 
-class BesideLru(NamedTuple):
+class LruComparison(NamedTuple):
     """Retention against LRU at one place.
 
     Attributes:
@@ -43,13 +43,13 @@ def _by_place() -> dict[tuple[str, float], dict[str, dict[str, Any]]]:
     return found
 
 
-def beside_lru() -> list[BesideLru]:
+def beside_lru() -> list[LruComparison]:
     """Return the paper's comparison at every place."""
     found = []
     for (panel, x), policies in _by_place().items():
         retention, lru = policies["retention"], policies["lru"]
         found.append(
-            BesideLru(
+            LruComparison(
                 _place(panel, x),
                 100 * (retention["cpu_hit_rate"] - lru["cpu_hit_rate"]),
                 (1 - retention["found_rate"]) / (1 - lru["found_rate"]) - 1,
