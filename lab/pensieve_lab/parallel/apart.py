@@ -20,7 +20,7 @@ _LOOK_S = 1.0  # polling interval
 _TAIL_BYTES = 2000
 
 
-class Ended(NamedTuple):
+class ProcessResult(NamedTuple):
     """Result of a process.
 
     Attributes:
@@ -41,7 +41,7 @@ def run_apart(
     environment: Mapping[str, str],
     limit_s: float,
     meanwhile: Callable[[], object] = lambda: None,
-) -> Ended:
+) -> ProcessResult:
     """Run a command to its end, or kill it after `limit_s`; call `meanwhile` every second and at the end."""
     start_s = time.monotonic()
     with tempfile.TemporaryFile() as said:
@@ -64,9 +64,9 @@ def run_apart(
         wall_s = time.monotonic() - start_s
         meanwhile()
         if status == 0:
-            return Ended(wall_s, None, 0, "")
+            return ProcessResult(wall_s, None, 0, "")
         failed = f"took longer than {limit_s:.0f} s" if status is None else f"ended with status {status}"
-        return Ended(wall_s, failed, status, _tail(said))
+        return ProcessResult(wall_s, failed, status, _tail(said))
 
 
 def _wait(process: subprocess.Popen[bytes], until_s: float, meanwhile: Callable[[], object]) -> int | None:

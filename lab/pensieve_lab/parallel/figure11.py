@@ -128,10 +128,10 @@ def asked_loads() -> list[Load]:
 
     Raises ConfigError.
     """
-    return by_turns(list(dict.fromkeys(named_loads())))
+    return interleaved(list(dict.fromkeys(named_loads())))
 
 
-def by_turns(loads: Sequence[Load]) -> list[Load]:
+def interleaved(loads: Sequence[Load]) -> list[Load]:
     """Return first points of all systems, then second ones; otherwise the order is kept."""
     turn: dict[Load, int] = {}
     counts: dict[str, int] = {}

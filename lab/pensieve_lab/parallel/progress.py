@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pensieve_jax import ConfigError
-from pensieve_lab.parallel.apart import Ended
+from pensieve_lab.parallel.apart import ProcessResult
 from pensieve_lab.parallel.figure11 import LOOPS, PARTS, STEPS, TOKENS, Load, load_name
 
 BENCHMARK = "figure11"
@@ -85,7 +85,7 @@ class Progress:
         self.parts[part]["documents"] = [*kept, *found]
         return self.parts[part]["documents"] != before
 
-    def end(self, part: str, ended: Ended, *, limit_s: float, left: Sequence[Load]) -> None:
+    def end(self, part: str, ended: ProcessResult, *, limit_s: float, left: Sequence[Load]) -> None:
         """Record the end of an attempt; `left` are the loads without a point, the running one first."""
         one: dict[str, Any] = {"limit_s": limit_s, "wall_s": ended.wall_s}
         if ended.failed is not None:
