@@ -1,7 +1,8 @@
 """Consistent hashing with bounded loads.
 
-Owns the rule. Does not know where KV caches are, except the replica that last served each root. Called by the
-balance study.
+Owns: the rule.
+Does not know: where KV caches are, except the replica that last served each root.
+Called by the balance study.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Consistent hashing that moves the hottest roots away from a replica that stays overloaded.
 
-Owns the rule, including what counts as overloaded and for how long. A root moves as a whole, with all its
-conversations. Does not know how large their KV caches are. Called by the balance study.
+Owns: the rule, including what counts as overloaded and for how long. A root moves as a whole, with all its
+conversations.
+Does not know: how large their KV caches are.
+Called by the balance study.
 """
 
 from __future__ import annotations

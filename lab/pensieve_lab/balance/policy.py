@@ -1,6 +1,8 @@
 """Protocol of a balancing rule.
 
-Owns the protocol. Does not know any rule. Called by simulated fleets.
+Owns: the protocol.
+Does not know: any rule.
+Called by simulated fleets.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Rules that go by loads: fewest tokens, or the replica with the KV cache unless waiting costs more.
 
-Owns both rules, and the second one's memory of where conversations are. Does not know how loads are reported.
+Owns: both rules, and the second one's memory of where conversations are.
+Does not know: how loads are reported.
 Called by the balance study.
 """
 

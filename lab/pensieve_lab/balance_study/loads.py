@@ -1,7 +1,8 @@
 """Loads of the balance study: traces, arrival rates, think times, and the memory of each replica.
 
-Owns those choices, the trace halves on which parameters may be chosen, and hot roots. Does not know fleets or
-rules. Called by `balance_study.parts` and `balance_study.runs`.
+Owns: those choices, the trace halves on which parameters may be chosen, and hot roots.
+Does not know: fleets or rules.
+Called by `balance_study.parts` and `balance_study.runs`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Parts of the balance study and the rows that they produce.
 
-Owns the parts: tuning, loads, fleet sizes, membership changes, front ends, and the error of `FluidReplica`
-against the engine's own scheduler. Does not know how a run is made, or how figures are drawn. Called by
-`programs.study_balance`.
+Owns: the parts: tuning, loads, fleet sizes, membership changes, front ends, and the error of `FluidReplica`
+against the engine's own scheduler.
+Does not know: how a run is made, or how figures are drawn.
+Called by `programs.study_balance`.
 """
 
 from __future__ import annotations

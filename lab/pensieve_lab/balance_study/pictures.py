@@ -1,7 +1,8 @@
 """Figures of lab/docs/balance.md, drawn from the study's result documents.
 
-Owns what each figure shows. Does not know how the runs were made, or how curves are drawn
-(`experiments.panels`). Called by `programs.study_balance`.
+Owns: what each figure shows.
+Does not know: how the runs were made, or how curves are drawn (`experiments.panels`).
+Called by `programs.study_balance`.
 """
 
 from __future__ import annotations

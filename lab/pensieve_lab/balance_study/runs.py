@@ -1,7 +1,8 @@
 """One run of a fleet and its figures.
 
-Owns fleets of both replica models, and the definitions of the figures. Does not know which runs the study
-makes. Called by `balance_study.parts`.
+Owns: fleets of both replica models, and the definitions of the figures.
+Does not know: which runs the study makes.
+Called by `balance_study.parts`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Means of the study's runs, and per-seed ratios to plain consistent hashing.
 
-Owns those, and the order of rules in tables. Does not know how the runs were made or are shown. Called by
-`balance_study.pictures` and the page of the study.
+Owns: those, and the order of rules in tables.
+Does not know: how the runs were made or are shown.
+Called by `balance_study.pictures` and the page of the study.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Clocks for the host time spent in a function.
 
-Owns the clock around a function. Does not know what the function does. Called by `cells.host_costs` and the
-programs of cells.
+Owns: the clock around a function.
+Does not know: what the function does.
+Called by `cells.host_costs` and the programs of cells.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Host cost of a launch and of a request, measured with a device that takes no time.
 
-Owns the device that takes no time, and the clocks. Does not know JAX or models; dispatch is not included.
+Owns: the device that takes no time, and the clocks.
+Does not know: JAX or models; dispatch is not included.
 Called by `programs.benchmark_cells`.
 """
 

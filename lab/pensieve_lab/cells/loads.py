@@ -1,7 +1,8 @@
 """A load at a fixed rate, served in virtual time, and its figures.
 
-Owns which part of a run counts, and the figures' names. Does not know which rates an experiment has. Called
-by the experiments and programs of cells.
+Owns: which part of a run counts, and the figures' names.
+Does not know: which rates an experiment has.
+Called by the experiments and programs of cells.
 """
 
 from __future__ import annotations

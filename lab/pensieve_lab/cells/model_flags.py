@@ -1,6 +1,8 @@
 """Flags of programs that run a recurrent model, and the model that they select.
 
-Owns their names and help. Does not know what is measured. Called by the programs of cells.
+Owns: their names and help.
+Does not know: what is measured.
+Called by the programs of cells.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The models of the thesis with random weights, and requests for each.
 
-Owns the sizes that do not affect time, and where lengths come from. Does not know systems or loads. Called by
-`cells.model_flags`.
+Owns: the sizes that do not affect time, and where lengths come from.
+Does not know: systems or loads.
+Called by `cells.model_flags`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Step times of other LSTMs: cuDNN through JAX, and torch, over contiguous batches of equal sentences.
 
-Owns their calls and their precision. Does not know this project's cells. Called by
-`programs.benchmark_cells`.
+Owns: their calls and their precision.
+Does not know: this project's cells.
+Called by `programs.benchmark_cells`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Pictures that show which request has a cell in which task.
 
-Owns the drawing. Does not know where the tasks come from. Called by `programs.demo_cells`.
+Owns: the drawing.
+Does not know: where the tasks come from.
+Called by `programs.demo_cells`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """A load at a fixed rate, served by an engine in real time.
 
-Owns when requests are sent, and the clock. Does not know models or systems. Called by the programs of cells.
+Owns: when requests are sent, and the clock.
+Does not know: models or systems.
+Called by the programs of cells.
 
 One thread sends and steps, as in a server: every iteration of its loop submits all requests that are due.
 Latency counts from the due time, so a late loop is charged for its delay.

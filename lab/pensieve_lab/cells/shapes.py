@@ -1,7 +1,8 @@
 """Models without numbers: cells by name, and request graphs given only by lengths or trees.
 
-Owns what virtual time needs to know of LSTM, Seq2Seq and TreeLSTM. Does not know how they compute, which
-`model_defs.recurrent` does. Called by the simulations of cells.
+Owns: what virtual time needs to know of LSTM, Seq2Seq and TreeLSTM.
+Does not know: how they compute, which `model_defs.recurrent` does.
+Called by the simulations of cells.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """An engine in virtual time: real requests, scheduler and launches, with cell times from a table.
 
-Owns workers that only take time, and when requests arrive. Does not know JAX, or what cells compute. Called
-by `cells.loads` and `cells.timeline`.
+Owns: workers that only take time, and when requests arrive.
+Does not know: JAX, or what cells compute.
+Called by `cells.loads` and `cells.timeline`.
 """
 
 from __future__ import annotations

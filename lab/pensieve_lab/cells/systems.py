@@ -1,6 +1,8 @@
 """Cellular batching and its baselines by name, each a scheduler of the same cells.
 
-Owns the names. Does not know models, loads or devices. Called by experiments and programs of cells.
+Owns: the names.
+Does not know: models, loads or devices.
+Called by experiments and programs of cells.
 """
 
 from __future__ import annotations

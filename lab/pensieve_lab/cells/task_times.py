@@ -1,7 +1,8 @@
 """Times of a cell's tasks on a device, in launches of one, two and five, as an engine runs them.
 
-Owns the launches that are timed. Does not know how the times are used, or what baselines take. Called by the
-programs of cells.
+Owns: the launches that are timed.
+Does not know: how the times are used, or what baselines take.
+Called by the programs of cells.
 """
 
 from __future__ import annotations

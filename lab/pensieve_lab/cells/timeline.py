@@ -1,7 +1,8 @@
 """Figure 2.5 of the thesis: eight requests in virtual time, with cellular and with graph batching.
 
-Owns the requests, and what is recorded of a run. Does not know how it is shown. Called by
-`experiments.cell_figures`.
+Owns: the requests, and what is recorded of a run.
+Does not know: how it is shown.
+Called by `experiments.cell_figures`.
 
 The thesis gives the lengths of requests 1 to 4, that request 5 has arrived by time 2 and requests 6 and 7 by
 time 3, and that the second batch of graphs takes 7. The other numbers are chosen to fit.

@@ -1,7 +1,8 @@
 """Table of cell times.
 
-Owns the table, its interpolation, and the table of the thesis. Does not know which requests wait. Called by
-the simulations of cells.
+Owns: the table, its interpolation, and the table of the thesis.
+Does not know: which requests wait.
+Called by the simulations of cells.
 """
 
 from __future__ import annotations

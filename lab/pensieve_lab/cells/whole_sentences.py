@@ -1,7 +1,8 @@
 """The strongest padding: sentences of a bucket in one call of cuDNN's LSTM, or of a scan without cuDNN.
 
-Owns the buckets, the batches made of them, and their programs. Does not know cells or an engine. Called by
-the programs of cells.
+Owns: the buckets, the batches made of them, and their programs.
+Does not know: cells or an engine.
+Called by the programs of cells.
 
 The bucket of the oldest sentence is next. As many of its sentences as fit run together, padded to the longest
 one rounded up to a compiled length. Two batches are in flight. cuDNN receives each sentence's length, and its

@@ -1,7 +1,8 @@
 """Checkpoints with which an interrupted training resumes.
 
-Owns the Orbax checkpoints of a training, and the record of the settings that they belong to. Does not know
-what the settings mean, or how a step is made. Called by `chat_training.loop` and `programs.train_chat_model`.
+Owns: the Orbax checkpoints of a training, and the record of the settings that they belong to.
+Does not know: what the settings mean, or how a step is made.
+Called by `chat_training.loop` and `programs.train_chat_model`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Training data of a small chat model: recorded dialogues, and conversations generated around told facts.
 
-Owns the mixture, and the loss weight of each reply. Does not know files, how ids are made, or the model.
+Owns: the mixture, and the loss weight of each reply.
+Does not know: files, how ids are made, or the model.
 Called by `programs.train_chat_model`.
 """
 

@@ -1,7 +1,8 @@
 """Corrections of a told value: "No, Thursday.", "My dog's name is Rex now, not Miro."
 
-Owns the wordings, which of them training never sees, and the answers to corrections. Does not know where in a
-conversation a correction stands, tokens or models. Called by `chat_training.recall` and `recall_cases`.
+Owns: the wordings, which of them training never sees, and the answers to corrections.
+Does not know: where in a conversation a correction stands, tokens or models.
+Called by `chat_training.recall` and `recall_cases`.
 
 A bare correction gives only the value, and refers to what was told or answered just before. A named one says
 what it is about, and may come at any time. The last two of either list are for the tests; the constructions

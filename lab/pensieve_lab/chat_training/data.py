@@ -1,7 +1,8 @@
 """Recorded dialogues for training.
 
-Owns the file format and its errors. Does not know tokens, templates or facts. Called by
-`programs.train_chat_model`.
+Owns: the file format and its errors.
+Does not know: tokens, templates or facts.
+Called by `programs.train_chat_model`.
 
 A line is a JSON object whose `turns` are ["U", text] for a user and [another letter, text] for the other
 side: "S" for the system of a task, say, or "A" for an assistant. A name that ends in .gz is decompressed.

@@ -1,6 +1,8 @@
 """Evaluation of how well a model uses its history: loss and recall, with the history and without it.
 
-Owns the two measurements and their names. Does not know training. Called by `programs.train_chat_model`.
+Owns: the two measurements and their names.
+Does not know: training.
+Called by `programs.train_chat_model`.
 
   history loss   the loss per token of recorded replies from the fourth turn on, each once after its whole
                  conversation and once after its own user message only

@@ -1,8 +1,9 @@
 """Conversations as weighted token ids, packed into rows.
 
-Owns the token ids of a conversation, exactly as the engine sends them; the weight of each in the loss; and
-how conversations share a row. Does not know the model, the loss, or where conversations come from. Called by
-`corpus`, `feed` and `evaluation`.
+Owns: the token ids of a conversation, exactly as the engine sends them; the weight of each in the loss; and
+how conversations share a row.
+Does not know: the model, the loss, or where conversations come from.
+Called by `corpus`, `feed` and `evaluation`.
 
 A turn's ids are those that `ChatFormat` makes for `LLM.chat`. The ids around a message are computed once,
 because a message's own ids depend on nothing outside its markers.

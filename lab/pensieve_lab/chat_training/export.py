@@ -1,7 +1,8 @@
 """Export of a trained model as an ordinary Hugging Face directory.
 
-Owns config.json, generation_config.json and model.safetensors of a Llama. Does not know how it was trained,
-or its tokenizer. Called by `programs.train_chat_model`.
+Owns: config.json, generation_config.json and model.safetensors of a Llama.
+Does not know: how it was trained, or its tokenizer.
+Called by `programs.train_chat_model`.
 
 Names and layouts come from `model_defs.hf_recipes`. A recipe only moves values (it fuses and transposes), so
 its transpose as a linear map is its inverse, and no second table is needed that could disagree.

@@ -1,7 +1,8 @@
 """Kinds of facts that a user can tell, and the sentences that tell them or ask for them.
 
-Owns what a kind of fact is, and how its own wordings and the common frames are drawn and combined. Does not
-know the wordings (`kinds`), conversations, tokens or models. Called by `kinds`, `questions` and `recall`.
+Owns: what a kind of fact is, and how its own wordings and the common frames are drawn and combined.
+Does not know: the wordings (`kinds`), conversations, tokens or models.
+Called by `kinds`, `questions` and `recall`.
 
 `~` in a wording marks where an aside may stand.
 """

@@ -1,7 +1,8 @@
 """Batches of a training: recorded dialogues, and new conversations around facts.
 
-Owns which recorded dialogues a step gets, and how the rest of its rows is filled. Does not know how
-conversations are made or encoded, or the model. Called by `chat_training.loop`.
+Owns: which recorded dialogues a step gets, and how the rest of its rows is filled.
+Does not know: how conversations are made or encoded, or the model.
+Called by `chat_training.loop`.
 
 A batch depends only on the seed and the step, so a training can resume at any step, and any process can make
 the batch. Recorded dialogues are few: a step gets a fixed number of them, and each occurs once per epoch.

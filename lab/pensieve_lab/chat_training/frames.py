@@ -1,8 +1,10 @@
 """Sentence frames that fit any kind of fact, so that constructions need no list for each kind.
 
-Owns what may stand before, after and within a sentence that tells something. Also owns the sentences that
+Owns: what may stand before, after and within a sentence that tells something. Also owns the sentences that
 tell or ask for a thing by its name ("my dog's name") or as a question ("what my dog is called"); two of these
-are held out from training. Does not know kinds of facts, or how often a frame is drawn. Called by `facts`.
+are held out from training.
+Does not know: kinds of facts, or how often a frame is drawn.
+Called by `facts`.
 
 Without a matching frame, a model takes a sentence for small talk, or its first word for a name. There are
 many imperatives, since no other sentences are built like them.

@@ -1,8 +1,8 @@
 """Patterns that stand for thousands of sentences around a fact, and sentences that follow no construction.
 
-Owns the patterns, and how words of other texts are put around the words that a sentence needs. Does not know
-kinds of facts, held-out wordings, or how often a pattern is drawn. Called by `facts`, `corrections` and
-`questions`.
+Owns: the patterns, and how words of other texts are put around the words that a sentence needs.
+Does not know: kinds of facts, held-out wordings, or how often a pattern is drawn.
+Called by `facts`, `corrections` and `questions`.
 
 In a pattern "(a|b)" is one of the two. {question} is a question within a sentence ("what my dog is called"),
 {topic} a name of what is asked for ("my dog's name"), {clause} a statement. Scraps of other texts around

@@ -1,7 +1,8 @@
 """The test's own constructions: sentences that tell or ask in ways that do not occur in training.
 
-Owns their wordings, for every kind of fact, for two at once and for corrections. Does not know values,
-conversations or models. Called by `facts`, `questions` and `corrections`.
+Owns: their wordings, for every kind of fact, for two at once and for corrections.
+Does not know: values, conversations or models.
+Called by `facts`, `questions` and `corrections`.
 
 Apart from the topic, no run of four words of these stands in a training wording (a test checks this). They
 were written before any model saw its training sentences, and have not been changed since.

@@ -1,9 +1,10 @@
 """Kinds of facts that share their sentences: names of others, times of day, and numbers.
 
-Owns the wordings of these families. The last two of every list are for the test: they share words with the
+Owns: the wordings of these families. The last two of every list are for the test: they share words with the
 others, as people's own wordings would, but no sentence. The two after each list of statements are for the
-test's second part, whose constructions do not occur in training. Does not know which members a family has,
-how sentences are varied, or values drawn. Called by `kinds`.
+test's second part, whose constructions do not occur in training.
+Does not know: which members a family has, how sentences are varied, or values drawn.
+Called by `kinds`.
 """
 
 from __future__ import annotations

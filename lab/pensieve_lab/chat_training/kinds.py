@@ -1,10 +1,10 @@
 """Facts that a user may tell a chat model about themselves.
 
-Owns the list of kinds, and the wordings of those outside families. The last two of every list of wordings are
-for the test: they share words with the others, as people's own wordings would, but no sentence. The two after
-each list of statements are for the test's second part, whose constructions do not occur in training. Does not
-know how sentences are varied or values drawn, or the wordings of whole families (`kind_families`). Called by
-`recall`, `questions` and `corpus`.
+Owns: the list of kinds, and the wordings of those outside families. The last two of every list of wordings
+are for the test: they share words with the others, as people's own wordings would, but no sentence. The two
+after each list of statements are for the test's second part, whose constructions do not occur in training.
+Does not know: how sentences are varied or values drawn, or the wordings of whole families (`kind_families`).
+Called by `recall`, `questions` and `corpus`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Kinds of facts about days and numbers of people.
 
-Owns their wordings, in the parts that `kind_families` describes: the last two of every list, and the two
-after each list of statements, are for the tests. Does not know which events have days, how sentences are
-varied, or values drawn. Called by `kinds`.
+Owns: their wordings, in the parts that `kind_families` describes: the last two of every list, and the two
+after each list of statements, are for the tests.
+Does not know: which events have days, how sentences are varied, or values drawn.
+Called by `kinds`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The loop over training steps.
 
-Owns what happens in which step, the progress bar, and the throughput that it shows. Does not know the model,
-or what is evaluated. Called by `programs.train_chat_model`.
+Owns: what happens in which step, the progress bar, and the throughput that it shows.
+Does not know: the model, or what is evaluated.
+Called by `programs.train_chat_model`.
 """
 
 from __future__ import annotations

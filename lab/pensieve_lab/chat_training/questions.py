@@ -1,8 +1,9 @@
 """Questions about one or two told facts, and their answers.
 
-Owns how questions are joined into one message and answers into one reply, the answer about untold facts, and
-when an answer counts as giving a fact. Does not know how a single question is worded (`facts`), conversations
-or models. Called by `recall`, `recall_cases` and `served_recall`.
+Owns: how questions are joined into one message and answers into one reply, the answer about untold facts, and
+when an answer counts as giving a fact.
+Does not know: how a single question is worded (`facts`), conversations or models.
+Called by `recall`, `recall_cases` and `served_recall`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Conversations that tell facts, perhaps correct them, turn to other talk, and then ask for the facts.
 
-Owns how such conversations are put together for training, and the parts that test cases share with them. Does
-not know the wordings (`kinds`, `corrections`, `questions`, `small_talk`), test cases, tokens or models.
+Owns: how such conversations are put together for training, and the parts that test cases share with them.
+Does not know: the wordings (`kinds`, `corrections`, `questions`, `small_talk`), test cases, tokens or models.
 Called by `corpus` and `recall_cases`.
 
 The talk in between consists of whole exchanges of recorded dialogues, in their order; where one dialogue

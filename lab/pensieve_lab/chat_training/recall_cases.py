@@ -1,7 +1,8 @@
 """Test cases of recall: held-out values, told, perhaps corrected, and asked for in held-out wordings.
 
-Owns the sorts of cases, how a case is put together, and when an answer is right. Does not know the wordings,
-tokens or models. Called by `evaluation`, `served_recall` and the programs of recall.
+Owns: the sorts of cases, how a case is put together, and when an answer is right.
+Does not know: the wordings, tokens or models.
+Called by `evaluation`, `served_recall` and the programs of recall.
 
 A case tells one to three facts in its first message. Corrections follow at once, or after an exchange. Then
 other talk follows, and the last message asks.

@@ -1,8 +1,9 @@
 """Recall as the engine serves it: many conversations tell facts first and ask for them last.
 
-Owns the built-in talk for runs without dialogues, the order of turns, and the figures; also greetings without
-any history. Does not know how large the tiers are, or what share must be right. Called by
-`programs.check_recall`.
+Owns: the built-in talk for runs without dialogues, the order of turns, and the figures; also greetings
+without any history.
+Does not know: how large the tiers are, or what share must be right.
+Called by `programs.check_recall`.
 
 The user's side of the talk is fixed, and the model's own replies stand in the history. Conversations
 alternate turn by turn, so that between two turns of one all others compete for its memory.

@@ -1,7 +1,8 @@
 """Small talk: greetings, thanks, remarks, and questions about the model, which tell nothing and set no task.
 
-Owns their wordings and replies, which of them training never sees (the last two of every list, as with
-facts), and how they are varied. Does not know facts, where in a conversation they stand, tokens or models.
+Owns: their wordings and replies, which of them training never sees (the last two of every list, as with
+facts), and how they are varied.
+Does not know: facts, where in a conversation they stand, tokens or models.
 Called by `recall`, `corpus` and `served_recall`.
 
 A model that has seen greetings only before facts answers a bare "Hi" with a fact that was not told.

@@ -1,7 +1,8 @@
 """A training step on the serving forward pass, over packed rows.
 
-Owns attention within the conversations of a row, the loss, the optimizer, and the state of a step. Does not
-know text, files, or when steps run. Called by `loop` and `evaluation`.
+Owns: attention within the conversations of a row, the loss, the optimizer, and the state of a step.
+Does not know: text, files, or when steps run.
+Called by `loop` and `evaluation`.
 
 The model is that of `model_defs`, which takes tokens, positions and an `attention` callable. It sees a batch
 of rows as one flat list of tokens, like a batch of requests in the engine; this module only defines which

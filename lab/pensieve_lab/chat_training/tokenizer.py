@@ -1,6 +1,7 @@
 """The small chat model's tokenizer: byte-level BPE with the markers of the project's chat template.
 
-Owns the markers, how the vocabulary is learned, and its files. Does not know conversations or the model.
+Owns: the markers, how the vocabulary is learned, and its files.
+Does not know: conversations or the model.
 Called by `programs.train_chat_model`.
 
 Every digit is a token of its own, so that the model copies a told number or time digit by digit instead of

@@ -1,9 +1,11 @@
 """Names, places, numbers, times and days that a conversation may tell, and which of them are held out.
 
-Owns the pools, how a value is drawn, and the held-out part: values whose checksum falls into one class of
+Owns: the pools, how a value is drawn, and the held-out part: values whose checksum falls into one class of
 five. All kinds use this rule except for closed lists, and no seed changes it. Most names are invented strings
 or arbitrary words: a model copies only what it has seen copied, so it learns to copy anything only if
-anything may occur. Does not know what the values stand for. Called by `kinds` and `facts`.
+anything may occur.
+Does not know: what the values stand for.
+Called by `kinds` and `facts`.
 """
 
 from __future__ import annotations

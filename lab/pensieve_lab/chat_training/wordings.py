@@ -1,7 +1,9 @@
 """Which wordings training never sees, and how a sentence is varied without changing its meaning.
 
-Owns the three parts that wordings fall into, the rule that splits a list into the first two, and letter case.
-Does not know any wording. Called by the other modules of wordings.
+Owns: the three parts that wordings fall into, the rule that splits a list into the first two, and letter
+case.
+Does not know: any wording.
+Called by the other modules of wordings.
 """
 
 from __future__ import annotations

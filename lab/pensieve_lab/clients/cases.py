@@ -1,7 +1,8 @@
 """Cases for the openai client, and their outcomes.
 
-Owns the list of cases, running each with the synchronous and the asynchronous client, and its outcome. Does
-not know what the cases do, processes, or tables. Called by `programs.check_clients`.
+Owns: the list of cases, running each with the synchronous and the asynchronous client, and its outcome.
+Does not know: what the cases do, processes, or tables.
+Called by `programs.check_clients`.
 
 A case is written once, for the asynchronous client. A wrapper makes the synchronous client look the same: its
 results can be awaited and its iterables can be iterated asynchronously.

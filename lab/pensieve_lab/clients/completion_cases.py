@@ -1,6 +1,8 @@
 """Cases of Chat Completions, Completions and models that cover every call of this server.
 
-Owns the cases. Does not know how they are run. Called by `programs.check_clients`.
+Owns: the cases.
+Does not know: how they are run.
+Called by `programs.check_clients`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     python -m pensieve_lab.clients.langchain_cases http://127.0.0.1:8000/v1
 
-Owns the cases. Does not know this project, whose packages that interpreter need not have. Called by
-`clients.other_programs`.
+Owns: the cases.
+Does not know: this project, whose packages that interpreter need not have.
+Called by `clients.other_programs`.
 """
 
 from __future__ import annotations

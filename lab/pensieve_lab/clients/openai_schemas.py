@@ -1,8 +1,9 @@
 """Checks of server answers against OpenAI's published API schema.
 
-Owns which schema an answer must satisfy, the exceptions and their reasons, and the part of the schema
-document that this needs. Does not know which client asked. Called by `programs.check_clients` and the server
-tests.
+Owns: which schema an answer must satisfy, the exceptions and their reasons, and the part of the schema
+document that this needs.
+Does not know: which client asked.
+Called by `programs.check_clients` and the server tests.
 
 The document is `openapi.json` of github.com/openai/openai-openapi (MIT). `reduced` makes the file that tests
 use of it: the schemas that answers of this server can reach, without descriptions and examples.

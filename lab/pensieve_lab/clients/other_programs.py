@@ -1,7 +1,8 @@
 """Clients that are programs of their own: langchain-openai, and Open Responses' compliance test.
 
-Owns starting them and reading the outcomes of their cases. Does not know the server, or tables. Called by
-`programs.check_clients`.
+Owns: starting them and reading the outcomes of their cases.
+Does not know: the server, or tables.
+Called by `programs.check_clients`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A proxy between clients and a server that records both sides.
 
-Owns its sockets, forwarding of requests and answers, and the list of exchanges. Does not know what the bodies
-mean. Called by `programs.check_clients`.
+Owns: its sockets, forwarding of requests and answers, and the list of exchanges.
+Does not know: what the bodies mean.
+Called by `programs.check_clients`.
 
 Answers are forwarded chunk by chunk, so that streams stay streams.
 """

@@ -1,7 +1,8 @@
 """Crossing of a curve with a level.
 
-Owns the interpolation between a curve's points. Does not know what the curve shows. Called by programs and
-pages.
+Owns: the interpolation between a curve's points.
+Does not know: what the curve shows.
+Called by programs and pages.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Several engines on one model, one after the other, for comparing configurations.
 
-Owns loading and compiling once, and restarting on the same weights, pages and slots. Does not know what an
-engine is asked to do. Called by `programs.compare_variants` and `serving.engine_server`.
+Owns: loading and compiling once, and restarting on the same weights, pages and slots.
+Does not know: what an engine is asked to do.
+Called by `programs.compare_variants` and `serving.engine_server`.
 
 Everything that a step's shape depends on belongs to the runner and stays: the model, `RunnerConfig`,
 `SchedulerConfig`, `gpu_pages`, and the largest `cpu_pages`. Policies, priorities, `stateful`, a smaller

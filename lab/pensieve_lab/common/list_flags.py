@@ -1,6 +1,8 @@
 """Flags that are lists of numbers.
 
-Owns their parsing and the error for invalid lists. Does not know what is counted. Called by programs.
+Owns: their parsing and the error for invalid lists.
+Does not know: what is counted.
+Called by programs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A progress bar over the time of a run, virtual or real, that shows figures of the latest answers.
 
-Owns which figures it shows, and over how many answers. Does not know which system answers. Called by
-programs.
+Owns: which figures it shows, and over how many answers.
+Does not know: which system answers.
+Called by programs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Command-line flags for the workload: a trace, arrivals and think times.
 
-Owns names, defaults and help of these flags, and the sessions made from them. Does not know which system
-serves the sessions. Called by programs, which register the flags as their own.
+Owns: names, defaults and help of these flags, and the sessions made from them.
+Does not know: which system serves the sessions.
+Called by programs, which register the flags as their own.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Median and spread of a repeated measurement.
 
-Owns the statistics of repetitions. Does not know what was repeated. Called by programs and experiments.
+Owns: the statistics of repetitions.
+Does not know: what was repeated.
+Called by programs and experiments.
 """
 
 from __future__ import annotations

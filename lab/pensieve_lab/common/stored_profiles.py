@@ -1,7 +1,8 @@
 """A device's profile for a KV cache stored in fewer bytes than it was measured with.
 
-Owns the bytes per token on the device and in host memory. Does not know flags, or what is simulated. Called
-by programs.
+Owns: the bytes per token on the device and in host memory.
+Does not know: flags, or what is simulated.
+Called by programs.
 """
 
 from __future__ import annotations

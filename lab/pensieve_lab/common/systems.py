@@ -1,6 +1,7 @@
 """The three systems of the paper's section 6, by name: KV cache in two tiers, in one, and none.
 
-Owns their names, and how their engine configurations differ. Does not know what they are measured with.
+Owns: their names, and how their engine configurations differ.
+Does not know: what they are measured with.
 Called by programs and experiments.
 """
 

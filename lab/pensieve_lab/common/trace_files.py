@@ -1,7 +1,9 @@
 """A trace file given by its path.
 
-Owns guessing the format, counting tokens of texts without a tokenizer, and reporting rows that were left out.
-Does not know flags of users or arrivals. Called by programs and `common.session_flags`.
+Owns: guessing the format, counting tokens of texts without a tokenizer, and reporting rows that were left
+out.
+Does not know: flags of users or arrivals.
+Called by programs and `common.session_flags`.
 """
 
 from __future__ import annotations

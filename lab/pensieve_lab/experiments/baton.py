@@ -1,6 +1,8 @@
 """Baton's tables and figures as experiments, and the paper's statements about them.
 
-Owns names and texts of these experiments. Does not know how one is run. Called by `experiments.registry`.
+Owns: names and texts of these experiments.
+Does not know: how one is run.
+Called by `experiments.registry`.
 
 Figures 1 to 5 are drawings, so there is nothing to run.
 """

@@ -1,6 +1,8 @@
 """Figures 6 to 8 of Baton: progress and KV cache over time.
 
-Owns what is shown of each run. Does not know how a run is made. Called by `experiments.baton`.
+Owns: what is shown of each run.
+Does not know: how a run is made.
+Called by `experiments.baton`.
 
 Curves show the first seed; tables show all seeds.
 """

@@ -1,7 +1,8 @@
 """Runs of Baton's two sets of queries in virtual time, with the costs of a model on an H200.
 
-Owns the memory of each method, and what is recorded of a run. Does not know tables or figures. Called by
-`baton_tables` and `baton_curves`.
+Owns: the memory of each method, and what is recorded of a run.
+Does not know: tables or figures.
+Called by `baton_tables` and `baton_curves`.
 
 The paper's machines had 48 GB and 24 GB; weights left some 34 and 10 for the KV cache. A small
 version has shorter sequences and proportionally less memory.

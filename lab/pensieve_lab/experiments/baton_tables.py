@@ -1,6 +1,8 @@
 """Tables 1 and 2 of Baton: the methods' steps and seconds, with the paper's numbers.
 
-Owns what is compared. Does not know how a run is made. Called by `experiments.baton`.
+Owns: what is compared.
+Does not know: how a run is made.
+Called by `experiments.baton`.
 
 Seconds are from another device than the paper's, so methods are compared by ratios. The ratio of steps shows
 what the policy saves; the rest of a ratio of seconds is due to prefills, padding and longer rings.

@@ -1,7 +1,8 @@
 """Single figures of BatchMaker: 2.3, 2.5, 2.9 and 2.10 of the thesis.
 
-Owns what is shown in each figure. Does not know how cells are scheduled or measured. Called by
-`experiments.cells`.
+Owns: what is shown in each figure.
+Does not know: how cells are scheduled or measured.
+Called by `experiments.cells`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """BatchMaker's figures 2.7, 2.8, 2.11 and 2.13 to 2.15: loads on the thesis' V100 in virtual time.
 
-Owns loads, systems and panels of each figure. Does not know how cells are scheduled; the engine's own
-scheduler runs, and its baselines. Called by `experiments.cells`.
+Owns: loads, systems and panels of each figure.
+Does not know: how cells are scheduled; the engine's own scheduler runs, and its baselines.
+Called by `experiments.cells`.
 
 Cell times come from the thesis (`thesis_v100`). Cellular batching also pays the thesis' cost of scheduling
 and gathering. Baselines pay for cells only, because the thesis finds them at the bound that cells set

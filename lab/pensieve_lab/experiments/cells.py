@@ -1,6 +1,8 @@
 """BatchMaker's figures (chapter 2 of the thesis) as experiments, and the thesis' statements about them.
 
-Owns names and texts of these experiments. Does not know how one is run. Called by `experiments.registry`.
+Owns: names and texts of these experiments.
+Does not know: how one is run.
+Called by `experiments.registry`.
 
 Figures 2.1, 2.2, 2.4, 2.6 and 2.12 are drawings, so there is nothing to run.
 """

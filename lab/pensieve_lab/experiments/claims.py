@@ -1,7 +1,8 @@
 """Numeric claims of the paper and the thesis, from `lab/sources/papers.toml`.
 
-Owns reading that file, and claims as text. Does not know what was measured or simulated. Called by the
-experiments and pages.
+Owns: reading that file, and claims as text.
+Does not know: what was measured or simulated.
+Called by the experiments and pages.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Committed measurements, for experiments that show measured results.
 
-Owns their location. Does not know their contents. Called by the experiments.
+Owns: their location.
+Does not know: their contents.
+Called by the experiments.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Statistics of generated conversations and the thesis' statements about ShareGPT: its Figures 3.10 and 3.11.
 
-Owns which figures of a generated dataset are shown. Does not know how conversations are generated
-(`pensieve_lab.workload`), or which system serves them. Called by `experiments.registry`.
+Owns: which figures of a generated dataset are shown.
+Does not know: how conversations are generated (`pensieve_lab.workload`), or which system serves them.
+Called by `experiments.registry`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Eviction policies on the paper's workload (its Figure 14 and Table 3).
 
-Owns loads, memory sizes, and the comparison of recomputation between policies. Does not know the policies'
-code. `retention` is the paper's policy, `conversation` that of CachedAttention, and `trailing` that of
-prefix-matching caches; `lru` differs from `retention` only by ignoring costs, and `learned` begins as
-`retention`. Called by `experiments.registry` and `recorded_traces`.
+Owns: loads, memory sizes, and the comparison of recomputation between policies.
+Does not know: the policies' code. `retention` is the paper's policy, `conversation` that of CachedAttention,
+and `trailing` that of prefix-matching caches; `lru` differs from `retention` only by ignoring costs, and
+`learned` begins as `retention`.
+Called by `experiments.registry` and `recorded_traces`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Disk cache of simulated points, with which an interrupted run resumes.
 
-Owns when a cached point is valid: same point, trace and code, and libraries with the same first two version
-numbers. Does not know how points are simulated, or by how many processes. Called by `experiments.pool`.
+Owns: when a cached point is valid: same point, trace and code, and libraries with the same first two version
+numbers.
+Does not know: how points are simulated, or by how many processes.
+Called by `experiments.pool`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The paper's Figure 12, the attention kernel, from measurements of `benchmark_kernels.py`.
 
-Owns which committed document and cases belong to that figure, and the baselines' labels. Does not know how
-kernels are measured. Called by `experiments.registry` and the pages.
+Owns: which committed document and cases belong to that figure, and the baselines' labels.
+Does not know: how kernels are measured.
+Called by `experiments.registry` and the pages.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Crossings of latency-throughput curves with a latency level.
 
-Owns reading curves at a level, seed by seed, and the result's form in documents and tables. Does not know
-what the curves show, or which level the paper used (`claims`). Called by `load_sweeps`, `long_warm_up` and
-`think_time`.
+Owns: reading curves at a level, seed by seed, and the result's form in documents and tables.
+Does not know: what the curves show, or which level the paper used (`claims`).
+Called by `load_sweeps`, `long_warm_up` and `think_time`.
 """
 
 from __future__ import annotations

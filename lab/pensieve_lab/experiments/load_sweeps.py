@@ -1,7 +1,8 @@
 """Latency over throughput as the load rises: the paper's Figures 10, 11 and 13, and the thesis's 3.15.
 
-Owns how a sweep over loads becomes points, tables and curves, and how curves are read at a level. Does not
-know which sweeps there are. Called by `paper_sweeps`.
+Owns: how a sweep over loads becomes points, tables and curves, and how curves are read at a level.
+Does not know: which sweeps there are.
+Called by `paper_sweeps`.
 """
 
 from __future__ import annotations

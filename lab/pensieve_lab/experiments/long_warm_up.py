@@ -1,7 +1,8 @@
 """Check that the level of Figure 10b is read in a steady state: its users again, after a tenfold warm-up.
 
-Owns which of Figure 15's settings are simulated again, and the warm-up. Does not know what a run of those
-settings is (`think_time`), or how curves are read (`levels`). Called by `experiments.registry`.
+Owns: which of Figure 15's settings are simulated again, and the warm-up.
+Does not know: what a run of those settings is (`think_time`), or how curves are read (`levels`).
+Called by `experiments.registry`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The simulated machines: one GPU with a measured profile, or several that serve a larger model.
 
-Owns the devices and models, their memory for the KV cache, and the arithmetic that derives a profile of
-several GPUs, or of another kind of GPU, from that of one GPU. Does not know workloads or systems. Called by
-the experiments and programs.
+Owns: the devices and models, their memory for the KV cache, and the arithmetic that derives a profile of
+several GPUs, or of another kind of GPU, from that of one GPU.
+Does not know: workloads or systems.
+Called by the experiments and programs.
 """
 
 from __future__ import annotations

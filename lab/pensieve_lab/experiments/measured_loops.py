@@ -1,7 +1,8 @@
 """The paper's Figure 11 as measured: open loops on several GPUs, and the predictions for them.
 
-Owns which committed documents belong to which run, and which prediction was committed before it. Does not
-know how a loop is run or simulated. Called by `experiments.registry`.
+Owns: which committed documents belong to which run, and which prediction was committed before it.
+Does not know: how a loop is run or simulated.
+Called by `experiments.registry`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Distance of the policies from an oracle that knows every return time.
 
-Owns that policy, and a memory model without an engine in which it is compared with LRU and the paper's
-policy. Turns take no time there, and conversations lose chunks from their leading end, as in the cache. Does
-not know how the engine performs (`recorded_traces`), or how a trace is served (`trace_studies`). Called by
-`experiments.registry`.
+Owns: that policy, and a memory model without an engine in which it is compared with LRU and the paper's
+policy. Turns take no time there, and conversations lose chunks from their leading end, as in the cache.
+Does not know: how the engine performs (`recorded_traces`), or how a trace is served (`trace_studies`).
+Called by `experiments.registry`.
 """
 
 from __future__ import annotations

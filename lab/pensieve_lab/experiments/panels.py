@@ -1,6 +1,8 @@
 """Plots of experiments: panels of curves side by side.
 
-Owns the drawing. Does not know what a plot shows. Called by the experiments, the balance study and programs.
+Owns: the drawing.
+Does not know: what a plot shows.
+Called by the experiments, the balance study and programs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The load sweeps of the paper and the thesis: models, datasets, loads and levels.
 
-Owns their parameters. On the paper's device, curves are read at the level of its text (`claims`). Does not
-know how a sweep is carried out (`load_sweeps`). Called by `experiments.registry`.
+Owns: their parameters. On the paper's device, curves are read at the level of its text (`claims`).
+Does not know: how a sweep is carried out (`load_sweeps`).
+Called by `experiments.registry`.
 """
 
 from __future__ import annotations

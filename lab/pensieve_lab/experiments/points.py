@@ -1,7 +1,8 @@
 """One simulated run of an experiment, as a value that any process can carry out.
 
-Owns the definition of a point, and the figures that are kept of it. Does not know which points an experiment
-has, or what they mean there. Called by `experiments.pool` and the experiments.
+Owns: the definition of a point, and the figures that are kept of it.
+Does not know: which points an experiment has, or what they mean there.
+Called by `experiments.pool` and the experiments.
 """
 
 from __future__ import annotations

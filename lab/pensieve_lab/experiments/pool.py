@@ -1,7 +1,8 @@
 """Simulation of points in parallel processes; points are independent.
 
-Owns the order of results, which is that of the points, and the progress bar. Does not know what a point
-means. Called by `programs.reproduce`.
+Owns: the order of results, which is that of the points, and the progress bar.
+Does not know: what a point means.
+Called by `programs.reproduce`.
 """
 
 from __future__ import annotations

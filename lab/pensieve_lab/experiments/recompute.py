@@ -1,7 +1,8 @@
 """Recompute cost by the cost model, the measure of eviction policies.
 
-Owns `Cost(l)` of a simulated device, and the seconds of recomputed history. Does not know how a run is made,
-or anything of a policy except the end from which it drops. Called by `experiments.points` and others.
+Owns: `Cost(l)` of a simulated device, and the seconds of recomputed history.
+Does not know: how a run is made, or anything of a policy except the end from which it drops.
+Called by `experiments.points` and others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Eviction policies on recorded traces, which the paper did not have: every policy, both tiers, three sizes.
 
-Owns which runs there are, and what of them is kept. Does not know how a trace is served (`trace_studies`), or
-how results are shown (`trace_tables`). Called by `experiments.registry`.
+Owns: which runs there are, and what of them is kept.
+Does not know: how a trace is served (`trace_studies`), or how results are shown (`trace_tables`).
+Called by `experiments.registry`.
 
 Results use held-out sessions: one half of them (`split_by_session`), of all times or of later ones. The
 learning policy runs twice: without experience, and with experience from the other sessions.

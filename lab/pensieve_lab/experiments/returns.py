@@ -1,7 +1,9 @@
 """Return rates of a trace's conversations, to test the assumption behind the paper's policy.
 
-Owns the rate of return by idle time. The paper's policy assumes that it is 1 / idle time, so that rate x idle
-time is constant. Does not know any policy. Called by `recorded_traces`.
+Owns: the rate of return by idle time. The paper's policy assumes that it is 1 / idle time, so that rate x
+idle time is constant.
+Does not know: any policy.
+Called by `recorded_traces`.
 """
 
 from __future__ import annotations

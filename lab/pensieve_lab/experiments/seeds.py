@@ -1,7 +1,8 @@
 """Statistics of a point over several seeds.
 
-Owns grouping, means and ratios over seeds, and the part of the JSON document that holds points. Does not know
-what the figures mean. Called by the experiments.
+Owns: grouping, means and ratios over seeds, and the part of the JSON document that holds points.
+Does not know: what the figures mean.
+Called by the experiments.
 """
 
 from __future__ import annotations

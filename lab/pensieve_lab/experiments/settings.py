@@ -1,7 +1,8 @@
 """Settings and results of an experiment.
 
-Owns the types between `programs.reproduce` and the experiments. Does not know any experiment, or the names of
-flags. Called by both.
+Owns: the types between `programs.reproduce` and the experiments.
+Does not know: any experiment, or the names of flags.
+Called by both.
 """
 
 from __future__ import annotations

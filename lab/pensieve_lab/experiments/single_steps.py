@@ -1,7 +1,8 @@
 """Cost of a single turn and a single chunk: the paper's Figures 3 and 4, which need no workload.
 
-Owns the batch of Figure 3, and the curves of Figure 4 with the measured ones. Does not know caches or
-schedulers; single steps come from a device profile. Called by `experiments.registry`.
+Owns: the batch of Figure 3, and the curves of Figure 4 with the measured ones.
+Does not know: caches or schedulers; single steps come from a device profile.
+Called by `experiments.registry`.
 """
 
 from __future__ import annotations

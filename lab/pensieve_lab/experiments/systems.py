@@ -1,7 +1,8 @@
 """The compared systems: an engine with both tiers, with one, without state, or with a feature left out.
 
-Owns how a system, with its policy and features, becomes an engine configuration for a machine. Does not know
-workloads, or how the three systems differ (`common.systems`). Called by the experiments.
+Owns: how a system, with its policy and features, becomes an engine configuration for a machine.
+Does not know: workloads, or how the three systems differ (`common.systems`).
+Called by the experiments.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Users with longer think times: the paper's Figure 15, whose first half is the thesis's Figure 3.16.
 
-Owns think times and loads of that experiment. Does not know how curves are read at a level (`levels`). Called
-by `experiments.registry` and `long_warm_up`.
+Owns: think times and loads of that experiment.
+Does not know: how curves are read at a level (`levels`).
+Called by `experiments.registry` and `long_warm_up`.
 """
 
 from __future__ import annotations

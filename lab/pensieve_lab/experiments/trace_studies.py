@@ -1,7 +1,8 @@
 """Replay settings of each kind of recorded trace: sessions, rate and memory.
 
-Owns those choices, and which sessions a learning policy may have seen before. Does not know eviction
-policies, or what is made of the runs. Called by `recorded_traces` and `oracle`.
+Owns: those choices, and which sessions a learning policy may have seen before.
+Does not know: eviction policies, or what is made of the runs.
+Called by `recorded_traces` and `oracle`.
 
 Recorded arrivals are kept if a file has them and they make memory scarce; otherwise sessions arrive at random
 at a rate that does. Think times are always the recorded ones. The paper's load is added for comparison:

@@ -1,7 +1,8 @@
 """Tables and panels of the results on recorded traces, made only from the document.
 
-Owns what is shown, and when a policy counts as losing. Does not know how the results came about. Called by
-`recorded_traces` and the page `lab/docs/traces.md`.
+Owns: what is shown, and when a policy counts as losing.
+Does not know: how the results came about.
+Called by `recorded_traces` and the page `lab/docs/traces.md`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Workload of a simulated run: generated or recorded conversations, arrivals and think times.
 
-Owns the few kinds of workload that experiments have, as values. Does not know which system serves them.
+Owns: the few kinds of workload that experiments have, as values.
+Does not know: which system serves them.
 Called by the experiments.
 """
 

@@ -1,6 +1,7 @@
 """The project's own kernel as timed programs: its back ends, and the block sizes that `--sweep` tries.
 
-Owns the tried sizes, and which back ends serve a case here. Does not know how a program is timed or checked.
+Owns: the tried sizes, and which back ends serve a case here.
+Does not know: how a program is timed or checked.
 Called by the kernel benchmarks.
 """
 

@@ -1,8 +1,9 @@
 """Inputs of one attention case on the device, and the expected answer.
 
-Owns pages, queries and lengths, and the decode and the prompt part of a batch over the same pool. Also owns
-which rows one call over contiguous keys can serve, the expected answer, and the error of another one. Does
-not know which kernels there are, or how they are timed. Called by the kernel benchmarks.
+Owns: pages, queries and lengths, and the decode and the prompt part of a batch over the same pool. Also owns
+which rows one call over contiguous keys can serve, the expected answer, and the error of another one.
+Does not know: which kernels there are, or how they are timed.
+Called by the kernel benchmarks.
 """
 
 from __future__ import annotations

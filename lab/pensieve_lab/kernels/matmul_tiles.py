@@ -1,7 +1,8 @@
 """Tiles to try for matrix products with few rows.
 
-Owns the lists. Does not know how a product is timed, or which tile is best. Called by
-`programs.benchmark_decode_matmul`.
+Owns: the lists.
+Does not know: how a product is timed, or which tile is best.
+Called by `programs.benchmark_decode_matmul`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Variants of the kernels that pack pages, measured without engine, weights or link.
 
-Owns the variants, their check and their time. Does not know which variant is best; it returns all. Called by
-`programs.benchmark_packing`.
+Owns: the variants, their check and their time.
+Does not know: which variant is best; it returns all.
+Called by `programs.benchmark_packing`.
 
 A call moves pages that no earlier call moved, until all were moved, so that caches do not help. Before
 timing, chunks are compared byte by byte with XLA's packing, and pages with their original contents.

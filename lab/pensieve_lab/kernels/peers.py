@@ -1,8 +1,9 @@
 """Baselines of the attention kernel: the straw men of the paper's Figure 12, and external kernels.
 
-Owns the names of all baselines, and the three written in JAX: copy-out, rounds of single tokens, ideal
-contiguous attention. Does not know how a program is timed, or how failures are reported. Called by
-`programs.benchmark_kernels`.
+Owns: the names of all baselines, and the three written in JAX: copy-out, rounds of single tokens, ideal
+contiguous attention.
+Does not know: how a program is timed, or how failures are reported.
+Called by `programs.benchmark_kernels`.
 
 cuDNN aligns a causal mask with the first key, and JAX passes on no other kind. The last queries of a longer
 context therefore get their mask as a bias, computed beforehand and the same for all rows and heads.

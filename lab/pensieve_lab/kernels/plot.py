@@ -1,6 +1,8 @@
 """Roofline plot: achieved FLOP/s of kernels over their arithmetic intensity.
 
-Owns the drawing. Does not know how anything was measured. Called by `programs.benchmark_kernels`.
+Owns: the drawing.
+Does not know: how anything was measured.
+Called by `programs.benchmark_kernels`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Ring caches on which step attention is measured: shapes, row windows, values, and the expected answer.
 
-Owns the cases, the number of measured layers, the contents of a free column, and the error of an answer
-against two independent references. Does not know which kernels there are, or how they are timed. Called by
-`programs.benchmark_ring_decode`.
+Owns: the cases, the number of measured layers, the contents of a free column, and the error of an answer
+against two independent references.
+Does not know: which kernels there are, or how they are timed.
+Called by `programs.benchmark_ring_decode`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Timing of attention over rings: layer after layer, round after round, in a fixed order.
 
-Owns the dependencies between layers, and how rounds are repeated on the device. Does not know cases, bounds,
-flags. Called by `programs.benchmark_ring_decode`.
+Owns: the dependencies between layers, and how rounds are repeated on the device.
+Does not know: cases, bounds, flags.
+Called by `programs.benchmark_ring_decode`.
 
 `timing.JaxProgram` answers several independent queries. A compiler may then process them layer by layer, or
 merge their products, and read keys once for all of them. Here they form one chain: a layer's query is the

@@ -1,7 +1,8 @@
 """Reports of kernel measurements: a line per measurement, a summary at the end, and entries of the JSON.
 
-Owns the record of a measurement, its share of the bound, and the ratio of whole batches to their parts. Does
-not know how anything was measured. Called by the kernel benchmarks.
+Owns: the record of a measurement, its share of the bound, and the ratio of whole batches to their parts.
+Does not know: how anything was measured.
+Called by the kernel benchmarks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Kernel times on the device, for kernels launched by JAX or PyTorch.
 
-Owns programs that can be checked and timed; iterations that run one after the other without host work in
-between; compiling in threads; and the exceptions that a kernel may raise. Does not know what a program
-computes, whether it is right, or flags. Called by the kernel benchmarks.
+Owns: programs that can be checked and timed; iterations that run one after the other without host work in
+between; compiling in threads; and the exceptions that a kernel may raise.
+Does not know: what a program computes, whether it is right, or flags.
+Called by the kernel benchmarks.
 """
 
 from __future__ import annotations

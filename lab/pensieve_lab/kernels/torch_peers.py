@@ -1,8 +1,9 @@
 """External kernels over the same values: PyTorch's own attention, FlashInfer, FlashAttention-3.
 
-Owns the calls of each kernel, and the check of PyTorch's memory. PyTorch is imported only when one of them is
-prepared; a failed import is an ImportError of that kernel. Does not know how a program is timed, or how
-failures are reported. Called by `kernels.peers` and `programs.benchmark_kernels`.
+Owns: the calls of each kernel, and the check of PyTorch's memory. PyTorch is imported only when one of them
+is prepared; a failed import is an ImportError of that kernel.
+Does not know: how a program is timed, or how failures are reported.
+Called by `kernels.peers` and `programs.benchmark_kernels`.
 
 Queries and pages are passed by dlpack, without a copy. The paged kernels get separate pools of K and of V in
 their own layout, with the same page numbers; the contiguous ones get one array per row. Both are made

@@ -1,7 +1,9 @@
 """Weights of the same function whose keys and values have other magnitudes in some channels.
 
-Owns channel factors, their places in the weights, outliers planted with them, and factors that remove
-outliers. Does not know formats or figures. Called by `kv_quality.outliers` and the program.
+Owns: channel factors, their places in the weights, outliers planted with them, and factors that remove
+outliers.
+Does not know: formats or figures.
+Called by `kv_quality.outliers` and the program.
 
 A channel of K may be multiplied by f if the same channel of the query heads that read it is divided by f.
 Rotary positions mix channels i and i + head_dim / 2, so both share one factor. A channel of V may be

@@ -1,7 +1,8 @@
 """Shared flags of both programs: texts, and scales of planted channels.
 
-Owns the meaning of `--text` and `--outlier_scales`. Does not know what is measured, or other flags. Called by
-the programs of KV quality.
+Owns: the meaning of `--text` and `--outlier_scales`.
+Does not know: what is measured, or other flags.
+Called by the programs of KV quality.
 """
 
 from __future__ import annotations

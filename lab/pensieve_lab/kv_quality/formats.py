@@ -1,7 +1,8 @@
 """Storage formats of keys and values, each as a function from rows to the values read back.
 
-Owns the compared formats by name, and dense attention over the values read back. Does not know models, texts
-or figures. Called by `kv_quality.quality` and others.
+Owns: the compared formats by name, and dense attention over the values read back.
+Does not know: models, texts or figures.
+Called by `kv_quality.quality` and others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A sweep of planted outliers: the effect of each format on answers when a few channels are far larger.
 
-Owns which models are made and compared, and the averages over seeds. Does not know flags, or how anything is
-shown. Called by the programs of KV quality.
+Owns: which models are made and compared, and the averages over seeds.
+Does not know: flags, or how anything is shown.
+Called by the programs of KV quality.
 """
 
 from __future__ import annotations

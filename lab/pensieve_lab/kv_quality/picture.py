@@ -1,6 +1,8 @@
 """Picture of the effect of planted outliers on each format.
 
-Owns the drawing. Does not know how the figures were found. Called by the program of the sweep.
+Owns: the drawing.
+Does not know: how the figures were found.
+Called by the program of the sweep.
 """
 
 from __future__ import annotations

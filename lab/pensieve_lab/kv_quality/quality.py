@@ -1,7 +1,8 @@
 """Change of a model's next-token distributions when its KV cache is stored in another format.
 
-Owns the figures, computed for each token of a text in one dense pass, and their bootstrap intervals. Does not
-know what the texts or the weights are. Called by `kv_quality.outliers` and the programs.
+Owns: the figures, computed for each token of a text in one dense pass, and their bootstrap intervals.
+Does not know: what the texts or the weights are.
+Called by `kv_quality.outliers` and the programs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Greedy replies of a model whose KV cache is stored in a format, in batches.
 
-Owns generation without an engine, one token of every row at a time over a plain array of keys and values.
-Does not know engines, pages or texts. Called by the programs of KV quality.
+Owns: generation without an engine, one token of every row at a time over a plain array of keys and values.
+Does not know: engines, pages or texts.
+Called by the programs of KV quality.
 
 Every prompt token is fed as if it had been generated, so that one compiled loop does all of it.
 """

@@ -1,7 +1,8 @@
 """Measured texts as token ids, with the position at which a model would begin to reply.
 
-Owns how files are read, and the conversations used without a file. Does not know formats or figures. Called
-by `kv_quality.flags`.
+Owns: how files are read, and the conversations used without a file.
+Does not know: formats or figures.
+Called by `kv_quality.flags`.
 
 A file whose name ends in .jsonl or .jsonl.gz holds dialogues (`chat_training.data`), which are written in the
 model's chat template. Any other file is plain text, which is cut into pieces. Without a file, the model

@@ -1,7 +1,8 @@
 """Mutants of one source file: where each operator applies, and the resulting text of the file.
 
-Owns the positions of operators, and the places where a change means nothing. Does not know which mutants are
-drawn, or how tests are run. Called by `mutation.drawing`.
+Owns: the positions of operators, and the places where a change means nothing.
+Does not know: which mutants are drawn, or how tests are run.
+Called by `mutation.drawing`.
 """
 
 from __future__ import annotations

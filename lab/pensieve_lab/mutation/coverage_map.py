@@ -1,7 +1,8 @@
 """Which tests execute a line of the product, and how long they take.
 
-Owns the map: one file for each test file, made again when that file changes. Does not know mutants. Called by
-`programs.run_mutants`, `mutation.selection` and `mutation.trial`.
+Owns: the map: one file for each test file, made again when that file changes.
+Does not know: mutants.
+Called by `programs.run_mutants`, `mutation.selection` and `mutation.trial`.
 
 The map may be older than the product. If a source file has changed since, every test that executes the
 function counts, rather than the line.

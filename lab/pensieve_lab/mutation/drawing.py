@@ -1,6 +1,8 @@
 """The mutants of a run, drawn at random from packages of the product.
 
-Owns which mutants a seed draws. Does not know what tests there are. Called by `programs.run_mutants`.
+Owns: which mutants a seed draws.
+Does not know: what tests there are.
+Called by `programs.run_mutants`.
 
 Each room (a package of the product) gives equally many mutants. Within a room each line that can be changed
 is equally likely, so a large file gives more than a small one. A line with many numbers gives no more than a

@@ -1,7 +1,8 @@
 """Lines of the product as they are executed, by `sys.monitoring`.
 
-Owns the monitor of this process, and the name of a line. Does not know tests. Called by `mutation.recording`,
-and by started processes through `site/sitecustomize.py`.
+Owns: the monitor of this process, and the name of a line.
+Does not know: tests.
+Called by `mutation.recording`, and by started processes through `site/sitecustomize.py`.
 
 Only code of the product reports lines, and each line once until lines are asked for anew, so this costs
 little. A line is named by its file, the qualified name of its code and its distance from that code's first

@@ -1,7 +1,8 @@
 """Mutation operators: those of cosmic-ray that yield plausible mistakes, and two more.
 
-Owns the list of operators and the two that cosmic-ray lacks. Does not know where an operator may be applied,
-or the results of tests. Called by `mutation.candidates`.
+Owns: the list of operators and the two that cosmic-ray lacks.
+Does not know: where an operator may be applied, or the results of tests.
+Called by `mutation.candidates`.
 
 Cosmic-ray replaces each operator by every other one. Most of those mutants fail in every test, and would only
 raise the share of mutants caught. Here a comparison moves its boundary or is negated, and arithmetic has one

@@ -1,7 +1,8 @@
 """Workers, each with a copy of the checkout.
 
-Owns the worker processes, their environment and their copies. Does not know which mutants there are, or which
-tests are worth running. Called by `programs.run_mutants`, `mutation.coverage_map` and `mutation.trial`.
+Owns: the worker processes, their environment and their copies.
+Does not know: which mutants there are, or which tests are worth running.
+Called by `programs.run_mutants`, `mutation.coverage_map` and `mutation.trial`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """One run of pytest in a process of its own, and its results.
 
-Owns the forked process: its folder, paths, limits and pytest plugins, and the lines that it reports. Does not
-know mutants, or which tests are worth running. Called by `mutation.worker`.
+Owns: the forked process: its folder, paths, limits and pytest plugins, and the lines that it reports.
+Does not know: mutants, or which tests are worth running.
+Called by `mutation.worker`.
 """
 
 from __future__ import annotations

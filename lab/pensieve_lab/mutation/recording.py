@@ -1,8 +1,8 @@
 """Which lines of the product each test executes, recorded inside pytest.
 
-Owns the recorder, a pytest plugin: the lines, durations and failures of the tests of one file. Does not know
-how lines are reported (`line_monitor`), or what they are used for (`coverage_map`). Called by
-`mutation.pytest_process`.
+Owns: the recorder, a pytest plugin: the lines, durations and failures of the tests of one file.
+Does not know: how lines are reported (`line_monitor`), or what they are used for (`coverage_map`).
+Called by `mutation.pytest_process`.
 
 Lines executed by a fixture of a wider scope count for every test that uses it. Durations are processor times,
 since the machine may have been loaded when they were recorded.

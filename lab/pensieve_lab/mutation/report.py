@@ -1,6 +1,8 @@
 """The printed report of a run.
 
-Owns the form of the report. Does not know how verdicts are reached. Called by `programs.run_mutants`.
+Owns: the form of the report.
+Does not know: how verdicts are reached.
+Called by `programs.run_mutants`.
 """
 
 from __future__ import annotations

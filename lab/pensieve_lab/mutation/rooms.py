@@ -1,7 +1,8 @@
 """Rooms (packages) of the product, and the tests that mirror them.
 
-Owns the locations of a room and of its own tests. Does not know mutants. Called by `programs.run_mutants`,
-`mutation.drawing` and `mutation.selection`.
+Owns: the locations of a room and of its own tests.
+Does not know: mutants.
+Called by `programs.run_mutants`, `mutation.drawing` and `mutation.selection`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """The tests that a mutant is run against, and their order.
 
-Owns the order and the budget. Does not know how tests are run. Called by `mutation.trial`.
+Owns: the order and the budget.
+Does not know: how tests are run.
+Called by `mutation.trial`.
 
 The tests of the mirrored file come first, then those of its folder, then others; within each, files that
 spend little time on the mutant. The budget is in processor time as recorded, so the choice does not depend on

@@ -1,7 +1,8 @@
 """Private copies of the checkout, in which one file at a time is changed.
 
-Owns the copies, and making Python see a change. Does not know what is changed, or what runs there. Called by
-`mutation.pool` and `programs.run_mutants`.
+Owns: the copies, and making Python see a change.
+Does not know: what is changed, or what runs there.
+Called by `mutation.pool` and `programs.run_mutants`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The trial of one mutant against its tests.
 
-Owns a verdict and how it is reached. Does not know which mutants are drawn, or where verdicts are stored.
+Owns: a verdict and how it is reached.
+Does not know: which mutants are drawn, or where verdicts are stored.
 Called by `programs.run_mutants`.
 """
 

@@ -1,6 +1,8 @@
 """Verdicts on disk, so that a run can be resumed.
 
-Owns the file and its form. Does not know how verdicts are reached. Called by `programs.run_mutants`.
+Owns: the file and its form.
+Does not know: how verdicts are reached.
+Called by `programs.run_mutants`.
 """
 
 from __future__ import annotations

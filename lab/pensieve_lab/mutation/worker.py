@@ -2,8 +2,9 @@
 
     python -m pensieve_lab.mutation.worker MODULE ...
 
-Owns forking, time limits, and the end of all processes that a run leaves behind. Does not know mutants, or
-which tests are worth running. Called by `mutation.pool`, which starts it as a process.
+Owns: forking, time limits, and the end of all processes that a run leaves behind.
+Does not know: mutants, or which tests are worth running.
+Called by `mutation.pool`, which starts it as a process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Markdown tables of `lab/docs/balance.md`, made from the study's documents.
 
-Owns which figures stand in which table. Does not know how they were measured. Called by
-`programs.refresh_pages`.
+Owns: which figures stand in which table.
+Does not know: how they were measured.
+Called by `programs.refresh_pages`.
 """
 
 from __future__ import annotations

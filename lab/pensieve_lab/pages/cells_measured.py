@@ -1,7 +1,8 @@
 """Markdown tables of measurements in `lab/docs/cells_figures.md`: loads, baselines, tasks, cuDNN, the host.
 
-Owns which documents are shown, and at which loads. Does not know how they were made. Called by
-`programs.refresh_pages`.
+Owns: which documents are shown, and at which loads.
+Does not know: how they were made.
+Called by `programs.refresh_pages`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Markdown table of simulated results in `lab/docs/cells_figures.md`, compared with the thesis.
 
-Owns which claims are rows, which numbers follow from the inputs' times and lengths, and at which latency
-loads are compared. Does not know how a document was made, or how anything is scheduled. Called by
-`programs.refresh_pages`.
+Owns: which claims are rows, which numbers follow from the inputs' times and lengths, and at which latency
+loads are compared.
+Does not know: how a document was made, or how anything is scheduled.
+Called by `programs.refresh_pages`.
 
 The thesis names no latency at which its peaks are read. Peaks here are of loads with a 90th percentile below
 half a second, the thesis' criterion for an overloaded baseline: beyond it, a queue grows as long as a run

@@ -1,8 +1,9 @@
 """The command of a serving benchmark, compared with its document's account of the run.
 
-Owns which flags of `benchmark_serving` a document repeats and where, and the bytes of KV cache that follow
-from a model's shape, the pages and the data types. Does not know requests or provenance. Called by
-`pages.result_documents`.
+Owns: which flags of `benchmark_serving` a document repeats and where, and the bytes of KV cache that follow
+from a model's shape, the pages and the data types.
+Does not know: requests or provenance.
+Called by `pages.result_documents`.
 
 Settings are compared only if the command names them, except for the flags in `_DEFAULTS`, whose defaults have
 not changed since documents were recorded.

@@ -1,7 +1,8 @@
 """Expressions over documents: small, safe Python in which `a.b` is `a["b"]`.
 
-Owns which syntax and functions an expression may use. Does not know pages. Called by `pages.sources`,
-`pages.pictures` and `programs.check_numbers`.
+Owns: which syntax and functions an expression may use.
+Does not know: pages.
+Called by `pages.sources`, `pages.pictures` and `programs.check_numbers`.
 """
 
 from __future__ import annotations

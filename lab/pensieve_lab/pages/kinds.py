@@ -1,8 +1,10 @@
 """Reasons for which a figure may stand on a page without a document: a closed list of kinds.
 
-Owns the kinds, their meanings, and the form of their figures; the figures of the front page without a
+Owns: the kinds, their meanings, and the form of their figures; the figures of the front page without a
 document; and which numbers of a document are settings. Only figures of kind `tested`, and on the front page
-of kind `setting`, are compared with anything. Does not know how a page is read. Called by `pages.sources`.
+of kind `setting`, are compared with anything.
+Does not know: how a page is read.
+Called by `pages.sources`.
 """
 
 from __future__ import annotations

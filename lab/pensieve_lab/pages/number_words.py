@@ -1,8 +1,10 @@
 """Numbers that a page writes as words: shares, multiples and large counts.
 
-Owns which words are such numbers, their values, and the tolerance. Small counts (one to nine, but for `two
+Owns: which words are such numbers, their values, and the tolerance. Small counts (one to nine, but for `two
 and a half`), ordinals, vague plurals (`dozens`, `halves`) and words beside a hyphen (`half-done`) do not
-count as numbers here. Does not know pages or documents. Called by `pages.page` and `pages.sources`.
+count as numbers here.
+Does not know: pages or documents.
+Called by `pages.page` and `pages.sources`.
 """
 
 from __future__ import annotations

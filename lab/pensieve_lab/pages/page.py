@@ -1,10 +1,11 @@
 """A page as its figures: which numbers it shows, and where.
 
-Owns what counts as a figure. Numbers with a unit after them do (`5ms`, `3x`), and so do numbers in words if
+Owns: what counts as a figure. Numbers with a unit after them do (`5ms`, `3x`), and so do numbers in words if
 the caller asks for them (`number_words`). Names do not (`H200`, `Llama-2-13B`, `13B`, `float32`, `99th`,
 `10b`), nor do addresses and the settings of commands. In code, the output of programs counts: comments in
-blocks, blocks without a language, and in a sentence numbers after `=` or on their own. Does not know where
-figures come from. Called by `pages.sources`, `programs.check_numbers` and `programs.refresh_pages`.
+blocks, blocks without a language, and in a sentence numbers after `=` or on their own.
+Does not know: where figures come from.
+Called by `pages.sources`, `programs.check_numbers` and `programs.refresh_pages`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """First table of `lab/docs/paper_and_we.md`: a row for every claim and this project's result.
 
-Owns which claims are rows, and the words around their numbers. Does not know how a document was made. Called
-by `programs.refresh_pages` and `pages.cells_tables`.
+Owns: which claims are rows, and the words around their numbers.
+Does not know: how a document was made.
+Called by `programs.refresh_pages` and `pages.cells_tables`.
 """
 
 from __future__ import annotations

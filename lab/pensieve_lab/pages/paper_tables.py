@@ -1,7 +1,8 @@
 """Markdown tables of `lab/docs/paper_and_we.md`, made from committed documents.
 
-Owns the content of each table, and how its numbers are rounded. Does not know how a document was made, or
-where in the page a table stands. Called by `programs.refresh_pages` and the other modules of tables.
+Owns: the content of each table, and how its numbers are rounded.
+Does not know: how a document was made, or where in the page a table stands.
+Called by `programs.refresh_pages` and the other modules of tables.
 """
 
 from __future__ import annotations

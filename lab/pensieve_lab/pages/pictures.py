@@ -1,9 +1,10 @@
 """Pictures of the pages: the documents behind each one, and whether those have changed since.
 
-Owns the format of `lab/sources/pictures.toml`, described in CONTRIBUTING.md, and its digests. A digest of
+Owns: the format of `lab/sources/pictures.toml`, described in CONTRIBUTING.md, and its digests. A digest of
 data covers the findings of a document (`results`, or the whole document without that key), so that a new
-`command` or new `versions` do not invalidate a picture. Does not know what a picture shows. Called by
-`programs.check_numbers`.
+`command` or new `versions` do not invalidate a picture.
+Does not know: what a picture shows.
+Called by `programs.check_numbers`.
 """
 
 from __future__ import annotations

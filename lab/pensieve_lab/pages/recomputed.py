@@ -1,8 +1,9 @@
 """The figures of a load point, computed again from its requests.
 
-Owns the definitions of lab/docs/serving_benchmark.md in separate code, so that an error in `serving.figures`
-shows as a difference. Does not know documents, or where requests come from. Called by
-`pages.result_documents`.
+Owns: the definitions of lab/docs/serving_benchmark.md in separate code, so that an error in `serving.figures`
+shows as a difference.
+Does not know: documents, or where requests come from.
+Called by `pages.result_documents`.
 """
 
 from __future__ import annotations

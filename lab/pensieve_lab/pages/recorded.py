@@ -1,7 +1,8 @@
 """Digests of accepted result documents, so that an edit of one shows as a second changed line.
 
-Owns `lab/sources/documents.toml`: the SHA-256 and the commit of each document, by file name. Does not know
-what makes a document acceptable (`result_documents`). Called by `programs.check_numbers`.
+Owns: `lab/sources/documents.toml`: the SHA-256 and the commit of each document, by file name.
+Does not know: what makes a document acceptable (`result_documents`).
+Called by `programs.check_numbers`.
 
 Older documents and attachments have their digests in `summary_only.toml` and no entry here.
 """

@@ -1,8 +1,8 @@
 """Result documents: where each comes from, and whether its summary is that of its raw data.
 
-Owns the requirements on each kind of document, and the list of documents from before these rules. Does not
-know pages, or the digests of accepted documents (`recorded`). Called by `pages.recorded` and
-`programs.check_numbers`.
+Owns: the requirements on each kind of document, and the list of documents from before these rules.
+Does not know: pages, or the digests of accepted documents (`recorded`).
+Called by `pages.recorded` and `programs.check_numbers`.
 
 `lab/sources/summary_only.toml` names the older documents with the SHA-256 of each file, so that they can be
 removed but not edited. Every other document must name a clean commit of this history whose source files are

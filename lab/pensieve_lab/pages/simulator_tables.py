@@ -1,6 +1,7 @@
 """Markdown tables of `lab/docs/simulator.md`, from the documents of `programs.validate_simulator`.
 
-Owns which points stand together, and in which order. Does not know what is compared, or within which limit.
+Owns: which points stand together, and in which order.
+Does not know: what is compared, or within which limit.
 Called by `programs.refresh_pages`.
 """
 

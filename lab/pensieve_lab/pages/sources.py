@@ -1,9 +1,9 @@
 """Sources of a page's figures: a table of sources beside the page, and its check.
 
-Owns the format of `lab/sources/<page>.toml`, described in CONTRIBUTING.md, and the comparison: a figure is
-right if the value of its expression, rounded to the shown digits, equals the shown number. Does not know how
-figures are found on a page (`page`) or expressions evaluated (`expressions`). Called by
-`programs.check_numbers`.
+Owns: the format of `lab/sources/<page>.toml`, described in CONTRIBUTING.md, and the comparison: a figure is
+right if the value of its expression, rounded to the shown digits, equals the shown number.
+Does not know: how figures are found on a page (`page`) or expressions evaluated (`expressions`).
+Called by `programs.check_numbers`.
 """
 
 from __future__ import annotations

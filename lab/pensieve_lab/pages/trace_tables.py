@@ -1,6 +1,7 @@
 """Markdown tables of `lab/docs/traces.md`, from the documents of two experiments.
 
-Owns the names of the tables. Does not know their content (`experiments.trace_tables`, `experiments.oracle`).
+Owns: the names of the tables.
+Does not know: their content (`experiments.trace_tables`, `experiments.oracle`).
 Called by `programs.refresh_pages`.
 """
 

@@ -1,7 +1,9 @@
 """Subprocesses with a time limit.
 
-Owns the start of a command as a process of its own, polling, its end with all its children, and the tail of
-its output. Does not know what it measures. Called by `programs.profile_parallel` and `programs.run_figure11`.
+Owns: the start of a command as a process of its own, polling, its end with all its children, and the tail of
+its output.
+Does not know: what it measures.
+Called by `programs.profile_parallel` and `programs.run_figure11`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Command-line flags for the timed steps: cases, repetitions and ceilings.
 
-Owns names, defaults and help of these flags, and the list of their names for programs that pass them on. Does
-not know how a step is timed. Called by programs, which register the flags as their own.
+Owns: names, defaults and help of these flags, and the list of their names for programs that pass them on.
+Does not know: how a step is timed.
+Called by programs, which register the flags as their own.
 """
 
 from __future__ import annotations

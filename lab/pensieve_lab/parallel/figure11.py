@@ -1,8 +1,9 @@
 """Settings of the Figure 11 measurements by model and number of devices, and the commands of their parts.
 
-Owns the flags of the committed documents, the order of load points, which flags go to which part, and the
-environment of all. Does not know time limits, documents, or a part's results. Called by
-`programs.run_figure11` and `parallel.progress`.
+Owns: the flags of the committed documents, the order of load points, which flags go to which part, and the
+environment of all.
+Does not know: time limits, documents, or a part's results.
+Called by `programs.run_figure11` and `parallel.progress`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Memory use of devices: of arrays as JAX reports it, and of everything as the driver reports it.
 
-Owns the two readings. Does not know what ran. Called by `programs.profile_parallel`.
+Owns: the two readings.
+Does not know: what ran.
+Called by `programs.profile_parallel`.
 
 Communication libraries use memory outside JAX's share, which JAX does not see.
 """

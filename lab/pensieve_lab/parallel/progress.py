@@ -1,7 +1,9 @@
 """Progress of a run in parts: each part's documents and attempts, kept in one file between calls.
 
-Owns the content of the file, reading it back, the loads that remain to be measured, and each document as a
-file. Does not know how a part is run. Called by `programs.run_figure11`.
+Owns: the content of the file, reading it back, the loads that remain to be measured, and each document as a
+file.
+Does not know: how a part is run.
+Called by `programs.run_figure11`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Steps of a model on several devices, timed and traced, each with its roofline bound.
 
-Owns the cases, the engine's sizes that follow from them, and the figures of each. Does not know variants, or
-other processes. Called by `programs.profile_parallel`.
+Owns: the cases, the engine's sizes that follow from them, and the figures of each.
+Does not know: variants, or other processes.
+Called by `programs.profile_parallel`.
 
 Decoding sequences and prompts use the page pool one after the other, so that it only needs the size of the
 larger case.

@@ -1,7 +1,8 @@
 """Time of an all-reduce alone: many in sequence, each on the previous one's result.
 
-Owns the chains, of XLA's all-reduces and of this project's, and the difference of their results. Does not
-know steps or models. Called by `programs.profile_parallel`.
+Owns: the chains, of XLA's all-reduces and of this project's, and the difference of their results.
+Does not know: steps or models.
+Called by `programs.profile_parallel`.
 
 Between two sums each row is multiplied by a device's own numbers, since a sum of equal parts would be
 trivial. Also, `_BALLAST_BYTES` of memory are read, so that the host launches ahead of the devices, as in a

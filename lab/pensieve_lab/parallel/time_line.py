@@ -1,7 +1,8 @@
 """Activity of several GPUs on one time line: kernels, collectives, gaps, and waiting times.
 
-Owns the arithmetic over traces of devices. Does not know how they were traced, or what ran. Called by
-`parallel.shared_steps`.
+Owns: the arithmetic over traces of devices.
+Does not know: how they were traced, or what ran.
+Called by `parallel.shared_steps`.
 """
 
 from __future__ import annotations

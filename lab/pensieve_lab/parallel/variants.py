@@ -1,7 +1,8 @@
 """Variants of all-reduces over devices, and of their launches.
 
-Owns a name for each, and the XLA flags and engine flags behind it. Does not know how fast they are. Called by
-`programs.profile_parallel`.
+Owns: a name for each, and the XLA flags and engine flags behind it.
+Does not know: how fast they are.
+Called by `programs.profile_parallel`.
 
 By default, jaxlib 0.11.2 sums up to 256 KB with its own one-shot kernel and up to 2 MB with a two-shot one,
 and uses NCCL for more. It leaves collectives out of the graphs with which it launches kernels, and runs them

@@ -1,6 +1,8 @@
 """The ideal scheduler for requests of one fixed graph: one task per cell, in order, for the whole batch.
 
-Owns that order. Does not know how tasks run. Called by `cells.systems`.
+Owns: that order.
+Does not know: how tasks run.
+Called by `cells.systems`.
 
 The thesis hardcodes a tree of 16 leaves in TensorFlow this way (section 2.7.5): 31 cells with full batches.
 """

@@ -1,7 +1,8 @@
 """Graph batching: whole requests form a batch, which runs to its end before the next one begins.
 
-Owns the batches in flight, and when their requests are reported as finished. Does not know which requests
-form a batch, or in which tasks it runs. Subclassed by the other baselines.
+Owns: the batches in flight, and when their requests are reported as finished.
+Does not know: which requests form a batch, or in which tasks it runs.
+Subclassed by the other baselines.
 
 Thesis, section 2.2.3: such systems synchronize requests that need not be synchronized. Here they run the same
 cells in the same programs and batch sizes, and begin a batch as soon as a device is free, without a timeout

@@ -1,6 +1,8 @@
 """Graph merging: find the cells of several requests that can run together before any of them runs.
 
-Owns how the graphs of a batch are merged. Does not know how tasks run. Called by `cells.systems`.
+Owns: how the graphs of a batch are merged.
+Does not know: how tasks run.
+Called by `cells.systems`.
 
 "depth" follows TensorFlow Fold: cells of one type at the same height above the leaves form one operator.
 "agenda" follows DyNet: among the types with ready cells, it runs all ready cells of the type with the lowest

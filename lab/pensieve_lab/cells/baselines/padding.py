@@ -1,6 +1,8 @@
 """Padding: chains of similar lengths run side by side, all of them to the length of the longest.
 
-Owns the buckets by length, and which one is next. Does not know how tasks run. Called by `cells.systems`.
+Owns: the buckets by length, and which one is next.
+Does not know: how tasks run.
+Called by `cells.systems`.
 
 There are two variants. The thesis' variant for MXNet and TensorFlow (section 2.7.1) serves buckets of equal
 width in round robin, each padded to its upper limit. The strongest variant takes the bucket whose first
