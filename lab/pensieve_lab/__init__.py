@@ -1,4 +1,4 @@
-"""The laboratory: workloads, simulators, benchmarks and experiments around the serving engine.
+"""Workloads, simulators, benchmarks and experiments around the serving engine.
 
-Nothing in `pensieve_jax` imports it. Programs run as `python -m pensieve_lab.programs.NAME --help`.
+`pensieve_jax` imports nothing from here. Programs run as `python -m pensieve_lab.programs.NAME --help`.
 """

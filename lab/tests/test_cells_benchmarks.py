@@ -164,7 +164,7 @@ def thaws(monkeypatch):
 def test_a_request_that_fails_is_no_answer(thaws):
     """It ends the benchmark, whose process is as it was."""
     real_time, model = load("pensieve_lab.cells.real_time"), LSTM.random(hidden_size=4, vocab_size=9, seed=0)
-    beginnings, config = real_time.Beginnings(), CellularConfig(num_rows=16, max_num_tasks=1)
+    beginnings, config = real_time.BeginTimes(), CellularConfig(num_rows=16, max_num_tasks=1)
     with CellularEngine(
         model.cells(max_batch=2), model.unfold, config, observe=beginnings.observe, progress=False
     ) as engine:

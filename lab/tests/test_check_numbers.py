@@ -438,7 +438,7 @@ def test_the_front_page_has_what_it_names_and_no_kind_that_may_not_stand_there()
         ('"status"', "3.5", "3.5 is not of the form of status"),
         ('"tested"', "3.5", "there is no such test"),
         ('["status", "setting"]', "3.5", "each kind has an entry of its own"),
-        ('"setting"', "3.5", "3.5 is no setting or flag of the page's documents"),
+        ('"setting"', "3.5", "3.5 is not a setting or flag of the page's documents"),
         ('"constant"', "3.5", "kinds.FRONT_PAGE"),
         ('"definition"', "3.5", "on the front page such a figure needs a document"),
         ('"size"', "3.5", None),
@@ -483,7 +483,7 @@ def test_a_setting_on_the_front_page_is_that_of_a_document(
     (tmp_path / "run.json").write_text(document.replace("3.5", "3.6"))
     read_document.cache_clear()
     page = read_page(tmp_path / "page.md", "README.md")
-    assert "3.5 is no setting" in "".join(check_page(page, tmp_path / "page.toml", Documents(tmp_path)))
+    assert "3.5 is not a setting" in "".join(check_page(page, tmp_path / "page.toml", Documents(tmp_path)))
 
 
 def test_pictures_are_of_their_documents() -> None:

@@ -88,7 +88,7 @@ def test_flags_and_variables_go_before_settings(launch, capsys):
 
 def test_each_system_has_a_point_before_one_has_two():
     loads = [("a", 1.0), ("a", 2.0), ("b", 3.0), ("a", 3.0), ("c", 1.0), ("b", 1.0)]
-    assert figure11.by_turns(loads) == [
+    assert figure11.interleaved(loads) == [
         ("a", 1.0), ("b", 3.0), ("c", 1.0), ("a", 2.0), ("b", 1.0), ("a", 3.0)
     ]  # fmt: skip
 
@@ -291,7 +291,7 @@ def test_points_are_kept_while_others_are_measured(figure, stubs, tmp_path, monk
     def run_apart(command, environment, limit_s, meanwhile):
         meanwhile()
         seen.append(json.loads((tmp_path / "figure11.json").read_text("utf-8")))
-        return apart.Ended(1.0, None, 0, "")
+        return apart.ProcessResult(1.0, None, 0, "")
 
     monkeypatch.setattr(script, "run_apart", run_apart)
     stubs.written["loops"] = [point("stateless", 1.0)]

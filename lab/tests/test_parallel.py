@@ -97,16 +97,16 @@ def test_variants_are_processes_with_flags_of_their_own(launch, monkeypatch, cap
     def run_apart(command, environment, limit_s):
         started.append((command, environment["XLA_FLAGS"], limit_s))
         if len(started) == 2:
-            return apart.Ended(50.0, "took longer than 50 s", None, "compiling")
+            return apart.ProcessResult(50.0, "took longer than 50 s", None, "compiling")
         if len(started) == 3:
-            return apart.Ended(3.0, "ended with status 1", 1, "a stack")
+            return apart.ProcessResult(3.0, "ended with status 1", 1, "a stack")
         if len(started) == 4:
-            return apart.Ended(4.0, None, 0, "")
+            return apart.ProcessResult(4.0, None, 0, "")
         (path,) = [word.removeprefix("--json=") for word in command if word.startswith("--json=")][-1:]
         document = {"results": {"variants": {"default": {"device": "a GPU", "sums": {}}}}}
         with open(path, "w", encoding="utf-8") as file:
             json.dump(document, file)
-        return apart.Ended(2.0, "ended with status 134", 134, "as it ended")
+        return apart.ProcessResult(2.0, "ended with status 134", 134, "as it ended")
 
     monkeypatch.setattr(load("profile_parallel"), "run_apart", run_apart)
     monkeypatch.setenv("XLA_FLAGS", "--mine")

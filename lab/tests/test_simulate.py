@@ -127,7 +127,7 @@ def test_costs_that_the_policy_goes_by(launch, monkeypatch):
 def test_shows_live_figures(launch, capsys):
     assert launch("simulate", shared_llm=False, **SMALL | {"progress": "true", "window_s": 90}) == 0
     shown = capsys.readouterr().err
-    assert "requests/s" in shown and "of history found" in shown
+    assert "requests/s" in shown and "cache hit rate" in shown
 
 
 @pytest.mark.parametrize(

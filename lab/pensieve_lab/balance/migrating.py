@@ -1,7 +1,9 @@
-"""Consistent hashing that moves the hottest roots of a replica that stays overloaded.
+"""Consistent hashing that moves the hottest roots away from a replica that stays overloaded.
 
-Owns: the rule, what is overloaded, and for how long. A root moves as a whole, with all its conversations.
-Does not know: how large their states are.
+Owns: the rule, including what counts as overloaded and for how long. A root moves as a whole, with all its
+conversations.
+Does not know: how large their KV caches are.
+Called by the balance study.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ from pensieve_jax.balance.hashing import ConsistentHash
 from pensieve_jax.balance.load import IncomingTurn, Load
 from pensieve_jax.balance.ring import NUM_VIRTUAL_NODES
 
-_FORGOTTEN = 10.0  # times that heat fades: a root that was not used for so long goes home
+_FORGOTTEN = 10.0  # in units of `fade_s`: a root that is unused for this long returns to its hash owner
 
 
 @dataclass(slots=True)
 class _Root:
-    """A root that is used: context tokens it sent, as they fade, and where it is."""
+    """Recent activity and location of one root. `heat` is its context tokens with exponential decay."""
 
     replica: str
     heat: float = 0.0
@@ -28,11 +30,12 @@ class _Root:
 
 
 class MigratingHash(ConsistentHash):
-    """The plain hash, but for roots that were moved.
+    """Consistent hashing with exceptions for moved roots.
 
-    Once in `every_s` seconds: a replica whose context tokens, as they fade, were over `high` times the mean
-    twice in a row gives its hottest roots to the least loaded ones, until what they send would bring it to
-    the mean. Who was moved stays for `rest_s` seconds, and goes home when it has been forgotten.
+    Loads are checked every `every_s` seconds. A replica is overloaded if its smoothed context tokens exceed
+    `high` times the mean in two checks in a row. It gives its hottest roots to the least loaded replicas
+    until its load would fall to the mean. A moved root stays for at least `rest_s` seconds, and returns home
+    once it is forgotten.
     """
 
     def __init__(
@@ -46,7 +49,7 @@ class MigratingHash(ConsistentHash):
         max_moves: int = 4,
         num_virtual_nodes: int = NUM_VIRTUAL_NODES,
     ) -> None:
-        """See the class; heat fades within `fade_s`, loads within `smooth_s`."""
+        """Set the parameters; heat decays with time constant `fade_s`, loads with `smooth_s`."""
         super().__init__(num_virtual_nodes)
         self._high, self._every_s, self._rest_s, self._fade_s = high, every_s, rest_s, fade_s
         self._max_moves, self._smooth_s = max_moves, smooth_s
@@ -57,7 +60,7 @@ class MigratingHash(ConsistentHash):
         self._faded: dict[str, float] = {}
 
     def set_members(self, names: Iterable[str]) -> None:
-        """See `Policy`; whose replica is gone goes where its hash says."""
+        """Update the members. A root whose replica is gone returns to its hash owner."""
         self._members = frozenset(names)
         super().set_members(self._members)
         for name, root in self._roots.items():
@@ -65,7 +68,6 @@ class MigratingHash(ConsistentHash):
                 root.replica, root.moved_s = self._ring.owner(name), -math.inf
 
     def choose(self, asked: IncomingTurn, loads: Mapping[str, Load], now_s: float) -> str:
-        """See `Policy`."""
         if now_s >= self._looked_s + self._every_s:
             self._look(loads, now_s)
         root = self._roots.get(asked.root)
@@ -76,7 +78,6 @@ class MigratingHash(ConsistentHash):
         return root.replica
 
     def home(self, asked: IncomingTurn) -> str:
-        """See `Policy`."""
         root = self._roots.get(asked.root)
         return self._ring.owner(asked.root) if root is None else root.replica
 
@@ -97,7 +98,7 @@ class MigratingHash(ConsistentHash):
         self._over = over
 
     def _relieve(self, still: frozenset[str], tokens: dict[str, float], mean: float, now_s: float) -> None:
-        """A replica's share of its roots' heat is taken to be its load."""
+        """Move roots away from the replicas in `still`, assuming that load is proportional to heat."""
         heats: dict[str, list[tuple[float, str]]] = {name: [] for name in still}
         totals = dict.fromkeys(still, 0.0)
         for name, root in list(self._roots.items()):
@@ -116,7 +117,7 @@ class MigratingHash(ConsistentHash):
                 moved = load * heat / max(totals[replica], 1.0)
                 target = min(tokens, key=tokens.__getitem__)
                 if tokens[target] + moved >= tokens[replica]:
-                    continue  # it would only be overloaded elsewhere
+                    continue  # moving it would only overload the other replica
                 root = self._roots[name]
                 root.replica, root.moved_s = target, now_s
                 tokens[target] += moved

@@ -1,6 +1,8 @@
-"""What a front asks of a rule.
+"""Protocol of a balancing rule.
 
-Owns: the protocol. Does not know: any rule.
+Owns: the protocol.
+Does not know: any rule.
+Called by simulated fleets.
 """
 
 from __future__ import annotations
@@ -12,25 +14,28 @@ from pensieve_jax.balance.load import IncomingTurn, Load
 
 
 class Policy(Protocol):
-    """Chooses a replica for a turn."""
+    """Rule that chooses a replica for each turn."""
 
     def set_members(self, names: Iterable[str]) -> None:
-        """From now on these replicas take turns, and no others."""
+        """Replace the set of replicas that accept turns."""
         ...
 
     def choose(self, asked: IncomingTurn, loads: Mapping[str, Load], now_s: float) -> str:
-        """Who serves a turn.
+        """Return the name of the replica that serves a turn.
 
-        `loads` has every member: what it last reported, and what this front has sent it since. `now_s` never
-        decreases. The turn is taken to be sent: a rule may remember where.
+        `loads` has every member: its last report plus what this front end has sent it since. `now_s` never
+        decreases. The caller sends the turn to the returned replica, so a rule may record the choice.
         """
         ...
 
     def name(self, asked: IncomingTurn, loads: Mapping[str, Load]) -> str:
-        """What the root of a conversation that begins is called from now on; its own name, but for rules that
-        place conversations by their names."""
+        """Return the root name for a new conversation.
+
+        Rules that place conversations by name return a name of their choice; others return the name
+        unchanged.
+        """
         ...
 
     def home(self, asked: IncomingTurn) -> str:
-        """Where a conversation of which nothing is known would go on; remembers nothing."""
+        """Return the replica for a conversation without a recorded location, without recording it."""
         ...

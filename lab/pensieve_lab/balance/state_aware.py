@@ -1,7 +1,8 @@
-"""Rules by loads: the least of them, or where the state is unless waiting costs more than recomputing.
+"""Rules that go by loads: fewest tokens, or the replica with the KV cache unless waiting costs more.
 
-Owns: both rules, and the latter's memory of where conversations are.
+Owns: both rules, and the second one's memory of where conversations are.
 Does not know: how loads are reported.
+Called by the balance study.
 """
 
 from __future__ import annotations
@@ -18,24 +19,23 @@ _MAX_HOMES = 1_000_000
 
 
 class LeastTokens(ConsistentHash):
-    """The replica with the fewest tokens queued and running, wherever the state is."""
+    """Rule that chooses the replica with the fewest queued and running tokens and ignores KV caches."""
 
     def choose(self, asked: IncomingTurn, loads: Mapping[str, Load], now_s: float) -> str:
-        """See `Policy`."""
         return min(loads, key=lambda name: loads[name].context_tokens)
 
     def home(self, asked: IncomingTurn) -> str:
-        """See `Policy`: anywhere."""
+        """Return an arbitrary replica by the conversation's hash, since this rule has no homes."""
         return self._ring.owner(asked.conversation)
 
 
 class StateAware(ConsistentHash):
-    """Where the state is, unless an answer from there would take longer than one without the state elsewhere.
+    """Rule that serves a turn where its KV cache is, unless another replica answers sooner without it.
 
-    A conversation is at home where it was last served; one that is not known, where its root's hash says. A
-    first turn has no state to lose, so it goes to whoever answers soonest. Only a few replicas are looked at
-    besides the home, those that follow the conversation's hash on the ring: many fronts with the same old
-    loads then do not all find the same one.
+    The home of a conversation is the replica that last served it; the home of an unknown one is its root's
+    hash owner. A first turn has no KV cache to lose, so the fastest replica gets it. Besides the home, only a
+    few replicas are considered: those that follow the conversation's hash on the ring. This keeps many front
+    ends with equally old loads from all choosing the same replica.
     """
 
     def __init__(
@@ -47,15 +47,15 @@ class StateAware(ConsistentHash):
         num_candidates: int = 8,
         num_virtual_nodes: int = NUM_VIRTUAL_NODES,
     ) -> None:
-        """Knowing no conversation.
+        """Start without any known conversation.
 
         Args:
           speeds: of the replicas.
-          others: what a second of other turns counts, beside one of the turn that is sent; 0 is a rule
-            that cares for nobody else, and moves conversations all the time.
-          least_gain_s: a conversation with state leaves its home only for so much; loads are old, and who
-            leaves for little comes back for little.
-          num_candidates: replicas that are looked at besides the home.
+          others: weight of a second of delay to other turns, relative to one of the turn that is sent. With 0
+            the rule ignores other turns and moves conversations all the time.
+          least_gain_s: smallest gain for which a conversation with a KV cache leaves its home. Loads are
+            stale, so a conversation that leaves for a small gain soon returns for a small gain.
+          num_candidates: replicas that are considered besides the home.
           num_virtual_nodes: see `HashRing`.
         """
         super().__init__(num_virtual_nodes)
@@ -67,12 +67,11 @@ class StateAware(ConsistentHash):
         self._members: frozenset[str] = frozenset()
 
     def set_members(self, names: Iterable[str]) -> None:
-        """See `Policy`. Conversations stay where they are: a replica that joins is given those that begin."""
+        """Update the members. Conversations keep their homes; a joining replica only gets new ones."""
         self._members = frozenset(names)
         super().set_members(self._members)
 
     def choose(self, asked: IncomingTurn, loads: Mapping[str, Load], now_s: float) -> str:
-        """See `Policy`."""
         chosen = home = self.home(asked)
         least_s = self._speeds.cost_s(loads[home], asked, asked.prompt_tokens, self._others)
         least_s -= self._least_gain_s if asked.history_tokens else 0.0
@@ -90,6 +89,5 @@ class StateAware(ConsistentHash):
         return chosen
 
     def home(self, asked: IncomingTurn) -> str:
-        """See `Policy`."""
         known = self._homes.get(asked.conversation)
         return known if known in self._members and known is not None else self._ring.owner(asked.root)

@@ -1,1 +1,1 @@
-"""Parts of `study_balance.py`."""
+"""Parts of `study_balance.py`, the study of load balancing rules."""

@@ -1,7 +1,8 @@
-"""Who comes when in the study of balance: traces, rates, pauses, and the memory of each replica.
+"""Loads of the balance study: traces, arrival rates, think times, and the memory of each replica.
 
-Owns: those choices, which halves of traces parameters may be chosen on, and hot roots.
+Owns: those choices, the trace halves on which parameters may be chosen, and hot roots.
 Does not know: fleets or rules.
+Called by `balance_study.parts` and `balance_study.runs`.
 """
 
 from __future__ import annotations
@@ -33,27 +34,29 @@ from pensieve_lab.workload import (
 PROFILE = "h200_llama2-13b-gqa10"
 CHUNK_TOKENS = 32
 COMFORTABLE, NEAR = "comfortable", "near the knee"
-_CHOSEN_ON, _HELD_OUT = 0, 1  # halves, as `split_by_session` has them
+_CHOSEN_ON, _HELD_OUT = 0, 1  # halves in the order of `split_by_session`
 _MID_LIFE_TOKEN_S = 0.02
 _NUM_MADE = 5000
-_OTHERWISE = LognormalThink(4.8, 1.0)  # pauses that were not recorded
+_OTHERWISE = LognormalThink(4.8, 1.0)  # think times for turns without a recorded one
 SMALL_BYTES, LARGE_BYTES = (40_000_000_000, 60_000_000_000), (80_000_000_000, 200_000_000_000)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """A trace as it is served, by one replica's part of it.
+    """A trace and the way it is replayed, scaled to one replica.
 
     Attributes:
-      name: in tables.
-      format: of the file; None for a made one.
-      half: of a recorded trace: 0 may be looked at to choose parameters, 1 may not; None is all of it.
-      rates: conversations that begin in a second, for each replica, by level.
-      think: between turns.
-      max_context_tokens: conversations end before they outgrow it.
-      memory_bytes: for KV state, device and host.
-      mid_life_s, warm_up_s, window_s: the run begins so long after the first arrivals, and what counts.
-      hot_share, hot_roots: sessions that belong to one of so many roots, whose shares are Zipf's.
+      name: label in tables.
+      format: format of the trace file; None for a generated trace.
+      half: half of a recorded trace. Parameters may be chosen on 0 but not on 1; None is the whole trace.
+      rates: conversations that begin per second and replica, by level.
+      think: think time between turns.
+      max_context_tokens: conversations end before they exceed it.
+      memory_bytes: memory for KV caches on device and host.
+      mid_life_s: time between the first arrivals and the start of the run.
+      warm_up_s, window_s: the start of the run that is not measured, and the measured part.
+      hot_share, hot_roots: fraction of sessions that belong to a hot root, and the number of hot roots, whose
+        shares follow Zipf's law.
     """
 
     name: str
@@ -70,7 +73,7 @@ class Load:
     hot_roots: int = 100
 
     def sessions(self, files: dict[str, Path], level: str, num_replicas: int, seed: int) -> list[Session]:
-        """Of a fleet; raises ConfigError for a file that was not given."""
+        """Return the sessions of a fleet; raises ConfigError if the trace file was not given."""
         found = make_sessions(
             self._trace(files, seed),
             rate_per_s=self.rates[level] * num_replicas,
@@ -82,7 +85,7 @@ class Load:
         return _with_hot_roots(started, self.hot_share, self.hot_roots, seed) if self.hot_share else started
 
     def config(self, profile: DeviceProfile) -> EngineConfig:
-        """Of each replica."""
+        """Return the engine configuration of one replica."""
         gpu_bytes, cpu_bytes = self.memory_bytes
         pages = gpu_bytes // (CHUNK_TOKENS * profile.kv_token_bytes)
         config = EngineConfig(
@@ -94,7 +97,7 @@ class Load:
         return config.with_cpu_pages(profile.host_chunk_bytes(CHUNK_TOKENS))
 
     def mean_output_tokens(self, files: dict[str, Path], seed: int) -> float:
-        """Of an answer, as fronts come to know it."""
+        """Return the mean answer length, which front ends estimate in practice."""
         trace = self._trace(files, seed)
         outputs = [turn.output_tokens for conversation in trace.conversations for turn in conversation.turns]
         return sum(outputs) / len(outputs)
@@ -114,7 +117,7 @@ def _recorded(path: Path, format: str, half: int | None, max_context_tokens: int
 
 
 def _with_hot_roots(sessions: list[Session], share: float, count: int, seed: int) -> list[Session]:
-    """The k-th of the hot roots has a part of them in proportion to 1 / k."""
+    """Assign a share of the sessions to hot roots; root k gets a part proportional to 1 / k."""
     rng = np.random.default_rng([seed, 1])
     weights = 1 / np.arange(1, count + 1)
     hot = rng.random(len(sessions)) < share
@@ -153,8 +156,8 @@ _BURSTGPT = Load(
 MOONCAKE = _MOONCAKE
 MADE = _MADE
 TUNING = (_MADE, _SKEWED, replace(_MOONCAKE, half=_CHOSEN_ON))
-"""With seeds from `TUNING_SEED` on."""
+"""Loads for choosing parameters, used with seeds from `TUNING_SEED` on."""
 TUNING_SEED = 100
 REPORTED = (_MADE, _SKEWED, _MOONCAKE, _AGENTS, _BURSTGPT)
 HELD_OUT = ("Mooncake", "agents", "BurstGPT")
-"""Recorded traces that no parameter was chosen on: the other half of Mooncake, and two that were not used."""
+"""Recorded traces on which no parameter was chosen: the other half of Mooncake, and two unused traces."""

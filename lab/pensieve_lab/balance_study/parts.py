@@ -1,8 +1,9 @@
-"""Which runs there are, and the documents that they make.
+"""Parts of the balance study and the rows that they produce.
 
-Owns: the parts of the study: choosing parameters, loads, sizes of fleets, changes, fronts, and how far the
-outline of a replica is from the engine's own scheduler.
-Does not know: how a run is made, or pictures.
+Owns: the parts: tuning, loads, fleet sizes, membership changes, front ends, and the error of `FluidReplica`
+against the engine's own scheduler.
+Does not know: how a run is made, or how figures are drawn.
+Called by `programs.study_balance`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pensieve_lab.balance_study.loads import (
     TUNING_SEED,
     Load,
 )
-from pensieve_lab.balance_study.runs import MakePolicy, Ran, Scene, figures, policy, run
+from pensieve_lab.balance_study.runs import MakePolicy, RunResult, Scene, figures, policy, run
 from pensieve_lab.simulator.fleet import Change, Fronts
 
 type Row = dict[str, Any]
@@ -39,7 +40,7 @@ CHOSEN: dict[str, MakePolicy] = {
     "named": policy("named"),
     "migrating": policy("migrating", high=1.5, smooth_s=30.0),
 }
-"""With the parameters that the part `tuning` is the ground for."""
+"""All rules with the parameters that the part `tuning` selected."""
 _FEW = {name: CHOSEN[name] for name in ("hash", "bounded", "state-aware", "placed", "named")}
 _PAIR = {name: CHOSEN[name] for name in ("hash", "named")}
 _FLEET = 8
@@ -51,13 +52,13 @@ _CHANGE_S, _AFTER_S, _REST_S = (
     30.0,
     60.0,
     30.0,
-)  # within the window: what happens, and how long its costs are looked at and it goes on
-_BACK_S = 60.0  # after a death, a replica is back
+)  # within the window: time of the change, time over which its costs are measured, and the rest
+_BACK_S = 60.0  # a dead replica returns after this long
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Of all parts: trace files by format, seeds, and what is said of progress."""
+    """Settings of all parts: trace files by format, seeds, and a progress callback."""
 
     files: dict[str, Path]
     seeds: Sequence[int]
@@ -65,7 +66,7 @@ class Settings:
 
 
 def tuning(settings: Settings) -> list[Row]:
-    """A grid of parameters, on loads and seeds that nothing else is reported of."""
+    """Run a grid of parameters, on loads and seeds that no reported result uses."""
     grid: dict[str, MakePolicy] = {"hash": policy("hash")}
     grid |= {f"bounded, {c:g}": policy("bounded", bound=c) for c in (1.1, 1.25, 1.5, 2.0)}
     for others, gain in (
@@ -93,19 +94,19 @@ def tuning(settings: Settings) -> list[Row]:
 
 
 def loads(settings: Settings) -> list[Row]:
-    """Every rule on every load at two levels, but the one of `named`."""
+    """Run every rule except `named` on every load at two levels."""
     rules = {name: rule for name, rule in CHOSEN.items() if name != "named"}
     return list(_runs(settings, REPORTED, (COMFORTABLE, NEAR), settings.seeds, rules))
 
 
 def named(settings: Settings) -> list[Row]:
-    """The rule that came last, on the sessions of `loads`."""
+    """Run the rule `named`, which was added later, on the sessions of `loads`."""
     rules = {"named": CHOSEN["named"]}
     return list(_runs(settings, REPORTED, (COMFORTABLE, NEAR), settings.seeds, rules))
 
 
 def sizes(settings: Settings) -> list[Row]:
-    """Fleets of up to 256 replicas, with as much load for each; a shorter run."""
+    """Run fleets of up to 256 replicas with the same load per replica, for a shorter window."""
     rules = {name: CHOSEN[name] for name in ("hash", "placed")}
     short = replace(
         MOONCAKE,
@@ -120,7 +121,7 @@ def sizes(settings: Settings) -> list[Row]:
 
 
 def fronts(settings: Settings) -> list[Row]:
-    """Old loads, and fronts that do not know what the others do."""
+    """Run with stale loads, and with several front ends that do not see each other's turns."""
     views = {f"4 fronts, {age:g} s": Fronts(staleness_s=age) for age in _STALENESS_S}
     views |= {"1 front, 0.25 s": Fronts(count=1), "4 fronts, any, 0.25 s": Fronts(sticky=False)}
     rules = {name: CHOSEN[name] for name in ("hash", "state-aware", "placed", "named")}
@@ -135,7 +136,7 @@ def fronts(settings: Settings) -> list[Row]:
 
 
 def changes(settings: Settings) -> list[Row]:
-    """A replica dies, is drained, or joins; and what the minute after it was like."""
+    """Measure the minute after a replica dies, is drained, or joins."""
     rows: list[Row] = []
     for load, level, rules in ((MOONCAKE, COMFORTABLE, _FEW), (MADE, COMFORTABLE, _PAIR)):
         longer = replace(load, window_s=_CHANGE_S + _AFTER_S + _REST_S)
@@ -160,19 +161,19 @@ def _changes(load: Load) -> dict[str, tuple[Change, ...]]:
     }
 
 
-def _after(ran: Ran, load: Load) -> dict[str, Any]:
-    """Of turns that arrived in the minute after it."""
+def _after(ran: RunResult, load: Load) -> dict[str, Any]:
+    """Return the figures of turns that arrived in the minute after the change."""
     begin_s = load.warm_up_s + _CHANGE_S
     arrived = [a for a in ran.answers if begin_s <= a.turn.arrival_s < begin_s + _AFTER_S]
     return figures(arrived, _FLEET)
 
 
 def outline(settings: Settings) -> list[Row]:
-    """The same runs with the engine's own scheduler, and with the outline that all other parts use."""
+    """Compare the engine's own scheduler with `FluidReplica`, which all other parts use."""
     rows: list[Row] = []
     for load in REPORTED:
         if load.hot_share:
-            continue  # the same as without
+            continue  # the same as without hot roots
         shorter = replace(load, window_s=min(load.window_s, 45.0), warm_up_s=min(load.warm_up_s, 20.0))
         for seed in settings.seeds[:1]:
             scene = Scene.of(shorter, settings.files, NEAR, _FLEET, seed)
@@ -184,7 +185,7 @@ def outline(settings: Settings) -> list[Row]:
 
 
 def engine(settings: Settings) -> list[Row]:
-    """The load with the largest gain, long enough for queues, with the engine's scheduler and in outline."""
+    """Compare both replica models on the load with the largest gain, long enough for queues to form."""
     scene = Scene.of(
         replace(MOONCAKE, window_s=_ENGINE_WINDOW_S), settings.files, NEAR, _FLEET, settings.seeds[0]
     )
@@ -220,7 +221,7 @@ _LOADS: dict[str, Sequence[Load]] = {
 
 
 def formats(names: Sequence[str]) -> set[str]:
-    """Of the trace files that these parts go by."""
+    """Return the formats of the trace files that these parts need."""
     return {load.format for name in names for load in _LOADS[name] if load.format is not None}
 
 
@@ -241,7 +242,7 @@ def _runs(
             yield row
 
 
-def _row(scene: Scene, rule: str, ran: Ran) -> Row:
+def _row(scene: Scene, rule: str, ran: RunResult) -> Row:
     return {
         "load": scene.load.name,
         "level": scene.level,

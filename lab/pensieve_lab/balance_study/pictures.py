@@ -1,6 +1,8 @@
-"""The pictures of lab/docs/balance.md, out of the study's documents.
+"""Figures of lab/docs/balance.md, drawn from the study's result documents.
 
-Owns: what each shows. Does not know: how anything was run, or how curves are drawn (`experiments.panels`).
+Owns: what each figure shows.
+Does not know: how the runs were made, or how curves are drawn (`experiments.panels`).
+Called by `programs.study_balance`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ _CHANGES = "0 nothing, 1 death, back by its name, 2 by another, 3 drain, 4 join"
 
 
 def draw_all(results: Path, folder: Path) -> None:
-    """All of them; raises OSError where a document is missing."""
+    """Draw all figures into `folder`; raises OSError if a document is missing."""
 
     def runs_of(part: str) -> list[dict[str, Any]]:
         text = (results / f"balance_{part}.json").read_text(encoding="utf-8")
@@ -35,7 +37,7 @@ def draw_all(results: Path, folder: Path) -> None:
 
 
 def _loads(runs: list[dict[str, Any]]) -> tuple[list[Panel], str]:
-    """Recomputation against p99: a rule is a point for each seed."""
+    """Plot p99 latency against the share of recomputed tokens; a rule is one point, the mean over seeds."""
     panels = []
     for load in dict.fromkeys(row["load"] for row in runs):
         curves = {}

@@ -1,7 +1,8 @@
-"""One run of a fleet, and what is kept of it.
+"""One run of a fleet and its figures.
 
-Owns: fleets of both kinds of replica, and the definitions of the figures.
-Does not know: which runs there are.
+Owns: fleets of both replica models, and the definitions of the figures.
+Does not know: which runs the study makes.
+Called by `balance_study.parts`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ type MakePolicy = Callable[[Speeds], Policy]
 
 
 def policy(name: str, **parameters: float) -> MakePolicy:
-    """A rule by its name in tables."""
+    """Return a factory for the rule with this name in tables."""
     match name:
         case "hash":
             return lambda speeds: ConsistentHash()
@@ -68,12 +69,15 @@ def policy(name: str, **parameters: float) -> MakePolicy:
 
 @lru_cache(maxsize=1)
 def profile() -> DeviceProfile:
-    """Of every replica."""
+    """Return the device profile of every replica."""
     return DeviceProfile.load(PROFILE)
 
 
 def speeds(load: Load, output_tokens: float) -> Speeds:
-    """What fronts know of replicas, by the profile: a step of decodes, and one full of a prompt."""
+    """Return the replica speeds that front ends use, from the profile's step times.
+
+    One step of 8 decodes gives the decode time; one full prefill step gives the time per prompt token.
+    """
     config, costs = load.config(profile()), profile().step
     steps = StepTime(costs, token_buckets(config.scheduler))
     budget = config.scheduler.max_num_batched_tokens
@@ -92,12 +96,12 @@ def speeds(load: Load, output_tokens: float) -> Speeds:
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """What is common to runs that are compared: the same sessions for all of them.
+    """Inputs that all compared runs share.
 
     Attributes:
-      load, level, num_replicas, seed: which ones.
+      load, level, num_replicas, seed: identify the scene.
       sessions: in order of arrival.
-      speeds: as fronts know them.
+      speeds: replica speeds as front ends know them.
     """
 
     load: Load
@@ -109,7 +113,7 @@ class Scene:
 
     @classmethod
     def of(cls, load: Load, files: dict[str, Path], level: str, num_replicas: int, seed: int) -> Scene:
-        """Made or read; sessions stay, and are not looked at again and again by the collector of garbage."""
+        """Build or read the sessions, and freeze them so that the collector does not rescan them."""
         sessions = load.sessions(files, level, num_replicas, seed)
         gc.collect()
         gc.freeze()
@@ -124,8 +128,8 @@ class Scene:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ran:
-    """A run: its figures, and the answers of its window."""
+class RunResult:
+    """Result of a run: its figures, and the answers in its window."""
 
     figures: dict[str, Any]
     answers: Sequence[Answer]
@@ -139,8 +143,8 @@ def run(
     fronts: Fronts | None = None,
     changes: Sequence[Change] = (),
     is_real: bool = False,
-) -> Ran:
-    """Serve the sessions of a scene; times of `changes` are those of the run, warm-up included."""
+) -> RunResult:
+    """Serve the sessions of a scene. Times in `changes` count from the start of the run, before warm-up."""
     load, begun_s = scene.load, time.process_time()
     start_s = min((s.last_active_s for s in scene.sessions if s.first_turn), default=0.0)
     fleet = Fleet(
@@ -166,11 +170,11 @@ def run(
         "num_resent": fleet.num_resent,
         "cpu_s": time.process_time() - begun_s,
     }
-    return Ran(figures=found, answers=answers, fleet=fleet)
+    return RunResult(figures=found, answers=answers, fleet=fleet)
 
 
 def figures(answers: Sequence[Answer], num_replicas: int) -> dict[str, Any]:
-    """Of turns that were answered; see `UNITS`."""
+    """Return the figures of answered turns; see `UNITS`."""
     latency = [(a.end_s - a.turn.arrival_s) / a.usage.output_tokens for a in answers]
     first = [a.first_token_s - a.turn.arrival_s for a in answers]
     history = sum(a.turn.num_history_tokens for a in answers)

@@ -1,7 +1,8 @@
-"""The study's runs as means and as ratios to the plain hash, seed by seed.
+"""Means of the study's runs, and per-seed ratios to plain consistent hashing.
 
 Owns: those, and the order of rules in tables.
-Does not know: how anything was run or is shown.
+Does not know: how the runs were made or are shown.
+Called by `balance_study.pictures` and the page of the study.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ BASE = "hash"
 
 
 def with_named(runs_of: Callable[[str], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """All rules on all loads, which are two parts."""
+    """Return all rules on all loads, which the parts `loads` and `named` hold together."""
     return [*runs_of("loads"), *runs_of("named")]
 
 
 def rows_of(runs: Iterable[dict[str, Any]], **values: Any) -> list[dict[str, Any]]:
-    """Those runs that have these values, by seed."""
+    """Return the runs with these values, sorted by seed."""
     found = [row for row in runs if all(row[name] == value for name, value in values.items())]
     return sorted(found, key=lambda row: row["seed"])
 
 
 def value_of(row: dict[str, Any], *path: str) -> float:
-    """A figure of a run."""
+    """Return the figure of a run at a path of keys."""
     found: Any = row
     for name in path:
         found = found[name]
@@ -34,16 +35,16 @@ def value_of(row: dict[str, Any], *path: str) -> float:
 
 
 def mean_of(rows: list[dict[str, Any]], *path: str) -> float:
-    """Over seeds; NaN of none."""
+    """Return the mean of a figure over seeds; NaN for no rows."""
     return sum(value_of(row, *path) for row in rows) / len(rows) if rows else math.nan
 
 
 def ratios(rows: list[dict[str, Any]], bases: list[dict[str, Any]], *path: str) -> list[float]:
-    """Of runs to those of the same seeds."""
+    """Return the ratio of each run's figure to that of the base run with the same seed."""
     pairs = zip(rows, bases, strict=True)
     return [value_of(row, *path) / value_of(base, *path) for row, base in pairs]
 
 
 def geometric_mean(values: list[float]) -> float:
-    """Of ratios."""
+    """Return the geometric mean of ratios."""
     return math.exp(sum(map(math.log, values)) / len(values))

@@ -1,1 +1,1 @@
-"""What launchers of cellular batching share: systems, requests, and how a load is served."""
+"""Shared parts of the cellular batching experiments: systems, requests, and load generation."""

@@ -1,7 +1,8 @@
-"""How long the host is in a function.
+"""Clocks for the host time spent in a function.
 
-Owns: the clock around it.
+Owns: the clock around a function.
 Does not know: what the function does.
+Called by `cells.host_costs` and the programs of cells.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from pensieve_lab.cells.baselines.graph_batching import GraphBatching
 
 
 class Clock:
-    """A function that is called as before.
+    """Callable that forwards to a function and measures its time.
 
     Attributes:
-      total_s: seconds in it.
+      total_s: seconds spent in the function.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        """It was not called yet."""
+        """Wrap `function`, with no time counted yet."""
         self._function = function
         self.total_s = 0.0
 
     def __call__(self, *args: Any) -> Any:
-        """What the function returns."""
+        """Call the function and return its result."""
         start_s = time.perf_counter()
         result = self._function(*args)
         self.total_s += time.perf_counter() - start_s
@@ -35,14 +36,14 @@ class Clock:
 
 
 class PlanningClock:
-    """Around what graph batching does to choose and plan batches; of other schedulers there is none."""
+    """Clock around the choosing and planning of batches, which only graph batching does."""
 
     def __init__(self) -> None:
-        """No scheduler yet."""
+        """Start without a scheduler."""
         self._clock: Clock | None = None
 
     def around(self, make_scheduler: MakeScheduler) -> MakeScheduler:
-        """The same, with a clock, which begins anew with every scheduler."""
+        """Return a factory whose schedulers are timed; the clock restarts with every scheduler."""
 
         def make(*args: Any) -> Any:
             scheduler = make_scheduler(*args)
@@ -55,11 +56,11 @@ class PlanningClock:
         return make
 
     def begin(self) -> None:
-        """Count from now on."""
+        """Reset the count to zero."""
         if self._clock is not None:
             self._clock.total_s = 0.0
 
     @property
     def total_s(self) -> float | None:
-        """Since `begin`; None of a scheduler that plans nothing."""
+        """Seconds since `begin`; None for a scheduler that plans nothing."""
         return None if self._clock is None else self._clock.total_s

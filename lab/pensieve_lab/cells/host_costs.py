@@ -1,7 +1,8 @@
-"""What a launch and a request cost the host, with a device that takes no time.
+"""Host cost of a launch and of a request, measured with a device that takes no time.
 
 Owns: the device that takes no time, and the clocks.
-Does not know: JAX, or models; dispatch is not in it.
+Does not know: JAX or models; dispatch is not included.
+Called by `programs.benchmark_cells`.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from pensieve_jax.cellular.request_processor import RequestProcessor
 from pensieve_lab.cells.clocks import Clock
 
 UNITS = {
-    "num_running": "requests that are there at a time",
+    "num_running": "requests in the system at a time",
     "num_together": "requests of one submit_many",
     "submit_s": "seconds to unfold and enter one request",
     "form_s": "seconds to form a launch",
-    "complete_s": "seconds to take note of the end of a launch, and of the requests that end with it",
-    "host_s": "seconds of all of these for a launch and the requests that came meanwhile",
-    "requests_per_s": "requests that the host can serve at the most, dispatch left out",
-    "cells_per_launch": "cells in all tasks of a launch, on the average",
+    "complete_s": "seconds to process the end of a launch, and of the requests that end with it",
+    "host_s": "seconds of all of these for a launch and the requests that came during it",
+    "requests_per_s": "largest number of requests a second that the host can serve, without dispatch",
+    "cells_per_launch": "mean number of cells in all tasks of a launch",
 }
 
 
 class _NoDevice:
-    """Every launch has ended as soon as it is asked for."""
+    """Device whose launches end as soon as it is polled."""
 
     def __init__(self) -> None:
         self._launches: deque[Launch] = deque()
@@ -69,7 +70,7 @@ def host_costs(
     num_running: int,
     num_together: int,
 ) -> dict[str, float]:
-    """Serve all of these as fast as the host can; by the names of `UNITS`."""
+    """Serve all requests as fast as the host can; the result has the keys of `UNITS`."""
     processor, device = RequestProcessor(types, config), _NoDevice()
     submit, form, complete = (
         Clock(one) for one in (processor.submit_many, processor.scheduler.schedule, processor.completed)

@@ -1,7 +1,8 @@
-"""A load at a rate, served in virtual time, and the figures that are kept of it.
+"""A load at a fixed rate, served in virtual time, and its figures.
 
 Owns: which part of a run counts, and the figures' names.
 Does not know: which rates an experiment has.
+Called by the experiments and programs of cells.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _PERCENTILES = (50, 90, 99)
 
 
 def arrivals(rate: float, num: int, *, seed: int) -> np.ndarray:
-    """f64[num] seconds, of a Poisson process."""
+    """Return f64[num] arrival times in seconds, of a Poisson process."""
     return np.cumsum(np.random.default_rng([seed, 1]).exponential(1 / rate, num))
 
 
@@ -42,14 +43,17 @@ def serve(
     make_scheduler: Callable[..., Any],
     num_devices: int = 1,
 ) -> SimulationResult:
-    """In virtual time."""
+    """Serve `requests` in virtual time."""
     config = CellularConfig(num_devices=num_devices, num_rows=200_000)
     arrival_s = arrivals(rate, len(requests), seed=seed)
     return simulate(shape.types, shape.unfold, config, times, requests, arrival_s, make_scheduler)
 
 
 def figures(served: SimulationResult) -> dict[str, Any]:
-    """By the names of `UNITS`. What is answered after the last arrival is no throughput: it has piled up."""
+    """Return the figures of a run by the keys of `UNITS`.
+
+    Throughput does not count answers after the last arrival, because they come from the backlog.
+    """
     num = len(served.end_s)
     skipped = int(_LEFT_OUT * num)
     counted = slice(skipped, num - skipped)

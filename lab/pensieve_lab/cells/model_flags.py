@@ -1,6 +1,8 @@
-"""Flags of launchers that run a recurrent model, and the model they name.
+"""Flags of programs that run a recurrent model, and the model that they select.
 
-Owns: their names and help. Does not know: what is measured.
+Owns: their names and help.
+Does not know: what is measured.
+Called by the programs of cells.
 """
 
 from __future__ import annotations
@@ -17,20 +19,20 @@ FLAGS = flags.FLAGS
 
 
 def define_model_flags() -> None:
-    """Which model, how large, and the requests that it gets."""
-    flags.DEFINE_enum("model", "lstm", MODELS, "Of the thesis' three.")
-    flags.DEFINE_integer("hidden_size", 1024, "Of all cells.", lower_bound=1)
-    flags.DEFINE_enum("dtype", "float32", ("float32", "bfloat16"), "Of weights and states.")
-    flags.DEFINE_list("max_batch", ["512"], "Largest batch of each cell, or of all.")
-    help = "Of every sentence, or leaves of every tree; default: of the data."
+    """Define the flags of the model, its size, and its requests."""
+    flags.DEFINE_enum("model", "lstm", MODELS, "One of the three models of the thesis.")
+    flags.DEFINE_integer("hidden_size", 1024, "Hidden size of all cells.", lower_bound=1)
+    flags.DEFINE_enum("dtype", "float32", ("float32", "bfloat16"), "Type of weights and states.")
+    flags.DEFINE_list("max_batch", ["512"], "Largest batch size of each cell, or one number for all.")
+    help = "Words in every sentence, or leaves of every tree; default: as in the data."
     flags.DEFINE_integer("num_words", None, help, lower_bound=1)
-    help = "A CSV of pairs of lengths, two files of sentences that translate each other, or trees by lines."
+    help = "A CSV of length pairs, two files of parallel sentences, or a file with one tree per line."
     flags.DEFINE_list("data", [], help)
-    flags.DEFINE_integer("seed", 0, "Of requests and arrivals.", lower_bound=0)
+    flags.DEFINE_integer("seed", 0, "Seed of requests and arrivals.", lower_bound=0)
 
 
 def numbers(flag: str) -> list[int]:
-    """A flag's numbers; raises ConfigError unless all are above 0."""
+    """Return a flag's numbers; raises ConfigError unless all are above 0."""
     words: list[str] = getattr(FLAGS, flag)
     try:
         found = [int(one) for one in words]
@@ -42,7 +44,7 @@ def numbers(flag: str) -> list[int]:
 
 
 def model_from_flags() -> Model:
-    """The model, with random weights; raises ConfigError."""
+    """Return the model with random weights; raises ConfigError."""
     return make(
         FLAGS.model,
         hidden_size=FLAGS.hidden_size,

@@ -1,7 +1,8 @@
-"""The models of the thesis with random weights, and requests of each.
+"""The models of the thesis with random weights, and requests for each.
 
-Owns: sizes that do not matter to time, and where lengths come from.
-Does not know: systems, or loads.
+Owns: the sizes that do not affect time, and where lengths come from.
+Does not know: systems or loads.
+Called by `cells.model_flags`.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from pensieve_lab.workload.structures import (
 
 MODELS = ("lstm", "seq2seq", "tree_lstm")
 type Requests = Callable[[int, int], Sequence[Any]]
-"""So many, of a seed."""
+"""Returns `num` requests for a seed."""
 _VOCAB_SIZE = 30_000  # section 2.7.4
 
 
 class Model(NamedTuple):
-    """What an engine needs, and what is sent to it.
+    """Inputs of an engine, and the requests that are sent to it.
 
     Attributes:
-      model: itself.
-      cells: with the largest batches that were asked for.
-      unfold, unfold_many: of the model; the second may be None.
-      requests: so many, of a seed.
+      model: the model itself.
+      cells: its cells, with the requested largest batches.
+      unfold, unfold_many: methods of the model; the second may be None.
+      requests: returns `num` requests for a seed.
     """
 
     model: Any
@@ -56,20 +57,20 @@ def make(
     data: Sequence[Path],
     num_words: int | None,
 ) -> Model:
-    """A model and its requests.
+    """Return a model and its requests.
 
     Args:
-      name: of `MODELS`.
+      name: one of `MODELS`.
       hidden_size: of all cells.
-      dtype: to run in.
-      max_batches: of its cells, in order; one number is that of all.
-      data: a file of pairs of lengths, two of sentences, or one of trees; none draws what is like the
-        thesis' data.
-      num_words: so many in every sentence, for the bound of figure 2.11, or leaves of every tree, which are
+      dtype: in which the model runs.
+      max_batches: largest batch of each cell in order; a single number is for all cells.
+      data: one file of length pairs, two of sentences, or one of trees. Without files, lengths are drawn from
+        a distribution like that of the thesis' data.
+      num_words: words of every sentence, for the bound of figure 2.11, or leaves of every tree, which is then
         complete, for figure 2.15.
 
     Raises:
-      ConfigError: batches or files are too many or too few.
+      ConfigError: too many or too few batches or files.
     """
     kinds: dict[str, Any] = {"lstm": LSTM, "seq2seq": Seq2Seq, "tree_lstm": TreeLSTM}
     model = kinds[name].random(hidden_size=hidden_size, vocab_size=_VOCAB_SIZE, seed=0, dtype=dtype)

@@ -1,7 +1,8 @@
-"""Steps of others' LSTM: cuDNN's through JAX, and torch's, over contiguous batches of equal sentences.
+"""Step times of other LSTMs: cuDNN through JAX, and torch, over contiguous batches of equal sentences.
 
 Owns: their calls and their precision.
-Does not know: our cells.
+Does not know: this project's cells.
+Called by `programs.benchmark_cells`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _SAMPLES, _LAUNCHES = 5, 10
 
 
 def available(dtype: str) -> list[str]:
-    """Peers that run on this GPU: cuDNN through JAX, in float32 alone, and torch where it is installed."""
+    """Return the baselines that run on this GPU: cuDNN through JAX (float32 only), and torch if installed."""
     if jax.default_backend() != "gpu":
         return []
     has_torch = importlib.util.find_spec("torch") is not None
@@ -33,7 +34,7 @@ def available(dtype: str) -> list[str]:
 
 
 def step_s(peer: str, *, hidden_size: int, dtype: str, batch_size: int) -> float:
-    """Seconds of a step, the median of some samples."""
+    """Return the seconds of one step, the median of `_SAMPLES` samples."""
     once = {"cudnn": _cudnn, "torch": _torch}[peer](hidden_size, dtype, batch_size)
     once()
     return statistics.median(once() for _ in range(_SAMPLES)) / NUM_STEPS

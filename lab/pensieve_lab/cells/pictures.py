@@ -1,6 +1,8 @@
-"""Which request has a cell in which task, as a picture.
+"""Pictures that show which request has a cell in which task.
 
-Owns: the drawing. Does not know: where the tasks are from.
+Owns: the drawing.
+Does not know: where the tasks come from.
+Called by `programs.demo_cells`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ _INCHES_A_TASK, _INCHES_A_REQUEST = 0.18, 0.2
 
 
 def draw_tasks(pictures: Mapping[str, Sequence[str]], path: Path) -> None:
-    """Pictures by title, one above the other: a line a request, a letter a task; raises OSError."""
+    """Draw pictures by title, with a line per request and a letter per task; raises OSError."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,10 +1,11 @@
-"""A load at a rate, served by an engine in real time.
+"""A load at a fixed rate, served by an engine in real time.
 
 Owns: when requests are sent, and the clock.
 Does not know: models or systems.
+Called by the programs of cells.
 
-One thread sends and steps, as a server's would: every turn of its loop takes all that is due. Latency counts
-from when a request was due, so a loop that is late is charged for it.
+One thread sends and steps, as in a server: every iteration of its loop submits all requests that are due.
+Latency counts from the due time, so a late loop is charged for its delay.
 """
 
 from __future__ import annotations
@@ -23,31 +24,31 @@ from pensieve_lab.cells.simulation import SimulationResult
 _AT_ONCE = 128
 
 
-class Beginnings:
-    """When the first cell of each request was launched, as an engine's `observe`.
+class BeginTimes:
+    """Time at which the first cell of each request was launched; used as an engine's `observe`.
 
     Attributes:
-      begin_s: by number of request, since `start`; infinity before.
+      begin_s: by request number, in seconds since `start`; infinity before the launch.
     """
 
     def __init__(self) -> None:
-        """Look at nothing yet."""
+        """Start without observing any request."""
         self.begin_s = np.empty(0)
         self._engine: CellularEngine | None = None
         self._zero_s, self._first = 0.0, 0
 
     def start(self, engine: CellularEngine, num: int, first: int, zero_s: float) -> None:
-        """Look at `num` requests from number `first` on."""
+        """Observe `num` requests from number `first` on."""
         self._engine, self._first, self._zero_s = engine, first, zero_s
         self.begin_s = np.full(num, np.inf)
 
     def stop(self) -> np.ndarray:
-        """Look at nothing any more; returns `begin_s`."""
+        """Stop observing and return `begin_s`."""
         self._engine = None
         return self.begin_s
 
     def observe(self, launch: Launch) -> None:
-        """See `CellularEngine`."""
+        """Record the launch time of the requests that begin with this launch."""
         if self._engine is None:
             return
         now_s = time.perf_counter() - self._zero_s
@@ -59,15 +60,15 @@ def serve(
     engine: CellularEngine,
     requests: Sequence[Any],
     arrival_s: np.ndarray,
-    beginnings: Beginnings,
+    beginnings: BeginTimes,
 ) -> SimulationResult:
-    """To the end of the last request; `beginnings` is what the engine was given to observe it.
+    """Serve until the last request ends; `beginnings` must observe the engine.
 
     Raises:
       LaunchFailedError: a request failed.
     """
     gc.collect()
-    gc.freeze()  # requests of a whole run would be looked at again and again, which a server has not got
+    gc.freeze()  # keeps the collector from scanning the requests of a whole run, which no server holds
     try:
         end_s = _serve(engine, requests, arrival_s, beginnings)
     finally:
@@ -80,9 +81,9 @@ def _serve(
     engine: CellularEngine,
     requests: Sequence[Any],
     arrival_s: np.ndarray,
-    beginnings: Beginnings,
+    beginnings: BeginTimes,
 ) -> np.ndarray:
-    """When each of them had ended."""
+    """Return the end time of each request."""
     num, first = len(requests), engine.stats()["num_submitted"]
     end_s = np.full(num, np.nan)
     num_sent = num_ended = 0
@@ -90,11 +91,11 @@ def _serve(
     beginnings.start(engine, num, first, zero_s)
 
     def note(ended: list[CellRequest]) -> int:
-        """When these ended; returns how many they are."""
+        """Record the end time of these requests; return their number."""
         if ended:
             end_s[[handle.serial - first for handle in ended]] = time.perf_counter() - zero_s
         for handle in ended:
-            if handle.error is not None:  # no answer, however soon it came
+            if handle.error is not None:  # a failed request must not count as an answer
                 raise handle.error
         return len(ended)
 
@@ -105,6 +106,7 @@ def _serve(
             most = min(num_due, num_sent + _AT_ONCE)
             engine.submit_many(requests[num_sent:most])
             num_sent = most
-            num_ended += note(engine.step())  # devices do not wait for all that is due
+            # step now, so that devices do not wait until all due requests are submitted
+            num_ended += note(engine.step())
         num_ended += note(engine.step())
     return end_s

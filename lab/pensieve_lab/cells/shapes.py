@@ -1,7 +1,8 @@
-"""Models without numbers: cells by name, and graphs of requests that are nothing but lengths or trees.
+"""Models without numbers: cells by name, and request graphs given only by lengths or trees.
 
-Owns: what virtual time needs of LSTM, Seq2Seq and TreeLSTM.
-Does not know: how they compute; `model_defs.recurrent` does.
+Owns: what virtual time needs to know of LSTM, Seq2Seq and TreeLSTM.
+Does not know: how they compute, which `model_defs.recurrent` does.
+Called by the simulations of cells.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _STATE: dict[str, Field] = {"state": Int()}
 
 
 class _Cell:
-    """A cell of one kind of state."""
+    """Cell with a single kind of state."""
 
     def __init__(self, num_inputs: int, *, takes_word: bool) -> None:
         self.state = _STATE
@@ -32,7 +33,7 @@ class Shape(NamedTuple):
 
     Attributes:
       types: its cells.
-      unfold: a request's graph.
+      unfold: adds a request to a graph.
     """
 
     types: CellTypes
@@ -40,7 +41,7 @@ class Shape(NamedTuple):
 
 
 def lstm(max_batch: int = 512) -> Shape:
-    """A request is a number of words."""
+    """Return the LSTM; a request is a number of words."""
     cell = _Cell(1, takes_word=True)
 
     def unfold(num_words: int, graph: Graph) -> None:
@@ -50,7 +51,7 @@ def lstm(max_batch: int = 512) -> Shape:
 
 
 def seq2seq(encoder_max_batch: int = 512, decoder_max_batch: int = 256) -> Shape:
-    """A request is two numbers of words, of a source and of its translation; no scheduler knows them."""
+    """Return Seq2Seq; a request is the source and target lengths, which schedulers do not know."""
     encoder, decoder = _Cell(1, takes_word=True), _Cell(1, takes_word=False)
     cells = [Cell(encoder, "encoder", encoder_max_batch), Cell(decoder, "decoder", decoder_max_batch, 1)]
 
@@ -63,7 +64,7 @@ def seq2seq(encoder_max_batch: int = 512, decoder_max_batch: int = 256) -> Shape
 
 
 def tree_lstm(max_batch: int = 64) -> Shape:
-    """A request is a `TreeShape`."""
+    """Return TreeLSTM; a request is a `TreeShape`."""
     leaf, inner = _Cell(0, takes_word=True), _Cell(2, takes_word=False)
     cells = [Cell(leaf, "leaf", max_batch), Cell(inner, "inner", max_batch, 1)]
 

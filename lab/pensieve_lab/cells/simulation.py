@@ -1,7 +1,8 @@
-"""An engine in virtual time: the same requests, scheduler and launches; cells take as long as a table says.
+"""An engine in virtual time: real requests, scheduler and launches, with cell times from a table.
 
 Owns: workers that only take time, and when requests arrive.
 Does not know: JAX, or what cells compute.
+Called by `cells.loads` and `cells.timeline`.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from pensieve_lab.cells.times import CellTimes
 
 
 class VirtualWorker:
-    """A device that takes time and computes nothing; what it tells is zeros.
+    """Device that takes time and computes nothing; its outputs are zeros.
 
     Attributes:
-      begun_s: when each task of its last launch began, or will.
+      begun_s: begin time of each task of its last launch, possibly in the future.
     """
 
     def __init__(self, times: CellTimes, clock: VirtualClock) -> None:
-        """Nothing has run."""
+        """Start with no launches."""
         self._times, self._clock = times, clock
         self._flying: deque[tuple[float, Launch]] = deque()
         self._free_s = 0.0
@@ -40,16 +41,16 @@ class VirtualWorker:
 
     @property
     def num_in_flight(self) -> int:
-        """See `loop.Worker`."""
+        """Number of launches in flight."""
         return len(self._flying)
 
     @property
     def next_end_s(self) -> float:
-        """When its oldest launch ends; infinity if it has none."""
+        """End time of the oldest launch; infinity without launches."""
         return self._flying[0][0] if self._flying else np.inf
 
     def launch(self, launch: Launch) -> None:
-        """See `loop.Worker`."""
+        """Queue a launch behind those in flight."""
         parts = launch.parts
         took_s = [self._times.task_of(launch.kind.name, part.batch_size) for part in parts]
         ends_s = np.cumsum(np.repeat(took_s, [part.num_tasks for part in parts]))
@@ -59,7 +60,7 @@ class VirtualWorker:
         self._flying.append((self._free_s, launch))
 
     def poll(self) -> Iterator[Done]:
-        """See `loop.Worker`."""
+        """Yield the launches that ended by now."""
         while self._flying and self._flying[0][0] <= self._clock.now():
             _, launch = self._flying.popleft()
             emitted = [
@@ -71,11 +72,11 @@ class VirtualWorker:
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """What a run was like, an entry for each request in order of arrival.
+    """Times of a run, with one entry per request in order of arrival.
 
     Attributes:
-      arrival_s, begin_s, end_s: when it came, when its first cell began, and when its result was there. In
-        real time nobody sees a cell begin, and the second is when the launch with it was given to a device.
+      arrival_s, begin_s, end_s: arrival, begin of the first cell, and result. In real time the begin of a
+        cell is not observable; `begin_s` is then the time at which its launch was given to a device.
     """
 
     arrival_s: np.ndarray
@@ -93,10 +94,10 @@ def simulate(
     make_scheduler: MakeScheduler = CellScheduler,
     observe: Callable[[float, list[np.ndarray]], None] | None = None,
 ) -> SimulationResult:
-    """Serve requests that arrive at these times, in rising order, to the end of the last.
+    """Serve requests that arrive at these rising times, to the end of the last.
 
-    Every emitted value is 0, so a chain `until` another value runs to its length. `observe` is called with
-    when each launch begins, and for each task of it the places of its cells' requests.
+    Every emitted value is 0, so a chain `until` another value runs to its full length. `observe` is called
+    with the begin time of each launch and, for each of its tasks, the positions of the requests in it.
     """
     clock = VirtualClock()
     workers = [VirtualWorker(times, clock) for _ in range(config.num_devices)]
@@ -105,7 +106,7 @@ def simulate(
     begin_s, end_s = np.full(len(requests), np.inf), np.full(len(requests), np.nan)
 
     def begun(launch: Launch) -> None:
-        """Its requests have begun, if not before; a request's serial is its place in order of arrival."""
+        """Record the begin of requests; a request's serial is its position in order of arrival."""
         begun_s = workers[launch.worker].begun_s
         tasks = [processor.requests.serial[processor.nodes.request[task]] for task in launch.tasks]
         for serials, one_s in zip(tasks, begun_s, strict=True):

@@ -1,6 +1,8 @@
-"""Cellular batching and its rivals by name, each a scheduler of the same cells.
+"""Cellular batching and its baselines by name, each a scheduler of the same cells.
 
-Owns: the names. Does not know: models, loads or devices.
+Owns: the names.
+Does not know: models, loads or devices.
+Called by experiments and programs of cells.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ CELLULAR, IDEAL = "cellular", "ideal, fixed graph"
 PADDING, PADDING_OLDEST = "padding, width 10", "padding, oldest first"
 OTHER_WIDTHS = {width: f"padding, width {width}" for width in (1, 40)}
 OTHER_OLDEST = {width: f"padding, oldest first, width {width}" for width in (1, 40)}
-WHOLE = "padding, whole sentences"  # no scheduler of cells: see `whole_sentences`
+WHOLE = "padding, whole sentences"  # not a scheduler of cells: see `whole_sentences`
 WHOLE_WIDTHS = {WHOLE: 10} | {f"{WHOLE}, width {width}": width for width in (20, 40)}
 BY_DEPTH, BY_AGENDA = "merging by depth", "merging by agenda"
 

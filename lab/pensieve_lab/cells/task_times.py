@@ -1,7 +1,8 @@
-"""What tasks of a cell take on a device: in launches of one, two and five, as an engine runs them.
+"""Times of a cell's tasks on a device, in launches of one, two and five, as an engine runs them.
 
 Owns: the launches that are timed.
-Does not know: who is waiting for them, or what others take.
+Does not know: how the times are used, or what baselines take.
+Called by the programs of cells.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from pensieve_jax.cellular.launches import Part
 from pensieve_jax.device.row_steps import Timed
 
 UNITS = {
-    "task_s": "seconds of one task: of a launch behind others, through the number of its tasks",
-    "dispatch_s": "seconds of the host for a launch, its words included, while one before it runs",
+    "task_s": "seconds of one task: time of a launch that follows others / number of its tasks",
+    "dispatch_s": "seconds of the host for a launch, including its arguments, while an earlier one runs",
 }
 _SAMPLES, _LAUNCHES = 5, 40
 
 
 def task_times(engine: CellularEngine, *, seed: int, shown: bool) -> list[dict[str, Any]]:
-    """A row for every type, batch size and number of tasks that the engine has compiled."""
+    """Return a row for every type, batch size and number of tasks that the engine has compiled."""
     jobs = [
         (kind, size, num)
         for kind in engine.types.types
@@ -39,7 +40,7 @@ def task_times(engine: CellularEngine, *, seed: int, shown: bool) -> list[dict[s
     rng = np.random.default_rng(seed)
     for kind, size, num in tqdm(jobs, "tasks", disable=not shown, leave=False):
         timed = _launches(engine, kind, num, size, rng)
-        timed.sample_s(_LAUNCHES)  # what comes first is slower
+        timed.sample_s(_LAUNCHES)  # the first launches are slower
         taken = [timed.sample_s(_LAUNCHES) / num for _ in range(_SAMPLES)]
         rows.append(
             {
@@ -57,7 +58,7 @@ def task_times(engine: CellularEngine, *, seed: int, shown: bool) -> list[dict[s
 def _launches(
     engine: CellularEngine, kind: CellType, num_tasks: int, size: int, rng: np.random.Generator
 ) -> Timed:
-    """Of rows anywhere in the pool, each written by the node that read it, as chains do."""
+    """Return launches over random rows of the pool; as in chains, a node writes the row that it reads."""
     worker = engine.workers[0]
     num_rows = len(worker.pools[kind.state_kind][0]) - 1
     words = np.zeros((num_tasks, 1 + len(kind.input_kinds) + len(kind.immediates), size), np.int32)

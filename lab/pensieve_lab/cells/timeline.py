@@ -1,10 +1,11 @@
-"""Figure 2.5 of the thesis: eight requests in virtual time, cell by cell and by graphs.
+"""Figure 2.5 of the thesis: eight requests in virtual time, with cellular and with graph batching.
 
-Owns: the requests, and what is noted of a run.
+Owns: the requests, and what is recorded of a run.
 Does not know: how it is shown.
+Called by `experiments.cell_figures`.
 
-The thesis gives the lengths of requests 1 to 4, that request 5 has come by 2, 6 and 7 by 3, and that the
-second batch of graphs takes 7; the others are chosen to fit.
+The thesis gives the lengths of requests 1 to 4, that request 5 has arrived by time 2 and requests 6 and 7 by
+time 3, and that the second batch of graphs takes 7. The other numbers are chosen to fit.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ SYSTEMS: dict[str, Any] = {
 
 @dataclass
 class Timeline:
-    """Of a run; a cell takes a unit of time, and requests are numbered from 1.
+    """Record of a run. A cell takes one unit of time, and requests are numbered from 1.
 
     Attributes:
-      tasks: when each began, and who was in it.
+      tasks: begin of each task, and the requests in it.
       begin_s, end_s: of each request.
     """
 
@@ -45,12 +46,12 @@ class Timeline:
     end_s: np.ndarray = field(default_factory=lambda: np.empty(0))
 
     def ending(self, time_s: float) -> list[int]:
-        """Requests that end then."""
+        """Return the requests that end at this time."""
         return (1 + np.flatnonzero(self.end_s == time_s)).tolist()
 
 
 def run(make_scheduler: Any) -> Timeline:
-    """Serve them, a task a launch."""
+    """Serve the requests with one task per launch."""
     shape = shapes.lstm(MAX_BATCH)
     told = Timeline()
 

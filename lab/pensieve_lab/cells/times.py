@@ -1,7 +1,8 @@
-"""How long cells take.
+"""Table of cell times.
 
-Owns: the table, what lies between its lines, and that of the thesis.
-Does not know: who waits.
+Owns: the table, its interpolation, and the table of the thesis.
+Does not know: which requests wait.
+Called by the simulations of cells.
 """
 
 from __future__ import annotations
@@ -16,13 +17,12 @@ from pensieve_jax.cellular.errors import CellError
 
 @dataclass(frozen=True)
 class CellTimes:
-    """Of the cells of a model on a device.
+    """Times of a model's cells on a device.
 
     Attributes:
       cells_s: for every cell, by batch size, seconds of one task inside a launch of several.
-      overhead_s: what each task costs beside its cell, gathering and scheduling, by batch size; none if
-        empty.
-      launch_s: what each launch costs beside its tasks.
+      overhead_s: by batch size, cost of a task beside its cell, for gathering and scheduling; empty for none.
+      launch_s: cost of a launch beside its tasks.
     """
 
     cells_s: Mapping[str, Mapping[int, float]]
@@ -30,7 +30,7 @@ class CellTimes:
     launch_s: float = 0.0
 
     def task_of(self, name: str, batch_size: int) -> float:
-        """Seconds of a task; between two batch sizes on a line, beyond the last in proportion.
+        """Return the seconds of a task, linear between batch sizes and proportional beyond the last.
 
         Raises:
           CellError: the cell was not measured.
@@ -51,12 +51,12 @@ def _on_line(table: Mapping[int, float], size: int) -> float:
 
 
 def thesis_v100() -> CellTimes:
-    """The V100 of the thesis, hidden size 1024.
+    """Return the times of the thesis' V100 at hidden size 1024.
 
-    An LSTM step takes 185 microseconds at 64 and 784 at 512 (section 2.7.3), hardly less below 64, and at 512
-    it has 20% more throughput than at 256 (section 2.7.4). Scheduling and gathering make 250 of these 185,
-    and at 512 leave 87% of the throughput (section 2.7.3). A decoder's step takes three times an encoder's,
-    as decoding is 75% of the computation (section 2.7.4).
+    An LSTM step takes 185 microseconds at batch size 64 and 784 at 512 (section 2.7.3), hardly less below 64,
+    and at 512 it has 20% more throughput than at 256 (section 2.7.4). Scheduling and gathering raise 185 to
+    250 microseconds, and at 512 they leave 87% of the throughput (section 2.7.3). A decoder step takes three
+    times as long as an encoder step, as decoding is 75% of the computation (section 2.7.4).
     """
     step = {1: 185e-6, 64: 185e-6, 256: 470e-6, 512: 784e-6}
     decoder = {size: 3 * one for size, one in step.items()}

@@ -1,11 +1,12 @@
-"""The strongest padding: sentences of a bucket in one call of cuDNN's LSTM, or of a scan where there is none.
+"""The strongest padding: sentences of a bucket in one call of cuDNN's LSTM, or of a scan without cuDNN.
 
-Owns: buckets, the batches made of them, and their programs.
-Does not know: cells, or an engine.
+Owns: the buckets, the batches made of them, and their programs.
+Does not know: cells or an engine.
+Called by the programs of cells.
 
-The oldest sentence's bucket is next, as many of it as fit, padded to its longest member rounded up to a
-length that is compiled; two batches are in flight. cuDNN is told each sentence's length. Its weights are the
-LSTM's.
+The bucket of the oldest sentence is next. As many of its sentences as fit run together, padded to the longest
+one rounded up to a compiled length. Two batches are in flight. cuDNN receives each sentence's length, and its
+weights are those of the LSTM.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _IN_FLIGHT, _MOST_AT_ONCE = 2, 1024
 
 
 def limit_of_words() -> str:
-    """For whoever has longer sentences."""
+    """Return the limit that error messages give for longer sentences."""
     return f"at most {LENGTHS[-1]} words, for which whole sentences are compiled: choose others by --systems"
 
 
@@ -46,20 +47,20 @@ def _check(lengths: Sequence[int] | np.ndarray) -> None:
 
 
 class _Batch(NamedTuple):
-    places: np.ndarray  # of its sentences
-    result: Any  # whose type lacks `is_ready`
+    places: np.ndarray  # indices of its sentences
+    result: Any  # `Any` because JAX's type lacks `is_ready`
 
 
 class WholeSentences:
-    """Of one LSTM, compiled for every batch size and length."""
+    """One LSTM, compiled for every batch size and length."""
 
     def __init__(self, model: LSTM, batch_sizes: Sequence[int], *, shown: bool) -> None:
-        """Compile.
+        """Compile all programs.
 
         Args:
-          model: what is computed.
-          batch_sizes: rising.
-          shown: whether there is a bar.
+          model: the LSTM to run.
+          batch_sizes: in rising order.
+          shown: whether to show a progress bar.
         """
         self._batch_sizes = tuple(batch_sizes)
         device = jax.local_devices()[0]
@@ -84,7 +85,7 @@ class WholeSentences:
             self.run([np.ones(1, np.int32)] * size)
 
     def run(self, sentences: Sequence[np.ndarray]) -> np.ndarray:
-        """f32[n, hidden]: what the last word of each of these leaves; no more than the largest batch.
+        """Return f32[n, hidden], each sentence's state after its last word; n is at most the largest batch.
 
         Raises:
           ConfigError: see `serve`.
@@ -95,10 +96,10 @@ class WholeSentences:
     def serve(
         self, sentences: Sequence[np.ndarray], arrival_s: np.ndarray, *, width: int
     ) -> SimulationResult:
-        """All of them, as `real_time.serve` does it, by buckets of a width.
+        """Serve all sentences like `real_time.serve`, with buckets of `width` words.
 
         Raises:
-          ConfigError: a sentence is longer than `LENGTHS` go.
+          ConfigError: a sentence is longer than the largest of `LENGTHS`.
         """
         lengths = np.array([len(one) for one in sentences])
         _check(lengths)
@@ -113,7 +114,7 @@ class WholeSentences:
     def _serve(
         self, sentences: Sequence[np.ndarray], lengths: np.ndarray, arrival_s: np.ndarray, width: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """When each of them began and had ended."""
+        """Return when each sentence began and ended."""
         num = len(sentences)
         buckets: dict[int, deque[int]] = {}
         begin_s, end_s = np.full(num, np.nan), np.full(num, np.nan)
@@ -155,7 +156,7 @@ class WholeSentences:
 
 
 def _cudnn_arrays(model: LSTM) -> tuple[jax.Array, ...]:
-    """The table of embeddings, and cuDNN's one array of weights: of inputs, of states, and two biases."""
+    """Return the embedding table, and cuDNN's single weight array: of inputs, of states, and two biases."""
     gates, width = model.lstm.weight[...], model.config.embedding_size
     bias = model.lstm.bias
     biases = jnp.zeros(gates.shape[1]) if bias is None else bias[...]

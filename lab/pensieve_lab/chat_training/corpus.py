@@ -1,7 +1,8 @@
-"""What a small chat model is trained on: recorded dialogues, and conversations made around told facts.
+"""Training data of a small chat model: recorded dialogues, and conversations generated around told facts.
 
-Owns: the mixture, and which replies of it count how much.
+Owns: the mixture, and the loss weight of each reply.
 Does not know: files, how ids are made, or the model.
+Called by `programs.train_chat_model`.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ SYSTEM_MESSAGES: Final = (
     "You help people with restaurants, music, travel and appointments.",
     "Answer briefly, and remember what the user tells you.",
 )
-_SYSTEM_SHARE: Final = 0.1  # of conversations that begin with one of them, so that it does no harm
+# share of conversations that begin with one of them, so that a system message does no harm
+_SYSTEM_SHARE: Final = 0.1
 
 
 class Weights(NamedTuple):
-    """What replies count in a conversation around facts; small talk and recorded dialogues count 1.
+    """Loss weights of replies around facts; small talk and recorded dialogues have weight 1.
 
     Attributes:
-      fact: of one that acknowledges facts, or answers a question about them.
-      talk: of one between telling and asking, whose dialogue is among the recorded ones anyway.
+      fact: weight of a reply that acknowledges facts, or answers a question about them.
+      talk: weight of a reply between telling and asking, whose dialogue is among the recorded ones anyway.
     """
 
     fact: float
@@ -39,7 +41,7 @@ class Weights(NamedTuple):
 
 
 class Corpus:
-    """The dialogues, encoded, and conversations around facts made of them."""
+    """Encoded dialogues, and conversations around facts made from them."""
 
     def __init__(
         self,
@@ -48,7 +50,7 @@ class Corpus:
         assistants: Sequence[Conversation],
         weights: Weights,
     ) -> None:
-        """`tasks` are also the talk between telling and asking; `assistants` lend words to scraps."""
+        """Encode the dialogues; `tasks` also give talk between facts, and `assistants` words for scraps."""
         self._encoder, self._tasks, self._assistants = encoder, tasks, assistants
         texts = (text for one in assistants for exchange in one.exchanges for text in exchange)
         self._scraps = Scraps(texts)
@@ -60,23 +62,23 @@ class Corpus:
         }
 
     def recorded(self, seed: int) -> Iterator[Example]:
-        """Every dialogue once."""
+        """Yield every recorded dialogue once."""
         rng = random.Random(seed)
         for conversation in (*self._tasks, *self._assistants):
             weights = [1.0] * len(conversation.exchanges)
             yield self._encoder.encode(_perhaps_with_system(rng, conversation), weights)
 
     def fresh(self, rng: random.Random) -> Example:
-        """A conversation around facts."""
+        """Return a new conversation around facts."""
         conversation, roles = recall_conversation(rng, self._tasks, self._scraps)
         weights = [self._weights[role] for role in roles]
         return self._encoder.encode(_perhaps_with_system(rng, conversation), weights)
 
 
 def vocabulary_texts(tasks: Sequence[Conversation], assistants: Sequence[Conversation]) -> Iterator[str]:
-    """What a vocabulary is learned from: all messages, small talk, and the training wordings about facts.
+    """Yield the texts for the vocabulary: messages, small talk, and training wordings of facts.
 
-    The latter are without values, so that held-out ones and those of training fall into pieces alike.
+    The wordings come without values, so that held-out and training values are split into tokens alike.
     """
     for conversation in (*tasks, *assistants):
         for exchange in conversation.exchanges:

@@ -1,11 +1,12 @@
-"""Telling another value than before: "No, Thursday.", "My dog's name is Rex now, not Miro."
+"""Corrections of a told value: "No, Thursday.", "My dog's name is Rex now, not Miro."
 
-Owns: the wordings, which of them training never sees, and how the answer to a correction is worded.
-Does not know: where in a conversation one stands, tokens or models.
+Owns: the wordings, which of them training never sees, and the answers to corrections.
+Does not know: where in a conversation a correction stands, tokens or models.
+Called by `chat_training.recall` and `recall_cases`.
 
-A bare correction gives the value alone, and means what was told or answered just before. A named one says
+A bare correction gives only the value, and refers to what was told or answered just before. A named one says
 what it is about, and may come at any time. The last two of either list are for the tests; the constructions
-of `held_out` are for their last part.
+of `held_out` are for the tests' last part.
 """
 
 from __future__ import annotations
@@ -71,18 +72,18 @@ _WITHIN: Final = (
     "{new}, not {old},",
     "{new} instead of {old}",
 )
-_AGAIN_SHARE: Final = 0.2  # of named corrections that tell as if for the first time
-_SCRAPS_SHARE: Final = 0.15  # of corrections of either sort: of no construction at all
+_AGAIN_SHARE: Final = 0.2  # share of named corrections that tell the value as if for the first time
+_SCRAPS_SHARE: Final = 0.15  # share of corrections of either sort that follow no construction at all
 _ACKNOWLEDGEMENTS: Final = ("All right, {}", "Okay, {}", "Thank you for the correction: {}", "Noted: {}")
 
 
 def within(rng: random.Random, old: str, new: str) -> str:
-    """A value that is corrected in the sentence that tells it."""
+    """Return a value that is corrected in the sentence that tells it."""
     return rng.choice(_WITHIN).format(old=old, new=new)
 
 
 def bare(rng: random.Random, kind: FactKind, new: str, wordings: Wordings, scraps: Scraps) -> str:
-    """A message that says nothing but the other value."""
+    """Return a message that contains only the new value."""
     short = rng.choice(kind.short)
     if wordings is Wordings.TRAINING:
         if rng.random() < _SCRAPS_SHARE:
@@ -95,7 +96,7 @@ def bare(rng: random.Random, kind: FactKind, new: str, wordings: Wordings, scrap
 
 
 def named(rng: random.Random, kind: FactKind, old: str, new: str, wordings: Wordings, scraps: Scraps) -> str:
-    """A message that says what is corrected."""
+    """Return a message that names what is corrected."""
     if wordings is Wordings.TRAINING:
         if rng.random() < _AGAIN_SHARE:
             return kind.telling(rng, new, wordings, scraps)
@@ -111,12 +112,12 @@ def named(rng: random.Random, kind: FactKind, old: str, new: str, wordings: Word
 
 
 def acknowledged(rng: random.Random, answer: str) -> str:
-    """What is said to a correction; `answer` gives the value that holds now."""
+    """Return the reply to a correction; `answer` gives the current value."""
     return rng.choice(_ACKNOWLEDGEMENTS).format(within_sentence(answer))
 
 
 def training_texts(kind: FactKind) -> list[str]:
-    """A few corrections of the training part without their values."""
+    """Return the corrections of the training part for one kind, without their values."""
     rng = random.Random(0)
     patterns = (*training_wordings(_BARE), *training_wordings(_NAMED))
     texts = [expanded(rng, pattern).format(topic=kind.topics[0], short="{}") for pattern in patterns]

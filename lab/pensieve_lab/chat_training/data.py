@@ -1,6 +1,8 @@
-"""Recorded dialogues as training reads them.
+"""Recorded dialogues for training.
 
-Owns: the file format and what is wrong with a line. Does not know: tokens, templates or facts.
+Owns: the file format and its errors.
+Does not know: tokens, templates or facts.
+Called by `programs.train_chat_model`.
 
 A line is a JSON object whose `turns` are ["U", text] for a user and [another letter, text] for the other
 side: "S" for the system of a task, say, or "A" for an assistant. A name that ends in .gz is decompressed.
@@ -19,24 +21,24 @@ _USER = "U"
 
 
 class Exchange(NamedTuple):
-    """What a user said, and the reply."""
+    """A user message and its reply."""
 
     user: str
     reply: str
 
 
 class Conversation(NamedTuple):
-    """Exchanges in order, perhaps behind a system message."""
+    """Exchanges in order, with an optional system message before them."""
 
     exchanges: tuple[Exchange, ...]
     system: str | None = None
 
 
 def read_dialogues(flag: str, path: str) -> list[Conversation]:
-    """Every dialogue of the file that has an exchange; raises ConfigError naming the flag.
+    """Return every dialogue of the file that has an exchange; raises ConfigError naming the flag.
 
-    Two messages of one speaker in a row become one, lines apart. What the user says last, without a reply,
-    and what the other side says before anybody asked, are left out.
+    Consecutive messages of one speaker are joined with a line break. A last user message without a reply, and
+    messages of the other side before the first user message, are left out.
     """
     opener = gzip.open if path.endswith(".gz") else Path.open
     dialogues = []

@@ -1,11 +1,13 @@
-"""Whether the conversation so far matters to a model: loss and recall, with the history and without it.
+"""Evaluation of how well a model uses its history: loss and recall, with the history and without it.
 
-Owns: the two measurements and their names. Does not know: training.
+Owns: the two measurements and their names.
+Does not know: training.
+Called by `programs.train_chat_model`.
 
-  history loss   the loss per token of recorded replies from the fourth turn on, each once behind its whole
-                 conversation and once behind its own user message alone
+  history loss   the loss per token of recorded replies from the fourth turn on, each once after its whole
+                 conversation and once after its own user message only
   recall         the share of questions about something told earlier whose greedy answer holds it, once in the
-                 conversation and once asked out of nowhere; for each set of questions
+                 conversation and once without it; for each set of questions
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from pensieve_lab.chat_training.step import Network, Parameters, batch_loss, gre
 
 FIRST_TURN: Final = 4
 _NUM_NEW: Final = 48  # tokens of an answer
-_LENGTH_STEP: Final = 64  # prompts are padded to a multiple of it: one shape for the whole set
+_LENGTH_STEP: Final = 64  # prompts are padded to a multiple of it, which gives one shape for the whole set
 
 
-class Compared(NamedTuple):
-    """One figure of a model that has the history, and of the same model without it."""
+class HistoryComparison(NamedTuple):
+    """A figure of a model with the history, and of the same model without it."""
 
     with_history: float
     without_history: float
@@ -39,16 +41,16 @@ class Compared(NamedTuple):
 class Figures(NamedTuple):
     """Both measurements: nats per token, and percent of the questions of each set.
 
-    `by_kind` has the percent with the history and the number of cases, of each set and kind of question.
+    `by_kind` has the percentage with the history and the number of cases, for each set and kind of question.
     """
 
-    history_loss: Compared
-    recall_percent: dict[str, Compared]
+    history_loss: HistoryComparison
+    recall_percent: dict[str, HistoryComparison]
     by_kind: dict[str, dict[str, tuple[float, int]]]
 
 
 class _Questions(NamedTuple):
-    """A set of them: prompts with the conversation before and without, and the cases they are of."""
+    """A set of questions: prompts with and without the conversation before them, and their cases."""
 
     whole: list[list[int]]
     alone: list[list[int]]
@@ -68,7 +70,7 @@ class Evaluation:
         num_rows: int,
         row_len: int,
     ) -> None:
-        """Encode the data; what is measured runs in batches of `num_rows` rows of `row_len` tokens.
+        """Encode the data, to be measured in batches of `num_rows` rows of `row_len` tokens.
 
         `cases` are sets of questions by name.
 
@@ -83,12 +85,12 @@ class Evaluation:
             raise ConfigError("--context_tokens", row_len, f"at least {needed}, for the recall questions")
 
     def __call__(self, parameters: Parameters) -> Figures:
-        """Measure a model."""
+        """Measure a model on all data."""
         losses = [self._loss_per_token(parameters, examples) for examples in self._replies]
         recalled, by_kind = {}, {}
         for name, questions in self._questions.items():
             recalled[name], by_kind[name] = self._recall_percent(parameters, questions)
-        return Figures(Compared(*losses), recalled, by_kind)
+        return Figures(HistoryComparison(*losses), recalled, by_kind)
 
     def _loss_per_token(self, parameters: Parameters, examples: Sequence[Example]) -> float:
         losses = [
@@ -100,24 +102,24 @@ class Evaluation:
 
     def _recall_percent(
         self, parameters: Parameters, questions: _Questions
-    ) -> tuple[Compared, dict[str, tuple[float, int]]]:
-        """Of the whole set, and of each kind with the history."""
+    ) -> tuple[HistoryComparison, dict[str, tuple[float, int]]]:
+        """Return the percentages of the whole set, and of each kind with the history."""
         shares, by_kind = [], {}
         for prompts in (questions.alone, questions.whole):
             answers = self.answers(parameters, prompts)
             right = [case.is_right(one) for case, one in zip(questions.cases, answers, strict=True)]
             shares.append(100 * sum(right) / len(right))
             by_kind = percent_by_kind(questions.cases, answers)
-        return Compared(shares[1], shares[0]), by_kind
+        return HistoryComparison(shares[1], shares[0]), by_kind
 
     def answers(self, parameters: Parameters, prompts: Sequence[Sequence[int]]) -> list[str]:
-        """Greedy replies, up to the end marker; no prompt may be longer than the longest question."""
+        """Return greedy replies up to the end marker; no prompt may be longer than the longest question."""
         longest = max(map(len, prompts)) + _NUM_NEW
         row_len = min(-(-longest // _LENGTH_STEP) * _LENGTH_STEP, self._row_len)
         replies = []
         for some in itertools.batched(prompts, self._num_rows):
             token_ids = np.zeros((self._num_rows, row_len), np.int32)
-            lengths = np.ones(self._num_rows, np.int32)  # rows without a prompt say something nobody reads
+            lengths = np.ones(self._num_rows, np.int32)  # rows without a prompt produce unused output
             for row, prompt in enumerate(some):
                 token_ids[row, : len(prompt)], lengths[row] = prompt, len(prompt)
             new = greedy_tokens(parameters, token_ids, lengths, network=self._network, num_new=_NUM_NEW)
@@ -132,7 +134,7 @@ class Evaluation:
 def _history_examples(
     encoder: ConversationEncoder, dialogues: Sequence[Conversation]
 ) -> tuple[list[Example], list[Example]]:
-    """Examples in which only replies from turn `FIRST_TURN` on count: whole conversations, and each alone."""
+    """Return examples that weight only replies from turn `FIRST_TURN` on, in conversations and alone."""
     first = FIRST_TURN - 1
     long = [dialogue for dialogue in dialogues if len(dialogue.exchanges) > first]
     if not long:
@@ -145,7 +147,7 @@ def _history_examples(
 
 
 def _recall_questions(encoder: ConversationEncoder, cases: Sequence[RecallCase]) -> _Questions:
-    """Prompts are ids that end where the answer begins."""
+    """Return prompts as ids that end where the answer begins."""
     whole = []
     for case in cases:
         history = encoder.encode(case.history, [0.0] * len(case.history.exchanges))

@@ -1,11 +1,12 @@
-"""Conversations as token ids with a weight each, and those packed into rows.
+"""Conversations as weighted token ids, packed into rows.
 
-Owns: which tokens a conversation is, in the very form in which the engine sends it; how much each counts in
-the loss; how conversations share a row.
+Owns: the token ids of a conversation, exactly as the engine sends them; the weight of each in the loss; and
+how conversations share a row.
 Does not know: the model, the loss, or where conversations come from.
+Called by `corpus`, `feed` and `evaluation`.
 
-A turn's ids are those that `ChatFormat` makes for `LLM.chat`. What it writes around a message is asked for
-once: between two markers a message's own ids depend on nothing else.
+A turn's ids are those that `ChatFormat` makes for `LLM.chat`. The ids around a message are computed once,
+because a message's own ids depend on nothing outside its markers.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ import numpy as np
 from pensieve_jax.text import ChatFormat, EarlierTurn, Tokenizer
 from pensieve_lab.chat_training.data import Conversation, Exchange
 
-_MAX_EXCHANGES = 2**18  # remembered; those of recorded dialogues are used again and again
-_MAX_TEXTS = 2**16  # likewise: questions and acknowledgements
+_MAX_EXCHANGES = 2**18  # cache size; exchanges of recorded dialogues are reused many times
+_MAX_TEXTS = 2**16  # cache size; questions and acknowledgements are reused as well
 
 
 class Example(NamedTuple):
-    """A conversation; `weights[i]` is what predicting token i counts."""
+    """A conversation; `weights[i]` is the loss weight of predicting token i."""
 
     token_ids: np.ndarray  # i32[n]
     weights: np.ndarray  # f32[n]
@@ -33,21 +34,22 @@ class Example(NamedTuple):
 class Batch[Array](NamedTuple):
     """Rows of packed conversations; [B, L] each. A pytree of arrays.
 
-    `segments` numbers the conversations of a row from 1; 0 is padding. `positions` start over with each.
+    `segments` numbers the conversations of a row from 1; 0 is padding. `positions` restart at 0 with each
+    conversation.
     """
 
     token_ids: Array  # i32
-    targets: Array  # i32: the token behind each
-    weights: Array  # f32: what predicting the target counts; 0 where a conversation ends
+    targets: Array  # i32: the next token of each
+    weights: Array  # f32: loss weight of the target; 0 where a conversation ends
     positions: Array  # i32
     segments: Array  # i32
 
 
 class ConversationEncoder:
-    """Ids of conversations in one tokenizer's chat template."""
+    """Encoder of conversations in one tokenizer's chat template."""
 
     def __init__(self, tokenizer: Tokenizer, *, user_weight: float) -> None:
-        """`user_weight` is what a token counts that the model is sent, where one that it says counts 1.
+        """Set the loss weight `user_weight` of prompt tokens; reply tokens have weight 1.
 
         Raises ChatTemplateError or TokenizerMissingError.
         """
@@ -62,11 +64,11 @@ class ConversationEncoder:
         self._text_ids = functools.lru_cache(_MAX_TEXTS)(self._encode_text)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For another process: what is remembered stays here."""
+        """Pickle without the caches."""
         return functools.partial(type(self), user_weight=self._user_weight), (self._tokenizer,)
 
     def encode(self, conversation: Conversation, reply_weights: Sequence[float]) -> Example:
-        """The whole conversation; `reply_weights` scales what each exchange counts."""
+        """Return the whole conversation as an example; `reply_weights` scales the weight of each exchange."""
         first, *later = conversation.exchanges
         parts = [self._encode_exchange(first, is_first=True, system=conversation.system)]
         parts += [self._later_exchange(exchange) for exchange in later]
@@ -76,20 +78,20 @@ class ConversationEncoder:
         return Example(np.concatenate([ids for ids, _ in parts]), weights)
 
     def turn_ids(self, user: str, *, is_first: bool, system: str | None = None) -> list[int]:
-        """The prompt of a turn, up to where the reply begins."""
+        """Return the prompt ids of a turn, up to where the reply begins."""
         before, behind = self._frame(is_first, system)
         return [*before, *self._text_ids(user), *behind]
 
     def _encode_exchange(
         self, exchange: Exchange, *, is_first: bool = False, system: str | None = None
     ) -> tuple[np.ndarray, int]:
-        """Ids of an exchange, and how many of them are the prompt's."""
+        """Return the ids of an exchange, and the number of prompt ids among them."""
         prompt = self.turn_ids(exchange.user, is_first=is_first, system=system)
         reply = [*self._text_ids(exchange.reply), self._end_id]
         return np.array(prompt + reply, np.int32), len(prompt)
 
     def _make_frame(self, is_first: bool, system: str | None) -> tuple[list[int], list[int]]:
-        """What the template writes before a user's message and behind it."""
+        """Return the ids that the template writes before and after a user's message."""
         messages = [{"role": "user", "content": "."}]
         if system is not None:
             messages.insert(0, {"role": "system", "content": system})
@@ -105,7 +107,7 @@ class Rows:
     """A batch that is being filled."""
 
     def __init__(self, num_rows: int, row_len: int) -> None:
-        """Empty rows, all of them padding."""
+        """Start with empty rows, which are all padding."""
         shape = num_rows, row_len
         self._batch = Batch(
             *(np.zeros(shape, np.float32 if name == "weights" else np.int32) for name in Batch._fields)
@@ -114,9 +116,9 @@ class Rows:
         self._num_segments = np.zeros(num_rows, np.int64)
 
     def add(self, example: Example) -> bool:
-        """Put a conversation into the first row with room; False if there is none.
+        """Put a conversation into the first row with room; return False if no row has room.
 
-        What is longer than a row loses its end.
+        A conversation longer than a row is truncated.
         """
         row_len = self._batch.token_ids.shape[1]
         ids, weights = (part[:row_len] for part in example)
@@ -127,19 +129,19 @@ class Rows:
         self._filled[row] = end
         self._num_segments[row] += 1
         self._batch.token_ids[row, start:end] = ids
-        self._batch.targets[row, start : end - 1] = ids[1:]  # the last token has nothing behind it
+        self._batch.targets[row, start : end - 1] = ids[1:]  # the last token has no target
         self._batch.weights[row, start : end - 1] = weights[1:]
         self._batch.positions[row, start:end] = np.arange(len(ids))
         self._batch.segments[row, start:end] = self._num_segments[row]
         return True
 
     def batch(self) -> Batch[np.ndarray]:
-        """What was put in; add nothing after that."""
+        """Return the filled batch; `add` must not be called afterwards."""
         return self._batch
 
 
 def all_batches(examples: Iterable[Example], *, num_rows: int, row_len: int) -> Iterator[Batch[np.ndarray]]:
-    """Every example once; the last batch may have empty rows."""
+    """Yield batches that contain every example once; the last batch may have empty rows."""
     rows, is_empty = Rows(num_rows, row_len), True
     for example in examples:
         if not rows.add(example):

@@ -1,10 +1,11 @@
-"""A trained model as an ordinary Hugging Face directory.
+"""Export of a trained model as an ordinary Hugging Face directory.
 
 Owns: config.json, generation_config.json and model.safetensors of a Llama.
 Does not know: how it was trained, or its tokenizer.
+Called by `programs.train_chat_model`.
 
-Names and layouts are those of `model_defs.hf_recipes`: a recipe only moves values (it fuses and transposes),
-so its transpose as a linear map is its inverse, and no second table can disagree with the first.
+Names and layouts come from `model_defs.hf_recipes`. A recipe only moves values (it fuses and transposes), so
+its transpose as a linear map is its inverse, and no second table is needed that could disagree.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ _PREFIX: Final = "model."
 
 
 def export_model(directory: Path, config: ModelConfig, parameters: Parameters) -> int:
-    """Write the model in the dtype of `config`; returns the bytes of its weights.
+    """Write the model in the dtype of `config`; return the bytes of its weights.
 
     Args:
-      directory: exists; files of the same names are replaced.
+      directory: must exist; files of the same names are replaced.
       config: of a Llama with tied embeddings, default rotary positions and no biases.
       parameters: float32 arrays by name.
     """
@@ -52,7 +53,7 @@ def export_model(directory: Path, config: ModelConfig, parameters: Parameters) -
 
 
 def _hf_config(config: ModelConfig) -> dict[str, Any]:
-    """config.json in the spelling of transformers 4, which 5 reads too."""
+    """Return config.json in the spelling of transformers 4, which version 5 reads too."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

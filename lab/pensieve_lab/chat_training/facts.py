@@ -1,7 +1,8 @@
-"""Something that can be told about oneself, and the sentences that tell it or ask for it.
+"""Kinds of facts that a user can tell, and the sentences that tell them or ask for them.
 
 Owns: what a kind of fact is, and how its own wordings and the common frames are drawn and combined.
 Does not know: the wordings (`kinds`), conversations, tokens or models.
+Called by `kinds`, `questions` and `recall`.
 
 `~` in a wording marks where an aside may stand.
 """
@@ -38,53 +39,53 @@ from pensieve_lab.chat_training.wordings import (
     within_sentence,
 )
 
-_ASIDE_SHARE: Final = 0.3  # of sentences with a mark
+_ASIDE_SHARE: Final = 0.3  # share of sentences with a mark
 _LEAD_SHARE: Final = 0.25
 _TAIL_SHARE: Final = 0.15
-_TOPIC_TELL_SHARE: Final = 0.15  # of sentences that tell
-_CLAUSE_SHARE: Final = 0.3  # of the other ones, where they are statements
-_PATTERN_SHARE: Final = 0.5  # of sentences in frames
-_SCRAPS_TELL_SHARE: Final = 0.12  # of sentences that tell: of no construction at all
-_SCRAPS_ASK_SHARE: Final = 0.2  # of framed sentences that ask
-_SCRAPS_AROUND_SHARE: Final = 0.06  # of the others
+_TOPIC_TELL_SHARE: Final = 0.15  # share of sentences that tell
+_CLAUSE_SHARE: Final = 0.3  # share of the other ones that are statements
+_PATTERN_SHARE: Final = 0.5  # share of sentences in frames
+_SCRAPS_TELL_SHARE: Final = 0.12  # share of sentences that tell and follow no construction at all
+_SCRAPS_ASK_SHARE: Final = 0.2  # share of framed sentences that ask
+_SCRAPS_AROUND_SHARE: Final = 0.06  # share of the other sentences that ask
 _FRAMED_ASK_SHARE: Final = 0.65
-_TOPIC_ASK_SHARE: Final = 0.5  # of framed ones
-CASUAL_SHARE: Final = 0.12  # of sentences of either sort, in training
+_TOPIC_ASK_SHARE: Final = 0.5  # share of framed sentences that ask
+CASUAL_SHARE: Final = 0.12  # share of training sentences of either sort
 
 
 class FactKind(NamedTuple):
-    """One thing that can be told. `{}` stands for the value.
+    """One kind of fact. `{}` stands for the value.
 
-    `draw(rng, text)` is a value, perhaps one made of `text`. The last two of `tells` and of `asks` are the
-    tests' new sentences; `new_tells` are their new constructions.
+    `draw(rng, text)` returns a value, which may use words of `text`. The last two of `tells` and of `asks`
+    are the tests' new sentences; `new_tells` are their new constructions.
     """
 
     name: str
-    family: str  # what figures call it: "a day"
+    family: str  # label in figures: "a day"
     draw: Callable[[random.Random, str], str]
     short: tuple[str, ...]  # a value alone, as a correction may give it: "at {}"
-    cores: tuple[str, ...]  # words that a sentence of any construction about it has: "my dog"
+    cores: tuple[str, ...]  # words that every sentence about it contains: "my dog"
     subject: str  # completes "You have not told me"
-    topics: tuple[str, ...]  # what is told by its name: "my dog's name"
-    questions: tuple[str, ...]  # likewise as a question: "what my dog is called"
+    topics: tuple[str, ...]  # noun phrases for it: "my dog's name"
+    questions: tuple[str, ...]  # indirect questions for it: "what my dog is called"
     tells: tuple[str, ...]
     new_tells: tuple[str, ...]
     asks: tuple[str, ...]
     answers: tuple[str, ...]
 
     def value(self, rng: random.Random, text: str, wordings: Wordings) -> str:
-        """A value of the training part, or of the held-out one; weekdays and the like are in both."""
+        """Return a training value or a held-out one; closed lists such as weekdays belong to both."""
         is_test = wordings is not Wordings.TRAINING
         while is_held_out(value := self.draw(rng, text)) != is_test and not is_closed(value):
             pass
         return value
 
     def telling(self, rng: random.Random, value: str, wordings: Wordings, scraps: Scraps) -> str:
-        """A sentence that tells the value, as training varies it or in words that training never sees."""
+        """Return a sentence that tells the value, in the given part's wordings."""
         return self.telling_template(rng, wordings, scraps).format(value)
 
     def telling_template(self, rng: random.Random, wordings: Wordings, scraps: Scraps) -> str:
-        """That sentence with {} for the value."""
+        """Return such a sentence with {} for the value."""
         if wordings is Wordings.NEW_SENTENCES:
             return rng.choice(held_out_wordings(self.tells)).replace(ASIDE_MARK, "")
         if wordings is Wordings.NEW_CONSTRUCTIONS:
@@ -106,7 +107,7 @@ class FactKind(NamedTuple):
         return perhaps_casual(rng, text, CASUAL_SHARE)
 
     def asking(self, rng: random.Random, wordings: Wordings, scraps: Scraps) -> str:
-        """A sentence that asks for the value, of the same part."""
+        """Return a sentence of the same part that asks for the value."""
         if wordings is Wordings.NEW_SENTENCES:
             return rng.choice(held_out_wordings(self.asks))
         if wordings is Wordings.NEW_CONSTRUCTIONS:
@@ -140,7 +141,7 @@ class FactKind(NamedTuple):
         return tuple(map(capitalised, (*questions, *topics)))
 
     def training_texts(self) -> Iterator[str]:
-        """Every sentence of the training part without its value, the frames once with each of its words."""
+        """Yield every training sentence without its value, and each frame once with one of its words."""
         for text in (*training_wordings(self.tells), *training_wordings(self.asks), *self.answers):
             yield text.replace(ASIDE_MARK, "").replace("{}", "")
         for frames, words in ((TOPIC_TELLS + TOPIC_ASKS, self.topics), (QUESTION_ASKS, self.questions)):
@@ -150,7 +151,7 @@ class FactKind(NamedTuple):
 
 
 def _perhaps_framed(rng: random.Random, text: str) -> str:
-    """A sentence with an aside, or inside another sentence, or as it is."""
+    """Return a sentence with an aside, inside another sentence, or unchanged."""
     text = text.replace(ASIDE_MARK, rng.choice(ASIDES) if rng.random() < _ASIDE_SHARE else "")
     if text.startswith(CLAUSE_STARTS) and rng.random() < _CLAUSE_SHARE:
         clause = within_sentence(text).removesuffix(".")

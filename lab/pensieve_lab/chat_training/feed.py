@@ -1,11 +1,12 @@
-"""What every step of a training is fed: some recorded dialogues, and fresh conversations around facts.
+"""Batches of a training: recorded dialogues, and new conversations around facts.
 
 Owns: which recorded dialogues a step gets, and how the rest of its rows is filled.
 Does not know: how conversations are made or encoded, or the model.
+Called by `chat_training.loop`.
 
-A batch is a function of the seed and the step alone, so a training goes on anywhere, and any process can
-make it. Recorded dialogues are few: a step gets a fixed number of them, every one once in an epoch.
-Conversations around facts cost little to make, so none is used twice, and what does not fit is forgotten.
+A batch depends only on the seed and the step, so a training can resume at any step, and any process can make
+the batch. Recorded dialogues are few: a step gets a fixed number of them, and each occurs once per epoch.
+Conversations around facts are cheap to make, so none is used twice, and those that do not fit are discarded.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ import numpy as np
 from pensieve_jax import ConfigError
 from pensieve_lab.chat_training.examples import Batch, Example, Rows
 
-_MAX_MISFITS: Final = 12  # in a row, until a batch counts as full; it has few percent of padding then
-_BATCHES_AHEAD: Final = 3  # for each process that makes them
-_kept: Feed | None = None  # a worker process's own
+# after this many misfits in a row a batch counts as full; a few percent of it are padding
+_MAX_MISFITS: Final = 12
+_BATCHES_AHEAD: Final = 3  # per process that makes batches
+_kept: Feed | None = None  # the feed of a worker process
 
 
 class Feed:
@@ -44,8 +46,8 @@ class Feed:
     ) -> None:
         """Keep the recorded dialogues; `fresh(rng)` makes another conversation.
 
-        Raises ConfigError naming the flag if a step's dialogues fill its rows by themselves, or are more than
-        the rows, so that one might find no room.
+        Raises ConfigError naming the flag if a step's dialogues fill its rows alone, or outnumber the rows,
+        so that one might find no room.
         """
         mean_len = sum(min(len(one.token_ids), row_len) for one in recorded) / len(recorded)
         most = min(num_rows, int(num_rows * row_len / mean_len / 2))
@@ -56,12 +58,12 @@ class Feed:
         self._size, self._seed = (num_rows, row_len), seed
 
     def batches(self, start_step: int, *, num_workers: int = 0) -> Generator[Batch[np.ndarray]]:
-        """Those of `start_step` and all later steps; close it, and the processes that make them end."""
+        """Yield the batches from `start_step` on; closing the generator ends the worker processes."""
         steps = itertools.count(start_step)
         return self._from_workers(steps, num_workers) if num_workers else (self.batch(i) for i in steps)
 
     def _from_workers(self, steps: Iterable[int], num_workers: int) -> Generator[Batch[np.ndarray]]:
-        # Spawned, not forked: JAX has threads here by now.
+        # Spawn, because JAX already has threads here, which makes a fork unsafe.
         context = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(num_workers, context, initializer=_keep, initargs=(self,))
         ahead: deque[Future[Batch[np.ndarray]]] = deque()
@@ -74,11 +76,11 @@ class Feed:
             pool.shutdown(cancel_futures=True)
 
     def batch(self, step: int) -> Batch[np.ndarray]:
-        """That of one step, counted from 0."""
+        """Return the batch of one step, counted from 0."""
         rows = Rows(*self._size)
         for example in self._recorded_of(step):
             fits = rows.add(example)
-            assert fits  # one row each would do
+            assert fits  # a row for each always suffices
         rng = random.Random(f"{self._seed} {step}")
         num_misfits = 0
         while num_misfits < _MAX_MISFITS:
@@ -86,7 +88,7 @@ class Feed:
         return rows.batch()
 
     def _recorded_of(self, step: int) -> Iterator[Example]:
-        """The dialogues of a step, in an order that every epoch draws anew."""
+        """Yield the dialogues of a step, in an order that is drawn anew for every epoch."""
         start, end = step * self._per_step, (step + 1) * self._per_step
         num_all = len(self._recorded)
         for epoch in range(start // num_all, -(-end // num_all)):
@@ -97,7 +99,7 @@ class Feed:
 
 
 def _keep(feed: Feed) -> None:
-    """Begin a worker process. Ctrl-C is its parent's, which lets it end."""
+    """Initialize a worker process. It ignores Ctrl-C; its parent shuts it down."""
     global _kept
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _kept = feed

@@ -1,12 +1,13 @@
-"""Frames that any kind of fact fits into, so that constructions are many without a list for each kind.
+"""Sentence frames that fit any kind of fact, so that constructions need no list for each kind.
 
-Owns: what may stand before, behind and within a sentence that tells something, and the sentences that tell or
-ask for a thing by its name ("my dog's name") or as a question ("what my dog is called"); among the latter the
-two that training never sees.
+Owns: what may stand before, after and within a sentence that tells something. Also owns the sentences that
+tell or ask for a thing by its name ("my dog's name") or as a question ("what my dog is called"); two of these
+are held out from training.
 Does not know: kinds of facts, or how often a frame is drawn.
+Called by `facts`.
 
-A model takes what it has no frame for as small talk, or its first word for a name. Imperatives are many here,
-since nothing else is built like them.
+Without a matching frame, a model takes a sentence for small talk, or its first word for a name. There are
+many imperatives, since no other sentences are built like them.
 """
 
 from __future__ import annotations
@@ -90,9 +91,9 @@ CLAUSE_FRAMES: Final = (
     "Could you remember that {clause}?",
     "Will you please note that {clause}?",
 )
-"""Around a statement."""
+"""Frames around a statement."""
 CLAUSE_STARTS: Final = ("My ", "The ", "I ", "I'm ", "We ", "They ", "There ", "{}")
-"""With what a wording begins that is a statement."""
+"""Beginnings of wordings that are statements."""
 TOPIC_TELLS: Final = (
     "Remember {topic}: {{}}.",
     "Write down {topic}: {{}}.",
@@ -116,7 +117,7 @@ TOPIC_TELLS: Final = (
     "Could you remember {topic} for me? It is {{}}.",
     "Would you note {topic}, please? {{}}.",
 )
-"""Around what is told, by its name."""
+"""Frames around what is told, by its name."""
 QUESTION_ASKS: Final = (
     "Remind me {question}.",
     "Please remind me {question}.",

@@ -1,11 +1,12 @@
-"""Patterns that stand for thousands of sentences around a fact, and sentences of no construction at all.
+"""Patterns that stand for thousands of sentences around a fact, and sentences that follow no construction.
 
-Owns: the patterns, and how words of other texts are put around what a sentence cannot do without.
+Owns: the patterns, and how words of other texts are put around the words that a sentence needs.
 Does not know: kinds of facts, held-out wordings, or how often a pattern is drawn.
+Called by `facts`, `corrections` and `questions`.
 
 In a pattern "(a|b)" is one of the two. {question} is a question within a sentence ("what my dog is called"),
-{topic} a name of what is asked for ("my dog's name"), {clause} a statement. With scraps of other texts around
-them, a small model has to find the words that matter wherever they are.
+{topic} a name of what is asked for ("my dog's name"), {clause} a statement. Scraps of other texts around
+these words teach a small model to find them wherever they are.
 """
 
 from __future__ import annotations
@@ -98,9 +99,9 @@ CLAUSE_PATTERNS: Final = (
     "worth|, okay).",
     "(Hey|Hello|Okay|So|Well|Look|See), (just to say|to let you know|in short|first of all)(,|:) {clause}.",
 )
-_SCRAP_WORDS: Final = 5  # the most on either side
-_INNER_WORDS: Final = 3  # the most between what is told and its value
-_BARE_SHARE: Final = 0.3  # of places for scraps that stay empty
+_SCRAP_WORDS: Final = 5  # largest number on either side
+_INNER_WORDS: Final = 3  # largest number between what is told and its value
+_BARE_SHARE: Final = 0.3  # share of places for scraps that stay empty
 _COMMA_SHARE: Final = 0.3
 _WORD: Final = re.compile(r"[a-z]+(?=[ ,.?!;:]|$)")
 _NOT_SCRAPS: Final = frozenset(
@@ -113,25 +114,25 @@ _NOT_SCRAPS: Final = frozenset(
 
 
 class Scraps:
-    """Words of other texts, in their order, that say nothing about anybody."""
+    """Sequences of words from other texts that tell no facts."""
 
     def __init__(self, texts: Iterable[str]) -> None:
-        """Keep the words of `texts` in lower case, but those that facts are told with."""
+        """Keep the words of `texts` in lower case, except those with which facts are told."""
         self._words = [word for text in texts for word in _plain_words(text)] or ["so"]
 
     def draw(self, rng: random.Random, most: int) -> str:
-        """Up to so many words; often none."""
+        """Return up to `most` words; often none."""
         if rng.random() < _BARE_SHARE:
             return ""
         start = rng.randrange(len(self._words))
         return " ".join(self._words[start : start + rng.randint(1, most)])
 
     def around(self, rng: random.Random, text: str) -> str:
-        """`text` with scraps before and behind it."""
+        """Return `text` with scraps before and after it."""
         return self._joined(rng, (self.draw(rng, _SCRAP_WORDS), text, self.draw(rng, _SCRAP_WORDS)))
 
     def telling(self, rng: random.Random, cores: Sequence[str], short: str) -> str:
-        """What it is about and its value (still "{}"), in either order, with scraps around and between."""
+        """Return the topic and its value (still "{}") in either order, with scraps around and between."""
         parts = [rng.choice(cores), short]
         if rng.random() < 0.5:
             parts.reverse()
@@ -139,7 +140,7 @@ class Scraps:
         return capitalised(self.around(rng, inner)) + rng.choice((".", ".", ".", "!", ""))
 
     def asking(self, rng: random.Random, core: str) -> str:
-        """A question's core with scraps around it."""
+        """Return a question's core with scraps around it."""
         return capitalised(self.around(rng, core)) + rng.choice((".", "?", "?", "?", ""))
 
     @staticmethod

@@ -1,11 +1,11 @@
-"""The test's own constructions: sentences that tell or ask, and are built as none of training is.
+"""The test's own constructions: sentences that tell or ask in ways that do not occur in training.
 
 Owns: their wordings, for every kind of fact, for two at once and for corrections.
 Does not know: values, conversations or models.
+Called by `facts`, `questions` and `corrections`.
 
-No run of four words of theirs stands in a wording of training, apart from what they are about (a test holds
-the two against each other). They were written before any model saw their training's sentences, and have not
-been changed since.
+Apart from the topic, no run of four words of these stands in a training wording (a test checks this). They
+were written before any model saw its training sentences, and have not been changed since.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TELLS: Final = (
     "No matter what others claim, {clause}.",
     "Chances are someone will want to hear it later: {clause}.",
 )
-"""Around a statement."""
+"""Frames around a statement."""
 QUESTION_ASKS: Final = (
     "Scroll up a little and you should find {question}; which was it?",
     "Were you paying attention when the subject was {question}?",
@@ -35,7 +35,7 @@ JOINT_ASKS: Final = (
     "First comes {first}, then comes {second}: fill in both.",
     "Both {first} as well as {second} seem to be lost on me.",
 )
-"""Around two questions ("what my dog is called") or two names of things ("my dog's name")."""
+"""Frames around two questions ("what my dog is called") or two names of things ("my dog's name")."""
 NAMED_CORRECTIONS: Final = (
     "Scratch what came before concerning {topic}; {{}} it shall be.",
     "Turns out {topic} got mixed up, the right one being {{}}.",

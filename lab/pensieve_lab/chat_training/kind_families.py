@@ -1,9 +1,10 @@
 """Kinds of facts that share their sentences: names of others, times of day, and numbers.
 
 Owns: the wordings of these families. The last two of every list are for the test: they share words with the
-others, as people's own wordings would, but no sentence. The two behind each list of statements are for its
-second part: they are built as none of training is.
+others, as people's own wordings would, but no sentence. The two after each list of statements are for the
+test's second part, whose constructions do not occur in training.
 Does not know: which members a family has, how sentences are varied, or values drawn.
+Called by `kinds`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from pensieve_lab.chat_training.facts import FactKind
 from pensieve_lab.chat_training.values import a_number, a_person, a_time
 
-# Of somebody whose name is {}; <who> stands for who that is.
+# {} stands for the name of a person, <who> for their relation to the user.
 _RELATIVE_TELLS = (
     "My <who>~ is called {}.",
     "My <who>'s name~ is {}.",
@@ -92,7 +93,7 @@ def _of_whom(sentences: tuple[str, ...], who: str) -> tuple[str, ...]:
 
 
 def relative(who: str) -> FactKind:
-    """The name of somebody else: the same sentences for all of them."""
+    """Return the kind for the name of a person; all relations share the same sentences."""
     return FactKind(
         who.replace(" ", "_"),
         "somebody's name",
@@ -110,7 +111,7 @@ def relative(who: str) -> FactKind:
 
 
 def scheduled(name: str, what: str, starts: str) -> FactKind:
-    """A time of day: `my {what} {starts} at ...`."""
+    """Return the kind for a time of day: `my {what} {starts} at ...`."""
     return FactKind(
         name,
         "a time",
@@ -172,7 +173,7 @@ def scheduled(name: str, what: str, starts: str) -> FactKind:
 
 
 def numbered(name: str, what: str) -> FactKind:
-    """A number: `my {what} is ...`."""
+    """Return the kind for a number: `my {what} is ...`."""
     return FactKind(
         name,
         "a number",

@@ -1,9 +1,10 @@
-"""What somebody may tell a chat model about themselves.
+"""Facts that a user may tell a chat model about themselves.
 
-Owns: the list of kinds, and the wordings of those that stand alone. The last two of every list of wordings
+Owns: the list of kinds, and the wordings of those outside families. The last two of every list of wordings
 are for the test: they share words with the others, as people's own wordings would, but no sentence. The two
-behind each list of statements are for its second part: they are built as none of training is.
+after each list of statements are for the test's second part, whose constructions do not occur in training.
 Does not know: how sentences are varied or values drawn, or the wordings of whole families (`kind_families`).
+Called by `recall`, `questions` and `corpus`.
 """
 
 from __future__ import annotations
@@ -225,4 +226,4 @@ KINDS: Final[tuple[FactKind, ...]] = (
     TEAM,
     *(on_a_day(f"{what.replace(' ', '_')}_day", what) for what in _ON_A_DAY),
 )
-"""Every kind of fact."""
+"""All kinds of facts that a conversation may tell."""

@@ -1,8 +1,9 @@
 """Kinds of facts about days and numbers of people.
 
 Owns: their wordings, in the parts that `kind_families` describes: the last two of every list, and the two
-behind each list of statements, are for the tests.
-Does not know: which days there are in all, how sentences are varied, or values drawn.
+after each list of statements, are for the tests.
+Does not know: which events have days, how sentences are varied, or values drawn.
+Called by `kinds`.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class _Sentences(NamedTuple):
 
 
 def _counted(core: str, mine: str, yours: str, sentences: _Sentences) -> FactKind:
-    """A number of people; `mine` and `yours` complete "how many people ..."."""
+    """Return the kind for a number of people; `mine` and `yours` complete "how many people ..."."""
     return FactKind(
         name=core.split()[-1],
         family=_PEOPLE,
@@ -220,7 +221,7 @@ TEAM: Final = _counted(
 
 
 def on_a_day(name: str, what: str) -> FactKind:
-    """A day: `my {what} is on ...`."""
+    """Return the kind for a day: `my {what} is on ...`."""
     return FactKind(
         name,
         "a day",

@@ -1,7 +1,8 @@
-"""The loop over training steps: batches in, losses and checkpoints out.
+"""The loop over training steps.
 
-Owns: in which step what happens, the progress bar, and the throughput that it shows.
+Owns: what happens in which step, the progress bar, and the throughput that it shows.
 Does not know: the model, or what is evaluated.
+Called by `programs.train_chat_model`.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from pensieve_lab.chat_training.step import Network, Parameters, TrainState, tra
 
 
 class TrainingDivergedError(PensieveError):
-    """The loss is no number any more; the newest checkpoint is of before that."""
+    """The loss is not finite; the newest checkpoint is from before that."""
 
 
 class Schedule(NamedTuple):
-    """How many steps, and after how many of them something else is done."""
+    """Number of steps, and the intervals in steps of logs, checkpoints and evaluations."""
 
     num_steps: int
     log_steps: int
@@ -35,14 +36,14 @@ class Schedule(NamedTuple):
     evaluation_steps: int
 
 
-class Stopping(Protocol):
-    """Somebody may ask for an end; `pensieve_jax.commands.launch.Interrupt` is one."""
+class StopFlag(Protocol):
+    """Flag with which a user requests an early end; `pensieve_jax.commands.launch.Interrupt` is one."""
 
     requested: bool
 
 
-class Trained(NamedTuple):
-    """The state after `num_steps`, and of the steps of this process (step, loss, tokens per second)."""
+class TrainingResult(NamedTuple):
+    """State after `num_steps`, and the log of this process as (step, loss, tokens per second)."""
 
     state: TrainState
     num_steps: int
@@ -50,7 +51,7 @@ class Trained(NamedTuple):
 
 
 class _Meter:
-    """Losses and tokens since the last line."""
+    """Losses and tokens since the last log line."""
 
     def __init__(self, num_steps: int, start: int, shown: bool) -> None:
         self.log: list[tuple[int, float, float]] = []
@@ -58,7 +59,7 @@ class _Meter:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a window now."""
+        """Start a new measurement window."""
         self._losses: list[jax.Array] = []
         self._num_tokens, self._began = 0, time.perf_counter()
 
@@ -67,7 +68,7 @@ class _Meter:
         self._num_tokens += num_tokens
 
     def line(self, num_steps: int) -> None:
-        """Report the window that ends after so many steps; waits for its last step.
+        """Report the window that ends after `num_steps` steps; waits for its last step.
 
         Raises TrainingDivergedError.
         """
@@ -101,14 +102,14 @@ def train(
     *,
     num_workers: int,
     evaluate: Callable[[int, Parameters], object],
-    stopping: Stopping,
+    stopping: StopFlag,
     progress: bool,
-) -> Trained:
-    """Go on from the newest checkpoint, or from `start` (which is given up), to the last step.
+) -> TrainingResult:
+    """Train from the newest checkpoint, or from `start` (which is donated), to the last step.
 
-    `num_workers` processes make the batches. Ends early when `stopping.requested`, in either case with a
-    checkpoint. `evaluate(step, parameters)` is called every `evaluation_steps`, but not at the end. Raises
-    TrainingDivergedError.
+    `num_workers` processes make the batches. Training ends early when `stopping.requested`, and saves a
+    checkpoint in either case. `evaluate(step, parameters)` is called every `evaluation_steps`, but not at the
+    end. Raises TrainingDivergedError.
     """
     done = checkpoints.last_step
     state = checkpoints.restore(start) if done else start
@@ -121,7 +122,7 @@ def train(
             meter.add(loss, int((batch.segments > 0).sum()))
             done += 1
             if any(done % steps == 0 for steps in pauses):
-                meter.line(done)  # first of all: a checkpoint of a training that diverged would be of no use
+                meter.line(done)  # before saving: a checkpoint of a diverged training would be useless
             if done % schedule.checkpoint_steps == 0:
                 checkpoints.save(done, state)
             if done % schedule.evaluation_steps == 0 and done < schedule.num_steps:
@@ -130,4 +131,4 @@ def train(
     meter.line(done)
     meter.close()
     checkpoints.save(done, state)
-    return Trained(state, done, meter.log)
+    return TrainingResult(state, done, meter.log)

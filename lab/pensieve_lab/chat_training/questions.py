@@ -1,8 +1,9 @@
-"""Questions about what was told, one or two at once, and their answers.
+"""Questions about one or two told facts, and their answers.
 
-Owns: how questions are joined into one message and answers into one reply, what is said of what was not
-told, and what an answer is that gives a fact.
+Owns: how questions are joined into one message and answers into one reply, the answer about untold facts, and
+when an answer counts as giving a fact.
 Does not know: how a single question is worded (`facts`), conversations or models.
+Called by `recall`, `recall_cases` and `served_recall`.
 """
 
 from __future__ import annotations
@@ -56,14 +57,14 @@ _JOINTS: Final = (
 
 
 class Fact(NamedTuple):
-    """Something told."""
+    """A told value of one kind."""
 
     kind: FactKind
     value: str
 
 
 def question(rng: random.Random, kinds: Sequence[FactKind], wordings: Wordings, scraps: Scraps) -> str:
-    """A message that asks for one kind of fact, or for two at once."""
+    """Return a message that asks for one kind of fact, or for two at once."""
     prefix = rng.choice(_PREFIXES)
     is_joint = len(kinds) > 1
     text = _joint(rng, kinds, wordings, scraps) if is_joint else kinds[0].asking(rng, wordings, scraps)
@@ -97,7 +98,7 @@ def _ended(text: str) -> str:
 
 
 def answer(rng: random.Random, facts: Sequence[Fact | FactKind]) -> str:
-    """The reply to a question about these, in their order: a kind alone was not told."""
+    """Return the reply to a question about `facts`, in their order; a kind without a value was not told."""
     sentences = [_sentence(rng, one) for one in facts]
     whole = sentences[0]
     for sentence in sentences[1:]:
@@ -112,21 +113,21 @@ def _sentence(rng: random.Random, one: Fact | FactKind) -> str:
 
 
 def _lowered(sentence: str) -> str:
-    """An answer behind another one; a number stays as it was told, and so does "I"."""
+    """Return an answer as the second part of a sentence; numbers and "I" keep their case."""
     return sentence[0].lower() + sentence[1:] if sentence.startswith(("You", "The ")) else sentence
 
 
 def gives_a_fact(text: str) -> bool:
-    """Whether an answer says of anything that can be told what it is: to a greeting, an invention."""
+    """Return whether an answer states a fact; as a reply to a greeting, that fact is invented."""
     return _answer_pattern().search(text) is not None
 
 
 @functools.cache
 def _answer_pattern() -> re.Pattern[str]:
-    """Any answer about any kind, up to the first letter or digit of its value.
+    """Return a pattern for any answer about any kind, up to the first letter or digit of its value.
 
-    A name that the model made of a word of the message may be in lower case ("Your neighbour is called
-    loud."), but "You are welcome." gives none.
+    The value may begin in lower case, because a model may take a word of the message for a name ("Your
+    neighbour is called loud."), but "You are welcome." must not match.
     """
     beginnings = {template.partition("{}")[0] for kind in KINDS for template in kind.answers}
     endings = {template.partition("{}")[2].removesuffix(".") for kind in KINDS for template in kind.answers}
@@ -136,5 +137,5 @@ def _answer_pattern() -> re.Pattern[str]:
 
 
 def _in_either_case(text: str) -> str:
-    """A pattern for a text that may begin in lower case, behind another sentence."""
+    """Return a pattern for a text that may begin in lower case after another sentence."""
     return f"[{text[0]}{text[0].lower()}]{re.escape(text[1:])}"

@@ -1,12 +1,13 @@
-"""Conversations in which something is told, perhaps corrected, others talk, and what was told is asked for.
+"""Conversations that tell facts, perhaps correct them, turn to other talk, and then ask for the facts.
 
 Owns: how such conversations are put together for training, and the parts that test cases share with them.
 Does not know: the wordings (`kinds`, `corrections`, `questions`, `small_talk`), test cases, tokens or models.
+Called by `corpus` and `recall_cases`.
 
-The talk in between is whole exchanges of recorded dialogues, in their order; where one dialogue ends, another
-follows. Some questions are about what nobody told: their answer is that it was not told, so that a model
-without the history says so instead of making something up. Greetings and the like stand first or between,
-so that nobody is answered with a fact who told none.
+The talk in between consists of whole exchanges of recorded dialogues, in their order; where one dialogue
+ends, another follows. Some questions ask for untold facts. The answer says so, so that a model without the
+history does not make something up. Greetings and other small talk stand first or in between, so that the
+model does not answer with a fact when none was told.
 """
 
 from __future__ import annotations
@@ -46,29 +47,30 @@ _ACKNOWLEDGEMENTS: Final = (
 _MAX_FACTS: Final = 5
 _MAX_TALK: Final = 6  # exchanges between telling and asking
 _NEAR_SHARE: Final = 0.5
-_LONG_TALK: Final = (7, 18)  # of the share below: recall must not end where most examples do
+_LONG_TALK: Final = (7, 18)  # range for `_LONG_SHARE`: recall must not end at the distance of most examples
 _LONG_SHARE: Final = 0.1
-_LATE_SHARE: Final = 0.2  # of conversations that begin with talk, before anything is told
-_TWICE_SHARE: Final = 0.4  # of conversations in which something more is told later
-_MERGED_SHARE: Final = 0.35  # of tellings that stand before a request, in one message
-_FILLER_SHARE: Final = 0.2  # of gaps between sentences
-_JOINED_SHARE: Final = 0.35  # of sentences that go on with the next one
-_ECHO_SHARE: Final = 0.5  # of acknowledgements that repeat what was told
-_UNTOLD_SHARE: Final = 0.08  # of questions
-_JOINT_SHARE: Final = 0.3  # of questions that are followed by another: both at once
-_WITHIN_SHARE: Final = 0.03  # of facts that are corrected in the sentence that tells them
-_BARE_SHARE: Final = 0.3  # of tellings that are corrected in the next message
-_NAMED_SHARE: Final = 0.18  # of facts that are corrected by name at some time
-_ASKED_AGAIN_SHARE: Final = 0.15  # of answers that are corrected and asked for again
-_OPENED_SHARE: Final = 0.3  # of conversations that begin with small talk
-_EARLY_SHARE: Final = 0.06  # of conversations with a question before anything is told
-_PASSING_SHARE: Final = 0.1  # of places for small talk: after telling, before asking and after an answer
-_CLOSED_SHARE: Final = 0.12  # of conversations that end with thanks or a goodbye
+_LATE_SHARE: Final = 0.2  # share of conversations that begin with talk, before anything is told
+_TWICE_SHARE: Final = 0.4  # share of conversations in which more facts are told later
+_MERGED_SHARE: Final = 0.35  # share of tellings that stand before a request, in one message
+_FILLER_SHARE: Final = 0.2  # share of gaps between sentences
+_JOINED_SHARE: Final = 0.35  # share of sentences that continue with the next one
+_ECHO_SHARE: Final = 0.5  # share of acknowledgements that repeat what was told
+_UNTOLD_SHARE: Final = 0.08  # share of questions
+_JOINT_SHARE: Final = 0.3  # share of questions that are joined with a second one
+_WITHIN_SHARE: Final = 0.03  # share of facts that are corrected in the sentence that tells them
+_BARE_SHARE: Final = 0.3  # share of tellings that are corrected in the next message
+_NAMED_SHARE: Final = 0.18  # share of facts that are corrected by name later
+_ASKED_AGAIN_SHARE: Final = 0.15  # share of answers that are corrected and asked for again
+_OPENED_SHARE: Final = 0.3  # share of conversations that begin with small talk
+_EARLY_SHARE: Final = 0.06  # share of conversations with a question before anything is told
+# share of places for small talk: after telling, before asking and after an answer
+_PASSING_SHARE: Final = 0.1
+_CLOSED_SHARE: Final = 0.12  # share of conversations that end with thanks or a goodbye
 _TABLE_WORDS: Final = ("table", "people", "party")
 
 
 class Role(Enum):
-    """What an exchange is for."""
+    """Purpose of an exchange in a conversation."""
 
     FACT = auto()  # something is told, corrected and acknowledged, or asked and answered
     REQUEST = auto()  # something is told before a request, and the request is answered
@@ -77,7 +79,7 @@ class Role(Enum):
 
 
 class RecallConversation(NamedTuple):
-    """A conversation, and what each of its exchanges is for."""
+    """A conversation, and the role of each of its exchanges."""
 
     conversation: Conversation
     roles: tuple[Role, ...]
@@ -86,11 +88,11 @@ class RecallConversation(NamedTuple):
 def recall_conversation(
     rng: random.Random, talks: Sequence[Conversation], scraps: Scraps
 ) -> RecallConversation:
-    """One conversation of the training part: facts told once or twice, corrections, talk, and questions.
+    """Return a training conversation: facts told in one or two parts, corrections, talk, and questions.
 
     Small talk may stand before and between.
     """
-    made = _Making(rng, talks, scraps)
+    made = _ConversationBuilder(rng, talks, scraps)
     made.begin()
     facts = list(made.facts.values())
     num_first = rng.randint(1, len(facts)) if rng.random() < _TWICE_SHARE else len(facts)
@@ -107,8 +109,8 @@ def recall_conversation(
     return RecallConversation(Conversation(exchanges), roles)
 
 
-class _Making:
-    """A conversation that is being made: `facts` are those that hold by now, by the names of their kinds."""
+class _ConversationBuilder:
+    """Builder of a conversation; `facts` are the current ones by the names of their kinds."""
 
     def __init__(self, rng: random.Random, talks: Sequence[Conversation], scraps: Scraps) -> None:
         self._rng, self._scraps = rng, scraps
@@ -119,7 +121,7 @@ class _Making:
         self.done: list[tuple[Exchange, Role]] = []
 
     def begin(self) -> None:
-        """What may stand before anything is told."""
+        """Add what may stand before anything is told."""
         self.perhaps_add(_OPENED_SHARE, opening)
         self.perhaps_add(_PASSING_SHARE if self.done else 0.0, passing)
         if self._rng.random() < _EARLY_SHARE:
@@ -127,27 +129,27 @@ class _Making:
         self.talk_on(self._rng.randint(1, 3) if self._rng.random() < _LATE_SHARE else 0)
 
     def talk_on(self, num_exchanges: int) -> None:
-        """Some exchanges of recorded dialogues."""
+        """Add exchanges of recorded dialogues."""
         self.done.extend((next(self._talk), Role.TALK) for _ in range(num_exchanges))
 
     def perhaps_add(self, share: float, exchange: Callable[[random.Random], Exchange]) -> None:
-        """Small talk, now and then."""
+        """Add small talk with probability `share`."""
         if self._rng.random() < share:
             self.done.append((exchange(self._rng), Role.SMALL_TALK))
 
     def tell(self, facts: Sequence[Fact]) -> None:
-        """The facts in one message, and perhaps a bare correction in the next."""
+        """Tell the facts in one message, and perhaps add a bare correction as the next."""
         told = [self._told(fact) for fact in facts]
         text = self._rng.choice(_OPENERS) + _joined(self._rng, told)
         alone = [one for one in facts if sum(one.kind.draw is other.kind.draw for other in facts) == 1]
         is_corrected = bool(alone) and self._rng.random() < _BARE_SHARE
-        # Behind a request, a value alone would be taken for what was asked there.
+        # After a request, a bare value would be taken for its subject.
         self.done.append(tell(self._rng, text, facts, None if is_corrected else self._talk))
         if is_corrected:
             self._correct(alone[-1].kind, is_bare=True)
 
     def _told(self, fact: Fact) -> str:
-        """A sentence that tells it, perhaps with what it is not."""
+        """Return a sentence that tells the fact, perhaps corrected within the sentence."""
         template = fact.kind.telling_template(self._rng, Wordings.TRAINING, self._scraps)
         if self._rng.random() >= _WITHIN_SHARE:
             return template.format(fact.value)
@@ -155,7 +157,7 @@ class _Making:
         return template.format(corrections.within(self._rng, old, fact.value))
 
     def correct_by_name(self, facts: Sequence[Fact]) -> None:
-        """Some of the facts, with talk behind each."""
+        """Correct some of the facts by name, with talk after each."""
         for fact in facts:
             if self._rng.random() < _NAMED_SHARE:
                 self._correct(fact.kind, is_bare=False)
@@ -174,7 +176,7 @@ class _Making:
         self.done.append((Exchange(text, reply), Role.FACT))
 
     def ask_all(self) -> None:
-        """Every fact in an order of its own, some of them two at once, and some of them again."""
+        """Ask for every fact in random order, some of them two at once, and some of them again."""
         rng = self._rng
         kinds = [fact.kind for fact in self.facts.values()]
         rng.shuffle(kinds)
@@ -206,7 +208,7 @@ class _Making:
 
 
 def _num_between(rng: random.Random) -> int:
-    """Exchanges of talk; none, often, since what is near is learned first."""
+    """Return the number of exchanges of talk; often none, since short distances are learned first."""
     draw = rng.random()
     if draw < _LONG_SHARE:
         return rng.randint(*_LONG_TALK)
@@ -216,7 +218,7 @@ def _num_between(rng: random.Random) -> int:
 def endless_talk(
     rng: random.Random, talks: Sequence[Conversation], facts: Sequence[Fact]
 ) -> Iterator[Exchange]:
-    """Exchanges without end, of no dialogue about tables if one is among the facts."""
+    """Yield exchanges without end; if one of the facts is about a table, skip dialogues about tables."""
     is_about_table = any(fact.kind.name == "table" for fact in facts)
     while True:
         exchanges = rng.choice(talks).exchanges
@@ -229,7 +231,7 @@ def _names_tables(exchanges: Sequence[Exchange]) -> bool:
 
 
 def draw_facts(rng: random.Random, num_facts: int, text: str, wordings: Wordings) -> list[Fact]:
-    """Of so many kinds, no two with the same value or about the same; `text` may lend words to names."""
+    """Return facts of `num_facts` kinds with distinct values and subjects; `text` may lend words to names."""
     kinds = rng.sample(KINDS, num_facts)
     while len({kind.cores[0] for kind in kinds}) < num_facts:
         kinds = rng.sample(KINDS, num_facts)
@@ -244,7 +246,7 @@ def draw_facts(rng: random.Random, num_facts: int, text: str, wordings: Wordings
 def tell(
     rng: random.Random, text: str, facts: Sequence[Fact], talk: Iterator[Exchange] | None
 ) -> tuple[Exchange, Role]:
-    """The message that tells the facts, perhaps before a request of `talk`, which is answered then."""
+    """Return the message that tells the facts and its reply; a request of `talk` may follow in it."""
     if talk is not None and rng.random() < _MERGED_SHARE:
         request = next(talk)
         return Exchange(f"{text} {request.user}", request.reply), Role.REQUEST
@@ -254,21 +256,21 @@ def tell(
 
 
 def acknowledgement(rng: random.Random, fact: Fact) -> str:
-    """The reply to a correction."""
+    """Return the reply to a correction."""
     if rng.random() < _ECHO_SHARE:
         return corrections.acknowledged(rng, answer(rng, [fact]))
     return rng.choice(_ACKNOWLEDGEMENTS)
 
 
 def opener(rng: random.Random) -> str:
-    """What may stand before the first thing told."""
+    """Return what may stand before the first fact."""
     return rng.choice(_OPENERS)
 
 
 def _joined(rng: random.Random, sentences: Sequence[str]) -> str:
-    """The sentences, some of them as one, and some with others between that tell nothing.
+    """Return the sentences as one text, some joined, and some separated by sentences that tell nothing.
 
-    Without the latter a model takes the first word of any sentence that it does not know for a name.
+    Without the latter, a model takes the first word of any unknown sentence for a name.
     """
     text = ""
     for sentence in sentences:

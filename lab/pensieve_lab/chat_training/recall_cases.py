@@ -1,10 +1,11 @@
-"""Test cases of recall: held-out values, told, perhaps corrected, and asked for in words training never sees.
+"""Test cases of recall: held-out values, told, perhaps corrected, and asked for in held-out wordings.
 
-Owns: the sorts of cases, how one is put together, and when an answer is right.
+Owns: the sorts of cases, how a case is put together, and when an answer is right.
 Does not know: the wordings, tokens or models.
+Called by `evaluation`, `served_recall` and the programs of recall.
 
 A case tells one to three facts in its first message. Corrections follow at once, or after an exchange. Then
-others talk, and the last message asks.
+other talk follows, and the last message asks.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from pensieve_lab.chat_training.recall import acknowledgement, draw_facts, endle
 from pensieve_lab.chat_training.wordings import Wordings
 
 BETWEEN: Final = (3, 6)
-"""The fewest and most exchanges between telling and asking, in the tests that figures are of."""
+"""Smallest and largest number of exchanges between telling and asking, in the reported tests."""
 _MAX_FACTS: Final = 3
-_NO_SCRAPS: Final = Scraps(())  # tests have none
+_NO_SCRAPS: Final = Scraps(())  # tests have no scraps
 
 
 class Sort(Enum):
-    """What is asked."""
+    """What the last message of a case asks for."""
 
     ONE = "one fact"
     TWO = "two at once"
@@ -40,14 +41,14 @@ class Sort(Enum):
 class RecallCase(NamedTuple):
     """A test: `history`, then `question`; right if the answer holds all `values` and none of `outdated`."""
 
-    kind: str  # what figures are reported by: the family of the fact, or the sort of the case
+    kind: str  # label of figures: the family of the fact, or the sort of the case
     history: Conversation
     question: str
     values: tuple[str, ...]
     outdated: tuple[str, ...]
 
     def is_right(self, answer: str) -> bool:
-        """Whether the answer holds what was told last."""
+        """Return whether the answer holds the latest values and no outdated one."""
         told = all(holds(answer, value) for value in self.values)
         return told and not any(holds(answer, value) for value in self.outdated)
 
@@ -59,20 +60,20 @@ def recall_case(
     wordings: Wordings,
     sort: Sort = Sort.ONE,
 ) -> RecallCase:
-    """A test of held-out values.
+    """Return a test of held-out values.
 
     Args:
-      rng: what is drawn from.
+      rng: source of all draws.
       talks: dialogues that training does not use.
-      num_between: the fewest and most exchanges between telling or correcting and the question.
-      wordings: in which part of those that training never sees it is told, corrected and asked.
+      num_between: smallest and largest number of exchanges between telling or correcting and the question.
+      wordings: the held-out part of the wordings that tell, correct and ask.
       sort: what is asked.
     """
     fewest = 2 if sort is Sort.TWO else 1
     facts = draw_facts(rng, rng.randint(fewest, _MAX_FACTS), "", wordings)
     is_corrected_at_once = sort is Sort.CORRECTED_AT_ONCE
     if is_corrected_at_once:
-        facts = facts[:1]  # of several, none is the one that a bare value must mean
+        facts = facts[:1]  # a bare value would be ambiguous among several facts
     talk = endless_talk(rng, talks, facts)
     asked = rng.sample(facts, 2 if sort is Sort.TWO else 1)
     told = [fact.kind.telling(rng, fact.value, wordings, _NO_SCRAPS) for fact in facts]
@@ -93,7 +94,7 @@ def recall_case(
 
 
 def _correct(rng: random.Random, fact: Fact, wordings: Wordings, *, is_bare: bool) -> tuple[Exchange, Fact]:
-    """The exchange, and what holds after it."""
+    """Return the correcting exchange, and the corrected fact."""
     old = fact.value
     while holds(new := fact.kind.value(rng, "", wordings), old) or holds(old, new):
         pass
@@ -111,7 +112,7 @@ def recall_cases(
     seed: int,
     wordings: Wordings = Wordings.NEW_SENTENCES,
 ) -> list[RecallCase]:
-    """The tests that figures are of; the same for the same arguments. Half of them ask for one fact."""
+    """Return the reported tests, the same for the same arguments; half of them ask for one fact."""
     rng = random.Random(seed)
     others = [sort for sort in Sort if sort is not Sort.ONE]
     sorts = [Sort.ONE if i % 2 == 0 else others[i // 2 % len(others)] for i in range(num_cases)]
@@ -119,12 +120,12 @@ def recall_cases(
 
 
 def holds(answer: str, value: str) -> bool:
-    """Whether `value` stands in the answer, as words of its own."""
+    """Return whether `value` stands in the answer as separate words."""
     return re.search(rf"(?<!\w){re.escape(value)}(?!\w)", answer) is not None
 
 
 def percent_by_kind(cases: Sequence[RecallCase], answers: Sequence[str]) -> dict[str, tuple[float, int]]:
-    """The share of right answers and the number of cases, of each kind in the order of its name."""
+    """Return the percentage of right answers and the number of cases of each kind, sorted by name."""
     found: dict[str, list[bool]] = {}
     for case, answer in zip(cases, answers, strict=True):
         found.setdefault(case.kind, []).append(case.is_right(answer))

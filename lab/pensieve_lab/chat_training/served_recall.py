@@ -1,11 +1,12 @@
-"""Recall as the engine serves it: many conversations are told something first, and asked for it last.
+"""Recall as the engine serves it: many conversations tell facts first and ask for them last.
 
-Owns: the talk in between where no dialogues are given, the order of turns, and the figures; likewise some
-greetings with nothing before them.
+Owns: the built-in talk for runs without dialogues, the order of turns, and the figures; also greetings
+without any history.
 Does not know: how large the tiers are, or what share must be right.
+Called by `programs.check_recall`.
 
-The user's side of the talk is fixed, and the model's own replies stand in the history. Conversations take a
-turn each, one after the other, so that between two turns of one all others want its memory.
+The user's side of the talk is fixed, and the model's own replies stand in the history. Conversations
+alternate turn by turn, so that between two turns of one all others compete for its memory.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pensieve_lab.chat_training.questions import gives_a_fact
 from pensieve_lab.chat_training.recall_cases import RecallCase, percent_by_kind
 from pensieve_lab.chat_training.small_talk import held_out_prompts
 
-_AT_ONCE: Final = 64  # conversations that take turns; the next ones begin when these have ended
+_AT_ONCE: Final = 64  # conversations that alternate; the next ones begin when these have ended
 _PARAMS: Final = SamplingParams(max_tokens=48)
 _TALKS: Final = """
 I am looking for a restaurant in Oakland. | Something Mexican. | Is it expensive? | A table for four.
@@ -43,24 +44,24 @@ GREETINGS: Final = (
     *("What can you do?", "Who are you?", "What is your name?", "It is raining.", "Bye!"),
     *held_out_prompts(),
 )
-"""Messages that tell and ask nothing about anybody; training has some of them."""
+"""Messages that tell and ask nothing; training has some of them."""
 
 
-class Greeted(NamedTuple):
+class GreetingReplies(NamedTuple):
     """Greetings and their replies."""
 
     replies: Sequence[tuple[str, str]]
 
     @property
     def invented(self) -> list[tuple[str, str]]:
-        """Those whose reply gives a fact, which nobody has told."""
+        """Exchanges whose reply states a fact, although none was told."""
         return [(greeting, reply) for greeting, reply in self.replies if gives_a_fact(reply)]
 
 
-class Served(NamedTuple):
-    """What an engine made of the cases: the outputs of each, the last one the answer to its question.
+class ServedCases(NamedTuple):
+    """Results of the cases: the outputs of each; the last one answers its question.
 
-    `histories` are all tokens of each conversation in the end.
+    `histories` are all tokens of each conversation at the end.
     """
 
     cases: Sequence[RecallCase]
@@ -69,27 +70,27 @@ class Served(NamedTuple):
 
     @property
     def recall_percent(self) -> float:
-        """The share of right answers."""
+        """Percentage of right answers."""
         return 100 * sum(self._right()) / len(self.cases)
 
     @property
     def recall_by_kind(self) -> dict[str, tuple[float, int]]:
-        """The same and the number of cases, of each kind of question."""
+        """Percentage of right answers and number of cases, for each kind of question."""
         return percent_by_kind(self.cases, [outputs[-1].text for outputs in self.outputs])
 
     @property
     def wrong(self) -> list[tuple[RecallCase, str]]:
-        """The cases whose answer is not right, and that answer."""
+        """Cases with a wrong answer, and that answer."""
         pairs = zip(self.cases, self.outputs, self._right(), strict=True)
         return [(case, outputs[-1].text) for case, outputs, is_right in pairs if not is_right]
 
     @property
     def returns(self) -> list[Usage]:
-        """Where the tokens of every turn but the first ones came from."""
+        """Sources of the tokens of every turn after a conversation's first."""
         return [output.usage for outputs in self.outputs for output in outputs[1:]]
 
     def transcripts(self, number: int) -> Iterator[str]:
-        """The first conversations in Markdown, each with its kind and whether its answer is right."""
+        """Yield the first conversations in Markdown, each with its kind and verdict."""
         served = zip(self.cases, self.outputs, self._right(), strict=True)
         for index, (case, outputs, is_right) in enumerate(itertools.islice(served, number)):
             verdict = "right" if is_right else f"wrong: told was {' and '.join(case.values)}"
@@ -106,7 +107,7 @@ class Served(NamedTuple):
 
 
 def written_talks() -> list[Conversation]:
-    """Talk for those who have no recorded dialogues; without replies, which are the model's own."""
+    """Return the built-in talk; its replies are empty, because the model writes them."""
     return [
         Conversation(tuple(Exchange(text, "") for text in line.split(" | ")))
         for line in _TALKS.strip().splitlines()
@@ -115,26 +116,26 @@ def written_talks() -> list[Conversation]:
 
 def serve_cases(
     llm: LLM, cases: Sequence[RecallCase], *, with_history: bool = True, progress: bool = False
-) -> Served:
-    """Tell and ask, or ask out of nowhere; the conversations are forgotten again."""
+) -> ServedCases:
+    """Serve the cases with their history, or only their questions; ends the conversations afterwards."""
     scripts = [
         [*(turn.user for turn in case.history.exchanges if with_history), case.question] for case in cases
     ]
     with tqdm(total=sum(map(len, scripts)), unit="turn", disable=not progress, leave=False) as bar:
         outputs, histories = zip(*_serve(llm, scripts, bar), strict=True)
-        return Served(cases, outputs, histories)
+        return ServedCases(cases, outputs, histories)
 
 
-def serve_greetings(llm: LLM) -> Greeted:
-    """Each of `GREETINGS` as the only message of a conversation."""
+def serve_greetings(llm: LLM) -> GreetingReplies:
+    """Serve each of `GREETINGS` as the only message of a conversation."""
     with tqdm(disable=True) as bar:
         outputs = _serve(llm, [[greeting] for greeting in GREETINGS], bar)
     replies = [output.text for [output], _ in outputs]
-    return Greeted(list(zip(GREETINGS, replies, strict=True)))
+    return GreetingReplies(list(zip(GREETINGS, replies, strict=True)))
 
 
 def _serve(llm: LLM, scripts: Sequence[Sequence[str]], bar: tqdm) -> list[tuple[list[Output], list[int]]]:
-    """The outputs and the tokens of every conversation, some of which take turns at a time."""
+    """Return the outputs and the tokens of every conversation; up to `_AT_ONCE` of them alternate."""
     batches = itertools.batched(scripts, _AT_ONCE)
     return [found for some in batches for found in _take_turns(llm, some, bar)]
 
@@ -142,7 +143,7 @@ def _serve(llm: LLM, scripts: Sequence[Sequence[str]], bar: tqdm) -> list[tuple[
 def _take_turns(
     llm: LLM, scripts: Sequence[Sequence[str]], bar: tqdm
 ) -> list[tuple[list[Output], list[int]]]:
-    """A turn of every conversation, then the next one of each."""
+    """Serve one turn of every conversation, then the next one of each."""
     outputs: list[list[Output]] = [[] for _ in scripts]
     names = [f"recall {index}" for index in range(len(scripts))]
     for turn in range(max(map(len, scripts))):

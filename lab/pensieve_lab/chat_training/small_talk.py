@@ -1,10 +1,11 @@
-"""Messages that tell nothing and ask for no task: greetings, thanks, remarks, and what the model is for.
+"""Small talk: greetings, thanks, remarks, and questions about the model, which tell nothing and set no task.
 
 Owns: their wordings and replies, which of them training never sees (the last two of every list, as with
 facts), and how they are varied.
 Does not know: facts, where in a conversation they stand, tokens or models.
+Called by `recall`, `corpus` and `served_recall`.
 
-A model that has seen greetings only before facts answers a bare "Hi" with a fact that nobody told.
+A model that has seen greetings only before facts answers a bare "Hi" with a fact that was not told.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ _PURPOSE: Final = "restaurants, music, flights, movies, hotels, buses and the we
 
 
 class _Topic(NamedTuple):
-    """Prompts, without the mark at their end unless they are questions, and replies to any of them."""
+    """Prompts, without an end mark unless they are questions, and replies to any of them."""
 
     prompts: tuple[str, ...]
     replies: tuple[str, ...]
 
 
 def _prompts(text: str) -> tuple[str, ...]:
-    """Those of a text that has bars and ends of lines between them."""
+    """Split a text at bars and line ends into prompts."""
     return tuple(prompt.strip() for line in text.strip().splitlines() for prompt in line.split("|"))
 
 
@@ -239,7 +240,7 @@ _NEAR_FACTS: Final = _Topic(
         "That is good to know. What can I do for you?",
     ),
 )
-"""What has the words of facts, and tells nothing that is asked for."""
+"""Sentences with the words of facts that tell nothing that is asked for."""
 _GREETINGS: Final = (_HELLO, _HELLO, *map(_day_part, ("morning", "afternoon", "evening")), _HOW_ARE_YOU)
 _PASSING: Final = (
     *(_HOW_ARE_YOU, _NICE_TO_MEET, _ABILITIES, _IDENTITY, _OKAY, _REMARKS, _STATES, _THANKS),
@@ -255,33 +256,33 @@ _ADDRESSES: Final = _prompts(
     """
 )
 _ADDRESS_SHARE: Final = 0.15
-_GREETING_SHARE: Final = 0.7  # of first messages that are small talk
+_GREETING_SHARE: Final = 0.7  # share of first messages that are small talk
 _CASUAL_SHARE: Final = 0.3
 _END_MARKS: Final = ("", "", ".", ".", "!", "!", "!!")
 
 
 def opening(rng: random.Random) -> Exchange:
-    """A first exchange: a greeting, more often than not."""
+    """Return a first exchange; usually a greeting."""
     return _exchange(rng, _GREETINGS if rng.random() < _GREETING_SHARE else _PASSING)
 
 
 def passing(rng: random.Random) -> Exchange:
-    """An exchange that may stand anywhere."""
+    """Return an exchange that may stand anywhere."""
     return _exchange(rng, _PASSING)
 
 
 def closing(rng: random.Random) -> Exchange:
-    """A last exchange."""
+    """Return a last exchange: thanks or a goodbye."""
     return _exchange(rng, (_THANKS, _GOODBYE))
 
 
 def held_out_prompts() -> list[str]:
-    """What training never sees, with a mark at its end."""
+    """Return the prompts that training never sees, with an end mark."""
     return [_marked(text, ".") for topic in _ALL for text in held_out_wordings(topic.prompts)]
 
 
 def training_exchanges() -> Iterator[Exchange]:
-    """Every prompt of the training part with one of its replies."""
+    """Yield every training prompt with one of its replies."""
     for topic in _ALL:
         for index, text in enumerate(training_wordings(topic.prompts)):
             yield Exchange(_marked(text, "."), topic.replies[index % len(topic.replies)])
@@ -304,4 +305,4 @@ FILLERS: Final = (
     *(_marked(text, ".") for topic in (_REMARKS, _NICE_TO_MEET) for text in training_wordings(topic.prompts)),
     *("How are you?", "Please help me.", "Can you hear me?", "Thanks for your time."),
 )
-"""Sentences that tell nothing, for between those that do."""
+"""Sentences that tell nothing, to stand between those that tell facts."""

@@ -1,11 +1,13 @@
-"""The forward pass that serves, over packed rows, and a training step on it.
+"""A training step on the serving forward pass, over packed rows.
 
-Owns: attention within the conversations of a row, the loss, the optimizer, and what changes in a step.
+Owns: attention within the conversations of a row, the loss, the optimizer, and the state of a step.
 Does not know: text, files, or when steps run.
+Called by `loop` and `evaluation`.
 
-The model is `model_defs`' own, which knows tokens, positions and an `attention` callable: a batch of rows is
-one flat list of tokens to it, as a batch of requests is to the engine, and only who attends to what is said
-here. Master weights are float32; the model computes with them rounded to the dtype it is served in.
+The model is that of `model_defs`, which takes tokens, positions and an `attention` callable. It sees a batch
+of rows as one flat list of tokens, like a batch of requests in the engine; this module only defines which
+tokens attend to which. Master weights are float32; the model computes with them rounded to the dtype in which
+it is served.
 """
 
 from __future__ import annotations
@@ -33,20 +35,20 @@ type Parameters = dict[str, jax.Array]
 _CLIP_NORM = 1.0
 _QUERY_BLOCK = 256
 _BETAS = 0.9, 0.95
-_LAST_RATE = 0.05  # of the highest learning rate, where the cosine ends
+_LAST_RATE = 0.05  # final learning rate of the cosine, relative to the highest
 
 
 class TrainState(NamedTuple):
-    """What a step changes, and what a checkpoint holds."""
+    """State that a step changes and a checkpoint holds."""
 
     parameters: Parameters
     optimizer_state: Any
 
     @classmethod
     def first(cls, config: ModelConfig, seed: int, optimizer: optax.GradientTransformation) -> TrainState:
-        """Seeded random weights in float32, as `model_defs` makes them, and nothing learned.
+        """Return seeded random weights in float32, as `model_defs` makes them, and a new optimizer state.
 
-        Everything lies on the mesh already, as it does after a step: the step is compiled once.
+        All arrays are put on the mesh as after a step, so that the step is compiled only once.
         """
         mesh = make_mesh(1)
         state = nnx.state(random_model(config, dtype="float32", mesh=mesh, seed=seed))
@@ -65,19 +67,19 @@ class Loss(NamedTuple):
 class PackedAttention:
     """`model_defs.Attention` over rows of conversations that do not see each other.
 
-    The flat batch is B rows of L tokens; `segments` i32[B, L] says which conversation each belongs to.
+    The flat batch is B rows of L tokens; `segments` i32[B, L] gives the conversation of each token.
     """
 
     def __init__(self, segments: jax.Array) -> None:
-        """Keep who may see whom: earlier tokens of the same conversation, and the token itself."""
+        """Compute the mask: a token sees itself and earlier tokens of the same conversation."""
         length = segments.shape[1]
         same = segments[:, :, None] == segments[:, None, :]
         self._visible = (same & jnp.tril(jnp.ones((length, length), bool)))[:, None, None]
 
     def __call__(self, layer_index: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """See `model_defs.Attention`; softmax in float32, products in the model's dtype.
+        """Return `model_defs.Attention`'s result; softmax in float32, products in the model's dtype.
 
-        Queries go in blocks, each against the keys up to its end: what lies behind it is not computed.
+        Queries go in blocks, each against the keys up to its end, so that later keys cost nothing.
         """
         num_rows, length = self._visible.shape[0], self._visible.shape[-1]
         num_kv_heads, head_dim = k.shape[1:]
@@ -92,7 +94,7 @@ class PackedAttention:
 
 
 def _attended(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
-    """f32[B, T, K, G, D] for q [B, T, K, G, D], k and v [B, S, K, D] and visible [B, 1, 1, T, S]."""
+    """Return f32[B, T, K, G, D] for q [B, T, K, G, D], k and v [B, S, K, D] and visible [B, 1, 1, T, S]."""
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else lax.Precision.DEFAULT
     einsum = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     scores = einsum("btkgd,bskd->bkgts", q, k) * q.shape[-1] ** -0.5
@@ -111,33 +113,33 @@ class Network:
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: str) -> Network:
-        """The network of `config` that computes in `dtype`."""
+        """Return the network of `config` that computes in `dtype`."""
         graphdef, state = nnx.split(abstract_model(config, dtype=dtype, mesh=make_mesh(1)))
         paths, treedef = jax.tree.flatten_with_path(state)
         names = tuple(_name(path) for path, _ in paths)
         return cls(graphdef, treedef, names, resolve_dtype(dtype, config))
 
     def model(self, parameters: Parameters) -> Model:
-        """The module with these weights, rounded to its dtype."""
+        """Return the module with these weights, rounded to its dtype."""
         leaves = [parameters[name].astype(self.dtype) for name in self.names]
         model: Model = nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
         return model
 
 
 def hidden_states(model: Model, token_ids: jax.Array, positions: jax.Array, segments: jax.Array) -> jax.Array:
-    """f32[B * L, hidden_size] of a batch's arrays, [B, L] each."""
+    """Return f32[B * L, hidden_size] for a batch's arrays of shape [B, L]."""
     return model(token_ids.reshape(-1), positions.reshape(-1), PackedAttention(segments))
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    """layers.0.qkv.proj.kernel, of a path in the state (whose last part is the variable's value)."""
+    """Return a name like layers.0.qkv.proj.kernel for a path in the state, which ends in the value."""
     return ".".join(str(part.key) for part in path if isinstance(part, jax.tree_util.DictKey))
 
 
 def make_optimizer(
     *, learning_rate: float, warmup_steps: int, num_steps: int, weight_decay: float
 ) -> optax.GradientTransformation:
-    """AdamW with a warm-up, a cosine and clipped gradients; norm scales do not decay.
+    """Return AdamW with warm-up, cosine decay and clipped gradients; norm scales do not decay.
 
     Raises ConfigError naming the flag if the warm-up leaves no step for the cosine.
     """
@@ -165,7 +167,7 @@ def train_step(
     network: Network,
     optimizer: optax.GradientTransformation,
 ) -> tuple[TrainState, jax.Array]:
-    """The state after the batch, and the loss per token before it."""
+    """Return the state after the batch, and the loss per token before it."""
 
     def mean_loss(parameters: Parameters) -> jax.Array:
         loss = _loss(parameters, batch, network)
@@ -178,7 +180,7 @@ def train_step(
 
 @functools.partial(jax.jit, static_argnames="network")
 def batch_loss(parameters: Parameters, batch: Batch[Any], *, network: Network) -> Loss:
-    """The loss without a step."""
+    """Return the loss of a batch without a step."""
     return _loss(parameters, batch, network)
 
 
@@ -195,7 +197,7 @@ def _loss(parameters: Parameters, batch: Batch[Any], network: Network) -> Loss:
 def greedy_tokens(
     parameters: Parameters, token_ids: jax.Array, lengths: jax.Array, *, network: Network, num_new: int
 ) -> jax.Array:
-    """i32[B, num_new]: what follows the first `lengths` i32[B] of `token_ids` i32[B, L], without any cache.
+    """Return i32[B, num_new], the greedy tokens after `lengths` i32[B] of `token_ids` i32[B, L]; no cache.
 
     Each row needs room for the new tokens.
     """

@@ -1,10 +1,11 @@
 """The small chat model's tokenizer: byte-level BPE with the markers of the project's chat template.
 
-Owns: the markers, how the vocabulary is learned, and the files it is kept in.
+Owns: the markers, how the vocabulary is learned, and its files.
 Does not know: conversations or the model.
+Called by `programs.train_chat_model`.
 
-Every digit is a token of its own, so that a number or a time that was told is copied digit by digit instead
-of being looked up among learned pieces.
+Every digit is a token of its own, so that the model copies a told number or time digit by digit instead of
+recalling it among learned tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ FILES: Final = ("tokenizer.json", "tokenizer_config.json")
 
 
 def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
-    """A tokenizer of at most `vocab_size` ids (at least `MIN_VOCAB_SIZE`), markers first, then bytes."""
+    """Learn a tokenizer of at most `vocab_size` ids (at least `MIN_VOCAB_SIZE`): markers, then bytes."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -44,7 +45,7 @@ def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokeniz
 
 
 def save_tokenizer(backend: tokenizers.Tokenizer, directory: Path, max_tokens: int) -> None:
-    """Write the files of a Hugging Face tokenizer for a model of so many positions."""
+    """Write the files of a Hugging Face tokenizer for a model of `max_tokens` positions."""
     vocabulary_file, config_file = FILES
     backend.save(str(directory / vocabulary_file))
     config = {

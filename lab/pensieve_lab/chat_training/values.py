@@ -1,10 +1,11 @@
-"""Names, places, numbers, times and days that a conversation may tell, and which of them training never sees.
+"""Names, places, numbers, times and days that a conversation may tell, and which of them are held out.
 
-Owns: the pools, how a value is drawn, and the held-out part: the values whose checksum falls into one class
-of five. It is one rule for all kinds, but for short lists that a language closes, and no seed changes it.
-Most names are invented, or no names at all: a model copies what it has seen copied, and learns to copy
-anything only where anything may come.
+Owns: the pools, how a value is drawn, and the held-out part: values whose checksum falls into one class of
+five. All kinds use this rule except for closed lists, and no seed changes it. Most names are invented strings
+or arbitrary words: a model copies only what it has seen copied, so it learns to copy anything only if
+anything may occur.
 Does not know: what the values stand for.
+Called by `kinds` and `facts`.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from collections.abc import Sequence
 from typing import Final
 
 _VALUE_CLASSES: Final = 5
-_NO_NAME_SHARE: Final = 0.3  # of names, in training
-_LISTED_SHARE: Final = 0.4  # of the rest
-_CONSONANT_SHARE: Final = 0.75  # of beginnings of invented names
+_NO_NAME_SHARE: Final = 0.3  # share of names in training that are letters or words
+_LISTED_SHARE: Final = 0.4  # share of the rest that come from the list
+_CONSONANT_SHARE: Final = 0.75  # share of invented names that begin with a consonant
 _ODD_MINUTE_SHARE: Final = 0.3
-_WEEKDAY_SHARE: Final = 0.5  # of days
-_DIGITS_SHARE: Final = 0.4  # of counts
-_SMALL_COUNT_SHARE: Final = 0.6  # of these
+_WEEKDAY_SHARE: Final = 0.5  # share of days
+_DIGITS_SHARE: Final = 0.4  # share of counts in digits
+_SMALL_COUNT_SHARE: Final = 0.6  # share of counts in digits that are small
 _SMALL_COUNT: Final = 12
 _MAX_COUNT: Final = 400
-_NO_DAY_SHARE: Final = 0.15  # of days, in training
+_NO_DAY_SHARE: Final = 0.15  # share of days in training that are invented names
 _LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -85,16 +86,16 @@ _PLACE_ENDINGS: Final = (*_words("ville ton field bridge haven stad burg ford mo
 
 
 def is_closed(value: str) -> bool:
-    """Whether it is of a list that a language closes, and that training and tests share.
+    """Return whether a value belongs to a closed list, which training and tests share.
 
     These are weekdays, and numbers of people up to twenty in words or twelve in digits. A model that has not
-    seen all of such a list takes what it has seen for all there is.
+    seen all of such a list takes the part that it has seen for the whole.
     """
     return value in _CLOSED
 
 
 def is_held_out(value: str) -> bool:
-    """Whether training must never tell `value`."""
+    """Return whether training must never tell `value`."""
     return not is_closed(value) and zlib.crc32(value.encode()) % _VALUE_CLASSES == 0
 
 
@@ -108,7 +109,7 @@ def _invented(rng: random.Random, num_syllables: int) -> str:
 
 
 def _a_name(rng: random.Random, listed: Sequence[str], text: str, endings: Sequence[str]) -> str:
-    """One of a list or an invented one; with a `text` also any word of it, or any letters."""
+    """Return a listed or an invented name; with a `text` also any word of it, or any letters."""
     if text and rng.random() < _NO_NAME_SHARE:
         letters = "".join(rng.choices(_LETTERS, k=rng.randint(3, 7)))
         words = [word for word in text.split() if word.isalpha() and word.islower() and len(word) > 4]
@@ -119,34 +120,34 @@ def _a_name(rng: random.Random, listed: Sequence[str], text: str, endings: Seque
 
 
 def a_person(rng: random.Random, text: str) -> str:
-    """A first name, or what could be one; `text`: whose words may be, too."""
+    """Return a first name, or a string that could be one, which may be a word of `text`."""
     return _a_name(rng, _NAMES, text, ("",))
 
 
 def a_place(rng: random.Random, text: str) -> str:
-    """A city, or what could be one; `text`: whose words may be, too."""
+    """Return a city, or a string that could be one, which may be a word of `text`."""
     return _a_name(rng, _PLACES, text, _PLACE_ENDINGS)
 
 
 def a_street(rng: random.Random, text: str) -> str:
-    """A street called after a place."""
+    """Return a street named after a place."""
     return f"{a_place(rng, text)} {rng.choice(('Street', 'Road', 'Square', 'Avenue', 'Lane'))}"
 
 
 def a_time(rng: random.Random, text: str) -> str:
-    """A time of day, more often than not in steps of five minutes; `text` is of no use."""
+    """Return a time of day, usually at a multiple of five minutes; `text` is ignored."""
     minute = rng.randrange(60) if rng.random() < _ODD_MINUTE_SHARE else 5 * rng.randrange(12)
     return f"{rng.randint(1, 12)}:{minute:02d} {rng.choice(('am', 'pm'))}"
 
 
 def a_number(rng: random.Random, text: str) -> str:
-    """A number of two to five digits, as many of each length; `text` is of no use."""
+    """Return a number of two to five digits, each length equally likely; `text` is ignored."""
     num_digits = rng.randint(2, 5)
     return str(rng.randrange(10 ** (num_digits - 1), 10**num_digits))
 
 
 def a_day(rng: random.Random, text: str) -> str:
-    """A weekday or a date; with a `text` sometimes an invented name, as of a holiday."""
+    """Return a weekday or a date; with a `text` sometimes an invented name, like that of a holiday."""
     if text and rng.random() < _NO_DAY_SHARE:
         return _invented(rng, rng.randint(1, 3))
     if rng.random() < _WEEKDAY_SHARE:
@@ -161,7 +162,7 @@ def _ordinal_ending(number: int) -> str:
 
 
 def a_count(rng: random.Random, text: str) -> str:
-    """How many people, two or more, as a word or in digits; `text` is of no use."""
+    """Return a number of people, two or more, as a word or in digits; `text` is ignored."""
     if rng.random() >= _DIGITS_SHARE:
         return rng.choice(_COUNTS)
     return str(rng.randint(2, _SMALL_COUNT if rng.random() < _SMALL_COUNT_SHARE else _MAX_COUNT))

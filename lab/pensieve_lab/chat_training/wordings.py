@@ -1,7 +1,9 @@
-"""Which wordings training never sees, and how a sentence is changed without another meaning.
+"""Which wordings training never sees, and how a sentence is varied without changing its meaning.
 
-Owns: the three parts that wordings fall into, the rule by which a list falls into the first two, and case.
+Owns: the three parts that wordings fall into, the rule that splits a list into the first two, and letter
+case.
 Does not know: any wording.
+Called by the other modules of wordings.
 """
 
 from __future__ import annotations
@@ -18,26 +20,26 @@ _GROUP: Final = re.compile(r"\(([^()]*)\)")
 
 
 class Wordings(Enum):
-    """Whose sentences and values are drawn; values are held out with both test parts."""
+    """Part from which sentences are drawn; all test parts use held-out values."""
 
     TRAINING = auto()
     NEW_SENTENCES = auto()  # the last of every list: other words, but constructions like those of training
-    NEW_CONSTRUCTIONS = auto()  # sentences that are built as none of training is
-    TEST_CONSTRUCTIONS = auto()  # other ones of that sort (`held_out`), which nothing was chosen by
+    NEW_CONSTRUCTIONS = auto()  # sentences whose construction does not occur in training
+    TEST_CONSTRUCTIONS = auto()  # further ones (`held_out`), by which nothing was tuned
 
 
 def training_wordings(every: Sequence[str]) -> Sequence[str]:
-    """Those that training uses."""
+    """Return the wordings that training uses."""
     return every[:-_NUM_HELD_OUT]
 
 
 def held_out_wordings(every: Sequence[str]) -> Sequence[str]:
-    """Those that it never sees."""
+    """Return the wordings that training never sees."""
     return every[-_NUM_HELD_OUT:]
 
 
 def expanded(rng: random.Random, pattern: str) -> str:
-    """One of the sentences that a pattern like "(Could|Would) you (please |)help me?" stands for.
+    """Return one of the sentences of a pattern like "(Could|Would) you (please |)help me?".
 
     Groups do not nest.
     """
@@ -45,17 +47,17 @@ def expanded(rng: random.Random, pattern: str) -> str:
 
 
 def within_sentence(text: str) -> str:
-    """A sentence as it goes on behind other words: in lower case, unless it begins with "I" or a value."""
+    """Return a sentence as a continuation, in lower case unless it begins with "I" or a value."""
     return text if text.startswith(("I ", "I'", "{")) else text[0].lower() + text[1:]
 
 
 def capitalised(text: str) -> str:
-    """The text as a sentence begins."""
+    """Return the text with a capital first letter."""
     return text[0].upper() + text[1:]
 
 
 def perhaps_casual(rng: random.Random, text: str, share: float) -> str:
-    """That share of texts as people type in a hurry: in lower case, and half of it without the last mark."""
+    """Return that share of texts in casual spelling: in lower case, and half of them without the end mark."""
     if rng.random() >= share:
         return text
     return text.lower().rstrip(".?!") if rng.random() < _NO_MARK_SHARE else text.lower()

@@ -1,1 +1,1 @@
-"""Clients that people bring, against a server: see `check_clients`."""
+"""Third-party clients that run against a server: see `check_clients`."""

@@ -1,10 +1,11 @@
-"""What the openai client is made to do, and how it is told which of it went well.
+"""Cases for the openai client, and their outcomes.
 
 Owns: the list of cases, running each with the synchronous and the asynchronous client, and its outcome.
 Does not know: what the cases do, processes, or tables.
+Called by `programs.check_clients`.
 
-A case is written once, for the asynchronous client. The synchronous one is made to look like it: what its
-methods return is awaited at once, and what can be iterated is iterated.
+A case is written once, for the asynchronous client. A wrapper makes the synchronous client look the same: its
+results can be awaited and its iterables can be iterated asynchronously.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ type Body = Callable[[Any], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One thing that a client may ask for.
+    """One request pattern of a client.
 
     Attributes:
-      area: of the API, such as responses.
-      name: in a few words.
-      body: does it with a client, and fails by an assertion.
-      is_refusal: the server refuses it by design, and the case is that it says so.
+      area: part of the API, such as responses.
+      name: a short description.
+      body: runs the case with a client; fails with an assertion.
+      is_refusal: the server refuses the request by design, and the case checks the refusal.
     """
 
     area: str
@@ -43,7 +44,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a case went; `problem` is None where it went well."""
+    """Outcome of a case; `problem` is None if it passed."""
 
     area: str
     name: str
@@ -56,7 +57,7 @@ CASES: Final[list[Case]] = []
 
 
 def case(area: str, name: str, *, is_refusal: bool = False) -> Callable[[Body], Body]:
-    """Add a function to the cases."""
+    """Register a function as a case."""
 
     def add(body: Body) -> Body:
         CASES.append(Case(area, name, body, is_refusal))
@@ -66,7 +67,7 @@ def case(area: str, name: str, *, is_refusal: bool = False) -> Callable[[Body], 
 
 
 def run_case(one: Case, url: str, *, is_async: bool, api_key: str = "none") -> Outcome:
-    """Run a case with a strict client that repeats nothing."""
+    """Run a case with strict response validation and without retries."""
     return asyncio.run(_run(one, url, is_async, api_key))
 
 
@@ -82,7 +83,7 @@ async def _run(one: Case, url: str, is_async: bool, api_key: str) -> Outcome:
             with openai.OpenAI(
                 base_url=url, api_key=api_key, max_retries=0, _strict_response_validation=True
             ) as client:
-                await one.body(Awaited(client))
+                await one.body(AsyncAdapter(client))
     except (AssertionError, openai.OpenAIError) as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         problem = f"{type(error).__name__}: {error} ({place.name}: {place.line})"
@@ -91,63 +92,63 @@ async def _run(one: Case, url: str, is_async: bool, api_key: str) -> Outcome:
     )
 
 
-class Awaited:
-    """A synchronous client, or a part of one, that is used like an asynchronous one."""
+class AsyncAdapter:
+    """A synchronous client, or a part of one, with the interface of an asynchronous one."""
 
     def __init__(self, value: Any) -> None:
-        """Of a client, a part of it, or a stream."""
+        """Wrap a client, a part of it, or a stream."""
         self._value = value
 
     def __getattr__(self, name: str) -> Any:
-        """The same of it; methods can be awaited."""
+        """Return the wrapped attribute; methods can be awaited."""
         return _awaited(getattr(self._value, name))
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Call it at once; the result can be awaited, entered, and iterated."""
-        return Called(self._value(*arguments, **options))
+        return AsyncResult(self._value(*arguments, **options))
 
 
-class Called:
-    """What a synchronous method returned, for whoever awaits, enters or iterates it."""
+class AsyncResult:
+    """Result of a synchronous method that can be awaited, entered or iterated asynchronously."""
 
     def __init__(self, value: Any) -> None:
-        """Of any value."""
+        """Wrap a value of any type."""
         self._value = value
 
     def __await__(self) -> Iterator[Any]:
-        """It is there already."""
+        """Return the value without waiting."""
         return self._result().__await__()
 
     async def _result(self) -> Any:
         return _awaited(self._value)
 
     def __aiter__(self) -> AsyncIterator[Any]:
-        """The same things, one by one."""
+        """Iterate the value's items."""
         return _each(self._value)
 
     async def __aenter__(self) -> Any:
-        """Enter it."""
+        """Enter the wrapped context manager."""
         return _awaited(self._value.__enter__())
 
     async def __aexit__(self, *error: Any) -> None:
-        """Leave it."""
+        """Exit the wrapped context manager."""
         self._value.__exit__(*error)
 
 
-class AwaitedStream(Awaited):
-    """A synchronous stream."""
+class AsyncStreamAdapter(AsyncAdapter):
+    """A synchronous stream with the interface of an asynchronous one."""
 
     def __aiter__(self) -> AsyncIterator[Any]:
-        """Its events."""
+        """Iterate the stream's events."""
         return _each(self._value)
 
     async def __aenter__(self) -> Any:
-        """Enter it."""
+        """Enter the wrapped stream."""
         self._value.__enter__()
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        """Leave it."""
+        """Exit the wrapped stream."""
         self._value.__exit__(*error)
 
 
@@ -157,15 +158,15 @@ async def _each(values: Any) -> AsyncIterator[Any]:
 
 
 def _awaited(value: Any) -> Any:
-    """A client's parts, methods and streams are wrapped; results are left as they are."""
+    """Wrap a client's parts, methods and streams; return results unchanged."""
     if hasattr(value, "__next__") and hasattr(value, "__enter__"):
-        return AwaitedStream(value)
+        return AsyncStreamAdapter(value)
     is_part = type(value).__module__.startswith("openai.resources")
-    return Awaited(value) if callable(value) or is_part else value
+    return AsyncAdapter(value) if callable(value) or is_part else value
 
 
 async def refused(code: str, param: str | None, call: Any, **options: Any) -> None:
-    """Assert that a call with these options is refused with a code, by the name of a field."""
+    """Assert that a call with these options is refused with this error code and field name."""
     try:
         await call(**options)
     except openai.APIStatusError as error:

@@ -1,6 +1,8 @@
-"""Cases of Chat Completions, Completions and models: every call that this server has.
+"""Cases of Chat Completions, Completions and models that cover every call of this server.
 
-Owns: the cases. Does not know: how they are run.
+Owns: the cases.
+Does not know: how they are run.
+Called by `programs.check_clients`.
 """
 
 from __future__ import annotations
@@ -147,7 +149,7 @@ async def completed(client: Any) -> None:
 
 @case(COMPLETIONS, "stream")
 async def completed_in_pieces(client: Any) -> None:
-    # The client's type of a chunk has no null finish_reason, which OpenAI sends in all chunks but the last.
+    # The client's chunk type allows no null finish_reason, but OpenAI sends null in all chunks but the last.
     async with openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key) as lenient:
         stream = await lenient.completions.create(**CHAT, prompt="Hello", stream=True)
         assert "".join([chunk.choices[0].text async for chunk in stream])

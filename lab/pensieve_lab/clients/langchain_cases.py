@@ -1,8 +1,10 @@
-"""What langchain-openai is made to do; run by an interpreter that has it, and told on one line of JSON.
+"""Cases for langchain-openai, run by an interpreter that has it; prints the outcomes as one line of JSON.
 
     python -m pensieve_lab.clients.langchain_cases http://127.0.0.1:8000/v1
 
-Owns: the cases. Does not know: this project, whose packages that interpreter need not have.
+Owns: the cases.
+Does not know: this project, whose packages that interpreter need not have.
+Called by `clients.other_programs`.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ FIRST = "Hi! My name is Ada. I am looking for a place to eat in San Jose. " * 3
 
 
 def model(url: str, **options: Any) -> ChatOpenAI:
-    """Of this server, sampling nothing."""
+    """Return a chat model of the server, with greedy sampling."""
     fixed = {"model": "chat", "api_key": "none", "max_retries": 0, "temperature": 0, "max_tokens": 24}
     return ChatOpenAI(base_url=url, stream_usage=True, **fixed | options)
 
 
 def streamed(llm: ChatOpenAI, messages: list[Any]) -> Any:
-    """A reply, put together of its pieces."""
+    """Return a streamed reply, assembled from its chunks."""
     whole = None
     for piece in llm.stream(messages):
         whole = piece if whole is None else whole + piece
@@ -36,12 +38,12 @@ def streamed(llm: ChatOpenAI, messages: list[Any]) -> Any:
 
 
 def ask(llm: ChatOpenAI, messages: list[Any]) -> Any:
-    """A reply, whole."""
+    """Return a reply that is not streamed."""
     return llm.invoke(messages)
 
 
 def conversation(llm: ChatOpenAI, answer: Callable[[ChatOpenAI, list[Any]], Any], past: list[Any]) -> None:
-    """Three turns; each finds all of the one before but the last token, which was not computed."""
+    """Run three turns. Each reuses all of the previous one but the last token, which was not computed."""
     messages = [*past, HumanMessage(FIRST)]
     reply = answer(llm, messages)
     for asked in ("What is my name?", "And where am I?"):
@@ -57,7 +59,7 @@ BY_ID = RESPONSES | {"use_previous_response_id": True}
 
 
 def cases(url: str) -> dict[str, Callable[[], None]]:
-    """By name."""
+    """Return all cases by name."""
     kind = SystemMessage("Be kind.")
 
     def batch() -> None:
@@ -90,12 +92,12 @@ def cases(url: str) -> dict[str, Callable[[], None]]:
 
 
 def main() -> None:
-    """Run all and tell how each went."""
+    """Run all cases and print their outcomes."""
     problems: dict[str, str | None] = {}
     for name, run in cases(sys.argv[1]).items():
         try:
             run()
-        except Exception as error:  # whatever langchain raises is this case's outcome
+        except Exception as error:  # any exception of langchain is the outcome of this case
             problems[name] = f"{type(error).__name__}: {error}"
         else:
             problems[name] = None

@@ -1,8 +1,9 @@
-"""What servers answered, against the document in which OpenAI describes its API.
+"""Checks of server answers against OpenAI's published API schema.
 
-Owns: which schema of the document an answer must satisfy, what is excepted and why, and the part of the
+Owns: which schema an answer must satisfy, the exceptions and their reasons, and the part of the schema
 document that this needs.
-Does not know: who asked.
+Does not know: which client asked.
+Called by `programs.check_clients` and the server tests.
 
 The document is `openapi.json` of github.com/openai/openai-openapi (MIT). `reduced` makes the file that tests
 use of it: the schemas that answers of this server can reach, without descriptions and examples.
@@ -42,7 +43,7 @@ _PLACES: Final = {
     ("GET", "/v1/models"): ("ListModelsResponse", None),
     ("GET", "/v1/models/{}"): ("Model", None),
 }
-"""The schemas of an answer, whole and of one event of a stream; of deleted responses there is none."""
+"""Schemas of a whole answer and of one stream event. The document has none for deleted responses."""
 _ERROR: Final = "ErrorResponse"
 EXCEPTED: Final = {
     "usage of a response that has not ended well": (
@@ -52,12 +53,13 @@ EXCEPTED: Final = {
         "is null until the last piece, as from OpenAI; the document knows the last one only"
     ),
 }
-"""Where the document is not what OpenAI's own server does; the openai client's types differ there as well."""
+"""Differences between the document and OpenAI's own server; the openai client's types differ there as well.
+"""
 _LEFT_OUT: Final = frozenset({"description", "example", "examples", "title", "x-oaiMeta"})
 
 
 def reduced(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of the document that answers are checked by."""
+    """Return the part of the document against which answers are checked."""
     schemas = document["components"]["schemas"]
     wanted = [name for names in _PLACES.values() for name in names if name is not None] + [_ERROR]
     found: dict[str, Any] = {}
@@ -93,7 +95,7 @@ def _without_prose(value: Any, *, names_fields: bool = False) -> Any:
             for name, inner in value.items()
             if names_fields or name not in _LEFT_OUT
         }
-        # As OpenAPI wrote it before JSON Schema did; validators do not know it.
+        # `nullable` is OpenAPI's older spelling, which JSON Schema validators do not know.
         is_nullable = not names_fields and found.pop("nullable", False) is True
         return {"anyOf": [found, {"type": "null"}]} if is_nullable else found
     if isinstance(value, list):
@@ -102,19 +104,19 @@ def _without_prose(value: Any, *, names_fields: bool = False) -> Any:
 
 
 class Schemas:
-    """The schemas of a document, whole or reduced."""
+    """Schemas of a document, whole or reduced."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
-        """Of a document that was read."""
+        """Use a parsed document."""
         self._components = document["components"]
 
     @classmethod
     def of_file(cls, path: Path = SCHEMAS) -> Schemas:
-        """Of a file."""
+        """Read the document from a file."""
         return cls(json.loads(path.read_text(encoding="utf-8")))
 
     def complaints(self, exchange: Exchange) -> list[str]:
-        """What of an answer is against its schema; nothing for routes that OpenAI does not have."""
+        """Return the schema violations of an answer; none for routes that OpenAI does not have."""
         place = _place(exchange.method, exchange.path)
         if place is None:
             return []
@@ -127,7 +129,7 @@ class Schemas:
         return [line for one in events_of(exchange.answer) for line in self._wrong_event(one, event, where)]
 
     def num_bodies(self, exchange: Exchange) -> int:
-        """How many bodies and events of an exchange are checked."""
+        """Return the number of checked bodies and events of an exchange."""
         if _place(exchange.method, exchange.path) is None:
             return 0
         is_stream = exchange.kind == _EVENTS and exchange.status < 400
@@ -141,7 +143,7 @@ class Schemas:
         return self._wrong(value, schema and self._of_kind(schema, kind), where)
 
     def _of_kind(self, schema: str, kind: Any) -> str | None:
-        """Of a choice of schemas that of objects of a type, so that complaints say what is wrong with it."""
+        """Return the option of a choice of schemas that describes this type, for more specific complaints."""
         schemas = self._components["schemas"]
         if "anyOf" not in schemas[schema]:
             return schema
@@ -161,7 +163,7 @@ class Schemas:
 
 
 def events_of(text: str) -> Iterator[dict[str, Any]]:
-    """The events of a stream, its end mark and comments left out; the last one may be missing its end."""
+    """Yield the events of a stream without its end mark and comments; the last event may be cut off."""
     for part in text.split("\n\n")[:-1]:
         data = [line[6:] for line in part.split("\n") if line.startswith("data: ")]
         if data and data != ["[DONE]"]:
@@ -170,7 +172,7 @@ def events_of(text: str) -> Iterator[dict[str, Any]]:
 
 @functools.cache
 def _place(method: str, path: str) -> tuple[str, str] | None:
-    """The row of `_PLACES` that a path with ids belongs to; where two do, the one with more words."""
+    """Return the key of `_PLACES` that matches a path with ids; if two match, the more specific one."""
     parts = path.partition("?")[0].split("/")
     found = [
         (known, pattern)
@@ -186,7 +188,7 @@ def _fits(word: str, part: str) -> bool:
 
 
 def _without_excepted(value: Any) -> Any:
-    """A body without what `EXCEPTED` names."""
+    """Return a body without the fields that `EXCEPTED` names."""
     if not isinstance(value, dict):
         return value
     found = dict(value)
@@ -202,7 +204,7 @@ def _without_excepted(value: Any) -> Any:
 
 
 def write_reduced(document: Path, path: Path = SCHEMAS) -> None:
-    """Make the file that tests use, a schema a line."""
+    """Write the file that tests use, with one schema per line."""
     found = reduced(json.loads(document.read_text(encoding="utf-8")))
     schemas = found.pop("components")["schemas"]
     head = json.dumps(found)[:-1]
@@ -214,7 +216,7 @@ def write_reduced(document: Path, path: Path = SCHEMAS) -> None:
 
 
 def all_complaints(schemas: Schemas, exchanges: Iterable[Exchange]) -> list[str]:
-    """What of several exchanges is against their schemas, each once."""
+    """Return the distinct schema violations of several exchanges."""
     return list(dict.fromkeys(line for exchange in exchanges for line in schemas.complaints(exchange)))
 
 

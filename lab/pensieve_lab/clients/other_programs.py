@@ -1,7 +1,8 @@
 """Clients that are programs of their own: langchain-openai, and Open Responses' compliance test.
 
-Owns: starting them, and reading what they say of each of their cases.
+Owns: starting them and reading the outcomes of their cases.
 Does not know: the server, or tables.
+Called by `programs.check_clients`.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ OUTSIDE: Final = {
     "file-": "files",
     "search-": "search",
 }
-"""Cases of the compliance test that this server refuses by design, by how their ids begin."""
+"""Prefixes of the compliance test's case ids that this server refuses by design."""
 _LANGCHAIN_CASES: Final = Path(__file__).with_name("langchain_cases.py")
 _TIMEOUT_S: Final = 900.0
 
 
 class ProgramFailedError(PensieveError):
-    """A program told nothing that could be read."""
+    """A program printed no readable result."""
 
 
 def run_langchain(python: str, url: str) -> tuple[list[Outcome], dict[str, str]]:
-    """Outcomes of an interpreter that has langchain-openai, and what versions it has."""
+    """Return the outcomes from an interpreter that has langchain-openai, and its package versions."""
     told = _told([python, str(_LANGCHAIN_CASES), url], Path.cwd())
     problems: dict[str, str | None] = told["problems"]
     return [Outcome("langchain", name, "langchain", False, why) for name, why in problems.items()], told[
@@ -40,9 +41,9 @@ def run_langchain(python: str, url: str) -> tuple[list[Outcome], dict[str, str]]
 
 
 def run_open_responses(bun: str, checkout: str, url: str) -> list[Outcome]:
-    """Outcomes of the compliance test in a checkout of github.com/openresponses/openresponses.
+    """Return the outcomes of the compliance test in a checkout of github.com/openresponses/openresponses.
 
-    Its generated schemas and zod must be there.
+    The checkout must contain its generated schemas and zod.
     """
     command = [bun, "run", "bin/compliance-test.ts", "-u", url, "-k", "none", "-m", MODEL, "--json"]
     told = _told(command, Path(checkout))
@@ -52,7 +53,7 @@ def run_open_responses(bun: str, checkout: str, url: str) -> list[Outcome]:
         failed = one["status"] != "passed"
         problem = None
         if is_outside and not failed:
-            problem = "passed, though it is said to be refused"
+            problem = "passed, although it is listed as refused"
         elif failed and not is_outside:
             problem = "; ".join(one.get("errors") or ["failed"])
         outcomes.append(Outcome("Open Responses", one["id"], "compliance test", is_outside, problem))
@@ -60,7 +61,7 @@ def run_open_responses(bun: str, checkout: str, url: str) -> list[Outcome]:
 
 
 def _told(command: list[str], directory: Path) -> Any:
-    """The JSON object that a program ends its output with; raises ProgramFailedError."""
+    """Return the JSON object at the end of a program's output; raises ProgramFailedError."""
     done = subprocess.run(
         command, cwd=directory, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S
     )
@@ -69,4 +70,6 @@ def _told(command: list[str], directory: Path) -> Any:
         return json.loads(done.stdout[start:])
     except json.JSONDecodeError as error:
         said = (done.stderr or done.stdout)[-500:]
-        raise ProgramFailedError(f"{command[0]} ended with {done.returncode} and said: {said}") from error
+        raise ProgramFailedError(
+            f"{command[0]} exited with {done.returncode}; its last output: {said}"
+        ) from error

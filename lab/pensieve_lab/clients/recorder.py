@@ -1,9 +1,10 @@
-"""A proxy between clients and a server that keeps what both said.
+"""A proxy between clients and a server that records both sides.
 
-Owns: sockets of its own, passing requests on and answers back as they come, and the list of exchanges.
-Does not know: what either side means by it.
+Owns: its sockets, forwarding of requests and answers, and the list of exchanges.
+Does not know: what the bodies mean.
+Called by `programs.check_clients`.
 
-Answers are passed on piece by piece, so that streams stay streams.
+Answers are forwarded chunk by chunk, so that streams stay streams.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ class Exchange:
     """A request and its answer.
 
     Attributes:
-      request, answer: their bodies as text; "" for none. Of an answer that its client left, what it got.
+      request, answer: their bodies as text; "" for none. If the client disconnected, the part of the answer
+        that it received.
       kind: the answer's content type, without parameters.
-      headers: of the answer, by names in lower case.
+      headers: of the answer, with names in lower case.
     """
 
     method: str
@@ -46,7 +48,7 @@ class Exchange:
 
 
 class Recorder(ThreadingHTTPServer):
-    """Listens from its making until `close`; a context manager.
+    """Recording proxy that listens from construction until `close`; a context manager.
 
     Attributes:
       exchanges: in the order in which they ended.
@@ -55,7 +57,7 @@ class Recorder(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, target: str, *, port: int = 0, path: Path | None = None) -> None:
-        """Before the server at `target`, such as http://127.0.0.1:8000; `path`: JSON lines as they come."""
+        """Forward to `target`, such as http://127.0.0.1:8000; append JSON lines to `path` if given."""
         found = urlsplit(target)
         self.target = (found.hostname or "127.0.0.1", found.port or 80)
         self.exchanges: list[Exchange] = []
@@ -68,18 +70,18 @@ class Recorder(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """For clients."""
+        """URL to which clients connect."""
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def wait_for_all(self) -> None:
-        """Until all have ended: a client may have its last byte before the list has its exchange."""
+        """Wait until all exchanges are recorded; a client may have its last byte before that."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._num_open, _TIMEOUT_S):
                 raise TimeoutError(f"{self._num_open} exchanges have not ended after {_TIMEOUT_S:g} s")
 
     @contextmanager
     def open_exchange(self) -> Iterator[None]:
-        """While one of them goes on."""
+        """Count an exchange as open within the context."""
         with self._changed:
             self._num_open += 1
         try:
@@ -90,7 +92,7 @@ class Recorder(ThreadingHTTPServer):
                 self._changed.notify_all()
 
     def keep(self, exchange: Exchange) -> None:
-        """Add one to the list."""
+        """Add an exchange to the list."""
         with self._changed:
             self.exchanges.append(exchange)
             if self._path is not None:
@@ -98,34 +100,32 @@ class Recorder(ThreadingHTTPServer):
                     file.write(json.dumps(asdict(exchange)) + "\n")
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that left is no news; anything else is."""
+        """Ignore clients that disconnect; report any other error."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening and join the thread."""
         self.shutdown()
         self._thread.join()
         self.server_close()
 
     def __enter__(self) -> Self:
-        """The recorder itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Listen no more."""
         self.close()
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One request: to the server and back."""
+    """Handler that forwards one request and its answer."""
 
     server: Recorder
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Override the default, which writes each request to standard error."""
 
     def _pass_on(self) -> None:
         with self.server.open_exchange():

@@ -1,6 +1,8 @@
-"""Cases of Responses and Conversations: every call that this server has.
+"""Cases of Responses and Conversations that cover every call of this server.
 
-Owns: the cases. Does not know: how they are run.
+Owns: the cases.
+Does not know: how they are run.
+Called by `programs.check_clients`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _EVENTS = (
 
 
 def state_of(usage: Any) -> dict[str, int]:
-    """What `usage.pensieve` says."""
+    """Return the `usage.pensieve` object."""
     told: dict[str, int] = usage.to_dict()["pensieve"]
     return told
 
@@ -46,7 +48,7 @@ async def goes_on(client: Any) -> None:
     first = await client.responses.create(**GREEDY, input=LONG)
     second = await client.responses.create(**GREEDY, input="And then?", previous_response_id=first.id)
     assert second.previous_response_id == first.id
-    # The last token of a reply was sampled and not computed yet.
+    # The last token of a reply is sampled but not computed yet.
     past = first.usage.total_tokens - 1
     assert second.usage.input_tokens_details.cached_tokens == past
     assert state_of(second.usage)["recomputed_tokens"] == 0
@@ -131,7 +133,7 @@ async def _ended(client: Any, response_id: str) -> Response:
         if found.status not in ("queued", "in_progress"):
             return found
         await asyncio.sleep(0.02)
-    raise AssertionError("a response in the background does not end")
+    raise AssertionError("the background response did not end")
 
 
 @case(RESPONSES, "background=True, then retrieve until it has ended")

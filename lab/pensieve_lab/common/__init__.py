@@ -1,1 +1,1 @@
-"""What launch scripts share: flags that become an engine configuration, tables, and reports."""
+"""Parts shared by programs: flags that become an engine configuration, tables, and reports."""

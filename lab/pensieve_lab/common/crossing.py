@@ -1,7 +1,8 @@
-"""Where a curve crosses a level.
+"""Crossing of a curve with a level.
 
-Owns: how a curve is read between its points.
-Does not know: what it is of.
+Owns: the interpolation between a curve's points.
+Does not know: what the curve shows.
+Called by programs and pages.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 
 
 def crossing_at(level: float, curve: Sequence[tuple[float, float]]) -> float | None:
-    """The x at which straight lines between points first rise over `level`; None where they do not."""
+    """Return the first x at which the piecewise linear curve rises above `level`, or None."""
     for (x0, y0), (x1, y1) in itertools.pairwise(curve):
         if y0 <= level < y1:
             return x0 + (x1 - x0) * (level - y0) / (y1 - y0)

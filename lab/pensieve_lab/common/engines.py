@@ -1,11 +1,12 @@
-"""Several engines on one model, one after the other: what comparing configurations takes.
+"""Several engines on one model, one after the other, for comparing configurations.
 
-Owns: loading and compiling once, and beginning anew on the same weights, pages and slots.
+Owns: loading and compiling once, and restarting on the same weights, pages and slots.
 Does not know: what an engine is asked to do.
+Called by `programs.compare_variants` and `serving.engine_server`.
 
-Whatever a step's shape depends on (the model, `RunnerConfig`, `SchedulerConfig`, `gpu_pages`, the most
-`cpu_pages`) is that of the runner and stays; policies, priorities, `stateful` and fewer `cpu_pages` are the
-engine's own and may differ between engines. So do the costs of recomputing, which not every policy needs.
+Everything that a step's shape depends on belongs to the runner and stays: the model, `RunnerConfig`,
+`SchedulerConfig`, `gpu_pages`, and the largest `cpu_pages`. Policies, priorities, `stateful`, a smaller
+`cpu_pages` and the recompute costs, which not every policy needs, belong to the engine and may differ.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class EngineFactory:
     """One runner, and one engine on it at a time.
 
     Attributes:
-      config: what the runner was made for, with `cpu_bytes` turned into pages.
+      config: configuration of the runner, with `cpu_bytes` converted to pages.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -43,9 +44,9 @@ class EngineFactory:
         self._costs = {needs_costs(self.config): self._parts.costs}
 
     def costs_of(self, config: EngineConfig) -> CostChoice:
-        """Return the costs that an engine of this configuration evicts by.
+        """Return the costs by which an engine of this configuration evicts.
 
-        The first configuration that needs costs may measure them, which closes the engine that is open.
+        The first configuration that needs costs may measure them, which closes the open engine.
         """
         needed = needs_costs(config)
         if needed not in self._costs:
@@ -61,10 +62,10 @@ class EngineFactory:
         store: HistoryStore | None = None,
         wrap: Callable[[Runner], Runner] = lambda runner: runner,
     ) -> Engine:
-        """An engine on empty pools; the one before is closed.
+        """Return an engine on empty pools; closes the previous engine.
 
-        It has no conversations, or those of `store`, which is closed with it. `wrap` may put something
-        between engine and runner.
+        The engine has no conversations, or those of `store`, which is closed with it. `wrap` may put a
+        wrapper between engine and runner.
         """
         self.close()
         runner = self._parts.runner
@@ -83,11 +84,11 @@ class EngineFactory:
         return self._engine
 
     def close(self) -> None:
-        """Close the engine that is open; a second call does nothing."""
+        """Close the open engine; a second call does nothing."""
         self._engine.close()
 
 
 def costs_document(costs: CostChoice) -> dict[str, Any]:
-    """Return what a document says of the costs that an engine evicts by."""
+    """Return the description of eviction costs for a result document."""
     points = None if costs.points is None else [point._asdict() for point in costs.points]
     return {"kind": costs.kind, "source": costs.source, "reason": costs.reason, "points": points}

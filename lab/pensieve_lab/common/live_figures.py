@@ -1,6 +1,8 @@
-"""A progress bar over the time of a run, virtual or real, that shows what the latest answers were like.
+"""A progress bar over the time of a run, virtual or real, that shows figures of the latest answers.
 
-Owns: which figures, and over how many answers. Does not know: who answers.
+Owns: which figures it shows, and over how many answers.
+Does not know: which system answers.
+Called by programs.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ _REFRESH_EVERY = 50
 
 
 class LiveFigures:
-    """Sees every answer while it is entered.
+    """Progress bar that sees every answer while it is entered.
 
     Attributes:
       num_answers: seen so far.
@@ -27,7 +29,7 @@ class LiveFigures:
     def __init__(
         self, title: str, end_s: float | None, *, shown: bool, refresh_every: int = _REFRESH_EVERY
     ) -> None:
-        """Up to `end_s`, if that is known, with every so many answers; nothing shows unless `shown`."""
+        """Show progress up to `end_s`, if known, every `refresh_every` answers; only if `shown`."""
         layout = "{desc}: {n:.0f}/{total_fmt} s [{elapsed}]{postfix}"
         self._bar = tqdm(desc=title, total=end_s, disable=not shown, leave=False, bar_format=layout)
         self._latest: deque[Answer] = deque(maxlen=_NUM_LATEST)
@@ -35,17 +37,15 @@ class LiveFigures:
         self.num_answers = 0
 
     def __enter__(self) -> Self:
-        """Show it."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Take it away."""
         self._bar.close()
 
     def see(self, answer: Answer) -> None:
-        """One more."""
+        """Add an answer, and refresh the bar when it is due."""
         self.num_answers += 1
         self._latest.append(answer)
         if not self._bar.disable and self.num_answers % self._refresh_every == 0:
@@ -59,5 +59,5 @@ class LiveFigures:
         latency_s = sum((a.end_s - a.turn.arrival_s) / a.usage.output_tokens for a in latest) / len(latest)
         history = sum(a.turn.num_history_tokens for a in latest)
         found = sum(a.usage.reused_gpu_tokens + a.usage.swapped_in_tokens for a in latest)
-        hits = f", {found / history:.0%} of history found" if history else ""
+        hits = f", {found / history:.0%} cache hit rate" if history else ""
         return f"{rate}{1e3 * latency_s:.1f} ms/token{hits}"

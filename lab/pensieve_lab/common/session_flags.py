@@ -1,8 +1,8 @@
-"""The command-line flags that say who comes when: a trace, arrivals, think times.
+"""Command-line flags for the workload: a trace, arrivals and think times.
 
-Owns: names, defaults and help of these flags, and the way from them to sessions.
-Does not know: who serves the sessions. The flags are those of whoever
-calls.
+Owns: names, defaults and help of these flags, and the sessions made from them.
+Does not know: which system serves the sessions.
+Called by programs, which register the flags as their own.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from pensieve_lab.workload import (
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
-_MID_LIFE_TOKEN_S = 0.02  # of answers before the run: a system that is neither idle nor late
+_MID_LIFE_TOKEN_S = 0.02  # time per answer token before the run: a system that is neither idle nor overloaded
 
 
 @flag_group("the trace and its users")
 def define_session_flags() -> None:
-    """Flags of the trace and of the users."""
-    flags.DEFINE_enum("workload", "sharegpt", sorted(SHAPES), "What conversations are made to look like.")
-    flags.DEFINE_integer("num_conversations", 20_000, "Made conversations to draw sessions from.")
+    """Define the flags of the trace and of its users."""
+    flags.DEFINE_enum("workload", "sharegpt", sorted(SHAPES), "Distribution of generated conversations.")
+    flags.DEFINE_integer("num_conversations", 20_000, "Generated conversations to draw sessions from.")
     flags.DEFINE_string("trace", None, "A trace file, instead of --workload.")
-    flags.DEFINE_enum("trace_format", None, FORMATS, "What --trace is; default: guessed from its fields.")
+    flags.DEFINE_enum("trace_format", None, FORMATS, "Format of --trace; default: guessed from its fields.")
     flags.DEFINE_string("tokenizer", None, TOKENIZER_HELP)
-    flags.DEFINE_list("rates", ["4"], "Conversations that begin in a second, on average; several are swept.")
-    flags.DEFINE_bool("recorded_arrivals", False, "Conversations begin when the trace says, not by --rates.")
+    flags.DEFINE_list("rates", ["4"], "Conversations that begin per second (mean); several are swept.")
+    flags.DEFINE_bool("recorded_arrivals", False, "Begin conversations at the trace's times, not by --rates.")
     flags.DEFINE_string(
         "think", "exponential:60", "exponential:MEAN_S, lognormal:MU,SIGMA, or recorded (by the trace)."
     )
-    flags.DEFINE_float("time_scale", 1.0, "Multiplies arrivals and think times; 0.1 is ten times as fast.")
+    flags.DEFINE_float("time_scale", 1.0, "Factor for arrival and think times; 0.1 is ten times as fast.")
     flags.DEFINE_float("mid_life_s", 1800.0, "Begin this long after the first arrivals, in a steady state.")
-    flags.DEFINE_integer("seed", 0, "Of everything that is drawn.", lower_bound=0)
+    flags.DEFINE_integer("seed", 0, "Seed of all random draws.", lower_bound=0)
 
 
 def rates() -> list[float | None]:
-    """What `--rates` says, or None alone for arrivals as recorded; raises ConfigError."""
+    """Return the rates of `--rates`, or only None for recorded arrivals; raises ConfigError."""
     if FLAGS.recorded_arrivals:
         if FLAGS["rates"].present:
             raise ConfigError("--rates", ",".join(FLAGS.rates), "left out beside --recorded_arrivals")
@@ -69,7 +69,7 @@ def rates() -> list[float | None]:
 
 
 def load_trace(max_context_tokens: int) -> Trace:
-    """The trace of the flags, without what outgrows the context; raises ConfigError or a workload's error."""
+    """Return the trace of the flags, capped at the context; raises ConfigError or a workload's error."""
     if FLAGS.trace is None:
         return generate_trace(
             SHAPES[FLAGS.workload],
@@ -91,10 +91,10 @@ def sessions(
     seed: int | None = None,
     arrivals: str | None = None,
 ) -> list[Session]:
-    """Those of a run of `run_s` seconds, or of one that serves the whole trace.
+    """Return the sessions of a run of `run_s` seconds, or of one that serves the whole trace.
 
-    `seed` is `--seed` by default. `arrivals` is a trace file, whose pauses are scaled to the rate; None is a
-    Poisson process. Raises ConfigError for that file, or for a recording that ends before the run begins,
+    `seed` is `--seed` by default. `arrivals` is a trace file whose gaps are scaled to the rate; None is a
+    Poisson process. Raises ConfigError for an unreadable file or a recording that ends before the run begins,
     or a workload's error.
     """
     if rate is None:
@@ -119,7 +119,7 @@ def sessions(
     return started
 
 
-@functools.cache  # one file for all rates
+@functools.cache  # all rates share one file
 def _arrivals(path: str | None) -> Trace | None:
     if path is None:
         return None
@@ -128,7 +128,7 @@ def _arrivals(path: str | None) -> Trace | None:
 
 
 def think_time() -> ThinkTime:
-    """What `--think` says; raises ConfigError or WorkloadError."""
+    """Return the think time of `--think`; raises ConfigError or WorkloadError."""
     kind, _, text = FLAGS.think.partition(":")
     try:
         values = [float(word) for word in text.split(",") if word]

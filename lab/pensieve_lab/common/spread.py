@@ -1,6 +1,8 @@
-"""A measurement that was repeated: its median, and how far repetitions lie apart.
+"""Median and spread of a repeated measurement.
 
-Owns: what is said of repetitions. Does not know: what was repeated.
+Owns: the statistics of repetitions.
+Does not know: what was repeated.
+Called by programs and experiments.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import numpy as np
 
 
 class Spread(NamedTuple):
-    """Median and quartiles, and the 90th percentile; NaN where nothing was measured."""
+    """Median, quartiles and 90th percentile; NaN without values."""
 
     median: float
     low: float
@@ -23,14 +25,14 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self:
-        """Of repetitions in any order."""
+        """Return the statistics of values in any order."""
         if not values:
             return cls(math.nan, math.nan, math.nan, math.nan, 0)
         low, median, high, p90 = np.percentile(values, [25, 50, 75, 90]).tolist()
         return cls(median, low, high, p90, len(values))
 
     def as_dict(self) -> dict[str, float | int | None]:
-        """For JSON, which has no NaN."""
+        """Return a dict for JSON, with None for NaN."""
         return {
             name: None if isinstance(value, float) and math.isnan(value) else value
             for name, value in self._asdict().items()

@@ -1,7 +1,8 @@
-"""A device's profile for KV state that is stored in fewer bytes than it was measured with.
+"""A device's profile for a KV cache stored in fewer bytes than it was measured with.
 
-Owns: how many bytes a token then takes, on the device and in host memory.
+Owns: the bytes per token on the device and in host memory.
 Does not know: flags, or what is simulated.
+Called by programs.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from pensieve_lab.simulator import DeviceProfile
 
 
 def stored_profile(profile: DeviceProfile, cache: CacheConfig, *, read_rate: float = 1.0) -> DeviceProfile:
-    """The profile of a model with KV state as the cache's configuration says.
+    """Return the profile of a model whose KV cache is stored as the configuration says.
 
     Args:
-      profile: as it was measured: in its dtype, and nothing packed.
-      cache: its `kv_dtype`, `chunk_tokens` and `pack_host` count. The first needs a preset's model; what is
-        no preset is not packed.
-      read_rate: with a `kv_dtype`, bytes of it that steps read in a second, over the profile's.
+      profile: as measured, in its dtype and without packing.
+      cache: its `kv_dtype`, `chunk_tokens` and `pack_host` are used. `kv_dtype` needs a preset's model; a
+        model that is not a preset is not packed.
+      read_rate: with a `kv_dtype`, the rate at which steps read its bytes, relative to the profile's.
 
     Raises:
-      ConfigError: names `cache.pack_host`, which asks for what there is no form of.
+      ConfigError: names `cache.pack_host`, if the model has no packed form.
     """
     if profile.model not in PRESETS:
         if cache.pack_host:
-            raise ConfigError("cache.pack_host", True, f"left out for {profile.model!r}, which is no preset")
+            raise ConfigError("cache.pack_host", True, f"left out for {profile.model!r}, not a preset")
         return profile
     model, dtype = preset(profile.model), jnp.dtype(profile.dtype)
     packing = host_packing(model, cache, dtype)

@@ -1,7 +1,9 @@
-"""A trace file of somebody's, by its path: guessed where no format is named, counted where it holds texts.
+"""A trace file given by its path.
 
-Owns: how texts are counted for want of a tokenizer, and what is said of rows that were left out.
+Owns: guessing the format, counting tokens of texts without a tokenizer, and reporting rows that were left
+out.
 Does not know: flags of users or arrivals.
+Called by programs and `common.session_flags`.
 """
 
 from __future__ import annotations
@@ -22,20 +24,20 @@ from pensieve_lab.workload import (
 )
 
 WORDS = "words"
-"""What `--tokenizer` takes beside a directory."""
-TOKENIZER_HELP = f'Directory of a tokenizer for traces of texts, or "{WORDS}": words and marks.'
+"""Value of `--tokenizer` that is not a directory."""
+TOKENIZER_HELP = f'Directory of a tokenizer for traces of texts, or "{WORDS}" to count words and punctuation.'
 _MAX_TOLD = 5
 
 
 def read_trace_file(
     path: str, format: str | None, tokenizer: str | None, *, flag: str = "--trace"
 ) -> tuple[Trace, str]:
-    """The trace, and the format it was read as; what was left out is told on the standard error.
+    """Return the trace and the format as which it was read; report skipped rows on standard error.
 
     Raises ConfigError, which names `flag`, for a file that cannot be opened, and for one of texts without a
-    tokenizer; TraceError for what is wrong in it.
+    tokenizer; TraceError for invalid content.
     """
-    told = _Told()
+    told = _SkippedRows()
     try:
         format = format or guess_format(path)
         if tokenizer is None and format in TEXT_FORMATS:
@@ -49,8 +51,8 @@ def read_trace_file(
     return trace, format
 
 
-class _Told:
-    """The first few of what was left out, and how many more there were."""
+class _SkippedRows:
+    """Reporter of the first few skipped rows, and of the number of further ones."""
 
     def __init__(self) -> None:
         self._num_seen = 0

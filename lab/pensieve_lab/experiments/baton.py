@@ -1,9 +1,10 @@
-"""Baton's tables and figures, and what the paper says there.
+"""Baton's tables and figures as experiments, and the paper's statements about them.
 
-Owns: names and words of these experiments.
+Owns: names and texts of these experiments.
 Does not know: how one is run.
+Called by `experiments.registry`.
 
-Figures 1 to 5 are drawings: there is nothing to run.
+Figures 1 to 5 are drawings, so there is nothing to run.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ BATON = (
     _experiment(
         "baton7",
         "output tokens over time, 30 short queries",
-        "Benchmark's rate falls in each batch and starts again with the next, Baton's is steady until nobody "
-        "waits (section 5.2.2).",
+        "Benchmark's rate falls in each batch and starts again with the next, Baton's is steady until the "
+        "queue is empty (section 5.2.2).",
         baton_curves.tokens,
     ),
     _experiment(

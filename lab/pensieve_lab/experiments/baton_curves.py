@@ -1,9 +1,10 @@
-"""Figures 6 to 8 of Baton: what has come over time, and how much KV state is there.
+"""Figures 6 to 8 of Baton: progress and KV cache over time.
 
 Owns: what is shown of each run.
 Does not know: how a run is made.
+Called by `experiments.baton`.
 
-Curves are of the first seed; tables are of all.
+Curves show the first seed; tables show all seeds.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pensieve_lab.rebatching.simulation import Series
 
 _BATCHES = (2, 4, 6, 8, 10)
 _METHODS = (BENCHMARK, BATON_PD)
-_NUM_POINTS = 150  # of a curve
+_NUM_POINTS = 150  # per curve
 _MEGABYTE = 1e6
 _NAMES = ("time_s", "completed", "tokens", "kv_bytes", "span_bytes")
 
@@ -30,17 +31,20 @@ type Runs = Mapping[tuple[int, str], Sequence[Series]]
 
 
 def completed(asked: Settings, _: object) -> Findings:
-    """Figure 6."""
+    """Return the findings of Figure 6."""
     return _over_time(asked, "completed", "queries", "queries completed")
 
 
 def tokens(asked: Settings, _: object) -> Findings:
-    """Figure 7."""
+    """Return the findings of Figure 7."""
     return _over_time(asked, "tokens", "output tokens", "output tokens")
 
 
 def memory(asked: Settings, _: object) -> Findings:
-    """Figure 8: columns that the batch spans, and what is allocated: whole shapes, and other rows."""
+    """Return the findings of Figure 8.
+
+    It shows the columns that the batch spans, and the allocated memory: whole shapes, and other rows.
+    """
     runs = _measure(asked)
     lines = []
     for batch in _BATCHES:
@@ -125,7 +129,7 @@ def _findings(runs: Runs, table: Table, panels: Sequence[Panel]) -> Findings:
 
 
 def _curve(series: Series, key: str, factor: float = 1.0) -> Curve:
-    """Some of its steps, the first and the last among them."""
+    """Return some of a run's steps, including the first and the last."""
     num = len(series.time_s)
     places = np.unique(np.linspace(0, num - 1, min(num, _NUM_POINTS)).astype(int))
     values = getattr(series, key)[places]
@@ -135,12 +139,12 @@ def _curve(series: Series, key: str, factor: float = 1.0) -> Curve:
 
 
 def _mean(found: Sequence[Series], read: Callable[[Series], float]) -> float:
-    """Over seeds."""
+    """Return the mean over seeds."""
     return float(np.mean([read(one) for one in found]))
 
 
 def _until(key: str, share: float) -> Callable[[Series], float]:
-    """When so much of the whole had come."""
+    """Return a function for the time at which this share of the total was reached."""
 
     def read(series: Series) -> float:
         values = getattr(series, key)
@@ -150,7 +154,7 @@ def _until(key: str, share: float) -> Callable[[Series], float]:
 
 
 def _mean_and_peak(found: Sequence[Series], key: str) -> tuple[float, float]:
-    """Megabytes over time."""
+    """Return mean and peak over time in megabytes."""
 
     def over_time(series: Series) -> float:
         return float(np.average(getattr(series, key)[:-1], weights=np.diff(series.time_s)))

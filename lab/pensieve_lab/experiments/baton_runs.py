@@ -1,10 +1,11 @@
 """Runs of Baton's two sets of queries in virtual time, with the costs of a model on an H200.
 
-Owns: which memory a method has, and what is kept of a run.
+Owns: the memory of each method, and what is recorded of a run.
 Does not know: tables or figures.
+Called by `baton_tables` and `baton_curves`.
 
-The paper's machines had 48 GB and 24 GB, of which weights left some 34 and 10 for KV state; a small version
-has shorter sequences and as much less of it.
+The paper's machines had 48 GB and 24 GB; weights left some 34 and 10 for the KV cache. A small
+version has shorter sequences and proportionally less memory.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ class Job(NamedTuple):
     """A run.
 
     Attributes:
-      table: which set of queries.
+      table: set of queries.
       doubled: every sequence is twice as long.
-      batch: rows.
-      method: of `methods.METHODS`.
+      batch: rows of the batch.
+      method: one of `methods.METHODS`.
       seed: of the load.
     """
 
@@ -55,23 +56,23 @@ class Job(NamedTuple):
 
 @lru_cache(maxsize=1)
 def costs() -> RingCosts:
-    """What launches cost."""
+    """Return the costs of launches."""
     return RingCosts.load(PROFILE)
 
 
 def origin() -> str:
-    """In words."""
+    """Return a description of the figures' source."""
     found = costs()
     return f"simulated with {found.source} costs of {found.model} on {found.device}"
 
 
 def described_costs() -> dict[str, Any]:
-    """For documents."""
+    """Return the costs for documents."""
     return costs().as_document()
 
 
 def load_of(job: Job, *, small: bool) -> loads.Load:
-    """Its queries, all there from the start."""
+    """Return the queries of a job, which all arrive at the start."""
     scale = _SMALL_SCALE[job.table] if small else 1.0
     if job.table == "table 2":
         return loads.table2(job.seed, scale)
@@ -79,7 +80,7 @@ def load_of(job: Job, *, small: bool) -> loads.Load:
 
 
 def run(job: Job, *, small: bool, records: bool = False) -> Served:
-    """Serve it."""
+    """Serve the queries of a job."""
     load = load_of(job, small=small)
     base = RebatchingConfig(
         max_batch=job.batch,
@@ -88,12 +89,12 @@ def run(job: Job, *, small: bool, records: bool = False) -> Served:
         max_context_tokens=load.max_context_tokens,
     )
     config = methods.config_of(job.method, base)
-    # Twice as long prompts exceed the model's positions, which are taken to be as many as it needs.
+    # Doubled prompts exceed the model's positions, so the model is assumed to have enough of them.
     return simulate(config, costs(), load.queries, max_positions=load.max_context_tokens, records=records)
 
 
 def figures(job: Job, served: Served) -> dict[str, Any]:
-    """By the names of `UNITS`, and which run it is."""
+    """Return the job and its figures by the keys of `UNITS`."""
     metrics = served.metrics.as_dict()
     return {
         **job._asdict(),
@@ -107,11 +108,11 @@ def figures(job: Job, served: Served) -> dict[str, Any]:
 
 
 def shown(jobs: Iterable[Job], *, progress: bool) -> Iterable[Job]:
-    """The same with a bar."""
+    """Return the jobs with a progress bar."""
     every: Sequence[Job] = list(jobs)
     return tqdm(every, "runs", disable=not progress, leave=False)
 
 
 def jobs_of(table: str, doubled: bool, batch: int, names: Sequence[str], asked: Settings) -> list[Job]:
-    """Every method and seed."""
+    """Return a job for every method and seed."""
     return [Job(table, doubled, batch, name, seed) for name in names for seed in asked.seeds]

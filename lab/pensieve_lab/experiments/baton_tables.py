@@ -1,10 +1,11 @@
-"""Tables 1 and 2 of Baton: how long methods take, in steps and in seconds, beside what the paper says.
+"""Tables 1 and 2 of Baton: the methods' steps and seconds, with the paper's numbers.
 
 Owns: what is compared.
 Does not know: how a run is made.
+Called by `experiments.baton`.
 
-Seconds are of another device than the paper's, so methods are compared by ratios. Steps alone say what the
-policy saves; the rest of a ratio of seconds is what prefills, padding and longer rings cost.
+Seconds are from another device than the paper's, so methods are compared by ratios. The ratio of steps shows
+what the policy saves; the rest of a ratio of seconds is due to prefills, padding and longer rings.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pensieve_lab.rebatching.methods import BATON, BATON_PD, BENCHMARK, OF_THE_T
 
 _IN_CLAIMS = {BENCHMARK: "benchmark", PD: "pd", BATON: "baton", BATON_PD: "baton-pd"}
 _ROWS_OF_TABLE1 = {4: True, 8: False}
-"""By batch size, whether sequences are doubled."""
+"""Maps the batch size to whether sequences are doubled."""
 _BATCHES_OF_TABLE2 = (2, 4, 6, 8, 10)
 _METHODS_OF_TABLE2 = (BENCHMARK, BATON, BATON_PD)
 
@@ -30,7 +31,7 @@ type Runs = Mapping[tuple[int, str], Sequence[Mapping[str, Any]]]
 
 
 def table1(asked: Settings, _: object) -> Findings:
-    """Four methods on the set with long queries."""
+    """Compare four methods on the set with long queries."""
     jobs = [
         job
         for batch, doubled in _ROWS_OF_TABLE1.items()
@@ -85,7 +86,7 @@ def table1(asked: Settings, _: object) -> Findings:
 
 
 def _gains_of_table1(runs: Runs) -> Table:
-    """Baton-PD against each of the others."""
+    """Return the table of Baton-PD against each of the others."""
     lines = []
     for batch in _ROWS_OF_TABLE1:
         for name in (BENCHMARK, PD, BATON):
@@ -107,7 +108,7 @@ def _gains_of_table1(runs: Runs) -> Table:
 
 
 def table2(asked: Settings, _: object) -> Findings:
-    """Two methods, and Baton with a prefill of its own, on the set of short queries."""
+    """Compare Benchmark, Baton and Baton-PD on the set of short queries."""
     jobs = [
         job
         for batch in _BATCHES_OF_TABLE2
@@ -157,7 +158,7 @@ def table2(asked: Settings, _: object) -> Findings:
 
 
 def _gains_panel(runs: Runs) -> Panel:
-    """What methods save over the batch size, beside the paper's."""
+    """Return the gains of the methods over the batch size, with the paper's."""
     curves = {
         f"{name} by {what}": [
             (batch, _ratio(runs, batch, BENCHMARK, name, key).mean) for batch in _BATCHES_OF_TABLE2
@@ -195,13 +196,13 @@ def _common(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], key: str) -> float:
-    """Over seeds."""
+    """Return the mean over seeds."""
     mean: float = sum(row[key] for row in rows) / len(rows)
     return mean
 
 
 def _ratio(runs: Runs, batch: int, over: str, name: str, key: str) -> Spread:
-    """Of `over` to `name`, seed by seed."""
+    """Return the ratio of `over` to `name`, seed by seed."""
     pairs = zip(runs[batch, over], runs[batch, name], strict=True)
     found = spread([one[key] / other[key] for one, other in pairs])
     assert found is not None
@@ -209,7 +210,7 @@ def _ratio(runs: Runs, batch: int, over: str, name: str, key: str) -> Spread:
 
 
 def _saved(runs: Runs, batch: int, name: str) -> float:
-    """Percent of a method's time that Baton-PD does without."""
+    """Return the percentage of a method's time that Baton-PD saves."""
     pairs = zip(runs[batch, name], runs[batch, BATON_PD], strict=True)
     saved = [1 - other["seconds"] / one["seconds"] for one, other in pairs]
     return 100 * sum(saved) / len(saved)

@@ -1,7 +1,8 @@
 """Single figures of BatchMaker: 2.3, 2.5, 2.9 and 2.10 of the thesis.
 
-Owns: what is shown of each.
+Owns: what is shown in each figure.
 Does not know: how cells are scheduled or measured.
+Called by `experiments.cells`.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ _THESIS_BATCHES = (64, 256, 512, 1024, 2048)
 
 
 def steps(asked: Settings, _: list[Measured]) -> Findings:
-    """Figure 2.3: what the thesis says, beside what was measured and is committed."""
+    """Return the findings of Figure 2.3: the thesis' numbers and committed measurements."""
     times = thesis_v100().cells_s["lstm"]
-    last = max(times)  # beyond which time doubles with the batch
+    last = max(times)  # above it, time doubles with the batch
     said = [(size, times.get(size, times[last] * size / last)) for size in _THESIS_BATCHES]
     curves: dict[str, Sequence[tuple[int, float]]] = {_THESIS: said}
     documents = {
@@ -62,7 +63,7 @@ def steps(asked: Settings, _: list[Measured]) -> Findings:
 
 
 def _measured_steps(document: Mapping[str, Any]) -> dict[str, list[tuple[int, float]]]:
-    """Of a document of `programs.benchmark_cells`: tasks in its longest launches, and steps of peers."""
+    """Return step times of a `benchmark_cells` document: its longest launches, and baselines."""
     results = document["results"]
     setting = f"hidden size {results['hidden_size']}, {results['dtype']}"
     device = str(document["hardware"]["device"]).removeprefix("NVIDIA ")
@@ -90,7 +91,7 @@ def _step_panel(title: str, y_label: str, curves: Mapping[str, Curve]) -> Panel:
 
 
 def joining(asked: Settings, _: list[Measured]) -> Findings:
-    """Figure 2.5: who is in which task."""
+    """Return the findings of Figure 2.5: the requests in each task."""
     runs = {name: timeline.run(make) for name, make in timeline.SYSTEMS.items()}
     tables, panels = [], []
     for name, one in runs.items():
@@ -139,7 +140,7 @@ def joining(asked: Settings, _: list[Measured]) -> Findings:
 
 
 def shares(asked: Settings, _: list[Measured]) -> Findings:
-    """Figure 2.9: how queueing and computation are distributed at 5,000 requests a second."""
+    """Return the findings of Figure 2.9: queueing and computation at 5,000 requests a second."""
     rate, panels, rows = 5000, [], []
     found = {
         series.name: [serve_series(series, rate, seed, small=asked.small) for seed in asked.seeds]
@@ -169,7 +170,7 @@ def shares(asked: Settings, _: list[Measured]) -> Findings:
 
 
 def lengths_of_sentences(asked: Settings, _: list[Measured]) -> Findings:
-    """Figure 2.10."""
+    """Return the findings of Figure 2.10."""
     lengths = np.array(europarl(100_000, asked.seeds[0]))
     points = sorted({*range(1, 101), *range(100, 331, 10)})
     curve = [(float(one), float((lengths <= one).mean())) for one in points]

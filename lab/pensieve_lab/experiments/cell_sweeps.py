@@ -1,10 +1,11 @@
-"""Loads of cells on the thesis' V100, in virtual time: BatchMaker's figures 2.7, 2.8, 2.11 and 2.13 to 2.15.
+"""BatchMaker's figures 2.7, 2.8, 2.11 and 2.13 to 2.15: loads on the thesis' V100 in virtual time.
 
 Owns: loads, systems and panels of each figure.
-Does not know: how cells are scheduled; the engine's own scheduler runs, and its rivals.
+Does not know: how cells are scheduled; the engine's own scheduler runs, and its baselines.
+Called by `experiments.cells`.
 
-Cells take what the thesis says of them (`thesis_v100`), and for cellular batching what scheduling and
-gathering cost there. Rivals are charged for cells alone: the thesis finds them at the bound that cells set
+Cell times come from the thesis (`thesis_v100`). Cellular batching also pays the thesis' cost of scheduling
+and gathering. Baselines pay for cells only, because the thesis finds them at the bound that cells set
 (section 2.7.3).
 """
 
@@ -26,9 +27,9 @@ from pensieve_lab.experiments.settings import Findings, Settings, Table
 from pensieve_lab.workload.structures import complete_tree, europarl_like, treebank_like
 
 _SECONDS = 3.0  # of arrivals, at each point
-_SMALL = 0.15  # of that
-_LEAST = 2000  # requests of a point
-_MOST_S = 0.5  # latencies above are cut off
+_SMALL = 0.15  # factor of the small version
+_LEAST = 2000  # smallest number of requests at a point
+_MOST_S = 0.5  # larger latencies are cut off
 ORIGIN = "simulated with the cell times of the thesis' V100"
 
 
@@ -37,11 +38,11 @@ class Series:
     """A curve.
 
     Attributes:
-      name: in the plot.
+      name: label in the plot.
       make_scheduler: of its system.
       shape: its model.
-      requests: so many of them, of a seed.
-      num_devices: that serve.
+      requests: returns `num` requests for a seed.
+      num_devices: number of serving devices.
     """
 
     name: str
@@ -53,7 +54,7 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """Axes: series over rates."""
+    """A panel: series over rates."""
 
     title: str
     rates: Sequence[int]
@@ -76,7 +77,7 @@ def lstm_series(max_batch: int, requests: Callable[[int, int], Sequence[Any]] = 
 
 
 def _measure(sweeps: Sequence[Sweep], asked: Settings, shown: bool) -> list[dict[str, Any]]:
-    """A row for every panel, series, rate and seed."""
+    """Return a row for every panel, series, rate and seed."""
     jobs = [
         (sweep, series, rate, seed)
         for sweep in sweeps

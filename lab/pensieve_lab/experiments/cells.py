@@ -1,9 +1,10 @@
-"""BatchMaker's figures (chapter 2 of the thesis), and what the thesis says there.
+"""BatchMaker's figures (chapter 2 of the thesis) as experiments, and the thesis' statements about them.
 
-Owns: names and words of these experiments.
+Owns: names and texts of these experiments.
 Does not know: how one is run.
+Called by `experiments.registry`.
 
-Figures 2.1, 2.2, 2.4, 2.6 and 2.12 are drawings: there is nothing to run.
+Figures 2.1, 2.2, 2.4, 2.6 and 2.12 are drawings, so there is nothing to run.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ CELLS = (
     _experiment(
         "cells2.7",
         "LSTM on lengths like Europarl's, one device",
-        "p90 is 12 ms up to 8,000 requests a second and goes up to the peak of 20,000; rivals have 25 ms at "
-        "least, and more than 500 ms at 16,000.",
+        "p90 is 12 ms up to 8,000 requests a second and goes up to the peak of 20,000; baselines have at "
+        "least 25 ms, and more than 500 ms at 16,000.",
         cell_sweeps.by_batch,
     ),
     _experiment(
@@ -71,7 +72,7 @@ CELLS = (
     _single(
         "cells2.9",
         "queueing and computation of LSTM at 5,000 requests a second",
-        "99% queue for 1.38 ms at most, and for more than 100 ms with rivals; computation is shorter, too.",
+        "99% queue for at most 1.38 ms, with baselines for more than 100 ms; computation is shorter, too.",
         cell_figures.shares,
         {"seeds", "small"},
     ),
@@ -85,14 +86,14 @@ CELLS = (
     _experiment(
         "cells2.11",
         "LSTM on lengths of no, some and more variance",
-        "With 24 words each rivals reach the bound of 27,136 requests a second, BatchMaker 87% of it; with "
-        "variance they lose latency and throughput, and it does not.",
+        "With 24 words each, baselines reach the bound of 27,136 requests a second, BatchMaker 87% of it; "
+        "with variance they lose latency and throughput, and it does not.",
         cell_sweeps.by_variance,
     ),
     _experiment(
         "cells2.13",
         "Seq2Seq on two and four devices",
-        "The peak is about 8,500 requests a second on two devices and 17,000 on four, 60% above rivals; "
+        "The peak is about 8,500 requests a second on two devices and 17,000 on four, 60% above baselines; "
         "batches of 512 and 256 gain 3.5 to 6% over 256 and 256.",
         cell_sweeps.by_devices,
     ),

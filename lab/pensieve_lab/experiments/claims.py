@@ -1,7 +1,8 @@
-"""What the paper and the thesis claim, in numbers: `lab/sources/papers.toml`.
+"""Numeric claims of the paper and the thesis, from `lab/sources/papers.toml`.
 
-Owns: reading that file, and a claim in words.
-Does not know: what was measured or simulated beside it.
+Owns: reading that file, and claims as text.
+Does not know: what was measured or simulated.
+Called by the experiments and pages.
 """
 
 from __future__ import annotations
@@ -19,16 +20,15 @@ class Claim:
     """One number of a paper.
 
     Attributes:
-      id: a name that nothing else has.
-      source: `pensieve`, the paper; `thesis`, its chapter 3; `batchmaker`, its chapter 2; or
-        `baton`.
-      figure, section: where it is; `figure` is empty for a claim of none.
-      claim, unit, condition: in words.
+      id: unique name.
+      source: `pensieve`, the paper; `thesis`, its chapter 3; `batchmaker`, its chapter 2; or `baton`.
+      figure, section: location; `figure` is empty for a claim outside figures.
+      claim, unit, condition: as text.
       value: the number.
-      over: what a throughput is compared with.
-      level_ms: latency a token at which throughputs are compared.
-      context_tokens, think_s: of curves over these.
-      read_off: not in the text, but read off the drawing by others.
+      over: baseline of a throughput.
+      level_ms: normalized latency at which throughputs are compared.
+      context_tokens, think_s: position on curves over these.
+      read_off: not stated in the text, but read off the drawing by others.
     """
 
     id: str
@@ -48,13 +48,13 @@ class Claim:
 
 @lru_cache(maxsize=1)
 def all_claims() -> tuple[Claim, ...]:
-    """Every claim; raises OSError, and TypeError for a field that there is none of."""
+    """Return every claim; raises OSError, and TypeError for an unknown field."""
     document = tomllib.loads(PAPERS.read_text(encoding="utf-8"))
     return tuple(Claim(**fields) for fields in document["claims"])
 
 
 def claims_of(figure: str) -> list[Claim]:
-    """Those of a figure, in the order of the file; raises KeyError for a figure without any."""
+    """Return the claims of a figure in file order; raises KeyError for a figure without claims."""
     found = [claim for claim in all_claims() if claim.figure == figure]
     if not found:
         raise KeyError(f"no claim of Figure {figure} in {PAPERS.name}")
@@ -62,7 +62,7 @@ def claims_of(figure: str) -> list[Claim]:
 
 
 def level_s_of(figure: str) -> float:
-    """The latency a token, in seconds, at which a figure's throughputs are compared."""
+    """Return the normalized latency in seconds at which a figure's throughputs are compared."""
     [level_ms] = {claim.level_ms for claim in claims_of(figure)}
     if level_ms is None:
         raise KeyError(f"no level of Figure {figure} in {PAPERS.name}")
@@ -70,7 +70,7 @@ def level_s_of(figure: str) -> float:
 
 
 def in_words(figure: str) -> str:
-    """A figure's throughputs over others, at which level and where that stands."""
+    """Return a figure's throughput ratios as text, with the level and the section."""
     compared = [claim for claim in claims_of(figure) if claim.over is not None]
     ratios = ", ".join(f"{_ratio(claim):.2f} x {claim.over}" for claim in compared)
     level = "" if compared[0].level_ms is None else f" at {compared[0].level_ms:g} ms"

@@ -1,6 +1,8 @@
-"""Measurements that are committed beside the documents, for experiments that show what was measured.
+"""Committed measurements, for experiments that show measured results.
 
-Owns: where they are. Does not know: what is in them.
+Owns: their location.
+Does not know: their contents.
+Called by the experiments.
 """
 
 from __future__ import annotations
@@ -13,11 +15,11 @@ _RESULTS = Path(__file__).resolve().parents[2] / "results"
 
 
 def committed_document(name: str) -> dict[str, Any]:
-    """The document of a file in `lab/results`."""
+    """Return the document of a file in `lab/results`."""
     document: dict[str, Any] = json.loads((_RESULTS / name).read_text(encoding="utf-8"))
     return document
 
 
 def committed_documents(pattern: str) -> dict[str, dict[str, Any]]:
-    """Those of files in `lab/results` whose names match, such as "h200_*.json", by name."""
+    """Return the documents in `lab/results` whose names match, such as "h200_*.json", by name."""
     return {path.name: committed_document(path.name) for path in sorted(_RESULTS.glob(pattern))}

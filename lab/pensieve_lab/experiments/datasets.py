@@ -1,7 +1,8 @@
-"""What the made conversations are like, beside what the thesis says of ShareGPT: its Figures 3.10 and 3.11.
+"""Statistics of generated conversations and the thesis' statements about ShareGPT: its Figures 3.10 and 3.11.
 
-Owns: which figures of a made dataset are shown.
-Does not know: how conversations are made (`pensieve_lab.workload`), or who serves them.
+Owns: which figures of a generated dataset are shown.
+Does not know: how conversations are generated (`pensieve_lab.workload`), or which system serves them.
+Called by `experiments.registry`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from pensieve_lab.workload import SHAPES, generate_trace
 
 _NUM_CONVERSATIONS = 20_000
 _CAP_TOKENS = 16_384
-_UNCAPPED_TOKENS = 1_000_000  # more than any conversation has: how many does the cap concern?
+# more than any conversation has, to count the conversations that the cap affects
+_UNCAPPED_TOKENS = 1_000_000
 _MANY_TURNS = 5
 _TURNS = (1, 2, 3, 4, 5, 8, 16, 32, 64)
 _CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
@@ -38,7 +40,7 @@ _SHOWN = {
 
 
 def _made(shape: str, seed: int) -> dict[str, Any]:
-    """Of one seed: what tables show, and two curves."""
+    """Return the table figures and the two curves of one seed."""
     served = generate_trace(
         SHAPES[shape], num_conversations=_NUM_CONVERSATIONS, seed=seed, max_context_tokens=_CAP_TOKENS
     ).conversations
@@ -77,11 +79,11 @@ def _findings(settings: Settings, measured: list[Measured]) -> Findings:
         ],
         panels=[
             _panel(
-                "Figure 3.10", "turns of a conversation", "share with at least so many",
+                "Figure 3.10", "turns of a conversation", "share with at least x",
                 _means(found, "at_least_turns"), (_MANY_TURNS, turns_claim.value / 100),
             ),
             _panel(
-                "Figure 3.11", "tokens of a whole conversation", "share with at most so many",
+                "Figure 3.11", "tokens of a whole conversation", "share with at most x",
                 _means(found, "at_most_tokens"), (_CAP_TOKENS, 1 - cap_claim.value / 100),
             ),
         ],
@@ -95,8 +97,8 @@ def _findings(settings: Settings, measured: list[Measured]) -> Findings:
             "made": "by dataset and seed, of conversations that end with the last turn within cap_tokens",
             "*_share": "share of conversations",
             "over_cap_share": "of conversations without the cap, those above it",
-            "at_least_turns": "(turns, share of conversations with at least so many)",
-            "at_most_tokens": "(tokens, share of conversations with at most so many, without the cap)",
+            "at_least_turns": "(turns, share of conversations with at least that number)",
+            "at_most_tokens": "(tokens, share of conversations with at most that number, without the cap)",
         },
         origin="conversations made after the paper's Table 2",
     )  # fmt: skip
@@ -110,7 +112,7 @@ def _cell(by_seed: dict[int, dict[str, Any]], name: str) -> str:
 
 
 def _means(found: dict[str, dict[int, dict[str, Any]]], name: str) -> dict[str, Curve]:
-    """A curve of each dataset, the mean of its seeds."""
+    """Return one curve per dataset, the mean of its seeds."""
     curves: dict[str, Curve] = {}
     for shape, by_seed in found.items():
         together: Sequence[Curve] = [one[name] for one in by_seed.values()]

@@ -1,9 +1,10 @@
-"""Whose chunks go first: the orders on the paper's workload (its Figure 14 and Table 3).
+"""Eviction policies on the paper's workload (its Figure 14 and Table 3).
 
 Owns: loads, memory sizes, and the comparison of recomputation between policies.
-Does not know: policies' code; `retention` is the paper's, `conversation` what CachedAttention does,
-`trailing` what caches that match prefixes must do, `lru` differs from `retention` by cost alone, and
+Does not know: the policies' code. `retention` is the paper's policy, `conversation` that of CachedAttention,
+and `trailing` that of prefix-matching caches; `lru` differs from `retention` only by ignoring costs, and
 `learned` begins as `retention`.
+Called by `experiments.registry` and `recorded_traces`.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from pensieve_lab.experiments.systems import BOTH_TIERS, System, engine, memory_
 from pensieve_lab.experiments.workloads import Workload
 from pensieve_lab.workload import ExponentialThink
 
-MODEL = "opt-13b"  # the larger state of the two, so that both tiers fill up at loads that can be served
+# the model with the larger KV cache, so that both tiers fill up at loads that can be served
+MODEL = "opt-13b"
 _RATES_PER_S = {"a100": (0.5, 0.6, 0.7), "h200": (0.6, 0.8, 1.0)}
 _CPU_GB = {"a100": (60, 120, 180), "h200": (120, 240, 360)}
 _RATE_OF_SIZES_PER_S = {"a100": 0.45, "h200": 0.8}
-# Little memory, from far too small for what is served to nearly large enough.
+# Little memory, from far too small for the load to nearly large enough.
 _SMALL_GPU_TOKENS, _SMALL_CPU_TOKENS = 16_384, (40_000, 70_000, 100_000)
 _SMALL_RATE_PER_S, _SMALL_THINK_S = 0.4, 20.0
 _MAX_CONTEXT_TOKENS = 16_384
@@ -33,14 +35,14 @@ LOADS, SIZES = "loads", "sizes of host memory"
 
 
 def by_policy(system: System) -> list[System]:
-    """A system under each of the orders, named after them."""
+    """Return a system for each policy, named after it."""
     return [dataclasses.replace(system, name=policy, policy=policy) for policy in POLICIES]
 
 
 def retention_over(found: Sequence[Group]) -> list[tuple[str, float, str, Spread]]:
-    """(panel, x, policy, recompute share of retention over that policy's) wherever there is any.
+    """Return (panel, x, policy, retention's recompute share over the policy's) where that is defined.
 
-    The mean is the ratio of means, so that seeds count by how much they recompute; the range is over seeds.
+    The mean is the ratio of means, which weights seeds by how much they recompute; the range is over seeds.
     """
     by_place = {(group.panel, group.x, group.series): group for group in found}
     compared = []
@@ -55,7 +57,7 @@ def retention_over(found: Sequence[Group]) -> list[tuple[str, float, str, Spread
 
 
 def points(settings: Settings) -> list[Point]:
-    """Policies over loads, and over sizes of host memory."""
+    """Return the points of all policies over loads, and over sizes of host memory."""
     device = settings.device
     if settings.small:
         return [
@@ -120,7 +122,7 @@ def _point(
 
 
 def findings(settings: Settings, measured: list[Measured]) -> Findings:
-    """Hit rates, and what is recomputed, beside LRU and beside retention."""
+    """Return hit rates and recomputation of all policies, compared with LRU and with retention."""
     found = groups(measured)
     compared = retention_over(found)
     panels = dict.fromkeys(group.panel for group in found)
@@ -160,7 +162,7 @@ COLUMNS = (
 
 
 def row_of(group: Group) -> Row:
-    """Of one policy at one place, means over seeds."""
+    """Return the row of one policy at one place, with means over seeds."""
     return [
         *(group.panel, f"{group.x:g}", group.series),
         *(group.mean("requests_per_s"), f"{1e3 * group.latency_s:.1f}"),
@@ -170,7 +172,7 @@ def row_of(group: Group) -> Row:
 
 
 def policy_panel(found: Sequence[Group], panel: str, x_label: str, *, log_x: bool = False) -> Panel:
-    """Recompute share by policy."""
+    """Return a panel of recompute shares by policy."""
     return Panel(
         title=panel,
         x_label=x_label,

@@ -1,8 +1,9 @@
-"""Points that were simulated before, on disk: an interrupted run goes on where it stopped.
+"""Disk cache of simulated points, with which an interrupted run resumes.
 
-Owns: when a kept point may stand for a new one: the same point, trace and code, on libraries whose
-first two numbers are the same.
+Owns: when a cached point is valid: same point, trace and code, and libraries with the same first two version
+numbers.
 Does not know: how points are simulated, or by how many processes.
+Called by `experiments.pool`.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ _CODE = (
 
 
 def measure_kept(point: Point, directory: Path) -> Measured:
-    """As `measure`; from its file in `directory` if there is one, which is written otherwise."""
+    """Return the figures from the point's file in `directory`; if it is missing, measure and write it."""
     path = directory / f"{key(point)}.json"
     if path.exists():
         return Measured(point, json.loads(path.read_text()))
     found = measure(point)
     text = json.dumps(found.figures)
     assert json.loads(text) == found.figures, "figures are what JSON can hold"
-    # In one step, so that no other process, and no later run, finds half of a file.
+    # Replace atomically, so that no other process or later run reads a partial file.
     part = path.with_suffix(f".{os.getpid()}")
     part.write_text(text)
     part.replace(path)
@@ -46,7 +47,7 @@ def measure_kept(point: Point, directory: Path) -> Measured:
 
 
 def key(point: Point) -> str:
-    """The name of a point: all that its figures depend on."""
+    """Return the file name of a point, a hash of everything that its figures depend on."""
     described = repr(point)
     for workload in (point.workload, point.experience):
         if workload is not None and workload.trace is not None:
@@ -67,7 +68,7 @@ def _code_digest() -> str:
 
 @cache
 def _digest(trace: Path) -> str:
-    """Of a file, or of all files of a directory."""
+    """Return the digest of a file, or of all files of a directory."""
     files = sorted(trace.rglob("*")) if trace.is_dir() else [trace]
     digest = hashlib.sha256()
     for path in files:

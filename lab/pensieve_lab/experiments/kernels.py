@@ -1,7 +1,8 @@
-"""The attention kernel on the paper's Figure 12: what `benchmark_kernels.py` measured, put side by side.
+"""The paper's Figure 12, the attention kernel, from measurements of `benchmark_kernels.py`.
 
-Owns: which committed document and cases belong to that figure, and what its rivals are called.
-Does not know: how kernels are measured, or any figure.
+Owns: which committed document and cases belong to that figure, and the baselines' labels.
+Does not know: how kernels are measured.
+Called by `experiments.registry` and the pages.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ NAMES = {
     "copy_out": "straw man: pages copied together, then cuDNN",
     "rounds": "straw man: a round for every prompt token",
 }
-"""What is shown, in this order; the paper names its two straw men so itself."""
+"""Kernels in display order; the term "straw man" is the paper's own."""
 
 
 type Times = dict[int, dict[str, float]]
-"""Microseconds a call by context tokens, and by kernel."""
+"""Microseconds per call by context tokens, and by kernel."""
 
 
 def times_us() -> Times:
-    """Of the committed document."""
+    """Return the times of the committed document."""
     return times_of(committed_document(_DOCUMENT))
 
 
 def times_of(document: dict[str, Any]) -> Times:
-    """By context; kernels that were only tried, that failed, or that have no name here are left out."""
+    """Return times by context; skip kernels that were only tried, failed, or have no name here."""
     found: Times = {}
     for entry in document["results"]["measurements"]:
         case = _CASE.fullmatch(entry["case"])

@@ -1,7 +1,8 @@
 """Latency over throughput as the load rises: the paper's Figures 10, 11 and 13, and the thesis's 3.15.
 
-Owns: how a sweep over loads becomes points, tables and curves, and what is read off curves at a level.
-Does not know: which sweeps there are (`paper_sweeps`).
+Owns: how a sweep over loads becomes points, tables and curves, and how curves are read at a level.
+Does not know: which sweeps there are.
+Called by `paper_sweeps`.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from pensieve_lab.experiments.systems import THREE_SYSTEMS, System, context_toke
 from pensieve_lab.experiments.workloads import Workload
 from pensieve_lab.workload import ExponentialThink
 
-_CUT_AT = 2.5  # times the level: what is drawn of a curve
-# As long as the longest conversations take: 67 turns ShareGPT-like and 34 UltraChat-like, of 60 s of thought
-# and 6 to 8 s of answer. Few are that long, but theirs are the longest histories.
+_CUT_AT = 2.5  # a curve is drawn up to this multiple of the level
+# As long as the longest conversations take: 67 turns ShareGPT-like and 34 UltraChat-like, with 60 s of think
+# time and 6 to 8 s of answer per turn. Few conversations are that long, but they have the longest histories.
 _MID_LIFE_S = {"sharegpt": 4800.0, "ultrachat": 2400.0}
-# Conversations in mid-life come with their history in nobody's memory, so a run waits until nearly all of
-# them have been back: after four mean think times all but 2%.
+# Conversations in mid-life start without a KV cache, so the warm-up lasts until nearly all of them have
+# returned: after four mean think times, all but 2%.
 _WARM_UP_S, _WINDOW_S = 240.0, 240.0
 _THINK_S, _SMALL_THINK_S = 60.0, 10.0
 
@@ -37,13 +38,13 @@ class LoadPanel:
 
     Attributes:
       title: of the panel.
-      model, shape: a preset, and what conversations look like.
-      rates_per_s: conversations that begin in a second, by device.
+      model, shape: a preset, and the distribution of conversations.
+      rates_per_s: conversations that begin per second, by device.
       level_s: the normalized latency at which throughputs are compared, by device.
-      one_tier_until_per_s: the last of the rates, by device, at which systems without host memory are
-        simulated: they are far beyond the level there. Where a device is left out, all of them.
+      one_tier_until_per_s: by device, the last rate at which systems without host memory are simulated, since
+        they are far beyond the level there. A device that is left out uses all rates.
       min_turns: shorter conversations are left out.
-      paper: ratios of throughput at its own level, in words; empty where the text gives none.
+      paper: the paper's throughput ratios at its own level, as text; empty if it gives none.
     """
 
     title: str
@@ -62,8 +63,8 @@ class LoadSweep:
 
     Attributes:
       panels: what is swept.
-      systems: what is compared; ratios are to the last one.
-      small_rates_per_s: of the small version: from idle to overloaded.
+      systems: the compared systems; ratios are to the last one.
+      small_rates_per_s: of the small version, from idle to overloaded.
     """
 
     panels: Sequence[LoadPanel]
@@ -71,7 +72,7 @@ class LoadSweep:
     small_rates_per_s: Sequence[float] = (0.3, 0.7, 1.1)
 
     def points(self, settings: Settings) -> list[Point]:
-        """Every panel, system, rate and seed."""
+        """Return a point for every panel, system, rate and seed."""
         return [
             self._point(settings, panel, system, rate, seed)
             for panel in self.panels
@@ -81,7 +82,7 @@ class LoadSweep:
         ]
 
     def findings(self, settings: Settings, measured: list[Measured]) -> Findings:
-        """Curves, and throughputs at the level."""
+        """Return the curves, and the throughputs at the level."""
         found = groups(measured)
         levels = [level for panel in self.panels for level in self._levels(settings, panel, found)]
         return Findings(
@@ -106,7 +107,7 @@ class LoadSweep:
 
     @property
     def _base(self) -> str:
-        """The system that others are compared with."""
+        """Name of the baseline system."""
         return self.systems[-1].name
 
     def _rates(self, settings: Settings, panel: LoadPanel, system: System) -> Sequence[float]:
@@ -139,7 +140,7 @@ class LoadSweep:
         )
 
     def _levels(self, settings: Settings, panel: LoadPanel, found: Sequence[Group]) -> list[dict[str, Any]]:
-        """Throughputs at the level of one panel, for JSON."""
+        """Return the throughputs at the level of one panel, for JSON."""
         level_s = panel.level_s[settings.device]
         at_level = {
             system.name: throughputs_at(level_s, _curve(found, panel.title, system.name))
@@ -190,7 +191,7 @@ class LoadSweep:
 
 
 def load_experiment(name: str, title: str, paper: str, sweep: LoadSweep) -> Experiment:
-    """A sweep by name."""
+    """Return a sweep as a named experiment."""
     return Experiment(name=name, title=title, paper=paper, points=sweep.points, findings=sweep.findings)
 
 
@@ -212,7 +213,7 @@ def _load_row(group: Group) -> Row:
 
 
 def _curve(found: Sequence[Group], panel: str, series: str) -> list[Group]:
-    """By load."""
+    """Return the groups of a series, sorted by load."""
     of_series = (group for group in found if (group.panel, group.series) == (panel, series))
     return sorted(of_series, key=lambda group: group.x)
 

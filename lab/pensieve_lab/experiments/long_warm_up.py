@@ -1,7 +1,8 @@
-"""Is the level of Figure 10b read in a steady state? Its users again, after a warm-up ten times as long.
+"""Check that the level of Figure 10b is read in a steady state: its users again, after a tenfold warm-up.
 
-Owns: which of Figure 15's settings are simulated again, and for how long before anything counts.
+Owns: which of Figure 15's settings are simulated again, and the warm-up.
 Does not know: what a run of those settings is (`think_time`), or how curves are read (`levels`).
+Called by `experiments.registry`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pensieve_lab.experiments.settings import Experiment, Findings, Row, Setting
 from pensieve_lab.experiments.systems import BOTH_TIERS, NO_STATE, System
 from pensieve_lab.experiments.think_time import level_results, point_of
 
-_WARM_UP_S, _SMALL_WARM_UP_S = 2400.0, 60.0  # as of Figure 15's longest think time, four times 600 s
+_WARM_UP_S, _SMALL_WARM_UP_S = 2400.0, 60.0  # as in Figure 15 at its longest think time: four times 600 s
 # Loads of Figures 10b and 15 on both sides of the level, by system and mean think time.
 _RATES_PER_S = (
     (BOTH_TIERS, 60, (1.5, 1.8)),
@@ -26,11 +27,11 @@ _RATES_PER_S = (
     (NO_STATE, 120, (0.45, 0.6, 0.75, 0.9)),
 )
 _SMALL_RATES_PER_S = ((BOTH_TIERS, 20, (0.2, 0.8)), (NO_STATE, 20, (0.2, 0.8)))
-_CUT_AT = 2.5  # times the level, as in Figure 10
+_CUT_AT = 2.5  # multiple of the level, as in Figure 10
 
 
 def points(settings: Settings) -> list[Point]:
-    """Systems by think time, over loads."""
+    """Return the points of systems by think time, over loads."""
     return [
         _after(settings, point_of(settings, system, think_s, rate, seed))
         for system, think_s, rates in (_SMALL_RATES_PER_S if settings.small else _RATES_PER_S)
@@ -45,7 +46,7 @@ def _after(settings: Settings, point: Point) -> Point:
 
 
 def findings(settings: Settings, measured: list[Measured]) -> Findings:
-    """Throughput at the level, and over that of the stateless system with the same users."""
+    """Return throughput at the level, and relative to the stateless system with the same users."""
     found = groups(measured)
     level_s = LLAMA_SHAREGPT.level_s[settings.device]
     places = dict.fromkeys((group.series, group.x) for group in found)
@@ -98,7 +99,7 @@ def _level_row(place: tuple[str, float], by_seed: BySeed, over: BySeed) -> Row:
 
 
 def _curve(found: list[Group], series: str, think_s: float) -> list[Group]:
-    """By load."""
+    """Return the groups of a curve, sorted by load."""
     of_series = (group for group in found if (group.series, group.x) == (series, think_s))
     return sorted(of_series, key=lambda group: group.rate_per_s or 0.0)
 

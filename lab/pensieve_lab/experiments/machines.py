@@ -1,8 +1,9 @@
-"""The machines that experiments simulate: one GPU as its profile says, or several that serve a larger model.
+"""The simulated machines: one GPU with a measured profile, or several that serve a larger model.
 
-Owns: which devices and models there are, the memory they have for KV state, and the arithmetic that makes a
-profile of several GPUs, or of another kind of GPU, out of one GPU's.
+Owns: the devices and models, their memory for the KV cache, and the arithmetic that derives a profile of
+several GPUs, or of another kind of GPU, from that of one GPU.
 Does not know: workloads or systems.
+Called by the experiments and programs.
 """
 
 from __future__ import annotations
@@ -16,20 +17,21 @@ from pensieve_lab.simulator import DeviceProfile, profile_names
 
 DEVICES = ("a100", "h200")
 MEMORY_BYTES = (40_000_000_000, 220_000_000_000)
-"""For KV state, device and host, of each GPU: what the paper's section 6.1 gives, whatever the device."""
+"""Memory for the KV cache on device and host, per GPU. The values of the paper's section 6.1, for any
+device."""
 
-_NUM_DEVICES = {"opt-66b": 4, "llama2-70b": 4}  # the paper's Table 1; other models have one
+_NUM_DEVICES = {"opt-66b": 4, "llama2-70b": 4}  # the paper's Table 1; other models use one
 _SMALLER_MODEL = {"opt-66b": "opt-13b", "llama2-70b": "llama2-13b-gqa10"}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Interconnect:
-    """What all-reduces of a tensor-parallel layer cost; assumed, not measured.
+    """Cost of the all-reduces of a tensor-parallel layer; assumed, not measured.
 
     Attributes:
-      bytes_per_s: of one GPU's link, one way.
-      latency_s: of a small all-reduce, by the number of GPUs; profiles are named for these.
-      what: in words.
+      bytes_per_s: bandwidth of one GPU's link, one way.
+      latency_s: of a small all-reduce, by the number of GPUs; profiles are named after these.
+      what: description.
     """
 
     bytes_per_s: float
@@ -43,28 +45,28 @@ _INTERCONNECTS = {
     "h200": _NVLINK,
     "h100": _NVLINK,
 }
-# An H100 computes as an H200 does, and reads its memory at 3.17 TB/s and not at 4.61 (ceilings of
+# An H100 computes like an H200, but reads its memory at 3.17 TB/s instead of 4.61 (ceilings of
 # lab/results/h100_steps_llama2-13b-gqa10.json and h200_steps_llama2-13b-gqa10.json).
 _SLOWER_MEMORY = {"h100": ("h200", 4.61 / 3.17)}
 
 
 def num_devices(model: str) -> int:
-    """GPUs that serve a model together."""
+    """Return the number of GPUs that serve a model together."""
     return _NUM_DEVICES.get(model, 1)
 
 
 def profile_name(device: str, model: str, count: int | None = None) -> str:
-    """As it stands in reports; `x4` says that it was derived here. `count`: GPUs, the paper's by default."""
+    """Return the profile's name for reports; `x4` marks a derived one. `count` is the paper's by default."""
     count = count or num_devices(model)
     return f"{device}{f'x{count}' if count > 1 else ''}_{model}"
 
 
 @lru_cache(maxsize=8)
 def load_profile(device: str, model: str, count: int | None = None) -> DeviceProfile:
-    """One that comes with the simulator, or one derived from the same family's on one GPU.
+    """Return a profile that comes with the simulator, or one derived from the same family's on one GPU.
 
     Args:
-      device: of `DEVICES`, or one with slower memory.
+      device: one of `DEVICES`, or one with slower memory.
       model: a preset.
       count: GPUs that share a larger model; the paper's by default.
     """
@@ -78,7 +80,7 @@ def load_profile(device: str, model: str, count: int | None = None) -> DevicePro
 
 
 def derived_names() -> list[str]:
-    """Of the profiles that `find_profile` makes: of several GPUs, and of GPUs with slower memory."""
+    """Return the names of profiles that `find_profile` derives: several GPUs, and GPUs with slower memory."""
     several = [
         profile_name(device, model, count)
         for device, link in _INTERCONNECTS.items()
@@ -90,14 +92,14 @@ def derived_names() -> list[str]:
 
 
 def profile_help() -> str:
-    """Of a flag whose value `find_profile` takes."""
+    """Return the help of a flag whose value `find_profile` takes."""
     names, derived = ", ".join(profile_names()), ", ".join(derived_names())
-    made = f"of several GPUs, or with slower memory, derived from those: {derived}"
+    made = f"several GPUs or slower memory, derived from those: {derived}"
     return f"A file, or one of {names}; {made}."
 
 
 def find_profile(name: str) -> DeviceProfile:
-    """One of `derived_names`, or what `DeviceProfile.load` takes; raises ConfigError as that does."""
+    """Return a derived profile, or what `DeviceProfile.load` returns for `name`; raises its ConfigError."""
     if name not in derived_names():
         return DeviceProfile.load(name)
     devices, _, model = name.partition("_")
@@ -106,14 +108,14 @@ def find_profile(name: str) -> DeviceProfile:
 
 
 def memory_bytes(model: str) -> tuple[int, int]:
-    """Device and host memory for KV state, of all GPUs together."""
+    """Return device and host memory for the KV cache, of all GPUs together."""
     gpu_bytes, cpu_bytes = MEMORY_BYTES
     count = num_devices(model)
     return count * gpu_bytes, count * cpu_bytes
 
 
 def _with_slower_memory(base: DeviceProfile, like: str, device: str, times: float) -> DeviceProfile:
-    """Of a device as `like`, that of the profile, but that takes so many times as long for what it reads."""
+    """Return the profile of a device like `like`, with memory reads that take `times` as long."""
     costs = base.step
     return dataclasses.replace(
         base,
@@ -133,11 +135,11 @@ def _with_slower_memory(base: DeviceProfile, like: str, device: str, times: floa
 
 
 def _of_several(base: DeviceProfile, model: str, count: int, link: _Interconnect) -> DeviceProfile:
-    """Tensor parallelism over `count` GPUs: weights, heads and KV state are split, norms are not.
+    """Return the profile of `count` GPUs with tensor parallelism; only norms are not split.
 
-    Reading weights and products go by parameters, reading KV state by its bytes, attention by layers times
-    heads, each over `count`; what is left goes by layers or by layers times width, undivided. Two all-reduces
-    a layer come on top.
+    Reading weights and matrix products scale with parameters, reading the KV cache with its bytes, and
+    attention with layers times heads, each divided by `count`. The rest scales with layers or with layers
+    times width, undivided. Two all-reduces per layer are added.
     """
     small, large = preset(base.model), preset(model)
     weights = num_parameters(large) / num_parameters(small) / count

@@ -1,7 +1,8 @@
-"""The paper's Figure 11 as it was measured: open loops on several GPUs, beside what was predicted of them.
+"""The paper's Figure 11 as measured: open loops on several GPUs, and the predictions for them.
 
 Owns: which committed documents belong to which run, and which prediction was committed before it.
 Does not know: how a loop is run or simulated.
+Called by `experiments.registry`.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from pensieve_lab.experiments.panels import Curve, Panel
 from pensieve_lab.experiments.points import Measured
 from pensieve_lab.experiments.settings import Experiment, Findings, Settings, Table
 
-_MOST_MS = 100.0  # a token: predicted points beyond it are left out, of systems over their limit
-_SHOWN_MS = 115.0  # measured ones beyond it are cut off: a system far over its limit
-_LABELS = {  # shorter than those of `experiments.systems`: two columns of them fit under a panel
+_MOST_MS = 100.0  # per token; predicted points above it, of systems over their limit, are left out
+_SHOWN_MS = 115.0  # measured points above it, of systems far over their limit, are cut off
+_LABELS = {  # shorter than those of `experiments.systems`, so that two columns fit under a panel
     "pensieve": "both tiers",
     "pensieve-gpu": "device alone",
     "stateless": "no state",
@@ -27,11 +28,11 @@ class Run(NamedTuple):
     """A model on devices of one host.
 
     Attributes:
-      title: what ran on what.
+      title: model and devices.
       predicted: the prediction's document.
-      loops: what documents of the loops are called before the system's name.
-      points: by system the rest of their names.
-      other_users: likewise, of another seed than the points' and the prediction's, 0.
+      loops: first part of the loop documents' names, before the system.
+      points: by system, the last parts of their names.
+      other_users: likewise, for another seed than 0, which the points and the prediction use.
     """
 
     title: str
@@ -125,12 +126,12 @@ def _findings(settings: Settings, measured: list[Measured]) -> Findings:
 
 
 def _names(loops: str, points: dict[str, tuple[str, ...]]) -> list[str]:
-    """Documents, those of a system together."""
+    """Return the names of the documents, grouped by system."""
     return [f"{loops}_{system}_{rest}.json" for system, ends in points.items() for rest in ends]
 
 
 def _measured(documents: list[str]) -> dict[str, Curve]:
-    """By label, of vLLM with the most tokens of a step: points that a line may join."""
+    """Return measured points by label; vLLM's label names its largest number of step tokens."""
     found: dict[str, Curve] = {}
     for name in documents:
         loop = committed_document(name)["results"]

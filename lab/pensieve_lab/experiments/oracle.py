@@ -1,8 +1,9 @@
-"""How far the orders are from one that knows when everybody returns.
+"""Distance of the policies from an oracle that knows every return time.
 
-Owns: that order, and a memory without an engine, in which it stands beside LRU and the paper: turns take no
-time, and conversations give way from their leading end, as they do in the cache.
-Does not know: how the engine does (`recorded_traces`), or how a trace is served (`trace_studies`).
+Owns: that policy, and a memory model without an engine in which it is compared with LRU and the paper's
+policy. Turns take no time there, and conversations lose chunks from their leading end, as in the cache.
+Does not know: how the engine performs (`recorded_traces`), or how a trace is served (`trace_studies`).
+Called by `experiments.registry`.
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ from pensieve_lab.experiments.recompute import cost_model
 from pensieve_lab.experiments.recorded_traces import studied_traces
 from pensieve_lab.experiments.seeds import Spread, spread
 from pensieve_lab.experiments.settings import Experiment, Findings, Settings, Table
-from pensieve_lab.experiments.trace_studies import Studied
+from pensieve_lab.experiments.trace_studies import StudiedTrace
 from pensieve_lab.workload import Session
 
 _MODEL = "llama2-13b-gqa10"
-_LEAST_S = 1e-3  # until a return that is now
+_LEAST_S = 1e-3  # smallest time until a return
 
 
 class Turn(NamedTuple):
-    """A turn that somebody sends.
+    """A turn that a user sends.
 
     Attributes:
-      sent_s: when.
-      conversation_id: of whom.
-      num_history_tokens: that the engine had computed before it.
-      num_tokens: of the conversation when it is answered.
-      returns_s: when the conversation's next turn is sent; infinity for the last one.
+      sent_s: time of arrival.
+      conversation_id: its conversation.
+      num_history_tokens: tokens that the engine had computed before it.
+      num_tokens: of the conversation after the answer.
+      returns_s: time of the conversation's next turn; infinity for the last one.
     """
 
     sent_s: float
@@ -58,29 +59,30 @@ class Turn(NamedTuple):
 
 
 class OraclePolicy(EvictionPolicy):
-    """Cost over the time until the chunk is needed; whoever never returns goes first.
+    """Policy that values a chunk at its cost over the time until it is needed, or at about 0 if never.
 
-    The paper's order with the future in place of the past. The bucket of an activity is its turn's number.
+    This is the paper's policy with the future in place of the past. The bucket of an activity is its turn's
+    number.
     """
 
     name = "oracle"
 
     def __init__(self, turns: Sequence[Turn], costs_s: Sequence[float]) -> None:
-        """`costs_s` are of chunks by index."""
+        """Set the future of `turns`, and the costs of chunks by index."""
         self._returns_s = np.array([turn.returns_s for turn in turns])
         self._costs_s = np.array(costs_s)
 
     def chunk(self, sequence: Candidate, shelf: EvictionClass) -> int:
-        """The leading one."""
+        """Return the leading chunk."""
         return sequence.first_on(shelf)
 
     def worth(self, sequence: Activity, index: int, now_s: float) -> float:
-        """Seconds to recompute, over seconds until that would happen."""
+        """Return the seconds to recompute, over the seconds until that would happen."""
         until_s = max(self._returns_s[sequence.bucket] - now_s, _LEAST_S)
         return float(self._costs_s[index] / until_s)
 
     def worths(self, offers: EvictionCandidates, now_s: float) -> Array:
-        """As `worth`."""
+        """Return the same values for many chunks."""
         until_s = np.maximum(self._returns_s[offers.buckets] - now_s, _LEAST_S)
         worths: Array = self._costs_s[offers.chunks] / until_s
         return worths
@@ -90,7 +92,7 @@ _ORDERS = (LruPolicy.name, RetentionPolicy.name, OraclePolicy.name)
 
 
 def turns_of(sessions: Sequence[Session]) -> list[Turn]:
-    """In order of time, answers taking none."""
+    """Return the turns in order of time, if answers take none."""
     return sorted(turn for session in sessions for turn in _turns(session))
 
 
@@ -111,7 +113,7 @@ def recomputed_share(
     num_chunks: int,
     chunk_tokens: int,
 ) -> float:
-    """Seconds that a memory of `num_chunks` recomputes, over those of all histories."""
+    """Return the seconds that a memory of `num_chunks` recomputes, over those of all histories."""
     before_s = [0.0, *itertools.accumulate(costs_s)]
     memory = GhostCache(policy, num_chunks)
     recomputed_s = history_s = 0.0
@@ -131,7 +133,7 @@ def recomputed_share(
 
 
 def findings(settings: Settings, measured: list[Measured]) -> Findings:
-    """The share of every order, over memory, for every trace."""
+    """Return the share of every policy over memory, for every trace."""
     rows = [row for studied in studied_traces(settings) for row in _compared(settings, studied)]
     return Findings(
         tables=[table_of(rows)],
@@ -158,7 +160,7 @@ def findings(settings: Settings, measured: list[Measured]) -> Findings:
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
-    """Of the document's `orders`."""
+    """Return a table of the document's `orders`."""
     return Table(
         title="Recompute seconds, share of a stateless system's; mean and range over seeds",
         columns=("trace", "memory, tokens", *_ORDERS),
@@ -176,7 +178,7 @@ def _spread(row: dict[str, Any], name: str) -> Spread:
     return found
 
 
-def _compared(settings: Settings, studied: Studied) -> Iterator[dict[str, Any]]:
+def _compared(settings: Settings, studied: StudiedTrace) -> Iterator[dict[str, Any]]:
     chunk_tokens = studied.chunk_tokens
     profile = load_profile(settings.device, _MODEL)
     costs = cost_model(profile, chunk_tokens, studied.workload.max_context_tokens)

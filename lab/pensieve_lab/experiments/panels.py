@@ -1,6 +1,8 @@
 """Plots of experiments: panels of curves side by side.
 
-Owns: the picture. Does not know: what it shows.
+Owns: the drawing.
+Does not know: what a plot shows.
+Called by the experiments, the balance study and programs.
 """
 
 from __future__ import annotations
@@ -20,15 +22,16 @@ type Curve = Sequence[tuple[float, float]]
 
 _PANEL_INCHES = (5.2, 4.4)
 _DOTS_PER_INCH = 100
-_MARKERS = "os^Dv*P"  # curves can be told apart without colour
-_MARKER_SIZES = (7.5, 7.0, 6.5, 6.0, 5.5, 5.0, 4.5)  # where they meet, the first ones are around the later
+_MARKERS = "os^Dv*P"  # so that curves can be told apart without colour
+# where curves meet, earlier markers surround the later ones
+_MARKER_SIZES = (7.5, 7.0, 6.5, 6.0, 5.5, 5.0, 4.5)
 _MAX_IN_A_ROW = 3
 _CHARACTERS_PER_INCH = 12  # of titles, in their font
 _UNDER_AXES, _UNDER_TURNED = -0.16, -0.27  # where a legend begins, in heights of the axes: under the labels
-_FROM_ZERO = 0.4  # of the largest x: axes whose points all lie beyond it do not begin at 0
-_ROOM_FOR_LEVEL = 0.06  # of the axes: a level's number stands below its line where there is less above
-_CHARACTERS_OF_HALF = 26  # of a legend's width, in its font
-_CHARACTERS_OF_TICKS = 48  # beside each other; with more, they are turned
+_FROM_ZERO = 0.4  # x begins at 0 if the smallest x is below this share of the largest
+_ROOM_FOR_LEVEL = 0.06  # share of the axes: with less room above its line, a level's number stands below it
+_CHARACTERS_OF_HALF = 26  # in a legend's half width, in its font
+_CHARACTERS_OF_TICKS = 48  # side by side; with more, the ticks are rotated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,16 +39,16 @@ class Panel:
     """Axes and what is drawn in them.
 
     Attributes:
-      title, x_label, y_label: in words, with units.
+      title, x_label, y_label: texts, with units.
       curves: points by name, in the order in which a line joins them.
-      seeds: the same of single seeds, drawn thin behind their mean.
-      dashed: names of curves that belong to what others say, the paper's for example.
-      coloured_as: by a curve's name that of an earlier one whose colour it has.
-      level: a horizontal line to read curves at.
-      x_from_zero: x begins at 0, wherever points lie.
-      y_min: what lies below is not shown.
-      y_max: what lies above is cut off, and the picture says how many points that are.
-      log_x, log_y: powers of two, of ten.
+      seeds: curves of single seeds, drawn thin behind their mean.
+      dashed: names of curves from other sources, such as the paper.
+      coloured_as: maps a curve's name to an earlier one whose colour it shares.
+      level: a horizontal line at which curves are read.
+      x_from_zero: start x at 0, wherever points lie.
+      y_min: smaller values are not shown.
+      y_max: larger values are cut off, and the picture states the number of such points.
+      log_x, log_y: logarithmic axes, base two and ten.
     """
 
     title: str
@@ -64,13 +67,13 @@ class Panel:
 
     @property
     def num_cut_off(self) -> int:
-        """Points of curves above `y_max`."""
+        """Number of points of curves above `y_max`."""
         limit = math.inf if self.y_max is None else self.y_max
         return sum(y > limit for curve in self.curves.values() for _, y in curve)
 
 
 def draw_panels(panels: Sequence[Panel], title: str, path: Path) -> None:
-    """Up to three in a row, more in a square; raises OSError."""
+    """Draw up to three panels in a row, more in a square; raises OSError."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -125,7 +128,7 @@ def _draw(axes: Axes, panel: Panel, *, with_title: bool, with_legend: bool) -> N
     heading = f"points cut off above {panel.y_max:g}: {panel.num_cut_off}" if panel.num_cut_off else None
     if with_legend or heading:
         handles, labels = axes.get_legend_handles_labels() if with_legend else ([], [])
-        # Under the axes: within them it would hide a curve wherever curves go everywhere.
+        # Under the axes, because inside them it would hide a curve if curves cover all of the area.
         axes.legend(
             handles, labels, fontsize=8, title=heading, title_fontsize=8, frameon=False,
             ncols=2 if max(map(len, labels), default=0) <= _CHARACTERS_OF_HALF else 1,
@@ -141,7 +144,7 @@ def _write_level(axes: Axes, level: float) -> None:
 
 
 def _scale(axes: Axes, panel: Panel) -> bool:
-    """Returns whether the ticks of x are turned."""
+    """Set the axes' scales; return whether the ticks of x are rotated."""
     is_wide = False
     xs = sorted({x for curve in panel.curves.values() for x, _ in curve})
     if panel.log_x:
@@ -150,7 +153,7 @@ def _scale(axes: Axes, panel: Panel) -> bool:
         axes.set_xscale("log", base=2)
         axes.set_xticks(xs, names, rotation=30 if is_wide else 0, fontsize=8)
         axes.minorticks_off()
-        if len(xs) == 1:  # in the middle; by itself the axis would show a power of two or more around it
+        if len(xs) == 1:  # centred; by default the axis would show a power of two or more around it
             axes.set_xlim(xs[0] / 2, xs[0] * 2)
     elif xs and (panel.x_from_zero or xs[0] < _FROM_ZERO * xs[-1]):
         axes.set_xlim(left=0)
@@ -167,5 +170,5 @@ def _scale(axes: Axes, panel: Panel) -> bool:
 
 
 def _wrapped(title: str, inches: float) -> str:
-    """In lines that fit into so much of the picture."""
+    """Return the title in lines that fit into a width."""
     return "\n".join(textwrap.wrap(title, int(inches * _CHARACTERS_PER_INCH)))

@@ -1,7 +1,8 @@
-"""The load sweeps of the paper and the thesis: which models, datasets, loads and levels.
+"""The load sweeps of the paper and the thesis: models, datasets, loads and levels.
 
-Owns: their parameters. On the paper's device a curve is read at the level that its text names (`claims`).
+Owns: their parameters. On the paper's device, curves are read at the level of its text (`claims`).
 Does not know: how a sweep is carried out (`load_sweeps`).
+Called by `experiments.registry`.
 """
 
 from __future__ import annotations
@@ -80,11 +81,11 @@ _NEAR_THE_LEVEL: dict[str, dict[str, tuple[float, ...]]] = {
     "opt-13b": {"a100": (0.3, 0.4, 0.45, 0.5, 0.55, 0.6), "h200": (0.7, 0.85, 1.0, 1.15, 1.3)},
     "llama2-13b-gqa10": {"a100": (1.5, 1.8, 2.1), "h200": (1.4, 1.8, 2.2, 2.6, 3.0)},
 }
-"""Conversations that begin in a second, for comparisons of one system with itself."""
+"""Conversations that begin per second, for comparing variants of one system."""
 
 
 def _at_least_5_turns(panel: LoadPanel, figure: str) -> LoadPanel:
-    """Twice as many turns on the average, at half the rates."""
+    """Return the panel with at least 5 turns: twice the mean number of turns, at half the rates."""
     return dataclasses.replace(
         panel,
         title=f"{panel.title}, 5 turns or more",

@@ -1,7 +1,8 @@
 """One simulated run of an experiment, as a value that any process can carry out.
 
-Owns: what a point is made of, and the figures that are kept of it.
+Owns: the definition of a point, and the figures that are kept of it.
 Does not know: which points an experiment has, or what they mean there.
+Called by `experiments.pool` and the experiments.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ _MANY_SESSIONS = 1000
 
 UNITS = {
     **SIMULATOR_UNITS,
-    "recompute_s": "seconds by the cost model to recompute what was recomputed of histories; for the first "
+    "recompute_s": "seconds by the cost model for the recomputed tokens of histories; for the first "
     "admission of a turn, without what suspended turns lost",
     "history_s": "the same for whole histories: what a stateless system recomputes for these answers",
     "recompute_share": "recompute_s / history_s",
-    "latency_s": "mean normalized latency, as normalized_latency_s.mean; null where nobody was answered",
+    "latency_s": "mean normalized latency, as normalized_latency_s.mean; null without answers",
     "found_rate": "gpu_hit_rate + cpu_hit_rate",
     "*_by_seed": "the same of every seed, by its number",
 }
@@ -40,13 +41,13 @@ class Point:
     """A run.
 
     Attributes:
-      panel, series, x: where its figures belong in the experiment's plot.
+      panel, series, x: position of its figures in the experiment's plot.
       seed: of the workload.
       device, model: as `machines.load_profile` takes them.
-      engine: what serves; `cache.cpu_bytes` is turned into pages.
-      workload: who comes when.
-      experience: who came before, to the same engine: what an order that learns begins the run with. None
-        lets it begin with nothing. Nothing of that run counts, and no state outlives it.
+      engine: configuration of the engine; `cache.cpu_bytes` is converted to pages.
+      workload: conversations and their arrival times.
+      experience: an earlier workload of the same engine, from which a learning policy starts. None starts
+        without. That run is not measured, and no KV cache outlives it.
     """
 
     panel: str
@@ -106,9 +107,9 @@ def _simulate(
 
 @contextlib.contextmanager
 def _kept(sessions: Sequence[Session]) -> Iterator[None]:
-    """Sessions stay for the whole run: the garbage collector need not look at many of them again and again.
+    """Freeze many sessions for the whole run, so that the garbage collector does not rescan them.
 
-    To set aside what is no garbage it looks at everything once, which takes longer than a small run.
+    Freezing first scans all objects once, which takes longer than a small run.
     """
     if len(sessions) < _MANY_SESSIONS:
         yield

@@ -1,7 +1,8 @@
-"""Points over processes: they are independent, so each is simulated wherever there is room.
+"""Simulation of points in parallel processes; points are independent.
 
 Owns: the order of results, which is that of the points, and the progress bar.
-Does not know: what a point is of.
+Does not know: what a point means.
+Called by `programs.reproduce`.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from pensieve_lab.experiments.points import Measured, Point, measure
 def measure_all(
     points: Sequence[Point], *, num_processes: int, keep: Path | None = None, title: str, shown: bool
 ) -> list[Measured]:
-    """Their figures, the same for any number of processes; the bar is shown if `shown`.
+    """Return the figures of all points, the same for any number of processes; show a bar if `shown`.
 
-    With a directory to `keep` them in, points that it has are not simulated again.
+    Points that the directory `keep` already has are not simulated again.
     """
     measured = measure if keep is None else partial(measure_kept, directory=keep)
     found = _measured(points, measured, num_processes)
@@ -36,7 +37,7 @@ def _measured(
     if num_processes == 1 or len(points) < 2:
         yield from map(measure, points)
         return
-    # Not forked: this process may run the threads of libraries that a child would inherit half of.
+    # Spawn, because a fork would copy the threads' locks of libraries in an undefined state.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(num_processes, len(points)), mp_context=context) as pool:
         yield from pool.map(measure, points)

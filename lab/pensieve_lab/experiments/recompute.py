@@ -1,7 +1,8 @@
-"""What recomputing costs by the cost model: the yardstick of eviction policies.
+"""Recompute cost by the cost model, the measure of eviction policies.
 
-Owns: `Cost(l)` of a simulated device, and the seconds that recomputed history comes to.
-Does not know: how a run is made, or what a policy does beyond the end from which it drops.
+Owns: `Cost(l)` of a simulated device, and the seconds of recomputed history.
+Does not know: how a run is made, or anything of a policy except the end from which it drops.
+Called by `experiments.points` and others.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from pensieve_lab.simulator import DeviceProfile
 from pensieve_lab.simulator.step_time import StepLoad, StepTime
 from pensieve_lab.workload import Answer
 
-NUM_BATCHED_CHUNKS = 16  # as of `profile_costs.py`: what one chunk more costs a step that holds many
+NUM_BATCHED_CHUNKS = 16  # as in `profile_costs.py`: the cost of one more chunk in a step that holds many
 
 
 def cost_points(profile: DeviceProfile, chunk_tokens: int, max_context_tokens: int) -> list[CostPoint]:
-    """What `profile_costs.py` would measure on that device, at powers of two: the share of one chunk.
+    """Return what `profile_costs.py` would measure on that device at powers of two: the share of one chunk.
 
-    On a device that has rested, as it has there: on one that is hot from products every chunk costs more.
+    The device is assumed to be cool, as in that measurement; on a hot device every chunk costs more.
     """
     step_time = StepTime(profile.step, (NUM_BATCHED_CHUNKS * chunk_tokens,))
 
@@ -38,31 +39,31 @@ def cost_points(profile: DeviceProfile, chunk_tokens: int, max_context_tokens: i
 
 
 def cost_model(profile: DeviceProfile, chunk_tokens: int, max_context_tokens: int) -> CostModel:
-    """`Cost(l)` of a simulated device: what `retention` goes by there, and what everybody is judged by."""
-    # A curve has two points, of whatever context; those of a few tokens lie within its first chunk.
+    """Return `Cost(l)` of a simulated device, by which `retention` evicts and all policies are judged."""
+    # A curve needs two points; with very short contexts, all tokens lie within its first chunk.
     points = cost_points(profile, chunk_tokens, max(max_context_tokens, 2 * chunk_tokens))
     return MeasuredCostModel(points)
 
 
 class RecomputeSeconds:
-    """Seconds for history tokens, by where they stand."""
+    """Recompute seconds of history tokens by their position."""
 
     def __init__(self, costs: CostModel, chunk_tokens: int, max_context_tokens: int) -> None:
-        """For contexts of up to `max_context_tokens`."""
+        """Prepare contexts of up to `max_context_tokens`."""
         num_chunks = -(-max_context_tokens // chunk_tokens)
         each_s = (costs.chunk_cost_s((index + 1) * chunk_tokens) for index in range(num_chunks))
         self._before_s = [0.0, *itertools.accumulate(each_s)]
         self._chunk_tokens = chunk_tokens
 
     def of(self, answers: Iterable[Answer], policy: str) -> tuple[float, float]:
-        """Of what was recomputed, and of the whole history: what a stateless system would recompute.
+        """Return the seconds of recomputed tokens, and of whole histories as in a stateless system.
 
-        Answers say how many tokens were recomputed, not which. `trailing` drops from the tail of a
+        Answers give the number of recomputed tokens, not their positions. `trailing` drops from the tail of a
         conversation, the other policies from its beginning.
         """
         recompute_s = history_s = 0.0
         for answer in answers:
-            num_history = max(answer.turn.num_history_tokens - 1, 0)  # the last token never had any KV
+            num_history = max(answer.turn.num_history_tokens - 1, 0)  # the last token never had KV
             num_lost = answer.usage.recomputed_tokens
             whole_s = self._before(num_history)
             history_s += whole_s
@@ -73,7 +74,7 @@ class RecomputeSeconds:
         return recompute_s, history_s
 
     def _before(self, num_tokens: int) -> float:
-        """Of the first tokens of a conversation; a part of a chunk counts as that part."""
+        """Return the seconds of the first tokens of a conversation; part of a chunk counts proportionally."""
         index, rest = divmod(num_tokens, self._chunk_tokens)
         whole_s = self._before_s[index]
         if not rest:

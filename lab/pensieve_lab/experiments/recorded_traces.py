@@ -1,10 +1,11 @@
-"""Eviction orders on recorded traces, which the paper did not have: every order, both tiers, three sizes.
+"""Eviction policies on recorded traces, which the paper did not have: every policy, both tiers, three sizes.
 
 Owns: which runs there are, and what of them is kept.
 Does not know: how a trace is served (`trace_studies`), or how results are shown (`trace_tables`).
+Called by `experiments.registry`.
 
-Results are of held-out sessions: one half of them (`split_by_session`), of all times or of later ones.
-The order that learns is there twice: beginning with nothing, and with what the other sessions taught it.
+Results use held-out sessions: one half of them (`split_by_session`), of all times or of later ones. The
+learning policy runs twice: without experience, and with experience from the other sessions.
 """
 
 from __future__ import annotations
@@ -20,36 +21,36 @@ from pensieve_lab.experiments.returns import returns
 from pensieve_lab.experiments.seeds import Group, groups, spread
 from pensieve_lab.experiments.settings import SIMULATION_FLAGS, Experiment, Findings, Settings, TraceFile
 from pensieve_lab.experiments.systems import BOTH_TIERS, System, engine, memory_of_tokens
-from pensieve_lab.experiments.trace_studies import Place, Studied, studied_file, studied_paper
+from pensieve_lab.experiments.trace_studies import Place, StudiedTrace, studied_file, studied_paper
 from pensieve_lab.experiments.trace_tables import BETTER_OF, TIERS, panels, tables
 from pensieve_lab.workload import summarize
 
 _MODEL = "llama2-13b-gqa10"
 _LEARNED = "learned"
 EXPERIENCED = "learned, with experience"
-"""The order that learns, beginning with what the other half of the sessions taught it."""
+"""The learning policy, starting with experience from the other half of the sessions."""
 _COMPARED = {
     "recompute": lambda figures: figures["recompute_share"],
     "latency": lambda figures: figures["normalized_latency_s"]["mean"],
     "first_token": lambda figures: figures["first_token_s"]["mean"],
 }
-"""What orders are compared by, seed by seed."""
+"""Figures by which policies are compared, seed by seed."""
 
 
 def points(settings: Settings) -> list[Point]:
-    """Orders over sizes of both tiers, for every trace."""
+    """Return points of all policies over sizes of both tiers, for every trace."""
     return [point for studied in studied_traces(settings) for point in _of(settings, studied)]
 
 
-def studied_traces(settings: Settings) -> list[Studied]:
-    """The recorded traces that were given, and the paper's load; raises ConfigError for none."""
+def studied_traces(settings: Settings) -> list[StudiedTrace]:
+    """Return the given recorded traces, and the paper's load; raises ConfigError without any trace."""
     if not settings.traces:
         raise ConfigError("--traces", "", "at least one FORMAT:FILE for this experiment")
     found = [studied for file in settings.traces for studied in _of_file(settings, file)]
     return [*found, studied_paper(small=settings.small)]
 
 
-def _of_file(settings: Settings, file: TraceFile) -> list[Studied]:
+def _of_file(settings: Settings, file: TraceFile) -> list[StudiedTrace]:
     found = studied_file(file, settings.seeds[0], small=settings.small)
     num_alike = sum(other.format == file.format for other in settings.traces)
     if num_alike == 1:
@@ -57,7 +58,7 @@ def _of_file(settings: Settings, file: TraceFile) -> list[Studied]:
     return [studied._replace(title=f"{studied.title}, {file.path.name}") for studied in found]
 
 
-def _of(settings: Settings, studied: Studied) -> list[Point]:
+def _of(settings: Settings, studied: StudiedTrace) -> list[Point]:
     places = studied.places[-2:] if settings.small else studied.places
     return [
         _point(settings, studied, replace(system, name=name), place, seed)
@@ -68,7 +69,7 @@ def _of(settings: Settings, studied: Studied) -> list[Point]:
     ]
 
 
-def _point(settings: Settings, studied: Studied, system: System, place: Place, seed: int) -> Point:
+def _point(settings: Settings, studied: StudiedTrace, system: System, place: Place, seed: int) -> Point:
     device, workload = settings.device, studied.workload
     return Point(
         panel=f"{studied.title}, {TIERS}",
@@ -91,7 +92,7 @@ def _point(settings: Settings, studied: Studied, system: System, place: Place, s
 
 
 def findings(settings: Settings, measured: list[Measured]) -> Findings:
-    """What each order recomputes, how fast answers are, and both beside the better of LRU and the paper's."""
+    """Return each policy's recomputation and latency, also relative to the better of LRU and retention."""
     found = groups(measured)
     results = {
         "traces": [_described(settings, studied) for studied in studied_traces(settings)],
@@ -115,7 +116,7 @@ def findings(settings: Settings, measured: list[Measured]) -> Findings:
 
 
 def beside_better(found: list[Group]) -> list[dict[str, Any]]:
-    """Ratios of every order to the better one of two, place by place: by seed, and their mean and range."""
+    """Return the ratio of every policy to the better one of two at each place: mean and range over seeds."""
     by_place = {(group.panel, group.x, group.series): group for group in found}
     rows = []
     for group in found:
@@ -130,8 +131,8 @@ def beside_better(found: list[Group]) -> list[dict[str, Any]]:
     return rows
 
 
-def _described(settings: Settings, studied: Studied) -> dict[str, Any]:
-    """What was served of a trace, with the first seed; files by their names alone."""
+def _described(settings: Settings, studied: StudiedTrace) -> dict[str, Any]:
+    """Return a description of what was served of a trace with the first seed; files by name only."""
     workload = studied.workload
     trace = workload.conversations(settings.seeds[0])
     summary = summarize(trace)

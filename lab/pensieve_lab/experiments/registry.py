@@ -1,4 +1,4 @@
-"""Every experiment by name."""
+"""Registry of all experiments by name."""
 
 from __future__ import annotations
 

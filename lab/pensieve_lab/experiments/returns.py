@@ -1,8 +1,9 @@
-"""How soon conversations of a trace return: the assumption behind the paper's order, looked at.
+"""Return rates of a trace's conversations, to test the assumption behind the paper's policy.
 
-Owns: the rate of return by idle time. The paper's order stands on its being 1 / idle time: then rate x idle
-time is the same at every idle time.
-Does not know: any order.
+Owns: the rate of return by idle time. The paper's policy assumes that it is 1 / idle time, so that rate x
+idle time is constant.
+Does not know: any policy.
+Called by `recorded_traces`.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ class _Idle(NamedTuple):
 
 
 def returns(trace: Trace) -> list[dict[str, Any]]:
-    """By bin of idle seconds: returns, and their rate x the bin's middle; None where nobody was idle so long.
+    """Return per bin of idle seconds the returns, and their rate x the bin's middle, or None.
 
-    Pauses run from arrival to arrival. Who never returned was idle until the last arrival of the trace, or,
-    without recorded arrivals, for ever. A trace without pauses has none.
+    Pauses run from arrival to arrival. A conversation that never returned was idle until the last arrival of
+    the trace, or forever without recorded arrivals. A trace without pauses has no returns.
     """
     turns = (turn for conversation in trace.conversations for turn in conversation.turns)
     is_recorded = any(turn.gap_s is not None or turn.think_s is not None for turn in turns)
@@ -62,6 +63,6 @@ def _idles(trace: Trace) -> Iterator[_Idle]:
 
 
 def _times(conversation: ConversationTrace) -> Iterator[float]:
-    """Of its turns, as far as gaps say; a pause without one is taken for the time of thought."""
+    """Yield the arrival times of the turns by their gaps; without a gap, the think time is used."""
     pauses = (turn.think_s if turn.gap_s is None else turn.gap_s for turn in conversation.turns[1:])
     return itertools.accumulate((pause or 0.0 for pause in pauses), initial=conversation.arrival_s or 0.0)

@@ -1,7 +1,8 @@
-"""Several seeds of a point as one: means, and how far seeds lie apart.
+"""Statistics of a point over several seeds.
 
 Owns: grouping, means and ratios over seeds, and the part of the JSON document that holds points.
 Does not know: what the figures mean.
+Called by the experiments.
 """
 
 from __future__ import annotations
@@ -22,59 +23,58 @@ _DIGITS = 6
 
 
 class Spread(NamedTuple):
-    """A figure over seeds."""
+    """Mean and range of a figure over seeds."""
 
     mean: float
     low: float
     high: float
 
     def __str__(self) -> str:
-        """For tables."""
         return f"{self.mean:.2f} ({self.low:.2f}-{self.high:.2f})"
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """None of no values."""
+    """Return the spread of values; None without values."""
     return Spread(sum(values) / len(values), min(values), max(values)) if values else None
 
 
 class Group:
-    """The runs of one place in a plot, which differ in seed alone.
+    """The runs of one place in a plot, which differ only by seed.
 
     Attributes:
       panel, series, x: the place.
-      rate_per_s: conversations that begin in a second; None as recorded.
+      rate_per_s: conversations that begin per second; None as recorded.
       runs: by seed.
     """
 
     def __init__(self, runs: Sequence[Measured]) -> None:
-        """At least one run."""
+        """Group `runs`, at least one."""
         first = runs[0].point
         self.panel, self.series, self.x = first.panel, first.series, first.x
         self.rate_per_s = first.workload.rate_per_s
         self.runs = {run.point.seed: run for run in runs}
 
     def by_seed(self, get: str | Callable[[dict[str, Any]], float]) -> dict[int, float]:
-        """A figure, by name or by function, of every seed."""
+        """Return a figure, by name or by function, of every seed."""
         found = {seed: run.figures for seed, run in self.runs.items()}
         return {seed: one[get] if isinstance(get, str) else get(one) for seed, one in found.items()}
 
     def values(self, get: str | Callable[[dict[str, Any]], float]) -> list[float]:
-        """The same in the order of the seeds."""
+        """Return the same values in the order of the seeds."""
         return list(self.by_seed(get).values())
 
     def mean(self, get: str | Callable[[dict[str, Any]], float]) -> float:
-        """Over seeds."""
+        """Return the mean of a figure over seeds."""
         values = self.values(get)
         return sum(values) / len(values)
 
     @property
     def latency_s(self) -> float:
-        """Mean normalized latency; NaN where a run answered nobody."""
+        """Mean normalized latency; NaN if a run has no answers."""
         return self.mean(latency_s)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: means, and by seed what curves and comparisons are drawn from."""
+        """Return means for JSON, and the values by seed that curves and comparisons use."""
         return {
             "panel": self.panel,
             "series": self.series,
@@ -92,7 +92,7 @@ class Group:
         }
 
     def _distribution(self, name: str) -> dict[str, float] | None:
-        """Of a figure that has mean and percentiles: their means over seeds."""
+        """Return the mean over seeds of a figure's mean and percentiles."""
         found = [run.figures[name] for run in self.runs.values()]
         if not all(found):
             return None
@@ -101,13 +101,13 @@ class Group:
 
 
 def latency_s(figures: dict[str, Any]) -> float:
-    """Mean normalized latency of a run; NaN where it answered nobody."""
+    """Return the mean normalized latency of a run; NaN without answers."""
     found = figures["normalized_latency_s"]
     return math.nan if found is None else found["mean"]
 
 
 def groups(measured: Iterable[Measured]) -> list[Group]:
-    """In the order of the points."""
+    """Return groups in the order of the points."""
     found: dict[tuple[str, str, float], list[Measured]] = {}
     for one in measured:
         found.setdefault((one.point.panel, one.point.series, one.point.x), []).append(one)
@@ -115,5 +115,5 @@ def groups(measured: Iterable[Measured]) -> list[Group]:
 
 
 def _rounded(value: float) -> float:
-    """Few digits, so that documents stay small."""
+    """Round to `_DIGITS` digits, so that documents stay small."""
     return float(f"{value:.{_DIGITS}g}")

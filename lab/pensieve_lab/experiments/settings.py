@@ -1,7 +1,8 @@
-"""What a run of an experiment is asked for, and what it gives back.
+"""Settings and results of an experiment.
 
-Owns: the types between `pensieve_lab.programs.reproduce` and the experiments.
-Does not know: any experiment, or how flags are called.
+Owns: the types between `programs.reproduce` and the experiments.
+Does not know: any experiment, or the names of flags.
+Called by both.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from pensieve_lab.experiments.points import Measured, Point
 type Row = Sequence[object]
 
 SIMULATION_FLAGS = frozenset({"device", "seeds", "small", "num_processes", "keep"})
-"""What an experiment that simulates workloads goes by."""
+"""Flags that an experiment with simulated workloads uses."""
 
 
 @dataclass(frozen=True)
 class TraceFile:
-    """A recorded trace of the user's.
+    """A recorded trace file from the user.
 
     Attributes:
       path: the file.
@@ -35,12 +36,12 @@ class TraceFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How an experiment is run.
+    """Settings of an experiment's run.
 
     Attributes:
-      device: whose profiles are simulated: one of `machines.DEVICES`.
-      seeds: each of them is a run of every point.
-      small: the version that takes seconds, on little memory.
+      device: simulated device, one of `machines.DEVICES`.
+      seeds: every point runs once per seed.
+      small: run the version that takes seconds, on little memory.
       traces: for the experiment on recorded traces.
     """
 
@@ -52,10 +53,10 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """For people.
+    """A table for the terminal and documents.
 
     Attributes:
-      title: above it.
+      title: text above it.
       columns, rows: as `pensieve_jax.commands.report.table` takes them.
     """
 
@@ -66,14 +67,14 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What an experiment showed.
+    """Results of an experiment.
 
     Attributes:
-      tables: for people.
+      tables: for readers.
       panels: of the plot.
       results: for the JSON document.
-      profiles: names of the simulated profiles; none where no profile was simulated.
-      origin: without profiles, in words where the figures are from.
+      profiles: names of the simulated profiles; empty if no profile was simulated.
+      origin: source of the figures as text, for figures without profiles.
       is_simulated: whether times are virtual; those of profiles always are.
       units: of `results`.
     """
@@ -89,15 +90,15 @@ class Findings:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """One figure of the paper, or a study of ours.
+    """One figure of the paper, or a further study.
 
     Attributes:
-      name: what `--experiment` takes.
-      title: in a line.
-      paper: what the paper says there, in our words.
-      points: what is to be simulated; empty where nothing is.
-      findings: what the simulated points come to.
-      flags: those of the run that change anything here; others are refused rather than ignored.
+      name: value of `--experiment`.
+      title: one line.
+      paper: summary of the paper's statement.
+      points: points to simulate; may be empty.
+      findings: function from the simulated points to results.
+      flags: flags that affect this experiment; others are refused rather than ignored.
     """
 
     name: str

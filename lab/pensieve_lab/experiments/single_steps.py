@@ -1,7 +1,8 @@
-"""What a turn and a chunk cost by themselves: the paper's Figures 3 and 4, which need no workload.
+"""Cost of a single turn and a single chunk: the paper's Figures 3 and 4, which need no workload.
 
-Owns: the batch of Figure 3, and the curves of Figure 4 beside the measured ones.
-Does not know: caches or schedulers; a device profile is asked for single steps.
+Owns: the batch of Figure 3, and the curves of Figure 4 with the measured ones.
+Does not know: caches or schedulers; single steps come from a device profile.
+Called by `experiments.registry`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _MODELS = ("opt-13b", "llama2-13b-gqa10")
 # Figure 3
 _NUM_REQUESTS = 32
 _OUTPUT_TOKENS = 200
-_PROMPTS = (32, 200)  # of the caption, and of the text
+_PROMPTS = (32, 200)  # from the caption, and from the text
 _SHOWN_PROMPT = 32
 _HISTORIES = (0, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 _MAX_STEP_TOKENS = 2048
@@ -38,7 +39,7 @@ _PAPER_RATIOS = [(claim.context_tokens or 0, claim.value) for claim in claims_of
 
 
 def prefill_s(profile: DeviceProfile, num_history: int, num_new: int) -> float:
-    """To compute `num_new` tokens behind a history, for each of a batch of requests, in full steps."""
+    """Return the seconds to compute `num_new` tokens after a history for a batch, in full steps."""
     step_time = StepTime(profile.step, (_MAX_STEP_TOKENS,))
     total_s, load = 0.0, StepLoad()
     for _ in range(_NUM_REQUESTS):
@@ -55,7 +56,7 @@ def prefill_s(profile: DeviceProfile, num_history: int, num_new: int) -> float:
 
 
 def generation_s(profile: DeviceProfile, num_context: int) -> float:
-    """To generate the reply of every request of the batch, token by token."""
+    """Return the seconds to generate the replies of a batch of requests, token by token."""
     step_time, load = StepTime(profile.step, (_NUM_REQUESTS,)), StepLoad()
     for _ in range(_NUM_REQUESTS):
         load.add(1, num_context + 1)
@@ -67,7 +68,7 @@ def generation_s(profile: DeviceProfile, num_context: int) -> float:
 
 
 def _turns(settings: Settings, measured: list[Measured]) -> Findings:
-    """Figure 3."""
+    """Return the findings of Figure 3."""
     rows: list[dict[str, Any]] = []
     for model in _MODELS:
         profile = load_profile(settings.device, model)
@@ -99,7 +100,7 @@ def _turns(settings: Settings, measured: list[Measured]) -> Findings:
 
 
 def _history_share(row: dict[str, Any]) -> float:
-    """Of a stateless turn, what a stateful one does not spend."""
+    """Return the share of a stateless turn that a stateful one saves."""
     whole_s = row["stateless_prefill_s"] + row["generation_s"]
     return (row["stateless_prefill_s"] - row["stateful_prefill_s"]) / whole_s
 
@@ -123,7 +124,7 @@ def _turn_panel(settings: Settings, model: str, rows: list[dict[str, Any]]) -> P
 
 
 def _chunks(settings: Settings, measured: list[Measured]) -> Findings:
-    """Figure 4."""
+    """Return the findings of Figure 4."""
     curves = {
         profile_name(settings.device, model): cost_points(
             load_profile(settings.device, model), _CHUNK_TOKENS, _MAX_CONTEXT_TOKENS

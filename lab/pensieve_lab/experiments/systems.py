@@ -1,7 +1,8 @@
-"""What is compared: an engine with both tiers, with one, without state, or with something left out.
+"""The compared systems: an engine with both tiers, with one, without state, or with a feature left out.
 
-Owns: how a system with a policy, and the like, becomes an engine's configuration for a machine.
-Does not know: workloads, or what tells the three systems apart (`common.systems`).
+Owns: how a system, with its policy and features, becomes an engine configuration for a machine.
+Does not know: workloads, or how the three systems differ (`common.systems`).
+Called by the experiments.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ _SMALL_CONTEXT_TOKENS, _SMALL_MEMORY_TOKENS = 2048, (12_000, 60_000)
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """A way to serve.
+    """A serving system.
 
     Attributes:
       name: of its curves.
       kind: one of `common.systems.SYSTEMS`.
-      policy: whose chunks leave first.
-      unified: prompts and decodes share steps.
+      policy: eviction policy.
+      unified: whether prompts and decodes share steps.
     """
 
     name: str
@@ -42,12 +43,12 @@ class System:
 
     @property
     def label(self) -> str:
-        """In pictures."""
+        """Label of its curves in pictures."""
         return _LABELS.get(self.name, self.name)
 
     @property
     def has_host_tier(self) -> bool:
-        """Host memory beside the device's."""
+        """Whether host memory backs the device's."""
         return self.kind == PENSIEVE
 
 
@@ -65,7 +66,7 @@ def engine(
     max_num_running: int = 256,
     max_num_batched_tokens: int = 2048,
 ) -> EngineConfig:
-    """The configuration of a system on so much device and host memory; raises ConfigError for too little."""
+    """Return a system's configuration with this memory; raises ConfigError for too little."""
     gpu_bytes, cpu_bytes = memory_bytes
     page_bytes = chunk_tokens * load_profile(device, model).kv_token_bytes
     config = EngineConfig(
@@ -87,18 +88,18 @@ def engine(
 
 
 def engine_of_paper(system: System, device: str, model: str, *, small: bool) -> EngineConfig:
-    """On the paper's memory, with its contexts; or, `small`, on little of both."""
+    """Return a configuration with the paper's memory and contexts; if `small`, with little of both."""
     memory = memory_of_tokens(device, model, *_SMALL_MEMORY_TOKENS) if small else memory_of_paper(model)
     max_context_tokens = context_tokens_of_paper(small=small)
     return engine(system, device, model, memory_bytes=memory, max_context_tokens=max_context_tokens)
 
 
 def context_tokens_of_paper(*, small: bool) -> int:
-    """The longest context that `engine_of_paper` serves."""
+    """Return the longest context that `engine_of_paper` serves."""
     return _SMALL_CONTEXT_TOKENS if small else _CONTEXT_TOKENS
 
 
 def memory_of_tokens(device: str, model: str, gpu_tokens: int, cpu_tokens: int) -> tuple[int, int]:
-    """Device and host memory for the KV state of so many tokens."""
+    """Return device and host memory for the KV cache of these numbers of tokens."""
     token_bytes = load_profile(device, model).kv_token_bytes
     return gpu_tokens * token_bytes, cpu_tokens * token_bytes

@@ -1,7 +1,8 @@
-"""Users who think for longer: the paper's Figure 15, and in its first half the thesis's Figure 3.16.
+"""Users with longer think times: the paper's Figure 15, whose first half is the thesis's Figure 3.16.
 
 Owns: think times and loads of that experiment.
 Does not know: how curves are read at a level (`levels`).
+Called by `experiments.registry` and `long_warm_up`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pensieve_lab.experiments.workloads import Workload
 from pensieve_lab.workload import ExponentialThink
 
 _MODEL = LLAMA_SHAREGPT.model
-# Loads from below the level of latency to above it, by mean think time; one is of all of them.
+# Loads from below the latency level to above it, by mean think time; one load is common to all.
 _RATES_PER_S: dict[str, dict[int, tuple[float, ...]]] = {
     "a100": {
         30: (1.2, 1.8, 2.1, 2.4, 2.7),
@@ -37,7 +38,7 @@ _RATES_PER_S: dict[str, dict[int, tuple[float, ...]]] = {
     },
     "h200": dict.fromkeys((30, 60, 120, 300, 600), (1.4, 1.8, 2.2, 2.6)),
 }
-# To the stateless system think times change nothing but who comes when: the shortest and the longest do.
+# Think times affect the stateless system only through arrivals, so the shortest and the longest suffice.
 _STATELESS_RATES_PER_S: dict[str, dict[int, tuple[float, ...]]] = {
     "a100": dict.fromkeys((60, 600), (0.45, 0.6, 0.75)),
     "h200": dict.fromkeys((60, 600), (0.7, 1.0, 1.4, 1.8)),
@@ -47,12 +48,12 @@ _SMALL_RATES_PER_S = dict.fromkeys((5, 20, 80), (0.2, 0.5, 0.8))
 _SMALL_STATELESS_RATES_PER_S = {80: (0.2, 0.5, 0.8)}
 _SMALL_SHOWN_RATE_PER_S = 0.8
 _LIVES = 80  # mean think times of mid-life, as in Figure 10: the longest conversations have 67 turns
-_WARM_UPS = 4  # the same of warm-up: histories of mid-life are in nobody's memory until their users are back
-_CUT_AT = 2.5  # times the level, as in Figure 10
+_WARM_UPS = 4  # mean think times of warm-up: mid-life histories have no KV cache until their users return
+_CUT_AT = 2.5  # multiple of the level, as in Figure 10
 
 
 def points(settings: Settings) -> list[Point]:
-    """Systems by think time, over loads."""
+    """Return the points of systems by think time, over loads."""
     return [
         point_of(settings, system, think_s, rate, seed)
         for system in (BOTH_TIERS, NO_STATE)
@@ -63,14 +64,14 @@ def points(settings: Settings) -> list[Point]:
 
 
 def _rates(settings: Settings, system: System) -> Mapping[int, Sequence[float]]:
-    """Conversations that begin in a second, by mean think time."""
+    """Return the conversations that begin per second, by mean think time."""
     if settings.small:
         return _SMALL_RATES_PER_S if system == BOTH_TIERS else _SMALL_STATELESS_RATES_PER_S
     return (_RATES_PER_S if system == BOTH_TIERS else _STATELESS_RATES_PER_S)[settings.device]
 
 
 def point_of(settings: Settings, system: System, think_s: float, rate: float, seed: int) -> Point:
-    """A run of users who think for so long, at so many conversations a second."""
+    """Return the run of users with this mean think time and this rate of conversations."""
     device, small = settings.device, settings.small
     return Point(
         panel=_panel_name(rate),
@@ -97,7 +98,7 @@ def _panel_name(rate: float) -> str:
 
 
 def findings(settings: Settings, measured: list[Measured]) -> Findings:
-    """Hits by think time at each load, and throughput at a level of latency."""
+    """Return hit rates by think time at each load, and throughput at a latency level."""
     found = groups(measured)
     level_s = LLAMA_SHAREGPT.level_s[settings.device]
     places = dict.fromkeys((group.series, group.x) for group in found)
@@ -134,7 +135,7 @@ def findings(settings: Settings, measured: list[Measured]) -> Findings:
 def level_results(
     level_s: float, at_level: Mapping[tuple[str, float], BySeed], over: Mapping[tuple[str, float], BySeed]
 ) -> list[dict[str, object]]:
-    """Of each system and think time, as a document has them."""
+    """Return the results of each system and think time for a document."""
     return [
         {
             "system": name,
@@ -163,25 +164,25 @@ def _level_row(place: tuple[str, float], by_seed: BySeed, over: BySeed) -> Row:
 
 
 def _curve(found: Sequence[Group], series: str, think_s: float) -> list[Group]:
-    """By load."""
+    """Return the groups of a curve, sorted by load."""
     of_series = (group for group in found if (group.series, group.x) == (series, think_s))
     return sorted(of_series, key=lambda group: group.rate_per_s or 0.0)
 
 
 def _shown_rate(settings: Settings) -> float:
-    """A load of every think time."""
+    """Return a load that all think times share."""
     return _SMALL_SHOWN_RATE_PER_S if settings.small else _SHOWN_RATE_PER_S[settings.device]
 
 
 def _latencies(settings: Settings, found: Sequence[Group], places: Iterable[tuple[str, float]]) -> Panel:
-    """The paper's picture: both tiers by think time, and the stateless system for comparison."""
+    """Return the paper's panel: both tiers by think time, and the stateless system for comparison."""
     level_s = LLAMA_SHAREGPT.level_s[settings.device]
     shown = {
         f"{'both tiers' if series == BOTH_TIERS.name else 'no state'}, {think_s:g} s": (series, think_s)
         for series, think_s in places
     }
     return Panel(
-        title="users who think for so long on the average",
+        title="users by mean think time",
         x_label="requests answered a second",
         y_label="mean ms per output token",
         curves={
@@ -196,9 +197,9 @@ def _latencies(settings: Settings, found: Sequence[Group], places: Iterable[tupl
 
 def _found(found: Sequence[Group], panel: str) -> Panel:
     return Panel(
-        title=f"history found at {panel}",
+        title=f"cache hit rate at {panel}",
         x_label="mean think time in seconds",
-        y_label="share of history tokens found",
+        y_label="share of history tokens reused",
         curves={
             BOTH_TIERS.label: [
                 (group.x, group.mean("found_rate"))

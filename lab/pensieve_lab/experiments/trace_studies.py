@@ -1,11 +1,12 @@
-"""How each kind of recorded trace is served: which sessions, how fast, and on how much memory.
+"""Replay settings of each kind of recorded trace: sessions, rate and memory.
 
-Owns: those choices, and which sessions an order that learns may have seen before.
-Does not know: eviction orders, or what is made of the runs.
+Owns: those choices, and which sessions a learning policy may have seen before.
+Does not know: eviction policies, or what is made of the runs.
+Called by `recorded_traces` and `oracle`.
 
-Recorded arrivals are kept where a file has them and they make memory scarce; elsewhere sessions arrive at
-random, at a rate that does. Pauses are the recorded ones throughout. The paper's load stands beside them:
-made after its Table 2, with its mean think time.
+Recorded arrivals are kept if a file has them and they make memory scarce; otherwise sessions arrive at random
+at a rate that does. Think times are always the recorded ones. The paper's load is added for comparison:
+generated after its Table 2, with its mean think time.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ from pensieve_lab.experiments.workloads import CHOSEN_ON, HELD_OUT, Workload
 from pensieve_lab.workload import ExponentialThink, RecordedThink
 
 _GPU_SHARE = 0.25  # of all memory
-_GPU_LEAST = 1.25  # longest conversations
-_CPU_LEAST = 0.5  # of the device's
-_THINK_S = 60.0  # the paper's mean; of recorded traces where a pause was not recorded
+_GPU_LEAST = 1.25  # smallest device memory, in longest conversations
+_CPU_LEAST = 0.5  # smallest host memory, relative to the device's
+_THINK_S = 60.0  # the paper's mean; also where a recorded trace lacks a think time
 _PAPER_CONTEXT_TOKENS = 16_384
-_SMALL, _SMALL_LEAST = 0.06, 40  # of the sessions of a study
+_SMALL, _SMALL_LEAST = 0.06, 40  # share of a study's sessions, and the smallest number
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """How traces of a format are served.
+    """Replay settings of traces of a format.
 
     Attributes:
       title: of the trace.
-      between_s: from when to when a recording is taken to run; experience is of what came before. None is
-        the whole recording. Either way the held-out half is served, and experience is of the other half.
-      share: of the conversations that are left, drawn by seed.
+      between_s: the part of a recording that is served; experience comes from the time before. None is the
+        whole recording. In both cases the held-out half is served, and experience comes from the other half.
+      share: share of the remaining conversations, drawn by seed.
       rate_per_s: of sessions; None keeps recorded arrivals.
-      num_sessions: at most so many.
-      time_scale: multiplies times, so that one device keeps up; what is recent stays recent.
-      max_context_tokens: conversations end before they outgrow it.
+      num_sessions: largest number of sessions.
+      time_scale: factor for times, so that one device keeps up; the order of recency stays.
+      max_context_tokens: conversations end before they exceed it.
       chunk_tokens: of a page.
       memory_shares: device and host memory together, as shares of the tokens of all conversations.
     """
@@ -56,7 +57,7 @@ class Study:
     memory_shares: Sequence[float] = (1 / 32, 1 / 12, 1 / 5)
 
     def workload(self, file: TraceFile, *, small: bool) -> Workload:
-        """What results are of."""
+        """Return the workload of the results."""
         whole = Workload(
             trace=(file.path, file.format),
             between_s=self.between_s,
@@ -71,13 +72,13 @@ class Study:
         return _small(whole) if small else whole
 
     def experience(self, workload: Workload) -> Workload:
-        """What may have been seen before, of the workload that results are of."""
+        """Return the workload that may have been seen before `workload`."""
         between_s = None if self.between_s is None else (0.0, self.between_s[0])
         return replace(workload, half=CHOSEN_ON, between_s=between_s)
 
 
 def _small(whole: Workload) -> Workload:
-    """A part of it, or a few sessions if that is more."""
+    """Return a part of the workload, or a few sessions if that is more."""
     if whole.num_sessions is not None:
         return replace(whole, num_sessions=max(round(_SMALL * whole.num_sessions), 1))
     num_left = len(replace(whole, share=1.0).conversations(0).conversations)
@@ -92,12 +93,12 @@ class Place(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Of both."""
+        """Tokens of both tiers."""
         return self.gpu_tokens + self.cpu_tokens
 
 
-class Studied(NamedTuple):
-    """A trace, who comes, and the memory it is served on, from the least on."""
+class StudiedTrace(NamedTuple):
+    """A trace, its workload and experience, and its memory sizes in rising order."""
 
     title: str
     workload: Workload
@@ -133,7 +134,7 @@ STUDIES = {
     "bailian": (Study(title="Bailian"),),
     "pensieve": (Study(title="trace"),),
 }
-"""By format: the files that can be studied."""
+"""Studies of each trace format."""
 
 PAPER_TITLE = "paper's load"
 _PAPER = Workload(
@@ -153,21 +154,21 @@ _SMALL_PAPER = replace(
 _SMALL_PAPER_PLACES = tuple(Place(8192, tokens) for tokens in (4000, 8000, 16_000))
 
 
-def studied_file(file: TraceFile, seed: int, *, small: bool) -> list[Studied]:
-    """On sizes that go by the sessions of a seed; raises ConfigError for a format without a study."""
+def studied_file(file: TraceFile, seed: int, *, small: bool) -> list[StudiedTrace]:
+    """Return a file's studies, sized by a seed's sessions; raises ConfigError for an unknown format."""
     studies = STUDIES.get(file.format)
     if studies is None:
         raise ConfigError("--traces", file.format, f"of a format among {', '.join(STUDIES)}")
     return [_studied(study, file, seed, small=small) for study in studies]
 
 
-def studied_paper(*, small: bool) -> Studied:
-    """The paper's load."""
+def studied_paper(*, small: bool) -> StudiedTrace:
+    """Return the study of the paper's load."""
     workload, places = (_SMALL_PAPER, _SMALL_PAPER_PLACES) if small else (_PAPER, _PAPER_PLACES)
-    return Studied(PAPER_TITLE, workload, replace(workload, half=CHOSEN_ON), 32, places)
+    return StudiedTrace(PAPER_TITLE, workload, replace(workload, half=CHOSEN_ON), 32, places)
 
 
-def _studied(study: Study, file: TraceFile, seed: int, *, small: bool) -> Studied:
+def _studied(study: Study, file: TraceFile, seed: int, *, small: bool) -> StudiedTrace:
     workload = study.workload(file, small=small)
     sessions = workload.sessions(seed)
     num_tokens = sum(session.conversation.num_tokens for session in sessions)
@@ -175,13 +176,13 @@ def _studied(study: Study, file: TraceFile, seed: int, *, small: bool) -> Studie
     places = dict.fromkeys(_place(share * num_tokens, longest, study.chunk_tokens)
                            for share in study.memory_shares)  # fmt: skip
     experience = study.experience(workload)
-    return Studied(study.title, workload, experience, study.chunk_tokens, tuple(places))
+    return StudiedTrace(study.title, workload, experience, study.chunk_tokens, tuple(places))
 
 
 def _place(num_tokens: float, longest: int, chunk_tokens: int) -> Place:
-    """Sizes of two digits; the device holds whole chunks, and the longest conversation with room to spare.
+    """Return sizes of two digits; the device holds whole chunks, and 1.25 times the longest conversation.
 
-    The host holds at least half as much, whatever was asked for.
+    The host holds at least half as much, whatever was requested.
     """
     magnitude = 10 ** max(len(str(round(num_tokens))) - 2, 0)
     total = round(num_tokens / magnitude) * magnitude

@@ -1,7 +1,8 @@
-"""Results on recorded traces for people: tables and panels, made of the document and of nothing else.
+"""Tables and panels of the results on recorded traces, made only from the document.
 
-Owns: what is shown, and when an order is said to lose.
-Does not know: how the results came about. `lab/docs/traces.md` holds these tables.
+Owns: what is shown, and when a policy counts as losing.
+Does not know: how the results came about.
+Called by `recorded_traces` and the page `lab/docs/traces.md`.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from pensieve_lab.experiments.settings import Row, Table
 
 TIERS = "both tiers"
 BETTER_OF: Final = ("lru", "retention")
-"""The orders that others are compared with: the common one, and the paper's."""
-_LOSES: Final = 1.03  # seconds beside the better of the two, on average over seeds
+"""Baselines of the comparison: the common policy, and the paper's."""
+_LOSES: Final = 1.03  # recompute seconds relative to the better of the two, mean over seeds
 
 
 def tables(results: Mapping[str, Any]) -> list[Table]:
-    """Of the results of a document."""
+    """Return the tables of a document's results."""
     orders = list(dict.fromkeys(point["series"] for point in results["points"]))
     return [
         Table(
@@ -64,7 +65,7 @@ def tables(results: Mapping[str, Any]) -> list[Table]:
 
 
 def panels(results: Mapping[str, Any]) -> list[Panel]:
-    """For each trace with both tiers: recompute seconds of orders beside the better one of two, by memory."""
+    """Return a panel per trace: recompute seconds over the better baseline's, by memory."""
     names = dict.fromkeys(point["panel"] for point in results["points"])
     return [
         Panel(
@@ -95,7 +96,7 @@ def _curve(results: Mapping[str, Any], panel: str, order: str) -> list[tuple[flo
 
 
 def _places(results: Mapping[str, Any]) -> Iterator[tuple[list[object], dict[str, Mapping[str, Any]]]]:
-    """Panel and memory, and the points of all orders there."""
+    """Yield panel and memory, and the points of all policies there."""
     found: dict[tuple[str, float], dict[str, Mapping[str, Any]]] = {}
     for point in results["points"]:
         found.setdefault((point["panel"], point["x"]), {})[point["series"]] = point

@@ -1,7 +1,8 @@
-"""Who comes when in a simulated run: conversations of a shape or a recorded trace, arrivals and pauses.
+"""Workload of a simulated run: generated or recorded conversations, arrivals and think times.
 
 Owns: the few kinds of workload that experiments have, as values.
-Does not know: who serves them.
+Does not know: which system serves them.
+Called by the experiments.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from pensieve_lab.workload import (
     with_min_turns,
 )
 
-_NUM_CONVERSATIONS = 5000  # made, to draw sessions from
+_NUM_CONVERSATIONS = 5000  # generated conversations, from which sessions are drawn
 _PAPER_THINK = ExponentialThink(60.0)
 CHOSEN_ON, HELD_OUT = 0, 1
 """Halves: where parameters were chosen and experience is gathered, and where results are taken."""
-_MID_LIFE_TOKEN_S = 0.03  # of answers before the run: a system that is neither idle nor late
+_MID_LIFE_TOKEN_S = 0.03  # time per answer token before the run: a system that is neither idle nor overloaded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,19 +41,19 @@ class Workload:
     """Sessions of one run.
 
     Attributes:
-      shape: what made conversations look like: a key of `SHAPES`; None where there is a `trace`.
+      shape: distribution of generated conversations: a key of `SHAPES`; None with a `trace`.
       trace: a recorded file and its format instead.
-      between_s: of a recorded trace, from when to when its recording is taken to run; None is all of it.
-      half: of sessions, as `split_by_session` has them: CHOSEN_ON or HELD_OUT; None is all.
-      share: of a recorded trace, the conversations that are drawn, by seed, after halving.
-      min_turns: conversations of fewer are left out.
-      max_context_tokens: conversations end before they outgrow it.
-      rate_per_s: conversations that begin in a second; None is as recorded.
-      think: how long users think.
-      time_scale: multiplies arrivals and pauses; above 1 it is as if the device were so much faster.
-      num_sessions: at most so many; None is as many as the run has time for.
-      mid_life_s: the run begins this long after the first arrivals.
-      warm_up_s, window_s: before anything counts, and while it does; None serves everything to its end.
+      between_s: the part of a recorded trace that is used; None is all of it.
+      half: half of the sessions by `split_by_session`: CHOSEN_ON or HELD_OUT; None is all.
+      share: share of a recorded trace's conversations that is drawn, by seed, after halving.
+      min_turns: conversations with fewer turns are left out.
+      max_context_tokens: conversations end before they exceed it.
+      rate_per_s: conversations that begin per second; None is as recorded.
+      think: think times of users.
+      time_scale: factor for arrivals and think times; a factor above 1 acts like a faster device.
+      num_sessions: largest number; None is as many as the run has time for.
+      mid_life_s: time between the first arrivals and the start of the run.
+      warm_up_s, window_s: time before and during the measurement; None serves everything to its end.
     """
 
     shape: str | None = None
@@ -71,7 +72,7 @@ class Workload:
     window_s: float | None = None
 
     def sessions(self, seed: int) -> list[Session]:
-        """In order of arrival; raises a workload's error, OSError for a file that cannot be read."""
+        """Return the sessions by arrival; raises a workload's error, OSError for an unreadable file."""
         trace = self.conversations(seed)
         run_s = None if self.window_s is None else self.mid_life_s + self.warm_up_s + self.window_s
         found = make_sessions(
@@ -89,7 +90,7 @@ class Workload:
         return start_mid_life(found, at_s=self.mid_life_s, token_s=_MID_LIFE_TOKEN_S)
 
     def conversations(self, seed: int) -> Trace:
-        """What sessions are drawn from."""
+        """Return the conversations from which sessions are drawn."""
         if self.trace is None:
             assert self.shape is not None
             return _half(_made(self.shape, seed, self.max_context_tokens, self.min_turns), self.half)
@@ -110,7 +111,7 @@ def _half(trace: Trace, half: int | None) -> Trace:
     return trace if half is None else split_by_session(trace)[half]
 
 
-@lru_cache(maxsize=8)  # as many as there may be seeds in turn
+@lru_cache(maxsize=8)  # one entry per seed
 def _made(shape: str, seed: int, max_context_tokens: int, min_turns: int) -> Trace:
     trace = generate_trace(
         SHAPES[shape],
@@ -121,7 +122,7 @@ def _made(shape: str, seed: int, max_context_tokens: int, min_turns: int) -> Tra
     return with_min_turns(trace, min_turns)
 
 
-@lru_cache(maxsize=8)  # as many as there may be seeds in turn
+@lru_cache(maxsize=8)  # one entry per seed
 def _recorded(path: Path, format: str, max_context_tokens: int, min_turns: int) -> Trace:
     trace = cap_context(read_trace(path, format=format), max_context_tokens)
     return with_min_turns(trace, min_turns)

@@ -1,1 +1,1 @@
-"""What `benchmark_kernels.py` is made of."""
+"""Parts of `benchmark_kernels.py`, the benchmark of attention kernels."""

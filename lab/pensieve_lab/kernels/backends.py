@@ -1,7 +1,8 @@
-"""Our own kernel as programs to time: its back ends, and the block sizes that `--sweep` tries.
+"""The project's own kernel as timed programs: its back ends, and the block sizes that `--sweep` tries.
 
-Owns: the sizes tried, and which back ends serve a case here. Does not know: how a program is timed or
-checked.
+Owns: the tried sizes, and which back ends serve a case here.
+Does not know: how a program is timed or checked.
+Called by the kernel benchmarks.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pallas_kernels.ragged_paged_attention.shapes import Case
 from pensieve_lab.kernels.cases import Inputs
 from pensieve_lab.kernels.timing import JaxProgram
 
-BACKENDS: tuple[str, ...] = tuple(name for name in TABLE if name in COMPILED_BACKENDS)  # the fastest first
+BACKENDS: tuple[str, ...] = tuple(name for name in TABLE if name in COMPILED_BACKENDS)  # fastest first
 
 # rows, block_kv, num_warps, num_stages, min_split_kv, target_programs, whole_loop
 _SMALL_SWEEP = (
@@ -67,7 +68,7 @@ _MOSAIC_LARGE_SWEEP = (
 
 
 def check_backends(names: list[str]) -> None:
-    """Raise AttentionArgumentError for what is no back end, or not one of this device's."""
+    """Raise AttentionArgumentError for an unknown back end, or one that this device does not support."""
     for name in names:
         if name not in ("all", "auto", *BACKENDS):
             raise AttentionArgumentError("--backend", name, f"known are auto, all, {', '.join(BACKENDS)}")
@@ -76,7 +77,7 @@ def check_backends(names: list[str]) -> None:
 
 
 def chosen_backends(names: list[str], case: Case, dtype: str, kv_dtype: str | None = None) -> list[str]:
-    """The back ends that `names` mean for a case, each once; "all": those that serve it here."""
+    """Return the distinct back ends that `names` select for a case; "all" selects those that serve it."""
     found = []
     for name in names:
         if name == "all":
@@ -101,7 +102,7 @@ def _serving(case: Case, dtype: str, kv_dtype: str | None) -> list[str]:
 def make_spec(
     case: Case, dtype: str, backend: str, blocks: BlockSizes | None = None, kv_dtype: str | None = None
 ) -> TileSpec:
-    """Of a bucket that is exactly this case."""
+    """Return the tile specification of a bucket that matches this case exactly."""
     heads = case.heads
     return tile_spec(
         num_tokens=case.num_tokens, max_num_seqs=len(case.rows), num_q_heads=heads.num_q_heads,
@@ -111,7 +112,7 @@ def make_spec(
 
 
 def backend_program(inputs: Inputs, backend: str, blocks: BlockSizes | None = None) -> JaxProgram:
-    """Our kernel, its tile list made on the host as a step's is."""
+    """Return the project's kernel as a program; its tile list is made on the host, as in a step."""
     spec = make_spec(inputs.case, inputs.q.dtype.name, backend, blocks, inputs.kv_dtype)
     kv_lens, _, cu_q_lens, num_seqs = inputs.rows
     tiles = jnp.asarray(build_tiles(spec, cu_q_lens, kv_lens, num_seqs))
@@ -126,7 +127,7 @@ def backend_program(inputs: Inputs, backend: str, blocks: BlockSizes | None = No
 
 
 def block_variants(case: Case, dtype: str, backend: str, kv_dtype: str | None = None) -> Iterator[BlockSizes]:
-    """Block sizes to try: those of the class that does the case's work; the other class keeps its own."""
+    """Yield block sizes to try for the class that does the case's work; the other class keeps its own."""
     spec = make_spec(case, dtype, backend, kv_dtype=kv_dtype)
     default = spec.blocks.classes
     if not default:
@@ -149,7 +150,7 @@ def block_variants(case: Case, dtype: str, backend: str, kv_dtype: str | None = 
 
 
 def describe(blocks: BlockSizes) -> str:
-    """rows x block_kv, warps, stages, least split, programs, of every class.
+    """Return rows x block_kv, warps, stages, smallest split and programs of every class.
 
     M: Mosaic, B: Mosaic for decoding over bytes, MB: for prompts over bytes.
     """

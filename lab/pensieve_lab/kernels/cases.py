@@ -1,8 +1,9 @@
-"""The data of one attention case on the device, and the answer that every kernel must give to it.
+"""Inputs of one attention case on the device, and the expected answer.
 
-Owns: pages, queries and lengths; the decode and the prompt part of a batch over the same pool; which rows one
-call over contiguous keys can serve; the expected answer and how far another one is from it. Does not know:
-which kernels there are, or how they are timed.
+Owns: pages, queries and lengths, and the decode and the prompt part of a batch over the same pool. Also owns
+which rows one call over contiguous keys can serve, the expected answer, and the error of another one.
+Does not know: which kernels there are, or how they are timed.
+Called by the kernel benchmarks.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from pensieve_lab.steps.bounds import Operation
 TOLERANCE = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 1e-5}
 # Pages of distinct values; a prime, so that no power-of-two stride meets the same page twice.
 _NUM_DISTINCT_PAGES = 1021
-# Of the row that numpy computes: a prompt's last tokens see all of its keys, and all of it takes a minute.
+# Tokens of the row that numpy computes. A prompt's last tokens see all of its keys, and computing the whole
+# prompt takes a minute.
 _MAX_DENSE_TOKENS = 128
 
 
 class MismatchError(Exception):
-    """A kernel computed something else than the references."""
+    """A kernel's answer differs from the references."""
 
 
 class Inputs(NamedTuple):
@@ -39,30 +41,30 @@ class Inputs(NamedTuple):
     kv_lens: np.ndarray  # i32[num_rows]
     page_indices: np.ndarray  # i32[num_rows, pages_per_row]
     cu_q_lens: np.ndarray  # i32[num_rows + 1]
-    kv_dtype: str | None = None  # what pages are stored as; None: q's dtype
+    kv_dtype: str | None = None  # storage format of pages; None: q's dtype
 
     @property
     def sm_scale(self) -> float:
-        """Factor on the scores."""
+        """Scale of the attention scores."""
         return 1 / math.sqrt(self.case.heads.head_dim)
 
     @property
     def rows(self) -> tuple[np.ndarray, ...]:
-        """kv_lens, page_indices, cu_q_lens, num_seqs, as `ragged_paged_attention` takes them."""
+        """kv_lens, page_indices, cu_q_lens and num_seqs, as `ragged_paged_attention` takes them."""
         num_seqs = np.array([len(self.kv_lens)], np.int32)
         return self.kv_lens, self.page_indices, self.cu_q_lens, num_seqs
 
     @property
     def readable_pages(self) -> np.ndarray:
-        """page_indices whose unused entries name pages of numbers; only ours promise not to read them."""
+        """page_indices with valid pages in unused entries, which external kernels may read."""
         counts = -(-self.kv_lens // self.case.page_size)
         used = np.arange(self.page_indices.shape[1]) < counts[:, None]
         return np.where(used, self.page_indices, self.page_indices[:, :1])
 
     @property
     def work(self) -> Operation:
-        """What any kernel must at least read, write and multiply."""
-        num_kept = self.case.kv_bytes // 2  # numbers, which that is for 16 bits
+        """Bytes and FLOP that any kernel must at least move and compute."""
+        num_kept = self.case.kv_bytes // 2  # numbers; `kv_bytes` counts 16 bits each
         kept_bytes = num_kept * self.pool.dtype.itemsize
         if self.kv_dtype is not None:
             kept_bytes += num_kept // self.case.heads.head_dim * 2  # scales
@@ -72,7 +74,7 @@ class Inputs(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Rows with as many queries each, which one call over contiguous keys serves."""
+    """Rows with the same number of queries, which one call over contiguous keys serves."""
 
     rows: np.ndarray  # i64[num_rows]
     tokens: np.ndarray  # i64[num_rows, q_len]
@@ -80,30 +82,30 @@ class Group(NamedTuple):
 
     @property
     def q_len(self) -> int:
-        """Queries of every row."""
+        """Number of queries in every row."""
         return self.tokens.shape[1]
 
     @property
     def kv_len(self) -> int:
-        """Keys of the longest row."""
+        """Number of keys in the longest row."""
         return int(self.kv_lens.max())
 
 
 class Expected(NamedTuple):
-    """The answer of the `xla` back end to everything, and of numpy to some tokens."""
+    """Answer of the `xla` back end to everything, and of numpy to some tokens."""
 
     whole: jax.Array
     tokens: slice
     dense: np.ndarray
 
     def difference(self, out: jax.Array) -> float:
-        """The larger of the two largest differences; NaN if anything is not a number."""
+        """Return the larger of the two largest differences; NaN if any value is not finite."""
         pairs = ((out, self.whole), (out[self.tokens], self.dense))
         return float(np.max([largest_difference(a, b) for a, b in pairs]))
 
 
 def make_inputs(case: Case, dtype: str, seed: int, kv_dtype: str | None = None) -> Inputs:
-    """Random pages of a pool in which page 0, and nothing else, is unused: it holds NaN."""
+    """Return random pages of a pool whose page 0 is the only unused one and holds NaN."""
     kv_lens, page_indices, cu_q_lens, _, num_pages = draw_metadata(case, np.random.default_rng(seed))
     heads = case.heads
 
@@ -118,7 +120,7 @@ def make_inputs(case: Case, dtype: str, seed: int, kv_dtype: str | None = None) 
         empty = jnp.zeros((num_distinct, *page), page_dtype(kv_dtype, dtype))
         slots = jnp.arange(new[1])
         distinct = write_kv(empty, keys, values, slots, page_size=case.page_size, kv_dtype=kv_dtype)
-        nothing = jnp.nan if kv_dtype is None else -1  # as scales it is not a number either
+        nothing = jnp.nan if kv_dtype is None else -1  # as scales, -1 is NaN too
         pool = distinct[jnp.arange(num_pages) % num_distinct].at[0].set(nothing)
         return q, pool
 
@@ -127,7 +129,7 @@ def make_inputs(case: Case, dtype: str, seed: int, kv_dtype: str | None = None) 
 
 
 def parts(inputs: Inputs) -> dict[str, Inputs]:
-    """The rows of one token, and the others, over the same pages; nothing if there is one kind only."""
+    """Return the decode rows and the other rows over the same pages; empty for a batch of one kind."""
     is_decode = np.diff(inputs.cu_q_lens) == 1
     if is_decode.all() or not is_decode.any():
         return {}
@@ -149,7 +151,7 @@ def _only(inputs: Inputs, name: str, rows: np.ndarray) -> Inputs:
 
 
 def groups(inputs: Inputs, *, ragged_decodes: bool) -> list[Group]:
-    """Rows of the same (query length, context); where `ragged_decodes`, all rows of one token together."""
+    """Group rows by query length and context; if `ragged_decodes`, all rows of one token form one group."""
     by_shape: dict[tuple[int, int], list[int]] = {}
     for row, (q_len, kv_len) in enumerate(inputs.case.rows):
         shape = (1, 0) if ragged_decodes and q_len == 1 else (q_len, kv_len)
@@ -165,7 +167,7 @@ def _tokens(inputs: Inputs, row: int) -> np.ndarray:
 
 
 def expected_answer(inputs: Inputs) -> Expected:
-    """Of two references that share no code and must agree; raises MismatchError."""
+    """Return the answer on which two independent references agree; raises MismatchError."""
 
     @jax.jit
     def attend(q: jax.Array, pool: jax.Array, *rows: jax.Array) -> jax.Array:
@@ -183,7 +185,7 @@ def expected_answer(inputs: Inputs) -> Expected:
 
 
 def dense_answer(inputs: Inputs, row: int) -> tuple[slice, np.ndarray]:
-    """The last tokens of a row, and the dense reference's answer to them."""
+    """Return the last tokens of a row, and the dense reference's answer to them."""
     end = int(inputs.cu_q_lens[row + 1])
     tokens = slice(max(int(inputs.cu_q_lens[row]), end - _MAX_DENSE_TOKENS), end)
     num_pages = -(-int(inputs.kv_lens[row]) // inputs.case.page_size)
@@ -203,8 +205,8 @@ def dense_answer(inputs: Inputs, row: int) -> tuple[slice, np.ndarray]:
 
 @jax.jit
 def largest_difference(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Absolute for small and relative for large values; NaN if any of them is not a number."""
+    """Return the largest difference, relative for values above 1; NaN if any is not finite."""
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     difference = jnp.abs(a - b) / jnp.maximum(1, jnp.abs(b))
-    # A maximum alone may pass over a NaN: XLA's is made fast that way for CPUs.
+    # A plain maximum may skip a NaN, because XLA uses fast-math maxima on CPUs.
     return jnp.where(jnp.isfinite(difference).all(), difference.max(), jnp.nan)

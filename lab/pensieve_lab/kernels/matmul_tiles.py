@@ -1,6 +1,8 @@
-"""The tiles that are tried for products of few rows.
+"""Tiles to try for matrix products with few rows.
 
-Owns: the lists. Does not know: how a product is timed, or which tile is best.
+Owns: the lists.
+Does not know: how a product is timed, or which tile is best.
+Called by `programs.benchmark_decode_matmul`.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 from pallas_kernels.decode_matmul import MatmulTile
 from pallas_kernels.decode_matmul.tiles import ROWS
 
-_TRIED = {  # by whether it is gated, and whether one warpgroup multiplies
+_TRIED = {  # by (gated, one warpgroup multiplies)
     (True, False): (
         MatmulTile(128, 3), MatmulTile(128, 4), MatmulTile(128, 2, 128), MatmulTile(64, 4), MatmulTile(64, 6),
         MatmulTile(64, 3, 128),
@@ -30,8 +32,8 @@ _TRIED = {  # by whether it is gated, and whether one warpgroup multiplies
 
 
 def tiles(num_rows: int, depth: int, width: int, *, gated: bool) -> list[MatmulTile]:
-    """Those that divide x [num_rows, depth] and weights [depth, width], gated [depth, 2 * width].
+    """Return the tiles that divide x [num_rows, depth] and weights [depth, width], gated [depth, 2 * width].
 
-    With room in shared memory for all of their stages: a test holds them to that.
+    A test checks that shared memory holds all of their stages.
     """
     return [tile for tile in _TRIED[gated, num_rows <= ROWS[0]] if tile.divides(depth, width)]

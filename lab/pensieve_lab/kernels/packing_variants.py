@@ -1,9 +1,11 @@
-"""The kernels that pack pages, cut up in several ways, by themselves: no engine, no weights, no link.
+"""Variants of the kernels that pack pages, measured without engine, weights or link.
 
-Owns: what is tried, its check and its time. Does not know: which way is the best one; it prints all.
+Owns: the variants, their check and their time.
+Does not know: which variant is best; it returns all.
+Called by `programs.benchmark_packing`.
 
-A call moves pages that none of the calls before it moved, until all were, so that caches are no help. Before
-anything is timed, chunks are compared byte by byte with what XLA packs, and pages with what they were.
+A call moves pages that no earlier call moved, until all were moved, so that caches do not help. Before
+timing, chunks are compared byte by byte with XLA's packing, and pages with their original contents.
 """
 
 from __future__ import annotations
@@ -29,15 +31,15 @@ _CUTS = [
     Launches(numbers_per_warp, max_chunks)
     for max_chunks, numbers_per_warp in itertools.product((16, 4), (1024, 512, 2048))
 ]
-_NAMES = ("gather_pages", "scatter_pages", "pack_pages", "unpack_pages")  # how the kernels' names begin
+_NAMES = ("gather_pages", "scatter_pages", "pack_pages", "unpack_pages")  # prefixes of the kernels' names
 
 
 class Shape(NamedTuple):
-    """Pools of a group of layers, and how many chunks a call moves.
+    """Pools of a group of layers, and the number of chunks per call.
 
     Attributes:
       num_pools: layers of the group.
-      num_sets: how many calls move pages of their own.
+      num_sets: number of calls with separate pages.
     """
 
     num_pools: int
@@ -49,7 +51,7 @@ class Shape(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """One way to do one thing: `call` takes pools, chunks and pages."""
+    """One variant of one operation; `call` takes pools, chunks and pages."""
 
     name: str
     call: Callable[..., Any]
@@ -57,7 +59,7 @@ class Variant(NamedTuple):
 
 
 def variants(interpret: bool, cuts: list[Launches]) -> Iterator[Variant]:
-    """The plain copies first."""
+    """Yield the variants, plain copies first."""
     backend = "xla" if interpret else "pallas_triton"
     gather = functools.partial(gather_pages, backend=backend)
     scatter = functools.partial(scatter_pages, backend=backend)
@@ -76,7 +78,7 @@ def _packing(pack: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Pages:
-    """Pools, the sets of pages that calls move in turn, and chunks of each set in both forms."""
+    """Pools, the sets of pages that calls move one after the other, and chunks of each set in both forms."""
 
     def __init__(self, shape: Shape) -> None:
         num_pages = 1 + shape.num_sets * shape.num_chunks
@@ -93,7 +95,7 @@ class _Pages:
         assert not any(np.asarray(lost).any() for _, lost in packed), "random numbers overflow"
 
     def chunks(self, variant: Variant) -> list[list[jax.Array]]:
-        """What a scatter takes, of every set."""
+        """Return the chunks that a scatter takes, of every set."""
         return self.packed if variant.name.startswith("unpack") else self.raw
 
 
@@ -104,7 +106,7 @@ def _compiled(variant: Variant, pages: _Pages) -> Callable[..., Any]:
 
 
 def _check(variant: Variant, call: Callable[..., Any], pages: _Pages) -> None:
-    """A gather's chunks are those of XLA; a scatter's pages are what they were."""
+    """Check that a gather's chunks equal XLA's, and that a scatter restores its pages."""
     chunks = pages.chunks(variant)[0]
     if variant.is_scatter:
         pages.pools = call(pages.pools, chunks, pages.sets[0])
@@ -114,9 +116,9 @@ def _check(variant: Variant, call: Callable[..., Any], pages: _Pages) -> None:
         expected = pages.raw[0]
         if variant.name.startswith("pack"):
             (moved, lost), expected = moved, pages.packed[0]
-            assert not np.asarray(lost).any(), f"{variant.name}: places are missing"
+            assert not np.asarray(lost).any(), f"{variant.name}: the packing lost values"
     for one, other in zip(moved, expected, strict=True):
-        assert _same(one, other), f"{variant.name}: other bits"
+        assert _same(one, other), f"{variant.name}: the bits differ"
 
 
 @jax.jit
@@ -131,7 +133,7 @@ def _same(one: jax.Array, other: jax.Array) -> bool:
 
 
 def _run(variant: Variant, call: Callable[..., Any], pages: _Pages) -> float:
-    """All sets once; seconds a call, as the host sees it."""
+    """Run all sets once; return the seconds per call on the host."""
     chunks, start_s = pages.chunks(variant), time.perf_counter()
     moved: Any = None
     for some, numbers in zip(chunks, pages.sets, strict=True):
@@ -143,7 +145,7 @@ def _run(variant: Variant, call: Callable[..., Any], pages: _Pages) -> float:
 
 
 def measure_variants(shape: Shape, num_repeats: int) -> dict[str, dict[str, Any]]:
-    """By name, seconds a call: as the host sees calls in a row, and of kernels in a trace (none on CPUs)."""
+    """Return seconds per call by name, on the host and of kernels in a trace (none on CPUs)."""
     interpret = jax.default_backend() == "cpu"
     pages = _Pages(shape)
     tried = list(variants(interpret, _CUTS[:1] if interpret else _CUTS))
@@ -172,7 +174,7 @@ def _sample(variant: Variant, call: Callable[..., Any], pages: _Pages) -> tuple[
 
 
 def rows_of(found: dict[str, dict[str, Any]]) -> list[list[Any]]:
-    """For a table, the fastest kernels first."""
+    """Return the rows of a table, the fastest kernels first."""
     rows = [
         [name, 1e6 * (one["kernels_s"]["median"] or 0.0), 1e6 * one["launch_s"]["median"]]
         for name, one in found.items()

@@ -1,10 +1,12 @@
-"""What our kernel is measured against: the strawmen of the paper's Figure 12, and other people's kernels.
+"""Baselines of the attention kernel: the straw men of the paper's Figure 12, and external kernels.
 
-Owns: the names of all peers, and the three that are JAX: copy-out, rounds of single tokens, ideal contiguous
-attention. Does not know: how a program is timed, or what is said of one that fails.
+Owns: the names of all baselines, and the three written in JAX: copy-out, rounds of single tokens, ideal
+contiguous attention.
+Does not know: how a program is timed, or how failures are reported.
+Called by `programs.benchmark_kernels`.
 
-cuDNN aligns a causal mask with the first key, and JAX hands on no other kind. The last queries of a longer
-context therefore take their mask as a bias, the same for all rows and heads, that is made beforehand.
+cuDNN aligns a causal mask with the first key, and JAX passes on no other kind. The last queries of a longer
+context therefore get their mask as a bias, computed beforehand and the same for all rows and heads.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _CUDNN_DTYPES = ("bfloat16", "float16")
 
 
 def chosen_peers(names: Sequence[str]) -> list[str]:
-    """What `--peers` means, each once; raises ConfigError."""
+    """Return the distinct baselines that `--peers` selects; raises ConfigError."""
     families = {"all": list(PEERS), "jax": list(_JAX_PEERS), "torch": list(TORCH_PEERS)}
     found: list[str] = []
     for name in names:
@@ -40,7 +42,7 @@ def chosen_peers(names: Sequence[str]) -> list[str]:
 
 
 def contiguous(inputs: Inputs) -> Program:
-    """Ideal: every row's keys and values lie in one piece, in an array made beforehand."""
+    """Return the ideal baseline: every row's keys and values are contiguous in an array made beforehand."""
     calls = _dense_calls(inputs)
     tables = inputs.readable_pages
     kv = [_copied(inputs.pool, jnp.asarray(tables[call.group.rows]), call.group) for call in calls]
@@ -53,14 +55,14 @@ def contiguous(inputs: Inputs) -> Program:
 
 
 def copy_out(inputs: Inputs) -> Program:
-    """Copies the pages of every row into one piece, then attends to that."""
+    """Return the baseline that copies the pages of every row into one array, and attends to that."""
     calls = _dense_calls(inputs)
     tables = [jnp.asarray(inputs.readable_pages[call.group.rows]) for call in calls]
 
     def attend(q: jax.Array, tables: list[jax.Array], pool: jax.Array, masks: list[jax.Array]) -> jax.Array:
         answers = []
         for call, table, mask in zip(calls, tables, masks, strict=True):
-            # The copy is what is measured: nothing may read the pages in its place.
+            # The copy is the subject of the measurement, so the barrier keeps XLA from fusing it away.
             k, v = jax.lax.optimization_barrier(_copied(pool, table, call.group))
             answers.append(call.attend(q, k, v, mask))
         return _assembled(q, calls, answers)
@@ -70,13 +72,13 @@ def copy_out(inputs: Inputs) -> Program:
 
 
 def rounds(inputs: Inputs) -> Program:
-    """Our decode kernel once for every token of a prompt; a round takes one of every row that has one."""
+    """Return the baseline that runs the decode kernel once per prompt token, for all rows that have one."""
     q_lens = np.diff(inputs.cu_q_lens)
     if q_lens.max() == 1:
-        raise NotImplementedError("one round is our kernel itself")
+        raise NotImplementedError("a single round is the decode kernel itself")
     edges = [0, *np.unique(q_lens).tolist()]
     stretches = [
-        _stretch(inputs, np.flatnonzero(q_lens > begin), begin, end)
+        _round_range(inputs, np.flatnonzero(q_lens > begin), begin, end)
         for begin, end in itertools.pairwise(edges)
     ]
 
@@ -100,10 +102,10 @@ class _DenseCall(NamedTuple):
     mask: jax.Array  # [1, 1, q_len, kv_len] added to scores; or i32[num_rows] lengths; or empty
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-        """[num_rows, q_len, num_q_heads, head_dim]; K and V: [num_rows, kv_len, num_kv_heads, head_dim]."""
+        """Return [num_rows, q_len, num_q_heads, head_dim]; K, V: kv_len and num_kv_heads instead."""
         q_rows = _of_tokens(q, self.group.tokens)
         is_biased, has_lens = mask.ndim == 4, mask.ndim == 1 and mask.size > 0
-        # float32 means float32, not what tensor cores make of it.
+        # Tensor cores would round float32 inputs otherwise.
         with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default"):
             return jax.nn.dot_product_attention(
                 q_rows, k, v,
@@ -119,7 +121,7 @@ def _dense_calls(inputs: Inputs) -> list[_DenseCall]:
     has_cudnn = jax.default_backend() == "gpu" and dtype.name in _CUDNN_DTYPES
     calls = []
     for group in groups(inputs, ragged_decodes=True):
-        mask = jnp.zeros(0, jnp.int32)  # none, or the causal one that starts at the first key
+        mask = jnp.zeros(0, jnp.int32)  # no mask, or the causal one that starts at the first key
         if group.q_len == 1 and (group.kv_lens != group.kv_len).any():
             mask = jnp.asarray(group.kv_lens)
         elif 1 < group.q_len < group.kv_len:
@@ -136,7 +138,7 @@ def _label(calls: Sequence[_DenseCall]) -> str:
 
 
 def _copied(pool: jax.Array, table: jax.Array, group: Group) -> tuple[jax.Array, jax.Array]:
-    """K and V of a group's rows, [num_rows, kv_len, num_kv_heads, head_dim] each."""
+    """Return K and V of a group's rows, [num_rows, kv_len, num_kv_heads, head_dim] each."""
     _, page_size, num_combined_heads, head_dim = pool.shape
     used = table[:, : -(-group.kv_len // page_size)]
     kv = pool[used].reshape(len(group.rows), -1, num_combined_heads // 2, 2, head_dim)[:, : group.kv_len]
@@ -144,7 +146,7 @@ def _copied(pool: jax.Array, table: jax.Array, group: Group) -> tuple[jax.Array,
 
 
 def _of_tokens(q: jax.Array, tokens: np.ndarray) -> jax.Array:
-    """q[tokens], as a slice where they follow each other."""
+    """Return q[tokens], as a slice if the tokens are consecutive."""
     first, count = int(tokens.flat[0]), tokens.size
     if (tokens.ravel() == np.arange(first, first + count)).all():
         return q[first : first + count].reshape(*tokens.shape, *q.shape[1:])
@@ -152,18 +154,19 @@ def _of_tokens(q: jax.Array, tokens: np.ndarray) -> jax.Array:
 
 
 def _assembled(q: jax.Array, calls: Sequence[_DenseCall], answers: Sequence[jax.Array]) -> jax.Array:
-    """Like q: every group's answer at its tokens."""
+    """Return an array like q, with every group's answer at its tokens."""
     flat = [answer.reshape(-1, *q.shape[1:]).astype(q.dtype) for answer in answers]
     tokens = np.concatenate([call.group.tokens.ravel() for call in calls])
     whole = jnp.concatenate(flat)
     return _of_tokens(whole, np.argsort(tokens))
 
 
-class _Stretch(NamedTuple):
-    """Rounds [begin, end), through which the same rows have a token left.
+class _RoundRange(NamedTuple):
+    """Rounds [begin, end), in which the same rows have a token left.
 
     Attributes:
-      attend: function of q, the pool, the answers so far and `arrays`; gives the answers with these rounds'.
+      attend: function of q, the pool, the answers so far and `arrays`; returns the answers with these
+        rounds'.
       arrays: tile lists by round, first token of every row, keys its first token sees, page_indices.
     """
 
@@ -171,7 +174,7 @@ class _Stretch(NamedTuple):
     arrays: tuple[jax.Array, ...]
 
 
-def _stretch(inputs: Inputs, rows: np.ndarray, begin: int, end: int) -> _Stretch:
+def _round_range(inputs: Inputs, rows: np.ndarray, begin: int, end: int) -> _RoundRange:
     case, num_rows = inputs.case, len(rows)
     q_lens = np.diff(inputs.cu_q_lens)[rows]
     least_kv_lens = inputs.kv_lens[rows] - q_lens + 1
@@ -199,7 +202,7 @@ def _stretch(inputs: Inputs, rows: np.ndarray, begin: int, end: int) -> _Stretch
         return jax.lax.fori_loop(begin, end, one_round, out)
 
     arrays = (tiles, inputs.cu_q_lens[rows], least_kv_lens, inputs.page_indices[rows])
-    return _Stretch(attend, tuple(map(jnp.asarray, arrays)))
+    return _RoundRange(attend, tuple(map(jnp.asarray, arrays)))
 
 
 _JAX_PEERS: dict[str, Callable[[Inputs], Program]] = {

@@ -1,6 +1,8 @@
-"""Draws the roofline: how fast kernels compute, over how much they compute for every byte they must move.
+"""Roofline plot: achieved FLOP/s of kernels over their arithmetic intensity.
 
-Owns: the picture. Does not know: how anything was measured.
+Owns: the drawing.
+Does not know: how anything was measured.
+Called by `programs.benchmark_kernels`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ _MARKERS = "osD^v<>P*Xph8"
 
 
 def plot_roofline(results: Sequence[Result], ceilings: Ceilings, title: str, path: Path) -> None:
-    """A mark for every case and kernel that was timed, as it sets itself up; raises OSError."""
+    """Draw a mark for every timed case and kernel with default settings; raises OSError."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -44,7 +46,7 @@ def plot_roofline(results: Sequence[Result], ceilings: Ceilings, title: str, pat
     _draw_ceilings(axes, ceilings, [_intensity(result) for result in timed] or [1.0])
     _name_cases(axes, timed)
     axes.set_ylim(bottom=axes.get_ylim()[0] / _ROOM_FOR_NAMES)
-    axes.set_xlabel("FLOP for every byte that must be read or written")
+    axes.set_xlabel("FLOP per byte that must be read or written")
     axes.set_ylabel("TFLOP/s")
     axes.grid(alpha=0.3, which="both")
     axes.legend(frameon=False, loc="lower right")
@@ -61,7 +63,7 @@ def _tflop_per_s(result: Result) -> float:
 
 
 def _draw_ceilings(axes: Axes, ceilings: Ceilings, intensities: Sequence[float]) -> None:
-    """Memory's slope up to where it meets arithmetic, and arithmetic from there."""
+    """Draw the memory slope up to the ridge, and the compute peak from there."""
     peak, bandwidth = ceilings.flop_per_s, ceilings.read_bytes_per_s
     ridge = peak / bandwidth
     begin, end = min(*intensities, ridge) / 2, max(*intensities, ridge) * 2
@@ -74,7 +76,7 @@ def _draw_ceilings(axes: Axes, ceilings: Ceilings, intensities: Sequence[float])
 
 
 def _name_cases(axes: Axes, timed: Sequence[Result]) -> None:
-    """Upright names under the slowest mark of each case; cases of about one intensity share a column."""
+    """Write upright names under the slowest mark of each case; cases of similar intensity share a column."""
     columns: dict[int, list[Result]] = {}
     for result in timed:
         columns.setdefault(round(20 * math.log10(_intensity(result))), []).append(result)

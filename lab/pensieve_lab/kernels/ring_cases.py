@@ -1,7 +1,9 @@
-"""Rings to measure attention of steps on: their shapes, their rows' windows, values, and the expected answer.
+"""Ring caches on which step attention is measured: shapes, row windows, values, and the expected answer.
 
-Owns: the cases, how many layers one is measured over, what a free column holds, and how far an answer is from
-two references that share no code. Does not know: which kernels there are, or how they are timed.
+Owns: the cases, the number of measured layers, the contents of a free column, and the error of an answer
+against two independent references.
+Does not know: which kernels there are, or how they are timed.
+Called by `programs.benchmark_ring_decode`.
 """
 
 from __future__ import annotations
@@ -18,22 +20,23 @@ from pallas_kernels.ring_decode import ring_decode_attention
 from pensieve_lab.kernels.cases import TOLERANCE, MismatchError
 from pensieve_lab.steps.bounds import Operation
 
-# Live bytes that are read before the same ones are read again: several times what any cache holds.
+# Live bytes read before the same ones are read again: several times the size of any cache.
 _MIN_ROUND_BYTES = 256 << 20
-# Of the ring, in the order of rows: a quarter long, a quarter half as long, the others short, about as in
-# Table 1 of Baton. Each row has a few columns less than the one before, so that no end is that of a block.
+# Shares of the ring by row: a quarter of the rows long, a quarter half as long, the others short, about as in
+# Table 1 of Baton. Each row has a few columns less than the one before, so that no end falls on a block's
+# end.
 _MIXED = (1, 1 / 16, 1 / 2, 1 / 16)
 _FEWER = 5
 
 
 class RingCase(NamedTuple):
-    """A ring, and which part of it its rows have.
+    """A ring, and the part of it that its rows use.
 
     Attributes:
-      name: in tables.
+      name: label in tables.
       batch, length: of the ring.
-      heads: of a device.
-      windows: "full": all rows have all columns; "mixed".
+      heads: of one device.
+      windows: "full" if all rows use all columns; or "mixed".
     """
 
     name: str
@@ -44,7 +47,7 @@ class RingCase(NamedTuple):
 
     @property
     def num_columns(self) -> np.ndarray:
-        """i32[batch]."""
+        """i32[batch], the columns of each row."""
         if self.windows == "full":
             return np.full(self.batch, self.length, np.int32)
         shares = [_MIXED[row % len(_MIXED)] for row in range(self.batch)]
@@ -53,23 +56,23 @@ class RingCase(NamedTuple):
 
     @property
     def place(self) -> int:
-        """Of the newest column: most windows go round the end."""
+        """Position of the newest column; most windows wrap around the end."""
         return self.length // 3
 
     def num_bytes(self, num_columns: int, itemsize: int) -> int:
-        """Of keys and values of so many columns."""
+        """Return the bytes of keys and values of `num_columns` columns."""
         return 2 * num_columns * self.heads.num_kv_heads * self.heads.head_dim * itemsize
 
     def live_bytes(self, itemsize: int) -> int:
-        """Of keys and values that a row sees."""
+        """Return the bytes of keys and values that a row sees, over all rows."""
         return self.num_bytes(int(self.num_columns.sum()), itemsize)
 
     def ring_bytes(self, itemsize: int) -> int:
-        """Of all keys and values."""
+        """Return the bytes of all keys and values."""
         return self.num_bytes(self.batch * self.length, itemsize)
 
     def work(self, itemsize: int, *, whole_ring: bool) -> Operation:
-        """What must at least be read, written and multiplied of a layer: its live columns, or all of them."""
+        """Return the bytes and FLOP that a layer needs at least, for its live columns or for all of them."""
         heads = self.heads
         num_columns = self.batch * self.length if whole_ring else int(self.num_columns.sum())
         queries = 2 * self.batch * heads.num_q_heads * heads.head_dim * itemsize
@@ -108,12 +111,12 @@ class RingInputs(NamedTuple):
 
     @property
     def sm_scale(self) -> float:
-        """Factor on the scores."""
+        """Scale of the attention scores."""
         return 1 / math.sqrt(self.case.heads.head_dim)
 
 
 def make_inputs(case: RingCase, dtype: str, seed: int, *, is_small: bool) -> RingInputs:
-    """Random values, also in free columns; one layer where `is_small`."""
+    """Return random values, also in free columns; one layer if `is_small`."""
     heads, key = case.heads, jax.random.key(seed)
     num_layers = 1 if is_small else -(-_MIN_ROUND_BYTES // case.live_bytes(jnp.dtype(dtype).itemsize))
     shape = (case.batch, heads.num_kv_heads, case.length, heads.head_dim)
@@ -125,7 +128,7 @@ def make_inputs(case: RingCase, dtype: str, seed: int, *, is_small: bool) -> Rin
 
 
 def poisoned(inputs: RingInputs) -> RingInputs:
-    """The first layer, with NaN in all free columns."""
+    """Return the first layer, with NaN in all free columns."""
     length = inputs.case.length
     age = (inputs.place - jnp.arange(length)) % length
     free = (age >= inputs.num_columns[:, None])[:, None, :, None]
@@ -135,7 +138,7 @@ def poisoned(inputs: RingInputs) -> RingInputs:
 
 
 def expected_answer(inputs: RingInputs) -> jax.Array:
-    """Of the first layer, by plain XLA; raises MismatchError where numpy differs about a row."""
+    """Return the first layer's answer by plain XLA; raises MismatchError if numpy's row differs."""
     found = jax.jit(lambda *args: ring_decode_attention(*args, sm_scale=inputs.sm_scale, backend="xla"))(
         inputs.q, *inputs.layers[0], inputs.place, inputs.num_columns
     )
@@ -147,7 +150,7 @@ def expected_answer(inputs: RingInputs) -> jax.Array:
 
 
 def difference(out: jax.Array, expected: jax.Array | np.ndarray) -> float:
-    """The largest, relative where values are above 1; NaN if anything is not a number."""
+    """Return the largest difference, relative for values above 1; NaN if any value is not finite."""
     a, b = (np.asarray(one, np.float32) for one in (out, expected))
     return float(np.max(np.abs(a - b) / np.maximum(1, np.abs(b))))
 

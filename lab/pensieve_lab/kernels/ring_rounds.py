@@ -1,10 +1,12 @@
-"""How long attention over rings takes: layer after layer, round after round, none of which can be moved.
+"""Timing of attention over rings: layer after layer, round after round, in a fixed order.
 
-Owns: what asks whom, and how rounds are repeated on the device. Does not know: cases, bounds, flags.
+Owns: the dependencies between layers, and how rounds are repeated on the device.
+Does not know: cases, bounds, flags.
+Called by `programs.benchmark_ring_decode`.
 
-`timing.JaxProgram` answers several queries that know nothing of one another. A compiler may then take them
-layer by layer, or merge their products, and read keys once for all of them. Here there is one chain: a layer
-asks what the layer before answered, and the first layer what the last one answered in the round before.
+`timing.JaxProgram` answers several independent queries. A compiler may then process them layer by layer, or
+merge their products, and read keys once for all of them. Here they form one chain: a layer's query is the
+previous layer's answer, and the first layer's query is the last answer of the previous round.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from pensieve_lab.kernels.timing import Timing
 
 _MAX_ROUNDS = 400
 _NUM_PILOTS = 3
-# Rounds without a loop around them, and what they come to at most: a turn of a loop takes some microseconds.
+# Rounds without a loop around them, and their longest total time: one loop iteration costs some microseconds.
 _MAX_UNROLLED = 16
 _LONG_S = 4e-3
 
@@ -32,7 +34,7 @@ class RingRounds(NamedTuple):
     """One way to compute one case.
 
     Attributes:
-      inputs: the case's; a round reads all of its layers.
+      inputs: of the case; a round reads all of its layers.
       attend: function of a query, keys, values, the place and the numbers of columns.
     """
 
@@ -41,14 +43,14 @@ class RingRounds(NamedTuple):
 
     @classmethod
     def of(cls, inputs: RingInputs, block: DecodeBlock | None) -> RingRounds:
-        """By the kernel; None: by plain XLA."""
+        """Return the rounds of the kernel, or of plain XLA if `block` is None."""
         how: dict[str, Any] = {"backend": "xla"}
         if block is not None:
             how = {"backend": "pallas_triton", "block": block, "interpret": jax.default_backend() != "gpu"}
         return cls(inputs, functools.partial(ring_decode_attention, sm_scale=inputs.sm_scale, **how))
 
     def time(self, target_s: float, repeats: int) -> Timing:
-        """Of a round; a call runs for about `target_s`. Without a GPU rounds are launched one by one."""
+        """Return the time of a round from calls of about `target_s`; without a GPU, from single launches."""
         one = self._timed(1, 1)
         pilot_s = one.sample_s(_NUM_PILOTS)
         num_rounds = max(1, min(_MAX_ROUNDS, round(target_s / pilot_s)))
@@ -63,7 +65,7 @@ class RingRounds(NamedTuple):
         return Timing(statistics.median(samples), num_rounds, "one jitted call")
 
     def chain(self, num_turns: int, num_unrolled: int) -> Callable[..., jax.Array]:
-        """Jitted function of `arguments`: what the last layer of the last round answers."""
+        """Return a jitted function of `arguments` that returns the last layer's answer of the last round."""
 
         @jax.jit
         def chain(q: jax.Array, place: jax.Array, num_columns: jax.Array, layers: Any) -> jax.Array:
@@ -79,7 +81,7 @@ class RingRounds(NamedTuple):
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """Of a chain."""
+        """Arguments of a chain."""
         inputs = self.inputs
         return inputs.q, inputs.place, inputs.num_columns, inputs.layers
 

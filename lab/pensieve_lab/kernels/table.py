@@ -1,7 +1,8 @@
-"""What is said of a kernel on a case: a line when it is measured, a summary at the end, an entry of the JSON.
+"""Reports of kernel measurements: a line per measurement, a summary at the end, and entries of the JSON.
 
-Owns: the record of a measurement, its share of the bound, and how whole batches compare with their parts.
+Owns: the record of a measurement, its share of the bound, and the ratio of whole batches to their parts.
 Does not know: how anything was measured.
+Called by the kernel benchmarks.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ class Result:
     """One kernel on one case.
 
     Attributes:
-      name: a back end's or a peer's.
-      is_peer: not our kernel.
-      work: what the case must at least move and multiply.
-      bound_s: how long that takes at the ceilings.
-      label: how the kernel is set up.
-      max_error: difference from the references; None if it did not answer.
-      timing: None if it did not answer, or wrongly.
+      name: of a back end or a baseline.
+      is_peer: whether it is a baseline.
+      work: bytes and FLOP that the case needs at least.
+      bound_s: time of that work at the ceilings.
+      label: configuration of the kernel.
+      max_error: difference from the references; None without an answer.
+      timing: None without an answer, or after a wrong one.
       reason: why there is no timing.
-      blocks: tile classes, of our kernel.
-      is_tried: they are not those that the kernel takes by itself.
+      blocks: tile classes of this project's kernel.
+      is_tried: whether the blocks differ from the kernel's default.
       parts_s: times of the decodes and of the prompts of a mixed batch, alone.
     """
 
@@ -64,21 +65,21 @@ class Result:
 
     @property
     def seconds(self) -> float:
-        """Of a call; infinite where there is no timing, so that it sorts last."""
+        """Time of a call; infinite without a timing, so that it sorts last."""
         return self.timing.seconds if self.timing is not None else float("inf")
 
     @property
     def share(self) -> float:
-        """Of the bound."""
+        """Fraction of the roofline bound that is reached."""
         return self.bound_s / self.seconds
 
     @property
     def over_parts(self) -> float | None:
-        """The whole over the sum of its parts, where it has parts."""
+        """Time of the whole over the sum of its parts, if it has parts."""
         return self.seconds / sum(self.parts_s.values()) if self.parts_s else None
 
     def line(self) -> str:
-        """For people, under `HEADER`."""
+        """Return the line for the terminal, under `HEADER`."""
         start = f"{self.work.name:28} {self.name:18}"
         if self.timing is None:
             return f"{start} {self.reason}"
@@ -90,7 +91,7 @@ class Result:
         ).rstrip()
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the entry for the JSON document."""
         found: dict[str, Any] = {
             "case": self.work.name,
             "kernel": self.name,
@@ -104,7 +105,7 @@ class Result:
             found["blocks"] = [dataclasses.asdict(one) for one in self.blocks]
             found["is_tried"] = self.is_tried
         if self.max_error is not None:
-            # JSON has no NaN, which is what a wrong answer may well differ by.
+            # JSON has no NaN, which a wrong answer's error may be.
             found["max_error"] = self.max_error if self.max_error < float("inf") else None
         if self.timing is None:
             return found | {"reason": self.reason}
@@ -123,7 +124,7 @@ class Result:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """For every case the best of ours beside the best peer; what a reader looks at first."""
+    """Return a table of the project's best kernel and the best baseline for every case."""
     rows = []
     for case in dict.fromkeys(result.work.name for result in results):
         of_case = sorted((r for r in results if r.work.name == case), key=lambda result: result.seconds)
@@ -155,6 +156,6 @@ def summary(results: Sequence[Result]) -> str:
 
 
 def ceilings_line(ceilings: Ceilings) -> str:
-    """What the bounds are made of."""
+    """Return the line that lists the ceilings behind the bounds."""
     read, copy, flop = (1e-12 * one for one in ceilings)
     return f"ceilings: read {read:.2f} TB/s, copy {copy:.2f} TB/s, products {flop:.1f} TFLOP/s"

@@ -1,8 +1,9 @@
-"""How long a kernel takes on the device, whoever launches it: JAX or PyTorch.
+"""Kernel times on the device, for kernels launched by JAX or PyTorch.
 
-Owns: programs that answer and can be timed, and how: iterations run one after the other with nothing of the
-host between them; compiling in threads; and what may be raised instead. Does not know: what a program
-computes, whether it is right, flags.
+Owns: programs that can be checked and timed; iterations that run one after the other without host work in
+between; compiling in threads; and the exceptions that a kernel may raise.
+Does not know: what a program computes, whether it is right, or flags.
+Called by the kernel benchmarks.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ import jax.numpy as jnp
 
 from pensieve_jax.device.row_steps import Timed
 
-# What compilers, runtimes and other people's packages raise for a kernel that they cannot make or launch.
+# Raised by compilers, runtimes and external packages for a kernel that they cannot make or launch.
 KERNEL_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 _MAX_ITERATIONS = 400
 _NUM_PILOTS = 3
-# Iterations of a chain that follow each other directly, and the time from which one needs no company: what
-# ties a round of the loop to the one before takes some 12 us on an H200.
+# Iterations of a chain that follow each other directly, and the time above which a kernel runs alone in a
+# round: tying a loop iteration to the one before takes some 12 us on an H200.
 _MAX_UNROLLED = 8
 _LONG_S = 4e-3
 
 
 def compiling(pool: ThreadPoolExecutor, lower: Callable[[], Any]) -> Future[Any]:
-    """What `lower` returns, compiled at some time, or why it cannot be; Python lowers one at a time."""
+    """Compile what `lower` returns in a thread; the future also holds errors. Lowering is serial."""
     try:
         return pool.submit(lower().compile)
-    except KERNEL_ERRORS as error:  # said with its turn
+    except KERNEL_ERRORS as error:  # reported when the future is read
         failed: Future[Any] = Future()
         failed.set_exception(error)
         return failed
@@ -52,13 +53,13 @@ class Program(Protocol):
 
     @property
     def label(self) -> str:
-        """What there is to say of how it is set up."""
+        """Description of its configuration."""
 
     def answer(self) -> jax.Array:
-        """What it computes, like the queries."""
+        """Return its output, shaped like the queries."""
 
     def time(self, target_s: float, repeats: int) -> Timing:
-        """How long it takes; a call runs for about `target_s`. Comes after `answer`."""
+        """Return its time; a call runs for about `target_s`. Must follow a call of `answer`."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,9 @@ class JaxProgram:
     Attributes:
       label: see `Program`.
       attend: function of `tied` and then `fixed`; its result is like the first of `tied`.
-      tied: arguments that the compiler must take for new in every iteration, queries first: what depends on
-        none of them could be computed once for all. Trees of arrays.
-      fixed: the others, pools among them; trees of arrays.
+      tied: arguments that the compiler must treat as new in every iteration, queries first; otherwise it
+        could hoist work that depends on none of them. Trees of arrays.
+      fixed: the others, including pools; trees of arrays.
     """
 
     label: str
@@ -79,18 +80,17 @@ class JaxProgram:
     fixed: tuple[Any, ...]
 
     def answer(self) -> jax.Array:
-        """See `Program`."""
         return jax.jit(self.attend)(*self.tied, *self.fixed)
 
     def time(self, target_s: float, repeats: int) -> Timing:
-        """Iterations chained inside one jitted call; without a GPU, launched one after the other."""
+        """Time iterations chained inside one jitted call; without a GPU, separate launches."""
         arguments = (*self.tied, *self.fixed)
         alone = jax.jit(self.attend)
         launches = Timed(lambda: alone(*arguments), jax.block_until_ready)
         launches.once_s()
         num_iterations = _num_iterations(target_s, launches.sample_s(_NUM_PILOTS))
         if jax.default_backend() != "gpu":
-            # For CPUs the compiler drops barriers first and then moves what stays the same out of loops.
+            # On CPUs, the compiler drops barriers first and then moves invariants out of loops.
             samples = [launches.sample_s(num_iterations) for _ in range(repeats)]
             return Timing(statistics.median(samples), num_iterations, "launches in a row")
         num_unrolled = max(1, min(_MAX_UNROLLED, round(_LONG_S * num_iterations / target_s)))
@@ -104,20 +104,21 @@ class JaxProgram:
         return Timing(statistics.median(samples), num_iterations, "one jitted call")
 
     def chained(self, num_rounds: int) -> jax.stages.Wrapped:
-        """Jitted function of several `q` and the other arguments that answers each of them again and again.
+        """Return a jitted function of several `q` and the other arguments that answers each repeatedly.
 
-        They follow one another with nothing in between; only a round of the loop has a kernel of its own.
+        The answers follow one another with nothing in between; only a loop iteration adds a kernel of its
+        own.
         """
         num_indices = len(self.tied) - 1
 
         @jax.jit
         def chain(queries: list[jax.Array], *others: Any) -> list[jax.Array]:
             def a_round(_: Any, outs: list[jax.Array]) -> list[jax.Array]:
-                # Ties a round to the one before without touching a value, and keeps it inside the loop.
+                # Ties a round to the one before without changing a value, and keeps it inside the loop.
                 (queries_again, indices), outs = jax.lax.optimization_barrier(
                     ((queries, others[:num_indices]), outs)
                 )
-                # Numbers of pages are few enough to be really computed: 0 from something that may be NaN.
+                # Page numbers are few, so this addition is cheap: 0, computed from a value that may be NaN.
                 nothing = (outs[0][0, 0, 0] * 0).astype(jnp.int32)
                 indices = jax.tree.map(lambda one: one + nothing, indices)
                 return [self.attend(q, *indices, *others[num_indices:]) for q in queries_again]
@@ -129,11 +130,11 @@ class JaxProgram:
 
 @dataclass(frozen=True)
 class TorchProgram:
-    """A function of PyTorch's, on its current stream.
+    """A PyTorch function on its current stream.
 
     Attributes:
       label: see `Program`.
-      torch: the module, which must not be imported before somebody asks for it.
+      torch: the module, which is imported only on demand.
       call: launches the kernels once; its result is like the queries.
     """
 
@@ -142,14 +143,13 @@ class TorchProgram:
     call: Callable[[], Any]
 
     def answer(self) -> jax.Array:
-        """See `Program`."""
         out = self.call().contiguous()
         if self.torch.cuda.is_available():
             self.torch.cuda.synchronize()
         return jnp.from_dlpack(out)
 
     def time(self, target_s: float, repeats: int) -> Timing:
-        """Iterations in one CUDA graph between two events, or launched one by one where none can be made."""
+        """Time iterations in one CUDA graph between two events, or single launches if capture fails."""
         num_iterations = _num_iterations(target_s, self._elapsed_s(self.call))
         launch, timed_by = self._repeated(num_iterations)
         self._elapsed_s(launch)
@@ -166,10 +166,10 @@ class TorchProgram:
             return launch, "wall clock"
         graph = cuda.CUDAGraph()
         try:
-            # By default the capture would end at what a thread of JAX's does meanwhile.
+            # With the default mode, work of JAX's threads would end the capture.
             with cuda.graph(graph, capture_error_mode="thread_local"):
                 launch()
-        except RuntimeError:  # the kernel waits for the device, say
+        except RuntimeError:  # for example if the kernel waits for the device
             return launch, "CUDA events"
         return graph.replay, "CUDA events, graph"
 
@@ -188,5 +188,5 @@ class TorchProgram:
 
 
 def _num_iterations(target_s: float, pilot_s: float) -> int:
-    """The pilot has the host's time in it, so that a short kernel gets fewer than it could."""
+    """Return the number of iterations; a short kernel gets too few, because the pilot includes host time."""
     return max(1, min(_MAX_ITERATIONS, round(target_s / pilot_s)))

@@ -1,12 +1,13 @@
-"""Other people's kernels over the same values: PyTorch's own attention, FlashInfer, FlashAttention-3.
+"""External kernels over the same values: PyTorch's own attention, FlashInfer, FlashAttention-3.
 
-Owns: what each is called with, and the check that PyTorch has memory. PyTorch is imported when one of them is
-prepared, never before; what cannot be imported is an ImportError of that one. Does not know: how a program is
-timed, or what is said of one that fails.
+Owns: the calls of each kernel, and the check of PyTorch's memory. PyTorch is imported only when one of them
+is prepared; a failed import is an ImportError of that kernel.
+Does not know: how a program is timed, or how failures are reported.
+Called by `kernels.peers` and `programs.benchmark_kernels`.
 
-Queries and pages come by dlpack, without a copy. The paged kernels get pools of K and of V in the layout they
-are made for, with the same pages at the same places, and contiguous ones a piece for each row; both are made
-beforehand and cost no time, but memory beside JAX's.
+Queries and pages are passed by dlpack, without a copy. The paged kernels get separate pools of K and of V in
+their own layout, with the same page numbers; the contiguous ones get one array per row. Both are made
+beforehand, so they cost no time, but memory beside JAX's.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from pensieve_lab.kernels.cases import Group, Inputs, groups
 from pensieve_lab.kernels.timing import Program, TorchProgram
 
 _WORKSPACE_BYTES = 256 << 20
-# Answers, workspaces and what cuDNN and cuBLAS keep.
+# Answers, workspaces and the memory that cuDNN and cuBLAS keep.
 _SPARE_BYTES = 1 << 30
 
 
 def check_torch_has_room(names: list[str], pool_bytes: int) -> None:
-    """Raise ConfigError where peers of these names, of a pool of that size, find no memory beside JAX's."""
+    """Raise ConfigError if these baselines, with a pool of that size, would not fit beside JAX's memory."""
     if not set(names) & set(TORCH_PEERS):
         return
     try:
         torch = _torch()
     except ImportError:
-        return  # each of them will say so
+        return  # each of them reports the missing package
     if not torch.cuda.is_available():
         return
     needed = pool_bytes * 5 // 4 + _SPARE_BYTES
@@ -50,7 +51,7 @@ def check_torch_has_room(names: list[str], pool_bytes: int) -> None:
 
 
 def sdpa(inputs: Inputs, *, backend: str | None = None) -> Program:
-    """PyTorch's attention over contiguous keys, a call for each shape; None: by the kernel that it picks."""
+    """Return PyTorch's attention over contiguous keys, one call per shape; None picks the kernel."""
     torch, q, pool = _exchanged(inputs)
     attention = importlib.import_module("torch.nn.attention")
     table = _to(pool, inputs.readable_pages)
@@ -76,9 +77,9 @@ class _SdpaCall(NamedTuple):
     mask: Any = None
 
     def attend(self, torch: Any, q: Any, scale: float) -> Any:
-        """[num_rows, q_len, num_q_heads, head_dim]."""
+        """Return [num_rows, q_len, num_q_heads, head_dim]."""
         tokens = self.group.tokens
-        # The tokens of rows that follow each other are a slice; those of others are taken out row by row.
+        # Tokens of consecutive rows are one slice; otherwise rows are sliced one by one.
         if tokens.size == tokens.max() - tokens.min() + 1:
             rows = q[tokens.min() : tokens.max() + 1].unflatten(0, tokens.shape)
         else:
@@ -100,7 +101,7 @@ def _contiguous(torch: Any, pool: Any, table: Any, group: Group) -> _SdpaCall:
 
 
 def _mask(torch: Any, call: _SdpaCall, *, is_bool: bool) -> Any:
-    """None where no mask, or the causal one that starts at the first key, is right."""
+    """Return None if no mask, or the causal one that starts at the first key, is right."""
     q_len, kv_len = call.group.q_len, call.group.kv_len
     if q_len in (1, kv_len):
         return None
@@ -110,7 +111,7 @@ def _mask(torch: Any, call: _SdpaCall, *, is_bool: bool) -> Any:
 
 
 def flash_infer(inputs: Inputs) -> Program:
-    """FlashInfer: its decode kernel for rows of one token each, else its prefill kernel, both planned."""
+    """Return planned FlashInfer: its decode kernel for rows of one token, otherwise its prefill kernel."""
     torch, q, pool = _exchanged(inputs)
     library = importlib.import_module("flashinfer")
     kv = _paged(pool)
@@ -127,7 +128,7 @@ def flash_infer(inputs: Inputs) -> Program:
     shape = (heads.num_q_heads, heads.num_kv_heads, heads.head_dim, page_size)
     options = {"sm_scale": inputs.sm_scale, "q_data_type": q.dtype, "kv_data_type": q.dtype}
     if max(q_len for q_len, _ in inputs.case.rows) == 1:
-        # Its documentation: tensor cores pay from four query heads a KV head on.
+        # Its documentation recommends tensor cores from four query heads per KV head on.
         use_tensor_cores = heads.num_q_heads >= 4 * heads.num_kv_heads
         decode = library.BatchDecodeWithPagedKVCacheWrapper(workspace, use_tensor_cores=use_tensor_cores)
         decode.plan(indptr, indices, last_page_lens, *shape, **options)
@@ -139,9 +140,9 @@ def flash_infer(inputs: Inputs) -> Program:
 
 
 def flash_attention_3(inputs: Inputs, *, page_size: int | None = None) -> Program:
-    """FlashAttention-3 over pages, from its own package or out of vLLM, which plans once for all layers.
+    """Return FlashAttention-3 over pages, from its own package or from vLLM, which plans once for all layers.
 
-    Over pages of `page_size` tokens, where given: it is faster where a page holds a whole block of keys.
+    With a `page_size`, pages have that many tokens: it is faster if a page holds a whole block of keys.
     """
     torch, q, pool = _exchanged(inputs)
     page_size = page_size or inputs.case.page_size
@@ -166,9 +167,9 @@ def flash_attention_3(inputs: Inputs, *, page_size: int | None = None) -> Progra
 
 
 def _larger_pages(inputs: Inputs, page_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The case's pages that make up each page of `page_size`, and every row's new pages, dealt at random.
+    """Return the case's pages in each page of `page_size`, and every row's new pages in random order.
 
-    Returns ids [num_larger_pages, pieces] and [num_rows, larger_pages_per_row].
+    The arrays are ids [num_larger_pages, pieces] and [num_rows, larger_pages_per_row].
     """
     num_pieces = page_size // inputs.case.page_size
     counts = -(-inputs.kv_lens // page_size)
@@ -185,7 +186,7 @@ def _larger_pages(inputs: Inputs, page_size: int) -> tuple[np.ndarray, np.ndarra
 
 
 def _flash_attention_3(inputs: Inputs, page_size: int) -> tuple[Callable[..., Any], str]:
-    """Function of q, K, V and the rows, whoever publishes it; raises ImportError."""
+    """Return a function of q, K, V and the rows from any installed package; raises ImportError."""
     try:
         own = importlib.import_module("flash_attn_interface")
     except ImportError:
@@ -217,7 +218,7 @@ def _flash_attention_3(inputs: Inputs, page_size: int) -> tuple[Callable[..., An
             q, k, v, cache_seqlens=lens, page_table=table, cu_seqlens_q=cu_q_lens,
             max_seqlen_q=rest["max_q_len"], softmax_scale=rest["scale"], causal=True,
         )  # fmt: skip
-        return out[0] if isinstance(out, tuple) else out  # some versions add the sums of the softmax
+        return out[0] if isinstance(out, tuple) else out  # some versions also return the sums of the softmax
 
     return by_itself, "flash_attn_interface"
 
@@ -227,19 +228,19 @@ def _torch() -> Any:
 
 
 def _exchanged(inputs: Inputs) -> tuple[Any, Any, Any]:
-    """The module, and queries and pages as its tensors, in JAX's memory."""
+    """Return the module, and queries and pages as its tensors in JAX's memory."""
     torch = _torch()
     inputs.pool.block_until_ready()
     return torch, torch.from_dlpack(inputs.q), torch.from_dlpack(inputs.pool)
 
 
 def _paged(pool: Any) -> tuple[Any, Any]:
-    """K and V, [num_pages, page_size, num_kv_heads, head_dim] each."""
+    """Return K and V, [num_pages, page_size, num_kv_heads, head_dim] each."""
     return pool[:, :, 0::2].contiguous(), pool[:, :, 1::2].contiguous()
 
 
 def _to(pool: Any, array: np.ndarray) -> Any:
-    """An array of the host where the pool is."""
+    """Copy a host array to the pool's device."""
     return _torch().as_tensor(array, device=pool.device)
 
 

@@ -1,1 +1,1 @@
-"""What storing KV state in fewer bits does to a model's answers: the parts of `measure_kv_quality.py`."""
+"""Parts of `measure_kv_quality.py`, which measures how KV cache quantization affects a model's answers."""

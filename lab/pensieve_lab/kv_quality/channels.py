@@ -1,13 +1,15 @@
 """Weights of the same function whose keys and values have other magnitudes in some channels.
 
-Owns: factors of channels, where in the weights they go, outliers that are planted so, and factors that take
-them out again.
-Does not know: formats, figures.
+Owns: channel factors, their places in the weights, outliers planted with them, and factors that remove
+outliers.
+Does not know: formats or figures.
+Called by `kv_quality.outliers` and the program.
 
-A channel of K may be times f if the same channel of the query heads that read it is divided by f; rotary
-positions mix channels i and i + head_dim / 2, so both have one factor. A channel of V may be times f if what
-the output projection makes of it is divided by f. With powers of two all of it is exact in floating point.
-Where a norm follows the projections (Qwen3), its scale takes the factors, and KV heads share them.
+A channel of K may be multiplied by f if the same channel of the query heads that read it is divided by f.
+Rotary positions mix channels i and i + head_dim / 2, so both share one factor. A channel of V may be
+multiplied by f if its rows of the output projection are divided by f. With powers of two all of this is exact
+in floating point. If a norm follows the projections (Qwen3), its scale takes the factors, and KV heads share
+them.
 """
 
 from __future__ import annotations
@@ -27,27 +29,27 @@ from pensieve_lab.kv_quality.formats import EXACT, StoredAttention
 
 
 class Factors(NamedTuple):
-    """What the channels of K and of V are to be times, f32[num_layers, num_kv_heads, head_dim] each."""
+    """Factors for the channels of K and of V, f32[num_layers, num_kv_heads, head_dim] each."""
 
     keys: np.ndarray
     values: np.ndarray
 
     @classmethod
     def ones(cls, model: Model) -> Self:
-        """Nothing is changed."""
+        """Return factors that change nothing."""
         config = model.config
         shape = config.num_layers, config.num_kv_heads, config.head_dim
         return cls(np.ones(shape, np.float32), np.ones(shape, np.float32))
 
 
 class Magnitudes(NamedTuple):
-    """The largest of each channel over some texts, f32[num_layers, num_kv_heads, head_dim]."""
+    """The largest magnitude of each channel over some texts, f32[num_layers, num_kv_heads, head_dim]."""
 
     keys: np.ndarray
     values: np.ndarray
 
     def outliers(self) -> dict[str, float]:
-        """A head's largest channel over its median one: for K and V, of the median head and of the worst."""
+        """Return a head's largest channel over its median, for K and V, of the median and the worst head."""
         found: dict[str, float] = {}
         for name, largest in self._asdict().items():
             ratios = largest.max(axis=-1) / np.maximum(np.median(largest, axis=-1), 1e-30)
@@ -59,7 +61,7 @@ class Magnitudes(NamedTuple):
 
 
 def planted(model: Model, part: str, scale: float, seed: int) -> Factors:
-    """`scale` for one channel of each head of V ("values"), or one rotary pair of K ("keys"), and else 1."""
+    """Return `scale` for one channel per head of V ("values"), or one rotary pair of K ("keys"), else 1."""
     random, factors = np.random.default_rng(seed), Factors.ones(model)
     num_layers, num_kv_heads, head_dim = factors.keys.shape
     channels = random.integers(head_dim // 2, size=(num_layers, num_kv_heads))
@@ -74,7 +76,7 @@ def planted(model: Model, part: str, scale: float, seed: int) -> Factors:
 
 
 def balancing(model: Model, largest: Magnitudes) -> Factors:
-    """Powers of two that bring the largest number of each channel, or rotary pair, near one."""
+    """Return powers of two that bring the largest number of each channel, or rotary pair, near one."""
     first, second = np.split(largest.keys, 2, axis=-1)
     pairs = np.maximum(first, second)
     if _has_head_norms(model):
@@ -83,8 +85,8 @@ def balancing(model: Model, largest: Magnitudes) -> Factors:
 
 
 def with_factors(model: Model, factors: Factors) -> Model:
-    """A model of the same function; it shares all arrays that stay as they are."""
-    changed: Any = nnx.clone(model)  # variables of its own, which share arrays until they are set
+    """Return a model of the same function; it shares all unchanged arrays."""
+    changed: Any = nnx.clone(model)  # separate variables, which share arrays until they are set
     group = model.config.group_size
     for layer, keys, values in zip(changed.layers, factors.keys, factors.values, strict=True):
         ones = np.ones_like(keys)
@@ -103,7 +105,7 @@ def with_factors(model: Model, factors: Factors) -> Model:
 
 
 def magnitudes(model: Model, texts: Sequence[np.ndarray]) -> Magnitudes:
-    """Of keys, rotated as they are stored, and values."""
+    """Return the magnitudes of values and of keys, which are rotated as when stored."""
     structure, leaves = ModelStructure.split(model)
     found = [_largest(leaves, ids, structure=structure) for ids in texts]
     keys, values = (np.max(np.stack([np.asarray(one[i]) for one in found]), axis=0) for i in range(2))

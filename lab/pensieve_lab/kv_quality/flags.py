@@ -1,7 +1,8 @@
-"""What the flags of both launchers say: which texts, and how much larger channels are planted.
+"""Shared flags of both programs: texts, and scales of planted channels.
 
-Owns: what `--text` and `--outlier_scales` stand for. Does not know: what is
-measured of them, or other flags.
+Owns: the meaning of `--text` and `--outlier_scales`.
+Does not know: what is measured, or other flags.
+Called by the programs of KV quality.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ FLAGS = flags.FLAGS
 
 
 def load_texts(source: str, model: Model, count: int, context_tokens: int) -> list[Text]:
-    """So many of `--text`, or of talk with the model; raises ConfigError and a tokenizer's."""
+    """Return `count` texts of `--text`, or talk with the model; raises ConfigError or a tokenizer's error."""
     tokenizer = source_tokenizer(source, model.config.vocab_size)
     if tokenizer is None:
         raise TokenizerMissingError
@@ -30,7 +31,7 @@ def load_texts(source: str, model: Model, count: int, context_tokens: int) -> li
 
 
 def outlier_scales() -> list[float]:
-    """What `--outlier_scales` says; raises ConfigError."""
+    """Return the values of `--outlier_scales`; raises ConfigError."""
     try:
         scales = [float(word) for word in FLAGS.outlier_scales]
     except ValueError:

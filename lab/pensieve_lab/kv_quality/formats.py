@@ -1,7 +1,8 @@
-"""What keys and values are stored as, each format as a function from rows to what comes back of them.
+"""Storage formats of keys and values, each as a function from rows to the values read back.
 
-Owns: the formats that are compared, by name, and dense attention over what comes back.
+Owns: the compared formats by name, and dense attention over the values read back.
 Does not know: models, texts or figures.
+Called by `kv_quality.quality` and others.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from pallas_kernels.attention_names import KV_DTYPES
 from pallas_kernels.ragged_paged_attention import stored_as
 
 EXACT: Final = "float32"
-"""What the others are held against."""
+"""Reference format of the comparisons."""
 UNSCALED: Final = "float8_e4m3fn_unscaled"
-"""A plain cast to e4m3, which saturates; what vLLM stores with `kv_cache_dtype="fp8"` and no scales given."""
+"""A plain cast to e4m3, which saturates; vLLM's format with `kv_cache_dtype="fp8"` and no scales given."""
 _LARGEST_E4M3: Final = 448.0
 
 
@@ -37,21 +38,20 @@ STORES: Final[dict[str, Callable[[jax.Array], jax.Array]]] = {
     **{name: functools.partial(stored_as, kv_dtype=name) for name in KV_DTYPES},
     UNSCALED: _unscaled,
 }
-"""Of rows [..., head_dim], what attention reads instead of them."""
+"""Maps rows [..., head_dim] to the values that attention reads in their place."""
 FORMATS: Final = tuple(name for name in STORES if name != EXACT)
 
 
 class StoredAttention:
-    """`DenseAttention` over what a format gives back; each layer's keys and values are kept."""
+    """`DenseAttention` over the values that a format gives back; records each layer's keys and values."""
 
     def __init__(self, store: str) -> None:
-        """Keep the format."""
+        """Set the format `store`."""
         self._store, self._dense = STORES[store], DenseAttention()
         self.keys: list[jax.Array] = []  # [T, num_kv_heads, head_dim] of each layer, as the model made them
         self.values: list[jax.Array] = []
 
     def __call__(self, layer_index: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """See `Attention`."""
         self.keys.append(k)
         self.values.append(v)
         return self._dense(layer_index, q, self._store(k), self._store(v))

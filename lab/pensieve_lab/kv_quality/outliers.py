@@ -1,7 +1,8 @@
-"""A sweep of planted outliers: what each format does to the answers once a few channels are far larger.
+"""A sweep of planted outliers: the effect of each format on answers when a few channels are far larger.
 
-Owns: which models are made and compared, and what is averaged over seeds.
+Owns: which models are made and compared, and the averages over seeds.
 Does not know: flags, or how anything is shown.
+Called by the programs of KV quality.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from pensieve_lab.kv_quality.texts import Text
 
 PARTS: Final = ("keys", "values")
 BALANCED: Final = "int8_balanced"
-"""int8 on weights whose channels were brought to like magnitudes."""
+"""int8 on weights whose channels were brought to similar magnitudes."""
 COMPARED: Final = (*FORMATS, BALANCED)
 MAX_LOGIT_DIFFERENCE: Final = 1e-3
-_NUM_CHECKED = 2  # texts whose logits with exact KV state must not have moved
+_NUM_CHECKED = 2  # texts whose logits with an exact KV cache must not change
 _SHOWN = ("divergence", "top_equal_percent", "more_nats")
 
 
 class Sweep(NamedTuple):
-    """What is planted where.
+    """Settings of the sweep.
 
     Attributes:
-      texts: that are measured.
-      calibration: token ids that magnitudes of channels are taken from; none of `texts`.
-      scales: what planted channels are times.
-      num_seeds: of the channels that are drawn, for each scale.
+      texts: measured texts.
+      calibration: token ids from which channel magnitudes are taken, disjoint from `texts`.
+      scales: factors of planted channels.
+      num_seeds: draws of channels for each scale.
     """
 
     texts: Sequence[Text]
@@ -43,17 +44,17 @@ class Sweep(NamedTuple):
 
     @property
     def num_models(self) -> int:
-        """That are measured."""
+        """Number of measured models."""
         return 1 + len(PARTS) * len(self.scales) * self.num_seeds
 
     @property
     def num_passes(self) -> int:
-        """Dense passes of all of them; those of the check and of calibration are left out."""
+        """Number of dense passes, without those of the check and of calibration."""
         return self.num_models * len(self.texts) * (len(FORMATS) + 3)
 
 
 def run_sweep(model: Model, sweep: Sweep, on_pass: Callable[[], None]) -> list[dict[str, Any]]:
-    """A row for each part, scale and seed, behind one of the model as it is (part None)."""
+    """Return a row for each part, scale and seed, after one for the unchanged model (part None)."""
     passes, rows = Passes(model), [_row(None, 1.0, None, _measured(model, sweep, on_pass))]
     for part in PARTS:
         for scale in sweep.scales:
@@ -66,7 +67,7 @@ def run_sweep(model: Model, sweep: Sweep, on_pass: Callable[[], None]) -> list[d
 
 
 def averages(rows: Sequence[dict[str, Any]], figure: str = "divergence") -> list[dict[str, Any]]:
-    """Of each part and scale, [mean, smallest, largest] over the seeds, by format."""
+    """Return [mean, smallest, largest] over the seeds of each part and scale, by format."""
     found = []
     for part in PARTS:
         for scale in sorted({row["scale"] for row in rows}):

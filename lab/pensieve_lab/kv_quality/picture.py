@@ -1,6 +1,8 @@
-"""Draws what planted outliers do to each format.
+"""Picture of the effect of planted outliers on each format.
 
-Owns: the picture. Does not know: how the figures were found.
+Owns: the drawing.
+Does not know: how the figures were found.
+Called by the program of the sweep.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ _LABELS = {
 
 
 def draw(points: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
-    """Divergence over the factor, a panel for K and one for V; bars reach over the seeds. Raises OSError."""
+    """Draw divergence over the factor in panels for K and V, with bars over seeds; raises OSError."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -33,7 +35,7 @@ def draw(points: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
         some = [point for point in points if point["part"] == part]
         scales = [point["scale"] for point in some]
         for index, name in enumerate(COMPARED):
-            # A mean of equal numbers may be rounded past them.
+            # Rounding may put the mean of equal numbers outside their range.
             means, lows, highs = zip(*(point[name] for point in some), strict=True)
             below = [max(0.0, mean - low) for mean, low in zip(means, lows, strict=True)]
             above = [max(0.0, high - mean) for mean, high in zip(means, highs, strict=True)]

@@ -1,7 +1,8 @@
-"""How far a model's next-token distributions move when its KV state is stored in another format.
+"""Change of a model's next-token distributions when its KV cache is stored in another format.
 
-Owns: the figures, each token behind its own text in one dense pass, and their bootstrap intervals.
+Owns: the figures, computed for each token of a text in one dense pass, and their bootstrap intervals.
 Does not know: what the texts or the weights are.
+Called by `kv_quality.outliers` and the programs.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from pensieve_lab.kv_quality.texts import Text
 
 _MIN_PADDED = 128
 _RESAMPLES, _INTERVAL_PERCENT = 2000, (2.5, 97.5)
-_SMALL = 1.0  # of differences of log-probabilities: under it, exp(d) - 1 - d is what rounding leaves
+_SMALL = 1.0  # difference of log-probabilities below which exp(d) - 1 - d loses digits and needs expm1
 
 
 class Sums(NamedTuple):
-    """Over the tokens of each text, f64[num_texts]: what all figures are quotients of."""
+    """Sums over the tokens of each text, f64[num_texts], from which all figures are computed."""
 
     tokens: np.ndarray
     nats: np.ndarray  # minus log-probabilities of the text's tokens
@@ -40,12 +41,12 @@ class Passes:
     """One model's dense passes over texts."""
 
     def __init__(self, model: Model) -> None:
-        """Share its arrays."""
+        """Share the model's arrays."""
         self._structure, self._leaves = ModelStructure.split(model)
         self._limit = model.config.max_position_embeddings
 
     def logits(self, token_ids: np.ndarray, store: str) -> jax.Array:
-        """f32[P, V], behind each token and padding, with KV state stored so."""
+        """Return f32[P, V], the logits at each token and padding, with the KV cache in format `store`."""
         padded = min(max(_MIN_PADDED, 1 << (len(token_ids) - 1).bit_length()), self._limit)
         ids = np.pad(token_ids, (0, padded - len(token_ids)))
         return _logits(self._leaves, ids, structure=self._structure, store=store)
@@ -54,7 +55,7 @@ class Passes:
 def compare(
     passes: Passes, texts: Sequence[Text], formats: Sequence[str], on_pass: Callable[[], None]
 ) -> dict[str, Sums]:
-    """Of each format; `on_pass` is called behind every pass."""
+    """Return the sums of each format; `on_pass` is called after every pass."""
     rows: dict[str, list[list[float]]] = {name: [] for name in formats}
     for text in texts:
         exact = passes.logits(text.token_ids, EXACT)
@@ -73,7 +74,7 @@ def compare(
 
 
 def logit_difference(passes: Passes, others: Passes, texts: Sequence[Text]) -> float:
-    """The largest between two models, both with exact KV state."""
+    """Return the largest difference between two models, both with an exact KV cache."""
     return max(
         float(jnp.abs(passes.logits(ids, EXACT)[: len(ids)] - others.logits(ids, EXACT)[: len(ids)]).max())
         for ids, _ in texts
@@ -81,7 +82,7 @@ def logit_difference(passes: Passes, others: Passes, texts: Sequence[Text]) -> f
 
 
 def figures(sums: Sums) -> dict[str, float]:
-    """What is reported of a format."""
+    """Return the reported figures of a format."""
     tokens = sums.tokens.sum()
     return {
         "perplexity": float(np.exp(sums.nats.sum() / tokens)),
@@ -94,7 +95,7 @@ def figures(sums: Sums) -> dict[str, float]:
 
 
 def intervals(sums: Sums, seed: int) -> dict[str, list[float]]:
-    """Of each figure but the largest difference, 95% by resampling whole texts."""
+    """Return 95% intervals of each figure but the largest difference, by resampling whole texts."""
     random, count = np.random.default_rng(seed), len(sums.tokens)
     drawn = [
         figures(Sums(*(part[chosen] for part in sums)))
@@ -108,7 +109,7 @@ def intervals(sums: Sums, seed: int) -> dict[str, list[float]]:
 
 
 def report(sums: Sums, seed: int) -> dict[str, Any]:
-    """Figures and their intervals."""
+    """Return the figures and their intervals."""
     return {**figures(sums), "interval": intervals(sums, seed)}
 
 
@@ -116,7 +117,7 @@ def report(sums: Sums, seed: int) -> dict[str, Any]:
 def _logits(
     leaves: list[jax.Array], token_ids: jax.Array, *, structure: ModelStructure, store: str
 ) -> jax.Array:
-    """f32[T, V]; tokens past the end are padding, which causality keeps from mattering."""
+    """Return f32[T, V]; tokens past the end are padding, which causality makes harmless."""
     model = structure.merge(leaves)
     positions = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
     return model.compute_logits(model(token_ids, positions, StoredAttention(store)))
@@ -126,10 +127,10 @@ def _logits(
 def _compare(
     exact: jax.Array, other: jax.Array, targets: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Nats of the targets, their exact nats, KL divergences and equal top tokens, [T] each."""
+    """Return nats of the targets, their exact nats, KL divergences and equal top tokens, [T] each."""
     exact, other = (jax.nn.log_softmax(logits, axis=-1) for logits in (exact, other))
     nats, exact_nats = (-jnp.take_along_axis(one, targets[:, None], axis=-1)[:, 0] for one in (other, exact))
-    # KL as a sum of terms none of which is negative: p (exp(d) - 1 - d) with d = log q - log p.
+    # KL as a sum of nonnegative terms: p (exp(d) - 1 - d) with d = log q - log p.
     d, p = other - exact, jnp.exp(exact)
     near = jnp.expm1(jnp.minimum(d, _SMALL)) - d
     divergence = jnp.where(d < _SMALL, p * near, jnp.exp(other) - p - p * d).sum(axis=-1)

@@ -1,9 +1,10 @@
-"""Greedy replies of a model whose KV state is stored in a format, many at a time.
+"""Greedy replies of a model whose KV cache is stored in a format, in batches.
 
-Owns: generation by itself, a token of every row at a time over a plain array of keys and values.
+Owns: generation without an engine, one token of every row at a time over a plain array of keys and values.
 Does not know: engines, pages or texts.
+Called by the programs of KV quality.
 
-Every token of a prompt is fed as if it had been generated, so that one compiled loop does all of it.
+Every prompt token is fed as if it had been generated, so that one compiled loop does all of it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pensieve_jax.decoding.device.structure import ModelStructure
 from pensieve_lab.kv_quality.formats import STORES
 
 _AT_ONCE = 32
-_LENGTH_STEP = 128  # of loops, which are compiled for each length
+_LENGTH_STEP = 128  # loops are compiled for multiples of this length
 
 
 def greedy_replies(
@@ -32,7 +33,7 @@ def greedy_replies(
     num_tokens: int,
     on_batch: Callable[[int], None] = lambda _: None,
 ) -> list[list[int]]:
-    """Of each prompt, up to the token that ends it or to `num_tokens`; like lengths run together."""
+    """Return each prompt's reply, up to its end token or `num_tokens`; similar lengths run together."""
     structure, leaves = ModelStructure.split(model)
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     replies: dict[int, list[int]] = {}
@@ -55,13 +56,13 @@ def greedy_replies(
 
 
 def num_equal(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens that both begin with."""
+    """Return the length of the common prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def compared(exact: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> dict[str, float]:
-    """What is reported: replies that are the same to their end, and how far the others are."""
+    """Return the number of identical replies, and how far the others agree."""
     pairs = list(zip(exact, other, strict=True))
     shares = [num_equal(one, two) / max(len(one), len(two)) for one, two in pairs]
     num_identical = sum(list(one) == list(two) for one, two in pairs)
@@ -78,16 +79,15 @@ def _until_end(reply: list[int], eos_token_ids: Sequence[int]) -> list[int]:
 
 
 class _RowsAttention:
-    """One token of each row, all at one position, over what is stored of the rows so far."""
+    """Attention of one token per row, all at one position, over the stored rows so far."""
 
     def __init__(
         self, caches: Sequence[tuple[jax.Array, jax.Array]], position: jax.Array, store: str
     ) -> None:
-        """`caches` are keys and values [B, S, num_kv_heads, head_dim] of each layer, updated in the list."""
+        """Take `caches`, K and V [B, S, num_kv_heads, head_dim] of each layer, updated in the list."""
         self.caches, self._position, self._store = list(caches), position, STORES[store]
 
     def __call__(self, layer_index: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """See `Attention`."""
         num_rows, _, head_dim = q.shape
         rows = [self._store(one)[:, None] for one in (k, v)]
         keys, values = (
@@ -107,7 +107,7 @@ class _RowsAttention:
 def _generate(
     leaves: list[jax.Array], ids: jax.Array, lengths: jax.Array, *, structure: ModelStructure, store: str
 ) -> jax.Array:
-    """i32[B, S]: the prompts, and behind each what follows greedily up to the end of the row."""
+    """Return i32[B, S]: each prompt and its greedy continuation up to the end of the row."""
     model = structure.merge(leaves)
     config, (num_rows, length) = model.config, ids.shape
     shape = num_rows, length, config.num_kv_heads, config.head_dim

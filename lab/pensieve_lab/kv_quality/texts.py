@@ -1,11 +1,12 @@
-"""The texts that are measured, as token ids, and where in them a model would begin to reply.
+"""Measured texts as token ids, with the position at which a model would begin to reply.
 
-Owns: which file is read how, and the conversations that stand in for a file.
-Does not know: formats, figures.
+Owns: how files are read, and the conversations used without a file.
+Does not know: formats or figures.
+Called by `kv_quality.flags`.
 
 A file whose name ends in .jsonl or .jsonl.gz holds dialogues (`chat_training.data`), which are written in the
-model's chat template. Any other is plain text, which is cut into pieces. Without a file the model is talked
-to: held-out facts and our lines, as in `check_recall`, with its own replies.
+model's chat template. Any other file is plain text, which is cut into pieces. Without a file, the model
+itself replies to held-out facts and built-in lines, as in `check_recall`.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from pensieve_lab.chat_training.recall_cases import recall_cases
 from pensieve_lab.chat_training.served_recall import serve_cases, written_talks
 
 _SUFFIXES = (".jsonl", ".jsonl.gz")
-_MIN_TOKENS = 8  # a piece with fewer says nothing
+_MIN_TOKENS = 8  # shorter pieces are not meaningful
 
 
 class Text(NamedTuple):
-    """One of them; `reply_start` tokens are a prompt that a reply may follow."""
+    """A measured text; its first `reply_start` tokens are a prompt that a reply may follow."""
 
     token_ids: np.ndarray  # i32[n]
     reply_start: int
 
 
 def read_texts(path: str, tokenizer: Tokenizer, count: int, context_tokens: int) -> list[Text]:
-    """The first `count` dialogues, or pieces of `context_tokens` tokens of a plain text.
+    """Return the first `count` dialogues, or pieces of `context_tokens` tokens of a plain text.
 
     Raises ConfigError naming `--text`, and ChatTemplateError for dialogues without a template.
     """
@@ -59,19 +60,19 @@ def read_texts(path: str, tokenizer: Tokenizer, count: int, context_tokens: int)
 def dialogue_texts(
     dialogues: Sequence[Conversation] | itertools.islice, tokenizer: Tokenizer, context_tokens: int
 ) -> list[Text]:
-    """Dialogues, cut where they exceed the context; the model replies to the last message before that."""
+    """Return dialogues cut at the context limit; the model replies to the last message before the cut."""
     encoder = ConversationEncoder(tokenizer, user_weight=0.0)
     texts = []
     for dialogue in dialogues:
         ids, weights = encoder.encode(dialogue, [1.0] * len(dialogue.exchanges))
         ids, weights = ids[:context_tokens], weights[:context_tokens]
-        starts = np.flatnonzero(np.diff(weights) > 0) + 1  # users' tokens weigh 0
+        starts = np.flatnonzero(np.diff(weights) > 0) + 1  # users' tokens have weight 0
         texts.append(Text(ids, int(starts[-1]) if len(starts) else len(ids)))
     return texts
 
 
 def own_dialogues(model: str, count: int, seed: int, *, progress: bool) -> list[Conversation]:
-    """Conversations of `check_recall` with the model, which serves them in float32."""
+    """Return conversations of `check_recall` with the model, which is served in float32."""
     cases = recall_cases(count, written_talks(), seed)
     config = EngineConfig(
         cache=CacheConfig(gpu_pages=1024),

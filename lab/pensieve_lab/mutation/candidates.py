@@ -1,7 +1,8 @@
-"""Mutants of one source file: where each operator applies, and what the file becomes.
+"""Mutants of one source file: where each operator applies, and the resulting text of the file.
 
 Owns: the positions of operators, and the places where a change means nothing.
-Does not know: which mutants are drawn (`drawing`), or how tests are run.
+Does not know: which mutants are drawn, or how tests are run.
+Called by `mutation.drawing`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pensieve_lab.mutation.mutants import Candidate, Mutant, digest
 from pensieve_lab.mutation.operators import OPERATORS
 
 _CHECKERS: Final = "integrity.py"
-"""Files whose assertions are what they are for; elsewhere an assertion only states what cannot happen."""
+"""Files whose purpose is assertions; elsewhere an assertion only states what cannot happen."""
 _LOGGERS: Final = frozenset({"_log", "log", "logger", "logging"})
 type Point = tuple[int, int]
 
@@ -61,7 +62,7 @@ def make_mutant(candidate: Candidate, text: str) -> Mutant | None:
 
 
 def _repeats_a_comparison(node: Any) -> bool:
-    """`not a < b` is `a >= b`, and `not not a` is `a`: other operators make these."""
+    """Return whether other operators make the same mutant, as `not a < b` is `a >= b`."""
     return node.children[1].type in ("comparison", "not_test")
 
 
@@ -93,7 +94,7 @@ def _enclosing(tree: ast.Module, line: int) -> str:
 
 
 def _excluded_ranges(text: str, *, keeps_assertions: bool) -> Iterator[tuple[Point, Point]]:
-    """Yield what changes nothing that is promised: annotations, assertions, decorators and logging."""
+    """Yield the ranges of code without tested behavior: annotations, assertions, decorators and logging."""
     lines = text.split("\n")
     for node in ast.walk(ast.parse(text)):
         parts: list[Any] = _excluded_parts(node)
@@ -108,7 +109,7 @@ def _excluded_ranges(text: str, *, keeps_assertions: bool) -> Iterator[tuple[Poi
 
 
 def _point(lines: list[str], line: int, byte_offset: int) -> Point:
-    """`ast` counts the bytes of a line, parso its characters."""
+    """Convert a position of `ast`, which counts bytes of a line, to one of parso, which counts characters."""
     return line, len(lines[line - 1].encode()[:byte_offset].decode())
 
 

@@ -2,8 +2,9 @@
 
 Owns: the map: one file for each test file, made again when that file changes.
 Does not know: mutants.
+Called by `programs.run_mutants`, `mutation.selection` and `mutation.trial`.
 
-The map may be older than the product. Where a source file has changed since, every test that executes the
+The map may be older than the product. If a source file has changed since, every test that executes the
 function counts, rather than the line.
 """
 
@@ -62,7 +63,7 @@ def find_place(file: str, text: str, line: int) -> Place:
 
 
 class CoverageMap:
-    """What is known of some test files."""
+    """Recorded coverage of some test files."""
 
     def __init__(self, records: dict[str, dict[str, Any]]) -> None:
         """Take records by test file."""

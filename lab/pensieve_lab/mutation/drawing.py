@@ -1,12 +1,13 @@
-"""The mutants of a run: drawn at random from rooms of the product.
+"""The mutants of a run, drawn at random from packages of the product.
 
 Owns: which mutants a seed draws.
 Does not know: what tests there are.
+Called by `programs.run_mutants`.
 
-Each room gives equally many mutants. Within a room each line that can be changed is equally likely, so a
-large file gives more than a small one. A line of many numbers gives no more than a line with one comparison:
-a second mutant of a line comes only after every other line gave one. A draw of fewer is the beginning of a
-draw of more.
+Each room (a package of the product) gives equally many mutants. Within a room each line that can be changed
+is equally likely, so a large file gives more than a small one. A line with many numbers gives no more than a
+line with one comparison: a second mutant of a line comes only after every other line gave one. A smaller draw
+is a prefix of a larger one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pensieve_lab.mutation.rooms import room_folder
 
 
 def draw(root: Path, rooms: Sequence[str], num: int, seed: int) -> list[Mutant]:
-    """Return `num` mutants, or all where there are fewer, with the rooms alternating."""
+    """Return `num` mutants, or all if there are fewer, with the rooms alternating."""
     sources = {room: _draw_room(root, room, seed) for room in rooms}
     drawn: list[Mutant] = []
     while sources and len(drawn) < num:
@@ -46,7 +47,7 @@ def _draw_room(root: Path, room: str, seed: int) -> Iterator[Mutant]:
 
 
 def _by_rounds(files: list[list[Candidate]], rng: random.Random) -> Iterator[Candidate]:
-    """Yield one candidate of each line, lines in random order, then a second one where there is one."""
+    """Yield one candidate of each line, lines in random order, then second ones."""
     lines = [
         list(group)
         for candidates in files

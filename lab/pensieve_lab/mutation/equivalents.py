@@ -1,7 +1,8 @@
 """Mutants that a person judged to be the same program, or one that differs in nothing promised.
 
-Owns: the file of them and its form.
+Owns: the file of these mutants and its form.
 Does not know: how mutants are run.
+Called by `programs.run_mutants`.
 
 The file is `tests/mutants_equivalent.toml`; each entry is
 

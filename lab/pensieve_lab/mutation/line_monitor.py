@@ -2,11 +2,12 @@
 
 Owns: the monitor of this process, and the name of a line.
 Does not know: tests.
+Called by `mutation.recording`, and by started processes through `site/sitecustomize.py`.
 
 Only code of the product reports lines, and each line once until lines are asked for anew, so this costs
 little. A line is named by its file, the qualified name of its code and its distance from that code's first
-line: changes elsewhere in the file leave the name as it is. It stands on the standard library alone, since
-every process that a test starts imports it.
+line, so changes elsewhere in the file leave the name as it is. The module imports only the standard library,
+since every process that a test starts imports it.
 """
 
 from __future__ import annotations

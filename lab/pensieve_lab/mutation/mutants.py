@@ -2,6 +2,7 @@
 
 Owns: the two types, and the digest of a source file.
 Does not know: cosmic-ray, so that all that runs mutants can be tested without it.
+Called by the other modules of this package.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Mutation operators: those of cosmic-ray that yield plausible mistakes, and two more.
 
 Owns: the list of operators and the two that cosmic-ray lacks.
-Does not know: where an operator may be applied (`candidates`), or what the tests say.
+Does not know: where an operator may be applied, or the results of tests.
+Called by `mutation.candidates`.
 
-Cosmic-ray replaces each operator by every other one. Most of those mutants fail in every test, and would
-only raise the share of mutants caught. Here a comparison moves its boundary or is negated, and arithmetic
-has one replacement.
+Cosmic-ray replaces each operator by every other one. Most of those mutants fail in every test, and would only
+raise the share of mutants caught. Here a comparison moves its boundary or is negated, and arithmetic has one
+replacement.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class RemoveCall(Operator):
             yield node.start_pos, node.children[0].end_pos
 
     def mutate(self, node: Any, index: int) -> Any:
-        """Keep the indentation and whatever follows on the line."""
+        """Replace the call; keep the indentation and the rest of the line."""
         call = node.children[0]
         node.children[0] = Keyword("pass", call.start_pos, prefix=call.get_first_leaf().prefix)
         return node

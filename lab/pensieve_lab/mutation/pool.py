@@ -2,6 +2,7 @@
 
 Owns: the worker processes, their environment and their copies.
 Does not know: which mutants there are, or which tests are worth running.
+Called by `programs.run_mutants`, `mutation.coverage_map` and `mutation.trial`.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from pensieve_jax import ConfigError
 from pensieve_lab.mutation.pytest_process import COMPILATION_CACHE
 from pensieve_lab.mutation.trees import Tree, tracked_files
 
-# Where the random tests begin, so that a verdict can be repeated.
+# Seed of the random tests, so that a verdict can be repeated.
 _TESTS_SEED: Final = "1"
 
 
 class WorkerError(RuntimeError):
-    """A worker ended by itself."""
+    """A worker ended unexpectedly."""
 
 
 class Worker:
@@ -37,14 +38,15 @@ class Worker:
     def __init__(self, tree: Tree, modules: Sequence[str], environment: dict[str, str]) -> None:
         """Start the process; it imports the modules once for all runs."""
         self.tree = tree
-        self._scratch = tempfile.mkdtemp(prefix="mutants-")  # short: sockets have their paths in it
+        # short, because socket paths, which are limited, begin with it
+        self._scratch = tempfile.mkdtemp(prefix="mutants-")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pensieve_lab.mutation.worker", *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
-            start_new_session=True,  # Ctrl-C ends the driver, whose end ends this
+            start_new_session=True,  # Ctrl-C ends the driver, and the worker ends with it
         )
         self._read()
 

@@ -1,7 +1,8 @@
-"""One run of pytest in a process of its own, and what comes of it.
+"""One run of pytest in a process of its own, and its results.
 
 Owns: the forked process: its folder, paths, limits and pytest plugins, and the lines that it reports.
 Does not know: mutants, or which tests are worth running.
+Called by `mutation.worker`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _ARGUMENTS: Final = (
 type Job = dict[str, Any]
 
 
-class Selected:
+class SelectedTests:
     """Pytest plugin that runs given tests in the given order and reports each before it runs."""
 
     def __init__(self, tests: Sequence[str], fd: int) -> None:
@@ -94,7 +95,7 @@ def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
 def run(job: Job, fd: int) -> NoReturn:
     """Run pytest in this process, which was forked for it, and end it with pytest's status."""
     _prepare(job)
-    plugins: list[Any] = [Selected(job.get("tests", ()), fd)]
+    plugins: list[Any] = [SelectedTests(job.get("tests", ()), fd)]
     arguments = [
         *_ARGUMENTS,
         f"--basetemp={job['scratch']}/pytest",

@@ -2,8 +2,9 @@
 
 Owns: the recorder, a pytest plugin: the lines, durations and failures of the tests of one file.
 Does not know: how lines are reported (`line_monitor`), or what they are used for (`coverage_map`).
+Called by `mutation.pytest_process`.
 
-What a fixture of a wider scope executes counts for every test that uses it. Durations are of the processors,
+Lines executed by a fixture of a wider scope count for every test that uses it. Durations are processor times,
 since the machine may have been loaded when they were recorded.
 
 The compilation cache of the tests and JAX's own caches are emptied before each test. A test that finds its
@@ -27,7 +28,7 @@ from pensieve_lab.mutation.line_monitor import LINES_FILE, Line, LineMonitor, re
 
 
 def _cpu_s() -> float:
-    """Return the processor time of this process and of those that it started and that have ended."""
+    """Return the processor time of this process and of its ended children."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
 
@@ -69,7 +70,7 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Generator[None, Any, Any]:
-        """Record a fixture that tests share by itself."""
+        """Record a fixture that tests share separately from any test."""
         if fixturedef.scope == "function":
             return (yield)
         self._wide_fixtures[self._current].add(fixturedef.argname)
@@ -77,12 +78,12 @@ class Recorder:
             return (yield)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note tests that cannot be used: they fail, or are skipped."""
+        """Note unusable tests, which fail or are skipped."""
         if report.outcome != "passed":
             self._failures.setdefault(report.nodeid, f"{report.outcome} in {report.when}")
 
     def result(self) -> dict[str, Any]:
-        """Return what was recorded, with a table of lines and a bit of a mask for each of them."""
+        """Return the records: a table of lines, and for each test a bit mask over it."""
         names = list(self._sinks)
         for path in self._folder.iterdir():
             self._sinks[names[int(path.name.partition(".")[0])]] |= read_lines(path)
@@ -113,7 +114,7 @@ class Recorder:
             os.environ[LINES_FILE] = before
 
     def _forget_programs(self) -> None:
-        """Have the next test trace its programs; folders stay, since a running engine may write to them."""
+        """Delete compiled programs, so that the next test traces; keep folders, which an engine may use."""
         for path in self._programs.rglob("*"):
             if path.is_file():
                 path.unlink(missing_ok=True)

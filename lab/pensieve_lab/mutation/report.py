@@ -1,7 +1,8 @@
-"""What a run prints.
+"""The printed report of a run.
 
 Owns: the form of the report.
 Does not know: how verdicts are reached.
+Called by `programs.run_mutants`.
 """
 
 from __future__ import annotations

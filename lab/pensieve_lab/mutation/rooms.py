@@ -1,7 +1,8 @@
-"""Rooms of the product, and the tests that mirror them.
+"""Rooms (packages) of the product, and the tests that mirror them.
 
-Owns: where a room is, and where its own tests are.
+Owns: the locations of a room and of its own tests.
 Does not know: mutants.
+Called by `programs.run_mutants`, `mutation.drawing` and `mutation.selection`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _TEST_FOLDERS: Final = {"model_defs": "models", "pallas_kernels": "kernels"}
 
 
 def room_folder(root: Path, room: str) -> Path:
-    """Return a room's folder: of the main package, or a package of its own."""
+    """Return a room's folder: in the main package, or a package of its own."""
     for folder in (root / PACKAGE / room, root / room):
         if room and (folder / "__init__.py").is_file():
             return folder

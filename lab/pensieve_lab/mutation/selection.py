@@ -2,8 +2,9 @@
 
 Owns: the order and the budget.
 Does not know: how tests are run.
+Called by `mutation.trial`.
 
-The tests of the mirrored file come first, then those of its folder, then others; among them, files that
+The tests of the mirrored file come first, then those of its folder, then others; within each, files that
 spend little time on the mutant. The budget is in processor time as recorded, so the choice does not depend on
 the machine's load.
 
@@ -30,7 +31,7 @@ class Selection(NamedTuple):
 
 
 def select(coverage: CoverageMap, place: Place, budget_s: float, killer: str = "") -> Selection:
-    """Return the tests of a mutant of a statement, the one that caught this mutant before first."""
+    """Return the tests of a mutant of a statement; the test that caught this mutant before comes first."""
     folder = mirrored_folder(place.file)
     tests = dict.fromkeys(coverage.covering(place))
     if not coverage.knows(place) or (place.is_imported and not tests):
@@ -60,7 +61,7 @@ def select(coverage: CoverageMap, place: Place, budget_s: float, killer: str = "
 
 
 def _closest_tests(coverage: CoverageMap, folder: str) -> list[CoveringTest]:
-    """Return the tests below a folder, or below the first one above it that has any."""
+    """Return the tests below a folder, or below its closest ancestor with tests."""
     for path in (folder, *map(str, PurePath(folder).parents)):
         if tests := list(coverage.tests_below(path)):
             return tests

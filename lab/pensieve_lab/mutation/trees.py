@@ -1,7 +1,8 @@
 """Private copies of the checkout, in which one file at a time is changed.
 
-Owns: the copies, and that Python sees a change.
+Owns: the copies, and making Python see a change.
 Does not know: what is changed, or what runs there.
+Called by `mutation.pool` and `programs.run_mutants`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def tracked_files(root: Path) -> list[str]:
 
 
 def tree_digest(root: Path, files: list[str]) -> str:
-    """Return a digest of all Python files: a verdict holds as long as it is the same."""
+    """Return a digest of all Python files; a verdict holds as long as it is unchanged."""
     digest = hashlib.sha256()
     for name in files:
         if name.endswith(".py"):
@@ -36,7 +37,7 @@ class Tree:
     """A copy of the checkout."""
 
     def __init__(self, source: Path, path: Path, files: list[str]) -> None:
-        """Copy files that differ, and remove those that the checkout does not have any more."""
+        """Copy files that differ, and remove those that the checkout no longer has."""
         self.path = path
         self._num_changes = 0
         known = set(files)
@@ -50,11 +51,11 @@ class Tree:
 
     @contextlib.contextmanager
     def changed(self, file: str, text: str) -> Iterator[None]:
-        """Have another text in a file for a while."""
+        """Replace a file's text within the context."""
         path = self.path / file
         before, status = path.read_bytes(), path.stat()
         self._num_changes += 1
-        # Compiled files are valid by the second of their source and its size, which a mutant often shares.
+        # A .pyc is validated by its source's mtime in seconds and its size, which a mutant often shares.
         changed_s = int(status.st_mtime) + self._num_changes
         try:
             _write(path, text.encode(), changed_s)

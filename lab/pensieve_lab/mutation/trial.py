@@ -1,7 +1,8 @@
-"""One mutant against its tests.
+"""The trial of one mutant against its tests.
 
 Owns: a verdict and how it is reached.
 Does not know: which mutants are drawn, or where verdicts are stored.
+Called by `programs.run_mutants`.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ TIMED_OUT: Final = "timed out"
 
 
 class Limits(NamedTuple):
-    """How long a mutant's tests may take; a loaded machine is slow, and a hanging test never ends."""
+    """Time limits of a mutant's tests, generous for a loaded machine but finite for a hanging test."""
 
     budget_s: float = 120.0  # of all tests of a mutant, as recorded
     test_s: float = 60.0
-    test_factor: float = 10.0  # of what a test took when it was recorded, in addition
+    test_factor: float = 10.0  # of a test's recorded time, in addition
 
 
 class Verdict(NamedTuple):
-    """What the tests said of a mutant."""
+    """Result of a mutant's trial."""
 
     key: str
     tree: str  # digest of the product and its tests
     outcome: str
-    test: str  # that failed or hung
+    test: str  # the one that failed or hung
     reason: str
     num_run: int
     num_left: int

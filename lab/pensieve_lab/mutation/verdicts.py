@@ -2,6 +2,7 @@
 
 Owns: the file and its form.
 Does not know: how verdicts are reached.
+Called by `programs.run_mutants`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class VerdictStore:
     """Verdicts in a file, one line each, written at once."""
 
     def __init__(self, path: Path) -> None:
-        """Read what earlier runs found; the last line of an interrupted run may be incomplete."""
+        """Read the verdicts of earlier runs; the last line of an interrupted run may be incomplete."""
         self._path = path
         self._latest: dict[str, Verdict] = {}
         if path.is_file():
@@ -44,7 +45,7 @@ class VerdictStore:
         return found.test if found is not None and found.outcome == KILLED else ""
 
     def add(self, verdict: Verdict) -> None:
-        """Write a verdict behind those that are stored."""
+        """Append a verdict to the file."""
         self._latest[verdict.key] = verdict
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(verdict._asdict()) + "\n")

@@ -2,8 +2,9 @@
 
     python -m pensieve_lab.mutation.worker MODULE ...
 
-Owns: forking, time limits, and the end of whatever a run leaves behind.
+Owns: forking, time limits, and the end of all processes that a run leaves behind.
 Does not know: mutants, or which tests are worth running.
+Called by `mutation.pool`, which starts it as a process.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _PASSED: Final = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 def main(modules: list[str]) -> None:
     """Answer jobs until the input ends."""
-    # Whatever a test starts and leaves behind becomes a child of this process, which ends it.
+    # Processes that a test starts and leaves behind become children of this one, which ends them.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=RuntimeWarning)
     for module in modules:
@@ -51,7 +52,7 @@ def main(modules: list[str]) -> None:
 
 
 def _import_plugins() -> None:
-    """Have pytest import its plugins, by a run without tests."""
+    """Make pytest import its plugins, by a run without tests."""
     with (
         tempfile.TemporaryDirectory() as empty,
         open(os.devnull, "w") as null,
@@ -76,7 +77,7 @@ def answer(job: Job) -> dict[str, Any]:
             traceback.print_exc()
         os._exit(EXIT_OWN_FAULT)
     os.close(write_fd)
-    result = _Watch(job).follow(read_fd, pid)
+    result = _RunWatcher(job).follow(read_fd, pid)
     os.close(read_fd)
     if result["outcome"] == "hung":
         os.kill(pid, signal.SIGKILL)
@@ -95,8 +96,8 @@ def answer(job: Job) -> dict[str, Any]:
     return result | {"status": code, "seconds": round(time.monotonic() - start, 2)}
 
 
-class _Watch:
-    """Follow the reports of one run, and see whether a test takes too long."""
+class _RunWatcher:
+    """Watcher of one run's reports, which detects a test that takes too long."""
 
     def __init__(self, job: Job) -> None:
         self._limits: dict[str, float] = dict(zip(job.get("tests", ()), job.get("limits", ()), strict=True))
@@ -140,7 +141,7 @@ class _Watch:
 
 
 def _end_children() -> None:
-    """End processes that a run left behind, and theirs in turn."""
+    """End processes that a run left behind, and their descendants."""
     while True:
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         for child in children:

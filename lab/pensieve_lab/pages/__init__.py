@@ -1,5 +1,5 @@
-"""The pages of `docs/` and `lab/docs/`: what checks their figures, and what writes their tables.
+"""The pages of `docs/` and `lab/docs/`: checks of their figures, and generation of their tables.
 
-`check_numbers.py` has `page`, `sources` and `expressions`; `refresh_pages.py` has the others, which take from
-`experiments` how documents are read and compared.
+`check_numbers.py` uses `page`, `sources` and `expressions`. `refresh_pages.py` uses the others, which read
+and compare documents as `experiments` does.
 """

@@ -1,6 +1,8 @@
-"""The tables of `lab/docs/balance.md`, as Markdown, out of the study's documents.
+"""Markdown tables of `lab/docs/balance.md`, made from the study's documents.
 
-Owns: which figures stand in which table. Does not know: how they came about.
+Owns: which figures stand in which table.
+Does not know: how they were measured.
+Called by `programs.refresh_pages`.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ def _ratio(rows: list[dict[str, Any]], bases: list[dict[str, Any]], *path: str) 
 
 
 def verdict() -> str:
-    """Geometric means of ratios over held-out traces, levels and seeds."""
+    """Return geometric means of ratios over held-out traces, levels and seeds."""
     runs, body = with_named(_runs), []
     for rule in RULES:
         cells = [rule]
@@ -58,7 +60,7 @@ def verdict() -> str:
 
 
 def loads() -> str:
-    """p99 beside the hash's, load by load."""
+    """Return p99 latencies relative to the plain hash, load by load."""
     runs, body = with_named(_runs), []
     for load in _names(runs, "load"):
         for level in _names(runs, "level"):
@@ -73,7 +75,7 @@ def loads() -> str:
 
 
 def details() -> str:
-    """Everything of every rule, as means over seeds."""
+    """Return all figures of every rule, as means over seeds."""
     runs, body = with_named(_runs), []
     for load in _names(runs, "load"):
         for level in _names(runs, "level"):
@@ -98,7 +100,7 @@ def details() -> str:
 
 
 def changes() -> str:
-    """The minute after a change, beside the same minute without one."""
+    """Return the minute after a change, compared with the same minute without one."""
     runs, body = _runs("changes"), []
     for load in _names(runs, "load"):
         for rule in _names(rows_of(runs, load=load), "rule"):
@@ -120,7 +122,7 @@ def _changed(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def fronts() -> str:
-    """p99 by age of loads and number of fronts."""
+    """Return p99 latencies by age of loads and number of front ends."""
     runs = _runs("fronts")
     rules = _names(runs, "rule")
     body = [
@@ -136,7 +138,7 @@ def _p99_and_again(rows: list[dict[str, Any]]) -> str:
 
 
 def sizes() -> str:
-    """p99 and imbalance by the number of replicas."""
+    """Return p99 latencies and imbalance by the number of replicas."""
     runs = _runs("sizes")
     rules, body = _names(runs, "rule"), []
     for count in _names(runs, "num_replicas"):
@@ -149,7 +151,7 @@ def sizes() -> str:
 
 
 def outline() -> str:
-    """The outline beside the engine's own scheduler."""
+    """Return figures of the replica model `FluidReplica`, compared with the engine's own scheduler."""
     body = [*_beside(_runs("outline"), ""), *_beside(_runs("engine"), ", longer")]
     columns = [
         f"{name}{kind}"
@@ -187,4 +189,4 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "balance-sizes": sizes,
     "balance-outline": outline,
 }
-"""By name in the page."""
+"""Tables by their name in the page."""

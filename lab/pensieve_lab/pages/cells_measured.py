@@ -1,7 +1,8 @@
-"""The tables of `lab/docs/cells_figures.md` on what was measured: loads, rivals, tasks, cuDNN, the host.
+"""Markdown tables of measurements in `lab/docs/cells_figures.md`: loads, baselines, tasks, cuDNN, the host.
 
 Owns: which documents are shown, and at which loads.
 Does not know: how they were made.
+Called by `programs.refresh_pages`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pensieve_lab.pages.cells_tables import Peak
 from pensieve_lab.pages.paper_tables import markdown
 
 _CUDNN: Final = "padding, cuDNN"
-_KEEPS_UP: Final = 0.98  # of the load that arrives
+_KEEPS_UP: Final = 0.98  # share of the offered load
 _BATCH: Final = 512
 
 
@@ -23,10 +24,10 @@ class Setting(NamedTuple):
     """A line of the table of peaks.
 
     Attributes:
-      what: in words.
+      what: description.
       documents: of its runs, without "h200_" and ".json".
-      rivals: systems to compare with; the page shows the best one.
-      bound: the document of its cell's times and words a request, where the bound is known.
+      rivals: baselines; the page shows the best one.
+      bound: if known, the document of its cell's times, and words per request.
     """
 
     what: str
@@ -86,13 +87,13 @@ def _loads(documents: Sequence[str], system: str) -> list[_Load]:
 
 
 def _most(loads: Sequence[_Load]) -> Peak:
-    """What is answered at most, at whatever load; a system that keeps up with the highest one may do more."""
+    """Return the highest throughput at any load; if the highest load is served, the peak may be higher."""
     highest = max(loads, key=lambda one: one.rate)
     return Peak(max(load.throughput for load in loads), highest.throughput >= _KEEPS_UP * highest.rate)
 
 
 def by_load() -> str:
-    """The LSTM of the thesis at every load, beside cuDNN and padding of cells."""
+    """Return the thesis' LSTM at every load, compared with cuDNN and padding of cells."""
     ours = _loads(("lstm",), CELLULAR)
     cudnn = {load.rate: load for load in _loads(("lstm",), _CUDNN)}
     padding = {load.rate: load for load in _loads(("lstm_padding",), PADDING_OLDEST)}
@@ -123,7 +124,7 @@ def by_load() -> str:
 
 
 def peaks() -> str:
-    """What each setting comes to, beside the best of its rivals in the same run."""
+    """Return the peak of each setting, compared with its best baseline in the same run."""
     return markdown(
         (
             "what",
@@ -156,7 +157,7 @@ def _at(load: _Load) -> str:
 
 
 def _bound(document: str, words: float | None) -> float:
-    """Requests a second if every task were full, and took what it takes alone."""
+    """Return the requests per second if every task were full and took as long as it does alone."""
     mean = (
         committed_document("sim_cells2.10_v100.json")["results"]["rows"]["mean"] if words is None else words
     )
@@ -171,7 +172,7 @@ def _task_s(document: str, size: int) -> float:
 
 
 def tasks() -> str:
-    """What a task takes, in launches of one and of several, beside a step of cuDNN's LSTM."""
+    """Return task times in launches of one and of several, compared with a step of cuDNN's LSTM."""
     body = []
     for name, document in _CELLS.items():
         results = committed_document(f"h200_{document}.json")["results"]
@@ -202,7 +203,7 @@ def _first(values: Any) -> float:
 
 
 def host() -> str:
-    """What the host needs, with a device that takes no time; machines of one kind differ."""
+    """Return the host's costs, with a device that takes no time; machines of one kind differ."""
     body = []
     for name, document in _CELLS.items():
         for load in committed_document(f"h200_{document}.json")["results"]["host"]:

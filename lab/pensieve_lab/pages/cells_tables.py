@@ -1,11 +1,13 @@
-"""The table of `lab/docs/cells_figures.md` in virtual time: what the thesis says, and what came out.
+"""Markdown table of simulated results in `lab/docs/cells_figures.md`, compared with the thesis.
 
-Owns: which claims are rows, what of them follows from times and lengths that went in, and at which latency
+Owns: which claims are rows, which numbers follow from the inputs' times and lengths, and at which latency
 loads are compared.
 Does not know: how a document was made, or how anything is scheduled.
+Called by `programs.refresh_pages`.
 
-The thesis names no latency at which its peaks are read. Ours are of loads with a 90th percentile below half a
-second, which is what it says of an overloaded rival: beyond that a queue grows as long as a run lasts.
+The thesis names no latency at which its peaks are read. Peaks here are of loads with a 90th percentile below
+half a second, the thesis' criterion for an overloaded baseline: beyond it, a queue grows as long as a run
+lasts.
 """
 
 from __future__ import annotations
@@ -25,15 +27,16 @@ from pensieve_lab.pages.paper_tables import markdown
 from pensieve_lab.workload.structures import europarl_like, treebank_like
 
 _LEVEL_MS: Final = 500.0
-_KEEPS_UP: Final = 0.98  # of the load that arrives
+_KEEPS_UP: Final = 0.98  # share of the offered load
 _COLUMNS: Final = ("figure", "of what", "the thesis", "ours", "by construction", "seeds")
 _BOTH: Final = (PADDING, PADDING_OLDEST)
 _DIFFERENT, _SAME = "cellular, 512 and 256", "cellular, 256 and 256"
 
-_MANY: Final = 20_000  # lengths and trees, to know those that go in
+_MANY: Final = 20_000  # lengths and trees from which the means of the inputs are computed
 
 type Line = tuple[str, ...]
-"""Figure, of what, the thesis, ours; and what times and lengths give without a scheduler, where they do."""
+"""Figure, subject, the thesis, this project, and the value that follows from times and lengths without a
+scheduler, if any."""
 type Curve = list[tuple[float, float]]
 
 
@@ -41,7 +44,7 @@ class Peak(NamedTuple):
     """The highest throughput of some loads.
 
     Attributes:
-      throughput: requests a second; 0 if none of them counts.
+      throughput: requests per second; 0 if no load counts.
       is_least: whether a higher load might have shown more.
     """
 
@@ -49,33 +52,33 @@ class Peak(NamedTuple):
     is_least: bool
 
     def __str__(self) -> str:
-        """In words."""
+        """Format for table cells."""
         if not self.throughput:
             return "none"
         return f"{'at least ' if self.is_least else ''}{self.throughput:,.0f}"
 
 
 class Sweep:
-    """An axes of a document: curves by series."""
+    """A panel of a document: curves by series."""
 
     def __init__(self, experiment: str, panel: int = 0) -> None:
-        """Raises FileNotFoundError: the experiment has no document yet."""
+        """Read a panel; raises FileNotFoundError if the experiment has no document yet."""
         points = _results(experiment)["points"]
         title = list(dict.fromkeys(point["panel"] for point in points))[panel]
         self._points = [point for point in points if point["panel"] == title]
 
     def curve(self, series: str, read: Callable[[Mapping[str, Any]], float]) -> Curve:
-        """Of a series, the mean over seeds at each rate."""
+        """Return a series' mean over seeds at each rate."""
         mine = [point for point in self._points if point["series"] == series]
         rates = list(dict.fromkeys(point["rate"] for point in mine))
         return [(rate, fmean(read(one) for one in mine if one["rate"] == rate)) for rate in rates]
 
     def p90_ms(self, series: str) -> dict[float, float]:
-        """By rate."""
+        """Return a series' 90th percentile of latency by rate, in milliseconds."""
         return dict(self.curve(series, lambda point: 1e3 * point["latency_s"]["p90"]))
 
     def peak(self, series: str) -> Peak:
-        """Of a series; it is at least that where the highest load that was tried was served in time."""
+        """Return a series' peak, which is a lower bound if its highest tried load was served in time."""
         served = dict(self.curve(series, lambda point: point["throughput"]))
         in_time = {rate: served[rate] for rate, p90 in self.p90_ms(series).items() if p90 <= _LEVEL_MS}
         highest = max(served)
@@ -83,18 +86,18 @@ class Sweep:
         return Peak(max(in_time.values(), default=0.0), is_least)
 
     def gain_shown(self, series: str, rival: str) -> str:
-        """How many times the rival's peak."""
+        """Return the ratio of a series' peak to the baseline's, as text."""
         mine, its = self.peak(series), self.peak(rival)
         if its.is_least:
             return "not to be told: the rival keeps up"
         return f"{'at least ' if mine.is_least else ''}{mine.throughput / its.throughput:.2f} x"
 
     def most(self, series: str) -> float:
-        """The highest throughput."""
+        """Return the highest throughput of a series."""
         return max(value for _, value in self.curve(series, lambda point: point["throughput"]))
 
     def lower_shown(self, series: str, rivals: Sequence[str]) -> str:
-        """By how much its 90th percentile is below the rivals', at loads below half of theirs."""
+        """Return by how much its p90 is below the baselines', at loads below half of their peaks."""
         shares = []
         for rival in rivals:
             its = self.p90_ms(rival)
@@ -116,7 +119,7 @@ def _said(id: str) -> float:
 
 
 def beside_the_thesis() -> str:
-    """Every row; an experiment without a document has one that says so."""
+    """Return every row; an experiment without a document gets a row that says so."""
     body: list[tuple[str, ...]] = []
     for figure, make in _ROWS.items():
         try:
@@ -128,10 +131,10 @@ def beside_the_thesis() -> str:
 
 
 class _Inputs:
-    """What goes into the simulation, and what follows from it if nobody waits, or if all tasks are full."""
+    """Inputs of the simulation, and results that follow from them without queueing, or with full tasks."""
 
     def __init__(self) -> None:
-        """Times are the thesis's, lengths and trees those that requests are drawn from."""
+        """Take the thesis' times, and the lengths and trees from which requests are drawn."""
         self._times = thesis_v100()
         pairs = [europarl_like(_MANY, seed=seed) for seed in range(3)]
         self.words = fmean(float(one.target.mean()) for one in pairs)
@@ -140,15 +143,15 @@ class _Inputs:
         self.nodes = fmean(2 * tree.num_leaves - 1 for tree in treebank_like(_MANY, seed=0))
 
     def step_s(self, batch_size: int, name: str = "lstm") -> float:
-        """A task of a cell."""
+        """Return the seconds of a cell's task."""
         return self._times.task_of(name, batch_size)
 
     def peak(self, batch_size: int, cells: float) -> float:
-        """Requests a second of so many cells each, in full tasks."""
+        """Return the requests per second of `cells` cells each, in full tasks."""
         return batch_size / self.step_s(batch_size) / cells
 
     def pairs_peak(self, num_devices: int, encoders: int) -> float:
-        """Of sentences that are encoded so many at a time and decoded 256 at a time."""
+        """Return the peak for sentences that are encoded `encoders` at a time and decoded 256 at a time."""
         encode_s = self.source_words * self.step_s(encoders, "encoder") / encoders
         return num_devices / (encode_s + self.words * self.step_s(256, "decoder") / 256)
 
@@ -350,7 +353,7 @@ def _equal_trees() -> list[Line]:
     less = f"{100 * (1 - mine.throughput / ideal.throughput):.0f}%, {mine} against {ideal}"
     if mine.is_least:
         less = f"not to be told: both keep up, {mine} and {ideal}"
-    times = thesis_v100()  # the ideal is charged for its cells alone
+    times = thesis_v100()  # the ideal pays for its cells only
     alone = 100 * (1 - times.cells_s["leaf"][64] / times.task_of("leaf", 64))
     p90 = f"{sweep.p90_ms(CELLULAR)[first]:.1f} ms against {sweep.p90_ms(IDEAL)[first]:.1f}"
     return [

@@ -1,11 +1,12 @@
-"""The command of a serving benchmark, compared with what its document says of the run.
+"""The command of a serving benchmark, compared with its document's account of the run.
 
-Owns: which flags of `benchmark_serving` a document repeats and where, and the bytes of KV cache that a
-model's shape, the pages and the data types give.
+Owns: which flags of `benchmark_serving` a document repeats and where, and the bytes of KV cache that follow
+from a model's shape, the pages and the data types.
 Does not know: requests or provenance.
+Called by `pages.result_documents`.
 
-Settings are compared only where the command names them, except for the flags in `_DEFAULTS`, whose defaults
-have not changed since documents were recorded.
+Settings are compared only if the command names them, except for the flags in `_DEFAULTS`, whose defaults have
+not changed since documents were recorded.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from model_defs.registry import PRESETS
 
 PROGRAM = "benchmark_serving"
 _DEFAULTS = {"system": "pensieve", "seed": "0", "max_client_lag_s": "0.01"}
-_OPTIONS = {  # the names of vLLM's options, by the flag
+_OPTIONS = {  # vLLM's option names by flag
     **{"gpu_pages": "num_gpu_blocks_override", "chunk_tokens": "block_size", "dtype": "dtype"},
     **{"max_num_running": "max_num_seqs", "max_num_batched_tokens": "max_num_batched_tokens"},
     **{"kv_dtype": "kv_cache_dtype", "max_position_embeddings": "max_model_len"},
     **{"tensor_parallel_size": "tensor_parallel_size", "vllm_offload_prompt_only": "offload_prompt_only"},
 }
 _UNNAMED = {"kv_dtype": (None, "auto"), "vllm_offload_prompt_only": (False,)}
-"""What a document says where its command lacks the flag."""
-_VALUES = {"float8_e4m3fn": ("float8_e4m3fn", "fp8")}  # vLLM's name
+"""The document's values if its command lacks the flag."""
+_VALUES = {"float8_e4m3fn": ("float8_e4m3fn", "fp8")}  # vLLM's name is the second one
 _CONVERTED = ("cpu_bytes", "cpu_pages", "gpu_memory_fraction", "gpu_reserved_bytes")
 """Flags whose values a configuration holds in another form."""
 _SETTINGS = ("model", "dtype", "think", "time_scale", "mid_life_s", "warm_up_s", "window_s", "drain_s")
 _SIZES = ("gpu_pages", "kv_dtype", "max_num_running", "max_num_batched_tokens")
-"""What a document must repeat where its command names it: of the users, and of an engine."""
+"""Fields that a document must repeat if its command names them: of users, and of an engine."""
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-_SCALE_BYTES = 2  # of each token, in whole rows of a page: only this engine's pages of 8 bits hold scales
+_SCALE_BYTES = 2  # per token, in whole rows of a page; only this engine's 8-bit pages hold scales
 _PAGE_TOKENS = 32
 
 
@@ -59,7 +60,7 @@ def runs(command: str, program: str) -> bool:
 
 
 def system_faults(system: Mapping[str, Any], command: str) -> Iterator[str]:
-    """Yield what a system's part of a document contradicts in its command."""
+    """Yield the contradictions between a system's part of a document and its command."""
     flags = read_flags(command)
     name, *changes = str(system.get("system")).split(", ")
     if name not in _systems(flags):
@@ -84,7 +85,7 @@ def system_faults(system: Mapping[str, Any], command: str) -> Iterator[str]:
 
 
 def point_faults(point: Mapping[str, Any], system: Mapping[str, Any], command: str) -> Iterator[str]:
-    """Yield what a load point contradicts in its command."""
+    """Yield the contradictions between a load point and its command."""
     flags = read_flags(command)
     is_closed = "closed_loop" in flags
     if is_closed or "recorded_arrivals" in flags:
@@ -109,7 +110,7 @@ def point_faults(point: Mapping[str, Any], system: Mapping[str, Any], command: s
 
 
 def kv_bytes(system: Mapping[str, Any], flags: Mapping[str, str]) -> int | None:
-    """Return the bytes of KV cache on all devices, or None where the document lacks what gives them."""
+    """Return the bytes of KV cache on all devices, or None if the document lacks the inputs."""
     config, options = _leaves(system.get("config")), _leaves(system.get("options"))
     if "kv_bytes" in config:
         return int(config["kv_bytes"] * config["tensor_parallel_size"])
@@ -143,7 +144,7 @@ def _leaves(tree: Any) -> dict[str, Any]:
 
 
 def _differences(said: Mapping[str, Any], flags: Mapping[str, str], needed: Sequence[str]) -> Iterator[str]:
-    """Yield the values that the command contradicts, and those of `needed` that only the command has."""
+    """Yield values that contradict the command, and missing values of `needed` that the command names."""
     for name in needed:
         if name in flags and name not in said:
             yield f"{name} is missing; the command has {flags[name]}"
@@ -161,7 +162,7 @@ def _differences(said: Mapping[str, Any], flags: Mapping[str, str], needed: Sequ
 
 
 def _is_said(value: Any, text: str) -> bool:
-    """Whether the text of a flag gives this value."""
+    """Return whether a flag's text gives this value."""
     if isinstance(value, bool):
         return value is (text.lower() in ("", "true", "1"))
     if isinstance(value, int | float):

@@ -1,7 +1,8 @@
 """Expressions over documents: small, safe Python in which `a.b` is `a["b"]`.
 
-Owns: what an expression may be, and what it may call.
+Owns: which syntax and functions an expression may use.
 Does not know: pages.
+Called by `pages.sources`, `pages.pictures` and `programs.check_numbers`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class ExpressionError(ValueError):
 
 @functools.cache
 def read_document(path: Path) -> Any:
-    """A result document: JSON, JSON lines (a list), TOML, or text as it is."""
+    """Return a result document: JSON, JSON lines (a list), TOML, or plain text."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".toml":
         return tomllib.loads(text)
@@ -68,12 +69,13 @@ def read_document(path: Path) -> Any:
 
 
 class Documents:
-    """Evaluates expressions; documents are found from one folder, and from others by a name."""
+    """Evaluator of expressions over the documents of one default folder and further named folders."""
 
     def __init__(self, folder: Path, **others: Path) -> None:
-        """Documents are named by their path from `folder`, or from another one behind its name."""
+        """Name documents by their path from `folder`, or by another folder's name and a path from it."""
         self._folder, self._others = folder, others
-        self._paths: dict[str, Path] = {}  # by name: to resolve one takes longer than most expressions
+        # by name, because resolving a path takes longer than most expressions
+        self._paths: dict[str, Path] = {}
         self._functions: dict[str, Any] = {
             **{f.__name__: f for f in (abs, float, int, len, max, min, round, sorted, str, sum)},
             **{"mean": statistics.fmean, "median": statistics.median, "floor": math.floor, "ceil": math.ceil},
@@ -87,7 +89,7 @@ class Documents:
         }
 
     def read(self, name: str) -> Any:
-        """A document by its path from the folder."""
+        """Return a document by its path from the folder."""
         if name not in self._paths:
             self._paths[name] = self._path(name)
         return read_document(self._paths[name])
@@ -101,7 +103,7 @@ class Documents:
         return path
 
     def value(self, expression: str, names: Mapping[str, Any]) -> Any:
-        """What an expression comes to with these names; raises ExpressionError."""
+        """Return the value of an expression with these names; raises ExpressionError."""
         try:
             code = _compiled(expression)
             return eval(
@@ -114,7 +116,7 @@ class Documents:
 
 
 def one(rows: Iterable[Mapping[str, Any]], **wanted: Any) -> Any:
-    """The one row that has these values."""
+    """Return the only row with these values."""
     found = [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
     if len(found) != 1:
         raise ExpressionError(f"{len(found)} rows have {wanted}")
@@ -124,17 +126,17 @@ def one(rows: Iterable[Mapping[str, Any]], **wanted: Any) -> Any:
 def at_latency(
     level_s: float, runs: Iterable[Mapping[str, Any]], figure: str = "requests_per_s"
 ) -> float | None:
-    """Requests a second, or another figure of load points, where a token first takes `level_s` on average.
+    """Return the figure of load points at which mean normalized latency reaches `level_s`.
 
-    By straight lines between points, which come by load; `runs` are points, or documents of the serving
-    benchmark for theirs. None where no line crosses that level.
+    Points must be sorted by load, and lines between them are straight. `runs` are points, or documents of the
+    serving benchmark with points. Returns None if no line crosses the level.
     """
     points = [point for run in runs for point in (run["results"]["points"] if "results" in run else [run])]
     return crossing_at(level_s, [(p[figure], p["normalized_latency_s"]["mean"]) for p in points])
 
 
 def total(values: Mapping[str, float], *words: str) -> float:
-    """The sum of the values whose name has one of these words; there must be some."""
+    """Return the sum of the values whose name has one of these words; raises ExpressionError without any."""
     found = [value for name, value in values.items() if any(word in name for word in words)]
     if not found:
         raise ExpressionError(f"no name has any of {words}")
@@ -142,7 +144,7 @@ def total(values: Mapping[str, float], *words: str) -> float:
 
 
 def number_after(text: str, words: str) -> float:
-    """The first number behind these words in a document that is text."""
+    """Return the first number after these words in a text document."""
     found = re.search(re.escape(words) + r"[^\d\n]*?(-?\d[\d,]*(?:\.\d+)?)", text)
     if found is None:
         raise ExpressionError(f"no number after {words!r}")
@@ -159,7 +161,7 @@ def names_of(expression: str) -> set[str]:
 
 
 class _Checked(ast.NodeTransformer):
-    """Lets only values, arithmetic and calls of named functions by, and makes attributes keys."""
+    """Transformer that allows only values, arithmetic and named functions, and makes attributes keys."""
 
     def visit(self, node: ast.AST) -> Any:
         if isinstance(node, ast.Attribute):

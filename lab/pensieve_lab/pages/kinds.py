@@ -1,9 +1,10 @@
-"""Why a figure may stand on a page without a document: a closed list of kinds.
+"""Reasons for which a figure may stand on a page without a document: a closed list of kinds.
 
-Owns: the kinds, what each one means, the form that its figures must have, the figures of the front page that
-have no document, and which numbers of a document are settings. Only figures of kind `tested`, and on the
-front page of kind `setting`, are compared with anything.
+Owns: the kinds, their meanings, and the form of their figures; the figures of the front page without a
+document; and which numbers of a document are settings. Only figures of kind `tested`, and on the front page
+of kind `setting`, are compared with anything.
 Does not know: how a page is read.
+Called by `pages.sources`.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import Any, NamedTuple
 
 
 class Kind(NamedTuple):
-    """A reason that is accepted.
+    """An accepted reason.
 
     Attributes:
-      meaning: what such a figure is.
-      form: what all of it must match.
+      meaning: definition of the kind.
+      form: pattern that each figure must match completely.
       may_stand_on_front_page: whether `FRONT_PAGE` may name such figures.
     """
 
@@ -66,8 +67,8 @@ FRONT_PAGE = {
 }
 """All figures of the README without a document, by heading and kind.
 
-A page and its sources can be edited together, so that they agree. A figure that is added here is a change of
-the code.
+A page and its sources can be edited together so that they agree; a figure that is added here is a change of
+code.
 """
 
 
@@ -92,7 +93,7 @@ def _numbers(found: Any) -> Iterator[float]:
 
 
 def problems(entry: dict[str, Any], *, is_front_page: bool) -> list[str]:
-    """Return unknown kinds of an entry of prose, and its figures that have the form of none."""
+    """Return the unknown kinds of a prose entry, and its figures that match no kind's form."""
     named = entry.get("kind", [])
     kinds = [named] if isinstance(named, str) else named
     if unknown := [kind for kind in kinds if kind not in KINDS]:
@@ -107,7 +108,7 @@ def problems(entry: dict[str, Any], *, is_front_page: bool) -> list[str]:
 
 
 def _front_page_problems(entry: dict[str, Any], kinds: list[str]) -> Iterator[str]:
-    """Yield what keeps an entry from the front page."""
+    """Yield the reasons that keep an entry from the front page."""
     if len(kinds) > 1:
         yield "kind is a list; on the front page each kind has an entry of its own"
         return

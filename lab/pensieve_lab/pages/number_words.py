@@ -1,9 +1,10 @@
 """Numbers that a page writes as words: shares, multiples and large counts.
 
-Owns: which words are such numbers, what each is worth, and how close a value must be to be called so.
-Small counts (one to nine, but for `two and a half`), ordinals, vague plurals (`dozens`, `halves`) and words
-beside a hyphen (`half-done`) are not numbers here.
+Owns: which words are such numbers, their values, and the tolerance. Small counts (one to nine, but for `two
+and a half`), ordinals, vague plurals (`dozens`, `halves`) and words beside a hyphen (`half-done`) do not
+count as numbers here.
 Does not know: pages or documents.
+Called by `pages.page` and `pages.sources`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import re
 
 TOLERANCE = 0.1
-"""A value may be this share of a word's own value away from it: 0.63 is about "two thirds", 0.55 is not."""
+"""Relative tolerance around a word's value: 0.63 is about "two thirds", 0.55 is not."""
 
 _ONES = dict(
     zip(["one", "two", "three", "four", "five", "six", "seven", "eight", "nine"], range(1, 10), strict=True),
@@ -74,7 +75,7 @@ _ALTERNATIVES = (
     _any({**_TEENS, **_TENS}),
 )
 PATTERN = rf"(?<![\w-])(?<!\d )(?i:{'|'.join(_ALTERNATIVES)})(?![\w-])"
-"""A regular expression without groups of its own."""
+"""Regular expression without capturing groups."""
 _NUMBER_WORDS = re.compile(PATTERN)
 
 
@@ -107,6 +108,6 @@ def worth(shown: str) -> float | None:
 
 
 def is_about(value: float, shown: str) -> bool:
-    """Whether a value may be called by these words."""
+    """Return whether a value may be called by these words."""
     named = worth(shown)
     return named is not None and abs(value - named) <= TOLERANCE * named

@@ -1,10 +1,11 @@
 """A page as its figures: which numbers it shows, and where.
 
-Owns: what counts as a figure. Numbers with a unit behind them do (`5ms`, `3x`), and so do numbers in words
-where the reader is told to look for them (`number_words`). Names do not (`H200`, `Llama-2-13B`, `13B`,
-`float32`, `99th`, `10b`), nor do addresses and the settings of commands. Of code, what a program says counts:
-comments in blocks, blocks without a language, and in a sentence numbers behind `=` or on their own.
+Owns: what counts as a figure. Numbers with a unit after them do (`5ms`, `3x`), and so do numbers in words if
+the caller asks for them (`number_words`). Names do not (`H200`, `Llama-2-13B`, `13B`, `float32`, `99th`,
+`10b`), nor do addresses and the settings of commands. In code, the output of programs counts: comments in
+blocks, blocks without a language, and in a sentence numbers after `=` or on their own.
 Does not know: where figures come from.
+Called by `pages.sources`, `programs.check_numbers` and `programs.refresh_pages`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _BEHIND_UNIT = "|".join(  # the start of a second number, as in `5ms-9 ms`: look
 _NUMBER = re.compile(
     rf"(?<![\w.,#])(?:(?<![A-Za-z][-.])|{_BEHIND_UNIT})(?P<sign>(?<![\w)%])[-+\u2212])?"
     r"(?P<digits>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d++)(?:\.\d+)*+(?:e[-+]?\d+)?)"
-    r"(?:(?!\w)|(?!(?:st|nd|rd|th|[a-d]|B)\b)(?=[^\W\d_]+(?!\w)))"  # a unit may follow, no name
+    r"(?:(?!\w)|(?!(?:st|nd|rd|th|[a-d]|B)\b)(?=[^\W\d_]+(?!\w)))"  # a unit may follow, but no name
 )
 _BULLET = re.compile(r"\s*([-*]|\d+\.) ")
 _HEADING = re.compile(r"#{1,6} (.*)")
@@ -49,19 +50,19 @@ _COMMENTS = {
     **dict.fromkeys(("js", "ts", "javascript", "typescript"), "//"),
     **dict.fromkeys(("json", "sql", "html", "mermaid"), None),
 }
-"""How comments begin, by the language of a block; without a language all of a block counts."""
+"""Prefix of comments by a block's language; without a language, all of a block counts."""
 
 
 @dataclass(slots=True)
 class Figure:
-    """A number as it is shown, and who answers for it.
+    """A shown number and its source.
 
     Attributes:
-      shown: with its sign, without the commas of thousands; words are in lower case and joined by hyphens.
-      start, end: where it stands in its text.
-      source: what it was computed from, or why it needs no document; None as long as nobody has said.
-      value: what its source comes to.
-      is_prose: it needs no document.
+      shown: with its sign, without thousands separators; words are in lower case and joined by hyphens.
+      start, end: position in its text.
+      source: the expression that gives it, or the reason that it needs no document; None if unknown.
+      value: value of the source.
+      is_prose: whether it needs no document.
     """
 
     shown: str
@@ -78,9 +79,9 @@ class Text:
 
     Attributes:
       heading: of its section.
-      line: its first.
+      line: its first line.
       text: with the digits of code and addresses as `#`.
-      label: as it is written, but for the ticks of code.
+      label: the text as written, without code ticks.
     """
 
     heading: str
@@ -102,7 +103,7 @@ class Table:
 
 @dataclass(slots=True)
 class Page:
-    """All texts of a page in order, those of tables included, and the tables that no script writes."""
+    """All texts of a page in order, including those of tables, and the tables that no script writes."""
 
     name: str
     texts: list[Text] = field(default_factory=list)
@@ -110,12 +111,12 @@ class Page:
 
     @property
     def figures(self) -> Iterator[tuple[Text, Figure]]:
-        """All figures, in order."""
+        """All figures with their texts, in order."""
         return ((text, figure) for text in self.texts for figure in text.figures)
 
 
 def masked(text: str) -> str:
-    """The text with the digits of names in code, of settings and of addresses as `#`, on one line."""
+    """Return the text on one line, with `#` for the digits of names in code, of settings and of addresses."""
     hidden = _HIDDEN.sub(_without_digits, _CODE.sub(_hide_names, text))
     return " ".join(hidden.split())
 
@@ -125,7 +126,7 @@ def _without_digits(found: re.Match[str]) -> str:
 
 
 def _hide_names(code: re.Match[str]) -> str:
-    """Leave only the digits of printed numbers; the text keeps its length."""
+    """Keep only the digits of printed numbers; the text keeps its length."""
     text = _SETTING.sub(_without_digits, code[0])
     printed = {place for found in _PRINTED.finditer(text) for place in range(*found.span())}
     return "".join("#" if c.isdigit() and place not in printed else c for place, c in enumerate(text))
@@ -135,14 +136,14 @@ def read_page(path: Path, name: str, *, is_written: bool = False, words: WordsIn
     """Read texts and tables.
 
     Args:
-      is_written: what stands between marks is a script's, which answers for it.
+      is_written: whether a script wrote the tables between marks, and is their source.
       words: where numbers in words are figures: in the whole page, before its second heading, or nowhere.
     """
     return _Reader(name, is_written=is_written, words=words).read(path.read_text(encoding="utf-8"))
 
 
 class _Reader:
-    """Goes through a page line by line."""
+    """Parser that reads a page line by line."""
 
     def __init__(self, name: str, *, is_written: bool, words: WordsIn) -> None:
         self._page = Page(name)
@@ -195,7 +196,7 @@ class _Reader:
         self._paragraph = []
 
     def _code(self, line: str, language: str, number: int) -> None:
-        """A line of a block: its comment, or all of it where the block is output."""
+        """Add a line of a code block: its comment, or all of it if the block is output."""
         text = _SETTING.sub(_without_digits, line)
         if language in _COMMENTS:
             mark = _COMMENTS[language]

@@ -1,7 +1,8 @@
-"""The tables of `lab/docs/paper_and_we.md` on who gives way (Figure 14), and on the conversations themselves.
+"""Markdown tables of `lab/docs/paper_and_we.md` on eviction (Figure 14), and on the conversations.
 
-Owns: what each shows, and how its numbers are rounded.
+Owns: the content of each table, and how its numbers are rounded.
 Does not know: how a document was made, or where in the page a table stands.
+Called by `programs.refresh_pages` and `pages.paper_summary`.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from pensieve_lab.experiments.committed import committed_document
 from pensieve_lab.experiments.seeds import spread
 from pensieve_lab.pages.paper_tables import document, markdown
 
-_LOADS = "loads"  # a panel of the document
+_LOADS = "loads"  # name of a panel in the document
 
 
-class BesideLru(NamedTuple):
+class LruComparison(NamedTuple):
     """Retention against LRU at one place.
 
     Attributes:
-      place: in words.
-      points: of CPU hits more.
-      tokens: recomputed, as a share of history, over LRU's, less one.
-      seconds: recomputed, over LRU's, less one.
+      place: description.
+      points: difference of CPU hit rates in percentage points.
+      tokens: recomputed tokens as a share of history, over LRU's, minus one.
+      seconds: recompute seconds over LRU's, minus one.
     """
 
     place: str
@@ -43,13 +44,13 @@ def _by_place() -> dict[tuple[str, float], dict[str, dict[str, Any]]]:
     return found
 
 
-def beside_lru() -> list[BesideLru]:
-    """As the paper compares them, at every place."""
+def beside_lru() -> list[LruComparison]:
+    """Return the paper's comparison at every place."""
     found = []
     for (panel, x), policies in _by_place().items():
         retention, lru = policies["retention"], policies["lru"]
         found.append(
-            BesideLru(
+            LruComparison(
                 _place(panel, x),
                 100 * (retention["cpu_hit_rate"] - lru["cpu_hit_rate"]),
                 (1 - retention["found_rate"]) / (1 - lru["found_rate"]) - 1,
@@ -60,7 +61,7 @@ def beside_lru() -> list[BesideLru]:
 
 
 def policies() -> str:
-    """Recompute shares of every order."""
+    """Return recompute shares of every policy."""
     places = _by_place()
     names = list(next(iter(places.values())))
     return markdown(
@@ -73,7 +74,7 @@ def policies() -> str:
 
 
 def retention_over() -> str:
-    """Retention over every other order, with the range of seeds."""
+    """Return retention over every other policy, with the range of seeds."""
     compared = document("fig14")["retention_over"]
     others = list(dict.fromkeys(one["policy"] for one in compared))
     ratios = {
@@ -90,7 +91,7 @@ def retention_over() -> str:
 
 
 def against_lru() -> str:
-    """Hits and tokens, as the paper counts."""
+    """Return differences of hits and tokens by the paper's definitions."""
     hits, tokens = (
         claim.value for claim in claims_of("14") if claim.id in ("pensieve-14-hits", "pensieve-14-recomputed")
     )
@@ -115,7 +116,7 @@ _DATASET_ROWS = {
 
 
 def conversations_of(shape: str, name: str) -> tuple[float, float, float]:
-    """Mean and range over seeds of a made dataset."""
+    """Return mean and range over seeds of a generated dataset's figure."""
     made = committed_document("sim_thesis3.10.json")["results"]["made"][shape]
     found = spread([one[name] for one in made.values()])
     assert found is not None
@@ -123,7 +124,7 @@ def conversations_of(shape: str, name: str) -> tuple[float, float, float]:
 
 
 def conversations() -> str:
-    """Figures 3.10 and 3.11 of the thesis, in numbers."""
+    """Return the numbers behind Figures 3.10 and 3.11 of the thesis."""
     [many, mean], [over] = claims_of("3.10"), claims_of("3.11")
     said = {
         "mean_turns": f"{mean.value:g}",

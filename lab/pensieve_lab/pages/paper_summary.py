@@ -1,7 +1,8 @@
-"""The first table of `lab/docs/paper_and_we.md`: every claim, and what came out here, in a row each.
+"""First table of `lab/docs/paper_and_we.md`: a row for every claim and this project's result.
 
 Owns: which claims are rows, and the words around their numbers.
 Does not know: how a document was made.
+Called by `programs.refresh_pages` and `pages.cells_tables`.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ _SWEEPS = {
     "3.15a": ("thesis3.15", 0, "OPT-13B, at least 5 turns"),
     "3.15b": ("thesis3.15", 1, "Llama-2-13B, at least 5 turns"),
 }
-"""By figure: experiment, panel, and what is served."""
+"""Experiment, panel and description by figure."""
 
 type Line = tuple[str, ...]
 
 
 def summary() -> str:
-    """Every row; one whose document is still to be made says so."""
+    """Return every row; a row without a document says so."""
     body: list[Line] = []
     for figure, make in _ROWS.items():
         try:
@@ -55,7 +56,7 @@ def summary() -> str:
 
 
 def claim(id: str) -> Claim:
-    """By its name; raises KeyError."""
+    """Return a claim by its id; raises KeyError."""
     return {one.id: one for one in all_claims()}[id]
 
 
@@ -124,7 +125,7 @@ def _unified() -> list[Line]:
         )
         for panel in panels_of(results)
         for one in [at_level(results, "pensieve", panel)]
-        for of_paper in [panel.startswith("Llama")]  # the only model of its Figure 13
+        for of_paper in [panel.startswith("Llama")]  # the only model of the paper's Figure 13
     ]
 
 
@@ -155,7 +156,9 @@ def _think(figure: str, think_s: float) -> Line:
     ours = f"{range_of(one['ratio_by_seed'])} x no state, {num_seeds(results)}"
     if (
         figure != "15"
-    ):  # warmed up for four think times of 120 s, over no state with the shortest and the longest
+        # warmed up for four think times of 120 s; compared with the stateless system at the shortest and the
+        # longest think time
+    ):
         other = at_level(document("fig10b"), "stateless")["requests_per_s_by_seed"]
         shorter = range_of(ratios(one["requests_per_s_by_seed"], other))
         longer = range_of(one["ratio_by_seed"])

@@ -1,7 +1,8 @@
-"""The tables of `lab/docs/paper_and_we.md`, as Markdown, out of committed documents.
+"""Markdown tables of `lab/docs/paper_and_we.md`, made from committed documents.
 
-Owns: what each table shows, and how its numbers are rounded.
-Does not know: how a document was made, or where in the page a table stands (`refresh_pages.py`).
+Owns: the content of each table, and how its numbers are rounded.
+Does not know: how a document was made, or where in the page a table stands.
+Called by `programs.refresh_pages` and the other modules of tables.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _CONTEXTS = (32, 1024, 4096, 8192, 16_384)
 
 
 def markdown(columns: Sequence[str], body: Iterable[Sequence[object]]) -> str:
-    """A table of cells that are text already."""
+    """Return a Markdown table; all cells must have a text form."""
     return "\n".join(map(_line, [columns, ["---"] * len(columns), *body]))
 
 
@@ -33,13 +34,13 @@ def _line(cells: Sequence[object]) -> str:
 
 
 def document(experiment: str, device: str = "a100") -> dict[str, Any]:
-    """The results of a simulated experiment."""
+    """Return the results of a simulated experiment."""
     results: dict[str, Any] = committed_document(f"sim_{experiment}_{device}.json")["results"]
     return results
 
 
 def range_of(by_seed: BySeed, digits: int = 2) -> str:
-    """Mean and range over the seeds that reach the level, and how many of them where some do not."""
+    """Return mean and range over the seeds that reach the level, with their number if some do not."""
     values = reached(by_seed)
     found = spread(values)
     if found is None:
@@ -49,7 +50,7 @@ def range_of(by_seed: BySeed, digits: int = 2) -> str:
 
 
 def at_level(results: Mapping[str, Any], system: str, panel: str | None = None) -> dict[str, Any]:
-    """What a document says of a system at its level; of the only panel, or of the one of that name."""
+    """Return a document's entry for a system at its level, of the only panel or of the named one."""
     [found] = [
         one
         for one in results["at_level"]
@@ -63,18 +64,18 @@ def at_level(results: Mapping[str, Any], system: str, panel: str | None = None) 
 
 
 def panels_of(results: Mapping[str, Any]) -> list[str]:
-    """In their order."""
+    """Return the panels in their order."""
     return list(dict.fromkeys(one["panel"] for one in results["at_level"]))
 
 
 def num_seeds(results: Mapping[str, Any]) -> str:
-    """In words."""
+    """Return the number of seeds as text."""
     count = len(results["seeds"])
     return f"{count} seed{'s' if count > 1 else ''}"
 
 
 def crossing_history(device: str, model: str, prompt: int) -> float | None:
-    """Tokens of history from which on computing them again takes longer than generating the reply."""
+    """Return the history length from which recomputing it takes longer than generating the reply."""
     turns = [
         turn
         for turn in document("fig3", device)["turns"]
@@ -86,7 +87,7 @@ def crossing_history(device: str, model: str, prompt: int) -> float | None:
 
 
 def histories() -> str:
-    """Figure 3, the caption's prompt."""
+    """Return Figure 3 for the caption's prompt."""
     body = []
     for turn in document("fig3")["turns"]:
         if turn["prompt_tokens"] == _PROMPT and turn["history_tokens"] in _HISTORIES:
@@ -114,7 +115,7 @@ def histories() -> str:
 
 
 def history_crossings() -> str:
-    """Figure 3, where the curves cross."""
+    """Return the crossings of Figure 3's curves."""
     return markdown(
         ["", *(f"{words}, prompt of {prompt}" for words in MODEL_WORDS.values() for prompt in (32, 200))],
         [
@@ -132,7 +133,7 @@ def history_crossings() -> str:
 
 
 def chunk_ratios() -> dict[str, dict[int, float]]:
-    """Figure 4: attention over the rest by context, of each curve."""
+    """Return Figure 4's ratio of attention to the rest, by curve and context."""
     curves = {**document("fig4", "h200")["curves"], **document("fig4")["curves"]}
     return {
         name: {point["context_len"]: point["attention_s"] / point["rest_s"] for point in points}
@@ -141,7 +142,7 @@ def chunk_ratios() -> dict[str, dict[int, float]]:
 
 
 def chunks() -> str:
-    """Figure 4."""
+    """Return Figure 4 with the paper's ratios."""
     paper = {claim.context_tokens: claim.value for claim in claims_of("4")}
     ratios = chunk_ratios()
     names = ("a100_opt-13b", "a100_llama2-13b-gqa10", "measured: h200_llama2-13b-gqa10")
@@ -160,7 +161,7 @@ def chunks() -> str:
 
 
 def throughputs(experiments: Mapping[str, Sequence[str]]) -> str:
-    """Requests a second at the level, by system: `experiments` has figures of their panels, in order."""
+    """Return throughputs at the level by system; `experiments` names their panels' figures, in order."""
     body = []
     for name, figures in experiments.items():
         results = document(name)
@@ -180,7 +181,7 @@ def throughputs(experiments: Mapping[str, Sequence[str]]) -> str:
 
 
 def kernels() -> str:
-    """Figure 12."""
+    """Return Figure 12's kernel times."""
     return markdown(
         ["context", *NAMES.values()],
         [
@@ -194,7 +195,7 @@ def kernels() -> str:
 
 
 def unified() -> str:
-    """Figure 13, throughput at the level."""
+    """Return Figure 13's throughput at the level."""
     results, body = document("fig13"), []
     for panel in panels_of(results):
         both, apart = at_level(results, "pensieve", panel), at_level(results, "not unified", panel)
@@ -210,7 +211,7 @@ def unified() -> str:
 
 
 def unified_latencies() -> str:
-    """Figure 13, latency at loads below the level."""
+    """Return Figure 13's latency at loads below the level."""
     results, body = document("fig13"), []
     for panel in panels_of(results):
         level_s = at_level(results, "pensieve", panel)["level_s"]
@@ -228,7 +229,7 @@ def unified_latencies() -> str:
 
 
 def long_warm_up() -> str:
-    """The level of Figure 10b, read after its warm-up and after a long one, by the seeds of the latter."""
+    """Return the level of Figure 10b, read after its warm-up and after a long one, by the latter's seeds."""
     long, usual = document("fig10b-long"), document("fig10b")
     seeds: list[Any] = [str(seed) for seed in long["seeds"]]
     after = f"{long['warm_up_s']:,.0f} s"
@@ -267,16 +268,16 @@ def _place(point: Mapping[str, Any], rate: str) -> tuple[str, float]:
 
 
 def _span_ms(by_seed: Mapping[str, float], seeds: Iterable[str]) -> str:
-    """From the least to the most."""
+    """Return the smallest and the largest value as text."""
     values = [1e3 * by_seed[seed] for seed in seeds]
     return f"{min(values):,.0f} to {max(values):,.0f}"
 
 
-_SOON_THINK_S = 120  # the longest whose warm-up, four times that, is nearer to 240 s than to 2,400
+_SOON_THINK_S = 120  # the longest think time whose warm-up, four times that, is nearer to 240 s than to 2,400
 
 
 def think_times() -> str:
-    """Figure 15 and the thesis's 3.16."""
+    """Return Figure 15, which includes the thesis's 3.16."""
     results = document("fig15")
     both = {one["think_s"]: one for one in results["at_level"] if one["system"] == "pensieve"}
     shown = f"{results['shown_rate_per_s']:g} conversations a second"

@@ -1,9 +1,10 @@
-"""Pictures of the pages: which documents each one was drawn from, and whether those still say the same.
+"""Pictures of the pages: the documents behind each one, and whether those have changed since.
 
 Owns: the format of `lab/sources/pictures.toml`, described in CONTRIBUTING.md, and its digests. A digest of
-data covers what a document says was found (`results`, or all of a document without it), so that a new
-`command` or `versions` beside it makes no picture old.
+data covers the findings of a document (`results`, or the whole document without that key), so that a new
+`command` or new `versions` do not invalidate a picture.
 Does not know: what a picture shows.
+Called by `programs.check_numbers`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _HEADER = """# What each picture of the pages was drawn from; CONTRIBUTING.md sa
 
 
 def digest_of_data(names: Iterable[str], documents: Documents) -> str:
-    """Return the digest of what these documents found."""
+    """Return the digest of the findings in these documents."""
     sha = hashlib.sha256()
     for name in names:
         document = documents.read(name)
@@ -46,7 +47,7 @@ def digest_of_picture(path: Path) -> str:
 
 
 def check_pictures(lab: Path, documents: Documents) -> list[str]:
-    """Return what is wrong: pictures without an entry, other data, other bytes."""
+    """Return the errors: pictures without an entry, changed data, changed bytes."""
     entries, root = _entries(lab), lab.parent
     paths = [
         path for folder in (root / "docs", lab / "docs") for kind in _KINDS for path in folder.rglob(kind)
@@ -55,7 +56,7 @@ def check_pictures(lab: Path, documents: Documents) -> list[str]:
     listed = [entry["path"] for entry in entries]
     errors = [f"{name}: has no entry in sources/{SOURCES}" for name in sorted(set(found) - set(listed))]
     errors += [
-        f"{name}: is in sources/{SOURCES} and is no picture" for name in sorted(set(listed) - set(found))
+        f"{name}: is in sources/{SOURCES} but is not a picture" for name in sorted(set(listed) - set(found))
     ]
     errors += [
         f"{name}: has two entries" for name in sorted({name for name in listed if listed.count(name) > 1})
@@ -92,9 +93,9 @@ def _problems(entry: dict[str, Any], path: Path, documents: Documents) -> list[s
 
 
 def record_pictures(lab: Path, documents: Documents) -> list[str]:
-    """Write the digests of pictures that were drawn again, and return their names.
+    """Write the digests of redrawn pictures, and return their names.
 
-    A picture whose bytes are as they were keeps its digest of data: it was not drawn again.
+    A picture with unchanged bytes was not redrawn, so it keeps its digest of data.
     """
     changed, lines = [], [_HEADER]
     for entry in _entries(lab):
@@ -109,7 +110,7 @@ def record_pictures(lab: Path, documents: Documents) -> list[str]:
 
 
 def _line(item: tuple[str, Any]) -> str:
-    """A key and its value, which JSON writes as TOML does."""
+    """Return a key and its value as a line of TOML; JSON writes these values in the same way."""
     key, value = item
     if isinstance(value, list):
         return f"{key} = [\n{''.join(f'    {json.dumps(one)},{chr(10)}' for one in value)}]\n"

@@ -1,8 +1,9 @@
 """The figures of a load point, computed again from its requests.
 
-Owns: the same definitions as lab/docs/serving_benchmark.md, in code of its own, so that an error in
-`serving.figures` shows as a difference.
+Owns: the definitions of lab/docs/serving_benchmark.md in separate code, so that an error in `serving.figures`
+shows as a difference.
 Does not know: documents, or where requests come from.
+Called by `pages.result_documents`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pensieve_lab.serving.request_table import COLUMNS
 
 _US = 1e-6
 _PERCENTILES = {"p50": 0.50, "p90": 0.90, "p99": 0.99}
-_TIME_TOLERANCE_S = 2e-6  # two times of a difference are each rounded to a microsecond
+_TIME_TOLERANCE_S = 2e-6  # both times of a difference are rounded to a microsecond
 _RELATIVE_TOLERANCE = 1e-6
 
 Arrays = Mapping[str, Any]
@@ -74,7 +75,7 @@ def recomputed(arrays: Arrays, window_s: tuple[float, float], max_lag_s: float) 
 
 
 def differences(point: Mapping[str, Any], arrays: Arrays, window_s: tuple[float, float]) -> list[str]:
-    """Return a sentence for each figure of a load point that its requests contradict, or that is missing."""
+    """Return a sentence for each figure of a load point that is missing or contradicts its requests."""
     max_lag_s = point.get("max_client_lag_s")
     found = recomputed(arrays, window_s, math.inf if max_lag_s is None else max_lag_s)
     errors = [*_impossible(arrays), *_uncounted(point, arrays, window_s)]
@@ -88,7 +89,7 @@ def differences(point: Mapping[str, Any], arrays: Arrays, window_s: tuple[float,
 
 
 def _impossible(arrays: Arrays) -> list[str]:
-    """Return what no run can have seen."""
+    """Return observations that are impossible in any run."""
     arrival, first, end = (np.asarray(arrays[name]) for name in ("arrival_us", "first_token_us", "end_us"))
     is_answered = end >= 0
     read = sum(
@@ -106,7 +107,7 @@ def _impossible(arrays: Arrays) -> list[str]:
 
 
 def _uncounted(point: Mapping[str, Any], arrays: Arrays, window_s: tuple[float, float]) -> list[str]:
-    """Return what is wrong with the counts that requests bound and do not determine."""
+    """Return the errors of counts that requests bound but do not determine."""
     errors = []
     refused = point.get("num_refused")
     if type(refused) is not int or refused < 0:
@@ -153,7 +154,7 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def _percentiles(values: Sequence[float], names: Sequence[str]) -> dict[str, float]:
-    """Return percentiles by straight lines between neighbours in the order of size."""
+    """Return percentiles with linear interpolation between neighbours."""
     ordered = sorted(values)
     found = {}
     for name in names:
@@ -169,7 +170,7 @@ def _whole_us(seconds: float) -> float:
 
 
 def _is_equal(told: Any, value: Any, relative: float) -> bool:
-    """Counts must be equal; times may differ by what rounding to microseconds changes."""
+    """Return whether counts are equal, and times equal up to rounding to microseconds."""
     if isinstance(value, dict):
         return (
             isinstance(told, dict)

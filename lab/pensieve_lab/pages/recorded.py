@@ -1,7 +1,8 @@
-"""The digests of accepted result documents, so that an edit of one shows as a second changed line.
+"""Digests of accepted result documents, so that an edit of one shows as a second changed line.
 
 Owns: `lab/sources/documents.toml`: the SHA-256 and the commit of each document, by file name.
 Does not know: what makes a document acceptable (`result_documents`).
+Called by `programs.check_numbers`.
 
 Older documents and attachments have their digests in `summary_only.toml` and no entry here.
 """
@@ -23,21 +24,21 @@ _HEADER = """# The SHA-256 of each accepted document in lab/results, and the com
 
 
 class Record(NamedTuple):
-    """The digest of a document's file, and the commits that its documents name."""
+    """SHA-256 of a document's file, and the commits that its documents name."""
 
     sha256: str
     revision: str
 
 
 def read_records(path: Path) -> dict[str, Record]:
-    """Read the records by file name; there are none without the file."""
+    """Read the records by file name; empty without the file."""
     if not path.is_file():
         return {}
     return {name: Record(**one) for name, one in tomllib.loads(path.read_text(encoding="utf-8")).items()}
 
 
 def check_records(folder: Path, rules: Rules, records: Mapping[str, Record]) -> list[str]:
-    """Return a sentence for each document without a record, and for each record of another content."""
+    """Return a sentence for each document without a record, and for each record with other content."""
     errors = []
     found = _documents(folder, rules)
     for name, path in found.items():
@@ -47,16 +48,16 @@ def check_records(folder: Path, rules: Rules, records: Mapping[str, Record]) -> 
             errors.append(f"{name}: it was edited: {_shown(now)} is not the recorded {_shown(records[name])}")
     gone = sorted(records.keys() - found.keys())
     return errors + [
-        f"{name}: it has a record and is no such document; see --record_documents" for name in gone
+        f"{name}: it has a record but is not such a document; see --record_documents" for name in gone
     ]
 
 
 def record_documents(folder: Path, path: Path, rules: Rules) -> tuple[list[str], list[str]]:
-    """Write the records of new documents, of those that were run again, and of no others.
+    """Write the records of new and of repeated documents only.
 
     Returns:
-      The names that were written or taken out, and a sentence for each document that is refused: its content
-      changed and its commit did not.
+      The names that were written or removed, and a sentence for each refused document, whose content changed
+        without its commit.
     """
     records = read_records(path)
     kept, refused = {}, []

@@ -1,7 +1,8 @@
 """Result documents: where each comes from, and whether its summary is that of its raw data.
 
-Owns: what a document of each kind must have, and the list of documents from before these rules.
+Owns: the requirements on each kind of document, and the list of documents from before these rules.
 Does not know: pages, or the digests of accepted documents (`recorded`).
+Called by `pages.recorded` and `programs.check_numbers`.
 
 `lab/sources/summary_only.toml` names the older documents with the SHA-256 of each file, so that they can be
 removed but not edited. Every other document must name a clean commit of this history whose source files are
@@ -43,19 +44,19 @@ from pensieve_lab.serving.request_table import COLUMNS, END, LAGS
 
 REQUESTS, PROVENANCE = "requests", "provenance"
 SUMMARY_ONLY_SINCE = ("0cc9d001e890e70d3c9082a9b96a248afbf4fe84", "docs/results")
-"""The last commit whose documents may be listed as summary only, with what they held then."""
+"""The last commit whose documents may be listed as summary only, with their content at that commit."""
 _MEASURED = {"requests", "sessions_digest", "max_client_lag_s", "client_lag_s"}
 """Fields of load points that only a measurement has."""
 _ARRAYS = {*COLUMNS, *LAGS, END}
 _HARDWARE = ("device", "cpu", "num_cpus", "memory_bytes", "gpus")
-_GPU = ("cuda", "gpu")  # how the name of a device with a driver begins
+_GPU = ("cuda", "gpu")  # prefixes of the names of devices with a driver
 
 
 class Rules(NamedTuple):
-    """What `summary_only.toml` says.
+    """Rules from `summary_only.toml`.
 
     Attributes:
-      kinds: what a document must have, by the name of its benchmark: `REQUESTS` or `PROVENANCE`.
+      kinds: required data of a document, by the name of its benchmark: `REQUESTS` or `PROVENANCE`.
       summary_only: SHA-256 of each older document, by file name.
       attachments: SHA-256 of each file other than a document, such as a profiler's output.
       computed: the script of each kind whose load points are computed and have no requests.
@@ -68,7 +69,7 @@ class Rules(NamedTuple):
 
     @property
     def listed(self) -> dict[str, str]:
-        """SHA-256 of each file that is only compared with it, by name."""
+        """SHA-256 by name of each file for which only the digest is compared."""
         return {**self.summary_only, **self.attachments}
 
 
@@ -76,7 +77,7 @@ class History:
     """The commits of a repository.
 
     Attributes:
-      notice: why commits cannot be looked up here; None where they can.
+      notice: reason that commits cannot be looked up here, or None.
     """
 
     def __init__(self, root: Path) -> None:
@@ -91,7 +92,7 @@ class History:
         self._commits = set() if is_shallow is None else set((git(root, "rev-list", "HEAD") or "").split())
 
     def blobs(self, revision: str, folder: str) -> dict[str, str] | None:
-        """Return git's digest of each file of a folder at a commit; None if the commit is unknown.
+        """Return git's digest of each file of a folder at a commit, or None for an unknown commit.
 
         `folder` is a path in the repository, as it was at that commit.
         """
@@ -102,7 +103,7 @@ class History:
         return {path.rpartition("/")[2]: entry.split()[2] for entry, _, path in entries}
 
     def error(self, revision: str, digest: Any) -> str | None:
-        """Return what is wrong with a commit and the digest of its files; None where that is unknown."""
+        """Return the error of a commit and the digest of its files, or None."""
         if revision not in self._commits:
             return (
                 None
@@ -153,7 +154,7 @@ def _blob_digest(content: bytes) -> str:
 
 
 def check_results(folder: Path, rules: Rules, history: History) -> list[str]:
-    """Return a sentence for each fault of the documents in `folder`, which has no folders of its own."""
+    """Return a sentence for each fault of the documents in `folder`, which has no subfolders."""
     errors = []
     files = {path.name: path for path in sorted(folder.iterdir())}
     listed = rules.listed
@@ -168,17 +169,17 @@ def check_results(folder: Path, rules: Rules, history: History) -> list[str]:
         elif path.suffix == ".json":
             faults = list(_faults(path, rules, history))
         else:
-            faults = ["it is no document; name it under [attachments] in summary_only.toml"]
+            faults = ["it is not a document; name it under [attachments] in summary_only.toml"]
         errors += [f"{name}: {fault}" for fault in faults]
     gone = sorted(listed.keys() - files.keys())
     return errors + [f"{name}: there is no such file; take it out of summary_only.toml" for name in gone]
 
 
 def read_documents(path: Path) -> list[Any]:
-    """Return the JSON of a file of one document or of one a line.
+    """Return the JSON documents of a file with one document, or with one per line.
 
     Raises:
-      json.JSONDecodeError: it is neither.
+      json.JSONDecodeError: the file has neither form.
     """
     text = path.read_text(encoding="utf-8")
     try:
@@ -188,7 +189,7 @@ def read_documents(path: Path) -> list[Any]:
 
 
 def _faults(path: Path, rules: Rules, history: History) -> Iterator[str]:
-    """Yield what is wrong with a file of documents."""
+    """Yield the faults of a file of documents."""
     try:
         documents = read_documents(path)
     except json.JSONDecodeError as error:
@@ -198,7 +199,7 @@ def _faults(path: Path, rules: Rules, history: History) -> Iterator[str]:
         yield "it is empty"
     for document in documents:
         if not isinstance(document, dict) or not isinstance(document.get("results", {}), dict):
-            yield "it is no document: it or its results are not an object"
+            yield "it is not a document: it or its results are not an object"
             continue
         yield from provenance_faults(document, history)
         kind = str(document.get("benchmark"))
@@ -209,7 +210,7 @@ def _faults(path: Path, rules: Rules, history: History) -> Iterator[str]:
 
 
 def _needs_requests(document: Mapping[str, Any], computed_by: str | None) -> bool:
-    """Tell whether a document holds measured load points; `computed_by` is the script of its kind."""
+    """Return whether a document holds measured load points; `computed_by` is the script of its kind."""
     command = str(document.get("command"))
     points = list(_load_points(document.get("results")))
     is_computed = computed_by is not None and runs(command, computed_by)
@@ -217,7 +218,7 @@ def _needs_requests(document: Mapping[str, Any], computed_by: str | None) -> boo
 
 
 def _load_points(found: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield all objects at any depth that tell of requests per second."""
+    """Yield all objects at any depth that state requests per second."""
     if isinstance(found, dict):
         if "requests_per_s" in found:
             yield found
@@ -229,7 +230,7 @@ def _load_points(found: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def provenance_faults(document: Mapping[str, Any], history: History) -> Iterator[str]:
-    """Yield what a document lacks to be run again."""
+    """Yield missing data that a repetition of the run would need."""
     if not document.get("command"):
         yield "command is missing"
     hardware = document.get("hardware", {})
@@ -249,7 +250,7 @@ def provenance_faults(document: Mapping[str, Any], history: History) -> Iterator
 
 
 def request_faults(results: Mapping[str, Any], command: str) -> Iterator[str]:
-    """Yield what contradicts the requests of a document's load points, or its command."""
+    """Yield contradictions between load points, their requests, and the command."""
     if not runs(command, PROGRAM):
         yield f"command does not run {PROGRAM}, which alone measures load points with their requests"
     systems = results.get("systems", [results])
@@ -287,7 +288,7 @@ def unpacked(requests: Any) -> dict[str, Any]:
     """Return the arrays of a load point.
 
     Raises:
-      ValueError: they are missing, incomplete, or not those of the digest.
+      ValueError: the arrays are missing, incomplete, or do not match the digest.
     """
     if not isinstance(requests, dict) or not {"sha256", "npz_base64"} <= requests.keys():
         raise ValueError("requests is missing, so its summary cannot be computed again")
@@ -311,7 +312,7 @@ def unpacked(requests: Any) -> dict[str, Any]:
 
 
 def _window_s(system: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the window by the settings; a closed loop, or a trace served to its end, counts as a whole."""
+    """Return the window of the settings; all of a run for a closed loop, or a trace served to its end."""
     settings = system.get("settings", {})
     if system.get("loop") == "closed loop" or not settings.get("window_s"):
         return 0.0, math.inf

@@ -1,6 +1,8 @@
-"""The tables of `lab/docs/simulator.md`, as Markdown, out of the documents of `programs.validate_simulator`.
+"""Markdown tables of `lab/docs/simulator.md`, from the documents of `programs.validate_simulator`.
 
-Owns: which points stand together, and in which order. Does not know: what is compared, or within which limit.
+Owns: which points stand together, and in which order.
+Does not know: what is compared, or within which limit.
+Called by `programs.refresh_pages`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ _OPT_66B: Final = "opt-66b"
 _H200: Final = f"h200_{_LLAMA}"
 _KINDS: Final = ("new", "knee", "fitted", "older")
 _BUCKETS: Final = (128, 256, 512, 1024, 2048)
-_SHARES: Final = (  # what an error is a share of, by the column's name
+_SHARES: Final = (  # figures whose relative errors are shown, with the columns' names
     *(("mean", "ms/token mean"), ("p50", "ms/token p50"), ("p90", "ms/token p90"), ("p99", "ms/token p99")),
     *(("first token, mean", "ttft ms mean"), ("p99", "ttft ms p99"), ("requests/s", "requests/s")),
     *(("gpu hits", "gpu hits"), ("cpu hits", "cpu hits")),
@@ -29,7 +31,7 @@ type _Point = dict[str, Any]
 
 
 def _kind(point: _Point) -> str:
-    """Over the knee; fitted; measured with launches of now; or of before."""
+    """Return the kind of a point: over the knee, fitted, or measured with current or older launches."""
     if point["over_the_knee"]:
         return "knee"
     if point["fitted"]:
@@ -38,20 +40,20 @@ def _kind(point: _Point) -> str:
 
 
 def _points(document: str, kind: str | None) -> list[_Point]:
-    """Of `results/validation_DOCUMENT.json`; of every kind where none is said."""
+    """Return the points of `results/validation_DOCUMENT.json`, of one kind or of all."""
     found = committed_document(f"validation_{document}.json")["results"]["points"]
     chosen = (one for one in found if kind is None or _kind(one) == kind)
     return sorted(chosen, key=lambda one: (str(one["document"]), one["rate"]))
 
 
 def _name(point: _Point, model: str) -> str:
-    """Of its document, without what is the same of all."""
+    """Return the name of a point's document, without the parts that all points share."""
     _, _, name = point["document"].removesuffix(".json").partition("_")  # the device is the table's
     return f"`{name.replace(f'_{model}', '')}`"
 
 
 def _compared(point: _Point, figure: str) -> dict[str, Any]:
-    """Measured, simulated and their difference; nothing where the point has no such figure."""
+    """Return measured value, simulated value and difference; empty if the point lacks the figure."""
     return next((one for one in point["criteria"] if one["figure"] == figure), {})
 
 
@@ -97,4 +99,4 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "validation-four-opt": partial(_latencies, f"h200x4_{_OPT_66B}", None, _OPT_66B),
     "validation-steps": _steps,
 }
-"""By name in the page."""
+"""Tables by their name in the page."""

@@ -1,8 +1,9 @@
-"""Where a page's figures come from: a table of sources beside it, and what is wrong with them.
+"""Sources of a page's figures: a table of sources beside the page, and its check.
 
 Owns: the format of `lab/sources/<page>.toml`, described in CONTRIBUTING.md, and the comparison: a figure is
-right if the value of its expression, rounded to the digits that are shown, is what is shown.
+right if the value of its expression, rounded to the shown digits, equals the shown number.
 Does not know: how figures are found on a page (`page`) or expressions evaluated (`expressions`).
+Called by `programs.check_numbers`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _KEYS = {"documents", "table", "sentence", "prose"}
 
 
 def check_page(page: Page, sources: Path, documents: Documents, root: Path | None = None) -> list[str]:
-    """Give every figure its source; return what is wrong. Named tests are looked up in `root`."""
+    """Give every figure its source; return the errors. Named tests are looked up in `root`."""
     try:
         entries = tomllib.loads(sources.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
@@ -43,7 +44,7 @@ def check_page(page: Page, sources: Path, documents: Documents, root: Path | Non
 
 
 def is_shown(value: Any, shown: str) -> bool:
-    """The value, rounded as Python does to the digits that are shown, is what is shown, or near the words."""
+    """Return whether the value is shown, rounded as Python does, or matches the words."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     if number_words.worth(shown) is not None:
@@ -54,7 +55,7 @@ def is_shown(value: Any, shown: str) -> bool:
 
 
 class _Checker:
-    """One page's figures against one table of sources."""
+    """Check of one page's figures against one table of sources."""
 
     def __init__(self, page: Page, documents: Documents, names: Mapping[str, str], root: Path | None) -> None:
         self.errors: list[str] = []
@@ -67,7 +68,7 @@ class _Checker:
             self.guarded(self._bind, {"name": name, "path": path})
 
     def guarded(self, check: Any, entry: dict[str, Any]) -> None:
-        """Do it; an entry that cannot be used is an error of the page."""
+        """Run `check`; report an unusable entry as an error of the page."""
         try:
             check(entry)
         except (ExpressionError, KeyError) as error:
@@ -92,7 +93,7 @@ class _Checker:
     # Tables
 
     def table(self, entry: dict[str, Any]) -> None:
-        """A table under a heading, by expressions for columns (with `row`) or for rows (with `column`)."""
+        """Check a table; expressions stand for columns (with `row`) or rows (with `column`)."""
         table = self._find_table(entry)
         headers = table.headers
         key = headers.index(entry["key"]) if "key" in entry else 0
@@ -113,7 +114,7 @@ class _Checker:
                     self._cell(cell, found, {**names, "row": row, "column": column})
 
     def _bound(self, binding: Any, names: Mapping[str, Any]) -> Any:
-        """What an expression that begins with `=` comes to; anything else is itself."""
+        """Return a binding's value: that of an expression if it begins with `=`, otherwise itself."""
         if isinstance(binding, str) and binding.startswith("="):
             return self._documents.value(binding[1:], {**self._names, **names})
         return binding
@@ -138,7 +139,7 @@ class _Checker:
     # Sentences
 
     def sentence(self, entry: dict[str, Any]) -> None:
-        """A piece of the page's own text, with an expression in braces for each sourced figure."""
+        """Check a part of the page's text, with an expression in braces for each sourced figure."""
         piece = masked(_HOLE.sub("\0", entry["text"]))
         pattern = re.compile(_SHOWN.join(map(re.escape, piece.split("\0"))))
         found = [
@@ -153,13 +154,13 @@ class _Checker:
         for number, expression in enumerate(_HOLE.findall(entry["text"]), 1):
             figures = [f for f in text.figures if match.start(number) <= f.start < match.end(number)]
             if len(figures) != 1:
-                raise ExpressionError(f"{match[number]!r} is no figure")
+                raise ExpressionError(f"{match[number]!r} is not a figure")
             self._claim(text, figures[0], expression, {})
 
     # Prose
 
     def prose(self, entry: dict[str, Any]) -> None:
-        """Figures of a section that need no document, in their order, with the kind of the reason."""
+        """Accept a section's figures that need no document, in order, with the kind of the reason."""
         for problem in kinds.problems(entry, is_front_page=self._page.name == FRONT_PAGE):
             self.errors.append(f"{self._page.name}: {_brief(entry)}: {problem}")
         if self._page.name == FRONT_PAGE:
@@ -184,20 +185,20 @@ class _Checker:
             figure.source, figure.is_prose = entry["reason"], True
 
     def _check_once(self, entry: dict[str, Any]) -> None:
-        """On the front page a second entry would allow the same figures twice."""
+        """Reject a second entry of a kind on the front page, which would allow the same figures twice."""
         key = (entry["heading"], str(entry.get("kind")))
         if key in self._front_page_kinds:
             raise ExpressionError(f"kind is {key[1]!r} a second time; join its figures into one entry")
         self._front_page_kinds.add(key)
 
     def _check_settings(self, figures: Iterable[str]) -> None:
-        """Settings on the front page are those of its documents."""
+        """Check that the settings on the front page are those of its documents."""
         known = {number for document in self._names.values() for number in kinds.settings_of(document)}
         if unknown := [shown for shown in figures if not shown.isalpha() and float(shown) not in known]:
-            raise ExpressionError(f"{unknown[0]} is no setting or flag of the page's documents")
+            raise ExpressionError(f"{unknown[0]} is not a setting or flag of the page's documents")
 
     def _check_test(self, name: str) -> None:
-        """A test is named by its file and its function, as pytest does."""
+        """Check that a test named by file and function, as in pytest, exists."""
         path, _, function = name.partition("::")
         file = self._root / path if self._root else None
         if file is None or not file.is_file() or f"def {function}(" not in file.read_text(encoding="utf-8"):

@@ -1,7 +1,8 @@
-"""The tables of `lab/docs/traces.md`, as Markdown, out of the documents of two experiments.
+"""Markdown tables of `lab/docs/traces.md`, from the documents of two experiments.
 
-Owns: which table stands where.
-Does not know: what is in them (`experiments.trace_tables`, `experiments.oracle`).
+Owns: the names of the tables.
+Does not know: their content (`experiments.trace_tables`, `experiments.oracle`).
+Called by `programs.refresh_pages`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _NAMES: Final = ("served", "returns", "recompute", "ratios", "latency-ratios", "
 
 
 def made_of(results: Mapping[str, Any]) -> dict[str, str]:
-    """All of them, by name."""
+    """Return all tables by name."""
     return {f"traces-{name}": _markdown(one) for name, one in zip(_NAMES, tables(results), strict=True)}
 
 
@@ -49,4 +50,4 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     **{f"traces-{name}": partial(_table, f"traces-{name}") for name in _NAMES},
     "traces-oracle": _oracle,
 }
-"""By name in the page."""
+"""Tables by their name in the page."""

@@ -1,1 +1,1 @@
-"""What profile_parallel and run_figure11 need: steps that several devices share, and a run in parts."""
+"""Parts of profile_parallel and run_figure11: steps on several devices, and a run in several parts."""

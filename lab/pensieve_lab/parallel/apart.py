@@ -1,7 +1,9 @@
-"""A command as a process of its own, which may take so long and no longer.
+"""Subprocesses with a time limit.
 
-Owns: its start, looking in on it meanwhile, its end with all that it started, and what it said last.
+Owns: the start of a command as a process of its own, polling, its end with all its children, and the tail of
+its output.
 Does not know: what it measures.
+Called by `programs.profile_parallel` and `programs.run_figure11`.
 """
 
 from __future__ import annotations
@@ -16,18 +18,18 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import IO, NamedTuple, NoReturn
 
-_LOOK_S = 1.0  # between two looks in on it
+_LOOK_S = 1.0  # polling interval
 _TAIL_BYTES = 2000
 
 
-class Ended(NamedTuple):
-    """How it ended.
+class ProcessResult(NamedTuple):
+    """Result of a process.
 
     Attributes:
-      wall_s: how long it ran.
-      failed: what went wrong, in words; None: it ended with status 0.
-      status: what it ended with; None where it was killed.
-      output: where it failed, the last of what it said.
+      wall_s: run time.
+      failed: description of the failure; None if it exited with status 0.
+      status: its exit status; None if it was killed.
+      output: after a failure, the end of its output.
     """
 
     wall_s: float
@@ -41,11 +43,12 @@ def run_apart(
     environment: Mapping[str, str],
     limit_s: float,
     meanwhile: Callable[[], object] = lambda: None,
-) -> Ended:
-    """Run it to its end, or kill it after `limit_s`; `meanwhile` is called every second, and after it."""
+) -> ProcessResult:
+    """Run a command to its end, or kill it after `limit_s`; call `meanwhile` every second and at the end."""
     start_s = time.monotonic()
     with tempfile.TemporaryFile() as said:
-        # A session of its own: it is killed with whatever it started, and Ctrl-C is this process's alone.
+        # A separate session, so that the command is killed with all its children, and Ctrl-C reaches only
+        # this process.
         process = subprocess.Popen(
             command,
             env=environment,
@@ -63,13 +66,13 @@ def run_apart(
         wall_s = time.monotonic() - start_s
         meanwhile()
         if status == 0:
-            return Ended(wall_s, None, 0, "")
+            return ProcessResult(wall_s, None, 0, "")
         failed = f"took longer than {limit_s:.0f} s" if status is None else f"ended with status {status}"
-        return Ended(wall_s, failed, status, _tail(said))
+        return ProcessResult(wall_s, failed, status, _tail(said))
 
 
 def _wait(process: subprocess.Popen[bytes], until_s: float, meanwhile: Callable[[], object]) -> int | None:
-    """Its status, or None once it is late."""
+    """Return its status, or None after the time limit."""
     while (left_s := until_s - time.monotonic()) > 0:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(min(left_s, _LOOK_S))
@@ -78,12 +81,12 @@ def _wait(process: subprocess.Popen[bytes], until_s: float, meanwhile: Callable[
 
 
 def _end(signal_number: int, frame: FrameType | None) -> NoReturn:
-    """Whoever ends this process ends what it has started, too, which is in a session of its own."""
+    """Exit on SIGTERM, so that the started session is killed as well."""
     raise SystemExit(128 + signal_number)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """It and what it started, which may outlive it; nothing where all have ended."""
+    """Kill the process and its children, which may outlive it; do nothing if all have ended."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

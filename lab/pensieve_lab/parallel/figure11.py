@@ -1,8 +1,9 @@
-"""What Figure 11 is measured with: settings by model and number of devices, and the commands of its parts.
+"""Settings of the Figure 11 measurements by model and number of devices, and the commands of their parts.
 
-Owns: the flags that committed documents were measured with, the order of load points, which flags go to which
-part, and the environment of all.
-Does not know: time limits, documents, or what came of a part.
+Owns: the flags of the committed documents, the order of load points, which flags go to which part, and the
+environment of all.
+Does not know: time limits, documents, or a part's results.
+Called by `programs.run_figure11` and `parallel.progress`.
 """
 
 from __future__ import annotations
@@ -67,14 +68,14 @@ SETTINGS: dict[tuple[str, int], dict[str, object]] = {
         "pensieve-gpu:1.0",
     },
 }
-"""What differs by model and devices: memory, and loads in the order in which they were measured."""
+"""Settings by model and number of devices: memory, and loads in the order of measurement."""
 ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
     "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.94",
 }
-"""Of a model that has settings, where the environment does not say otherwise."""
+"""Variables for a model with settings, unless the environment sets them."""
 
-_STEP_FLAGS = (  # of the engine's; sizes follow from the steps
+_STEP_FLAGS = (  # engine flags; its sizes follow from the steps
     *("model", "dtype", "tensor_parallel_size", "attention_backend", "all_reduce", "decode_matmul"),
     *("chunk_tokens", "kv_dtype", "num_layer_groups", "random_seed"),
 )
@@ -86,33 +87,33 @@ _NOT_HERE = (
     *("rates", "seeds", "arrivals", "recorded_arrivals"),
     *("num_turns", "prompt_tokens", "output_tokens"),
 )
-_NOT_OF_LOOPS = ("compilation_cache_dir", "progress")  # they change no figure
+_NOT_OF_LOOPS = ("compilation_cache_dir", "progress")  # they do not affect figures
 
 
 def model_name() -> str:
-    """As files are called."""
+    """Return the model's name for file names."""
     return FLAGS.model.removeprefix(_RANDOM).replace("/", "_")
 
 
 def settings() -> dict[str, object]:
-    """What the flags' model on its devices was measured with; nothing where it was not."""
+    """Return the measured settings of the flags' model and devices; may be empty."""
     own = SETTINGS.get((FLAGS.model.removeprefix(_RANDOM), FLAGS.tensor_parallel_size))
     return {} if own is None else _ALIKE | own
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Of every part."""
+    """Return the environment of every part."""
     return {**(ENVIRONMENT if settings() else {}), **variables}
 
 
 def take_settings() -> None:
-    """Let flags that were left out say what `settings` do; raises ConfigError for what cannot work."""
+    """Use `settings` for flags that were not given; raises ConfigError for invalid combinations."""
     for name, value in settings().items():
         if not (name == "cpu_bytes" and FLAGS.cpu_pages is not None):
             FLAGS.set_default(name, value)
     for name in _NOT_HERE:
         if FLAGS[name].present:
-            limit = "left out: points are those of --loads, and another --seed is another document"
+            limit = "left out: points come from --loads, and another --seed needs another document"
             raise ConfigError(f"--{name}", FLAGS[name].value, limit)
     num_devices: int = engine_config().runner.tensor_parallel_size
     if num_devices < 2:
@@ -120,19 +121,19 @@ def take_settings() -> None:
     model_limits()
     if not asked_loads():
         known = ", ".join(f"{name} on {count}" for name, count in SETTINGS)
-        raise ConfigError("--loads", "", f"given, SYSTEM:RATE with commas between them, but for {known}")
+        raise ConfigError("--loads", "", f"given as comma-separated SYSTEM:RATE, except for {known}")
 
 
 def asked_loads() -> list[Load]:
-    """Systems and rates of `--loads`, each once, so ordered that each system has a point before one has two.
+    """Return the distinct loads of `--loads`, interleaved so that each system gets a point before a second.
 
     Raises ConfigError.
     """
-    return by_turns(list(dict.fromkeys(named_loads())))
+    return interleaved(list(dict.fromkeys(named_loads())))
 
 
-def by_turns(loads: Sequence[Load]) -> list[Load]:
-    """First points of all systems, then second ones; otherwise as they are."""
+def interleaved(loads: Sequence[Load]) -> list[Load]:
+    """Return first points of all systems, then second ones; otherwise the order is kept."""
     turn: dict[Load, int] = {}
     counts: dict[str, int] = {}
     for load in loads:
@@ -142,12 +143,12 @@ def by_turns(loads: Sequence[Load]) -> list[Load]:
 
 
 def load_name(load: Load) -> str:
-    """As in `--loads`."""
+    """Return the load in the notation of `--loads`."""
     return f"{load[0]}:{load[1]:g}"
 
 
 def part_flags(part: str) -> list[str]:
-    """Of a part's command: all that its figures depend on but `--loads`, and not where anything is kept."""
+    """Return the flags of a part that affect its figures, without `--loads` and output paths."""
     if part == TOKENS:
         model, _ = model_limits()
         tiny = f"{model.architecture}-tiny"
@@ -163,7 +164,7 @@ def part_flags(part: str) -> list[str]:
 
 
 def command(part: str, document: Path, loads: Sequence[Load], *, max_run_s: float) -> list[str]:
-    """Of a part, which writes its document there: of the loops a line for each of these loads."""
+    """Return the command of a part, which writes its document to `document`; loops write a line per load."""
     stored = FLAGS.compilation_cache_dir
     store = [f"--compilation_cache_dir={stored}"] if stored else []
     whole = [sys.executable, "-m", f"pensieve_lab.programs.{_PROGRAMS[part]}", *part_flags(part), *store]
@@ -178,7 +179,7 @@ def command(part: str, document: Path, loads: Sequence[Load], *, max_run_s: floa
 
 
 def _said(names: Iterable[str]) -> list[str]:
-    """Flags that were given, that `settings` say, or whose defaults are others there, as they are written."""
+    """Return the flags that were given or that `settings` set, as they are written."""
     ours = (*settings(), "model", "tensor_parallel_size")
     said = [FLAGS[name] for name in names if FLAGS[name].present or name in ours]
     return [flag.serialize() for flag in said if flag.value is not None]

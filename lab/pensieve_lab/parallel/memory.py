@@ -1,8 +1,10 @@
-"""What devices' memory is taken by: arrays, by what JAX says, and everything, by what the driver says.
+"""Memory use of devices: of arrays as JAX reports it, and of everything as the driver reports it.
 
-Owns: the two readings. Does not know: what ran.
+Owns: the two readings.
+Does not know: what ran.
+Called by `programs.profile_parallel`.
 
-Libraries that exchange take memory beside JAX's share, which JAX does not see.
+Communication libraries use memory outside JAX's share, which JAX does not see.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ _QUERY = ("--query-gpu=memory.used,memory.total", "--format=csv,noheader,nounits
 
 
 def devices_memory(mesh: Mesh) -> list[dict[str, int]]:
-    """Bytes of every device, as far as they are told: `driver_...` are of all that the machine has."""
+    """Return every device's available readings in bytes; `driver_...` covers all processes."""
     stats: list[dict[str, Any]] = [device.memory_stats() or {} for device in mesh.devices.flat]
     found = [{name: one[name] for name in _NAMES if name in one} for one in stats]
     for one, line in zip(found, _driver_lines(), strict=False):
@@ -28,7 +30,7 @@ def devices_memory(mesh: Mesh) -> list[dict[str, int]]:
 
 
 def _driver_lines() -> list[str]:
-    """A line for each GPU, in MiB; none without NVIDIA's tool."""
+    """Return a line for each GPU, in MiB; empty without NVIDIA's tool."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []

@@ -1,7 +1,9 @@
-"""What a run in parts has so far: each part's documents and what was tried, kept in one file between calls.
+"""Progress of a run in parts: each part's documents and attempts, kept in one file between calls.
 
-Owns: what the file holds, reading it back, which loads are still to be measured, and each document as a file.
+Owns: the content of the file, reading it back, the loads that remain to be measured, and each document as a
+file.
 Does not know: how a part is run.
+Called by `programs.run_figure11`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pensieve_jax import ConfigError
-from pensieve_lab.parallel.apart import Ended
+from pensieve_lab.parallel.apart import ProcessResult
 from pensieve_lab.parallel.figure11 import LOOPS, PARTS, STEPS, TOKENS, Load, load_name
 
 BENCHMARK = "figure11"
@@ -24,25 +26,25 @@ _FILES = {TOKENS: "tokens", STEPS: "parallel", LOOPS: "open"}
 
 
 class Progress:
-    """Parts by name, and the settings that all of them must have been run with.
+    """Parts by name, and the settings that all of them must share.
 
     Attributes:
-      settings: flags by part; a file of others is refused.
-      parts: of each its `state`, its `tries` and its `documents`, those of loops one for each load point.
+      settings: flags by part; a file with other settings is refused.
+      parts: the `state`, `tries` and `documents` of each part; loops have a document per load point.
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Nothing so far."""
+        """Start without any results."""
         self.settings = dict(settings)
         self.parts: dict[str, dict[str, Any]] = {
             name: {"state": NOT_BEGUN, "tries": [], "documents": []} for name in PARTS
         }
 
     def go_on(self, path: Path) -> None:
-        """Take what an earlier call left there, if there is a file; raises ConfigError for another run's."""
+        """Resume from an earlier call's file, if there is one; raises ConfigError for another run's file."""
         if not path.exists() or not path.stat().st_size:
             return
-        limit = "a file that this script wrote, or one that is not there yet"
+        limit = "a file that this script wrote, or a new one"
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
             if document["benchmark"] != BENCHMARK:
@@ -61,11 +63,11 @@ class Progress:
         self.parts = parts
 
     def in_order(self) -> list[str]:
-        """All parts, those that have failed last: they may again, and cost the others their time."""
+        """Return all parts, failed ones last, because they may fail again and cost the others their time."""
         return sorted(PARTS, key=lambda part: self.parts[part]["state"] == FAILED)
 
     def missing(self, loads: Sequence[Load]) -> list[Load]:
-        """Loads without a point that counts. One during which the loops ended goes to the end of them."""
+        """Return the loads without a valid point; the load during which the loops ended comes last."""
         done = {_load(document) for document in self.parts[LOOPS]["documents"] if not _is_void(document)}
         left = [load for load in loads if load not in done]
         tries = self.parts[LOOPS]["tries"]
@@ -73,7 +75,7 @@ class Progress:
         return sorted(left, key=lambda load: load_name(load) == culprit)
 
     def take(self, part: str, lines: Sequence[Document]) -> bool:
-        """Documents that a part has written so far, in place of older ones; whether any is new."""
+        """Replace older documents of a part by the given ones; return whether anything changed."""
         before = self.parts[part]["documents"]
         found = [line for line in lines if part != LOOPS or line["results"]["points"]]
         if not found:
@@ -85,8 +87,8 @@ class Progress:
         self.parts[part]["documents"] = [*kept, *found]
         return self.parts[part]["documents"] != before
 
-    def end(self, part: str, ended: Ended, *, limit_s: float, left: Sequence[Load]) -> None:
-        """A try has ended; `left` are loads that have no point yet, that of the running one first."""
+    def end(self, part: str, ended: ProcessResult, *, limit_s: float, left: Sequence[Load]) -> None:
+        """Record the end of an attempt; `left` are the loads without a point, the running one first."""
         one: dict[str, Any] = {"limit_s": limit_s, "wall_s": ended.wall_s}
         if ended.failed is not None:
             one |= {"failed": ended.failed, "output": ended.output}
@@ -98,17 +100,17 @@ class Progress:
 
     @property
     def results(self) -> dict[str, Any]:
-        """For the document."""
+        """Results for the document."""
         return {"settings": self.settings, "parts": self.parts}
 
     @property
     def devices(self) -> list[str]:
-        """What the parts ran on."""
+        """Devices on which the parts ran."""
         found = (one["hardware"]["device"] for part in self.parts.values() for one in part["documents"])
         return list(dict.fromkeys(found))
 
     def write_documents(self, beginning: str, model: str) -> list[Path]:
-        """Each part's own documents, as files whose names begin so; where they are."""
+        """Write each part's documents to files with this prefix; return the paths."""
         paths = []
         for name, part in self.parts.items():
             for document in part["documents"]:
@@ -119,29 +121,29 @@ class Progress:
 
 
 def read_lines(path: Path) -> list[Document]:
-    """Documents that a part has written so far."""
+    """Return the documents that a part has written so far."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError):  # it is being written
+        with contextlib.suppress(ValueError):  # the last line may still be incomplete
             found.append(json.loads(line))
     return found
 
 
 def ran_out_of_time(path: Path) -> bool:
-    """Whether loops have left out all points by themselves, as their start took too long."""
+    """Return whether the loops left out all points because their start took too long."""
     lines = read_lines(path)
     return bool(lines) and not any(line["results"]["points"] for line in lines)
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file, of which there is always a whole one."""
+    """Replace a file atomically, so that it is always complete."""
     beside = path.with_name(f"{path.name}.new")
     beside.write_text(text, encoding="utf-8")
     os.replace(beside, path)
 
 
 def _others(flags: Sequence[str], than: Sequence[str]) -> str:
-    """Those that are not among the second ones."""
+    """Return the flags that are not in `than`."""
     return " ".join(flag for flag in flags if flag not in than) or "nothing"
 
 
@@ -155,7 +157,7 @@ def _is_void(document: Document) -> bool:
 
 
 def _point_name(document: Document, part: str) -> str:
-    """Of a load point what tells it from the others."""
+    """Return the suffix that tells a load point from the others."""
     if part != LOOPS:
         return ""
     system, rate = _load(document)

@@ -1,10 +1,11 @@
-"""Steps of a model that several devices share, timed and traced, each against its bound.
+"""Steps of a model on several devices, timed and traced, each with its roofline bound.
 
 Owns: the cases, the engine's sizes that follow from them, and the figures of each.
 Does not know: variants, or other processes.
+Called by `programs.profile_parallel`.
 
-Sequences that decode and a prompt that is a step by itself have the pool one after the other, so that it need
-hold no more than the larger of the two.
+Decoding sequences and prompts use the page pool one after the other, so that it only needs the size of the
+larger case.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ _NUM_TRACED_STEPS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Cases:
-    """Sequences that decode over a context, and prompts."""
+    """Cases of decoding sequences over a context, and of prompts."""
 
     decodes: tuple[int, ...]
     prompts: tuple[int, ...]
     context_tokens: int
 
     def __iter__(self) -> Iterator[tuple[str, list[StepRow], int]]:
-        """Name, rows, and the number of sequences that share the pool."""
+        """Yield name, rows, and the number of sequences that share the pool."""
         for count in self.decodes:
             rows = [StepRow(i, self.context_tokens - 1, self.context_tokens) for i in range(count)]
             yield f"decode {count} x {self.context_tokens}", rows, max(self.decodes)
@@ -44,7 +45,7 @@ class Cases:
             yield f"prompt of {count}", [StepRow(0, 0, count)], 1
 
     def sized(self, config: EngineConfig) -> EngineConfig:
-        """The engine with pages and buckets for them, and no others."""
+        """Return the engine configuration with pages and buckets for exactly these cases."""
         chunk = config.cache.chunk_tokens
         decoding = max(self.decodes, default=1)
         buckets = {-(-count // _BUCKET_STEP) * _BUCKET_STEP for count in (*self.decodes, *self.prompts)}
@@ -74,7 +75,7 @@ def measure_steps(
     num_launches: int,
     num_events: int,
 ) -> dict[str, Any]:
-    """Every case: milliseconds, share of the bound, and what the devices did in a few steps."""
+    """Measure every case: step time, share of the bound, and a trace of a few steps."""
     runner, found = parts.runner, {}
     num_devices = parts.config.runner.tensor_parallel_size
     for name, rows, num_sequences in cases:
@@ -103,7 +104,8 @@ def measure_steps(
 
 
 def _traced(step: Timed, num_events: int) -> dict[str, Any]:
-    """Nothing without GPUs."""
-    traces = trace_devices(lambda: step.sample_s(_NUM_TRACED_STEPS - 1))  # and the one before them
+    """Return the traced time line; empty without GPUs."""
+    # the first traced step precedes these
+    traces = trace_devices(lambda: step.sample_s(_NUM_TRACED_STEPS - 1))
     kernels = {device: trace.kernels for device, trace in traces.items()}
     return time_line(kernels, _NUM_TRACED_STEPS, num_events)

@@ -1,13 +1,14 @@
-"""How long a sum over devices takes by itself: many in a row, each of what the one before left.
+"""Time of an all-reduce alone: many in sequence, each on the previous one's result.
 
-Owns: the chains, of the compiler's sums and of our own, and how far ours is from the compiler's.
+Owns: the chains, of XLA's all-reduces and of this project's, and the difference of their results.
 Does not know: steps or models.
+Called by `programs.profile_parallel`.
 
-Between two sums each row is multiplied by a device's own numbers, since a sum of equal parts would be none,
-and `_BALLAST_BYTES` of memory are read, so that the host launches ahead of the devices, as in a step. A chain
-without sums says what that takes. `..._norm` is a sum with the residual addition and the norm that follow it;
-`own_shares_norm` and `own_letters_norm` are ours in which each device has a share of the rows, few and any
-number.
+Between two sums each row is multiplied by a device's own numbers, since a sum of equal parts would be
+trivial. Also, `_BALLAST_BYTES` of memory are read, so that the host launches ahead of the devices, as in a
+step. A chain without sums gives the time of these extras. `..._norm` is a sum with the residual addition and
+the norm that follow it. In `own_shares_norm` and `own_letters_norm`, this project's kernels give each device
+a share of the rows, for few rows and for any number.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ from pensieve_jax.device.row_steps import Timed
 from pensieve_lab.common.spread import Spread
 
 _CHAIN = 64
-_CHAIN_ELSEWHERE = 4  # than on a GPU, where nothing is timed: a compiler takes seconds for a long chain
-_BALLAST_BYTES = 96 << 20  # 30 to 40 us of an H100, in which a host launches more than a link of a chain
+_CHAIN_ELSEWHERE = 4  # without a GPU nothing is timed, and compiling a long chain takes seconds
+_BALLAST_BYTES = 96 << 20  # 30 to 40 us on an H100, in which the host launches more than one link of a chain
 _NUM_LAUNCHES = 4
 _SPLIT, _WHOLE = PartitionSpec(TENSOR_AXIS), PartitionSpec()
 _EPS = 1e-5
 _SAME_AS = {"own": "compiler"} | dict.fromkeys(
     ("own_norm", "own_shares_norm", "own_letters_norm"), "compiler_norm"
 )
-"""Our chains, and what each must answer as."""
+"""The project's chains, and the chain whose result each must match."""
 
 type Chain = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-"""[rows, width] of a device, its table, the whole stream, the norm's scale -> what the next sum is of."""
+"""[rows, width] of a device, its table, the whole stream, the norm's scale -> input of the next sum."""
 
 
 def measure_sums(
     mesh: Mesh, sizes: Sequence[int], width: int, dtype: Any, *, repeats: int, own: bool
 ) -> dict[str, Any]:
-    """Seconds of a sum of [rows, width] by who makes it; our own where they run and are asked for."""
+    """Return seconds per sum of [rows, width] by implementation, with `own` also of this project's."""
     backend = "jax_triton" if all_reduce.devices_limit(list(mesh.devices.flat)) is None else "xla"
     memory = all_reduce.ExchangeMemory(mesh, width, dtype) if own else None
     found = {}
@@ -64,7 +65,7 @@ def measure_sums(
 def _own_chains(
     num_rows: int, width: int, dtype: Any, num_devices: int, capacity: int, backend: str
 ) -> dict[str, Chain]:
-    """Every way in which so many rows may go."""
+    """Return every kernel of this project that serves this number of rows."""
     size = num_rows, width, dtype, num_devices
     chains: dict[str, Chain] = {}
     arguments = {"axis": TENSOR_AXIS, "capacity": capacity, "backend": backend}
@@ -139,7 +140,7 @@ def _measure(
 
     if memory is not None:
         memory.renew(alone=True)
-        for programs in (once, compiled):  # loaded by devices that do not wait for each other
+        for programs in (once, compiled):  # load programs while devices do not wait for each other
             for name in filter(programs.__contains__, _SAME_AS):
                 jax.block_until_ready(programs[name](x, factors, table(), stream, ballast))
         memory.renew()
@@ -155,7 +156,7 @@ def _measure(
         ]
         error = float(np.abs(answers[0] - answers[1]).max())
         found[f"error{name.removeprefix('own')}"] = error
-        # Two addends have one sum; of a norm the last of eight bits may differ.
+        # The sum of two addends is exact; a norm may differ in the last of eight bits.
         is_exact = name == "own" and num_devices == 2
         is_right = error == 0 if is_exact else error <= 2**-7 * np.abs(answers[1]).max()
         found["is_right"] = bool(is_right) and found.get("is_right", True)
@@ -163,14 +164,14 @@ def _measure(
 
 
 def _program(mesh: Mesh, add_up: Chain, length: int) -> Any:
-    """`length` sums in a row."""
+    """Return a program of `length` sums in sequence."""
 
     def chain(
         x: jax.Array, factors: jax.Array, table: jax.Array, stream: jax.Array, ballast: jax.Array
     ) -> jax.Array:
         value, scale = x[0], jnp.ones(x.shape[-1], x.dtype)
         for _ in range(length):
-            is_beyond = value[0] > jnp.finfo(x.dtype).max  # no number is
+            is_beyond = value[0] > jnp.finfo(x.dtype).max  # always false
             nothing = jnp.sum(jnp.where(is_beyond, ballast[0], 0), axis=0).astype(x.dtype)
             value = add_up(lax.optimization_barrier(value * factors[0] + nothing), table, stream, scale)
         return value[None]

@@ -1,6 +1,8 @@
-"""What several GPUs did on one time line: kernels, exchanges, gaps, and who waited for whom.
+"""Activity of several GPUs on one time line: kernels, collectives, gaps, and waiting times.
 
-Owns: the arithmetic over traces of devices. Does not know: how they were traced, or what ran.
+Owns: the arithmetic over traces of devices.
+Does not know: how they were traced, or what ran.
+Called by `parallel.shared_steps`.
 """
 
 from __future__ import annotations
@@ -18,17 +20,17 @@ _EXCHANGE = re.compile(
 
 
 def is_exchange(name: str) -> bool:
-    """Whether a kernel of that name is one of several devices together."""
+    """Return whether a kernel of that name is a collective of several devices."""
     return _EXCHANGE.search(name) is not None
 
 
 def time_line(kernels: Mapping[int, Sequence[Kernel]], num_steps: int, num_events: int) -> dict[str, Any]:
-    """Figures of traced kernels by device, each in the order of starts; {} without any.
+    """Return figures of traced kernels by device, each in order of start times; {} without any.
 
     Args:
       kernels: of every device.
-      num_steps: that were traced.
-      num_events: the last kernels of each device that are listed one by one.
+      num_steps: number of traced steps.
+      num_events: number of last kernels of each device to list one by one.
     """
     traced = {device: list(ran) for device, ran in kernels.items() if ran}
     if not traced:
@@ -41,7 +43,7 @@ def time_line(kernels: Mapping[int, Sequence[Kernel]], num_steps: int, num_event
 
 
 def _device(ran: Sequence[Kernel], num_steps: int) -> dict[str, Any]:
-    """A device's own figures, seconds a step: those of all kernels, and exchanges and gaps around them."""
+    """Return a device's seconds per step: of all kernels, of collectives, and of the gaps around them."""
     exchanges = [kernel for kernel in ran if is_exchange(kernel.name)]
     others = [kernel for kernel in ran if not is_exchange(kernel.name)]
     before = {True: 0.0, False: 0.0}
@@ -62,7 +64,7 @@ def _device(ran: Sequence[Kernel], num_steps: int) -> dict[str, Any]:
 
 
 def _overlap(first: Iterable[Kernel], second: Sequence[Kernel]) -> float:
-    """Nanoseconds in which kernels of both run."""
+    """Return the nanoseconds in which kernels of both sequences run."""
     total, at = 0.0, 0
     for one in first:
         end = one.start_ns + one.duration_ns
@@ -77,11 +79,11 @@ def _overlap(first: Iterable[Kernel], second: Sequence[Kernel]) -> float:
 
 
 def _meetings(traced: Sequence[Sequence[Kernel]], num_steps: int) -> dict[str, Any]:
-    """Of the k-th exchange on every device: how far apart they came, and how long it took from then on."""
+    """Return for the k-th collective on all devices its start skew, and its time after the last start."""
     exchanges = [[kernel for kernel in ran if is_exchange(kernel.name)] for ran in traced]
     found = {"counts": [len(ran) / num_steps for ran in exchanges]}
     if len(traced) < 2 or len({len(ran) for ran in exchanges}) > 1 or not exchanges[0]:
-        return found  # not the same ones, or none
+        return found  # not the same collectives, or none
     skews, alone = [], []
     for meeting in zip(*exchanges, strict=True):
         starts = [kernel.start_ns for kernel in meeting]
@@ -106,7 +108,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def _events(traced: Mapping[int, Sequence[Kernel]], num_events: int) -> dict[str, Any]:
-    """The last kernels of every device: numbers of names, microseconds from the first that is listed."""
+    """Return each device's last kernels: index of the name, microseconds from the first listed start."""
     listed = {device: ran[max(0, len(ran) - num_events) :] for device, ran in traced.items()}
     names = sorted({kernel.name for ran in listed.values() for kernel in ran})
     origin = min((ran[0].start_ns for ran in listed.values() if ran), default=0.0)

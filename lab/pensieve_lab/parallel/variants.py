@@ -1,10 +1,12 @@
-"""Ways for several devices to add up partial sums, and to launch what does it.
+"""Variants of all-reduces over devices, and of their launches.
 
-Owns: a name for each, and the XLA flags and engine flags behind it. Does not know: what they are worth.
+Owns: a name for each, and the XLA flags and engine flags behind it.
+Does not know: how fast they are.
+Called by `programs.profile_parallel`.
 
-By its defaults jaxlib 0.11.2 sums up to 256 KB with a one-shot kernel of its own and up to 2 MB with a
-two-shot one, and takes NCCL for more; it leaves collectives out of the graphs that it launches kernels by,
-and runs them on a stream of their own.
+By default, jaxlib 0.11.2 sums up to 256 KB with its own one-shot kernel and up to 2 MB with a two-shot one,
+and uses NCCL for more. It leaves collectives out of the graphs with which it launches kernels, and runs them
+on a separate stream.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ _NCCL = "--xla_gpu_experimental_use_collective_kernels="
 
 
 class Variant(NamedTuple):
-    """`xla_flags` come behind those of the environment, `engine_flags` behind those of the command."""
+    """Flags of a variant, which follow those of the environment (`xla_flags`) or of the command."""
 
     xla_flags: tuple[str, ...] = ()
     engine_flags: tuple[str, ...] = ()

@@ -38,7 +38,7 @@ from pensieve_lab.cells import loads, systems
 from pensieve_lab.cells.clocks import PlanningClock
 from pensieve_lab.cells.model_flags import define_model_flags, model_from_flags, numbers
 from pensieve_lab.cells.models import Model
-from pensieve_lab.cells.real_time import Beginnings, serve
+from pensieve_lab.cells.real_time import BeginTimes, serve
 from pensieve_lab.cells.whole_sentences import LENGTHS, WholeSentences, limit_of_words
 from pensieve_lab.experiments.panels import Panel, draw_panels
 
@@ -87,7 +87,7 @@ def check_rows(model: Model) -> None:
 class Systems:
     """All that is compared, on the same weights."""
 
-    def __init__(self, engine: CellularEngine, beginnings: Beginnings, model: Model) -> None:
+    def __init__(self, engine: CellularEngine, beginnings: BeginTimes, model: Model) -> None:
         """Nothing has run; `beginnings` is what observes the engine."""
         self._engine, self._beginnings, self._model = engine, beginnings, model
         self._whole: WholeSentences | None = None
@@ -130,7 +130,7 @@ class Systems:
 
 
 def measure(
-    engine: CellularEngine, beginnings: Beginnings, model: Model, names: Sequence[str], rates: Sequence[int]
+    engine: CellularEngine, beginnings: BeginTimes, model: Model, names: Sequence[str], rates: Sequence[int]
 ) -> list[dict[str, Any]]:
     """A row for every system and rate."""
     both = Systems(engine, beginnings, model)
@@ -177,7 +177,7 @@ def main() -> int:
     config = CellularConfig(
         num_devices=FLAGS.num_devices, num_rows=FLAGS.num_rows, max_num_tasks=FLAGS.max_num_tasks
     )
-    beginnings = Beginnings()
+    beginnings = BeginTimes()
     with CellularEngine(
         model.cells,
         model.unfold,

@@ -34,7 +34,7 @@ from pensieve_jax.device.dense_reference import MIN_MARGIN, DenseReference
 from pensieve_jax.model_source import resolve_model
 from pensieve_lab.chat_training.data import read_dialogues
 from pensieve_lab.chat_training.recall_cases import BETWEEN, RecallCase, recall_cases
-from pensieve_lab.chat_training.served_recall import Served, serve_cases, serve_greetings, written_talks
+from pensieve_lab.chat_training.served_recall import ServedCases, serve_cases, serve_greetings, written_talks
 from pensieve_lab.chat_training.wordings import Wordings
 
 FLAGS = flags.FLAGS
@@ -60,7 +60,7 @@ _UNITS = {
 class Timed(NamedTuple):
     """What was served, and how long it took."""
 
-    served: Served
+    served: ServedCases
     seconds: float
 
 
@@ -97,7 +97,7 @@ class Difference(NamedTuple):
         return self.gap < MIN_MARGIN
 
 
-def differences(ample: Served, small: Served) -> list[Difference]:
+def differences(ample: ServedCases, small: ServedCases) -> list[Difference]:
     """All of them, by the dense reference."""
     pairs = list(zip(ample.histories, small.histories, strict=True))
     differing = [number for number, (one, other) in enumerate(pairs) if one != other]

@@ -53,7 +53,7 @@ from pensieve_lab.chat_training.evaluation import FIRST_TURN, Evaluation, Figure
 from pensieve_lab.chat_training.examples import ConversationEncoder
 from pensieve_lab.chat_training.export import export_model
 from pensieve_lab.chat_training.feed import Feed
-from pensieve_lab.chat_training.loop import Schedule, Trained, train
+from pensieve_lab.chat_training.loop import Schedule, TrainingResult, train
 from pensieve_lab.chat_training.recall_cases import BETWEEN, recall_cases
 from pensieve_lab.chat_training.step import Network, Parameters, TrainState, make_optimizer
 from pensieve_lab.chat_training.tokenizer import FILES, MIN_VOCAB_SIZE, learn_tokenizer, save_tokenizer
@@ -175,7 +175,7 @@ def train_by_flags(
     config: ModelConfig,
     feed: Feed,
     evaluation: Evaluation,
-) -> Trained:
+) -> TrainingResult:
     """Until the last step or Ctrl-C."""
 
     def evaluate(num_steps: int, parameters: Parameters) -> None:
@@ -215,7 +215,9 @@ def show(num_steps: int, figures: Figures) -> None:
     print(table(["asked for", *figures.by_kind], rows), flush=True)
 
 
-def report(trained: Trained, figures: Figures, config: ModelConfig, weights_bytes: int, began: float) -> str:
+def report(
+    trained: TrainingResult, figures: Figures, config: ModelConfig, weights_bytes: int, began: float
+) -> str:
     """The last line."""
     rates = sorted(rate for _, _, rate in trained.log)
     loss = figures.history_loss

@@ -16,7 +16,7 @@ from pensieve_jax.cellular.request_processor import RequestProcessor
 from pensieve_jax.cellular.tables import INITIAL
 from pensieve_jax.core.errors import ConfigError
 from pensieve_lab.cells.baselines import FixedGraph, GraphMerging, Padding
-from pensieve_lab.cells.baselines.graph_merging import Merged
+from pensieve_lab.cells.baselines.graph_merging import MergedGraphs
 from pensieve_lab.cells.simulation import simulate
 from pensieve_lab.cells.times import CellTimes
 from tests.cellular.fake_worker import FakeWorker
@@ -169,7 +169,7 @@ def test_merging_is_what_it_says(seed):
     def height(node):
         return 1 + max(map(height, read[node]), default=-1)
 
-    merged = Merged(table, nodes)
+    merged = MergedGraphs(table, nodes)
     assert merged.heights.tolist() == [height(node) for node in nodes.tolist()]
     kind_of = dict(zip(nodes.tolist(), merged.kinds.tolist(), strict=True))
     heights = {}

@@ -1,9 +1,10 @@
-"""The ideal for requests of one fixed graph: its cells one after the other, each for all requests of a batch.
+"""The ideal scheduler for requests of one fixed graph: one task per cell, in order, for the whole batch.
 
 Owns: that order.
 Does not know: how tasks run.
+Called by `cells.systems`.
 
-The thesis hardcodes a tree of 16 leaves in TensorFlow so (section 2.7.5): 31 cells, whose batches are full.
+The thesis hardcodes a tree of 16 leaves in TensorFlow this way (section 2.7.5): 31 cells with full batches.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from pensieve_lab.cells.baselines.graph_merging import GraphMerging
 
 
 class FixedGraph(GraphMerging):
-    """Of requests whose graphs are equal."""
+    """Scheduler for requests with equal graphs."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """As `GraphMerging`; the first request says which graph. A task is the same node of all requests."""
+        """Take `GraphMerging`'s arguments. The first request sets the graph; a task is one node of all."""
         super().__init__(*args, **options)
         self._most = min(self._most, *(kind.max_batch for kind in self.types.types))
         self._graph: tuple[np.ndarray, np.ndarray] | None = None
 
     def check(self, parts: GraphColumns) -> None:
-        """Raise GraphError for a graph that is not that of the first request."""
+        """Raise GraphError for a graph that differs from that of the first request."""
         start, first = 0, self._graph
         for place, end in enumerate(parts.request_nodes.tolist()):
             inputs = parts.inputs[:, start:end]

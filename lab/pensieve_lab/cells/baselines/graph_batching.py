@@ -1,12 +1,14 @@
 """Graph batching: whole requests form a batch, which runs to its end before the next one begins.
 
-Owns: batches on their way, and when their requests may be told.
+Owns: the batches in flight, and when their requests are reported as finished.
 Does not know: which requests form a batch, or in which tasks it runs.
+Subclassed by the other baselines.
 
-Thesis, section 2.2.3: such systems synchronise requests that need not be. They run the same cells here, in
-the same programs, in batches of the same sizes, and begin a batch as soon as a device is free, without a
-timeout (section 2.7.1). A batch is chosen and planned once all of the one before has been launched, while
-that still runs: a device runs launches in order. No more than one batch is ahead, so that it is chosen late.
+Thesis, section 2.2.3: such systems synchronize requests that need not be synchronized. Here they run the same
+cells in the same programs and batch sizes, and begin a batch as soon as a device is free, without a timeout
+(section 2.7.1). A batch is chosen and planned once every task of the previous one is launched, while that one
+still runs, because a device runs launches in order. At most one batch is ahead, so that it is chosen as late
+as possible.
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ from pensieve_jax.cellular.parts import GraphColumns
 from pensieve_jax.cellular.request import CellRequest
 from pensieve_jax.cellular.tables import WAITING, Tables
 
-_MOST_BATCHES = 2  # of a worker: the one that runs, and the next
+_MOST_BATCHES = 2  # per worker: the running batch and the next
 
 
-class Waiting(NamedTuple):
-    """A request that waits.
+class WaitingRequest(NamedTuple):
+    """A waiting request.
 
     Attributes:
-      serial: its number among all that ever came: the smaller, the older.
+      serial: number of the request in order of arrival.
       request: its id.
     """
 
@@ -45,9 +47,9 @@ class Task(NamedTuple):
     """A step of a batch.
 
     Attributes:
-      kind: the type.
-      nodes: those that compute something.
-      room: nodes of its batch, those included that compute nothing any more.
+      kind: the cell type.
+      nodes: nodes that compute something.
+      room: nodes of the task, including those that compute nothing any more.
     """
 
     kind: CellType
@@ -60,10 +62,10 @@ class Batch:
     """Requests that run together.
 
     Attributes:
-      requests: their ids, which may be those of others before the batch has ended: after a cancellation.
+      requests: their ids. After a cancellation, another request may get an id before the batch ends.
       serials: their numbers.
-      tasks: that were not launched.
-      num_in_flight: launches of it.
+      tasks: those that are not launched yet.
+      num_in_flight: launches of the batch in flight.
     """
 
     requests: np.ndarray
@@ -73,12 +75,12 @@ class Batch:
 
 
 class GraphBatching:
-    """What all graph batching has in common; a subclass says `_arrived`, `_choose` and `_plan`."""
+    """Common part of all graph batching. Subclasses implement `_arrived`, `_choose` and `_plan`."""
 
     def __init__(
         self, types: CellTypes, tables: Tables, formation: Formation, config: CellularConfig
     ) -> None:
-        """Nobody waits."""
+        """Start with no waiting requests."""
         self.types, self.nodes = types, tables.nodes
         self.subgraphs, self.requests = tables.subgraphs, tables.requests
         self._formation, self._config = formation, config
@@ -91,10 +93,10 @@ class GraphBatching:
     restarts = False
 
     def check(self, parts: GraphColumns) -> None:
-        """Any graph runs."""
+        """Accept every graph, as all of them can run."""
 
     def schedule(self, worker: int) -> Launch | None:
-        """The next tasks of the last batch of a worker, or the first of a new one."""
+        """Return the next launch of the worker's last batch, or the first launch of a new batch."""
         batches = self._batches[worker]
         if not batches or not batches[-1].tasks:
             batch = self.next_batch() if len(batches) < _MOST_BATCHES else None
@@ -113,7 +115,7 @@ class GraphBatching:
         return launch
 
     def next_batch(self) -> Batch | None:
-        """Requests that wait no more, and the tasks that serve them; None if nobody waits."""
+        """Return the next batch with its tasks, or None if no request waits."""
         while chosen := self._choose():
             self._known.difference_update(one.serial for one in chosen)
             wanted = [one for one in chosen if self._is_wanted(one)]
@@ -124,7 +126,7 @@ class GraphBatching:
         return None
 
     def completed(self, launch: Launch) -> None:
-        """Its tasks run no more."""
+        """Count a launch as finished; retire its batch after the last one."""
         batch = self._of_launch.pop(launch)
         batch.num_in_flight -= 1
         if not batch.tasks and not batch.num_in_flight:
@@ -132,44 +134,44 @@ class GraphBatching:
             self._running.difference_update(batch.serials.tolist())
 
     def release(self, kind: int, nodes: np.ndarray) -> None:
-        """Requests may begin; what they release later is in the plan of their batch."""
+        """Register requests that may begin. Later nodes of a request are already in its batch's plan."""
         for request in np.unique(self.nodes.request[nodes]).tolist():
             serial = int(self.requests.serial[request])
             if serial not in self._known and serial not in self._running:
                 self._known.add(serial)
-                self._arrived(Waiting(serial, request))
+                self._arrived(WaitingRequest(serial, request))
 
     def remove_dropped(self, kind: int) -> None:
-        """Nothing to do: what was dropped is left out when its task comes, which runs without it."""
+        """Do nothing: a dropped node is left out when its task comes, and the task runs without it."""
 
     def told(self, ended: list[CellRequest]) -> list[CellRequest]:
-        """Requests are told when their whole batch has ended."""
+        """Return the requests whose whole batch has ended."""
         self._to_tell += ended
         told = [one for one in self._to_tell if one.serial not in self._running]
         if told:
             self._to_tell = [one for one in self._to_tell if one.serial in self._running]
         return told
 
-    def _is_wanted(self, one: Waiting) -> bool:
-        """Whether it was not cancelled while it waited; its id may be another's then."""
+    def _is_wanted(self, one: WaitingRequest) -> bool:
+        """Return whether the request was not cancelled; if it was, another may have its id."""
         is_same = self.requests.serial[one.request] == one.serial
         return bool(is_same and self.nodes.state[self.requests.start[one.request]] == WAITING)
 
     def _wanted(self, batch: Batch, nodes: np.ndarray) -> np.ndarray:
-        """Those that nobody dropped; others may have their ids then."""
+        """Return the nodes that were not dropped. Another request may have a dropped node's id."""
         is_wanted = self.nodes.state[nodes] == WAITING
         if (self.requests.serial[batch.requests] != batch.serials).any():
             is_wanted &= np.isin(self.requests.serial[self.nodes.request[nodes]], batch.serials)
         return nodes[is_wanted]
 
-    def _arrived(self, one: Waiting) -> None:
-        """A request waits."""
+    def _arrived(self, one: WaitingRequest) -> None:
+        """Add a waiting request."""
         raise NotImplementedError
 
-    def _choose(self) -> list[Waiting]:
-        """The requests of the next batch, which wait no more; none if nobody waits."""
+    def _choose(self) -> list[WaitingRequest]:
+        """Remove and return the requests of the next batch; empty if none waits."""
         raise NotImplementedError
 
     def _plan(self, requests: Sequence[int]) -> list[Task]:
-        """The tasks of a batch, in an order in which inputs come first."""
+        """Return the tasks of a batch, ordered so that inputs come first."""
         raise NotImplementedError

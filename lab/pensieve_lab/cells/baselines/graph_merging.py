@@ -1,13 +1,14 @@
-"""Graph merging: cells of several requests that can run together are found before any of them runs.
+"""Graph merging: find the cells of several requests that can run together before any of them runs.
 
 Owns: how the graphs of a batch are merged.
 Does not know: how tasks run.
+Called by `cells.systems`.
 
-As TensorFlow Fold does it ("depth"): cells of a type at the same height above the leaves are one operator. As
-DyNet does it ("agenda"): of the types with cells that are ready, all cells of the type that lies lowest on
-the average. Both merge at the granularity of cells here, which spares DyNet its launches for each operator of
-a cell; a batch is 64 requests at most, the best for both (thesis, section 2.7.5). Graphs are merged by
-arrays, as everything is here that is compared with it.
+"depth" follows TensorFlow Fold: cells of one type at the same height above the leaves form one operator.
+"agenda" follows DyNet: among the types with ready cells, it runs all ready cells of the type with the lowest
+average height. Both merge whole cells here, which spares DyNet a launch for each operator of a cell. A batch
+is at most 64 requests, the best value for both (thesis, section 2.7.5). Merging uses arrays, like every
+system that it is compared with.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from pensieve_jax.cellular.config import CellularConfig
 from pensieve_jax.cellular.formation import Formation
 from pensieve_jax.cellular.tables import INITIAL, Nodes, Tables
 from pensieve_jax.core.errors import ConfigError
-from pensieve_lab.cells.baselines.graph_batching import GraphBatching, Task, Waiting
+from pensieve_lab.cells.baselines.graph_batching import GraphBatching, Task, WaitingRequest
 
 DEFAULT_MAX_GRAPHS = 64
 _TAKEN = -1
 type Group = tuple[int, np.ndarray]
-"""A type, and places of nodes of it that run together."""
+"""A cell type, and the positions of the nodes that run together."""
 
 
 class GraphMerging(GraphBatching):
-    """Of any graphs."""
+    """Scheduler that merges arbitrary graphs."""
 
     def __init__(
         self,
@@ -43,30 +44,30 @@ class GraphMerging(GraphBatching):
         order: str = "agenda",
         max_graphs: int = DEFAULT_MAX_GRAPHS,
     ) -> None:
-        """As `functools.partial(GraphMerging, order=...)` gives an engine.
+        """Make a scheduler; an engine takes `functools.partial(GraphMerging, order=...)`.
 
         Args:
           order: "depth" or "agenda".
-          max_graphs: requests of a batch.
+          max_graphs: largest number of requests in a batch.
         """
         super().__init__(types, tables, formation, config)
         if order not in ("depth", "agenda"):
             raise ConfigError("order", order, "'depth' or 'agenda'")
-        self._groups = {"depth": Merged.by_depth, "agenda": Merged.by_agenda}[order]
+        self._groups = {"depth": MergedGraphs.by_depth, "agenda": MergedGraphs.by_agenda}[order]
         self._most = max_graphs
-        self._line: deque[Waiting] = deque()
+        self._line: deque[WaitingRequest] = deque()
 
-    def _arrived(self, one: Waiting) -> None:
+    def _arrived(self, one: WaitingRequest) -> None:
         self._line.append(one)
 
-    def _choose(self) -> list[Waiting]:
+    def _choose(self) -> list[WaitingRequest]:
         return [self._line.popleft() for _ in range(min(self._most, len(self._line)))]
 
     def _plan(self, requests: Sequence[int]) -> list[Task]:
         nodes = np.concatenate(
             [np.arange(self.requests.start[one], self.requests.end[one]) for one in requests]
         )
-        merged = Merged(self.nodes, nodes)
+        merged = MergedGraphs(self.nodes, nodes)
         tasks = []
         for kind, places in self._groups(merged):
             members = nodes[places]
@@ -77,16 +78,21 @@ class GraphMerging(GraphBatching):
         return tasks
 
 
-class Merged:
-    """The graphs of a batch as one, by arrays; places are of its nodes.
+class MergedGraphs:
+    """The graphs of a batch as one set of arrays, indexed by node position.
 
     Attributes:
-      kinds: i64[n], types.
-      heights: i64[n], of each node one more than the highest that it reads; 0 of those that read none.
+      kinds: i64[n], cell types.
+      heights: i64[n], one more than the greatest height of a node's inputs; 0 without inputs.
     """
 
     def __init__(self, table: Nodes, nodes: np.ndarray) -> None:
-        """Args: table: where nodes are; nodes: their ids, all of every request that is among them."""
+        """Merge nodes.
+
+        Args:
+          table: the node table.
+          nodes: their ids, which must include all nodes of each request.
+        """
         num = len(nodes)
         self.kinds = table.kind[nodes].astype(np.int64)
         inputs = table.inputs[:, nodes]
@@ -104,14 +110,14 @@ class Merged:
             self.heights[places] = height
 
     def by_depth(self) -> list[Group]:
-        """Operators of a type and height, the lowest first."""
+        """Return the groups of equal type and height, lowest first."""
         order = np.lexsort((self.kinds, self.heights))
         kinds, heights = self.kinds[order], self.heights[order]
         starts = np.flatnonzero((np.diff(kinds, prepend=-1) != 0) | (np.diff(heights, prepend=-1) != 0))
         return list(zip(kinds[starts].tolist(), np.split(order, starts[1:]), strict=True))
 
     def by_agenda(self) -> list[Group]:
-        """Of types with ready nodes all ready ones of the type that lies lowest, on the average."""
+        """Return the groups that result from always running the ready type with the lowest average height."""
         mean_height = np.full(int(self.kinds.max()) + 1, np.inf)
         for kind in np.unique(self.kinds).tolist():
             mean_height[kind] = self.heights[self.kinds == kind].mean()
@@ -125,14 +131,14 @@ class Merged:
         return groups
 
     def _levels(self) -> Iterator[np.ndarray]:
-        """Nodes of every height."""
+        """Yield the node positions of each height."""
         missing = self._num_inputs.copy()
         while len(places := np.flatnonzero(missing == 0)):
             yield places
             self._take(places, missing)
 
     def _take(self, places: np.ndarray, missing: np.ndarray) -> None:
-        """These run: they are ready no more, and who reads them misses less."""
+        """Mark nodes as run, and update the number of missing inputs of their readers."""
         missing[places] = _TAKEN
         ends, nums = self._ends[places], self._num_readers[places]
         readers = self._readers[np.arange(nums.sum()) + np.repeat(ends - np.cumsum(nums), nums)]

@@ -1,11 +1,12 @@
 """Padding: chains of similar lengths run side by side, all of them to the length of the longest.
 
-Owns: buckets by length, and which is next.
+Owns: the buckets by length, and which one is next.
 Does not know: how tasks run.
+Called by `cells.systems`.
 
-Twice: as the thesis has it in MXNet and TensorFlow (section 2.7.1), round robin over buckets of a width, each
-padded to its top; and as strong as it gets, the bucket whose first request is the oldest, padded to its
-longest member.
+There are two variants. The thesis' variant for MXNet and TensorFlow (section 2.7.1) serves buckets of equal
+width in round robin, each padded to its upper limit. The strongest variant takes the bucket whose first
+request is the oldest, and pads it to its longest member.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from pensieve_jax.cellular.formation import Formation
 from pensieve_jax.cellular.parts import NONE, GraphColumns
 from pensieve_jax.cellular.tables import Tables
 from pensieve_jax.core.errors import ConfigError
-from pensieve_lab.cells.baselines.graph_batching import GraphBatching, Task, Waiting
+from pensieve_lab.cells.baselines.graph_batching import GraphBatching, Task, WaitingRequest
 
 DEFAULT_WIDTH = 10
 type _Bucket = tuple[tuple[int, ...], int]
-"""Types of chains, and how long the first one is, in widths."""
+"""Cell types of the chains, and the bucket number of the first chain's length."""
 
 
 class Padding(GraphBatching):
-    """Of chains, and of chains behind chains."""
+    """Scheduler for chains, and for chains that follow each other."""
 
     def __init__(
         self,
@@ -43,11 +44,11 @@ class Padding(GraphBatching):
         oldest_first: bool = False,
         max_batch: int | None = None,
     ) -> None:
-        """As `functools.partial(Padding, width=..., oldest_first=...)` gives an engine.
+        """Make a scheduler; an engine takes `functools.partial(Padding, width=..., oldest_first=...)`.
 
         Args:
-          width: of buckets: the first has lengths of 1 to `width`.
-          oldest_first: the strong one.
+          width: of a bucket; the first bucket holds lengths from 1 to `width`.
+          oldest_first: use the strongest variant.
           max_batch: requests of a batch; None is the smallest of the largest batches of all cells.
 
         Raises:
@@ -61,27 +62,28 @@ class Padding(GraphBatching):
             raise ConfigError("width", width, "a number of words of at least 1")
         if not 1 <= self._most <= least:
             raise ConfigError("max_batch", max_batch, f"from 1 to {least}, the largest batch of every cell")
-        self._buckets: dict[_Bucket, deque[Waiting]] = {}
+        self._buckets: dict[_Bucket, deque[WaitingRequest]] = {}
         self._last_bucket: _Bucket = (), -1
 
     def check(self, parts: GraphColumns) -> None:
-        """Raise GraphError unless each request is a chain, or chains one behind the other."""
+        """Raise GraphError unless each request is a chain, or a sequence of chains."""
         is_last = np.diff(parts.sub_request, append=-1) != 0
         behind = np.where(is_last, NONE, np.arange(1, len(is_last) + 1))
-        is_no_chain = parts.is_bent & (parts.sub_num_nodes > 1)  # of one node it is one, whatever it reads
+        # a single node is a chain, whatever its inputs
+        is_no_chain = parts.is_bent & (parts.sub_num_nodes > 1)
         wrong = np.flatnonzero(is_no_chain | (parts.sub_consumer != behind))
         if len(wrong):
             place = int(parts.sub_request[wrong[0]])
             raise GraphError(f"requests[{place}]", "a graph", "a chain, or chains one behind the other")
 
-    def _arrived(self, one: Waiting) -> None:
+    def _arrived(self, one: WaitingRequest) -> None:
         subs = self._subs(one.request)
         sub = subs[0]
         length = int(self.subgraphs.last[sub] - self.subgraphs.first[sub] + 1)
         bucket = tuple(self.subgraphs.kind[subs].tolist()), (length - 1) // self._width
         self._buckets.setdefault(bucket, deque()).append(one)
 
-    def _choose(self) -> list[Waiting]:
+    def _choose(self) -> list[WaitingRequest]:
         waiting = sorted(bucket for bucket, line in self._buckets.items() if line)
         if not waiting:
             return []
@@ -94,7 +96,7 @@ class Padding(GraphBatching):
         return [line.popleft() for _ in range(min(self._most, len(line)))]
 
     def _plan(self, requests: Sequence[int]) -> list[Task]:
-        """Step by step through the first chains of all, then through the second ones."""
+        """Return the steps of the first chains of all requests, then those of the second chains."""
         tasks = []
         subs = np.array([self._subs(request) for request in requests]).T
         for of_all in subs:

@@ -1,7 +1,8 @@
-"""Record lines in processes that tests start: Python imports this first where PYTHONPATH has its folder.
+"""Start recording lines in processes that tests start.
 
-Owns: that the recording starts.
+Owns: the start of the recording.
 Does not know: how lines are recorded.
+Called by Python, which imports this module first if PYTHONPATH contains its folder.
 """
 
 from pensieve_lab.mutation.line_monitor import write_lines
