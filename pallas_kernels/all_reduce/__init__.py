@@ -17,7 +17,7 @@ from pallas_kernels.all_reduce.api import (
     sum_over_devices,
 )
 from pallas_kernels.all_reduce.memory import ExchangeMemory
-from pallas_kernels.all_reduce.specs import MAX_DEVICES, MAX_ROW_BYTES, MAX_ROWS, fits_in_inboxes
+from pallas_kernels.all_reduce.specs import MAX_DEVICES, MAX_ROW_BYTES, MAX_ROWS, fits_in_peer_buffers
 
 __all__ = [
     "MAX_DEVICES",
@@ -27,7 +27,7 @@ __all__ = [
     "ExchangeMemory",
     "SumArgumentError",
     "devices_limit",
-    "fits_in_inboxes",
+    "fits_in_peer_buffers",
     "serves",
     "serves_shares",
     "shares_are_faster",

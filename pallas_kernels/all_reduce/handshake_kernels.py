@@ -24,19 +24,19 @@ from pallas_kernels.all_reduce.kernel_parts import (
     added_and_normed,
     is_lost,
     next_launch,
+    report_loss,
     rounded,
-    tell_of_loss,
     vector,
     words_of,
 )
 
-RANK, COUNTS, FLAGS = map(tl.constexpr, (specs.RANK, specs.COUNTS, specs.FLAGS))
+RANK, HANDSHAKE_COUNTS, FLAGS = map(tl.constexpr, (specs.RANK, specs.HANDSHAKE_COUNTS, specs.FLAGS))
 MAX_PROGRAMS = tl.constexpr(specs.MAX_PROGRAMS)
 LANES = tl.constexpr(specs.MAX_DEVICES)  # a power of two
 
 
 @triton.jit
-def shares_by_letter(
+def shares_by_handshake(
     partial_ptr: tl.tensor,
     table_ptr: tl.tensor,
     stream_ptr: tl.tensor,
@@ -82,25 +82,25 @@ def shares_by_letter(
     num_programs = tl.num_programs(0)
     table = table_ptr.to(tl.pointer_type(tl.int64))
     rank = tl.load(table + RANK).to(tl.int32)
-    launch = next_launch(table, COUNTS + program)
+    launch = next_launch(table, HANDSHAKE_COUNTS + program)
     lost = is_lost(table)  # a device that waits for nobody lends its arrays to nobody
     for peer in tl.static_range(num_devices):
         if peer != rank:
-            letter = _letter(table, peer, program, rank, num_devices)
-            tl.store(letter, tl.where(lost, 0, partial_ptr.to(tl.int64)))
-            tl.store(letter + 1, tl.where(lost, 0, normed_ptr.to(tl.int64)))
+            handshake = _handshake(table, peer, program, rank, num_devices)
+            tl.store(handshake, tl.where(lost, 0, partial_ptr.to(tl.int64)))
+            tl.store(handshake + 1, tl.where(lost, 0, normed_ptr.to(tl.int64)))
     tl.debug_barrier()
-    _tell(table, FLAGS, program, rank, launch, num_devices)
+    _signal(table, FLAGS, program, rank, launch, num_devices)
     lost = _wait(table, FLAGS, program, rank, launch, lost, num_devices, limit)
     tl.debug_barrier()
 
     sources, targets = (), ()
     for peer in tl.static_range(num_devices):
-        letter = _letter(table, rank, program, peer, num_devices)
-        sources += (_told(letter, partial_ptr),)  # type: ignore[assignment]
+        handshake = _handshake(table, rank, program, peer, num_devices)
+        sources += (_lent_array(handshake, partial_ptr),)  # type: ignore[assignment]
     for step in tl.static_range(1, num_devices):  # in a circle, as of few rows
-        letter = _letter(table, rank, program, (rank + step) % num_devices, num_devices)
-        targets += (_told(letter + 1, normed_ptr),)  # type: ignore[assignment]
+        handshake = _handshake(table, rank, program, (rank + step) % num_devices, num_devices)
+        targets += (_lent_array(handshake + 1, normed_ptr),)  # type: ignore[assignment]
     columns = tl.arange(0, block)
     inside = columns < width
     reached = columns < tl.where(lost, 0, width)
@@ -127,7 +127,7 @@ def shares_by_letter(
         tl.store(sum_ptr + share, total, mask=inside)
     tl.debug_barrier()
     done = FLAGS + MAX_PROGRAMS * num_devices
-    _tell(table, done, program, rank, launch, num_devices)
+    _signal(table, done, program, rank, launch, num_devices)
     if _wait(
         table, done, program, rank, launch, lost, num_devices, limit
     ):  # also what peers should have written
@@ -137,23 +137,23 @@ def shares_by_letter(
 
 
 @triton.jit
-def _letter(
+def _handshake(
     table: tl.tensor, to: tl.tensor, program: tl.tensor, sender: tl.tensor, num_devices: tl.constexpr
 ) -> tl.tensor:
     """Where device `to` finds the two addresses of the arrays of device `sender`."""
-    letters = words_of(table, to, num_devices) + FLAGS + 2 * MAX_PROGRAMS * num_devices
-    return letters.to(tl.pointer_type(tl.int64)) + 2 * (program * num_devices + sender)
+    handshakes = words_of(table, to, num_devices) + FLAGS + 2 * MAX_PROGRAMS * num_devices
+    return handshakes.to(tl.pointer_type(tl.int64)) + 2 * (program * num_devices + sender)
 
 
 @triton.jit
-def _told(letter: tl.tensor, own_ptr: tl.tensor) -> tl.tensor:
+def _lent_array(handshake: tl.tensor, own_ptr: tl.tensor) -> tl.tensor:
     """A peer's array; the own one for a peer that lends none, for itself, and for all where it is alone."""
-    own, told = own_ptr.to(tl.int64), tl.load(letter, cache_modifier=".cg")
-    return tl.multiple_of(tl.where(told == 0, own, told).to(own_ptr.dtype), 16)
+    own, address = own_ptr.to(tl.int64), tl.load(handshake, cache_modifier=".cg")
+    return tl.multiple_of(tl.where(address == 0, own, address).to(own_ptr.dtype), 16)
 
 
 @triton.jit
-def _tell(
+def _signal(
     table: tl.tensor,
     place: tl.constexpr,
     program: tl.tensor,
@@ -188,7 +188,7 @@ def _wait(
         num_looks += 1
     lost = lost | (num_late > 0)
     if lost:
-        tell_of_loss(table, num_devices)
+        report_loss(table, num_devices)
     return lost
 
 

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import jax_triton
 
 from pallas_kernels.all_reduce.affine import Affine
-from pallas_kernels.all_reduce.handshake_kernels import shares_by_letter
-from pallas_kernels.all_reduce.peer_buffer_kernels import shares_by_inbox, sum_of_rows
-from pallas_kernels.all_reduce.specs import LIMIT, MAX_PROGRAMS, NUM_PROGRAMS, fits_in_inboxes
+from pallas_kernels.all_reduce.handshake_kernels import shares_by_handshake
+from pallas_kernels.all_reduce.peer_buffer_kernels import shares_by_peer_buffer, sum_of_rows
+from pallas_kernels.all_reduce.specs import LIMIT, MAX_PROGRAMS, NUM_PROGRAMS, fits_in_peer_buffers
 from pallas_kernels.residual_norms import NormSpec
 
 # As of ragged_paged_attention.jax_triton: JAX assembles PTX with the CUDA it runs on.
 _OPTIONS = {"ptx_version": 88, "enable_fp_fusion": True}
-_MAX_WARPS = {sum_of_rows: 16, shares_by_inbox: 8, shares_by_letter: 8}
+_MAX_WARPS = {sum_of_rows: 16, shares_by_peer_buffer: 8, shares_by_handshake: 8}
 _MIN_BLOCK = 32  # a number for each thread of a warp
 _NUMBERS_OF_A_WARP = 512  # at least: whole words of 16 bytes for each thread
 
@@ -80,15 +80,17 @@ def triton_shares(
     common: dict[str, Any] = {"num_rows": share.shape[0], "num_devices": num_devices}
     arrays, out_type = (partial, table, share, affine), _stream_and_normed(share, partial, norm)
     itemsize = partial.dtype.itemsize
-    if fits_in_inboxes(share.size * itemsize, capacity) and jnp.dtype(norm.dtype).itemsize == itemsize:
-        name = f"sum_and_norm_of_shares_by_inbox_{norm.kind}"
+    if fits_in_peer_buffers(share.size * itemsize, capacity) and jnp.dtype(norm.dtype).itemsize == itemsize:
+        name = f"sum_and_norm_of_shares_by_peer_buffer_{norm.kind}"
         return _launch(
-            shares_by_inbox, arrays, out_type, norm,
+            shares_by_peer_buffer, arrays, out_type, norm,
             num_programs=NUM_PROGRAMS, name=name, capacity=capacity, **common,
         )  # fmt: skip
     name = f"sum_and_norm_of_shares_{norm.kind}"
     num_programs = min(MAX_PROGRAMS, share.shape[0])
-    return _launch(shares_by_letter, arrays, out_type, norm, num_programs=num_programs, name=name, **common)
+    return _launch(
+        shares_by_handshake, arrays, out_type, norm, num_programs=num_programs, name=name, **common
+    )
 
 
 def num_warps(kernel: Any, block: int) -> int:

@@ -38,7 +38,7 @@ def is_lost(table: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def tell_of_loss(table: tl.tensor, num_devices: tl.constexpr) -> None:
+def report_loss(table: tl.tensor, num_devices: tl.constexpr) -> None:
     """Tell every device, this one included, that a peer was lost."""
     for peer in tl.static_range(num_devices):
         tl.atomic_xchg(words_of(table, peer, num_devices), 1, sem="release", scope="sys")

@@ -19,9 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pallas_kernels.all_reduce.specs import (
     EMPTY,
     FLAGS,
-    inbox_rows,
-    inboxes_len,
-    letters_place,
+    handshakes_place,
+    peer_buffer_rows,
+    peer_buffers_len,
     table_len,
     table_row,
     words_len,
@@ -50,16 +50,16 @@ class ExchangeMemory:
           mesh: of one axis.
           width: of a row, a multiple of 8.
           dtype: of its numbers; whatever else has no more bytes may be sent as well.
-          num_rows: that are sent at a time; None: as many as `inbox_rows` says.
+          num_rows: that are sent at a time; None: as many as `peer_buffer_rows` says.
         """
         (axis,) = mesh.axis_names
         self._num_devices = mesh.devices.size
         self._split = NamedSharding(mesh, PartitionSpec(axis))
-        num_rows = inbox_rows(self._num_devices) if num_rows is None else num_rows
+        num_rows = peer_buffer_rows(self._num_devices) if num_rows is None else num_rows
         self.capacity = num_rows * width * np.dtype(dtype).itemsize
-        shape = self._num_devices, inboxes_len(self._num_devices, self.capacity)
+        shape = self._num_devices, peer_buffers_len(self._num_devices, self.capacity)
         # Filled by each device, since they are large, and once compiled for every time.
-        self._new_inboxes = jax.jit(lambda: jnp.full(shape, EMPTY, jnp.int8), out_shardings=self._split)
+        self._new_peer_buffers = jax.jit(lambda: jnp.full(shape, EMPTY, jnp.int8), out_shardings=self._split)
         self.renew(alone=True)
 
     def renew(self, *, alone: bool = False) -> None:
@@ -69,16 +69,17 @@ class ExchangeMemory:
           alone: every device takes itself for all its peers, and so waits for none. To load kernels that way
             first is what lets no device wait for a peer that cannot load, because the first one waits.
         """
-        for name in ("table", "words", "_inboxes"):  # freed first: two may not fit, and a table would mislead
+        # Freed first: two may not fit, and a table would mislead.
+        for name in ("table", "words", "_peer_buffers"):
             vars(self).pop(name, None)
         num = self._num_devices
-        self._inboxes = self._new_inboxes()
+        self._peer_buffers = self._new_peer_buffers()
         words = np.zeros((num, words_len(num)), np.int32)
         if alone:
-            words[:, FLAGS : letters_place(num)] = _NEVER_WAITED_FOR
+            words[:, FLAGS : handshakes_place(num)] = _NEVER_WAITED_FOR
         self.words = jax.device_put(words, self._split)
-        jax.block_until_ready((self._inboxes, self.words))
-        everybody = _addresses(self._inboxes), _addresses(self.words)
+        jax.block_until_ready((self._peer_buffers, self.words))
+        everybody = _addresses(self._peer_buffers), _addresses(self.words)
         rows = [
             table_row(rank, *([[each[rank]] * num for each in everybody] if alone else everybody))
             for rank in range(num)
@@ -91,7 +92,7 @@ class ExchangeMemory:
     def num_bytes(self) -> int:
         """Bytes that inboxes and words take on each device."""
         num = self._num_devices
-        return inboxes_len(num, self.capacity) + 4 * words_len(num)
+        return peer_buffers_len(num, self.capacity) + 4 * words_len(num)
 
 
 def _addresses(array: jax.Array) -> list[int]:

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from pallas_kernels.all_reduce import specs
 from pallas_kernels.all_reduce.kernel_parts import added_and_normed, is_lost, rounded, vector
-from pallas_kernels.all_reduce.peer_buffers import as_integers, begin, columns_of_peer, send, taken
+from pallas_kernels.all_reduce.peer_buffers import as_integers, begin, columns_of_peer, receive, send
 
 EMPTY = tl.constexpr(specs.EMPTY)  # a NaN
 
@@ -108,7 +108,7 @@ def sum_of_rows(
 
 
 @triton.jit
-def shares_by_inbox(
+def shares_by_peer_buffer(
     partial_ptr: tl.tensor,
     table_ptr: tl.tensor,
     stream_ptr: tl.tensor,
@@ -194,7 +194,7 @@ def shares_by_inbox(
     else:
         for row in range(program - num_adding, num_rows, num_adding):
             start = (num_rows + row) * width
-            one, two, three, four, lost = taken(
+            one, two, three, four, lost = receive(
                 partial, table, turn, start, columns, width, False, rank, lost, capacity, num_devices, limit
             )
             target, share_len = all_normed + row * width, num_rows * width
@@ -222,7 +222,7 @@ def _sum_of_all(
     limit: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Of every device's numbers of the row that begins at `start`, rounded, and whether a device is lost."""
-    one, two, three, four, lost = taken(
+    one, two, three, four, lost = receive(
         own_ptr, table, turn, start, columns, width, True, rank, lost, capacity, num_devices, limit
     )
     dtype: tl.constexpr = partial_ptr.dtype.element_ty

@@ -34,9 +34,11 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.all_reduce import specs
-from pallas_kernels.all_reduce.kernel_parts import next_launch, tell_of_loss
+from pallas_kernels.all_reduce.kernel_parts import next_launch, report_loss
 
-RANK, ADDRESSES, TURNS = map(tl.constexpr, (specs.RANK, specs.ADDRESSES, specs.TURNS))
+RANK, ADDRESSES, PEER_BUFFER_COUNTS = map(
+    tl.constexpr, (specs.RANK, specs.ADDRESSES, specs.PEER_BUFFER_COUNTS)
+)
 EMPTY = tl.constexpr(specs.EMPTY)
 OTHER_NAN = tl.constexpr(specs.EMPTY - 1)  # all ones but the last bit
 
@@ -45,7 +47,7 @@ OTHER_NAN = tl.constexpr(specs.EMPTY - 1)  # all ones but the last bit
 def begin(table: tl.tensor, program: tl.tensor, num_devices: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Which inbox's turn it is, and this device's place."""
     rank = tl.load(table + RANK).to(tl.int32)
-    return next_launch(table, TURNS + program) & 1, rank
+    return next_launch(table, PEER_BUFFER_COUNTS + program) & 1, rank
 
 
 @triton.jit
@@ -75,12 +77,14 @@ def send(
     Those of the NaN that an empty inbox is full of go as another one. `integers_ptr` says how large they are.
     """
     numbers = tl.where(numbers == EMPTY, OTHER_NAN, numbers)
-    inbox = _inbox_of(integers_ptr, table, turn, (rank + ahead) % num_devices, ahead, capacity, num_devices)
-    tl.store(inbox + place, numbers, mask=inside)
+    buffer = _peer_buffer_of(
+        integers_ptr, table, turn, (rank + ahead) % num_devices, ahead, capacity, num_devices
+    )
+    tl.store(buffer + place, numbers, mask=inside)
 
 
 @triton.jit
-def taken(
+def receive(
     own_ptr: tl.tensor,
     table: tl.tensor,
     turn: tl.tensor,
@@ -132,7 +136,7 @@ def taken(
         _empty(from_four, columns, width, 3, rank)
     lost = lost | (is_late > 0)
     if lost:
-        tell_of_loss(table, num_devices)
+        report_loss(table, num_devices)
     return one, two, three, four, lost
 
 
@@ -145,7 +149,7 @@ def columns_of_peer(
 
 
 @triton.jit
-def _inbox_of(
+def _peer_buffer_of(
     integers_ptr: tl.tensor,
     table: tl.tensor,
     turn: tl.tensor,
@@ -171,8 +175,8 @@ def _source(
 ) -> tl.tensor:
     """Where the numbers of a device are: in this one's inbox, or its own."""
     ahead = (rank - peer + num_devices) % num_devices
-    inbox = _inbox_of(own_ptr, table, turn, rank, ahead, capacity, num_devices)
-    source = tl.where(rank == peer, own_ptr.to(tl.int64), inbox.to(tl.int64))
+    buffer = _peer_buffer_of(own_ptr, table, turn, rank, ahead, capacity, num_devices)
+    source = tl.where(rank == peer, own_ptr.to(tl.int64), buffer.to(tl.int64))
     return tl.multiple_of(source.to(own_ptr.dtype), 16)
 
 

@@ -24,7 +24,7 @@ MAX_ROW_BYTES = 32768
 MAX_ROWS = 512
 """That all devices are sent, and that a sum without a norm may have."""
 
-MAX_ROWS_BY_INBOX = {2: MAX_ROWS, 3: 2048, 4: 2048}
+MAX_ROWS_BY_PEER_BUFFER = {2: MAX_ROWS, 3: 2048, 4: 2048}
 """Of a launch in shares that goes through inboxes, all shares together, by the number of devices.
 
 Devices write to each other's memory faster than they read it, and shares by letter are read. But from inboxes
@@ -37,7 +37,7 @@ FASTER_WHOLE = {2: MAX_ROWS, 3: 128, 4: 64}
 Of shares a device is sent 2 / n of the bytes among n devices, but devices meet twice. Among four H100s 32
 rows of 8,192 take 16 us whole and 18 or more in shares, 128 take 33 and 25; three are a guess."""
 
-NUM_INBOXES = 2
+NUM_PEER_BUFFERS = 2
 
 EMPTY = -1
 """An integer of any size, which no number in an inbox looks like: all bits are ones, a NaN."""
@@ -45,14 +45,14 @@ EMPTY = -1
 RANK, STATUS, ADDRESSES = range(3)
 """Places in a table; ADDRESSES is the first of the inboxes'."""
 
-TURNS = 32
+PEER_BUFFER_COUNTS = 32
 """Place of the first counter of launches by inbox among a device's words: the status has a line of memory to
 itself."""
 
-COUNTS = TURNS + NUM_PROGRAMS
+HANDSHAKE_COUNTS = PEER_BUFFER_COUNTS + NUM_PROGRAMS
 """Of the first counter of launches by letter."""
 
-FLAGS = COUNTS + MAX_PROGRAMS
+FLAGS = HANDSHAKE_COUNTS + MAX_PROGRAMS
 """Of the first flag."""
 
 LIMIT = 1 << 24
@@ -60,19 +60,19 @@ LIMIT = 1 << 24
 together."""
 
 
-def inbox_rows(num_devices: int) -> int:
+def peer_buffer_rows(num_devices: int) -> int:
     """Rows that a device may leave in an inbox: all of few, or two shares, of partial sums and normed."""
-    return max(MAX_ROWS, -(-2 * MAX_ROWS_BY_INBOX[num_devices] // num_devices))
+    return max(MAX_ROWS, -(-2 * MAX_ROWS_BY_PEER_BUFFER[num_devices] // num_devices))
 
 
-def fits_in_inboxes(share_bytes: int, capacity: int) -> bool:
+def fits_in_peer_buffers(share_bytes: int, capacity: int) -> bool:
     """Whether a share of partial sums and one with norms do, of which each peer may send `capacity` bytes."""
     return 2 * share_bytes <= capacity
 
 
-def inboxes_len(num_devices: int, capacity: int) -> int:
+def peer_buffers_len(num_devices: int, capacity: int) -> int:
     """Bytes of all inboxes of a device, to each of which every peer may send `capacity`."""
-    return NUM_INBOXES * (num_devices - 1) * capacity
+    return NUM_PEER_BUFFERS * (num_devices - 1) * capacity
 
 
 def table_len(num_devices: int) -> int:
@@ -80,16 +80,16 @@ def table_len(num_devices: int) -> int:
     return ADDRESSES + 2 * num_devices
 
 
-def letters_place(num_devices: int) -> int:
+def handshakes_place(num_devices: int) -> int:
     """Place of the first letter among a device's words."""
     return FLAGS + 2 * MAX_PROGRAMS * num_devices
 
 
 def words_len(num_devices: int) -> int:
     """32-bit words of a device."""
-    return letters_place(num_devices) + 4 * MAX_PROGRAMS * num_devices
+    return handshakes_place(num_devices) + 4 * MAX_PROGRAMS * num_devices
 
 
-def table_row(rank: int, inboxes: list[int], words: list[int]) -> list[int]:
+def table_row(rank: int, peer_buffers: list[int], words: list[int]) -> list[int]:
     """A device's table: `inboxes` and `words` are everybody's addresses."""
-    return [rank, words[rank], *inboxes, *words]
+    return [rank, words[rank], *peer_buffers, *words]

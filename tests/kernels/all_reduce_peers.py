@@ -22,8 +22,8 @@ import numpy as np
 from triton.runtime.interpreter import interpreter_builder
 
 from pallas_kernels.all_reduce import specs
-from pallas_kernels.all_reduce.handshake_kernels import shares_by_letter
-from pallas_kernels.all_reduce.peer_buffer_kernels import shares_by_inbox, sum_of_rows
+from pallas_kernels.all_reduce.handshake_kernels import shares_by_handshake
+from pallas_kernels.all_reduce.peer_buffer_kernels import shares_by_peer_buffer, sum_of_rows
 from tests.kernels.triton_interpreter import HostTensor, patch_the_language_once
 
 WIDTH, MAX_ROWS = 40, 12
@@ -41,8 +41,8 @@ class Memory:
 
     def __init__(self) -> None:
         """Inboxes are empty, and all else zero; children of this process see it where this process does."""
-        self.inboxes = shared(specs.inboxes_len(NUM_DEVICES, CAPACITY), "int8")
-        self.inboxes[:] = specs.EMPTY
+        self.peer_buffers = shared(specs.peer_buffers_len(NUM_DEVICES, CAPACITY), "int8")
+        self.peer_buffers[:] = specs.EMPTY
         self.words = shared(specs.words_len(NUM_DEVICES), "int32")
         self.partial, self.normed = shared(MAX_SHARED, "float32"), shared(MAX_SHARED, "float32")
 
@@ -73,17 +73,17 @@ class Norm(NamedTuple):
 
 RMS, LAYER = Norm("rms", ("scale",)), Norm("layer", VECTORS)
 OTHERS = Norm("layer", ()), Norm("rms", ("sum_bias",)), Norm("layer", ("bias",))
-WHOLE, INBOX, LETTER = "all rows everywhere", "shares by inbox", "shares by letter"
+WHOLE, PEER_BUFFER, HANDSHAKE = "all rows everywhere", "shares by inbox", "shares by letter"
 # Rows, the norm, and who adds them up. Fewer rows and more than there are programs, and more than inboxes
 # hold; every norm in each kernel, and with a sum's bias in float16 too (odd places), to which it is rounded.
 # An odd number of launches by letter, of fewer programs than take in what comes by inbox after them: who did
 # not count these by themselves would look for normed rows in the other inbox.
 LAUNCHES = (
-    (1, None, WHOLE), (12, RMS, WHOLE), (3, None, WHOLE), (9, LAYER, WHOLE), (12, RMS, LETTER),
-    (12, OTHERS[1], WHOLE), (11, LAYER, WHOLE), (36, LAYER, LETTER), (12, OTHERS[0], LETTER),
-    (1, OTHERS[0], WHOLE), (8, OTHERS[2], WHOLE), (24, OTHERS[1], LETTER), (2, None, WHOLE),
-    (12, OTHERS[2], LETTER), (12, LAYER, INBOX), (12, RMS, WHOLE), (12, OTHERS[2], INBOX),
-    (12, OTHERS[1], INBOX), (12, OTHERS[0], INBOX), (12, LAYER, WHOLE), (12, RMS, INBOX),
+    (1, None, WHOLE), (12, RMS, WHOLE), (3, None, WHOLE), (9, LAYER, WHOLE), (12, RMS, HANDSHAKE),
+    (12, OTHERS[1], WHOLE), (11, LAYER, WHOLE), (36, LAYER, HANDSHAKE), (12, OTHERS[0], HANDSHAKE),
+    (1, OTHERS[0], WHOLE), (8, OTHERS[2], WHOLE), (24, OTHERS[1], HANDSHAKE), (2, None, WHOLE),
+    (12, OTHERS[2], HANDSHAKE), (12, LAYER, PEER_BUFFER), (12, RMS, WHOLE), (12, OTHERS[2], PEER_BUFFER),
+    (12, OTHERS[1], PEER_BUFFER), (12, OTHERS[0], PEER_BUFFER), (12, LAYER, WHOLE), (12, RMS, PEER_BUFFER),
 )  # fmt: skip
 
 
@@ -132,10 +132,11 @@ def launch_shares(
     share = np.array_split(values_of(number, 6, num_rows, "float32"), NUM_DEVICES)[rank]
     total = np.full(share.shape, -7, "float32")
     vectors = vectors_of(number, norm, dtype).values()
-    run: Any = shares_by_letter[(min(NUM_PROGRAMS, num_rows // NUM_DEVICES),)]  # so counts of programs differ
-    if by == INBOX:
+    num_programs = min(NUM_PROGRAMS, num_rows // NUM_DEVICES)  # so that counts of programs differ
+    run: Any = shares_by_handshake[(num_programs,)]
+    if by == PEER_BUFFER:
         assert num_rows <= MAX_ROWS, "more than inboxes hold"
-        run = functools.partial(shares_by_inbox[(NUM_PROGRAMS,)], capacity=CAPACITY // partial.itemsize)
+        run = functools.partial(shares_by_peer_buffer[(NUM_PROGRAMS,)], capacity=CAPACITY // partial.itemsize)
     run(
         *map(HostTensor, (partial, table.view(np.int32), share, *vectors, total, normed)),
         num_rows=num_rows // NUM_DEVICES, width=WIDTH, block=64, num_devices=NUM_DEVICES, limit=limit,
@@ -231,21 +232,21 @@ def pause_between_programs(pauses: random.Random) -> None:
 
 def table_of(rank: int, memories: list[Memory]) -> np.ndarray:
     """A device's, of everybody's memory."""
-    inboxes = [memory.inboxes.ctypes.data for memory in memories]
+    peer_buffers = [memory.peer_buffers.ctypes.data for memory in memories]
     words = [memory.words.ctypes.data for memory in memories]
-    return np.array(specs.table_row(rank, inboxes, words), np.int64)
+    return np.array(specs.table_row(rank, peer_buffers, words), np.int64)
 
 
 def assert_nothing_is_left(memory: Memory) -> None:
     """Nobody is lost, and whatever came was taken."""
     assert memory.words[0] == 0
-    assert (memory.inboxes == specs.EMPTY).all()
+    assert (memory.peer_buffers == specs.EMPTY).all()
 
 
 def run_alone(rank: int) -> None:
     """All launches of a device that takes itself for all its peers, as memory says at first: none waits."""
     memory = Memory()
-    memory.words[specs.FLAGS : specs.letters_place(NUM_DEVICES)] = 1 << 30
+    memory.words[specs.FLAGS : specs.handshakes_place(NUM_DEVICES)] = 1 << 30
     table = table_of(rank, [memory] * NUM_DEVICES)
     for number, (num_rows, norm, by) in enumerate(LAUNCHES):
         launch_any(rank, memory, table, number, num_rows, dtype_of(number), norm=norm, by=by, limit=1)
@@ -262,19 +263,19 @@ def run_overtaken(rank: int, memories: list[Memory], looks: Looks, pauses: rando
 
 def run_in_vain(rank: int, memory: Memory, table: np.ndarray, looks: Looks) -> None:
     """Launches that no peer comes to, but for a part of each row, as of one that stopped in the middle."""
-    memory.inboxes.view("float32").reshape(-1, WIDTH)[:, : WIDTH // 4] = 1.5
+    memory.peer_buffers.view("float32").reshape(-1, WIDTH)[:, : WIDTH // 4] = 1.5
     for num_looks in (20 + 10, 11):  # at the first row of all until it is given up, at the others once
         looks.count = 0
         total, _ = launch(rank, table, 99, 11, "float32", norm=None, limit=20)
         assert np.isnan(total).all()
         assert looks.count == num_looks * NUM_DEVICES, looks.count
-        for by in (INBOX, LETTER):
+        for by in (PEER_BUFFER, HANDSHAKE):
             looks.count = 0
             arguments: dict[str, Any] = {"norm": LAYER, "by": by, "limit": 20}
             total, normed = launch_shares(rank, memory, table, 99, 12, "float32", **arguments)
             assert np.isnan(total).all() and np.isnan(normed).all()
             # Of partial sums and of normed rows, at all devices' of each row of a share.
-            assert looks.count == (2 * 12 if by == INBOX else 0), looks.count
+            assert looks.count == (2 * 12 if by == PEER_BUFFER else 0), looks.count
 
 
 def run_device(rank: int, memories: list[Memory], others: list[Memory], all_are_done: Any) -> None:

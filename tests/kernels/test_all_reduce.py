@@ -133,9 +133,9 @@ def test_what_is_not_served_is_refused(shape, changes):
 def test_how_few_rows_are_sent_to_all():
     """What is said of every number of devices; the kernels' lanes are a power of two."""
     every_number = list(range(2, specs.MAX_DEVICES + 1))
-    assert list(specs.FASTER_WHOLE) == list(specs.MAX_ROWS_BY_INBOX) == every_number
+    assert list(specs.FASTER_WHOLE) == list(specs.MAX_ROWS_BY_PEER_BUFFER) == every_number
     for num in every_number:  # a peer's inbox has room for two shares
-        assert specs.inbox_rows(num) * num >= 2 * specs.MAX_ROWS_BY_INBOX[num]
+        assert specs.peer_buffer_rows(num) * num >= 2 * specs.MAX_ROWS_BY_PEER_BUFFER[num]
     assert specs.MAX_DEVICES & (specs.MAX_DEVICES - 1) == 0
     found = {rows: all_reduce.shares_are_faster(rows, 64, "float16", 4) for rows in (64, 66, 68, 1024)}
     assert found == {64: False, 66: False, 68: True, 1024: True}, "66 is not divided by four"
@@ -224,18 +224,18 @@ def test_tables_say_where_everybodys_memory_is():
     for rank, (found_rank, status, *addresses) in enumerate(rows()):
         assert found_rank == rank
         assert len(set(addresses)) == 2 and addresses[2:] == [status, status]
-    flags = np.asarray(memory.words)[:, specs.FLAGS : specs.letters_place(2)]
+    flags = np.asarray(memory.words)[:, specs.FLAGS : specs.handshakes_place(2)]
     assert flags.size == 2 * 2 * 2 * specs.MAX_PROGRAMS and (flags > 10**9).all()
-    refs = [weakref.ref(array) for array in (memory.table, memory.words, memory._inboxes)]
-    fill = memory._new_inboxes
+    refs = [weakref.ref(array) for array in (memory.table, memory.words, memory._peer_buffers)]
+    fill = memory._new_peer_buffers
 
     def fill_when_old_ones_are_gone():
         assert [ref() for ref in refs] == [None] * 3, "two may not fit"
         return fill()
 
-    memory._new_inboxes = fill_when_old_ones_are_gone
+    memory._new_peer_buffers = fill_when_old_ones_are_gone
     memory.renew()
-    assert (np.asarray(memory._inboxes) == specs.EMPTY).all()
+    assert (np.asarray(memory._peer_buffers) == specs.EMPTY).all()
     first, second = rows()
     assert first[2:] == second[2:] and len(set(first[2:])) == 4
     assert [first[1], second[1]] == first[4:]
@@ -278,20 +278,22 @@ def test_what_it_compiles_to(kind):
     from pallas_kernels.all_reduce.peer_buffer_kernels import sum_of_rows
 
     constants = {"capacity": 512 * 8192, "norms": kind is not None}
-    check_inboxes(compiled_ptx(sum_of_rows, constants, kind=kind), sum_of_rows, num_looks=1)
+    check_peer_buffers(compiled_ptx(sum_of_rows, constants, kind=kind), sum_of_rows, num_looks=1)
 
 
 @needs_extra
 @pytest.mark.parametrize("kind", [pytest.param("rms", marks=pytest.mark.long), "layer"])
-def test_what_shares_by_inbox_compile_to(kind):
+def test_what_shares_by_peer_buffer_compile_to(kind):
     """Likewise, twice: of partial sums, and of normed rows."""
-    from pallas_kernels.all_reduce.peer_buffer_kernels import shares_by_inbox
+    from pallas_kernels.all_reduce.peer_buffer_kernels import shares_by_peer_buffer
 
     constants = {"capacity": 512 * 8192}
-    check_inboxes(compiled_ptx(shares_by_inbox, constants, kind=kind), shares_by_inbox, num_looks=2)
+    check_peer_buffers(
+        compiled_ptx(shares_by_peer_buffer, constants, kind=kind), shares_by_peer_buffer, num_looks=2
+    )
 
 
-def check_inboxes(ptx, kernel, num_looks):
+def check_peer_buffers(ptx, kernel, num_looks):
     """Of all four devices in words of eight numbers, one after the other before any is used."""
     from pallas_kernels.all_reduce.jax_triton import num_warps
 
@@ -307,11 +309,11 @@ def check_inboxes(ptx, kernel, num_looks):
 
 @needs_extra
 @pytest.mark.parametrize("kind", [pytest.param("rms", marks=pytest.mark.long), "layer"])
-def test_what_shares_by_letter_compile_to(kind):
+def test_what_shares_by_handshake_compile_to(kind):
     """Two meetings, at each of which one instruction sets all flags, and one looks at them, and in a loop."""
-    from pallas_kernels.all_reduce.handshake_kernels import shares_by_letter
+    from pallas_kernels.all_reduce.handshake_kernels import shares_by_handshake
 
-    ptx = compiled_ptx(shares_by_letter, {}, kind=kind)
+    ptx = compiled_ptx(shares_by_handshake, {}, kind=kind)
     assert "ld.global.cg.v4.b32" in ptx
     assert ptx.count("atom.global.sys.release.exch.b32") == 5 * 2
     assert ptx.count("atom.global.sys.acquire.add.u32") == 2 * 2
@@ -390,7 +392,7 @@ def test_what_kernels_are_told(missing, kind, monkeypatch):
         (jax_triton.triton_sum_and_norm, jnp.ones((4, 16))),
         (jax_triton.triton_shares, jnp.ones((2, 16))),
     ):
-        arrays, named = told(monkeypatch, add_up, stream, affine, norm=norm, capacity=256)
+        arrays, named = launched(monkeypatch, add_up, stream, affine, norm=norm, capacity=256)
         assert named["capacity"] == 64, "numbers, of four bytes each"
         found = dict(zip(named["kernel"].arg_names, arrays, strict=False))
         assert found["partial_ptr"] is PARTIAL and found["stream_ptr"] is stream
@@ -403,7 +405,7 @@ def test_what_kernels_are_told(missing, kind, monkeypatch):
 PARTIAL = jnp.zeros((4, 16))
 
 
-def told(monkeypatch, add_up, stream, affine, *, partial=PARTIAL, **arguments):
+def launched(monkeypatch, add_up, stream, affine, *, partial=PARTIAL, **arguments):
     """What a launch on two devices is made with."""
     from pallas_kernels.all_reduce import jax_triton
 
@@ -417,20 +419,22 @@ def told(monkeypatch, add_up, stream, affine, *, partial=PARTIAL, **arguments):
 
 @needs_extra
 @pytest.mark.parametrize(
-    ("capacity", "dtype", "by_inbox"),
+    ("capacity", "dtype", "by_peer_buffer"),
     [(256, jnp.float32, True), (240, jnp.float32, False), (256, jnp.float16, False), (0, jnp.float32, False)],
 )
-def test_which_shares_go_through_inboxes(capacity, dtype, by_inbox, monkeypatch):
+def test_which_shares_go_through_peer_buffers(capacity, dtype, by_peer_buffer, monkeypatch):
     """Shares that they hold twice, if normed numbers have as many bytes; by letter every program has rows."""
     from pallas_kernels.all_reduce import handshake_kernels, jax_triton, peer_buffer_kernels
 
-    _, named = told(
+    _, named = launched(
         monkeypatch, jax_triton.triton_shares, jnp.ones((2, 16)), Affine(), norm=RMS._replace(dtype=dtype),
         capacity=capacity,
     )  # fmt: skip
-    kernel = peer_buffer_kernels.shares_by_inbox if by_inbox else handshake_kernels.shares_by_letter
+    kernel = (
+        peer_buffer_kernels.shares_by_peer_buffer if by_peer_buffer else handshake_kernels.shares_by_handshake
+    )
     assert named["kernel"] is kernel
-    assert named["grid"] == (specs.NUM_PROGRAMS if by_inbox else 2,)
+    assert named["grid"] == (specs.NUM_PROGRAMS if by_peer_buffer else 2,)
 
 
 @needs_extra
@@ -441,5 +445,5 @@ def test_no_number_is_two_threads(width, block, num_warps, monkeypatch):
 
     partial, stream = jnp.zeros((4, width)), jnp.ones((4, width))
     run = jax_triton.triton_sum_and_norm
-    _, named = told(monkeypatch, run, stream, Affine(), partial=partial, norm=RMS, capacity=16 * width)
+    _, named = launched(monkeypatch, run, stream, Affine(), partial=partial, norm=RMS, capacity=16 * width)
     assert (named["block"], named["num_warps"]) == (block, num_warps)

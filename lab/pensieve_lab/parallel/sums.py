@@ -74,7 +74,7 @@ def _own_chains(
     if all_reduce.serves_shares(*size):
         chains["own_letters_norm"] = functools.partial(_own_shares, arguments | {"capacity": 0})
         share_bytes = num_rows // num_devices * width * np.dtype(dtype).itemsize
-        if all_reduce.fits_in_inboxes(share_bytes, capacity):
+        if all_reduce.fits_in_peer_buffers(share_bytes, capacity):
             chains["own_shares_norm"] = functools.partial(_own_shares, arguments)
     return chains
 
