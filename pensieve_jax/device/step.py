@@ -34,7 +34,7 @@ from pensieve_jax.scheduler.plan import PlanLayout
 
 
 @dataclass(frozen=True)
-class EndStatics:
+class EndArguments:
     """The static arguments of a program before or after the layers; with array shapes, they identify it."""
 
     structure: ModelStructure
@@ -43,7 +43,7 @@ class EndStatics:
 
 
 @dataclass(frozen=True)
-class LayerStatics:
+class LayerArguments:
     """The static arguments of a program that runs layers; with array shapes, they identify it."""
 
     structure: ModelStructure
@@ -58,7 +58,7 @@ class LayerStatics:
 
 @functools.partial(jax.jit, static_argnames=("statics",))
 def embed(
-    leaves: list[jax.Array], prev_ids: jax.Array, plan_words: jax.Array, *, statics: EndStatics
+    leaves: list[jax.Array], prev_ids: jax.Array, plan_words: jax.Array, *, statics: EndArguments
 ) -> jax.Array:
     """Return the input of the first group of layers, f32[T, hidden_size].
 
@@ -83,7 +83,7 @@ def run_layers(
     plan_words: jax.Array,
     table: jax.Array | None = None,
     *,
-    statics: LayerStatics,
+    statics: LayerArguments,
 ) -> tuple[list[jax.Array], jax.Array]:
     """Run one group of the model's layers over a plan.
 
@@ -122,7 +122,7 @@ def run_layers(
 
 @functools.partial(jax.jit, static_argnames=("statics",))
 def score(
-    leaves: list[jax.Array], hidden: jax.Array, plan_words: jax.Array, *, statics: EndStatics
+    leaves: list[jax.Array], hidden: jax.Array, plan_words: jax.Array, *, statics: EndArguments
 ) -> Scores:
     """Return the logits and sampling parameters of the rows to be sampled.
 

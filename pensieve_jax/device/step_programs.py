@@ -31,7 +31,7 @@ from pensieve_jax.decoding.sampling_rows import SamplerMode, SamplingRows
 from pensieve_jax.device import step
 from pensieve_jax.device.exchange import Exchange
 from pensieve_jax.device.kv_storage import KVStorage
-from pensieve_jax.device.step import EndStatics, LayerStatics
+from pensieve_jax.device.step import EndArguments, LayerArguments
 from pensieve_jax.runtime.compilation import CompilationJob
 from pensieve_jax.runtime.program import Program
 from pensieve_jax.scheduler.buckets import bucket_layout, bucket_rows, token_buckets
@@ -137,7 +137,7 @@ class StepPrograms:
 
     def _run_layers(self, bucket: int, num_layers: int) -> Program:
         (structure, leaves), storage, layout = self._layers[num_layers], self._storage, self._layouts[bucket]
-        statics = LayerStatics(
+        statics = LayerArguments(
             structure,
             num_layers,
             layout,
@@ -152,12 +152,12 @@ class StepPrograms:
         return Program(step.run_layers, given, {"statics": statics})
 
     def _embed(self, bucket: int) -> Program:
-        statics = EndStatics(self._front, self._layouts[bucket], self._mesh)
+        statics = EndArguments(self._front, self._layouts[bucket], self._mesh)
         prev_ids = self._abstract((self.max_num_samples,), np.int32)
         return Program(step.embed, (self.front, prev_ids, self._words(bucket)), {"statics": statics})
 
     def _score(self, bucket: int) -> Program:
-        statics = EndStatics(self._back, self._layouts[bucket], self._mesh)
+        statics = EndArguments(self._back, self._layouts[bucket], self._mesh)
         given = self.back, self._hidden(bucket), self._words(bucket)
         return Program(step.score, given, {"statics": statics})
 

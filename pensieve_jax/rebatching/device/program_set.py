@@ -19,7 +19,7 @@ from pensieve_jax.decoding.device.choose import choose
 from pensieve_jax.decoding.sampling_rows import COLUMNS, SamplerMode, SamplingRows
 from pensieve_jax.rebatching.config import PAGE_TOKENS, RebatchingConfig
 from pensieve_jax.rebatching.device import programs
-from pensieve_jax.rebatching.device.programs import Statics
+from pensieve_jax.rebatching.device.programs import StaticArguments
 from pensieve_jax.rebatching.device.ring_state import RingStorage
 from pensieve_jax.rebatching.prefilling import prefill_widths
 from pensieve_jax.rebatching.ring_shapes import RingShape, RingShapes, lengths_up_to
@@ -49,7 +49,7 @@ class ProgramSet:
         config: RebatchingConfig,
         ring_shapes: RingShapes,
         storage: RingStorage,
-        statics: Statics,
+        statics: StaticArguments,
         leaves: list[jax.Array],
         *,
         backend: str,

@@ -27,7 +27,7 @@ from pensieve_jax.decoding.sampling_rows import SamplerMode, StepResult
 from pensieve_jax.rebatching.config import RebatchingConfig
 from pensieve_jax.rebatching.device.backends import AttentionBackends
 from pensieve_jax.rebatching.device.program_set import PrefillShape, ProgramSet
-from pensieve_jax.rebatching.device.programs import Statics
+from pensieve_jax.rebatching.device.programs import StaticArguments
 from pensieve_jax.rebatching.device.ring_state import RingState, RingStorage
 from pensieve_jax.rebatching.launches import (
     Decode,
@@ -109,7 +109,7 @@ class DeviceRunner:
         )
         self.backends = AttentionBackends.chosen(config, heads, self._device)
         backend, decode_backend = (choice.name for choice in self.backends)
-        statics = Statics(structure, self.layout, mesh, config.attention_backend, decode_backend)
+        statics = StaticArguments(structure, self.layout, mesh, config.attention_backend, decode_backend)
         cutoff = sampling_cutoffs.choose_backend(self._device)
         self.programs = ProgramSet(
             config,
