@@ -18,7 +18,7 @@ from pallas_kernels import decode_matmul
 
 Product = Callable[..., jax.Array]
 XLA = "xla"
-_backend: ContextVar[str] = ContextVar("few_rows", default=XLA)
+_backend: ContextVar[str] = ContextVar("small_batch_matmul", default=XLA)
 
 
 @contextlib.contextmanager

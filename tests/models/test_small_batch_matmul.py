@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from model_defs import make_mesh, preset, small_batch_matmul
-from model_defs.device_sums import AllReduce, PartialSums, SumSpec, added_up, summing
+from model_defs.device_sums import AllReduce, PartialSums, SumSpec, finish_sum, summing
 from model_defs.gated_decoder import GatedMLP
 from model_defs.layers import Build, FusedQKV, Linear
 from pallas_kernels import decode_matmul
@@ -67,7 +67,7 @@ def run(module, num_rows, backend=None):
 
 def whole(y):
     """Partial sums are added up, and all else is left."""
-    return added_up(y) if isinstance(y, PartialSums) else y
+    return finish_sum(y) if isinstance(y, PartialSums) else y
 
 
 @pytest.mark.parametrize(
