@@ -62,16 +62,16 @@ class AllReduce:
     table: jax.Array
     mesh: AnyMesh
 
-    def serves(self, num_rows: int, width: int, dtype: Any) -> bool:
+    def supports(self, num_rows: int, width: int, dtype: Any) -> bool:
         """Return whether this all-reduce, not the compiler, sums arrays of this size."""
         size = num_rows, width, dtype
-        return self._sums_whole(*size) or all_reduce.serves_shares(*size, tensor_parallel_size(self.mesh))
+        return self._sums_whole(*size) or all_reduce.supports_shares(*size, tensor_parallel_size(self.mesh))
 
     def _sums_whole(self, num_rows: int, width: int, dtype: Any) -> bool:
         """Return whether every device sums all rows. Otherwise each device sums a share, before a norm."""
         size = num_rows, width, dtype, tensor_parallel_size(self.mesh)
         fits = num_rows * width * jnp.dtype(dtype).itemsize <= self.spec.capacity
-        return fits and all_reduce.serves(*size) and not all_reduce.shares_are_faster(*size)
+        return fits and all_reduce.supports(*size) and not all_reduce.shares_are_faster(*size)
 
     def partial(
         self, product: Callable[..., jax.Array], x: jax.Array, kernel: jax.Array, specs: tuple[Any, Any]

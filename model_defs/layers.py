@@ -88,7 +88,7 @@ class Linear(nnx.Module):
         x, kernel, sums = x.astype(self.build.dtype), self.kernel[...], current_all_reduce()
         bias = None if self.bias is None else self.bias[...]
         small_batch_product = self._small_batch_product(x.shape[0])
-        if any(self.in_axes) and sums is not None and sums.serves(x.shape[0], kernel.shape[-1], x.dtype):
+        if any(self.in_axes) and sums is not None and sums.supports(x.shape[0], kernel.shape[-1], x.dtype):
             parts = sums.partial(small_batch_product or self._product, x, kernel, self._specs)
             return PartialSums(sums, parts, bias)
         # With the compiler's sum and a bias, XLA does the product, too: our kernel was not measured there.

@@ -50,7 +50,7 @@ def product(
     backend = _backend.get()
     depth, out_shape = math.prod(shape[:num_in_dims]), shape[num_in_dims:]
     width = math.prod(out_shape) // (1 + gated)
-    if backend == XLA or not decode_matmul.serves(num_rows, depth, width, gated=gated, dtype=dtype):
+    if backend == XLA or not decode_matmul.supports(num_rows, depth, width, gated=gated, dtype=dtype):
         return None
 
     def run(

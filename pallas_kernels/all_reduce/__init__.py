@@ -9,12 +9,12 @@ from pallas_kernels.all_reduce.affine import Affine
 from pallas_kernels.all_reduce.api import (
     SumArgumentError,
     devices_limit,
-    serves,
-    serves_shares,
     shares_are_faster,
     sum_and_norm,
     sum_and_norm_of_shares,
     sum_over_devices,
+    supports,
+    supports_shares,
 )
 from pallas_kernels.all_reduce.memory import ExchangeMemory
 from pallas_kernels.all_reduce.specs import MAX_DEVICES, MAX_ROW_BYTES, MAX_ROWS, fits_in_peer_buffers
@@ -28,10 +28,10 @@ __all__ = [
     "SumArgumentError",
     "devices_limit",
     "fits_in_peer_buffers",
-    "serves",
-    "serves_shares",
     "shares_are_faster",
     "sum_and_norm",
     "sum_and_norm_of_shares",
     "sum_over_devices",
+    "supports",
+    "supports_shares",
 ]

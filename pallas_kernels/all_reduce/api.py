@@ -40,22 +40,22 @@ def devices_limit(devices: Sequence[jax.Device]) -> str | None:
     return peers_limit([device.local_hardware_id for device in devices])
 
 
-def serves(num_rows: int, width: int, dtype: Any, num_devices: int) -> bool:
+def supports(num_rows: int, width: int, dtype: Any, num_devices: int) -> bool:
     """Whether so many rows of partial sums in `dtype` are summed here, on every device."""
-    return 0 < num_rows <= MAX_ROWS and _is_served(width, dtype, num_devices)
+    return 0 < num_rows <= MAX_ROWS and _is_supported(width, dtype, num_devices)
 
 
-def serves_shares(num_rows: int, width: int, dtype: Any, num_devices: int) -> bool:
+def supports_shares(num_rows: int, width: int, dtype: Any, num_devices: int) -> bool:
     """Whether so many rows of partial sums in `dtype` are summed here, each device its share."""
-    return num_rows > 0 and num_rows % num_devices == 0 and _is_served(width, dtype, num_devices)
+    return num_rows > 0 and num_rows % num_devices == 0 and _is_supported(width, dtype, num_devices)
 
 
 def shares_are_faster(num_rows: int, width: int, dtype: Any, num_devices: int) -> bool:
     """Whether so many rows with a norm behind them are summed in shares though they could be summed whole."""
-    return serves_shares(num_rows, width, dtype, num_devices) and num_rows > FASTER_WHOLE[num_devices]
+    return supports_shares(num_rows, width, dtype, num_devices) and num_rows > FASTER_WHOLE[num_devices]
 
 
-def _is_served(width: int, dtype: Any, num_devices: int) -> bool:
+def _is_supported(width: int, dtype: Any, num_devices: int) -> bool:
     found = jnp.dtype(dtype)
     fits = width % _LINE == 0 and 0 < width * found.itemsize <= MAX_ROW_BYTES
     return fits and found.name in _DTYPES and 1 < num_devices <= MAX_DEVICES
@@ -150,11 +150,11 @@ def sum_and_norm_of_shares(
       [num_rows, width] in the norm's dtype.
 
     Raises:
-      SumArgumentError: `serves_shares` says no, or dtypes or shapes that do not belong together.
+      SumArgumentError: `supports_shares` says no, or dtypes or shapes that do not belong together.
     """
     num_devices = lax.axis_size(axis)
     _check_static(capacity, backend)
-    if partial.ndim != 2 or not serves_shares(partial.shape[0], partial.shape[1], partial.dtype, num_devices):
+    if partial.ndim != 2 or not supports_shares(*partial.shape, partial.dtype, num_devices):
         raise SumArgumentError(
             f"partial sums are {_named(partial)} of {num_devices} devices, but must "
             f"be [num_rows, width] of {' or '.join(_DTYPES)}, of 2 to {MAX_DEVICES} devices, which divide "
@@ -181,8 +181,8 @@ def _norm_by_xla(
 def _check(partial: jax.Array, axis: str, capacity: int, backend: str) -> int:
     num_devices = lax.axis_size(axis)
     _check_static(capacity, backend)
-    is_served = partial.ndim == 2 and serves(partial.shape[0], partial.shape[1], partial.dtype, num_devices)
-    if not is_served or partial.size * partial.dtype.itemsize > capacity:
+    is_supported = partial.ndim == 2 and supports(*partial.shape, partial.dtype, num_devices)
+    if not is_supported or partial.size * partial.dtype.itemsize > capacity:
         raise SumArgumentError(
             f"partial sums are {_named(partial)} of {num_devices} devices, but must "
             f"be [num_rows, width] of {' or '.join(_DTYPES)}, of 2 to {MAX_DEVICES} devices, with 1 to "

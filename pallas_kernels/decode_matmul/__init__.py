@@ -7,7 +7,7 @@ from pallas_kernels.decode_matmul.api import (
     choose_backend,
     decode_matmul,
     device_limit,
-    serves,
+    supports,
 )
 from pallas_kernels.decode_matmul.tiles import MatmulTile, default_tile
 
@@ -20,5 +20,5 @@ __all__ = [
     "decode_matmul",
     "default_tile",
     "device_limit",
-    "serves",
+    "supports",
 ]

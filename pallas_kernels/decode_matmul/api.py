@@ -16,7 +16,7 @@ from pallas_kernels.decode_matmul.tiles import (
     ROWS,
     MatmulTile,
     default_tile,
-    has_served_rows,
+    has_supported_rows,
 )
 from pallas_kernels.decode_matmul.xla import xla_decode_matmul
 from pallas_kernels.devices import mosaic_device_limit
@@ -53,11 +53,11 @@ def choose_backend(
     device: jax.Device | AbstractDevice | None,
 ) -> str:
     """The faster of the two for x [num_rows, depth] and a result [num_rows, width] on `device`."""
-    is_served = serves(num_rows, depth, width, gated=gated, dtype=dtype)
-    return "pallas_mosaic_gpu" if is_served and device_limit(device) is None else "xla"
+    is_supported = supports(num_rows, depth, width, gated=gated, dtype=dtype)
+    return "pallas_mosaic_gpu" if is_supported and device_limit(device) is None else "xla"
 
 
-def serves(num_rows: int, depth: int, width: int, *, gated: bool, dtype: Any) -> bool:
+def supports(num_rows: int, depth: int, width: int, *, gated: bool, dtype: Any) -> bool:
     """Whether the kernel serves these arrays, on a device that it runs on."""
     if jnp.dtype(dtype) != jnp.bfloat16:
         return False
@@ -120,7 +120,7 @@ def _checked_tile(
     """The tile that is given or chosen, of arrays and with sizes (`_sizes`) that the kernel serves."""
     num_rows, depth, width = sizes
     otherwise = "; use backend 'xla'"
-    if not has_served_rows(num_rows) or x.dtype != jnp.bfloat16:
+    if not has_supported_rows(num_rows) or x.dtype != jnp.bfloat16:
         limit = f"1 to 8 rows, or a multiple of 8 up to {MAX_ROWS}, of bfloat16"
         raise MatmulArgumentError(f"x is {_named(x)}, but pallas_mosaic_gpu serves {limit}{otherwise}")
     if tile is None:

@@ -70,7 +70,7 @@ def tile_rows(num_rows: int) -> int:
     return next(rows for rows in ROWS if rows >= num_rows)
 
 
-def has_served_rows(num_rows: int) -> bool:
+def has_supported_rows(num_rows: int) -> bool:
     """Whether the kernel serves an x of so many rows."""
     return num_rows <= ROWS[-1] and (num_rows <= PIECE_ROWS or num_rows % PIECE_ROWS == 0)
 
@@ -83,7 +83,7 @@ def default_tile(num_rows: int, depth: int, width: int, *, gated: bool) -> Matmu
     narrow programs do not all run at once. A ring has as many blocks as fit, but for gated products, which a
     fifth block makes slower. What would leave half of a last round of programs empty is XLA's.
     """
-    if not has_served_rows(num_rows):
+    if not has_supported_rows(num_rows):
         return None
     num_programs = {
         tile: width // tile.columns

@@ -28,8 +28,8 @@ class PageCopyError(ValueError):
 
 def choose_backend(page_shape: tuple[int, ...], device: jax.Device) -> str:
     """The fastest back end for pages of [rows, 2 * num_kv_heads, head_dim] on `device`."""
-    served = _triton_serves(page_shape) and triton_device_limit(device) is None
-    return "pallas_triton" if served else "xla"
+    supported = _triton_supports(page_shape) and triton_device_limit(device) is None
+    return "pallas_triton" if supported else "xla"
 
 
 def gather_pages(
@@ -94,7 +94,7 @@ def scatter_pages(
     ]
 
 
-def _triton_serves(page_shape: tuple[int, ...]) -> bool:
+def _triton_supports(page_shape: tuple[int, ...]) -> bool:
     num_rows, _, head_dim = page_shape
     return head_dim & (head_dim - 1) == 0 and num_rows >= _MIN_LANES and head_dim >= _MIN_LANES
 
@@ -111,7 +111,7 @@ def check_pools(pools: Sequence[jax.Array], pages: jax.Array, backend: str) -> N
         raise PageCopyError(f"pages are {pages.dtype.name}{list(pages.shape)}, but must be int32[num_chunks]")
     if backend not in _BACKENDS:
         raise PageCopyError(f"backend is {backend!r}, but must be one of {_BACKENDS}")
-    if backend == "pallas_triton" and not _triton_serves(pools[0].shape[1:]):
+    if backend == "pallas_triton" and not _triton_supports(pools[0].shape[1:]):
         raise PageCopyError(
             f"pallas_triton copies pages of {_MIN_LANES} or more rows and head_dim, a power of two; "
             f"use backend 'xla' for {pools[0].shape[1:]}"

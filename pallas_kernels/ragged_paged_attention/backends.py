@@ -223,8 +223,8 @@ def choose_among(
     if backend not in known:
         raise AttentionArgumentError("backend", backend, f"must be one of {known}")
     if backend != AUTO:
-        if (unserved := limits.of_heads(backend, heads)) is not None:
-            raise unserved
+        if (unsupported := limits.of_heads(backend, heads)) is not None:
+            raise unsupported
         return BackendChoice(backend, f"named in {named_in}")
     device = device or jax.devices()[0]
     passed_over = ""
@@ -250,21 +250,23 @@ def heads_limit(backend: str, heads: AttentionHeads) -> AttentionArgumentError |
         limit = f"needs the package {package}, which the extra {row.extra!r} of pensieve-jax installs"
         return AttentionArgumentError("backend", backend, limit)
     dtypes, head_dims, groups = row.dtypes, row.head_dims, row.groups
-    serves = f"{backend} serves"
+    supports = f"{backend} serves"
     if heads.kv_dtype is not None and row.byte_limits is not None:
         dtypes, head_dims, groups = row.byte_limits
-        serves = f"for pages of {heads.kv_dtype} {serves}"
+        supports = f"for pages of {heads.kv_dtype} {supports}"
     if (dtype := jnp.dtype(heads.dtype).name) not in dtypes:
-        return AttentionArgumentError("dtype", dtype, f"{serves} {dtypes}; {row.instead}")
+        return AttentionArgumentError("dtype", dtype, f"{supports} {dtypes}; {row.instead}")
     if head_dims is not None and heads.head_dim not in head_dims:
-        limit = f"{serves} {head_dims}; pad the heads or {row.instead}"
+        limit = f"{supports} {head_dims}; pad the heads or {row.instead}"
         return AttentionArgumentError("head_dim", heads.head_dim, limit)
     if groups is not None and heads.group not in groups:
-        limit = f"{serves} {_numbers(groups)} query heads per KV head; {row.instead}"
+        limit = f"{supports} {_numbers(groups)} query heads per KV head; {row.instead}"
         return AttentionArgumentError("num_q_heads / num_kv_heads", heads.group, limit)
     if heads.kv_dtype is not None and heads.kv_dtype not in row.kv_dtypes:
-        served = " or ".join(["the queries' dtype", *row.kv_dtypes])
-        return AttentionArgumentError("kv_dtype", heads.kv_dtype, f"{backend} reads {served}; {row.instead}")
+        supported = " or ".join(["the queries' dtype", *row.kv_dtypes])
+        return AttentionArgumentError(
+            "kv_dtype", heads.kv_dtype, f"{backend} reads {supported}; {row.instead}"
+        )
     return None
 
 

@@ -31,10 +31,10 @@ def choose_backend(width: int, device: jax.Device | AbstractDevice | None) -> st
     kernel runs on. None is a device of which nothing is known.
     """
     if device is None or isinstance(device, AbstractDevice):
-        served = device is not None and device.platform == "cuda"
+        supported = device is not None and device.platform == "cuda"
     else:
-        served = triton_device_limit(device) is None
-    return "pallas_triton" if served and width <= MAX_WIDTH else "xla"
+        supported = triton_device_limit(device) is None
+    return "pallas_triton" if supported and width <= MAX_WIDTH else "xla"
 
 
 def add_and_norm(

@@ -97,7 +97,7 @@ def _heads_limit(backend: str, heads: AttentionHeads) -> AttentionArgumentError 
             f"at most {row.groups[-1]} query heads per KV head" if row.groups else "",
         ),
     )
-    for field, value, served, words in checks:
-        if served is not None and value not in served:
+    for field, value, supported, words in checks:
+        if supported is not None and value not in supported:
             return AttentionArgumentError(field, value, f"{row.name} serves {words}; use backend 'xla'")
     return None

@@ -148,14 +148,14 @@ def test_back_ends_have_names():
     assert "NVIDIA GPU" in all_reduce.devices_limit(jax.devices()[:2])
 
 
-@pytest.mark.parametrize("serves", [all_reduce.serves, all_reduce.serves_shares])
-def test_what_is_served(serves):
+@pytest.mark.parametrize("supports", [all_reduce.supports, all_reduce.supports_shares])
+def test_what_is_served(supports):
     """Rows by their bytes, as they lie in registers; none at all would keep no one waiting."""
-    assert serves(8, 16384, "bfloat16", 4) and serves(8, 8192, "float32", 4)
-    assert not serves(8, 16392, "bfloat16", 4) and not serves(8, 8200, "float32", 4)
-    assert not serves(0, 64, "bfloat16", 2) and not serves(8, 0, "bfloat16", 2)
-    assert not serves(8, 64, "float64", 2) and not serves(8, 60, "float32", 2)
-    assert not serves(8, 64, "float32", 1) and not serves(10, 64, "float32", 5)
+    assert supports(8, 16384, "bfloat16", 4) and supports(8, 8192, "float32", 4)
+    assert not supports(8, 16392, "bfloat16", 4) and not supports(8, 8200, "float32", 4)
+    assert not supports(0, 64, "bfloat16", 2) and not supports(8, 0, "bfloat16", 2)
+    assert not supports(8, 64, "float64", 2) and not supports(8, 60, "float32", 2)
+    assert not supports(8, 64, "float32", 1) and not supports(10, 64, "float32", 5)
 
 
 @pytest.mark.parametrize("shares", [False, True])

@@ -359,15 +359,15 @@ def test_the_back_end_is_chosen_by_device_and_heads(monkeypatch):
     assert "NVIDIA GPU" in device_limit("pallas_triton", device)
     assert device_limit("auto", device) is device_limit("xla", device) is None
     assert choose_backend("pallas_triton", heads, device, named_in="x").reason == "named in x"
-    served = TABLE["pallas_triton"]._replace(device_limit=lambda device: None)
-    monkeypatch.setitem(TABLE, "pallas_triton", served)
+    supported = TABLE["pallas_triton"]._replace(device_limit=lambda device: None)
+    monkeypatch.setitem(TABLE, "pallas_triton", supported)
     assert choose_backend("auto", heads, device).name == "pallas_triton"
-    for unserved in (
+    for unsupported in (
         AttentionHeads(32, 8, 80, jnp.bfloat16),
         AttentionHeads(65, 1, 128, jnp.bfloat16),
         AttentionHeads(32, 8, 128, jnp.float8_e4m3fn),
     ):
-        assert choose_backend("auto", unserved, device).name == "xla"
+        assert choose_backend("auto", unsupported, device).name == "xla"
     assert set(RING_DECODE_BACKENDS) == {"auto", *TABLE}
 
 
