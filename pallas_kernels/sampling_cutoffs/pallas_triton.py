@@ -101,7 +101,7 @@ class _Ids(NamedTuple):
             plgpu.debug_barrier()
 
 
-class _Aim(NamedTuple):
+class _Criterion(NamedTuple):
     """What a search sums: ones, so that a sum is a number of ids (top-k), or masses (top-p).
 
     A one is packed as the least mass is, so that both searches are the same code.
@@ -182,14 +182,14 @@ def _search(ids: _Ids, top_k: Any, top_p: Any, round_: Any, state: tuple[Any, An
     The cutoff does not become less than it was. `round_` is 0 for top-k and 1 for top-p.
     """
     num_ids, floor = state
-    aim = _Aim(round_ > 0)
+    criterion = _Criterion(round_ > 0)
     step = jnp.arange(WAYS, dtype=jnp.uint32)
     # The first candidate is the floor itself, whose sums are those of everything.
     candidates = jnp.maximum(_FIRST_KEY + (step - _WORD(1)) * _HALVING, floor)
     candidates = jnp.where(step > 0, candidates, floor)
-    _, sums = _look(ids, num_ids, candidates, aim)
+    _, sums = _look(ids, num_ids, candidates, criterion)
     top_mass = wanted_mass(top_p, total_mass(sums.high.max(), sums.low.max()))
-    wanted = jnp.where(aim.is_mass, top_mass, top_k.astype(jnp.float32))
+    wanted = jnp.where(criterion.is_mass, top_mass, top_k.astype(jnp.float32))
     whole = _Range(floor, _LAST_KEY, _Sums(_WORD(0), _WORD(0)))
 
     def goes_on(state: tuple[Any, _Range]) -> Any:
@@ -204,17 +204,17 @@ def _search(ids: _Ids, top_k: Any, top_p: Any, round_: Any, state: tuple[Any, An
         shared = jnp.clip(ids.load_key(lax.div(num_ids, 2)), within.least, within.most)
         strides = within.least + jnp.minimum((step - _WORD(1)) * stride, width)
         candidates = jnp.where(step < 2, shared + step, strides)
-        num_ids, sums = _look(ids, num_ids, candidates, aim, drop_outside=within)
-        return num_ids, aim.narrow(within, candidates, sums, wanted)
+        num_ids, sums = _look(ids, num_ids, candidates, criterion, drop_outside=within)
+        return num_ids, criterion.narrow(within, candidates, sums, wanted)
 
-    within = aim.narrow(whole, candidates, sums, wanted)
+    within = criterion.narrow(whole, candidates, sums, wanted)
     num_ids, within = lax.while_loop(goes_on, next_pass, (num_ids, within))
-    of_few = functools.partial(_of_few, ids, num_ids, within, aim, wanted)
-    return num_ids, _change_if(within.least < within.most, of_few, within.least)
+    cutoff_of_few = functools.partial(_cutoff_of_few, ids, num_ids, within, criterion, wanted)
+    return num_ids, _change_if(within.least < within.most, cutoff_of_few, within.least)
 
 
 def _look(
-    ids: _Ids, num_ids: Any, candidates: Any, aim: _Aim, drop_outside: _Range | None = None
+    ids: _Ids, num_ids: Any, candidates: Any, criterion: _Criterion, drop_outside: _Range | None = None
 ) -> tuple[Any, _Sums]:
     """One pass: how many ids still matter, and the sums u32[WAYS] of what each candidate keeps of them.
 
@@ -229,14 +229,14 @@ def _look(
         matters = [place < num_ids for place in places]
         keys = [ids.load_keys(*each) for each in zip(places, matters, strict=True)]
         # A search by number reads masses only to move them.
-        reads = matters if drop_outside is not None else [each & aim.is_mass for each in matters]
+        reads = matters if drop_outside is not None else [each & criterion.is_mass for each in matters]
         packed = [ids.load_packed(*each) for each in zip(places, reads, strict=True)]
         if drop_outside is not None:
-            matters = [m & aim.matters(k, drop_outside) for m, k in zip(matters, keys, strict=True)]
+            matters = [m & criterion.matters(k, drop_outside) for m, k in zip(matters, keys, strict=True)]
             num_kept = _move(ids, num_kept, keys, packed, matters)
         packed_sums = jnp.zeros((WAYS, num_lanes), jnp.uint32)
         for key, *each in zip(keys, packed, matters, strict=True):
-            weights = aim.weights(*each)[None, :]
+            weights = criterion.weights(*each)[None, :]
             packed_sums += jnp.where(key[None, :] >= candidates[:, None], weights, _WORD(0))
         return num_kept, sums.plus(_unpack(packed_sums))
 
@@ -260,13 +260,15 @@ def _move(ids: _Ids, num_kept: Any, keys: list[Any], packed: list[Any], matters:
     return num_kept + count.sum()
 
 
-def _of_few(ids: _Ids, num_ids: Any, within: _Range, aim: _Aim, wanted: Any, least: Any) -> Any:
+def _cutoff_of_few(
+    ids: _Ids, num_ids: Any, within: _Range, criterion: _Criterion, wanted: Any, least: Any
+) -> Any:
     """The cutoff, of up to `FEW` ids: the largest of their keys that keeps enough, or `least`."""
     place = jnp.arange(FEW, dtype=jnp.int32)
     is_id = place < num_ids
     keys = ids.load_keys(place, is_id)
-    matters = is_id & aim.matters(keys, within)
-    parts = _unpack(aim.weights(ids.load_packed(place, is_id), matters))
+    matters = is_id & criterion.matters(keys, within)
+    parts = _unpack(criterion.weights(ids.load_packed(place, is_id), matters))
     is_kept = keys[None, :] >= keys[:, None]  # by the candidate of the first axis
     sums = (jnp.where(is_kept, part[None, :], _WORD(0)).sum(axis=1, dtype=jnp.uint32) for part in parts)
     enough = matters & (total_mass(*within.above.plus(_Sums(*sums))) >= wanted)
