@@ -1,8 +1,8 @@
-"""Sums of partial products over devices that see each other's memory, also with the norm that follows.
+"""All-reduce of partial products over GPUs that access each other's memory, optionally with a norm.
 
-A few rows are summed in the time that it takes to write them to the peer and see what came: no library call,
-and no kernel between. Of many rows each device sums and norms its share, and writes it to all.
-`ExchangeMemory` is what devices write to; the rest is called inside `shard_map`. docs/kernels.md
+Few rows take one exchange: each device writes its rows to all peers and sums what arrives, without a library
+call and without another kernel. For many rows each device sums and norms a share, and writes it to all peers.
+Devices write to `ExchangeMemory`. Call the functions inside `shard_map`. See docs/kernels.md.
 """
 
 from pallas_kernels.all_reduce.affine import Affine
