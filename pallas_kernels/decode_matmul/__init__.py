@@ -1,4 +1,4 @@
-"""Products of few rows with large weights, which are read at the speed of the device's memory."""
+"""Products of few rows with large weights, bound by the bandwidth of device memory."""
 
 from pallas_kernels.decode_matmul.api import (
     BACKENDS,

@@ -215,7 +215,7 @@ def test_tiles():
     [
         (((2, 64), (32, 64)), {}, "x and w are bfloat16.2, 64. and bfloat16.32, 64., but must be"),
         (((0, 64), (64, 64)), {}, "none of them 0"),
-        (((2, 64), (64, 65)), {"gated": True}, "a column of up for each"),
+        (((2, 64), (64, 65)), {"gated": True}, "as many columns for up as for the gate"),
         (((2, 64), (64, 64)), {"backend": "cuda"}, "backend is 'cuda', but must be one of"),
         (((129, 64), (64, 64)), {**KERNEL, "tile": SMALL}, "x is bfloat16.129, 64., but .* up to 128"),
         (((12, 64), (64, 64)), {**KERNEL, "tile": SMALL}, "1 to 8 rows, or a multiple of 8 up to 128"),
