@@ -48,7 +48,7 @@ SPEC: dict[str, Any] = dict(
         ({"backend": "cuda"}, "backend = 'cuda': must be one of"),
         (
             {"backend": "pallas_triton", "head_dim": 80},
-            "head_dim = 80: pallas_triton serves .* use backend 'xla'",
+            "head_dim = 80: pallas_triton supports .* use backend 'xla'",
         ),
         ({"backend": "pallas_triton", "num_q_heads": 200}, "num_q_heads / num_kv_heads = 100"),
         ({"backend": "pallas_triton", "blocks": BlockSizes((TileClass(20, 64, 4, 3, 1, 1),))}, "blocks"),
@@ -153,7 +153,7 @@ CPU = types.SimpleNamespace(platform="cpu", device_kind="cpu")
             H200,
             "pallas_triton",
             "the fastest that serves 40 query heads on 10 KV heads of 128 in float32 on NVIDIA H200; "
-            "not pallas_mosaic_gpu: dtype = 'float32': pallas_mosaic_gpu serves ('bfloat16', 'float16'); "
+            "not pallas_mosaic_gpu: dtype = 'float32': pallas_mosaic_gpu supports ('bfloat16', 'float16'); "
             "use backend 'pallas_triton' or 'xla'",
         ),
         (

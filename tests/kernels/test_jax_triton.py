@@ -54,8 +54,8 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"head_dim": 80}, "head_dim = 80: jax_triton serves"),
-        ({"num_q_heads": 800}, "num_q_heads / num_kv_heads = 80: jax_triton serves"),
+        ({"head_dim": 80}, "head_dim = 80: jax_triton supports"),
+        ({"num_q_heads": 800}, "num_q_heads / num_kv_heads = 80: jax_triton supports"),
         ({"blocks": BlockSizes((mosaic_class(64, 64, 2, 64, 8),))}, "blocks"),
     ],
 )

@@ -276,8 +276,8 @@ def test_what_does_not_fit_is_named():
         ragged_paged_attention(*batch, sm_scale=1.0, kv_dtype="int4")
     sizes = {"num_tokens": 64, "max_num_seqs": 64, "num_q_heads": 32, "num_kv_heads": 32, "page_size": 32}
     for dtype, head_dim, reason in (
-        ("bfloat16", 64, "head_dim = 64: for pages of int8 pallas_mosaic_gpu serves"),
-        ("float16", 128, "dtype = 'float16': for pages of int8 pallas_mosaic_gpu serves"),
+        ("bfloat16", 64, "head_dim = 64: for pages of int8 pallas_mosaic_gpu supports"),
+        ("float16", 128, "dtype = 'float16': for pages of int8 pallas_mosaic_gpu supports"),
     ):
         with pytest.raises(AttentionArgumentError, match=reason):
             tile_spec(**sizes, head_dim=head_dim, dtype=dtype, backend="pallas_mosaic_gpu", kv_dtype="int8")
