@@ -1,4 +1,4 @@
-"""Sums over devices without a GPU: refusals, where memory lies, PTX, and devices that are processes."""
+"""All-reduce without a GPU: errors, memory layout, PTX, and processes in place of devices."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ AFFINES = {
 
 
 def summed(partial, **changes):
-    """By XLA, on two devices with the same partial sums."""
     arguments = {"axis": "tp", "capacity": 4096, "backend": "xla"} | changes
     run = jax.shard_map(
         lambda x: all_reduce.sum_over_devices(x, jnp.zeros((1, 14), jnp.int32), **arguments),
@@ -53,7 +52,7 @@ def test_by_xla():
 
 
 def normed(partial, affine=AFFINES["rms"], norm=RMS, *, shares, stream=None, **changes):
-    """By XLA, on two devices with the same partial sums and a stream of ones."""
+    """Sum and norm by XLA, on two devices with the same partial sums and a stream of ones."""
     num_rows, width = partial.shape
     arguments = {"axis": "tp", "backend": "xla", "capacity": 4096} | changes
     stream = jnp.ones((num_rows // 2 if shares else num_rows, width)) if stream is None else stream
@@ -69,7 +68,7 @@ def normed(partial, affine=AFFINES["rms"], norm=RMS, *, shares, stream=None, **c
 @pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("case", AFFINES)
 def test_norms_by_xla(case, shares):
-    """Of every row, or each device of its share; with a bias of the sum, and without what may be missing."""
+    """All rows, or each device's share; with a bias of the sum, and without optional arrays."""
     affine, kind = AFFINES[case], case.split(",")[0]
     partial = np.arange(64, dtype=np.float32).reshape(4, 16) ** 2
     stream, normed_rows = normed(partial, affine, RMS._replace(kind=kind), shares=shares)
@@ -125,16 +124,16 @@ def test_norms_that_are_refused(changes, says, shares):
         ((3, 16), {"capacity": 176}),
     ],
 )
-def test_what_is_not_served_is_refused(shape, changes):
+def test_unsupported_arguments_are_refused(shape, changes):
     with pytest.raises(SumArgumentError, match=r"partial sums are float32.* of 2 devices, but must be"):
         summed(jnp.zeros(shape), **changes)
 
 
 def test_how_few_rows_are_sent_to_all():
-    """What is said of every number of devices; the kernels' lanes are a power of two."""
+    """Limits exist for every number of devices; the kernels' lanes are a power of two."""
     every_number = list(range(2, specs.MAX_DEVICES + 1))
     assert list(specs.FASTER_WHOLE) == list(specs.MAX_ROWS_BY_PEER_BUFFER) == every_number
-    for num in every_number:  # a peer's inbox has room for two shares
+    for num in every_number:  # a peer buffer has room for two shares
         assert specs.peer_buffer_rows(num) * num >= 2 * specs.MAX_ROWS_BY_PEER_BUFFER[num]
     assert specs.MAX_DEVICES & (specs.MAX_DEVICES - 1) == 0
     found = {rows: all_reduce.shares_are_faster(rows, 64, "float16", 4) for rows in (64, 66, 68, 1024)}
@@ -149,8 +148,8 @@ def test_back_ends_have_names():
 
 
 @pytest.mark.parametrize("supports", [all_reduce.supports, all_reduce.supports_shares])
-def test_what_is_served(supports):
-    """Rows by their bytes, as they lie in registers; none at all would keep no one waiting."""
+def test_supported_sizes(supports):
+    """Registers limit the bytes of a row; without rows devices would not synchronize."""
     assert supports(8, 16384, "bfloat16", 4) and supports(8, 8192, "float32", 4)
     assert not supports(8, 16392, "bfloat16", 4) and not supports(8, 8200, "float32", 4)
     assert not supports(0, 64, "bfloat16", 2) and not supports(8, 0, "bfloat16", 2)
@@ -160,13 +159,13 @@ def test_what_is_served(supports):
 
 @pytest.mark.parametrize("shares", [False, True])
 def test_capacities_are_whole_words(shares):
-    """So that places in inboxes are, for numbers of any size."""
+    """Regions of peer buffers are then whole words for numbers of any size."""
     with pytest.raises(SumArgumentError, match="capacity is 4088, but must be a multiple of 16 bytes"):
         normed(jnp.zeros((4, 16)), shares=shares, capacity=4088)
 
 
 class Driver:
-    """CUDA's, for GPUs that reach each other, and have atomics there, as the two sets of pairs say."""
+    """Fake CUDA driver; two sets of pairs define peer access and peer atomics."""
 
     def __init__(self, reached, has_atomics):
         self.reached, self.has_atomics = reached, has_atomics
@@ -199,12 +198,12 @@ BOTH = {(1, 3), (3, 1)}
         ((1, 9), BOTH, BOTH, "GPU 1 does not reach the memory of GPU 9"),
     ],
 )
-def test_who_reaches_whom(ordinals, reached, has_atomics, limit, monkeypatch):
+def test_peer_access_and_atomics_are_required(ordinals, reached, has_atomics, limit, monkeypatch):
     monkeypatch.setattr(peers.ctypes, "CDLL", lambda name: Driver(reached, has_atomics))
     assert peers.peers_limit(ordinals) == limit
 
 
-def test_without_a_driver_nobody_reaches_anybody(monkeypatch):
+def test_without_a_driver_there_is_no_peer_access(monkeypatch):
     def missing(name):
         raise OSError(f"{name}: not there")
 
@@ -212,8 +211,8 @@ def test_without_a_driver_nobody_reaches_anybody(monkeypatch):
     assert "libcuda.so.1: not there" in peers.peers_limit([0, 1])
 
 
-def test_tables_say_where_everybodys_memory_is():
-    """Every device has its own row; alone each points to itself, and waits for nobody."""
+def test_tables_have_the_addresses_of_all_devices():
+    """Every device has its own row; alone each points to itself and waits for no peer."""
     memory = ExchangeMemory(make_mesh(2), 64, "float32", num_rows=4)
     assert memory.capacity == 1024 and memory.num_bytes == 2 * 1024 + 4 * specs.words_len(2)
 
@@ -245,9 +244,9 @@ def test_tables_say_where_everybodys_memory_is():
 
 
 def compiled_ptx(kernel, constants, *, kind):
-    """For Hopper and four devices, of bfloat16, in whole words of 16 bytes wherever rows are read or written.
+    """Compile for Hopper, four devices and bfloat16; check that rows are read and written in 16-byte words.
 
-    A layer norm has all arrays, the other one its scale. Whoever is lost is told so one by one.
+    A layer norm has all arrays, an RMS norm only its scale. A loss is reported to devices one by one.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -274,7 +273,7 @@ def compiled_ptx(kernel, constants, *, kind):
 @needs_extra
 @pytest.mark.parametrize("kind", [None, pytest.param("rms", marks=pytest.mark.long), "layer"])
 def test_what_it_compiles_to(kind):
-    """All of four devices' numbers are looked at at once; no flag goes anywhere, but that one is lost."""
+    """The numbers of four devices are polled together; the only flag that is sent reports a loss."""
     from pallas_kernels.all_reduce.peer_buffer_kernels import sum_of_rows
 
     constants = {"capacity": 512 * 8192, "norms": kind is not None}
@@ -284,7 +283,7 @@ def test_what_it_compiles_to(kind):
 @needs_extra
 @pytest.mark.parametrize("kind", [pytest.param("rms", marks=pytest.mark.long), "layer"])
 def test_what_shares_by_peer_buffer_compile_to(kind):
-    """Likewise, twice: of partial sums, and of normed rows."""
+    """The same, twice: for partial sums and for normed rows."""
     from pallas_kernels.all_reduce.peer_buffer_kernels import shares_by_peer_buffer
 
     constants = {"capacity": 512 * 8192}
@@ -294,10 +293,10 @@ def test_what_shares_by_peer_buffer_compile_to(kind):
 
 
 def check_peer_buffers(ptx, kernel, num_looks):
-    """Of all four devices in words of eight numbers, one after the other before any is used."""
+    """Check that all four devices' words of eight numbers are loaded before any is used."""
     from pallas_kernels.all_reduce.jax_triton import num_warps
 
-    num_words = 8192 // 8 // (32 * num_warps(kernel, 8192))  # a thread's, of a row
+    num_words = 8192 // 8 // (32 * num_warps(kernel, 8192))  # words of a thread in a row
     assert ptx.count("ld.volatile.global.v4.b32") == num_words * 4 * num_looks
     first, last = ptx.index("ld.volatile.global.v4.b32"), ptx.rindex("ld.volatile.global.v4.b32")
     if num_looks == 1:
@@ -310,7 +309,7 @@ def check_peer_buffers(ptx, kernel, num_looks):
 @needs_extra
 @pytest.mark.parametrize("kind", [pytest.param("rms", marks=pytest.mark.long), "layer"])
 def test_what_shares_by_handshake_compile_to(kind):
-    """Two meetings, at each of which one instruction sets all flags, and one looks at them, and in a loop."""
+    """Devices synchronize twice; each time one instruction sets all flags, one polls them, also in a loop."""
     from pallas_kernels.all_reduce.handshake_kernels import shares_by_handshake
 
     ptx = compiled_ptx(shares_by_handshake, {}, kind=kind)
@@ -323,7 +322,7 @@ def test_what_shares_by_handshake_compile_to(kind):
 @needs_extra
 @pytest.mark.parametrize("num_devices", ["2", "3", "4"])
 def test_devices_that_are_processes(num_devices):
-    """They meet at their own pace, and one that is left alone does not wait for ever."""
+    """They synchronize at their own pace, and a device without peers does not wait forever."""
     root = Path(__file__).parents[2]
     environment = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "tests.kernels.all_reduce_peers", num_devices]
@@ -332,7 +331,7 @@ def test_devices_that_are_processes(num_devices):
 
 
 def lowered(run, num_rows, of_stream, out_specs):
-    """For two GPUs, of `run(partial, table, stream, affine)`; every array is there."""
+    """Lower `run(partial, table, stream, affine)` for two GPUs, with all arrays present."""
     mesh, split, whole = mesh_of_gpus(2), PartitionSpec("tp"), PartitionSpec()
     shapes = [
         jax.ShapeDtypeStruct((2, num_rows, 256), jnp.bfloat16),
@@ -354,7 +353,7 @@ LAYER = NormSpec("layer", 1e-5, jnp.bfloat16)
 @can_lower
 @pytest.mark.parametrize("norms", [False, True])
 def test_it_lowers_inside_shard_map(norms):
-    """One launch for a sum, with the stream and its norm or without; the table goes to it as it is."""
+    """A sum is one launch, with or without stream and norm; the table is passed unchanged."""
     arguments = {"axis": "tp", "capacity": 512 * 256 * 2}
 
     def run(part, table, stream, affine):
@@ -370,7 +369,7 @@ def test_it_lowers_inside_shard_map(norms):
 @can_lower
 @pytest.mark.parametrize("num_rows", [64, 1024])
 def test_shares_lower_inside_shard_map(num_rows):
-    """One launch, and nothing beside it, by inbox and by letter."""
+    """Both kernels are one launch and nothing else."""
     split, whole = PartitionSpec("tp"), PartitionSpec()
     arguments = {"norm": LAYER, "axis": "tp", "capacity": 512 * 256 * 2}
     run = functools.partial(all_reduce.sum_and_norm_of_shares, **arguments)
@@ -382,8 +381,8 @@ def test_shares_lower_inside_shard_map(num_rows):
 @needs_extra
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("missing", [(), ("sum_bias", "bias"), Affine._fields])
-def test_what_kernels_are_told(missing, kind, monkeypatch):
-    """Which norm it is, and which of its arrays there are, each in its place."""
+def test_launch_arguments_describe_the_norm(missing, kind, monkeypatch):
+    """They name the norm and its present arrays, each in its position."""
     from pallas_kernels.all_reduce import jax_triton
 
     affine = Affine(*jnp.ones((3, 16)))._replace(**dict.fromkeys(missing))
@@ -406,7 +405,7 @@ PARTIAL = jnp.zeros((4, 16))
 
 
 def launched(monkeypatch, add_up, stream, affine, *, partial=PARTIAL, **arguments):
-    """What a launch on two devices is made with."""
+    """Return the arguments of a launch on two devices."""
     from pallas_kernels.all_reduce import jax_triton
 
     calls = []
@@ -423,7 +422,7 @@ def launched(monkeypatch, add_up, stream, affine, *, partial=PARTIAL, **argument
     [(256, jnp.float32, True), (240, jnp.float32, False), (256, jnp.float16, False), (0, jnp.float32, False)],
 )
 def test_which_shares_go_through_peer_buffers(capacity, dtype, by_peer_buffer, monkeypatch):
-    """Shares that they hold twice, if normed numbers have as many bytes; by letter every program has rows."""
+    """Two shares must fit, and normed numbers be of the same size; in a handshake every program has rows."""
     from pallas_kernels.all_reduce import handshake_kernels, jax_triton, peer_buffer_kernels
 
     _, named = launched(
@@ -439,8 +438,8 @@ def test_which_shares_go_through_peer_buffers(capacity, dtype, by_peer_buffer, m
 
 @needs_extra
 @pytest.mark.parametrize(("width", "block", "num_warps"), [(16, 32, 1), (1000, 1024, 2), (8192, 8192, 16)])
-def test_no_number_is_two_threads(width, block, num_warps, monkeypatch):
-    """A thread uses the numbers that it saw itself."""
+def test_no_two_threads_share_a_number(width, block, num_warps, monkeypatch):
+    """A thread uses the numbers that it polled itself."""
     from pallas_kernels.all_reduce import jax_triton
 
     partial, stream = jnp.zeros((4, width)), jnp.ones((4, width))
