@@ -167,7 +167,7 @@ def assert_nobody_is_lost(memory):
 @pytest.mark.parametrize("kind", [None, "rms", "layer"])
 @pytest.mark.parametrize("num_rows", [1, 32, 129, 512])
 def test_sums_of_few_rows(kind, num_rows):
-    """Their bits, on all GPUs; many launches, so that inboxes take turns."""
+    """Bits are the same on all GPUs; many launches, so that peer buffers alternate."""
     mesh = make_mesh(NUM_GPUS)
     memory = all_reduce.ExchangeMemory(mesh, WIDTH, "bfloat16")
     split, whole = PartitionSpec("tp"), PartitionSpec()
@@ -216,7 +216,7 @@ def check_shares(part, few, streams, normed, stream, norm, affine):
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("num_rows", [36, 132, 516, 2040, 2064])
 def test_sums_in_shares(kind, num_rows):
-    """Many launches, by inbox where they fit and by letter, between which few rows have their turn."""
+    """Many launches use peer buffers where shares fit, and handshakes; sums of few rows come between."""
     mesh = make_mesh(NUM_GPUS)
     memory = all_reduce.ExchangeMemory(mesh, WIDTH, "bfloat16")
     split, whole = PartitionSpec("tp"), PartitionSpec()
@@ -235,7 +235,7 @@ def test_sums_in_shares(kind, num_rows):
             axis="tp",
         )
         share, normed = shares(part[0], share=share, capacity=memory.capacity)
-        again = shares(normed * part[0], share=share, capacity=0)  # by letter
+        again = shares(normed * part[0], share=share, capacity=0)  # by handshake
         return few, (share, again[0]), (normed, again[1])
 
     specs = {"in_specs": (split, split, split, whole), "out_specs": (whole, split, whole)}
