@@ -235,9 +235,8 @@ def _scores(
             key = begin + key_of(threads.g) + (16 * i + 8 * h)
             words = [w for c in (0, 4) for w in threads.load_codes(codes, key, 0, threads.t + c)]
             rows.append([_halves(threads, shape, word) for word in words])
-        chains = [
-            [[0.0] * 4 for _ in range(2)] for _ in range(shape.num_tiles)
-        ]  # two short dependency chains
+        # Two short dependency chains for each tile of queries.
+        chains = [[[0.0] * 4 for _ in range(2)] for _ in range(shape.num_tiles)]
         for s in range(_STEPS):
             operand = [rows[0][s][0], rows[1][s][0], rows[0][s][1], rows[1][s][1]]
             for n in range(shape.num_tiles):

@@ -2,7 +2,7 @@
 
 Owns: an online softmax over blocks of pages, in two forms. The platform for which a program is lowered
 selects one. On accelerators all query tiles advance together, in products of the pages' dtype. On a CPU tiles
-run one after another, each to its own end, in blocks that fit a core's cache; the many rows with one query do
+run one after another, each to its own end, in blocks that fit a core's cache. The many rows with one query do
 not pay for the products of a whole tile. In both forms blocks bound the memory, never rows times context.
 Does not know: tile lists, or devices. Called by: `api`.
 
@@ -22,8 +22,8 @@ from jax import lax
 from pallas_kernels.ragged_paged_attention.page_formats import PageKind
 
 _MAX_TILE_TOKENS = 32
-# Bound of the temporary memory (K and V, or scores) of tiles that advance together. Blocks are large, and so
-# few, since a GPU's loop asks the host after each block whether there is another.
+# Bound of the temporary memory (K and V, or scores) of tiles that advance together. Large blocks keep their
+# number small, since a GPU's loop asks the host after each block whether there is another.
 _BLOCK_BYTES = 64 << 20
 _MAX_BLOCK_KEYS = 1024
 # Bytes of a block of a single tile, in float32; more keys would often be past the row's end.
