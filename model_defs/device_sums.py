@@ -62,16 +62,16 @@ class AllReduce:
     table: jax.Array
     mesh: AnyMesh
 
-    def serves(self, num_rows: int, width: int, dtype: Any) -> bool:
+    def supports(self, num_rows: int, width: int, dtype: Any) -> bool:
         """Return whether this all-reduce, not the compiler, sums arrays of this size."""
         size = num_rows, width, dtype
-        return self._sums_whole(*size) or all_reduce.serves_shares(*size, tensor_parallel_size(self.mesh))
+        return self._sums_whole(*size) or all_reduce.supports_shares(*size, tensor_parallel_size(self.mesh))
 
     def _sums_whole(self, num_rows: int, width: int, dtype: Any) -> bool:
         """Return whether every device sums all rows. Otherwise each device sums a share, before a norm."""
         size = num_rows, width, dtype, tensor_parallel_size(self.mesh)
         fits = num_rows * width * jnp.dtype(dtype).itemsize <= self.spec.capacity
-        return fits and all_reduce.serves(*size) and not all_reduce.shares_are_faster(*size)
+        return fits and all_reduce.supports(*size) and not all_reduce.shares_are_faster(*size)
 
     def partial(
         self, product: Callable[..., jax.Array], x: jax.Array, kernel: jax.Array, specs: tuple[Any, Any]
@@ -83,10 +83,10 @@ class AllReduce:
 
     def total(self, y: PartialSums) -> jax.Array:
         """Return the sum [T, width] on all devices. For many rows the compiler's all-reduce is used."""
-        total = self._added_up(y.parts)
+        total = self._sum(y.parts)
         return total if y.bias is None else total + y.bias
 
-    def _added_up(self, partial: jax.Array) -> jax.Array:
+    def _sum(self, partial: jax.Array) -> jax.Array:
         _, num_rows, width = partial.shape
         if not self._sums_whole(num_rows, width, partial.dtype):
             return self._on_shards(lambda part: lax.psum(part[0], TENSOR_AXIS), _SPLIT, _WHOLE)(partial)
@@ -133,7 +133,7 @@ class AllReduce:
         return jax.shard_map(run, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-_current: ContextVar[AllReduce | None] = ContextVar("device_sums", default=None)
+_current: ContextVar[AllReduce | None] = ContextVar("all_reduce", default=None)
 
 
 @contextlib.contextmanager
@@ -146,12 +146,12 @@ def summing(sums: AllReduce | None) -> Iterator[None]:
         _current.reset(token)
 
 
-def current_sums() -> AllReduce | None:
+def current_all_reduce() -> AllReduce | None:
     """Return the all-reduce of the enclosing `summing`; None outside of one."""
     return _current.get()
 
 
-def added_up(y: Summand) -> jax.Array:
+def finish_sum(y: Summand) -> jax.Array:
     """Return [T, width], summing `y` over devices if it is `PartialSums`."""
     if not isinstance(y, PartialSums):
         return y

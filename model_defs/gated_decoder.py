@@ -12,7 +12,7 @@ from flax import nnx
 from model_defs.attention import Attention
 from model_defs.config import ModelConfig
 from model_defs.decoder import Decoder
-from model_defs.device_sums import Summand, added_up
+from model_defs.device_sums import Summand, finish_sum
 from model_defs.errors import UnsupportedModelError
 from model_defs.layers import Build, Embedding, FusedQKV, Linear, RMSNorm
 from model_defs.rope import cos_sin, inverse_frequencies, rotate
@@ -107,7 +107,7 @@ class GatedDecoder(Decoder):
         y = None  # the next layer's norm adds a layer's output in the same pass
         for layer_index in range(start, stop):
             x, y = self.layers[layer_index](layer_index, x, y, rotation, attention)
-        return x if y is None else x + added_up(y)
+        return x if y is None else x + finish_sum(y)
 
     def normalize(self, x: jax.Array) -> jax.Array:
         return self.final_norm(x)

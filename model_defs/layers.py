@@ -22,7 +22,7 @@ from jax.sharding import AbstractDevice, Mesh, NamedSharding, PartitionSpec
 
 from model_defs import small_batch_matmul
 from model_defs.config import ModelConfig
-from model_defs.device_sums import PartialSums, Summand, added_up, current_sums
+from model_defs.device_sums import PartialSums, Summand, current_all_reduce, finish_sum
 from model_defs.sharding import TENSOR_AXIS, AnyMesh, constrain, tensor_parallel_size, vocabulary_axis
 from pallas_kernels.devices import on_every_device
 from pallas_kernels.residual_norms import NormKind, NormSpec, add_and_norm, choose_backend
@@ -81,35 +81,35 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map [T, *in_shape] to [T, *out_shape], in the kernel's dtype."""
-        return added_up(self.deferred(x))
+        return finish_sum(self.deferred(x))
 
     def deferred(self, x: jax.Array) -> Summand:
         """Map as `__call__`, but return `PartialSums` if the current `AllReduce` handles this size."""
-        x, kernel, sums = x.astype(self.build.dtype), self.kernel[...], current_sums()
+        x, kernel, sums = x.astype(self.build.dtype), self.kernel[...], current_all_reduce()
         bias = None if self.bias is None else self.bias[...]
-        of_few_rows = self._of_few_rows(x.shape[0])
-        if any(self.in_axes) and sums is not None and sums.serves(x.shape[0], kernel.shape[-1], x.dtype):
-            parts = sums.partial(of_few_rows or self._product, x, kernel, self._specs)
+        small_batch_product = self._small_batch_product(x.shape[0])
+        if any(self.in_axes) and sums is not None and sums.supports(x.shape[0], kernel.shape[-1], x.dtype):
+            parts = sums.partial(small_batch_product or self._product, x, kernel, self._specs)
             return PartialSums(sums, parts, bias)
         # With the compiler's sum and a bias, XLA does the product, too: our kernel was not measured there.
-        if of_few_rows is not None and (bias is None or not self._adds_up):
-            return self._on_shards(of_few_rows, self.out_axes, x, bias)
+        if small_batch_product is not None and (bias is None or not self._adds_up):
+            return self._on_shards(small_batch_product, self.out_axes, x, bias)
         y = constrain(self._product(x, kernel), self.build.mesh, None, *self.out_axes)
         return y if bias is None else y + bias
 
     def activated(self, x: jax.Array, name: str) -> jax.Array:
         """Map as `__call__`, then apply the `activation` of that name."""
-        of_few_rows = self._of_few_rows(x.shape[0])
-        if name == "relu" and of_few_rows is not None and not self._adds_up:
+        small_batch_product = self._small_batch_product(x.shape[0])
+        if name == "relu" and small_batch_product is not None and not self._adds_up:
             bias = None if self.bias is None else self.bias[...]
-            return self._on_shards(functools.partial(of_few_rows, relu=True), self.out_axes, x, bias)
+            return self._on_shards(functools.partial(small_batch_product, relu=True), self.out_axes, x, bias)
         return activation(name)(self(x))
 
     def gated(self, x: jax.Array) -> jax.Array:
         """Map [T, *in_shape] to [T, wide] by SwiGLU, with a kernel [*in_shape, 2, wide], the gate first."""
-        of_few_rows = self._of_few_rows(x.shape[0], gated=True)
-        if of_few_rows is not None and self.bias is None:
-            return self._on_shards(of_few_rows, self.out_axes[1:], x, None)
+        small_batch_product = self._small_batch_product(x.shape[0], gated=True)
+        if small_batch_product is not None and self.bias is None:
+            return self._on_shards(small_batch_product, self.out_axes[1:], x, None)
         y = self(x)
         return jax.nn.silu(y[:, 0]) * y[:, 1]
 
@@ -117,7 +117,9 @@ class Linear(nnx.Module):
         contract = tuple(range(1, 1 + self.num_in_dims)), tuple(range(self.num_in_dims))
         return lax.dot_general(x, kernel, (contract, ((), ())), precision=self.build.precision)
 
-    def _of_few_rows(self, num_rows: int, *, gated: bool = False) -> small_batch_matmul.Product | None:
+    def _small_batch_product(
+        self, num_rows: int, *, gated: bool = False
+    ) -> small_batch_matmul.Product | None:
         """Return the small-batch product of each device's part of the kernel; None if it is not supported."""
         tp, axes = tensor_parallel_size(self.build.mesh), self.in_axes + self.out_axes
         shape = tuple(

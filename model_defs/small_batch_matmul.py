@@ -18,7 +18,7 @@ from pallas_kernels import decode_matmul
 
 Product = Callable[..., jax.Array]
 XLA = "xla"
-_backend: ContextVar[str] = ContextVar("few_rows", default=XLA)
+_backend: ContextVar[str] = ContextVar("small_batch_matmul", default=XLA)
 
 
 @contextlib.contextmanager
@@ -50,7 +50,7 @@ def product(
     backend = _backend.get()
     depth, out_shape = math.prod(shape[:num_in_dims]), shape[num_in_dims:]
     width = math.prod(out_shape) // (1 + gated)
-    if backend == XLA or not decode_matmul.serves(num_rows, depth, width, gated=gated, dtype=dtype):
+    if backend == XLA or not decode_matmul.supports(num_rows, depth, width, gated=gated, dtype=dtype):
         return None
 
     def run(

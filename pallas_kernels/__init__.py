@@ -1,1 +1,1 @@
-"""Accelerator kernels that know nothing of models or serving."""
+"""Accelerator kernels. They are independent of models and of serving."""

@@ -1,7 +1,7 @@
-"""The names of attention back ends and of what KV state is stored as, for those who must not import JAX.
+"""Names of attention back ends and of KV cache formats, for modules that must not import JAX.
 
-Owns: the names. Does not know: anything about them; a back end is a row of `ragged_paged_attention.backends`,
-whose package imports JAX.
+Owns: the names. Does not know: what they stand for. `ragged_paged_attention.backends` has a row for each back
+end, but its package imports JAX.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 AUTO = "auto"
-"""The fastest that serves the arguments on the device."""
+"""The fastest back end that supports the arguments on the device."""
 CompiledBackend = Literal["xla", "pallas_triton", "pallas_mosaic_gpu", "jax_triton"]
-"""What a compiled step can call."""
+"""Back ends that a compiled step can call."""
 BackendName = Literal[CompiledBackend, "reference"]
 COMPILED_BACKENDS: tuple[CompiledBackend, ...] = get_args(CompiledBackend)
 ATTENTION_BACKENDS = (AUTO, *COMPILED_BACKENDS)
-"""What an engine may be told to use."""
+"""Values of an engine's option."""
 RING_DECODE_BACKENDS = (AUTO, "xla", "pallas_triton")
-"""The same of steps of padded batches; all but "auto" are rows of `ring_decode.backends`."""
+"""The same for steps of padded batches; all but "auto" are rows of `ring_decode.backends`."""
 KV_DTYPES = ("int8", "float8_e4m3fn")
-"""What KV state may be stored as instead of in the model's dtype: `ragged_paged_attention.page_formats`."""
+"""Formats of the KV cache beside the model's dtype; see `ragged_paged_attention.page_formats`."""

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from pensieve_jax import ConfigError
-from pensieve_jax.rebatching.lattice import RingShape
+from pensieve_jax.rebatching.ring_shapes import RingShape
 from pensieve_lab.rebatching.costs import NUMBERS, RingCosts
 from tests.launching import load
 

@@ -14,7 +14,7 @@ from flax import nnx
 from model_defs.attention import Attention
 from model_defs.config import ModelConfig
 from model_defs.decoder import Decoder
-from model_defs.device_sums import Summand, added_up
+from model_defs.device_sums import Summand, finish_sum
 from model_defs.errors import UnsupportedModelError
 from model_defs.family import Family
 from model_defs.hf_options import boolean, choice, common_fields, integer, number
@@ -144,7 +144,7 @@ class OPT(Decoder):
         y = None  # the next layer's norm adds a layer's output in the same pass
         for layer_index in range(start, stop):
             x, y = self.layers[layer_index](layer_index, x, y, attention)
-        return x if y is None else x + added_up(y)
+        return x if y is None else x + finish_sum(y)
 
     def normalize(self, x: jax.Array) -> jax.Array:
         return x if self.final_norm is None else self.final_norm(x)

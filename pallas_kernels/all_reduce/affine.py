@@ -1,6 +1,6 @@
-"""What every row of a sum is added to and multiplied with, the same for all rows.
+"""Bias and scale arrays that apply to every row of a sum and of its norm.
 
-Owns: the arrays' names. Does not know: sums, or norms.
+Owns: the names of the arrays. Does not know: how sums or norms are computed.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import jax
 
 
 class Affine(NamedTuple):
-    """Arrays of [width]; None is no addition, or a scale of one."""
+    """Arrays of [width]; None means no addition, or a scale of one."""
 
-    sum_bias: jax.Array | None = None  # of the sum, in its dtype, and rounded to it again
-    scale: jax.Array | None = None  # of the norm
-    bias: jax.Array | None = None  # of the norm
+    sum_bias: jax.Array | None = None  # added to the sum, in its dtype; the result is rounded to it again
+    scale: jax.Array | None = None  # the norm's
+    bias: jax.Array | None = None  # the norm's

@@ -1,7 +1,7 @@
-"""The public calls: argument checks, and what is served.
+"""Public calls of the all-reduce: argument checks, supported shapes, dispatch.
 
-Owns: what a sum over devices is: in the order of devices, in float32, rounded once to what was summed.
-Does not know: how devices reach each other.
+Owns: the definition of a sum over devices: in device order, in float32, rounded once to the summands' dtype.
+Does not know: how devices exchange data.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pallas_kernels.residual_norms import KINDS, NormSpec, add_and_norm
 _BACKENDS = ("jax_triton", "xla")
 _DTYPES = ("bfloat16", "float16", "float32")
 _WORD_BYTES = 16
-_LINE = 8  # numbers that a row must be a multiple of, so that it is written in whole words
+_LINE = 8  # a row is a multiple of this many numbers, so that it is written in whole words
 
 
 class SumArgumentError(ValueError):
-    """An argument that is not served; the message says what would do."""
+    """An argument is not supported; the message says what is."""
 
 
 def devices_limit(devices: Sequence[jax.Device]) -> str | None:
-    """Why sums over these devices are left to XLA; None: they need not be."""
+    """Return why sums over these devices are left to XLA; None if these kernels can run on them."""
     if (limit := triton_device_limit(devices[0])) is not None:
         return limit
     missing = [name for name in ("jax_triton", "triton") if importlib.util.find_spec(name) is None]
@@ -40,22 +40,22 @@ def devices_limit(devices: Sequence[jax.Device]) -> str | None:
     return peers_limit([device.local_hardware_id for device in devices])
 
 
-def serves(num_rows: int, width: int, dtype: Any, num_devices: int) -> bool:
-    """Whether so many rows of partial sums in `dtype` are summed here, on every device."""
-    return 0 < num_rows <= MAX_ROWS and _is_served(width, dtype, num_devices)
+def supports(num_rows: int, width: int, dtype: Any, num_devices: int) -> bool:
+    """Return whether `sum_over_devices` and `sum_and_norm` support partial sums of this size."""
+    return 0 < num_rows <= MAX_ROWS and _is_supported(width, dtype, num_devices)
 
 
-def serves_shares(num_rows: int, width: int, dtype: Any, num_devices: int) -> bool:
-    """Whether so many rows of partial sums in `dtype` are summed here, each device its share."""
-    return num_rows > 0 and num_rows % num_devices == 0 and _is_served(width, dtype, num_devices)
+def supports_shares(num_rows: int, width: int, dtype: Any, num_devices: int) -> bool:
+    """Return whether `sum_and_norm_of_shares` supports partial sums of this size."""
+    return num_rows > 0 and num_rows % num_devices == 0 and _is_supported(width, dtype, num_devices)
 
 
 def shares_are_faster(num_rows: int, width: int, dtype: Any, num_devices: int) -> bool:
-    """Whether so many rows with a norm behind them are summed in shares though they could be summed whole."""
-    return serves_shares(num_rows, width, dtype, num_devices) and num_rows > FASTER_WHOLE[num_devices]
+    """Return whether a sum with a norm is faster in shares than with every device summing all rows."""
+    return supports_shares(num_rows, width, dtype, num_devices) and num_rows > FASTER_WHOLE[num_devices]
 
 
-def _is_served(width: int, dtype: Any, num_devices: int) -> bool:
+def _is_supported(width: int, dtype: Any, num_devices: int) -> bool:
     found = jnp.dtype(dtype)
     fits = width % _LINE == 0 and 0 < width * found.itemsize <= MAX_ROW_BYTES
     return fits and found.name in _DTYPES and 1 < num_devices <= MAX_DEVICES
@@ -64,17 +64,17 @@ def _is_served(width: int, dtype: Any, num_devices: int) -> bool:
 def sum_over_devices(
     partial: jax.Array, table: jax.Array, *, axis: str, capacity: int, backend: str = "jax_triton"
 ) -> jax.Array:
-    """[num_rows, width] of each device -> their sum, the same bits on all of them.
+    """Return the sum over devices of their [num_rows, width], with the same bits on every device.
 
     Args:
       partial: this device's partial sums.
       table: i32[1, 2 * table_len], this device's row of `ExchangeMemory.table`.
-      axis: the mesh's.
-      capacity: bytes, as of the memory.
-      backend: "jax_triton", or "xla" for any device, which sums in an order of its own and reads no table.
+      axis: name of the mesh axis.
+      capacity: `ExchangeMemory.capacity`, in bytes.
+      backend: "jax_triton"; or "xla", for any device: it has its own summation order and reads no table.
 
     Raises:
-      SumArgumentError: `serves` says no, or dtypes or shapes that do not belong together.
+      SumArgumentError: `supports` returns False, or dtypes or shapes do not match.
     """
     num_devices = _check(partial, axis, capacity, backend)
     if backend == "xla":
@@ -95,20 +95,20 @@ def sum_and_norm(
     capacity: int,
     backend: str = "jax_triton",
 ) -> tuple[jax.Array, jax.Array]:
-    """The stream f32[num_rows, width] and the sum with its bias, added, and the norm of that.
+    """Add the sum over devices and its bias to the stream; return that, f32[num_rows, width], and its norm.
 
     Args:
-      partial: as of `sum_over_devices`, like what is not named here.
-      table: likewise.
+      partial: as in `sum_over_devices`.
+      table: as in `sum_over_devices`.
       stream: f32[num_rows, width].
-      affine: arrays of [width]; the sum's bias in the dtype of the partial sums.
-      norm: which one; the normed rows are in its dtype, rounded to it once.
-      axis: likewise.
-      capacity: likewise.
-      backend: likewise.
+      affine: arrays of [width]; the sum's bias has the dtype of the partial sums.
+      norm: the norm; normed rows are rounded once, to its dtype.
+      axis: as in `sum_over_devices`.
+      capacity: as in `sum_over_devices`.
+      backend: as in `sum_over_devices`.
 
     Raises:
-      SumArgumentError: `serves` says no, or dtypes or shapes that do not belong together.
+      SumArgumentError: `supports` returns False, or dtypes or shapes do not match.
     """
     num_devices = _check(partial, axis, capacity, backend)
     _check_norm(stream, partial, affine, norm, num_rows=partial.shape[0])
@@ -132,29 +132,30 @@ def sum_and_norm_of_shares(
     capacity: int,
     backend: str = "jax_triton",
 ) -> tuple[jax.Array, jax.Array]:
-    """Each device adds up its share of many rows, the first device the first ones.
+    """Sum and norm many rows: each device computes one share of them; the first device has the first rows.
 
     Args:
       partial: [num_rows, width], this device's partial sums.
-      table: as of `sum_over_devices`.
-      share: f32[num_rows / devices, width], the stream's rows of this device.
-      affine: as of `sum_and_norm`.
-      norm: likewise.
-      axis: the mesh's.
-      capacity: bytes, as of the memory; shares that it holds twice take the shorter way, through inboxes, if
-        normed numbers have as many bytes. With 0 none do, whatever the memory has.
-      backend: as of `sum_over_devices`.
+      table: as in `sum_over_devices`.
+      share: f32[num_rows / devices, width], this device's rows of the stream.
+      affine: as in `sum_and_norm`.
+      norm: as in `sum_and_norm`.
+      axis: name of the mesh axis.
+      capacity: `ExchangeMemory.capacity`, in bytes. If it holds two shares, and normed numbers are as large
+        as partial sums, the faster kernel through peer buffers runs. 0 always selects the handshake kernel.
+      backend: as in `sum_over_devices`.
 
     Returns:
-      This device's share of the stream with the sum, as `share` is, and the norm of everybody's,
+      This device's share of the stream plus the sum, like `share`; and the norm of all devices' shares,
       [num_rows, width] in the norm's dtype.
 
     Raises:
-      SumArgumentError: `serves_shares` says no, or dtypes or shapes that do not belong together.
+      SumArgumentError: `supports_shares` returns False, or dtypes or shapes do not match.
     """
     num_devices = lax.axis_size(axis)
     _check_static(capacity, backend)
-    if partial.ndim != 2 or not serves_shares(partial.shape[0], partial.shape[1], partial.dtype, num_devices):
+    shape = partial.shape
+    if len(shape) != 2 or not supports_shares(shape[0], shape[1], partial.dtype, num_devices):
         raise SumArgumentError(
             f"partial sums are {_named(partial)} of {num_devices} devices, but must "
             f"be [num_rows, width] of {' or '.join(_DTYPES)}, of 2 to {MAX_DEVICES} devices, which divide "
@@ -181,8 +182,9 @@ def _norm_by_xla(
 def _check(partial: jax.Array, axis: str, capacity: int, backend: str) -> int:
     num_devices = lax.axis_size(axis)
     _check_static(capacity, backend)
-    is_served = partial.ndim == 2 and serves(partial.shape[0], partial.shape[1], partial.dtype, num_devices)
-    if not is_served or partial.size * partial.dtype.itemsize > capacity:
+    shape = partial.shape
+    is_supported = len(shape) == 2 and supports(shape[0], shape[1], partial.dtype, num_devices)
+    if not is_supported or partial.size * partial.dtype.itemsize > capacity:
         raise SumArgumentError(
             f"partial sums are {_named(partial)} of {num_devices} devices, but must "
             f"be [num_rows, width] of {' or '.join(_DTYPES)}, of 2 to {MAX_DEVICES} devices, with 1 to "
@@ -195,7 +197,7 @@ def _check(partial: jax.Array, axis: str, capacity: int, backend: str) -> int:
 def _check_norm(
     stream: jax.Array, partial: jax.Array, affine: Affine, norm: NormSpec, *, num_rows: int
 ) -> None:
-    """What comes with sums of `num_rows` rows on this device."""
+    """Raise SumArgumentError unless stream, affine and norm fit `num_rows` rows of sums on this device."""
     shape = num_rows, partial.shape[1]
     if stream.shape != shape or stream.dtype != jnp.float32:
         raise SumArgumentError(

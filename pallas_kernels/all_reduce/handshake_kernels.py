@@ -1,17 +1,18 @@
-"""Sums of many rows in plain Triton: each device reads its share of them where its peers have it.
+"""All-reduce of many rows in plain Triton: each device reads its share directly from the peers' arrays.
 
-Owns: the body of the kernel in which devices tell each other where their arrays are.
+Owns: the body of the kernel in which devices exchange the addresses of their arrays (the handshake).
 Does not know: JAX, or who allocated the memory; a table of addresses says where it is.
-Needs Triton, which the extra `triton` installs.
+Called by: `jax_triton`. Needs Triton, which the extra `triton` installs.
 
-Every device adds up its own share of the rows, norms it, and writes the normed rows to where the peers want
-them. So launches begin with a letter, the addresses of their arrays, and none ends before its peers have done
-with its arrays. Program p exchanges with the programs p of the peers alone. It counts launches by itself, in
-memory that nothing else writes to, so that a replayed graph counts as well. Sums are made in the order of
-devices, so that all have the same bits. Programs that are more than run at once begin in the order of their
-numbers on every device, and so those that wait for each other run.
+Every device sums and norms its share of the rows, and writes the normed rows into the peers' arrays. So a
+launch starts with a handshake, in which it sends the addresses of its arrays. It does not end before its
+peers are done with these arrays. Program p exchanges only with program p of each peer. It counts launches in
+memory that nothing else writes to, so a replayed CUDA graph counts as well.
 
-A peer that does not come is given up as in `inboxes`.
+Sums are made in device order, so all devices get the same bits. If more programs are launched than run
+concurrently, they start in order of their index on every device, so programs that wait for each other run.
+
+A lost peer is given up as in `peer_buffers`.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from pallas_kernels.all_reduce.kernel_parts import (
     added_and_normed,
     is_lost,
     next_launch,
+    report_loss,
     rounded,
-    tell_of_loss,
     vector,
     words_of,
 )
 
-RANK, COUNTS, FLAGS = map(tl.constexpr, (specs.RANK, specs.COUNTS, specs.FLAGS))
+RANK, HANDSHAKE_COUNTS, FLAGS = map(tl.constexpr, (specs.RANK, specs.HANDSHAKE_COUNTS, specs.FLAGS))
 MAX_PROGRAMS = tl.constexpr(specs.MAX_PROGRAMS)
 LANES = tl.constexpr(specs.MAX_DEVICES)  # a power of two
 
 
 @triton.jit
-def shares_by_letter(
+def shares_by_handshake(
     partial_ptr: tl.tensor,
     table_ptr: tl.tensor,
     stream_ptr: tl.tensor,
@@ -56,51 +57,51 @@ def shares_by_letter(
     eps: tl.constexpr,
     limit: tl.constexpr,
 ) -> None:
-    """Many rows, of which this device adds up its share, and norms.
+    """Sum and norm this device's share of many rows, and write the normed rows to all peers.
 
     Args:
-      partial_ptr: [num_devices * num_rows, width], this device's.
+      partial_ptr: [num_devices * num_rows, width], this device's partial sums.
       table_ptr: i32, read as i64: see `specs`.
-      stream_ptr: f32[num_rows, width], of this device's share, what the sum is added to.
-      sum_bias_ptr: [width], added to the rounded sum, and rounded again.
-      scale_ptr: [width], of the norm.
-      bias_ptr: [width], of the norm.
-      sum_ptr: f32[num_rows, width], the stream and the sum.
-      normed_ptr: [num_devices * num_rows, width], the norm of everybody's.
-      num_rows: of a share.
-      width: of a row.
-      block: the power of two from there.
-      num_devices: that add up.
-      is_layer: whether it is a layer norm; else it is the root mean square's.
-      has_sum_bias: whether there is one; else its array is any, and not read.
-      has_scale: likewise.
-      has_bias: likewise.
-      eps: of the norm.
-      limit: looks at a flag before a peer counts as lost.
+      stream_ptr: f32[num_rows, width], this device's share, to which the sum is added.
+      sum_bias_ptr: [width], added to the rounded sum, which is rounded again.
+      scale_ptr: [width], the norm's scale.
+      bias_ptr: [width], the norm's bias.
+      sum_ptr: f32[num_rows, width], stream plus sum.
+      normed_ptr: [num_devices * num_rows, width], the norm of all shares.
+      num_rows: rows of a share.
+      width: numbers of a row.
+      block: `width` rounded up to a power of two.
+      num_devices: number of devices.
+      is_layer: whether the norm is a layer norm; otherwise it is an RMS norm.
+      has_sum_bias: whether there is a bias of the sum; otherwise its array is not read.
+      has_scale: likewise for the scale.
+      has_bias: likewise for the bias.
+      eps: epsilon of the norm.
+      limit: polls of a flag before a peer counts as lost.
     """
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     table = table_ptr.to(tl.pointer_type(tl.int64))
     rank = tl.load(table + RANK).to(tl.int32)
-    launch = next_launch(table, COUNTS + program)
-    lost = is_lost(table)  # a device that waits for nobody lends its arrays to nobody
+    launch = next_launch(table, HANDSHAKE_COUNTS + program)
+    lost = is_lost(table)  # a device that no longer waits for peers must not lend them its arrays
     for peer in tl.static_range(num_devices):
         if peer != rank:
-            letter = _letter(table, peer, program, rank, num_devices)
-            tl.store(letter, tl.where(lost, 0, partial_ptr.to(tl.int64)))
-            tl.store(letter + 1, tl.where(lost, 0, normed_ptr.to(tl.int64)))
+            handshake = _handshake(table, peer, program, rank, num_devices)
+            tl.store(handshake, tl.where(lost, 0, partial_ptr.to(tl.int64)))
+            tl.store(handshake + 1, tl.where(lost, 0, normed_ptr.to(tl.int64)))
     tl.debug_barrier()
-    _tell(table, FLAGS, program, rank, launch, num_devices)
+    _signal(table, FLAGS, program, rank, launch, num_devices)
     lost = _wait(table, FLAGS, program, rank, launch, lost, num_devices, limit)
     tl.debug_barrier()
 
     sources, targets = (), ()
     for peer in tl.static_range(num_devices):
-        letter = _letter(table, rank, program, peer, num_devices)
-        sources += (_told(letter, partial_ptr),)  # type: ignore[assignment]
-    for step in tl.static_range(1, num_devices):  # in a circle, as of few rows
-        letter = _letter(table, rank, program, (rank + step) % num_devices, num_devices)
-        targets += (_told(letter + 1, normed_ptr),)  # type: ignore[assignment]
+        handshake = _handshake(table, rank, program, peer, num_devices)
+        sources += (_lent_array(handshake, partial_ptr),)  # type: ignore[assignment]
+    for step in tl.static_range(1, num_devices):  # around the ring of devices, as for few rows
+        handshake = _handshake(table, rank, program, (rank + step) % num_devices, num_devices)
+        targets += (_lent_array(handshake + 1, normed_ptr),)  # type: ignore[assignment]
     columns = tl.arange(0, block)
     inside = columns < width
     reached = columns < tl.where(lost, 0, width)
@@ -127,7 +128,7 @@ def shares_by_letter(
         tl.store(sum_ptr + share, total, mask=inside)
     tl.debug_barrier()
     done = FLAGS + MAX_PROGRAMS * num_devices
-    _tell(table, done, program, rank, launch, num_devices)
+    _signal(table, done, program, rank, launch, num_devices)
     if _wait(
         table, done, program, rank, launch, lost, num_devices, limit
     ):  # also what peers should have written
@@ -137,23 +138,26 @@ def shares_by_letter(
 
 
 @triton.jit
-def _letter(
+def _handshake(
     table: tl.tensor, to: tl.tensor, program: tl.tensor, sender: tl.tensor, num_devices: tl.constexpr
 ) -> tl.tensor:
-    """Where device `to` finds the two addresses of the arrays of device `sender`."""
-    letters = words_of(table, to, num_devices) + FLAGS + 2 * MAX_PROGRAMS * num_devices
-    return letters.to(tl.pointer_type(tl.int64)) + 2 * (program * num_devices + sender)
+    """Return where device `to` finds the two array addresses of device `sender`."""
+    handshakes = words_of(table, to, num_devices) + FLAGS + 2 * MAX_PROGRAMS * num_devices
+    return handshakes.to(tl.pointer_type(tl.int64)) + 2 * (program * num_devices + sender)
 
 
 @triton.jit
-def _told(letter: tl.tensor, own_ptr: tl.tensor) -> tl.tensor:
-    """A peer's array; the own one for a peer that lends none, for itself, and for all where it is alone."""
-    own, told = own_ptr.to(tl.int64), tl.load(letter, cache_modifier=".cg")
-    return tl.multiple_of(tl.where(told == 0, own, told).to(own_ptr.dtype), 16)
+def _lent_array(handshake: tl.tensor, own_ptr: tl.tensor) -> tl.tensor:
+    """Return a peer's array, or the own array where the address is 0.
+
+    It is 0 for a peer that lends none, for this device itself, and for all peers of a device that runs alone.
+    """
+    own, address = own_ptr.to(tl.int64), tl.load(handshake, cache_modifier=".cg")
+    return tl.multiple_of(tl.where(address == 0, own, address).to(own_ptr.dtype), 16)
 
 
 @triton.jit
-def _tell(
+def _signal(
     table: tl.tensor,
     place: tl.constexpr,
     program: tl.tensor,
@@ -161,7 +165,7 @@ def _tell(
     launch: tl.tensor,
     num_devices: tl.constexpr,
 ) -> None:
-    """Set this device's flag at all peers at once; what it wrote before is seen by who sees the flag."""
+    """Set this device's flag at all peers at once. A peer that sees the flag sees all earlier writes."""
     peers, is_peer = _peers(rank, num_devices)
     flags = words_of(table, peers, num_devices) + place + program * num_devices + rank
     tl.atomic_xchg(flags, launch, mask=is_peer, sem="release", scope="sys")
@@ -178,7 +182,7 @@ def _wait(
     num_devices: tl.constexpr,
     limit: tl.constexpr,
 ) -> tl.tensor:
-    """For all peers' flags; whether one is lost, which everybody is told then."""
+    """Wait for all peers' flags; return whether a peer is lost. A loss is reported to all devices."""
     peers, is_peer = _peers(rank, num_devices)
     flags = words_of(table, rank, num_devices) + place + program * num_devices + peers
     num_late = _num_late(flags, is_peer, launch)
@@ -188,19 +192,19 @@ def _wait(
         num_looks += 1
     lost = lost | (num_late > 0)
     if lost:
-        tell_of_loss(table, num_devices)
+        report_loss(table, num_devices)
     return lost
 
 
 @triton.jit
 def _peers(rank: tl.tensor, num_devices: tl.constexpr) -> tl.tensor:
-    """Devices, padded with the last one to a power of two, and which of them are others."""
+    """Return all devices, padded with the last one to a power of two, and the mask of the peers."""
     peers = tl.arange(0, LANES)
     return tl.minimum(peers, num_devices - 1), (peers < num_devices) & (peers != rank)
 
 
 @triton.jit
 def _num_late(flags: tl.tensor, is_peer: tl.tensor, launch: tl.tensor) -> tl.tensor:
-    """How many of the peers have not come to this launch."""
+    """Return the number of peers that have not reached this launch."""
     seen = tl.atomic_add(flags, 0, mask=is_peer, sem="acquire", scope="sys")
     return tl.sum(((seen - launch < 0) & is_peer).to(tl.int32), axis=0)

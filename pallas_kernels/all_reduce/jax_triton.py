@@ -1,6 +1,7 @@
-"""Launches of the sums' kernels through jax-triton: NVIDIA GPUs from Ampere on.
+"""Launches of the all-reduce kernels through jax-triton, for NVIDIA GPUs from Ampere on.
 
-Owns: the arguments of a launch, and which kernel it is. Does not know: what the kernels do with them.
+Owns: the choice of the kernel, and the arguments of its launch. Does not know: how the kernels work.
+Called by: `api`.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ import jax.numpy as jnp
 import jax_triton
 
 from pallas_kernels.all_reduce.affine import Affine
-from pallas_kernels.all_reduce.handshake_kernels import shares_by_letter
-from pallas_kernels.all_reduce.peer_buffer_kernels import shares_by_inbox, sum_of_rows
-from pallas_kernels.all_reduce.specs import LIMIT, MAX_PROGRAMS, NUM_PROGRAMS, fits_in_inboxes
+from pallas_kernels.all_reduce.handshake_kernels import shares_by_handshake
+from pallas_kernels.all_reduce.peer_buffer_kernels import shares_by_peer_buffer, sum_of_rows
+from pallas_kernels.all_reduce.specs import LIMIT, MAX_PROGRAMS, NUM_PROGRAMS, fits_in_peer_buffers
 from pallas_kernels.residual_norms import NormSpec
 
-# As of ragged_paged_attention.jax_triton: JAX assembles PTX with the CUDA it runs on.
+# As in ragged_paged_attention.jax_triton: JAX assembles PTX with the CUDA version it runs on.
 _OPTIONS = {"ptx_version": 88, "enable_fp_fusion": True}
-_MAX_WARPS = {sum_of_rows: 16, shares_by_inbox: 8, shares_by_letter: 8}
+_MAX_WARPS = {sum_of_rows: 16, shares_by_peer_buffer: 8, shares_by_handshake: 8}
 _MIN_BLOCK = 32  # a number for each thread of a warp
-_NUMBERS_OF_A_WARP = 512  # at least: whole words of 16 bytes for each thread
+_NUMBERS_OF_A_WARP = 512  # the least, so that each thread has whole words of 16 bytes
 
 
 def triton_sum(partial: jax.Array, table: jax.Array, *, num_devices: int, capacity: int) -> jax.Array:
@@ -80,19 +81,21 @@ def triton_shares(
     common: dict[str, Any] = {"num_rows": share.shape[0], "num_devices": num_devices}
     arrays, out_type = (partial, table, share, affine), _stream_and_normed(share, partial, norm)
     itemsize = partial.dtype.itemsize
-    if fits_in_inboxes(share.size * itemsize, capacity) and jnp.dtype(norm.dtype).itemsize == itemsize:
-        name = f"sum_and_norm_of_shares_by_inbox_{norm.kind}"
+    if fits_in_peer_buffers(share.size * itemsize, capacity) and jnp.dtype(norm.dtype).itemsize == itemsize:
+        name = f"sum_and_norm_of_shares_by_peer_buffer_{norm.kind}"
         return _launch(
-            shares_by_inbox, arrays, out_type, norm,
+            shares_by_peer_buffer, arrays, out_type, norm,
             num_programs=NUM_PROGRAMS, name=name, capacity=capacity, **common,
         )  # fmt: skip
     name = f"sum_and_norm_of_shares_{norm.kind}"
     num_programs = min(MAX_PROGRAMS, share.shape[0])
-    return _launch(shares_by_letter, arrays, out_type, norm, num_programs=num_programs, name=name, **common)
+    return _launch(
+        shares_by_handshake, arrays, out_type, norm, num_programs=num_programs, name=name, **common
+    )
 
 
 def num_warps(kernel: Any, block: int) -> int:
-    """Of each program of a kernel, whose rows are padded to `block` columns."""
+    """Return the number of warps of a program of `kernel`, whose rows are padded to `block` columns."""
     return min(_MAX_WARPS[kernel], max(block // _NUMBERS_OF_A_WARP, 1))
 
 
@@ -117,15 +120,15 @@ def _launch(
     capacity: int | None = None,
     **arguments: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """What all kernels are launched with; `arguments` are a kernel's own. What is missing is not read.
+    """Launch a kernel; `arguments` are those that only this kernel has. Missing arrays are not read.
 
-    `capacity` is in bytes, where there is one; kernels count numbers.
+    `capacity` is in bytes, and None for a kernel that has none; kernels count numbers.
     """
     partial, table, stream, affine = arrays
     if capacity is not None:
         arguments["capacity"] = capacity // partial.dtype.itemsize
     width = partial.shape[1]
-    block = max(1 << (width - 1).bit_length(), _MIN_BLOCK)  # no number is two threads'
+    block = max(1 << (width - 1).bit_length(), _MIN_BLOCK)  # no two threads share a number
     result: tuple[jax.Array, jax.Array] = jax_triton.triton_call(
         partial,
         table,

@@ -1,7 +1,7 @@
-"""What kernels of sums have in common: the table, peers that are lost, rounding and norms, in plain Triton.
+"""Shared parts of the all-reduce kernels in plain Triton: the table, lost peers, rounding and norms.
 
-Owns: how a kernel reads its table, counts its launches, gives a peer up, and what is done to a sum.
-Does not know: how devices hand each other their rows.
+Owns: how a kernel reads its table, counts its launches, gives up a peer, and rounds and norms a sum.
+Does not know: how devices exchange their rows. Called by: `peer_buffers`, and both modules of kernels.
 Needs Triton, which the extra `triton` installs.
 """
 
@@ -17,10 +17,10 @@ STATUS, ADDRESSES = map(tl.constexpr, (specs.STATUS, specs.ADDRESSES))
 
 @triton.jit
 def next_launch(table: tl.tensor, place: tl.tensor) -> tl.tensor:
-    """The number of this launch, which every program counts by itself, in a word of its own."""
+    """Return the number of this launch. Each program counts launches in its own word."""
     count_ptr = tl.load(table + STATUS).to(tl.pointer_type(tl.int32)) + place
     count = tl.load(count_ptr) + 1
-    tl.debug_barrier()  # one thread counts, and only when all have read
+    tl.debug_barrier()  # one thread stores the count, after all threads have read it
     tl.store(count_ptr, count)
     return count
 
@@ -33,27 +33,27 @@ def words_of(table: tl.tensor, device: tl.tensor, num_devices: tl.constexpr) -> 
 
 @triton.jit
 def is_lost(table: tl.tensor) -> tl.tensor:
-    """Whether this device has lost a peer, or was told so."""
+    """Return whether this device has lost a peer, or was notified of a loss."""
     return tl.load(tl.load(table + STATUS).to(tl.pointer_type(tl.int32))) != 0
 
 
 @triton.jit
-def tell_of_loss(table: tl.tensor, num_devices: tl.constexpr) -> None:
-    """Tell every device, this one included, that a peer was lost."""
+def report_loss(table: tl.tensor, num_devices: tl.constexpr) -> None:
+    """Notify every device, this one included, that a peer was lost."""
     for peer in tl.static_range(num_devices):
         tl.atomic_xchg(words_of(table, peer, num_devices), 1, sem="release", scope="sys")
 
 
 @triton.jit
 def rounded(total: tl.tensor, partial_ptr: tl.tensor, lost: tl.tensor) -> tl.tensor:
-    """As a sum that is an array by itself would be; of a lost peer NaN."""
+    """Round as a sum that is stored as an array would be; NaN if a peer is lost."""
     total = total.to(partial_ptr.dtype.element_ty).to(tl.float32)
     return tl.where(lost, float("nan"), total)
 
 
 @triton.jit
 def vector(vector_ptr: tl.tensor, columns: tl.tensor, inside: tl.tensor, is_there: tl.constexpr) -> tl.tensor:
-    """[width] of what belongs to a sum or a norm, as it is stored; any if there is none."""
+    """Load [width] of a bias or scale, as stored; an arbitrary value if there is none."""
     if is_there:
         return tl.load(vector_ptr + columns, mask=inside, other=0.0)
     else:
@@ -77,7 +77,7 @@ def added_and_normed(
     has_bias: tl.constexpr,
     eps: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The stream with a rounded sum and its bias, and the norm of that."""
+    """Return the stream plus the rounded sum and its bias, and the norm of that."""
     if has_sum_bias:
         total = rounded(total + sum_bias.to(tl.float32), partial_ptr, lost)
     total += stream
@@ -96,10 +96,10 @@ def _normed(
     has_bias: tl.constexpr,
     eps: tl.constexpr,
 ) -> tl.tensor:
-    """As `residual_norms` does it."""
+    """Norm a row as `residual_norms` does."""
     total = tl.where(inside, total, 0.0)
     if is_layer:
-        # Columns past the end were zero, and must not count in the second sum.
+        # Columns past the end were zero; after the subtraction they must not count in the second sum.
         total = tl.where(inside, total - tl.sum(total, axis=0) / width, 0.0)
     normed = total * tl.rsqrt(tl.sum(total * total, axis=0) / width + eps)
     if has_scale:

@@ -1,15 +1,15 @@
-"""Sums through inboxes, in plain Triton: of all rows on all devices, or of a share of them on each.
+"""All-reduce through peer buffers in plain Triton: each device sums all rows, or a share of them.
 
-Owns: the bodies of both kernels, what goes into which inbox, and what becomes of what comes.
+Owns: the bodies of both kernels: what is sent where, and how the received rows are used.
 Does not know: JAX, or who allocated the memory; a table of addresses says where it is.
-Needs Triton, which the extra `triton` installs.
+Called by: `jax_triton`. Needs Triton, which the extra `triton` installs.
 
-How devices find each other's numbers, and what that takes for granted of all launches, is in `inboxes`.
+`peer_buffers` describes how devices exchange numbers, and what that requires of all launches.
 
-Sums are made in the order of devices, so that all have the same bits. Programs that are more than run at once
-begin in the order of their numbers on every device, and none waits for one of a higher number.
+Sums are made in device order, so all devices get the same bits. If more programs are launched than run
+concurrently, they start in order of their index on every device, and no program waits for a higher index.
 
-Of a peer that is given up sums and normed rows are NaN.
+If a peer is lost, sums and normed rows are NaN.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import triton.language as tl
 
 from pallas_kernels.all_reduce import specs
 from pallas_kernels.all_reduce.kernel_parts import added_and_normed, is_lost, rounded, vector
-from pallas_kernels.all_reduce.peer_buffers import as_integers, begin, columns_of_peer, send, taken
+from pallas_kernels.all_reduce.peer_buffers import as_integers, begin, columns_of_peer, receive, send
 
 EMPTY = tl.constexpr(specs.EMPTY)  # a NaN
 
@@ -47,29 +47,29 @@ def sum_of_rows(
     eps: tl.constexpr,
     limit: tl.constexpr,
 ) -> None:
-    """All rows on all devices; program p has row p, p + number of programs, and so on.
+    """Sum all rows on every device; program p has rows p, p + number of programs, and so on.
 
     Args:
-      partial_ptr: [num_rows, width], this device's.
+      partial_ptr: [num_rows, width], this device's partial sums.
       table_ptr: i32, read as i64: see `specs`.
-      stream_ptr: f32[num_rows, width], what the sum is added to; not read unless `norms`.
-      sum_bias_ptr: [width], added to the rounded sum, and rounded again; not read unless `norms`.
-      scale_ptr: [width], of the norm; not read unless `norms`.
-      bias_ptr: [width], of the norm; not read unless `norms`.
-      sum_ptr: [num_rows, width], the sum as partial sums are, or, with `norms`, f32, the stream and the sum.
-      normed_ptr: [num_rows, width], the stream's norm; not written unless `norms`.
-      num_rows: of this launch, at least one, the same everywhere.
-      capacity: numbers of this size that a device may leave in an inbox.
-      width: of a row.
-      block: the power of two from there, and no less than there are threads.
-      num_devices: that add up.
-      norms: whether the sum goes on to the stream and its norm.
-      is_layer: whether it is a layer norm; else it is the root mean square's.
-      has_sum_bias: whether there is one; else its array is any, and not read.
-      has_scale: likewise.
-      has_bias: likewise.
-      eps: of the norm.
-      limit: looks at an inbox before a peer counts as lost.
+      stream_ptr: f32[num_rows, width], to which the sum is added; not read unless `norms`.
+      sum_bias_ptr: [width], added to the rounded sum, which is rounded again; not read unless `norms`.
+      scale_ptr: [width], the norm's scale; not read unless `norms`.
+      bias_ptr: [width], the norm's bias; not read unless `norms`.
+      sum_ptr: [num_rows, width], the sum in the dtype of `partial_ptr`; with `norms`, f32, stream plus sum.
+      normed_ptr: [num_rows, width], the norm of stream plus sum; not written unless `norms`.
+      num_rows: rows of this launch, at least one, the same on all devices.
+      capacity: numbers of this size that a device may write to a peer's buffer.
+      width: numbers of a row.
+      block: `width` rounded up to a power of two, at least the number of threads.
+      num_devices: number of devices.
+      norms: whether the sum is added to the stream and normed.
+      is_layer: whether the norm is a layer norm; otherwise it is an RMS norm.
+      has_sum_bias: whether there is a bias of the sum; otherwise its array is not read.
+      has_scale: likewise for the scale.
+      has_bias: likewise for the bias.
+      eps: epsilon of the norm.
+      limit: polls of a peer buffer before a peer counts as lost.
     """
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
@@ -82,9 +82,9 @@ def sum_of_rows(
     for row in range(program, num_rows, num_programs):
         where = row * width + columns
         numbers = tl.load(partial + where, mask=inside)
-        for ahead in tl.static_range(1, num_devices):  # in step, all write to different ones
+        for ahead in tl.static_range(1, num_devices):  # devices in step write to different peers
             send(numbers, partial, table, turn, rank, ahead, where, inside, capacity, num_devices)
-    # All that a row needs is asked for before the first look.
+    # Issue all loads that a row needs before the first poll.
     sum_bias = vector(sum_bias_ptr, columns, inside, has_sum_bias)
     scale = vector(scale_ptr, columns, inside, has_scale)
     bias = vector(bias_ptr, columns, inside, has_bias)
@@ -108,7 +108,7 @@ def sum_of_rows(
 
 
 @triton.jit
-def shares_by_inbox(
+def shares_by_peer_buffer(
     partial_ptr: tl.tensor,
     table_ptr: tl.tensor,
     stream_ptr: tl.tensor,
@@ -129,30 +129,30 @@ def shares_by_inbox(
     eps: tl.constexpr,
     limit: tl.constexpr,
 ) -> None:
-    """Each device adds up its share of the rows, norms it, and sends the normed rows to all.
+    """Sum and norm this device's share of the rows, and send the normed rows to all peers.
 
-    The first half of the programs adds up, the other one takes in what peers send back.
+    The first half of the programs sums; the second half receives the peers' normed rows.
 
     Args:
-      partial_ptr: [num_devices * num_rows, width], this device's.
+      partial_ptr: [num_devices * num_rows, width], this device's partial sums.
       table_ptr: i32, read as i64: see `specs`.
-      stream_ptr: f32[num_rows, width], of this device's share, what the sum is added to.
-      sum_bias_ptr: [width], added to the rounded sum, and rounded again.
-      scale_ptr: [width], of the norm.
-      bias_ptr: [width], of the norm.
-      sum_ptr: f32[num_rows, width], the stream and the sum.
-      normed_ptr: [num_devices * num_rows, width], the norm of everybody's, of as many bytes as partial sums.
-      num_rows: of a share, at least one.
-      capacity: numbers of this size that a device may leave in an inbox, at least 2 * num_rows * width.
-      width: of a row.
-      block: the power of two from there, and no less than there are threads.
-      num_devices: that add up.
-      is_layer: whether it is a layer norm; else it is the root mean square's.
-      has_sum_bias: whether there is one; else its array is any, and not read.
-      has_scale: likewise.
-      has_bias: likewise.
-      eps: of the norm.
-      limit: looks at an inbox before a peer counts as lost.
+      stream_ptr: f32[num_rows, width], this device's share, to which the sum is added.
+      sum_bias_ptr: [width], added to the rounded sum, which is rounded again.
+      scale_ptr: [width], the norm's scale.
+      bias_ptr: [width], the norm's bias.
+      sum_ptr: f32[num_rows, width], stream plus sum.
+      normed_ptr: [num_devices * num_rows, width], the norm of all shares; numbers as large as partial sums.
+      num_rows: rows of a share, at least one.
+      capacity: numbers of this size that a device may write to a peer's buffer; 2 * num_rows * width or more.
+      width: numbers of a row.
+      block: `width` rounded up to a power of two, at least the number of threads.
+      num_devices: number of devices.
+      is_layer: whether the norm is a layer norm; otherwise it is an RMS norm.
+      has_sum_bias: whether there is a bias of the sum; otherwise its array is not read.
+      has_scale: likewise for the scale.
+      has_bias: likewise for the bias.
+      eps: epsilon of the norm.
+      limit: polls of a peer buffer before a peer counts as lost.
     """
     program = tl.program_id(0)
     num_adding = tl.num_programs(0) // 2
@@ -194,7 +194,7 @@ def shares_by_inbox(
     else:
         for row in range(program - num_adding, num_rows, num_adding):
             start = (num_rows + row) * width
-            one, two, three, four, lost = taken(
+            one, two, three, four, lost = receive(
                 partial, table, turn, start, columns, width, False, rank, lost, capacity, num_devices, limit
             )
             target, share_len = all_normed + row * width, num_rows * width
@@ -221,8 +221,8 @@ def _sum_of_all(
     num_devices: tl.constexpr,
     limit: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Of every device's numbers of the row that begins at `start`, rounded, and whether a device is lost."""
-    one, two, three, four, lost = taken(
+    """Return the rounded sum of all devices' rows at `start`, and whether a device is lost."""
+    one, two, three, four, lost = receive(
         own_ptr, table, turn, start, columns, width, True, rank, lost, capacity, num_devices, limit
     )
     dtype: tl.constexpr = partial_ptr.dtype.element_ty
@@ -245,6 +245,6 @@ def _put(
     lost: tl.tensor,
     share_len: tl.tensor,
 ) -> None:
-    """A peer's row where it belongs; NaN of one that is lost."""
+    """Store a peer's row in its share of `normed_ptr`; NaN if a device is lost."""
     target = normed_ptr + peer * share_len + columns
     tl.store(target, tl.where(lost, EMPTY, numbers), mask=columns_of_peer(columns, width, peer, rank))

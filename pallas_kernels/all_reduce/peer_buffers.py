@@ -1,31 +1,34 @@
-"""Inboxes, in plain Triton: devices write numbers into them that are their own flags, and see them come.
+"""Peer buffers in plain Triton: devices write numbers to them, and each number is its own arrival flag.
 
-Owns: where inboxes are, what an empty one is, whose turn it is, and how long a device looks for a peer's.
-Does not know: what numbers are of, or what is done with them.
+Owns: where peer buffers are, the empty value, which buffer is next, and how long a device polls for a peer.
+Does not know: what the numbers mean, or what is done with them. Called by: `peer_buffer_kernels`.
 Needs Triton, which the extra `triton` installs.
 
-An inbox that is empty is full of ones, all bits of it: a NaN that nobody sends, since senders replace it by
-another one. So who reads anything else has what was sent, and no fence or flag needs to travel behind it.
-Who has read empties the inbox. This is how NCCL's protocols for short messages work, which spend a flag on
-every 8 or 128 bytes.
+All bits of an empty place are ones. This is a NaN that is never sent: senders replace it by another NaN. Any
+other value is data that has arrived, so no fence or flag has to follow it. The reader empties the place
+again. NCCL's protocols for short messages work like this, but spend a flag on every 8 or 128 bytes.
 
-Plain stores of 16 bytes meet volatile looks. A number of 16 or 32 bits comes as a whole, whatever is beside
-it; addresses come from a table, so that the compiler can prove nothing about them; and what empties an inbox
-is done when its kernel ends, before that device sends anything in the next one.
+Senders use plain stores of 16 bytes, receivers volatile loads. This is safe for three reasons. A number of 16
+or 32 bits arrives whole, whatever its neighbours do. Addresses come from a table, so the compiler can prove
+nothing about them. The stores that empty a buffer are complete when their kernel ends, before that device
+sends anything in the next one.
 
-An inbox has a place for every other device, by how far that one is ahead in the circle of devices. So a
-device that takes itself for all its peers finds what it sends, and waits for nobody.
+A buffer has one region for each other device, indexed by that device's distance ahead on the ring of
+devices. So a device that is its own peer receives what it sends, and waits for no other.
 
-Two inboxes take turns. A device writes to one for the second time when its launch between the two has ended,
-for which every peer has sent something, in whose stream then the launch before that has ended, inbox emptied.
-This takes for granted that all launches have equally many programs, which count alike, and at least one row,
-in shares one of each; that kernels of a memory do not overlap on a device, be they of a stream or of branches
-of a CUDA graph; and that all are told one capacity, in bytes. Then an inbox's places are the same bytes in
-all launches, and empty ones are for numbers of any size, so that widths and dtypes may differ.
+Two buffers alternate. A device writes to a buffer again only after its launch in between has ended. In that
+launch it received data from every peer, and so each peer had ended the launch before and emptied the buffer.
+This requires:
 
-A peer that does not come is not waited for for ever: after `limit` looks the program writes NaN, and a word
-at every device that says so. Programs that begin later look once at each row; those that wait already use up
-their own limit. Who reads the word makes new memory.
+- All launches have the same number of programs, so that their counters agree.
+- Every launch has at least one row; in shares, at least one row per device.
+- Kernels on one memory do not overlap on a device, whether in a stream or in branches of a CUDA graph.
+- All launches pass the same capacity in bytes. Then a region is the same bytes in every launch. An empty
+  place is empty for numbers of any size, so widths and dtypes may differ.
+
+Waiting for a peer is bounded: after `limit` polls the program writes NaN, and sets a status word on every
+device. Programs that start later poll each row once; programs that already wait use up their own limit. The
+host that reads the status must create new memory.
 """
 
 from __future__ import annotations
@@ -34,23 +37,25 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.all_reduce import specs
-from pallas_kernels.all_reduce.kernel_parts import next_launch, tell_of_loss
+from pallas_kernels.all_reduce.kernel_parts import next_launch, report_loss
 
-RANK, ADDRESSES, TURNS = map(tl.constexpr, (specs.RANK, specs.ADDRESSES, specs.TURNS))
+RANK, ADDRESSES, PEER_BUFFER_COUNTS = map(
+    tl.constexpr, (specs.RANK, specs.ADDRESSES, specs.PEER_BUFFER_COUNTS)
+)
 EMPTY = tl.constexpr(specs.EMPTY)
 OTHER_NAN = tl.constexpr(specs.EMPTY - 1)  # all ones but the last bit
 
 
 @triton.jit
 def begin(table: tl.tensor, program: tl.tensor, num_devices: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Which inbox's turn it is, and this device's place."""
+    """Return the index of the buffer for this launch, and this device's rank."""
     rank = tl.load(table + RANK).to(tl.int32)
-    return next_launch(table, TURNS + program) & 1, rank
+    return next_launch(table, PEER_BUFFER_COUNTS + program) & 1, rank
 
 
 @triton.jit
 def as_integers(numbers_ptr: tl.tensor) -> tl.tensor:
-    """The pointer, to the bits of numbers."""
+    """Return the pointer as a pointer to integers of the same size."""
     if numbers_ptr.dtype.element_ty.primitive_bitwidth == 16:
         return numbers_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
     else:
@@ -70,17 +75,19 @@ def send(
     capacity: tl.constexpr,
     num_devices: tl.constexpr,
 ) -> None:
-    """The bits of numbers to the inbox of who is so far ahead, to `place` there.
+    """Store the bits of `numbers` at `place` in the buffer of the device `ahead` steps further.
 
-    Those of the NaN that an empty inbox is full of go as another one. `integers_ptr` says how large they are.
+    The NaN that marks an empty place is replaced by another NaN. `integers_ptr` gives the size of a number.
     """
     numbers = tl.where(numbers == EMPTY, OTHER_NAN, numbers)
-    inbox = _inbox_of(integers_ptr, table, turn, (rank + ahead) % num_devices, ahead, capacity, num_devices)
-    tl.store(inbox + place, numbers, mask=inside)
+    buffer = _peer_buffer_of(
+        integers_ptr, table, turn, (rank + ahead) % num_devices, ahead, capacity, num_devices
+    )
+    tl.store(buffer + place, numbers, mask=inside)
 
 
 @triton.jit
-def taken(
+def receive(
     own_ptr: tl.tensor,
     table: tl.tensor,
     turn: tl.tensor,
@@ -94,10 +101,10 @@ def taken(
     num_devices: tl.constexpr,
     limit: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Every device's numbers of the row at `start`, in the order of devices, and whether a device is lost.
+    """Return all devices' numbers of the row at `start`, in device order, and whether a device is lost.
 
-    All are looked at at once, again and again. A thread uses what it has seen itself, so that no number may
-    be two threads'. Past the last device they are any.
+    All numbers are polled together. A thread uses the values that it loaded itself, so no two threads may
+    share a number. Results past the last device are arbitrary.
     """
     from_one = _source(own_ptr, table, turn, 0, rank, capacity, num_devices) + start
     from_two = _source(own_ptr, table, turn, 1, rank, capacity, num_devices) + start
@@ -132,7 +139,7 @@ def taken(
         _empty(from_four, columns, width, 3, rank)
     lost = lost | (is_late > 0)
     if lost:
-        tell_of_loss(table, num_devices)
+        report_loss(table, num_devices)
     return one, two, three, four, lost
 
 
@@ -140,12 +147,12 @@ def taken(
 def columns_of_peer(
     columns: tl.tensor, width: tl.constexpr, peer: tl.constexpr, rank: tl.tensor
 ) -> tl.tensor:
-    """Which columns are there of a peer; none if it is this device."""
+    """Return the mask of a peer's columns; it is empty if the peer is this device."""
     return columns < tl.where(rank == peer, 0, width)
 
 
 @triton.jit
-def _inbox_of(
+def _peer_buffer_of(
     integers_ptr: tl.tensor,
     table: tl.tensor,
     turn: tl.tensor,
@@ -154,7 +161,7 @@ def _inbox_of(
     capacity: tl.constexpr,
     num_devices: tl.constexpr,
 ) -> tl.tensor:
-    """Where who is so far behind `device` leaves what it sends."""
+    """Return where the device `ahead` steps behind `device` writes in the buffer of `device`."""
     place = (turn * (num_devices - 1) + ahead - 1) * capacity
     return tl.multiple_of(tl.load(table + ADDRESSES + device).to(integers_ptr.dtype) + place, 16)
 
@@ -169,10 +176,10 @@ def _source(
     capacity: tl.constexpr,
     num_devices: tl.constexpr,
 ) -> tl.tensor:
-    """Where the numbers of a device are: in this one's inbox, or its own."""
+    """Return where the numbers of `peer` are: in this device's buffer, or its own array for itself."""
     ahead = (rank - peer + num_devices) % num_devices
-    inbox = _inbox_of(own_ptr, table, turn, rank, ahead, capacity, num_devices)
-    source = tl.where(rank == peer, own_ptr.to(tl.int64), inbox.to(tl.int64))
+    buffer = _peer_buffer_of(own_ptr, table, turn, rank, ahead, capacity, num_devices)
+    source = tl.where(rank == peer, own_ptr.to(tl.int64), buffer.to(tl.int64))
     return tl.multiple_of(source.to(own_ptr.dtype), 16)
 
 
@@ -185,7 +192,7 @@ def _look(
     rank: tl.tensor,
     with_own: tl.constexpr,
 ) -> tl.tensor:
-    """What there is of a device's numbers; zeros in place of the own ones, unless they are asked for."""
+    """Load a device's numbers; zeros for this device's own, unless `with_own`."""
     reads = columns < width if with_own else columns_of_peer(columns, width, peer, rank)
     return tl.load(source + columns, mask=reads, other=0, volatile=True)
 

@@ -1,7 +1,7 @@
-"""Whether GPUs of this process reach each other's memory, as the driver says.
+"""Query of the CUDA driver: do the GPUs of this process access each other's memory?
 
-Owns: the questions to the CUDA driver. Does not know: what would be written there.
-JAX makes peers' memory accessible where this says that it can be, and tells nobody.
+Owns: the calls of the CUDA driver. Does not know: what is written to a peer. Called by: `api.devices_limit`.
+JAX enables peer access wherever the driver reports it as possible, but has no API that reports it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SUCCESS = 0
 
 
 def peers_limit(ordinals: Iterable[int]) -> str | None:
-    """Why GPUs with these numbers among the visible ones do not exchange by memory; None: they do."""
+    """Return why the GPUs with these visible ordinals cannot exchange through memory; None if they can."""
     try:
         driver: Any = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -34,6 +34,6 @@ def peers_limit(ordinals: Iterable[int]) -> str | None:
 
 
 def _answer(ask: Any, *arguments: Any) -> int | None:
-    """What the driver writes to its first argument; None: it refuses."""
+    """Return what the driver call writes to its first argument; None if it fails."""
     value = ctypes.c_int()
     return value.value if ask(ctypes.byref(value), *arguments) == _SUCCESS else None

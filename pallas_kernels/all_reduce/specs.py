@@ -1,95 +1,100 @@
-"""Where everything of an exchange lies: the table of addresses that a device has, and its words.
+"""Layout of the exchange memory: each device's table of addresses, and its words.
 
-Owns: the layout of both, and how large rows and launches may be. Does not know: kernels, or JAX.
+Owns: the layout of both, and the limits of rows and launches. Does not know: kernels, or JAX.
 
-A device's table holds 64-bit numbers: its place among the devices, the address of its own status word, then
-the addresses of everybody's inboxes, then of everybody's words. A device's words are a status, padding, for
-every program a counter of its launches by inbox and one of its launches by letter, and, for the latter, for
-every program and peer a flag of beginnings, one of ends, and a letter: two addresses of 64 bits.
+A device's table holds 64-bit numbers: the device's rank, the address of its own status word, the addresses of
+all devices' peer buffers, and the addresses of all devices' words.
+
+A device's words are 32-bit: a status, padding, a counter of peer-buffer launches for every program, and a
+counter of handshake launches for every program. For handshakes there are also, for every program and peer, a
+start flag, an end flag and the handshake itself: two 64-bit addresses.
 """
 
 from __future__ import annotations
 
 NUM_PROGRAMS = 128
-"""Of a launch by inbox: as many as an NVIDIA data centre GPU runs side by side. The same in every such
-launch, so that all programs' counts say alike which inbox's turn it is."""
+"""Programs of a peer-buffer launch: as many as an NVIDIA data centre GPU runs concurrently. Every such launch
+has the same number, so that the counters of all programs select the same buffer."""
 
 MAX_PROGRAMS = 256
-"""Of a launch by letter, which reads from far away, and so more at a time."""
+"""Most programs of a handshake launch. It has more since remote reads have a longer latency."""
 
 MAX_DEVICES = 4
 MAX_ROW_BYTES = 32768
-"""Of partial sums: registers hold a row of every device, and of 16,384 numbers of 32 bits they would not."""
+"""Most bytes of a row of partial sums. Registers hold one row of every device, which 16,384 numbers of 32
+bits would exceed."""
 
 MAX_ROWS = 512
-"""That all devices are sent, and that a sum without a norm may have."""
+"""Most rows that are sent to all devices, and most rows of a sum without a norm."""
 
-MAX_ROWS_BY_INBOX = {2: MAX_ROWS, 3: 2048, 4: 2048}
-"""Of a launch in shares that goes through inboxes, all shares together, by the number of devices.
+MAX_ROWS_BY_PEER_BUFFER = {2: MAX_ROWS, 3: 2048, 4: 2048}
+"""Most rows, over all shares, of a launch in shares through peer buffers, by the number of devices.
 
-Devices write to each other's memory faster than they read it, and shares by letter are read. But from inboxes
-normed rows are copied, of which one of two devices gets half, and they are in the way: 2,048 rows of 8,192
-take 162 us in place of 194 among four H100s, and 127 in place of 114 between two. Three are a guess."""
+GPUs write to peer memory faster than they read it, and the handshake kernel reads its shares. But normed rows
+must be copied out of peer buffers; with two devices these are half of all rows, and the copy costs more than
+it saves. 2,048 rows of 8,192 take 162 us instead of 194 on four H100s, but 127 instead of 114 on two. The
+value for three is a guess."""
 
 FASTER_WHOLE = {2: MAX_ROWS, 3: 128, 4: 64}
-"""Rows up to which sending all of them to all devices is no slower than shares, by the number of devices.
+"""Most rows for which sending all rows to all devices is no slower than shares, by the number of devices.
 
-Of shares a device is sent 2 / n of the bytes among n devices, but devices meet twice. Among four H100s 32
-rows of 8,192 take 16 us whole and 18 or more in shares, 128 take 33 and 25; three are a guess."""
+With shares on n devices a device receives 2 / n of the bytes, but devices synchronize twice. On four H100s
+32 rows of 8,192 take 16 us whole and 18 or more in shares; 128 take 33 and 25. The value for three is a
+guess."""
 
-NUM_INBOXES = 2
+NUM_PEER_BUFFERS = 2
 
 EMPTY = -1
-"""An integer of any size, which no number in an inbox looks like: all bits are ones, a NaN."""
+"""Value of an empty place, as an integer of any size. All bits are ones, a NaN that is never sent."""
 
 RANK, STATUS, ADDRESSES = range(3)
-"""Places in a table; ADDRESSES is the first of the inboxes'."""
+"""Indices in a table; ADDRESSES is the first of the peer buffers' addresses."""
 
-TURNS = 32
-"""Place of the first counter of launches by inbox among a device's words: the status has a line of memory to
-itself."""
+PEER_BUFFER_COUNTS = 32
+"""Index of the first counter of peer-buffer launches in a device's words. The status has a cache line of its
+own."""
 
-COUNTS = TURNS + NUM_PROGRAMS
-"""Of the first counter of launches by letter."""
+HANDSHAKE_COUNTS = PEER_BUFFER_COUNTS + NUM_PROGRAMS
+"""Index of the first handshake launch counter."""
 
-FLAGS = COUNTS + MAX_PROGRAMS
-"""Of the first flag."""
+FLAGS = HANDSHAKE_COUNTS + MAX_PROGRAMS
+"""Index of the first flag."""
 
 LIMIT = 1 << 24
-"""Looks at flags or inboxes before a peer counts as lost, tens of seconds: devices are far closer
-together."""
+"""Polls of a flag or peer buffer before a peer counts as lost. They take tens of seconds; devices are much
+closer together."""
 
 
-def inbox_rows(num_devices: int) -> int:
-    """Rows that a device may leave in an inbox: all of few, or two shares, of partial sums and normed."""
-    return max(MAX_ROWS, -(-2 * MAX_ROWS_BY_INBOX[num_devices] // num_devices))
+def peer_buffer_rows(num_devices: int) -> int:
+    """Return the rows that a peer buffer must hold: all of few rows, or two shares (partial sums, normed)."""
+    return max(MAX_ROWS, -(-2 * MAX_ROWS_BY_PEER_BUFFER[num_devices] // num_devices))
 
 
-def fits_in_inboxes(share_bytes: int, capacity: int) -> bool:
-    """Whether a share of partial sums and one with norms do, of which each peer may send `capacity` bytes."""
+def fits_in_peer_buffers(share_bytes: int, capacity: int) -> bool:
+    """Return whether two shares (partial sums and normed rows) fit into the `capacity` bytes of a peer."""
     return 2 * share_bytes <= capacity
 
 
-def inboxes_len(num_devices: int, capacity: int) -> int:
-    """Bytes of all inboxes of a device, to each of which every peer may send `capacity`."""
-    return NUM_INBOXES * (num_devices - 1) * capacity
+def peer_buffers_len(num_devices: int, capacity: int) -> int:
+    """Return the bytes of all peer buffers of a device; each peer may send `capacity` bytes to each."""
+    return NUM_PEER_BUFFERS * (num_devices - 1) * capacity
 
 
 def table_len(num_devices: int) -> int:
-    """64-bit numbers of a device's table."""
+    """Return the number of 64-bit numbers in a device's table."""
     return ADDRESSES + 2 * num_devices
 
 
-def letters_place(num_devices: int) -> int:
-    """Place of the first letter among a device's words."""
+def handshakes_place(num_devices: int) -> int:
+    """Return the index of the first handshake in a device's words."""
     return FLAGS + 2 * MAX_PROGRAMS * num_devices
 
 
 def words_len(num_devices: int) -> int:
-    """32-bit words of a device."""
-    return letters_place(num_devices) + 4 * MAX_PROGRAMS * num_devices
+    """Return the number of 32-bit words of a device."""
+    return handshakes_place(num_devices) + 4 * MAX_PROGRAMS * num_devices
 
 
-def table_row(rank: int, inboxes: list[int], words: list[int]) -> list[int]:
-    """A device's table: `inboxes` and `words` are everybody's addresses."""
-    return [rank, words[rank], *inboxes, *words]
+def table_row(rank: int, peer_buffers: list[int], words: list[int]) -> list[int]:
+    """Return a device's table; `peer_buffers` and `words` are the addresses of all devices."""
+    return [rank, words[rank], *peer_buffers, *words]

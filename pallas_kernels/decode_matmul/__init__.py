@@ -1,4 +1,4 @@
-"""Products of few rows with large weights, which are read at the speed of the device's memory."""
+"""Products of few rows with large weights, bound by the bandwidth of device memory."""
 
 from pallas_kernels.decode_matmul.api import (
     BACKENDS,
@@ -7,7 +7,7 @@ from pallas_kernels.decode_matmul.api import (
     choose_backend,
     decode_matmul,
     device_limit,
-    serves,
+    supports,
 )
 from pallas_kernels.decode_matmul.tiles import MatmulTile, default_tile
 
@@ -20,5 +20,5 @@ __all__ = [
     "decode_matmul",
     "default_tile",
     "device_limit",
-    "serves",
+    "supports",
 ]

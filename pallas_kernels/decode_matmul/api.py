@@ -1,6 +1,6 @@
-"""The public call: argument checks, the choice of a back end, dispatch.
+"""Public call of the small-batch product: argument checks, choice of a back end, dispatch.
 
-Owns: what the kernel serves, and the error for what it does not. Does not know: how it works.
+Owns: the limits of the kernel, and the error for unsupported arguments. Does not know: how it works.
 """
 
 from __future__ import annotations
@@ -16,30 +16,29 @@ from pallas_kernels.decode_matmul.tiles import (
     ROWS,
     MatmulTile,
     default_tile,
-    has_served_rows,
+    has_supported_rows,
 )
 from pallas_kernels.decode_matmul.xla import xla_decode_matmul
 from pallas_kernels.devices import mosaic_device_limit
 
 BACKENDS = ("auto", "xla", "pallas_mosaic_gpu")
 MAX_ROWS = ROWS[-1]
-"""Rows beyond which arithmetic, and not memory, is the limit: XLA's products are for those."""
+"""Most rows. With more, arithmetic and not memory is the limit; XLA's products are for those."""
 
 
 class MatmulArgumentError(ValueError):
-    """An argument that the kernel does not serve; the message says what would do."""
+    """An argument is not supported by the kernel; the message says what is."""
 
 
 def device_limit(device: jax.Device | AbstractDevice | None) -> str | None:
-    """Why the kernel does not run on `device`; None: it does.
+    """Return why the kernel does not run on `device`; None if it does.
 
-    An abstract device is what a program is lowered for where there is none; a GPU is taken for one that the
-    kernel runs on.
+    Programs may be lowered for an abstract device. If that is an NVIDIA GPU, the kernel is assumed to run.
     """
     if device is None:
-        return "nothing is known of the device"
+        return "the device is unknown"
     if isinstance(device, AbstractDevice):
-        return None if device.platform == "cuda" else f"{device.device_kind!r} is no NVIDIA GPU"
+        return None if device.platform == "cuda" else f"{device.device_kind!r} is not an NVIDIA GPU"
     return mosaic_device_limit(device)
 
 
@@ -52,13 +51,13 @@ def choose_backend(
     dtype: Any,
     device: jax.Device | AbstractDevice | None,
 ) -> str:
-    """The faster of the two for x [num_rows, depth] and a result [num_rows, width] on `device`."""
-    is_served = serves(num_rows, depth, width, gated=gated, dtype=dtype)
-    return "pallas_mosaic_gpu" if is_served and device_limit(device) is None else "xla"
+    """Return the faster back end for x [num_rows, depth] and a result [num_rows, width] on `device`."""
+    is_supported = supports(num_rows, depth, width, gated=gated, dtype=dtype)
+    return "pallas_mosaic_gpu" if is_supported and device_limit(device) is None else "xla"
 
 
-def serves(num_rows: int, depth: int, width: int, *, gated: bool, dtype: Any) -> bool:
-    """Whether the kernel serves these arrays, on a device that it runs on."""
+def supports(num_rows: int, depth: int, width: int, *, gated: bool, dtype: Any) -> bool:
+    """Return whether the kernel supports these arrays, on a device on which it runs."""
     if jnp.dtype(dtype) != jnp.bfloat16:
         return False
     return default_tile(num_rows, depth, width, gated=gated) is not None
@@ -75,27 +74,27 @@ def decode_matmul(
     tile: MatmulTile | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """`x @ w + bias`, or `silu(x @ gate) * (x @ up)`, of few rows; all of it in float32, rounded once.
+    """Return `x @ w + bias`, or `silu(x @ gate) * (x @ up)`, for few rows; in float32, rounded once.
 
-    By the kernel a row's answer depends on that row alone.
+    With the kernel, the result of a row depends on that row alone.
 
     Args:
-      x: [num_rows, depth]; for the kernel up to 8 rows, or a multiple of 8 up to `MAX_ROWS`, in bfloat16.
-      w: [depth, width] of the same dtype; gated: [depth, 2 * width], the gate's columns first.
-      bias: [width], likewise, added before the rounding; not of a gated product.
-      gated: whether it is the second form (SwiGLU).
-      relu: whether what is negative becomes 0, after the bias; not of a gated product.
-      backend: "auto" takes the kernel where it serves these arrays on the first device.
-      tile: for the kernel, instead of the measured choice.
-      interpret: run the kernel, which is to be named, without a GPU, slowly.
+      x: [num_rows, depth]. The kernel needs up to 8 rows, or a multiple of 8 up to `MAX_ROWS`, in bfloat16.
+      w: [depth, width] of the same dtype; if gated, [depth, 2 * width], the gate's columns first.
+      bias: [width] of the same dtype, added before rounding; not for a gated product.
+      gated: compute the second form (SwiGLU).
+      relu: clip negative results to 0, after the bias; not for a gated product.
+      backend: "auto" selects the kernel if it supports these arrays on the first device.
+      tile: tile of the kernel; None means the measured choice.
+      interpret: run the kernel without a GPU, slowly; `backend` must name it.
 
     Returns:
       [num_rows, width] in the dtype of x.
 
     Raises:
-      MatmulArgumentError: arrays that do not belong together, or that the kernel, when named, does not serve.
-        Named on a device that it does not run on (see `device_limit`) it is JAX that raises, as programs
-        are lowered for GPUs on machines without one.
+      MatmulArgumentError: arrays do not match, or `backend` names the kernel and it does not support them.
+        If it is named and does not run on the device (see `device_limit`), JAX raises instead, since programs
+        may be lowered for a GPU on a machine without one.
     """
     if backend not in BACKENDS:
         raise MatmulArgumentError(f"backend is {backend!r}, but must be one of {BACKENDS}")
@@ -108,7 +107,7 @@ def decode_matmul(
     if backend == "xla":
         return xla_decode_matmul(x, w, bias, gated=gated, relu=relu)
     tile = _checked_tile(x, w, sizes, tile, gated=gated)
-    # Imported late: it needs a part of JAX that only NVIDIA's builds bring.
+    # Imported late: it needs a part of JAX that only builds for NVIDIA GPUs contain.
     from pallas_kernels.decode_matmul.pallas_mosaic_gpu import mosaic_decode_matmul
 
     return mosaic_decode_matmul(x, w, bias, gated=gated, relu=relu, tile=tile, interpret=interpret)
@@ -117,18 +116,21 @@ def decode_matmul(
 def _checked_tile(
     x: jax.Array, w: jax.Array, sizes: tuple[int, int, int], tile: MatmulTile | None, *, gated: bool
 ) -> MatmulTile:
-    """The tile that is given or chosen, of arrays and with sizes (`_sizes`) that the kernel serves."""
+    """Return the given or chosen tile; raise MatmulArgumentError if the kernel does not support the arrays.
+
+    `sizes` is the result of `_sizes`.
+    """
     num_rows, depth, width = sizes
     otherwise = "; use backend 'xla'"
-    if not has_served_rows(num_rows) or x.dtype != jnp.bfloat16:
+    if not has_supported_rows(num_rows) or x.dtype != jnp.bfloat16:
         limit = f"1 to 8 rows, or a multiple of 8 up to {MAX_ROWS}, of bfloat16"
-        raise MatmulArgumentError(f"x is {_named(x)}, but pallas_mosaic_gpu serves {limit}{otherwise}")
+        raise MatmulArgumentError(f"x is {_named(x)}, but pallas_mosaic_gpu supports {limit}{otherwise}")
     if tile is None:
         tile = default_tile(num_rows, depth, width, gated=gated)
         if tile is None:
             limit = (
-                "pallas_mosaic_gpu needs a depth of blocks of 64, and parts of 64 or 128 columns that divide "
-                f"it, {MIN_PROGRAMS} of them or more, of which no last round is half empty"
+                "pallas_mosaic_gpu needs a depth in blocks of 64, and a width in parts of 64 or 128 columns, "
+                f"{MIN_PROGRAMS} parts or more, without a half-empty last round of programs"
             )
             raise MatmulArgumentError(f"w is {_named(w)}, but {limit}{otherwise}, or name a tile")
     if not tile.fits(num_rows, gated=gated):
@@ -144,12 +146,12 @@ def _checked_tile(
 
 
 def _sizes(x: jax.Array, w: jax.Array, *, gated: bool) -> tuple[int, int, int]:
-    """The number of rows, the depth and the width, of arrays that belong together."""
+    """Return rows, depth and width of the product; raise MatmulArgumentError if arrays do not match."""
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0] or x.dtype != w.dtype or not x.size:
         limit = "must be [num_rows, depth] and [depth, width] of one dtype, none of them 0"
         raise MatmulArgumentError(f"x and w are {_named(x)} and {_named(w)}, but {limit}")
     if gated and w.shape[1] % 2:
-        raise MatmulArgumentError(f"w is {_named(w)}, but must have a column of up for each of the gate's")
+        raise MatmulArgumentError(f"w is {_named(w)}, but must have as many columns for up as for the gate")
     return x.shape[0], x.shape[1], w.shape[1] // (1 + gated)
 
 

@@ -1,15 +1,15 @@
-"""The product through Pallas' Mosaic GPU back end: NVIDIA Hopper, bfloat16.
+"""The product through Pallas' Mosaic GPU back end, for NVIDIA Hopper and bfloat16.
 
-Owns: the kernel. Does not know which tile is best, or who multiplies what.
+Owns: the kernel. Does not know: which tile is best, or what is multiplied. Called by: `api`.
 
-With so few rows a product is bound by reading its weights, once, as fast as memory goes. A program makes all
-rows of some columns: one warpgroup fetches blocks of x and w through the tensor memory accelerator into a
-ring in shared memory, the others multiply, 64 rows each. No sum is divided among programs, so nothing is
-added up afterwards, and the order of a sum is the same for any number of rows.
+With few rows a product is bound by reading its weights once. A program computes all rows of some columns. One
+warpgroup fetches blocks of x and w through the tensor memory accelerator (TMA) into a ring in shared memory;
+the others multiply, 64 rows each. No sum is split among programs. So nothing is added afterwards, and the
+order of a sum is the same for any number of rows.
 
-Of x only the rows that there are pass: what a copy fills with zeros takes the accelerator longer than what it
-copies. So up to seven rows behind the last are zeros, and those behind them whatever lies in shared memory;
-no row of a product reads another, and they are not stored.
+Only existing rows of x are copied, since the TMA takes longer to fill rows with zeros than to copy them. Up
+to seven rows after the last are zeros; later rows are whatever is in shared memory. Neither affects the
+result: no row of a product reads another row, and these rows are not stored.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from pallas_kernels.decode_matmul.tiles import PIECE_ROWS, SWIZZLED, MatmulTile,
 _WARPGROUP_ROWS = 64
 # (Upstream's annotations make these classes abstract.)
 _TILES = (plgpu.TilingTransform((8, SWIZZLED)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
-_COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # of a vector over columns, as sums have them
-# Registers of a thread that multiplies, and of one that fetches, where two warpgroups multiply.
+_COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # layout of a vector over the columns of the sums
+# Registers of a thread that multiplies, and of one that fetches, if two warpgroups multiply.
 _COMPUTE_REGISTERS, _FETCH_REGISTERS = 232, 40
 
 
 class Product(NamedTuple):
-    """What is fixed when the kernel is compiled."""
+    """Static parameters of a compiled kernel."""
 
     num_rows: int
     depth: int
@@ -48,7 +48,7 @@ class Product(NamedTuple):
 
     @property
     def tile_rows(self) -> int:
-        """Rows of x that lie in shared memory; see `tiles.tile_rows`."""
+        """Rows of x in shared memory; see `tiles.tile_rows`."""
         return tile_rows(self.num_rows)
 
     @property
@@ -63,7 +63,7 @@ class Product(NamedTuple):
 
     @property
     def num_parts(self) -> int:
-        """Ranges of w's columns that a program reads: of the gate and of up, or one."""
+        """Ranges of w's columns that a program reads: two (gate and up) or one."""
         return 1 + self.gated
 
     @property
@@ -78,12 +78,12 @@ class Product(NamedTuple):
 
     @property
     def stored_rows(self) -> int:
-        """Of a warpgroup; where two multiply, the second's last ones are cut off by the end of the result."""
+        """Rows that a warpgroup stores. The end of the result cuts off surplus rows of a second warpgroup."""
         return min(_WARPGROUP_ROWS, self.fetched_rows)
 
 
 class _Refs(NamedTuple):
-    """References to global and shared memory, and the barriers by stage of the ring."""
+    """References to global and shared memory, and the barriers for each stage of the ring."""
 
     x: Any  # [num_rows, depth]
     w: Any  # [depth, num_parts * width]
@@ -108,7 +108,7 @@ def mosaic_decode_matmul(
     tile: MatmulTile,
     interpret: bool,
 ) -> jax.Array:
-    """As `api.decode_matmul`, whose checks have passed."""
+    """See `api.decode_matmul`; arguments are already checked."""
     num_rows, depth = x.shape
     width = w.shape[1] // (1 + gated)
     product = Product(num_rows, depth, width, gated, bias is not None, relu, tile, interpret)
@@ -118,7 +118,7 @@ def mosaic_decode_matmul(
 
 @functools.cache
 def _kernel_of(product: Product) -> Callable[..., jax.Array]:
-    """Kept, and a jit of its own: a model calls it once a layer, but it is traced and lowered once."""
+    """Return the jitted kernel, cached: a model calls it in every layer, but it is lowered only once."""
     tile, num_warpgroups = product.tile, product.num_warpgroups
     ring = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=_TILES)
     of_bias: dict[str, Any] = {
@@ -148,12 +148,12 @@ def _kernel_of(product: Product) -> Callable[..., jax.Array]:
 
 
 def _kernel(*args: Any, product: Product, **scratch: Any) -> None:
-    """One program: the last of its warpgroups fetches, the others multiply."""
+    """Run one program: its last warpgroup fetches, the others multiply."""
     x, w, *bias, out = args
     refs = _Refs(x, w, bias[0] if bias else None, out, **scratch)
     warpgroup = lax.axis_index("warpgroup")
     column = lax.axis_index("columns") * product.tile.columns
-    # With one warpgroup of each kind every thread has as many registers as a thread can have.
+    # With one warpgroup of each kind every thread already has the most registers that a thread can have.
     moves_registers = product.num_warpgroups > 1 and not product.interpret
 
     @pl.when(warpgroup == product.num_warpgroups)
@@ -170,7 +170,7 @@ def _kernel(*args: Any, product: Product, **scratch: Any) -> None:
 
 
 def _fetch(product: Product, refs: _Refs, column: Any) -> None:
-    """Copies the blocks of x and of the program's columns, as room comes free."""
+    """Copy the blocks of x and of the program's columns as stages become free."""
     tile, num_blocks = product.tile, product.num_blocks
     rows = pl.ds(0, product.fetched_rows)
     if product.has_bias:
@@ -191,12 +191,12 @@ def _fetch(product: Product, refs: _Refs, column: Any) -> None:
         plgpu.barrier_wait(refs.free.at[lax.rem(block, tile.num_stages)])
 
     lax.fori_loop(0, num_blocks, fetch_block, None)
-    # Every arrival is waited for, the last ones too.
+    # Wait for every arrival, also the last ones.
     lax.fori_loop(max(num_blocks - tile.num_stages, 0), num_blocks, await_last, None)
 
 
 def _multiply(product: Product, refs: _Refs, column: Any, warpgroup: Any) -> None:
-    """Sums up a warpgroup's 64 rows, and stores them."""
+    """Sum a warpgroup's 64 rows and store them."""
     num_stages, num_blocks = product.tile.num_stages, product.num_blocks
     rows = pl.ds(warpgroup * _WARPGROUP_ROWS, _WARPGROUP_ROWS)
 
@@ -219,7 +219,7 @@ def _multiply(product: Product, refs: _Refs, column: Any, warpgroup: Any) -> Non
         total = _silu(y[0]) * y[1] if product.gated else y[0]
         if product.has_bias:
             plgpu.barrier_wait(refs.bias_ready)
-            # Each of a warpgroup's rows has the same columns: no load of whole vectors divides them so.
+            # All rows of a warpgroup have the same columns; no load of whole vectors has this layout.
             bias = plgpu.load(refs.bias_block, layout=_COLUMNS, optimized=False)
             total += lax.broadcast_in_dim(bias.astype(jnp.float32), total.shape, (1,))
         if product.relu:

@@ -1,36 +1,35 @@
-"""Which part of a product one program of the kernel makes, and how far ahead it fetches.
+"""Tile sizes of the kernel: the part of a product that one program computes, and how far ahead it fetches.
 
-Owns: the sizes and what they must divide; the numbers come from `benchmark_decode_matmul`. Does
-not know how the kernel works.
+Owns: the sizes and what they must divide; the numbers come from `benchmark_decode_matmul`.
+Does not know: how the kernel works.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Elements of 128 bytes, the widest row that is swizzled: what a block's sizes are multiples of.
+# Elements in 128 bytes, the widest swizzled row. A block's sizes are multiples of this.
 SWIZZLED = 64
-# Rows of x of one program; two warpgroups share the weights if there are more than 64.
+# Rows of x in one program. With more than 64, two warpgroups share the weights.
 ROWS = (64, 128)
-# Rows of a piece of shared memory: x has fewer, or a multiple.
+# Rows of a piece of shared memory: x has at most this many, or a multiple.
 PIECE_ROWS = 8
-# Of shared memory that a program can have, and of those what its barriers and a bias have.
+# Bytes of shared memory of a program, and the part of them for barriers and a bias.
 _SHARED_BYTES, _OTHER_BYTES = 227 * 1024, 2 * 1024
-# Programs below which a device's memory is not kept busy, and those that one of 132 multiprocessors runs at
-# once.
+# Programs that are needed to keep a device's memory busy, and those that run at once on 132 multiprocessors.
 MIN_PROGRAMS, _MAX_PROGRAMS = 64, 132
-# Of the programs that a device has room for in all rounds: with fewer, the last round, half empty or more,
-# takes as long as the others. For 9,216 columns, 18,432 deep, and 32 rows on an H200 144 programs of 64 take
-# 98 us, XLA, which divides sums, 87, and 72 programs of 128 take 80.
+# Least share of program slots that are used over all rounds. Below it the last round is half empty or more,
+# but takes as long as the others. For 9,216 columns, a depth of 18,432 and 32 rows on an H200, 144 programs
+# of 64 columns take 98 us, XLA, which splits sums, 87, and 72 programs of 128 columns 80.
 _LEAST_FILL = 0.75
 
 
 @dataclass(frozen=True)
 class MatmulTile:
-    """What one program does; all rows of x are in each.
+    """Work of one program; every program has all rows of x.
 
     Attributes:
-      columns: of the result, a multiple of 64; of a gated product it reads twice as many.
+      columns: columns of the result, a multiple of 64; for a gated product it reads twice as many.
       num_stages: blocks of x and w in shared memory, 2 or more.
       block_k: elements along the sum of a block, a multiple of 64.
     """
@@ -40,17 +39,17 @@ class MatmulTile:
     block_k: int = SWIZZLED
 
     def divides(self, depth: int, width: int) -> bool:
-        """Whether a product over `depth` elements, `width` columns wide, is made of such parts."""
+        """Return whether this tile divides a product of `width` columns over `depth` elements."""
         return depth % self.block_k == 0 and width % self.columns == 0
 
     def shared_bytes(self, num_rows: int, *, gated: bool) -> int:
-        """What a program of `num_rows` rows takes of shared memory."""
+        """Return the bytes of shared memory of a program with `num_rows` rows."""
         rows = tile_rows(num_rows)
         block = self.block_k * (rows + self.columns * (1 + gated))
         return 2 * (self.num_stages * block + rows * self.columns) + _OTHER_BYTES
 
     def fits(self, num_rows: int, *, gated: bool) -> bool:
-        """Whether a program of up to 128 rows can be made of it, and has room for all stages."""
+        """Return whether a program with `num_rows` rows, at most 128, has room for all stages."""
         are_whole = self.columns % SWIZZLED == 0 and self.block_k % SWIZZLED == 0
         if not (are_whole and self.columns > 0 and self.block_k > 0 and self.num_stages > 1):
             return False
@@ -66,24 +65,28 @@ _PREFERRED = {  # by whether it is gated, and whether one warpgroup has all rows
 
 
 def tile_rows(num_rows: int) -> int:
-    """Rows of x in shared memory, 64 or 128: behind its last up to seven of zeros, then of anything."""
+    """Return the rows of x in shared memory, 64 or 128.
+
+    Up to seven rows after the last one of x are zeros; the contents of the others are arbitrary.
+    """
     return next(rows for rows in ROWS if rows >= num_rows)
 
 
-def has_served_rows(num_rows: int) -> bool:
-    """Whether the kernel serves an x of so many rows."""
+def has_supported_rows(num_rows: int) -> bool:
+    """Return whether the kernel supports this number of rows of x."""
     return num_rows <= ROWS[-1] and (num_rows <= PIECE_ROWS or num_rows % PIECE_ROWS == 0)
 
 
 def default_tile(num_rows: int, depth: int, width: int, *, gated: bool) -> MatmulTile | None:
-    """The choice for x [num_rows, depth] and a result [num_rows, width], by H200s; None: leave it to XLA.
+    """Return the tile for x [num_rows, depth] and a result [num_rows, width]; None leaves it to XLA.
 
-    Narrow tiles keep all multiprocessors busy without dividing sums. A gated product has two columns of
-    weights for each of its own, and enough of them for wide tiles; so have, of up to 64 rows, those whose
-    narrow programs do not all run at once. A ring has as many blocks as fit, but for gated products, which a
-    fifth block makes slower. What would leave half of a last round of programs empty is XLA's.
+    The choice was measured on H200s. Narrow tiles keep all multiprocessors busy without splitting sums. A
+    gated product has two columns of weights for each column of the result, enough for wide tiles. With up to
+    64 rows, other products have wide tiles if their narrow programs do not all run at once. A ring has as
+    many blocks as fit, except that a fifth block makes gated products slower. Products that leave half of the
+    last round of programs empty are XLA's.
     """
-    if not has_served_rows(num_rows):
+    if not has_supported_rows(num_rows):
         return None
     num_programs = {
         tile: width // tile.columns

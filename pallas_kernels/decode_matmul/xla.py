@@ -1,6 +1,6 @@
-"""The same product in plain XLA: what the kernel is tested against, and what serves everything else.
+"""The product in plain XLA: the reference of the kernel's tests, and the fallback for all other shapes.
 
-Owns: the formula. Does not know which of the two is faster.
+Owns: the formula. Does not know: which of the two is faster. Called by: `api`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 def xla_decode_matmul(
     x: jax.Array, w: jax.Array, bias: jax.Array | None, *, gated: bool, relu: bool
 ) -> jax.Array:
-    """As `api.decode_matmul`; all of it in float32, rounded once."""
+    """See `api.decode_matmul`; computed in float32 and rounded once."""
     y = jnp.matmul(x, w, preferred_element_type=jnp.float32)
     if gated:
         gate, up = jnp.split(y, 2, axis=1)

@@ -1,6 +1,6 @@
-"""Copies of whole pages between the pools of several layers and arrays that hold one page of all of them.
+"""Copies of whole pages between the pools of several layers and arrays that hold one page of all layers.
 
-Such an array holds the page as it is, or packed.
+Such an array holds the page unchanged or packed.
 """
 
 from pallas_kernels.page_copies.api import PageCopyError, choose_backend, gather_pages, scatter_pages

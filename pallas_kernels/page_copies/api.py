@@ -1,12 +1,13 @@
-"""The two copies, their checks, the choice of a back end, and the back end that always works.
+"""Page copies in both directions: argument checks, choice of a back end, and the XLA back end.
 
-Owns: what a batch of pages and its padding mean. Does not know what pages hold, or where the arrays go.
+Owns: the meaning of a batch of pages and of its padding.
+Does not know: what pages hold, or where the arrays go.
 
-A page of several layers lies in as many pools; a *chunk* here is the same page of all of them as one array
-[num_layers, rows, 2 * num_kv_heads, head_dim], which is what moves between memories in one piece. A page has
-a row for every token, and may have others.
-Batches have fixed sizes: page 0 is padding. Gathering it reads the pool's dummy page, whatever that holds;
-scattering to it writes nothing, as to any page past the pool.
+Every layer has its own pool. A *chunk* here is one page of all layers as one array
+[num_layers, rows, 2 * num_kv_heads, head_dim], which moves between memories in one piece. A page has one row
+for each token, and may have more rows.
+Batches have fixed sizes, and page 0 is padding. Gathering it reads the pool's dummy page, whatever that
+holds. Scattering to it, or to a page past the pool, writes nothing.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ _MIN_LANES = 16  # Triton's blocks are powers of two; narrower rows are not wort
 
 
 class PageCopyError(ValueError):
-    """An argument that does not fit the pools; the message says which, and what would."""
+    """An argument does not fit the pools; the message says which, and what would fit."""
 
 
 def choose_backend(page_shape: tuple[int, ...], device: jax.Device) -> str:
-    """The fastest back end for pages of [rows, 2 * num_kv_heads, head_dim] on `device`."""
-    served = _triton_serves(page_shape) and triton_device_limit(device) is None
-    return "pallas_triton" if served else "xla"
+    """Return the fastest back end for pages of [rows, 2 * num_kv_heads, head_dim] on `device`."""
+    supported = _triton_supports(page_shape) and triton_device_limit(device) is None
+    return "pallas_triton" if supported else "xla"
 
 
 def gather_pages(
     pools: Sequence[jax.Array], pages: jax.Array, *, backend: str = "xla", interpret: bool = False
 ) -> list[jax.Array]:
-    """One chunk for every entry of `pages`.
+    """Return one chunk for every entry of `pages`.
 
     Args:
       pools: one per layer, [num_pages, rows, 2 * num_kv_heads, head_dim] each.
-      pages: i32[num_chunks], inside the pools.
+      pages: i32[num_chunks], page numbers inside the pools.
       backend: "xla" or "pallas_triton"; see `choose_backend`.
       interpret: run the Triton kernel without a GPU, slowly.
 
@@ -47,11 +48,11 @@ def gather_pages(
       num_chunks arrays [num_layers, rows, 2 * num_kv_heads, head_dim].
 
     Raises:
-      PageCopyError: shapes that do not belong together, or that the back end does not serve.
+      PageCopyError: shapes do not match, or the back end does not support them.
     """
     check_pools(pools, pages, backend)
     if backend == "pallas_triton":
-        # Imported late: upstream calls this back end deprecated, and only its own file may depend on it.
+        # Imported late: upstream has deprecated this back end, and only its own file may depend on it.
         from pallas_kernels.page_copies.pallas_triton import triton_gather
 
         return triton_gather(pools, pages, interpret=interpret)
@@ -67,17 +68,17 @@ def scatter_pages(
     backend: str = "xla",
     interpret: bool = False,
 ) -> list[jax.Array]:
-    """The pools with every chunk written to its page, in place where the pools are donated.
+    """Return the pools with every chunk written to its page, in place if the pools are donated.
 
     Args:
       pools: as in `gather_pages`.
-      chunks: arrays [num_layers, rows, 2 * num_kv_heads, head_dim]; the same one may stand for padding.
-      pages: i32[len(chunks)], different from each other but for padding: 0, or past the pool.
+      chunks: arrays [num_layers, rows, 2 * num_kv_heads, head_dim]; padding may repeat one array.
+      pages: i32[len(chunks)], distinct except for padding, which is 0 or past the pool.
       backend: as in `gather_pages`.
       interpret: as in `gather_pages`.
 
     Raises:
-      PageCopyError: shapes that do not belong together, or that the back end does not serve.
+      PageCopyError: shapes do not match, or the back end does not support them.
     """
     check_pools(pools, pages, backend)
     check_chunks(chunks, pages, (len(pools), *pools[0].shape[1:]), pools[0].dtype)
@@ -94,13 +95,13 @@ def scatter_pages(
     ]
 
 
-def _triton_serves(page_shape: tuple[int, ...]) -> bool:
+def _triton_supports(page_shape: tuple[int, ...]) -> bool:
     num_rows, _, head_dim = page_shape
     return head_dim & (head_dim - 1) == 0 and num_rows >= _MIN_LANES and head_dim >= _MIN_LANES
 
 
 def check_pools(pools: Sequence[jax.Array], pages: jax.Array, backend: str) -> None:
-    """Raise PageCopyError for pools or pages that do not fit each other, or the back end."""
+    """Raise PageCopyError if pools and pages do not match, or the back end does not support them."""
     shapes = {(pool.shape, pool.dtype.name) for pool in pools}
     if len(shapes) != 1 or pools[0].ndim != 4:
         raise PageCopyError(
@@ -111,7 +112,7 @@ def check_pools(pools: Sequence[jax.Array], pages: jax.Array, backend: str) -> N
         raise PageCopyError(f"pages are {pages.dtype.name}{list(pages.shape)}, but must be int32[num_chunks]")
     if backend not in _BACKENDS:
         raise PageCopyError(f"backend is {backend!r}, but must be one of {_BACKENDS}")
-    if backend == "pallas_triton" and not _triton_serves(pools[0].shape[1:]):
+    if backend == "pallas_triton" and not _triton_supports(pools[0].shape[1:]):
         raise PageCopyError(
             f"pallas_triton copies pages of {_MIN_LANES} or more rows and head_dim, a power of two; "
             f"use backend 'xla' for {pools[0].shape[1:]}"
@@ -121,7 +122,7 @@ def check_pools(pools: Sequence[jax.Array], pages: jax.Array, backend: str) -> N
 def check_chunks(
     chunks: Sequence[jax.Array], pages: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype
 ) -> None:
-    """Raise PageCopyError for chunks of another shape or dtype than those of the pools, or too few."""
+    """Raise PageCopyError if chunks differ from the given shape or dtype, or in number from the pages."""
     for i, chunk in enumerate(chunks):
         if chunk.shape != shape or chunk.dtype != dtype:
             raise PageCopyError(

@@ -1,6 +1,7 @@
-"""The two copies of `api` with chunks in their packed form: `packing` says what that is.
+"""The copies of `api` with chunks in packed form, which `packing` describes.
 
-Owns: their checks and the choice of a back end. Does not know what becomes of a chunk that cannot be packed.
+Owns: their argument checks and the choice of a back end.
+Does not know: what the caller does with a chunk that cannot be packed.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from pallas_kernels.page_copies.packing import PackedTile, pack, packed_tile, un
 def gather_packed(
     pools: Sequence[jax.Array], pages: jax.Array, *, backend: str = "xla", interpret: bool = False
 ) -> tuple[list[jax.Array], jax.Array]:
-    """One packed chunk for every entry of `pages`, and whether it holds everything.
+    """Return one packed chunk for every entry of `pages`, and whether each chunk is complete.
 
     Args:
       pools: bfloat16, one per layer, [num_pages, page_size, 2 * num_kv_heads, head_dim] each.
-      pages: as of `gather_pages`.
-      backend: as of `gather_pages`; the bits are the same.
-      interpret: as of `gather_pages`.
+      pages: as in `gather_pages`.
+      backend: as in `gather_pages`; all back ends give the same bits.
+      interpret: as in `gather_pages`.
 
     Returns:
-      num_chunks arrays u8[num_layers, num_rows, 2 * num_kv_heads, head_dim], and i32[num_chunks]: 0, or how
-      many escapes of one of its tiles had no place. Such a chunk must not be scattered.
+      num_chunks arrays u8[num_layers, num_rows, 2 * num_kv_heads, head_dim], and i32[num_chunks]: the number
+      of escapes that had no place, in the chunk's worst tile. A chunk with more than 0 must not be scattered.
 
     Raises:
-      PageCopyError: as of `gather_pages`, or such pages cannot be packed.
+      PageCopyError: as in `gather_pages`, or pages of this shape or dtype cannot be packed.
     """
     check_pools(pools, pages, backend)
     _tile(pools[0])
@@ -52,17 +53,17 @@ def scatter_packed(
     backend: str = "xla",
     interpret: bool = False,
 ) -> list[jax.Array]:
-    """The pools with every chunk unpacked to its page, in place where the pools are donated.
+    """Return the pools with every chunk unpacked to its page, in place if the pools are donated.
 
     Args:
       pools: as in `gather_packed`.
-      chunks: as that returned them, each with 0; the same one may stand for padding.
-      pages: as of `scatter_pages`.
-      backend: as of `gather_pages`.
-      interpret: as of `gather_pages`.
+      chunks: complete chunks from `gather_packed`; padding may repeat one array.
+      pages: as in `scatter_pages`.
+      backend: as in `gather_pages`.
+      interpret: as in `gather_pages`.
 
     Raises:
-      PageCopyError: as of `scatter_pages`, or such pages cannot be packed.
+      PageCopyError: as in `scatter_pages`, or pages of this shape or dtype cannot be packed.
     """
     check_pools(pools, pages, backend)
     tile = _tile(pools[0])
@@ -85,7 +86,7 @@ def _tile(pool: jax.Array) -> PackedTile:
     tile = packed_tile(page_size, head_dim)
     if tile is None or pool.dtype != jnp.bfloat16:
         raise PageCopyError(
-            f"pools are {pool.dtype.name}{list(pool.shape)}, but only bfloat16 pages with an even number of "
-            "rows, and long ones, are packed"
+            f"pools are {pool.dtype.name}{list(pool.shape)}, but only long bfloat16 pages with an even "
+            "number of rows can be packed"
         )
     return tile

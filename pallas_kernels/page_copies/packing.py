@@ -1,27 +1,25 @@
-"""The packed form of a bfloat16 page: three quarters of its bytes, every bit kept; and the back end for any
-platform.
+"""Lossless packed form of a bfloat16 page, in three quarters of its bytes; and the back end for any platform.
 
-Owns: the format, for which pages there is one, and the arithmetic of one number that both back ends share.
-Does not know: pools, or who counts chunks that did not fit.
+Owns: the format, the page shapes that have one, and the arithmetic of one number that both back ends share.
+Does not know: pools, or who counts chunks that did not fit. Called by: `packed_copies`, `triton_packing`.
 
-A bfloat16 is a sign, 8 bits of exponent and 7 of mantissa. A *tile* is what a page has of one layer and head
-row: [page_size, head_dim] numbers. A row is the key or the value of one token and KV head. Exponents lie
-close below what follows from their row and their column, so that 4 bits say how far. A column counts by how
-far its largest exponent lies below the tile's, a row by the largest of its exponents with that added. So
-neither channels that are large in all rows nor small tokens take bits from others. A tile becomes rows of
-head_dim bytes:
+A bfloat16 number has a sign, 8 bits of exponent and 7 of mantissa. A *tile* is the part of a page for one
+layer and head row: [page_size, head_dim] numbers. A row is the key or the value of one token and KV head.
+Row and column predict an upper bound of the exponent, and 4 bits store the distance below it. A column's
+offset is the distance of its largest exponent below the tile's largest. A row's offset is the largest of its
+exponents, each increased by its column's offset. So neither channels that are large in all rows nor small
+tokens cost other numbers bits. A tile becomes rows of head_dim bytes:
 
-- page_size rows: sign and mantissa of each number;
-- page_size / 2 rows: codes of row i in the low half of a byte, of row i + page_size / 2 in the high one. 0 to
-  13 is how far the exponent lies below the row's byte less the column's, 14 stands for exponent 0 (zeros and
-  subnormals, so that zeros cost nothing whatever is beside them), 15 for an *escape*;
-- the tail: a byte for each row; half a byte for each column, of column j in the low half and of column
-  j + head_dim / 2 in the high one; then the exponents of escapes in the order of their numbers. What is left
-  of it is 0.
+- page_size rows: sign and mantissa of each number.
+- page_size / 2 rows: codes, of row i in the low half of a byte and of row i + page_size / 2 in the high half.
+  0 to 13 is the distance of the exponent below the row's byte less the column's. 14 is exponent 0: zeros and
+  subnormals, so zeros are cheap whatever their neighbours are. 15 is an *escape*.
+- The tail: a byte for each row; half a byte for each column, of column j in the low half and of column
+  j + head_dim / 2 in the high half; then the exponents of escapes in order of their position. The rest is 0.
 
-The order makes indices needless: an escape's place is the number of escapes before it. The list is one for
-the whole tile, since escapes come together where they come, and has a place for one number in 128 at least. A
-tile with more of them cannot be packed, and the packing says so.
+The order makes indices unnecessary: an escape's place is the number of escapes before it. There is one list
+for the whole tile, since escapes cluster. It has places for at least one number in 128. A tile with more
+escapes cannot be packed, and `pack` reports this.
 """
 
 from __future__ import annotations
@@ -32,18 +30,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Of normal numbers one in 6,000 is an escape, with or without large channels: none of thousands of tiles of
-# 32 tokens and heads of 128 needs more than 8 of its 32 places.
+# One in 6,000 normally distributed numbers is an escape, with or without large channels. None of thousands of
+# tiles of 32 tokens and heads of 128 needed more than 8 of its 32 places.
 _NUMBERS_PER_PLACE = 128
 _LEAST_TOKENS = 2
 MOST_BELOW = np.int32(15)
 ZERO, ESCAPE = np.int32(14), np.int32(15)
-_FARTHEST = np.int32(511)  # no two exponents lie so far apart, and no number and a zero so close
+_FARTHEST = np.int32(511)  # above every distance of two exponents, below those of a number and a zero
 _FAR_BELOW = np.int32(-1024)
 
 
 class PackedTile(NamedTuple):
-    """How the tiles of pages of one shape are packed; static in a program.
+    """Packed layout of the tiles of pages of one shape; static in a program.
 
     Attributes:
       page_size: rows of a page, an even number.
@@ -55,23 +53,23 @@ class PackedTile(NamedTuple):
 
     @property
     def first_tail_row(self) -> int:
-        """Rows before the tail."""
+        """Number of rows before the tail."""
         return self.page_size + self.page_size // 2
 
     @property
     def num_tail_rows(self) -> int:
-        """Rows of the tail, which holds exponents."""
+        """Number of rows of the tail, which holds exponents."""
         least_places = self.page_size * self.head_dim // _NUMBERS_PER_PLACE
         return -(-(self.first_place + least_places) // self.head_dim)
 
     @property
     def first_place(self) -> int:
-        """Bytes of the tail before the exponents of escapes."""
+        """Number of bytes of the tail before the exponents of escapes."""
         return self.page_size + self.head_dim // 2
 
     @property
     def num_rows(self) -> int:
-        """Rows of bytes in all; 2 * page_size is what they were."""
+        """Number of rows of bytes; unpacked they would be 2 * page_size."""
         return self.first_tail_row + self.num_tail_rows
 
     @property
@@ -81,55 +79,55 @@ class PackedTile(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Its bytes over those of the page."""
+        """Packed bytes divided by the bytes of the page."""
         return self.num_rows / (2 * self.page_size)
 
 
 def packed_tile(page_size: int, head_dim: int) -> PackedTile | None:
-    """How pages of so many tokens and heads of so many numbers are packed; None where that saves nothing."""
+    """Return the packed layout of pages of this shape; None if packing saves nothing."""
     if page_size < _LEAST_TOKENS or page_size % 2 or head_dim < 2 or head_dim % 2:
         return None
     tile = PackedTile(page_size, head_dim)
     return tile if tile.num_rows < 2 * page_size else None
 
 
-# One number: i32 in and out, also called inside kernels.
+# Functions of one number: i32 in and out, also called inside kernels.
 
 
 def exponents(bits: Any) -> Any:
-    """0 to 255, of the bits of bfloat16 numbers."""
+    """Return the exponents, 0 to 255, of the bits of bfloat16 numbers."""
     return (bits >> np.int32(7)) & np.int32(0xFF)
 
 
 def signed_mantissas(bits: Any) -> Any:
-    """A byte: the sign, then the mantissa."""
+    """Return one byte each: the sign, then the mantissa."""
     return ((bits >> np.int32(8)) & np.int32(0x80)) | (bits & np.int32(0x7F))
 
 
 def columns_below(highest: Any) -> Any:
-    """What columns count by, of [..., head_dim] largest exponents."""
+    """Return the columns' offsets from their largest exponents [..., head_dim]."""
     return jnp.minimum(highest.max(axis=-1, keepdims=True) - highest, MOST_BELOW)
 
 
 def weights_of(exponent: Any, column: Any) -> Any:
-    """What a row counts by is the largest of these, or 0; `column` is what columns count by."""
+    """Return exponents plus column offsets; a row's offset is the largest of these, or 0."""
     return jnp.where(exponent == np.int32(0), _FAR_BELOW, exponent) + column
 
 
 def codes_of(distance: Any) -> Any:
-    """4 bits of exponents; `distance` is how far their weights lie below what their rows count by."""
+    """Return the 4-bit codes; `distance` is how far the weights are below their row's offset."""
     far = jnp.where(distance > _FARTHEST, ZERO, ESCAPE)
     return jnp.where(distance < ZERO, distance, far)
 
 
 def exponents_of(codes: Any, reference: Any, escaped: Any) -> Any:
-    """The inverse; `escaped` is looked at where the code says so."""
+    """Invert `codes_of`: return the exponents of codes. `escaped` is used where the code is ESCAPE."""
     near = jnp.where(codes == ZERO, np.int32(0), reference - codes)
     return jnp.where(codes == ESCAPE, escaped, near)
 
 
 def bits_of(exponent: Any, signed_mantissa: Any) -> Any:
-    """The bits of bfloat16 numbers."""
+    """Return the bits of bfloat16 numbers."""
     sign = (signed_mantissa & np.int32(0x80)) << np.int32(8)
     return sign | (exponent << np.int32(7)) | (signed_mantissa & np.int32(0x7F))
 
@@ -148,7 +146,7 @@ def as_numbers(bits: Any) -> Any:
 
 
 def num_escapes(tiles: jax.Array) -> jax.Array:
-    """i32[...] of bf16[..., page_size, head_dim]: what a tile needs places for."""
+    """Return i32[...], the number of escapes of each tile bf16[..., page_size, head_dim]."""
     exponent = exponents(as_bits(tiles))
     column = columns_below(exponent.max(axis=-2))[..., None, :]
     weights = weights_of(exponent, column)
@@ -157,13 +155,13 @@ def num_escapes(tiles: jax.Array) -> jax.Array:
 
 
 def pack(pages: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Packed pages, and how many escapes of one of its tiles had no place in each.
+    """Return packed pages, and for each page the number of escapes without a place in its worst tile.
 
     Args:
-      pages: bf16[num_pages, page_size, heads, head_dim] that `packed_tile` has a form for.
+      pages: bf16[num_pages, page_size, heads, head_dim], of a shape that `packed_tile` supports.
 
     Returns:
-      u8[num_pages, num_rows, heads, head_dim], and i32[num_pages]: 0 where every bit is there.
+      u8[num_pages, num_rows, heads, head_dim], and i32[num_pages], which is 0 for a complete page.
     """
     num_pages, page_size, num_heads, head_dim = pages.shape
     tile = PackedTile(page_size, head_dim)
@@ -176,7 +174,7 @@ def pack(pages: jax.Array) -> tuple[jax.Array, jax.Array]:
     half, half_row = page_size // 2, head_dim // 2
     nibbles = codes[:, :half] | (codes[:, half:] << 4)
     num_before = jnp.cumsum((codes == ESCAPE).reshape(len(bits), -1).astype(jnp.int32), axis=-1)
-    # Looking for each place's number takes far less than having every number look for its place.
+    # Searching the number for each place is far cheaper than searching the place for each number.
     ranks = jnp.arange(1, tile.num_places + 1, dtype=jnp.int32)
     found = jax.vmap(lambda counts: jnp.searchsorted(counts, ranks))(num_before)
     flat = exponent.reshape(len(bits), -1)
@@ -192,7 +190,7 @@ def pack(pages: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def unpack(packed: jax.Array, page_size: int) -> jax.Array:
-    """bf16[num_pages, page_size, heads, head_dim] of what `pack` returned."""
+    """Return bf16[num_pages, page_size, heads, head_dim] from the packed pages of `pack`."""
     num_pages, num_rows, num_heads, head_dim = packed.shape
     tile = PackedTile(page_size, head_dim)
     rows = jnp.swapaxes(packed, 1, 2).reshape(-1, num_rows, head_dim).astype(jnp.int32)

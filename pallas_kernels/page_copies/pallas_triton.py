@@ -1,14 +1,14 @@
-"""Page copies through Pallas' Triton back end: NVIDIA GPUs from Ampere on.
+"""Page copies through Pallas' Triton back end, for NVIDIA GPUs from Ampere on.
 
-Owns: the two kernels and their launches. Does not know what a page number means beyond its range.
-Upstream has deprecated this back end, so nothing
+Owns: the two kernels and their launches. Does not know: what a page number means beyond its range.
+Called by: `api`, and `triton_packing` for the launches. Upstream has deprecated this back end, so nothing
 outside these two files imports from it.
 
-XLA must stack the chunks before it can scatter them, or copies layer by layer: many small operations. Here
-one launch moves a few chunks, between their own arrays and all pools. The pools are separate buffers, so a
-program compares its layer with each of them; a program moves one layer and one head row of every chunk of the
-launch, so that several loads are in flight. Which chunks of the batch a launch moves comes as an array, so
-that all launches of an executable are one and the same kernel, compiled once.
+XLA must stack the chunks before it scatters them, or copies layer by layer: both are many small operations.
+Here one launch moves a few chunks between their own arrays and all pools. The pools are separate buffers, so
+a program compares its layer with each pool. A program moves one layer and one head row of every chunk of the
+launch, so that several loads are in flight. The first chunk of a launch is an array argument, so all launches
+of an executable share one kernel, which is compiled once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 _MAX_CHUNKS_PER_LAUNCH = 4
-_MAX_TILE_BYTES = 32 * 1024  # of all chunks that a program moves at once: what its registers hold
+_MAX_TILE_BYTES = 32 * 1024  # of all chunks that a program moves at once; its registers hold no more
 _NUM_WARPS = 4
 
 
@@ -50,7 +50,7 @@ def in_launches(
     pages: jax.Array,
     max_chunks: int,
 ) -> list[jax.Array]:
-    """The pools after all launches of scatter(pools, chunks of the launch, pages, first of them)."""
+    """Return the pools after all launches of `scatter(pools, chunks of the launch, pages, first chunk)`."""
     updated, rest = list(pools), list(chunks)
     for first, num_chunks in launches(len(chunks), max_chunks):
         updated = scatter(updated, rest[:num_chunks], pages, first)
@@ -97,7 +97,7 @@ def write_in_place(
     grid: tuple[int, ...],
     interpret: bool,
 ) -> Callable[..., Any]:
-    """One launch of as many programs as `grid` says: (pages, first, *chunks, *pools) to the pools."""
+    """Return a launch over `grid` that maps (pages, first, *chunks, *pools) to the updated pools."""
     num_inputs = 2 + num_chunks
     write: Callable[..., Any] = pl.pallas_call(
         kernel,
@@ -112,7 +112,7 @@ def write_in_place(
 
 
 def launches(num_chunks: int, max_chunks: int) -> Iterator[tuple[jax.Array, int]]:
-    """i32[1] first chunk and number of chunks of every launch."""
+    """Yield the first chunk, i32[1], and the number of chunks of every launch."""
     for first in range(0, num_chunks, max_chunks):
         yield jnp.full((1,), first, jnp.int32), min(max_chunks, num_chunks - first)
 
@@ -124,13 +124,13 @@ def _chunks_per_launch(pool: jax.Array) -> int:
 
 
 def like(pool: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """An array that lies over devices as the pool does."""
+    """Describe an array that is placed on devices as the pool is."""
     manual = jax.typeof(pool).manual_axis_type
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=manual)
 
 
 def _gather_kernel(pages_ref: Any, first_ref: Any, *refs: Any, num_pools: int) -> None:
-    """One layer and one head row of every chunk; `refs` are the pools, then the chunks."""
+    """Gather one layer and one head row of every chunk; `refs` are the pools, then the chunks."""
     pool_refs, chunk_refs = refs[:num_pools], refs[num_pools:]
     layer, head, first = pl.program_id(0), pl.program_id(1), first_ref[0]
     for pool_index, pool_ref in enumerate(pool_refs):
@@ -144,7 +144,10 @@ def _gather_kernel(pages_ref: Any, first_ref: Any, *refs: Any, num_pools: int) -
 
 
 def _scatter_kernel(pages_ref: Any, first_ref: Any, *refs: Any, num_chunks: int) -> None:
-    """The same the other way; `refs` are the chunks, the aliased pools (unused), then the pools."""
+    """Scatter one layer and one head row of every chunk.
+
+    `refs` are the chunks, the aliased pools (unused), then the pools.
+    """
     chunk_refs, pool_refs = refs[:num_chunks], refs[num_chunks + (len(refs) - num_chunks) // 2 :]
     layer, head, first = pl.program_id(0), pl.program_id(1), first_ref[0]
     num_pages = pool_refs[0].shape[0]
@@ -163,7 +166,7 @@ def _scatter_kernel(pages_ref: Any, first_ref: Any, *refs: Any, num_chunks: int)
 
 
 def _row_runs(num_rows: int) -> Iterator[Any]:
-    """A page's rows in runs of powers of two, since Triton knows no other blocks; the longest first."""
+    """Yield a page's rows in runs of powers of two, the longest first; Triton has no other block sizes."""
     start = 0
     for bit in reversed(range(num_rows.bit_length())):
         if num_rows & (1 << bit):

@@ -1,14 +1,14 @@
-"""Packing and unpacking of pages through Pallas' Triton back end: NVIDIA GPUs from Ampere on.
+"""Packing and unpacking of pages through Pallas' Triton back end, for NVIDIA GPUs from Ampere on.
 
-Owns: the two kernels and their launches. Does not know what the format is for.
-Upstream has deprecated this back end; see `pallas_triton`, whose launches these
-are like, but that a program moves one tile: many small programs hide each other's waits.
+Owns: the two kernels and their launches. Does not know: what the format is for. Called by: `packed_copies`.
+Upstream has deprecated this back end; see `pallas_triton`. Launches are as in that file, except that a
+program moves one tile: many small programs hide each other's latency.
 
 A tile is one block [halves, rows, groups, numbers] from the load to the store. Numbers whose codes share a
-byte are in one thread, and so are those of a group. A group is no longer in bytes than in numbers, so the
-compiler gives both to the same threads, and nothing moves between these but what rows, columns and the tile
-have in common. Half of all tiles have no escape and one in thirty more than two: escapes are looked for one
-by one, in the order of their numbers.
+byte are in one thread, and so are the numbers of a group. A group has as many packed bytes as numbers, so the
+compiler gives both to the same threads. Threads exchange only values that rows, columns or the tile share.
+Half of all tiles have no escape, and one in thirty has more than two. So escapes are found one by one, in
+order of their position.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _NOWHERE = np.int32(2**31 - 1)
 
 
 class Launches(NamedTuple):
-    """How the work is cut up; any values give the same bits.
+    """Division of the work into programs and launches; all values give the same bits.
 
     Attributes:
-      numbers_per_warp: of a tile; 1,024 are 32 a thread, of each of the few blocks of 32 bits that are alive
-        at once.
-      max_chunks: of one launch.
+      numbers_per_warp: numbers of a tile per warp. 1,024 are 32 per thread, for each of the few blocks of 32
+        bits that are live at once.
+      max_chunks: most chunks of one launch.
     """
 
     numbers_per_warp: int = 1024
@@ -99,7 +99,7 @@ def _pack(
     interpret: bool,
     cut: Launches,
 ) -> list[jax.Array]:
-    """One launch: its chunks, then i32[num_chunks, num_layers, head rows] escapes without a place."""
+    """Run one launch; return its chunks, then i32[num_chunks, num_layers, head rows] of unplaced escapes."""
     num_heads, tile = pools[0].shape[2], _tile(pools[0])
     shape = (len(pools), tile.num_rows, num_heads, tile.head_dim)
     packed: list[jax.Array] = pl.pallas_call(
@@ -146,13 +146,13 @@ def _num_warps(tile: PackedTile, cut: Launches) -> int:
 
 
 class _Block(NamedTuple):
-    """Where the numbers of a tile are, as [halves, rows, groups, numbers].
+    """Positions of the numbers of a tile, as [halves, rows, groups, numbers].
 
     Attributes:
       rows: i32 row of each number.
       columns: i32 column of each number.
-      half_rows: i32[rows, groups, numbers], as `rows` of the first half.
-      half_columns: the same of `columns`.
+      half_rows: i32[rows, groups, numbers], `rows` of the first half.
+      half_columns: i32[rows, groups, numbers], `columns` of the first half.
     """
 
     rows: Any
@@ -175,7 +175,7 @@ def _block(tile: PackedTile) -> _Block:
 
 
 def _pack_kernel(pages_ref: Any, first_ref: Any, *refs: Any, num_pools: int, tile: PackedTile) -> None:
-    """One tile; `refs` are the pools, the chunks, and what had no place."""
+    """Pack one tile; `refs` are the pools, the chunks, and the counts of escapes without a place."""
     pool_refs, chunk_refs, lost_ref = refs[:num_pools], refs[num_pools:-1], refs[-1]
     head, layer, chunk = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     page = pages_ref[first_ref[0] + chunk]
@@ -214,7 +214,7 @@ def _pack_kernel(pages_ref: Any, first_ref: Any, *refs: Any, num_pools: int, til
 
 
 def _escaped(codes: Any, exponent: Any, block: _Block, tile: PackedTile) -> tuple[Any, Any]:
-    """The list of escapes, and how many there are."""
+    """Return the list of escaped exponents, and the number of escapes."""
     places = _list_places(tile)
     any_escape = _has_escapes(codes)
     num_escapes = jax.lax.cond(
@@ -235,7 +235,7 @@ def _escaped(codes: Any, exponent: Any, block: _Block, tile: PackedTile) -> tupl
 
 
 def _unpack_kernel(pages_ref: Any, first_ref: Any, *refs: Any, num_chunks: int, tile: PackedTile) -> None:
-    """One tile the other way; `refs` are the chunks, the aliased pools (unused), then the pools."""
+    """Unpack one tile; `refs` are the chunks, the aliased pools (unused), then the pools."""
     chunk_refs, pool_refs = refs[:num_chunks], refs[num_chunks + (len(refs) - num_chunks) // 2 :]
     head, layer, chunk = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     page, num_pages = pages_ref[first_ref[0] + chunk], pool_refs[0].shape[0]
@@ -251,7 +251,7 @@ def _unpack_kernel(pages_ref: Any, first_ref: Any, *refs: Any, num_chunks: int, 
 
 
 def _load_packed(chunk_ref: Any, layer: Any, head: Any, block: _Block, tile: PackedTile) -> list[Any]:
-    """Bytes of one tile: mantissas, codes, rows, columns and the list of escapes."""
+    """Load the bytes of one tile: mantissas, codes, rows, columns and the list of escapes."""
     half, half_row = np.int32(tile.page_size // 2), np.int32(tile.head_dim // 2)
     code_rows = jax.lax.rem(block.rows, half) + np.int32(tile.page_size)
     tokens = jnp.arange(tile.page_size, dtype=jnp.int32).reshape(block.rows.shape[:2])
@@ -271,7 +271,7 @@ def _load_packed(chunk_ref: Any, layer: Any, head: Any, block: _Block, tile: Pac
 
 
 def _unpacked(packed: list[Any], block: _Block, tile: PackedTile) -> Any:
-    """The numbers of a tile, of what `_load_packed` returns as i32."""
+    """Return the numbers of a tile from the bytes of `_load_packed`, as i32."""
     mantissas, code_bytes, row, column_bytes, listed = packed
     shifts = jax.lax.broadcasted_iota(jnp.int32, block.rows.shape, 0) * np.int32(4)
     codes = (code_bytes >> shifts) & np.int32(0xF)
@@ -290,7 +290,7 @@ def _unpacked(packed: list[Any], block: _Block, tile: PackedTile) -> Any:
             bits = jnp.where(_number(block, tile) == number, bits | (escaped << np.int32(7)), bits)
             return place + np.int32(1), next_from(number + np.int32(1)), bits
 
-        # Ends with the list at the latest: in bytes that were never packed every code may be an escape.
+        # The end of the list ends the loop: in bytes that were never packed every code may be an escape.
         def goes_on(carry: tuple[Any, Any, Any]) -> Any:
             return (carry[1] < _NOWHERE) & (carry[0] < np.int32(tile.num_places))
 
@@ -301,48 +301,48 @@ def _unpacked(packed: list[Any], block: _Block, tile: PackedTile) -> Any:
 
 
 def _list_places(tile: PackedTile) -> Any:
-    """As many as there are places or, since blocks are powers of two, more."""
+    """Return the indices of the places for escapes, up to the next power of two, as blocks require."""
     return jnp.arange(pl.next_power_of_2(tile.num_places), dtype=jnp.int32)
 
 
 def _lanes(block: _Block, tile: PackedTile) -> Any:
-    """Columns of a row, as [groups, numbers]."""
+    """Return the columns of a row, as [groups, numbers]."""
     return jnp.arange(tile.head_dim, dtype=jnp.int32).reshape(block.columns.shape[2:])
 
 
 def _switch(index: Any, branches: list[Any]) -> Any:
-    """What one of them returns."""
+    """Return the result of the branch at `index`."""
     return jax.lax.switch(index, branches) if len(branches) > 1 else branches[0]()
 
 
 def _joined(codes: Any) -> Any:
-    """Two codes a byte, of i32[2, ...]."""
+    """Join i32[2, ...] to bytes of two codes each."""
     shifts = jax.lax.broadcasted_iota(jnp.int32, codes.shape, 0) * np.int32(4)
     return (codes << shifts).sum(axis=0)
 
 
 def _number(block: _Block, tile: PackedTile) -> Any:
-    """Where in its tile a number is."""
+    """Return the position of each number in its tile."""
     return block.rows * np.int32(tile.head_dim) + block.columns
 
 
 def _has_escapes(codes: Any) -> Any:
-    """Whether any is one: half of what counting them takes."""
+    """Return whether any code is an escape, in half the time of counting them."""
     return _over_all(jnp.max, codes) == ESCAPE
 
 
 def _least(keys: Any, first: Any) -> Any:
-    """The least of a block's keys from `first` on: what is below becomes large without its sign."""
+    """Return the least key of a block from `first` on: as unsigned differences, lower keys become large."""
     distance = jax.lax.bitcast_convert_type(keys - first, jnp.uint32)
     return jax.lax.bitcast_convert_type(_over_all(jnp.min, distance), jnp.int32) + first
 
 
 def _over_all(reduce: Any, block: Any) -> Any:
-    """Of a whole block: first what a thread has, then rows, then lanes."""
+    """Reduce a whole block: first within a thread, then over rows, then over lanes."""
     return reduce(reduce(reduce(reduce(block, axis=3), axis=0), axis=0), axis=0)
 
 
 def _tail(chunk_ref: Any, layer: Any, head: Any, places: Any, tile: PackedTile) -> Any:
-    """Where bytes of the tail are."""
+    """Return the references of the tail's bytes at `places`."""
     row = np.int32(tile.first_tail_row) + jax.lax.div(places, np.int32(tile.head_dim))
     return chunk_ref.at[layer, row, head, jax.lax.rem(places, np.int32(tile.head_dim))]

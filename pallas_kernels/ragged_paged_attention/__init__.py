@@ -1,4 +1,4 @@
-"""Causal attention of ragged query ranges over a paged KV pool, and the write into that pool."""
+"""Causal attention of ragged query ranges over a paged KV pool, and the writes to that pool."""
 
 from pallas_kernels.ragged_paged_attention.api import PAGE_SIZES, ragged_paged_attention, tile_spec
 from pallas_kernels.ragged_paged_attention.backends import (

@@ -1,7 +1,7 @@
-"""The public calls: argument checks, choice of back end, dispatch.
+"""Public calls of attention: argument checks, choice of a back end, dispatch.
 
-Owns: the checks of arguments that no back end serves, and the dispatch. Does not know: what each back end
-serves (`backends` does), or how it works.
+Owns: the checks of arguments that no back end supports, and the dispatch.
+Does not know: the limits of a back end (`backends` does), or how it works.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ def ragged_paged_attention(
     kv_dtype: str | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Causal attention of ragged query ranges over pages (Pensieve, section 4.4: sub-requests).
+    """Return the causal attention of ragged query ranges over pages (Pensieve, section 4.4: sub-requests).
 
-    Row i has queries q[cu_q_lens[i]:cu_q_lens[i + 1]] at the last positions of its kv_lens[i] keys, which
+    Row i has queries q[cu_q_lens[i]:cu_q_lens[i + 1]] at the last positions of its kv_lens[i] keys. The keys
     must already be in the pages. Two rows may share a page list.
 
     Args:
       q: [num_tokens, num_q_heads, head_dim].
       kv_pages: [num_pages, page_size, 2 * num_kv_heads, head_dim], q's dtype; K at even, V at odd heads.
-        With a `kv_dtype` i8, and rows of scales behind those of the tokens; see `page_formats`.
-      kv_lens: i32[max_num_seqs], at least the row's queries.
+        With a `kv_dtype`, i8 with rows of scales after those of the tokens; see `page_formats`.
+      kv_lens: i32[max_num_seqs], at least the row's number of queries.
       page_indices: i32[max_num_seqs, pages_per_seq]; entries past a row's keys are not read.
       cu_q_lens: i32[max_num_seqs + 1].
-      num_seqs: i32[1]; rows from there on are padding.
+      num_seqs: i32[1]; rows from this index on are padding.
       sm_scale: factor on the scores, positive.
-      metadata: (spec, tiles) of `tile_spec` and `build_tiles`; None: tiles are made on the device.
-      backend: "auto" takes the metadata's back end, else the fastest that serves these arguments here.
+      metadata: (spec, tiles) from `tile_spec` and `build_tiles`; None builds tiles on the device.
+      backend: "auto" selects the metadata's back end, or else the fastest that supports these arguments here.
       blocks: tile sizes to use instead of the measured ones; only without metadata.
-      kv_dtype: what pages are stored as; None: q's dtype.
+      kv_dtype: format of the pages; None means q's dtype.
       interpret: run a Pallas back end in interpret mode, on any device.
 
     Returns:
-      Like q; zero for tokens past cu_q_lens[num_seqs]. Accumulated in float32.
+      The result, like q; zero for tokens past cu_q_lens[num_seqs]. Accumulated in float32.
 
     Raises:
-      AttentionArgumentError: what no back end serves, or not the one that was named.
+      AttentionArgumentError: no back end supports the arguments, or the selected one does not.
     """
     args = (q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs)
     if kv_dtype not in (None, *KV_DTYPES):
@@ -89,7 +89,7 @@ def _spec_of(
     blocks: BlockSizes | None,
     kv_dtype: str | None,
 ) -> TileSpec:
-    """The spec that arrays of these shapes need."""
+    """Return the spec that arrays of these shapes need."""
     return tile_spec(
         num_tokens=q.shape[0],
         max_num_seqs=kv_lens.shape[0],
@@ -112,7 +112,7 @@ def _dispatch(
     metadata: tuple[TileSpec, jax.Array] | None,
     interpret: bool,
 ) -> jax.Array:
-    """Calls the back end of a spec that fits `args`, the arrays of `ragged_paged_attention` in its order."""
+    """Call the back end of a spec that fits `args`, the arrays of `ragged_paged_attention` in order."""
     q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs = args
     if spec.backend == "reference":
         if any(isinstance(arg, jax.core.Tracer) for arg in args):
@@ -129,8 +129,8 @@ def _dispatch(
             "metadata", metadata[0], f"was made for another call; this one needs {spec}"
         )
     tiles = metadata[1] if metadata is not None else build_tiles_traced(spec, cu_q_lens, kv_lens, num_seqs)
-    # Imported late: jax-triton is an extra, upstream calls Pallas' Triton back end deprecated and its Mosaic
-    # one unstable, and only their own files may depend on them.
+    # Imported late: jax-triton is an extra, upstream has deprecated Pallas' Triton back end and calls its
+    # Mosaic one unstable, and only their own files may depend on them.
     if spec.backend == "jax_triton":
         from pallas_kernels.ragged_paged_attention.jax_triton import jax_triton_attention
 
@@ -162,10 +162,10 @@ def tile_spec(
     blocks: BlockSizes | None = None,
     kv_dtype: str | None = None,
 ) -> TileSpec:
-    """The static part of a bucket's metadata. Heads are those of one shard.
+    """Return the static part of a bucket's metadata. Heads are those of one shard.
 
     Raises:
-      AttentionArgumentError: what no back end serves, or not the one that was named.
+      AttentionArgumentError: no back end supports the arguments, or the selected one does not.
     """
     for field, value in (("num_tokens", num_tokens), ("max_num_seqs", max_num_seqs), ("head_dim", head_dim)):
         if value < 1:
@@ -212,7 +212,7 @@ def _check_arrays(
         "kv_lens": (kv_lens, ("max_num_seqs",), rows >= 1),
         "page_indices": (
             page_indices,
-            (rows, "pages_per_seq of at least 1"),  # row 0's first page is read even of rows without keys
+            (rows, "pages_per_seq of at least 1"),  # row 0's first page is read even if the row has no keys
             page_indices.shape[:-1] == (rows,) and page_indices.shape[-1] >= 1,
         ),
         "cu_q_lens": (cu_q_lens, (rows + 1,), cu_q_lens.shape == (rows + 1,)),

@@ -1,6 +1,6 @@
-"""The one table of attention back ends, and the choice among them.
+"""The table of attention back ends, and the choice among them.
 
-Owns: what each back end is, what it serves and on which devices, and the words that say why one was chosen.
+Owns: the limits and devices of each back end, and the text of the reason for a choice.
 Does not know: how any back end works, or what a tile is.
 """
 
@@ -29,7 +29,7 @@ def any_device(device: jax.Device) -> None:
 
 
 class ByteLimits(NamedTuple):
-    """Of a back end that reads pages in 8 bits by a kernel of their own; as in `AttentionBackend`."""
+    """Limits of a back end's separate kernel for pages in 8 bits; fields as in `AttentionBackend`."""
 
     dtypes: tuple[str, ...]
     head_dims: tuple[int, ...]
@@ -41,24 +41,23 @@ class AttentionBackend:
     """A row of the table.
 
     Attributes:
-      name: what people ask for.
-      module: what implements it, in this package.
-      device_limit: why it does not run on a device, except in interpret mode; None: it does.
-      dtypes: of queries and pages that it serves.
-      head_dims: elements of a head that it serves; None: any.
-      groups: query heads per KV head that it serves; None: any.
-      untried_groups: of those, which "auto" passes over where pages are not in 8 bits: nobody has measured
-        them.
-      tried: but these, a group and the elements of a head each.
-      kv_dtypes: that pages may be stored as, beside the model's dtype.
-      byte_limits: what else it serves where they are; None: the same. "auto" takes all of that, although of
-        Mosaic's groups four query heads per KV head alone are measured (docs/kernels.md says why).
-      instead: what to do about what it does not serve.
+      name: name in options.
+      module: module of this package that implements it.
+      device_limit: returns why it does not run on a device, except in interpret mode; None if it does.
+      dtypes: supported dtypes of queries and pages.
+      head_dims: supported numbers of elements of a head; None means any.
+      groups: supported numbers of query heads per KV head; None means any.
+      untried_groups: groups that have not been measured; "auto" skips them unless pages are in 8 bits.
+      tried: exceptions from `untried_groups`, each a group and the elements of a head.
+      kv_dtypes: formats in which pages may be stored, beside the model's dtype.
+      byte_limits: limits for pages in 8 bits; None means the same ones. "auto" accepts all of them, although
+        for Mosaic only four query heads per KV head have been measured (docs/kernels.md says why).
+      instead: hint for arguments that it does not support.
       has_tiles: it takes tile lists.
       has_mosaic_tiles: some of its tile classes may be Mosaic's.
-      auto_place: when "auto" tries it, 1 first; None: never.
-      package: what it needs beside JAX.
-      extra: of pensieve-jax, which installs that package.
+      auto_place: position in the order of "auto", from 1; None means never.
+      package: Python package that it needs beside JAX.
+      extra: extra of pensieve-jax that installs this package.
     """
 
     name: BackendName
@@ -79,11 +78,11 @@ class AttentionBackend:
     extra: str | None = None
 
 
-# The fastest first: on an H200 the Mosaic kernel serves prompts in about 0.7 of the Triton kernel's time,
-# decoding and short queries in 0.93 to 0.99. What it leaves to Triton: `block_sizes`. It serves groups that
-# leave a warpgroup a few rows of each head, and of which, filled up to a power of two, at most a quarter is
-# nobody's: more would cost a prompt what it gains. What Triton does not serve, it does not either: Triton
-# serves its small tiles.
+# The fastest first. On an H200 the Mosaic kernel takes about 0.7 of the Triton kernel's time for prompts, and
+# 0.93 to 0.99 for decoding and short queries. `block_sizes` says which steps it leaves to Triton. It supports
+# groups that give a warpgroup a few rows of each head. Padding the group to a power of two may waste at most
+# 25% of the rows: more would cost a prompt what the kernel gains. It supports nothing that Triton does not,
+# since Triton computes its small tiles.
 _ROWS = (
     AttentionBackend(
         name="pallas_mosaic_gpu",
@@ -130,16 +129,16 @@ BACKENDS = (AUTO, *TABLE)
 AUTO_BACKENDS: tuple[str, ...] = tuple(
     row.name for row in sorted(_ROWS, key=lambda row: row.auto_place or 0) if row.auto_place is not None
 )
-"""What "auto" tries, best first; the last one serves everything everywhere."""
+"""Back ends that "auto" tries, best first; the last one supports everything on every device."""
 TILED_BACKENDS: tuple[str, ...] = tuple(row.name for row in _ROWS if row.has_tiles)
 
 
 @dataclass(frozen=True)
 class AttentionHeads:
-    """What a back end must serve: the heads of one shard, the dtype of queries, and what pages are stored as.
+    """Heads that a back end must support: those of one shard, the queries' dtype, and the format of pages.
 
-    Without a `kv_dtype` that is the queries' dtype. Raises AttentionArgumentError for query heads that cannot
-    share these KV heads.
+    Without a `kv_dtype` pages have the queries' dtype. Raises AttentionArgumentError if `num_q_heads` is not
+    a multiple of `num_kv_heads`.
     """
 
     num_q_heads: int
@@ -149,7 +148,7 @@ class AttentionHeads:
     kv_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what no back end could serve."""
+        """Raise AttentionArgumentError for head counts that no back end can support."""
         if self.num_kv_heads < 1 or self.num_q_heads % self.num_kv_heads:
             limit = f"must be a multiple of num_kv_heads = {self.num_kv_heads}"
             raise AttentionArgumentError("num_q_heads", self.num_q_heads, limit)
@@ -167,11 +166,11 @@ class AttentionHeads:
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """A back end, and why it is this one.
+    """A chosen back end and the reason for the choice.
 
     Attributes:
-      name: of a row of the table.
-      reason: in words, without a full stop.
+      name: name of a row of the table.
+      reason: text without a full stop.
     """
 
     name: str
@@ -181,28 +180,29 @@ class BackendChoice:
 def choose_backend(
     backend: str, heads: AttentionHeads, device: jax.Device | None = None, *, named_in: str = "backend"
 ) -> BackendChoice:
-    """The back end that `backend` means for these heads.
+    """Return the back end that `backend` means for these heads.
 
     Args:
-      backend: a name of the table, which is taken on any device, since kernels can be interpreted and lowered
-        anywhere; or "auto": the fastest that serves these heads on `device`.
-      heads: of one shard.
-      device: where it runs; None: the first one.
-      named_in: where the name was given, for the reason.
+      backend: "auto" for the fastest that supports these heads on `device`; or a name of the table, which is
+        accepted on any device, since kernels can be interpreted and lowered anywhere.
+      heads: heads of one shard.
+      device: the device to run on; None means the first one.
+      named_in: the option that has the name, for the reason.
 
     Raises:
-      AttentionArgumentError: there is no back end of this name, or none serves these heads, or not this one.
+      AttentionArgumentError: there is no back end of this name, or it does not support these heads, or with
+        "auto" none does.
     """
     limits = BackendLimits(device_limit, _auto_limit if backend == AUTO else heads_limit)
     return choose_among(BACKENDS, AUTO_BACKENDS, limits, backend, heads, device, named_in=named_in)
 
 
 class BackendLimits(NamedTuple):
-    """What keeps a back end, by its name, from serving; None: nothing.
+    """Functions that return why a back end, given by name, cannot be used; None if it can.
 
     Attributes:
-      of_device: on a device, except in interpret mode.
-      of_heads: wherever it runs.
+      of_device: limit of the device, except in interpret mode.
+      of_heads: limit of the heads, on any device.
     """
 
     of_device: Callable[[str, jax.Device], str | None]
@@ -219,12 +219,12 @@ def choose_among(
     *,
     named_in: str,
 ) -> BackendChoice:
-    """As `choose_backend`, of any table whose names are `known`; "auto" tries `tried`, best first."""
+    """Choose as `choose_backend` from any table with the names `known`; "auto" tries `tried` in order."""
     if backend not in known:
         raise AttentionArgumentError("backend", backend, f"must be one of {known}")
     if backend != AUTO:
-        if (unserved := limits.of_heads(backend, heads)) is not None:
-            raise unserved
+        if (unsupported := limits.of_heads(backend, heads)) is not None:
+            raise unsupported
         return BackendChoice(backend, f"named in {named_in}")
     device = device or jax.devices()[0]
     passed_over = ""
@@ -238,55 +238,58 @@ def choose_among(
 
 
 def device_limit(backend: str, device: jax.Device) -> str | None:
-    """Why the back end of this name does not run on `device`, except in interpret mode; None: it does."""
+    """Return why this back end does not run on `device`, except in interpret mode; None if it does."""
     return None if backend == AUTO else TABLE[backend].device_limit(device)
 
 
 def heads_limit(backend: str, heads: AttentionHeads) -> AttentionArgumentError | None:
-    """Why the back end of this name cannot serve these heads, wherever it runs; None: it can."""
+    """Return why this back end does not support these heads on any device; None if it does."""
     row = TABLE[backend]
     if row.package is not None and importlib.util.find_spec(row.package) is None:
         package = row.package.replace("_", "-")
         limit = f"needs the package {package}, which the extra {row.extra!r} of pensieve-jax installs"
         return AttentionArgumentError("backend", backend, limit)
     dtypes, head_dims, groups = row.dtypes, row.head_dims, row.groups
-    serves = f"{backend} serves"
+    supports = f"{backend} supports"
     if heads.kv_dtype is not None and row.byte_limits is not None:
         dtypes, head_dims, groups = row.byte_limits
-        serves = f"for pages of {heads.kv_dtype} {serves}"
+        supports = f"for pages of {heads.kv_dtype} {supports}"
     if (dtype := jnp.dtype(heads.dtype).name) not in dtypes:
-        return AttentionArgumentError("dtype", dtype, f"{serves} {dtypes}; {row.instead}")
+        return AttentionArgumentError("dtype", dtype, f"{supports} {dtypes}; {row.instead}")
     if head_dims is not None and heads.head_dim not in head_dims:
-        limit = f"{serves} {head_dims}; pad the heads or {row.instead}"
+        limit = f"{supports} {head_dims}; pad the heads or {row.instead}"
         return AttentionArgumentError("head_dim", heads.head_dim, limit)
     if groups is not None and heads.group not in groups:
-        limit = f"{serves} {_numbers(groups)} query heads per KV head; {row.instead}"
+        limit = f"{supports} {_numbers(groups)} query heads per KV head; {row.instead}"
         return AttentionArgumentError("num_q_heads / num_kv_heads", heads.group, limit)
     if heads.kv_dtype is not None and heads.kv_dtype not in row.kv_dtypes:
-        served = " or ".join(["the queries' dtype", *row.kv_dtypes])
-        return AttentionArgumentError("kv_dtype", heads.kv_dtype, f"{backend} reads {served}; {row.instead}")
+        supported = " or ".join(["the queries' dtype", *row.kv_dtypes])
+        return AttentionArgumentError(
+            "kv_dtype", heads.kv_dtype, f"{backend} reads {supported}; {row.instead}"
+        )
     return None
 
 
 def _auto_limit(backend: str, heads: AttentionHeads) -> AttentionArgumentError | None:
-    """As `heads_limit`, of what "auto" takes: over pages in 8 bits untried groups as well."""
+    """Return as `heads_limit` why "auto" skips a back end. For pages in 8 bits it accepts untried groups."""
     group, row = heads.group, TABLE[backend]
     is_untried = group in row.untried_groups and (group, heads.head_dim) not in row.tried
     if heads.kv_dtype is None and is_untried:
-        limit = f"{backend} has not been measured with so many query heads per KV head; it may be named"
+        limit = f"{backend} has not been measured with this many query heads per KV head; name it to use it"
         return AttentionArgumentError("num_q_heads / num_kv_heads", group, limit)
     return heads_limit(backend, heads)
 
 
 def import_backend(backend: str) -> None:
-    """Import what a compiled program of a spec's back end calls; whoever lowers one has imported it by then.
+    """Import the module that a compiled program of this back end needs at run time.
 
-    Mosaic's runtime, say, is found by a variable of the environment that its module sets.
+    Lowering a program imports it; a process that loads a compiled program must call this. For example, the
+    module of Mosaic sets the environment variable through which its runtime is found.
     """
     if backend != AUTO:
         importlib.import_module(f"{__package__}.{TABLE[backend].module}")
 
 
 def _numbers(found: tuple[int, ...]) -> str:
-    """All of them, or the largest where they are all up to it."""
+    """Return the numbers as text, or only the largest if they are all numbers from 1 to it."""
     return f"at most {found[-1]}" if found == (*range(1, found[-1] + 1),) and len(found) > 1 else f"{found}"

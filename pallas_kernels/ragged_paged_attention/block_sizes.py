@@ -1,7 +1,6 @@
-"""Block sizes of the tiled back ends: which tile classes a step of a given shape uses.
+"""Block sizes of the tiled back ends: the tile classes of a step of a given shape.
 
-Owns: the numbers, and only numbers; they come from `benchmark_kernels --sweep`. Does not know what
-a kernel does with them.
+Owns: the numbers, which come from `benchmark_kernels --sweep`. Does not know: what a kernel does with them.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TileClass:
-    """One size of query tile, and how its kernel is compiled and its key ranges are split.
+    """One size of query tile, with the compile options of its kernel and the splits of its key ranges.
 
     Attributes:
       rows: rows of the query tile, tokens times grouped heads; a power of two from 16, or 8 `in_bytes`.
@@ -19,11 +18,11 @@ class TileClass:
       num_warps: warps of a program.
       num_stages: depth of the software pipeline.
       min_split_kv: keys below which a tile's key range is never split.
-      target_programs: programs, over all KV heads, beyond which splitting further gains nothing.
-      whole_loop: blocks that every query sees whole take a loop of their own, without masks.
-      mosaic: its kernel is the Mosaic one, and its rows lie head by head (see `mosaic_class`).
-      in_bytes: its kernel is a Mosaic one for pages in 8 bits: that for prompts where `mosaic` is set as well
-        (see `byte_prompt_class`), else that for decoding (see `byte_class`).
+      target_programs: programs, over all KV heads, beyond which more splits gain nothing.
+      whole_loop: blocks that every query sees entirely are computed in a separate loop without masks.
+      mosaic: its kernel is the Mosaic one, and its rows are in head-major order (see `mosaic_class`).
+      in_bytes: its kernel is a Mosaic one for pages in 8 bits: for prompts if `mosaic` is set as well (see
+        `byte_prompt_class`), otherwise for decoding (see `byte_class`).
     """
 
     rows: int
@@ -44,7 +43,7 @@ class TileClass:
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """The tile classes of a step, ascending in rows; a query range goes to the first that holds it whole."""
+    """Tile classes of a step, by ascending rows; a query range belongs to the first class that holds it."""
 
     classes: tuple[TileClass, ...]
 
@@ -52,14 +51,14 @@ class BlockSizes:
 def mosaic_class(
     rows: int, block_kv: int, num_stages: int, min_split_kv: int, target_programs: int
 ) -> TileClass:
-    """A class of the Mosaic kernel: 64 rows for each computing warpgroup, and one warpgroup that fetches.
+    """Return a class of the Mosaic kernel: 64 rows per computing warpgroup, and one warpgroup that fetches.
 
     Args:
       rows: 64 or 128.
       block_kv: keys per iteration, 64 or 128.
       num_stages: blocks of keys and of values in shared memory.
       min_split_kv: as in `TileClass`.
-      target_programs: as in `TileClass`; here the items that a fixed number of programs shares.
+      target_programs: as in `TileClass`; here the items that a fixed number of programs share.
     """
     num_warps = 4 * (rows // 64 + 1)
     return TileClass(rows, block_kv, num_warps, num_stages, min_split_kv, target_programs, mosaic=True)
@@ -68,15 +67,17 @@ def mosaic_class(
 def byte_class(
     rows: int, block_kv: int, num_pairs: int, num_stages: int, min_split_kv: int, target_programs: int
 ) -> TileClass:
-    """A class of the Mosaic kernel for pages in 8 bits; shared memory holds the stages of all pairs.
+    """Return a class of the Mosaic kernel for decoding pages in 8 bits.
+
+    Shared memory must hold the stages of all pairs.
 
     Args:
       rows: 8 or 16.
       block_kv: keys per iteration, 64 or 128.
-      num_pairs: of warpgroups in a program, one of which fetches and one computes; 1 to 3.
+      num_pairs: pairs of a fetching and a computing warpgroup in a program; 1 to 3.
       num_stages: blocks of a pair in shared memory.
       min_split_kv: as in `TileClass`.
-      target_programs: as in `TileClass`; here the items that a fixed number of pairs shares.
+      target_programs: as in `TileClass`; here the items that a fixed number of pairs share.
     """
     sizes = (rows, block_kv, 8 * num_pairs, num_stages, min_split_kv, target_programs)
     return TileClass(*sizes, in_bytes=True)
@@ -85,12 +86,12 @@ def byte_class(
 def byte_prompt_class(
     rows: int, block_kv: int, num_stages: int, min_split_kv: int, target_programs: int
 ) -> TileClass:
-    """A class of the Mosaic kernel over pages in 8 bits: as `mosaic_class`, and one warpgroup that converts.
+    """Return a class as `mosaic_class` does, for pages in 8 bits, with one more warpgroup that converts.
 
     Args:
       rows: 64 or 128.
       block_kv: keys per iteration, 64 or 128.
-      num_stages: converted blocks of keys and of values in shared memory; codes take what they leave.
+      num_stages: converted blocks of keys and of values in shared memory; codes use the rest.
       min_split_kv: as in `TileClass`.
       target_programs: as in `mosaic_class`.
     """
@@ -99,19 +100,19 @@ def byte_prompt_class(
     return TileClass(*sizes, mosaic=True, in_bytes=True)
 
 
-# Steps that are left to Triton where pages are not in 8 bits: of so few tokens, or with fewer decoding tiles
+# Unless pages are in 8 bits, Triton computes steps of at most this many tokens, or with fewer decoding tiles
 # than two for each program.
 _MOSAIC_HARDLY_ANY_TOKENS, _MOSAIC_MIN_TILES = 16, 264
-# Query tokens of a step up to which the smaller Mosaic class serves prompts as well.
+# Most query tokens of a step in which the smaller Mosaic class also computes prompts.
 _MOSAIC_FEW_TOKENS = 256
-# A range is cut in at most this many parts: merging them is serial.
+# Most parts of a key range: merging them is serial.
 MAX_NUM_SPLITS = 32
 # Query rows that one program of the merge kernel handles.
 MERGE_ROWS = 16
 
 
 def power_of_two(value: int) -> int:
-    """The smallest that is not less."""
+    """Return the smallest power of two that is at least `value`."""
     return 1 << max(value - 1, 0).bit_length()
 
 
@@ -127,24 +128,24 @@ def default_block_sizes(
     in_bytes: bool = False,
     large_shared_memory: bool = True,
 ) -> BlockSizes:
-    """The measured choice for a step of this shape.
+    """Return the measured choice for a step of this shape.
 
-    Small tiles serve decoding and a few tokens at once, and are bound by memory; large ones serve prompts and
-    are bound by arithmetic. A step with very few tokens has small tiles only and saves a launch. Where
-    `mosaic` is set, the Mosaic kernel takes both, but for steps with hardly any tokens; in small steps its
-    small tiles do for short prompts. Where `in_bytes` is set as well, pages are in 8 bits, and two other
-    Mosaic kernels take decoding and the rest.
+    Small tiles are for decoding and for short queries, and are bound by memory. Large tiles are for prompts,
+    and are bound by arithmetic. A step with very few tokens has only small tiles, which saves a launch. With
+    `mosaic`, the Mosaic kernel computes both, except in steps with hardly any tokens; in small steps its
+    small tiles also compute short prompts. With `in_bytes` as well, pages are in 8 bits, and two other Mosaic
+    kernels compute decoding and the rest.
 
-    Heads over 128 elements in a pipeline of four stages, or in tiles of 128 rows, need up to 132 KiB of
-    shared memory: without `large_shared_memory` there are two stages and 64 rows at most, in 68 KiB. No such
-    GPU has been measured.
+    Heads over 128 elements need up to 132 KiB of shared memory in a pipeline of four stages, or in tiles of
+    128 rows. Without `large_shared_memory` there are at most two stages and 64 rows, in 68 KiB. No such GPU
+    has been measured.
     """
     group = num_q_heads // num_kv_heads
     small_rows = max(16, power_of_two(group))
     if itemsize == 4:
         return _float32_block_sizes(small_rows, head_dim)
     must_save = head_dim > 128 and not large_shared_memory
-    # Rows of a few tokens each (a prompt's tail): one tile of 32 reads the keys once, two of 16 twice.
+    # For rows of a few tokens (a prompt's tail) one tile of 32 reads the keys once, two tiles of 16 twice.
     if num_tokens <= 512 and small_rows < group * num_tokens // max_num_seqs <= 32:
         small_rows = 32
     small = TileClass(
@@ -160,9 +161,9 @@ def default_block_sizes(
     if mosaic and in_bytes:
         return _byte_block_sizes(group, num_tokens)
     if mosaic and enough:
-        # One computing warpgroup and three blocks each of 128 keys and values, or two and two: what shared
-        # memory holds. Two items for each program: a prompt of 2048 tokens has enough of them whole, and four
-        # for each, evener, cost it more in merges than they saved (lab/log/2026-11.md).
+        # Shared memory holds one computing warpgroup with three blocks each of 128 keys and values, or two
+        # with two. There are two items for each program: a prompt of 2048 tokens has enough without splits.
+        # Four were more even, but cost the prompt more in merges than they saved (lab/log/2026-11.md).
         few, many = mosaic_class(64, 128, 3, 256, 264), mosaic_class(128, 128, 2, 1024, 264)
         return BlockSizes((few,) if num_tokens <= _MOSAIC_FEW_TOKENS else (few, many))
     if num_tokens * group <= 4 * small_rows or small_rows >= (64 if must_save else 128):
@@ -171,7 +172,7 @@ def default_block_sizes(
 
 
 def _large(rows: int, head_dim: int, target_programs: int) -> TileClass:
-    """Triton's class for prompts."""
+    """Return Triton's class for prompts."""
     return TileClass(
         rows=rows,
         block_kv=64 if head_dim <= 128 else 32,  # two or three blocks of K and V must fit shared memory
@@ -183,9 +184,9 @@ def _large(rows: int, head_dim: int, target_programs: int) -> TileClass:
 
 
 def _byte_block_sizes(group: int, num_tokens: int) -> BlockSizes:
-    """Decoding in what two pairs' shared memory holds, and prompts, whose kernel converts what it reads.
+    """Return the classes for pages in 8 bits: decoding by two pairs, and prompts by the kernel that converts.
 
-    A step of hardly any tokens has no launch for prompts, which is there whether or not there is one.
+    A launch for prompts costs time even without a prompt, so a step with hardly any tokens has none.
     """
     has_hardly_any_tokens = num_tokens <= _MOSAIC_HARDLY_ANY_TOKENS
     min_split_kv = 128 if has_hardly_any_tokens else 256
@@ -195,15 +196,15 @@ def _byte_block_sizes(group: int, num_tokens: int) -> BlockSizes:
         small = byte_class(16, 64, 2, 5, min_split_kv, 264)
     if has_hardly_any_tokens:
         return BlockSizes((small,))
-    # Triton's kernel takes a prompt two to three times as long, so groups that are filled up to a power of
-    # two with nobody's rows come here, too.
+    # Triton's kernel takes two to three times as long for a prompt, so groups that need padding to a power of
+    # two use this kernel, too.
     if num_tokens <= _MOSAIC_FEW_TOKENS:
         return BlockSizes((small, byte_prompt_class(64, 128, 2, 256, 264)))
     return BlockSizes((small, byte_prompt_class(128, 64, 3, 1024, 264)))
 
 
 def _float32_block_sizes(rows: int, head_dim: int) -> BlockSizes:
-    """Without tensor cores a tile's operands live in registers: one class of small tiles."""
+    """Return one class of small tiles: without tensor cores a tile's operands are in registers."""
     return BlockSizes(
         (
             TileClass(

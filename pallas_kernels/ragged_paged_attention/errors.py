@@ -1,22 +1,22 @@
-"""Errors of the attention package: an argument that no back end, or not the chosen one, can serve.
+"""Error of the attention package: no back end, or not the selected one, supports an argument.
 
-Owns: the one error type. Does not know: what any back end serves.
+Owns: the error type. Does not know: the limits of any back end.
 """
 
 from __future__ import annotations
 
 
 class AttentionArgumentError(ValueError):
-    """An argument is outside what the kernel serves.
+    """An argument is not supported.
 
     Attributes:
       field: name of the argument.
-      value: what was given.
-      limit: what is accepted, and what to change.
+      value: the given value.
+      limit: accepted values, and what to change.
     """
 
     def __init__(self, field: str, value: object, limit: str) -> None:
-        """Keeps the three parts apart, so that a caller can show or test them."""
+        """Store the three parts separately, so that a caller can show or test them."""
         super().__init__(f"{field} = {value!r}: {limit}")
         self.field = field
         self.value = value

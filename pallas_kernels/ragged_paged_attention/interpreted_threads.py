@@ -1,10 +1,10 @@
-"""What `mosaic_threads` makes instructions of, computed for all threads of a warpgroup, on any device.
+"""Interpreter of the operations of `mosaic_threads`, for all threads of a warpgroup, on any device.
 
-Owns: the meaning of a thread's operations, among them the fragments of matrix products, as arrays with an
-element for each thread. Does not know what is computed.
+Owns: the meaning of a thread's operations, including the fragments of matrix products, as arrays with one
+element for each thread. Does not know: what is computed. Called by: `mosaic_bytes`, `mosaic_convert`.
 
-Here all threads take every step together, so there is nothing to wait for; memory is as the kernel's
-references show it, without swizzling.
+All threads execute every step together, so barriers do nothing. Memory is as the kernel's references show it,
+without swizzling.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _THREADS = 128
 
 
 class InterpretedThreads:
-    """All threads; see `MosaicThreads`, whose methods these are."""
+    """All threads of a warpgroup, with the methods of `MosaicThreads`."""
 
     def __init__(self) -> None:
         thread = jnp.arange(_THREADS, dtype=jnp.int32)
@@ -38,7 +38,7 @@ class InterpretedThreads:
         return jnp.abs(x)
 
     def maximum(self, a: Any, b: Any) -> Any:
-        """NaN where either is."""
+        """Return the larger number; NaN if either is NaN."""
         return jnp.maximum(a, b)
 
     def maximum_int(self, a: Any, b: Any) -> Any:
@@ -48,11 +48,11 @@ class InterpretedThreads:
         return jnp.minimum(a, b)
 
     def divide(self, a: Any, divisor: int) -> Any:
-        """Of what is not negative."""
+        """Divide a non-negative integer."""
         return jax.lax.div(a, jnp.full_like(a, divisor))
 
     def select(self, condition: Any, a: Any, b: Any) -> Any:
-        """`a` where it holds."""
+        """Return `a` where the condition holds, else `b`."""
         return jnp.where(condition, a, b)
 
     def exp2(self, x: Any) -> Any:
@@ -62,7 +62,7 @@ class InterpretedThreads:
         return jnp.log2(x)
 
     def permute_bytes(self, a: Any, b: Any, selector: int) -> Any:
-        # As PTX's prmt.b32 does it.
+        # As PTX's prmt.b32.
         b = jnp.full_like(a, b) if isinstance(b, int) else b
         places = [selector >> (4 * i) & 7 for i in range(4)]
         columns = jnp.concatenate([_bytes(a), _bytes(b)], axis=1)
@@ -72,7 +72,7 @@ class InterpretedThreads:
         return _joined(_halves(a) - _halves(jnp.full_like(a, _signed(b))))
 
     def halves_of_e4m3(self, word: Any, which: int) -> Any:
-        """Of four e4m3 numbers two."""
+        """Return the first or the last two of four e4m3 numbers as float16."""
         codes = _bytes(word)[:, 2 * which : 2 * which + 2]
         return _joined(jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float16))
 
@@ -80,7 +80,7 @@ class InterpretedThreads:
         return _halves(pair)[:, which].astype(jnp.float32)
 
     def multiply_add_floats(self, a: Any, b: Any, c: Any) -> Any:
-        """Rounded twice where XLA does not fuse them."""
+        """Return a b + c, rounded twice if XLA does not fuse them."""
         return a * b + c
 
     def pack_halves(self, low: Any, high: Any) -> Any:
@@ -96,12 +96,12 @@ class InterpretedThreads:
         return x[self.warp * 32 + lane]
 
     def transpose(self, x: Any) -> Any:
-        """Of [row, column] halves in a warp: lane 4 g + t has row g, columns 2 t and + 1."""
+        """Transpose 8 x 8 halves in each warp: lane 4 g + t has row g, columns 2 t and 2 t + 1."""
         matrices = _halves(x).reshape(NUM_WARPS, 8, 8)
         return _joined(matrices.swapaxes(1, 2).reshape(_THREADS, 2))
 
     def multiply_add(self, a: list[Any], b: list[Any], c: list[Any]) -> list[Any]:
-        """As mma.m16n8k16: fragments as PTX has them."""
+        """Multiply and add as mma.m16n8k16, with PTX's fragments."""
         # a: rows g, g + 8, g, g + 8, at columns 2 t, 2 t, 2 t + 8, 2 t + 8.
         parts = [_halves(x).reshape(NUM_WARPS, 8, 8) for x in a]
         top, bottom = jnp.concatenate(parts[::2], axis=2), jnp.concatenate(parts[1::2], axis=2)
@@ -113,10 +113,10 @@ class InterpretedThreads:
         return [x + sums[i // 2, i % 2] for i, x in enumerate(c)]
 
     def barrier(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: all threads execute every step together."""
 
     def load_codes(self, ref: Any, key: Any, which: int, chunk: Any) -> list[Any]:
-        """Of a block as it is, without swizzling."""
+        """Load codes of a block without swizzling."""
         return self.load_words(ref, (key * 2 + which) * HEAD_DIM + chunk * 16)
 
     def load_words(self, ref: Any, start: Any) -> list[Any]:
@@ -128,21 +128,21 @@ class InterpretedThreads:
         return [flat[place + i] for i in range(count)]
 
     def operand_slot(self, key: Any, chunk: Any) -> Any:
-        """Of rows of 128 elements of 16 bits as they are."""
+        """Return the byte in rows of 128 elements of 16 bits, without swizzling."""
         return key * (2 * HEAD_DIM) + chunk * 16
 
     def load_byte(self, ref: Any, start: Any) -> Any:
         return _flat_bytes(ref[...])[start].astype(jnp.int32)
 
     def store_floats(self, ref: Any, place: Any, values: list[Any], condition: Any) -> None:
-        """Where the condition holds."""
+        """Store floats where the condition holds."""
         flat = ref[...].reshape(-1)
         for i, value in enumerate(values):
             flat = flat.at[jnp.where(condition, place + i, flat.size)].set(value, mode="drop")
         ref[...] = flat.reshape(ref.shape)
 
     def store_words(self, ref: Any, start: Any, values: list[Any], condition: Any = True) -> None:
-        """Where the condition holds; of 16-bit numbers."""
+        """Store words of two 16-bit numbers where the condition holds."""
         flat = ref[...].reshape(-1)
         for i, word in enumerate(values):
             pair = jax.lax.bitcast_convert_type(word, flat.dtype)  # [128, 2]
@@ -155,7 +155,7 @@ class InterpretedThreads:
 def run_interpreted(
     program: Callable[..., Any], refs: list[Any], scalars: list[Any], registers: list[Any], result: Any | None
 ) -> Any:
-    """As `mosaic_threads.run_threads`, of references without transforms."""
+    """Run `program` as `mosaic_threads.run_threads` does, on references without transforms."""
     arrays = [[x[:, i] for i in range(x.shape[1])] for x in registers]
     found = program(InterpretedThreads(), refs, scalars, arrays)
     if result is None:
@@ -165,28 +165,28 @@ def run_interpreted(
 
 
 def _bytes(words: Any) -> Any:
-    """u8[n, 4] of i32[n]."""
+    """Convert i32[n] to u8[n, 4]."""
     return jax.lax.bitcast_convert_type(words, jnp.uint8)
 
 
 def _words(parts: Any) -> Any:
-    """i32[n] of u8[n, 4]; not a bitcast, which XLA takes for another one where a bitcast follows."""
+    """Convert u8[n, 4] to i32[n], without a bitcast: before another bitcast XLA mistakes it for that one."""
     wide = parts.astype(jnp.int32)
     return wide[:, 0] | wide[:, 1] << 8 | wide[:, 2] << 16 | wide[:, 3] << 24
 
 
 def _halves(words: Any) -> Any:
-    """float16[n, 2] of i32[n]."""
+    """Convert i32[n] to float16[n, 2]."""
     return jax.lax.bitcast_convert_type(words, jnp.float16)
 
 
 def _joined(halves: Any) -> Any:
-    """i32[n] of 16-bit numbers [n, 2]."""
+    """Convert 16-bit numbers [n, 2] to i32[n]."""
     return jax.lax.bitcast_convert_type(halves, jnp.int32)
 
 
 def _flat_bytes(array: Any) -> Any:
-    """u8[...] of an array of 8 or 16 bits."""
+    """Return the bytes of an array of 8 or 16 bits, flattened."""
     return jax.lax.bitcast_convert_type(array, jnp.uint8).reshape(-1)
 
 

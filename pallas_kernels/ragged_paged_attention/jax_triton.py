@@ -1,9 +1,9 @@
-"""Ragged paged attention in plain Triton, through jax-triton: NVIDIA GPUs from Ampere on.
+"""Ragged paged attention in plain Triton through jax-triton, for NVIDIA GPUs from Ampere on.
 
-Owns: the launches of `jax_triton_kernels`: one for each tile class, and the merge. Does not know how tiles
-are chosen (`tile_lists`), nor what the kernels do.
+Owns: the launches of `jax_triton_kernels`: one for each tile class, and the merge.
+Does not know: how tiles are chosen (`tile_lists`), or what the kernels do. Called by: `api`.
 
-The way out should Pallas drop its Triton back end: same tile lists, same block sizes, no Pallas.
+It is the fallback if Pallas drops its Triton back end: same tile lists, same block sizes, no Pallas.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import jax_triton
 from pallas_kernels.ragged_paged_attention import jax_triton_kernels as kernels
 from pallas_kernels.ragged_paged_attention.tile_specs import TileSpec, result_shapes
 
-# PTX 8.8 is CUDA 12.9's: JAX assembles what Triton writes with the CUDA it runs on, which may be older than
-# Triton's own. What Triton fuses by default differs between its versions.
+# PTX 8.8 is that of CUDA 12.9. JAX assembles Triton's output with the CUDA version it runs on, which may be
+# older than Triton's own. Fusion is set since Triton's default differs between versions.
 _OPTIONS = {"ptx_version": 88, "enable_fp_fusion": True}
 
 
@@ -36,7 +36,7 @@ def jax_triton_attention(
     inputs = (tiles, page_indices.reshape(-1), flat_q, kv_pages.reshape(-1, head_dim))
     buffers: list[jax.Array] = []
     for index, tile_class in enumerate(spec.blocks.classes):
-        # A class writes its own rows only; the second goes on in the buffers of the first.
+        # A class writes only its own rows; later classes continue in the buffers of the first.
         refs = [jax.new_ref(buffer) for buffer in buffers]
         outputs = jax_triton.triton_call(
             *inputs,
@@ -69,7 +69,7 @@ def jax_triton_attention(
 def _merge(
     spec: TileSpec, tiles: jax.Array, out: jax.Array, partial_out: jax.Array, partial_lse: jax.Array
 ) -> jax.Array:
-    """`out` with the rows of split tiles filled in."""
+    """Return `out` with the rows of split tiles filled in."""
     num_classes = len(spec.blocks.classes)
     out_ref = jax.new_ref(out)
     jax_triton.triton_call(

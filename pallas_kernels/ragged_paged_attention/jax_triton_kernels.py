@@ -1,15 +1,15 @@
 """Ragged paged attention in plain Triton: the tiles of `pallas_triton` without Pallas.
 
-Owns: two kernels' bodies: attention over the tiles of one class, and the merge of split key ranges. Does not
-know how tiles are chosen (`tile_lists`), nor JAX: `jax_triton` launches them.
+Owns: the bodies of two kernels: attention over the tiles of one class, and the merge of split key ranges.
+Does not know: how tiles are chosen (`tile_lists`), or JAX. Called by: `jax_triton`, which launches them.
 
-One program serves one tile and one KV head, as `pallas_triton` says: the query heads of that KV head and the
-tile's tokens fold into the rows of one matrix, keys come by a gather over row addresses, page ids are read an
-iteration ahead, and only the last blocks of a range take the loop with masks.
+One program computes one tile for one KV head, as in `pallas_triton`. The query heads of that KV head and the
+tile's tokens fold into the rows of one matrix. Keys are gathered by row address, and page ids are read one
+iteration ahead. Only the last blocks of a range use the loop with masks.
 
-What differs between buckets is a run-time argument (`*_ptr`, and integers without an annotation), what
-differs between models and tile classes a constant: buckets with the same classes share a compiled kernel.
-Needs Triton, which the extra `triton` installs.
+Values that differ between buckets are run-time arguments (`*_ptr`, and integers that are not constexpr).
+Values that differ between models and tile classes are constants. So buckets with the same classes share a
+compiled kernel. Needs Triton, which the extra `triton` installs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import triton.language as tl
 
 from pallas_kernels.ragged_paged_attention import block_sizes, tile_lists, tile_specs
 
-# A kernel reads module variables only if they are Triton's constants.
+# A kernel can read module variables only if they are Triton constants.
 ROW, TOKEN, NUM_TOKENS, POSITION, KV_BEGIN, KV_END, SLOT = map(
     tl.constexpr,
     (
@@ -38,8 +38,8 @@ NUM_FIELDS = tl.constexpr(tile_specs.NUM_FIELDS)
 MERGE_ROWS = tl.constexpr(block_sizes.MERGE_ROWS)
 MAX_NUM_SPLITS = tl.constexpr(block_sizes.MAX_NUM_SPLITS)
 MERGE_PARTS = tl.constexpr(8)  # loaded together: the merge is bound by latency
-# The maximum of a row that has seen no key. Finite, and above the -inf of a hidden key: the weights of hidden
-# keys are then exactly zero even in a part of a range of which a row sees nothing.
+# The maximum of a row that has seen no key. It is finite, and above the -inf of a hidden key. So weights of
+# hidden keys are exactly zero even in a part of which a row sees nothing.
 LEAST = tl.constexpr(-1e30)
 
 
@@ -65,7 +65,7 @@ def ragged_paged_attention_tiles(
     block_kv: tl.constexpr,
     whole_loop: tl.constexpr,
 ) -> None:
-    """One tile of a class and one KV head; the grid is (KV heads, most tiles of the class).
+    """Compute one tile of a class for one KV head; the grid is (KV heads, most tiles of the class).
 
     Args:
       tiles_ptr: i32[tiles_len], the flat tile list.
@@ -75,18 +75,18 @@ def ragged_paged_attention_tiles(
       out_ptr: like q.
       partial_out_ptr: f32[num_partial_rows, head_dim].
       partial_lse_ptr: f32[num_partial_rows], base 2.
-      class_index: where in the header the class's count lies.
-      first_tile: where in the list its tiles begin.
+      class_index: index of the class's count in the header.
+      first_tile: start of its tiles in the list.
       first_partial_row: its first row of partial results.
       pages_per_seq: columns of the page table.
-      scale: on the scores, in base 2.
+      scale: factor on the scores, for base 2.
       num_kv_heads: KV heads.
       group: query heads per KV head.
       head_dim: elements of a head.
       page_size: tokens of a page.
       num_rows: rows of a tile.
       block_kv: keys per iteration.
-      whole_loop: blocks that every query sees whole take a loop of their own.
+      whole_loop: blocks that every query sees entirely are computed in a separate loop.
     """
     head = tl.program_id(0)
     tile = tl.program_id(1)
@@ -153,9 +153,9 @@ def _add_block(
     block_kv: tl.constexpr,
     masked: tl.constexpr,
 ) -> tl.tensor:
-    """The running maximum and sums with a block more, and the pages of the next one.
+    """Return the running maximum and sums after one more block, and the page ids of the next block.
 
-    pages: ids of the block's keys, or the one id; positions: i32[num_rows], of each row's query.
+    pages: page ids of the block's keys, or one id for all; positions: i32[num_rows], of each row's query.
     """
     keys = start + tl.arange(0, block_kv)
     kv_rows = (pages * page_size + (keys & (page_size - 1))) * (2 * num_kv_heads) + 2 * head
@@ -163,13 +163,13 @@ def _add_block(
     k_ptrs = _row_pointers(kv_ptr, kv_rows, head_dim)
     in_range = keys < kv_end
     k = tl.load(k_ptrs, mask=in_range[:, None], other=0.0) if masked else tl.load(k_ptrs)
-    # "ieee": float32 where the default would be TF32; 16-bit operands are not affected.
+    # "ieee" is IEEE float32; the default would be TF32. It does not affect 16-bit operands.
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if masked:
         visible = (keys[None, :] <= positions[:, None]) & in_range[None, :]
         scores = tl.where(visible, scores, float("-inf"))
     m_new = tl.maximum(m, tl.max(scores, 1))
-    # The scale is positive, so it may follow the maximum and become one multiply-add with it.
+    # The scale is positive, so it may be applied after the maximum, as one multiply-add.
     weights = tl.exp2(scores * scale - (m_new * scale)[:, None])
     alpha = tl.exp2((m - m_new) * scale)
     v_ptrs = k_ptrs + head_dim
@@ -182,9 +182,9 @@ def _add_block(
 def _load_pages(
     row_pages: tl.tensor, start: tl.tensor, kv_end: tl.tensor, page_size: tl.constexpr, block_kv: tl.constexpr
 ) -> tl.tensor:
-    """Page ids of a block's keys; one id where a block lies in one page.
+    """Load the page ids of a block's keys; one id if a page contains the block.
 
-    Never past the range: an id behind it may be anything.
+    Never read past the range: ids after it are arbitrary.
     """
     columns = (start if page_size % block_kv == 0 else start + tl.arange(0, block_kv)) // page_size
     return tl.load(row_pages + tl.minimum(columns, tl.maximum(kv_end - 1, 0) // page_size))
@@ -192,7 +192,7 @@ def _load_pages(
 
 @triton.jit
 def _row_pointers(ptr: tl.tensor, rows: tl.tensor, row_len: tl.constexpr) -> tl.tensor:
-    """To every element of rows i32[n]: a 32-bit row number addresses any pool, its offset needs 64 bits."""
+    """Return pointers to all elements of rows i32[n]. A row number fits 32 bits, its offset needs 64."""
     return ptr + (rows.to(tl.int64) * row_len)[:, None] + tl.arange(0, row_len)[None, :]
 
 
@@ -208,15 +208,15 @@ def ragged_paged_attention_merge(
     group: tl.constexpr,
     head_dim: tl.constexpr,
 ) -> None:
-    """The weighted mean of a split tile's parts, for MERGE_ROWS of its rows; grid (KV heads, most merges).
+    """Store the weighted mean of a split tile's parts for MERGE_ROWS rows; the grid is (KV heads, merges).
 
     Args:
       tiles_ptr: i32[tiles_len], the flat tile list.
       partial_out_ptr: f32[num_partial_rows, head_dim].
       partial_lse_ptr: f32[num_partial_rows], base 2.
       out_ptr: [num_tokens * num_q_heads, head_dim]; the rows of split tiles are written.
-      num_classes: tile classes; there lies the count of merges in the header.
-      first_merge: where in the list merges begin.
+      num_classes: number of tile classes; also the index of the count of merges in the header.
+      first_merge: start of the merges in the list.
       num_kv_heads: KV heads.
       group: query heads per KV head.
       head_dim: elements of a head.

@@ -1,6 +1,6 @@
-"""Writing new keys and values into one layer's pool of pages.
+"""Write of new keys and values to one layer's pool of pages.
 
-Owns: the order of K and V inside a page. Does not know which page belongs to whom; slots come from the
+Owns: the order of K and V inside a page. Does not know: which sequence a page belongs to; slots come from the
 planner.
 """
 
@@ -29,25 +29,25 @@ def write_kv(
     backend: str = "xla",
     interpret: bool = False,
 ) -> jax.Array:
-    """Scatters the keys and values of new tokens into the pool, in place where the pool is donated.
+    """Scatter the keys and values of new tokens into the pool, in place if the pool is donated.
 
     Args:
       kv_pages: [num_pages, page_size, 2 * num_kv_heads, head_dim]; K at even, V at odd heads. With a
-        `kv_dtype` i8, and rows of scales behind those of the tokens; see `page_formats`.
+        `kv_dtype`, i8 with rows of scales after those of the tokens; see `page_formats`.
       k: [num_tokens, num_kv_heads, head_dim].
       v: [num_tokens, num_kv_heads, head_dim].
       slots: i32[num_tokens], page * page_size + offset. A slot at or past num_pages * page_size is padding
         and is dropped; the others must differ from each other and not be negative.
-      page_size: tokens of a page; None: all its rows are tokens'.
-      kv_dtype: what pages hold; None: the pool's dtype.
-      backend: of the attention that reads them; a kernel writes int8 where that is one of Pallas'.
-      interpret: run that without a GPU, slowly.
+      page_size: tokens of a page; None means that every row of a page is a token.
+      kv_dtype: format of the pages; None means the pool's dtype.
+      backend: back end of the attention that reads them. With one of Pallas', a kernel writes int8.
+      interpret: run this kernel without a GPU, slowly.
 
     Returns:
       The pool with the new rows; every other element is unchanged.
 
     Raises:
-      AttentionArgumentError: shapes that do not belong together.
+      AttentionArgumentError: shapes do not match.
     """
     _, num_rows, num_combined_heads, head_dim = kv_pages.shape
     page_size = num_rows if page_size is None else page_size
@@ -62,13 +62,12 @@ def write_kv(
                 f"{name}.shape", value.shape, f"must be {expected} for these pages and slots"
             )
     if kv_dtype == "int8" and backend in ("pallas_triton", "pallas_mosaic_gpu"):
-        # Imported late: upstream calls this back end deprecated, and only its own file may depend on it.
+        # Imported late: upstream has deprecated this back end, and only its own file may depend on it.
         from pallas_kernels.ragged_paged_attention.triton_kv_write import triton_write_kv
 
         return triton_write_kv(kv_pages, k, v, slots, page_size=page_size, interpret=interpret)
     rows = jnp.stack([k, v], axis=2).reshape(num_tokens, num_combined_heads, head_dim)
-    # Page and offset stay two indices: their product with the row size may exceed 32 bits, neither of them
-    # does.
+    # Page and offset stay two indices: one flat index may exceed 32 bits, but neither of these does.
     pages, offsets = slots // page_size, slots % page_size
     if kv_dtype is None:
         return kv_pages.at[pages, offsets].set(rows.astype(kv_pages.dtype), mode="drop", unique_indices=True)
@@ -83,11 +82,11 @@ def _write_codes(
     page_size: int,
     kv_dtype: str,
 ) -> jax.Array:
-    """The pool with `rows` [num_tokens, 2 * num_kv_heads, head_dim] as codes and scales."""
+    """Return the pool with `rows` [num_tokens, 2 * num_kv_heads, head_dim] written as codes and scales."""
     _, _, num_combined_heads, head_dim = kv_pages.shape
     codes, scales = encode(rows, kv_dtype)
     written = kv_pages.at[pages, offsets].set(codes, mode="drop", unique_indices=True)
-    # All four indices, in order: for a scatter over some of them XLA may transpose the whole pool.
+    # All four indices, in order: for a scatter over only some of them XLA may transpose the whole pool.
     heads = jnp.arange(num_combined_heads)[None, :]
     places = scale_places(offsets, page_size, head_dim)
     for (row, lane), values in zip(places, scale_bytes(scales), strict=True):

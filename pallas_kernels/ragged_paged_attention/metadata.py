@@ -1,9 +1,9 @@
-"""The tile list: a step's attention cut into pieces of bounded, similar size.
+"""The tile list: a step's attention divided into pieces of bounded, similar size.
 
-Owns: the flat i32 array of a step, and its builder, which runs on the host with numpy or inside a jit with
-jax.numpy on the same lines of code. Does not know: what a kernel does with a tile.
+Owns: the flat i32 array of a step, and its builder. The same code runs on the host with numpy, or inside a
+jit with jax.numpy. Does not know: what a kernel does with a tile.
 
-What a tile and a merge are: `tile_lists`; where they lie in the array: `tile_specs`.
+`tile_lists` defines tiles and merges; `tile_specs` defines their layout in the array.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ def build_tiles(
     num_seqs: np.ndarray | int,
     out: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The tile list of one step, on the host.
+    """Build the tile list of one step on the host.
 
     Args:
       spec: the bucket's spec.
       cu_q_lens: i32[max_num_seqs + 1]; entries past num_seqs are ignored.
       kv_lens: i32[max_num_seqs].
       num_seqs: i32[1] or an int.
-      out: i32[tiles_len] to write into; what it held does not matter. None: a new array.
+      out: i32[tiles_len] to overwrite; None allocates a new array.
 
     Returns:
       i32[tiles_len], `out` if given.
 
     Raises:
-      AttentionArgumentError: more rows or query tokens than the spec holds, or `out` of another length.
+      AttentionArgumentError: the spec holds fewer rows or query tokens, or `out` has another length.
     """
     num_rows = int(np.asarray(num_seqs).reshape(-1)[0])
     if out is None:
@@ -70,7 +70,7 @@ def build_tiles(
 def build_tiles_traced(
     spec: TileSpec, cu_q_lens: jax.Array, kv_lens: jax.Array, num_seqs: jax.Array
 ) -> jax.Array:
-    """As `build_tiles`, inside a jit; for callers without a host plan. i32[tiles_len]."""
+    """Build i32[tiles_len] as `build_tiles` does, but inside a jit, for callers without a host plan."""
     real = jnp.arange(spec.max_num_seqs) < num_seqs[0]
     used = cu_q_lens[num_seqs[0]]
     begins = jnp.append(jnp.where(real, cu_q_lens[:-1], 0), used)

@@ -1,31 +1,33 @@
-"""What every thread of a computing warpgroup does with pages in 8 bits: the program of one lane.
+"""Program of one lane of a computing warpgroup for decode attention over pages in 8 bits.
 
-Owns: which thread holds which query, key, value and sum, how codes become operands, the online softmax, and
-the merge of the four warps' sums. Does not know what a register is: `mosaic_threads` makes instructions of
-these lines, `interpreted_threads` computes them for all lanes on any device.
+Owns: the assignment of queries, keys, values and sums to threads, the conversion of codes to operands, the
+online softmax, and the merge of the four warps' sums. Does not know: what a register is; `mosaic_threads`
+turns the operations into instructions, `interpreted_threads` computes them for all lanes on any device.
+Called by: `mosaic_bytes`.
 
-The four warps share out a block's keys; each has sums of its own until the item ends, and nothing is waited
-for between them before. Products are m16n8k16 of float16 with keys, and head elements, in the long dimension:
-scores are S^T[keys, queries] = K Q^T, sums are O^T[elements, queries] += V^T P^T. A query tile is 8 rows, or
-16, which is no more than a decoding row's heads, and codes are operand A, from 16 contiguous bytes of a row.
+The four warps divide a block's keys. Each warp has its own sums, and they do not synchronize until the item
+ends. Products are m16n8k16 of float16, with keys or head elements in the long dimension: scores are
+S^T[keys, queries] = K Q^T, sums are O^T[elements, queries] += V^T P^T. A query tile has 8 rows, or 16, no
+more than the heads of a decoding row. Codes are operand A, from 16 contiguous bytes of a row.
 
 With lane = 4 g + t (g < 8, t < 4), keys counted within the warp's part of a block, and p = `key_of`:
 
 | what | where |
 |---|---|
-| Q^T | query g, elements 16 t ... + 15 and as many from 64 + 16 t: a contraction may go in any order |
+| Q^T | query g, 16 elements from 16 t and 16 from 64 + 16 t: the order of a contraction is free |
 | K | keys 16 i + p(g) and + 8, the same elements: two chunks of 16 bytes, a word for each step |
 | S^T, P^T | keys 16 i + 8 h + p(g), queries 2 t + e |
 | P^T as operand B | keys 16 i + 8 h + p(2 t + e), query g: a transposition of 8 x 8 within the warp |
 | V^T | the same keys, elements 16 g ... 16 g + 15, of which 2 j and 2 j + 1 in product j |
 | O^T | elements 16 g + 2 j + h, queries 2 t + e |
 
-A key and its value are neighbours, in pages as in shared memory, which is swizzled by 128 bytes: rows four
-apart have their chunks in the same order. With p, eight lanes that load together meet all banks.
+A key and its value are adjacent, in pages and in shared memory. This is swizzled by 128 bytes, so rows four
+apart have their chunks in the same order. With p, eight lanes that load together use all banks.
 
-Codes are exact as float16. A query row becomes float16 after division by the power of two of its largest
-magnitude, exactly but for what is 2^-14 of that and less. Weights come as exp2(score + log2(value's scale)):
-what multiplies codes is at most one. Sums of plain weights, less the same maximum, are the denominator.
+Codes are exact in float16. A query row is divided by the power of two of its largest magnitude and converted
+to float16. This is exact except for elements of 2^-14 of that magnitude or less. Weights are computed as
+exp2(score + log2(value's scale)), so the factors of codes are at most one. The denominator is the sum of the
+plain weights, relative to the same maximum.
 """
 
 from __future__ import annotations
@@ -38,25 +40,25 @@ from typing import Any
 HEAD_DIM = 128
 NUM_WARPS = 4
 TILE_ROWS = 8  # queries of one product
-# Hidden scores, and a maximum that lies above them and below all visible ones.
+# Hidden scores, and an initial maximum above these and below all visible scores.
 _MASKED, _NO_MAXIMUM = -1e30, -1e29
-_LEAST_SCALE = 2.0**-100  # of values; less is taken for as much: their codes are zeros or next to nothing
-_STEPS = HEAD_DIM // 16  # of a contraction over elements
-_TILES = HEAD_DIM // 16  # of sums
+_LEAST_SCALE = 2.0**-100  # smaller scales of values are raised to it: these values are negligible
+_STEPS = HEAD_DIM // 16  # steps of a contraction over elements
+_TILES = HEAD_DIM // 16  # tiles of sums
 _QUERY_REGISTERS, _SUM_REGISTERS, _ROW_REGISTERS = 2 * _STEPS, 4 * _TILES, 4
-_SCALE_BYTES = 2 * HEAD_DIM  # of a page's row of scales: keys', then values'
+_SCALE_BYTES = 2 * HEAD_DIM  # bytes of a page's row of scales: those of keys, then those of values
 
 Registers = list[Any]
 
 
 @dataclass(frozen=True)
 class LaneShape:
-    """What is fixed when the program is made.
+    """Static parameters of the program.
 
     Attributes:
-      kv_dtype: the pages' format.
+      kv_dtype: format of the pages.
       page_size: tokens of a page.
-      group: query heads of a KV head.
+      group: query heads per KV head.
       block_kv: keys of a block.
       num_tiles: products side by side, of 8 query rows each.
       scale: factor on scores, for base 2.
@@ -71,51 +73,51 @@ class LaneShape:
 
     @property
     def warp_keys(self) -> int:
-        """Keys of a block that one warp has."""
+        """Keys of a block for one warp."""
         return self.block_kv // NUM_WARPS
 
     @property
     def key_tiles(self) -> int:
-        """Tiles of 16 keys that one warp has."""
+        """Tiles of 16 keys for one warp."""
         return self.warp_keys // 16
 
     @property
     def num_query_registers(self) -> int:
-        """Operands, then for each of a thread's queries its factor and its last key, as bits."""
+        """Registers of queries: operands, then the factor and the last key of each query, as bits."""
         return self.num_tiles * (_QUERY_REGISTERS + 4)
 
     @property
     def num_sum_registers(self) -> int:
-        """Sums, then for each of a thread's queries the maximum and the total of weights."""
+        """Registers of sums: the sums, then the maximum and the total weight of each query."""
         return self.num_tiles * (_SUM_REGISTERS + _ROW_REGISTERS)
 
 
 def key_of(g: Any) -> Any:
-    """Of eight keys that in row g of a product: 0, 6, 1, 7, 2, 4, 3, 5."""
+    """Return which of eight keys is in row g of a product: 0, 6, 1, 7, 2, 4, 3, 5."""
     return (g >> 1) ^ ((g & 1) * 6)
 
 
 def slot_of(key: Any, which: int, chunk: Any) -> Any:
-    """The byte of a block where a chunk of a key lies, or (which = 1) of its value, in swizzled memory."""
+    """Return the byte offset of a chunk of a key, or (which = 1) of its value, in a swizzled block."""
     row = key * 2 + which
     return row * HEAD_DIM + ((chunk ^ (row & 7)) << 4)
 
 
 def empty_sums(shape: LaneShape) -> list[float]:
-    """What `add_block` starts with."""
+    """Return the initial sums for `add_block`."""
     sums = [0.0] * (shape.num_tiles * _SUM_REGISTERS)
     return sums + [_NO_MAXIMUM, _NO_MAXIMUM, 0.0, 0.0] * shape.num_tiles
 
 
 def load_queries(threads: Any, shape: LaneShape, queries: Any, position: Any, kv_end: Any) -> Registers:
-    """i32 registers: operands, factors and last keys of a tile's rows.
+    """Load a tile's rows; return i32 registers: operands, factors and last keys.
 
     Args:
-      threads: what computes.
-      shape: sizes.
-      queries: bf16[8 * num_tiles, 128] in shared memory; what belongs to no row may be anything.
-      position: of the tile's first token.
-      kv_end: of the item.
+      threads: the operations of a thread.
+      shape: static parameters.
+      queries: bf16[8 * num_tiles, 128] in shared memory; unused rows are arbitrary.
+      position: position of the tile's first token.
+      kv_end: end of the item's key range.
     """
     operands, rest = [], []
     for n in range(shape.num_tiles):
@@ -147,17 +149,17 @@ def add_block(
     *,
     masked: bool,
 ) -> Registers:
-    """Sums with one more block.
+    """Return the sums with one more block.
 
     Args:
-      threads: what computes.
-      shape: sizes.
-      codes: i8[block_kv, 256] in shared memory, of each key, then of its value.
+      threads: the operations of a thread.
+      shape: static parameters.
+      codes: i8[block_kv, 256] in shared memory; each key is followed by its value.
       scales: i8[pages, 256] in shared memory.
-      first_key: of the block.
-      queries: as `load_queries` returned them.
-      sums: f32 registers as `empty_sums` or this returned them.
-      masked: some query may not see all of the block.
+      first_key: first key of the block.
+      queries: registers from `load_queries`.
+      sums: f32 registers from `empty_sums` or from this function.
+      masked: some query may not see the whole block.
     """
     tiles, rows = range(shape.num_tiles), shape.num_tiles * _SUM_REGISTERS
     acc = [sums[_SUM_REGISTERS * n :][:_SUM_REGISTERS] for n in tiles]
@@ -186,14 +188,14 @@ def add_block(
                 acc[n][j] = acc[n][j] * alpha
         packed = [threads.pack_halves(a, b) for a, b in zip(*columns, strict=True)]
         weights.append([threads.transpose(pair) for pair in packed])
-    can_be_nan = masked and shape.kv_dtype != "int8"  # a weight of zero does not silence such a code
+    can_be_nan = masked and shape.kv_dtype != "int8"  # a weight of zero times such a code is NaN
     last_key = _last_key(threads, shape, queries) - first_key if can_be_nan else None
     _add_values(threads, shape, codes, begin, weights, acc, last_key)
     return [x for part in (*acc, *state) for x in part]
 
 
 def _last_key(threads: Any, shape: LaneShape, queries: Registers) -> Any:
-    """That any of a tile's queries may see."""
+    """Return the last key that any of a tile's queries may see."""
     found = [_of_queries(shape, queries, n)[which] for n in range(shape.num_tiles) for which in (1, 3)]
     last = _pairwise(threads.maximum_int, found)
     for distance in (1, 2):
@@ -202,12 +204,12 @@ def _last_key(threads: Any, shape: LaneShape, queries: Registers) -> Any:
 
 
 def _of_queries(shape: LaneShape, queries: Registers, n: int) -> Registers:
-    """Factor and last key of the two queries of a tile that a thread has."""
+    """Return factor and last key of the two queries of a tile in this thread."""
     return queries[shape.num_tiles * _QUERY_REGISTERS + 4 * n :][:4]
 
 
 def _scales(threads: Any, shape: LaneShape, scales: Any, begin: Any) -> tuple[Registers, Registers]:
-    """Of a thread's keys: scales of keys, and log2 of scales of values. Each lane reads one key's."""
+    """Return the scales of a thread's keys, and log2 of those of its values. Each lane loads one key's."""
     key = begin + (threads.lane & (shape.warp_keys - 1))
     bits = shape.page_size.bit_length() - 1
     start = (key >> bits) * _SCALE_BYTES + (key & (shape.page_size - 1))
@@ -225,7 +227,7 @@ def _scales(threads: Any, shape: LaneShape, scales: Any, begin: Any) -> tuple[Re
 def _scores(
     threads: Any, shape: LaneShape, codes: Any, begin: Any, queries: Registers
 ) -> list[list[Registers]]:
-    """Products by query tile and tile of 16 keys, without scales: keys p(g) and + 8, queries 2 t and + 1."""
+    """Return unscaled scores by query tile and tile of 16 keys: keys p(g), p(g) + 8; queries 2 t, 2 t + 1."""
     found: list[list[Registers]] = [[] for _ in range(shape.num_tiles)]
     for i in range(shape.key_tiles):
         rows = []
@@ -233,7 +235,8 @@ def _scores(
             key = begin + key_of(threads.g) + (16 * i + 8 * h)
             words = [w for c in (0, 4) for w in threads.load_codes(codes, key, 0, threads.t + c)]
             rows.append([_halves(threads, shape, word) for word in words])
-        chains = [[[0.0] * 4 for _ in range(2)] for _ in range(shape.num_tiles)]  # two, the shorter
+        # Two short dependency chains for each tile of queries.
+        chains = [[[0.0] * 4 for _ in range(2)] for _ in range(shape.num_tiles)]
         for s in range(_STEPS):
             operand = [rows[0][s][0], rows[1][s][0], rows[0][s][1], rows[1][s][1]]
             for n in range(shape.num_tiles):
@@ -245,9 +248,9 @@ def _scores(
 
 
 def _weigh(threads: Any, scores: list[Registers], m: Any, total: Any) -> tuple[Registers, Any, Any, Any]:
-    """Weights times values' scales of one query's keys, its new maximum and total, the factor for older sums.
+    """Return one query's weights times values' scales, its new maximum and total, the factor for older sums.
 
-    scores: of each key the score, and the score with its value's scale; maxima are of the latter.
+    scores: for each key the score, and the score plus log2 of its value's scale; maxima are of the latter.
     """
     largest = _pairwise(threads.maximum, [scaled for _, scaled in scores])
     for distance in (4, 8, 16):
@@ -268,7 +271,7 @@ def _add_values(
     acc: list[Registers],
     last_key: Any,
 ) -> None:
-    """Adds weighted values to `acc`, in place; of keys of the block past `last_key`, if given, as zeros."""
+    """Add weighted values to `acc` in place. Values of keys past `last_key`, if given, count as zeros."""
     for i in range(shape.key_tiles):
         rows: list[list[Registers]] = []
         for h in range(2):
@@ -279,10 +282,10 @@ def _add_values(
                 if last_key is not None:
                     words = [threads.select(key > last_key, 0, word) for word in words]
                 rows[-1].append(words)
-        for j in range(4):  # of 4 bytes
+        for j in range(4):  # words of 4 bytes
             parts = []
             for one, other in rows:
-                for selector in (0x5140, 0x7362):  # bytes 0 and 1 of both keys side by side, then 2 and 3
+                for selector in (0x5140, 0x7362):  # bytes 0 and 1 of both keys interleaved, then 2 and 3
                     parts.append(_halves(threads, shape, threads.permute_bytes(one[j], other[j], selector)))
             for o in range(2):
                 operand = [parts[o][0], parts[o][1], parts[2 + o][0], parts[2 + o][1]]
@@ -292,10 +295,10 @@ def _add_values(
 
 
 def _halves(threads: Any, shape: LaneShape, word: Any) -> Registers:
-    """Four codes as two pairs of float16."""
+    """Return four codes as two pairs of float16."""
     if shape.kv_dtype != "int8":
         return [threads.halves_of_e4m3(word, which) for which in range(2)]
-    # With its sign bit flipped a code is itself plus 128; as the low bits of 1024 it adds to that exactly.
+    # A code with its sign bit flipped is the code plus 128; as the low bits of 1024 it adds to that exactly.
     word = word ^ _signed(0x80808080)
     return [
         threads.subtract_halves(threads.permute_bytes(word, 0x64646464, selector), 0x64806480)
@@ -306,16 +309,16 @@ def _halves(threads: Any, shape: LaneShape, word: Any) -> Registers:
 def finish(
     threads: Any, shape: LaneShape, rows: Any, slabs: Any, result: Any, lse: Any, sums: Registers
 ) -> None:
-    """Merges the warps' sums: attention of a tile's rows, in three places of shared memory.
+    """Merge the warps' sums, and store the attention of a tile's rows in three places of shared memory.
 
     Args:
-      threads: what computes.
-      shape: sizes.
+      threads: the operations of a thread.
+      shape: static parameters.
       rows: f32[4, 2, 8 * num_tiles], scratch: each warp's maxima and totals.
       slabs: f32[2, 8 * num_tiles, 128], scratch; the first ends up with the result, in float32.
       result: bf16[8 * num_tiles, 128].
       lse: f32[8 * num_tiles], log-sum-exps in base 2.
-      sums: as `add_block` returned them.
+      sums: registers from `add_block`.
     """
     num_rows, num_sums = TILE_ROWS * shape.num_tiles, shape.num_tiles * _SUM_REGISTERS
     is_writer, t2 = threads.g == 0, threads.t * 2
@@ -340,7 +343,7 @@ def finish(
     for n in range(shape.num_tiles):
         threads.store_floats(lse, t2 + TILE_ROWS * n, logs[n], is_first & is_writer)
         for e in range(2):
-            # A thread has 16 elements of a row, one after the other.
+            # A thread has 16 consecutive elements of a row.
             elements = [scaled[_SUM_REGISTERS * n + 2 * d + e] for d in range(16)]
             place = (t2 + (TILE_ROWS * n + e)) * HEAD_DIM + threads.g * 16
             for d in range(0, 16, 4):
@@ -353,7 +356,7 @@ def finish(
 def _factors(
     threads: Any, rows: Any, place: Any, num_rows: int, maxima: Registers
 ) -> tuple[Registers, Registers]:
-    """For two queries: what a warp's sums must be multiplied with, and the log-sum-exp of all."""
+    """Return for two queries the factors of this warp's sums, and the log-sum-exps over all warps."""
     found = [threads.load_floats(rows, place + num_rows * i, 2) for i in range(2 * NUM_WARPS)]
     factors, logs = [], []
     for e in range(2):
@@ -361,17 +364,17 @@ def _factors(
         largest = _pairwise(threads.maximum, all_maxima)
         parts = [x * threads.exp2(m - largest) for m, x in zip(all_maxima, all_totals, strict=True)]
         total = _pairwise(operator.add, parts)
-        total = threads.select(total == 0.0, 1.0, total)  # no keys: the result is zero
+        total = threads.select(total == 0.0, 1.0, total)  # without keys the result is zero
         factors.append(threads.exp2(maxima[e] - largest) / total)
         logs.append(largest + threads.log2(total))
     return factors, logs
 
 
 def _exchange(threads: Any, slabs: Any, num_rows: int, sums: Registers, *, is_last: bool) -> None:
-    """Adds other warps' sums in place: first those of 2 and 3 to 0 and 1, then, at last, those of 1 to 0.
+    """Add other warps' sums in place: first those of warps 2 and 3 to 0 and 1; if `is_last`, 1 to 0.
 
-    A warp leaves its sums in the slab of its own parity, which nobody else has needed since the barrier
-    before. What warps that have given theirs read and add means nothing.
+    A warp stores its sums in the slab of its own parity, which no other warp has used since the last barrier.
+    Warps that have given their sums also read and add; their results are meaningless.
     """
     is_giver = threads.warp == 1 if is_last else threads.warp >= 2
     own, start = (threads.warp & 1) * (num_rows * HEAD_DIM), threads.lane * 4
@@ -385,7 +388,7 @@ def _exchange(threads: Any, slabs: Any, num_rows: int, sums: Registers, *, is_la
 
 
 def _pairwise(combine: Callable[[Any, Any], Any], values: Registers) -> Any:
-    """Of any number of registers, as a tree: no long chain."""
+    """Combine any number of registers as a tree, to avoid a long dependency chain."""
     while len(values) > 1:
         pairs = [combine(a, b) for a, b in zip(values[::2], values[1::2], strict=False)]
         values = pairs + values[2 * len(pairs) :]

@@ -1,13 +1,14 @@
-"""Decode attention over pages in 8 bits: NVIDIA Hopper, bfloat16 queries, heads of 128.
+"""Decode attention over pages in 8 bits, for NVIDIA Hopper, bfloat16 queries and heads of 128.
 
-Owns: the kernel of the tile classes marked `in_bytes`: its shared memory, who fetches, who computes, and how
-results leave. Does not know what a computing thread does with a block (`mosaic_byte_lanes`), how items are
-dealt (`mosaic_launch`), nor how split key ranges are merged.
+Owns: the kernel of the tile classes marked `in_bytes`: its shared memory, its fetching and computing
+warpgroups, and the output of results. Does not know: what a computing thread does with a block
+(`mosaic_byte_lanes`), how items are dealt (`mosaic_launch`), or how split key ranges are merged.
+Called by: `pallas_mosaic_gpu`.
 
-A program stays on its multiprocessor, as that of the kernel for 16 bits does, but holds several *pairs* of
-warpgroups, each with a ring of its own: one fetches, the other computes. While one pair ends an item, or
-waits for an instruction's result, the others go on. They are one program and not several because only
-warpgroups of one may give registers to each other. Rows lie token by token, as in the Triton kernel.
+A program is persistent on its multiprocessor, as in the kernel for 16 bits. But it has several *pairs* of
+warpgroups, each with its own ring: one fetches, the other computes. While one pair ends an item, or waits for
+an instruction's result, the others continue. The pairs form one program, since only warpgroups of the same
+program can give registers to each other. Rows are token by token, as in the Triton kernel.
 """
 
 from __future__ import annotations
@@ -43,33 +44,33 @@ from pallas_kernels.ragged_paged_attention.mosaic_launch import (
 )
 from pallas_kernels.ragged_paged_attention.mosaic_threads import run_threads
 
-# Registers of a thread that computes, and of one that fetches, by pairs: together twice what a thread has
-# when the program begins, which follows from the number of its threads.
+# Registers of a thread that computes, and of one that fetches, by the number of pairs. Their sum is twice the
+# initial number per thread, which follows from the number of threads.
 _REGISTERS = {2: (216, 40), 3: (120, 40)}
-# Codes in rows of 128 bytes, which the hardware swizzles; not in tiles of eight rows, since a page may begin
-# at any row. (Upstream's annotations make these classes abstract.)
+# Codes are in rows of 128 bytes, which the hardware swizzles, and not in tiles of eight rows, since a page
+# may start at any row. (Upstream's annotations make these classes abstract.)
 _CODES = (plgpu.TilingTransform((HEAD_DIM,)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
-_LSE_STRIDE = 32  # elements between pairs: a copy begins at a multiple of 128 bytes
+_LSE_STRIDE = 32  # elements between pairs: a copy starts at a multiple of 128 bytes
 
 
 class _Shared(NamedTuple):
-    """References to shared memory, and the barriers over it, each for all pairs."""
+    """References to shared memory, and its barriers, each for all pairs."""
 
-    q: Any  # bf16[2 * pairs, rows, 128]: an item's result leaves through its queries' own
-    kv: Any  # i8[pairs * num_stages, block_kv, 256]: keys, and their values beside them
+    q: Any  # bf16[2 * pairs, rows, 128]; an item's result leaves through its queries' buffer
+    kv: Any  # i8[pairs * num_stages, block_kv, 256]: each key followed by its value
     scales: Any  # i8[pairs * num_stages, pages_per_block, 256]
     rows: Any  # f32[pairs, 4, 2, rows]
     slabs: Any  # f32[pairs, 2, rows, 128]
     lse: Any  # f32[pairs, 32]
-    q_ready: Any  # by buffer
+    q_ready: Any  # one for each buffer
     q_free: Any
-    ready: Any  # by stage
+    ready: Any  # one for each stage
     free: Any
 
 
 @functools.cache
 def byte_attention_of(launch: KernelLaunch, out_type: Any) -> Callable[..., Any]:
-    """The kernel of a class, as a function of `Inputs`; `out_type` stands for those that are not given."""
+    """Return the kernel of a class as a jitted function of `Inputs`; `out_type` describes missing inputs."""
     pairs, tile_class = launch.num_pairs, launch.tile_class
     stages, rows = pairs * tile_class.num_stages, tile_class.rows
     kv_shape = (stages, tile_class.block_kv, 2 * HEAD_DIM)
@@ -92,7 +93,7 @@ def byte_attention_of(launch: KernelLaunch, out_type: Any) -> Callable[..., Any]
         grid_names=("program",),
         num_threads=2 * pairs,
         thread_name="warpgroup",
-        # Where threads read by plain accesses what others wrote so, a barrier stands.
+        # There is an explicit barrier wherever threads read by plain accesses what others wrote that way.
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
@@ -103,7 +104,7 @@ def byte_attention_of(launch: KernelLaunch, out_type: Any) -> Callable[..., Any]
 
 
 def _kernel(*refs: Any, launch: KernelLaunch, **scratch: Any) -> None:
-    """One program: of its warpgroups the first half computes and the second fetches."""
+    """Run one program: the first half of its warpgroups computes, the second half fetches."""
     inputs, shared = Inputs(*refs), _Shared(**scratch)
     warpgroup, pairs = lax.axis_index("warpgroup"), launch.num_pairs
     pair = lax.rem(warpgroup, pairs)
@@ -124,7 +125,7 @@ def _kernel(*refs: Any, launch: KernelLaunch, **scratch: Any) -> None:
 
 
 class _Pair(NamedTuple):
-    """Two warpgroups, one of which fetches what the other one computes with."""
+    """Two warpgroups: one fetches, the other computes."""
 
     launch: KernelLaunch
     inputs: Inputs
@@ -141,15 +142,15 @@ class _Pair(NamedTuple):
         return LaneShape(spec.kv_dtype, *sizes)
 
     def stage(self, block: Any) -> Any:
-        """Of a block, counted over all items of this pair."""
+        """Return the stage of a block; blocks are counted over all items of this pair."""
         return self.pair * self.launch.tile_class.num_stages + self.launch.stage_of(block)
 
     def buffer(self, i: Any) -> Any:
-        """Of the queries of this pair's i-th item."""
+        """Return the buffer of the queries of this pair's i-th item."""
         return self.pair * 2 + lax.rem(i, 2)
 
     def fetch(self) -> None:
-        """Copies the queries, keys and values of all items to shared memory, as room comes free."""
+        """Copy the queries, keys and values of all items to shared memory as stages become free."""
 
         def fetch_item(i: Any, item: Item, blocks_before: Any) -> None:
             num_blocks = item.num_blocks(self.launch)
@@ -164,13 +165,13 @@ class _Pair(NamedTuple):
             lax.fori_loop(0, num_blocks, fetch_block, ids)
 
         num_items, _ = for_each_item(self.launch, self.inputs, self.program, fetch_item)
-        # Every arrival is waited for, the last ones too.
+        # Wait for every arrival, also the last ones.
         plgpu.barrier_wait(self.shared.q_free.at[self.buffer(num_items)])
         for block in range(self.launch.tile_class.num_stages):
             plgpu.barrier_wait(self.shared.free.at[self.stage(block)])
 
     def fetch_queries(self, item: Item, buffer: Any) -> None:
-        """Rows behind a tile's own are another's, and their results are nobody's."""
+        """Copy a tile's queries. Rows after its own belong to other tiles; their results are not stored."""
         group, last = self.launch.spec.group, self.launch.spec.num_tokens - 1
         plgpu.barrier_wait(self.shared.q_free.at[buffer])
         for token in range(self.launch.tile_tokens):
@@ -181,7 +182,7 @@ class _Pair(NamedTuple):
             )
 
     def fetch_pages(self, item: Item, stage: Any, ids: tuple[Any, ...]) -> None:
-        """Codes of keys and values, and the scales of both, page by page."""
+        """Copy the codes of keys and values, and the scales of both, page by page."""
         page_size, columns = self.launch.spec.page_size, pl.ds(item.head * (2 * HEAD_DIM), 2 * HEAD_DIM)
         shared, ready = self.shared, self.shared.ready.at[stage]
         plgpu.barrier_wait(shared.free.at[stage])
@@ -194,7 +195,7 @@ class _Pair(NamedTuple):
             )
 
     def compute(self) -> None:
-        """Attention of all items of this pair."""
+        """Compute attention of all items of this pair."""
         plgpu.barrier_arrive(self.shared.q_free.at[self.buffer(0)])
         for block in range(self.launch.tile_class.num_stages):
             plgpu.barrier_arrive(self.shared.free.at[self.stage(block)])
@@ -207,7 +208,7 @@ class _Pair(NamedTuple):
         plgpu.wait_smem_to_gmem(0)
 
     def attend(self, i: Any, item: Item, blocks_before: Any) -> None:
-        """One item, its blocks from the last to the first: masks come in the beginning."""
+        """Compute one item, with blocks from the last to the first, so that masks come at the start."""
         shape, shared, buffer = self.shape, self.shared, self.buffer(i)
         num_blocks, block_kv = item.num_blocks(self.launch), self.launch.tile_class.block_kv
         seen_by_all = jnp.minimum(item.position + 1, item.kv_end) - item.kv_begin
@@ -218,7 +219,8 @@ class _Pair(NamedTuple):
             [shared.q.at[buffer]], [item.position, item.kv_end],
             result=(jnp.int32, shape.num_query_registers),
         )  # fmt: skip
-        # The other buffer is free when the result of the item before has left it, or was never used.
+        # The other buffer is free: the result of the item before has left it after the wait, or it was never
+        # used.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(shared.q_free.at[self.buffer(i + 1)])
 
@@ -234,8 +236,9 @@ class _Pair(NamedTuple):
                 (jnp.float32, shape.num_sum_registers), has_codes=True,
             )  # fmt: skip
             if self.launch.interpret:
-                # The detector of races wants a fence between plain reads and a later copy to that place. The
-                # hardware has read what is in registers: nobody fences there, CUTLASS' pipelines neither.
+                # The race detector requires a fence between plain reads and a later copy to the same place.
+                # On hardware, data in registers has been read, so no fence is needed; CUTLASS' pipelines have
+                # none either.
                 plgpu.commit_smem()
             plgpu.barrier_arrive(shared.free.at[stage])
             return sums
@@ -257,7 +260,7 @@ class _Pair(NamedTuple):
         *,
         has_codes: bool = False,
     ) -> Any:
-        """See `run_threads`; `has_codes`: the first reference is of codes."""
+        """Run `program` by `run_threads` or its interpreter; `has_codes`: the first reference is of codes."""
         refs, scalars, registers = refs or [], scalars or [], registers or []
         if self.launch.interpret:
             return run_interpreted(program, refs, scalars, registers, result)
@@ -265,7 +268,7 @@ class _Pair(NamedTuple):
         return run_threads(program, typed, scalars, registers, result)
 
     def store(self, item: Item, buffer: Any) -> None:
-        """Copies a tile's rows, or a part's, to global memory."""
+        """Copy a tile's rows, or those of a part, to global memory."""
         plgpu.commit_smem()
         spec, shared, inputs = self.launch.spec, self.shared, self.inputs
 
@@ -279,7 +282,7 @@ class _Pair(NamedTuple):
 
         @pl.when(item.slot >= 0)
         def store_part() -> None:
-            # All rows: the merge leaves out those that belong to no token.
+            # All rows are stored: the merge skips those that belong to no token.
             num_rows = self.launch.tile_class.rows
             tile = item.slot * spec.num_kv_heads + item.head
             rows = pl.ds(spec.partial_begin(self.launch.index) + tile * num_rows, num_rows)

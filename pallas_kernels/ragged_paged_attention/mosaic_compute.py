@@ -1,17 +1,18 @@
-"""The half of the Mosaic kernel that computes: products, online softmax, masks.
+"""The computing half of the Mosaic kernel: products, online softmax, masks.
 
-Owns: what a computing warpgroup does with its 64 rows of every item. Does not know how queries, keys and
-values come to shared memory (`pallas_mosaic_gpu`), nor how results leave (`mosaic_results`).
+Owns: the work of a computing warpgroup on its 64 rows of every item. Does not know: how queries, keys and
+values reach shared memory (`pallas_mosaic_gpu`), or how results leave (`mosaic_results`).
+Called by: `pallas_mosaic_gpu`.
 
-Scores, weights and sums stay in registers. While a warpgroup works on the softmax of one block, the weighted
-values of the block before are still being summed on the tensor cores; and of two warpgroups one computes the
-softmax while the other's products run, since they take turns at issuing them; one that has none of a tile's
-tokens stands by, and keeps up with the other. The order of the lines that issue, wait and hold registers is
-what makes this so; `step` says why each stands where it does.
+Scores, weights and sums stay in registers. While a warpgroup computes the softmax of one block, the tensor
+cores still sum the weighted values of the block before. Two warpgroups alternate in issuing products, so one
+computes its softmax while the products of the other run. A warpgroup without tokens in a tile computes
+nothing, but follows all barriers of the other. This overlap depends on the order of the lines that issue,
+wait and hold registers; `step` gives the reason for each.
 
-Blocks are walked from the last to the first, so that all masking happens in the beginning. Slots past a
-row's keys may hold anything, NaN included. Their scores are masked, but a weight of zero does not silence
-NaN, so their values are zeroed in shared memory before the first use.
+Blocks are processed from the last to the first, so that all masking happens at the start. Slots past a row's
+keys may hold anything, NaN included. Their scores are masked. But a weight of zero times NaN is NaN, so their
+values are zeroed in shared memory before the first use.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ from pallas_kernels.ragged_paged_attention.mosaic_launch import (
 from pallas_kernels.ragged_paged_attention.mosaic_results import store_rows
 from pallas_kernels.ragged_paged_attention.tile_specs import WARPGROUP_ROWS
 
-# Hidden scores, and a maximum that lies above them and below all visible ones: a row that has seen hidden
-# scores only has weights of zero.
+# Hidden scores, and an initial maximum above these and below all visible scores: a row that has seen only
+# hidden scores has weights of zero.
 _MASKED, _NO_MAXIMUM = -1e30, -1e29
 _LAYOUT = plgpu.Layout.WGMMA
-# A thread holds two neighbours of every eight columns.
+# A thread holds two adjacent columns of every eight.
 _OWN_COLUMNS = 8
 
 
 def compute(launch: KernelLaunch, inputs: Inputs, shared: Shared, program: Any, warpgroup: Any) -> None:
-    """One warpgroup's rows of all items of a program."""
+    """Compute one warpgroup's rows of all items of a program."""
     plgpu.barrier_arrive(shared.q_free.at[0])
     for stage in range(launch.tile_class.num_stages):
         plgpu.barrier_arrive(shared.k_free.at[stage])
@@ -61,7 +62,7 @@ def compute(launch: KernelLaunch, inputs: Inputs, shared: Shared, program: Any, 
         if launch.may_stand_by:
             attend = functools.partial(lax.cond, rows.has_tokens, rows.attend, rows.stand_by)
         acc, m, total = lax.cond(rows.num_blocks > 0, attend, rows.without_keys)
-        total = jnp.where(total == 0, jnp.ones_like(total), total)  # no keys: the result is zero
+        total = jnp.where(total == 0, jnp.ones_like(total), total)  # without keys the result is zero
         acc = acc * _in_columns(1 / total, acc)
         store = functools.partial(store_rows, launch, inputs, shared, item, warpgroup, rows.buffer)
         store(acc, m * launch.scale + jnp.log2(total))
@@ -77,7 +78,7 @@ def _in_columns(per_row: Any, like: Any) -> Any:
 
 
 def _in_threads(combine: Callable[[Any, Any], Any], values: Any) -> Any:
-    """f32[64, n] to f32[64, 8] with what every thread has, pair by pair: no long chain, nothing exchanged."""
+    """Combine f32[64, n] to f32[64, 8] within each thread, as a tree to avoid a long dependency chain."""
     parts = [values[:, c : c + _OWN_COLUMNS] for c in range(0, values.shape[1], _OWN_COLUMNS)]
     while len(parts) > 1:
         parts = [combine(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
@@ -85,21 +86,21 @@ def _in_threads(combine: Callable[[Any, Any], Any], values: Any) -> Any:
 
 
 def _full(shape: tuple[int, ...], value: float) -> Any:
-    """Registers of rows and columns, or of rows."""
+    """Return registers filled with `value`, for rows and columns or for rows."""
     layout = _LAYOUT if len(shape) == 2 else _LAYOUT.reduce(1)
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """One warpgroup's rows of one item; blocks are counted in the order in which they are walked."""
+    """One warpgroup's rows of one item; blocks are counted in the order of processing."""
 
     launch: KernelLaunch
     shared: Shared
     item: Item
     warpgroup: Any
-    buffer: Any  # of the queries
-    blocks_before: Any  # of earlier items
+    buffer: Any  # buffer of the queries
+    blocks_before: Any  # number of blocks of earlier items
 
     @property
     def num_blocks(self) -> Any:
@@ -112,9 +113,9 @@ class _Rows:
         return self.item.kv_begin + (self.num_blocks - 1 - block) * self.launch.tile_class.block_kv
 
     def attend(self) -> tuple[Any, Any, Any]:
-        """Weighted values f32[64, head_dim], unscaled maximum f32[64] and total weight f32[64].
+        """Return weighted values f32[64, head_dim], unscaled maximum f32[64] and total weight f32[64].
 
-        The total is summed up in each thread for itself until the end.
+        Each thread keeps its own part of the total until the end.
         """
         item, block_kv = self.item, self.launch.tile_class.block_kv
         seen_by_all = jnp.minimum(item.position + 1, item.kv_end) - item.kv_begin
@@ -139,20 +140,20 @@ class _Rows:
         return acc, m, total.sum(axis=1)
 
     def without_keys(self) -> tuple[Any, Any, Any]:
-        """As `attend`, for tokens that belong to no row."""
+        """Return the result of `attend` for tokens that belong to no row."""
         self.free_other_queries()
         return self.nothing()
 
     @property
     def has_tokens(self) -> Any:
-        """Whether any of this warpgroup's rows is a token's."""
+        """Whether any of this warpgroup's rows belongs to a token."""
         return self.item.num_tokens > lax.rem(self.warpgroup * WARPGROUP_ROWS, self.launch.tile_tokens)
 
     def stand_by(self) -> tuple[Any, Any, Any]:
-        """As `attend`, for a warpgroup without tokens, which computes nothing.
+        """Replace `attend` in a warpgroup without tokens, which computes nothing.
 
-        It waits and arrives wherever `attend` and `step` do, in their order of blocks, and zeroes its part of
-        the values. What changes there must change here.
+        It waits and arrives at the same barriers as `attend` and `step`, in the same order of blocks, and
+        zeroes its part of the values. Changes there require changes here.
         """
         self.free_other_queries()
 
@@ -175,14 +176,14 @@ class _Rows:
         return self.nothing()
 
     def nothing(self) -> tuple[Any, Any, Any]:
-        """What `attend` returns where there is nothing to see."""
+        """Return the result of `attend` without visible keys."""
         per_row = _full((WARPGROUP_ROWS,), 0)
         return _full((WARPGROUP_ROWS, self.launch.head_dim), 0), per_row, per_row
 
     def step(self, block: Any, carry: tuple[Any, ...], *, masked: bool) -> tuple[Any, ...]:
-        """Adds the values of the block before, and weighs the keys of this one meanwhile.
+        """Add the values of the block before, and meanwhile compute the weights of this block's keys.
 
-        What it waits for and where it arrives, `stand_by` does as well.
+        `stand_by` must wait and arrive at the same barriers.
         """
         acc, m, total, weights = carry
         weigh = functools.partial(self.weigh, m=m, block=block, masked=masked)
@@ -193,8 +194,8 @@ class _Rows:
             blank = (m, m, _full(shape, 0), _full(total.shape, 0))
             overlapped = functools.partial(self.overlapped, weights=weights, block=block, weigh=weigh)
             acc, *results = pl.run_state(overlapped)((plgpu.ACC.init(acc), *blank))
-            # The old weights are an operand in registers: they are held until the products are done, and only
-            # then may the new ones be packed, or the assembler would run all products one after another.
+            # The old weights are an operand in registers. They must be held until the products are done, and
+            # the new weights packed only after that. Otherwise the assembler serializes all products.
             acc, results, _ = lax.optimization_barrier((acc, results, weights))
             m, alpha, new_weights, weight = results
         self.free_values(block - 1)
@@ -205,7 +206,7 @@ class _Rows:
     def overlapped(
         self, refs: tuple[Any, ...], *, weights: Any, block: Any, weigh: Callable[[Any], tuple[Any, ...]]
     ) -> None:
-        """Both products of a step, and its softmax between the end of the first and that of the second."""
+        """Issue both products of a step, and compute its softmax after the first and during the second."""
         acc_ref, *result_refs = refs
 
         def issue(scores_ref: Any) -> Any:
@@ -218,10 +219,10 @@ class _Rows:
 
         shape = (WARPGROUP_ROWS, self.launch.tile_class.block_kv)
         scores = pl.run_scoped(issue, plgpu.ACC(shape, jnp.float32))
-        # The compiler moves nothing over these barriers: not the softmax before the first wait, nor behind
-        # the second, which comes when this function ends.
+        # The compiler moves nothing across these barriers. So the softmax stays after the first wait, and
+        # before the second, which is at the end of this function.
         results = lax.optimization_barrier(weigh(lax.optimization_barrier(scores)))
-        # The assembler does move waits, but not over a jump, and there is one in here.
+        # The assembler moves waits, but not across a jump, and this call contains one.
         self.await_keys(block + 1)
         for ref, result in zip(result_refs, results, strict=True):
             ref[...] = result
@@ -229,7 +230,7 @@ class _Rows:
     def one_by_one(
         self, acc: Any, weights: Any, block: Any, weigh: Callable[[Any], tuple[Any, ...]]
     ) -> tuple[Any, tuple[Any, ...]]:
-        """As `overlapped`, for the interpreter, which has no state of accumulators."""
+        """Replace `overlapped` in the interpreter, which has no accumulator state."""
         self.take_turn()
         scores = self.scores(block)
         self.await_values(block - 1)
@@ -244,7 +245,7 @@ class _Rows:
         pl.when(block < self.num_blocks)(lambda: plgpu.barrier_wait(ready))
 
     def await_values(self, block: Any) -> None:
-        """The first block's were waited for when they were cleaned."""
+        """Wait for a block's values, except the first block's, which `attend` has waited for."""
         ready = self.shared.v_ready.at[self.stage_of(block)]
         pl.when(block > 0)(lambda: plgpu.barrier_wait(ready))
 
@@ -263,7 +264,7 @@ class _Rows:
             plgpu.barrier_arrive(self.shared.turn.at[1 - self.warpgroup])
 
     def free_other_queries(self) -> None:
-        """The buffer that the item before used is free when its result has left, or was never used."""
+        """Free the buffer of the item before: its result has left after the wait, or it was never used."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(self.shared.q_free.at[1 - self.buffer])
 
@@ -285,21 +286,21 @@ class _Rows:
 
     def add_values(self, acc: Any, weights: Any, block: Any) -> Any:
         values = self.shared.v.at[self.stage_of(block)]
-        if self.launch.interpret:  # takes no operand in registers
+        if self.launch.interpret:  # the interpreter takes no operand in registers
             copy = values[...].astype(jnp.float32)
             plgpu.commit_smem()
             return acc + jnp.dot(weights.astype(jnp.float32), copy)
         acc = pl.run_state(lambda ref: plgpu.wgmma(ref, weights, values))(plgpu.ACC.init(acc))
-        return lax.optimization_barrier((acc, weights))[0]  # holds the weights, as in `step`
+        return lax.optimization_barrier((acc, weights))[0]  # hold the weights, as in `step`
 
     def weigh(self, scores: Any, m: Any, block: Any, *, masked: bool) -> tuple[Any, Any, Any, Any]:
-        """New maximum, factor for older sums, weights f32[64, block_kv], and their sums f32[64, 8]."""
+        """Return new maximum, factor for older sums, weights f32[64, block_kv] and their sums f32[64, 8]."""
         self.free_keys(block)
         scale = self.launch.scale
         if masked:
             scores = self.mask(scores, block)
         m_new = jnp.maximum(m, _in_threads(jnp.maximum, scores).max(axis=1))
-        # The scale is positive, so it may follow the maximum and become one multiply-add with it.
+        # The scale is positive, so it may be applied after the maximum, as one multiply-add.
         weights = jnp.exp2(scores * scale - _in_columns(m_new * scale, scores))
         return m_new, jnp.exp2((m - m_new) * scale), weights, _in_threads(jnp.add, weights)
 
@@ -310,9 +311,9 @@ class _Rows:
         return jnp.where(iota(1) + self.first_key(block) <= last_key, scores, _MASKED)
 
     def zero_hidden_values(self) -> None:
-        """Zeroes what lies past the range among the first block's values.
+        """Zero the first block's values past the range.
 
-        Where the range ends with a page there is nothing to do: behind it that page was fetched again.
+        If the range ends with a page, there is nothing to do: that page was fetched again for the rest.
         """
         squares = [
             (key, column)

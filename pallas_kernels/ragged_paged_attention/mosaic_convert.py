@@ -1,17 +1,17 @@
-"""The warpgroup that makes operands of pages in 8 bits, for the Mosaic kernel that serves prompts.
+"""Conversion of pages in 8 bits to operands: a warpgroup of the Mosaic kernel for prompts.
 
-Owns: how a block of codes and their scales becomes keys or values in bfloat16, where products read them, and
-which thread does what of it. Does not know how codes come to shared memory, nor what is computed with the
-result (`mosaic_compute`, as in the kernel for 16 bits).
+Owns: the conversion of a block of codes and scales to keys or values in bfloat16, where products read them,
+and the work of each thread. Does not know: how codes reach shared memory, or what is computed with the result
+(`mosaic_compute`, as in the kernel for 16 bits). Called by: `pallas_mosaic_gpu`.
 
-A prompt's tile has 128 rows, so that a code is converted once for many products, and in plain steps: it
-becomes float32, is multiplied by its row's scale, and rounded to bfloat16 once, as a page in 16 bits would
-hold it. What decoding reads is not rounded (`mosaic_byte_lanes`).
+A prompt's tile has 128 rows, so each converted code is used in many products, and simple steps suffice. A
+code becomes float32, is multiplied by its row's scale, and is rounded once to bfloat16, as a page in 16 bits
+would hold it. Decoding does not round (`mosaic_byte_lanes`).
 
-A warp has a quarter of a block's rows. It reads four at a time, lane 8 p + c 16 codes of one of them: chunk c
-of row p, or of row p ^ 1 where c > 3. So eight lanes that load or store 16 bytes each meet all banks: they
-load different chunks, and what they store lies in two squares of 64 columns, where it would meet in pairs if
-all were of one row.
+A warp has a quarter of a block's rows, and reads four at a time. Lane 8 p + c reads 16 codes of one row:
+chunk c of row p, or of row p ^ 1 if c > 3. So eight lanes that load or store 16 bytes each use all banks.
+They load different chunks. Their stores go to two squares of 64 columns; from a single row, they would
+conflict in pairs.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from pallas_kernels.ragged_paged_attention.mosaic_launch import (
 )
 from pallas_kernels.ragged_paged_attention.mosaic_threads import run_threads
 
-_ROWS = 4  # of a warp's load
-_AHEAD = 2  # loads under way
-# As the second byte of 2^15 in float32, a code with its sign flipped adds itself and 128 to that. Times a
-# bfloat16 either part needs at most 24 bits, so what is left of a multiply-add is exact.
+_ROWS = 4  # rows of a warp's load
+_AHEAD = 2  # loads in flight
+# Inserted as the second byte of 2^15 in float32, a code with its sign bit flipped adds itself plus 128.
+# Either product with a bfloat16 needs at most 24 bits, so the multiply-add that subtracts them is exact.
 _BIAS, _FLIPPED_SIGNS = float(2**15 + 128), 0x80808080 - (1 << 32)
 _BIAS_BYTES = 0x4700
 
 
 def convert(launch: KernelLaunch, inputs: Inputs, shared: Shared, codes: Codes, program: Any) -> None:
-    """Keys and values of all items of a program, as codes come and room comes free.
+    """Convert keys and values of all items of a program as codes arrive and stages become free.
 
-    Keys are a block ahead of values: so they are needed, and so their room comes free. Values of an item's
-    last block thus wait for the next item with keys; an item without any between the two would wait for ever,
-    and so `tile_lists` has those last.
+    Keys are one block ahead of values, in the order in which they are needed and their stages become free. So
+    the values of an item's last block are converted with the next item that has keys. An item without keys in
+    between would wait forever; therefore `tile_lists` puts these last.
     """
     keys, values = zip(codes, shared.rings, strict=True)
     for stage in range(launch.num_code_stages):
@@ -66,14 +66,14 @@ def convert(launch: KernelLaunch, inputs: Inputs, shared: Shared, codes: Codes, 
 
     _, num_blocks = for_each_item(launch, inputs, program, convert_item)
     pl.when(num_blocks > 0)(lambda: _convert(launch, *values, num_blocks - 1))
-    # Every arrival is waited for, the last ones too.
+    # Wait for every arrival, also the last ones.
     for stage in range(launch.tile_class.num_stages):
         for target in shared.rings:
             plgpu.barrier_wait(target.free.at[stage])
 
 
 def _convert(launch: KernelLaunch, source: BlockRing, target: BlockRing, block: Any) -> None:
-    """Keys, or values, of a block, which is counted over all items."""
+    """Convert the keys, or the values, of a block; blocks are counted over all items."""
     kv_dtype = launch.spec.kv_dtype
     assert kv_dtype is not None
     rows = CodeRows(kv_dtype, launch.spec.page_size, launch.tile_class.block_kv)
@@ -86,14 +86,14 @@ def _convert(launch: KernelLaunch, source: BlockRing, target: BlockRing, block: 
         run_interpreted(program, refs, [], [], None)
     else:
         run_threads(program, list(zip(refs, ((), (), TILES), strict=True)), [], [], None)
-    plgpu.commit_smem()  # products read by another way than threads write
+    plgpu.commit_smem()  # products read through another path (async proxy) than threads write
     plgpu.barrier_arrive(target.ready.at[stage])
     plgpu.barrier_arrive(source.free.at[code_stage])
 
 
 @dataclass(frozen=True)
 class CodeRows:
-    """What is fixed of a block: its pages' format, the tokens of a page, and its keys."""
+    """Static parameters of a block: the pages' format, the tokens of a page, and the block's keys."""
 
     kv_dtype: str
     page_size: int
@@ -101,25 +101,25 @@ class CodeRows:
 
     @property
     def warp_keys(self) -> int:
-        """Keys of a block that one warp has."""
+        """Keys of a block for one warp."""
         return self.block_kv // NUM_WARPS
 
 
 def convert_rows(threads: Any, rows: CodeRows, codes: Any, scales: Any, target: Any) -> None:
-    """Writes bf16 numbers to `target`; the program of one lane.
+    """Write bf16 numbers to `target`; this is the program of one lane.
 
     Args:
-      threads: what computes.
-      rows: sizes.
+      threads: the operations of a thread.
+      rows: static parameters.
       codes: i8[block_kv, 128] in shared memory.
-      scales: i8[pages, 128] in shared memory: rows of pages.
+      scales: i8[pages, 128] in shared memory, the scale rows of pages.
       target: bf16[block_kv, 128] in shared memory, as an operand.
     """
     begin = threads.warp * rows.warp_keys
     own_scale = _scale_of(threads, rows, scales, begin + (threads.lane & (rows.warp_keys - 1)))
     chunk = threads.lane & 7
     row = (threads.lane >> 3) ^ (chunk >> 2)
-    # Of the first eight rows; eight more are a constant away.
+    # Slots of the first eight rows; later rows are a constant further.
     slots = [
         [threads.operand_slot(begin + row + first, chunk * 2 + h) for h in range(2)] for first in (0, _ROWS)
     ]
@@ -128,7 +128,7 @@ def convert_rows(threads: Any, rows: CodeRows, codes: Any, scales: Any, target: 
     def load(first: int) -> tuple[Any, list[Any]]:
         return threads.shuffle(own_scale, row + first), threads.load_words(codes, start + first * HEAD_DIM)
 
-    # Loads are not moved over stores by whoever compiles this: they come ahead here.
+    # Compilers do not move loads across stores, so loads are issued ahead here.
     firsts = range(0, rows.warp_keys, _ROWS)
     loaded = [load(first) for first in firsts[:_AHEAD]]
     for i, first in enumerate(firsts):
@@ -149,7 +149,7 @@ def _scale_of(threads: Any, rows: CodeRows, scales: Any, key: Any) -> Any:
 
 
 def _numbers(threads: Any, kv_dtype: str, word: Any, scale: Any) -> list[Any]:
-    """Four codes times a scale, as two pairs of bfloat16."""
+    """Return four codes times a scale, as two pairs of bfloat16."""
     if kv_dtype == "int8":
         word, bias = word ^ _FLIPPED_SIGNS, scale * -_BIAS
         wide = [threads.permute_bytes(word, _BIAS_BYTES, 0x5404 | i << 4) for i in range(4)]

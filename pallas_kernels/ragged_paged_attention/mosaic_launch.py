@@ -1,7 +1,8 @@
-"""What the two kinds of warpgroup of the Mosaic kernel share: sizes, references, the order of the items.
+"""Shared parts of the Mosaic kernel's warpgroups: sizes, references, and the order of the items.
 
-Owns: the static description of a launch, the named references to global and shared memory, and the walk over
-a program's items, an item being one tile and one KV head. Does not know what is done with an item.
+Owns: the static description of a launch, the named references to global and shared memory, and the loop over
+a program's items. An item is one tile and one KV head. Does not know: what is done with an item.
+Called by: all `mosaic_*` modules that run in a kernel.
 """
 
 from __future__ import annotations
@@ -26,30 +27,30 @@ from pallas_kernels.ragged_paged_attention.tile_lists import (
 )
 from pallas_kernels.ragged_paged_attention.tile_specs import NUM_FIELDS, WARPGROUP_ROWS, TileSpec
 
-# 128 bytes of a 16-bit type: the widest row of shared memory that the hardware swizzles.
+# Elements of a 16-bit type in 128 bytes, the widest row of shared memory that the hardware swizzles.
 COLUMNS = 64
-# Programs of a launch: one for each multiprocessor of an H100 or H200. With fewer, some run after others.
+# Programs of a launch: one for each multiprocessor of an H100 or H200. On a smaller GPU some run later.
 NUM_PROGRAMS = 132
-# How an operand of a product lies in shared memory: in tiles of eight rows. (Upstream's annotations make
-# these classes abstract.)
+# Layout of a product's operand in shared memory: tiles of eight rows. (Upstream's annotations make these
+# classes abstract.)
 TILES = (plgpu.TilingTransform((8, COLUMNS)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
-# Of a multiprocessor's shared memory, what operands and codes may have: the rest is for barriers.
+# Bytes of a multiprocessor's shared memory for operands and codes; the rest is for barriers.
 _SHARED_BYTES = 226 * 1024
 _MAX_CODE_STAGES = 4
 
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """What is fixed when the kernel of one tile class is compiled.
+    """Static parameters of the kernel of one tile class.
 
     Attributes:
       spec: the step's spec.
-      index: the tile class.
+      index: index of the tile class.
       pages_per_seq: columns of the page table.
       head_dim: elements of a head.
       scale: factor on the scores, for base 2.
-      dtype: of queries, pages and results.
-      interpret: for the interpreter, which lacks a few of the operations.
+      dtype: dtype of queries, pages and results.
+      interpret: compile for the interpreter, which lacks a few of the operations.
     """
 
     spec: TileSpec
@@ -71,12 +72,12 @@ class KernelLaunch:
 
     @property
     def num_pairs(self) -> int:
-        """Of a program, each with items of its own; see `mosaic_bytes`."""
+        """Pairs of warpgroups in a program, each with its own items; see `mosaic_bytes`."""
         return self.tile_class.num_warps // 8 if self.tile_class.decodes_bytes else 1
 
     @property
     def num_programs(self) -> int:
-        """Among which the items are shared out."""
+        """Programs, or pairs of all programs, among which the items are divided."""
         return NUM_PROGRAMS * self.num_pairs
 
     @property
@@ -96,13 +97,13 @@ class KernelLaunch:
 
     @property
     def column_starts(self) -> range:
-        """A head's elements lie in shared memory in squares of so many columns."""
+        """First columns of the squares in which shared memory holds a head's elements."""
         return range(0, self.head_dim, COLUMNS)
 
     def runs(self, warpgroup: Any) -> list[tuple[int, Any, Any]]:
-        """Of each run of a warpgroup's rows: its first row there, its query head, its first token.
+        """Return the first row, the query head and the first token of each run of a warpgroup's rows.
 
-        Where the group is not a power of two, the heads behind its last are nobody's.
+        If the group is not a power of two, the heads after its last are padding.
         """
         firsts = range(0, WARPGROUP_ROWS, self.run_rows)
         rows = [warpgroup * WARPGROUP_ROWS + first for first in firsts]
@@ -111,16 +112,16 @@ class KernelLaunch:
 
     @property
     def may_stand_by(self) -> bool:
-        """Whether a warpgroup may have none of a tile's tokens: of 128 rows, one query head a KV head."""
+        """Whether a warpgroup may have no token of a tile: with 128 rows and one query head per KV head."""
         return self.tile_tokens > WARPGROUP_ROWS
 
     @property
     def has_spare_heads(self) -> bool:
-        """Whether some rows belong to no query head."""
+        """Whether some rows are padding without a query head."""
         return self.spec.run_heads > self.spec.group
 
     def stage_of(self, block: Any) -> Any:
-        """Where in the ring a block lies; blocks are counted over all items of a program."""
+        """Return the stage of a block in the ring; blocks are counted over all items of a program."""
         return lax.rem(block, self.tile_class.num_stages)
 
     @property
@@ -132,7 +133,7 @@ class KernelLaunch:
         return max(min(room // (2 * (keys + pages) * self.head_dim), _MAX_CODE_STAGES), 1)
 
     def code_stage_of(self, block: Any) -> Any:
-        """As `stage_of`, in the ring of codes."""
+        """Return the stage of a block in the ring of codes, as `stage_of`."""
         return lax.rem(block, self.num_code_stages)
 
 
@@ -149,7 +150,7 @@ class Item(NamedTuple):
     slot: Any
 
     def num_blocks(self, launch: KernelLaunch) -> Any:
-        """Blocks of its key range; none for tokens that belong to no row."""
+        """Return the number of blocks of its key range; 0 for tokens that belong to no row."""
         block_kv = launch.tile_class.block_kv
         return lax.div(jnp.maximum(self.kv_end - self.kv_begin, 0) + (block_kv - 1), block_kv)
 
@@ -176,38 +177,38 @@ class BlockRing(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """Blocks in 8 bits, as they come from pages: i8[num_code_stages, block_kv, head_dim]."""
+    """Blocks of codes, as stored in pages: i8[num_code_stages, block_kv, head_dim]."""
 
     keys: BlockRing
     values: BlockRing
 
 
 class Shared(NamedTuple):
-    """References to shared memory, and the barriers over it: `ready` to be read, `free` to be written."""
+    """References to shared memory, and its barriers: `ready` to be read, `free` to be written."""
 
-    q: Any  # two buffers of [num_warpgroups, head_dim // 64, 64, 64]; an item's result leaves through its own
+    q: Any  # two buffers of [num_warpgroups, head_dim // 64, 64, 64]; results leave through the same buffer
     k: Any  # [num_stages, block_kv, head_dim]
     v: Any
-    q_ready: Any  # by buffer
+    q_ready: Any  # one for each buffer
     q_free: Any
-    k_ready: Any  # by stage
+    k_ready: Any  # one for each stage
     k_free: Any
     v_ready: Any
     v_free: Any
-    turn: Any  # by warpgroup: it may issue its products
+    turn: Any  # one for each warpgroup: it may issue its products
     values_clean: Any
 
     @property
     def rings(self) -> tuple[BlockRing, BlockRing]:
-        """Of keys and of values."""
+        """The rings of keys and of values."""
         return BlockRing(self.k, self.k_ready, self.k_free), BlockRing(self.v, self.v_ready, self.v_free)
 
     def q_tiles(self, launch: KernelLaunch) -> Any:
-        """Queries as operand of a product: tiles of eight rows."""
+        """Return the queries as the operand of a product, in tiles of eight rows."""
         return self.q if launch.interpret else self.q[0]
 
     def q_rows(self, launch: KernelLaunch) -> Any:
-        """The same memory row by row, so that a copy may begin at any token."""
+        """Return the same memory row by row, so that a copy may start at any token."""
         return self.q if launch.interpret else self.q[1]
 
 
@@ -215,10 +216,10 @@ ItemBody = Callable[[Any, Item, Any], None]
 
 
 def for_each_item(launch: KernelLaunch, inputs: Inputs, program: Any, body: ItemBody) -> tuple[Any, Any]:
-    """Calls body(i, i-th item of this program, blocks of all its earlier items); returns how many of both.
+    """Call `body(i, i-th item of this program, number of blocks of its earlier items)` for every item.
 
-    Tiles come widest first, those of prompts row by row, and are dealt in alternating directions: every
-    program gets about the same work.
+    Return the numbers of items and blocks. Tiles are ordered by width, those of prompts also row by row. They
+    are dealt to the programs in alternating directions, so every program gets about the same work.
     """
     spec, num_programs = launch.spec, launch.num_programs
     num_items = inputs.tiles[launch.index] * spec.num_kv_heads
@@ -242,10 +243,10 @@ def for_each_item(launch: KernelLaunch, inputs: Inputs, program: Any, body: Item
 
 
 def page_ids(launch: KernelLaunch, inputs: Inputs, item: Item, block: Any) -> tuple[Any, ...]:
-    """Pages of a block of the item's range.
+    """Return the page ids of a block of the item's range.
 
-    Columns stay inside the range: an id behind it may be anything, and "before the first block" is asked for
-    at the end of a loop. So the last page is repeated where the range ends inside a block.
+    Columns are clipped to the range. Ids after it are arbitrary, and the last iteration of a loop asks for
+    the block before the first. If the range ends inside a block, its last page is repeated.
     """
     page_size = launch.spec.page_size
     begin = lax.div(item.kv_begin, page_size) + block * launch.pages_per_block

@@ -1,7 +1,7 @@
-"""How a computing warpgroup's rows leave the Mosaic kernel.
+"""Output of a computing warpgroup's rows in the Mosaic kernel.
 
-Owns: the copies of a tile's results, or of a part's sums, to global memory. Does not know how they were
-computed.
+Owns: the copies of a tile's results, or of a part's sums, to global memory.
+Does not know: how they were computed. Called by: `mosaic_compute`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def store_rows(
     acc: Any,
     lse: Any,
 ) -> None:
-    """Stores acc f32[64, head_dim] as results, or with lse f32[64] as a part of a split range."""
+    """Store acc f32[64, head_dim] as results, or with lse f32[64] as a part of a split range."""
 
     @pl.when(item.slot < 0)
     def store_result() -> None:
@@ -36,7 +36,7 @@ def store_rows(
 
     @pl.when(item.slot >= 0)
     def store_part() -> None:
-        # All rows: the merge leaves out those that belong to no token.
+        # All rows are stored: the merge skips those that belong to no token.
         tile = item.slot * launch.spec.num_kv_heads + item.head
         first = launch.spec.partial_begin(launch.index) + tile * launch.tile_class.rows
         part = pl.ds(first + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
@@ -45,7 +45,7 @@ def store_rows(
 
 
 def _stage_result(launch: KernelLaunch, shared: Shared, warpgroup: Any, buffer: Any, acc: Any) -> None:
-    """Puts the rows where the item's queries were, which are not needed any more."""
+    """Store the rows in the buffer of the item's queries, which are no longer needed."""
     plgpu.commit_smem()  # a barrier: all four warps are done with the queries
     result = acc.astype(launch.dtype)
     for square, column in enumerate(launch.column_starts):
@@ -57,7 +57,7 @@ def _stage_result(launch: KernelLaunch, shared: Shared, warpgroup: Any, buffer: 
 def _copy_result(
     launch: KernelLaunch, inputs: Inputs, shared: Shared, item: Item, warpgroup: Any, buffer: Any
 ) -> None:
-    """Copies the rows of the tile's tokens, and no others."""
+    """Copy only the rows of the tile's tokens to global memory."""
 
     def copy(row: Any, head: Any, token: Any, num_rows: int) -> None:
         tokens, head = pl.ds(item.token + token, num_rows), item.head * launch.spec.group + head

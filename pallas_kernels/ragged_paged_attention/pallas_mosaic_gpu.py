@@ -1,17 +1,17 @@
-"""Ragged paged attention through Pallas' Mosaic GPU back end: NVIDIA Hopper, 16-bit types.
+"""Ragged paged attention through Pallas' Mosaic GPU back end, for NVIDIA Hopper and 16-bit types.
 
-Owns: the launches of the Mosaic tile classes, and the part of the kernel for prompts that fetches. Does not
-know how tiles are chosen (`tile_lists`), how attention is computed (`mosaic_compute`, `mosaic_bytes`), how
-codes are converted (`mosaic_convert`), nor how split key ranges are merged.
+Owns: the launches of the Mosaic tile classes, and the fetching part of the kernel for prompts. Does not know:
+how tiles are chosen (`tile_lists`), how attention is computed (`mosaic_compute`, `mosaic_bytes`), how codes
+are converted (`mosaic_convert`), or how split key ranges are merged. Called by: `api`.
 
-A program stays on its multiprocessor and serves many items, an item being one tile and one KV head. One
-warpgroup fetches: keys and values come page by page through the tensor memory accelerator (TMA) into a ring
-of blocks that goes on across items, so the next item's keys arrive while this one ends. The others compute,
-64 rows each. Pages in 8 bits come into a ring of codes, of which one more warpgroup makes the blocks that the
-others compute with.
+A program is persistent on its multiprocessor and computes many items; an item is one tile and one KV head.
+One warpgroup fetches keys and values page by page through the tensor memory accelerator (TMA) into a ring of
+blocks. The ring continues across items, so the next item's keys arrive while this one ends. The other
+warpgroups compute, 64 rows each. Pages in 8 bits are fetched into a ring of codes, from which one more
+warpgroup makes the blocks for the others.
 
-Rows lie query head by query head, not token by token as in the Triton kernel: one head's tokens are then a
-run of rows, which a single copy moves.
+Rows are in head-major order, not token by token as in the Triton kernel. So one head's tokens are a run of
+rows, which a single copy moves.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from pallas_kernels.ragged_paged_attention.mosaic_launch import (
 )
 from pallas_kernels.ragged_paged_attention.tile_specs import WARPGROUP_ROWS, TileSpec, result_shapes
 
-# Registers of a thread that computes, that fetches and that converts, by warpgroups that compute: together
-# they use up the register file. A program of two warpgroups has all that threads can have from the start.
+# Registers of a thread that computes, fetches and converts, by the number of computing warpgroups; together
+# they fill the register file. A program of two warpgroups has the most registers per thread from the start.
 _REGISTERS, _BYTE_REGISTERS = {2: (240, 24)}, {1: (240, 24, 128), 2: (216, 24, 56)}
 
 # Another view of the bytes of `TILES`: row by row.
@@ -63,13 +63,13 @@ def mosaic_attention(
     sm_scale: float,
     interpret: bool,
 ) -> list[jax.Array]:
-    """Attention over the tiles of every class marked `mosaic` or `in_bytes`; none: nothing.
+    """Compute attention over the tiles of every class marked `mosaic` or `in_bytes`.
 
-    Arguments as in `api.ragged_paged_attention`, already checked; `tiles` is i32[spec.tiles_len].
+    Arguments are as in `api.ragged_paged_attention`, and already checked; `tiles` is i32[spec.tiles_len].
 
     Returns:
       Results like q, partial results f32[num_partial_rows, head_dim] and their log-sum-exps in base 2
-      f32[num_partial_rows]; rows that are not these classes' hold anything.
+      f32[num_partial_rows]. Rows of other classes are arbitrary. The list is empty if no class is marked.
     """
     head_dim = q.shape[2]
     # Two dimensions: a page is a run of rows, a head's keys or values are a run of columns.
@@ -81,7 +81,7 @@ def mosaic_attention(
             continue
         scale = sm_scale * math.log2(math.e)
         launch = KernelLaunch(spec, index, page_indices.shape[1], head_dim, scale, q.dtype, interpret)
-        # A class writes its own rows only; the second goes on in the buffers of the first.
+        # A class writes only its own rows; later classes continue in the buffers of the first.
         refs = [jax.new_ref(buffer) for buffer in buffers]
         kernel_of = byte_attention_of if tile_class.decodes_bytes else _attention_of
         outputs = kernel_of(launch, () if refs else result_shapes(spec, q))(*inputs, *refs)
@@ -91,20 +91,19 @@ def mosaic_attention(
 
 @functools.cache
 def _attention_of(launch: KernelLaunch, out_type: Any) -> Callable[..., Any]:
-    """The kernel of a class, as a function of `Inputs`; `out_type` stands for those that are not given.
+    """Return the kernel of a class as a jitted function of `Inputs`; `out_type` describes missing inputs.
 
-    Kept, and a jit of its own: a model calls it once a layer, but it is traced and lowered, which takes a
-    second, once.
+    It is cached: a model calls it in every layer, but tracing and lowering, which take a second, happen once.
     """
     num_warpgroups, tile_class = launch.num_warpgroups, launch.tile_class
     num_squares, num_stages = len(launch.column_starts), tile_class.num_stages
     q_shape = (2, num_warpgroups, num_squares, WARPGROUP_ROWS, COLUMNS)
     kv_shape = (num_stages, tile_class.block_kv, launch.head_dim)
     q: Any = plgpu.SMEM(q_shape, launch.dtype, transforms=TILES)
-    if not launch.interpret:  # where the members of a union do not share memory
+    if not launch.interpret:  # in the interpreter the members of a union do not share memory
         q = plgpu.RefUnion(q, plgpu.SMEM(q_shape, launch.dtype, transforms=_ROWS))
     num_runs = num_warpgroups * (WARPGROUP_ROWS // launch.run_rows)
-    # Every page of a block arrives, or the warpgroup that has converted it.
+    # Arrivals are the pages of a block, or the warpgroup that has converted it.
     num_arrivals = 1 if tile_class.in_bytes else launch.pages_per_block
     complete = plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_stages)
     read_by_all = functools.partial(plgpu.Barrier, num_arrivals=num_warpgroups)
@@ -129,8 +128,8 @@ def _attention_of(launch: KernelLaunch, out_type: Any) -> Callable[..., Any]:
         grid_names=("program",),
         num_threads=num_warpgroups + 1 + tile_class.in_bytes,
         thread_name="warpgroup",
-        # Where a warpgroup reads or overwrites by plain accesses what it used before, a barrier stands. Rows'
-        # maxima and sums are of a few lanes, which needs no shared memory.
+        # There is an explicit barrier wherever a warpgroup reads or overwrites by plain accesses what it used
+        # before. Rows' maxima and sums are over a few lanes, which needs no shared memory.
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
@@ -141,7 +140,7 @@ def _attention_of(launch: KernelLaunch, out_type: Any) -> Callable[..., Any]:
 
 
 def _codes(launch: KernelLaunch) -> Codes:
-    """Shared memory for codes and their scales."""
+    """Describe the shared memory for codes and their scales."""
     stages, pages = launch.num_code_stages, launch.pages_per_block
     ring = BlockRing(
         blocks=plgpu.SMEM((stages, launch.tile_class.block_kv, launch.head_dim), jnp.int8),
@@ -153,7 +152,7 @@ def _codes(launch: KernelLaunch) -> Codes:
 
 
 def _kernel(*refs: Any, launch: KernelLaunch, shared: Shared, codes: Codes | tuple[()]) -> None:
-    """One program: the first of its warpgroups compute, the next one fetches, the last converts codes."""
+    """Run one program: its first warpgroups compute, the next one fetches, the last one converts codes."""
     inputs, num_warpgroups = Inputs(*refs), launch.num_warpgroups
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
     registers: Any = (_BYTE_REGISTERS if codes else _REGISTERS).get(num_warpgroups)
@@ -191,7 +190,7 @@ def _fetch(
     rings: tuple[BlockRing, BlockRing],
     num_stages: int,
 ) -> None:
-    """Copies the queries, keys and values of all items to shared memory, as room comes free."""
+    """Copy the queries, keys and values of all items to shared memory as stages become free."""
 
     def fetch_item(i: Any, item: Item, blocks_before: Any) -> None:
         num_blocks = item.num_blocks(launch)
@@ -206,7 +205,7 @@ def _fetch(
         lax.fori_loop(0, num_blocks, fetch_block, ids)
 
     num_items, _ = for_each_item(launch, inputs, program, fetch_item)
-    # Every arrival is waited for, the last ones too.
+    # Wait for every arrival, also the last ones.
     plgpu.barrier_wait(shared.q_free.at[lax.rem(num_items, 2)])
     for stage in range(num_stages):
         for ring in rings:
@@ -217,9 +216,9 @@ def _fetch_queries(launch: KernelLaunch, inputs: Inputs, shared: Shared, item: I
     plgpu.barrier_wait(shared.q_free.at[buffer])
     for warpgroup in range(launch.num_warpgroups):
         for row, head, token in launch.runs(warpgroup):
-            # Tokens past the tile's are another's, or zeros past the last of all: those rows are not stored.
+            # Tokens past the tile belong to others, or are zeros past the last token. They are not stored.
             tokens = pl.ds(item.token + token, launch.run_rows)
-            if launch.has_spare_heads:  # their rows are the last head's once more, and not stored
+            if launch.has_spare_heads:  # padding repeats the last head's rows, which are not stored
                 head = jnp.minimum(head, launch.spec.group - 1)
             for square, column in enumerate(launch.column_starts):
                 plgpu.copy_gmem_to_smem(
@@ -237,7 +236,7 @@ def _fetch_pages(
     stage: Any,
     ids: tuple[Any, ...],
 ) -> None:
-    """Keys and values of a block, page by page, and where they are codes their scales."""
+    """Copy a block's keys and values page by page; for codes also their scales."""
     page_size, head_dim = launch.spec.page_size, launch.head_dim
     page_rows = launch.spec.page_rows(head_dim)
     for is_value, ring in enumerate(rings):

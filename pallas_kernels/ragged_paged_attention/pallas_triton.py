@@ -1,14 +1,14 @@
-"""Ragged paged attention through Pallas' Triton back end: NVIDIA GPUs from Ampere on.
+"""Ragged paged attention through Pallas' Triton back end, for NVIDIA GPUs from Ampere on.
 
-Owns: two kernels' bodies and their launches: attention over the tiles of one class, once per class that is
-not Mosaic's, and the merge of the split key ranges of all. Does not know how tiles are chosen (`tile_lists`).
-Upstream has deprecated this back end: see `triton_parts` for who imports from it.
+Owns: the bodies and launches of two kernels: attention over the tiles of each class that is not Mosaic's, and
+the merge of the split key ranges of all classes. Does not know: how tiles are chosen (`tile_lists`).
+Called by: `api`. Upstream has deprecated this back end: `triton_parts` says which files import from it.
 
-One program serves one tile and one KV head. The query heads of that KV head and the tile's tokens fold into
-the rows of one matrix, whatever their number. Keys come `block_kv` at a time by a gather over row
-addresses, so that an iteration may span pages; page ids are read one iteration ahead. Blocks that every
-query sees whole take a loop without masks; the last few, partly hidden by causality or by the end of the
-range, take one with masks that also keep whatever lies in unused slots, NaN included, out of the sums.
+One program computes one tile for one KV head. The query heads of that KV head and the tile's tokens fold into
+the rows of one matrix, whatever their number. Each iteration gathers `block_kv` keys by row address, so it
+may span pages; page ids are read one iteration ahead. Blocks that every query sees entirely use a loop
+without masks. The last few, partly hidden by causality or by the end of the range, use a loop with masks.
+These also keep the contents of unused slots, NaN included, out of the sums.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from pallas_kernels.ragged_paged_attention.tile_lists import (
 from pallas_kernels.ragged_paged_attention.tile_specs import NUM_FIELDS, TileSpec, result_shapes
 from pallas_kernels.triton_parts import dot, load
 
-# Finite, so that nothing yields NaN; and the maximum of a row that has seen no visible key lies far above
-# hidden scores, so that their weights are zero. Were the two equal, the weights would be exp2(0) in exact
-# arithmetic, and exp2 of a rounding error of some 1e22 where a multiply-add is fused.
+# Both are finite, so that nothing yields NaN. The maximum of a row that has seen no visible key is far above
+# hidden scores, so that their weights are zero. If both were equal, weights would be exp2(0) in exact
+# arithmetic, and exp2 of a rounding error of about 1e22 if a multiply-add is fused.
 _MASKED, _NO_MAXIMUM = -1e30, -1e29
 _MERGE_PARTS = 8  # loaded together: the merge is bound by latency
-# Programs of a merge at most, several for each multiprocessor: a step rarely has as many merges as its list
-# has room for, and thousands of programs that find nothing to do take longer than those that do.
+# Most programs of a merge, several for each multiprocessor. A step rarely has as many merges as its list has
+# room for, and thousands of idle programs take longer than those that have work.
 _MERGE_PROGRAMS = 1056
 
 
@@ -71,10 +71,10 @@ def triton_attention(
 ) -> jax.Array:
     """See `api.ragged_paged_attention`; arguments are already checked, `tiles` is i32[spec.tiles_len].
 
-    buffers: what `mosaic_attention` returned for the classes that are its own; none if there are none.
+    buffers: the results of `mosaic_attention` for its classes; empty if there are none.
     """
     num_tokens, num_q_heads, head_dim = q.shape
-    # Rows of head_dim elements: a 32-bit row number addresses any pool, and only its offset needs 64 bits.
+    # Rows of head_dim elements: a 32-bit row number addresses any pool, and only the offset needs 64 bits.
     flat_q = q.reshape(num_tokens * num_q_heads, head_dim)
     flat_kv = kv_pages.reshape(-1, head_dim)
     state = list(result_shapes(spec, flat_q))
@@ -88,7 +88,7 @@ def triton_attention(
             _attention_kernel, spec=spec, index=index, pages_per_seq=page_indices.shape[1],
             scale=sm_scale * math.log2(math.e), num_buffers=len(buffers), interpret=interpret,
         )  # fmt: skip
-        # A class writes its own rows only; the second goes on in the buffers of the first.
+        # A class writes only its own rows; later classes continue in the buffers of the first.
         buffers = pl.pallas_call(
             kernel,
             out_shape=state,
@@ -112,7 +112,7 @@ def _merge(
     *,
     interpret: bool,
 ) -> jax.Array:
-    """`out` with the rows of split tiles filled in."""
+    """Return `out` with the rows of split tiles filled in."""
     shape = jax.ShapeDtypeStruct(out.shape, out.dtype, manual_axis_type=jax.typeof(out).manual_axis_type)
     return pl.pallas_call(
         functools.partial(_merge_kernel, spec=spec, interpret=interpret),
@@ -138,7 +138,7 @@ def _attention_kernel(
     num_buffers: int,
     interpret: bool,
 ) -> None:
-    """One tile and one KV head; `buffer_refs` are the aliased inputs, unused, and the outputs."""
+    """Compute one tile for one KV head; `buffer_refs` are the aliased inputs (unused) and the outputs."""
     out_ref, partial_out_ref, partial_lse_ref = buffer_refs[num_buffers:]
     tile_class = spec.blocks.classes[index]
     num_rows, block_kv, head_dim = tile_class.rows, tile_class.block_kv, q_ref.shape[1]
@@ -163,7 +163,7 @@ def _attention_kernel(
         q = plgpu.load(q_ref.at[q_rows[:, None], lanes], mask=is_row[:, None], other=0.0)
 
         def load_pages(start: Any) -> Any:
-            # Never past the range: an id behind it may be anything. One id where a block lies in one page.
+            # Never read past the range: ids after it are arbitrary. One id if a page contains the block.
             keys = start + jnp.arange(block_kv) if page_size % block_kv else start
             return pages_ref[first_page + jnp.minimum(keys >> page_bits, last_column)]
 
@@ -182,7 +182,7 @@ def _attention_kernel(
                 visible = (keys[None, :] <= (position + q_tokens)[:, None]) & (keys < kv_end)[None, :]
                 scores = jnp.where(visible, scores, _MASKED)
             m_new = jnp.maximum(m, scores.max(axis=1))
-            # The scale is positive, so it may follow the maximum and become one multiply-add with it.
+            # The scale is positive, so it may be applied after the maximum, as one multiply-add.
             weights = exp2(scores * scale - (m_new * scale)[:, None])
             alpha = exp2((m - m_new) * scale)
             values, new_total = block.load(1, q.dtype), total * alpha + weights.sum(axis=1)
@@ -205,7 +205,7 @@ def _attention_kernel(
         m, total, acc, _ = jax.lax.fori_loop(
             num_whole, num_blocks, functools.partial(step, masked=True), carry
         )
-        total = jnp.where(total == 0, 1, total)  # of a row that sees no key here; its result is zero
+        total = jnp.where(total == 0, 1, total)  # a row that sees no key here has a result of zero
         acc = acc / total[:, None]
 
         @pl.when(slot < 0)
@@ -229,7 +229,7 @@ def _merge_kernel(
     spec: TileSpec,
     interpret: bool,
 ) -> None:
-    """The weighted means of split tiles' parts, for merges `stride` apart and one KV head."""
+    """Store the weighted means of split tiles' parts, for one KV head and merges `stride` apart."""
     head, begin, stride = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
     num_classes, group, head_dim = len(spec.blocks.classes), spec.group, out_ref.shape[1]
     exp2 = functools.partial(triton_parts.exp2, interpret=interpret)
@@ -240,7 +240,7 @@ def _merge_kernel(
         num_splits, class_rows = tiles_ref[first + MERGE_NUM_SPLITS], tiles_ref[first + MERGE_CLASS_ROWS]
         partial_row = tiles_ref[first + MERGE_PARTIAL] + head * class_rows
         part_stride = spec.num_kv_heads * class_rows
-        # Query rows token by token; where they lie in a tile is up to its class.
+        # Query rows token by token; their order in a tile depends on its class.
         places = tiles_ref[first + MERGE_FIRST_ROW] + jnp.arange(MERGE_ROWS)
         lanes = jnp.arange(head_dim)[None, :]
         q_tokens, heads = jax.lax.div(places, group), jax.lax.rem(places, group)
@@ -261,8 +261,8 @@ def _merge_kernel(
         total = exp2(lse - largest[None, :]).sum(axis=0)
 
         def step(i: Any, acc: Any) -> Any:
-            # As one block: part by part the weights would go from thread to thread behind a barrier, and
-            # every part would wait for the one before.
+            # Parts are one block. One by one, weights would move between threads after a barrier, and every
+            # part would wait for the one before.
             several = i * _MERGE_PARTS + jnp.arange(_MERGE_PARTS)
             part_rows = partial_row + several[:, None] * part_stride + rows[None, :]
             mask = (several < num_splits)[:, None] & is_row[None, :]
@@ -278,7 +278,7 @@ def _merge_kernel(
         plgpu.store(out_ref.at[q_rows[:, None], lanes], acc.astype(out_ref.dtype), mask=is_row[:, None])
         return nothing
 
-    num_merges = jax.lax.div(tiles_ref[num_classes] - begin + stride - 1, stride)  # or none, if it is less
+    num_merges = jax.lax.div(tiles_ref[num_classes] - begin + stride - 1, stride)  # negative means none
     jax.lax.fori_loop(0, num_merges, combine, 0)
 
 
@@ -288,12 +288,12 @@ class _Block(NamedTuple):
     spec: TileSpec
     kv_ref: Any  # [rows, head_dim]
     head: Any
-    pages: Any  # of every key, or of all
-    offsets: Any  # of the keys in their pages
-    mask: Any  # keys that may be read; None: all
+    pages: Any  # page of every key, or one for all
+    offsets: Any  # offsets of the keys in their pages
+    mask: Any  # keys that may be read; None means all
 
     def load(self, which: int, dtype: Any) -> Any:
-        """[block_kv, head_dim], zero where hidden; of codes without scales, but for `scales_values`."""
+        """Load [block_kv, head_dim], zero where hidden; codes without scales, except with `scales_values`."""
         lanes = jnp.arange(self.kv_ref.shape[1])[None, :]
         mask = None if self.mask is None else self.mask[:, None]
         stored = load(self.kv_ref.at[self._rows(which, self.offsets)[:, None], lanes], mask)
@@ -305,11 +305,11 @@ class _Block(NamedTuple):
         return numbers.astype(dtype)
 
     def scales_values(self, dtype: Any) -> bool:
-        """Values come with their scales: float16 has no room for weights times scales."""
+        """Return whether `load` scales the values: float16 has too little range for weights times scales."""
         return self.spec.kv_dtype is not None and dtype == jnp.float16
 
     def scales(self, which: int) -> Any:
-        """f32[block_kv] of codes in 8 bits, zero where hidden."""
+        """Return the scales f32[block_kv] of codes in 8 bits, zero where hidden."""
         kv_dtype, head_dim = self.spec.kv_dtype, self.kv_ref.shape[1]
         assert kv_dtype is not None
         places = scale_places(self.offsets, self.spec.page_size, head_dim)
@@ -317,6 +317,6 @@ class _Block(NamedTuple):
         return scales_of_bytes(high, low) * code_factor(kv_dtype)
 
     def _rows(self, which: int, rows: Any) -> Any:
-        """Of `kv_ref`, by rows of a page."""
+        """Return rows of `kv_ref` from rows of a page."""
         page_rows = self.spec.page_rows(self.kv_ref.shape[1])
         return (self.pages * page_rows + rows) * (2 * self.spec.num_kv_heads) + (2 * self.head + which)

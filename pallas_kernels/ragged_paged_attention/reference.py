@@ -1,8 +1,8 @@
-"""The meaning of ragged paged attention, written as plainly as possible.
+"""Reference implementation of ragged paged attention, as plain as possible.
 
-Owns: the definition that every back end is tested against. Dense, float32, one row and one head at a time,
-numpy only; it shares no code with the rest of the package and is itself tested against
-`jax.nn.dot_product_attention`. Does not know: tiles, or what is fast.
+Owns: the definition against which every back end is tested. It is dense, in float32, for one row and one head
+at a time, with numpy only. It shares no code with the rest of the package, and is itself tested against
+`jax.nn.dot_product_attention`. Does not know: tiles, or speed. Called by: `api`, and tests.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ def reference_attention(
     page_size: int | None = None,
     kv_dtype: str | None = None,
 ) -> np.ndarray:
-    """Causal attention of every row's last queries over the row's pages.
+    """Return the causal attention of every row's last queries over the row's pages.
 
     Args:
       q: [num_tokens, num_q_heads, head_dim].
       kv_pages: [num_pages, page_size, 2 * num_kv_heads, head_dim]; K at even, V at odd heads.
-      kv_lens: i32[max_num_seqs], keys of a row, its queries included.
+      kv_lens: i32[max_num_seqs], keys of each row, including those of its queries.
       page_indices: i32[max_num_seqs, pages_per_seq].
       cu_q_lens: i32[max_num_seqs + 1], where each row's queries begin and end.
-      num_seqs: i32[1]; rows from there on are padding.
+      num_seqs: i32[1]; rows from this index on are padding.
       sm_scale: factor on the scores.
-      page_size: tokens of a page; None: all its rows are tokens'.
-      kv_dtype: the pages' 8-bit format, whose scales lie in their last rows; None: they hold numbers.
+      page_size: tokens of a page; None means that every row of a page is a token.
+      kv_dtype: the pages' 8-bit format, with scales in their last rows; None means plain numbers.
 
     Returns:
       f32[num_tokens, num_q_heads, head_dim]; zero for tokens that belong to no row.
@@ -63,7 +63,7 @@ def reference_attention(
 
 
 def _numbers(pages: np.ndarray, page_size: int, kv_dtype: str | None) -> np.ndarray:
-    """f32[num_pages, page_size, 2 * num_kv_heads, head_dim] that pages hold."""
+    """Return the numbers that pages hold, f32[num_pages, page_size, 2 * num_kv_heads, head_dim]."""
     if kv_dtype is None:
         return pages.astype(np.float32)
     codes = pages[:, :page_size]
@@ -75,6 +75,6 @@ def _numbers(pages: np.ndarray, page_size: int, kv_dtype: str | None) -> np.ndar
         high, low = stored[:page_size], stored[page_size : 2 * page_size]
         both = bytes(byte for pair in zip(low, high, strict=True) for byte in pair)  # little-endian
         scales = np.frombuffer(both, ml_dtypes.bfloat16).astype(np.float32)
-        with np.errstate(invalid="ignore"):  # slots that nobody wrote hold anything
+        with np.errstate(invalid="ignore"):  # unwritten slots hold arbitrary bytes
             numbers[page, :, head] *= scales[:, None]
     return numbers

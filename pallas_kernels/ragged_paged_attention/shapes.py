@@ -1,6 +1,6 @@
 """Named attention cases, shared by the tests and the benchmark.
 
-Owns: the cases and how a batch of one is drawn. Does not know any back end.
+Owns: the cases, and the drawing of a batch. Does not know: any back end.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Case:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of K and V that must be read at least once, at 16 bits an element."""
+        """Bytes of K and V that must be read at least once, with 16 bits per element."""
         return sum(kv_len for _, kv_len in self.rows) * 2 * self.heads.num_kv_heads * self.heads.head_dim * 2
 
     @property
     def flops(self) -> int:
-        """Multiply-adds, counted twice, of the scores and values that causality leaves."""
+        """Floating-point operations (two per multiply-add) of all visible scores and values."""
         pairs = sum(q_len * (kv_len - q_len) + q_len * (q_len + 1) // 2 for q_len, kv_len in self.rows)
         return 4 * pairs * self.heads.num_q_heads * self.heads.head_dim
 
@@ -54,7 +54,7 @@ def _uniform(name: str, batch: int, q_len: int, kv_len: int, heads: Heads) -> Ca
 
 
 def _mixed() -> Case:
-    """Decodes of evenly spread contexts together with prompts that continue a conversation."""
+    """Return a case of decodes with evenly spread contexts and prompts that continue a conversation."""
     decodes = tuple((1, int(kv_len)) for kv_len in np.linspace(256, 4096, 124).astype(int))
     return Case("mixed_124x1_4x512_gqa10", decodes + ((512, 2560),) * 4, GQA10)
 
@@ -96,7 +96,7 @@ CASES: dict[str, Case] = {
 def draw_metadata(
     case: Case, rng: np.random.Generator, *, num_pages: int | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
-    """Pages at random places for every row of a case.
+    """Draw random pages for every row of a case.
 
     Returns:
       kv_lens i32[num_rows], page_indices i32[num_rows, pages_per_row], cu_q_lens i32[num_rows + 1],

@@ -1,11 +1,11 @@
-"""How a batch becomes tiles and merges: pure index arithmetic.
+"""Division of a batch into tiles and merges: pure index arithmetic.
 
-Owns: the fields of both lists and the rules by which ranges are cut. The same lines run on the host with
+Owns: the fields of both lists, and the rules by which ranges are split. The same code runs on the host with
 numpy, where lists have their true length, and inside a jit with jax.numpy, where they have their maximum.
-Does not know: devices or kernels.
+Does not know: devices or kernels. Called by: `metadata`.
 
 A *tile* is up to `rows // group` query tokens of one row against one key range. A long key range is split,
-as in flash decoding; the parts leave partial results in *slots*, and *merges* add them up, `MERGE_ROWS`
+as in flash decoding. The parts write partial results to *slots*, and *merges* combine them, `MERGE_ROWS`
 query rows each. Query tokens past the last row form one pseudo row without keys, so that the kernel itself
 writes their zeros.
 """
@@ -19,20 +19,20 @@ import numpy as np
 from pallas_kernels.ragged_paged_attention.block_sizes import MAX_NUM_SPLITS, MERGE_ROWS
 from pallas_kernels.ragged_paged_attention.tile_specs import NUM_FIELDS, TileSpec
 
-_MAX_BLOCKS = 2**15  # of a key range, for its place in the list: wider ones are taken for alike
-_MANY = 2**30  # above every key of a tile, and every length
+_MAX_BLOCKS = 2**15  # blocks of a key range; the order in the list does not distinguish wider ones
+_MANY = 2**30  # above every sort key of a tile, and every length
 # Fields of a tile: row, first query token, number of tokens, the first one's position, key range, slot or -1.
 ROW, TOKEN, NUM_TOKENS, POSITION, KV_BEGIN, KV_END, SLOT = range(7)
-# Fields of a merge: the tile's first query token and their number, the row where its partial results begin,
-# the number of its parts, the class's rows, and where this merge begins among the tile's query rows, counted
-# token by token wherever they lie.
+# Fields of a merge: the tile's first query token and number of tokens, the first row of its partial results,
+# the number of its parts, the class's rows, and the first of the tile's query rows in this merge, counted
+# token by token whatever their order in memory.
 MERGE_TOKEN, MERGE_NUM_TOKENS, MERGE_PARTIAL, MERGE_NUM_SPLITS, MERGE_CLASS_ROWS, MERGE_FIRST_ROW = range(6)
 
 
 def build_lists(
     xp: Any, spec: TileSpec, begins: Any, q_lens: Any, kv_lens: Any
 ) -> tuple[list[Any], list[Any]]:
-    """Counts for the header, and the entries of every class and, last, of the merges.
+    """Return the counts for the header, and the entries of every class and, last, of the merges.
 
     Args:
       xp: numpy or jax.numpy.
@@ -45,7 +45,7 @@ def build_lists(
     thresholds = [spec.tile_tokens(c) for c in spec.blocks.classes[:-1]]
     is_pseudo = xp.arange(len(q_lens)) == len(q_lens) - 1
     for index in range(len(spec.blocks.classes)):
-        # A range goes to the first class that holds it whole, the pseudo row to the last.
+        # A range belongs to the first class that holds it whole, the pseudo row to the last class.
         wanted = q_lens > (thresholds[index - 1] if index else 0)
         if index < len(thresholds):
             wanted &= (q_lens <= thresholds[index]) & ~is_pseudo
@@ -65,7 +65,7 @@ def build_lists(
     counts.append(sum([n for n, _ in merges]))
     joined = [entries for _, entries in merges] or [_table(np, [np.zeros(0, np.int32)])]
     table = joined[0] if len(joined) == 1 else xp.concatenate(joined)
-    if xp is not np:  # padding behind the entries of each class: move it behind them all
+    if xp is not np:  # move the padding from after the entries of each class to the end
         padding = xp.concatenate([xp.arange(len(entries)) >= n for n, entries in merges])
         table = table[xp.argsort(padding, stable=True)]
     lists.append(table)
@@ -75,7 +75,10 @@ def build_lists(
 def _class_lists(
     xp: Any, spec: TileSpec, index: int, begins: Any, q_lens: Any, kv_lens: Any
 ) -> tuple[Any, Any, Any, Any]:
-    """Tiles of one class, the widest key range first or (prompts) row by row, and its merges; with counts."""
+    """Return the number of tiles, the tiles, the number of merges and the merges of one class.
+
+    Tiles are ordered by the width of their key range, the widest first; those of prompts as in `_by_row`.
+    """
     tile_class, tokens = spec.blocks.classes[index], spec.tile_tokens(spec.blocks.classes[index])
     fixed = xp is not np
     # Query tiles.
@@ -87,7 +90,7 @@ def _class_lists(
     kv_end = xp.maximum(position + num_tokens, 0)
     if fixed:
         kv_end = xp.where(xp.arange(len(row)) < num_q_tiles, kv_end, 0)
-    # Splits: every split range has at most 2 * kv_end / longest slots, so that the slots always suffice.
+    # Splits: every split range has at most 2 * kv_end / longest slots, so there are always enough slots.
     block_kv = tile_class.block_kv
     longest = xp.maximum(tile_class.min_split_kv, -(-2 * kv_end.sum() // spec.max_num_slots[index]))
     num_splits = xp.maximum(xp.minimum(-(-kv_end // longest), MAX_NUM_SPLITS), 1)
@@ -105,15 +108,15 @@ def _class_lists(
     width = xp.minimum(tile_chunk, kv_end.take(tile) - kv_begin)
     if fixed:
         width = xp.where(xp.arange(len(part)) < num_tiles, width, -block_kv)
-    # In 16 bits, which numpy sorts by radix, several times faster. A width that they do not hold would come
-    # behind the padding, whose width is -1 block.
+    # In 16 bits numpy uses a radix sort, several times faster. Widths are clipped to 16 bits: a larger one
+    # would be sorted after the padding, whose width is -1 block.
     narrowness = (-xp.minimum(width // block_kv, _MAX_BLOCKS - 1)).astype(np.int16)
     if 0 < index == len(spec.blocks.classes) - 1:
         narrowness = _by_row(xp, narrowness, row.take(tile), q_lens, kv_lens)
     order = xp.argsort(narrowness, stable=True)
     tile, part, kv_begin = tile.take(order), part.take(order), kv_begin.take(order)
     slot = xp.where(num_slots.take(tile) > 0, slot_begin.take(tile) + part, -1)
-    real_row = row * (row < len(q_lens) - 1)  # the pseudo row reads no page; row 0 always has some
+    real_row = row * (row < len(q_lens) - 1)  # the pseudo row reads no page; row 0 always has one
     q_tiles = _table(xp, [real_row, token, num_tokens, position])
     tiles = _table(xp, [kv_begin, kv_begin + width.take(order), slot], q_tiles.take(tile, axis=0))
     # Merges: one per MERGE_ROWS query rows of a split tile.
@@ -128,14 +131,14 @@ def _class_lists(
 
 
 def _by_row(xp: Any, narrowness: Any, row: Any, q_lens: Any, kv_lens: Any) -> Any:
-    """Keys for prompts, which have many tiles each: row after row, the longest first.
+    """Return sort keys for prompts, which have many tiles each: row after row, the longest row first.
 
-    Then the keys of one row come from the L2 cache for all but the first of its tiles, where those of all
-    rows would not fit. In the last row the widest tiles come first, in the one before it last, and so on:
-    neighbours in the list are alike, which is what dealing them out evenly takes. Tiles of less than a
-    block come last, and padding, whose width is -1 block, behind everything.
+    All but the first tile of a row then find its keys in the L2 cache, which the keys of all rows would not
+    fit. In the last row the widest tiles come first, in the row before it last, and so on alternately. So
+    neighbours in the list are similar, and dealing them out gives programs equal work. Tiles of less than a
+    block come last, and after them the padding, whose width is -1 block.
     """
-    # Of the shortest row 0, which makes it the last; rows without such tiles come behind the longest.
+    # The shortest row gets rank 0, which makes it the last. Rows without such tiles rank above the longest.
     lens = xp.where((q_lens > 0) & (kv_lens > 0), kv_lens, _MANY)
     ranks = xp.argsort(xp.argsort(lens, stable=True), stable=True)
     rank = ranks.take(row).astype(np.int32)
@@ -145,7 +148,7 @@ def _by_row(xp: Any, narrowness: Any, row: Any, q_lens: Any, kv_lens: Any) -> An
 
 
 def _pseudo_tiles(begin: int, q_len: int, spec: TileSpec, index: int) -> np.ndarray:
-    """What `_class_lists` makes of the pseudo row alone, the usual case, in a few steps."""
+    """Return the tiles of `_class_lists` for the pseudo row alone, the usual case, in fewer steps."""
     tokens = spec.tile_tokens(spec.blocks.classes[index])
     offsets = np.arange(0, q_len, tokens)
     tiles = np.zeros((len(offsets), NUM_FIELDS), np.int32)
@@ -157,9 +160,9 @@ def _pseudo_tiles(begin: int, q_len: int, spec: TileSpec, index: int) -> np.ndar
 
 
 def _expand(xp: Any, counts: Any, size: int | None) -> tuple[Any, Any, Any]:
-    """The total of `counts`, and for each of its items the place it counts for and its index there.
+    """Repeat every place of `counts` by its count; return the total, the places, and the index in each place.
 
-    size: length of the result where it must be fixed; entries past the total mean nothing.
+    size: length of the result if it must be fixed; entries past the total are meaningless.
     """
     if size is None and counts.max() <= 1:  # one each, as when decoding
         place = np.flatnonzero(counts)
@@ -171,7 +174,7 @@ def _expand(xp: Any, counts: Any, size: int | None) -> tuple[Any, Any, Any]:
 
 
 def _table(xp: Any, columns: list[Any], head: Any = None) -> Any:
-    """i32[len, NUM_FIELDS] with the columns side by side, behind the first half of `head` if given."""
+    """Return i32[len, NUM_FIELDS] of the columns, after the first half of `head` if given."""
     if xp is not np:
         first = [] if head is None else [head[:, : NUM_FIELDS // 2]]
         table = xp.concatenate([*first, xp.stack(columns, axis=1)], axis=1)

@@ -1,7 +1,7 @@
-"""The static spec of a bucket's tile list: how many tiles of each class it can need, and where they lie.
+"""Static spec of a bucket's tile list: the most tiles of each class, and their place in the list.
 
-Owns: the arguments that shape a list and the worst-case sizes that follow, so the layout of the flat i32
-array. Does not know: batches, or what a kernel does with a tile.
+Owns: the arguments that shape a list, the worst-case sizes, and so the layout of the flat i32 array.
+Does not know: batches, or what a kernel does with a tile.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from pallas_kernels.ragged_paged_attention.block_sizes import (
 from pallas_kernels.ragged_paged_attention.errors import AttentionArgumentError
 from pallas_kernels.ragged_paged_attention.page_formats import num_scale_rows
 
-NUM_FIELDS = 8  # i32 of a tile or a merge; `tile_lists` names them
-WARPGROUP_ROWS = 64  # that one computing warpgroup of a Mosaic kernel serves
-BYTE_PAGE_SIZES = (32, 64)  # that a Mosaic kernel reads: one row of a page holds its scales
-HEADER_LEN = 8  # counts of tiles, class by class, then of merges
+NUM_FIELDS = 8  # i32 fields of a tile or a merge; `tile_lists` names them
+WARPGROUP_ROWS = 64  # rows of one computing warpgroup of a Mosaic kernel
+BYTE_PAGE_SIZES = (32, 64)  # page sizes that a Mosaic kernel reads: one row of a page holds its scales
+HEADER_LEN = 8  # counts of tiles, class by class, then the count of merges
 
 
 @dataclass(frozen=True)
 class TileSpec:
-    """What is fixed when a bucket is compiled; hashable. Heads are those of one shard.
+    """Static parameters of a compiled bucket; hashable. Heads are those of one shard.
 
     Attributes:
       num_tokens: padded query tokens.
-      max_num_seqs: rows, padding included.
+      max_num_seqs: rows, including padding.
       group: query heads per KV head.
       num_kv_heads: KV heads.
       page_size: tokens of a page.
-      backend: the back end that serves it.
+      backend: name of the back end.
       blocks: tile classes; none for back ends without tiles.
-      kv_dtype: what pages are stored as; None: the queries' dtype.
+      kv_dtype: format of pages; None means the queries' dtype.
     """
 
     num_tokens: int
@@ -57,21 +57,21 @@ class TileSpec:
     kv_dtype: str | None = None
 
     def page_rows(self, head_dim: int) -> int:
-        """Rows of a page of this head size, those of scales included."""
+        """Return the rows of a page with this head size, including those of scales."""
         return self.page_size + num_scale_rows(self.kv_dtype, self.page_size, head_dim)
 
     @property
     def head_major_rows(self) -> int:
-        """Rows of the smallest class whose tiles lie head by head, not token by token; 0: no class's do."""
+        """Rows of the smallest class with tiles in head-major order; 0 if no class has them."""
         return min((c.rows for c in self.blocks.classes if c.mosaic), default=0)
 
     @property
     def run_heads(self) -> int:
-        """Query heads that a tile with rows head by head has room for: those of a group, and nobody's."""
+        """Query heads, including padding to a power of two, for which a head-major tile has room."""
         return power_of_two(self.group)
 
     def tile_tokens(self, tile_class: TileClass) -> int:
-        """Query tokens that a tile of the class holds."""
+        """Return the query tokens that a tile of the class holds."""
         return tile_class.rows // (self.run_heads if tile_class.mosaic else self.group)
 
     @cached_property
@@ -87,9 +87,9 @@ class TileSpec:
         last = len(self.blocks.classes) - 1
         for index, tile_class in enumerate(self.blocks.classes):
             tokens = self.tile_tokens(tile_class)
-            most_rows = min(rows, self.num_tokens // least) + (index == last)  # and the pseudo row
-            most_rows = max(most_rows, 1)  # a traced list has an entry even of a class that no row can need
-            # Where the next class takes every longer range, a row has one tile.
+            most_rows = min(rows, self.num_tokens // least) + (index == last)  # plus the pseudo row
+            most_rows = max(most_rows, 1)  # a traced list has an entry even for a class that no row can need
+            # If the next class takes all longer ranges, a row has one tile.
             sizes.append(most_rows if index < last else self.num_tokens // tokens + most_rows)
             least = tokens + 1
         return tuple(sizes)
@@ -115,19 +115,20 @@ class TileSpec:
         return HEADER_LEN + NUM_FIELDS * (sum(self.max_num_tiles) + self.max_num_merges)
 
     def tiles_offset(self, class_index: int) -> int:
-        """Where in the flat array the tiles of a class begin; one past the last class: the merges."""
+        """Return where the tiles of a class start in the flat array; one past the last class, the merges."""
         return HEADER_LEN + NUM_FIELDS * sum(self.max_num_tiles[:class_index])
 
     def partial_begin(self, class_index: int) -> int:
-        """First row of a class's partial results; one past the last class: how many rows there are."""
+        """Return the first row of a class's partial results; one past the last class, the number of rows."""
         pairs = zip(self.max_num_slots[:class_index], self.blocks.classes[:class_index], strict=True)
         return sum(slots * self.num_kv_heads * c.rows for slots, c in pairs)
 
 
 def result_shapes(spec: TileSpec, q: jax.Array) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What the kernels of all classes write, each its own rows: results like `q`, and parts of split ranges.
+    """Describe the outputs of the kernels of all classes, each of which writes its own rows.
 
-    Parts are sums f32[num_partial_rows, head_dim] and their log-sum-exps in base 2 f32[num_partial_rows].
+    They are results like `q`, and for parts of split ranges the partial results f32[num_partial_rows,
+    head_dim] and their log-sum-exps in base 2, f32[num_partial_rows].
     """
     shard = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(q).manual_axis_type)
     num_partial_rows = spec.partial_begin(len(spec.blocks.classes))
@@ -151,7 +152,7 @@ def make_tile_spec(
     blocks: BlockSizes | None,
     kv_dtype: str | None,
 ) -> TileSpec:
-    """The spec for arguments that `api` has checked and a back end that it has resolved."""
+    """Return the spec for arguments that `api` has checked and a back end that it has chosen."""
     row = TABLE[backend]
     if not row.has_tiles:
         blocks = BlockSizes(())
@@ -197,7 +198,7 @@ def _check_blocks(blocks: BlockSizes, group: int, row: AttentionBackend) -> None
 def _check_byte_classes(
     blocks: BlockSizes, row: AttentionBackend, page_size: int, kv_dtype: str | None
 ) -> None:
-    """Of the classes that are Mosaic's, those for bytes serve these pages, and the others no bytes."""
+    """Raise AttentionArgumentError if a Mosaic class cannot read pages of this format."""
     for tile_class in blocks.classes:
         if kv_dtype is not None and tile_class.mosaic and not tile_class.in_bytes:
             raise AttentionArgumentError("blocks", tile_class, f"cannot read pages of {kv_dtype}")
@@ -205,7 +206,7 @@ def _check_byte_classes(
             continue
         sizes = (tile_class.rows, tile_class.block_kv, tile_class.num_warps // 8)
         is_known = tile_class.rows in (8, 16) and tile_class.block_kv in (64, 128) and sizes[2] in (1, 2, 3)
-        is_known |= tile_class.mosaic  # as those for 16 bits
+        is_known |= tile_class.mosaic  # `_check_blocks` checks its sizes like those for 16 bits
         if not (row.has_mosaic_tiles and kv_dtype is not None and is_known and page_size in BYTE_PAGE_SIZES):
             limit = (
                 "a class for bytes needs backend pallas_mosaic_gpu, a kv_dtype, pages of "

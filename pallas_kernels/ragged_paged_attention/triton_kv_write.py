@@ -1,9 +1,9 @@
-"""The write of new keys and values as int8, through Pallas' Triton back end: NVIDIA GPUs from Ampere on.
+"""Write of new keys and values as int8 through Pallas' Triton back end, for NVIDIA GPUs from Ampere on.
 
-Owns: one kernel. Does not know which page belongs to whom.
+Owns: one kernel. Does not know: which sequence a page belongs to. Called by: `kv_write`.
 Upstream has deprecated this back end, so nothing outside this file imports from it.
 
-In XLA it is a reduction and three scatters a layer, each of which takes longer to start than to run.
+XLA needs a reduction and three scatters per layer, each of which takes longer to launch than to run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def triton_write_kv(
 
 
 def _kernel(slots_ref: Any, k_ref: Any, v_ref: Any, _aliased: Any, pool_ref: Any, *, page_size: int) -> None:
-    """Key and value of one token and one KV head."""
+    """Write the key and value of one token and one KV head."""
     token, head = pl.program_id(0), pl.program_id(1)
     slot = slots_ref[token]
     page, offset = jax.lax.div(slot, page_size), jax.lax.rem(slot, page_size)

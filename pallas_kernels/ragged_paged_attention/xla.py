@@ -1,14 +1,13 @@
-"""Ragged paged attention in plain XLA: any device, any head size, any dtype; the CPU's default.
+"""Ragged paged attention in plain XLA, for any device, head size and dtype; the default on a CPU.
 
-Owns: an online softmax over blocks of pages, in two forms, of which the platform that a program is lowered
-for takes one. On accelerators all query tiles walk together, in products of the pages' dtype. On a CPU they
-go one after another, each to its own end, in blocks that a core's cache holds, and rows of one query, which
-most rows are, cost no products of a whole tile. Memory is bounded by blocks either way, never by rows times
-context.
-Does not know: tile lists, devices.
+Owns: an online softmax over blocks of pages, in two forms. The platform for which a program is lowered
+selects one. On accelerators all query tiles advance together, in products of the pages' dtype. On a CPU tiles
+run one after another, each to its own end, in blocks that fit a core's cache. The many rows with one query do
+not pay for the products of a whole tile. In both forms blocks bound the memory, never rows times context.
+Does not know: tile lists, or devices. Called by: `api`.
 
-Slots past a row's keys may hold anything, NaN too, and 0 * NaN is NaN. So values are selected before they are
-weighed; of keys the scores are, after the product.
+Slots past a row's keys may hold anything, also NaN, and 0 * NaN is NaN. So values are masked before they are
+weighted. For keys the scores are masked, after the product.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from jax import lax
 from pallas_kernels.ragged_paged_attention.page_formats import PageKind
 
 _MAX_TILE_TOKENS = 32
-# What tiles that walk together take at once: bounds the temporary memory (K and V, or scores). Few blocks,
-# since a GPU's loop asks the host after each whether there is another.
+# Bound of the temporary memory (K and V, or scores) of tiles that advance together. Large blocks keep their
+# number small, since a GPU's loop asks the host after each block whether there is another.
 _BLOCK_BYTES = 64 << 20
 _MAX_BLOCK_KEYS = 1024
-# What a tile by itself takes at once, in float32; more keys would often be past the row's end.
+# Bytes of a block of a single tile, in float32; more keys would often be past the row's end.
 _CACHE_BYTES = 3 << 19
 _MAX_CACHED_KEYS = 256
-# Buckets up to this one decode: on a CPU their tiles have one token, and half as much is compiled.
+# Buckets up to this size decode: on a CPU their tiles have one token, which halves the compiled code.
 _DECODE_TOKENS = 8
 _MASKED = -1e30  # finite: a row that has seen no key yet must not turn into NaN
 
@@ -39,11 +38,11 @@ class _Tiles(NamedTuple):
     """Query tiles, row by row; those from `number` on are padding and have no tokens.
 
     Attributes:
-      number: i32[].
-      row: i32[N].
-      token: i32[N], the first.
-      length: i32[N], tokens.
-      position: i32[N], of the first token in its row.
+      number: i32[], number of tiles.
+      row: i32[N], row of each tile.
+      token: i32[N], first token.
+      length: i32[N], number of tokens.
+      position: i32[N], position of the first token in its row.
     """
 
     number: jax.Array
@@ -64,7 +63,7 @@ def xla_attention(
     sm_scale: float,
     kind: PageKind,
 ) -> jax.Array:
-    """See `api.ragged_paged_attention`; arguments are already checked, and `kind` is what pages are."""
+    """See `api.ragged_paged_attention`; arguments are already checked, and `kind` describes the pages."""
     return _attend(q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, sm_scale=sm_scale, kind=kind)
 
 
@@ -89,13 +88,13 @@ def one_after_another(
     sm_scale: float,
     kind: PageKind,
 ) -> jax.Array:
-    """The form for CPUs: tiles of rows of several queries, then rows of one; only those that there are."""
+    """Compute the form for CPUs: tiles of rows with several queries, then rows with one, without padding."""
     num_tokens, max_num_seqs = q.shape[0], kv_lens.shape[0]
     tile_tokens = 1 if num_tokens <= _DECODE_TOKENS else min(_MAX_TILE_TOKENS, num_tokens)
     q_lens = _q_lens(cu_q_lens, num_seqs)
 
     def attend(out: jax.Array, tiles: _Tiles, size: int) -> jax.Array:
-        """`out` with the results of tiles of up to `size` tokens."""
+        """Return `out` with the results of tiles of up to `size` tokens."""
         lanes = jnp.arange(size)
 
         def body(index: jax.Array, out: jax.Array) -> jax.Array:
@@ -113,7 +112,8 @@ def one_after_another(
     out = jnp.zeros_like(q, shape=(num_tokens + tile_tokens - 1, *q.shape[1:]))
     if tile_tokens == 1:
         return attend(out, _tiles(q_lens, cu_q_lens, kv_lens, 1, num_tokens), 1)
-    # A tile writes zeros past its row's end, where later tiles write again: the next rows', or those of one.
+    # A tile writes zeros past its row's end. Later tiles, of the next rows or of single queries, overwrite
+    # them.
     num_tiles = num_tokens // tile_tokens + min(max_num_seqs, num_tokens // 2)
     several = jnp.where(q_lens > 1, q_lens, 0)
     out = attend(out, _tiles(several, cu_q_lens, kv_lens, tile_tokens, num_tiles), tile_tokens)
@@ -131,9 +131,9 @@ def _attend_alone(
     *,
     kind: PageKind,
 ) -> jax.Array:
-    """f32[size, num_q_heads, head_dim] of the queries of one tile, which are like it, and scaled.
+    """Return f32[size, num_q_heads, head_dim], the attention of one tile's scaled queries of this shape.
 
-    The first is at `position` of the row that has these pages; keys from `kv_end` on are none of the tile's.
+    The first query is at `position` of the row with these pages; keys from `kv_end` on are hidden.
     """
     size, num_q_heads, head_dim = queries.shape
     page_size, num_combined_heads = kind.page_size, kv_pages.shape[2]
@@ -141,10 +141,10 @@ def _attend_alone(
     affordable = min(_CACHE_BYTES // (4 * num_combined_heads * head_dim), pages.shape[0] * page_size)
     block_keys = _block_keys(affordable, _MAX_CACHED_KEYS, page_size)
     rows = queries.reshape(size, num_kv_heads, group, head_dim).transpose(1, 2, 0, 3)
-    rows = rows.reshape(num_kv_heads, group * size, head_dim)  # of the products
+    rows = rows.reshape(num_kv_heads, group * size, head_dim)  # rows of the products
     positions = jnp.tile(position + jnp.arange(size), group)
     columns = jnp.arange(block_keys // page_size)
-    flat = kv_pages.reshape(kv_pages.shape[0], -1)  # pages are copied whole
+    flat = kv_pages.reshape(kv_pages.shape[0], -1)  # so that whole pages are copied
 
     def body(block: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         m, total, acc = carry
@@ -182,7 +182,7 @@ def together(
     sm_scale: float,
     kind: PageKind,
 ) -> jax.Array:
-    """The form for accelerators: all tiles, up to the end of the longest row."""
+    """Compute the form for accelerators: all tiles together, up to the end of the longest row."""
     num_tokens, num_q_heads, head_dim = q.shape
     page_size, num_combined_heads = kind.page_size, kv_pages.shape[2]
     num_kv_heads, group = num_combined_heads // 2, 2 * num_q_heads // num_combined_heads
@@ -227,7 +227,10 @@ def together(
 
 
 def _scatter(q: jax.Array, out_tiles: jax.Array, targets: jax.Array) -> jax.Array:
-    """Like q: f32[num_tiles, num_kv_heads, group, tile_tokens, head_dim] at the tokens `targets`, else 0."""
+    """Return an array like q with the tiles' results at the tokens `targets`, and 0 elsewhere.
+
+    `out_tiles` is f32[num_tiles, num_kv_heads, group, tile_tokens, head_dim].
+    """
     out_tiles = out_tiles.transpose(0, 3, 1, 2, 4).astype(q.dtype)
     return jnp.zeros_like(q).at[targets].set(out_tiles.reshape(*targets.shape, *q.shape[1:]), mode="drop")
 
@@ -241,7 +244,7 @@ def _gather(
     *,
     kind: PageKind,
 ) -> jax.Array:
-    """[num_tiles, block_keys, num_kv_heads, 2, head_dim] of every tile's keys; anything where not `valid`."""
+    """Return keys, values [num_tiles, block_keys, num_kv_heads, 2, head_dim]; arbitrary if not `valid`."""
     page_size, (num_combined_heads, head_dim) = kind.page_size, kv_pages.shape[2:]
     columns = jnp.minimum(keys[::page_size] // page_size, page_indices.shape[1] - 1)
     pages = jnp.where(valid[:, ::page_size], page_indices[tile_row[:, None], columns], 0)
@@ -249,31 +252,31 @@ def _gather(
 
 
 def _dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """In float32, which float32 products have too; those of 16 bits are exact as they are."""
+    """Return the product, accumulated in float32 (16-bit products are exact at the default precision)."""
     precision = lax.Precision.HIGHEST if b.dtype == jnp.float32 else lax.Precision.DEFAULT
     return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _tile_tokens(num_tokens: int, max_num_seqs: int) -> int:
-    """Query tokens of a tile: about the mean row, so that neither padding nor repeated keys dominate."""
+    """Return the tokens of a tile: about a mean row, so neither padding nor repeated keys dominate."""
     mean = max(num_tokens // max_num_seqs, 1)
     return min(1 << (mean.bit_length() - 1), _MAX_TILE_TOKENS)
 
 
 def _block_keys(affordable: int, most: int, page_size: int) -> int:
-    """Keys of a block: whole pages, as many as memory allows, at least one."""
+    """Return the keys of a block: as many whole pages as memory allows, at least one."""
     return max(min(affordable, most) // page_size, 1) * page_size
 
 
 def _q_lens(cu_q_lens: jax.Array, num_seqs: jax.Array) -> jax.Array:
-    """i32[max_num_seqs], 0 for padding."""
+    """Return the number of queries of each row, i32[max_num_seqs]; 0 for padding."""
     return jnp.where(jnp.arange(cu_q_lens.shape[0] - 1) < num_seqs[0], cu_q_lens[1:] - cu_q_lens[:-1], 0)
 
 
 def _tiles(
     q_lens: jax.Array, cu_q_lens: jax.Array, kv_lens: jax.Array, tile_tokens: int, num_tiles: int
 ) -> _Tiles:
-    """Tiles of rows with so many queries; `num_tiles` is room for them."""
+    """Return the tiles of rows with `q_lens` queries, padded to `num_tiles`."""
     counts = -(-q_lens // tile_tokens)
     ends = jnp.cumsum(counts)
     ids = jnp.arange(num_tiles, dtype=jnp.int32)

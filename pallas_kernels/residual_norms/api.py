@@ -1,6 +1,7 @@
-"""The public call: argument checks, the choice of a back end, dispatch, the derivative.
+"""Public call of the residual norm: argument checks, choice of a back end, dispatch, derivative.
 
-Owns: what each back end serves, and the error for what none does. Does not know: how any back end works.
+Owns: the limits of each back end, and the error for unsupported arguments.
+Does not know: how any back end works.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 class NormArgumentError(ValueError):
-    """An argument that no back end serves, or not the one that was named; the message says what would do."""
+    """An argument is not supported by any back end, or not by the selected one; the message says what is."""
 
 
 def choose_backend(width: int, device: jax.Device | AbstractDevice | None) -> str:
-    """The fastest back end for rows of `width` elements on `device`.
+    """Return the fastest back end for rows of `width` elements on `device`.
 
-    An abstract device is what a program is lowered for where there is none; a GPU is taken for one that the
-    kernel runs on. None is a device of which nothing is known.
+    Programs may be lowered for an abstract device. If that is an NVIDIA GPU, the kernel is assumed to run on
+    it. None is an unknown device.
     """
     if device is None or isinstance(device, AbstractDevice):
-        served = device is not None and device.platform == "cuda"
+        supported = device is not None and device.platform == "cuda"
     else:
-        served = triton_device_limit(device) is None
-    return "pallas_triton" if served and width <= MAX_WIDTH else "xla"
+        supported = triton_device_limit(device) is None
+    return "pallas_triton" if supported and width <= MAX_WIDTH else "xla"
 
 
 def add_and_norm(
@@ -50,27 +51,27 @@ def add_and_norm(
     block: RowBlock | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """`x + y` and its norm over the last dimension, times scale, plus bias; all in float32.
+    """Return `x + y` and its norm over the last dimension, times scale, plus bias; all in float32.
 
-    A row's answer depends on that row alone. The derivative is that of the XLA form, on every back end.
+    The result of a row depends on that row alone. All back ends use the derivative of the XLA form.
 
     Args:
       x: f32[num_rows, width], the residual stream.
-      y: [num_rows, width] of any dtype served, what a block adds to it; None: nothing.
-      scale: [width]; None: one.
-      bias: [width]; None: zero.
+      y: [num_rows, width] of a supported dtype, the term that is added; None means nothing.
+      scale: [width]; None means one.
+      bias: [width]; None means zero.
       kind: "rms" or "layer".
       eps: added to the mean square, or the variance.
-      dtype: of the normed rows, rounded to it once.
-      backend: "auto" takes the fastest that serves this width on the first device.
-      block: for `pallas_triton`, instead of the block chosen by width.
+      dtype: dtype of the normed rows, which are rounded once.
+      backend: "auto" selects the fastest that supports this width on the first device.
+      block: block of `pallas_triton`; None chooses it by width.
       interpret: run the Triton kernel without a GPU, slowly.
 
     Returns:
       The sum, f32[num_rows, width] (x itself without y), and the normed rows in `dtype`.
 
     Raises:
-      NormArgumentError: arrays that do not belong together, or what the back end does not serve.
+      NormArgumentError: arrays do not match, or the back end does not support them.
     """
     spec = NormSpec(kind, eps, jnp.dtype(dtype))
     _check(x, y, scale, bias, spec, backend)
@@ -92,7 +93,7 @@ def _fused(
     block: RowBlock,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    # Imported late: upstream calls this back end deprecated, and only its own file may depend on it.
+    # Imported late: upstream has deprecated this back end, and only its own file may depend on it.
     from pallas_kernels.residual_norms.pallas_triton import triton_add_and_norm
 
     return triton_add_and_norm(x, y, scale, bias, spec=spec, block=block, interpret=interpret)
@@ -102,7 +103,7 @@ def _fused(
 def _fused_jvp(
     spec: NormSpec, block: RowBlock, interpret: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]
 ) -> tuple[Any, Any]:
-    """Kernels have no derivative of their own; training takes this one."""
+    """Differentiate the XLA form, since the kernel has no derivative; training uses this."""
     out = _fused(*primals, spec, block, interpret)
     return out, jax.jvp(functools.partial(xla_add_and_norm, spec=spec), primals, tangents)[1]
 
@@ -130,7 +131,7 @@ def _check(
         raise NormArgumentError(f"backend is {backend!r}, but must be one of {BACKENDS}")
     if backend == "pallas_triton" and x.shape[1] > MAX_WIDTH:
         raise NormArgumentError(
-            f"pallas_triton serves rows of at most {MAX_WIDTH} elements; use backend 'xla' for {x.shape[1]}"
+            f"pallas_triton supports rows of at most {MAX_WIDTH} elements; use backend 'xla' for {x.shape[1]}"
         )
 
 

@@ -1,12 +1,12 @@
-"""Addition and norm through Pallas' Triton back end: NVIDIA GPUs from Ampere on.
+"""Addition and norm through Pallas' Triton back end, for NVIDIA GPUs from Ampere on.
 
-Owns: the kernel and its launch. Does not know what a row is.
+Owns: the kernel and its launch. Does not know: what a row means. Called by: `api`.
 Upstream has deprecated this back end, so nothing outside this file imports from it.
 
-XLA makes a reduction and an elementwise kernel of this, and reads the rows twice. Here a program owns one
-row and keeps it in registers, in pieces that are powers of two; everything it reads is on its way before the
-first sum is taken. Nothing of a row's arithmetic depends on how many rows there are, or on what the others
-hold: a token has the same norms in every bucket, bit for bit.
+XLA compiles this to a reduction and an elementwise kernel, and reads the rows twice. Here one program owns
+one row. It keeps the row in registers, in pieces that are powers of two, and issues all loads before the
+first sum. A row's arithmetic does not depend on the number or the contents of the other rows. So a token has
+the same norm, bit for bit, in every bucket.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def triton_add_and_norm(
 def _kernel(
     x_ref: Any, y_ref: Any, scale_ref: Any, bias_ref: Any, *out_refs: Any, spec: NormSpec, lanes: int
 ) -> None:
-    """One row; refs of what is not there are None, and the second output is the sum, if there is one."""
+    """Norm one row. Refs of missing arrays are None; the second output, if there is one, is the sum."""
     width = x_ref.shape[1]
     pieces = [start + jnp.arange(lanes) for start in range(0, width, lanes)]
     masks = [columns < width if width % lanes else None for columns in pieces]
@@ -75,7 +75,7 @@ def _kernel(
         store(out_refs[1], wide)
     if spec.kind == "layer":
         mean = jnp.sum(_added(wide)) / width
-        # Lanes past the end were zero, and must not count in the second sum.
+        # Lanes past the end were zero; after the subtraction they must not count in the second sum.
         wide = [
             piece - mean if mask is None else jnp.where(mask, piece - mean, 0.0)
             for piece, mask in zip(wide, masks, strict=True)
@@ -90,5 +90,5 @@ def _kernel(
 
 
 def _added(pieces: list[Any]) -> Any:
-    """Lane by lane, so that one sum over lanes follows, not one for each piece."""
+    """Add the pieces lane by lane, so that one sum over lanes follows instead of one for each piece."""
     return functools.reduce(lambda a, b: a + b, pieces)

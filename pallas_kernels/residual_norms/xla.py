@@ -1,7 +1,7 @@
-"""The meaning in plain XLA, any device; also what the kernel is differentiated by.
+"""Addition and norm in plain XLA, for any device; the kernel uses its derivative.
 
-Owns: the order of operations that answers on a CPU depend on to the last bit.
-Does not know: the kernel.
+Owns: the order of operations, on which results on a CPU depend to the last bit.
+Does not know: the kernel. Called by: `api`.
 """
 
 from __future__ import annotations

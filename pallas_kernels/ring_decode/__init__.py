@@ -1,4 +1,4 @@
-"""Attention of one query a row over a ring of columns, of which each row has those that end at the newest."""
+"""Attention of one query per row over a ring of columns; each row owns the columns up to the newest."""
 
 from pallas_kernels.ring_decode.api import ring_decode_attention
 from pallas_kernels.ring_decode.backends import BACKENDS, TABLE, choose_backend, device_limit

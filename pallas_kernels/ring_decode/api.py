@@ -1,7 +1,7 @@
-"""The public call: argument checks, the choice of a back end, dispatch.
+"""Public call of ring attention: argument checks, choice of a back end, dispatch.
 
-Owns: the checks of arguments that no back end serves, and the dispatch.
-Does not know: what each back end serves (`backends` does), or how it works.
+Owns: the checks of arguments that no back end supports, and the dispatch.
+Does not know: the limits of a back end (`backends` does), or how it works.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ def ring_decode_attention(
     block: DecodeBlock | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attention of one query a row over the columns of its row, which end at the newest, without holes.
+    """Return the attention of one query per row over the row's contiguous columns, which end at the newest.
 
-    Row b sees the columns at places (place - num_columns[b], place], modulo the ring's length. The others may
-    hold any finite numbers; `pallas_triton` does not read them, so that they may be NaN as well.
+    Row b sees the columns at places (place - num_columns[b], place], modulo the ring's length. Other columns
+    may hold any finite numbers. `pallas_triton` does not read them, so with it they may also be NaN.
 
     Args:
       q: [B, num_q_heads, head_dim].
-      keys: [B, num_kv_heads, L, head_dim], q's dtype; a column lies at its number modulo L.
+      keys: [B, num_kv_heads, L, head_dim], q's dtype; a column is at its number modulo L.
       values: as keys.
-      place: i32[], where the newest column lies, which is every row's last.
+      place: i32[], place of the newest column, the last one of every row.
       num_columns: i32[B], from 1 to L.
       sm_scale: factor on the scores, positive.
-      backend: "auto" takes the fastest that serves these heads on the first device.
-      block: for `pallas_triton`, instead of what is chosen by shape and by the first device.
+      backend: "auto" selects the fastest that supports these heads on the first device.
+      block: block of `pallas_triton`; None chooses it by shape and by the first device.
       interpret: run the Triton kernel without a GPU, slowly.
 
     Returns:
-      Like q. Accumulated in float32.
+      The result, like q; accumulated in float32.
 
     Raises:
-      AttentionArgumentError: what no back end serves, or not the one that was named.
+      AttentionArgumentError: no back end supports the arguments, or the selected one does not.
     """
     _check(q, keys, values, place, num_columns)
     if not (math.isfinite(sm_scale) and sm_scale > 0):
@@ -67,7 +67,7 @@ def ring_decode_attention(
         itemsize=q.dtype.itemsize,
     )
     _check_block(block)
-    # Imported late: upstream calls this back end deprecated, and only its own file may depend on it.
+    # Imported late: upstream has deprecated this back end, and only its own file may depend on it.
     from pallas_kernels.ring_decode.pallas_triton import triton_ring_decode
 
     return triton_ring_decode(

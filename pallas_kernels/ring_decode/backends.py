@@ -1,6 +1,6 @@
-"""The back ends of attention over a ring, and the choice between them.
+"""Back ends of ring attention, and the choice between them.
 
-Owns: what each serves and on which devices, and the words that say why one was chosen.
+Owns: the limits and devices of each back end, and the text of the reason for a choice.
 Does not know: how any of them works.
 """
 
@@ -30,11 +30,11 @@ class RingDecodeBackend(NamedTuple):
     """A row of the table.
 
     Attributes:
-      name: what people ask for.
-      device_limit: why it does not run on a device, except in interpret mode; None: it does.
-      dtypes: of queries, keys and values that it serves; None: any.
-      head_dims: elements of a head that it serves; None: any.
-      groups: query heads per KV head that it serves; None: any.
+      name: name in options.
+      device_limit: returns why it does not run on a device, except in interpret mode; None if it does.
+      dtypes: supported dtypes of queries, keys and values; None means any.
+      head_dims: supported numbers of elements of a head; None means any.
+      groups: supported numbers of query heads per KV head; None means any.
     """
 
     name: str
@@ -57,35 +57,36 @@ TABLE: dict[str, RingDecodeBackend] = {
         RingDecodeBackend(name="xla"),
     )
 }
-"""As "auto" tries them: the kernel reads a row's own columns, plain XLA the whole ring, on any device."""
+"""Back ends in the order in which "auto" tries them. The kernel reads only a row's own columns; plain XLA
+reads the whole ring and runs on any device."""
 
 
 def choose_backend(
     backend: str, heads: AttentionHeads, device: jax.Device | None = None, *, named_in: str = "backend"
 ) -> BackendChoice:
-    """The back end that `backend` means for these heads.
+    """Return the back end that `backend` means for these heads.
 
     Args:
-      backend: a name of the table, which is taken on any device, since kernels can be interpreted and lowered
-        anywhere; or "auto": the first that serves these heads on `device`.
-      heads: of one shard.
-      device: where it runs; None: the first one.
-      named_in: where the name was given, for the reason.
+      backend: "auto" for the first that supports these heads on `device`; or a name of the table, which is
+        accepted on any device, since kernels can be interpreted and lowered anywhere.
+      heads: heads of one shard.
+      device: the device to run on; None means the first one.
+      named_in: the option that has the name, for the reason.
 
     Raises:
-      AttentionArgumentError: there is no back end of this name, or it does not serve these heads.
+      AttentionArgumentError: there is no back end of this name, or it does not support these heads.
     """
     limits = BackendLimits(device_limit, _heads_limit)
     return choose_among(BACKENDS, TABLE, limits, backend, heads, device, named_in=named_in)
 
 
 def device_limit(backend: str, device: jax.Device) -> str | None:
-    """Why the back end of this name does not run on `device`, except in interpret mode; None: it does."""
+    """Return why this back end does not run on `device`, except in interpret mode; None if it does."""
     return None if backend == AUTO else TABLE[backend].device_limit(device)
 
 
 def _heads_limit(backend: str, heads: AttentionHeads) -> AttentionArgumentError | None:
-    """Why the back end of this name cannot serve these heads, wherever it runs; None: it can."""
+    """Return why this back end does not support these heads on any device; None if it does."""
     row = TABLE[backend]
     checks: tuple[tuple[str, Any, tuple[Any, ...] | None, str], ...] = (
         ("dtype", jnp.dtype(heads.dtype).name, row.dtypes, f"{row.dtypes}"),
@@ -97,7 +98,7 @@ def _heads_limit(backend: str, heads: AttentionHeads) -> AttentionArgumentError 
             f"at most {row.groups[-1]} query heads per KV head" if row.groups else "",
         ),
     )
-    for field, value, served, words in checks:
-        if served is not None and value not in served:
-            return AttentionArgumentError(field, value, f"{row.name} serves {words}; use backend 'xla'")
+    for field, value, supported, words in checks:
+        if supported is not None and value not in supported:
+            return AttentionArgumentError(field, value, f"{row.name} supports {words}; use backend 'xla'")
     return None

@@ -1,14 +1,14 @@
-"""Attention over a ring through Pallas' Triton back end: NVIDIA GPUs from Ampere on.
+"""Ring attention through Pallas' Triton back end, for NVIDIA GPUs from Ampere on.
 
-Owns: two kernels' bodies and their launches: attention over a part of a row's columns, and the merge of the
-parts. Does not know who is in a row.
-Upstream has deprecated this back end: see `triton_parts` for who imports from it.
+Owns: the bodies and launches of two kernels: attention over a part of a row's columns, and the merge of the
+parts. Does not know: which query a row belongs to. Called by: `api`.
+Upstream has deprecated this back end: `triton_parts` says which files import from it.
 
-A program serves one part of one row's columns and one KV head, whose query heads are the rows of one matrix.
-It counts columns from the row's oldest one; where one lies is a sum and, past the ring's end, a difference.
-Columns come `block_kv` at a time by a gather over row addresses, so that the wrap may lie anywhere in one.
-Parts follow from the row's own length: a row of few columns has few in each, and none in the last ones, whose
-programs return at once. Nothing outside the window is read, so whatever lies there stays out of the sums.
+A program computes one part of one row's columns for one KV head, whose query heads are the rows of one
+matrix. It counts columns from the row's oldest one; the place of a column is a sum, less the ring's length
+past its end. Each iteration gathers `block_kv` columns by row address, so the ring may wrap anywhere in it.
+Parts follow from the row's length: a short row has few columns in each part, and none in the last parts,
+whose programs return at once. Nothing outside the window is read, so it cannot affect the sums.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from pallas_kernels import triton_parts
 from pallas_kernels.ring_decode.blocks import DecodeBlock
 from pallas_kernels.triton_parts import dot
 
-# Finite, and far apart, as in `ragged_paged_attention`: weights of hidden scores are exactly zero.
+# Finite and far apart, as in `ragged_paged_attention`, so that weights of hidden scores are exactly zero.
 _MASKED, _NO_MAXIMUM = -1e30, -1e29
-_MIN_ROWS = 16  # of a product's left side
-# Parts are multiples of so many columns: narrower ones would leave a product's lanes idle.
+_MIN_ROWS = 16  # least rows of a product's left operand
+# Parts are multiples of this many columns: narrower ones would leave lanes of a product idle.
 _PART_COLUMNS = 16
 _MERGE_WARPS = 4
 
@@ -49,7 +49,7 @@ def triton_ring_decode(
     """See `api.ring_decode_attention`; arguments are already checked."""
     batch, num_kv_heads, length, head_dim = keys.shape
     num_q_heads, num_splits = q.shape[1], block.num_splits
-    # Rows of head_dim elements: a 32-bit row number addresses any ring, and only its offset needs 64 bits.
+    # Rows of head_dim elements: a 32-bit row number addresses any ring, and only the offset needs 64 bits.
     flat_q, flat_keys, flat_values = (one.reshape(-1, head_dim) for one in (q, keys, values))
     out = _like(flat_q, flat_q.shape, q.dtype)
     parts = [
@@ -95,7 +95,10 @@ def _attention_kernel(
     block: DecodeBlock,
     interpret: bool,
 ) -> None:
-    """One part of one row and one KV head; `out_refs` are the result's, or the parts' results and sums."""
+    """Compute one part of one row and KV head.
+
+    `out_refs` is the result; with several parts, the parts' results and log-sum-exps.
+    """
     head, part, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     block_kv, head_dim = block.block_kv, q_ref.shape[1]
     num_rows = max(_MIN_ROWS, pl.next_power_of_2(group))
@@ -127,7 +130,7 @@ def _attention_kernel(
             if masked:
                 scores = jnp.where(is_there[None, :], scores, _MASKED)
             m_new = jnp.maximum(m, scores.max(axis=1))
-            # The scale is positive, so it may follow the maximum and become one multiply-add with it.
+            # The scale is positive, so it may be applied after the maximum, as one multiply-add.
             weights = exp2(scores * scale - (m_new * scale)[:, None])
             alpha = exp2((m - m_new) * scale)
             values = load(values_ref.at[kv_rows[:, None], lanes])
@@ -163,12 +166,12 @@ def _merge_kernel(
     num_splits: int,
     interpret: bool,
 ) -> None:
-    """The weighted mean of the parts of one row, for one query head."""
+    """Store the weighted mean of the parts of one row, for one query head."""
     head, row = pl.program_id(0), pl.program_id(1)
     exp2 = functools.partial(triton_parts.exp2, interpret=interpret)
     num_columns = _columns_of(num_columns_ref, row, length)
     parts = jnp.arange(pl.next_power_of_2(num_splits))
-    is_there = parts * _part_size(num_columns, num_splits) < num_columns  # nobody has written the others
+    is_there = parts * _part_size(num_columns, num_splits) < num_columns  # the other parts were not written
     out_row = row * pl.num_programs(0) + head
     part_rows = out_row * num_splits + parts
     lanes = jnp.arange(out_ref.shape[1])
@@ -182,12 +185,12 @@ def _merge_kernel(
 
 
 def _columns_of(num_columns_ref: Any, row: Any, length: int) -> Any:
-    """Of a row; at least one, and no more than there are, whatever the array says."""
+    """Return the number of columns of a row, clipped to 1 ... `length`."""
     return jnp.minimum(jnp.maximum(num_columns_ref[row], 1), length)
 
 
 def _part_size(num_columns: Any, num_splits: int) -> Any:
-    """Columns of every part but the last one that has any."""
+    """Return the columns of a part; the last part that has any may have fewer."""
     return jax.lax.div(num_columns - 1, num_splits * _PART_COLUMNS) * _PART_COLUMNS + _PART_COLUMNS
 
 

@@ -1,6 +1,6 @@
-"""The meaning in plain XLA, any device; and attention with any mask, for several queries a row or for holes.
+"""Ring attention in plain XLA, for any device; and attention with any mask, several queries per row.
 
-Owns: the order of operations that answers on a CPU depend on to the last bit.
+Owns: the order of operations, on which results on a CPU depend to the last bit.
 Does not know: the kernel, or why a column is hidden.
 """
 
@@ -22,7 +22,7 @@ def xla_ring_decode(
     *,
     sm_scale: float,
 ) -> jax.Array:
-    """See `api.ring_decode_attention`; arguments are already checked. Reads the whole ring."""
+    """See `api.ring_decode_attention`; arguments are already checked. This reads the whole ring."""
     batch, num_kv_heads, length, head_dim = keys.shape
     age = (place - jnp.arange(length)) % length
     visible = age < num_columns[:, None, None]
@@ -34,15 +34,15 @@ def xla_ring_decode(
 def masked_attention(
     rows: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array, *, sm_scale: float
 ) -> jax.Array:
-    """Of Q queries a row over its L columns.
+    """Return the attention of Q queries per row over the row's L columns.
 
-    Scores are masked with a finite number: what is hidden must be finite, but may be anything else.
+    Scores are masked with a finite number, so hidden keys and values must be finite.
 
     Args:
       rows: queries, [B, Q, num_kv_heads, group, head_dim].
       keys: [B, num_kv_heads, L, head_dim].
       values: as keys.
-      visible: bool[B, Q, L], or of a shape that becomes this.
+      visible: bool[B, Q, L], or a shape that broadcasts to this.
       sm_scale: factor on the scores.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The least score that top-k and top-p leave of each row, found by exact sums and without a sort."""
+"""Top-k and top-p cutoffs: the least score of each row that both keep, found by exact sums without a sort."""
 
 from pallas_kernels.sampling_cutoffs.api import (
     MASS_BITS,

@@ -1,10 +1,10 @@
-"""The public call: argument checks and the choice of back end.
+"""Public call of the sampling cutoffs: argument checks and choice of the back end.
 
-Owns: what a cutoff is. Does not know: temperatures, noise, or how scores become keys and masses.
+Owns: the definition of a cutoff. Does not know: temperatures, noise, or how scores become keys and masses.
 
-A row's *keys* are its scores as integers that compare alike; its *masses* are what its ids weigh, in units
-of 2**-24 of the most likely one. Top-k keeps the k largest keys and what ties with the last of them; top-p
-keeps, of those, the largest with at least the fraction p of their mass, and what ties.
+A row's *keys* are its scores as integers with the same order. Its *masses* are the probabilities of its ids,
+in units of 2**-24 of the most likely one. Top-k keeps the k largest keys and all that tie with the last of
+them. Of these, top-p keeps the largest that have at least the fraction p of their mass, and all ties.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _BACKENDS = ("xla", "pallas_triton")
 
 
 class CutoffArgumentError(ValueError):
-    """An argument that no back end serves; the message names it and the limit."""
+    """An argument is not supported by any back end; the message names it and the limit."""
 
 
 def choose_backend(device: jax.Device) -> str:
-    """The fastest back end on `device`."""
+    """Return the fastest back end on `device`."""
     return "pallas_triton" if triton_device_limit(device) is None else "xla"
 
 
@@ -39,13 +39,15 @@ def cutoffs(
     backend: str = "xla",
     interpret: bool = False,
 ) -> jax.Array:
-    """Per row the least key that both cuts keep; 0 where nothing is cut. Every back end gives the same bits.
+    """Return per row the least key that both cuts keep; 0 where nothing is cut.
+
+    All back ends return the same bits.
 
     Args:
       keys: u32[S, V], V at most 2**19.
       masses: u32[S, V], at most 2**24 each.
-      top_k: i32[S]; 0 is off, and more than V cuts nothing.
-      top_p: f32[S]; 1 is off, and anything below keeps at least one id that has a mass.
+      top_k: i32[S]; 0 disables it, and more than V cuts nothing.
+      top_p: f32[S]; 1 disables it, and any lower value keeps at least one id that has mass.
       backend: "xla" or "pallas_triton"; see `choose_backend`.
       interpret: run the Triton kernel without a GPU, slowly.
 
@@ -53,13 +55,13 @@ def cutoffs(
       u32[S].
 
     Raises:
-      CutoffArgumentError: shapes or dtypes that do not belong together, or an unknown back end.
+      CutoffArgumentError: shapes or dtypes do not match, or the back end is unknown.
     """
     _check(keys, masses, top_k, top_p)
     if backend not in _BACKENDS:
         raise CutoffArgumentError(f"backend is {backend!r}, but must be one of {_BACKENDS}")
     if backend == "pallas_triton":
-        # Imported late: upstream calls this back end deprecated, and only its own file may depend on it.
+        # Imported late: upstream has deprecated this back end, and only its own file may depend on it.
         from pallas_kernels.sampling_cutoffs.pallas_triton import triton_cutoffs
 
         return triton_cutoffs(keys, masses, top_k, top_p, interpret=interpret)

@@ -1,17 +1,16 @@
-"""Cutoffs through Pallas' Triton back end: NVIDIA GPUs from Ampere on.
+"""Cutoffs through Pallas' Triton back end, for NVIDIA GPUs from Ampere on.
 
-Owns: the kernel and its launch. Does not know what keys and masses stand for.
+Owns: the kernel and its launch. Does not know: what keys and masses stand for. Called by: `api`.
 Upstream has deprecated this back end, so nothing outside this file imports from it.
 
-One program finds both cutoffs of one row. It keeps a range of keys in which a cutoff lies, and narrows it
-pass by pass: each pass sums what several candidates within the range would keep. From the second pass on, ids
-that cannot matter any more are dropped: the others move to the front of the row, in place, so that a pass
-reads only what the one before left. Once few are left each is a candidate itself, and one look at all pairs
-of them ends the search, since a cutoff is always some id's key. Which candidates are tried decides how fast
-the search is, never what it finds.
+One program finds both cutoffs of one row. It keeps a range of keys that contains the cutoff. Each pass sums
+what several candidates in this range would keep, and narrows the range. From the second pass on, ids that no
+longer matter are dropped: the others move to the front of the row in place, so the next pass reads fewer.
+When few ids are left, each is a candidate, and one comparison of all pairs ends the search, since a cutoff
+is always the key of some id. The choice of candidates changes only the speed of the search, not its result.
 
-A vector has one element for each thread, and a program reads `UNROLL` of them at once: sums, ranks and
-moves are then a thread's own, and threads meet once a pass for its sums and once a read for its moves.
+A vector has one element for each thread, and a program reads `UNROLL` vectors at once. So each thread keeps
+its own sums, ranks and moves. Threads synchronize once a pass for the sums, and once a read for the moves.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ NUM_WARPS = 16  # a power of two
 UNROLL = 4  # vectors read at once; at most 15
 WAYS = 8  # candidates of a pass; a power of two, 4 at least
 FEW = 128  # ids that are compared pair by pair; a power of two
-# The first pass tries scores of this, below the best, and halves of it: most cutoffs of language models lie
-# between this and a few halves of it, and keys take equal steps there.
+# The first pass tries the scores this far below the best one, half as far, and so on. Most cutoffs of
+# language models are in this range, and keys take equal steps there.
 FIRST_DISTANCE = 16.0
 
 _WORD = np.uint32
 _FIRST_KEY = _WORD(~np.float32(-FIRST_DISTANCE).view(_WORD))
 _LAST_KEY = _WORD(2**32 - 1)
-_HALVING = _WORD(1 << 23)  # from a key to that of half the distance
-# A mass is packed as high half << 16 | low half: 15 of them, of halves of up to 2**12, add without a carry.
+_HALVING = _WORD(1 << 23)  # step from a key to the key of half the distance
+# A mass is packed as high half << 16 | low half. 15 of these, with halves up to 2**12, add without a carry.
 _PACKED_BITS = 16
 _MAX_PACKED = 15
 
@@ -69,7 +68,7 @@ def triton_cutoffs(
 
 
 class _Ids(NamedTuple):
-    """The ids of one row. Those that still matter lie at its front; how many is passed beside this."""
+    """Ids of one row. Those that still matter are at its front; their number is passed separately."""
 
     keys_ref: Any
     packed_ref: Any
@@ -77,7 +76,7 @@ class _Ids(NamedTuple):
     interpret: bool
 
     def load_key(self, place: Any) -> Any:
-        """One key, for all threads."""
+        """Return one key, for all threads."""
         return plgpu.load(self.keys_ref.at[self.row, place])
 
     def load_keys(self, place: Any, mask: Any) -> Any:
@@ -89,41 +88,42 @@ class _Ids(NamedTuple):
         return plgpu.load(self.packed_ref.at[self.row, place], mask=mask, other=_WORD(0))
 
     def store(self, place: Any, keys: Any, packed: Any, mask: Any) -> None:
-        """Keys and packed masses, where not masked."""
-        if self.interpret:  # it stores what is masked as well, the old value; but nothing past the end
+        """Store keys and packed masses where `mask` is True."""
+        # The interpreter stores the old value in masked places, but it stores nothing past the end.
+        if self.interpret:
             place = jnp.where(mask, place, self.keys_ref.shape[1])
         plgpu.store(self.keys_ref.at[self.row, place], keys, mask=mask)
         plgpu.store(self.packed_ref.at[self.row, place], packed, mask=mask)
 
     def barrier(self) -> None:
-        """All threads have done their loads and stores up to here."""
+        """Wait until all threads have finished their earlier loads and stores."""
         if not self.interpret:
             plgpu.debug_barrier()
 
 
-class _Aim(NamedTuple):
-    """What a search sums: ones, so that a sum is a number of ids (top-k), or masses (top-p).
+class _Criterion(NamedTuple):
+    """What a search sums: ones, so that a sum counts ids (top-k), or masses (top-p).
 
-    A one is packed as the least mass is, so that both searches are the same code.
+    A one is packed like the smallest mass, so both searches share their code.
     """
 
     is_mass: Any
 
     def weights(self, packed: Any, mask: Any) -> Any:
-        """Packed; zeros where masked."""
+        """Return the packed weights, with zeros where `mask` is False."""
         return jnp.where(mask, jnp.where(self.is_mass, packed, _WORD(1)), _WORD(0))
 
     def matters(self, keys: Any, within: _Range) -> Any:
-        """Which ids a search still needs; what is above a range of top-k stays for the search by mass."""
+        """Return the mask of needed ids. Ids above a range of top-k stay for the search by mass."""
         return (keys >= within.least) & ((keys <= within.most) | ~self.is_mass)
 
     def narrow(self, within: _Range, candidates: Any, sums: _Sums, wanted: Any) -> _Range:
-        """The part of the range, between neighbours of its candidates u32[WAYS], that holds the cutoff."""
+        """Return the part of the range, between two neighbouring candidates u32[WAYS], with the cutoff."""
         if_dropped = jnp.where(self.is_mass, _LAST_KEY, _WORD(0))
         sums = within.above.plus(sums)
         enough = total_mass(*sums) >= wanted
-        # The smaller a candidate the more it keeps. So the largest that keeps enough, the smallest that does
-        # not, and the sums of the latter are extremes, in whatever order the candidates are.
+        # A smaller candidate keeps more. So the largest candidate that keeps enough, the smallest that does
+        # not, and the sums of the latter are maxima and minima, whatever the order of the candidates.
         above = (
             jnp.where(enough, known, part).max() & if_dropped
             for known, part in zip(within.above, sums, strict=True)
@@ -142,12 +142,12 @@ class _Sums(NamedTuple):
     low: Any
 
     def plus(self, other: _Sums) -> _Sums:
-        """Of two disjoint sets of ids."""
+        """Return the sums over two disjoint sets of ids."""
         return _Sums(self.high + other.high, self.low + other.low)
 
 
 class _Range(NamedTuple):
-    """Where a cutoff lies, and the sums of what lies above `most`; zeros where that is not dropped."""
+    """Range that holds the cutoff, and the sums of what is above `most`; zeros if that is not dropped."""
 
     least: Any
     most: Any
@@ -165,11 +165,11 @@ def _cutoff_kernel(
     *,
     interpret: bool,
 ) -> None:
-    """One row; `_keys` and `_packed` are aliased, unused."""
+    """Find the cutoff of one row; `_keys` and `_packed` are aliased and unused."""
     row, vocab_size = pl.program_id(0), keys_ref.shape[1]
     ids = _Ids(keys_ref, packed_ref, row, interpret)
     top_k, top_p = top_k_ref[row], top_p_ref[row]
-    # Two rounds of one loop, by number and then by mass, less what is off.
+    # One loop of two rounds, by number and then by mass, without a round that is disabled.
     first = 1 - ((top_k > 0) & (top_k <= vocab_size)).astype(jnp.int32)
     last = 1 + (top_p < 1).astype(jnp.int32)
     search = functools.partial(_search, ids, top_k, top_p)
@@ -177,19 +177,19 @@ def _cutoff_kernel(
 
 
 def _search(ids: _Ids, top_k: Any, top_p: Any, round_: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
-    """How many ids still matter, and the largest cutoff that keeps enough: both are at first in `state`.
+    """Return how many ids still matter, and the largest cutoff that keeps enough; `state` has both so far.
 
-    The cutoff does not become less than it was. `round_` is 0 for top-k and 1 for top-p.
+    The cutoff never decreases. `round_` is 0 for top-k and 1 for top-p.
     """
     num_ids, floor = state
-    aim = _Aim(round_ > 0)
+    criterion = _Criterion(round_ > 0)
     step = jnp.arange(WAYS, dtype=jnp.uint32)
-    # The first candidate is the floor itself, whose sums are those of everything.
+    # The first candidate is the floor itself; its sums are the totals.
     candidates = jnp.maximum(_FIRST_KEY + (step - _WORD(1)) * _HALVING, floor)
     candidates = jnp.where(step > 0, candidates, floor)
-    _, sums = _look(ids, num_ids, candidates, aim)
+    _, sums = _look(ids, num_ids, candidates, criterion)
     top_mass = wanted_mass(top_p, total_mass(sums.high.max(), sums.low.max()))
-    wanted = jnp.where(aim.is_mass, top_mass, top_k.astype(jnp.float32))
+    wanted = jnp.where(criterion.is_mass, top_mass, top_k.astype(jnp.float32))
     whole = _Range(floor, _LAST_KEY, _Sums(_WORD(0), _WORD(0)))
 
     def goes_on(state: tuple[Any, _Range]) -> Any:
@@ -200,25 +200,26 @@ def _search(ids: _Ids, top_k: Any, top_p: Any, round_: Any, state: tuple[Any, An
         num_ids, within = state
         width = within.most - within.least
         stride = lax.div(width, _WORD(WAYS - 1)) + _WORD(1)
-        # Equal steps, and some id's key and the next: what many ids share need not be closed in on.
+        # Equal steps, and also some id's key and its successor, so that a key that many ids share is found at
+        # once.
         shared = jnp.clip(ids.load_key(lax.div(num_ids, 2)), within.least, within.most)
         strides = within.least + jnp.minimum((step - _WORD(1)) * stride, width)
         candidates = jnp.where(step < 2, shared + step, strides)
-        num_ids, sums = _look(ids, num_ids, candidates, aim, drop_outside=within)
-        return num_ids, aim.narrow(within, candidates, sums, wanted)
+        num_ids, sums = _look(ids, num_ids, candidates, criterion, drop_outside=within)
+        return num_ids, criterion.narrow(within, candidates, sums, wanted)
 
-    within = aim.narrow(whole, candidates, sums, wanted)
+    within = criterion.narrow(whole, candidates, sums, wanted)
     num_ids, within = lax.while_loop(goes_on, next_pass, (num_ids, within))
-    of_few = functools.partial(_of_few, ids, num_ids, within, aim, wanted)
-    return num_ids, _change_if(within.least < within.most, of_few, within.least)
+    cutoff_of_few = functools.partial(_cutoff_of_few, ids, num_ids, within, criterion, wanted)
+    return num_ids, _change_if(within.least < within.most, cutoff_of_few, within.least)
 
 
 def _look(
-    ids: _Ids, num_ids: Any, candidates: Any, aim: _Aim, drop_outside: _Range | None = None
+    ids: _Ids, num_ids: Any, candidates: Any, criterion: _Criterion, drop_outside: _Range | None = None
 ) -> tuple[Any, _Sums]:
-    """One pass: how many ids still matter, and the sums u32[WAYS] of what each candidate keeps of them.
+    """Run one pass: return how many ids still matter, and the sums u32[WAYS] that each candidate keeps.
 
-    Given `drop_outside`, the ids that matter to this range move to the front and the others are dropped.
+    With `drop_outside`, the ids that matter to this range move to the front, and the others are dropped.
     """
     num_lanes = 32 * NUM_WARPS
     lane = jnp.arange(num_lanes, dtype=jnp.int32)
@@ -228,15 +229,15 @@ def _look(
         places = [(i * UNROLL + j) * num_lanes + lane for j in range(UNROLL)]
         matters = [place < num_ids for place in places]
         keys = [ids.load_keys(*each) for each in zip(places, matters, strict=True)]
-        # A search by number reads masses only to move them.
-        reads = matters if drop_outside is not None else [each & aim.is_mass for each in matters]
+        # The search by number reads masses only to move them.
+        reads = matters if drop_outside is not None else [each & criterion.is_mass for each in matters]
         packed = [ids.load_packed(*each) for each in zip(places, reads, strict=True)]
         if drop_outside is not None:
-            matters = [m & aim.matters(k, drop_outside) for m, k in zip(matters, keys, strict=True)]
+            matters = [m & criterion.matters(k, drop_outside) for m, k in zip(matters, keys, strict=True)]
             num_kept = _move(ids, num_kept, keys, packed, matters)
         packed_sums = jnp.zeros((WAYS, num_lanes), jnp.uint32)
         for key, *each in zip(keys, packed, matters, strict=True):
-            weights = aim.weights(*each)[None, :]
+            weights = criterion.weights(*each)[None, :]
             packed_sums += jnp.where(key[None, :] >= candidates[:, None], weights, _WORD(0))
         return num_kept, sums.plus(_unpack(packed_sums))
 
@@ -244,40 +245,42 @@ def _look(
     nothing = jnp.zeros((WAYS, num_lanes), jnp.uint32)
     state = np.int32(0), _Sums(nothing, nothing)
     num_kept, sums = lax.fori_loop(0, num_reads, look_at_vectors, state)
-    ids.barrier()  # what has moved may be loaded by other threads from here on
+    ids.barrier()  # from here on other threads may load ids that have moved
     return num_kept, _Sums(*(part.sum(axis=1, dtype=jnp.uint32) for part in sums))
 
 
 def _move(ids: _Ids, num_kept: Any, keys: list[Any], packed: list[Any], matters: list[Any]) -> Any:
-    """Move the ids of one read that matter behind those that were kept before; returns how many there are."""
+    """Move the ids of one read that matter behind those kept before; return how many there are now."""
     counts = [each.astype(jnp.int32) for each in matters]
     count = functools.reduce(jnp.add, counts)
     place = num_kept + jnp.cumsum(count) - count
-    ids.barrier()  # a place may be one that another thread has to load first
+    ids.barrier()  # another thread must load a place before it is overwritten
     for each, one in zip(zip(keys, packed, matters, strict=True), counts, strict=True):
         ids.store(place, *each)
         place += one
     return num_kept + count.sum()
 
 
-def _of_few(ids: _Ids, num_ids: Any, within: _Range, aim: _Aim, wanted: Any, least: Any) -> Any:
-    """The cutoff, of up to `FEW` ids: the largest of their keys that keeps enough, or `least`."""
+def _cutoff_of_few(
+    ids: _Ids, num_ids: Any, within: _Range, criterion: _Criterion, wanted: Any, least: Any
+) -> Any:
+    """Return the cutoff of up to `FEW` ids: the largest of their keys that keeps enough, or `least`."""
     place = jnp.arange(FEW, dtype=jnp.int32)
     is_id = place < num_ids
     keys = ids.load_keys(place, is_id)
-    matters = is_id & aim.matters(keys, within)
-    parts = _unpack(aim.weights(ids.load_packed(place, is_id), matters))
-    is_kept = keys[None, :] >= keys[:, None]  # by the candidate of the first axis
+    matters = is_id & criterion.matters(keys, within)
+    parts = _unpack(criterion.weights(ids.load_packed(place, is_id), matters))
+    is_kept = keys[None, :] >= keys[:, None]  # the first axis is the candidate
     sums = (jnp.where(is_kept, part[None, :], _WORD(0)).sum(axis=1, dtype=jnp.uint32) for part in parts)
     enough = matters & (total_mass(*within.above.plus(_Sums(*sums))) >= wanted)
     return jnp.maximum(jnp.where(enough, keys, _WORD(0)).max(), least)
 
 
 def _unpack(packed: Any) -> _Sums:
-    """Of up to `_MAX_PACKED` packed masses that were added."""
+    """Return the halves of the sum of up to `_MAX_PACKED` packed masses."""
     return _Sums(packed >> _WORD(_PACKED_BITS), packed & _WORD(2**_PACKED_BITS - 1))
 
 
 def _change_if[T](condition: Any, change: Callable[[T], T], state: T) -> T:
-    """`change(state)` or `state`: a loop, because the branches of a conditional cannot yield constants."""
+    """Return `change(state)` or `state`, by a loop: branches of a conditional cannot return constants."""
     return lax.fori_loop(0, condition.astype(jnp.int32), lambda _, state: change(state), state)

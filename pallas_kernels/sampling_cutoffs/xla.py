@@ -1,8 +1,8 @@
-"""Cutoffs in plain XLA, for any device: passes of counting over all keys.
+"""Cutoffs in plain XLA, for any device, by counting passes over all keys.
 
-Owns: the search bit by bit. Does not know: what keys and masses stand for.
+Owns: the search by bits. Does not know: what keys and masses stand for. Called by: `api`.
 
-Nothing here depends on the order of a sum, so a vocabulary may be sharded.
+No result depends on the order of a sum, so the vocabulary may be sharded.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from jax import lax
 from pallas_kernels.sampling_cutoffs.rule import halves, total_mass, wanted_mass
 
 _WORD = np.uint32
-# Of a cutoff, settled by one look at all keys; divides 32. On an H200 two bits take 0.53 ms for 128 rows of
-# 32,000 ids, one bit takes 0.74 and four 0.99: fewer looks, but of more sums each.
+# Bits of the cutoff that one pass over all keys settles; divides 32. On an H200, for 128 rows of 32,000 ids,
+# two bits take 0.53 ms, one bit 0.74 and four 0.99: more bits need fewer passes, but more sums in each.
 _BITS_A_PASS = 2
 
 
@@ -38,14 +38,14 @@ def xla_cutoffs(keys: jax.Array, masses: jax.Array, top_k: jax.Array, top_p: jax
 
 
 def _largest_cutoff(keys: jax.Array, is_enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """u32[S]: per row the largest c for which the ids with `keys >= c` are enough; 0 where none is.
+    """Return u32[S]: per row the largest c for which the ids with `keys >= c` are enough; 0 if there is none.
 
-    A few bits at a time from the top: passes of counting, with no sort and no data-dependent loop length.
+    The search settles a few bits at a time from the top, without a sort or a data-dependent loop length.
     """
 
     def settle_bits(i: jax.Array, cutoff: jax.Array) -> jax.Array:
         shift = _WORD(32 - _BITS_A_PASS) - _WORD(_BITS_A_PASS) * i.astype(jnp.uint32)
-        # Whatever is enough for a cutoff is enough for any below it: the digit is how many are enough.
+        # If a cutoff keeps enough, so does every lower one: the digit is the number of sufficient candidates.
         candidates = [cutoff | (_WORD(digit) << shift) for digit in range(1, 2**_BITS_A_PASS)]
         digit = sum(is_enough(keys >= candidate[:, None]).astype(jnp.uint32) for candidate in candidates)
         return cutoff | (digit << shift)

@@ -70,7 +70,7 @@ class Cell(NamedTuple):
       name: name of the type, unique in an engine.
       max_batch: the largest batch. Measure how long cells take to choose it.
       priority: among types with enough ready nodes the highest runs first. Rank a decoder above its encoder.
-      batch_sizes: compiled batch sizes, rising up to `max_batch`; None means `batch_lattice(max_batch)`.
+      batch_sizes: compiled batch sizes, rising to `max_batch`; None means `default_batch_sizes(max_batch)`.
     """
 
     module: Any
@@ -80,7 +80,7 @@ class Cell(NamedTuple):
     batch_sizes: tuple[int, ...] | None = None
 
 
-def batch_lattice(max_batch: int) -> tuple[int, ...]:
+def default_batch_sizes(max_batch: int) -> tuple[int, ...]:
     """Return powers of two to 64, then steps of at most 1.5, then `max_batch`.
 
     This balances padding against the number of programs.
@@ -275,7 +275,7 @@ def _batch_sizes(cell: Cell | RecurrentCell) -> tuple[int, ...]:
     most = cell.max_batch
     if not isinstance(most, int) or isinstance(most, bool) or most < 1:
         raise CellError(f"{cell.name}.max_batch", most, "an int of at least 1")
-    sizes = batch_lattice(most) if cell.batch_sizes is None else cell.batch_sizes
+    sizes = default_batch_sizes(most) if cell.batch_sizes is None else cell.batch_sizes
     if not isinstance(sizes, Sequence):
         raise CellError(f"{cell.name}.batch_sizes", sizes, "a sequence of ints")
     sizes = tuple(sizes)

@@ -119,7 +119,7 @@ def _sum_choice(
     if asked == "xla":
         return BackendChoice("xla", f"named in {_SUM_FIELD}")
     limit = all_reduce.devices_limit(devices)
-    if limit is None and not all_reduce.serves(1, model.hidden_size, dtype, len(devices)):
+    if limit is None and not all_reduce.supports(1, model.hidden_size, dtype, len(devices)):
         limit = (
             f"jax_triton adds up rows of a multiple of 8 elements, of at most {all_reduce.MAX_ROW_BYTES} "
             f"bytes, on at most {all_reduce.MAX_DEVICES} devices"
@@ -150,13 +150,13 @@ def _has_served_projection(model: ModelConfig, dtype: np.dtype, num_shards: int,
     if has_own_sums or not model.attention_bias:
         found.append((heads, hidden, False))
     return any(
-        decode_matmul.serves(1, depth, width, gated=gated, dtype=dtype) for depth, width, gated in found
+        decode_matmul.supports(1, depth, width, gated=gated, dtype=dtype) for depth, width, gated in found
     )
 
 
-def _explained(name: str, served: str, device: jax.Device) -> BackendChoice:
+def _explained(name: str, supported: str, device: jax.Device) -> BackendChoice:
     """Return the choice between the Triton kernel and XLA with its reason."""
     if name != "xla":
-        return BackendChoice(name, f"the fastest that serves {served} on {device.device_kind}")
+        return BackendChoice(name, f"the fastest that serves {supported} on {device.device_kind}")
     limit = triton_device_limit(device)
-    return BackendChoice(name, f"pallas_triton does not serve {served}" if limit is None else limit)
+    return BackendChoice(name, f"pallas_triton does not serve {supported}" if limit is None else limit)

@@ -112,7 +112,7 @@ class ModelRunner:
             cutoff_backend=self.kernels.sampling_cutoff.name,
             num_top=self._num_top,
             exchange=self._exchange,
-            few_rows=self.kernels.decode_matmul.name,
+            small_batch_matmul=self.kernels.decode_matmul.name,
         )
         self._cache_dir, self._mesh = config.runner.compilation_cache_dir, mesh
         self._hidden_size = model_config.hidden_size

@@ -34,7 +34,7 @@ from pensieve_jax.scheduler.plan import PlanLayout
 
 
 @dataclass(frozen=True)
-class EndStatics:
+class EndArguments:
     """The static arguments of a program before or after the layers; with array shapes, they identify it."""
 
     structure: ModelStructure
@@ -43,7 +43,7 @@ class EndStatics:
 
 
 @dataclass(frozen=True)
-class LayerStatics:
+class LayerArguments:
     """The static arguments of a program that runs layers; with array shapes, they identify it."""
 
     structure: ModelStructure
@@ -53,12 +53,12 @@ class LayerStatics:
     mesh: Mesh
     backend: str
     sums: SumSpec | None = None  # None uses the compiler's sums
-    few_rows: str = XLA  # the back end that multiplies small batches with weights
+    small_batch_matmul: str = XLA  # the back end that multiplies small batches with weights
 
 
 @functools.partial(jax.jit, static_argnames=("statics",))
 def embed(
-    leaves: list[jax.Array], prev_ids: jax.Array, plan_words: jax.Array, *, statics: EndStatics
+    leaves: list[jax.Array], prev_ids: jax.Array, plan_words: jax.Array, *, statics: EndArguments
 ) -> jax.Array:
     """Return the input of the first group of layers, f32[T, hidden_size].
 
@@ -83,7 +83,7 @@ def run_layers(
     plan_words: jax.Array,
     table: jax.Array | None = None,
     *,
-    statics: LayerStatics,
+    statics: LayerArguments,
 ) -> tuple[list[jax.Array], jax.Array]:
     """Run one group of the model's layers over a plan.
 
@@ -115,14 +115,14 @@ def run_layers(
     if statics.sums is not None:
         assert table is not None
         sums = AllReduce(statics.sums, table, statics.mesh)
-    with summing(sums), multiplying_by(statics.few_rows):
+    with summing(sums), multiplying_by(statics.small_batch_matmul):
         hidden = model.run_layers(hidden, plan["positions"], attention, 0, statics.num_layers)
     return attention.kv_pages, constrain(hidden, statics.mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("statics",))
 def score(
-    leaves: list[jax.Array], hidden: jax.Array, plan_words: jax.Array, *, statics: EndStatics
+    leaves: list[jax.Array], hidden: jax.Array, plan_words: jax.Array, *, statics: EndArguments
 ) -> Scores:
     """Return the logits and sampling parameters of the rows to be sampled.
 

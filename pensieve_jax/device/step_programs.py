@@ -31,7 +31,7 @@ from pensieve_jax.decoding.sampling_rows import SamplerMode, SamplingRows
 from pensieve_jax.device import step
 from pensieve_jax.device.exchange import Exchange
 from pensieve_jax.device.kv_storage import KVStorage
-from pensieve_jax.device.step import EndStatics, LayerStatics
+from pensieve_jax.device.step import EndArguments, LayerArguments
 from pensieve_jax.runtime.compilation import CompilationJob
 from pensieve_jax.runtime.program import Program
 from pensieve_jax.scheduler.buckets import bucket_layout, bucket_rows, token_buckets
@@ -80,7 +80,7 @@ class StepPrograms:
         cutoff_backend: str,
         num_top: int,
         exchange: Exchange,
-        few_rows: str,
+        small_batch_matmul: str,
     ) -> None:
         """Keep the inputs of the programs.
 
@@ -94,7 +94,7 @@ class StepPrograms:
           cutoff_backend: the back end that searches for the sampler's cutoffs.
           num_top: number of most likely ids that a sampler returns.
           exchange: the implementation that adds up the devices' partial sums.
-          few_rows: the back end that multiplies small batches with weights.
+          small_batch_matmul: the back end that multiplies small batches with weights.
         """
         self._config, self._storage = model.config, storage
         self._front, self.front = ModelStructure.split(model, model.front)
@@ -105,7 +105,8 @@ class StepPrograms:
         self._layers = {len(layers): part for layers, part in zip(storage.groups, split, strict=True)}
         self._layouts, self._tile_specs, self._mesh = layouts, tile_specs, mesh
         self._backend, self._cutoff_backend, self._num_top = backend, cutoff_backend, num_top
-        self._sums, self._exchanged, self._few_rows = exchange.sums, exchange.arrays, few_rows
+        self._sums, self._exchanged = exchange.sums, exchange.arrays
+        self._small_batch_matmul = small_batch_matmul
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self.max_num_samples = max(layout.max_num_samples for layout in layouts.values())
         self._sampler_layouts = {layout.max_num_samples: layout for layout in layouts.values()}
@@ -137,7 +138,7 @@ class StepPrograms:
 
     def _run_layers(self, bucket: int, num_layers: int) -> Program:
         (structure, leaves), storage, layout = self._layers[num_layers], self._storage, self._layouts[bucket]
-        statics = LayerStatics(
+        statics = LayerArguments(
             structure,
             num_layers,
             layout,
@@ -145,19 +146,19 @@ class StepPrograms:
             self._mesh,
             self._backend,
             self._sums,
-            self._few_rows,
+            self._small_batch_matmul,
         )
         pool: Any = jax.ShapeDtypeStruct(storage.shape, storage.dtype, sharding=storage.sharding)
         given = leaves, [pool] * num_layers, self._hidden(bucket), self._words(bucket), *self._exchanged[:1]
         return Program(step.run_layers, given, {"statics": statics})
 
     def _embed(self, bucket: int) -> Program:
-        statics = EndStatics(self._front, self._layouts[bucket], self._mesh)
+        statics = EndArguments(self._front, self._layouts[bucket], self._mesh)
         prev_ids = self._abstract((self.max_num_samples,), np.int32)
         return Program(step.embed, (self.front, prev_ids, self._words(bucket)), {"statics": statics})
 
     def _score(self, bucket: int) -> Program:
-        statics = EndStatics(self._back, self._layouts[bucket], self._mesh)
+        statics = EndArguments(self._back, self._layouts[bucket], self._mesh)
         given = self.back, self._hidden(bucket), self._words(bucket)
         return Program(step.score, given, {"statics": statics})
 

@@ -60,17 +60,17 @@ class RebatchingEngine:
           observe: called after every step; see `metrics.StepSeen`.
         """
         self._runner, self._config, self._tokenizer = runner, config, tokenizer
-        lattice, model = runner.lattice, runner.storage.model
+        ring_shapes, model = runner.ring_shapes, runner.storage.model
         self._limits = ModelLimits(
             vocab_size=model.vocab_size,
-            max_context_tokens=lattice.max_context_tokens,
+            max_context_tokens=ring_shapes.max_context_tokens,
             eos_token_ids=eos_token_ids,
             max_logprobs=config.max_logprobs,
             max_banned_ids=config.max_banned_ids,
         )
         self._observe = observe
         self._seen: list[StepSeen] = []
-        self.loop = RebatchingLoop(config, lattice, runner, observe=self._seen.append)
+        self.loop = RebatchingLoop(config, ring_shapes, runner, observe=self._seen.append)
         self._num_submitted = 0
         self._num_compilations = runner.num_compilations
         self._guard = ChangeGuard(self._recover)

@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from pensieve_jax.rebatching.config import RebatchingConfig
-from pensieve_jax.rebatching.lattice import Lattice, RingShape
 from pensieve_jax.rebatching.prefilling import is_ready
 from pensieve_jax.rebatching.query import KVLocation, Query
 from pensieve_jax.rebatching.ring import Ring
+from pensieve_jax.rebatching.ring_shapes import RingShape, RingShapes
 
 
 class Fitting:
     """Fit of queries into one ring: shapes, and victims."""
 
-    def __init__(self, config: RebatchingConfig, lattice: Lattice, ring: Ring[Query]) -> None:
+    def __init__(self, config: RebatchingConfig, ring_shapes: RingShapes, ring: Ring[Query]) -> None:
         """Store the ring, which this class only reads."""
-        self._config, self._lattice, self._ring = config, lattice, ring
+        self._config, self._ring_shapes, self._ring = config, ring_shapes, ring
 
     def is_shaped(self, query: Query) -> bool:
         """Whether the query joins by vector shaping. In an empty ring it is prefilled separately instead."""
@@ -43,7 +43,7 @@ class Fitting:
         span = max((self._ring.row_span(row) for row, _ in held), default=0)
         is_shaped = self.is_shaped(query)
         needed = span + num_tokens(query) if is_shaped else max(span + 1, self.num_columns(query))
-        found = self._lattice.shape_for(needed)
+        found = self._ring_shapes.shape_for(needed)
         if found is None or len(held) >= found.batch:
             return None
         current = self._ring.shape
@@ -86,7 +86,7 @@ class Fitting:
         shape: RingShape | None = None
         for query in waiting:
             num_columns = max(num_columns, self.num_columns(query))
-            found = self._lattice.shape_for(num_columns)
+            found = self._ring_shapes.shape_for(num_columns)
             is_known = query.place is not KVLocation.NOWHERE or is_ready(query)
             if found is None or len(batch) >= found.batch or not is_known:
                 break

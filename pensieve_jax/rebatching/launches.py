@@ -16,9 +16,9 @@ import numpy as np
 
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.decoding.sampling_rows import SAMPLING_WORDS, SamplerMode, sampling_words, truncates
-from pensieve_jax.rebatching.lattice import RingShape
 from pensieve_jax.rebatching.query import Query
 from pensieve_jax.rebatching.ring import Relayout
+from pensieve_jax.rebatching.ring_shapes import RingShape
 
 HEADER = ("place", "num_new", "row", "unused")
 """Words of a step: place of its first column, number of new columns, and the row that fills all of them."""

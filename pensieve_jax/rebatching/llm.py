@@ -193,7 +193,7 @@ def describe(name: str, runner: DeviceRunner, config: RebatchingConfig) -> Descr
       memory: `kv_bytes` of the budget and `token_bytes`, both per device, and `host_bytes` of pinned memory.
       compilation_cache_dir: directory of compiled programs, or None.
     """
-    storage, lattice = runner.storage, runner.lattice
+    storage, ring_shapes = runner.storage, runner.ring_shapes
     return Description(
         {
             "model": describe_model(name, storage.model, storage.dtype, runner.weights_bytes),
@@ -203,16 +203,16 @@ def describe(name: str, runner: DeviceRunner, config: RebatchingConfig) -> Descr
                 "decode": describe_choice(runner.backends.decode_backend),
             },
             "batch": {
-                "shapes": [f"{shape.batch} x {shape.length}" for shape in lattice.shapes],
-                "unused_lengths": list(lattice.unused_lengths),
-                "max_context_tokens": lattice.max_context_tokens,
+                "shapes": [f"{shape.batch} x {shape.length}" for shape in ring_shapes.shapes],
+                "unused_lengths": list(ring_shapes.unused_lengths),
+                "max_context_tokens": ring_shapes.max_context_tokens,
                 "insertion": config.insertion,
                 "prefill": config.prefill,
                 "preemptive": config.preemptive,
             },
             "memory": {
-                "kv_bytes": lattice.kv_bytes,
-                "token_bytes": lattice.token_bytes,
+                "kv_bytes": ring_shapes.kv_bytes,
+                "token_bytes": ring_shapes.token_bytes,
                 "host_bytes": config.host_bytes,
             },
             "compilation_cache_dir": config.compilation_cache_dir,

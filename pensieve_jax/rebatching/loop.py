@@ -12,11 +12,11 @@ from typing import Any
 
 from pensieve_jax.core.errors import StepFailedError
 from pensieve_jax.rebatching.config import RebatchingConfig
-from pensieve_jax.rebatching.lattice import Lattice
 from pensieve_jax.rebatching.launches import Decode, Launch, Prefill, Resize, Shape
 from pensieve_jax.rebatching.metrics import Observe, RebatchingMetrics, StepSeen, unobserved
 from pensieve_jax.rebatching.query import KVLocation, Query
 from pensieve_jax.rebatching.queue import rank
+from pensieve_jax.rebatching.ring_shapes import RingShapes
 from pensieve_jax.rebatching.runner import RebatchingRunner
 from pensieve_jax.rebatching.scheduler import RebatchingScheduler
 
@@ -36,13 +36,13 @@ class RebatchingLoop:
     def __init__(
         self,
         config: RebatchingConfig,
-        lattice: Lattice,
+        ring_shapes: RingShapes,
         runner: RebatchingRunner,
         *,
         observe: Observe = unobserved,
     ) -> None:
-        self._config, self._lattice, self._runner, self._observe = config, lattice, runner, observe
-        self.scheduler = RebatchingScheduler(config, lattice)
+        self._config, self._ring_shapes, self._runner, self._observe = config, ring_shapes, runner, observe
+        self.scheduler = RebatchingScheduler(config, ring_shapes)
         self.metrics = RebatchingMetrics()
         self.queries: dict[int, Query] = {}
         self._flying: deque[tuple[_Sampling, Any]] = deque()
@@ -106,7 +106,7 @@ class RebatchingLoop:
             if not query.done:
                 query.error = StepFailedError(str(error))
         self.forget()
-        self.scheduler = RebatchingScheduler(self._config, self._lattice)
+        self.scheduler = RebatchingScheduler(self._config, self._ring_shapes)
 
     def _accept(self, launch: _Sampling, result: Any) -> Iterable[Query]:
         """Deliver sampled tokens to their queries; return the queries that finish with them."""

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pensieve_jax.rebatching.lattice import Lattice
 from pensieve_jax.rebatching.launches import FreeRow, Launch, Park, Return
 from pensieve_jax.rebatching.query import KVLocation, Query
 from pensieve_jax.rebatching.queue import rank
+from pensieve_jax.rebatching.ring_shapes import RingShapes
 
 
 class ParkedRows:
@@ -27,11 +27,11 @@ class ParkedRows:
       max_kv_bytes: peak device memory of parked rows and ring, also within a step.
     """
 
-    def __init__(self, lattice: Lattice, host_bytes: int) -> None:
+    def __init__(self, ring_shapes: RingShapes, host_bytes: int) -> None:
         """Start without rows. Until there is a ring, parked rows may use the whole budget."""
-        self._lattice, self._host_bytes = lattice, host_bytes
+        self._ring_shapes, self._host_bytes = ring_shapes, host_bytes
         self.sizes: dict[Query, int] = {}
-        self.room_bytes = lattice.kv_bytes
+        self.room_bytes = ring_shapes.kv_bytes
         self.max_kv_bytes = 0
 
     def __len__(self) -> int:
@@ -50,17 +50,17 @@ class ParkedRows:
     @property
     def kv_bytes(self) -> int:
         """Device memory of the parked rows and the ring."""
-        return self._lattice.kv_bytes - self.room_bytes + self.device_bytes
+        return self._ring_shapes.kv_bytes - self.room_bytes + self.device_bytes
 
     def note(self) -> None:
         """Update the peak memory after rows or ring have grown."""
         self.max_kv_bytes = max(self.max_kv_bytes, self.kv_bytes)
-        assert self.kv_bytes <= self._lattice.kv_bytes
+        assert self.kv_bytes <= self._ring_shapes.kv_bytes
 
     def put(self, query: Query, length: int) -> None:
         """Record a new row of `length` in device memory. There must be room."""
         query.place = KVLocation.DEVICE
-        self.sizes[query] = self._lattice.row_bytes(length)
+        self.sizes[query] = self._ring_shapes.row_bytes(length)
         self.note()
 
     def take(self, query: Query) -> None:

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from pensieve_jax.rebatching.config import RebatchingConfig
-from pensieve_jax.rebatching.lattice import Lattice
 from pensieve_jax.rebatching.launches import Launch, PackedStep, Prefill, WordsLayout
 from pensieve_jax.rebatching.parked_rows import ParkedRows
 from pensieve_jax.rebatching.query import KVLocation, Query
 from pensieve_jax.rebatching.queue import QueryQueue
+from pensieve_jax.rebatching.ring_shapes import RingShapes
 
 
 def prefill_widths(config: RebatchingConfig, length: int) -> list[int]:
@@ -28,14 +28,14 @@ class Prefilling:
     """Builder of prefill launches."""
 
     def __init__(
-        self, config: RebatchingConfig, lattice: Lattice, layout: WordsLayout, shelf: ParkedRows
+        self, config: RebatchingConfig, ring_shapes: RingShapes, layout: WordsLayout, shelf: ParkedRows
     ) -> None:
         """Store the limits, and `shelf`, which receives the rows."""
-        self._config, self._lattice, self._layout, self._shelf = config, lattice, layout, shelf
+        self._config, self._ring_shapes, self._layout, self._shelf = config, ring_shapes, layout, shelf
 
     def similar_to(self, query: Query, line: QueryQueue, most: int) -> list[Query]:
         """Return up to `most` queries that are served soon and need rows of the same length as `query`."""
-        length = self._lattice.length_for(query.num_to_prefill)
+        length = self._ring_shapes.length_for(query.num_to_prefill)
         most = min(most, prefill_widths(self._config, length)[-1] - 1)
         found: list[Query] = []
         for other in line.window(4 * self._config.max_batch) if most > 0 else []:
@@ -43,7 +43,7 @@ class Prefilling:
                 break
             if other is query or not is_ready(other):
                 continue
-            if self._lattice.length_for(other.num_to_prefill) == length:
+            if self._ring_shapes.length_for(other.num_to_prefill) == length:
                 found.append(other)
         return found
 
@@ -60,8 +60,8 @@ class Prefilling:
         Returns:
           The prefilled queries.
         """
-        length = length or self._lattice.length_for(queries[0].num_to_prefill)
-        row_bytes = self._lattice.row_bytes(length)
+        length = length or self._ring_shapes.length_for(queries[0].num_to_prefill)
+        row_bytes = self._ring_shapes.row_bytes(length)
         # A query that was in a failed launch is prefilled alone, to find out whether it caused the failure.
         alone = queries[0].num_failures > 0
         queries = queries[:1] if alone else [one for one in queries if not one.num_failures]

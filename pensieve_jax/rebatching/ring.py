@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pensieve_jax.rebatching.lattice import RingShape
+from pensieve_jax.rebatching.ring_shapes import RingShape
 
 
 class RingEntry[O](NamedTuple):

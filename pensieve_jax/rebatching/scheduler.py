@@ -18,7 +18,6 @@ import numpy as np
 
 from pensieve_jax.rebatching.config import RebatchingConfig
 from pensieve_jax.rebatching.fitting import Fitting, num_tokens, standing
-from pensieve_jax.rebatching.lattice import Lattice, RingShape
 from pensieve_jax.rebatching.launches import (
     Decode,
     Insert,
@@ -34,6 +33,7 @@ from pensieve_jax.rebatching.prefilling import Prefilling, is_ready
 from pensieve_jax.rebatching.query import KVLocation, Query
 from pensieve_jax.rebatching.queue import QueryQueue, rank
 from pensieve_jax.rebatching.ring import Ring
+from pensieve_jax.rebatching.ring_shapes import RingShape, RingShapes
 
 # A ring is too long if its span is at most 1 / _SPARSE of its length for half its length in steps.
 _SPARSE = 3
@@ -63,14 +63,14 @@ class RebatchingScheduler:
       layout: layout of a step's words.
     """
 
-    def __init__(self, config: RebatchingConfig, lattice: Lattice) -> None:
-        self._config, self._lattice = config, lattice
+    def __init__(self, config: RebatchingConfig, ring_shapes: RingShapes) -> None:
+        self._config, self._ring_shapes = config, ring_shapes
         self.layout = WordsLayout(config.max_batch, config.max_banned_ids)
         self.ring: Ring[Query] = Ring()
-        self._fitting = Fitting(config, lattice, self.ring)
+        self._fitting = Fitting(config, ring_shapes, self.ring)
         self.line = QueryQueue()
-        self.shelf = ParkedRows(lattice, config.host_bytes)
-        self._prefilling = Prefilling(config, lattice, self.layout, self.shelf)
+        self.shelf = ParkedRows(ring_shapes, config.host_bytes)
+        self._prefilling = Prefilling(config, ring_shapes, self.layout, self.shelf)
         self._launches: list[Launch] = []
         self._num_sparse_steps = 0
         self._was_empty = True  # whether the ring was empty when the step began, so a prefill delays no query
@@ -114,7 +114,7 @@ class RebatchingScheduler:
         for query in lost:
             self.line.add(query)
         self.ring.clear()
-        self.shelf.room_bytes = self._lattice.kv_bytes
+        self.shelf.room_bytes = self._ring_shapes.kv_bytes
         self._launches = []
         return sorted(lost, key=rank)
 
@@ -231,7 +231,7 @@ class RebatchingScheduler:
             return
         self._resize(shape)
         is_together = self._config.prefill == "together"
-        length = self._lattice.length_for(max(map(num_tokens, batch))) if is_together else None
+        length = self._ring_shapes.length_for(max(map(num_tokens, batch))) if is_together else None
         for query in batch:
             if query.place is KVLocation.NOWHERE:
                 # Its row may have been dropped for another query's, and the next one is a token longer.
@@ -246,10 +246,10 @@ class RebatchingScheduler:
 
     def _suspend(self, query: Query) -> None:
         """Move a query from the ring into a parked row, to resume later."""
-        length = self._lattice.length_for(query.num_kv_tokens)
+        length = self._ring_shapes.length_for(query.num_kv_tokens)
         row, num_tokens = query.row, query.num_kv_tokens
         query.note_suspended()
-        has_room = self.shelf.make_room(self._lattice.row_bytes(length), self._launches)
+        has_room = self.shelf.make_room(self._ring_shapes.row_bytes(length), self._launches)
         assert has_room, "the length of one row is kept free"
         places = np.zeros(length, np.int32)
         places[:num_tokens] = self.ring.places(row)
@@ -265,7 +265,7 @@ class RebatchingScheduler:
             assert current is not None
             if needed <= current.length:
                 return
-            target = self._lattice.shape_for(needed)
+            target = self._ring_shapes.shape_for(needed)
             held = self.ring.held
             if target is not None and target.batch >= len(held):
                 self._resize(target)
@@ -286,14 +286,14 @@ class RebatchingScheduler:
             return
         self._num_sparse_steps += 1
         if 2 * self._num_sparse_steps >= current.length:
-            target = self._lattice.shape_for(span + span // 2 + 1)
+            target = self._ring_shapes.shape_for(span + span // 2 + 1)
             if target is not None and target.length < current.length:
                 self._resize(target)
 
     def _resize(self, shape: RingShape, keep: Query | None = None) -> None:
         if shape == self.ring.shape:
             return
-        room_bytes = self._lattice.room_bytes(shape)
+        room_bytes = self._ring_shapes.room_bytes(shape)
         has_room = self.shelf.make_room(0, self._launches, room_bytes=room_bytes, keep=keep)
         assert has_room, "the length of one row is kept free"
         self._launches.append(Resize(shape, self.ring.resize(shape)))
@@ -338,7 +338,7 @@ class RebatchingScheduler:
                 query.note_prefilled()
             else:
                 self._add_row(words, index, owner, num_tokens)
-        padded = np.zeros(self._lattice.length_for(num_tokens), np.int32)
+        padded = np.zeros(self._ring_shapes.length_for(num_tokens), np.int32)
         padded[:num_tokens] = token_ids
         self._launches.append(
             Shape(query.serial, padded, words.words, words.needs, _samples(served), num_tokens)
@@ -380,7 +380,7 @@ class RebatchingScheduler:
             return
         for query in self.line.window(config.num_ahead + 1):
             if is_ready(query):
-                num_bytes = self._lattice.row_bytes(self._lattice.length_for(query.num_to_prefill))
+                num_bytes = self._ring_shapes.row_bytes(self._ring_shapes.length_for(query.num_to_prefill))
                 if self.shelf.has_room(num_bytes):
                     self._prefill(query)
                 else:

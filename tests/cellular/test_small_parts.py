@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pensieve_jax.cellular.cells import Cell, CellError, CellTypes, Field, batch_lattice
+from pensieve_jax.cellular.cells import Cell, CellError, CellTypes, Field, default_batch_sizes
 from pensieve_jax.cellular.errors import CapacityError, GraphError
 from pensieve_jax.cellular.graph import Graph
 from pensieve_jax.cellular.integers import int32s, is_int32, is_sized
@@ -213,9 +213,9 @@ def test_an_array_is_copied():
 
 
 def test_sizes_of_batches():
-    assert batch_lattice(100) == (1, 2, 4, 8, 16, 32, 64, 96, 100)
-    assert batch_lattice(512) == (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
-    assert batch_lattice(1) == (1,) and batch_lattice(64)[-2:] == (32, 64)
+    assert default_batch_sizes(100) == (1, 2, 4, 8, 16, 32, 64, 96, 100)
+    assert default_batch_sizes(512) == (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
+    assert default_batch_sizes(1) == (1,) and default_batch_sizes(64)[-2:] == (32, 64)
     kind = CellTypes([Cell(SimpleNamespace(state={"h": Field((), "int32")}), "a", 100)]).types[0]
     assert [kind.batch_size(num) for num in (1, 2, 3, 64, 65, 97, 100)] == [1, 2, 4, 64, 96, 100, 100]
 

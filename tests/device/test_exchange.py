@@ -133,7 +133,7 @@ def norm_and_affine(kind):
     return NormSpec(kind, 1e-5, jnp.bfloat16), affine
 
 
-def added_up(part):
+def summed(part):
     """In the order of devices, and rounded once; XLA has an order of its own."""
     return functools.reduce(lambda total, one: total + one.astype(np.float32), part, np.float32(0)).astype(
         part.dtype
@@ -142,7 +142,7 @@ def added_up(part):
 
 def expected_stream(part, stream, affine):
     """By numpy, since XLA need not round what it adds to a stream itself."""
-    total = added_up(part)
+    total = summed(part)
     total = total if affine.sum_bias is None else total + affine.sum_bias
     return stream + total.astype(np.float32)
 
@@ -167,7 +167,7 @@ def assert_nobody_is_lost(memory):
 @pytest.mark.parametrize("kind", [None, "rms", "layer"])
 @pytest.mark.parametrize("num_rows", [1, 32, 129, 512])
 def test_sums_of_few_rows(kind, num_rows):
-    """Their bits, on all GPUs; many launches, so that inboxes take turns."""
+    """Bits are the same on all GPUs; many launches, so that peer buffers alternate."""
     mesh = make_mesh(NUM_GPUS)
     memory = all_reduce.ExchangeMemory(mesh, WIDTH, "bfloat16")
     split, whole = PartitionSpec("tp"), PartitionSpec()
@@ -190,7 +190,7 @@ def test_sums_of_few_rows(kind, num_rows):
     memory.renew()
     for part in parts:
         found = jax.tree.leaves(own(part, memory.table, stream, affine))
-        total = added_up(part) if kind is None else expected_stream(part, stream, affine)
+        total = summed(part) if kind is None else expected_stream(part, stream, affine)
         for shard in found[0].addressable_shards:
             np.testing.assert_array_equal(shard.data, total)
         if kind is not None:
@@ -201,7 +201,7 @@ def test_sums_of_few_rows(kind, num_rows):
 
 def check_shares(part, few, streams, normed, stream, norm, affine):
     """A first sum in shares, and another one of what it left."""
-    np.testing.assert_array_equal(few, added_up(part)[:32])
+    np.testing.assert_array_equal(few, summed(part)[:32])
     np.testing.assert_array_equal(streams[0], expected_stream(part, stream, affine))
     again = expected_stream(normed[0][None] * part, streams[0], affine)
     np.testing.assert_array_equal(streams[1], again)
@@ -216,7 +216,7 @@ def check_shares(part, few, streams, normed, stream, norm, affine):
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("num_rows", [36, 132, 516, 2040, 2064])
 def test_sums_in_shares(kind, num_rows):
-    """Many launches, by inbox where they fit and by letter, between which few rows have their turn."""
+    """Many launches use peer buffers where shares fit, and handshakes; sums of few rows come between."""
     mesh = make_mesh(NUM_GPUS)
     memory = all_reduce.ExchangeMemory(mesh, WIDTH, "bfloat16")
     split, whole = PartitionSpec("tp"), PartitionSpec()
@@ -235,7 +235,7 @@ def test_sums_in_shares(kind, num_rows):
             axis="tp",
         )
         share, normed = shares(part[0], share=share, capacity=memory.capacity)
-        again = shares(normed * part[0], share=share, capacity=0)  # by letter
+        again = shares(normed * part[0], share=share, capacity=0)  # by handshake
         return few, (share, again[0]), (normed, again[1])
 
     specs = {"in_specs": (split, split, split, whole), "out_specs": (whole, split, whole)}

@@ -1,4 +1,4 @@
-"""Random ragged batches with NaN wherever nothing may look."""
+"""Random ragged batches with NaN wherever a kernel must not read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pallas_kernels.ragged_paged_attention.shapes import Heads
 
 
 class Batch(NamedTuple):
-    """The arguments of `ragged_paged_attention`, in its order."""
+    """Arguments of `ragged_paged_attention`, in order."""
 
     q: Any
     kv_pages: Any
@@ -26,7 +26,7 @@ class Batch(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Padded shapes: batches of one room share a compiled executable."""
+    """Padded shapes; batches of one room share a compiled executable."""
 
     num_tokens: int
     max_num_seqs: int
@@ -35,7 +35,7 @@ class Room(NamedTuple):
 
 
 def room_for(rows: list[tuple[int, int]], page_size: int) -> Room:
-    """A few padded tokens, rows and pages more than `rows` need."""
+    """Return a room with a few more tokens, rows and pages than `rows` need."""
     pages = [-(-kv_len // page_size) for _, kv_len in rows]
     return Room(sum(q_len for q_len, _ in rows) + 5, len(rows) + 2, max(pages, default=0) + 1, sum(pages) + 3)
 
@@ -50,10 +50,10 @@ def make_batch(
     room: Room | None = None,
     shared: dict[int, int] | None = None,
 ) -> Batch:
-    """Rows of (query length, keys); `shared`: row -> an earlier row whose page list it reads.
+    """Make a batch of rows (query length, keys); `shared` maps a row to an earlier row with the same pages.
 
-    Every page that no row uses, every slot past the keys of the pages that rows do use, and every padded
-    token holds NaN; padded rows hold page ids and lengths that would be wrong to follow.
+    Unused pages, slots past the keys of used pages, and padded tokens hold NaN. Padded rows hold page ids and
+    lengths that a kernel must not follow.
     """
     room = room or room_for(rows, page_size)
     counts = [0 if row in (shared or {}) else -(-kv_len // page_size) for row, (_, kv_len) in enumerate(rows)]
@@ -88,7 +88,7 @@ def make_batch(
 def random_rows(
     rng: np.random.Generator, room: Room, page_size: int, max_q_len: int
 ) -> list[tuple[int, int]]:
-    """Rows that fit a room: decodes, short and long query ranges, with and without earlier keys."""
+    """Draw rows that fit a room: decodes, short and long query ranges, with and without earlier keys."""
     rows: list[tuple[int, int]] = []
     tokens, pages = room.num_tokens, room.num_pages - 1
     while len(rows) < room.max_num_seqs and tokens and pages and rng.random() > 0.05:
@@ -102,7 +102,7 @@ def random_rows(
 
 
 def stored(batch: Batch, kv_dtype: str | None) -> Batch:
-    """The same with pages in 8 bits; what held NaN has a scale of NaN."""
+    """Return the batch with pages in 8 bits; rows that held NaN have a scale of NaN."""
     if kv_dtype is None:
         return batch
     pages = np.asarray(batch.kv_pages)
@@ -122,13 +122,13 @@ def stored(batch: Batch, kv_dtype: str | None) -> Batch:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _encoded(pages: jax.Array, kv_dtype: str) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Codes, and both bytes of scales, [pages, tokens, heads]: one program instead of twenty."""
+    """Return codes and both bytes of scales, [pages, tokens, heads], by one program instead of twenty."""
     codes, scales = encode(pages, kv_dtype)
     return codes, *scale_bytes(scales)
 
 
 def tolerance(dtype: Any) -> float:
-    """Largest difference from the float32 reference, absolute for small and relative for large values."""
+    """Return the largest difference from the float32 reference, absolute for small values, else relative."""
     return {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.5e-2}[jnp.dtype(dtype).name]
 
 
@@ -140,7 +140,7 @@ def assert_equals_reference(
     page_size: int | None = None,
     kv_dtype: str | None = None,
 ) -> None:
-    """`out` is the reference's result to the dtype's tolerance, and exactly zero where no row is."""
+    """Check that `out` equals the reference within the dtype's tolerance, and is exactly 0 without a row."""
     arrays = map(np.asarray, batch)
     expected = reference_attention(*arrays, sm_scale=sm_scale, page_size=page_size, kv_dtype=kv_dtype)
     assert out.dtype == batch.q.dtype

@@ -1,4 +1,4 @@
-"""What tests of several kernels run in."""
+"""Fixtures shared by the tests of several kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pallas_kernels.ragged_paged_attention import mosaic_launch
 
 @pytest.fixture
 def checked_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two programs instead of one for each multiprocessor, and the interpreter's race detector on."""
+    """Launch two programs instead of one per multiprocessor, and enable the interpreter's race detector."""
     checked = plgpu.InterpretGPUParams(detect_races=True)
     monkeypatch.setattr(plgpu, "InterpretGPUParams", lambda: checked)
     monkeypatch.setattr(mosaic_launch, "NUM_PROGRAMS", 2)

@@ -1,7 +1,7 @@
 """Lowering for an NVIDIA GPU on a machine without one.
 
-Catches what the kernel language refuses: shapes, dtypes, operations, ranks. What only the GPU's own compiler
-knows (registers, shared memory) shows first on a GPU.
+This catches what the kernel language rejects: shapes, dtypes, operations, ranks. Errors of the GPU's own
+compiler (registers, shared memory) show only on a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DEPRECATED = "The Pallas Triton backend is deprecated"
 
 
 def mesh_of_gpus(num_devices: int) -> jax.sharding.AbstractMesh:
-    """Of H200s, with the models' axis."""
+    """Return an abstract mesh of H200s with the models' axis."""
     axis_types = (jax.sharding.AxisType.Auto,)
     return jax.sharding.AbstractMesh(
         (num_devices,), ("tp",), axis_types=axis_types, abstract_device=_gpu("NVIDIA H200")
@@ -38,7 +38,7 @@ def lower_for_cuda(
     device_kind: str = "NVIDIA H200",
     mesh: jax.sharding.AbstractMesh | None = None,
 ) -> str:
-    """StableHLO of `fn` for a GPU or `mesh`; `args` are arrays or `jax.ShapeDtypeStruct`s, nothing is run."""
+    """Return the StableHLO of `fn` for a GPU or `mesh`; `args` are arrays or `jax.ShapeDtypeStruct`s."""
     if mesh is None:
         mesh = jax.sharding.AbstractMesh((), (), abstract_device=_gpu(device_kind))
     with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
@@ -47,7 +47,7 @@ def lower_for_cuda(
 
 
 def lower_byte_attention(spec: TileSpec, heads: Heads) -> str:
-    """Of a step of bfloat16 over a pool of 4 GiB of pages in 8 bits, rows of up to 128 pages."""
+    """Lower a bfloat16 step over a pool of 4 GiB of pages in 8 bits, with rows of up to 128 pages."""
     page = page_shape(spec.kv_dtype, spec.page_size, heads.num_kv_heads, heads.head_dim)
 
     def attend(*args: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Shared memory, for programs of a lane that are computed for all lanes outside of a kernel."""
+"""Shared memory for lane programs that are computed for all lanes outside of a kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 class Memory:
-    """An array that is read and written whole, as a reference is."""
+    """Array that is read and written as a whole, like a reference."""
 
     def __init__(self, array: Any) -> None:
         self.array = jnp.asarray(array)

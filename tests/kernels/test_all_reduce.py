@@ -1,4 +1,4 @@
-"""Sums over devices without a GPU: refusals, where memory lies, PTX, and devices that are processes."""
+"""All-reduce without a GPU: errors, memory layout, PTX, and processes in place of devices."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ AFFINES = {
 
 
 def summed(partial, **changes):
-    """By XLA, on two devices with the same partial sums."""
     arguments = {"axis": "tp", "capacity": 4096, "backend": "xla"} | changes
     run = jax.shard_map(
         lambda x: all_reduce.sum_over_devices(x, jnp.zeros((1, 14), jnp.int32), **arguments),
@@ -53,7 +52,7 @@ def test_by_xla():
 
 
 def normed(partial, affine=AFFINES["rms"], norm=RMS, *, shares, stream=None, **changes):
-    """By XLA, on two devices with the same partial sums and a stream of ones."""
+    """Sum and norm by XLA, on two devices with the same partial sums and a stream of ones."""
     num_rows, width = partial.shape
     arguments = {"axis": "tp", "backend": "xla", "capacity": 4096} | changes
     stream = jnp.ones((num_rows // 2 if shares else num_rows, width)) if stream is None else stream
@@ -69,7 +68,7 @@ def normed(partial, affine=AFFINES["rms"], norm=RMS, *, shares, stream=None, **c
 @pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("case", AFFINES)
 def test_norms_by_xla(case, shares):
-    """Of every row, or each device of its share; with a bias of the sum, and without what may be missing."""
+    """All rows, or each device's share; with a bias of the sum, and without optional arrays."""
     affine, kind = AFFINES[case], case.split(",")[0]
     partial = np.arange(64, dtype=np.float32).reshape(4, 16) ** 2
     stream, normed_rows = normed(partial, affine, RMS._replace(kind=kind), shares=shares)
@@ -125,17 +124,17 @@ def test_norms_that_are_refused(changes, says, shares):
         ((3, 16), {"capacity": 176}),
     ],
 )
-def test_what_is_not_served_is_refused(shape, changes):
+def test_unsupported_arguments_are_refused(shape, changes):
     with pytest.raises(SumArgumentError, match=r"partial sums are float32.* of 2 devices, but must be"):
         summed(jnp.zeros(shape), **changes)
 
 
 def test_how_few_rows_are_sent_to_all():
-    """What is said of every number of devices; the kernels' lanes are a power of two."""
+    """Limits exist for every number of devices; the kernels' lanes are a power of two."""
     every_number = list(range(2, specs.MAX_DEVICES + 1))
-    assert list(specs.FASTER_WHOLE) == list(specs.MAX_ROWS_BY_INBOX) == every_number
-    for num in every_number:  # a peer's inbox has room for two shares
-        assert specs.inbox_rows(num) * num >= 2 * specs.MAX_ROWS_BY_INBOX[num]
+    assert list(specs.FASTER_WHOLE) == list(specs.MAX_ROWS_BY_PEER_BUFFER) == every_number
+    for num in every_number:  # a peer buffer has room for two shares
+        assert specs.peer_buffer_rows(num) * num >= 2 * specs.MAX_ROWS_BY_PEER_BUFFER[num]
     assert specs.MAX_DEVICES & (specs.MAX_DEVICES - 1) == 0
     found = {rows: all_reduce.shares_are_faster(rows, 64, "float16", 4) for rows in (64, 66, 68, 1024)}
     assert found == {64: False, 66: False, 68: True, 1024: True}, "66 is not divided by four"
@@ -148,25 +147,25 @@ def test_back_ends_have_names():
     assert "NVIDIA GPU" in all_reduce.devices_limit(jax.devices()[:2])
 
 
-@pytest.mark.parametrize("serves", [all_reduce.serves, all_reduce.serves_shares])
-def test_what_is_served(serves):
-    """Rows by their bytes, as they lie in registers; none at all would keep no one waiting."""
-    assert serves(8, 16384, "bfloat16", 4) and serves(8, 8192, "float32", 4)
-    assert not serves(8, 16392, "bfloat16", 4) and not serves(8, 8200, "float32", 4)
-    assert not serves(0, 64, "bfloat16", 2) and not serves(8, 0, "bfloat16", 2)
-    assert not serves(8, 64, "float64", 2) and not serves(8, 60, "float32", 2)
-    assert not serves(8, 64, "float32", 1) and not serves(10, 64, "float32", 5)
+@pytest.mark.parametrize("supports", [all_reduce.supports, all_reduce.supports_shares])
+def test_supported_sizes(supports):
+    """Registers limit the bytes of a row; without rows devices would not synchronize."""
+    assert supports(8, 16384, "bfloat16", 4) and supports(8, 8192, "float32", 4)
+    assert not supports(8, 16392, "bfloat16", 4) and not supports(8, 8200, "float32", 4)
+    assert not supports(0, 64, "bfloat16", 2) and not supports(8, 0, "bfloat16", 2)
+    assert not supports(8, 64, "float64", 2) and not supports(8, 60, "float32", 2)
+    assert not supports(8, 64, "float32", 1) and not supports(10, 64, "float32", 5)
 
 
 @pytest.mark.parametrize("shares", [False, True])
 def test_capacities_are_whole_words(shares):
-    """So that places in inboxes are, for numbers of any size."""
+    """Regions of peer buffers are then whole words for numbers of any size."""
     with pytest.raises(SumArgumentError, match="capacity is 4088, but must be a multiple of 16 bytes"):
         normed(jnp.zeros((4, 16)), shares=shares, capacity=4088)
 
 
 class Driver:
-    """CUDA's, for GPUs that reach each other, and have atomics there, as the two sets of pairs say."""
+    """Fake CUDA driver; two sets of pairs define peer access and peer atomics."""
 
     def __init__(self, reached, has_atomics):
         self.reached, self.has_atomics = reached, has_atomics
@@ -199,12 +198,12 @@ BOTH = {(1, 3), (3, 1)}
         ((1, 9), BOTH, BOTH, "GPU 1 does not reach the memory of GPU 9"),
     ],
 )
-def test_who_reaches_whom(ordinals, reached, has_atomics, limit, monkeypatch):
+def test_peer_access_and_atomics_are_required(ordinals, reached, has_atomics, limit, monkeypatch):
     monkeypatch.setattr(peers.ctypes, "CDLL", lambda name: Driver(reached, has_atomics))
     assert peers.peers_limit(ordinals) == limit
 
 
-def test_without_a_driver_nobody_reaches_anybody(monkeypatch):
+def test_without_a_driver_there_is_no_peer_access(monkeypatch):
     def missing(name):
         raise OSError(f"{name}: not there")
 
@@ -212,8 +211,8 @@ def test_without_a_driver_nobody_reaches_anybody(monkeypatch):
     assert "libcuda.so.1: not there" in peers.peers_limit([0, 1])
 
 
-def test_tables_say_where_everybodys_memory_is():
-    """Every device has its own row; alone each points to itself, and waits for nobody."""
+def test_tables_have_the_addresses_of_all_devices():
+    """Every device has its own row; alone each points to itself and waits for no peer."""
     memory = ExchangeMemory(make_mesh(2), 64, "float32", num_rows=4)
     assert memory.capacity == 1024 and memory.num_bytes == 2 * 1024 + 4 * specs.words_len(2)
 
@@ -224,18 +223,18 @@ def test_tables_say_where_everybodys_memory_is():
     for rank, (found_rank, status, *addresses) in enumerate(rows()):
         assert found_rank == rank
         assert len(set(addresses)) == 2 and addresses[2:] == [status, status]
-    flags = np.asarray(memory.words)[:, specs.FLAGS : specs.letters_place(2)]
+    flags = np.asarray(memory.words)[:, specs.FLAGS : specs.handshakes_place(2)]
     assert flags.size == 2 * 2 * 2 * specs.MAX_PROGRAMS and (flags > 10**9).all()
-    refs = [weakref.ref(array) for array in (memory.table, memory.words, memory._inboxes)]
-    fill = memory._new_inboxes
+    refs = [weakref.ref(array) for array in (memory.table, memory.words, memory._peer_buffers)]
+    fill = memory._new_peer_buffers
 
     def fill_when_old_ones_are_gone():
         assert [ref() for ref in refs] == [None] * 3, "two may not fit"
         return fill()
 
-    memory._new_inboxes = fill_when_old_ones_are_gone
+    memory._new_peer_buffers = fill_when_old_ones_are_gone
     memory.renew()
-    assert (np.asarray(memory._inboxes) == specs.EMPTY).all()
+    assert (np.asarray(memory._peer_buffers) == specs.EMPTY).all()
     first, second = rows()
     assert first[2:] == second[2:] and len(set(first[2:])) == 4
     assert [first[1], second[1]] == first[4:]
@@ -245,9 +244,9 @@ def test_tables_say_where_everybodys_memory_is():
 
 
 def compiled_ptx(kernel, constants, *, kind):
-    """For Hopper and four devices, of bfloat16, in whole words of 16 bytes wherever rows are read or written.
+    """Compile for Hopper, four devices and bfloat16; check that rows are read and written in 16-byte words.
 
-    A layer norm has all arrays, the other one its scale. Whoever is lost is told so one by one.
+    A layer norm has all arrays, an RMS norm only its scale. A loss is reported to devices one by one.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -274,28 +273,30 @@ def compiled_ptx(kernel, constants, *, kind):
 @needs_extra
 @pytest.mark.parametrize("kind", [None, pytest.param("rms", marks=pytest.mark.long), "layer"])
 def test_what_it_compiles_to(kind):
-    """All of four devices' numbers are looked at at once; no flag goes anywhere, but that one is lost."""
+    """The numbers of four devices are polled together; the only flag that is sent reports a loss."""
     from pallas_kernels.all_reduce.peer_buffer_kernels import sum_of_rows
 
     constants = {"capacity": 512 * 8192, "norms": kind is not None}
-    check_inboxes(compiled_ptx(sum_of_rows, constants, kind=kind), sum_of_rows, num_looks=1)
+    check_peer_buffers(compiled_ptx(sum_of_rows, constants, kind=kind), sum_of_rows, num_looks=1)
 
 
 @needs_extra
 @pytest.mark.parametrize("kind", [pytest.param("rms", marks=pytest.mark.long), "layer"])
-def test_what_shares_by_inbox_compile_to(kind):
-    """Likewise, twice: of partial sums, and of normed rows."""
-    from pallas_kernels.all_reduce.peer_buffer_kernels import shares_by_inbox
+def test_what_shares_by_peer_buffer_compile_to(kind):
+    """The same, twice: for partial sums and for normed rows."""
+    from pallas_kernels.all_reduce.peer_buffer_kernels import shares_by_peer_buffer
 
     constants = {"capacity": 512 * 8192}
-    check_inboxes(compiled_ptx(shares_by_inbox, constants, kind=kind), shares_by_inbox, num_looks=2)
+    check_peer_buffers(
+        compiled_ptx(shares_by_peer_buffer, constants, kind=kind), shares_by_peer_buffer, num_looks=2
+    )
 
 
-def check_inboxes(ptx, kernel, num_looks):
-    """Of all four devices in words of eight numbers, one after the other before any is used."""
+def check_peer_buffers(ptx, kernel, num_looks):
+    """Check that all four devices' words of eight numbers are loaded before any is used."""
     from pallas_kernels.all_reduce.jax_triton import num_warps
 
-    num_words = 8192 // 8 // (32 * num_warps(kernel, 8192))  # a thread's, of a row
+    num_words = 8192 // 8 // (32 * num_warps(kernel, 8192))  # words of a thread in a row
     assert ptx.count("ld.volatile.global.v4.b32") == num_words * 4 * num_looks
     first, last = ptx.index("ld.volatile.global.v4.b32"), ptx.rindex("ld.volatile.global.v4.b32")
     if num_looks == 1:
@@ -307,11 +308,11 @@ def check_inboxes(ptx, kernel, num_looks):
 
 @needs_extra
 @pytest.mark.parametrize("kind", [pytest.param("rms", marks=pytest.mark.long), "layer"])
-def test_what_shares_by_letter_compile_to(kind):
-    """Two meetings, at each of which one instruction sets all flags, and one looks at them, and in a loop."""
-    from pallas_kernels.all_reduce.handshake_kernels import shares_by_letter
+def test_what_shares_by_handshake_compile_to(kind):
+    """Devices synchronize twice; each time one instruction sets all flags, one polls them, also in a loop."""
+    from pallas_kernels.all_reduce.handshake_kernels import shares_by_handshake
 
-    ptx = compiled_ptx(shares_by_letter, {}, kind=kind)
+    ptx = compiled_ptx(shares_by_handshake, {}, kind=kind)
     assert "ld.global.cg.v4.b32" in ptx
     assert ptx.count("atom.global.sys.release.exch.b32") == 5 * 2
     assert ptx.count("atom.global.sys.acquire.add.u32") == 2 * 2
@@ -321,7 +322,7 @@ def test_what_shares_by_letter_compile_to(kind):
 @needs_extra
 @pytest.mark.parametrize("num_devices", ["2", "3", "4"])
 def test_devices_that_are_processes(num_devices):
-    """They meet at their own pace, and one that is left alone does not wait for ever."""
+    """They synchronize at their own pace, and a device without peers does not wait forever."""
     root = Path(__file__).parents[2]
     environment = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "tests.kernels.all_reduce_peers", num_devices]
@@ -330,7 +331,7 @@ def test_devices_that_are_processes(num_devices):
 
 
 def lowered(run, num_rows, of_stream, out_specs):
-    """For two GPUs, of `run(partial, table, stream, affine)`; every array is there."""
+    """Lower `run(partial, table, stream, affine)` for two GPUs, with all arrays present."""
     mesh, split, whole = mesh_of_gpus(2), PartitionSpec("tp"), PartitionSpec()
     shapes = [
         jax.ShapeDtypeStruct((2, num_rows, 256), jnp.bfloat16),
@@ -352,7 +353,7 @@ LAYER = NormSpec("layer", 1e-5, jnp.bfloat16)
 @can_lower
 @pytest.mark.parametrize("norms", [False, True])
 def test_it_lowers_inside_shard_map(norms):
-    """One launch for a sum, with the stream and its norm or without; the table goes to it as it is."""
+    """A sum is one launch, with or without stream and norm; the table is passed unchanged."""
     arguments = {"axis": "tp", "capacity": 512 * 256 * 2}
 
     def run(part, table, stream, affine):
@@ -368,7 +369,7 @@ def test_it_lowers_inside_shard_map(norms):
 @can_lower
 @pytest.mark.parametrize("num_rows", [64, 1024])
 def test_shares_lower_inside_shard_map(num_rows):
-    """One launch, and nothing beside it, by inbox and by letter."""
+    """Both kernels are one launch and nothing else."""
     split, whole = PartitionSpec("tp"), PartitionSpec()
     arguments = {"norm": LAYER, "axis": "tp", "capacity": 512 * 256 * 2}
     run = functools.partial(all_reduce.sum_and_norm_of_shares, **arguments)
@@ -380,8 +381,8 @@ def test_shares_lower_inside_shard_map(num_rows):
 @needs_extra
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("missing", [(), ("sum_bias", "bias"), Affine._fields])
-def test_what_kernels_are_told(missing, kind, monkeypatch):
-    """Which norm it is, and which of its arrays there are, each in its place."""
+def test_launch_arguments_describe_the_norm(missing, kind, monkeypatch):
+    """They name the norm and its present arrays, each in its position."""
     from pallas_kernels.all_reduce import jax_triton
 
     affine = Affine(*jnp.ones((3, 16)))._replace(**dict.fromkeys(missing))
@@ -390,7 +391,7 @@ def test_what_kernels_are_told(missing, kind, monkeypatch):
         (jax_triton.triton_sum_and_norm, jnp.ones((4, 16))),
         (jax_triton.triton_shares, jnp.ones((2, 16))),
     ):
-        arrays, named = told(monkeypatch, add_up, stream, affine, norm=norm, capacity=256)
+        arrays, named = launched(monkeypatch, add_up, stream, affine, norm=norm, capacity=256)
         assert named["capacity"] == 64, "numbers, of four bytes each"
         found = dict(zip(named["kernel"].arg_names, arrays, strict=False))
         assert found["partial_ptr"] is PARTIAL and found["stream_ptr"] is stream
@@ -403,8 +404,8 @@ def test_what_kernels_are_told(missing, kind, monkeypatch):
 PARTIAL = jnp.zeros((4, 16))
 
 
-def told(monkeypatch, add_up, stream, affine, *, partial=PARTIAL, **arguments):
-    """What a launch on two devices is made with."""
+def launched(monkeypatch, add_up, stream, affine, *, partial=PARTIAL, **arguments):
+    """Return the arguments of a launch on two devices."""
     from pallas_kernels.all_reduce import jax_triton
 
     calls = []
@@ -417,29 +418,31 @@ def told(monkeypatch, add_up, stream, affine, *, partial=PARTIAL, **arguments):
 
 @needs_extra
 @pytest.mark.parametrize(
-    ("capacity", "dtype", "by_inbox"),
+    ("capacity", "dtype", "by_peer_buffer"),
     [(256, jnp.float32, True), (240, jnp.float32, False), (256, jnp.float16, False), (0, jnp.float32, False)],
 )
-def test_which_shares_go_through_inboxes(capacity, dtype, by_inbox, monkeypatch):
-    """Shares that they hold twice, if normed numbers have as many bytes; by letter every program has rows."""
+def test_which_shares_go_through_peer_buffers(capacity, dtype, by_peer_buffer, monkeypatch):
+    """Two shares must fit, and normed numbers be of the same size; in a handshake every program has rows."""
     from pallas_kernels.all_reduce import handshake_kernels, jax_triton, peer_buffer_kernels
 
-    _, named = told(
+    _, named = launched(
         monkeypatch, jax_triton.triton_shares, jnp.ones((2, 16)), Affine(), norm=RMS._replace(dtype=dtype),
         capacity=capacity,
     )  # fmt: skip
-    kernel = peer_buffer_kernels.shares_by_inbox if by_inbox else handshake_kernels.shares_by_letter
+    kernel = (
+        peer_buffer_kernels.shares_by_peer_buffer if by_peer_buffer else handshake_kernels.shares_by_handshake
+    )
     assert named["kernel"] is kernel
-    assert named["grid"] == (specs.NUM_PROGRAMS if by_inbox else 2,)
+    assert named["grid"] == (specs.NUM_PROGRAMS if by_peer_buffer else 2,)
 
 
 @needs_extra
 @pytest.mark.parametrize(("width", "block", "num_warps"), [(16, 32, 1), (1000, 1024, 2), (8192, 8192, 16)])
-def test_no_number_is_two_threads(width, block, num_warps, monkeypatch):
-    """A thread uses the numbers that it saw itself."""
+def test_no_two_threads_share_a_number(width, block, num_warps, monkeypatch):
+    """A thread uses the numbers that it polled itself."""
     from pallas_kernels.all_reduce import jax_triton
 
     partial, stream = jnp.zeros((4, width)), jnp.ones((4, width))
     run = jax_triton.triton_sum_and_norm
-    _, named = told(monkeypatch, run, stream, Affine(), partial=partial, norm=RMS, capacity=16 * width)
+    _, named = launched(monkeypatch, run, stream, Affine(), partial=partial, norm=RMS, capacity=16 * width)
     assert (named["block"], named["num_warps"]) == (block, num_warps)

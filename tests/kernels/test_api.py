@@ -48,7 +48,7 @@ SPEC: dict[str, Any] = dict(
         ({"backend": "cuda"}, "backend = 'cuda': must be one of"),
         (
             {"backend": "pallas_triton", "head_dim": 80},
-            "head_dim = 80: pallas_triton serves .* use backend 'xla'",
+            "head_dim = 80: pallas_triton supports .* use backend 'xla'",
         ),
         ({"backend": "pallas_triton", "num_q_heads": 200}, "num_q_heads / num_kv_heads = 100"),
         ({"backend": "pallas_triton", "blocks": BlockSizes((TileClass(20, 64, 4, 3, 1, 1),))}, "blocks"),
@@ -129,7 +129,7 @@ def test_auto_is_xla_on_a_cpu() -> None:
         ("cpu", None, "needs an NVIDIA GPU, this device is 'kind'"),
     ],
 )
-def test_devices_that_triton_runs_on(platform: str, capability: str | None, says: str | None) -> None:
+def test_devices_that_run_triton(platform: str, capability: str | None, says: str | None) -> None:
     device = types.SimpleNamespace(platform=platform, device_kind="kind", compute_capability=capability)
     limit = triton_device_limit(device)
     assert limit is None if says is None else limit is not None and says in limit
@@ -153,7 +153,7 @@ CPU = types.SimpleNamespace(platform="cpu", device_kind="cpu")
             H200,
             "pallas_triton",
             "the fastest that serves 40 query heads on 10 KV heads of 128 in float32 on NVIDIA H200; "
-            "not pallas_mosaic_gpu: dtype = 'float32': pallas_mosaic_gpu serves ('bfloat16', 'float16'); "
+            "not pallas_mosaic_gpu: dtype = 'float32': pallas_mosaic_gpu supports ('bfloat16', 'float16'); "
             "use backend 'pallas_triton' or 'xla'",
         ),
         (
@@ -168,33 +168,33 @@ CPU = types.SimpleNamespace(platform="cpu", device_kind="cpu")
     ],
     ids=["hopper", "float32", "cpu"],
 )
-def test_the_choice_says_why(heads: AttentionHeads, device: Any, name: str, reason: str) -> None:
+def test_the_choice_has_a_reason(heads: AttentionHeads, device: Any, name: str, reason: str) -> None:
     assert choose_backend("auto", heads, device) == BackendChoice(name, reason)
 
 
-def test_a_named_back_end_is_taken_wherever_it_runs() -> None:
+def test_a_named_back_end_is_accepted_on_any_device() -> None:
     heads = AttentionHeads(40, 10, 128, "bfloat16")
     for name in ("pallas_mosaic_gpu", "xla", "reference"):
         choice = choose_backend(name, heads, CPU, named_in="runner.attention_backend")
         assert choice == BackendChoice(name, "named in runner.attention_backend")
 
 
-def test_heads_that_nobody_serves() -> None:
+def test_heads_without_a_back_end() -> None:
     with pytest.raises(AttentionArgumentError, match=r"none serves .* float64.*not xla: dtype = 'float64'"):
         choose_backend("auto", AttentionHeads(4, 2, 128, np.dtype("float64")), H200)
     with pytest.raises(AttentionArgumentError, match="num_kv_heads = 0"):
         AttentionHeads(4, 0, 128, "float32")
 
 
-def test_pages_in_8_bits_are_read_by_the_hopper_kernel_where_it_serves():
-    """In bfloat16 models alone; Triton's serves the others."""
+def test_the_hopper_kernel_reads_pages_in_8_bits_where_supported():
+    """It supports only bfloat16 models; Triton's kernel reads the others."""
     for dtype, expected in (("bfloat16", "pallas_mosaic_gpu"), ("float16", "pallas_triton")):
         heads = AttentionHeads(40, 10, 128, jnp.dtype(dtype), "int8")
         assert choose_backend("auto", heads, H200).name == expected
 
 
-def test_groups_that_auto_takes_of_hopper():
-    """As docs/kernels.md has them."""
+def test_groups_for_which_auto_selects_hopper():
+    """They are the groups in docs/kernels.md."""
 
     def taken(head_dim, kv_dtype=None):
         heads = [AttentionHeads(4 * group, 4, head_dim, "bfloat16", kv_dtype) for group in range(1, 17)]
@@ -204,9 +204,9 @@ def test_groups_that_auto_takes_of_hopper():
     assert taken(128, "int8") == list(range(1, 17)) and taken(64, "int8") == []
 
 
-def test_groups_that_nobody_has_measured_are_taken_by_name_alone():
+def test_unmeasured_groups_need_the_back_ends_name():
     seven, heads = (AttentionHeads(count, 4, 128, jnp.dtype("bfloat16")) for count in (28, 24))
-    assert choose_backend("auto", seven, H200).name == "pallas_mosaic_gpu"  # measured since, of this size
+    assert choose_backend("auto", seven, H200).name == "pallas_mosaic_gpu"  # measured with this head size
     small = AttentionHeads(14, 2, 64, jnp.dtype("bfloat16"))
     assert choose_backend("auto", small, H200).name == "pallas_triton"
     choice = choose_backend("auto", heads, H200)
@@ -224,11 +224,11 @@ def test_the_table_has_a_row_for_every_name() -> None:
 
 
 @pytest.mark.parametrize("name", ["pallas_triton", "pallas_mosaic_gpu", "jax_triton"])
-def test_every_kernel_says_which_devices_it_runs_on(name: str) -> None:
+def test_every_kernel_has_a_device_limit(name: str) -> None:
     assert device_limit(name, H200) is None and "NVIDIA GPU" in str(device_limit(name, CPU))
 
 
 def test_names_need_no_jax() -> None:
-    """A configuration checks them, and may not import JAX."""
+    """The configuration checks names and must not import JAX."""
     code = "import sys, pallas_kernels.attention_names; sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

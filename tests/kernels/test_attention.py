@@ -32,7 +32,7 @@ from tests.kernels.batches import Batch, Room, assert_equals_reference, make_bat
 from tests.kernels.cross_lower import lower_for_cuda
 
 SCALE = 0.17
-# Few programs and short splits, so that small batches split and merge too and interpreting stays quick.
+# Few programs and short splits, so that small batches are also split and merged, and interpreting is quick.
 SMALL_BLOCKS = BlockSizes((TileClass(16, 32, 4, 2, 64, 8), TileClass(64, 16, 4, 2, 64, 8)))
 ONE_CLASS = BlockSizes((TileClass(16, 16, 4, 2, 32, 16, whole_loop=False),))
 
@@ -41,7 +41,7 @@ ROWS = [(1, 70), (5, 33), (40, 40), (1, 1), (0, 12), (300, 310), (17, 200), (8, 
 
 @functools.cache
 def compiled(backend: str, blocks: BlockSizes | None = None, traced_tiles: bool = False) -> Any:
-    """Jitted attention that takes (spec, tiles made on the host) unless `traced_tiles`."""
+    """Return jitted attention; it takes (spec, tiles built on the host) unless `traced_tiles`."""
 
     def attend(batch: Batch, tiles: Any, spec: Any) -> Any:
         return ragged_paged_attention(
@@ -69,7 +69,7 @@ def compiled(backend: str, blocks: BlockSizes | None = None, traced_tiles: bool 
 
 @functools.cache
 def compiled_form(form: str) -> Any:
-    """One form of the back end `xla` by its name, on this platform whether or not it is the form for it."""
+    """Return one form of the back end `xla`, compiled for this platform even if it is another's form."""
     attend = getattr(xla, form)
     return jax.jit(lambda batch: attend(*batch, sm_scale=SCALE, kind=PageKind(batch.kv_pages.shape[1])))
 
@@ -110,12 +110,12 @@ def test_xla_16_bits(dtype: str, form: str) -> None:
 @pytest.mark.parametrize(
     ("rows", "num_tokens"),
     [
-        ([(1, 130), (1, 1), (1, 64), (0, 40), (1, 65)], 9),  # rows of one query, among room for others
+        ([(1, 130), (1, 1), (1, 64), (0, 40), (1, 65)], 9),  # rows of one query, in a room for more
         ([(3, 130), (0, 0), (4, 70), (1, 33)], 8),  # the size up to which all tiles have one token
         (
             [(1, 20), (40, 100), (1, 90), (2, 66), (1, 7)],
             45,
-        ),  # behind a tile's last token, and full to the end
+        ),  # past a tile's last token, and full to the end
         ([(32, 32), (32, 64)], 64),
     ],
     ids=["decode", "small", "mixed", "full tiles"],
@@ -123,7 +123,7 @@ def test_xla_16_bits(dtype: str, form: str) -> None:
 def test_xla_goes_on_over_blocks(
     rows: list[tuple[int, int]], num_tokens: int, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In blocks of two pages; the last is full, or has a slot in it, or a page that nobody may look at."""
+    """Blocks have two pages; the last is full, or has an unused slot or page that must not be read."""
     monkeypatch.setattr(xla, "_MAX_CACHED_KEYS", 32)
     monkeypatch.setattr(xla, "_MAX_BLOCK_KEYS", 32)
     room = Room(num_tokens, max_num_seqs=6, pages_per_seq=9, num_pages=30)
@@ -133,7 +133,7 @@ def test_xla_goes_on_over_blocks(
 
 @pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", "DEFAULT"), ("float32", "HIGHEST")])
 def test_xla_for_a_gpu_has_products_of_the_pages_dtype(dtype: str, precision: str) -> None:
-    """Lowered for one, on whatever this is: nothing of a page becomes float32 before a product."""
+    """Lowered for a GPU on any machine, no part of a page becomes float32 before a product."""
     batch = make_batch(np.random.default_rng(0), [(1, 5)] * 4, Heads(4, 2, 32), dtype=dtype)
     attend = functools.partial(ragged_paged_attention, sm_scale=SCALE, backend="xla")
     text = lower_for_cuda(attend, *map(jnp.asarray, batch))
@@ -156,7 +156,7 @@ def test_xla_for_a_gpu_has_products_of_the_pages_dtype(dtype: str, precision: st
             Heads(8, 2, 64), 32, "float16", SMALL_BLOCKS, marks=pytest.mark.long
         ),
         (Heads(8, 1, 32), 64, "bfloat16", SMALL_BLOCKS),
-        pytest.param(  # 3 heads a group do not fill a tile
+        pytest.param(  # 3 heads per group do not fill a tile
             Heads(6, 2, 32), 16, "float32", ONE_CLASS, marks=pytest.mark.long
         ),
     ],
@@ -168,7 +168,7 @@ def test_triton_equals_reference(heads: Heads, page_size: int, dtype: str, block
 
 
 def test_a_program_of_the_merge_walks_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one program for each KV head all merges are its own."""
+    """With one program per KV head, that program does all merges."""
     monkeypatch.setattr(pallas_triton, "_MERGE_PROGRAMS", 1)
     blocks = BlockSizes((TileClass(16, 16, 4, 2, 32, 64),))
     batch = make_batch(np.random.default_rng(0), ROWS[:4], Heads(4, 2, 32), page_size=16)
@@ -178,7 +178,7 @@ def test_a_program_of_the_merge_walks_the_list(monkeypatch: pytest.MonkeyPatch) 
     )  # fmt: skip
     tiles = build_tiles(spec, batch.cu_q_lens, batch.kv_lens, batch.num_seqs)
     assert tiles[len(spec.blocks.classes)] > 2, "nothing to walk"
-    run = compiled.__wrapped__("pallas_triton", blocks)  # not one that was compiled for others
+    run = compiled.__wrapped__("pallas_triton", blocks)  # not one that other tests have compiled
     assert_equals_reference(run(batch), batch, SCALE)
 
 
@@ -194,7 +194,7 @@ ROOM = Room(num_tokens=96, max_num_seqs=9, pages_per_seq=14, num_pages=50)
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_random_batches_in_both_forms(form: str, seed: int) -> None:
-    """Recompiles nothing, either."""
+    """This recompiles nothing, either."""
     rng = np.random.default_rng(seed)
     batch = make_batch(rng, random_rows(rng, ROOM, 16, 90), Heads(4, 2, 32), room=ROOM)
     assert_equals_reference(compiled_form(form)(batch), batch, SCALE)
@@ -204,7 +204,7 @@ def test_random_batches_in_both_forms(form: str, seed: int) -> None:
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_random_batches(backend: str, seed: int) -> None:
-    """Recompiles nothing: every batch fits one room."""
+    """This recompiles nothing: every batch fits one room."""
     rng = np.random.default_rng(seed)
     rows = random_rows(rng, ROOM, 16, 90)
     batch = make_batch(rng, rows, Heads(4, 2, 32), room=ROOM)
@@ -221,7 +221,7 @@ def test_sub_requests_share_a_page_list(backend: str) -> None:
     blocks = SMALL_BLOCKS if backend == "pallas_triton" else None
     out = compiled(backend, blocks)(batch)
     assert_equals_reference(out, batch, SCALE)
-    # The same tokens as one row: two ranges give what one whole range gives at their positions.
+    # Two ranges give the same results as one whole row at their positions.
     q = (
         jnp.full_like(batch.q, 0)
         .at[:20]
@@ -240,7 +240,7 @@ def test_sub_requests_share_a_page_list(backend: str) -> None:
     np.testing.assert_allclose(got[90:96], out[:6], atol=1e-5, rtol=0)
 
 
-def test_keys_that_a_part_hides_from_a_query_weigh_nothing() -> None:
+def test_keys_that_a_part_hides_from_a_query_have_no_weight() -> None:
     """The last part of a range has fewer keys than the tile has tokens; the sum of their values overflows."""
     kv_len = 130
     batch = make_batch(np.random.default_rng(5), [(8, kv_len)], Heads(1, 1, 32), page_size=32)
@@ -249,7 +249,7 @@ def test_keys_that_a_part_hides_from_a_query_weigh_nothing() -> None:
         pages[batch.page_indices[0, key // 32], key % 32, 1] = 3e38
     batch = batch._replace(kv_pages=pages)
     out = np.asarray(compiled("pallas_triton", SMALL_BLOCKS)(batch))[:6]
-    with np.errstate(over="ignore"):  # for the queries that see them
+    with np.errstate(over="ignore"):  # overflows for the queries that see them
         expected = reference_attention(*batch, sm_scale=SCALE)[:6]
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
@@ -274,7 +274,7 @@ def test_xla_memory_does_not_grow_with_the_context() -> None:
 
 
 def test_inside_shard_map() -> None:
-    """Heads split over four devices give what one device gives."""
+    """Heads split over four devices give the results of one device."""
     batch = make_batch(np.random.default_rng(5), [(1, 70), (20, 40), (3, 3)], Heads(8, 4, 32), room=ROOM)
     mesh = jax.make_mesh((4,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
     heads, none = jax.sharding.PartitionSpec(None, "tp"), jax.sharding.PartitionSpec()
@@ -288,11 +288,11 @@ def test_inside_shard_map() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_import_of_a_backend(backend: str) -> None:
-    """Whoever runs what was compiled elsewhere needs what its kernels call."""
+    """A process that runs a loaded program needs the modules that its kernels call."""
     if backend == "jax_triton":
         pytest.importorskip("jax_triton", reason="needs the extra 'triton'")
     import_backend(backend)
     if backend in TILED_BACKENDS:
         assert f"pallas_kernels.ragged_paged_attention.{backend}" in sys.modules
     if backend == "pallas_mosaic_gpu":
-        assert "jax.experimental.mosaic.gpu.core" in sys.modules  # which says where the runtime is
+        assert "jax.experimental.mosaic.gpu.core" in sys.modules  # it sets the location of the runtime

@@ -1,4 +1,4 @@
-"""Which tile classes a step has on which GPU, and that they fit where a program has 99 KiB."""
+"""Tile classes of a step on each GPU; they fit GPUs whose programs have 99 KiB of shared memory."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ def classes(group: int, head_dim: int, num_tokens: int = 512) -> tuple[TileClass
 
 
 def bytes_held(tile_class: TileClass, head_dim: int) -> int:
-    """Of queries and of the pipeline's blocks of keys and values; Triton's own compiler adds up to 4 KiB.
+    """Return the bytes of queries and of the pipeline's blocks of keys and values.
 
-    A block that a product is reading and those of the next iterations are there together: of two, one.
+    Triton's compiler adds up to 4 KiB. The block that a product reads and those of the next iterations are
+    held together: with two stages, one block.
     """
     blocks = 2 * max(tile_class.num_stages - 1, 1) * tile_class.block_kv
     return 2 * head_dim * (tile_class.rows + blocks)
@@ -40,18 +41,18 @@ def bytes_held(tile_class: TileClass, head_dim: int) -> int:
 def test_every_class_fits_little_shared_memory(
     capability: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton's compiler says, for sm_89: 68 KiB of the widest here, 96 of prompts with heads of 128."""
+    """Triton's compiler reports for sm_89 68 KiB for the widest heads, 96 for prompts with heads of 128."""
     monkeypatch.setattr(jax, "devices", lambda: [gpu(capability)])
     for group in GROUPS:
         for num_tokens in (16, 64, 512, 2048):
             for tile_class in classes(group, head_dim, num_tokens):
                 assert bytes_held(tile_class, head_dim) <= MOST, (group, num_tokens, tile_class)
-                if head_dim > 128:  # what was compiled, and fits
+                if head_dim > 128:  # compiled, and fits
                     assert tile_class.rows <= 64 and (tile_class.block_kv, tile_class.num_stages) == (32, 2)
 
 
 @pytest.mark.parametrize("capability", ["8.0", "9.0", "10.0"])
-def test_the_choice_for_large_shared_memory_is_that_of_before(
+def test_the_choice_for_large_shared_memory_is_unchanged(
     capability: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jax, "devices", lambda: [gpu(capability)])

@@ -1,4 +1,4 @@
-"""The program of a lane for pages in 8 bits, computed for all lanes: fragments, codes, softmax, merge."""
+"""The lane program for pages in 8 bits, computed for all lanes: fragments, codes, softmax, merge."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ THREADS = InterpretedThreads()
 
 
 def words_of(codes: np.ndarray) -> Any:
-    """i32[128] of u8[512]."""
+    """Convert u8[512] to i32[128]."""
     return jnp.asarray(codes.reshape(128, 4).view(np.int32)[:, 0])
 
 
@@ -37,7 +37,7 @@ def test_every_code_becomes_its_number(kv_dtype: str) -> None:
 
 
 def test_the_fragments_are_those_of_a_product() -> None:
-    """As PTX has them for mma.m16n8k16, written out element by element."""
+    """They are PTX's for mma.m16n8k16, written out element by element."""
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal((4, 16, n)).astype(np.float16) for n in (16, 8))
     c = rng.standard_normal((4, 16, 8)).astype(np.float32)
@@ -64,7 +64,7 @@ def test_the_fragments_are_those_of_a_product() -> None:
         np.testing.assert_allclose(found[i], expected[tuple(where[i].T)], rtol=1e-5, atol=1e-5)
 
 
-def test_a_transposition_gives_what_the_second_operand_needs() -> None:
+def test_a_transposition_gives_the_second_operand() -> None:
     rng = np.random.default_rng(1)
     matrices = rng.standard_normal((4, 8, 8)).astype(np.float16)
     given = matrices.reshape(128, 2).view(np.int32)[:, 0]  # lane 4 g + t: row g, columns 2 t and + 1
@@ -72,8 +72,8 @@ def test_a_transposition_gives_what_the_second_operand_needs() -> None:
     np.testing.assert_array_equal(halves(THREADS.transpose(jnp.asarray(given))), expected)
 
 
-def test_swizzled_loads_meet_no_bank_twice() -> None:
-    """Eight lanes at a time read 16 bytes each: all 32 banks, for keys and for values."""
+def test_swizzled_loads_have_no_bank_conflicts() -> None:
+    """Eight lanes at a time read 16 bytes each from all 32 banks, for keys and for values."""
     lane = np.arange(32)
     t, g = lane % 4, lane // 4
     row, first, second = lanes.key_of(g), lanes.key_of(2 * t), lanes.key_of(2 * t + 1)
@@ -84,7 +84,7 @@ def test_swizzled_loads_meet_no_bank_twice() -> None:
         assert (slots % 16 == 0).all() and len(set(slots)) == 32
         for first in range(0, 32, 8):
             assert len(set(slots[first : first + 8] % 128)) == 8
-    # What TMA does: bits 4 to 6 of an address are those of the chunk, changed by bits 7 to 9.
+    # As TMA does: bits 4 to 6 of an address are those of the chunk, XORed with bits 7 to 9.
     plain = np.arange(64)[:, None] * 128 + np.arange(8) * 16
     swizzled = plain ^ ((plain >> 7 & 7) << 4)
     rows = [lanes.slot_of(np.arange(32)[:, None], which, np.arange(8)) for which in range(2)]
@@ -94,7 +94,7 @@ def test_swizzled_loads_meet_no_bank_twice() -> None:
 def attend(
     shape: lanes.LaneShape, q: np.ndarray, stored: list[Stored], first: int, position: int, kv_end: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows of bfloat16, of float32, and log-sum-exps, over keys and values [num_blocks * block_kv, 128]."""
+    """Return rows in bfloat16 and float32, and log-sum-exps; keys and values [num_blocks * block_kv, 128]."""
     num_rows, page = lanes.TILE_ROWS * shape.num_tiles, shape.page_size
     numbers = jnp.int32(position), jnp.int32(kv_end)
     queries = lanes.load_queries(THREADS, shape, Memory(jnp.asarray(q, jnp.bfloat16)), *numbers)
@@ -132,7 +132,7 @@ def attend(
 def test_attention_of_a_tile(
     kv_dtype: str, group: int, page_size: int, block_kv: int, num_tiles: int, position: int, kv_end: int
 ) -> None:
-    """Against float64, with garbage in slots past the range, and scales of very different sizes."""
+    """The reference is float64; slots past the range hold garbage, and scales differ widely."""
     rng = np.random.default_rng(group)
     shape = lanes.LaneShape(kv_dtype, page_size, group, block_kv, num_tiles, 0.1 * 1.442695)
     first, num_rows = 128, 8 * num_tiles

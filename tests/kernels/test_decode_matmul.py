@@ -1,4 +1,4 @@
-"""Products of few rows: the Hopper kernel, interpreted, and what it lowers to, against float64."""
+"""Products of few rows: the Hopper kernel, interpreted against float64, and its lowering."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROJECTIONS = {
     "qkv": (5120, 7680, False),
     "out": (5120, 5120, False),
 }
-# A device's part of those of llama2-70b, where two share a layer.
+# One device's part of those of llama2-70b on two devices.
 PARTS = {
     "part of gate_up": (8192, 14336, True),
     "part of down": (14336, 8192, False),
@@ -45,7 +45,7 @@ QUICK = ("out", 1), ("part of gate_up", 128)
 
 
 def arrays(num_rows, depth, width, *, gated, seed=0):
-    """x [num_rows, depth] and w [depth, width], gated [depth, 2 * width]."""
+    """Draw x [num_rows, depth] and w [depth, width], or if gated [depth, 2 * width]."""
     rng = np.random.default_rng(seed)
     x = jnp.asarray(rng.standard_normal((num_rows, depth)), jnp.bfloat16)
     w = jnp.asarray(rng.standard_normal((depth, width * (1 + gated))) / np.sqrt(depth), jnp.bfloat16)
@@ -63,7 +63,7 @@ def in_float64(x, w, bias=None, *, gated, relu=False):
 
 
 def assert_equals(got, want):
-    """But for the rounding to bfloat16, and float32 sums."""
+    """Check equality except for the rounding to bfloat16 and float32 sums."""
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2**-8, atol=1e-4)
 
@@ -82,7 +82,7 @@ def test_interpreted(num_rows, gated):
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize(("num_rows", "columns"), [(24, 128), (128, 64)])
 def test_a_bias_and_relu(num_rows, columns, relu):
-    """Of each column its own, added before the one rounding."""
+    """Every column has its own bias, added before the only rounding."""
     x, w = arrays(num_rows, 192, 256, gated=False)
     bias = jnp.asarray(np.random.default_rng(1).standard_normal(256), jnp.bfloat16)
     got = decode_matmul(x, w, bias, relu=relu, tile=MatmulTile(columns, 3), **INTERPRETED)
@@ -100,8 +100,8 @@ def test_relu_without_a_bias():
 
 @pytest.mark.usefixtures("checked_interpreter")
 @pytest.mark.parametrize("num_rows", [8, 24, 56])
-def test_rows_that_are_not_there_are_not_read(num_rows):
-    """Not even by a copy: the interpreter has none that goes beyond an array's end."""
+def test_missing_rows_are_not_read(num_rows):
+    """Copies do not read them either: the interpreter rejects copies past an array's end."""
     x, w = arrays(num_rows, 384, 128, gated=False)
     got = decode_matmul(x, w, tile=MatmulTile(64, 3, 128), **INTERPRETED)
     assert_equals(got, in_float64(x, w, gated=False))
@@ -133,7 +133,7 @@ def test_lowers(name, num_rows):
 
 @pytest.mark.parametrize("num_rows", [32, 128])
 def test_a_bias_lowers(num_rows):
-    """Of OPT-13B: the MLP's first projection, for one warpgroup and for two."""
+    """OPT-13B's first projection of the MLP lowers for one warpgroup and for two."""
     x, w, bias = (SHAPE(shape, jnp.bfloat16) for shape in ((num_rows, 5120), (5120, 20480), (20480,)))
     assert "decode_matmul_relu_" in lower_for_cuda(
         functools.partial(decode_matmul, relu=True, **KERNEL), x, w, bias
@@ -160,7 +160,7 @@ def test_a_bias_of_other_columns_or_of_another_dtype_is_refused():
     ],
 )
 def test_tiles_of_the_benchmark_lower(name, num_rows):
-    """With all their stages there is room for them."""
+    """Shared memory has room for all their stages."""
     depth, width, gated = (PROJECTIONS | PARTS)[name]
     x, w = SHAPE((num_rows, depth), jnp.bfloat16), SHAPE((depth, width * (1 + gated)), jnp.bfloat16)
     tiles = matmul_tiles.tiles(num_rows, depth, width, gated=gated)
@@ -175,16 +175,16 @@ def test_tiles_of_the_benchmark_lower(name, num_rows):
     [
         ({}, "pallas_mosaic_gpu"),
         ({"num_rows": 136}, "xla"),  # arithmetic is the limit
-        ({"num_rows": 100}, "xla"),  # no multiple of 8
+        ({"num_rows": 100}, "xla"),  # not a multiple of 8
         ({"num_rows": 7}, "pallas_mosaic_gpu"),
         ({"dtype": "float16"}, "xla"),
         ({"depth": 5120 + 32}, "xla"),
         ({"width": 5120 + 32}, "xla"),
-        ({"width": 2048}, "xla"),  # too few columns for all of a device
+        ({"width": 2048}, "xla"),  # too few columns for a whole device
         ({"device": None}, "xla"),
     ],
 )
-def test_what_is_chosen(changed, expected):
+def test_choice_of_the_back_end(changed, expected):
     h200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
     what = {"num_rows": 128, "depth": 5120, "width": 5120, "dtype": "bfloat16", "device": h200} | changed
     sizes = [what.pop(name) for name in ("num_rows", "depth", "width")]
@@ -215,7 +215,7 @@ def test_tiles():
     [
         (((2, 64), (32, 64)), {}, "x and w are bfloat16.2, 64. and bfloat16.32, 64., but must be"),
         (((0, 64), (64, 64)), {}, "none of them 0"),
-        (((2, 64), (64, 65)), {"gated": True}, "a column of up for each"),
+        (((2, 64), (64, 65)), {"gated": True}, "as many columns for up as for the gate"),
         (((2, 64), (64, 64)), {"backend": "cuda"}, "backend is 'cuda', but must be one of"),
         (((129, 64), (64, 64)), {**KERNEL, "tile": SMALL}, "x is bfloat16.129, 64., but .* up to 128"),
         (((12, 64), (64, 64)), {**KERNEL, "tile": SMALL}, "1 to 8 rows, or a multiple of 8 up to 128"),
@@ -239,8 +239,8 @@ def test_refusals(shapes, how, says):
 
 
 @pytest.mark.parametrize(("num_rows", "num_stages"), [(64, 13), (128, 8)])
-def test_no_tile_is_refused_that_has_room(num_rows, num_stages):
-    """One stage more than those that are taken would be more than a program can have."""
+def test_tiles_that_fit_are_accepted(num_rows, num_stages):
+    """One more stage than is accepted would exceed a program's shared memory."""
     tile, more = (MatmulTile(64, num) for num in (num_stages, num_stages + 1))
     assert tile.fits(num_rows, gated=False)
     room = 227 * 1024 - tile.shared_bytes(num_rows, gated=False)
@@ -251,7 +251,7 @@ def test_no_tile_is_refused_that_has_room(num_rows, num_stages):
 @pytest.mark.parametrize("num_rows", [1, 5, 8, 16, 64, 104, 128])
 @pytest.mark.parametrize("name", PROJECTIONS)
 def test_on_a_gpu(name, num_rows):
-    """Every time the same bits, which other rows do not change, NaN among them."""
+    """Results repeat bit for bit, and other rows, even of NaN, do not change them."""
     depth, width, gated = PROJECTIONS[name]
     if (
         choose_backend(num_rows, depth, width, gated=gated, dtype="bfloat16", device=jax.devices()[0])
@@ -264,7 +264,7 @@ def test_on_a_gpu(name, num_rows):
     expected = in_float64(x, w, gated=gated)
     first = None
     for _ in range(3):
-        # What many rows leave in shared memory lies behind the last of few.
+        # Few rows run with the contents that many rows left in shared memory past their last.
         beside_others = product(others, w)
         got = product(x, w)
         first = got if first is None else first
@@ -277,7 +277,7 @@ def test_on_a_gpu(name, num_rows):
 @pytest.mark.parametrize("num_rows", [1, 32, 128])
 @pytest.mark.parametrize("relu", [False, True])
 def test_a_bias_on_a_gpu(num_rows, relu):
-    """Of OPT-13B: the MLP's first projection, or queries, keys and values."""
+    """These are OPT-13B's first projection of the MLP, or its queries, keys and values."""
     if device_limit(jax.devices()[0]) is not None:
         pytest.skip("the kernel does not run here")
     x, w = arrays(num_rows, 5120, 20480 if relu else 15360, gated=False)
@@ -291,7 +291,7 @@ def test_a_bias_on_a_gpu(num_rows, relu):
 @pytest.mark.parametrize("num_rows", [5, 32, 104])
 @pytest.mark.parametrize("name", ["gate_up", "out"])
 def test_other_tiles_on_a_gpu(name, num_rows):
-    """The same bits by each: sums run along the depth in all of them."""
+    """All tiles give the same bits: sums always run along the depth."""
     depth, width, gated = PROJECTIONS[name]
     if device_limit(jax.devices()[0]) is not None:
         pytest.skip("the kernel does not run here")

@@ -39,7 +39,7 @@ SCALE = 0.11
 
 
 def tuned(num_tokens: int) -> BlockSizes:
-    """What the Mosaic kernel is tuned to for steps of so many tokens, whatever the heads."""
+    """Return the tuned classes of the Mosaic kernel for steps of this many tokens, for any heads."""
     blocks = default_block_sizes(
         num_tokens=num_tokens, max_num_seqs=24, num_q_heads=20, num_kv_heads=20, head_dim=128, itemsize=2,
         mosaic=True,
@@ -59,9 +59,9 @@ MOSAIC_BLOCKS = (
 
 
 def compile_attention(batch: Batch, backend: str = "auto", blocks: BlockSizes | None = None) -> Any:
-    """Attention of batches of this one's room, by the back end that "auto" takes here or a named one.
+    """Compile attention of batches of this room, by the back end that "auto" selects or a named one.
 
-    Skips the test where the one that is named does not run.
+    Skip the test if the named one does not run here.
     """
     if backend == "jax_triton":
         pytest.importorskip("jax_triton", reason="needs the extra 'triton'")
@@ -91,7 +91,7 @@ def compile_attention(batch: Batch, backend: str = "auto", blocks: BlockSizes | 
     ids=["32", "64", "128", "256"],
 )
 def test_many_seeds(heads: Heads, page_size: int, dtype: str, backend: str) -> None:
-    """float32 to 1e-5: TF32 anywhere would show. Contexts long enough to be split."""
+    """The tolerance of float32 is 1e-5, so TF32 would show. Contexts are long enough to be split."""
     room = Room(num_tokens=384, max_num_seqs=24, pages_per_seq=3072 // page_size, num_pages=5120 // page_size)
     attend = None
     for seed in range(12):
@@ -121,7 +121,7 @@ def test_many_seeds(heads: Heads, page_size: int, dtype: str, backend: str) -> N
     ids=["64", "group1", "group4", "group8", "group16", "64_group7", "group7"],
 )
 def test_mosaic_many_seeds(heads: Heads, page_size: int, dtype: str, blocks: BlockSizes) -> None:
-    """Weights are operands in registers, which an assembler may reuse too early: every seed three times."""
+    """Every seed runs three times: an assembler may reuse the weights' registers too early."""
     room = Room(num_tokens=512, max_num_seqs=24, pages_per_seq=3072 // page_size, num_pages=5120 // page_size)
     attend = None
     for seed in range(12):
@@ -141,7 +141,7 @@ def test_mosaic_many_seeds(heads: Heads, page_size: int, dtype: str, blocks: Blo
 @pytest.mark.parametrize("backend", ["pallas_triton", "pallas_mosaic_gpu", "jax_triton"])
 def test_part_of_a_range_that_a_query_does_not_see(backend: str) -> None:
     """The last part of a long range is shorter than the tile's tokens: its first queries see none of it."""
-    # A small tile, a large one, and tokens enough for that class.
+    # A small tile, a large one, and enough tokens for that class.
     rows = [(4, 2049), (40, 16400), (300, 300)]
     batch = make_batch(np.random.default_rng(3), rows, Heads(4, 2, 64), page_size=32, dtype="bfloat16")
     assert_equals_reference(compile_attention(batch, backend)(batch), batch, SCALE)
@@ -150,7 +150,7 @@ def test_part_of_a_range_that_a_query_does_not_see(backend: str) -> None:
 @pytest.mark.parametrize("backend", ["auto", "jax_triton"])
 @pytest.mark.parametrize("heads", [Heads(40, 40, 128), Heads(40, 10, 128), Heads(64, 8, 128)], ids=str)
 def test_decode_of_many_rows(heads: Heads, backend: str) -> None:
-    """A decode bucket: one token a row, every remainder of the context by the block, a few padded rows."""
+    """A decode bucket has one token per row, all remainders of contexts by blocks, and padded rows."""
     rows = [(1, 1 + 37 * i) for i in range(60)]
     room = Room(num_tokens=64, max_num_seqs=64, pages_per_seq=70, num_pages=2200)
     batch = make_batch(np.random.default_rng(1), rows, heads, page_size=32, dtype="bfloat16", room=room)
@@ -160,7 +160,7 @@ def test_decode_of_many_rows(heads: Heads, backend: str) -> None:
 @pytest.mark.parametrize("backend", ["auto", "jax_triton"])
 @pytest.mark.parametrize("heads", [Heads(40, 10, 128), Heads(64, 8, 128)], ids=str)
 def test_hardly_any_tokens(heads: Heads, backend: str) -> None:
-    """What Triton serves on a Hopper GPU, too: long contexts in as many parts as there may be."""
+    """Triton computes these steps also on Hopper: long contexts in the largest number of parts."""
     room = Room(num_tokens=16, max_num_seqs=8, pages_per_seq=512, num_pages=700)
     attend = None
     for seed in range(12):
@@ -212,7 +212,7 @@ BYTE_BLOCKS = {
 
 
 def check_bytes(spec: TileSpec, batches: Iterable[Batch]) -> None:
-    """Answers over batches' pages, stored in 8 bits, are the reference's; three times, as the same bits."""
+    """Check results over pages in 8 bits against the reference, three times with the same bits."""
     kv_dtype = spec.kv_dtype
     assert kv_dtype is not None
     attend = jax.jit(
@@ -248,7 +248,7 @@ def check_bytes(spec: TileSpec, batches: Iterable[Batch]) -> None:
     ids=lambda value: f"group{value.num_q_heads // value.num_kv_heads}" if isinstance(value, Heads) else None,
 )
 def test_byte_kernel(heads: Heads, page_size: int, kv_dtype: str, blocks: str) -> None:
-    """Decoding and a few tokens at once; every answer three times, as the same bits."""
+    """Decoding and short queries; every result is computed three times, with the same bits."""
     if limit := mosaic_device_limit(jax.devices()[0]):
         pytest.skip(limit)
     room = Room(num_tokens=64, max_num_seqs=64, pages_per_seq=2560 // page_size, num_pages=16384 // page_size)
@@ -298,7 +298,7 @@ PROMPT_BLOCKS = {
 def test_byte_prompt_kernel(
     heads: Heads, page_size: int, kv_dtype: str, blocks: str, num_tokens: int
 ) -> None:
-    """Prompts, with and without a history, beside decoding; every answer three times, as the same bits."""
+    """Prompts, with and without history, beside decoding; three times, with the same bits."""
     if limit := mosaic_device_limit(jax.devices()[0]):
         pytest.skip(limit)
     room = Room(num_tokens, max_num_seqs=24, pages_per_seq=3072 // page_size, num_pages=12288 // page_size)
@@ -321,7 +321,7 @@ def test_byte_prompt_kernel(
 
 
 def test_int8_is_written_as_by_xla() -> None:
-    """But for codes that lie within rounding of the next."""
+    """Codes are equal except within rounding of the next one."""
     rng = np.random.default_rng(0)
     pool = jnp.zeros((300, *page_shape("int8", 32, 10, 128)), jnp.int8)
     k, v = (jnp.asarray(rng.standard_normal((2000, 10, 128)), jnp.bfloat16) for _ in range(2))
@@ -339,7 +339,7 @@ def test_int8_is_written_as_by_xla() -> None:
     ("backend", "blocks"), [("auto", None), ("pallas_mosaic_gpu", MOSAIC_BLOCKS[2]), ("jax_triton", None)]
 )
 def test_pool_of_more_than_2_to_the_31_elements(backend: str, blocks: BlockSizes | None) -> None:
-    """Pages on both sides of element 2**31, and near the end, of a pool that is NaN elsewhere."""
+    """Pages are on both sides of element 2**31 and near the end; the rest of the pool is NaN."""
     num_pages, page_size, heads = 42_000, 32, Heads(40, 10, 128)
     shape = (num_pages, page_size, 2 * heads.num_kv_heads, heads.head_dim)
     assert np.prod(shape) > 2**31

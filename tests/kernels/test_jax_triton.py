@@ -1,4 +1,4 @@
-"""The plain Triton back end without a GPU: refusals, lowering for one, and Triton's interpreter."""
+"""The plain Triton back end without a GPU: errors, lowering for a GPU, and Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"head_dim": 80}, "head_dim = 80: jax_triton serves"),
-        ({"num_q_heads": 800}, "num_q_heads / num_kv_heads = 80: jax_triton serves"),
+        ({"head_dim": 80}, "head_dim = 80: jax_triton supports"),
+        ({"num_q_heads": 800}, "num_q_heads / num_kv_heads = 80: jax_triton supports"),
         ({"blocks": BlockSizes((mosaic_class(64, 64, 2, 64, 8),))}, "blocks"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(
+def test_unsupported_arguments_are_named(
     changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
@@ -67,7 +67,7 @@ def test_what_is_not_served_is_refused_by_name(
         spec_of(GQA, 64, 64, "bfloat16", **changes)
 
 
-def test_auto_never_takes_it() -> None:
+def test_auto_never_selects_it() -> None:
     assert "jax_triton" not in AUTO_BACKENDS
 
 
@@ -80,7 +80,7 @@ can_lower = pytest.mark.skipif(
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What Triton compiles during a test, PTX and all; nothing is left of earlier tests."""
+    """Record what Triton compiles during a test, including PTX, after clearing its cache."""
     from jax_triton import triton_lib
 
     from pallas_kernels.ragged_paged_attention import jax_triton_kernels as kernels
@@ -99,7 +99,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def lower(spec: TileSpec, heads: Heads, dtype: str, device: str = "NVIDIA H200") -> str:
-    """StableHLO of attention on `device`, over a pool of 2**32 elements."""
+    """Return the StableHLO of attention on `device`, over a pool of 2**32 elements."""
 
     def attend(*args: jax.Array) -> jax.Array:
         return ragged_paged_attention(*args[:-1], sm_scale=0.1, metadata=(spec, args[-1]))
@@ -161,7 +161,7 @@ def test_dtypes_sizes_and_devices(
 def test_heads_of_256_fit_little_shared_memory(
     group: int, compiled: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Triton's own compiler counts it, on a GPU whose programs have 99 KiB."""
+    """Triton's compiler counts the shared memory, for a GPU whose programs have 99 KiB."""
     monkeypatch.setattr(tile_specs, "has_large_shared_memory", lambda device: False)
     heads = Heads(2 * group, 2, 256)
     lower(spec_of(heads, 512, 64, "bfloat16"), heads, "bfloat16", device="NVIDIA L4")
@@ -193,7 +193,7 @@ def test_inside_shard_map() -> None:
 @pytest.mark.long
 @pytest.mark.skipif(not HAS_EXTRA, reason="needs the extra 'triton'")
 def test_equals_reference_in_the_interpreter() -> None:
-    """In a process of its own; see `triton_interpreter`."""
+    """The interpreter runs in its own process; see `triton_interpreter`."""
     root = Path(__file__).parents[2]
     environment = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "tests.kernels.triton_interpreter"]

@@ -1,4 +1,4 @@
-"""The Mosaic kernel in interpret mode against the dense reference, with its races and barriers checked."""
+"""The Mosaic kernel in interpret mode against the dense reference, with checks of races and barriers."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ pytestmark = pytest.mark.usefixtures("checked_interpreter")
         ),
         pytest.param(ROWS, Heads(14, 2, 64), 32, *SPARE_HEADS, marks=pytest.mark.long),
         (FEW_ROWS, Heads(6, 2, 64), 32, *SPARE_HEADS),
-        # Of ranges of 128 tokens and 22 the second leaves a warpgroup without any, over up to four blocks; 64
-        # fill the first warpgroup exactly, and of 70 the second has six.
+        # With 128 and 22 tokens the second range leaves a warpgroup without tokens, over up to four blocks.
+        # 64 tokens fill the first warpgroup exactly; with 70 the second has six.
         pytest.param(
             [(22, 200), (150, 270), (64, 64), (70, 70)],
             Heads(1, 1, 64),
@@ -93,7 +93,7 @@ def test_equals_reference(
     # Interpreted kernels are large programs that run once: compile them fast rather than well.
     jitted = jax.jit(attend, compiler_options={"xla_backend_optimization_level": 0})
     assert_equals_reference(jitted(jnp.asarray(tiles), *batch), batch, SCALE)
-    # As padded as can be: no rows, one without tokens, one token.
+    # With the most padding: no rows, a row without tokens, one token.
     for few_rows in ([], [(0, 0)], [(1, 1)]):
         room = Room(len(batch.q), len(batch.kv_lens), batch.page_indices.shape[1], len(batch.kv_pages))
         rng = np.random.default_rng(0)
@@ -116,7 +116,7 @@ def test_equals_reference(
     ],
     ids=["dtype", "head_dim", "group5", "group32", "keys", "order", "backend"],
 )
-def test_what_is_not_served_is_refused_by_name(changed: dict[str, Any], field: str) -> None:
+def test_unsupported_arguments_are_named(changed: dict[str, Any], field: str) -> None:
     tile_spec(**SERVED)
     with pytest.raises(AttentionArgumentError) as error:
         tile_spec(**SERVED | changed)
@@ -126,14 +126,14 @@ def test_what_is_not_served_is_refused_by_name(changed: dict[str, Any], field: s
 @pytest.mark.parametrize(
     ("num_tokens", "heads", "classes"),
     [
-        (16, 40, [False]),  # of hardly any tokens
-        (131, 2, [False, False]),  # of too few tiles
+        (16, 40, [False]),  # hardly any tokens
+        (131, 2, [False, False]),  # too few tiles
         (132, 2, [True]),
         (256, 2, [True]),
         (257, 2, [True, True]),
     ],
 )
-def test_which_classes_are_its_own(num_tokens: int, heads: int, classes: list[bool]) -> None:
+def test_choice_of_mosaic_classes(num_tokens: int, heads: int, classes: list[bool]) -> None:
     sizes = {"num_tokens": num_tokens, "num_q_heads": heads, "num_kv_heads": heads}
     blocks = tile_spec(**SERVED | sizes).blocks
     assert [c.mosaic for c in blocks.classes] == classes
@@ -170,7 +170,7 @@ def test_device_limit() -> None:
         ("7.5", "bfloat16", 128, "xla", None),
     ],
 )
-def test_what_auto_would_take(
+def test_choice_of_auto(
     capability: str,
     dtype: str,
     head_dim: int,
@@ -178,7 +178,7 @@ def test_what_auto_would_take(
     kv_dtype: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The Hopper kernel where it serves; see `AUTO_BACKENDS`."""
+    """Auto selects the Hopper kernel where it is supported; see `AUTO_BACKENDS`."""
     monkeypatch.setattr(jax, "devices", lambda: [Device(capability)])
     spec = tile_spec(
         num_tokens=256, max_num_seqs=8, num_q_heads=4, num_kv_heads=2, head_dim=head_dim, page_size=32,
@@ -187,8 +187,8 @@ def test_what_auto_would_take(
     assert spec.backend == expected
 
 
-def test_merges_are_of_the_rows_that_count() -> None:
-    """Rows lie head by head, a partial tile's all over it, but merges count them token by token."""
+def test_merges_cover_the_rows_with_tokens() -> None:
+    """Rows are in head-major order, spread over a partial tile, but merges count them token by token."""
     spec = tile_spec(
         num_tokens=64, max_num_seqs=4, num_q_heads=8, num_kv_heads=2, head_dim=128, page_size=32,
         dtype="bfloat16", backend="pallas_mosaic_gpu",

@@ -40,7 +40,10 @@ FEW_ROWS = [(70, 70), (5, 290), (0, 12), (2, 128)]
 
 
 def converted(kv_dtype: str, page_size: int, block_kv: int) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of a block of all codes, and those expected: scales of zero, of all sizes, and of no row."""
+    """Convert a block of all codes; return its numbers and the expected ones.
+
+    Scales are zero, of all sizes, and of unused rows.
+    """
     rng = np.random.default_rng(block_kv)
     codes = np.resize(np.arange(256, dtype=np.uint8), (block_kv, 128)).view(np.int8)
     codes = rng.permuted(codes, axis=1)
@@ -62,13 +65,13 @@ def converted(kv_dtype: str, page_size: int, block_kv: int) -> tuple[np.ndarray,
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize(("page_size", "block_kv"), [(32, 128), (64, 64)])
-def test_a_block_becomes_its_numbers(kv_dtype: str, page_size: int, block_kv: int) -> None:
-    """Codes times scales, rounded once."""
+def test_a_block_is_converted_to_its_numbers(kv_dtype: str, page_size: int, block_kv: int) -> None:
+    """Numbers are codes times scales, rounded once."""
     np.testing.assert_array_equal(*converted(kv_dtype, page_size, block_kv))
 
 
 class Places(InterpretedThreads):
-    """Says where its loads and stores go, as bytes of the memory of a GPU."""
+    """Threads that record the byte addresses of their loads and stores on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,8 +91,8 @@ class Places(InterpretedThreads):
 
 
 @pytest.mark.parametrize("block_kv", [64, 128])
-def test_numbers_lie_as_operands_and_no_bank_is_met_twice(block_kv: int) -> None:
-    """In tiles of eight rows and 64 columns, whose bits 4 to 6 of an address are changed by bits 7 to 9."""
+def test_numbers_have_the_operand_layout_without_bank_conflicts(block_kv: int) -> None:
+    """Tiles have eight rows and 64 columns; bits 4 to 6 of an address are XORed with bits 7 to 9."""
     rng, threads = np.random.default_rng(1), Places()
     codes = rng.integers(-127, 128, (block_kv, 128)).astype(np.int8)
     ones = jnp.ones(block_kv, jnp.float32)
@@ -116,7 +119,7 @@ def attention(
     classes: tuple[TileClass, ...],
     sm_scale: float = SCALE,
 ) -> tuple[Batch, Callable[[Batch], Any]]:
-    """A batch of these rows, and interpreted attention of batches of its shapes."""
+    """Return a batch of these rows, and interpreted attention for its shapes."""
     batch = make_batch(np.random.default_rng(page_size), rows, heads, page_size=page_size, dtype="bfloat16")
     spec = tile_spec(
         num_tokens=batch.q.shape[0], max_num_seqs=len(batch.kv_lens), num_q_heads=heads.num_q_heads,
@@ -164,7 +167,7 @@ def test_equals_reference(
 ) -> None:
     batch, attend = attention(rows, heads, page_size, kv_dtype, classes)
     assert_equals_reference(attend(batch), batch, SCALE, page_size=page_size, kv_dtype=kv_dtype)
-    # As padded as can be: no rows, one without tokens, one token.
+    # With the most padding: no rows, a row without tokens, one token.
     for few_rows in ([], [(0, 0)], [(1, 1)]):
         room = Room(len(batch.q), len(batch.kv_lens), batch.page_indices.shape[1], len(batch.kv_pages))
         rng = np.random.default_rng(0)
@@ -176,11 +179,11 @@ def test_equals_reference(
 
 @pytest.mark.long
 @pytest.mark.usefixtures("checked_interpreter")
-def test_a_neighbours_scale_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A planted mistake: odd keys and values have the scale of the one before."""
+def test_a_neighbours_scale_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted bug gives odd keys and values the scale of the one before."""
     scale_of = mosaic_convert._scale_of
     monkeypatch.setattr(mosaic_convert, "_scale_of", lambda *args: scale_of(*args[:-1], args[-1] & -2))
-    scale = SCALE / 2  # no other test's, whose kernel is kept
+    scale = SCALE / 2  # unlike in other tests, whose kernels are cached
     sizes = Heads(2, 1, 128), 32, "int8", (byte_prompt_class(128, 64, 3, 128, 4),)
     batch, attend = attention(FEW_ROWS, *sizes, scale)
     with pytest.raises(AssertionError):
@@ -188,7 +191,7 @@ def test_a_neighbours_scale_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("wrong", "matters"), [("next_key", True), ("no_scale", True), ("nothing", False)])
-def test_wrong_scales_of_a_block_are_seen(wrong: str, matters: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_scales_of_a_block_show(wrong: str, matters: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     scale_of = mosaic_convert._scale_of
 
     def mistaken(threads: Any, rows: CodeRows, scales: Any, key: Any) -> Any:
@@ -218,7 +221,7 @@ SERVED: dict[str, Any] = {
     ],
     ids=["no_bytes", "backend", "page", "keys", "rows", "order"],
 )
-def test_what_is_not_served_is_refused(classes: tuple[TileClass, ...], changed: dict[str, Any]) -> None:
+def test_unsupported_arguments_are_refused(classes: tuple[TileClass, ...], changed: dict[str, Any]) -> None:
     with pytest.raises(AttentionArgumentError, match="blocks"):
         tile_spec(num_tokens=512, **SERVED | changed, blocks=BlockSizes(classes))
 
@@ -248,7 +251,7 @@ BUCKETS = [
 def test_lowers_for_an_h200(
     num_tokens: int, heads: Heads, page_size: int, kv_dtype: str, classes: tuple[TileClass, ...] | None
 ) -> None:
-    """Decoding and prompts are a Mosaic kernel each; Triton has the merge."""
+    """Decoding and prompts are one Mosaic kernel each; the merge is Triton's."""
     max_num_seqs = 64
     spec = tile_spec(
         num_tokens=num_tokens, max_num_seqs=max_num_seqs, num_q_heads=heads.num_q_heads,

@@ -1,4 +1,4 @@
-"""The Mosaic kernel for pages in 8 bits, interpreted, against the dense reference, and what it serves."""
+"""The Mosaic kernel for pages in 8 bits, interpreted, against the dense reference, and its limits."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ SERVED: dict[str, Any] = {
         ({"page_size": 16}, []),  # its scales are half a row
     ],
 )
-def test_which_classes_are_its_own(changed: dict[str, Any], rows: list[int]) -> None:
-    """Rows of the class that decodes, and of that for prompts; none: all are Triton's."""
+def test_choice_of_mosaic_classes(changed: dict[str, Any], rows: list[int]) -> None:
+    """Expected values are the rows of the decode and prompt classes; without any, all are Triton's."""
     classes = tile_spec(**SERVED | changed).blocks.classes
     assert [c.rows for c in classes if c.in_bytes] == rows
     assert all(c.in_bytes for c in classes) == bool(rows)
@@ -116,7 +116,7 @@ def test_which_classes_are_its_own(changed: dict[str, Any], rows: list[int]) -> 
     ],
     ids=["no_bytes", "backend", "page", "group", "rows", "keys", "pairs", "mosaic", "triton"],
 )
-def test_what_is_not_served_is_refused(classes: tuple[TileClass, ...], changed: dict[str, Any]) -> None:
+def test_unsupported_arguments_are_refused(classes: tuple[TileClass, ...], changed: dict[str, Any]) -> None:
     with pytest.raises(AttentionArgumentError, match="blocks"):
         tile_spec(**SERVED | changed, blocks=BlockSizes(classes))
 
@@ -145,7 +145,7 @@ def test_lowers_for_an_h200(heads: Heads, page_size: int, kv_dtype: str, blocks:
 
 
 def test_tiles_of_eight_rows_have_a_merge_each() -> None:
-    """Half of what a merge adds up; on the host and in a jit."""
+    """That is half of the rows of a merge, on the host and in a jit."""
     classes = (byte_class(8, 64, 2, 6, 64, 80), TileClass(64, 32, 4, 2, 64, 8))
     spec = tile_spec(**SERVED | {"num_tokens": 64, "max_num_seqs": 8}, blocks=BlockSizes(classes))
     q_lens, kv_lens = np.array([1, 2, 1, 9, 1, 0, 1]), np.array([500, 300, 64, 90, 1000, 7, 1, 0], np.int32)

@@ -61,7 +61,7 @@ def lower(
     ],
 )
 def test_every_preset(heads: Heads) -> None:
-    """Decoding and prompts through the Mosaic kernel; the merge through Triton."""
+    """Decoding and prompts lower through the Mosaic kernel, the merge through Triton."""
     text = lower(heads)
     assert text.count("stablehlo.custom_call @mosaic_gpu_v2") == 2
     assert text.count("xla.gpu.triton") == 1
@@ -87,7 +87,7 @@ def test_groups_pages_and_types(heads: Heads, page_size: int, dtype: str) -> Non
 
 @pytest.mark.long
 def test_two_mosaic_classes() -> None:
-    """The second launch goes on in the buffers of the first; only the merge is left to Triton."""
+    """The second launch continues in the buffers of the first; only the merge is Triton's."""
     blocks = BlockSizes((mosaic_class(64, 64, 5, 256, 528), mosaic_class(128, 64, 4, 1024, 528)))
     text = lower(Heads(40, 10, 128), blocks=blocks)
     assert text.count("stablehlo.custom_call @mosaic_gpu_v2") == 2

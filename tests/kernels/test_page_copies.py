@@ -17,10 +17,10 @@ from tests.kernels.cross_lower import lower_for_cuda
 
 NUM_PAGES, NUM_LAYERS = 9, 3
 SHAPE = jax.ShapeDtypeStruct
-# What `make test` compiles with takes bfloat16 through float32 as XLA copies: a NaN stays one, of other bits,
-# and a thread that flushes subnormal numbers makes them zeros.
+# With the compiler options of `make test`, XLA copies bfloat16 through float32. A NaN stays a NaN with other
+# bits, and a thread that flushes subnormal numbers turns them into zeros.
 OLDER_EMITTERS = "xla_cpu_disable_new_fusion_emitters" in os.environ.get("XLA_FLAGS", "")
-# (rows of a page, combined heads, head_dim, dtype); that of 256 has one chunk a launch
+# (rows of a page, combined heads, head_dim, dtype); that of 256 has one chunk per launch
 SIZES = [
     *[(16, 4, 64, "float32"), (32, 2, 32, "bfloat16"), (64, 2, 128, "float16"), (64, 2, 256, "float32")],
     *[(33, 4, 64, "int8"), (36, 2, 16, "int8")],  # rows of scales behind those of the tokens
@@ -38,7 +38,7 @@ GATHERED, SCATTERED = (
 
 
 def random_pools(page_size, num_heads, head_dim, dtype, num_pages=NUM_PAGES):
-    """Bits of every kind: NaN and infinities must come through as well."""
+    """Draw arbitrary bits: NaN and infinities must be copied as well."""
     rng = np.random.default_rng(page_size + head_dim)
     dtype = jnp.dtype(dtype)
     shape = (NUM_LAYERS, num_pages, page_size, num_heads, head_dim)
@@ -53,7 +53,7 @@ def bits(array):
 def check_bits(got, expected, backend):
     found = np.array(got)
     if OLDER_EMITTERS and backend == "xla" and expected.dtype == jnp.bfloat16:
-        with np.errstate(invalid="ignore"):  # of NaNs that signal
+        with np.errstate(invalid="ignore"):  # signaling NaN
             nans = np.isnan(expected)
             np.testing.assert_array_equal(np.isnan(found), nans)
             flushed = (found == 0) & (np.abs(expected) < jnp.finfo(expected.dtype).smallest_normal)
@@ -85,7 +85,7 @@ def check_gather(pools, backend, interpret):
 
 
 def check_scatter(pools, backend, interpret):
-    """Padding, twice page 0 and pages past the pool, changes nothing."""
+    """Check a scatter whose padding (page 0 twice, pages past the pool) changes nothing."""
     pages = [7, 0, 2, NUM_PAGES, 5, 0, 2**31 - 1]
     rng = np.random.default_rng(1)
     chunks = [pools[:, rng.integers(NUM_PAGES)][::-1] for _ in pages]
@@ -111,8 +111,8 @@ def test_scatter_equals_numpy(size, backend):
 
 @pytest.mark.long
 @pytest.mark.skipif(not OLDER_EMITTERS, reason="the tests above have looked at all bits")
-def test_compiled_as_for_serving_every_bit_is_kept():
-    """Of NaNs in bfloat16 too."""
+def test_every_bit_is_kept_with_serving_options():
+    """The bits of NaN in bfloat16 are kept, too."""
     command = [*(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"), __file__]
     environment = os.environ | {"XLA_FLAGS": ""}
     done = subprocess.run(
@@ -136,7 +136,7 @@ def test_on_a_gpu(size, backend):
 
 @pytest.mark.gpu
 def test_a_pool_beyond_32_bits():
-    """Over 2**32 bytes: the last page is reached by a 64-bit offset."""
+    """The pool has over 2**32 bytes: the last page needs a 64-bit offset."""
     num_pages, page = 2**17 + 9, 2**17 + 5
     shape = (num_pages, 32, 8, 128)
     chunk = jnp.arange(32 * 8 * 128, dtype=jnp.float32).astype(jnp.bfloat16).reshape(1, *shape[1:])

@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits: codes, scales, where they lie in a page, and attention over such pages."""
+"""Keys and values in 8 bits: codes, scales, their places in a page, and attention over such pages."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PAGES = [  # head_dim, page_size
 STEP = {
     "int8": 0.5 / 127,
     "float8_e4m3fn": 2.0**-4,
-}  # of a row's largest magnitude: the farthest that codes are
+}  # relative to a row's largest magnitude: the largest step of codes
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
@@ -64,8 +64,8 @@ def test_rows_come_back_within_half_a_step(kv_dtype, magnitude):
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_a_row_is_stored_by_itself(kv_dtype):
-    """Whatever its neighbours are: what is computed again is stored as it was."""
+def test_a_row_is_stored_independently(kv_dtype):
+    """Its codes do not depend on other rows, so a recomputed row is stored as before."""
     rows = jnp.asarray(np.random.default_rng(1).standard_normal((40, 3, 32)), jnp.float32)
     whole = encode(rows, kv_dtype)
     for index in (0, 17, 39):
@@ -75,7 +75,7 @@ def test_a_row_is_stored_by_itself(kv_dtype):
 
 
 def test_codes_are_the_formats():
-    """Each e4m3 number but NaN is itself, as ml_dtypes has it; integers are rounded up in the middle."""
+    """Every e4m3 number except NaN is kept, as in ml_dtypes; ties of integers are rounded up."""
     bits = np.array([bits for bits in range(256) if bits & 0x7F != 0x7F], np.uint8)
     numbers = bits.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     found = encode(jnp.asarray(numbers), "float8_e4m3fn")  # the largest is 448, so the scale is 1
@@ -86,7 +86,7 @@ def test_codes_are_the_formats():
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-def test_what_is_no_number_stays_none(kv_dtype, bad):
+def test_nan_and_infinity_stay_non_finite(kv_dtype, bad):
     rows = jnp.ones((2, 16)).at[0, 5].set(bad)
     back = np.asarray(stored_as(rows, kv_dtype))
     assert not np.isfinite(back[0]).any() and np.isfinite(back[1]).all()
@@ -118,14 +118,14 @@ def test_a_written_token_is_where_its_slot_says(head_dim, page_size, backend, kv
     rows = np.stack([k, v], axis=2).reshape(num_tokens, 2 * num_kv_heads, head_dim)
     found = np.asarray(decode(now, kv_dtype)).reshape(kept.size, 2 * num_kv_heads, head_dim)
     np.testing.assert_array_equal(found[slots[1:]], stored_as(jnp.asarray(rows[1:]), kv_dtype))
-    num_bytes = 2 * page_size  # of scales; what is behind them is nobody's
+    num_bytes = 2 * page_size  # bytes of scales; later bytes are unused
     rest = [pages[:, page_size:].swapaxes(1, 2).reshape(num_pages, shape[1], -1) for pages in (before, after)]
     np.testing.assert_array_equal(rest[0][..., num_bytes:], rest[1][..., num_bytes:])
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_the_reference_reads_pages_as_they_are_written(kv_dtype):
-    """It shares no code with the formats: stored pages give what rows give that come back from them."""
+    """It shares no code with the formats: stored pages and their decoded rows give the same result."""
     batch = make_batch(np.random.default_rng(2), ROWS, Heads(4, 2, 32), page_size=32)
     got = reference_attention(
         *map(np.asarray, stored(batch, kv_dtype)), sm_scale=SCALE, page_size=32, kv_dtype=kv_dtype
@@ -187,7 +187,7 @@ def test_back_ends_equal_the_reference(backend, heads, page_size, dtype, kv_dtyp
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_the_form_for_accelerators_equals_the_reference(kv_dtype):
-    """Of `xla`, on this platform; the other one is above."""
+    """This is the accelerator form of `xla`, on this platform; the test above covers the other form."""
     batch = stored(make_batch(np.random.default_rng(5), ROWS, Heads(4, 2, 32), page_size=32), kv_dtype)
     kind = PageKind(32, kv_dtype)
     out = jax.jit(lambda batch: xla.together(*batch, sm_scale=SCALE, kind=kind))(batch)
@@ -196,7 +196,7 @@ def test_the_form_for_accelerators_equals_the_reference(kv_dtype):
 
 @pytest.mark.parametrize("magnitude", [1e-3, 1e-5])
 def test_small_values_keep_their_digits_in_float16(magnitude):
-    """A weight times a scale would not fit: values come with their scales there."""
+    """Float16 has too little range for weights times scales, so the values are scaled."""
     rng = np.random.default_rng(6)
     batch = make_batch(rng, [(1, 60), (4, 33)], Heads(4, 2, 32), page_size=16, dtype="float16")
     pages = batch.kv_pages.at[:, :, 1::2].multiply(magnitude)
@@ -242,8 +242,8 @@ def test_lowers_for_cuda(heads, dtype, kv_dtype):
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_the_write_takes_no_second_pool(kv_dtype):
-    """In place here, and with indices in order, since XLA for GPUs may transpose a pool for others."""
+def test_the_write_allocates_no_second_pool(kv_dtype):
+    """It is in place, and its indices are in order, since XLA for GPUs may otherwise transpose the pool."""
     pool = jax.ShapeDtypeStruct((4000, *page_shape(kv_dtype, 32, 10, 128)), jnp.int8)
     new, slots = jax.ShapeDtypeStruct((64, 10, 128), jnp.bfloat16), jax.ShapeDtypeStruct((64,), jnp.int32)
     write = functools.partial(write_kv, page_size=32, kv_dtype=kv_dtype)
@@ -276,8 +276,8 @@ def test_what_does_not_fit_is_named():
         ragged_paged_attention(*batch, sm_scale=1.0, kv_dtype="int4")
     sizes = {"num_tokens": 64, "max_num_seqs": 64, "num_q_heads": 32, "num_kv_heads": 32, "page_size": 32}
     for dtype, head_dim, reason in (
-        ("bfloat16", 64, "head_dim = 64: for pages of int8 pallas_mosaic_gpu serves"),
-        ("float16", 128, "dtype = 'float16': for pages of int8 pallas_mosaic_gpu serves"),
+        ("bfloat16", 64, "head_dim = 64: for pages of int8 pallas_mosaic_gpu supports"),
+        ("float16", 128, "dtype = 'float16': for pages of int8 pallas_mosaic_gpu supports"),
     ):
         with pytest.raises(AttentionArgumentError, match=reason):
             tile_spec(**sizes, head_dim=head_dim, dtype=dtype, backend="pallas_mosaic_gpu", kv_dtype="int8")

@@ -1,4 +1,4 @@
-"""Packed copies of pages: every bit comes back from both back ends, alike, or it is said that one did not."""
+"""Packed copies of pages: both back ends restore every bit, or report that they did not."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHAPE = jax.ShapeDtypeStruct
 SIZES = [(16, 2, 64), (32, 2, 128), (32, 4, 64), (64, 2, 32), (16, 2, 256), (64, 2, 16)]
 ODD_SIZES = [(32, 2, 80), (16, 2, 96), (64, 2, 8)]
 BACKENDS = ["xla", "pallas_triton"]
-# Interpreting the kernel takes seconds: each of its tests that is not long is of something of its own.
+# Interpreting the kernel takes seconds, so each test of it that is not long covers something different.
 MOSTLY_XLA = ["xla", pytest.param("pallas_triton", marks=pytest.mark.long)]
 EVERYWHERE = [
     *((size, "xla") for size in [*SIZES[1::4], *ODD_SIZES]),
@@ -42,7 +42,7 @@ EVERYWHERE = [
 
 
 def normal_pools(page_size, num_heads, head_dim, seed=0):
-    """bf16[layers, pages, ...] of normal numbers."""
+    """Draw normally distributed pools, bf16[layers, pages, ...]."""
     rng = np.random.default_rng(seed)
     shape = (NUM_LAYERS, NUM_PAGES, page_size, num_heads, head_dim)
     return rng.standard_normal(shape, np.float32).astype(BFLOAT16)
@@ -73,7 +73,7 @@ def run_scatter(pools, chunks, pages, backend, interpret=True):
 
 
 def there_and_back(pools, backend, interpret=True):
-    """Pages packed, and unpacked to where nothing was; what was lost of each, and what came back."""
+    """Pack pages and unpack them to empty ones; return the lost escapes and the unpacked pages."""
     pages = np.arange(1, NUM_PAGES)
     chunks, num_unplaced = run_gather(pools, pages, backend, interpret)
     empty = np.full_like(pools, -1)
@@ -89,7 +89,7 @@ def check_there_and_back(pools, backend, interpret=True):
 
 
 def expected_lost(page):
-    """Escapes of the fullest tile of bf16[layers, tokens, heads, head_dim] beyond its places, in numpy."""
+    """Count with numpy the unplaced escapes in the worst tile of bf16[layers, tokens, heads, head_dim]."""
     exponents = (bits(page).astype(np.int32) >> 7) & 255
     highest = exponents.max(axis=1, keepdims=True)
     column = np.minimum(highest.max(axis=3, keepdims=True) - highest, 15)
@@ -99,18 +99,18 @@ def expected_lost(page):
 
 
 def all_patterns(page_size, num_heads, head_dim):
-    """Every pattern of 16 bits, in rows whose exponents are close enough; padded with zeros."""
+    """Return all patterns of 16 bits, in rows with close enough exponents, padded with zeros."""
     patterns = np.arange(2**16, dtype=np.uint16)
     order = np.argsort((patterns >> 7) & 255, kind="stable")
     flat = np.zeros(NUM_LAYERS * NUM_PAGES * page_size * num_heads * head_dim, np.uint16)
-    start = num_heads * page_size * head_dim  # layer 0, page 0 is nobody's
+    start = num_heads * page_size * head_dim  # layer 0, page 0 is unused
     flat[start : start + 2**16] = patterns[order]
     return flat.view(BFLOAT16).reshape(NUM_LAYERS, NUM_PAGES, page_size, num_heads, head_dim)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_pattern_comes_back(backend):
-    """Signed zeros, subnormals, infinities and NaN with any payload among them."""
+    """The patterns include signed zeros, subnormals, infinities and NaN with any payload."""
     pools = all_patterns(32, 4, 64)
     assert len(np.unique(bits(pools)[0, 1:])) == 2**16
     check_there_and_back(pools, backend)
@@ -130,7 +130,7 @@ def test_normal_numbers_come_back(size, backend):
     ids=str,
 )
 def test_back_ends_agree_on_every_byte(size):
-    """What is packed by one is the other's to unpack; unused places are zeros."""
+    """Each unpacks what the other has packed; unused places are zeros."""
     pools = normal_pools(*size, seed=1)
     pools[:, 1:5, :, :, 1] *= np.float32(2**9)
     pools[:, 3, 2::3] = 0
@@ -143,7 +143,7 @@ def test_back_ends_agree_on_every_byte(size):
 
 
 def check_cut(cut, size, interpret):
-    """Bytes, what is lost and pages of the Triton kernels, cut up so, are XLA's."""
+    """Check that Triton kernels with this cut give XLA's bytes, lost escapes and pages."""
     pools = normal_pools(*size, seed=3)
     pools[1, 2] = np.random.default_rng(0).integers(0, 2**16, size, np.uint16).view(BFLOAT16)
     arrays, pages = [jnp.asarray(pool) for pool in pools], jnp.asarray([5, 3, 2, 1, 8], jnp.int32)
@@ -168,7 +168,7 @@ def test_cuts_on_a_gpu(cut):
 
 
 def check_full_lists(size, backend):
-    """In one tile of one layer: as many escapes as there are places, then one more, in either half."""
+    """Check a tile with as many escapes as places, then one more, in either half."""
     page_size, num_heads, head_dim = size
     tile = PackedTile(page_size, head_dim)
     pools = np.ones((NUM_LAYERS, NUM_PAGES, page_size, num_heads, head_dim), BFLOAT16)
@@ -187,12 +187,12 @@ def check_full_lists(size, backend):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("size", "backend"), EVERYWHERE, ids=str)
-def test_a_list_that_is_full_holds_everything_and_one_more_is_told(size, backend):
+def test_a_full_list_is_complete_and_one_more_escape_is_reported(size, backend):
     check_full_lists(size, backend)
 
 
 def an_escape_is_lost(patch):
-    """The last one of a full list."""
+    """Plant a bug that loses the last escape of a full list."""
     unpack = packed_copies.unpack
 
     def unpacked(packed, page_size):
@@ -207,7 +207,7 @@ def an_overflow_is_not_told(patch):
 
 
 def halves_are_mixed_up(patch):
-    """Whose code is in which half of a byte."""
+    """Plant a bug that swaps the halves of the bytes of codes."""
     unpack = packed_copies.unpack
 
     def unpacked(packed, page_size):
@@ -223,7 +223,7 @@ def halves_are_mixed_up(patch):
 def test_planted_bugs_show(bug, monkeypatch):
     check_full_lists((32, 2, 128), "xla")
     bug(monkeypatch)
-    for name in ("compiled_gather", "compiled_scatter"):  # what was compiled before has no bug
+    for name in ("compiled_gather", "compiled_scatter"):  # programs compiled before have no bug
         monkeypatch.setitem(globals(), name, globals()[name].__wrapped__)
     with pytest.raises(AssertionError):
         check_full_lists((32, 2, 128), "xla")
@@ -231,8 +231,8 @@ def test_planted_bugs_show(bug, monkeypatch):
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_does_not_fit_is_told_exactly(backend, seed):
-    """Random bits, large numbers: whole pages come back, and the others are counted as numpy does."""
+def test_lost_escapes_are_counted_exactly(backend, seed):
+    """With random bits and large numbers, complete pages are restored; lost escapes equal numpy's count."""
     pools = normal_pools(32, 4, 64, seed=seed)
     rng = np.random.default_rng(seed)
     for page in range(1, NUM_PAGES):
@@ -258,7 +258,7 @@ TILES, FACTORS = [(32, 128), (32, 64), (16, 64), (64, 128)], [1, 2**5, 2**8, 2**
     ],
 )
 def test_outliers_fit(factor, size):
-    """A channel of every head so many times as large, tokens that are smaller: half of the list is enough."""
+    """With a larger channel in every head and smaller tokens, half of the list is enough."""
     tiles = np.random.default_rng(4).standard_normal((1000, *size), np.float32)
     tiles[..., 3] *= factor
     tiles[::2, 5:9] /= 2**10
@@ -267,7 +267,7 @@ def test_outliers_fit(factor, size):
 
 @pytest.mark.parametrize("size", [(32, 128), (16, 64)])
 def test_channels_that_are_large_in_one_row_alone(size):
-    """They decide what columns count by for the other rows: a factor of 2**10 fits, of 2**14 does not."""
+    """They set the columns' offsets for all rows: a factor of 2**10 fits, one of 2**14 does not."""
     for exponent, fits in ((10, True), (14, False)):
         tiles = np.random.default_rng(5).standard_normal((1000, *size), np.float32)
         tiles[:, 0, 3:7] *= 2**exponent
@@ -277,7 +277,7 @@ def test_channels_that_are_large_in_one_row_alone(size):
 
 @pytest.mark.parametrize("backend", MOSTLY_XLA)
 def test_empty_rows_and_zeros_cost_nothing(backend):
-    """Pages that were never written, half written, poisoned, and with numbers missing from every row."""
+    """Pages are unwritten, half written, poisoned, or have zeros or tiny numbers in many rows."""
     pools = normal_pools(32, 4, 64)
     pools[:, 1] = 0
     pools[:, 2, 7:] = 0
@@ -292,8 +292,8 @@ def test_empty_rows_and_zeros_cost_nothing(backend):
     assert not tail[..., tile.first_place :].any(), "a row of zeros has escapes"
 
 
-def test_bytes_that_were_never_packed_end():
-    """All of whose codes are escapes; they may come back as anything, if they do."""
+def test_unpacking_arbitrary_bytes_terminates():
+    """All codes are escapes; the result is arbitrary, but the loop must end."""
     pools = normal_pools(16, 2, 64)
     chunks, _ = run_gather(pools, [1], "xla")
     garbage = [jnp.full_like(chunks[0], 0xFF)]
@@ -312,7 +312,7 @@ def test_padding_writes_nothing(backend):
 
 
 def test_sizes():
-    """Three quarters and little more, with a place for one number in 128 at least."""
+    """Packed pages take little over three quarters, with places for at least one number in 128."""
     assert packed_tile(32, 128) == PackedTile(32, 128)
     assert (PackedTile(32, 128).num_rows, PackedTile(32, 128).num_places) == (49, 32)
     for page_size in (16, 32, 64):

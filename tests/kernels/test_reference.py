@@ -25,7 +25,7 @@ def test_equals_dot_product_attention(heads: Heads) -> None:
         kv = np.asarray(batch.kv_pages)[pages].reshape(-1, 2 * heads.num_kv_heads, heads.head_dim)[:kv_len]
         start = int(batch.cu_q_lens[row])
         q = np.asarray(batch.q)[start : start + q_len]
-        # Leading queries make the ranges equal, so that JAX's own causal mask is used and not one made here.
+        # Leading queries make the ranges equal, so that JAX's own causal mask applies.
         padded = np.concatenate([np.zeros((kv_len - q_len, *q.shape[1:]), np.float32), q])
         with jax.default_matmul_precision("highest"):
             expected = DENSE(padded, kv[:, 0::2], kv[:, 1::2])

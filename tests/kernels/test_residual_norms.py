@@ -1,4 +1,4 @@
-"""An addition and the norm after it: the kernel and plain XLA against numpy in float64."""
+"""Addition and the norm after it: the kernel and plain XLA against numpy in float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHAPE = jax.ShapeDtypeStruct
 EPS = 1e-5
 INTERPRETED = {"backend": "pallas_triton", "interpret": True}
 XLA = {"backend": "xla"}
-# Of one rounding to the dtype, and of the float32 sums before it.
+# Tolerances: one rounding to the dtype, and the float32 sums before it.
 RELATIVE_ERROR = {"float32": 2e-6, "bfloat16": 2**-8, "float16": 2**-11}
 PRESET_WIDTHS = (64, 768, 4096, 5120, 8192, 9216)
 # (num_rows, width, dtype of y, dtype of the normed rows and the weights); None: nothing is added
@@ -34,7 +34,7 @@ CASES = [
     (17, 5120, "float32", "float32"),
     (128, 5120, "bfloat16", "float32"),
     (3, 1, "float32", "float32"),
-    (3, 100, "bfloat16", "bfloat16"),  # lanes that are masked
+    (3, 100, "bfloat16", "bfloat16"),  # masked lanes
     (3, 1600, "float32", "float32"),
     (3, 1600, None, "float16"),
 ]
@@ -45,7 +45,7 @@ SHORT = [
 
 
 def random_arrays(num_rows, width, y_dtype, dtype, kind, seed=0):
-    """A stream whose mean is not zero, and an offset in the scale, so that a wrong mean or scale shows."""
+    """Draw a stream with a nonzero mean, and an offset in the scale, so that a wrong mean or scale shows."""
     rng = np.random.default_rng([seed, num_rows, width])
     x = rng.normal(0.5, 3.0, (num_rows, width)).astype(np.float32)
     y = None if y_dtype is None else jnp.asarray(rng.normal(0, 1, (num_rows, width)), y_dtype)
@@ -71,7 +71,7 @@ def in_float64(x, y, scale, bias, kind):
 
 
 def check(arrays, kind, dtype, **how):
-    """Against float64, relative to the terms of the last sum: their difference may be small."""
+    """Compare with float64, relative to the terms of the last sum, whose difference may be small."""
     got_total, got = run(arrays, kind, dtype, **how)
     total, normed = in_float64(*arrays, kind)
     assert got_total.dtype == np.float32 and got.dtype == jnp.dtype(dtype)
@@ -100,7 +100,7 @@ def test_without_weights(kind, how):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks(kind):
-    """Any block, also one that leaves most lanes idle, says the same."""
+    """All blocks give the same result, even one that leaves most lanes idle."""
     arrays = random_arrays(3, 768, "bfloat16", "float32", kind)
     for block in (RowBlock(64, 1), RowBlock(512, 4), RowBlock(2048, 16)):
         check(arrays, kind, "float32", block=block, **INTERPRETED)
@@ -108,7 +108,7 @@ def test_blocks(kind):
 
 @pytest.mark.parametrize(("kind", "width"), [("rms", 768), ("layer", 100)])
 def test_a_row_depends_on_that_row_alone(kind, width):
-    """Bit for bit: neither the number of rows counts, nor what the others hold, be it NaN."""
+    """Its bits depend neither on the number of rows nor on other rows, even of NaN."""
     x, y, scale, bias = random_arrays(17, width, "float32", "float32", kind)
     whole = run((x, y, scale, bias), kind, "float32", **INTERPRETED)
     for begin, end in ((3, 6), (16, 17)):
@@ -122,8 +122,8 @@ def test_a_row_depends_on_that_row_alone(kind, width):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_addition_apart_changes_no_bit(kind):
-    """Where groups of layers meet, the sum is taken before and not in the kernel."""
+def test_a_separate_addition_changes_no_bit(kind):
+    """Between groups of layers the sum is computed before the kernel, not in it."""
     x, y, scale, bias = random_arrays(3, 768, "bfloat16", "bfloat16", kind)
     together = run((x, y, scale, bias), kind, "bfloat16", **INTERPRETED)
     apart = run((x + y, None, scale, bias), kind, "bfloat16", **INTERPRETED)
@@ -134,7 +134,7 @@ def test_an_addition_apart_changes_no_bit(kind):
 @pytest.mark.parametrize("y_dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_derivatives_are_those_of_the_xla_form(kind, y_dtype):
-    """Training runs the same models."""
+    """Training uses the same models."""
     arrays = random_arrays(3, 64, y_dtype, "float32", kind)
 
     def loss(arrays, how):
@@ -157,9 +157,9 @@ def test_derivatives_are_those_of_the_xla_form(kind, y_dtype):
     ],
 )
 def test_lowers_for_cuda(kind, width):
-    """One kernel for all layers, in each of the forms that a group of layers has.
+    """All layers share one kernel for each form that a group of layers has.
 
-    Here JAX tells a stream that is an argument from one that a kernel wrote, so that there may be one more.
+    JAX distinguishes a stream that is an argument from one that a kernel wrote, so there may be one more.
     """
     vector = SHAPE((width,), jnp.bfloat16)
     bias = vector if kind == "layer" else None
@@ -178,7 +178,7 @@ def test_lowers_for_cuda(kind, width):
     assert text.count("call @triton_add_and_norm") == 9
 
 
-def test_blocks_cover_rows_without_masks_where_they_can():
+def test_blocks_avoid_masks_where_possible():
     for width in (*PRESET_WIDTHS, 2560, 7168, 12288):
         lanes = row_block(width).lanes
         assert width % lanes == 0 and (lanes >= 128 or lanes == width)
@@ -198,7 +198,7 @@ def test_the_back_end_is_chosen_by_device_and_width(monkeypatch):
     assert choose_backend(MAX_WIDTH + 1, device) == "xla"
 
 
-def test_auto_takes_plain_xla_on_a_cpu():
+def test_auto_selects_plain_xla_on_a_cpu():
     arrays = random_arrays(3, 64, "float32", "float32", "rms")
     if jax.default_backend() == "cpu":
         for one, other in zip(
@@ -232,7 +232,7 @@ def test_what_does_not_fit_is_named():
 @pytest.mark.parametrize("width", [64, 100, 1600, 5120, 9216])
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_a_gpu(kind, width):
-    """Every dtype; and rows bit for bit the same, whatever their number."""
+    """All dtypes; rows have the same bits for any number of rows."""
     for y_dtype, dtype in ((None, "float16"), ("float32", "float32")):
         check(random_arrays(17, width, y_dtype, dtype, kind), kind, dtype, backend="pallas_triton")
     arrays = random_arrays(2048, width, "bfloat16", "bfloat16", kind)

@@ -1,4 +1,4 @@
-"""Attention of one query a row over a ring: the kernel and plain XLA against numpy in float64."""
+"""Attention of one query per row over a ring: the kernel and plain XLA against numpy in float64."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ XLA, INTERPRETED = {"backend": "xla"}, {"backend": "pallas_triton", "interpret":
 
 
 def short_and_long(every: Iterable[Any], *short: Any) -> list[Any]:
-    """All of them as parameters of a test, of which all but a few take long together."""
+    """Return all cases as parameters of a test; all but a few are marked long."""
     params = [one if isinstance(one, tuple) else (one,) for one in every]
     few = [one if isinstance(one, tuple) else (one,) for one in short]
     assert set(few) <= set(params)
@@ -44,7 +44,7 @@ def short_and_long(every: Iterable[Any], *short: Any) -> list[Any]:
 
 
 class Ring(NamedTuple):
-    """Arrays in which only what a row sees is a number; `place` comes with each call."""
+    """Arrays in which only visible columns are numbers; `place` is an argument of each call."""
 
     q: np.ndarray
     keys: np.ndarray
@@ -53,7 +53,7 @@ class Ring(NamedTuple):
 
 
 def seen(num_columns: int, place: int, length: int) -> np.ndarray:
-    """Places of a row's columns, its oldest first."""
+    """Return the places of a row's columns, the oldest first."""
     return (place - num_columns + 1 + np.arange(num_columns)) % length
 
 
@@ -88,7 +88,7 @@ def in_float64(ring: Ring, place: int) -> np.ndarray:
 
 @functools.cache
 def attend(**how):
-    """Jitted once for every way, so that places and lengths share what is compiled."""
+    """Return attention, jitted once per variant, so that places and lengths share a program."""
     return jax.jit(functools.partial(ring_decode_attention, sm_scale=SCALE, **how))
 
 
@@ -98,7 +98,7 @@ def run(ring: Ring, place: int, **how) -> np.ndarray:
 
 
 def check(ring: Ring, place: int, *, largest_score: float = 0.0, **how) -> None:
-    """A large score is rounded in larger steps, and its weight moves by as much."""
+    """Compare with a tolerance that grows with the scores, whose rounding changes the weights."""
     out, expected = run(ring, place, **how), in_float64(ring, place)
     assert out.dtype == ring.q.dtype
     limit = TOLERANCE[ring.q.dtype.name] + 4 * float(np.finfo(np.float32).eps) * largest_score
@@ -108,7 +108,7 @@ def check(ring: Ring, place: int, *, largest_score: float = 0.0, **how) -> None:
 @pytest.mark.parametrize("stride", short_and_long((1, 13), 13))
 @pytest.mark.parametrize("how", [XLA, INTERPRETED | {"block": BLOCK}], ids=["xla", "kernel"])
 def test_every_place_of_the_wrap(how, stride):
-    """Rows of one column, of all, and between; XLA may meet large numbers in free columns, the kernel NaN."""
+    """Rows have one column, all, or some; free columns hold large numbers for XLA, NaN for the kernel."""
     length, garbage = 40, GARBAGE if how is XLA else np.nan
     for place in range(0, length, stride):
         num_columns = [1, length, 7, 1 + place, length - place]
@@ -120,7 +120,7 @@ def test_every_place_of_the_wrap(how, stride):
     short_and_long([(num, whole) for num in range(1, 9) for whole in (False, True)], (1, False), (8, True)),
 )
 def test_splits(num_splits, whole_loop):
-    """Every length around the ends of parts and blocks, ten rows at a time."""
+    """All lengths around the ends of parts and blocks, ten rows at a time."""
     length = 200
     block = DecodeBlock(32, 4, 2, num_splits, whole_loop)
     for first in range(1, length + 1, 37):
@@ -139,7 +139,7 @@ def test_splits(num_splits, whole_loop):
     ),
 )
 def test_groups_and_dtypes(dtype, group):
-    """Query heads of a KV head are rows of one matrix, whatever their number."""
+    """The query heads of a KV head are rows of one matrix, for any number of heads."""
     ring = make_ring(group, [1, 90, 64, 33], 20, Heads(2 * group, 2, 64), 96, dtype)
     check(ring, 20, block=DecodeBlock(32, 4, 2, 2), **INTERPRETED)
 
@@ -177,7 +177,7 @@ def test_blocks_wider_than_a_part_or_the_ring(block_kv, length):
 
 
 def test_free_columns_do_not_matter():
-    """Bit by bit, be they large, infinite or NaN."""
+    """Results have the same bits with large, infinite or NaN columns."""
     found = []
     for garbage in (0.0, GARBAGE, np.inf, np.nan):
         ring = make_ring(5, [3, 40, 21], 2, Heads(4, 2, 32), 64, garbage=garbage)
@@ -187,8 +187,8 @@ def test_free_columns_do_not_matter():
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
-def test_numbers_of_columns_that_there_cannot_be(num_splits):
-    """A row has one column at least, and all of them at most, whatever the array says: bit by bit."""
+def test_invalid_numbers_of_columns_are_clipped(num_splits):
+    """A row has at least one and at most all columns; results equal those of the clipped numbers."""
     length, place, how = 40, 11, INTERPRETED | {"block": BLOCK._replace(num_splits=num_splits)}
     ring = make_ring(8, [1, length, 7], place, Heads(4, 2, 32), length)
     expected = run(ring, place, **how)
@@ -198,7 +198,7 @@ def test_numbers_of_columns_that_there_cannot_be(num_splits):
 
 
 def test_a_row_depends_on_that_row_alone():
-    """Bit by bit: neither the number of rows counts, nor what the others have."""
+    """Its bits depend neither on the number of rows nor on other rows."""
     ring = make_ring(6, [30, 12, 64], 50, Heads(4, 2, 32), 64)
     whole = run(ring, 50, block=BLOCK, **INTERPRETED)
     one = Ring(*(array[1:2] for array in ring))
@@ -208,7 +208,7 @@ def test_a_row_depends_on_that_row_alone():
 
 
 def test_scores_far_from_zero():
-    """The maximum is taken off before anything is exponentiated, in parts and in their merge."""
+    """The maximum is subtracted before the exponential, in parts and in their merge."""
     ring = make_ring(7, [64, 40], 9, Heads(2, 2, 32), 64)
     far = ring._replace(q=ring.q * 300)
     scores = SCALE * np.einsum("bhd,bhcd->bhc", far.q.astype(np.float64), far.keys)
@@ -234,7 +234,7 @@ def test_scores_far_from_zero():
     ids=str,
 )
 def test_lowers_for_cuda(heads, dtype, num_splits):
-    """One kernel for all layers, and a merge where there are parts."""
+    """All layers share one kernel, and a merge if there are parts."""
     batch, length = 8, 8192
     block = default_block(
         batch=batch,
@@ -255,14 +255,14 @@ def test_lowers_for_cuda(heads, dtype, num_splits):
     text = lower_for_cuda(layers, q, pool, pool, SHAPE((), jnp.int32), SHAPE((batch,), jnp.int32))
     num_kernels = text.count("stablehlo.custom_call @__gpu$xla.gpu.triton")
     per_call = 1 if num_splits == 1 else 2
-    # JAX tells a query that is an argument from one that a kernel wrote, so that there may be two of each.
+    # JAX distinguishes a query that is an argument from one that a kernel wrote, so there may be two of each.
     assert per_call <= num_kernels <= 2 * per_call
     assert text.count("call @triton_ring_decode") == 3
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_kernel_of_a_preset_lowers_for_cuda(name, offsets):
-    """Where it serves the model; in a ring of more than 2**31 elements offsets have 64 bits."""
+    """Supported models lower; in a ring of more than 2**31 elements offsets have 64 bits."""
     model = PRESETS[name]
     heads = AttentionHeads(model.num_heads, model.num_kv_heads, model.head_dim, jnp.bfloat16)
     device = jax.devices()[0]
@@ -281,7 +281,7 @@ def test_the_kernel_of_a_preset_lowers_for_cuda(name, offsets):
     block = default_block(
         batch=16, num_kv_heads=model.num_kv_heads, length=length, head_dim=model.head_dim, itemsize=2
     )
-    # Keys and values, with and without masks; nothing else is that large.
+    # Keys and values, with and without masks; no other array is that large.
     assert (
         offsets.count(f"tensor<{block.block_kv}x{model.head_dim}xi64>") == 4 == "".join(offsets).count("i64")
     )
@@ -289,7 +289,7 @@ def test_the_kernel_of_a_preset_lowers_for_cuda(name, offsets):
 
 @pytest.fixture
 def offsets(monkeypatch):
-    """Types of the offsets that are added to addresses in kernels that a test lowers."""
+    """Record the types of the offsets that lowered kernels add to addresses."""
     from jax._src.lib.triton import dialect
 
     found: list[str] = []
@@ -321,7 +321,7 @@ def test_float32_is_ieee(monkeypatch):
 @pytest.mark.parametrize("num_kv_heads", [1, 8, 32])
 @pytest.mark.parametrize("length", [16, 512, 8192, 12288])
 def test_programs_fill_the_device_a_few_times(batch, num_kv_heads, length):
-    """Where rows are long enough to be cut."""
+    """This holds where rows are long enough to be split."""
     block = default_block(batch=batch, num_kv_heads=num_kv_heads, length=length, head_dim=128, itemsize=2)
     num_programs = batch * num_kv_heads * block.num_splits
     assert 1 <= block.num_splits <= MAX_NUM_SPLITS
@@ -337,7 +337,7 @@ def gpu(capability: str) -> Any:
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
 def test_blocks_fit_into_shared_memory(head_dim, itemsize):
-    """Of the device: 99 KiB where no more is known of a GPU. Elsewhere it is what was measured on Hopper."""
+    """Unknown GPUs have 99 KiB. Other devices have the blocks measured on Hopper."""
     of_ring = {"batch": 8, "num_kv_heads": 8, "length": 8192, "head_dim": head_dim, "itemsize": itemsize}
     rows = [("8.0", 163), ("8.6", 99), ("8.7", 99), ("8.9", 99), ("9.0", 227), ("10.0", 227), ("12.0", 99)]
     for capability, kib in [*rows, ("12.1", 99), ("13.0", 99)]:
@@ -359,15 +359,15 @@ def test_the_back_end_is_chosen_by_device_and_heads(monkeypatch):
     assert "NVIDIA GPU" in device_limit("pallas_triton", device)
     assert device_limit("auto", device) is device_limit("xla", device) is None
     assert choose_backend("pallas_triton", heads, device, named_in="x").reason == "named in x"
-    served = TABLE["pallas_triton"]._replace(device_limit=lambda device: None)
-    monkeypatch.setitem(TABLE, "pallas_triton", served)
+    supported = TABLE["pallas_triton"]._replace(device_limit=lambda device: None)
+    monkeypatch.setitem(TABLE, "pallas_triton", supported)
     assert choose_backend("auto", heads, device).name == "pallas_triton"
-    for unserved in (
+    for unsupported in (
         AttentionHeads(32, 8, 80, jnp.bfloat16),
         AttentionHeads(65, 1, 128, jnp.bfloat16),
         AttentionHeads(32, 8, 128, jnp.float8_e4m3fn),
     ):
-        assert choose_backend("auto", unserved, device).name == "xla"
+        assert choose_backend("auto", unsupported, device).name == "xla"
     assert set(RING_DECODE_BACKENDS) == {"auto", *TABLE}
 
 
@@ -413,7 +413,7 @@ def test_what_does_not_fit_is_named():
     ids=str,
 )
 def test_on_a_gpu(heads, dtype):
-    """Many windows, NaN around them; and what is computed again is the same, bit for bit."""
+    """Many windows with NaN around them; repeated runs give the same bits."""
     length = 1536
     for seed in range(6):
         rng = np.random.default_rng(seed)

@@ -35,19 +35,19 @@ def run(backend, *args, interpret=True):
 
 @functools.cache
 def _compiled(backend, interpret, constants):
-    """`constants` tell apart what is traced with other ones."""
+    """Return jitted cutoffs; `constants` distinguish programs traced with other constants."""
     return jax.jit(lambda *args: cutoffs(*args, backend=backend, interpret=interpret))
 
 
 def keys_and_masses(scores):
-    """What the sampler makes of scores, of which the best is 0."""
+    """Return keys and masses as the sampler computes them from scores; the best score is 0."""
     bits = np.where(scores == 0, np.float32(0), scores).view(np.uint32)
     keys = np.where(bits >> 31 == 1, ~bits, bits | np.uint32(1 << 31))
     return keys, np.round(np.exp(scores) * np.float32(2**MASS_BITS)).astype(np.uint32)
 
 
 def make_rows(kind, num_rows, vocab_size, seed):
-    """Keys and masses u32[S, V] of one kind."""
+    """Draw keys and masses u32[S, V] of one kind."""
     rng = np.random.default_rng(seed)
     scores = rng.normal(size=(num_rows, vocab_size), scale=3).astype(np.float32)
     if kind == "unrelated":
@@ -68,7 +68,7 @@ def make_rows(kind, num_rows, vocab_size, seed):
 
 
 def cutoff_by_numpy(keys, masses, top_k, top_p):
-    """One row's cutoff, by a sort: the key at which enough ids are kept."""
+    """Return one row's cutoff by a sort: the key at which enough ids are kept."""
     order = np.argsort(keys)[::-1]
     keys, masses = keys[order], masses[order]
     last_of_equals = np.searchsorted(-keys.astype(np.int64), -keys.astype(np.int64), side="right") - 1
@@ -86,7 +86,7 @@ def cutoff_by_numpy(keys, masses, top_k, top_p):
 
 
 def limits(num_rows, vocab_size, seed):
-    """Top-k and top-p of every size, on and off."""
+    """Draw top-k and top-p of every size, on and off."""
     rng = np.random.default_rng(seed)
     top_k = rng.choice(
         [0, 0, 1, 2, 17, vocab_size // 2, vocab_size - 1, vocab_size, vocab_size + 1, 2**31 - 1], num_rows
@@ -109,7 +109,7 @@ def small(monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_cutoffs_equal_numpy(backend, kind):
-    """Rows of one read and rows of several, as they run on a GPU."""
+    """Rows need one read or several, as on a GPU."""
     for num_rows, vocab_size in ((24, 700), (8, 9001)):
         check(backend, *make_rows(kind, num_rows, vocab_size, 0), *limits(num_rows, vocab_size, 1))
 
@@ -138,7 +138,7 @@ def test_the_largest_masses_add_up(small):
     check("pallas_triton", keys, masses, np.zeros(4, np.int32), np.array([0.3, 0.5, 0.999, 0], np.float32))
 
 
-def test_no_mass_at_all_is_cut_by_number_only(small):
+def test_without_mass_only_top_k_cuts(small):
     keys, masses = make_rows("normal", 3, 300, 5)
     top_k, top_p = np.array([0, 5, 200], np.int32), np.full(3, 0.5, np.float32)
     for backend in BACKENDS:
@@ -146,7 +146,7 @@ def test_no_mass_at_all_is_cut_by_number_only(small):
 
 
 def test_several_devices_search_the_same_rows(small):
-    """Rows replicated over a mesh, inside `shard_map`."""
+    """Rows are replicated over a mesh, inside `shard_map`."""
     mesh = jax.make_mesh((2,), ("tp",), devices=jax.devices()[:2])
     call = functools.partial(cutoffs, backend="pallas_triton", interpret=True)
     whole = jax.sharding.PartitionSpec()
@@ -180,7 +180,7 @@ def test_the_largest_vocabulary_on_a_gpu():
     ("num_rows", "vocab_size"), [(1, 101), (128, 32000), (180, 128256), (4096, MAX_VOCAB_SIZE)]
 )
 def test_lowers_for_cuda(num_rows, vocab_size):
-    """One kernel, which works on the keys and masses where they lie."""
+    """There is one kernel, which works in place on keys and masses."""
     matrix = SHAPE((num_rows, vocab_size), jnp.uint32)
     rows = SHAPE((num_rows,), jnp.int32), SHAPE((num_rows,), jnp.float32)
     text = lower_for_cuda(functools.partial(cutoffs, backend="pallas_triton"), matrix, matrix, *rows)

@@ -1,4 +1,4 @@
-"""The tile list against a brute-force reading of what it must cover."""
+"""The tile list against a brute-force check of what it must cover."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def draw(rng: np.random.Generator, spec: TileSpec) -> tuple[np.ndarray, np.ndarr
 def check(
     spec: TileSpec, tiles: np.ndarray, cu: np.ndarray, kv_lens: np.ndarray, num_seqs: np.ndarray
 ) -> None:
-    """Every (query token, key) pair of every row is in exactly one tile, and every split is merged once."""
+    """Check that every (query token, key) pair is in exactly one tile, and every split is merged once."""
     num_rows, num_classes = int(num_seqs[0]), len(spec.blocks.classes)
     covered: dict[int, list[tuple[int, int]]] = {}
     slots: dict[tuple[int, int], tuple[int, int]] = {}
@@ -138,7 +138,7 @@ def test_host_and_device_builders_agree(blocks: BlockSizes) -> None:
 
 
 def test_worst_cases_fit() -> None:
-    """All rows just too long for the small class; all tokens in one row; one token each; nothing at all."""
+    """All rows are just too long for the small class; one row has all tokens; one token each; no rows."""
     spec = spec_for(512, 64, TWO)
     for q_len, num_rows in ((5, 64), (512, 1), (1, 64), (8, 64), (0, 0), (0, 64)):
         cu = np.zeros(65, np.int32)
@@ -148,7 +148,7 @@ def test_worst_cases_fit() -> None:
         check(spec, build_tiles(spec, cu, kv_lens, num_seqs), cu, kv_lens, num_seqs)
 
 
-def test_longest_tiles_come_first() -> None:
+def test_widest_tiles_come_first() -> None:
     spec = spec_for(64, 64, ONE)
     kv_lens = np.arange(1, 65, dtype=np.int32) * 64
     tiles = build_tiles(spec, np.arange(65, dtype=np.int32), kv_lens, np.array([64], np.int32))
@@ -159,8 +159,8 @@ def test_longest_tiles_come_first() -> None:
 
 @pytest.mark.parametrize("num_classes", [1, 2])
 @pytest.mark.parametrize("num_keys", [32_768 * 16, 40_000 * 16])
-def test_ranges_of_more_blocks_than_16_bits_hold(num_keys: int, num_classes: int) -> None:
-    """They are in the list, before tiles of fewer keys and those without any, and before its padding."""
+def test_ranges_of_more_than_2_to_the_15_blocks(num_keys: int, num_classes: int) -> None:
+    """Their tiles come before those with fewer keys or none, and before the padding."""
     classes = (TileClass(16, 16, 4, 3, 256, 40), TileClass(64, 16, 4, 3, 2**21, 8))
     spec = spec_for(600, 4, BlockSizes(classes[-num_classes:]))
     batch = (np.array([0, 400, 500, 500, 500]), np.array([num_keys, 5000, 0, 0]), np.array([2]))
@@ -178,7 +178,7 @@ def test_ranges_of_more_blocks_than_16_bits_hold(num_keys: int, num_classes: int
 
 @pytest.mark.parametrize("lens", [[2048] * 4, [3000, 700, 2048, 2400, 65, 0]])
 def test_prompts_come_row_by_row_and_are_dealt_evenly(lens: list[int]) -> None:
-    """The longest first; dealt as the Mosaic kernel does it, every program has within 5% as many blocks."""
+    """The longest row is first; dealt as in the Mosaic kernel, programs differ by at most 5% of blocks."""
     spec = tile_spec(
         num_tokens=8313, max_num_seqs=8, num_q_heads=40, num_kv_heads=40, head_dim=128, page_size=32,
         dtype="bfloat16", backend="pallas_mosaic_gpu",
@@ -201,14 +201,14 @@ def test_prompts_come_row_by_row_and_are_dealt_evenly(lens: list[int]) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 16])
-def test_classes_that_no_row_can_need(num_tokens: int) -> None:
+def test_classes_that_no_row_needs(num_tokens: int) -> None:
     blocks = BlockSizes(tuple(TileClass(rows, 64, 4, 3, 128, 40) for rows in (16, 32, 64)))
     spec = spec_for(num_tokens, 4, blocks, (2, 2))
     batch = draw(np.random.default_rng(0), spec)
     check(spec, np.array(jax.jit(lambda *batch: build_tiles_traced(spec, *batch))(*batch)), *batch)
 
 
-def test_the_header_has_a_place_for_the_count_of_every_class() -> None:
+def test_the_header_holds_the_count_of_every_class() -> None:
     classes = tuple(TileClass(16 << i, 64, 4, 3, 128, 8) for i in range(8))
     spec = spec_for(300, 9, BlockSizes(classes[:7]))
     batch = draw(np.random.default_rng(0), spec)
@@ -233,7 +233,7 @@ def test_xla_needs_no_tiles() -> None:
     assert len({spec, spec}) == 1
 
 
-def test_too_much_for_the_spec_is_named() -> None:
+def test_errors_name_what_exceeds_the_spec() -> None:
     spec = spec_for(16, 4, ONE)
     cu, kv_lens = np.array([0, 17, 17, 17, 17], np.int32), np.full(4, 50, np.int32)
     with pytest.raises(AttentionArgumentError, match=r"cu_q_lens = 17: the spec holds 16"):

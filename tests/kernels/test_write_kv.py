@@ -37,7 +37,7 @@ def test_donated_pool_is_updated_in_place() -> None:
     assert memory.temp_size_in_bytes < 64 * 16 * 4 * 8 * 4 // 2
 
 
-def test_misshapen_rows_are_named() -> None:
+def test_errors_name_rows_of_wrong_shape() -> None:
     pool, slots = jnp.zeros((2, 16, 4, 8)), jnp.zeros(3, jnp.int32)
     with pytest.raises(AttentionArgumentError, match=r"v\.shape = \(3, 4, 8\): must be \(3, 2, 8\)"):
         write_kv(pool, jnp.zeros((3, 2, 8)), jnp.zeros((3, 4, 8)), slots)

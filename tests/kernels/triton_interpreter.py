@@ -2,10 +2,11 @@
 
     TRITON_INTERPRET=1 JAX_PLATFORMS=cpu python -m tests.kernels.triton_interpreter
 
-A program of its own, which `test_jax_triton` starts: Triton decides when it is imported whether kernels are
-compiled or interpreted. All but the launch is the back end's own code: `jax_triton.triton_call` is replaced
-by one that hands numpy arrays to the interpreter. The interpreter expects PyTorch's tensors; `HostTensor` has
-as much of them as it touches. No bfloat16: the interpreter multiplies the bits of such numbers as integers.
+`test_jax_triton` starts this as a separate program, since Triton decides at import whether kernels are
+compiled or interpreted. Everything but the launch is the back end's own code: a replacement of
+`jax_triton.triton_call` passes numpy arrays to the interpreter. The interpreter expects PyTorch tensors;
+`HostTensor` has the methods that it uses. There is no bfloat16: the interpreter multiplies the bits of such
+numbers as integers.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from pallas_kernels.ragged_paged_attention.shapes import Heads
 from tests.kernels.batches import Room, assert_equals_reference, make_batch, random_rows
 
 SCALE = 0.17
-# Few programs and short splits, so that small batches split and merge too.
+# Few programs and short splits, so that small batches are also split and merged.
 TWO_CLASSES = BlockSizes((TileClass(16, 32, 4, 2, 64, 8), TileClass(64, 16, 4, 2, 64, 8)))
 ONE_CLASS = BlockSizes((TileClass(64, 16, 4, 2, 32, 16, whole_loop=False),))
 # Whole tiles and partial ones, one key and none, ends inside and at the end of pages.
@@ -40,7 +41,7 @@ ROOM = Room(num_tokens=96, max_num_seqs=9, pages_per_seq=14, num_pages=50)
 
 
 class HostTensor:
-    """A numpy array with the methods by which the interpreter copies a tensor to the host: it is there."""
+    """Numpy array with the methods by which the interpreter copies a tensor to the host; they do nothing."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -56,10 +57,10 @@ class HostTensor:
 
 
 def patch_the_language_once() -> None:
-    """Let a kernel's inner functions run in the language as it was patched for the first one of their module.
+    """Patch the language only once for the inner functions of a module.
 
-    Triton looks through the whole language at every call of such a function, which takes half of the time.
-    What it patches for an inner function stays patched; for a launch it patches anew.
+    Triton patches the whole language at every call of an inner function, which takes half of the time.
+    Patches for an inner function stay in place; a launch patches again.
     """
     patched: set[str] = set()
 
@@ -73,7 +74,7 @@ def patch_the_language_once() -> None:
 
 
 def interpreted_call(*args: Any, kernel: Any, out_type: Any, grid: Any, **kwargs: Any) -> Any:
-    """`jax_triton.triton_call`; outputs start as NaN."""
+    """Replace `jax_triton.triton_call`; outputs start as NaN."""
     refs = [arg for arg in args if isinstance(arg, jax.Ref)]
     inputs = [arg for arg in args if not isinstance(arg, jax.Ref)]
     arrays = [np.array(arg) for arg in inputs] + [np.array(ref[...]) for ref in refs]
@@ -94,7 +95,7 @@ def check(
     shared: dict[int, int] | None = None,
     seed: int = 0,
 ) -> int:
-    """Compares one batch with the reference; returns how many merges it needed."""
+    """Compare one batch with the reference; return the number of merges."""
     rng = np.random.default_rng(seed)
     batch = make_batch(rng, rows, heads, page_size=page_size, dtype=dtype, room=room, shared=shared)
     spec = tile_spec(
@@ -111,18 +112,18 @@ def check(
 
 
 def check_split(*args: Any) -> None:
-    """As `check`, of a batch that must be split and merged."""
+    """Check a batch that must be split and merged."""
     assert check(*args)
 
 
 def check_random(num_seeds: int) -> None:
-    """As `check`, of random batches."""
+    """Check random batches with the arguments of `check`."""
     for seed in range(num_seeds):
         rows = random_rows(np.random.default_rng(seed), ROOM, 16, 90)
         check(rows, Heads(4, 2, 32), room=ROOM, seed=seed)
 
 
-# A block of keys is a page, half of one, or several; 3 and 40 heads a group do not fill a tile.
+# A block of keys is a page, half a page, or several; 3 and 40 heads per group do not fill a tile.
 CASES: dict[str, Callable[[], Any]] = {
     "group1": lambda: check_split(ROWS, Heads(2, 2, 32), 16, "float32"),
     "group4": lambda: check_split(ROWS, Heads(4, 1, 64), 32, "float16"),
@@ -144,5 +145,5 @@ if __name__ == "__main__":
     patch_the_language_once()
     jax_triton.triton_call = interpreted_call
     for name, run_case in CASES.items():
-        print(name, flush=True)  # the last one printed is the one that failed
+        print(name, flush=True)  # the last printed name is the check that failed
         run_case()

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from model_defs import make_mesh, preset, small_batch_matmul
-from model_defs.device_sums import AllReduce, PartialSums, SumSpec, added_up, summing
+from model_defs.device_sums import AllReduce, PartialSums, SumSpec, finish_sum, summing
 from model_defs.gated_decoder import GatedMLP
 from model_defs.layers import Build, FusedQKV, Linear
 from pallas_kernels import decode_matmul
@@ -30,7 +30,7 @@ def calls(monkeypatch, added):
         return decode_matmul_by_xla(x, w, bias, gated=gated, relu=relu, backend="xla")
 
     decode_matmul_by_xla = decode_matmul.decode_matmul
-    monkeypatch.setattr(decode_matmul, "serves", lambda num_rows, *_, **__: num_rows <= 8)
+    monkeypatch.setattr(decode_matmul, "supports", lambda num_rows, *_, **__: num_rows <= 8)
     monkeypatch.setattr(decode_matmul, "decode_matmul", product)
     return found
 
@@ -67,7 +67,7 @@ def run(module, num_rows, backend=None):
 
 def whole(y):
     """Partial sums are added up, and all else is left."""
-    return added_up(y) if isinstance(y, PartialSums) else y
+    return finish_sum(y) if isinstance(y, PartialSums) else y
 
 
 @pytest.mark.parametrize(
@@ -108,11 +108,11 @@ def test_the_kernel_is_asked_for_the_size_of_the_result(monkeypatch, shape, num_
     """Which of a gated product is half as wide as the weights."""
     asked = []
 
-    def serves(*sizes, **options):
+    def supports(*sizes, **options):
         asked.append((sizes, options))
         return False
 
-    monkeypatch.setattr(decode_matmul, "serves", serves)
+    monkeypatch.setattr(decode_matmul, "supports", supports)
     with small_batch_matmul.multiplying_by("pallas_mosaic_gpu"):
         assert small_batch_matmul.product(8, shape, num_in_dims, jnp.bfloat16, gated=gated) is None
     assert asked == [((8, depth, width), {"gated": gated, "dtype": jnp.bfloat16})]

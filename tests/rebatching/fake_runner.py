@@ -17,7 +17,6 @@ import numpy as np
 
 from pensieve_jax.core.errors import StepFailedError
 from pensieve_jax.decoding.sampling_rows import SAMPLING_WORDS, StepResult
-from pensieve_jax.rebatching.lattice import RingShape
 from pensieve_jax.rebatching.launches import (
     COUNTS,
     HEADER,
@@ -33,6 +32,7 @@ from pensieve_jax.rebatching.launches import (
     Suspend,
     WordsLayout,
 )
+from pensieve_jax.rebatching.ring_shapes import RingShape
 from tests.engine.fake_runner import (
     NUM_LAYERS,
     Choice,

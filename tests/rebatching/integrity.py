@@ -9,23 +9,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pensieve_jax.rebatching.config import RebatchingConfig
-from pensieve_jax.rebatching.lattice import Lattice
 from pensieve_jax.rebatching.launches import Insert, Launch, Shape, Suspend
 from pensieve_jax.rebatching.loop import RebatchingLoop
 from pensieve_jax.rebatching.query import KVLocation, Query
 from pensieve_jax.rebatching.queue import rank
+from pensieve_jax.rebatching.ring_shapes import RingShapes
 
 
-def check_integrity(loop: RebatchingLoop, config: RebatchingConfig, lattice: Lattice) -> None:
+def check_integrity(loop: RebatchingLoop, config: RebatchingConfig, ring_shapes: RingShapes) -> None:
     """Raise AssertionError for whatever is not as it should be."""
     scheduler = loop.scheduler
     ring, line, shelf = scheduler.ring, scheduler.line, scheduler.shelf
     if ring.shape is not None:
-        assert ring.shape in lattice.shapes
+        assert ring.shape in ring_shapes.shapes
         assert ring.span <= ring.shape.length, "a row is longer than the ring"
     beside = [size for query, size in shelf.sizes.items() if query.place is not KVLocation.HOST]
-    ring_bytes = 0 if ring.shape is None else lattice.row_bytes(ring.shape.batch * ring.shape.length)
-    assert loop.kv_bytes == ring_bytes + sum(beside) <= lattice.kv_bytes, "the budget is exceeded"
+    ring_bytes = 0 if ring.shape is None else ring_shapes.row_bytes(ring.shape.batch * ring.shape.length)
+    assert loop.kv_bytes == ring_bytes + sum(beside) <= ring_shapes.kv_bytes, "the budget is exceeded"
     assert shelf.host_bytes <= config.host_bytes, "the budget of host memory is exceeded"
     waiting = list(line)
     assert waiting == sorted(waiting, key=rank)

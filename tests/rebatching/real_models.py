@@ -79,7 +79,7 @@ class Bench:
         if self.garbage:
             self.fill_free_columns()
         ended = self.engine.step()
-        check_integrity(self.engine.loop, self.config, self.runner.lattice)
+        check_integrity(self.engine.loop, self.config, self.runner.ring_shapes)
         return ended
 
     def run(self) -> None:

@@ -15,10 +15,10 @@ import numpy as np
 from pensieve_jax.core.errors import StepFailedError
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.rebatching.config import RebatchingConfig
-from pensieve_jax.rebatching.lattice import Lattice
 from pensieve_jax.rebatching.loop import RebatchingLoop
 from pensieve_jax.rebatching.metrics import StepSeen
 from pensieve_jax.rebatching.query import Query
+from pensieve_jax.rebatching.ring_shapes import RingShapes
 from pensieve_jax.rebatching.scheduler import Scheduled
 from tests.engine.fake_runner import EOS_TOKEN_IDS, VOCAB_SIZE, dense_continuation
 from tests.rebatching.fake_runner import FakeRunner
@@ -61,7 +61,7 @@ class Scenario:
             lengths=lengths,
             host_bytes=int(choose([0, 1000, 4000, 10**6])),
         )
-        self.lattice = Lattice(self.config, TOKEN_BYTES, 10**6)
+        self.ring_shapes = RingShapes(self.config, TOKEN_BYTES, 10**6)
         self.loop: RebatchingLoop
         self.totals: Counter[str] = Counter()
         self._begin()
@@ -70,9 +70,9 @@ class Scenario:
         self._fails = bool(choose([True, False]))
 
     def _begin(self) -> None:
-        scheduler_of_layout = RebatchingLoop(self.config, self.lattice, None)  # type: ignore[arg-type]
+        scheduler_of_layout = RebatchingLoop(self.config, self.ring_shapes, None)  # type: ignore[arg-type]
         self.runner = FakeRunner(scheduler_of_layout.scheduler.layout)
-        self.loop = RebatchingLoop(self.config, self.lattice, self.runner, observe=self._see)
+        self.loop = RebatchingLoop(self.config, self.ring_shapes, self.runner, observe=self._see)
         scheduler = self.loop.scheduler
         admit, suspend, schedule = scheduler._admit, scheduler._suspend, scheduler.schedule
 
@@ -124,7 +124,7 @@ class Scenario:
         return self.totals
 
     def _submit(self) -> None:
-        rng, most = self.rng, self.lattice.max_context_tokens
+        rng, most = self.rng, self.ring_shapes.max_context_tokens
         for _ in range(int(rng.choice([1, 1, 2, 4]))):
             longest = most - 1 if rng.random() < 0.3 else min(most - 1, 40)
             num_prompt = int(rng.integers(1, longest + 1))
@@ -218,7 +218,7 @@ class Scenario:
         self.totals["steps"] += 1
 
     def _check(self) -> None:
-        check_integrity(self.loop, self.config, self.lattice)
+        check_integrity(self.loop, self.config, self.ring_shapes)
         ring = self.loop.scheduler.ring
         self.runner.poison({row: ring.places(row) for row, query in ring.held if not query.done})
 

@@ -1,4 +1,4 @@
-"""Queries, configs and lattices in small, for tests of one module of the policy."""
+"""Small queries, configs and ring shapes for tests of one module of the policy."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.rebatching.config import RebatchingConfig
-from pensieve_jax.rebatching.lattice import Lattice
 from pensieve_jax.rebatching.query import Query
+from pensieve_jax.rebatching.ring_shapes import RingShapes
 
 TOKEN_BYTES = 10
 ROW_BYTES = 32 * TOKEN_BYTES
@@ -28,8 +28,8 @@ def query(serial: int, num_prompt: int = 20, priority: int = 0, **params: Any) -
     )
 
 
-def lattice_of(num_rows: int, **config: Any) -> tuple[RebatchingConfig, Lattice]:
-    """Make a config whose budget is `num_rows` rows of 32 columns, and its lattice."""
+def ring_shapes_of(num_rows: int, **config: Any) -> tuple[RebatchingConfig, RingShapes]:
+    """Make a config whose budget is `num_rows` rows of 32 columns, and its ring shapes."""
     options = {"max_batch": 4, "lengths": (32, 64, 128), **config}
     made = RebatchingConfig(kv_bytes=num_rows * ROW_BYTES, **options)
-    return made, Lattice(made, TOKEN_BYTES, 10**6)
+    return made, RingShapes(made, TOKEN_BYTES, 10**6)

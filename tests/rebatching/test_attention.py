@@ -12,7 +12,7 @@ from model_defs.attention import Attention
 from pensieve_jax.rebatching.device import programs
 from pensieve_jax.rebatching.device.attention import RingAttention
 from pensieve_jax.rebatching.device.ring_state import RingState, RingStorage
-from pensieve_jax.rebatching.lattice import RingShape
+from pensieve_jax.rebatching.ring_shapes import RingShape
 
 LENGTH, HEADS, KV_HEADS, HEAD_DIM = 12, 4, 2, 8
 GARBAGE = 1e4

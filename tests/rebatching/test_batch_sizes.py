@@ -8,11 +8,11 @@ import pytest
 
 from pensieve_jax.core.errors import StepFailedError
 from pensieve_jax.rebatching.config import RebatchingConfig
-from pensieve_jax.rebatching.lattice import Lattice, RingShape, lengths_up_to
 from pensieve_jax.rebatching.query import KVLocation
 from pensieve_jax.rebatching.ring import Ring
+from pensieve_jax.rebatching.ring_shapes import RingShape, RingShapes, lengths_up_to
 from pensieve_jax.rebatching.scheduler import RebatchingScheduler
-from tests.rebatching.small_queries import lattice_of
+from tests.rebatching.small_queries import ring_shapes_of
 from tests.rebatching.test_methods import TOKEN_BYTES, Run, submit_three
 
 ROW_BYTES = 32 * TOKEN_BYTES
@@ -39,7 +39,7 @@ def test_the_ring_becomes_longer_when_a_column_is_missing():
 def test_a_longer_ring_may_be_narrower(urgent, leaves):
     """Four rows of 32 columns become three of 64: of those of the lowest priority the last one leaves."""
     run = Run("Baton-PD", max_batch=4, kv_bytes=8 * ROW_BYTES)
-    assert [tuple(one) for one in run.lattice.shapes] == [(4, 32), (3, 64), (1, 128)]
+    assert [tuple(one) for one in run.ring_shapes.shapes] == [(4, 32), (3, 64), (1, 128)]
     for serial in range(4):
         run.submit(30, 9, priority=int(serial == urgent))
     run.step(2)
@@ -211,13 +211,13 @@ def test_nothing_is_idle_where_nothing_ran():
     assert set(Run("Baton").loop.metrics.as_dict().values()) == {0}
 
 
-# The lattice and the ring
+# Ring shapes and the ring
 
 
 def test_shapes_at_their_bounds():
-    _, lattice = lattice_of(8)
-    assert [tuple(one) for one in lattice.shapes] == [(4, 32), (3, 64), (1, 128)]
-    assert [lattice.shape_for(num) for num in (0, 32, 33, 64, 128, 129)] == [
+    _, ring_shapes = ring_shapes_of(8)
+    assert [tuple(one) for one in ring_shapes.shapes] == [(4, 32), (3, 64), (1, 128)]
+    assert [ring_shapes.shape_for(num) for num in (0, 32, 33, 64, 128, 129)] == [
         (4, 32),
         (4, 32),
         (3, 64),
@@ -225,16 +225,16 @@ def test_shapes_at_their_bounds():
         (1, 128),
         None,
     ]
-    assert [lattice.length_for(num) for num in (1, 32, 33, 128)] == [32, 32, 64, 128]
-    assert lattice.max_context_tokens == 129 and lattice.unused_lengths == ()
-    assert lattice.room_bytes(RingShape(3, 64)) == 2 * ROW_BYTES
-    assert lengths_up_to(lattice.shapes, 64) == [32, 64]
+    assert [ring_shapes.length_for(num) for num in (1, 32, 33, 128)] == [32, 32, 64, 128]
+    assert ring_shapes.max_context_tokens == 129 and ring_shapes.unused_lengths == ()
+    assert ring_shapes.room_bytes(RingShape(3, 64)) == 2 * ROW_BYTES
+    assert lengths_up_to(ring_shapes.shapes, 64) == [32, 64]
 
 
 def test_a_length_without_room_for_a_second_row_is_unused():
-    _, lattice = lattice_of(7)
-    assert [tuple(one) for one in lattice.shapes] == [(4, 32), (2, 64)]
-    assert lattice.unused_lengths == (128,) and lattice.max_context_tokens == 65
+    _, ring_shapes = ring_shapes_of(7)
+    assert [tuple(one) for one in ring_shapes.shapes] == [(4, 32), (2, 64)]
+    assert ring_shapes.unused_lengths == (128,) and ring_shapes.max_context_tokens == 65
 
 
 @pytest.mark.parametrize(
@@ -250,8 +250,8 @@ def test_a_length_without_room_for_a_second_row_is_unused():
 )
 def test_lengths_that_follow_from_the_context(max_tokens, lengths):
     """1 and 1.5 times powers of two; the last token needs no column."""
-    lattice = Lattice(RebatchingConfig(max_batch=1), 1, max_tokens)
-    assert [one.length for one in lattice.shapes] == lengths
+    ring_shapes = RingShapes(RebatchingConfig(max_batch=1), 1, max_tokens)
+    assert [one.length for one in ring_shapes.shapes] == lengths
 
 
 def test_rows_of_a_ring():
@@ -328,7 +328,7 @@ def test_who_is_in_the_ring_is_lost_with_it_and_who_is_in_host_memory_is_not():
     assert all(one.place is KVLocation.NOWHERE and one.num_sampled == len(one.token_ids) for one in lost)
     assert list(scheduler.line) == [first, second, third, fourth] and third.place is KVLocation.HOST
     assert set(scheduler.shelf.sizes) == {third} and not run.ring.num_held
-    assert scheduler.shelf.room_bytes == run.lattice.kv_bytes
+    assert scheduler.shelf.room_bytes == run.ring_shapes.kv_bytes
 
 
 def test_who_has_ended_is_not_lost():
@@ -415,8 +415,8 @@ def test_after_an_interrupt_all_that_ran_or_waited_fails():
 @pytest.mark.parametrize(("span", "expected"), [(41, 64), (42, 64), (43, 128), (44, 128)])
 def test_a_shorter_ring_leaves_half_the_span_and_one_column(span, expected):
     """Of 43 columns the half is 21, so with one more they need 65."""
-    config, lattice = lattice_of(64, max_batch=1, lengths=(32, 64, 128, 256))
-    scheduler, resized = RebatchingScheduler(config, lattice), []
+    config, ring_shapes = ring_shapes_of(64, max_batch=1, lengths=(32, 64, 128, 256))
+    scheduler, resized = RebatchingScheduler(config, ring_shapes), []
     shape = RingShape(1, 256)
     scheduler.ring = SimpleNamespace(shape=shape, span=span)  # type: ignore[assignment]
     scheduler._resize = resized.append  # type: ignore[assignment,method-assign]

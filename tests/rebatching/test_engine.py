@@ -163,7 +163,7 @@ def test_an_interrupt_leaves_an_engine_that_goes_on(llm, number):
             except KeyboardInterrupt:
                 num_told += 1
         assert llm.generate([[5, 6, 7]], GREEDY)[0].token_ids == expected
-        check_integrity(llm.engine.loop, CONFIG, llm.engine._runner.lattice)
+        check_integrity(llm.engine.loop, CONFIG, llm.engine._runner.ring_shapes)
         while not other.done:
             llm.engine.step()
         assert (other.output is None) == isinstance(other.error, PensieveError)

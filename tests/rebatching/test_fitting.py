@@ -7,24 +7,24 @@ from typing import Any
 import pytest
 
 from pensieve_jax.rebatching.fitting import Fitting, num_tokens
-from pensieve_jax.rebatching.lattice import RingShape
 from pensieve_jax.rebatching.query import KVLocation, Query
 from pensieve_jax.rebatching.ring import Ring
-from tests.rebatching.small_queries import lattice_of, query
+from pensieve_jax.rebatching.ring_shapes import RingShape
+from tests.rebatching.small_queries import query, ring_shapes_of
 
 
 def fitting_of(
     shape: tuple[int, int] | None, *held: tuple[Query, int], num_rows: int = 40, **config: Any
 ) -> Fitting:
     """Make a ring of this shape. `held` gives the queries in it and their numbers of columns."""
-    made, lattice = lattice_of(num_rows, **config)
+    made, ring_shapes = ring_shapes_of(num_rows, **config)
     ring: Ring[Query] = Ring()
     if shape is not None:
         ring.resize(RingShape(*shape))
     for one, num in held:
         ring.insert(one, num)
         one.place = KVLocation.RING
-    return Fitting(made, lattice, ring)
+    return Fitting(made, ring_shapes, ring)
 
 
 @pytest.mark.parametrize(
@@ -81,9 +81,9 @@ def test_a_full_ring_that_cannot_be_wider_is_full():
 def test_a_full_ring_becomes_shorter_and_wider_with_a_quarter_to_spare(span, is_shorter):
     """Of 64 columns 48 may be needed, one of them by the next step; else it would soon be too short."""
     fitting = fitting_of((1, 128), (query(1), span), num_rows=6)
-    assert [tuple(one) for one in lattice_of(6)[1].shapes] == [(4, 32), (2, 64)]
+    assert [tuple(one) for one in ring_shapes_of(6)[1].shapes] == [(4, 32), (2, 64)]
     fitting = fitting_of((1, 128), (query(1), span), num_rows=8)
-    assert [tuple(one) for one in lattice_of(8)[1].shapes] == [(4, 32), (3, 64), (1, 128)]
+    assert [tuple(one) for one in ring_shapes_of(8)[1].shapes] == [(4, 32), (3, 64), (1, 128)]
     assert fitting.shape_with(query(2)) == ((3, 64) if is_shorter else None)
 
 

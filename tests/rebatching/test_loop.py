@@ -7,10 +7,10 @@ import pytest
 from pensieve_jax.core.errors import StepFailedError
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.rebatching.config import RebatchingConfig
-from pensieve_jax.rebatching.lattice import Lattice
 from pensieve_jax.rebatching.launches import Insert, Resize
 from pensieve_jax.rebatching.loop import RebatchingLoop
 from pensieve_jax.rebatching.query import Query
+from pensieve_jax.rebatching.ring_shapes import RingShapes
 from tests.rebatching.fake_runner import FakeRunner
 from tests.rebatching.integrity import check_integrity
 
@@ -29,10 +29,10 @@ class Small:
             "prefill_batch": 1,
         }
         self.config = RebatchingConfig(**(options | changes))  # type: ignore[arg-type]
-        self.lattice = Lattice(self.config, TOKEN_BYTES, 10**6)
-        layout = RebatchingLoop(self.config, self.lattice, None).scheduler.layout  # type: ignore[arg-type]
+        self.ring_shapes = RingShapes(self.config, TOKEN_BYTES, 10**6)
+        layout = RebatchingLoop(self.config, self.ring_shapes, None).scheduler.layout  # type: ignore[arg-type]
         self.runner = FakeRunner(layout)
-        self.loop = RebatchingLoop(self.config, self.lattice, self.runner)
+        self.loop = RebatchingLoop(self.config, self.ring_shapes, self.runner)
         self._num_queries = 0
 
     def submit(self, num: int, max_tokens: int = 40) -> list[Query]:
@@ -46,7 +46,7 @@ class Small:
                 seed=0,
                 priority=0,
                 ending_ids=(),
-                max_context_tokens=self.lattice.max_context_tokens,
+                max_context_tokens=self.ring_shapes.max_context_tokens,
                 tokenizer=None,
             )
             for index in range(num)
@@ -57,7 +57,7 @@ class Small:
 
     def step(self) -> None:
         self.loop.step()
-        check_integrity(self.loop, self.config, self.lattice)
+        check_integrity(self.loop, self.config, self.ring_shapes)
 
     def run(self, most: int = 600) -> None:
         for _ in range(most):

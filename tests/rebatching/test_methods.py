@@ -12,11 +12,11 @@ import pytest
 
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.rebatching.config import RebatchingConfig
-from pensieve_jax.rebatching.lattice import Lattice
 from pensieve_jax.rebatching.launches import Decode, Prefill, Resize, Shape
 from pensieve_jax.rebatching.loop import RebatchingLoop
 from pensieve_jax.rebatching.metrics import StepSeen
 from pensieve_jax.rebatching.query import KVLocation, Query
+from pensieve_jax.rebatching.ring_shapes import RingShapes
 from tests.rebatching.fake_runner import FakeRunner
 from tests.rebatching.integrity import check_integrity
 
@@ -48,9 +48,9 @@ class Run:
             **config,
         }
         self.config = RebatchingConfig(**options)
-        self.lattice = Lattice(self.config, TOKEN_BYTES, 10**6)
-        layout = RebatchingLoop(self.config, self.lattice, None).scheduler.layout  # type: ignore[arg-type]
-        self.loop = RebatchingLoop(self.config, self.lattice, FakeRunner(layout), observe=self._see)
+        self.ring_shapes = RingShapes(self.config, TOKEN_BYTES, 10**6)
+        layout = RebatchingLoop(self.config, self.ring_shapes, None).scheduler.layout  # type: ignore[arg-type]
+        self.loop = RebatchingLoop(self.config, self.ring_shapes, FakeRunner(layout), observe=self._see)
         self.ring = self.loop.scheduler.ring
         self.queries: list[Query] = []
         self.steps: list[str] = []
@@ -65,7 +65,7 @@ class Run:
             seed=0,
             priority=priority,
             ending_ids=(),
-            max_context_tokens=self.lattice.max_context_tokens,
+            max_context_tokens=self.ring_shapes.max_context_tokens,
             tokenizer=None,
         )
         self.queries.append(query)
@@ -75,7 +75,7 @@ class Run:
     def step(self, num: int = 1) -> None:
         for _ in range(num):
             self.loop.step()
-            check_integrity(self.loop, self.config, self.lattice)
+            check_integrity(self.loop, self.config, self.ring_shapes)
 
     def run(self) -> list[str]:
         """Step until all have ended; returns the launches of each step."""

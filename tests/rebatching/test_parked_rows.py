@@ -9,13 +9,13 @@ import pytest
 from pensieve_jax.rebatching.launches import FreeRow, Launch, Park, Return
 from pensieve_jax.rebatching.parked_rows import ParkedRows
 from pensieve_jax.rebatching.query import KVLocation, Query
-from tests.rebatching.small_queries import ROW_BYTES, lattice_of, query
+from tests.rebatching.small_queries import ROW_BYTES, query, ring_shapes_of
 
 
 def shelf_of(queries: Sequence[Query], *, num_host_rows: int = 9, room: int = 8) -> ParkedRows:
     """Make a shelf with room for `room` rows, on which each query has a row of 32 columns."""
-    _, lattice = lattice_of(8)
-    shelf = ParkedRows(lattice, num_host_rows * ROW_BYTES)
+    _, ring_shapes = ring_shapes_of(8)
+    shelf = ParkedRows(ring_shapes, num_host_rows * ROW_BYTES)
     for one in queries:
         shelf.put(one, 32)
     shelf.room_bytes = room * ROW_BYTES

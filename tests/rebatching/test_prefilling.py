@@ -13,25 +13,25 @@ from pensieve_jax.rebatching.parked_rows import ParkedRows
 from pensieve_jax.rebatching.prefilling import Prefilling, is_ready, prefill_widths
 from pensieve_jax.rebatching.query import KVLocation, Query
 from pensieve_jax.rebatching.queue import QueryQueue
-from tests.rebatching.small_queries import ROW_BYTES, lattice_of, query
+from tests.rebatching.small_queries import ROW_BYTES, query, ring_shapes_of
 
 
 def prefilling_of(**config: Any) -> tuple[Prefilling, ParkedRows]:
-    made, lattice = lattice_of(40, **config)
-    shelf = ParkedRows(lattice, made.host_bytes)
-    return Prefilling(made, lattice, WordsLayout(made.max_batch, 3), shelf), shelf
+    made, ring_shapes = ring_shapes_of(40, **config)
+    shelf = ParkedRows(ring_shapes, made.host_bytes)
+    return Prefilling(made, ring_shapes, WordsLayout(made.max_batch, 3), shelf), shelf
 
 
 @pytest.mark.parametrize(
     ("length", "widths"), [(32, [1, 4]), (64, [1, 3]), (96, [1, 2]), (97, [1]), (128, [1]), (1000, [1])]
 )
 def test_programs_take_one_prompt_or_as_many_as_their_tokens_allow(length, widths):
-    config, _ = lattice_of(40, prefill_batch=4, prefill_tokens=192)
+    config, _ = ring_shapes_of(40, prefill_batch=4, prefill_tokens=192)
     assert prefill_widths(config, length) == widths
 
 
 def test_programs_take_no_more_prompts_than_a_batch():
-    config, _ = lattice_of(40, max_batch=3, prefill_batch=4)
+    config, _ = ring_shapes_of(40, max_batch=3, prefill_batch=4)
     assert prefill_widths(config, 32) == [1, 3]
 
 

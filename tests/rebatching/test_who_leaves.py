@@ -7,11 +7,11 @@ import pytest
 from pensieve_jax import SamplingParams
 from pensieve_jax.rebatching.config import RebatchingConfig
 from pensieve_jax.rebatching.fitting import Fitting
-from pensieve_jax.rebatching.lattice import Lattice
 from pensieve_jax.rebatching.launches import FreeRow, Launch, Park
 from pensieve_jax.rebatching.parked_rows import ParkedRows
 from pensieve_jax.rebatching.query import KVLocation, Query
 from pensieve_jax.rebatching.ring import Ring
+from pensieve_jax.rebatching.ring_shapes import RingShapes
 
 TOKEN_BYTES = 10
 ROW_BYTES = 32 * TOKEN_BYTES
@@ -30,8 +30,8 @@ def query(serial: int, num_prompt: int = 20, priority: int = 0) -> Query:
     )
 
 
-def lattice(config: RebatchingConfig) -> Lattice:
-    return Lattice(config, TOKEN_BYTES, 96)
+def ring_shapes(config: RebatchingConfig) -> RingShapes:
+    return RingShapes(config, TOKEN_BYTES, 96)
 
 
 def config(
@@ -50,7 +50,7 @@ def config(
 def test_full_host_memory_keeps_those_that_are_served_sooner():
     """Of the two that are to leave, one finds room where somebody is who is served later still."""
     of = config(6, num_host_rows=1)
-    shelf = ParkedRows(lattice(of), of.host_bytes)
+    shelf = ParkedRows(ring_shapes(of), of.host_bytes)
     late, sooner, soonest = query(3), query(2), query(1)
     launches: list[Launch] = []
     for one in (late, sooner, soonest):
@@ -78,7 +78,7 @@ def test_full_host_memory_keeps_those_that_are_served_sooner():
 def test_who_is_kept_is_not_given_up_in_host_memory():
     """Though it is served later than whoever would find room there."""
     of = config(6, num_host_rows=1)
-    shelf = ParkedRows(lattice(of), of.host_bytes)
+    shelf = ParkedRows(ring_shapes(of), of.host_bytes)
     kept, sooner = query(2), query(1)
     launches: list[Launch] = []
     for one in (kept, sooner):
@@ -99,9 +99,9 @@ def test_who_need_not_leave_is_spared(priority, is_spared):
     """
     of = config(12, insertion="shape")
     ring: Ring[Query] = Ring()
-    fitting = Fitting(of, lattice(of), ring)
+    fitting = Fitting(of, ring_shapes(of), ring)
     long, short = query(1, priority=1), query(2, priority=priority)
-    shape = lattice(of).shape_for(60)
+    shape = ring_shapes(of).shape_for(60)
     assert shape is not None
     ring.resize(shape)
     for one, num_columns in ((short, 20), (long, 60)):
@@ -115,10 +115,10 @@ def test_of_those_who_could_be_spared_it_is_who_stands_highest():
     """Without the long row the newcomer makes the ring longer, and so narrow that one of two more must go."""
     of = config(9, insertion="shape", lengths=(32, 64, 96))
     ring: Ring[Query] = Ring()
-    fitting = Fitting(of, lattice(of), ring)
-    assert [shape.batch for shape in lattice(of).shapes] == [4, 3, 2]
+    fitting = Fitting(of, ring_shapes(of), ring)
+    assert [shape.batch for shape in ring_shapes(of).shapes] == [4, 3, 2]
     later, sooner, long = query(3), query(2), query(1)
-    shape = lattice(of).shape_for(60)
+    shape = ring_shapes(of).shape_for(60)
     assert shape is not None
     ring.resize(shape)
     for one, num_columns in ((later, 30), (sooner, 30), (long, 60)):

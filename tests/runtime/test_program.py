@@ -43,7 +43,7 @@ class Other(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Statics:
+class StaticArguments:
     value: object
 
 
@@ -57,7 +57,7 @@ def array(shape=(4,), dtype="float32", devices=(0,), spec=REPLICATED):
 
 
 def of(value):
-    return key(array(), statics=Statics(value))
+    return key(array(), statics=StaticArguments(value))
 
 
 DIFFERENT = {
@@ -96,8 +96,8 @@ def test_different_programs_have_different_keys(name):
 
 
 def test_equal_programs_have_one_key():
-    assert key(array(), statics=Statics({"a": [1.5, None, b"x"]})) == key(
-        array(), statics=Statics({"a": [1.5, None, b"x"]})
+    assert key(array(), statics=StaticArguments({"a": [1.5, None, b"x"]})) == key(
+        array(), statics=StaticArguments({"a": [1.5, None, b"x"]})
     )
     many = [f"name {i}" for i in range(50)]
     assert of(frozenset(many)) == of(frozenset(reversed(many)))
@@ -106,7 +106,7 @@ def test_equal_programs_have_one_key():
 def test_a_walk_is_not_repeated_for_what_is_shared_but_not_the_same():
     """What is known of one value is not taken for another's that got its place in memory."""
     keys = ProgramKeys()
-    digests = {keys.key(Program(add, (), {"statics": Statics(i)})) for i in range(200)}
+    digests = {keys.key(Program(add, (), {"statics": StaticArguments(i)})) for i in range(200)}
     assert len(digests) == 200
 
 

@@ -1,4 +1,4 @@
-"""The packed plan's layout, and the lattice of buckets."""
+"""The packed plan's layout, and the sizes of buckets."""
 
 from __future__ import annotations
 

@@ -69,13 +69,13 @@ def _own_chains(
     size = num_rows, width, dtype, num_devices
     chains: dict[str, Chain] = {}
     arguments = {"axis": TENSOR_AXIS, "capacity": capacity, "backend": backend}
-    if all_reduce.serves(*size):
+    if all_reduce.supports(*size):
         chains["own"] = functools.partial(_own, arguments)
         chains["own_norm"] = functools.partial(_own_norm, arguments)
-    if all_reduce.serves_shares(*size):
+    if all_reduce.supports_shares(*size):
         chains["own_letters_norm"] = functools.partial(_own_shares, arguments | {"capacity": 0})
         share_bytes = num_rows // num_devices * width * np.dtype(dtype).itemsize
-        if all_reduce.fits_in_inboxes(share_bytes, capacity):
+        if all_reduce.fits_in_peer_buffers(share_bytes, capacity):
             chains["own_shares_norm"] = functools.partial(_own_shares, arguments)
     return chains
 

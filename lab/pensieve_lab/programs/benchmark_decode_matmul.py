@@ -28,7 +28,7 @@ from model_defs import PRESETS, ModelConfig
 from model_defs.errors import ShardingError
 from model_defs.sharding import TENSOR_AXIS, check_divides
 from pallas_kernels.decode_matmul import MAX_ROWS, MatmulTile, decode_matmul, default_tile, device_limit
-from pallas_kernels.decode_matmul.tiles import has_served_rows
+from pallas_kernels.decode_matmul.tiles import has_supported_rows
 from pensieve_jax import ConfigError
 from pensieve_jax.commands.launch import EXIT_FAILED, run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document
@@ -189,7 +189,7 @@ def main() -> int:
 def chosen(model: ModelConfig) -> list[tuple[int, Projection]]:
     """Rows and projections, as the flags say; raises ConfigError, also for a device without the kernel."""
     found = numbers("--rows", FLAGS.rows, at_most=MAX_ROWS)
-    if not found or not all(map(has_served_rows, found)):
+    if not found or not all(map(has_supported_rows, found)):
         limit = f"1 to 8, or multiples of 8 up to {MAX_ROWS}, one or more"
         raise ConfigError("--rows", ",".join(FLAGS.rows), limit)
     num_devices = FLAGS.tensor_parallel_size

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pensieve_jax.core.errors import ConfigError
-from pensieve_jax.rebatching.lattice import RingShape
+from pensieve_jax.rebatching.ring_shapes import RingShape
 
 SOURCES = ("measured", "derived")
 FORMAT = "pensieve ring costs, version 1"

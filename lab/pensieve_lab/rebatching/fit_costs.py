@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pensieve_jax.core.errors import ConfigError
-from pensieve_jax.rebatching.lattice import RingShape
+from pensieve_jax.rebatching.ring_shapes import RingShape
 from pensieve_lab.rebatching.costs import NUMBERS, RingCosts
 
 DECODE, PREFILL, INSERT, TAKE = "decode", "prefill", "insert a row", "take a row out"

@@ -18,7 +18,7 @@ from pensieve_jax.commands.engine_flags import (
 )
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.rebatching import RebatchingConfig
-from pensieve_jax.rebatching.lattice import RingShape
+from pensieve_jax.rebatching.ring_shapes import RingShape
 from pensieve_lab.rebatching.loads import Load, poisson, table1, table2
 from pensieve_lab.workload import Trace, read_trace
 

@@ -22,7 +22,6 @@ from pensieve_jax.device.row_steps import StepRow, Timed
 from pensieve_jax.rebatching import Query
 from pensieve_jax.rebatching.config import PAGE_TOKENS
 from pensieve_jax.rebatching.device.runner import DeviceRunner
-from pensieve_jax.rebatching.lattice import RingShape, lengths_up_to
 from pensieve_jax.rebatching.launches import (
     Decode,
     FreeRow,
@@ -35,6 +34,7 @@ from pensieve_jax.rebatching.launches import (
     Suspend,
 )
 from pensieve_jax.rebatching.ring import Relayout
+from pensieve_jax.rebatching.ring_shapes import RingShape, lengths_up_to
 from pensieve_lab.rebatching.rings import fill
 from pensieve_lab.steps.bounds import bound_s, operations
 from pensieve_lab.steps.ceilings import Ceilings
@@ -106,7 +106,7 @@ class LaunchTimes:
     def __init__(self, runner: DeviceRunner, ceilings: Ceilings) -> None:
         """Measure the link to the host; `ceilings` are of the same device."""
         self._runner, self._ceilings = runner, ceilings
-        self._shapes = runner.lattice.shapes
+        self._shapes = runner.ring_shapes.shapes
         self._shape = self._shapes[-1]
         self._token_bytes = runner.storage.token_bytes
         self.copies = Copies(ceilings.copy_bytes_per_s, *self._link())

@@ -15,7 +15,7 @@ from typing import Any
 
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.rebatching import RebatchingConfig
-from pensieve_jax.rebatching.lattice import Lattice
+from pensieve_jax.rebatching.ring_shapes import RingShapes
 
 BENCHMARK, PD, BATON, BATON_PD = "Benchmark", "PD", "Baton", "Baton-PD"
 PREEMPTIVE = "Baton-PD, preemptive"
@@ -55,7 +55,7 @@ def config_of(name: str, base: RebatchingConfig) -> RebatchingConfig:
 def lengths_for(config: RebatchingConfig, num_tokens: int) -> list[int]:
     """The lengths of a ring that an engine chooses by itself for contexts of so many tokens."""
     ample = dataclasses.replace(config, kv_bytes=_AMPLE_BYTES, max_context_tokens=num_tokens, lengths=None)
-    return [shape.length for shape in Lattice(ample, 1, num_tokens).shapes]
+    return [shape.length for shape in RingShapes(ample, 1, num_tokens).shapes]
 
 
 def runner_config(config: RebatchingConfig) -> RebatchingConfig:

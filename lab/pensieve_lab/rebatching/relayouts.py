@@ -19,8 +19,8 @@ from typing import Any
 import jax
 
 from pensieve_jax.rebatching.device.runner import DeviceRunner
-from pensieve_jax.rebatching.lattice import RingShape
 from pensieve_jax.rebatching.launches import Launch, Resize
+from pensieve_jax.rebatching.ring_shapes import RingShape
 from pensieve_lab.rebatching.rings import fill
 
 UNITS = {

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 
 from pensieve_jax.rebatching.device.runner import DeviceRunner
-from pensieve_jax.rebatching.lattice import RingShape
 from pensieve_jax.rebatching.launches import Resize
+from pensieve_jax.rebatching.ring_shapes import RingShape
 
 
 def fill(runner: DeviceRunner, shape: RingShape) -> None:

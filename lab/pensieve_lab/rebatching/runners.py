@@ -17,7 +17,7 @@ from pensieve_jax.decoding.device.weights import ProgressBar, load_weights, serv
 from pensieve_jax.model_source import resolve_model
 from pensieve_jax.rebatching import RebatchingConfig
 from pensieve_jax.rebatching.device.runner import DeviceRunner
-from pensieve_jax.rebatching.lattice import RingShape
+from pensieve_jax.rebatching.ring_shapes import RingShape
 from pensieve_jax.runtime.compilation import keep_compilations_in
 from pensieve_lab.rebatching.methods import runner_config
 
@@ -92,7 +92,7 @@ def memory(runner: DeviceRunner, kv_bytes: int) -> dict[str, Any]:
         "peak_bytes_in_use": peak_bytes(),
         "weights_bytes": runner.weights_bytes,
         "kv_bytes": kv_bytes,
-        "layer_bytes": max(_layer_bytes(runner, shape) for shape in runner.lattice.shapes),
+        "layer_bytes": max(_layer_bytes(runner, shape) for shape in runner.ring_shapes.shapes),
         "temporary_bytes": _temporary_bytes(runner),
     }
 

@@ -16,10 +16,10 @@ from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.core.errors import ContextLengthError
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.rebatching.config import RebatchingConfig
-from pensieve_jax.rebatching.lattice import Lattice
 from pensieve_jax.rebatching.loop import RebatchingLoop
 from pensieve_jax.rebatching.metrics import Observe, RebatchingMetrics, StepSeen, unobserved
 from pensieve_jax.rebatching.query import Query
+from pensieve_jax.rebatching.ring_shapes import RingShapes
 from pensieve_lab.rebatching.costs import RingCosts
 from pensieve_lab.rebatching.virtual_runner import VirtualRunner
 
@@ -135,14 +135,14 @@ def simulate(
       ConfigError: the budget holds no ring.
       ContextLengthError: a query is too long for it.
     """
-    lattice = Lattice(config, costs.token_bytes, max_positions)
-    most = min(lattice.max_context_tokens, max_positions)
+    ring_shapes = RingShapes(config, costs.token_bytes, max_positions)
+    most = min(ring_shapes.max_context_tokens, max_positions)
     waiting = [_query(index, one, most) for index, one in enumerate(queries)]
     arrival_s = [float(one.arrival_s) for one in queries]
     clock = VirtualClock()
     runner = VirtualRunner(costs, clock, config.max_batch)
     recorder = _Recorder(runner, clock, costs.token_bytes, observe) if records else None
-    loop = RebatchingLoop(config, lattice, runner, observe=recorder.see if recorder else observe)
+    loop = RebatchingLoop(config, ring_shapes, runner, observe=recorder.see if recorder else observe)
     end_s = np.full(len(waiting), np.nan)
     num_sent = num_ended = 0
     while num_ended < len(waiting):

@@ -15,7 +15,6 @@ import numpy as np
 
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.decoding.sampling_rows import StepResult
-from pensieve_jax.rebatching.lattice import RingShape
 from pensieve_jax.rebatching.launches import (
     Decode,
     FreeRow,
@@ -28,6 +27,7 @@ from pensieve_jax.rebatching.launches import (
     Shape,
     Suspend,
 )
+from pensieve_jax.rebatching.ring_shapes import RingShape
 from pensieve_lab.rebatching.costs import RingCosts
 
 

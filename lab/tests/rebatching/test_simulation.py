@@ -15,7 +15,6 @@ from pensieve_jax.core.errors import ConfigError, ContextLengthError
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.decoding.sampling_rows import SamplerMode
 from pensieve_jax.rebatching.config import RebatchingConfig
-from pensieve_jax.rebatching.lattice import Lattice, RingShape
 from pensieve_jax.rebatching.launches import (
     Insert,
     Park,
@@ -30,6 +29,7 @@ from pensieve_jax.rebatching.loop import RebatchingLoop
 from pensieve_jax.rebatching.metrics import StepSeen
 from pensieve_jax.rebatching.query import Query
 from pensieve_jax.rebatching.ring import Relayout
+from pensieve_jax.rebatching.ring_shapes import RingShape, RingShapes
 from pensieve_lab.rebatching.costs import NUMBERS, RingCosts, costs_names
 from pensieve_lab.rebatching.simulation import simulate
 from pensieve_lab.rebatching.virtual_runner import VirtualRunner
@@ -89,11 +89,11 @@ def _told(seen: list[list[str]], step: StepSeen) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_it_decides_as_an_engine_does(method, seed):
     config = RebatchingConfig(max_batch=4, kv_bytes=10**5, lengths=(64, 128, 192, 384), **method)
-    lattice = Lattice(config, 10, 10**6)
+    ring_shapes = RingShapes(config, 10, 10**6)
     asked = load(seed)
     of_engine: list[list[str]] = []
     runner = FakeRunner(WordsLayout(config.max_batch, config.max_banned_ids))
-    loop = RebatchingLoop(config, lattice, runner, observe=lambda step: _told(of_engine, step))
+    loop = RebatchingLoop(config, ring_shapes, runner, observe=lambda step: _told(of_engine, step))
     for serial, one in enumerate(asked):
         loop.submit(
             Query(
@@ -103,7 +103,7 @@ def test_it_decides_as_an_engine_does(method, seed):
                 seed=0,
                 priority=one.priority,
                 ending_ids=(),
-                max_context_tokens=lattice.max_context_tokens,
+                max_context_tokens=ring_shapes.max_context_tokens,
                 tokenizer=None,
             )
         )

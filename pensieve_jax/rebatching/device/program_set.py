@@ -19,10 +19,10 @@ from pensieve_jax.decoding.device.choose import choose
 from pensieve_jax.decoding.sampling_rows import COLUMNS, SamplerMode, SamplingRows
 from pensieve_jax.rebatching.config import PAGE_TOKENS, RebatchingConfig
 from pensieve_jax.rebatching.device import programs
-from pensieve_jax.rebatching.device.programs import Statics
+from pensieve_jax.rebatching.device.programs import StaticArguments
 from pensieve_jax.rebatching.device.ring_state import RingStorage
-from pensieve_jax.rebatching.lattice import Lattice, RingShape, lengths_up_to
 from pensieve_jax.rebatching.prefilling import prefill_widths
+from pensieve_jax.rebatching.ring_shapes import RingShape, RingShapes, lengths_up_to
 from pensieve_jax.runtime.compilation import CompilationJob
 from pensieve_jax.runtime.program import Program
 
@@ -47,9 +47,9 @@ class ProgramSet:
     def __init__(
         self,
         config: RebatchingConfig,
-        lattice: Lattice,
+        ring_shapes: RingShapes,
         storage: RingStorage,
-        statics: Statics,
+        statics: StaticArguments,
         leaves: list[jax.Array],
         *,
         backend: str,
@@ -59,14 +59,14 @@ class ProgramSet:
 
         Args:
           config: insertion, and sizes of prefills.
-          lattice: shapes of the ring.
+          ring_shapes: shapes of the ring.
           storage: abstract arrays of the ring.
           statics: static arguments of the programs that run the model.
           leaves: the model's arrays.
           backend: resolved attention back end for prefills.
           cutoff_backend: back end that searches for the sampler's cutoffs.
         """
-        self._config, self._lattice, self._storage = config, lattice, storage
+        self._config, self._ring_shapes, self._storage = config, ring_shapes, storage
         self._statics, self._leaves, self._cutoff_backend = statics, leaves, cutoff_backend
         self.decode: dict[RingShape, Any] = {}
         self.shape: dict[tuple[RingShape, int], Any] = {}
@@ -77,7 +77,7 @@ class ProgramSet:
         self.relayout_valid: dict[tuple[RingShape, RingShape], Any] = {}
         self.reorder_ids: dict[RingShape, Any] = {}
         self.choose: dict[SamplerMode, Any] = {}
-        lengths = [shape.length for shape in lattice.shapes]
+        lengths = [shape.length for shape in ring_shapes.shapes]
         self._prefills = [
             PrefillShape(width, length) for length in lengths for width in prefill_widths(config, length)
         ]
@@ -98,9 +98,9 @@ class ProgramSet:
         yield from self._with_model()
         storage, width = self._storage, self._config.max_batch
         ids, scalar = storage.whole(width), storage.whole()
-        for shape in reversed(self._lattice.shapes):
+        for shape in reversed(self._ring_shapes.shapes):
             ring = storage.ring(shape)
-            for length in lengths_up_to(self._lattice.shapes, shape.length):
+            for length in lengths_up_to(self._ring_shapes.shapes, shape.length):
                 name = f"{length} tokens of {_named(shape)}"
                 where = storage.whole(_NUM_WHERE)
                 arguments: tuple[Any, ...] = (ring, ids, storage.row(length), ids, where)
@@ -124,20 +124,20 @@ class ProgramSet:
             more = {"num_rows": one.num_rows, "tile_spec": self._tile_specs[one]}
             program = Program(programs.prefill, arguments, statics | more)
             yield f"prefill of {one.num_rows} x {one.length}", self.prefill, one, program
-        for shape in reversed(self._lattice.shapes):
+        for shape in reversed(self._ring_shapes.shapes):
             arguments = (self._leaves, storage.ring(shape), ids, words)
             program = Program(programs.decode, arguments, statics)
             yield f"step of {_named(shape)}", self.decode, shape, program
             if self._config.insertion != "shape":
                 continue
-            for length in lengths_up_to(self._lattice.shapes, shape.length):
+            for length in lengths_up_to(self._ring_shapes.shapes, shape.length):
                 arguments = (self._leaves, storage.ring(shape), ids, storage.whole(length), words)
                 program = Program(programs.shape, arguments, statics)
                 yield f"shaping {length} of {_named(shape)}", self.shape, (shape, length), program
 
     def _relayouts(self, new: RingShape) -> Iterator[tuple[str, dict[Any, Any], Any, Program]]:
         storage = self._storage
-        for old in self._lattice.shapes:
+        for old in self._ring_shapes.shapes:
             if old == new:
                 continue
             name, indices = f"{_named(old)} to {_named(new)}", map(storage.whole, new)

@@ -28,7 +28,7 @@ from pensieve_jax.rebatching.launches import COUNTS, HEADER, WordsLayout
 
 
 @dataclass(frozen=True)
-class Statics:
+class StaticArguments:
     """Static arguments of an engine's programs.
 
     Attributes:
@@ -73,7 +73,7 @@ def _read(words: jax.Array, layout: WordsLayout) -> _Words:
     return _Words(header[0], header[1], header[2], counts, rows)
 
 
-def _scores(statics: Statics, logits: jax.Array, rows: SamplingRows[jax.Array]) -> Scores:
+def _scores(statics: StaticArguments, logits: jax.Array, rows: SamplingRows[jax.Array]) -> Scores:
     """Pad logits to the rows of the largest batch, so that a few samplers serve all shapes."""
     padded = jnp.pad(logits, ((0, statics.layout.width - logits.shape[0]), (0, 0)))
     replicated = NamedSharding(statics.mesh, PartitionSpec())
@@ -82,7 +82,7 @@ def _scores(statics: Statics, logits: jax.Array, rows: SamplingRows[jax.Array]) 
 
 @functools.partial(jax.jit, static_argnames=("statics",), donate_argnames=("state",))
 def decode(
-    leaves: list[jax.Array], state: RingState, ids: jax.Array, words: jax.Array, *, statics: Statics
+    leaves: list[jax.Array], state: RingState, ids: jax.Array, words: jax.Array, *, statics: StaticArguments
 ) -> tuple[RingState, Scores]:
     """Run a step in which every row takes one token.
 
@@ -117,7 +117,7 @@ def shape(
     token_ids: jax.Array,
     words: jax.Array,
     *,
-    statics: Statics,
+    statics: StaticArguments,
 ) -> tuple[RingState, Scores]:
     """Run a step in which one row takes a prompt, and the others one token padded to it (section 4.1).
 
@@ -154,7 +154,7 @@ def prefill(
     words: jax.Array,
     tiles: jax.Array,
     *,
-    statics: Statics,
+    statics: StaticArguments,
     num_rows: int,
     tile_spec: TileSpec,
 ) -> tuple[list[jax.Array], Scores]:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model_defs.config import ModelConfig
 from model_defs.sharding import TENSOR_AXIS
-from pensieve_jax.rebatching.lattice import RingShape
+from pensieve_jax.rebatching.ring_shapes import RingShape
 
 RING_SPEC = PartitionSpec(None, TENSOR_AXIS, None, None)
 ROW_SPEC = PartitionSpec(None, None, TENSOR_AXIS, None, None)

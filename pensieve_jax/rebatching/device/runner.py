@@ -27,9 +27,8 @@ from pensieve_jax.decoding.sampling_rows import SamplerMode, StepResult
 from pensieve_jax.rebatching.config import RebatchingConfig
 from pensieve_jax.rebatching.device.backends import AttentionBackends
 from pensieve_jax.rebatching.device.program_set import PrefillShape, ProgramSet
-from pensieve_jax.rebatching.device.programs import Statics
+from pensieve_jax.rebatching.device.programs import StaticArguments
 from pensieve_jax.rebatching.device.ring_state import RingState, RingStorage
-from pensieve_jax.rebatching.lattice import Lattice, RingShape
 from pensieve_jax.rebatching.launches import (
     Decode,
     FreeRow,
@@ -45,6 +44,7 @@ from pensieve_jax.rebatching.launches import (
     WordsLayout,
 )
 from pensieve_jax.rebatching.ring import Relayout
+from pensieve_jax.rebatching.ring_shapes import RingShape, RingShapes
 from pensieve_jax.runtime.compilation import CompilationCounter, compile_all
 from pensieve_jax.runtime.device_memory import bytes_per_device
 from pensieve_jax.runtime.errors import in_a_line, is_out_of_memory, step_failed
@@ -76,7 +76,7 @@ class DeviceRunner:
 
     Attributes:
       backends: attention back ends, and why they were chosen.
-      lattice: possible shapes of the ring.
+      ring_shapes: possible shapes of the ring.
       mesh: devices of the model.
       storage: shape and placement of ring and rows.
       weights_bytes: bytes of the model's arrays on one device.
@@ -97,7 +97,7 @@ class DeviceRunner:
             raise ConfigError("max_logprobs", config.max_logprobs, limit)
         structure, self._leaves = ModelStructure.split(model)
         self.storage = RingStorage(model_config, dtype, mesh, has_holes=config.insertion == "shape")
-        self.lattice = Lattice(config, self.storage.token_bytes, model_config.max_position_embeddings)
+        self.ring_shapes = RingShapes(config, self.storage.token_bytes, model_config.max_position_embeddings)
         self.layout = WordsLayout(config.max_batch, config.max_banned_ids)
         self._device = mesh.devices.flat[0]
         num_shards = mesh.devices.size
@@ -109,10 +109,16 @@ class DeviceRunner:
         )
         self.backends = AttentionBackends.chosen(config, heads, self._device)
         backend, decode_backend = (choice.name for choice in self.backends)
-        statics = Statics(structure, self.layout, mesh, config.attention_backend, decode_backend)
+        statics = StaticArguments(structure, self.layout, mesh, config.attention_backend, decode_backend)
         cutoff = sampling_cutoffs.choose_backend(self._device)
         self.programs = ProgramSet(
-            config, self.lattice, self.storage, statics, self._leaves, backend=backend, cutoff_backend=cutoff
+            config,
+            self.ring_shapes,
+            self.storage,
+            statics,
+            self._leaves,
+            backend=backend,
+            cutoff_backend=cutoff,
         )
         self.weights_bytes = sum(bytes_per_device(leaf) for leaf in self._leaves)
         self._rows: dict[int, _Row] = {}
@@ -308,7 +314,7 @@ class DeviceRunner:
     def _rehearse(self) -> None:
         """Run every program once to load kernels and allocate workspaces before the first query."""
         words = PackedStep(self.layout).words
-        shapes, greedy = self.lattice.shapes, SamplerMode()
+        shapes, greedy = self.ring_shapes.shapes, SamplerMode()
         for mode in all_modes():
             self._resize(shapes[0], None)
             self.fetch(self._decode(Decode(words, mode, ())))

@@ -7,27 +7,27 @@ import pytest
 
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.rebatching import RebatchingConfig
-from pensieve_jax.rebatching.lattice import Lattice, RingShape
 from pensieve_jax.rebatching.ring import Ring
+from pensieve_jax.rebatching.ring_shapes import RingShape, RingShapes
 
 
 def test_growing_the_length_shrinks_the_batch():
     """One row's length is always left of the budget."""
     config = RebatchingConfig(max_batch=8, kv_bytes=2**20)
-    lattice = Lattice(config, 64, 8192)
-    assert lattice.shapes[0] == (8, 512)
-    assert all((shape.batch + 1) * shape.length * 64 <= 2**20 for shape in lattice.shapes)
-    batches, lengths = zip(*lattice.shapes, strict=True)
+    ring_shapes = RingShapes(config, 64, 8192)
+    assert ring_shapes.shapes[0] == (8, 512)
+    assert all((shape.batch + 1) * shape.length * 64 <= 2**20 for shape in ring_shapes.shapes)
+    batches, lengths = zip(*ring_shapes.shapes, strict=True)
     assert list(batches) == sorted(batches, reverse=True) and list(lengths) == sorted(set(lengths))
-    assert lattice.shape_for(513) == (8, 768) and lattice.shape_for(lengths[-1] + 1) is None
-    assert lattice.room_bytes(lattice.shapes[0]) == 2**20 - 8 * 512 * 64
+    assert ring_shapes.shape_for(513) == (8, 768) and ring_shapes.shape_for(lengths[-1] + 1) is None
+    assert ring_shapes.room_bytes(ring_shapes.shapes[0]) == 2**20 - 8 * 512 * 64
 
 
 @pytest.mark.parametrize(("max_tokens", "lengths"), [(65, [64]), (200, [64, 96, 128, 192, 224]), (3, [32])])
 def test_short_contexts_have_short_rings(max_tokens, lengths):
-    lattice = Lattice(RebatchingConfig(max_batch=1), 1, max_tokens)
-    assert [shape.length for shape in lattice.shapes] == lengths
-    assert lattice.max_context_tokens >= max_tokens
+    ring_shapes = RingShapes(RebatchingConfig(max_batch=1), 1, max_tokens)
+    assert [shape.length for shape in ring_shapes.shapes] == lengths
+    assert ring_shapes.max_context_tokens >= max_tokens
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_the_smallest_settings_are_accepted():
 )
 def test_budgets_that_hold_no_row_are_named(field, changes):
     with pytest.raises(ConfigError) as caught:
-        Lattice(RebatchingConfig(**changes), 64, 4096)
+        RingShapes(RebatchingConfig(**changes), 64, 4096)
     assert caught.value.field == field
 
 

@@ -25,7 +25,7 @@ class RingShape(NamedTuple):
     length: int
 
 
-class Lattice:
+class RingShapes:
     """All shapes within a budget, the shortest first.
 
     Attributes:
