@@ -26,7 +26,7 @@ def engine_config(compilation_cache: str) -> EngineConfig:
 
 @pytest.fixture(scope="session", autouse=True)
 def _certificates_are_read_once() -> Iterator[None]:
-    """Skip loading the CA certificates: that takes 50 ms for each of hundreds of clients, and none uses TLS."""
+    """Skip loading the CA certificates: it takes 50 ms for each of hundreds of clients. None uses TLS."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         once = functools.cache(httpcore2.default_ssl_context)
         monkeypatch.setattr(httpcore2, "default_ssl_context", once)

@@ -197,8 +197,7 @@ DESCRIPTION: dict[str, Any] = {
 
 
 class FakeEngine:
-    """Fake engine: checks turns as an engine does, keeps them in `turns`, and runs `script` on each accepted
-    turn.
+    """Engine that checks turns, keeps them in `turns`, and runs `script` on each accepted one.
 
     It also raises for arguments that could not be sent to an engine's process.
 

@@ -139,9 +139,7 @@ class Scenario:
         return [*context, {"role": "user", "content": self.text()}]
 
     def expected(self, owner: str, context: list[dict], durable: bool) -> list[Told]:
-        """Return the turns that may be continued: those with the longest path that is a prefix of the
-        context.
-        """
+        """Return the turns that may be continued: those whose path is the longest prefix of the context."""
         words = said(context)
         alive = [
             told

@@ -1,4 +1,4 @@
-"""The resolver always finds the longest match of its owner, and continues from the ids as they were sampled."""
+"""The resolver finds the longest match of its owner, and continues from the ids as they were sampled."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_planted_bugs_are_detected(bug, monkeypatch):
 
 
 def test_a_small_memory_finds_durable_turns_in_the_history():
-    """The budget holds one or two turns. Durable turns come back from the history; others start a new tree."""
+    """The budget holds one or two turns. Durable turns come from the history; others start a new tree."""
     for seed in range(10):
         scenario = Scenario(seed, max_bytes=4000)
         scenario.random.random = lambda draw=scenario.random.random: draw() * 0.59  # all durable
@@ -342,9 +342,7 @@ def test_a_context_that_its_template_refuses_is_tried_behind_few_turns_only(monk
 
 
 def test_contexts_with_the_same_beginning_share_a_root_on_several_engines():
-    """Only in-memory turns need this: any front end finds a durable turn in the history, and with it the
-    root.
-    """
+    """Only in-memory turns need this: any front end finds a durable turn, and its root, in the history."""
     routed = Resolver(tokenizer(), "model:1", TurnIndex(NoTurns()), is_routed=True)
     other = Resolver(tokenizer(), "model:1", TurnIndex(NoTurns()), is_routed=True)
 

@@ -45,7 +45,7 @@ def info_of(harness: Harness, history: str = "") -> EngineInfo:
 
 
 class Brake:
-    """Gate that holds the engine's thread before each step until more are allowed, so turns end no earlier."""
+    """Gate that holds the engine's thread before each step until more are allowed."""
 
     def __init__(self, harness: Harness, num_steps: int) -> None:
         """Allow `num_steps` steps."""

@@ -1,4 +1,4 @@
-"""A front end that waits to be killed: `python front.py HISTORY CACHE_DIR`. It prints what its parent needs."""
+"""A front end that waits to be killed: `python front.py HISTORY CACHE_DIR`. It prints its parent's data."""
 
 from __future__ import annotations
 

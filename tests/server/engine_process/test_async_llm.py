@@ -31,9 +31,7 @@ class Unknown:
 
 
 def test_an_id_of_a_wrong_type_does_not_end_other_turns() -> None:
-    """The engine's process failed to decode it, assumed that its front end was dead and exited with all
-    turns.
-    """
+    """The engine process failed to decode it, assumed that its front end was dead, and ended all turns."""
 
     async def work() -> None:
         async with fake_engine() as engine:

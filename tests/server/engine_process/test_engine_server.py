@@ -224,7 +224,7 @@ def test_a_dropped_turn_is_cancelled(how: str) -> None:
             assert (await engine.call("stats"))["num_running"] == 0
 
     async def until_cancelled(engine: AsyncEngine, brake: Brake) -> None:
-        """Allow two steps for each answer: the held step, and the one before it, which is not reported yet."""
+        """Allow two steps per answer: the held step, and the one before it, which is not reported yet."""
         for _ in range(100):
             stats = asyncio.ensure_future(engine.call("stats"))
             await asyncio.sleep(0)  # it has been sent

@@ -101,7 +101,7 @@ def test_an_unexpected_error_ends_the_server(caplog: pytest.LogCaptureFixture) -
 def test_an_engine_whose_history_is_gone_is_not_restarted(
     kind: type[HistoryError], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A damaged file is set aside: the next start would create an empty one, which the front end never reads."""
+    """A damaged file is moved. The next start would create an empty one, which the front end never reads."""
 
     async def work() -> None:
         lives = FailingLives(None, refused(kind("The history is damaged.")))
@@ -116,7 +116,7 @@ def test_an_engine_whose_history_is_gone_is_not_restarted(
 
 
 def test_only_the_first_start_creates_a_history() -> None:
-    """A later start that created one would write where the front end, which reads the old file, never looks."""
+    """A later start would create a new file, which the front end, with the old one open, never reads."""
 
     async def work() -> None:
         lives: list[ScriptedLife] = []
@@ -326,9 +326,7 @@ def test_an_engine_that_reads_nothing_does_not_keep_the_server_from_ending(
 
 @pytest.mark.parametrize("how", ["closed", "killed", "closed by somebody who is cancelled"])
 def test_no_process_outlives_the_server(how: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A process whose socket has closed may hang while it exits; it would keep device memory and the
-    history's lock.
-    """
+    """A process may hang after its socket closed, and would keep device memory and the history's lock."""
 
     async def work() -> None:
         life = ScriptedLife(Ready(FakeEngine().info))

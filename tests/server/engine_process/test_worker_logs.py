@@ -1,4 +1,4 @@
-"""What the engine's process logs: lines in the server's format, without the message of an unexpected error."""
+"""The engine process's log: lines in the server's format, without messages of unexpected errors."""
 
 from __future__ import annotations
 
@@ -71,9 +71,7 @@ def test_a_startup_failure_is_reported_with_its_message() -> None:
 
 
 def test_closing_its_own_socket_is_not_mistaken_for_the_front_ends_end() -> None:
-    """The thread that waits for the front end's end has stopped before, however long reporting the error
-    takes.
-    """
+    """The thread that watches the front end stops before the error is reported, however long that takes."""
     serve = """
 try:
     worker.main()

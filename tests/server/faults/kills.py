@@ -1,5 +1,4 @@
-"""Kill processes with SIGKILL at random bytes of the wire while clients run; then check the history for lost
-and doubled turns.
+"""Kill processes at random bytes of the wire under load; then look for lost and doubled turns.
 
     python -m tests.server.faults.kills --num_deaths=200 --seed=0
 
