@@ -60,7 +60,7 @@ class Prometheus:
         self.process = subprocess.Popen(command)
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """Return an expression's current series; raise AssertionError with Prometheus's message if invalid."""
+        """Return an expression's current series. Raise AssertionError with Prometheus's text if invalid."""
         query = urllib.parse.urlencode({"query": expression})
         address = f"http://{self.address}/api/v1/query?{query}"
         try:
