@@ -43,7 +43,7 @@ def fill_with_nan(runner):
     ],
 )
 def test_a_model_continues_as_if_nothing_had_moved(num_devices, stored, is_expedited):
-    """All pages leave, the pools are overwritten, and other pages take the content: results are bit-identical."""
+    """All pages leave, the pools are overwritten, other pages take the content: results are bit-identical."""
     runner = warm_runner(num_devices, stored)
     results = [
         decode_after(runner, leave)
