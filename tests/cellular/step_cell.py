@@ -1,4 +1,4 @@
-"""A chain's cell that computes nothing, for tests of the policy alone, and a request of so many of them."""
+"""A chain's cell that computes nothing, for tests of the policy alone, and a request of `num` such cells."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pensieve_jax.cellular.cells import Int
 
 
 class Step:
-    """See above."""
+    """Cell of a chain, with one counter as its state and no computation."""
 
     state: ClassVar = {"x": Int()}
     immediates = ("token",)
