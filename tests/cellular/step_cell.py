@@ -8,7 +8,7 @@ from pensieve_jax.cellular.cells import Int
 
 
 class Step:
-    """Cell of a chain, with one counter as its state and no computation."""
+    """Cell of a chain that computes nothing."""
 
     state: ClassVar = {"x": Int()}
     immediates = ("token",)
@@ -18,5 +18,5 @@ STEP = Step()
 
 
 def chain(num: int, graph: Any) -> None:
-    """Unfold a request of this length."""
+    """Unfold a request of `num` cells."""
     graph.returns(graph.chain(STEP, range(num))[-1])

@@ -82,7 +82,7 @@ def test_states_equal_the_caches():
 
 @needs_matplotlib
 @pytest.mark.parametrize("name", ["out.txt", "nowhere/out.png", "in.png"])
-def test_an_unsupported_picture_is_refused(tmp_path, name):
+def test_an_invalid_path_of_a_picture_is_refused(tmp_path, name):
     with pytest.raises(InvalidRequestError, match="--timeline"):
         timeline.check_timeline(str(tmp_path / name), others=[tmp_path / "in.png"])
 
