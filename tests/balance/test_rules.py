@@ -1,4 +1,4 @@
-"""Rings and rules: what moves, what never does, and who is chosen."""
+"""Rings and rules: which conversations move, which never do, and which replica is chosen."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_ring_is_even_to_a_tenth_or_so_and_depends_on_names_alone():
         HashRing([]).owner("k")
 
 
-def test_clockwise_is_everybody_once_from_the_owner_on():
+def test_clockwise_lists_every_replica_once_from_the_owner_on():
     ring = HashRing(NAMES)
     for key in map(str, range(50)):
         order = list(ring.clockwise(key))
@@ -69,7 +69,7 @@ def test_bounded_loads_never_exceed_their_bound():
         if sent and rng.random() < 0.45:
             loads[name] = Load(loads[name := sent.pop(rng.randrange(len(sent)))].num_turns - 1)
             continue
-        turn = asked(f"c{number}", root=f"root-{rng.randrange(3)}")  # three roots have it all
+        turn = asked(f"c{number}", root=f"root-{rng.randrange(3)}")  # three roots have all turns
         name = bounded.choose(turn, loads, 0.0)
         before = loads[name].num_turns
         loads[name] = Load(before + 1)
@@ -92,7 +92,7 @@ def test_state_aware_stays_home_while_that_is_idle():
         assert aware.choose(turn, IDLE, 0.0) == plain.choose(turn, IDLE, 0.0)
 
 
-def test_state_aware_leaves_where_waiting_costs_more_than_recomputing_and_stays_there():
+def test_state_aware_leaves_and_stays_away_if_waiting_costs_more_than_recomputing():
     aware = rule(StateAware(SPEEDS, num_candidates=16))
     turn = asked("c", history=2000)  # 80 ms to compute
     home = aware.home(turn)
@@ -106,8 +106,8 @@ def test_state_aware_leaves_where_waiting_costs_more_than_recomputing_and_stays_
     assert aware.home(turn) == home, "where it was is gone"
 
 
-def test_state_aware_counts_what_others_wait():
-    turn = asked("c", history=4000)  # 160 ms for each of those who decode elsewhere
+def test_state_aware_counts_the_delay_of_other_turns():
+    turn = asked("c", history=4000)  # 160 ms for each request that decodes elsewhere
     selfish, fair = (rule(StateAware(SPEEDS, others=others)) for others in (0.0, 1.0))
     loads = dict.fromkeys(NAMES, Load(20, 0, 0))
     home = fair.home(turn)
@@ -124,7 +124,7 @@ def test_first_turns_go_to_the_least_loaded_and_return_to_it():
     assert placed.choose(asked("c", history=100), loads, 1.0) == "r7"
 
 
-def test_a_full_memory_makes_who_comes_wait():
+def test_a_full_memory_makes_new_turns_wait():
     turn = asked("c")
     fits, full = Load(4, 0, 100_000), Load(8, 0, 200_000)
     assert SPEEDS.seconds(full, 50) == pytest.approx(2 * SPEEDS.seconds(fits, 50), rel=0.01)
@@ -155,7 +155,7 @@ def test_the_hottest_root_leaves_a_replica_that_stays_overloaded():
     assert migrating.home(asked("c", root=hot)) == HashRing(set(NAMES) - {name}).owner(hot)
 
 
-def test_nobody_moves_while_loads_are_even():
+def test_no_root_moves_while_loads_are_even():
     rng = random.Random(new_seed())
     migrating, plain = rule(MigratingHash(high=1.5)), rule(ConsistentHash())
     for step in range(500):
@@ -164,7 +164,7 @@ def test_nobody_moves_while_loads_are_even():
         assert migrating.choose(turn, loads, 0.1 * step) == plain.choose(turn, loads, 0.0)
 
 
-def test_who_begins_is_named_after_the_least_loaded_and_any_front_finds_it():
+def test_a_new_root_is_named_after_the_least_loaded_replica_and_any_front_end_finds_it():
     named, other = rule(RootPlacement(SPEEDS, num_candidates=16)), rule(ConsistentHash())
     for number in range(30):
         free = NAMES[number % 16]
@@ -176,7 +176,7 @@ def test_who_begins_is_named_after_the_least_loaded_and_any_front_finds_it():
     assert named.name(asked("c"), IDLE) == "c", "where all are alike, nothing is tried"
 
 
-def test_names_fall_on_the_ring_of_another_router():
+def test_names_use_the_ring_of_another_router():
     def other_hash(key):
         return zlib.crc32(key.encode()[::-1])
 

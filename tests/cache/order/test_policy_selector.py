@@ -118,7 +118,7 @@ def test_resizing_and_ending_apply_to_every_ghost_cache():
 
 
 def test_another_order_is_followed_beyond_three_percent_of_the_losses():
-    """After one turn the difference equals its standard error: a single turn is no evidence."""
+    """After one turn the difference equals its standard error, so a single turn does not suffice."""
     insurance = insurance_of()
     insurance._add([1.0, 0.5])
     assert insurance.followed == "one" and insurance.num_changes == 0
