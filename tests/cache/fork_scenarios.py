@@ -200,7 +200,7 @@ class ForkScenario:
         self.cache.manager.end_step()
 
     def land(self) -> None:
-        """Complete some copies."""
+        """Complete some of the copies in flight."""
         for copy_id in (*self.cache.copies_out, *self.cache.copies_in):
             if self.random.random() < 0.5:
                 self._finish(copy_id)

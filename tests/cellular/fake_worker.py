@@ -44,7 +44,7 @@ class FakeWorker:
 
     @property
     def launches(self) -> list[Launch]:
-        """Launches in flight."""
+        """Launches that are in flight."""
         return [done.launch for done in self._flying]
 
     def launch(self, launch: Launch) -> None:

@@ -129,7 +129,7 @@ def unfold_many(requests: Sequence[Drawn], graph: Any) -> None:
 
 
 def draw(rng: np.random.Generator, shapes: str) -> Drawn:
-    """Draw a request of a given shape: "c" chain, "e" encoder and decoder, "t" tree, "a" any graph."""
+    """Draw a request of a shape: a chain "c", encoder and decoder "e", a tree "t", any graph "a"."""
     drawers = {"c": _chain, "e": _encoder_decoder, "t": _tree, "a": _any}
     return drawers[shapes[rng.integers(len(shapes))]](rng)
 

@@ -92,7 +92,7 @@ def test_ids_of_any_integers(dtype):
     assert (np.flatnonzero(found.returned >= 0).reshape(-1, 2) == first[:, None] + [60, 102]).all()
 
 
-def test_what_was_refused_leaves_nothing_behind():
+def test_a_refused_call_leaves_nothing_behind():
     """A function may catch a graph's error, and continue."""
     graph = Graph(_TYPES, max_nodes=9)
     graph.begin()

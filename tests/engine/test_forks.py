@@ -13,7 +13,7 @@ CHUNK = 16
 
 
 def sweep(harness: Harness) -> None:
-    """Create so many conversations that those without KV cache leave memory."""
+    """Create enough conversations to make those without KV cache leave memory."""
     for number in range(70):
         harness.turn(f"other-{number}", 3, seed=10 + number, max_tokens=2)
 

@@ -91,7 +91,7 @@ def test_an_8_bit_kv_cache_equals_a_reference_on_one_device_with_the_same_storag
 
 
 class FailsAlone:
-    """Samplers of which one device fails on demand."""
+    """Samplers after which one device fails on demand."""
 
     def __init__(self, runner) -> None:
         self.is_armed = False

@@ -1,4 +1,4 @@
-"""The first text of inputs of which only the beginning is read."""
+"""The first text of an input, found by reading only its beginning."""
 
 from __future__ import annotations
 

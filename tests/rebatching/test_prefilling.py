@@ -164,7 +164,7 @@ def test_ending_ids_are_banned_until_enough_tokens_were_sampled(num_sampled, is_
         ({"logprobs": 1}, SamplerMode(top_logprobs=True)),
     ],
 )
-def test_what_a_row_needs_of_the_sampler(params, needs):
+def test_the_sampler_mode_of_a_row(params, needs):
     words = PackedStep(WordsLayout(2, 3))
     words.add(0, query(1, **{"temperature": 0.0, **params}), 0, 1, 1)
     assert words.needs == needs

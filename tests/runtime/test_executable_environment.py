@@ -160,7 +160,7 @@ def test_variables(before, monkeypatch, name):
     assert parts_changed(before) == {"variables"}
 
 
-def test_where_caches_are_does_not_matter(before, monkeypatch):
+def test_the_location_of_caches_does_not_matter(before, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", os.devnull)
     monkeypatch.setitem(jax.config._value_holders, "jax_compilation_cache_dir", Holder("elsewhere"))
     monkeypatch.setitem(jax.config._value_holders, "jax_enable_compilation_cache", Holder(False))

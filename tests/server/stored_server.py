@@ -43,6 +43,6 @@ class StoredServer:
         self.harness.app = make_app(self.harness.services, self.routes)
 
     def close(self) -> None:
-        """Close its history."""
+        """Close the history of the server."""
         self.reader.close()
         self.engine.store.close()

@@ -89,7 +89,7 @@ class World:
         self.unknown: dict[str, str] = {}
 
     async def fill(self) -> None:
-        """Create Ann's objects."""
+        """Create one of each of Ann's objects."""
         response = (await self.ask("ann", Guess("POST", "/v1/responses", {"input": "hi"})))[1]
         conversation = (await self.ask("ann", Guess("POST", "/v1/conversations", {"items": ITEMS})))[1]
         where = f"/v1/conversations/{conversation['id']}/items"

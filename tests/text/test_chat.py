@@ -194,7 +194,7 @@ def test_a_template_without_the_prefix_property_is_refused(template):
         ((258, *b"r."), "stop", False),
     ],
 )
-def test_what_ended_a_reply_is_told_or_what_the_template_writes(output, finish_reason, is_told):
+def test_a_reply_ends_with_its_known_ending_or_the_templates(output, finish_reason, is_told):
     chat = ChatFormat(with_template(PLAIN))
     earlier = [((user("a"),), "r", tuple(output), finish_reason)]
     ids = chat.turn_token_ids(earlier, [user("b")])
@@ -206,7 +206,7 @@ def test_what_ended_a_reply_is_told_or_what_the_template_writes(output, finish_r
     assert chat.may_follow(earlier[0]) is is_told, "the ids alone show it"
 
 
-def test_a_template_that_writes_no_short_conversation_leaves_it_open_what_may_follow():
+def test_a_template_that_refuses_short_conversations_sets_no_ending():
     strict = "{% if messages|length < 9 %}{{ raise_exception('too few') }}{% endif %}" + PLAIN
     stopped = ((user("a"),), "r", tuple(b"r."), "stop")
     assert ChatFormat(with_template(strict)).may_follow(stopped)
@@ -243,7 +243,7 @@ def test_chat_behind_raw_turns_starts_the_template_without_a_bos():
 # --- tokenization at the seam
 
 
-def test_no_space_is_put_in_front_of_what_follows_a_reply():
+def test_no_space_is_added_before_the_text_after_a_reply():
     backend = metaspace_backend(byte_fallback=False)
     tokenizer = Tokenizer(backend, bos_token="<s>", eos_token="</s>", chat_template=PLAIN)
     earlier = [((user("a"),), "the", tuple(tokenizer.encode("the", add_bos=False)), "length")]

@@ -102,7 +102,7 @@ def test_qwen3_cannot_go_on_under_a_template_that_forgets_reasoning(prefill, rea
         ChatFormat(tokenizer).turn_token_ids(earlier, [user("and?")])
 
 
-def test_qwen3_goes_on_under_a_template_that_writes_what_was_said():
+def test_qwen3_continues_with_a_template_that_keeps_reasoning():
     """The reply's reasoning stays in the history."""
     tokenizer = qwen(AS_SAID)
     earlier = [((user("hi"),), *reply(tokenizer, "<think>\nthe mat\n</think>\n\nthe cat", "<|im_end|>"))]

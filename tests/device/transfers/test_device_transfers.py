@@ -147,7 +147,7 @@ def test_copies_beyond_staging_wait_their_turn(never_ready):
         assert bench.transfers.stats()["num_swap_in_copies"] == 2 * min(num_named + 4, 10)
 
 
-def test_what_starts_beside_a_step_is_bounded_by_its_bytes(never_ready, monkeypatch):
+def test_copies_beside_a_step_are_limited_by_bytes(never_ready, monkeypatch):
     """Two chunks per step, however many could be staged; expedited ones are extra."""
     bench = Bench(bound=6)
     with pytest.MonkeyPatch.context() as patch:
@@ -224,7 +224,7 @@ def test_a_window_is_no_more_than_a_gather():
     assert [window(bound) for bound in (128, 64, 20, 5, 1)] == [16, 16, 10, 3, 1]
 
 
-def test_waiting_for_what_was_not_started_is_refused():
+def test_waiting_without_a_started_copy_is_refused():
     """Such a wait would not end."""
     bench = Bench(bound=6)
     bench.transfers.swap_out(bench.copies([(5, 1)]))
@@ -300,7 +300,7 @@ def test_copies_start_behind_a_mark(monkeypatch):
     assert calls == ["mark", "start"] and bench.counter.value == 0
 
 
-def test_the_mark_waits_for_what_is_sent_with_it(monkeypatch):
+def test_the_mark_waits_for_earlier_transfers(monkeypatch):
     """It is computed from an array that goes to the device after everything sent before."""
     bench, seen = Bench(), []
     mark = bench.transfers._incoming.mark

@@ -76,7 +76,7 @@ def test_requests_of_different_lengths_run_as_if_alone(model, engine):
         assert agree(reply, literal.Mamba(WEIGHTS, CONFIG).continued(prompt, 16))
 
 
-def test_what_ends_a_reply(model, engine):
+def test_an_ending_id_ends_a_reply(model, engine):
     """It does not count in the prompt, nor if it is ignored; it is part of the reply."""
     eos = EXPECTED[3][4]
     ended = EXPECTED[3][: EXPECTED[3].index(eos) + 1]
@@ -106,7 +106,7 @@ def test_biases_and_an_untied_head():
         assert agree(state["token"], [literal.best(expected)])
 
 
-def test_what_is_float32_in_a_bfloat16_model():
+def test_a_bfloat16_model_keeps_some_parts_in_float32():
     model = Mamba.random(hidden_size=32, vocab_size=50, num_layers=2, dtype="bfloat16")
     state = {name: jax.ShapeDtypeStruct((2, *one.shape), one.dtype) for name, one in model.state.items()}
     state = jax.eval_shape(lambda *args: model(*args), (state,), jax.ShapeDtypeStruct((2,), "int32"))

@@ -48,7 +48,7 @@ class Brake:
     """Gate that holds the engine's thread before each step until more are allowed."""
 
     def __init__(self, harness: Harness, num_steps: int) -> None:
-        """Allow `num_steps` steps."""
+        """Create it with `num_steps` steps allowed."""
         self._steps = threading.Semaphore(num_steps)
         self._dispatch = harness.runner.dispatch
         harness.runner.dispatch = self._held  # type: ignore[method-assign]
