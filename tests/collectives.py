@@ -1,4 +1,4 @@
-"""What compiled programs exchange between devices."""
+"""Collective operations in compiled programs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ _COLLECTIVE = re.compile(
 
 
 def collectives(text: str) -> dict[str, int]:
-    """How often each kind of exchange is in the text of a compiled program."""
+    """Count each kind of collective in the text of a compiled program."""
     found = _COLLECTIVE.findall(text)
     return {kind: found.count(kind) for kind in sorted(set(found))}

@@ -1,4 +1,4 @@
-"""Waiting for what happens elsewhere: until it has, or far too late."""
+"""Waiting for events of other threads or processes, with a generous limit."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ TIMEOUT_S = 30.0
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    """Return once it holds; fail where it never does."""
+    """Return once the condition holds; fail if it never does."""
     deadline_s = time.monotonic() + TIMEOUT_S
     pause = threading.Event()
     while not condition():
-        assert time.monotonic() < deadline_s, "it never came"
+        assert time.monotonic() < deadline_s, "the condition never held"
         pause.wait(0.002)

@@ -1,4 +1,4 @@
-"""An `LLM` on the engine tests' fake runner: everything between a caller and the device, and no model."""
+"""An `LLM` on the engine tests' fake runner: everything between a caller and the device, without a model."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ TOKENIZER = byte_tokenizer()
 def fake_llm(
     monkeypatch: pytest.MonkeyPatch, *, tokenizer: Tokenizer | None = TOKENIZER, path: Path | None = None
 ) -> tuple[LLM, Harness]:
-    """An LLM and the harness that its engine is of; `path` is a history file."""
+    """Return an LLM and its engine's harness; `path` is a history file."""
     harness = Harness(tokenizer=tokenizer, path=path)
     return llm_of(monkeypatch, harness, tokenizer), harness
 
 
 def llm_of(monkeypatch: pytest.MonkeyPatch, harness: Harness, tokenizer: Tokenizer | None = TOKENIZER) -> LLM:
-    """An LLM on a harness's engine."""
+    """Return an LLM on a harness's engine."""
     parts = SimpleNamespace(
         engine=harness.engine, runner=harness.runner, model_config=None, tokenizer=tokenizer
     )

@@ -1,7 +1,7 @@
-"""Ctrl-C at chosen lines of this project's own code, by Python's monitoring of lines.
+"""Ctrl-C at chosen lines of this project's own code, through Python's line monitoring.
 
-A trace function (`sys.settrace`) could interrupt once only: Python takes it away when it raises. Here a
-second interrupt can come in the middle of cleaning up after the first.
+A trace function (`sys.settrace`) could interrupt only once: Python removes it when it raises. Here a second
+interrupt can come during the cleanup after the first.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 import pensieve_jax
 
 PACKAGE = str(Path(pensieve_jax.__file__).parent)
-_TOOL = 4  # one that neither debuggers, profilers nor coverage take
+_TOOL = 4  # not used by debuggers, profilers or coverage
 
 type Line = tuple[str, int]
 """A file of the package, and a line of it."""
 
 
 class Interruption:
-    """While it is entered, raises KeyboardInterrupt at given lines, counted from 1 as they run.
+    """Raises KeyboardInterrupt at given lines while it is entered, counted from 1 as they run.
 
     Attributes:
-      num_lines: that have run.
-      first: by line, the number at which it ran first.
-      come: interrupts so far.
+        num_lines: lines that have run.
+        first: by line, the number at which it ran first.
+        come: interrupts so far.
     """
 
     def __init__(self, *at: int) -> None:

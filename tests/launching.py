@@ -1,4 +1,4 @@
-"""Launchers in this process: one tiny model for all of them, and flags that leave no trace."""
+"""Launchers in this process: one tiny model for all of them, and flags that are restored afterwards."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def compilation_cache(tmp_path_factory) -> str:
     if folder := os.environ.get("TESTS_COMPILATION_CACHE"):
         return folder
     base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # of all workers of a run
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # shared by all workers of a run
     return str(shared / "compiled")
 
 
 def tiny_config(compilation_cache: str, **cache: Any) -> EngineConfig:
-    """The configuration of `llm`; engines of the same sizes load the steps that it has compiled."""
+    """Return the configuration of `llm`; engines of the same sizes load its compiled steps."""
     return EngineConfig(
         cache=CacheConfig(gpu_pages=24, **cache),
         scheduler=SchedulerConfig(max_num_running=8, max_num_batched_tokens=64, token_buckets=(64,)),
@@ -51,16 +51,16 @@ def tiny_config(compilation_cache: str, **cache: Any) -> EngineConfig:
 
 @pytest.fixture(scope="session")
 def llm(compilation_cache) -> Iterator[LLM]:
-    """A tiny Llama with its history in memory; every test uses conversations of its own."""
+    """Yield a tiny Llama with its history in memory; every test uses its own conversations."""
     with LLM(TINY_MODEL, dtype="float32", config=tiny_config(compilation_cache), progress=False) as llm:
         yield llm
 
 
 @contextlib.contextmanager
 def optimized() -> Iterator[None]:
-    """Whatever `make test` says: what is compiled inside is optimised, if by XLA's older emitters.
+    """Compile with optimization whatever `make test` sets, by XLA's older emitters.
 
-    For tests that compute for longer than they compile.
+    This is for tests that compute for longer than they compile.
     """
     before = jax.config.values[NO_OPTIMIZATIONS]
     jax.config.update(NO_OPTIMIZATIONS, False)
@@ -74,7 +74,7 @@ def optimized() -> Iterator[None]:
 def launch(request, monkeypatch) -> Iterator[Launch]:
     """Run a script's `main` with flags given by name, on the shared model if it opens one by `open_llm`.
 
-    Where a script would take the default model, it gets a smaller one unless `model` is given.
+    A script that would use the default model gets a smaller one unless `model` is given.
     """
     before = set(flags.FLAGS)
 
@@ -111,5 +111,5 @@ def load(script: str) -> ModuleType:
 
 @pytest.fixture
 def text() -> io.StringIO:
-    """Where a script may write."""
+    """Return a buffer for a script's output."""
     return io.StringIO()

@@ -1,4 +1,4 @@
-"""Logs that a test, or a command that it runs, sends elsewhere, go afterwards where they went before."""
+"""Restores the log's configuration after a test, or a command that it runs, has changed it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMES = (
 
 @contextmanager
 def kept_log() -> Iterator[None]:
-    """What `server.logs.log_to` changes is as it was once this is left."""
+    """Restore what `server.logs.log_to` changes when the block ends."""
     loggers = [logging.getLogger(name) for name in NAMES]
     before = [(logger.handlers, logger.level, logger.propagate) for logger in loggers]
     try:

@@ -1,7 +1,7 @@
-"""A Postgres server of the tests' own, on a Unix socket in a directory that goes with it.
+"""A Postgres server for tests, on a Unix socket in a temporary directory.
 
-Owns: where Debian keeps the programs, starting and stopping, and a fresh namespace for each test.
-Does not know: what is kept there.
+Owns the location of Debian's programs, starting and stopping, and a fresh namespace for each test.
+Does not know what is stored there. Called by the `postgres` fixture.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-PASSWORD = "p%40ss:w%2Frd"  # as it stands in a URL: nothing of it may ever be shown
+PASSWORD = "p%40ss:w%2Frd"  # as written in a URL: no part of it may ever be shown
 _CONFIGURATION = """
 listen_addresses = ''
 fsync = off  # what the kernel has survives everything that tests do
@@ -33,7 +33,7 @@ local all all trust
 
 
 def programs() -> Path | None:
-    """The directory of initdb and pg_ctl, the newest; None where there is no server."""
+    """Return the newest directory of initdb and pg_ctl; None if no server is installed."""
     debian = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[-3]))
     if debian:
         return debian[-1].parent
@@ -42,10 +42,10 @@ def programs() -> Path | None:
 
 
 class PostgresServer:
-    """Started by the constructor; `stop` kills it, and `start` has it recover."""
+    """Postgres server that the constructor starts; `stop` kills it, and `start` lets it recover."""
 
     def __init__(self, directory: Path) -> None:
-        """In a directory of a short name, whose path a socket can have."""
+        """Create it in a directory with a short name: the path of a socket is limited."""
         found = programs()
         assert found is not None
         self._programs = found
@@ -66,21 +66,21 @@ class PostgresServer:
         self.run_sql("GRANT CREATE ON DATABASE postgres TO locked")
 
     def url(self, namespace: str | None = None, user: str = "tests", database: str = "postgres") -> str:
-        """Of a namespace that nobody has yet, unless one is given."""
+        """Return the URL of a new namespace, or of the given one."""
         name = namespace or f"history_{next(self._numbers)}"
         return f"postgresql://{user}@/{database}?host={self._directory}&namespace={name}"
 
     def start(self) -> None:
-        """Until it takes connections."""
+        """Start it; return once it accepts connections."""
         log = str(self._directory / "log")
         self._run("pg_ctl", "start", "-w", "-D", str(self._data), "-l", log, "-s")
 
     def stop(self, mode: str = "immediate") -> None:
-        """Sessions are cut off; with "immediate" nothing is written any more, as if the power failed."""
+        """Stop it and cut off sessions; with "immediate" it writes nothing more, as in a power failure."""
         self._run("pg_ctl", "stop", "-w", "-D", str(self._data), "-m", mode, "-s")
 
     def run_sql(self, statement: str) -> list[Any]:
-        """As who may do everything; the rows that come of it."""
+        """Run a statement as superuser; return its rows."""
         import psycopg
 
         where = f"postgresql://tests@/postgres?host={self._directory}"
@@ -90,7 +90,7 @@ class PostgresServer:
 
     def _run(self, program: str, *arguments: str) -> None:
         command = [str(self._programs / program), *arguments]
-        # What the server inherits must not be a pipe, whose end would be waited for.
+        # The server must not inherit a pipe, for whose end the caller would wait.
         with tempfile.TemporaryFile() as output:
             done = subprocess.run(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd="/", **self._who
@@ -102,7 +102,7 @@ class PostgresServer:
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[PostgresServer]:
-    """A server, or the test is skipped."""
+    """Yield a server, or skip the test."""
     pytest.importorskip("psycopg", reason="needs the extra `postgres`")
     if programs() is None:
         pytest.skip("needs Debian's postgresql")
@@ -112,7 +112,7 @@ def postgres() -> Iterator[PostgresServer]:
         try:
             yield server
         finally:
-            with contextlib.suppress(AssertionError):  # a test that failed may have left it stopped
+            with contextlib.suppress(AssertionError):  # a failed test may have left it stopped
                 server.stop()
     finally:
         shutil.rmtree(directory)

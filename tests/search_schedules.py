@@ -163,11 +163,11 @@ MODES: dict[str, Mode] = {
 
 
 class Task(NamedTuple):
-    """What one process does: schedules of one mode, from `start` in steps of `stride`.
+    """Work of one process: schedules of one mode, from `start` in steps of `stride`.
 
     Attributes:
-      num: how many at most; None for as many as there is time for.
-      max_s: seconds after which no more begin; the first one begins in any case.
+        num: maximum number; None for as many as there is time for.
+        max_s: seconds after which none is started; the first one always starts.
     """
 
     mode: str
@@ -178,12 +178,12 @@ class Task(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What the schedules of one mode came to; counts add up.
+    """Result of the schedules of one mode; counts add up.
 
     Attributes:
-      num: schedules that ran.
-      counts: events, over all schedules without a failure.
-      failures: errors by seed.
+        num: schedules that ran.
+        counts: events, over all schedules without a failure.
+        failures: errors by seed.
     """
 
     num: int
@@ -196,7 +196,7 @@ class Found(NamedTuple):
         return Found(self.num + other.num, self.counts + other.counts, failures)
 
     def doubts(self, mode: Mode) -> list[str]:
-        """Return what speaks against the search itself, where enough ran to say so."""
+        """Return doubts about the search itself, if enough schedules ran to judge."""
         counts, share = self.counts, _SHARE_EXPECTED * self.num / 1000
         rare = [
             f"{name} happened {counts[name]} times, less than {share * least:.0f}"
@@ -212,7 +212,7 @@ class Found(NamedTuple):
 
 
 def _prepare_process() -> None:
-    """Have JAX show the devices that the modes of several need."""
+    """Set as many JAX devices as the modes need."""
     jax.config.update("jax_num_cpu_devices", _NUM_DEVICES)
 
 
@@ -253,7 +253,7 @@ def tasks(
     max_s: float,
     num_processes: int,
 ) -> list[Task]:
-    """One task a mode, or as many more as keep all processes busy; together they have `max_s` seconds."""
+    """Return one task per mode, or more to keep all processes busy; together they have `max_s` seconds."""
     index, num_shards = shard
     parts = max(num_processes // len(modes), 1)
     share_s = max_s * num_processes / (parts * len(modes))

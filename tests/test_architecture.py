@@ -1,4 +1,4 @@
-"""What the map promises: rooms that stand on one another, files and functions of a readable size."""
+"""Rules of the architecture: layers, imports, and the size of files and functions."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def sources(*folders: str) -> list[Path]:
 
 
 def module_of(path: Path) -> str:
-    """As it is imported."""
+    """Return the name under which it is imported."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[1:] if parts[0] == "lab" else parts).removesuffix(".__init__")
 
 
 class Outline(NamedTuple):
-    """What these tests ask of a file."""
+    """The properties of a file that these tests use."""
 
     num_lines: int
     docstring: str
@@ -64,7 +64,7 @@ class Outline(NamedTuple):
 
 
 def short_docstrings(tree: ast.Module) -> list[str]:
-    """Line and text of each docstring that is too short to say more than a name and its types do."""
+    """Return line and text of each docstring that is too short to add anything to name and types."""
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     found = [(node, ast.get_docstring(node)) for node in ast.walk(tree) if isinstance(node, kinds)]
     return [
@@ -90,11 +90,11 @@ def outline(path: Path) -> Outline:
 
 @functools.cache
 def imports() -> grimp.ImportGraph:
-    """Who imports whom; for whoever runs these tests, not for all who collect them."""
+    """Return the import graph; it is built only when these tests run, not at collection."""
     return architecture.read_imports()
 
 
-def test_the_picture_is_of_this_code():
+def test_the_diagram_matches_the_code():
     rooms = architecture.read_rooms()
     assert architecture.cycles(rooms) == []
     assert architecture.PICTURE.read_text("utf-8") == architecture.draw(rooms), (
@@ -102,18 +102,18 @@ def test_the_picture_is_of_this_code():
     )
 
 
-def test_rooms_that_import_each_other_are_found():
+def test_mutual_imports_of_rooms_are_found():
     room = architecture.Room
     rooms = {"a": room("", {"b"}), "b": room("", {"c"}), "c": room("", {"a"}), "d": room("", {"a"})}
     assert architecture.cycles(rooms) == ["a", "b", "c"]
 
 
-def test_no_module_imports_itself_however_far_round():
+def test_no_import_cycle_exists():
     graph = imports()
     assert [module for module in graph.modules if module in graph.find_upstream_modules(module)] == []
 
 
-def test_policy_runs_where_there_is_no_jax():
+def test_policy_code_runs_without_jax():
     modules = [module_of(path) for room in ROOMS_WITHOUT_JAX for path in sources(room)]
     modules += [
         module_of(path)
@@ -128,7 +128,7 @@ def test_policy_runs_where_there_is_no_jax():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-def test_packages_do_not_know_launchers():
+def test_packages_do_not_import_launchers():
     launchers = {path.stem for path in (ROOT / "scripts").iterdir() if path.suffix == ".py" or path.is_dir()}
     graph = grimp.build_graph("pensieve_lab", *PACKAGES, include_external_packages=True, cache_dir=None)
     assert not graph.modules & (launchers | {"scripts"})
@@ -139,19 +139,19 @@ BENCHMARKS = sorted(path.stem for path in (ROOT / "lab/pensieve_lab/programs").g
 
 @pytest.mark.parametrize("program", BENCHMARKS)
 def test_benchmarks_do_not_simulate(program):
-    """What is measured must not depend on what is simulated."""
+    """Measurements must not depend on simulations."""
     found = imports().find_upstream_modules(f"pensieve_lab.programs.{program}")
     assert found and not [module for module in found if module.startswith("pensieve_lab.simulator")]
 
 
 def missing_words(docstring: str) -> list[str]:
-    """Of those that tell a module from its neighbours; lines may break between them."""
+    """Return the words of the required docstring parts that are missing; lines may break between them."""
     text = " ".join(docstring.split())
     return [words for words in ("Owns:", "Does not know") if words not in text]
 
 
-def test_a_module_says_what_it_owns_and_does_not_know():
-    """But programs, which say how they are started."""
+def test_module_docstrings_have_their_parts():
+    """Programs are excluded: they say how they are started."""
     programs = {ROOT / "pensieve_jax" / "commands" / f"{command}.py" for command in COMMANDS}
     assert all(sources(folder) for folder in SAY_WHOSE_THEY_ARE)
     paths = {*sources(*SAY_WHOSE_THEY_ARE), *(ROOT / "pensieve_jax").glob("*.py")} - programs
@@ -163,8 +163,8 @@ def test_a_module_says_what_it_owns_and_does_not_know():
     assert missing_words("Owns: a.") == ["Does not know"]
 
 
-def test_no_docstring_is_of_three_words_or_fewer():
-    """Ruff does not ask for one on a method: where the name and the types say it all, there is none."""
+def test_docstrings_have_more_than_three_words():
+    """Ruff does not require one on a method: if the name and the types say it all, it has none."""
     found = {str(path.relative_to(ROOT)): outline(path).short_docstrings for path in sources(*PACKAGES)}
     assert {name: short for name, short in found.items() if short} == {}
     code = "'A module.'\nclass A:\n  'See `B`.'\n  async def f(self):\n    'Return what was sent.'\n"
@@ -173,8 +173,8 @@ def test_no_docstring_is_of_three_words_or_fewer():
     assert short_docstrings(ast.parse("def f(): ...")) == []
 
 
-def test_the_longest_files_and_functions_are_shown(record_property):
-    """Length is advice for a review: a file holds one subject, however long that takes."""
+def test_the_longest_files_and_functions_are_listed(record_property):
+    """Length is advice for a review: a file holds one subject, whatever its length."""
     paths = sources(*PACKAGES, "lab/pensieve_lab", "scripts")
     files = {str(path.relative_to(ROOT)): outline(path).num_lines for path in paths}
     functions = {

@@ -1,4 +1,4 @@
-"""`chat`: prefixes of messages, several conversations at once, and transcripts that are sent once more."""
+"""`chat`: prefixes of messages, several conversations at once, and transcripts that are resent."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ def with_template(template: str) -> Tokenizer:
 
 
 def turns_of(llm: LLM, name: str) -> list[Any]:
-    """All of a conversation's turns that the caller or the template decides."""
+    """Return those tokens of a conversation's turns that the caller or the template determines."""
     return [(turn.prompt_token_ids, turn.output_token_ids, turn.messages) for turn in llm.history(name).turns]
 
 
-# A shared system message
+# A shared system message.
 
 
-def test_a_chat_behind_a_prefix_is_the_chat_of_all_messages(
+def test_a_chat_after_a_prefix_equals_the_chat_of_all_messages(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """In ids, in the history and in the turns behind it, a restart later too; chunks are computed once."""
+    """Holds for ids, the history, later turns and after a restart; chunks are computed once."""
     llm, harness = fake_llm(monkeypatch, path=tmp_path / "chats.sqlite")
     prefix = llm.share_prefix([SYSTEM])
     assert prefix.messages == (SYSTEM,)
@@ -76,8 +76,8 @@ def test_a_chat_behind_a_prefix_is_the_chat_of_all_messages(
     harness.check_empty()
 
 
-def test_the_seam_of_a_prefix_is_where_the_ids_of_the_whole_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here the space behind the system message is one token with the "user" that follows."""
+def test_a_prefix_ends_at_a_token_boundary_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the space after the system message is one token with the "user" that follows."""
     backend = byte_level_backend()
     backend.add_tokens([" user"])
     tokenizer = Tokenizer(backend, bos_token="<s>", eos_token="</s>", chat_template=PLAIN)
@@ -90,7 +90,7 @@ def test_the_seam_of_a_prefix_is_where_the_ids_of_the_whole_have_one(monkeypatch
 
 
 @pytest.mark.parametrize("template", [FOLDED, "{{ bos_token }}{{ messages[-1].content }}"])
-def test_messages_that_the_template_does_not_write_apart_cannot_be_shared(
+def test_messages_that_the_template_does_not_separate_cannot_be_shared(
     monkeypatch: pytest.MonkeyPatch, template: str
 ) -> None:
     llm, _ = fake_llm(monkeypatch, tokenizer=with_template(template))
@@ -98,8 +98,8 @@ def test_messages_that_the_template_does_not_write_apart_cannot_be_shared(
         llm.share_prefix([SYSTEM])
 
 
-def test_text_that_the_template_begins_with_is_a_prefix_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then all messages are sent, the shared ones included; any other text is refused."""
+def test_text_at_the_templates_beginning_is_a_prefix_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All messages are sent then, including the shared ones; any other text is refused."""
     llm, _ = fake_llm(monkeypatch, tokenizer=with_template(FOLDED))
     prefix = llm.share_prefix(f"[INST] {SYSTEM['content']}")
     output = llm.chat([SYSTEM, user("hi")], PARAMS, conversation_id="a", prefix=prefix)
@@ -113,7 +113,7 @@ def test_text_that_the_template_begins_with_is_a_prefix_too(monkeypatch: pytest.
         llm.chat([SYSTEM, user("hi")], PARAMS, prefix=whole)
 
 
-def test_what_a_template_writes_otherwise_by_now_is_to_be_shared_again(
+def test_a_prefix_that_the_template_now_renders_differently_must_be_shared_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     llm, _ = fake_llm(monkeypatch)
@@ -122,7 +122,7 @@ def test_what_a_template_writes_otherwise_by_now_is_to_be_shared_again(
         llm.chat([user("hi")], PARAMS, prefix=yesterday)
 
 
-def test_what_a_prefix_is_refused_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_prefixes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     llm, _ = fake_llm(monkeypatch)
     prefix = llm.share_prefix([SYSTEM])
     with pytest.raises(InvalidRequestError, match=r"messages.*the prefix holds the first 1 of these 2"):
@@ -152,7 +152,7 @@ def test_without_a_tokenizer_messages_cannot_be_shared(monkeypatch: pytest.Monke
     assert llm.generate([[5, 6]], PARAMS, prefix=llm.share_prefix([1, 2]))[0].token_ids
 
 
-# Several conversations
+# Several conversations.
 
 
 def test_a_list_of_conversations_gives_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +184,7 @@ def test_a_list_of_conversations_gives_a_list(monkeypatch: pytest.MonkeyPatch) -
         ([user("a")], {"sampling_params": [PARAMS]}, "^sampling_params is"),
     ],
 )
-def test_a_bad_list_is_named_and_nothing_runs(
+def test_an_invalid_list_is_named_and_nothing_runs(
     monkeypatch: pytest.MonkeyPatch, messages: Any, options: dict[str, Any], words: str
 ) -> None:
     llm, harness = fake_llm(monkeypatch)
@@ -193,11 +193,11 @@ def test_a_bad_list_is_named_and_nothing_runs(
     assert not harness.runner.rows and not llm.unfinished
 
 
-# Transcripts
+# Transcripts.
 
 
 def told(llm: LLM, *contents: str, name: str = "a", **options: Any) -> list[dict[str, str]]:
-    """Say each; returns the transcript that a client would have."""
+    """Send each message; return the transcript that a client would have."""
     transcript = []
     for content in contents:
         transcript.append(user(content))
@@ -208,7 +208,7 @@ def told(llm: LLM, *contents: str, name: str = "a", **options: Any) -> list[dict
 
 
 @pytest.mark.parametrize("trimmed", [False, True])
-def test_a_transcript_that_is_sent_again_is_refused(monkeypatch: pytest.MonkeyPatch, trimmed: bool) -> None:
+def test_a_resent_transcript_is_refused(monkeypatch: pytest.MonkeyPatch, trimmed: bool) -> None:
     llm, _ = fake_llm(monkeypatch)
     transcript = told(llm, "yes", "yes", "no")
     if trimmed:
@@ -250,7 +250,7 @@ def test_a_transcript_without_the_shared_beginning_is_refused_too(monkeypatch: p
         [assistant("as I said"), user("yes")],
     ],
 )
-def test_messages_that_were_said_before_are_new_ones(
+def test_repeated_messages_are_new_ones(
     monkeypatch: pytest.MonkeyPatch, new_messages: list[dict[str, str]]
 ) -> None:
     llm, _ = fake_llm(monkeypatch)
@@ -259,8 +259,8 @@ def test_messages_that_were_said_before_are_new_ones(
     assert llm.history("a").turns[2].messages == tuple(new_messages)
 
 
-def test_examples_in_a_first_turn_are_no_transcript(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They tell of replies, but not of this conversation's; sent with its reply they are."""
+def test_examples_in_a_first_turn_are_not_a_transcript(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They contain replies, but not this conversation's; sent with its reply they are a transcript."""
     llm, _ = fake_llm(monkeypatch)
     first = [SYSTEM, user("2 + 2"), assistant("4"), user("3 + 3")]
     for name in "ab":
@@ -273,7 +273,7 @@ def test_examples_in_a_first_turn_are_no_transcript(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_last_part_of_a_transcript_is_refused_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients that cut what they send begin with a later turn; its reply is what tells it."""
+    """Clients that truncate begin with a later turn; its reply identifies it."""
     llm, _ = fake_llm(monkeypatch)
     transcript = told(llm, "one", "two", "three")
     with pytest.raises(InvalidRequestError, match="holds the first 4 of these 5"):
@@ -284,7 +284,7 @@ def test_the_last_part_of_a_transcript_is_refused_as_well(monkeypatch: pytest.Mo
     assert llm.chat(example, PARAMS, conversation_id="a").finish_reason == "length"
 
 
-def test_what_json_cannot_hold_is_an_error_of_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_that_json_cannot_hold_is_an_error_of_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
@@ -297,10 +297,10 @@ def test_what_json_cannot_hold_is_an_error_of_the_message(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("beside", [{"name": "\ud800"}, {"\ud800": "x"}, {"name": ["x", {"y": "\udfff"}]}])
-def test_no_part_of_a_message_holds_half_a_character(
+def test_no_part_of_a_message_may_hold_a_lone_surrogate(
     monkeypatch: pytest.MonkeyPatch, beside: dict[str, Any]
 ) -> None:
-    """A template may write any part, and neither a tokenizer nor the way to another process takes that."""
+    """A template may render any part, and neither a tokenizer nor the wire format accepts it."""
     llm, _ = fake_llm(monkeypatch)
     with pytest.raises(InvalidRequestError, match=r"messages\[0\] is .* UTF-8 can hold"):
         llm.chat([{**user("hi"), **beside}], PARAMS, conversation_id="a")

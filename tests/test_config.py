@@ -1,4 +1,4 @@
-"""Every configuration value that cannot work is an error that names the field and the limit."""
+"""Every invalid configuration value raises an error that names the field and the limit."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_an_impossible_value_names_its_field_and_limit(kind, field, value, limit
     assert f"{group}.{field} is {value!r}" in str(caught.value)
 
 
-def test_a_share_of_memory_is_still_to_be_sized():
+def test_a_share_of_memory_is_not_yet_a_number_of_pages():
     config = EngineConfig(cache=CacheConfig(gpu_memory_fraction=0.9))
     assert config.resolve_context_tokens(10**6) == 10**6, "the pool is still to be sized"
     assert config.with_gpu_pages(100).resolve_context_tokens(10**6) == 3200
@@ -79,7 +79,7 @@ def test_defaults_and_limits_work():
 
 
 @pytest.mark.parametrize("kind", [CacheConfig, SchedulerConfig, RunnerConfig, EngineConfig])
-def test_the_docstring_tells_every_field_with_its_limit_and_default(kind):
+def test_the_docstring_lists_every_field_with_its_limit_and_default(kind):
     told = " ".join(kind.__doc__.split())
     assert told.index("Attributes:") > 0 and len(options_of(kind)) == len(dataclasses.fields(kind))
     for option in options_of(kind):
@@ -143,7 +143,7 @@ def test_a_step_must_have_room_for_a_chunk_beside_every_decode():
     EngineConfig(scheduler=SchedulerConfig(max_num_batched_tokens=96))
 
 
-def test_the_context_is_what_is_asked_for_or_what_model_and_pool_allow():
+def test_the_context_is_the_requested_one_or_what_model_and_pool_allow():
     config = EngineConfig(cache=CacheConfig(gpu_pages=4))
     assert config.resolve_context_tokens(1000) == 128
     assert config.resolve_context_tokens(100) == 100
@@ -157,7 +157,7 @@ def test_the_context_is_what_is_asked_for_or_what_model_and_pool_allow():
 
 
 def test_staging_holds_a_gigabyte():
-    """Of small pages as many as are asked for, of large ones fewer, but enough for a long history."""
+    """Small pages use the requested number; large ones fewer, but enough for a long history."""
     config = EngineConfig(runner=RunnerConfig(max_num_staged_pages=110))
     held = [config.with_staged_pages(size).runner.max_num_staged_pages for size in (10**6, 10**7, 10**9)]
     assert held == [110, 100, 64]

@@ -1,4 +1,4 @@
-"""Which costs an engine evicts by: from a file, the package, an earlier start, this start, or an estimate."""
+"""The source of eviction costs: a file, the package, an earlier start, this start, or an estimate."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PROMPTS = [[5, 6, 7] * 20, [9, 8] * 25]
 
 
 def shipped_subject() -> CostSubject:
-    """As an engine on an H200 asks for it; only the device's kind is put in."""
+    """Return what an engine on an H200 asks for; only the device's kind is set by hand."""
     subject = assembly.cost_subject(
         preset("llama2-13b-gqa10"), dtype="bfloat16", tensor_parallel_size=1, chunk_tokens=32
     )
@@ -62,7 +62,7 @@ def before_loading(config=None, subject=None, *, is_accelerator=True):
 
 
 def test_a_shipped_profile_is_found_by_its_subject():
-    """Whatever the model is called; and the package's copy is the document's measurement."""
+    """The model's name does not matter; the package's copy is the document's measurement."""
     costs = before_loading()
     assert (costs.kind, costs.source) == ("shipped", "h200_llama2-13b-gqa10")
     assert round(costs.ratio_at_4096(32), 2) == 1.30
@@ -71,8 +71,8 @@ def test_a_shipped_profile_is_found_by_its_subject():
 
 
 @pytest.mark.parametrize("change", [{"kv_dtype": "int8"}, {"device": "NVIDIA H100"}, {"chunk_tokens": 16}])
-def test_a_profile_of_something_else_is_not_taken(change):
-    """Then costs are measured on an accelerator; times of a CPU are noise."""
+def test_a_profile_of_another_system_is_not_used(change):
+    """Costs are then measured on an accelerator; times of a CPU are noise."""
     subject = dataclasses.replace(shipped_subject(), **change)
     assert before_loading(subject=subject) is None
     costs = before_loading(subject=subject, is_accelerator=False)
@@ -88,7 +88,7 @@ def test_a_profile_of_something_else_is_not_taken(change):
         (EngineConfig(stateful=False), "analytic"),
     ],
 )
-def test_costs_are_measured_where_a_policy_asks_for_them(config, kind):
+def test_costs_are_measured_if_a_policy_uses_them(config, kind):
     costs = before_loading(config, dataclasses.replace(shipped_subject(), kv_dtype="int8"))
     assert (costs and costs.kind) == kind
 
@@ -115,7 +115,7 @@ def test_named_costs_go_before_a_shipped_profile(tmp_path):
 
 
 def layouts(gpu_pages=4096, **scheduler):
-    """Of steps as this scheduler has them; the model's shape does not matter."""
+    """Return the layouts of this scheduler's steps; the model's shape does not matter."""
     model = preset("llama-tiny")
     config = EngineConfig(cache=CacheConfig(gpu_pages=gpu_pages), scheduler=SchedulerConfig(**scheduler))
     specs = bucket_tile_specs(model, config, np.dtype("float32"), "xla", 1)
@@ -128,7 +128,7 @@ def sizes(context_tokens=4096, gpu_pages=4096, **scheduler):
     )
 
 
-def test_lengths_go_by_factors_of_four_and_end_with_the_longest():
+def test_lengths_grow_by_factors_of_four_up_to_the_longest():
     assert sizes() == StartSizes(16, tuple(TimedLength(n, m) for n, m in
         ((32, 16), (128, 16), (512, 16), (2048, 16), (4096, 16))
     ))  # fmt: skip
@@ -136,7 +136,7 @@ def test_lengths_go_by_factors_of_four_and_end_with_the_longest():
 
 
 def test_a_small_pool_has_fewer_long_sequences():
-    """And never more pages than it has."""
+    """It never has more pages than the pool."""
     found = sizes(gpu_pages=300)
     assert found.lengths[-1] == TimedLength(4096, 2)
     for length in found.lengths:
@@ -146,13 +146,13 @@ def test_a_small_pool_has_fewer_long_sequences():
 
 
 def test_long_contexts_are_bounded():
-    """The state that is computed to be attended to is at most 65,536 tokens."""
+    """The KV cache that is computed for attention has at most 65,536 tokens."""
     found = sizes(context_tokens=10**6, gpu_pages=10**5)
     assert found.lengths[-1].context_len == 32_768 and found.lengths[-1].num_long == 1
 
 
 def test_chunks_fill_a_step():
-    """Else a chunk would pay for padding."""
+    """Otherwise a chunk would pay for padding."""
     assert sizes(max_num_batched_tokens=2048, token_buckets=(64, 1024, 2048)).num_chunks == 32
     assert sizes(max_num_running=4, max_num_batched_tokens=512, token_buckets=(512,)).num_chunks == 8
     assert sizes(max_num_running=1, max_num_batched_tokens=40, token_buckets=(40,)).num_chunks == 1
@@ -163,7 +163,7 @@ def test_short_contexts_have_too_few_lengths():
     assert len(sizes(context_tokens=31).lengths) == 0
 
 
-def test_a_chunks_cost_is_what_the_long_chunks_add():
+def test_a_chunks_cost_is_the_increase_from_long_chunks():
     lengths = (TimedLength(32, 4), TimedLength(128, 4), TimedLength(512, 2))
     found = cost_points(StartSizes(4, lengths), [8, 12, 18])
     assert [(point.context_len, point.total_s) for point in found] == [(32, 2.0), (128, 3.0), (512, 7.0)]
@@ -202,7 +202,7 @@ POINTS = (CostPoint(32, 0.0, 1.0, 1.0), CostPoint(64, 1.0, 1.0, 2.0))
 
 
 def chosen(path, monkeypatch, *, measure=lambda *_: POINTS, context_tokens=4096, gpu_pages=4096, **scheduler):
-    """What is chosen for a runner of which only the shapes of steps are looked at, and `path` as its file."""
+    """Return the costs chosen for a runner (only its step shapes matter), with `path` as its file."""
     monkeypatch.setattr(cost_choice, "_path", lambda *_: path)
     monkeypatch.setattr(cost_choice, "measure_start_costs", measure)
     return costs_of_runner(
@@ -216,7 +216,7 @@ def chosen(path, monkeypatch, *, measure=lambda *_: POINTS, context_tokens=4096,
     )
 
 
-def test_a_damaged_file_is_measured_anew(tmp_path, caplog, monkeypatch):
+def test_a_damaged_file_is_measured_again(tmp_path, caplog, monkeypatch):
     path = tmp_path / "costs.json"
     path.write_bytes(b"{")
     costs = chosen(path, monkeypatch)
@@ -226,16 +226,16 @@ def test_a_damaged_file_is_measured_anew(tmp_path, caplog, monkeypatch):
     assert chosen(path, monkeypatch, measure=lambda *_: pytest.fail("measured")).kind == "cached"
 
 
-def test_a_directory_that_cannot_be_written_is_no_error(tmp_path, caplog, monkeypatch):
-    """A file stands where the directory should be."""
+def test_an_unwritable_directory_is_not_an_error(tmp_path, caplog, monkeypatch):
+    """A file exists in place of the directory."""
     (tmp_path / "costs").write_text("")
     costs = chosen(tmp_path / "costs" / "costs.json", monkeypatch)
     assert (costs.kind, costs.source, costs.points) == ("measured at start", None, POINTS)
     assert "are not stored in" in caplog.text
 
 
-def test_an_interrupt_keeps_nothing(tmp_path, monkeypatch):
-    """Neither while it is measured, nor while the file is written."""
+def test_an_interrupt_stores_nothing(tmp_path, monkeypatch):
+    """This holds during the measurement, and during the writing of the file."""
 
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -257,7 +257,7 @@ def test_an_interrupt_keeps_nothing(tmp_path, monkeypatch):
         (HUGE_STEPS, "a step of 65,536 tokens leaves no time for longer contexts"),
     ],
 )
-def test_why_costs_are_not_measured(tmp_path, monkeypatch, limits, why):
+def test_the_reason_for_not_measuring_is_logged(tmp_path, monkeypatch, limits, why):
     """The reason names the limit that left fewer than two lengths."""
     costs = chosen(tmp_path / "costs.json", monkeypatch, measure=lambda *_: pytest.fail("measured"), **limits)
     assert (costs.kind, costs.model) == ("analytic", ESTIMATED)
@@ -267,20 +267,20 @@ def test_why_costs_are_not_measured(tmp_path, monkeypatch, limits, why):
 @pytest.mark.parametrize(
     "limits", [{"context_tokens": 64}, {"gpu_pages": 17}, {"gpu_pages": 2, **TINY_STEPS}]
 )
-def test_the_least_that_is_measured(tmp_path, monkeypatch, limits):
+def test_the_smallest_measurement(tmp_path, monkeypatch, limits):
     """Steps of fewer tokens are refused: every step holds a chunk."""
     assert chosen(tmp_path / "costs.json", monkeypatch, **limits).kind == "measured at start"
 
 
 @pytest.fixture
 def measures(monkeypatch, tmp_path):
-    """A CPU that is measured as an accelerator is; seconds of steps are the test's."""
+    """Measure a CPU as an accelerator; the test sets the seconds of steps."""
     monkeypatch.setattr(cost_choice, "_directory", lambda config: tmp_path / "cost_profiles")
     monkeypatch.setattr(assembly, "_is_accelerator", lambda: True)
     measured = []
 
     def rounds(timed, num_rounds, sample_s):
-        """As `sample_rounds`: everything runs, but the time does not depend on the machine."""
+        """Run everything as `sample_rounds`, but with times that do not depend on the machine."""
         measured.append(len(timed))
         for _ in range(num_rounds):
             for one in timed:
@@ -293,12 +293,12 @@ def measures(monkeypatch, tmp_path):
 
 @pytest.fixture
 def config(compilation_cache):
-    """Makes the configuration of a small engine, whose compiled steps other tests find again."""
+    """Return a factory of small configurations, whose compiled steps other tests load."""
     return functools.partial(tiny_config, compilation_cache)
 
 
 def run(engine_config, **runner):
-    """What an engine says of its cache, what it answers, and the costs it has; after some turns."""
+    """Run some turns; return the engine's description of its cache, its answers, and its costs."""
     runner_config = dataclasses.replace(engine_config.runner, **runner)
     engine_config = dataclasses.replace(engine_config, runner=runner_config)
     with LLM(TINY_MODEL, dtype="float32", config=engine_config, progress=False) as llm:
@@ -310,7 +310,7 @@ def run(engine_config, **runner):
 
 
 def test_an_engine_measures_once_and_answers_the_same(measures, config, tmp_path, caplog):
-    """The second start reads the file of the first, measures nothing, and leaves the same in the pools."""
+    """The second start reads the file of the first, measures nothing, and leaves the same pool contents."""
     with caplog.at_level(logging.INFO, logger="pensieve_jax.assembly"):
         described, answers, costs, pools = run(config())
     (path,) = (tmp_path / "cost_profiles").iterdir()
@@ -327,7 +327,7 @@ def test_an_engine_measures_once_and_answers_the_same(measures, config, tmp_path
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"format": "x"}', b"\xff"])
-def test_what_is_no_profile_is_not_taken(tmp_path, content, caplog):
+def test_an_invalid_profile_is_not_used(tmp_path, content, caplog):
     path = tmp_path / "costs.json"
     assert cost_choice._load(path, shipped_subject()) is None and not caplog.records
     path.write_bytes(content)
@@ -335,8 +335,8 @@ def test_what_is_no_profile_is_not_taken(tmp_path, content, caplog):
     assert f"{path} cannot be used, so costs are measured again" in caplog.text
 
 
-def test_files_lie_beside_compiled_steps(tmp_path, monkeypatch, caplog):
-    """Or in the user's directory of caches; one who has none keeps none."""
+def test_files_are_stored_beside_compiled_steps(tmp_path, monkeypatch, caplog):
+    """Without these they are in the user's cache directory; without one nothing is stored."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cost_choice._directory(EngineConfig()) == tmp_path / "pensieve_jax" / "cost_profiles"
     beside = EngineConfig(runner=RunnerConfig(compilation_cache_dir="/compiled"))
@@ -350,7 +350,7 @@ def test_files_lie_beside_compiled_steps(tmp_path, monkeypatch, caplog):
 
 
 def key_of(monkeypatch, *, subject=None, kernels=("a", "b"), num_groups=2, sizes=None, environment=None):
-    """The file of a measurement that differs from the usual one in what is given."""
+    """Return the file of a measurement that differs from the usual one in the given values."""
     devices = {jax.devices()[1], jax.devices()[0]}
     asked = []
 
@@ -390,7 +390,7 @@ SUBJECT_FIELDS = [field.name for field in dataclasses.fields(CostSubject)]
     ],
 )
 def test_another_measurement_has_another_file(monkeypatch, change):
-    """And the same one the same file, at every start."""
+    """The same measurement has the same file at every start."""
     if name := change.get("subject"):
         value = getattr(shipped_subject(), name)
         subject = dataclasses.replace(shipped_subject(), **{name: value + type(value)(1)})
@@ -399,8 +399,8 @@ def test_another_measurement_has_another_file(monkeypatch, change):
     assert key_of(monkeypatch, **change) != usual == key_of(monkeypatch)
 
 
-def test_a_step_that_fails_leaves_the_estimate(measures, config, monkeypatch, caplog):
-    """And an engine that serves."""
+def test_a_failed_step_leaves_the_estimate(measures, config, monkeypatch, caplog):
+    """The engine serves all the same."""
 
     def fails(timed, num_rounds, sample_s):
         timed[0].once_s()
@@ -417,12 +417,12 @@ def test_a_step_that_fails_leaves_the_estimate(measures, config, monkeypatch, ca
 
 
 @pytest.mark.long
-def test_the_steps_of_two_devices_are_measured(measures, config):
+def test_steps_on_two_devices_are_measured(measures, config):
     described, *_ = run(config(), tensor_parallel_size=2)
     assert described["cost_model"] == "measured at start"
 
 
 @pytest.mark.long
-def test_state_in_8_bits_beside_host_memory_is_measured(measures, config):
+def test_an_8_bit_kv_cache_with_host_memory_is_measured(measures, config):
     described, *_ = run(config(kv_dtype="int8", cpu_pages=4))
     assert described["cost_model"] == "measured at start"

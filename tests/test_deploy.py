@@ -1,4 +1,4 @@
-"""What `deploy/` and the pages tell people to type: every flag, file and route in them exists."""
+"""The commands of `deploy/` and of the pages: every flag, file and route in them exists."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def flags_of_serve(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return set(found)
 
 
-def test_every_flag_that_is_named_is_one_of_the_server(flags_of_serve: set[str]) -> None:
+def test_every_named_flag_exists_in_the_server(flags_of_serve: set[str]) -> None:
     named = {path.name: set(_FLAG.findall(without_programs(path))) for path in FILES}
     assert len(named["pensieve.service"]) >= 7 and len(named["Containerfile"]) >= 5
     assert {name: flags - flags_of_serve for name, flags in named.items() if flags - flags_of_serve} == {}
@@ -59,26 +59,26 @@ def test_the_page_lists_the_flags_that_only_the_server_has(
 
 
 def without_programs(path: Path) -> str:
-    """A page shows programs of the laboratory, too, which have flags of their own."""
+    """Return a page without the lab's programs, which have their own flags."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     return "".join(line for line in lines if "-m pensieve_lab.programs." not in line)
 
 
-def test_the_unit_waits_for_longer_than_the_server_drains() -> None:
+def test_the_unit_waits_longer_than_the_server_drains() -> None:
     unit = (DEPLOY / "pensieve.service").read_text(encoding="utf-8")
     drain_s = int(re.search(r"--drain_s=(\d+)", unit)[1])
     assert int(re.search(r"TimeoutStopSec=(\d+)", unit)[1]) > drain_s + 5
 
 
-def test_the_unit_stays_down_where_a_start_is_refused() -> None:
+def test_the_unit_is_not_restarted_after_a_refused_start() -> None:
     """A damaged history is moved aside: the next start would serve an empty one."""
     unit = (DEPLOY / "pensieve.service").read_text(encoding="utf-8")
     assert re.search(r"^RestartPreventExitStatus=(\d+)$", unit, re.M)[1] == str(EXIT_BAD_INPUT)
     assert EXIT_DAMAGED == EXIT_BAD_INPUT != EXIT_ENDED
 
 
-def test_a_command_goes_on_to_its_end() -> None:
-    """A comment or a blank after a line's backslash would end it."""
+def test_continued_commands_are_complete() -> None:
+    """A comment or a blank after a line's backslash would end the command."""
     for path in DEPLOY.iterdir():
         lines = path.read_text(encoding="utf-8").splitlines()
         for line, following in itertools.pairwise(lines):
@@ -87,7 +87,7 @@ def test_a_command_goes_on_to_its_end() -> None:
                 assert following.strip() and not following.lstrip().startswith("#"), (path, line)
 
 
-def test_the_container_has_what_it_copies_and_installs() -> None:
+def test_the_container_has_the_files_that_it_copies_and_installs() -> None:
     text = (DEPLOY / "Containerfile").read_text(encoding="utf-8")
     copied = [name for line in re.findall(r"^COPY (.*)$", text, re.M) for name in line.split()[:-1]]
     assert "pensieve_jax" in copied and all((ROOT / name).exists() for name in copied)
@@ -96,14 +96,14 @@ def test_the_container_has_what_it_copies_and_installs() -> None:
     assert len(named) == 2 and {extra for words in named for extra in words.split(",")} <= set(extras)
 
 
-def test_the_container_has_what_kuberay_probes_it_with() -> None:
-    """`wget ... | grep success`: without it no pod would ever be ready, and each would be killed."""
+def test_the_container_has_kuberays_probe_commands() -> None:
+    """KubeRay runs `wget ... | grep success`: without these no pod gets ready, and each is killed."""
     text = (DEPLOY / "Containerfile").read_text(encoding="utf-8")
     as_root, _, _ = text.partition("\nUSER ")
     assert re.search(r"^RUN apt-get update && apt-get install .*\bwget\b", as_root, re.M)
 
 
-def test_the_routes_and_limits_of_the_page_are_those_of_the_server() -> None:
+def test_routes_and_limits_of_the_page_match_the_server() -> None:
     page = PAGE.read_text(encoding="utf-8")
     paths = {route.path for route in ROUTES}
     assert set(re.findall(r"^\| `(/\w+)` \|", page, re.M)) <= paths
@@ -120,7 +120,7 @@ def test_the_routes_and_limits_of_the_page_are_those_of_the_server() -> None:
     assert settings.queue_per_running == 2, "the page says twice as many"
 
 
-def test_nginx_tells_the_server_its_name_whatever_is_asked_for() -> None:
+def test_nginx_always_passes_the_servers_name() -> None:
     """With --allowed_hosts, /metrics under the upstream's name gets 403."""
     text = re.sub(r"#.*", "", (DEPLOY / "nginx.conf").read_text(encoding="utf-8"))
     locations = re.findall(r"location [^{]*\{[^}]*\}", text)
@@ -130,8 +130,8 @@ def test_nginx_tells_the_server_its_name_whatever_is_asked_for() -> None:
 
 
 @pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx")
-def test_nginx_takes_its_configuration(tmp_path: Path) -> None:
-    """All but TLS, whose files are somebody's own."""
+def test_nginx_accepts_its_configuration(tmp_path: Path) -> None:
+    """TLS is left out, since its files belong to the operator."""
     text = (DEPLOY / "nginx.conf").read_text(encoding="utf-8")
     text = re.sub(r"^ *ssl_certificate.*\n", "", text, flags=re.M).replace(
         "listen 443 ssl", "listen 127.0.0.1:8443"
@@ -145,7 +145,7 @@ def test_nginx_takes_its_configuration(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")
-def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     unit = (DEPLOY / "pensieve.service").read_text(encoding="utf-8")
     (tmp_path / "pensieve.service").write_text(unit.replace("/opt/pensieve/bin/pensieve", "/bin/true"))
     command = ["systemd-analyze", "verify", "--man=no", str(tmp_path / "pensieve.service")]

@@ -1,4 +1,4 @@
-"""`LLM.describe`: plain values that say what an engine turned out to be."""
+"""`LLM.describe`: plain values that describe a started engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pensieve_jax.device import kernel_choices
 def test_an_engine_describes_itself(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before it has computed anything; nothing is compiled for that."""
+    """It works before the first turn; nothing is compiled for this test."""
     monkeypatch.setattr(assembly.ModelRunner, "warm_up", lambda self, progress=None: None)
     config = EngineConfig(
         cache=CacheConfig(gpu_pages=24, cpu_bytes=10**6, chunk_tokens=16, policy="lru"),
@@ -79,13 +79,13 @@ class H200:
 
 
 class TwoH200:
-    """A mesh, as far as choices look at it."""
+    """The part of a mesh that the choices use."""
 
     devices = np.array([H200(), H200()], object)
 
 
-def test_choices_are_of_the_mesh_and_of_one_shard() -> None:
-    """Not of the first device, which is no GPU here."""
+def test_choices_depend_on_the_mesh_and_on_one_shard() -> None:
+    """They do not use the first device, which is not a GPU here."""
     assert jax.devices()[0].platform == "cpu"
     model = preset("llama2-13b-gqa10")
     found = kernel_choices.choose_kernels(model, EngineConfig(), np.dtype("float16"), TwoH200())
@@ -114,7 +114,7 @@ class OneH200(TwoH200):
         ("bfloat16", {"decode_matmul": "xla"}, OneH200, ("xla", "named in runner.decode_matmul")),
     ],
 )
-def test_who_multiplies_few_rows(dtype, runner, mesh, expected) -> None:
+def test_the_description_names_the_small_batch_kernel(dtype, runner, mesh, expected) -> None:
     model, config = preset("llama2-13b-gqa10"), EngineConfig(runner=RunnerConfig(**runner))
     found = kernel_choices.choose_kernels(model, config, jnp.dtype(dtype), mesh()).decode_matmul
     assert (found.name, expected[1] in found.reason) == (expected[0], True), found
@@ -128,14 +128,14 @@ def test_who_multiplies_few_rows(dtype, runner, mesh, expected) -> None:
         ({"all_reduce": "xla"}, None, ("xla", "named in runner.all_reduce")),
     ],
 )
-def test_who_adds_up_over_devices(runner, limit, expected, monkeypatch) -> None:
+def test_the_description_names_the_all_reduce(runner, limit, expected, monkeypatch) -> None:
     monkeypatch.setattr(all_reduce, "devices_limit", lambda devices: limit)
     model, config = preset("llama2-13b-gqa10"), EngineConfig(runner=RunnerConfig(**runner))
     found = kernel_choices.choose_kernels(model, config, jnp.dtype("bfloat16"), TwoH200()).all_reduce
     assert found == BackendChoice(*expected)
 
 
-def test_sums_that_are_too_wide_are_left_or_refused(monkeypatch) -> None:
+def test_all_reduces_that_are_too_wide_are_skipped_or_refused(monkeypatch) -> None:
     monkeypatch.setattr(all_reduce, "devices_limit", lambda devices: None)
     model = preset("llama2-13b-gqa10", hidden_size=32768)
     found = kernel_choices.choose_kernels(model, EngineConfig(), jnp.dtype("bfloat16"), TwoH200()).all_reduce
@@ -148,7 +148,7 @@ def test_sums_that_are_too_wide_are_left_or_refused(monkeypatch) -> None:
 NARROW_HEADS = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 16}
 
 
-def test_a_kernel_that_nothing_would_call_is_not_named() -> None:
+def test_an_unused_kernel_is_not_named() -> None:
     model, dtype = preset("llama-tiny"), jnp.dtype("bfloat16")
     found = kernel_choices.choose_kernels(model, EngineConfig(), dtype, OneH200()).decode_matmul
     assert found.name == "xla" and "none of this model" in found.reason
@@ -159,13 +159,13 @@ def test_a_kernel_that_nothing_would_call_is_not_named() -> None:
     [
         ({}, "auto", "pallas_mosaic_gpu"),
         ({}, "xla", "pallas_mosaic_gpu"),
-        # Only the MLP's second projection is wide enough, in front of a sum.
+        # Only the MLP's second projection is wide enough, before an all-reduce.
         ({"intermediate_size": 128, **NARROW_HEADS}, "auto", "pallas_mosaic_gpu"),
         ({"intermediate_size": 128, **NARROW_HEADS}, "xla", "xla"),
         ({"intermediate_size": 64, **NARROW_HEADS}, "auto", "xla"),
     ],
 )
-def test_products_whose_biases_sums_take_along(changes, sums, name, monkeypatch) -> None:
+def test_products_whose_biases_the_all_reduce_adds(changes, sums, name, monkeypatch) -> None:
     monkeypatch.setattr(all_reduce, "devices_limit", lambda devices: None)
     model, config = preset("opt-13b", **changes), EngineConfig(runner=RunnerConfig(all_reduce=sums))
     found = kernel_choices.choose_kernels(model, config, jnp.dtype("bfloat16"), TwoH200())
@@ -174,8 +174,8 @@ def test_products_whose_biases_sums_take_along(changes, sums, name, monkeypatch)
 
 
 @pytest.mark.parametrize(("mlp_bias", "name"), [(True, "pallas_mosaic_gpu"), (False, "xla")])
-def test_a_gated_product_with_a_bias_is_one_of_twice_the_columns(mlp_bias, name) -> None:
-    """Of all projections only that one is wide enough."""
+def test_a_gated_product_with_a_bias_counts_with_twice_the_columns(mlp_bias, name) -> None:
+    """It is the only projection that is wide enough."""
     sizes = {"hidden_size": 2048, "intermediate_size": 4096, **NARROW_HEADS}
     model = preset("llama2-7b", mlp_bias=mlp_bias, **sizes)
     config = EngineConfig(runner=RunnerConfig(all_reduce="xla"))

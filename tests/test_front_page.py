@@ -1,4 +1,4 @@
-"""The README's first example runs twice as it stands, and the second run finds its history in the file."""
+"""The README's first example runs twice unchanged, and the second run finds its history in the file."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.long
-def test_ten_lines_twice(
+def test_the_example_runs_twice(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     compilation_cache: str,
 ) -> None:
-    """On a smaller engine, whose programs other tests have compiled."""
+    """It runs on a smaller engine, whose programs other tests have compiled."""
 
     def smaller(*, config: Any, history: str) -> LLM:
         assert isinstance(config, pensieve_jax.EngineConfig)

@@ -1,9 +1,9 @@
-"""Ctrl-C at every line that the host runs: no turn is left to nobody, and nothing is lost but turns that ran.
+"""Ctrl-C at every line that the host runs: every turn keeps an owner, and only running turns are lost.
 
-`make test` interrupts a sixth of the lines of the package where they run first, the long tests all others.
-These also take lines every time that they run, one in so many of them (`INTERRUPTS_STRIDE`; with 1 all, in a
-quarter of an hour of a core), and interrupt some again while the first interrupt is cleaned up. Where they
-begin follows from `INTERRUPTS_SEED`.
+`make test` interrupts a sixth of the package's lines at their first run, the long tests all others. The long
+tests also interrupt later runs of lines, one in `INTERRUPTS_STRIDE` (with 1 all, in a quarter of an hour of a
+core), and interrupt some again during the cleanup after the first interrupt. `INTERRUPTS_SEED` determines
+the first line.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LONG_TEXT = "a text that fills some pages " * 3
 
 
 class World(NamedTuple):
-    """An engine with two conversations in its history, too small for all that is asked of it."""
+    """An engine with two conversations in its history, too small for the requested work."""
 
     llm: LLM
     harness: Harness
@@ -49,7 +49,7 @@ def new_world(patch: pytest.MonkeyPatch, *, learned: bool = False) -> World:
     return world
 
 
-# What is interrupted: each is given a new world, and holds no turn once it has raised
+# The interrupted calls: each gets a new world, and holds no turn once it has raised.
 
 
 def generate(llm: LLM) -> None:
@@ -76,7 +76,7 @@ def stream_of_chat(llm: LLM) -> None:
 
 
 def two_streams(llm: LLM) -> None:
-    """One is closed and the other dropped, while a third turn runs."""
+    """Close one stream and drop the other, while a third turn runs."""
     turns = llm.submit([LONG_TEXT], PARAMS, conversation_ids=["b"])
     one = llm.stream("x", PARAMS, conversation_id="a")
     other = llm.stream([5, 6], PARAMS, conversation_id="c")
@@ -97,7 +97,7 @@ def steps(llm: LLM) -> None:
 
 
 def conversations(llm: LLM) -> None:
-    """What is done between turns."""
+    """Run the operations between turns."""
     prefix = llm.share_prefix(LONG_TEXT)
     llm.generate(["x"], PARAMS, conversation_ids=["c"], prefix=prefix)
     llm.release_prefix(prefix)
@@ -109,7 +109,7 @@ def conversations(llm: LLM) -> None:
 
 
 def trees(llm: LLM) -> None:
-    """Turns that their caller places: choices, forks, a history that is sent again, and their calls."""
+    """Run placed turns: choices, forks, a resent history, and their calls."""
     engine, ids = llm.engine, list(range(1, 41))
     first = [TurnNode(turn_id=new_turn_id()) for _ in range(2)]
     turns = engine.submit([TurnSpec(ids, PARAMS, node=node) for node in first])
@@ -134,7 +134,7 @@ def trees(llm: LLM) -> None:
 
 
 def learning(llm: LLM) -> None:
-    """An order that learns: turns are sent, answered and withdrawn, and it is told to begin anew."""
+    """Run an order that learns: turns are sent, answered and withdrawn, and it is reset."""
     llm.generate(["x"], PARAMS, conversation_ids=["a"])
     turns = llm.submit([LONG_TEXT], PARAMS, conversation_ids=["b"])
     llm.step()
@@ -145,7 +145,7 @@ def learning(llm: LLM) -> None:
 
 
 def recovery(llm: LLM) -> None:
-    """The call after an interrupt in a step: it starts over."""
+    """Run the call after an interrupt in a step: it starts over."""
     generate(llm)
 
 
@@ -157,7 +157,7 @@ def close(llm: LLM) -> None:
 
 
 CHATS = {"chat", "chat_of_several", "stream_of_chat", "steps"}
-# Whose own frames hold no turns: such an error may be kept. The others hold what they submitted until then.
+# Their own frames hold no turns, so their errors may be kept. The others hold what they submitted until then.
 BLOCKING = {"generate", "chat", "chat_of_several", "conversations", "recovery"}
 NUM_SECOND_INTERRUPTS = 15
 STRIDE = int(os.environ.get("INTERRUPTS_STRIDE", enough(180, 20)))
@@ -199,15 +199,15 @@ def prepared(patch: pytest.MonkeyPatch, name: str) -> World:
     return world
 
 
-# What must hold afterwards
+# The checks afterwards.
 
 
 def check(world: World) -> None:
-    """Nothing runs or is busy, the history has whole turns, and every conversation goes on as it would."""
+    """Check that nothing runs, the history has whole turns, and every conversation can be continued."""
     llm, harness = world
     if llm.engine.closed:
         return
-    assert llm.unfinished == (), "a turn is left to nobody"
+    assert llm.unfinished == (), "a turn is left without an owner"
     assert not busy(world)
     harness.engine.check_integrity()
     for info in llm.conversations():
@@ -237,8 +237,8 @@ def check_history(world: World, conversation_id: str) -> None:
 
 
 def interrupt(patch: pytest.MonkeyPatch, name: str, *at: int) -> Interruption:
-    """Interrupt a call at these lines and check what is left."""
-    with patch.context() as of_this_world:  # or thousands of engines would be kept until the test ends
+    """Interrupt a call at these lines and check the result."""
+    with patch.context() as of_this_world:  # otherwise thousands of engines would be kept until the test ends
         world = prepared(of_this_world, name)
     interruption = Interruption(*at)
     kept: BaseException | None = None
@@ -257,7 +257,7 @@ def interrupt(patch: pytest.MonkeyPatch, name: str, *at: int) -> Interruption:
 
 
 def lines_of(patch: pytest.MonkeyPatch, name: str) -> Interruption:
-    """All lines of a call, without an interrupt."""
+    """Run a call without an interrupt, recording all lines."""
     world = prepared(patch, name)
     with Interruption() as lines:
         CALLS[name](world.llm)
@@ -269,7 +269,7 @@ _first_lines: dict[str, dict[Line, int]] = {}
 
 
 def first_lines(patch: pytest.MonkeyPatch, name: str) -> dict[Line, int]:
-    """By line, the number at which a call runs it first; every call is looked at once."""
+    """Return, by line, the number at which a call runs it first; every call is run once."""
     if name not in _first_lines:
         _first_lines[name] = lines_of(patch, name).first
     return _first_lines[name]
@@ -277,7 +277,9 @@ def first_lines(patch: pytest.MonkeyPatch, name: str) -> dict[Line, int]:
 
 @pytest.mark.parametrize("rest", [False, pytest.param(True, marks=pytest.mark.long)], ids=["a sixth", "rest"])
 @pytest.mark.parametrize("name", CALLS)
-def test_at_lines_where_they_run_first(monkeypatch: pytest.MonkeyPatch, name: str, rest: bool) -> None:
+def test_an_interrupt_at_the_first_run_of_a_line(
+    monkeypatch: pytest.MonkeyPatch, name: str, rest: bool
+) -> None:
     calls = list(CALLS)
     before: set[Line] = set().union(*(first_lines(monkeypatch, one) for one in calls[: calls.index(name)]))
     lines = first_lines(monkeypatch, name)
@@ -291,7 +293,7 @@ def test_at_lines_where_they_run_first(monkeypatch: pytest.MonkeyPatch, name: st
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_again_while_the_first_is_cleaned_up(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_second_interrupt_during_the_cleanup(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     seed = int(os.environ.get("INTERRUPTS_SEED", "0"))
     print(f"INTERRUPTS_SEED={seed}")
     chance = random.Random(seed)
@@ -302,7 +304,7 @@ def test_again_while_the_first_is_cleaned_up(monkeypatch: pytest.MonkeyPatch, na
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", CALLS)
-def test_at_every_line_every_time(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_an_interrupt_at_any_run_of_a_line(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     numbers = strided(lines_of(monkeypatch, name).num_lines, 1, STRIDE)
     for number in numbers:
         assert interrupt(monkeypatch, name, number).come
@@ -311,7 +313,7 @@ def test_at_every_line_every_time(monkeypatch: pytest.MonkeyPatch, name: str) ->
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", CALLS)
-def test_twice_wherever_the_first_came(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_two_interrupts_at_any_line(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     numbers, num_twice = strided(lines_of(monkeypatch, name).num_lines, 5, STRIDE), 0
     for number in numbers:
         num_twice += len(interrupt(monkeypatch, name, number, number + 1 + number % 7).come) == 2
@@ -319,7 +321,7 @@ def test_twice_wherever_the_first_came(monkeypatch: pytest.MonkeyPatch, name: st
 
 
 def strided(num_lines: int, times: int, stride: int) -> range:
-    """Of lines 1 to `num_lines` one in `times` strides, from a place that follows from the seed."""
+    """Return one in `times` strides of the lines 1 to `num_lines`, from an offset that the seed gives."""
     seed = int(os.environ.get("INTERRUPTS_SEED", "0"))
     print(f"INTERRUPTS_SEED={seed} INTERRUPTS_STRIDE={stride}")
     return range(1 + random.Random(seed).randrange(times * stride), num_lines + 1, times * stride)

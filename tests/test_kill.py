@@ -1,4 +1,4 @@
-"""SIGKILL of real generating processes: what was reported is there, and what comes after is right."""
+"""SIGKILL of real generating processes: what was reported is there, and what follows is right."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def context():
-    """Processes are forked from one that has imported everything and touched no device."""
+    """Return a context that forks processes from one that has imported everything and touched no device."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pensieve_jax", "tests.kill.process"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))  # the server takes no other path
+        # the fork server takes no other path
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
         multiprocessing.forkserver.ensure_running()
     return context
 
 
 @pytest.fixture(scope="module")
 def unkilled(context, tmp_path_factory):
-    """The marks of a process that nobody kills, and the cache of compiled programs that it fills."""
+    """Return the marks of a process that is not killed, and the compilation cache that it fills."""
     cache_dir = tmp_path_factory.mktemp("compiled")
     process, pipe = start_process(context, Task(None, str(cache_dir), Script(0), "whole"))
     marks = []
@@ -44,7 +45,7 @@ def unkilled(context, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def lives(context, unkilled, tmp_path_factory):
-    """All lives, lived, of ten kills each. Whatever must hold after each death was asserted on the way."""
+    """Run all schedules of ten kills each; each death was checked when it came."""
     seed = new_seed()
     marks, cache_dir = unkilled
     fingerprint = dict(mark for mark in marks if len(mark) == 2)["opening"]
@@ -63,7 +64,7 @@ def lives(context, unkilled, tmp_path_factory):
 
 
 def test_kills_lose_nothing_that_was_reported(lives, record_property):
-    """Each death was checked as it came; this is about how many there were, and that all went on."""
+    """Each death was checked when it came; this checks their number, and that all schedules continued."""
     deaths = [death for life in lives for death in life.deaths if death.moment is not None]
     assert len(deaths) == len(lives) * NUM_MOMENTS == 10 * len(lives)
     num_reported = sum(len(death.reports) for death in deaths)
@@ -72,8 +73,8 @@ def test_kills_lose_nothing_that_was_reported(lives, record_property):
     assert num_reported > 10 * len(lives)
 
 
-def test_the_moments_are_spread_over_the_life_of_a_process(lives, record_property):
-    """While starting, in the middle of turns, around commits, after reports, while closing."""
+def test_the_moments_of_kills_are_spread_over_a_processs_life(lives, record_property):
+    """They fall on startup, in turns, around commits, after reports, and on closing."""
     deaths = [death for life in lives for death in life.deaths if death.moment is not None]
     counts = {
         "while starting": sum("ready" not in death.marks for death in deaths),
@@ -87,7 +88,7 @@ def test_the_moments_are_spread_over_the_life_of_a_process(lives, record_propert
     num_groups = sum(len(group) > 1 for life in lives for death in life.deaths for group in death.announced)
     killed = ", ".join(f"{count} {when}" for when, count in counts.items())
     record_property("note", f"killed {killed}; {num_groups} commits of several turns")
-    # Each is a third or less of what is usual.
+    # Each limit is at most a third of the usual number.
     assert counts["while starting"] >= 0.6 * len(lives)
     assert counts["later"] >= 2 * len(lives)
     assert counts["with turns in progress"] >= 2 * len(lives)
@@ -96,7 +97,7 @@ def test_the_moments_are_spread_over_the_life_of_a_process(lives, record_propert
 
 
 def test_all_turns_equal_the_reference(lives, record_property):
-    """Over all deaths, greedy and seeded: the tokens of one model over whole sequences."""
+    """Over all deaths, greedy and seeded tokens equal those of one model over whole sequences."""
     reference = DenseReference(
         load_model(MODEL, dtype="float32", mesh=make_mesh(1)), min_padded_tokens=MAX_CONTEXT_TOKENS
     )
@@ -117,22 +118,24 @@ def test_all_turns_equal_the_reference(lives, record_property):
     assert num_uncertain < num_tokens / 100
 
 
-def test_the_last_process_goes_on_where_the_killed_ones_stopped(lives):
-    """It was not killed: one turn of every lane, on top of what was there, and all of it is kept."""
+def test_the_last_process_continues_where_the_killed_ones_stopped(lives):
+    """It was not killed: it adds one turn to every lane, and all of it is stored."""
     for life in lives:
         last = life.deaths[-1]
         assert last.marks[-1] == "finished" and not last.unfinished
         assert len(last.reports) == NUM_LANES
         num_before = {key: index for key, index in (report.key for report in last.reports)}
         assert all(TurnKey(key, i) in life.turns for key, index in num_before.items() for i in range(index))
-        # Nothing is resident after a start: whatever had a history had it computed again.
+        # Nothing is resident after a start: every conversation with a history recomputed it.
         assert all(bool(report.recomputed_tokens) == (report.key.turn_index > 0) for report in last.reports)
 
 
-def test_state_leaves_the_device_on_the_way(lives, unkilled, record_property):
-    """The engine of every life has no room for everything: it swaps, and drops.
+def test_chunks_leave_the_device_on_the_way(lives, unkilled, record_property):
+    """The engine has no room for everything: it swaps, and drops.
 
-    A life's first steps may end before anything comes back from the CPU; a process that nobody kills tells.
+    The first steps after a start may end before anything comes back from the CPU; the process that is not
+    killed
+    shows it.
     """
     reports = [mark[1] for mark in unkilled[0] if mark[0] == "reported"]
     assert sum(report.swapped_in_tokens for report in reports) > 0

@@ -66,7 +66,7 @@ def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
     assert prompt_of(llm, "x") == (BOS, ord("a")) and prompt_of(llm, "y") == (5, 6)
 
 
-def test_the_beginning_of_sequence_stands_at_the_start_only(llm: LLM, clock: VirtualClock) -> None:
+def test_the_beginning_token_is_at_the_start_only(llm: LLM, clock: VirtualClock) -> None:
     for _ in range(2):
         llm.generate(["hi"], SHORT, conversation_ids=["bos"])
     assert prompt_of(llm, "bos", 0) == (BOS, *b"hi") and prompt_of(llm, "bos", 1) == tuple(b"hi")
@@ -81,7 +81,7 @@ def test_the_beginning_of_sequence_stands_at_the_start_only(llm: LLM, clock: Vir
     assert prompt_of(llm, "chat") == first and len(llm.history("chat").turns) == 1
 
 
-def test_a_chat_turn_closes_the_reply_that_was_cut(llm: LLM) -> None:
+def test_a_chat_turn_closes_a_truncated_reply(llm: LLM) -> None:
     for _ in range(2):
         llm.chat([{"role": "user", "content": "hi"}], SHORT, conversation_id="cut")
     assert prompt_of(llm, "cut", 1)[0] == END
@@ -166,13 +166,13 @@ BAD_CALLS: dict[str, tuple[Any, type[Exception], str]] = {
 
 
 def prefixes(llm: LLM) -> Iterator[SharedPrefix | None]:
-    """For a first turn, and for a second one, which may have none."""
+    """Yield a prefix for a first turn, and one for a second turn, which may have none."""
     yield None
     yield llm.share_prefix("p")
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
-def test_bad_calls_are_typed_errors_and_harm_nobody(llm: LLM, name: str) -> None:
+def test_invalid_calls_are_typed_errors_without_effect_on_others(llm: LLM, name: str) -> None:
     call, kind, words = BAD_CALLS[name]
     stream = llm.stream([1, 2, 3], SHORT)
     with pytest.raises(kind, match=words):
@@ -180,8 +180,8 @@ def test_bad_calls_are_typed_errors_and_harm_nobody(llm: LLM, name: str) -> None
     assert sum(len(delta.token_ids) for delta in stream) == 4
 
 
-def test_a_fork_answers_as_one_that_was_told_the_same(llm: LLM) -> None:
-    """All of a conversation, and the beginning of one: each goes on by itself."""
+def test_a_fork_answers_as_a_conversation_with_the_same_history(llm: LLM) -> None:
+    """Forks all of a conversation, and the beginning of one: each continues separately."""
     llm.generate(["once upon a time"], SHORT, conversation_ids=["tale"])
     whole = llm.history("tale").token_ids.tolist()
     llm.fork("tale", "other")
@@ -214,14 +214,16 @@ def test_a_second_turn_while_one_runs_is_busy(llm: LLM) -> None:
         llm.history("busy")
 
 
-def test_a_closed_stream_says_nothing_more(llm: LLM) -> None:
+def test_a_closed_stream_yields_nothing_more(llm: LLM) -> None:
     stream = llm.stream("a", SHORT, conversation_id="closed")
     llm.generate(["b"], SHORT)
     stream.close()
     assert list(stream) == []
 
 
-def test_a_stream_collected_in_the_middle_of_a_step_harms_nobody(llm: LLM, monkeypatch: Any) -> None:
+def test_a_stream_that_is_garbage_collected_during_a_step_has_no_effect_on_others(
+    llm: LLM, monkeypatch: Any
+) -> None:
     dropped = llm.stream("a", SamplingParams(max_tokens=50, ignore_eos=True), conversation_id="dropped")
     holder = [dropped]
     del dropped
@@ -238,7 +240,7 @@ def test_a_stream_collected_in_the_middle_of_a_step_harms_nobody(llm: LLM, monke
 
 
 def test_a_shared_prefix_is_computed_once(llm: LLM) -> None:
-    """Full chunks are shared, by whoever begins with it; the reply is that of the whole text."""
+    """All users share the full chunks; the reply is that of the whole text."""
     text = "You are a helpful assistant, and you answer in riddles only. "
     prefix = llm.share_prefix(text)
     alone = llm.generate([text + "hello"], SHORT, conversation_ids=["alone"])[0]
@@ -254,7 +256,7 @@ def test_a_shared_prefix_is_computed_once(llm: LLM) -> None:
 
 
 def test_chats_share_a_system_message(llm: LLM) -> None:
-    """And once it is released, those that began with it go on."""
+    """After its release the conversations that began with it continue."""
     system, hi = (
         {"role": "system", "content": "You answer in riddles only."},
         {"role": "user", "content": "hi"},
@@ -297,12 +299,12 @@ def test_chats_share_a_system_message(llm: LLM) -> None:
         ({"config": EngineConfig(scheduler=SchedulerConfig(max_context_tokens=4096))}, "positions"),
     ],
 )
-def test_what_cannot_be_started(arguments: dict[str, Any], words: str) -> None:
+def test_an_invalid_start_is_refused(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         LLM(**arguments, progress=False)
 
 
-def test_what_the_hub_answers_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_hub_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> str:
         raise OSError("404 Client Error.\n\nRepository Not Found for url: x.\nIs it private?.")
 
@@ -315,7 +317,7 @@ def test_what_the_hub_answers_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_default_model_comes_with_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever this runs, and although a directory of its name is there."""
+    """It does so in any directory, even one that contains a directory of its name."""
     (tmp_path / DEFAULT_MODEL).mkdir()
     monkeypatch.chdir(tmp_path)
     directory = Path(resolve_model(DEFAULT_MODEL))
@@ -326,8 +328,8 @@ def test_the_default_model_comes_with_the_package(tmp_path: Path, monkeypatch: p
     assert inspect.signature(LLM).parameters["model"].default == DEFAULT_MODEL
 
 
-def test_a_closed_llm_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before it has computed anything; nothing is compiled for that."""
+def test_a_closed_llm_refuses_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is closed before the first turn; nothing is compiled for this test."""
     monkeypatch.setattr(assembly.ModelRunner, "warm_up", lambda self, progress=None: None)
     config = EngineConfig(
         cache=CacheConfig(gpu_pages=4),

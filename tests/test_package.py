@@ -1,4 +1,4 @@
-"""What the package says of itself: its names, its version, and that it is typed."""
+"""The package's metadata: its names, its version, and that it is typed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-def test_every_error_that_a_caller_can_meet_has_a_name_here() -> None:
+def test_every_error_that_a_caller_can_get_is_exported() -> None:
     found = {
         name: one
         for module in (errors, model_defs.errors)
@@ -32,7 +32,7 @@ def test_every_error_that_a_caller_can_meet_has_a_name_here() -> None:
     assert all(hasattr(pensieve_jax, name) for name in pensieve_jax.__all__)
 
 
-def test_what_methods_of_an_llm_return_has_a_name_here() -> None:
+def test_result_types_of_an_llm_are_exported() -> None:
     public = {
         name: inspect.get_annotations(method)["return"]
         for name, method in inspect.getmembers(pensieve_jax.LLM, inspect.isfunction)
@@ -47,13 +47,13 @@ def test_what_methods_of_an_llm_return_has_a_name_here() -> None:
     assert pensieve_jax.TurnRecord.__module__ == pensieve_jax.ConversationRecord.__module__
 
 
-def test_the_version_is_that_of_pyproject() -> None:
+def test_the_version_equals_pyprojects() -> None:
     assert pensieve_jax.__version__ == PROJECT["project"]["version"]
     with pytest.raises(AttributeError, match="no_such_name"):
         pensieve_jax.no_such_name  # noqa: B018
 
 
-def test_a_version_without_a_checkout_is_that_of_the_distribution(
+def test_a_version_without_a_checkout_is_the_distributions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: f"{name} 9")
@@ -71,7 +71,7 @@ def test_a_version_without_a_checkout_is_that_of_the_distribution(
     assert version.find_version(tmp_path) == version.UNKNOWN
 
 
-def test_every_package_is_typed_and_says_so_in_a_wheel() -> None:
+def test_every_package_has_a_type_marker_in_the_wheel() -> None:
     setuptools = PROJECT["tool"]["setuptools"]
     for pattern in setuptools["packages"]["find"]["include"]:
         package = pattern.removesuffix("*")

@@ -1,4 +1,4 @@
-"""The search for wrong answers itself: what it hands out, adds up and reports."""
+"""Tests of the search for wrong answers: its tasks, sums and reports."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_search_without_time_runs_one_schedule(ends):
     assert search(Task("instant", 0, 1, None, -1.0)).num == 1
 
 
-def test_what_hardly_happens_is_a_doubt_once_enough_ran():
+def test_rare_events_are_reported_as_a_doubt_once_enough_ran():
     mode = Mode(lambda: Counter, {"drops": 100.0}, {("uncertain", "turns"): 0.1})
     few = "drops happened 4 times, less than 5"
     many = "uncertain are 11 of 100 turns, more than 10.0%"
@@ -98,7 +98,7 @@ def test_a_shard_is_k_of_n():
 
 
 @pytest.mark.parametrize("text", ["", "2", "0/3", "4/3", "-1/3", "a/b", "1/2/3"])
-def test_what_is_no_shard_is_refused(text):
+def test_an_invalid_shard_is_refused(text):
     with pytest.raises(ConfigError, match="--shard"):
         parse_shard(text)
 

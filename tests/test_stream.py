@@ -1,4 +1,4 @@
-"""What several turns became: together, where one of them failed, and where the engine itself has."""
+"""The outputs of several turns if one of them failed, or the engine itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.engine.oracles import spec_of
 
 
 def failing(harness: Harness, num_steps: int, *, has_memory: bool = True) -> None:
-    """Let a step fail after so many, and new pools as well unless there is memory."""
+    """Fail a step after `num_steps`, and the creation of new pools too unless there is memory."""
     step, steps = harness.engine.step, iter(range(10**6))
 
     def refuse() -> None:
@@ -32,7 +32,7 @@ def specs(harness: Harness, *numbers: int):
     return [spec_of(one, str(one.params.max_tokens)) for one in facts]
 
 
-def test_one_failure_of_two_callers_tells_neither_of_the_others_answers() -> None:
+def test_a_failure_does_not_give_one_caller_the_others_answers() -> None:
     harness = Harness()
     alone = harness.submit(harness.facts(harness.prompt(6, 1), "alone", max_tokens=30), "alone")
     failing(harness, 5)

@@ -1,4 +1,4 @@
-"""Turns that a caller steps, and holds: what nobody holds is cancelled."""
+"""Turns that a caller steps and references: a turn without references is cancelled."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_turns_are_queued_and_run_as_the_caller_steps(monkeypatch: pytest.Monkey
     assert [turn.result().conversation_id for turn in turns] == ["a", "b", "c"]
 
 
-def test_it_says_what_generate_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_result_equals_generates(monkeypatch: pytest.MonkeyPatch) -> None:
     llm, _ = fake_llm(monkeypatch)
     prompts = ["text", HI]
     turns = llm.submit(prompts, PARAMS)
@@ -54,14 +54,14 @@ def test_it_says_what_generate_says(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_others_who_step_take_submitted_turns_along(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_callers_steps_also_run_submitted_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     llm, _ = fake_llm(monkeypatch)
     (turn,) = llm.submit(["a"], PARAMS, conversation_ids=["a"])
     llm.generate(["b"], SamplingParams(max_tokens=9, ignore_eos=True))
     assert turn.done and not llm.unfinished and llm.history("a").turns
 
 
-def test_a_cancelled_turn_was_never_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancelled_turn_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     llm, _ = fake_llm(monkeypatch)
     one, other = llm.submit(["a", "b"], PARAMS, conversation_ids=["a", "b"])
     llm.step()
@@ -73,7 +73,7 @@ def test_a_cancelled_turn_was_never_sent(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [info.conversation_id for info in llm.conversations()] == ["b"]
 
 
-def test_a_turn_that_nobody_holds_is_cancelled_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreferenced_turn_is_cancelled_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     llm, harness = fake_llm(monkeypatch)
     llm.generate(["a"], PARAMS, conversation_ids=["a"])
     held, dropped = llm.submit(["b", "a"], PARAMS, conversation_ids=["b", "a"])
@@ -107,7 +107,7 @@ def test_a_turn_that_ended_may_be_dropped(monkeypatch: pytest.MonkeyPatch) -> No
         (["a", "b"], {"prefix": "text"}, "share_prefix"),
     ],
 )
-def test_one_bad_turn_and_none_is_queued(
+def test_if_one_turn_is_invalid_none_is_queued(
     monkeypatch: pytest.MonkeyPatch, prompts: list[Any], options: dict[str, Any], words: str
 ) -> None:
     llm, _ = fake_llm(monkeypatch)

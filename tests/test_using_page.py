@@ -1,4 +1,4 @@
-"""The pieces of docs/using.md run one after the other, on a smaller engine, in a directory of their own."""
+"""The examples of docs/using.md run one after the other, on a smaller engine, in their own directory."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PAGE = ROOT / "docs" / "using.md"
 
 
 @pytest.mark.long
-def test_the_pieces_of_the_page_run_in_their_order(
+def test_the_examples_of_the_page_run_in_order(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     compilation_cache: str,
 ) -> None:
-    """One named a directory that nobody has, and later ones began conversations that were there already."""
+    """One once named a missing directory, and later ones began conversations that existed already."""
 
     def smaller(model: str, *, config: Any, history: str) -> LLM:
         assert history and isinstance(config, pensieve_jax.EngineConfig)

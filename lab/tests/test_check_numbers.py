@@ -409,7 +409,10 @@ ATTACKS_ON_BOTH = [
     ("answers in 18 ms", PROSE.format('["aim", "size"]', "18")),
     ("is 90 times as fast", PROSE.format('"setting"', "90")),
     ("is 60 times as fast", PROSE.format('"setting"', "60")),
-    ("takes 45 ms", PROSE.format('"tested"\ntest = "tests/test_front_page.py::test_ten_lines_twice"', "45")),
+    (
+        "takes 45 ms",
+        PROSE.format('"tested"\ntest = "tests/test_front_page.py::test_the_example_runs_twice"', "45"),
+    ),
 ]
 
 

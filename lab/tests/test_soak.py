@@ -1,4 +1,4 @@
-"""The soak for seconds, on the fake runner: clients of every kind, samples, and what is left behind."""
+"""The soak test for a few seconds, on the fake runner: all kinds of clients, samples, and leftovers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_CLIENTS = 12
 
 
 @pytest.mark.long
-def test_nothing_is_left_of_busy_clients(tmp_path):
+def test_busy_clients_leave_nothing_behind(tmp_path):
     seed = new_seed()
     counts: Counter[str] = Counter()
 
@@ -51,7 +51,7 @@ def test_nothing_is_left_of_busy_clients(tmp_path):
     assert all(counts[kind] for kind in ("responses", "chat", "streams", "vanished", "left streams"))
 
 
-def test_what_grows_is_told_and_what_wavers_is_not():
+def test_growth_is_reported_and_fluctuation_is_not():
     samples = Samples()
     for minute in range(30):
         samples.add(
@@ -62,7 +62,8 @@ def test_what_grows_is_told_and_what_wavers_is_not():
                 "front_descriptors": 30.0 + minute % 5,
                 "front_threads": 4.0 + 5 * (minute // 10),
                 "engine_known_turns": 400.0 + 30 * (-1) ** minute,
-                "engine_live_conversations": 100.0 if 10 <= minute < 20 else 300.0,  # a slower time between
+                # fewer in a slower period
+                "engine_live_conversations": 100.0 if 10 <= minute < 20 else 300.0,
                 "front_turns_remembered": 10.0 * minute,
             },
         )

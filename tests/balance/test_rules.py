@@ -1,4 +1,4 @@
-"""Rings and rules: what moves, what never does, and who is chosen."""
+"""Rings and rules: which conversations move, which never do, and which replica is chosen."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_ring_is_even_to_a_tenth_or_so_and_depends_on_names_alone():
         HashRing([]).owner("k")
 
 
-def test_clockwise_is_everybody_once_from_the_owner_on():
+def test_clockwise_lists_every_replica_once_from_the_owner_on():
     ring = HashRing(NAMES)
     for key in map(str, range(50)):
         order = list(ring.clockwise(key))
@@ -41,14 +41,14 @@ def test_clockwise_is_everybody_once_from_the_owner_on():
         assert left.owner(key) == order[1], "who follows is who takes over"
 
 
-def test_a_full_memory_makes_who_comes_wait():
+def test_a_full_memory_makes_new_turns_wait():
     turn = asked("c")
     fits, full = Load(4, 0, 100_000), Load(8, 0, 200_000)
     assert SPEEDS.seconds(full, 50) == pytest.approx(2 * SPEEDS.seconds(fits, 50), rel=0.01)
     assert SPEEDS.seconds_of_others(full, turn, 50) == 2 * SPEEDS.seconds_of_others(fits, turn, 50)
 
 
-def test_who_begins_is_named_after_the_least_loaded_and_any_front_finds_it():
+def test_a_new_root_is_named_after_the_least_loaded_replica_and_any_front_end_finds_it():
     named, other = rule(RootPlacement(SPEEDS, num_candidates=16)), rule(ConsistentHash())
     for number in range(30):
         free = NAMES[number % 16]
@@ -60,7 +60,7 @@ def test_who_begins_is_named_after_the_least_loaded_and_any_front_finds_it():
     assert named.name(asked("c"), IDLE) == "c", "where all are alike, nothing is tried"
 
 
-def test_names_fall_on_the_ring_of_another_router():
+def test_names_use_the_ring_of_another_router():
     def other_hash(key):
         return zlib.crc32(key.encode()[::-1])
 

@@ -1,7 +1,7 @@
-"""Random lives of a tree of sequences in one cache, with a model of what stands in every page and slot.
+"""Random scenarios of a tree of sequences in one cache, with a model of the content of every page and slot.
 
-A page holds the tokens that were computed into it, or that a copy brought; so whoever reads a chunk of other
-tokens is found. Copies end in any order, as late as they like.
+A page holds the tokens that were computed into it, or that a copy brought, so a sequence that reads another
+one's tokens is detected. Copies end in any order, arbitrarily late.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class ForkScenario:
     """One cache, its sequences, and the tokens of each.
 
     Attributes:
-      tokens: of every sequence; those past `history` are of the turn in progress.
-      totals: what happened.
+        tokens: of every sequence; those past `history` are of the turn in progress.
+        totals: counts of what happened.
     """
 
     def __init__(self, seed: int) -> None:
@@ -65,7 +65,7 @@ class ForkScenario:
         assert self.cache.pool.num_free == self.cache.pool.num_places, "a page was lost"
         assert self.cache.slots.num_free == self.cache.slots.num_places, "a slot was lost"
 
-    # What happens
+    # Operations.
 
     def open(self) -> None:
         if len(self.tokens) < MAX_LEAVES:
@@ -80,7 +80,7 @@ class ForkScenario:
             self.totals["forks"] += 1
 
     def choices(self) -> None:
-        """Two turns with one prompt."""
+        """Submit two turns with one prompt."""
         source = self._one(Role.IDLE)
         if source is not None and len(self.tokens) < MAX_LEAVES:
             self._append(source, self.random.randint(1, 4 * CHUNK))
@@ -99,7 +99,7 @@ class ForkScenario:
             self.cache.queued("", sequence)
 
     def admit(self) -> None:
-        """The one that waits longest."""
+        """Admit the turn that has waited longest."""
         waiting = [sequence for sequence in self.tokens if sequence.role is Role.QUEUED]
         for sequence in sorted(waiting, key=lambda waiting: waiting.arrival)[:1]:
             manager = self.cache.manager
@@ -108,7 +108,7 @@ class ForkScenario:
             manager.end_step()
 
     def advance(self) -> None:
-        """A step in which one sequence computes all that it misses, and maybe gets a token."""
+        """Run a step in which one sequence computes all missing tokens, and may get a new token."""
         sequence = self._one(Role.RUNNING)
         if sequence is None:
             return
@@ -135,7 +135,7 @@ class ForkScenario:
         manager.end_step()
 
     def read(self, sequence: CachedSequence) -> None:
-        """What it reads is its own tokens."""
+        """Check that the sequence reads its own tokens."""
         tokens = self.tokens[sequence]
         assert sequence.num_kv_tokens == len(tokens)
         for index in range(-(-len(tokens) // CHUNK)):
@@ -147,7 +147,7 @@ class ForkScenario:
         self.totals["read"] += 1
 
     def end(self) -> None:
-        """Its turn was answered."""
+        """End a running turn with its reply."""
         sequence = self._one(Role.RUNNING)
         if sequence is not None and sequence.num_kv_tokens >= self.history[sequence]:
             del self.tokens[sequence][sequence.num_kv_tokens :]
@@ -161,7 +161,7 @@ class ForkScenario:
             self.leave(sequence)
 
     def leave(self, sequence: CachedSequence) -> None:
-        """Its turn, if it has one, was never sent."""
+        """Restore the sequence as if its turn, if any, had never been sent."""
         if sequence.role is not Role.IDLE:
             del self.tokens[sequence][self.history[sequence] :]
             self.cache.manager.truncate(sequence, self.history[sequence])
@@ -200,13 +200,13 @@ class ForkScenario:
         self.cache.manager.end_step()
 
     def land(self) -> None:
-        """Some copies end."""
+        """Complete some of the copies in flight."""
         for copy_id in (*self.cache.copies_out, *self.cache.copies_in):
             if self.random.random() < 0.5:
                 self._finish(copy_id)
 
     def lose_device(self) -> None:
-        """A step failed: every turn that ran is lost, and everything in flight."""
+        """Fail a step: every running turn is lost, and everything in flight."""
         self.cache.manager.take_copies()
         self.cache.manager.lose_device()
         self.cache.copies_out, self.cache.copies_in, self.leaving = {}, {}, {}
@@ -216,15 +216,15 @@ class ForkScenario:
         self.pages.clear()
         self.totals["lost devices"] += 1
 
-    # Copies
+    # Copies.
 
     def begin_copies(self) -> None:
-        """Copies out read their pages in program order, so what is written later does not matter."""
+        """Read the pages of copies out in program order, so that later writes do not matter."""
         outs, _ = self.cache.begin()
         self.leaving.update((copy.copy_id, self.pages[copy.page]) for copy in outs)
 
     def _finish(self, copy_id: int) -> None:
-        """Do a copy; one that was expedited has counted as done before."""
+        """Perform a copy; an expedited one has already counted as done."""
         self.begin_copies()
         if copy_id in self.leaving:
             self.slots[self.cache.copies_out.pop(copy_id).slot] = self.leaving.pop(copy_id)
@@ -235,7 +235,7 @@ class ForkScenario:
         if copy_id in store.flights or copy_id in store.orphans:
             self.cache.manager.complete([copy_id])
 
-    # Inside
+    # Internals.
 
     def _one(self, role: Role | None = None) -> CachedSequence | None:
         found = [sequence for sequence in self.tokens if role in (None, sequence.role)]
@@ -255,7 +255,7 @@ class ForkScenario:
 
 
 def run_fork_scenario(seed: int) -> Counter[str]:
-    """One scenario from start to end; raises AssertionError for what is wrong."""
+    """Run one scenario from start to end; raise AssertionError on a failure."""
     scenario = ForkScenario(seed)
     try:
         scenario.run()

@@ -1,4 +1,4 @@
-"""Caches and sequences in a wanted state, made through the manager's own calls."""
+"""Caches and sequences in a given state, created through the manager's own calls."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ CHUNK = 16
 
 
 class Cache:
-    """A manager with its pools and clock, and shorthands for what requests and transfers do.
+    """A manager with its pools and clock, and shorthands for the calls of requests and transfers.
 
     Attributes:
-      copies_out, copies_in: begun and not complete, by copy id.
+        copies_out, copies_in: copies in flight, by copy id.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Cache:
         return self.manager._store.slots
 
     def take_drops(self) -> list[tuple[str, int]]:
-        """Sequence and chunk of what was dropped since the last call."""
+        """Return sequence and chunk of the drops since the last call."""
         return [(drop.conversation_id, drop.index) for drop in self.manager.take_drops()]
 
     # Sequences
@@ -84,7 +84,7 @@ class Cache:
         return sequence
 
     def running(self, name: str, num_tokens: int, sequence: CachedSequence | None = None) -> CachedSequence:
-        """A sequence that was admitted and computed up to `num_tokens`."""
+        """Create a sequence that was admitted and computed up to `num_tokens`."""
         sequence = self.queued(name, sequence)
         self.manager.begin_step()
         assert self.manager.try_admit(sequence, num_tokens, waive_reserve=True)
@@ -93,7 +93,7 @@ class Cache:
         return sequence
 
     def idle(self, name: str, num_tokens: int, idle_s: float = 0.0) -> CachedSequence:
-        """A sequence whose turn ended `idle_s` seconds ago."""
+        """Create a sequence whose turn ended `idle_s` seconds ago."""
         sequence = self.running(name, num_tokens)
         self.manager.release(sequence)
         self.manager._store.set_active(sequence, self.clock.now() - idle_s)
@@ -103,7 +103,7 @@ class Cache:
     def on_both(
         self, name: str, num_tokens: int, idle_s: float = 0.0, *, but: Sequence[int] = ()
     ) -> CachedSequence:
-        """An idle sequence with a complete copy of every chunk but some."""
+        """Create an idle sequence with a complete copy of every chunk but some."""
         sequence = self.idle(name, num_tokens, idle_s)
         for index in range(len(sequence.chunks)):
             if index not in but:
@@ -114,7 +114,7 @@ class Cache:
     def on_cpu(
         self, name: str, num_tokens: int, idle_s: float = 0.0, *, but: Sequence[int] = ()
     ) -> CachedSequence:
-        """An idle sequence that is in host memory only, but for some chunks, which are on the gpu only."""
+        """Create an idle sequence in host memory only, except some chunks, which are on the GPU only."""
         sequence = self.on_both(name, num_tokens, idle_s, but=but)
         for index in sequence.indices_on(EvictionClass.CLEAN):
             self.manager._store.give_page(sequence, index)
@@ -136,7 +136,7 @@ class Cache:
         return list(outs), list(ins)
 
     def complete(self, *copy_ids: int) -> None:
-        """These copies end, or all that began."""
+        """Complete these copies, or all that began."""
         self.begin()
         done = copy_ids or (*self.copies_out, *self.copies_in)
         for copy_id in done:
@@ -146,7 +146,7 @@ class Cache:
         self.check()
 
     def lose(self, *copy_ids: int) -> None:
-        """These copies out end, and slots hold nothing of them."""
+        """End these copies out as lost: their slots hold nothing."""
         self.begin()
         for copy_id in copy_ids:
             del self.copies_out[copy_id]
@@ -154,7 +154,7 @@ class Cache:
         self.check()
 
     def end_step(self) -> tuple[list[Copy], list[Copy]]:
-        """A pass in which nobody asks for anything; the copies that it began."""
+        """Run a pass without requests; return the copies that it began."""
         self.manager.begin_step()
         self.manager.end_step()
         self.check()
@@ -168,7 +168,7 @@ class Cache:
 
 
 def habits(seed: int) -> ReturnModel:
-    """A model of many returns that anybody may have, drawn by seed."""
+    """Draw a model of many returns by seed."""
     rng = np.random.default_rng(seed)
     shape = NUM_BUCKETS, NUM_BINS
     returns, exposure_s = rng.integers(0, 50, shape), rng.integers(1, 10_000, shape)
@@ -176,7 +176,7 @@ def habits(seed: int) -> ReturnModel:
 
 
 def experience_of(seed: int, followed: str = "returns") -> LearnedState:
-    """What somebody has seen who had `habits`, and follows an order."""
+    """Return the learned state of an order for users with `habits`."""
     model = habits(seed)
     return LearnedState(
         model.returns, model.exposure_s, followed, PolicyLosses((0.0,) * 3, ((0.0,) * 3,) * 3)
@@ -184,15 +184,15 @@ def experience_of(seed: int, followed: str = "returns") -> LearnedState:
 
 
 def resident(sequence: CachedSequence) -> list[int]:
-    """Chunks that steps can read."""
+    """Return the chunks that steps can read."""
     return [index for index, chunk in enumerate(sequence.chunks) if chunk.readable]
 
 
 def states(sequence: CachedSequence) -> list[str]:
-    """By chunk."""
+    """Return the state of each chunk."""
     return [chunk.state.value for chunk in sequence.chunks]
 
 
 def pages_of(sequence: CachedSequence) -> list[int]:
-    """By chunk."""
+    """Return the page of each chunk."""
     return [chunk.page for chunk in sequence.chunks]

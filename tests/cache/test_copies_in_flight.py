@@ -1,4 +1,4 @@
-"""Copies that end late, or after their chunk has gone: what they keep, and until when."""
+"""Copies that end late, or after their chunk has gone: which pages and slots they hold, and until when."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OPS = ("turn", "turn", "turn", "queue", "truncate", "close", "suspend", "think",
 
 
 @pytest.mark.parametrize("how", ["truncate", "close"])
-def test_a_copy_whose_chunk_is_gone_keeps_its_page_and_slot_until_it_is_complete(how):
+def test_a_copy_whose_chunk_is_gone_holds_its_page_and_slot_until_it_is_complete(how):
     cache = Cache(6, 6)
     sequence = cache.queued("a", cache.on_cpu("a", 3 * CHUNK))
     cache.manager.try_admit(sequence, 3 * CHUNK, waive_reserve=True)
@@ -29,7 +29,7 @@ def test_a_copy_whose_chunk_is_gone_keeps_its_page_and_slot_until_it_is_complete
     assert cache.pool.num_free == cache.slots.num_free == 6 - num_left
 
 
-def test_a_cancelled_swap_out_keeps_its_slot_until_it_is_complete():
+def test_a_cancelled_swap_out_holds_its_slot_until_it_is_complete():
     cache = Cache(6, 6, clean_pages=6)
     sequence = cache.idle("a", 3 * CHUNK)
     cache.end_step()
@@ -40,8 +40,8 @@ def test_a_cancelled_swap_out_keeps_its_slot_until_it_is_complete():
     assert cache.slots.num_free == 6
 
 
-def test_lost_pools_leave_what_slots_hold():
-    """Complete copies survive, and chunks on their way in; what is on the gpu only or on its way out, not."""
+def test_lost_pools_leave_the_content_of_slots():
+    """Complete copies survive, and arriving chunks; chunks on the GPU only or being copied out do not."""
     cache = Cache(12, 12, clean_pages=12, retrieval_priority=False)
     mixed = cache.on_both("mixed", 4 * CHUNK, but=[3])
     cache.manager._store.give_page(mixed, 1)
@@ -73,7 +73,9 @@ def test_lost_pools_leave_what_slots_hold():
     ops=st.lists(st.tuples(st.sampled_from(OPS), st.integers(0, 5), st.integers(1, 60)), max_size=50),
 )
 def test_any_order_of_turns_and_copies_keeps_its_invariants(cpu_pages, options, ops):
-    """Copies end late, in any order, or bring nothing; all adds up at any time, and is free at the end."""
+    """Copies end late, in any order, or without content; the counts always match, and everything is free at
+    the end.
+    """
     cache = Cache(12, cpu_pages, **options)
     sequences, queued = {}, set()
     for op, number, size in ops:

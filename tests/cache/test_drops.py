@@ -1,4 +1,4 @@
-"""Every drop says what it was for, and what the chunk was worth."""
+"""Every drop has its reason and the chunk's value."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pensieve_jax.cache import Drop, DropReason
 from tests.cache.helpers import CHUNK, Cache
 
 
-def test_without_host_memory_a_page_is_taken_by_dropping():
+def test_without_host_memory_a_page_is_freed_by_dropping():
     cache = Cache(4)
     old, _ = cache.idle("old", 2 * CHUNK, 100.0), cache.idle("young", 2 * CHUNK, 10.0)
     worth = cache.manager.worth_of(old, 0)
@@ -17,7 +17,7 @@ def test_without_host_memory_a_page_is_taken_by_dropping():
     assert drop == Drop("old", 0, DropReason.NO_HOST_MEMORY, worth) and 0 < worth < math.inf
 
 
-def test_full_host_memory_gives_up_what_is_worth_less_than_what_comes():
+def test_full_host_memory_drops_chunks_of_lower_value_than_the_new_one():
     cache = Cache(2, cpu_pages=1)
     cache.on_cpu("oldest", CHUNK, 1000.0)
     cache.idle("old", CHUNK, 100.0)
@@ -27,7 +27,7 @@ def test_full_host_memory_gives_up_what_is_worth_less_than_what_comes():
     assert [(drop.conversation_id, drop.reason) for drop in drops] == [("oldest", DropReason.SLOT_NEEDED)]
 
 
-def test_full_host_memory_keeps_what_is_worth_more_than_what_comes():
+def test_full_host_memory_keeps_chunks_of_higher_value_than_the_new_one():
     cache = Cache(2, cpu_pages=1)
     cache.on_cpu("young", CHUNK, 1.0)
     cache.idle("old", CHUNK, 100.0)
@@ -39,8 +39,8 @@ def test_full_host_memory_keeps_what_is_worth_more_than_what_comes():
     ]
 
 
-def test_a_request_that_came_earlier_takes_the_slots_of_later_ones():
-    """What a queued request has is worth more than anything idle, and than what later arrivals have."""
+def test_an_earlier_request_takes_the_slots_of_later_ones():
+    """A queued request's chunks are worth more than idle ones, and than those of later arrivals."""
     cache = Cache(3, cpu_pages=1)
     early, late = cache.idle("early", CHUNK), cache.on_cpu("late", CHUNK)
     first = cache.queued("first")
@@ -51,7 +51,7 @@ def test_a_request_that_came_earlier_takes_the_slots_of_later_ones():
     assert cache.manager.take_drops() == (Drop("late", 0, DropReason.EARLIER_REQUEST, math.inf),)
 
 
-def test_a_lost_device_drops_what_no_slot_holds():
+def test_a_lost_device_drops_chunks_without_a_slot():
     cache = Cache(4, cpu_pages=2)
     cache.on_both("both", CHUNK)
     cache.idle("gpu", 2 * CHUNK)

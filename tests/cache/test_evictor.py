@@ -1,4 +1,4 @@
-"""Making room, call by call: ties, limits, and what a call must leave alone."""
+"""The evictor call by call: ties, limits, and what a call must not change."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pensieve_jax.cache import Drop, DropReason, EvictionClass
 from tests.cache.helpers import CHUNK, Cache, states
 
 
-def test_a_queued_request_does_not_drop_its_own_chunks_for_its_own():
-    """Host memory is full of its first chunk, and its second one must leave the device."""
+def test_a_queued_request_does_not_drop_its_own_chunks_for_itself():
+    """Host memory is full with its first chunk, and its second one must leave the device."""
     cache = Cache(4, 1)
     first = cache.running("first", 2 * CHUNK)
     waits = cache.queued("waits", cache.on_cpu("waits", 2 * CHUNK, but=[1]))
@@ -23,7 +23,7 @@ def test_a_queued_request_does_not_drop_its_own_chunks_for_its_own():
 
 
 def test_a_later_request_that_loses_its_last_chunk_in_host_memory_is_empty():
-    """The only slot is that of the later request; the earlier one's page must leave the device."""
+    """The only slot belongs to the later request; the earlier one's page must leave the device."""
     cache = Cache(3, 1)
     first = cache.running("first", 2 * CHUNK)
     late, early = cache.on_cpu("late", CHUNK), cache.idle("early", CHUNK)
@@ -36,7 +36,7 @@ def test_a_later_request_that_loses_its_last_chunk_in_host_memory_is_empty():
     cache.check()
 
 
-def test_in_host_memory_a_tie_falls_to_what_comes():
+def test_in_host_memory_a_tie_goes_to_the_new_chunk():
     cache = Cache(2, 1, policy="lru")
     cache.on_cpu("old", CHUNK, 50.0)
     comes = cache.idle("comes", 2 * CHUNK, 50.0)
@@ -47,7 +47,7 @@ def test_in_host_memory_a_tie_falls_to_what_comes():
     ]
 
 
-def test_a_page_that_costs_something_is_not_spare():
+def test_a_page_that_needs_a_copy_is_not_spare():
     cache = Cache(3, 3)
     clean, dirty = cache.on_both("clean", CHUNK), cache.idle("dirty", CHUNK)
     evictor = cache.manager._evictor
@@ -56,7 +56,7 @@ def test_a_page_that_costs_something_is_not_spare():
     assert states(clean) == ["on cpu"] and states(dirty) == ["on gpu"]
 
 
-def test_pages_are_pushed_out_leading_first_with_a_copy_or_without():
+def test_pages_are_pushed_out_leading_first_with_or_without_a_copy():
     cache = Cache(8, 8)
     sequence = cache.on_both("a", 4 * CHUNK, but=[0, 2])
     assert cache.manager.push_out(sequence, 3) == 3
@@ -64,7 +64,7 @@ def test_pages_are_pushed_out_leading_first_with_a_copy_or_without():
     assert cache.manager.stats()["num_forced_swap_outs"] == 2
 
 
-def test_clean_chunks_of_requests_that_wait_count_as_clean_pages():
+def test_clean_chunks_of_waiting_requests_count_as_clean_pages():
     cache = Cache(10, 20, clean_pages=4)
     cache.queued("waits", cache.on_both("waits", 4 * CHUNK))
     cache.idle("idle", 6 * CHUNK)
@@ -74,15 +74,15 @@ def test_clean_chunks_of_requests_that_wait_count_as_clean_pages():
 @pytest.mark.parametrize(
     ("clean_pages", "num_copied"), [(1, 2), (3, 4), (8, 10), (64, 80 - 32), (80, 96 - 40), (10, 12)]
 )
-def test_a_quarter_more_than_is_missing_is_copied_and_at_most_sixteen(clean_pages, num_copied):
-    """No page is clean to begin with. A step copies sixteen, or what is missing beyond the half."""
+def test_ahead_of_need_a_quarter_more_than_missing_is_copied_and_at_most_sixteen(clean_pages, num_copied):
+    """At first no page is clean. A step copies sixteen, or what is missing beyond the half."""
     cache = Cache(200, 200, clean_pages=clean_pages)
     cache.idle("idle", 200 * CHUNK)
     assert len(cache.end_step()[0]) == num_copied
 
 
-def test_one_order_is_asked_at_one_time_in_a_pass():
-    """The clock goes on within a pass; the worth of what is dropped is that of the pass."""
+def test_a_pass_uses_one_order_at_one_time():
+    """The clock advances within a pass; the value of a dropped chunk is that of the pass."""
     cache = Cache(4)
     cache.idle("a", 4 * CHUNK, 10.0)
     cache.queued("new")
@@ -100,7 +100,7 @@ def test_one_order_is_asked_at_one_time_in_a_pass():
     assert third == pytest.approx(cache.policy.worth(_Active(90.0), 2, 110.0))
 
 
-def test_a_pass_has_the_time_at_which_an_idle_chunk_is_first_asked_for():
+def test_a_pass_has_the_time_of_its_first_request_for_an_idle_chunk():
     cache = Cache(2)
     sequence, evictor = cache.running("a", 2 * CHUNK), cache.manager._evictor
     evictor.begin_pass()
@@ -114,7 +114,7 @@ def test_a_pass_has_the_time_at_which_an_idle_chunk_is_first_asked_for():
 
 
 class _Active:
-    """A conversation that was last active at a time."""
+    """A conversation with a given time of last activity."""
 
     bucket = 0
 
@@ -122,18 +122,18 @@ class _Active:
         self.last_active_s = last_active_s
 
 
-# Lending slots
+# Lending slots.
 
 
 def lender(cache: Cache, num_chunks: int = 3):
-    """A running sequence with complete copies, in a pass that begins."""
+    """Return a running sequence with complete copies, in a pass that begins."""
     sequence = cache.queued("a", cache.on_both("a", num_chunks * CHUNK))
     assert cache.manager.try_admit(sequence, num_chunks * CHUNK, waive_reserve=True)
     cache.manager.begin_step()
     return sequence
 
 
-def test_slots_are_lent_one_by_one_and_leading_first():
+def test_slots_are_lent_one_by_one_leading_first():
     cache = Cache(8, 8)
     sequence = lender(cache)
     borrow = cache.manager._evictor._borrow_slot
@@ -143,7 +143,7 @@ def test_slots_are_lent_one_by_one_and_leading_first():
     assert not borrow() and cache.slots.num_free == 8
 
 
-def test_who_became_idle_since_lends_nothing():
+def test_a_sequence_that_became_idle_lends_nothing():
     cache = Cache(8, 8)
     sequence = lender(cache)
     assert cache.manager._evictor._borrow_slot()
@@ -152,7 +152,7 @@ def test_who_became_idle_since_lends_nothing():
     assert states(sequence) == ["on gpu", "on both", "on both"]
 
 
-def test_who_was_cut_since_lends_what_is_left():
+def test_a_sequence_that_was_cut_lends_what_is_left():
     cache = Cache(8, 8)
     sequence, other = lender(cache), cache.on_both("other", CHUNK)
     cache.queued("other", other)

@@ -1,4 +1,4 @@
-"""Forks: sequences that share what they begin with, to any depth, with one owner for every chunk."""
+"""Forks: sequences that share their beginning, to any depth, with one owner per chunk."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def fork(cache, source, num_tokens, name="fork"):
 
 
 def a_line_of_forks(cache, *lens):
-    """A source of the last of these lengths, and a fork of it at each of the others."""
+    """Return a source of the last of these lengths, and a fork of it at each of the others."""
     source = cache.idle("source", lens[-1] * CHUNK)
     forks = [fork(cache, source, length * CHUNK, f"fork {length}") for length in lens[:-1]]
     return source, forks
 
 
 def lineage(sequence):
-    """Ends of what it begins with, in chunks, its own first."""
+    """Return the ends of its shared parts, in chunks, its own first."""
     return [len(own.chunks) for own in sequence.lineage()]
 
 
@@ -43,7 +43,7 @@ def test_a_fork_shares_full_chunks_and_copies_nothing(is_running):
     assert made.trunk.role is (Role.RUNNING if is_running else Role.IDLE)
 
 
-def test_a_fork_takes_no_more_than_was_computed_and_nothing_below_a_chunk():
+def test_a_fork_takes_only_computed_full_chunks():
     cache = Cache(12)
     source = cache.idle("source", 2 * CHUNK + 5)
     assert fork(cache, source, 10 * CHUNK, "all").num_kv_tokens == 2 * CHUNK
@@ -51,7 +51,7 @@ def test_a_fork_takes_no_more_than_was_computed_and_nothing_below_a_chunk():
     assert short.trunk is None and not short.chunks
 
 
-def test_forks_of_forks_have_every_chunk_once():
+def test_forks_of_forks_hold_every_chunk_once():
     cache = Cache(12)
     source, _ = a_line_of_forks(cache, 4, 2, 3, 1, 6)
     assert lineage(source) == [6, 4, 3, 2, 1]
@@ -60,7 +60,7 @@ def test_forks_of_forks_have_every_chunk_once():
     assert lineage(twin) == [2, 2, 1], "the trunk that ends there is taken as it is"
 
 
-def test_who_begins_with_a_trunk_alone_gets_its_chunks_back():
+def test_the_last_user_of_a_trunk_gets_its_chunks_back():
     cache = Cache(12)
     source, (two, four) = a_line_of_forks(cache, 2, 4, 6)
     cache.manager.close(two)
@@ -74,7 +74,7 @@ def test_who_begins_with_a_trunk_alone_gets_its_chunks_back():
     assert cache.pool.num_free == 12 and not list(cache.manager._store)
 
 
-def test_a_tail_that_was_lost_ends_the_sequence_that_gets_it_back():
+def test_a_lost_tail_ends_the_sequence_that_gets_it_back():
     cache = Cache(12)
     source, (made,) = a_line_of_forks(cache, 3, 4)
     trunk = source.trunk
@@ -84,7 +84,7 @@ def test_a_tail_that_was_lost_ends_the_sequence_that_gets_it_back():
     assert made.num_kv_tokens == CHUNK and len(made.chunks) == 1
 
 
-def test_a_trunk_stays_while_its_one_user_runs_and_goes_when_it_stops():
+def test_a_trunk_stays_while_its_only_user_runs_and_is_merged_when_it_stops():
     cache = Cache(12)
     source, (made,) = a_line_of_forks(cache, 2, 4)
     cache.running("fork", 3 * CHUNK, made)
@@ -96,7 +96,7 @@ def test_a_trunk_stays_while_its_one_user_runs_and_goes_when_it_stops():
     assert lineage(made) == [3] and made.num_resident == 3
 
 
-def test_what_a_sequence_that_waits_begins_with_alone_goes_to_a_trunk_that_is_split_off_it():
+def test_the_shared_beginning_of_a_waiting_sequence_moves_to_the_split_trunk():
     cache = Cache(12)
     source, (made,) = a_line_of_forks(cache, 2, 5)
     cache.queued("source", source)
@@ -120,7 +120,7 @@ def test_all_trunks_are_pinned_while_one_sequence_runs():
     assert resident(one) == [0]
 
 
-def test_reserved_chunks_of_a_trunk_are_given_back_with_the_last_that_runs():
+def test_reserved_chunks_of_a_trunk_are_freed_with_the_last_running_user():
     cache = Cache(12)
     source, (made,) = a_line_of_forks(cache, 3, 4)
     cache.drop(source.trunk, 0, 1)
@@ -137,7 +137,7 @@ def test_reserved_chunks_of_a_trunk_are_given_back_with_the_last_that_runs():
     assert states(made)[:3] == ["dropped", "dropped", "on gpu"]
 
 
-def test_room_does_not_count_what_a_request_begins_with():
+def test_available_room_does_not_count_a_requests_shared_beginning():
     cache = Cache(8)
     source, (_, three) = a_line_of_forks(cache, 1, 3, 5)
     assert cache.manager.num_available() == 8 and cache.manager.num_available(three) == 5
@@ -148,7 +148,7 @@ def test_room_does_not_count_what_a_request_begins_with():
     cache.check()
 
 
-def test_a_trunk_is_as_active_as_the_latest_that_begins_with_it():
+def test_a_trunk_is_as_recent_as_its_latest_user():
     cache = Cache(12, policy="lru")
     source, (one, three) = a_line_of_forks(cache, 1, 3, 5)
     cache.clock.advance(10)
@@ -160,8 +160,8 @@ def test_a_trunk_is_as_active_as_the_latest_that_begins_with_it():
     assert ages == [20, 0, 0] and [own.bucket for own in source.lineage()] == [0, 3, 3]
 
 
-def test_a_touch_makes_trunks_like_who_was_touched():
-    """The user that was active last sets the bucket of a trunk."""
+def test_a_touched_sequence_sets_the_activity_of_its_trunks():
+    """The most recently active user sets the bucket of a trunk."""
     cache = Cache(12)
     source, (one, three) = a_line_of_forks(cache, 1, 3, 5)
     cache.manager._set_bucket(three, 3)
@@ -174,7 +174,7 @@ def test_a_touch_makes_trunks_like_who_was_touched():
     assert [own.bucket for own in three.lineage()] == [3, 5, 5]
 
 
-def test_copies_in_flight_go_with_the_chunks():
+def test_copies_in_flight_move_with_their_chunks():
     cache = Cache(12, 12)
     source = cache.on_cpu("source", 4 * CHUNK, but=(3,))
     cache.queued("source", source)
@@ -209,7 +209,7 @@ def test_a_request_waits_for_the_copies_of_every_trunk():
     assert resident(three) == [0, 1, 2]
 
 
-def test_pages_of_a_trunk_that_comes_back_are_in_the_rows_of_who_runs():
+def test_pages_of_a_returning_trunk_are_in_the_rows_of_running_users():
     cache = Cache(12, 12)
     source, (one, three) = a_line_of_forks(cache, 1, 3, 5)
     cache.drop(source.trunk, 1)
@@ -227,7 +227,7 @@ def test_pages_of_a_trunk_that_comes_back_are_in_the_rows_of_who_runs():
 @pytest.mark.parametrize(
     ("num_tokens", "kept"), [(5 * CHUNK - 1, 4), (3 * CHUNK, 3), (2 * CHUNK + 3, 2), (3, 0)]
 )
-def test_a_cut_keeps_the_full_chunks_before_it_and_leaves_the_others_alone(num_tokens, kept):
+def test_a_cut_keeps_the_full_chunks_before_it_and_does_not_affect_others(num_tokens, kept):
     cache = Cache(16)
     source, (three, five) = a_line_of_forks(cache, 3, 5, 6)
     cache.manager.truncate(five, num_tokens)
@@ -251,8 +251,8 @@ def test_a_turn_that_is_cancelled_while_it_runs_leaves_its_trunk_pinned_for_othe
     assert resident(source) == list(range(7))
 
 
-def test_what_nobody_has_computed_is_computed_once_for_all():
-    """Several answers to one prompt."""
+def test_uncomputed_shared_chunks_are_computed_once_for_all():
+    """Several choices share one prompt."""
     cache = Cache(16)
     one = cache.idle("one", CHUNK + 5)
     cache.manager.lay_out(one, 4 * CHUNK + 9)
@@ -273,7 +273,7 @@ def test_what_nobody_has_computed_is_computed_once_for_all():
     assert one.num_kv_tokens == CHUNK and resident(two) == [0, 1, 2, 3]
 
 
-def test_what_was_laid_out_and_not_computed_is_nobodys_in_the_end():
+def test_shared_chunks_that_are_never_computed_are_released():
     cache = Cache(16)
     one = cache.idle("one", CHUNK + 5)
     cache.manager.lay_out(one, 4 * CHUNK)
@@ -283,7 +283,7 @@ def test_what_was_laid_out_and_not_computed_is_nobodys_in_the_end():
     assert one.num_kv_tokens == CHUNK and one.trunk is None
 
 
-def test_a_lost_device_leaves_what_slots_hold_at_every_depth():
+def test_a_lost_device_leaves_the_content_of_slots_at_every_depth():
     cache = Cache(16, 16)
     source = cache.on_both("source", 6 * CHUNK, but=(1, 5))
     made = [fork(cache, source, number * CHUNK, f"fork {number}") for number in (2, 4)]
@@ -299,7 +299,7 @@ def test_a_lost_device_leaves_what_slots_hold_at_every_depth():
     assert source.num_kv_tokens == 5 * CHUNK and cache.pool.num_free == 16
 
 
-def test_pushing_out_a_conversation_leaves_what_others_begin_with():
+def test_pushing_out_a_conversation_leaves_its_shared_beginning():
     cache = Cache(16, 16)
     source, (three,) = a_line_of_forks(cache, 3, 6)
     assert cache.manager.push_out(source) == 3
@@ -316,7 +316,7 @@ def test_reports_name_every_chunk_once():
     assert {name for name, _ in held} == {"source", one.trunk.sequence_id, three.trunk.sequence_id}
 
 
-def test_who_watches_is_told_of_chunks_that_change_their_owner():
+def test_observers_are_told_of_chunks_that_change_owner():
     moves = []
     cache = Cache(16)
     cache.manager._trunks._on_move = lambda *move: moves.append(move)
@@ -327,8 +327,8 @@ def test_who_watches_is_told_of_chunks_that_change_their_owner():
     assert moves[1:] == [(name, "fork 3", range(3)), (name, None, range(0))]
 
 
-def test_victims_are_found_right_behind_a_fork():
-    """The order of those who give way was asked before, and chunks have another owner since."""
+def test_victims_are_right_after_a_fork():
+    """The eviction order was cached before the fork, and chunks have changed their owner since."""
     cache = Cache(10, policy="lru")
     source = cache.idle("source", 4 * CHUNK, idle_s=50)
     cache.idle("other", 4 * CHUNK, idle_s=20)
@@ -344,7 +344,7 @@ def test_victims_are_found_right_behind_a_fork():
     assert states(source) == [], "the trunk's chunk is its own again, and as old as it is"
 
 
-def test_shadows_follow_a_fork():
+def test_ghost_caches_follow_a_fork():
     shadows = GhostCache(LruPolicy(), 10)
     shadows.left("a", 8, num_shared=0, bucket=0, now_s=1.0)
     shadows.resized("a", 3)
@@ -357,7 +357,7 @@ def test_shadows_follow_a_fork():
     assert shadows.returned("a") == 5, "leading ones are lost, so those that it got back are"
 
 
-def test_a_drop_of_a_shared_chunk_is_noted_once():
+def test_a_drop_of_a_shared_chunk_is_recorded_once():
     cache = Cache(16)
     source, (made,) = a_line_of_forks(cache, 3, 5)
     trunk = made.trunk
@@ -368,5 +368,5 @@ def test_a_drop_of_a_shared_chunk_is_noted_once():
 
 @pytest.mark.parametrize("seed", range(60))
 def test_random_forks(seed):
-    """Everything that can happen to a tree of sequences; what they read is what was computed for them."""
+    """Runs all operations on a tree of sequences; each reads what was computed for it."""
     run_fork_scenario(seed)

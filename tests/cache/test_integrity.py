@@ -1,4 +1,4 @@
-"""What `check_integrity` finds: host copies that are older than their pages."""
+"""Errors that `check_integrity` finds: host copies that are older than their pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TAIL = CHUNK // 2
 
 
 def suspended_and_back(cache: Cache) -> CachedSequence:
-    """A running sequence whose tail chunk was copied out and in again."""
+    """Return a running sequence whose tail chunk was copied out and in again."""
     other = cache.running("other", CHUNK)
     sequence = cache.running("a", CHUNK + TAIL)
     cache.manager.suspend(sequence)
@@ -30,7 +30,7 @@ def suspended_and_back(cache: Cache) -> CachedSequence:
 
 
 def copying_out(cache: Cache) -> CachedSequence:
-    """A running sequence whose chunks are being copied out."""
+    """Return a running sequence whose chunks are being copied out."""
     sequence = cache.idle("a", CHUNK + TAIL)
     cache.end_step()
     cache.queued("a", sequence)
@@ -47,7 +47,7 @@ PATHS = {
 
 @pytest.mark.parametrize("write", PATHS.values(), ids=PATHS)
 @pytest.mark.parametrize("prepare", [suspended_and_back, copying_out])
-def test_a_written_tail_gives_its_host_copy_up(prepare, write):
+def test_a_written_tail_drops_its_host_copy(prepare, write):
     cache = Cache(4, 8, clean_pages=4)
     sequence = prepare(cache)
     write(cache, sequence)
@@ -68,8 +68,8 @@ def test_a_copy_older_than_its_page_is_found_in_the_same_step(prepare, monkeypat
         cache.manager.check_integrity()
 
 
-def test_a_copy_of_other_tokens_of_the_same_number_is_found(monkeypatch):
-    """A truncated tail that grows again has its old length, and other contents."""
+def test_a_copy_of_different_tokens_with_the_same_length_is_found(monkeypatch):
+    """A truncated tail that grows again has its old length, and different content."""
     cache = Cache(4, 8)
     sequence = suspended_and_back(cache)
     cache.manager.truncate(sequence, CHUNK + 3)
@@ -81,8 +81,8 @@ def test_a_copy_of_other_tokens_of_the_same_number_is_found(monkeypatch):
         cache.manager.check_integrity()
 
 
-def test_a_new_copy_counts_what_its_chunk_has_then():
-    """Truncations between whole chunks leave the copies before them as they are."""
+def test_a_new_copy_has_the_tokens_that_its_chunk_has_then():
+    """Truncations between whole chunks do not change the copies before them."""
     cache = Cache(8, 8)
     sequence = cache.on_both("a", 2 * CHUNK + TAIL)
     assert [chunk.slot_tokens for chunk in sequence.chunks] == [CHUNK, CHUNK, TAIL]
@@ -95,8 +95,8 @@ def test_a_new_copy_counts_what_its_chunk_has_then():
     cache.check()
 
 
-def test_the_copies_of_a_fork_stay_true_when_it_is_cut():
-    """A cut through a shared chunk leaves the chunk as it is: the fork keeps nothing of it."""
+def test_the_copies_of_a_fork_stay_valid_when_it_is_cut():
+    """A cut through a shared chunk does not change it: the fork drops all of it."""
     cache = Cache(8, 8)
     sequence = cache.on_both("a", 2 * CHUNK + TAIL)
     fork = cache.manager.fork(sequence, 2 * CHUNK, "fork")

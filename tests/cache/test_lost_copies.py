@@ -1,4 +1,4 @@
-"""Copies to host memory that end without their chunk: who goes on, who is dropped, who is tried again."""
+"""Copies to host memory that are lost: which sequences continue, which chunks are dropped or tried again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def reasons(cache: Cache) -> list[tuple[str, int, DropReason]]:
     return [(drop.conversation_id, drop.index, drop.reason) for drop in cache.manager.take_drops()]
 
 
-def test_a_chunk_that_still_has_its_page_goes_on_without_a_slot():
+def test_a_chunk_that_still_has_its_page_continues_without_a_slot():
     cache = Cache(6, 6, clean_pages=6)
     sequence = cache.idle("a", 3 * CHUNK)
     outs, _ = cache.end_step()
@@ -25,7 +25,7 @@ def test_a_chunk_that_still_has_its_page_goes_on_without_a_slot():
     assert cache.manager.stats()["num_lost_copies"] == 1
 
 
-def test_it_is_not_tried_again_and_dropped_when_its_turn_to_leave_comes():
+def test_it_is_not_tried_again_and_dropped_when_it_is_evicted():
     cache = Cache(6, 6, clean_pages=6)
     sequence = cache.idle("a", 4 * CHUNK)
     outs, _ = cache.end_step()
@@ -38,8 +38,8 @@ def test_it_is_not_tried_again_and_dropped_when_its_turn_to_leave_comes():
     assert sequence.holes(CHUNK) == [(CHUNK, 3 * CHUNK)]
 
 
-def test_a_page_that_is_needed_takes_it_along_and_nobody_s_slot():
-    """The one in host memory is worth less, and stays: the chunk does not fit there anyway."""
+def test_a_needed_page_drops_it_and_no_slot_is_freed():
+    """The chunk in host memory is worth less, and stays: the evicted one does not fit there anyway."""
     cache = Cache(2, 1)
     kept = cache.on_cpu("kept", CHUNK, 1000.0)
     lost, other = cache.idle("lost", CHUNK, 100.0), cache.idle("other", CHUNK, 10.0)
@@ -51,7 +51,7 @@ def test_a_page_that_is_needed_takes_it_along_and_nobody_s_slot():
 
 
 def test_a_chunk_that_gave_its_page_away_is_dropped():
-    """In the middle it leaves a hole; at the end the sequence is shorter."""
+    """In the middle this leaves a hole; at the end it shortens the sequence."""
     cache = Cache(6, 6, clean_pages=6)
     sequence = cache.idle("a", 3 * CHUNK)
     outs, _ = cache.end_step()
@@ -67,7 +67,7 @@ def test_a_chunk_that_gave_its_page_away_is_dropped():
     assert states(sequence) == [] and cache.slots.num_free == 6
 
 
-def test_who_waited_for_it_is_admitted_and_computes_it():
+def test_a_request_that_waited_for_it_is_admitted_and_recomputes_it():
     cache = Cache(6, 6, clean_pages=6)
     sequence = cache.idle("a", 3 * CHUNK)
     outs, _ = cache.end_step()
@@ -82,7 +82,7 @@ def test_who_waited_for_it_is_admitted_and_computes_it():
 
 
 @pytest.mark.parametrize("how", ["close", "lose_device"])
-def test_a_copy_that_nobody_waits_for_any_more_gives_its_slot_back(how):
+def test_an_abandoned_copy_frees_its_slot(how):
     cache = Cache(6, 6, clean_pages=6)
     sequence = cache.idle("a", 3 * CHUNK)
     outs, _ = cache.end_step()
@@ -97,8 +97,8 @@ def test_a_copy_that_nobody_waits_for_any_more_gives_its_slot_back(how):
     cache.check()
 
 
-def test_what_is_appended_to_is_tried_again_and_what_is_whole_is_not():
-    """The last chunk will hold something else, so that it may fit then."""
+def test_a_partial_chunk_is_tried_again_and_a_full_one_is_not():
+    """The last chunk's content will change, so it may fit then."""
     cache = Cache(8, 8, clean_pages=8)
     sequence = cache.idle("a", CHUNK + 5)
     outs, _ = cache.end_step()
@@ -110,8 +110,8 @@ def test_what_is_appended_to_is_tried_again_and_what_is_whole_is_not():
     assert len(outs) == 1 and states(sequence) == ["dropped", "copying out"]
 
 
-def test_a_loss_that_comes_when_the_chunk_is_being_written_says_nothing_of_it():
-    """The copy was of what the chunk held before its conversation came back."""
+def test_a_loss_that_arrives_while_the_chunk_is_written_is_ignored():
+    """The copy had the chunk's content from before its conversation returned."""
     cache = Cache(8, 8, clean_pages=8)
     sequence = cache.idle("a", CHUNK + 5)
     outs, _ = cache.end_step()

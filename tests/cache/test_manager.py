@@ -1,4 +1,4 @@
-"""The cache manager: pinning, reserving, giving way, and the count of what is available."""
+"""The cache manager: pinning, reserving, evicting, and the count of available pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pensieve_jax.config import POLICIES
 from tests.cache.helpers import CHUNK, Cache, resident, states
 
 
-def test_admission_reserves_every_page_that_is_missing():
+def test_admission_reserves_every_missing_page():
     cache = Cache(10)
     idle = cache.idle("a", 4 * CHUNK)
     cache.drop(idle, 0, 2)
@@ -28,7 +28,7 @@ def test_admission_reserves_every_page_that_is_missing():
 
 @pytest.mark.parametrize(("num_chunks", "admitted"), [(7, True), (8, True), (9, False), (10, False)])
 def test_the_reserve_stays_available(num_chunks, admitted):
-    """Of 10 pages 1 is in use and 1 must stay; what is idle counts as available."""
+    """Of 10 pages 1 is in use and 1 must stay free; idle ones count as available."""
     cache = Cache(10, reserve_pages=1)
     cache.running("runs", CHUNK)
     cache.idle("idle", 5 * CHUNK)
@@ -39,7 +39,7 @@ def test_the_reserve_stays_available(num_chunks, admitted):
     cache.check()
 
 
-def test_the_reserve_is_waived_where_nothing_runs():
+def test_the_reserve_is_waived_if_nothing_runs():
     cache = Cache(10, reserve_pages=3)
     sequence = cache.queued("new")
     assert not cache.manager.try_admit(sequence, 10 * CHUNK, waive_reserve=False)
@@ -49,7 +49,7 @@ def test_the_reserve_is_waived_where_nothing_runs():
 
 
 def test_a_requesters_own_chunks_are_pinned_before_anything_is_dropped():
-    """Its leading chunks would be the first victims, were they not its own."""
+    """Otherwise its leading chunks would be the first victims."""
     cache = Cache(6)
     old = cache.idle("old", 3 * CHUNK, idle_s=50)
     cache.idle("young", 3 * CHUNK, idle_s=1)
@@ -63,7 +63,7 @@ def test_a_requesters_own_chunks_are_pinned_before_anything_is_dropped():
     cache.check()
 
 
-def test_running_sequences_are_nobodys_victims():
+def test_running_sequences_are_never_victims():
     cache = Cache(5)
     first = cache.running("first", 3 * CHUNK)
     second = cache.running("second", 2 * CHUNK)
@@ -74,7 +74,7 @@ def test_running_sequences_are_nobodys_victims():
     cache.check()
 
 
-def test_growing_takes_idle_chunks_then_those_of_the_latest_in_the_queue():
+def test_growing_evicts_idle_chunks_then_those_of_the_latest_in_the_queue():
     cache = Cache(7)
     first = cache.running("first", CHUNK)
     queued = [cache.queued(f"q{i}", cache.idle(f"q{i}", 2 * CHUNK)) for i in range(2)]
@@ -100,8 +100,8 @@ def test_queued_chunks_give_way_to_earlier_arrivals_only():
     assert resident(waiting) == [0, 1]
 
 
-def test_a_conversation_that_is_pinned_within_a_step_is_no_victim():
-    """The order of victims was made before it was admitted."""
+def test_a_conversation_that_is_pinned_within_a_step_is_not_a_victim():
+    """The order of victims was computed before its admission."""
     cache = Cache(6)
     first, second = (cache.idle(name, 2 * CHUNK, idle_s) for name, idle_s in (("a", 9), ("b", 5)))
     runs = cache.running("runs", 2 * CHUNK)
@@ -140,7 +140,7 @@ def test_filling_a_hole_does_not_move_the_end():
 
 
 @pytest.mark.parametrize("how", ["suspend", "release"])
-def test_unpinning_gives_back_what_was_only_reserved(how):
+def test_unpinning_frees_pages_that_were_only_reserved(how):
     cache = Cache(10)
     sequence = cache.queued("a")
     cache.manager.try_admit(sequence, 80, waive_reserve=True)
@@ -164,8 +164,8 @@ def test_truncate_frees_whole_chunks_past_the_cut(num_tokens):
     cache.check()
 
 
-def test_losing_the_tail_shortens_what_was_computed():
-    """A hole has computed tokens behind it; what the tail loses is not a hole."""
+def test_losing_the_tail_shortens_the_computed_part():
+    """A hole has computed tokens behind it, so a lost tail is not a hole."""
     cache = Cache(9, policy="trailing")
     sequence = cache.idle("a", 60)
     cache.drop(sequence, 1)
@@ -198,7 +198,7 @@ def test_lost_pools_drop_every_chunk():
     cache.check()
 
 
-def test_the_page_table_has_the_pages_of_those_who_run():
+def test_the_page_table_has_the_pages_of_running_sequences():
     cache = Cache(100)
     idle, sequence = cache.idle("b", CHUNK), cache.running("a", 70 * CHUNK)
     row = cache.manager.page_table.take([sequence.row])[0].tolist()
@@ -235,7 +235,7 @@ def test_a_page_table_grows_in_rows_and_columns():
     ),
 )
 def test_any_order_of_turns_keeps_its_invariants(policy, ops):
-    """Turns that grow, are suspended, cut or forgotten; after each call everything adds up."""
+    """Turns grow, are suspended, cut or forgotten; after each call the counts match."""
     cache, sequences = Cache(12, policy=policy), {}
     for op, number, size in ops:
         sequence = sequences.get(number)
@@ -271,8 +271,8 @@ def test_any_order_of_turns_keeps_its_invariants(policy, ops):
 )
 @pytest.mark.parametrize("cpu_pages", [0, 8])
 @pytest.mark.parametrize("num_pages", [6, 20])
-def test_nothing_is_kept_of_sequences_that_were_closed(policy, cpu_pages, num_pages):
-    """Not by the orders of shelves either that nobody takes from: without host memory, or where all fits."""
+def test_nothing_is_kept_of_closed_sequences(policy, cpu_pages, num_pages):
+    """This includes orders of eviction classes that are never used: without host memory, or if all fits."""
     cache = Cache(num_pages, cpu_pages, policy=policy)
     cache.idle("stays", 2 * CHUNK)
     for i in range(400):

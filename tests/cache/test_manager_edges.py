@@ -1,4 +1,4 @@
-"""The manager call by call: limits, reports, and what each call leaves alone."""
+"""The manager call by call: limits, reports, and what each call must not change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pensieve_jax.cache.chunk_store import ChunkStore
 from tests.cache.helpers import CHUNK, Cache, pages_of, resident, states
 
 
-def test_an_admission_keeps_chunks_behind_what_is_asked_for():
+def test_an_admission_keeps_chunks_behind_the_requested_tokens():
     cache = Cache(8)
     sequence = cache.queued("a", cache.idle("a", 3 * CHUNK))
     assert cache.manager.try_admit(sequence, CHUNK, waive_reserve=True)
@@ -17,7 +17,7 @@ def test_an_admission_keeps_chunks_behind_what_is_asked_for():
 
 
 @pytest.mark.parametrize(("num_tokens", "num_pages"), [(CHUNK - 1, 1), (CHUNK, 1), (CHUNK + 1, 2)])
-def test_an_admission_takes_a_page_for_every_chunk_that_is_begun(num_tokens, num_pages):
+def test_an_admission_takes_a_page_for_every_started_chunk(num_tokens, num_pages):
     cache = Cache(8)
     sequence = cache.queued("a")
     assert cache.manager.try_admit(sequence, num_tokens, waive_reserve=True)
@@ -27,7 +27,7 @@ def test_an_admission_takes_a_page_for_every_chunk_that_is_begun(num_tokens, num
 @pytest.mark.parametrize(
     ("num_tokens", "fits"), [(2 * CHUNK, [False, False]), (2 * CHUNK - 1, [False, True])]
 )
-def test_only_a_chunk_that_will_be_written_may_fit_the_host_after_all(num_tokens, fits):
+def test_a_chunk_that_did_not_fit_the_host_may_fit_after_a_write(num_tokens, fits):
     cache = Cache(8, 8)
     sequence = cache.queued("a", cache.idle("a", num_tokens))
     for chunk in sequence.chunks:
@@ -36,7 +36,7 @@ def test_only_a_chunk_that_will_be_written_may_fit_the_host_after_all(num_tokens
     assert [chunk.fits_host for chunk in sequence.chunks] == fits
 
 
-def test_growing_takes_one_page_a_chunk():
+def test_growing_takes_one_page_per_chunk():
     cache = Cache(8)
     sequence = cache.running("a", CHUNK)
     for num_tokens, num_chunks in ((CHUNK, 1), (CHUNK + 1, 2), (2 * CHUNK, 2), (4 * CHUNK + 1, 5)):
@@ -44,7 +44,7 @@ def test_growing_takes_one_page_a_chunk():
         assert cache.pool.num_free == 8 - num_chunks
 
 
-def test_filling_counts_chunks_that_are_begun():
+def test_filling_counts_started_chunks():
     cache = Cache(8)
     sequence = cache.queued("a")
     assert cache.manager.try_admit(sequence, 3 * CHUNK, waive_reserve=True)
@@ -57,7 +57,7 @@ def test_filling_counts_chunks_that_are_begun():
     cache.check()
 
 
-def test_decodes_of_several_are_filled_in_one_call():
+def test_decodes_of_several_sequences_are_filled_in_one_call():
     cache = Cache(8)
     one, two = (cache.queued(name) for name in ("one", "two"))
     for sequence, num_tokens in ((one, CHUNK), (two, 3)):
@@ -69,14 +69,16 @@ def test_decodes_of_several_are_filled_in_one_call():
 
 
 @pytest.mark.parametrize(("max_num_copies", "is_expedited"), [(2, False), (3, True)])
-def test_nothing_is_expedited_while_more_is_on_its_way_than_a_step_waits_for(max_num_copies, is_expedited):
+def test_nothing_is_expedited_if_more_copies_are_in_flight_than_a_step_waits_for(
+    max_num_copies, is_expedited
+):
     cache = Cache(6, 6, max_num_copies=max_num_copies)
     sequence = cache.queued("a", cache.on_cpu("a", 3 * CHUNK))
     assert cache.manager.try_admit(sequence, 3 * CHUNK, waive_reserve=True)
     assert len(cache.manager.expedite(sequence)) == 3 * is_expedited
 
 
-def test_only_what_is_on_its_way_in_is_expedited():
+def test_only_arriving_chunks_are_expedited():
     cache = Cache(8, 8, clean_pages=8)
     sequence = cache.on_cpu("a", 3 * CHUNK, but=[1])
     cache.running("runs", CHUNK)
@@ -89,8 +91,8 @@ def test_only_what_is_on_its_way_in_is_expedited():
     assert states(sequence) == ["on both", "copying out", "on both"]
 
 
-def test_a_request_waits_for_pages_that_copies_hold_only_in_the_queue():
-    """Copies in of others, and of chunks that are gone, hold pages; copies out do not."""
+def test_a_queued_request_waits_for_pages_that_copies_hold():
+    """Copies in of other sequences, and of chunks that are gone, hold pages; copies out do not."""
     cache = Cache(10, 10, clean_pages=10, retrieval_priority=False)
     other, gone = cache.on_cpu("other", CHUNK), cache.on_cpu("gone", CHUNK)
     leaving = cache.idle("leaving", CHUNK)
@@ -108,7 +110,7 @@ def test_a_request_waits_for_pages_that_copies_hold_only_in_the_queue():
     assert cache.manager.blocking_copies(other) == [ins[0].copy_id]
 
 
-def test_prefetch_stops_at_the_reserve_and_counts_what_it_fetched():
+def test_prefetch_stops_at_the_reserve_and_counts_its_copies():
     cache = Cache(10, 10, reserve_pages=2)
     cache.running("runs", 6 * CHUNK)
     waits = cache.queued("waits", cache.on_cpu("waits", 3 * CHUNK))
@@ -130,7 +132,7 @@ def test_prefetch_continues_up_to_its_number_of_copies():
     assert len(cache.end_step()[1]) == 1
 
 
-def test_chunks_are_laid_out_only_behind_what_was_computed():
+def test_chunks_are_laid_out_only_behind_computed_ones():
     cache = Cache(10)
     sequence = cache.idle("a", CHUNK + 5)
     cache.manager.lay_out(sequence, CHUNK + 9)
@@ -142,7 +144,7 @@ def test_chunks_are_laid_out_only_behind_what_was_computed():
     cache.check()
 
 
-def test_a_fork_is_as_active_as_its_source_and_expected_to_be_like_it():
+def test_a_fork_has_its_sources_activity_and_bucket():
     cache = Cache(10)
     source = cache.idle("source", 3 * CHUNK, 30.0)
     source.bucket = 4
@@ -156,7 +158,7 @@ def test_a_prefix_is_active_when_it_is_opened():
     assert cache.manager.open_prefix("prefix", 2 * CHUNK).last_active_s == 100.0
 
 
-def test_every_chunk_and_every_orphan_is_in_the_census():
+def test_every_chunk_and_every_detached_copy_is_in_the_census():
     cache = Cache(12, 12, clean_pages=12, retrieval_priority=False)
     mixed = cache.on_both("mixed", 4 * CHUNK, but=[3])
     cache.manager._store.give_page(mixed, 1)
@@ -197,7 +199,7 @@ def test_stats_count_places():
     }
 
 
-def test_drops_are_told_at_once_and_once():
+def test_drops_are_reported_at_once_and_once():
     store, told = None, []
     store = ChunkStore(4, 4, CHUNK, told.append)
     assert store.take_drops() == () and store.take_copies() == ((), ())
@@ -209,7 +211,7 @@ def test_drops_are_told_at_once_and_once():
     assert cache.manager.take_drops() == tuple(told) and cache.manager.take_drops() == ()
 
 
-def test_copies_are_numbered_from_one_on_and_taken_once():
+def test_copies_are_numbered_from_one_and_taken_once():
     cache = Cache(4, 4, clean_pages=4)
     cache.idle("a", 2 * CHUNK)
     cache.manager.begin_step()
@@ -219,7 +221,7 @@ def test_copies_are_numbered_from_one_on_and_taken_once():
     assert cache.manager.take_copies() == ((), ())
 
 
-def test_members_of_a_role_stand_in_the_order_in_which_they_took_it():
+def test_members_of_a_role_are_in_the_order_in_which_they_took_it():
     cache = Cache(8)
     one, two = cache.idle("one", CHUNK), cache.idle("two", CHUNK)
     assert one.role_number < two.role_number
@@ -229,7 +231,7 @@ def test_members_of_a_role_stand_in_the_order_in_which_they_took_it():
     assert one.role_number > two.role_number
 
 
-def test_the_order_is_told_of_whoever_is_idle_and_changes():
+def test_the_order_is_notified_of_idle_sequences_and_changes():
     cache = Cache(8, 8)
     idle, runs = cache.idle("idle", CHUNK), cache.running("runs", CHUNK)
     store = cache.manager._store
@@ -255,7 +257,7 @@ def test_the_order_is_told_of_whoever_is_idle_and_changes():
     ]
 
 
-def test_who_is_closed_is_forgotten_by_every_shelf():
+def test_a_closed_sequence_is_forgotten_by_every_eviction_class():
     cache = Cache(8, 8)
     cache.manager.close(cache.idle("a", CHUNK))
     store = cache.manager._store
@@ -263,7 +265,7 @@ def test_who_is_closed_is_forgotten_by_every_shelf():
 
 
 @pytest.mark.parametrize(("kept", "num_kv_tokens"), [((1,), 2 * CHUNK), ((0, 1), 2 * CHUNK), ((), 0)])
-def test_a_tail_that_is_lost_shortens_a_sequence(kept, num_kv_tokens):
+def test_a_lost_tail_shortens_a_sequence(kept, num_kv_tokens):
     cache = Cache(8)
     sequence = cache.idle("a", 3 * CHUNK + 2)
     for index in range(4):
@@ -274,7 +276,7 @@ def test_a_tail_that_is_lost_shortens_a_sequence(kept, num_kv_tokens):
     cache.check()
 
 
-def test_a_row_has_the_pages_that_come_and_go():
+def test_a_row_follows_its_sequences_pages():
     cache = Cache(8, 8)
     sequence = cache.queued("a", cache.on_cpu("a", 2 * CHUNK))
     assert cache.manager.try_admit(sequence, 3 * CHUNK, waive_reserve=True)
@@ -285,7 +287,7 @@ def test_a_row_has_the_pages_that_come_and_go():
     cache.check()
 
 
-def test_rows_are_given_back_by_those_who_stop():
+def test_rows_are_freed_when_sequences_stop():
     cache = Cache(8)
     rows = set()
     for i in range(40):

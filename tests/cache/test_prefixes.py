@@ -1,4 +1,4 @@
-"""Prefixes that conversations share: one set of full chunks, in whatever tier, for all of them."""
+"""Prefixes that conversations share: one set of full chunks, in any tier, for all of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_only_full_chunks_of_a_prefix_are_shared():
     cache.check()
 
 
-def test_a_prefix_is_pinned_only_while_a_running_request_maps_it():
+def test_a_prefix_is_pinned_only_while_a_running_request_uses_it():
     cache = Cache(6, 0)
     prefix, (one, two) = users_of_a_prefix(cache, 3 * CHUNK, 3 * CHUNK)
     cache.manager.release(one)
@@ -40,7 +40,7 @@ def test_a_prefix_is_pinned_only_while_a_running_request_maps_it():
     assert one.holes(CHUNK) == [(0, 2 * CHUNK)]
 
 
-def test_a_prefix_is_as_active_as_its_latest_user():
+def test_a_prefix_is_as_recent_as_its_latest_user():
     cache = Cache(12, 0, policy="lru")
     prefix, (one, two) = users_of_a_prefix(cache, 3 * CHUNK, 3 * CHUNK)
     for user in (one, two):
@@ -51,7 +51,7 @@ def test_a_prefix_is_as_active_as_its_latest_user():
     assert states(one)[2:] == [] and resident(prefix) == [0, 1], "the older user's own chunk goes first"
 
 
-def test_a_prefix_goes_to_host_memory_and_back_for_all_of_its_users():
+def test_a_prefix_moves_to_host_memory_and_back_for_all_of_its_users():
     cache = Cache(6, 6)
     prefix, (one, two) = users_of_a_prefix(cache, 3 * CHUNK, 3 * CHUNK)
     cache.manager.release(one)
@@ -88,7 +88,7 @@ def test_a_conversation_that_is_cut_inside_its_prefix_keeps_the_full_chunks_befo
     cache.check()
 
 
-def test_a_prefix_that_was_split_is_one_again_when_the_last_to_run_with_it_is_cut():
+def test_a_split_prefix_is_merged_when_the_last_running_user_is_cut():
     cache = Cache(12, 12)
     prefix, (one, two) = users_of_a_prefix(cache, 3 * CHUNK, 3 * CHUNK)
     cache.manager.release(one)
@@ -110,7 +110,7 @@ def test_a_conversation_that_is_cut_behind_its_prefix_keeps_it(num_tokens):
     cache.check()
 
 
-def test_a_released_prefix_goes_with_the_last_that_begins_with_it():
+def test_a_released_prefix_is_freed_with_its_last_user():
     cache = Cache(12, 12)
     prefix, (one, two) = users_of_a_prefix(cache, 3 * CHUNK, 3 * CHUNK)
     cache.manager.release(one)
@@ -124,7 +124,7 @@ def test_a_released_prefix_goes_with_the_last_that_begins_with_it():
     assert two.trunk is None and cache.pool.num_free == 12 and not prefix.chunks
 
 
-def test_a_released_prefix_that_nobody_begins_with_goes_at_once():
+def test_an_unused_released_prefix_is_freed_at_once():
     cache = Cache(4, 4)
     prefix, (one,) = users_of_a_prefix(cache, 3 * CHUNK)
     cache.manager.release(one)

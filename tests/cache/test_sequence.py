@@ -1,4 +1,4 @@
-"""The chunk list of one conversation: who owns a chunk, where a shelf begins, and what is lost."""
+"""The chunk list of one conversation: owners of chunks, the starts of eviction classes, and losses."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def test_a_new_sequence_is_empty_idle_and_without_a_row():
 @pytest.mark.parametrize(
     ("states", "holds"), [((), False), ((GONE, GONE), False), ((GONE, CPU), True), ((GPU,), True)]
 )
-def test_state_is_held_where_one_chunk_is_in_some_tier(states, holds):
+def test_a_sequence_has_kv_cache_if_one_chunk_is_in_some_tier(states, holds):
     assert sequence_of(*states).holds_state is holds
 
 
-def test_resident_are_the_chunks_that_steps_can_read():
+def test_resident_chunks_are_those_that_steps_can_read():
     sequence = sequence_of(GPU, CPU, BOTH, GONE, ChunkState.COPYING_OUT, ChunkState.COPYING_IN)
     assert sequence.num_resident == 3
     assert [chunk.readable for chunk in sequence.chunks] == [True, False, True, False, True, False]
@@ -64,14 +64,14 @@ def test_a_full_last_chunk_is_not_written_any_more():
     ("states", "first", "last"),
     [((GPU, CPU, GPU, CPU), 1, 3), ((CPU,), 0, 0), ((GPU, GPU), 2, -1), ((), 0, -1)],
 )
-def test_first_and_last_on_a_shelf(states, first, last):
+def test_first_and_last_of_an_eviction_class(states, first, last):
     sequence = sequence_of(*states)
     assert [sequence.first_on(EvictionClass.HOST) for _ in range(2)] == [first, first]
     assert sequence.last_on(EvictionClass.HOST) == last
     assert sequence.indices_on(EvictionClass.HOST) == [i for i, state in enumerate(states) if state is CPU]
 
 
-def test_a_shelf_begins_further_ahead_when_a_chunk_before_it_comes():
+def test_the_start_moves_ahead_when_a_chunk_before_it_joins():
     sequence = sequence_of(GPU, GPU, GPU, CPU)
     assert sequence.first_on(EvictionClass.HOST) == 3
     for index in (2, 0):
@@ -82,14 +82,14 @@ def test_a_shelf_begins_further_ahead_when_a_chunk_before_it_comes():
     assert sequence.first_on(EvictionClass.DIRTY) == 1
 
 
-def test_a_shelf_begins_further_back_when_its_first_chunk_goes():
+def test_the_start_moves_back_when_its_first_chunk_leaves():
     sequence = sequence_of(CPU, GPU, CPU)
     sequence.chunks[0].state = GPU
     sequence.move(0, EvictionClass.HOST, EvictionClass.DIRTY)
     assert sequence.first_on(EvictionClass.HOST) == 2 and sequence.first_on(EvictionClass.DIRTY) == 0
 
 
-def test_chunks_that_are_counted_move_the_beginning_of_a_shelf_when_they_come():
+def test_counted_chunks_move_the_start_when_they_join():
     sequence = sequence_of(GPU, GPU)
     assert sequence.first_on(EvictionClass.ABSENT) == 2
     sequence.chunks += [Chunk(), Chunk()]
@@ -99,11 +99,11 @@ def test_chunks_that_are_counted_move_the_beginning_of_a_shelf_when_they_come():
     assert sequence.num_on[EvictionClass.ABSENT] == 1
 
 
-# Shared chunks
+# Shared chunks.
 
 
 def a_family() -> tuple[CachedSequence, CachedSequence, CachedSequence]:
-    """A sequence of 5 chunks. An inner trunk has 3 of them, and an outer trunk has the first."""
+    """Return a sequence of 5 chunks. An inner trunk has 3 of them, and an outer trunk has the first."""
     sequence = sequence_of(GPU, CPU, GPU, CPU, GPU)
     outer, inner = (CachedSequence(name, is_trunk=True) for name in ("outer", "inner"))
     for trunk, end in ((outer, 1), (inner, 3)):
@@ -120,7 +120,7 @@ def test_every_chunk_has_its_owner():
     assert inner.chunks == sequence.chunks[:3] and outer.chunks == sequence.chunks[:1]
 
 
-def test_shelves_begin_within_ones_own_chunks():
+def test_eviction_classes_start_within_own_chunks():
     sequence, inner, outer = a_family()
     assert [own.first_on(EvictionClass.DIRTY) for own in (sequence, inner, outer)] == [4, 2, 0]
     assert [own.first_on(EvictionClass.HOST) for own in (sequence, inner, outer)] == [3, 1, 1]
@@ -128,7 +128,7 @@ def test_shelves_begin_within_ones_own_chunks():
     assert [own.indices_on(EvictionClass.DIRTY) for own in (sequence, inner, outer)] == [[4], [2], [0]]
 
 
-def test_a_sequence_takes_the_chunks_of_its_trunk_back():
+def test_a_sequence_takes_back_the_chunks_of_its_trunk():
     sequence, inner, outer = a_family()
     sequence.take_from(inner)
     assert sequence.trunk is outer and sequence.num_shared == 1
@@ -146,7 +146,7 @@ def test_a_sequence_begins_with_a_trunk_or_with_nothing():
     assert (fork.trunk, fork.chunks, fork.num_shared, fork.num_kv_tokens) == (None, [], 0, 0)
 
 
-def test_the_first_that_arrives_may_be_any_ones_of_the_lineage():
+def test_the_first_arriving_chunk_may_belong_to_any_trunk_of_the_lineage():
     sequence, inner, outer = a_family()
     assert sequence.first_arriving is None
     for owner, index in ((sequence, 3), (inner, 1), (outer, 0)):
@@ -158,7 +158,7 @@ def test_the_first_that_arrives_may_be_any_ones_of_the_lineage():
         assert sequence.first_arriving == index
 
 
-# Tokens
+# Tokens.
 
 
 @pytest.mark.parametrize(("index", "num_tokens"), [(0, CHUNK), (1, CHUNK), (2, 3), (3, 0), (4, 0)])
@@ -176,5 +176,5 @@ def test_tokens_of_a_chunk(index, num_tokens):
         ((GPU, CPU, BOTH, ChunkState.LEAVING, ChunkState.COPYING_IN), 5 * CHUNK, []),
     ],
 )
-def test_holes_are_what_was_computed_and_is_nowhere(states, num_tokens, holes):
+def test_holes_are_computed_tokens_in_no_tier(states, num_tokens, holes):
     assert sequence_of(*states, num_tokens=num_tokens).holes(CHUNK) == holes

@@ -38,7 +38,7 @@ LEGAL = {
     ("state", "event"), list(itertools.product(ChunkState, ChunkEvent)), ids=lambda x: x.value
 )
 def test_every_pair_of_state_and_event(state, event):
-    """Some pairs are legal and lead where they should; every other one raises."""
+    """Legal pairs lead to the expected state; every other pair raises."""
     expected = LEGAL.get((state.value, event.value))
     assert ((state, event) in TRANSITIONS) == (expected is not None)
     if expected is not None:
@@ -52,7 +52,7 @@ def test_every_state_can_be_reached_and_left():
     assert {state for state, _ in TRANSITIONS} == set(ChunkState) == set(TRANSITIONS.values())
 
 
-def test_pages_are_given_away_once():
+def test_pages_are_allocated_once():
     pool = TierPool(4)
     pages = [pool.allocate() for _ in range(4)]
     assert sorted(pages) == [1, 2, 3, 4] and pool.num_free == 0 and pool.num_places == 4
@@ -72,7 +72,7 @@ def test_a_page_is_freed_once():
         pool.free(page)
 
 
-def test_integrity_finds_what_is_wrong():
+def test_integrity_finds_errors():
     pool = TierPool(3)
     page = pool.allocate()
     for owned in (set(), {page, 0}, {page, page % 3 + 1}, {page % 3 + 1}):
@@ -83,7 +83,7 @@ def test_integrity_finds_what_is_wrong():
 
 @given(st.lists(st.tuples(st.sampled_from(["allocate", "free"]), st.integers(0, 50)), max_size=60))
 def test_pool_against_a_set_of_pages(ops):
-    """Any order of calls."""
+    """Calls come in any order."""
     pool, owned = TierPool(5), set()
     for op, number in ops:
         if op == "allocate" and len(owned) < 5:

@@ -1,4 +1,4 @@
-"""Copying out ahead of time: when, whose, how many at once, and never twice."""
+"""Copying out ahead of need: when, which chunks, how many at once, and never twice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.cache.helpers import CHUNK, Cache, pages_of, resident, states
 
 @pytest.mark.parametrize(("num_free", "num_copied"), [(6, 0), (5, 0), (4, 2), (2, 4)])
 def test_idle_chunks_are_copied_out_while_too_few_pages_are_clean(num_free, num_copied):
-    """Five of 12 pages are to be clean; once fewer are, one more than is missing."""
+    """Five of 12 pages should be clean; once fewer are, one more than is missing is copied."""
     cache = Cache(12, 12, clean_pages=5)
     sequence = cache.idle("a", (12 - num_free) * CHUNK)
     outs, ins = cache.end_step()
@@ -36,7 +36,7 @@ def test_running_and_queued_chunks_are_not_copied_ahead():
 
 
 @pytest.mark.parametrize("complete", [False, True])
-def test_a_conversation_that_returns_before_its_pages_are_needed_moves_nothing(complete):
+def test_a_conversation_that_returns_before_its_pages_are_needed_copies_nothing(complete):
     cache = Cache(12, 12, clean_pages=12)
     sequence = cache.idle("a", 5 * CHUNK)
     pages = pages_of(sequence)
@@ -52,7 +52,7 @@ def test_a_conversation_that_returns_before_its_pages_are_needed_moves_nothing(c
 
 
 def test_a_full_chunk_is_never_copied_out_twice():
-    """Out, away, in, and away again: one copy out, one copy in."""
+    """The chunk goes out, in, and out again: one copy out, one copy in."""
     cache = Cache(6, 12)
     sequence = cache.on_both("a", 3 * CHUNK)
     other = cache.running("other", 6 * CHUNK)
@@ -85,7 +85,7 @@ def test_without_a_host_tier_nothing_is_copied():
     ]
 
 
-def test_copies_in_flight_are_bounded():
+def test_copies_in_flight_are_limited():
     cache = Cache(12, 12, clean_pages=12, max_num_copies=3)
     cache.idle("a", 8 * CHUNK)
     assert [len(cache.end_step()[0]) for _ in range(2)] == [3, 0]
@@ -95,7 +95,7 @@ def test_copies_in_flight_are_bounded():
 
 @pytest.mark.parametrize(("num_free", "expected"), [(60, [16, 16, 16, 0]), (20, [46, 16, 16, 16])])
 def test_few_are_copied_at_a_time_unless_more_than_half_is_missing(num_free, expected):
-    """Of 200 pages 100 are to be clean, and 16 more once they are not."""
+    """Of 200 pages 100 should be clean, and 16 more once they are not."""
     cache = Cache(200, 200, clean_pages=100)
     cache.idle("idle", (200 - num_free) * CHUNK)
     num_out = []

@@ -1,4 +1,4 @@
-"""Two tiers, rule by rule: what is copied when, what gives way to what, and what is never done twice."""
+"""Two tiers, rule by rule: what is copied when, what is evicted for what, and what is never done twice."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from pensieve_jax.cache import Role
 from tests.cache.helpers import CHUNK, Cache, pages_of, resident, states
 
-# Tails
+# Tails.
 
 
 def test_appending_to_a_tail_frees_its_stale_copy_at_once():
@@ -21,8 +21,8 @@ def test_appending_to_a_tail_frees_its_stale_copy_at_once():
     cache.check()
 
 
-def test_appending_to_a_tail_that_is_being_copied_leaves_the_copy_without_a_chunk():
-    """Its slot is nobody's until the copy is complete, and free then; the next copy is a new one."""
+def test_appending_to_a_tail_that_is_being_copied_detaches_the_copy():
+    """Its slot is in use until the copy is complete, and then free; the next copy is a new one."""
     cache = Cache(12, 12, clean_pages=12)
     cache.running("other", 2 * CHUNK)
     sequence = cache.idle("a", CHUNK + 5)
@@ -40,11 +40,11 @@ def test_appending_to_a_tail_that_is_being_copied_leaves_the_copy_without_a_chun
     assert states(sequence) == ["on both", "on both"]
 
 
-# Making room
+# Making room.
 
 
-def test_a_page_is_given_away_once_its_gather_was_dispatched():
-    """No page is clean: the copy begins with the page already somebody else's."""
+def test_a_page_is_reassigned_once_its_gather_was_dispatched():
+    """No page is clean: when the copy begins, the page already belongs to another sequence."""
     cache = Cache(6, 6)
     sequence = cache.idle("a", 6 * CHUNK)
     pages = pages_of(sequence)
@@ -57,7 +57,7 @@ def test_a_page_is_given_away_once_its_gather_was_dispatched():
     assert states(sequence)[:2] == ["on cpu", "on cpu"]
 
 
-def test_a_chunk_on_its_way_out_is_waited_for():
+def test_admission_waits_for_a_chunk_that_is_being_copied_out():
     """Its page is gone and its slot not ready: admission waits for exactly these copies."""
     cache = Cache(6, 6)
     sequence = cache.idle("a", 4 * CHUNK)
@@ -74,7 +74,7 @@ def test_a_chunk_on_its_way_out_is_waited_for():
     assert states(sequence) == ["copying in", "copying in", "on gpu", "on gpu"]
 
 
-def test_clean_pages_go_before_dirty_ones_whatever_they_are_worth():
+def test_clean_pages_go_before_dirty_ones_whatever_their_value():
     cache = Cache(8, 8)
     dear = cache.on_both("dear", 4 * CHUNK, 1.0)
     cheap = cache.idle("cheap", 4 * CHUNK, 90.0)
@@ -102,8 +102,8 @@ def test_slots_of_chunks_on_the_gpu_go_before_anything_is_dropped(role):
 
 
 @pytest.mark.parametrize(("idle_s", "dropped"), [(90.0, "cpu"), (1.0, "leaves")])
-def test_where_host_memory_is_full_the_least_worth_is_dropped(idle_s, dropped):
-    """What is in host memory, or straight from the gpu what would have gone there."""
+def test_if_host_memory_is_full_the_lowest_value_is_dropped(idle_s, dropped):
+    """Either a chunk in host memory is dropped, or the one on the GPU that would have moved there."""
     cache = Cache(6, 3, policy="lru")
     on_cpu = cache.on_cpu("cpu", 3 * CHUNK, idle_s)
     leaves = cache.idle("leaves", 6 * CHUNK, 5.0)
@@ -115,7 +115,7 @@ def test_where_host_memory_is_full_the_least_worth_is_dropped(idle_s, dropped):
         assert states(on_cpu) == ["on cpu"] * 3 and states(leaves)[:2] == ["dropped"] * 2
 
 
-def test_idle_then_queued_latest_first_then_nobody():
+def test_idle_chunks_go_first_then_queued_ones_latest_first():
     """Clean idle, dirty idle, then the latest in the queue, its copied chunks first."""
     cache = Cache(9, 20)
     runs = cache.running("runs", CHUNK)
@@ -135,7 +135,7 @@ def test_idle_then_queued_latest_first_then_nobody():
     assert not cache.manager.grow(runs, 10 * CHUNK) and cache.take_drops() == []
 
 
-# Suspension
+# Suspension.
 
 
 def test_a_suspended_request_keeps_its_work_in_host_memory():
@@ -155,7 +155,7 @@ def test_a_suspended_request_keeps_its_work_in_host_memory():
     assert last.holes(CHUNK) == [], "nothing is computed twice"
 
 
-def test_a_suspended_request_is_dropped_only_where_host_memory_is_full_of_dearer_things():
+def test_a_suspended_request_is_dropped_only_if_host_memory_is_full_of_higher_values():
     cache = Cache(8, 2)
     first, last = cache.running("first", 4 * CHUNK), cache.running("last", 4 * CHUNK)
     cache.manager.suspend(last)
@@ -164,7 +164,7 @@ def test_a_suspended_request_is_dropped_only_where_host_memory_is_full_of_dearer
     assert states(last) == ["leaving", "leaving", "dropped", "on gpu"]
 
 
-# Copying in
+# Copying in.
 
 
 def test_admission_copies_in_what_the_host_has_and_recomputes_the_rest():
@@ -184,7 +184,7 @@ def test_admission_copies_in_what_the_host_has_and_recomputes_the_rest():
     assert states(sequence)[1] == "on both" and sequence.first_arriving == 3
 
 
-def test_prefetch_goes_by_arrival_and_takes_only_what_costs_nobody_anything():
+def test_prefetch_goes_by_arrival_and_takes_only_free_and_clean_pages():
     """Three pages are free, and one is clean; the rest is running, or would have to be copied out."""
     cache = Cache(12, 20)
     late, early = cache.on_cpu("late", 3 * CHUNK), cache.on_cpu("early", 3 * CHUNK, but=[0])
@@ -200,7 +200,7 @@ def test_prefetch_goes_by_arrival_and_takes_only_what_costs_nobody_anything():
     assert early.role is Role.QUEUED and cache.manager.stats()["num_prefetched_chunks"] == 4
 
 
-def test_prefetch_can_be_turned_off_and_leaves_the_reserve_alone():
+def test_prefetch_can_be_turned_off_and_keeps_the_reserve():
     for options, num_copies in (
         ({"prefetch": False}, 0),
         ({"reserve_pages": 2}, 2),
@@ -211,8 +211,8 @@ def test_prefetch_can_be_turned_off_and_leaves_the_reserve_alone():
         assert len(cache.end_step()[1]) == num_copies, options
 
 
-def test_prefetched_pages_give_way_and_are_fetched_again():
-    """What was copied in for a queued request still has its copy: taking the page moves nothing."""
+def test_prefetched_pages_are_evicted_and_fetched_again():
+    """A chunk that was copied in for a queued request still has its copy: taking the page copies nothing."""
     cache = Cache(6, 6)
     runs = cache.running("runs", 2 * CHUNK)
     waits = cache.queued("waits", cache.on_cpu("waits", 3 * CHUNK))
@@ -243,11 +243,11 @@ def test_expedited_copies_count_as_complete():
     cache.check()
 
 
-# Pushed out
+# Pushing out.
 
 
-def test_what_is_pushed_out_takes_no_slot_of_a_queued_request():
-    """It displaces what is idle, whatever that is worth; without such it is dropped."""
+def test_pushed_out_chunks_take_no_slot_of_a_queued_request():
+    """They displace idle chunks of any value; without any they are dropped."""
     cache = Cache(16, 5)
     away = cache.idle("away", 3 * CHUNK)
     idle = cache.on_cpu("idle", CHUNK, 0.5)
@@ -259,7 +259,7 @@ def test_what_is_pushed_out_takes_no_slot_of_a_queued_request():
     cache.check()
 
 
-def test_no_more_is_pushed_out_than_asked_for():
+def test_at_most_the_requested_number_is_pushed_out():
     cache = Cache(12, 12)
     sequence = cache.idle("a", 3 * CHUNK)
     assert [cache.manager.push_out(sequence, number) for number in (0, 1)] == [0, 1]

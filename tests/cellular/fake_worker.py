@@ -1,7 +1,7 @@
-"""A worker that computes hashes in numpy, in program order, and tells of it whenever it is told to.
+"""A worker that computes hashes in numpy, in program order, and reports completions on demand.
 
-Owns: rows of state, poisoned wherever nobody should look, and when a launch ends or fails.
-Does not know: requests.
+Owns rows of state, with poison in all free ones, and when a launch ends or fails. Does not know requests.
+Called by the tests of the policy.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ POISON, UNKNOWN = -(2**40), -(2**41)
 
 
 class FakeWorker:
-    """One of several, `peers`, each of which has its own rows.
+    """One of several workers, `peers`, each with its own rows.
 
     Attributes:
-      fails: how the next launch is to fail: "intact", "lost" or not at all.
-      num_may_end: launches in flight of which `poll` may tell.
-      is_lost: whether its rows are gone, until all that was launched since has been told.
+        fails: how the next launch fails: "intact", "lost" or not at all.
+        num_may_end: number of launches in flight that `poll` may report.
+        is_lost: whether its rows are lost, until all launches since then have been reported.
     """
 
     def __init__(self, types: CellTypes, num_rows: int, peers: list[FakeWorker]) -> None:
@@ -44,7 +44,7 @@ class FakeWorker:
 
     @property
     def launches(self) -> list[Launch]:
-        """In flight."""
+        """Launches that are in flight."""
         return [done.launch for done in self._flying]
 
     def launch(self, launch: Launch) -> None:
@@ -61,7 +61,7 @@ class FakeWorker:
             error = RuntimeError("told to fail")
             self._flying.append(Done(launch, error=error, has_lost_state=self.is_lost))
             self.fails = ""
-            for part in launch.parts:  # what is behind it may read these, for requests that fail with it
+            for part in launch.parts:  # later launches may read these, for requests that fail with it
                 rows = part.words[:, 0].ravel()
                 self.rows[launch.kind.state_kind][rows[rows < self._num_rows]] = UNKNOWN
             return
@@ -87,7 +87,7 @@ class FakeWorker:
             yield done
 
     def poison(self, free: list[np.ndarray]) -> None:
-        """Nobody may read these rows of each kind before they are written."""
+        """Poison these rows of each kind: they must be written before they are read."""
         for rows, mine in zip(self.rows, free, strict=True):
             rows[mine] = POISON
 

@@ -1,7 +1,8 @@
-"""Cells whose result tells everything that went into it, and graphs of them, computed by recursion.
+"""Cells whose result depends on all of their inputs, and graphs of them, computed by recursion.
 
-Owns: the cells, random graphs, and what each node of a graph is.
-Does not know: batches, rows, or an engine.
+Owns the cells, random graphs, and the value of each node of a graph. Does not know batches, rows, or an
+engine.
+Called by the scenarios and the tests of the policy.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from pensieve_jax.cellular.cells import Cell, CellTypes, Field
 from pensieve_jax.cellular.errors import GraphError
 
 WIDE, NARROW = {"x": Field((), "int64"), "token": Field((), "int32")}, {"y": Field((), "int64")}
-NUM_TOKENS = 6  # so that a chain ends early, often
+NUM_TOKENS = 6  # so that a chain often ends early
 
 
 class HashCell:
-    """What it leaves is a hash of its name, its inputs and its immediates."""
+    """Cell that returns a hash of its name, its inputs and its immediates."""
 
     def __init__(
         self, salt: int, state: dict[str, Field], inputs: tuple[Any, ...], num_immediates: int
@@ -31,7 +32,7 @@ class HashCell:
         self.emits = ("token",) if "token" in state else ()
 
     def compute(self, values: Any) -> np.ndarray:
-        """i64[B] of i64[fan_in + immediates, B]."""
+        """Return i64[B] from i64[fan_in + immediates, B]."""
         result = np.full(values.shape[1], self.salt, np.uint64)
         for one in values.astype(np.uint64):
             result = (result ^ one) * np.uint64(0x9E3779B97F4A7C15)
@@ -40,15 +41,15 @@ class HashCell:
 
 
 def token(value: np.ndarray) -> np.ndarray:
-    """What is emitted with a value."""
+    """Return the token that is emitted with a value."""
     return (value % NUM_TOKENS).astype(np.int32)
 
 
 def make_cells(batches: dict[str, int]) -> list[Cell]:
-    """A chain's cell, a decoder of the same state, a tree's two, and one that joins two kinds.
+    """Return a chain's cell, a decoder of the same state, a tree's two, and one that joins two kinds.
 
     Args:
-      batches: the largest batch, by name.
+        batches: the largest batch, by name.
     """
     modules = {
         "step": HashCell(1, WIDE, (WIDE,), 1),
@@ -63,7 +64,7 @@ def make_cells(batches: dict[str, int]) -> list[Cell]:
 
 
 class Node(NamedTuple):
-    """Of a drawn graph."""
+    """One node of a drawn graph."""
 
     name: str
     inputs: tuple[int | None, ...]
@@ -74,11 +75,11 @@ class Node(NamedTuple):
 
 @dataclass
 class Drawn:
-    """A request: its nodes, and the calls that make a graph of them.
+    """A request: its nodes, and the calls that build a graph of them.
 
     Attributes:
-      vector: the method of a graph that adds many such requests, and what it takes of this one; None if there
-        is none.
+        vector: the graph method that adds many such requests, and its arguments for this one; None if there
+            is no such method.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -87,14 +88,14 @@ class Drawn:
     vector: tuple[str, tuple[np.ndarray, ...]] | None = None
 
     def unfold(self, graph: Any) -> None:
-        """As a user's function does."""
+        """Build the graph as a user's function does."""
         for method, args, options in self.calls:
             getattr(graph, method)(*args, **options)
         if self.returned:
             graph.returns(*self.returned)
 
     def expected(self, types: CellTypes) -> tuple[list[int], list[int]]:
-        """Values of what is returned, and tokens, by recursion."""
+        """Return the values of returned nodes, and the tokens, by recursion."""
         values: dict[int, int] = {}
 
         def value(index: int | None) -> int:
@@ -118,7 +119,7 @@ class Drawn:
 
 
 def unfold_many(requests: Sequence[Drawn], graph: Any) -> None:
-    """All of them by vectors, if there are vectors for all."""
+    """Build all graphs by vector calls if every request has one."""
     cells = {"sentences": ("step",), "trees": ("leaf", "inner")}
     if any(one.vector is None for one in requests):
         raise GraphError("requests", requests, "sentences and trees")
@@ -128,7 +129,7 @@ def unfold_many(requests: Sequence[Drawn], graph: Any) -> None:
 
 
 def draw(rng: np.random.Generator, shapes: str) -> Drawn:
-    """A request of one of these shapes: "c" a chain, "e" encoder and decoder, "t" a tree, "a" any graph."""
+    """Draw a request of a shape: a chain "c", encoder and decoder "e", a tree "t", any graph "a"."""
     drawers = {"c": _chain, "e": _encoder_decoder, "t": _tree, "a": _any}
     return drawers[shapes[rng.integers(len(shapes))]](rng)
 
@@ -146,7 +147,7 @@ def _chain(rng: np.random.Generator) -> Drawn:
 
 
 def _encoder_decoder(rng: np.random.Generator) -> Drawn:
-    """Some with a head behind the decoder, a cell that leaves another kind of state than it reads."""
+    """Draw a translation; some have a head after the decoder, with another kind of state."""
     drawn = Drawn()
     _add_chain(drawn, rng, "step", int(rng.integers(1, 9)), None, None)
     stop = int(rng.integers(NUM_TOKENS)) if rng.random() < 0.7 else None
@@ -161,7 +162,7 @@ def _encoder_decoder(rng: np.random.Generator) -> Drawn:
 
 
 def _tree(rng: np.random.Generator) -> Drawn:
-    """By vectors or node by node, any shape."""
+    """Draw a tree of any shape, built by vectors or node by node."""
     drawn = Drawn()
     num = int(rng.integers(1, 10))
     words = [int(one) for one in rng.integers(1000, size=num)]
@@ -186,7 +187,7 @@ def _tree(rng: np.random.Generator) -> Drawn:
 
 
 def _any(rng: np.random.Generator) -> Drawn:
-    """Nodes of all types whose inputs are any earlier ones of the kind."""
+    """Draw nodes of all types whose inputs are any earlier ones of the kind."""
     drawn = Drawn()
     kinds = {"step": "w", "decode": "w", "leaf": "n", "inner": "n", "join": "w", "narrow": "n"}
     inputs = {"step": "w", "decode": "w", "leaf": "", "inner": "nn", "join": "nwn", "narrow": "w"}
@@ -203,7 +204,7 @@ def _any(rng: np.random.Generator) -> Drawn:
     num = int(rng.integers(0, min(4, len(drawn.nodes)) + 1))
     drawn.returned = [int(one) for one in rng.permutation(len(drawn.nodes))[:num]]
     if not drawn.returned and all(kinds[node.name] == "n" for node in drawn.nodes):
-        drawn.returned = [0]  # or nobody would learn anything of it
+        drawn.returned = [0]  # otherwise it would have no result
     return drawn
 
 

@@ -1,7 +1,6 @@
-"""What is true of an engine between any two events.
+"""Invariants of a cellular engine between any two events.
 
-Owns: the invariants.
-Does not know: how they are kept.
+Owns the invariants. Does not know how they are kept. Called by the scenarios and the tests of the policy.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from pensieve_jax.cellular.tables import DROPPED, INITIAL, SUBMITTED, WAITING
 
 
 def check_integrity(processor: RequestProcessor) -> None:
-    """Raise AssertionError for the first thing that is not true."""
+    """Raise AssertionError for the first violated invariant."""
     _check_rows(processor)
     _check_nodes(processor)
     _check_subgraphs(processor)
-    if isinstance(processor.scheduler, CellScheduler):  # rivals keep no cells, but whole requests
+    if isinstance(processor.scheduler, CellScheduler):  # baselines keep no cells, but whole requests
         _check_queues(processor, processor.scheduler)
 
 
 def check_work_conserving(processor: RequestProcessor, idle: list[int]) -> None:
-    """No worker of these, which have nothing in flight, could be given anything."""
+    """Assert that none of these idle workers could be given a cell."""
     assert isinstance(processor.scheduler, CellScheduler), "rivals leave workers idle"
     for worker in idle:
         for queue in processor.scheduler.queues:
@@ -34,7 +33,7 @@ def check_work_conserving(processor: RequestProcessor, idle: list[int]) -> None:
 
 
 def check_pins(processor: RequestProcessor, in_flight: Iterable[Launch]) -> None:
-    """A subgraph with nodes in flight is on one worker, which it is pinned to."""
+    """Assert that a subgraph with nodes in flight is on one worker, to which it is pinned."""
     for launch in in_flight:
         for task in launch.tasks:
             pinned = processor.subgraphs.pinned[processor.nodes.sub[task]]
@@ -43,7 +42,7 @@ def check_pins(processor: RequestProcessor, in_flight: Iterable[Launch]) -> None
 
 
 def _check_rows(processor: RequestProcessor) -> None:
-    """A row is free or has one owner; nobody holds more than was promised, and that is there."""
+    """Assert that a row is free or has one owner, and that requests hold no more rows than promised."""
     nodes, formation = processor.nodes, processor.formation
     budget = processor.admission.budget
     held = np.flatnonzero(nodes.row >= 0)
@@ -70,7 +69,7 @@ def _check_rows(processor: RequestProcessor) -> None:
 
 
 def _check_nodes(processor: RequestProcessor) -> None:
-    """A node was submitted after its inputs; who is still to read it is counted."""
+    """Assert that a node was submitted after its inputs, and that its pending readers are counted."""
     nodes = processor.nodes
     ids = _nodes_of(processor, processor.handles.keys() - processor.restarting)
     inputs, state = nodes.inputs[:, ids], nodes.state[ids]
@@ -92,7 +91,7 @@ def _check_nodes(processor: RequestProcessor) -> None:
 
 
 def _check_subgraphs(processor: RequestProcessor) -> None:
-    """Whoever has nodes in flight is pinned, and nobody else; what is unfinished is counted."""
+    """Assert that exactly subgraphs with nodes in flight are pinned, and the counts of unfinished nodes."""
     nodes, table, requests = processor.nodes, processor.subgraphs, processor.requests
     known = processor.admission.request_ids
     subs = _all_of(requests.sub_start, requests.sub_end, known)
@@ -106,7 +105,7 @@ def _check_subgraphs(processor: RequestProcessor) -> None:
 
 
 def _check_queues(processor: RequestProcessor, scheduler: CellScheduler) -> None:
-    """What is ready stands in its queue once, in the order of release."""
+    """Assert that a ready node is in its queue once, in the order of release."""
     nodes, table = processor.nodes, processor.subgraphs
     queued = [queue.all_nodes() for queue in scheduler.queues]
     for kind, ids in enumerate(queued):
@@ -114,7 +113,7 @@ def _check_queues(processor: RequestProcessor, scheduler: CellScheduler) -> None
         assert (np.diff(table.seq[nodes.sub[ids]]) >= 0).all(), "the order of release is broken"
     ids = _nodes_of(processor, processor.admission.request_ids)
     is_ready = (nodes.state[ids] == WAITING) & (nodes.waits[ids] == 0) & (table.seq[nodes.sub[ids]] >= 0)
-    found, expected = np.sort(np.concatenate(queued)), np.sort(ids[is_ready])  # which are ids, each once
+    found, expected = np.sort(np.concatenate(queued)), np.sort(ids[is_ready])  # ids, each once
     assert np.array_equal(found, expected), "what is ready is not what is queued"
 
 
@@ -123,6 +122,6 @@ def _nodes_of(processor: RequestProcessor, requests: Iterable[int]) -> np.ndarra
 
 
 def _all_of(starts: np.ndarray, ends: np.ndarray, requests: Iterable[int]) -> np.ndarray:
-    """Ids of what these requests have; where there are none, none."""
+    """Return the ids that belong to these requests, or an empty array."""
     ranges = [np.arange(starts[one], ends[one]) for one in requests]
     return np.concatenate(ranges) if ranges else np.empty(0, np.int64)

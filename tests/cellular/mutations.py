@@ -1,6 +1,6 @@
-"""Bugs, planted one at a time: each is one that a change of the policy could well make.
+"""Bugs, planted one at a time: each is a plausible error in a change of the policy.
 
-Owns: the bugs, by name. Does not know: what sees them.
+Owns the bugs, by name. Does not know which tests detect them. Called by `test_scenarios`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def mutation(function: Callable[[Patch], None]) -> Callable[[Patch], None]:
 
 
 def after(patch: Patch, owner: Any, name: str, then: Callable[..., Any]) -> None:
-    """Have `then(result, self, *args)` give the result of a method instead."""
+    """Replace a method's result by `then(result, self, *args)`."""
     method = getattr(owner, name)
     patch.setattr(
         owner,
@@ -100,7 +100,7 @@ def a_row_is_taken_over_that_another_node_reads(patch: Patch) -> None:
 
 @mutation
 def a_type_is_starved(patch: Patch) -> None:
-    """Leaves."""
+    """Starve the type of leaf cells."""
     schedule = scheduler.CellScheduler.schedule
 
     def starve(self: Any, worker: int) -> Any:

@@ -1,4 +1,4 @@
-"""Random schedules of a cellular engine's policy, against recursion over each graph.
+"""Random schedules of a cellular engine's policy, compared with recursion over each graph.
 
 `tests.search_schedules` runs as many as there is time for. Requests of all shapes join, are cancelled, end
 early, and lose launches and whole devices, on one to four workers that end their launches at random. After
@@ -27,10 +27,10 @@ MAX_STEPS = 3000
 
 
 class Scenario:
-    """One engine, and what happens to it.
+    """One engine, and the events of a schedule.
 
     Attributes:
-      totals: what was seen.
+        totals: counts of what happened.
     """
 
     def __init__(self, seed: int) -> None:
@@ -59,7 +59,7 @@ class Scenario:
         self.totals: Counter[str] = Counter()
 
     def run(self) -> Counter[str]:
-        """To the end of everything."""
+        """Run until every request has ended."""
         ops = ("submit", "submit", "step", "step", "step", "cancel", "fail")
         for _ in range(NUM_EVENTS):
             getattr(self, f"_{self.rng.choice(ops)}")()
@@ -134,5 +134,5 @@ class Scenario:
 
 
 def run_scenario(seed: int) -> Counter[str]:
-    """One life; raises AssertionError for whatever is wrong."""
+    """Run one schedule; raise AssertionError on a failure."""
     return Scenario(seed).run()

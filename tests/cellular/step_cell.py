@@ -1,4 +1,4 @@
-"""A chain's cell that computes nothing, for tests of the policy alone, and a request of so many of them."""
+"""A chain's cell that computes nothing, for tests of the policy alone, and a request of `num` such cells."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pensieve_jax.cellular.cells import Int
 
 
 class Step:
-    """See above."""
+    """Cell of a chain that computes nothing."""
 
     state: ClassVar = {"x": Int()}
     immediates = ("token",)
@@ -18,5 +18,5 @@ STEP = Step()
 
 
 def chain(num: int, graph: Any) -> None:
-    """Unfold a request of this length."""
+    """Unfold a request of `num` cells."""
     graph.returns(graph.chain(STEP, range(num))[-1])

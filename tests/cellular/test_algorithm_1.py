@@ -1,4 +1,4 @@
-"""Algorithm 1 of the thesis, line by line: the type that is chosen, and the tasks that a launch has."""
+"""Algorithm 1 of the thesis, line by line: the chosen type, and the tasks of a launch."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Bench:
     """A scheduler and its tables, without a device: the test launches and completes by hand.
 
     Attributes:
-      processor: the tables, and who completes.
-      scheduler: the one under test.
+        processor: the tables, which also complete launches.
+        scheduler: the one under test.
     """
 
     def __init__(self, priorities: dict[str, int] | None = None, max_batch: int = 4, **config: Any) -> None:
@@ -100,7 +100,7 @@ def serials(processor: RequestProcessor, launch: Launch) -> list[list[int]]:
     return [processor.requests.serial[processor.nodes.request[task]].tolist() for task in launch.tasks]
 
 
-# Lines 5 to 10: the type
+# Lines 5 to 10: the type.
 
 
 @pytest.mark.parametrize(("num", "chosen"), [(3, "high"), (4, "low"), (5, "low")])
@@ -251,7 +251,7 @@ def test_the_longest_overdue_goes_first():
     assert [bench.name() for _ in range(9)] == ["busy", "a", "b"] * 3
 
 
-# Lines 14 to 24: the tasks of a launch
+# Lines 14 to 24: the tasks of a launch.
 
 
 @pytest.mark.parametrize(("length", "num_tasks"), [(1, 1), (4, 4), (5, 5), (6, 5)])

@@ -1,4 +1,4 @@
-"""Requests that an engine refuses, beside others: all of a call or none of it, and nobody else is harmed."""
+"""Refused requests: a call accepts all of its requests or none, and other requests are not affected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.cellular.integrity import check_integrity
 
 
 class Sum:
-    """Of two, or of the only one."""
+    """Cell that adds two inputs, or returns its only one."""
 
     state: ClassVar = {"x": Int()}
 
@@ -72,7 +72,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_all_or_none(engine: CellularEngine, name: str) -> None:
-    """Others that run, wait, or come with a bad request are as they would be without it."""
+    """Other requests that run, wait, or come in the same call behave as without the bad one."""
     bad, kind, match = BAD[name]
     running = engine.submit_many([[1, 2, 3], [4, 5], [6] * 6, [7] * 7])
     engine.step()
@@ -95,7 +95,7 @@ def test_all_or_none(engine: CellularEngine, name: str) -> None:
 
 
 def test_too_many_that_wait(engine: CellularEngine) -> None:
-    """Those who have room do not wait."""
+    """Requests that have room do not wait."""
     engine.begin_again(CellScheduler)
     limit = r"requests is 6, but must be at most max_num_waiting \(5\) that wait for rows"
     with pytest.raises(CapacityError, match=limit):
@@ -109,7 +109,7 @@ def test_too_many_that_wait(engine: CellularEngine) -> None:
         engine.step()
 
 
-def test_run_lets_no_more_wait_than_may(engine: CellularEngine) -> None:
+def test_run_limits_the_number_of_waiting_requests(engine: CellularEngine) -> None:
     outputs = engine.run([[one, 1] for one in range(40)])
     assert [int(one.states[0]["x"]) for one in outputs] == list(range(1, 41))
 
@@ -123,7 +123,7 @@ def test_requests_may_be_an_array(engine: CellularEngine) -> None:
 
 
 def test_a_request_of_another_engine_is_not_cancelled(engine: CellularEngine) -> None:
-    """Nor one that this engine has forgotten: its number is another's by then."""
+    """Neither is one that this engine has forgotten: its number belongs to another request by then."""
     engine.begin_again(CellScheduler)
     old = engine.submit([1, 2, 3])
     engine.begin_again(CellScheduler)
@@ -136,7 +136,7 @@ def test_a_request_of_another_engine_is_not_cancelled(engine: CellularEngine) ->
 
 
 def test_the_request_of_a_run_is_named(engine: CellularEngine) -> None:
-    """By its place among all of them, though they come in slices."""
+    """It is named by its index among all of them, although they are submitted in slices."""
     engine.begin_again(CellScheduler)
     for place in (0, 700):
         todo = [[1]] * 800
@@ -152,7 +152,7 @@ def test_the_request_of_a_run_is_named(engine: CellularEngine) -> None:
 
 
 def test_counts(engine: CellularEngine) -> None:
-    while engine.workers[0].num_in_flight:  # of requests that were cancelled
+    while engine.workers[0].num_in_flight:  # of cancelled requests
         engine.step()
     engine.begin_again(CellScheduler)
     engine.run([[1, 2], [3]])

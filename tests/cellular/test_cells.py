@@ -1,4 +1,4 @@
-"""What an engine is told of cells: by its own words or by a model's, and with no JAX about."""
+"""Descriptions of cells, in the engine's own types or a model's, without importing JAX."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ def test_fields_may_be_shapes_of_jax():
 
 
 def test_bytes_of_a_row():
-    """Of kinds that types share, once."""
+    """Kinds that types share count once."""
     one = SimpleNamespace(state={"h": Float(5), "n": Field((), "int32"), "x": Float(2, 3, dtype="bfloat16")})
     same = SimpleNamespace(state=one.state)
     other = SimpleNamespace(state={"y": Float()}, inputs=(one.state, one.state))
@@ -37,7 +37,7 @@ def test_bytes_of_a_row():
     assert types.row_bytes == (5 * 4 + 4 + 6 * 2) + 4
 
 
-def test_a_first_value_is_no_field():
+def test_an_initial_value_is_not_a_field():
     """It would not be the initial state, which is zeros."""
     for value in (np.ones(5), 5, None, "float32"):
         with pytest.raises(CellError, match=r"a.state\['h'\] is .*, but must be a Field under a name"):
@@ -46,7 +46,7 @@ def test_a_first_value_is_no_field():
         CellTypes([Cell(SimpleNamespace(state={"h": Float(0)}), "a")])
 
 
-def test_a_cell_is_found_by_what_names_it():
+def test_a_cell_is_found_by_its_module():
     one, other = (SimpleNamespace(state={"h": Float(5)}) for _ in range(2))
     cells = [Cell(one, "one"), RecurrentCell(other, "other", max_batch=4)]
     types = CellTypes(cells)
@@ -60,7 +60,7 @@ def test_a_cell_is_found_by_what_names_it():
 
 
 def test_immediates_may_be_arrays():
-    """Which are copied as they are where they are i32."""
+    """Arrays of i32 are copied as they are."""
     cell = SimpleNamespace(state={"h": Float(5)}, immediates=("token",))
     graph = Graph(CellTypes([Cell(cell, "a")]), max_nodes=100)
     graph.begin()
@@ -78,8 +78,8 @@ def test_immediates_may_be_arrays():
     assert graph.num_nodes == 8
 
 
-def test_a_chain_is_of_cells_that_read_what_they_leave():
-    """The second node of another would read a state of the wrong kind."""
+def test_a_chain_needs_cells_that_read_the_kind_that_they_leave():
+    """Otherwise the second node would read a state of the wrong kind."""
     cell = SimpleNamespace(state={"h": Float(5)}, inputs=({"g": Float(3)},), immediates=("token",))
     graph = Graph(CellTypes([Cell(cell, "a")]), max_nodes=100)
     graph.begin()

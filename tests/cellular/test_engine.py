@@ -1,4 +1,4 @@
-"""The engine as its users meet it: cells of their own, errors that name what is wrong, launches that fail."""
+"""The engine as users see it: their own cells, errors that name the cause, launches that fail."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_request_that_joins_and_one_that_is_cancelled(engine, gru):
         ([1] * 51, CapacityError, r"nodes\[50\] is 51, but must be at most max_depth \(50\)"),
     ],
 )
-def test_requests_that_cannot_be(engine, words, error, match):
+def test_invalid_requests_are_refused(engine, words, error, match):
     with pytest.raises(error, match=match):
         engine.submit(words)
     with pytest.raises(error):
@@ -115,7 +115,7 @@ def test_requests_that_cannot_be(engine, words, error, match):
     assert engine.stats()["num_running"] == 0, "part of a refused call runs"
 
 
-def test_too_many_that_wait(engine):
+def test_too_many_waiting_requests_are_refused(engine):
     with pytest.raises(CapacityError, match="max_num_waiting"):
         engine.submit_many([[1]] * (16 + 41))
 
@@ -127,7 +127,7 @@ def refuse(graph_of: Any, match: str, gru: Gru, engine: CellularEngine) -> None:
         graph_of(graph)
 
 
-def test_graphs_that_cannot_be(engine, gru):
+def test_invalid_graphs_are_refused(engine, gru):
     refuse(lambda graph: graph.add(gru, (3,), token=1), r"nodes\[0\].inputs\[0\] is 3.*cycles", gru, engine)
     refuse(lambda graph: graph.add(gru, (None,)), r"nodes\[0\].immediates.*token", gru, engine)
     refuse(
@@ -144,7 +144,7 @@ def test_graphs_that_cannot_be(engine, gru):
 
 
 class Wrong:
-    """A cell that returns something else than it says."""
+    """A cell that returns something else than it declares."""
 
     def __init__(self, state: Any, returned: Any, **more: Any) -> None:
         self.state, self.returned = state, returned
@@ -167,7 +167,7 @@ class Wrong:
         (Wrong({"h": Int()}, lambda i: i[0], immediates=("a",)), "wrong.*callable as a cell"),
     ],
 )
-def test_cells_that_cannot_be(cell, match):
+def test_invalid_cells_are_refused(cell, match):
     with pytest.raises(CellError, match=match):
         CellularEngine([Cell(cell, "wrong", max_batch=1)], lambda request, graph: None, progress=False)
 
@@ -187,7 +187,7 @@ def test_a_closed_engine(gru):
 
 
 class Broken:
-    """An executable whose launch fails, with its pools or without."""
+    """An executable whose launch fails, with or without its pools."""
 
     def __init__(self, executable: Any, *, deletes: bool) -> None:
         self.executable, self.deletes, self.num_left = executable, deletes, 1
@@ -204,7 +204,7 @@ class Broken:
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_device_that_loses_its_rows_between_two(place):
-    """Only what was in the launch fails; what had state there, or was to get some, begins again."""
+    """Only requests of the launch fail; those with state there, or about to get some, begin again."""
     model = TreeLSTM.random(hidden_size=8, vocab_size=20, seed=0)
     cells = [Cell(one.module, one.name, 2, one.priority, (2,)) for one in model.cells()]
     config = CellularConfig(num_rows=64, num_devices=2, max_num_tasks=1)
@@ -232,7 +232,7 @@ def test_a_device_that_loses_its_rows_between_two(place):
 
 @pytest.mark.parametrize("deletes", [False, True], ids=["rows stay", "rows go"])
 def test_a_launch_that_fails(gru, deletes):
-    """Its requests fail; others go on, or begin again where their state went with it."""
+    """Its requests fail; others continue, or begin again if their state was lost."""
     config = CellularConfig(num_rows=16, max_num_tasks=1, launches_in_flight=1)
     with CellularEngine(
         [Cell(gru, "gru", max_batch=2, batch_sizes=(2,))], unfold_with(gru), config, progress=False
@@ -252,8 +252,7 @@ def test_a_launch_that_fails(gru, deletes):
         assert engine.stats()["num_rows_promised"] == 0
 
 
-def test_answers_come_with_the_error_of_one_request(gru):
-    """What the others became is not lost."""
+def test_the_error_of_one_request_carries_the_others_answers(gru):
     config = CellularConfig(num_rows=16, max_num_tasks=1, launches_in_flight=1)
     cell = Cell(gru, "gru", max_batch=1, batch_sizes=(1,))
     with CellularEngine([cell], unfold_with(gru), config, progress=False) as engine:

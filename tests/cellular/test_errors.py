@@ -1,4 +1,4 @@
-"""What cannot be served is refused with what is wrong and where, before anything of it is kept."""
+"""Invalid arguments are refused with the cause and its place, before any of them is stored."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WIDE, NARROW = {"h": Float(3), "id": Int()}, {"v": Float()}
 
 
 def cell(state: Any, inputs: Any = None, **attributes: Any) -> Any:
-    """What the policy knows of a module."""
+    """Return the policy's description of a module."""
     given = {} if inputs is None else {"inputs": inputs}
     return SimpleNamespace(state=state, **given, **attributes)
 
@@ -145,15 +145,15 @@ GRAPHS: list[tuple[Callable[[Graph], object], str]] = [
 
 
 @pytest.mark.parametrize(("write", "match"), GRAPHS, ids=[match for _, match in GRAPHS])
-def test_a_graph_that_cannot_be(write: Callable[[Graph], object], match: str) -> None:
+def test_an_invalid_graph_is_refused(write: Callable[[Graph], object], match: str) -> None:
     graph = Graph(TYPES, max_nodes=50)
     graph.begin()
     with pytest.raises((GraphError, CapacityError, CellError), match=match):
         write(graph)
 
 
-def test_a_node_that_was_refused_is_not_there() -> None:
-    """Whoever catches an error while unfolding goes on with what was there before."""
+def test_a_refused_node_is_not_added() -> None:
+    """A function that catches an error while unfolding continues with the earlier nodes."""
     graph = Graph(TYPES, max_nodes=50)
     graph.begin()
     leaves(graph, 2)
@@ -204,23 +204,23 @@ CELLS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("one", "match"), CELLS, ids=[match for _, match in CELLS])
-def test_a_cell_that_cannot_be(one: Any, match: str) -> None:
+def test_an_invalid_cell_is_refused(one: Any, match: str) -> None:
     with pytest.raises(CellError, match=match):
         CellTypes([one])
 
 
 @pytest.mark.parametrize("cells", [[STEP], Cell(STEP, "step"), ["step"]])
-def test_a_module_that_is_in_no_cell(cells: Any) -> None:
+def test_a_module_that_is_not_in_a_cell_is_refused(cells: Any) -> None:
     with pytest.raises(CellError, match=r"cells\[0\] is .*, but must be a Cell: a module and a name for it"):
         CellTypes(cells)
 
 
-def test_two_cells_of_a_name() -> None:
+def test_two_cells_with_one_name_are_refused() -> None:
     with pytest.raises(CellError, match=r"cells\[1\].name is 'a', but must be a name that no other cell has"):
         CellTypes([Cell(cell(WIDE), "a"), Cell(cell(WIDE), "a")])
 
 
-def test_two_cells_of_a_module_are_told_apart_by_name() -> None:
+def test_two_cells_of_one_module_are_distinguished_by_name() -> None:
     """They share weights, but not batches or priorities."""
     module = cell(WIDE)
     cells = [Cell(module, "encoder"), Cell(module, "decoder", priority=1)]
@@ -230,8 +230,8 @@ def test_two_cells_of_a_module_are_told_apart_by_name() -> None:
         types.find(module)
 
 
-def test_fields_are_what_they_are_however_they_are_written() -> None:
-    """Or a node of one could not read that of the other."""
+def test_fields_are_equal_however_they_are_written() -> None:
+    """Otherwise a node of one cell could not read the state of the other."""
     kinds = [
         {"h": Field((3,), "float32")},
         {"h": Field([3], "f4")},  # type: ignore[arg-type]
@@ -251,7 +251,7 @@ def test_fields_are_what_they_are_however_they_are_written() -> None:
 
 
 class Computes:
-    """A cell that does what it is told."""
+    """A cell whose result the test chooses."""
 
     inputs: ClassVar = ({"h": Float(3)},)
     state: ClassVar = {"h": Float(3)}
@@ -300,7 +300,7 @@ class Computes:
         (SimpleNamespace(state={"h": Float(3)}), "wrong .*callable as a cell: TypeError"),
     ],
 )
-def test_a_module_that_does_not_do_what_it_says(module: Any, match: str) -> None:
+def test_a_module_that_contradicts_its_declaration_is_refused(module: Any, match: str) -> None:
     with pytest.raises(CellError, match=match):
         CellularEngine(
             [Cell(module, "wrong", 4, batch_sizes=(1, 4))], lambda one, graph: None, progress=False
@@ -313,8 +313,8 @@ def test_inputs_may_be_an_array() -> None:
     assert graph.add(PAIR, np.array(leaves(graph, 2))) == 2  # type: ignore[arg-type]
 
 
-def test_an_array_of_words_may_be_used_again() -> None:
-    """Though a graph is looked at when all of its `submit_many` are there."""
+def test_an_array_of_words_may_be_reused() -> None:
+    """It may be reused although a graph is only processed once its `submit_many` is complete."""
     graph = Graph(TYPES, max_nodes=50)
     words = np.arange(3, dtype=np.int32)
     for _ in range(2):
@@ -327,7 +327,7 @@ def test_an_array_of_words_may_be_used_again() -> None:
 
 @pytest.mark.parametrize("num_rows", [0, -1, "x", 1.0, True, MAX_ROWS + 1, 10**12])
 def test_rows_are_numbered_in_32_bits(num_rows: Any) -> None:
-    """More of them were an OverflowError when the engine was made."""
+    """More rows once raised an OverflowError when the engine was created."""
     with pytest.raises(ConfigError, match=f"num_rows is .* an integer from 1 to {MAX_ROWS}"):
         CellularConfig(num_rows=num_rows)
     assert CellularConfig(num_rows=MAX_ROWS).num_rows == MAX_ROWS

@@ -1,4 +1,4 @@
-"""An interrupt in the middle of a call: what was there is lost and says so, and the engine goes on."""
+"""An interrupt in the middle of a call: lost requests report it, and the engine continues."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.seeds import enough, new_seed
 
 
 class Add:
-    """Adds up its words."""
+    """Cell that adds up its words."""
 
     state = {"sum": Int()}  # noqa: RUF012
     immediates = ("word",)
@@ -54,7 +54,7 @@ class Interrupt:
     """Ctrl-C at a line of this package, counted from the first that runs.
 
     Attributes:
-      was_told: whether it came.
+        was_told: whether it came.
     """
 
     def __init__(self, num_lines: int) -> None:
@@ -80,11 +80,11 @@ class Interrupt:
         return self._line
 
 
-# Where the line is in a generator that is being closed, Python ignores what it raises, and says so.
+# If the line is in a generator that is being closed, Python prints and ignores the exception.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("num", [60, pytest.param(enough(300, 1000), marks=pytest.mark.long)])
 def test_nothing_hangs_after_an_interrupt(engine: CellularEngine, num: int) -> None:
-    """At any line: whoever was there has an answer or an error, and who comes then is served."""
+    """At any line, every earlier request gets an answer or an error, and later ones are served."""
     rng = random.Random(new_seed())
     num_told = 0
     for _ in range(num):
@@ -109,7 +109,7 @@ def test_nothing_hangs_after_an_interrupt(engine: CellularEngine, num: int) -> N
     assert num_told > num / 4
 
 
-def test_what_was_submitted_just_before_an_interrupt_is_cancelled(engine: CellularEngine) -> None:
+def test_requests_that_were_submitted_just_before_an_interrupt_are_cancelled(engine: CellularEngine) -> None:
     def trace(frame: Any, event: str, _: Any) -> Any:
         if frame.f_code is not CellularEngine._submit_many.__code__:
             return None
@@ -126,7 +126,7 @@ def test_what_was_submitted_just_before_an_interrupt_is_cancelled(engine: Cellul
     assert not engine.stats()["num_running"], "requests are left that nobody holds"
 
 
-def test_what_interrupts_a_run_cancels_it(engine: CellularEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_is_cancelled(engine: CellularEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = iter(range(3))
     step = engine.step
 
@@ -167,7 +167,7 @@ def test_one_thread_at_a_time(engine: CellularEngine, monkeypatch: pytest.Monkey
     assert "Another thread is using the engine" in str(seen[0])
 
 
-def test_who_is_not_done_when_it_closes_is_told() -> None:
+def test_unfinished_requests_get_an_error_when_the_engine_closes() -> None:
     cells = [Cell(ADD, "add", 4, batch_sizes=(4,))]
     with CellularEngine(cells, unfold, CellularConfig(max_num_tasks=1), progress=False) as engine:
         handle = engine.submit([1, 2])

@@ -1,4 +1,4 @@
-"""Cells as people write them, each against a plain loop: what they share, read, leave and tell."""
+"""Users' cells, each compared with a plain loop: shared weights, inputs, states and emitted values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIZE, VOCAB = 8, 20
 
 
 def serve(modules: dict[str, Any], unfold: Callable[..., None], requests: Sequence[Any]) -> list[CellOutput]:
-    """On two devices, in batches of one size."""
+    """Run the requests on two devices, in batches of one size."""
     cells = [Cell(module, name, 4, batch_sizes=(4,)) for name, module in modules.items()]
     config = CellularConfig(num_rows=64, num_devices=2, max_num_tasks=2)
     with CellularEngine(cells, unfold, config, progress=False) as engine:
@@ -41,7 +41,7 @@ def sentences(num: int = 20) -> list[list[int]]:
 
 
 class Rnn(nnx.Module):
-    """Weights that another cell has, too."""
+    """Cell whose weights another cell shares."""
 
     state: ClassVar = {"h": Float(SIZE)}
     immediates = ("token",)
@@ -53,8 +53,8 @@ class Rnn(nnx.Module):
         return {"h": jnp.tanh(self.embed(token) + self.inner(inputs[0]["h"]))}
 
 
-def test_weights_that_two_cells_share() -> None:
-    """An embedding in both directions of a sentence, and a cell whose state is of the same kind in both."""
+def test_two_cells_may_share_weights() -> None:
+    """An embedding in both directions of a sentence, and a cell whose state has the same kind in both."""
     rngs = nnx.Rngs(0)
     embed = nnx.Embed(VOCAB, SIZE, rngs=rngs)
     forward, backward = Rnn(embed, rngs), Rnn(embed, rngs)
@@ -74,7 +74,7 @@ def test_weights_that_two_cells_share() -> None:
 
 
 def test_one_module_under_two_names() -> None:
-    """Each is batched by itself."""
+    """Each name is batched separately."""
     rngs = nnx.Rngs(0)
     module = Rnn(nnx.Embed(VOCAB, SIZE, rngs=rngs), rngs)
 
@@ -92,7 +92,7 @@ def test_one_module_under_two_names() -> None:
 
 
 class Word(nnx.Module):
-    """A leaf: nothing but immediates."""
+    """A leaf: its only inputs are immediates."""
 
     state: ClassVar = {"v": Float(SIZE, dtype="bfloat16")}
     inputs: ClassVar = ()
@@ -107,7 +107,7 @@ class Word(nnx.Module):
 
 
 class Attend(nnx.Module):
-    """Reads two kinds, and leaves one of them in bfloat16; tells two fields of different dtypes."""
+    """Reads two kinds, leaves one of them in bfloat16, and emits two fields of different dtypes."""
 
     state: ClassVar = {"m": Float(SIZE, dtype="bfloat16"), "best": Int(), "score": Float()}
     inputs: ClassVar = (Word.state, state)
@@ -123,8 +123,8 @@ class Attend(nnx.Module):
         return {"m": m, "best": wide.argmax(axis=-1).astype(jnp.int32), "score": wide.max(axis=-1)}
 
 
-def test_two_kinds_of_input_and_two_fields_that_are_told() -> None:
-    """A leaf of immediates alone for every word, and over them a cell of another kind of state."""
+def test_a_cell_may_have_two_kinds_of_input_and_emit_two_fields() -> None:
+    """Every word is a leaf of immediates alone; above them is a cell with another kind of state."""
     rngs = nnx.Rngs(0)
     word, attend = Word(rngs), Attend(rngs)
 
@@ -154,7 +154,7 @@ def test_two_kinds_of_input_and_two_fields_that_are_told() -> None:
 
 
 class Noisy(nnx.Module):
-    """Has what training needs: a generator, dropout and statistics, which stay as they are."""
+    """Has training parts (a generator, dropout and statistics), which must not change."""
 
     state: ClassVar = {"h": Float(SIZE)}
 
@@ -178,7 +178,7 @@ def test_a_module_of_a_training_program() -> None:
 
 
 def test_a_function_is_a_cell() -> None:
-    """And a constant one, which is told how many are wanted."""
+    """A constant one gets the batch size."""
 
     def start(inputs: Any, batch: int) -> dict[str, jax.Array]:
         del inputs
@@ -198,7 +198,7 @@ def test_a_function_is_a_cell() -> None:
 
 
 class Mixed(nnx.Module):
-    """A cell whose rows are not by themselves."""
+    """A cell whose rows depend on each other."""
 
     state: ClassVar = {"h": Float(8)}
     immediates = ("token",)
@@ -212,7 +212,7 @@ class Mixed(nnx.Module):
         h = inputs[0]["h"] + token[:, None]
         if self.kind == "mean":
             return {"h": h + h.mean(axis=0)}
-        if self.kind == "trace":  # which stays small, however large the others are
+        if self.kind == "trace":  # the dependence stays small, however large the other rows are
             return {"h": 0.9 * h + 0.01 * jnp.tanh(h).mean(axis=0)}
         if self.kind == "trace in bfloat16":
             half = h.astype(jnp.bfloat16)
@@ -221,8 +221,8 @@ class Mixed(nnx.Module):
 
 
 @pytest.mark.parametrize("kind", ["dropout", "norm", "mean", "trace", "trace in bfloat16"])
-def test_rows_are_by_themselves(kind: str) -> None:
-    """Or an answer would depend on who else is there."""
+def test_cells_whose_rows_depend_on_each_other_are_refused(kind: str) -> None:
+    """Otherwise an answer would depend on other requests."""
     cell = Mixed(kind)
 
     def unfold(words: list[int], graph: Graph) -> None:

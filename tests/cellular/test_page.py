@@ -1,4 +1,4 @@
-"""What docs/cells.md says of code and sizes is so: its Python prints what stands behind its prints."""
+"""The code and sizes in docs/cells.md are right: its Python prints what the comments say."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 
 @pytest.fixture
 def words(tmp_path: Path) -> None:
-    """A torch module's LSTM, as the page has it."""
+    """Save a torch module's LSTM, as the page has it."""
     rng, size, width = np.random.default_rng(0), 4, 3
     shapes = {
         "words.weight": (9, width),
@@ -42,7 +42,7 @@ def test_the_python_of_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for module in (engine, launches):  # programs of one task are enough here, and the quickest to compile
+    for module in (engine, launches):  # programs of one task suffice here, and compile fastest
         monkeypatch.setattr(module, "TASKS_PER_PROGRAM", (1,))
     names: dict[str, Any] = {}
     for block in BLOCKS:

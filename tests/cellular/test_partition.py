@@ -1,4 +1,4 @@
-"""Chains are partitioned by a way of their own; it finds what the general one does."""
+"""The fast partition of chains gives the same result as the general one."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def _graph(rng: np.random.Generator, shapes: str) -> Graph:
     return graph
 
 
-def test_chains_equal_the_general_way():
-    """Every column of every graph that the shorter way takes; it takes most of them."""
+def test_the_fast_partition_of_chains_equals_the_general_one():
+    """Compares every column of every graph that the fast one accepts; it accepts most of them."""
     num_taken = 0
     for seed in range(300):
         graph = _graph(np.random.default_rng(seed), ("c", "e", "ce")[seed % 3])
@@ -46,8 +46,8 @@ def test_chains_equal_the_general_way():
     assert num_taken > 200
 
 
-def test_a_head_is_no_lane():
-    """A cell that leaves another kind of state than it reads cannot stay in the row of what it reads."""
+def test_a_head_is_not_a_lane():
+    """A cell that leaves another kind of state than it reads cannot stay in its input's row."""
     graph = Graph(_TYPES, max_nodes=9)
     graph.begin()
     last = graph.chain("step", [1, 2, 3])[-1]
@@ -62,7 +62,7 @@ def test_a_head_is_no_lane():
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "uint64"])
 def test_inputs_of_any_integers(dtype):
-    """Of few bits they must not run over, of 64 without a sign not become fractions."""
+    """Small integers must not overflow, and u64 must not become float."""
     graph = Graph(_TYPES, max_nodes=1000)
     for _ in range(2):
         graph.begin()
@@ -76,7 +76,7 @@ def test_inputs_of_any_integers(dtype):
 
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "int64"])
 def test_ids_of_any_integers(dtype):
-    """Few bits must not run over where nodes of many requests are numbered."""
+    """Small integers must not overflow when the nodes of many requests are numbered."""
     graph = Graph(_TYPES, max_nodes=1000)
     kind = np.dtype(dtype).type
     for _ in range(400):
@@ -92,8 +92,8 @@ def test_ids_of_any_integers(dtype):
     assert (np.flatnonzero(found.returned >= 0).reshape(-1, 2) == first[:, None] + [60, 102]).all()
 
 
-def test_what_was_refused_leaves_nothing_behind():
-    """A function may catch what a graph raises, and go on."""
+def test_a_refused_call_leaves_nothing_behind():
+    """A function may catch a graph's error, and continue."""
     graph = Graph(_TYPES, max_nodes=9)
     graph.begin()
     for bad in (
@@ -121,7 +121,7 @@ def test_children_without_a_sign():
 
 
 @pytest.mark.parametrize("words", [b"four", bytearray(4), "four", memoryview(b"four"), [2**31], [1.0]])
-def test_what_is_no_words(words):
+def test_invalid_words_are_refused(words):
     graph = Graph(_TYPES, max_nodes=9)
     graph.begin()
     with pytest.raises(GraphError, match=r"nodes\[0\].n0 is"):
@@ -141,13 +141,13 @@ def test_nothing_is_returned_twice():
 
 @pytest.mark.parametrize("shapes", ["t", "a"])
 def test_other_graphs_are_left_to_the_general_way(shapes):
-    """A tree is no chain, even one of a single leaf."""
+    """A tree is not a chain, even one with a single leaf."""
     for seed in range(30):
         assert chains.partition(_graph(np.random.default_rng(seed), shapes), max_depth=1000) is None
 
 
-def test_sentences_are_chains_one_by_one():
-    """The vector form, in the place of a loop over requests."""
+def test_sentences_equal_separate_chains():
+    """Compares the vector form with a loop over requests."""
     words = [np.arange(num, dtype=np.int32) for num in (3, 1, 7)]
     many, single = (Graph(_TYPES, max_nodes=7) for _ in range(2))
     many.sentences("step", words[:1])
@@ -177,7 +177,7 @@ def test_sentences_are_chains_one_by_one():
         [np.int32(1)],
     ],
 )
-def test_what_is_no_sentence(words):
+def test_invalid_sentences_are_refused(words):
     graph = Graph(_TYPES, max_nodes=7)
     with pytest.raises(GraphError, match=r"words is .* arrays i32"):
         graph.sentences("step", words)
@@ -205,7 +205,7 @@ def _trees(rng: np.random.Generator, num: int) -> tuple[list[np.ndarray], list[n
     return words, children
 
 
-def test_trees_are_nodes_one_by_one():
+def test_trees_equal_separate_nodes():
     for seed in range(50):
         words, children = _trees(np.random.default_rng(seed), 5)
         many, single = (Graph(_TYPES, max_nodes=20) for _ in range(2))
@@ -239,7 +239,7 @@ def test_trees_are_nodes_one_by_one():
         (8, [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11], [12, 13]]),
     ],
 )
-def test_what_is_no_tree(num_leaves, children):
+def test_invalid_trees_are_refused(num_leaves, children):
     graph = Graph(_TYPES, max_nodes=14)
     words = [np.zeros(2, np.int32), np.zeros(num_leaves, np.int32)]
     below = [np.array([[0, 1]]), np.array(children, np.int64).reshape(-1, 2)]

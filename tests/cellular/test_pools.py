@@ -1,4 +1,4 @@
-"""Programs write into the pools where they are; the same on an NVIDIA GPU."""
+"""Programs update the pools in place; the same on an NVIDIA GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from pensieve_jax.cellular import CellularConfig, CellularEngine
 from tests.cellular.test_schedules import MODELS
 
-_NUM_ROWS = 777  # a size that nothing else has
+_NUM_ROWS = 777  # a size that occurs nowhere else
 
 
 def check_no_copies(name: str, batch_sizes: tuple[int, ...]) -> None:
@@ -24,7 +24,7 @@ def check_no_copies(name: str, batch_sizes: tuple[int, ...]) -> None:
 
 
 def test_no_program_copies_a_pool() -> None:
-    """A copy of a pool would cost more than most cells. A batch of one is a case of its own for XLA."""
+    """A copy of a pool would cost more than most cells. XLA treats a batch of one separately."""
     check_no_copies("lstm", (1, 3))
 
 

@@ -1,4 +1,4 @@
-"""How many rows there are, if nobody says."""
+"""The default number of rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_rows_that_fit_a_gibibyte(row_bytes: int, num_rows: int) -> None:
         assert (num_rows + 1) * row_bytes <= 2**30 < (num_rows + 2) * row_bytes
 
 
-def test_rows_that_somebody_asked_for() -> None:
+def test_a_requested_number_of_rows_is_used() -> None:
     assert num_rows_for(7, 2**40) == 7
 
 
@@ -35,7 +35,7 @@ class Wide:
 WIDE = Wide()
 
 
-def test_it_is_the_same_for_all_who_need_it() -> None:
+def test_the_default_is_the_same_everywhere() -> None:
     types = CellTypes([Cell(WIDE, "wide", 512)])
     processor = RequestProcessor(types, CellularConfig())
     assert processor.admission.budget.num_rows == 256
@@ -48,7 +48,7 @@ def unfold(num, graph):  # type: ignore[no-untyped-def]
     graph.returns(*(graph.add(WIDE) for _ in range(num)))
 
 
-def test_an_engine_has_as_many() -> None:
+def test_an_engine_has_the_default_number() -> None:
     model = LSTM.random(hidden_size=4, vocab_size=9)
     with CellularEngine(
         model.cells(max_batch=2), model.unfold, CellularConfig(max_num_tasks=1), progress=False

@@ -1,4 +1,4 @@
-"""What an engine does not do while it runs: compile, spin, or grow."""
+"""What a running engine must not do: compile, spin, or grow."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.launching import optimized
 from tests.models.recurrent.test_tree_lstm import random_tree
 from tests.seeds import enough, new_seed
 
-VOCAB = 40  # which is that of random trees
+VOCAB = 40  # the same as for random trees
 
 
 def engine_of(model: Any, num_devices: int) -> CellularEngine:
@@ -42,8 +42,8 @@ def test_a_bar_is_for_terminals_unless_told_otherwise(monkeypatch, capsys, is_te
     assert shown == (is_terminal if progress is None else progress)
 
 
-def test_nothing_is_compiled_once_an_engine_is_there() -> None:
-    """Whatever joins, leaves, is cancelled, goes from device to device or is lost with one."""
+def test_nothing_is_compiled_after_the_engine_was_created() -> None:
+    """This holds for joining, leaving and cancelled requests, moves between devices, and lost devices."""
     model = TreeLSTM.random(hidden_size=8, vocab_size=VOCAB, seed=0)
     rng = random.Random(new_seed())
     with engine_of(model, 2) as engine:
@@ -83,7 +83,7 @@ def test_nothing_is_compiled_for_chains_that_end_early() -> None:
 
 
 class Slow:
-    """A cell that takes milliseconds, wherever it runs."""
+    """A cell that takes milliseconds on any device."""
 
     state: ClassVar = {"x": Float(300, 300)}
 
@@ -106,10 +106,10 @@ def slow_engine(request: pytest.FixtureRequest) -> Iterator[CellularEngine]:
         yield engine
 
 
-def test_whoever_runs_an_engine_waits_for_launches(
+def test_an_engine_waits_for_launches_instead_of_spinning(
     slow_engine: CellularEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step that sees nothing end is followed by a wait, behind which one sees a launch end."""
+    """A step that sees no launch end is followed by a wait, after which one has ended."""
     counts = {"steps": 0, "launches": 0}
     for worker in slow_engine.workers:
 
@@ -131,9 +131,9 @@ def test_whoever_runs_an_engine_waits_for_launches(
     assert counts["steps"] <= 2 * counts["launches"] + 1
 
 
-def test_a_wait_is_for_the_device_that_began_first(slow_engine: CellularEngine) -> None:
+def test_the_engine_waits_for_the_device_that_started_first(slow_engine: CellularEngine) -> None:
     handles = slow_engine.submit_many([2] * 12)
-    slow_engine.wait()  # nothing was launched: at once
+    slow_engine.wait()  # nothing was launched: it returns at once
     slow_engine.step()
     busy = [worker for worker in slow_engine.workers if worker.num_in_flight]
     assert len(busy) == len(slow_engine.workers)
@@ -144,7 +144,7 @@ def test_a_wait_is_for_the_device_that_began_first(slow_engine: CellularEngine) 
         slow_engine.wait()
 
 
-def test_a_launch_that_failed_is_not_waited_for(
+def test_the_engine_does_not_wait_for_a_failed_launch(
     slow_engine: CellularEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = slow_engine.workers[-1]
@@ -162,7 +162,7 @@ def test_a_launch_that_failed_is_not_waited_for(
 
 
 class Step:
-    """A chain's cell."""
+    """Cell of a chain."""
 
     state: ClassVar = {"x": Int(), "sum": Int()}
     immediates = ("token",)
@@ -174,7 +174,7 @@ class Step:
 
 
 class Pair:
-    """Joins two."""
+    """Cell that joins two."""
 
     state = Step.state
     inputs = (Step.state, Step.state)
@@ -188,7 +188,7 @@ STEP, PAIR = Step(), Pair()
 
 
 def unfold_several(words: Sequence[int], graph: Graph) -> None:
-    """Chains, some of which may end early; and with an odd number of words a graph with nodes read twice."""
+    """Build chains that may end early, and for an odd number of words a graph with nodes read twice."""
     if len(words) % 2 == 0:
         graph.chain(STEP, words, until=3 if words[0] % 2 else None)
         return
@@ -208,7 +208,7 @@ def cheap_engine() -> Iterator[CellularEngine]:
 
 
 def live(engine: CellularEngine, rng: random.Random, num: int) -> None:
-    """Serve requests, a few hundred at a time; one in ten is cancelled."""
+    """Serve requests, a few hundred at a time; cancel one in ten."""
     num_sent, handles = 0, []
     while handles or num_sent < num:
         if num_sent < num and len(handles) < 300:
@@ -229,7 +229,7 @@ def live(engine: CellularEngine, rng: random.Random, num: int) -> None:
 
 
 def growth(engine: CellularEngine, num: int) -> int:
-    """By how many bytes it holds more after three times so many requests than after twice so many."""
+    """Return the increase of used bytes from `2 * num` to `3 * num` served requests."""
     rng = random.Random(new_seed())
     live(engine, rng, num)
     held = []
@@ -246,12 +246,12 @@ def growth(engine: CellularEngine, num: int) -> int:
     return held[1] - held[0]
 
 
-MOST_BYTES = 48 << 10  # lines and dictionaries make room for more than they hold, now and then
+MOST_BYTES = 48 << 10  # lists and dictionaries occasionally allocate ahead
 
 
 @pytest.mark.long
 def test_memory_does_not_grow_with_requests(cheap_engine: CellularEngine) -> None:
-    """Of 4,000 by a dozen bytes each at most, of 35,000 by one or two."""
+    """4,000 requests may add a dozen bytes each at most, 35,000 one or two."""
     assert growth(cheap_engine, enough(4_000, 35_000)) < MOST_BYTES
     assert cheap_engine.stats()["num_compilations"] == cheap_engine.stats()["num_rows_promised"] == 0
     tables = cheap_engine.processor
@@ -262,7 +262,7 @@ def test_memory_does_not_grow_with_requests(cheap_engine: CellularEngine) -> Non
 
 
 @pytest.mark.long
-def test_memory_that_grows_is_seen(cheap_engine: CellularEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growing_memory_is_detected(cheap_engine: CellularEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = []
     finish = RequestProcessor._finish
     monkeypatch.setattr(

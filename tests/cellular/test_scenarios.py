@@ -1,4 +1,4 @@
-"""Random lives with fixed seeds, and bugs that they must see."""
+"""Random schedules with fixed seeds, and bugs that they must detect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.cellular.mutations import MUTATIONS
 from tests.cellular.scenarios import run_scenario
 
-LEAST = {  # of a thousand
+LEAST = {  # in a thousand
     "requests": 30_000,
     "ended": 20_000,
     "cancelled": 5_000,
@@ -20,13 +20,13 @@ LEAST = {  # of a thousand
 }
 
 SOME = range(12)  # `tests.search_schedules` runs others
-# Tried first: four short lives that between them catch every planted bug. Which ones do changes with the
+# These run first: four short schedules that together catch every planted bug. The set changes with the
 # generator and the engine; for a bug that none of them catches any more, all seeds follow.
 SHORT_SEEDS = (30, 119, 118, 7)
 
 
 def test_requests_equal_recursion():
-    """Whatever joins, leaves, ends early or fails, on one to four workers."""
+    """Requests join, leave, end early or fail, on one to four workers."""
     totals: Counter[str] = Counter()
     for seed in SOME:
         print(f"run_scenario({seed})")
@@ -37,7 +37,7 @@ def test_requests_equal_recursion():
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_planted_bug_is_caught(name, monkeypatch):
-    """Some life fails; without the bug, the ones above and below say, none does."""
+    """Some schedule fails with the bug; this file proves that none fails without it."""
     MUTATIONS[name](monkeypatch)
     for seed in (*SHORT_SEEDS, *range(140)):
         try:
@@ -46,11 +46,11 @@ def test_planted_bug_is_caught(name, monkeypatch):
             print(f"caught by run_scenario({seed}): {error}")
             return
         except (ValueError, LookupError):
-            continue  # an accident: nobody saw what was wrong
+            continue  # an unrelated error: no check detected the bug
     pytest.fail(f"all passed with this bug: {name}")
 
 
 @pytest.mark.parametrize("seed", SHORT_SEEDS)
-def test_without_a_bug_the_short_ones_pass(seed: int):
-    """So that it is the bug that they catch."""
+def test_without_a_bug_the_short_schedules_pass(seed: int):
+    """This proves that a failure with a bug is caused by the bug."""
     run_scenario(seed)

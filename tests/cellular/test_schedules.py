@@ -1,6 +1,6 @@
-"""Random schedules: whoever joins, leaves or is cancelled beside a request changes none of it.
+"""Random schedules: joining, leaving or cancelled requests do not change another one's result.
 
-Each answer is that of the request alone in the engine, bit by bit, and nearly that of a loop without one.
+Each answer is bit-identical to that of the request alone in the engine, and close to that of a plain loop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IS_CPU = jax.default_backend() == "cpu"
 
 
 def requests_of(model: Any, rng: random.Random, num: int) -> list[Any]:
-    """Short ones, so that they come and go all the time."""
+    """Draw short requests, so that they keep coming and leaving."""
     if isinstance(model, TreeLSTM):
         return [model.request(random_tree(rng, rng.randint(1, 7))) for _ in range(num)]
     words = [[rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 9))] for _ in range(num)]
@@ -41,7 +41,7 @@ def values(request: CellRequest) -> list[np.ndarray]:
 
 
 class Bench:
-    """A model, its engine, and what each request is by itself."""
+    """A model, its engine, and the result of each request alone."""
 
     def __init__(self, model: Any, batch_sizes: tuple[int, ...], num_devices: int = 1) -> None:
         cells = [
@@ -61,7 +61,7 @@ class Bench:
         return values(handle)
 
     def schedule(self, seed: int) -> list[tuple[Any, CellRequest]]:
-        """Requests that join between steps; a few are cancelled. Those that ended are returned."""
+        """Run requests that join between steps, and cancel a few; return those that ended."""
         rng = random.Random(seed)
         todo, sent = requests_of(self.model, rng, 9), []
         while todo or not all(handle.done for _, handle in sent):
@@ -76,9 +76,9 @@ class Bench:
 
 
 def poison(engine: CellularEngine) -> None:
-    """Nobody may read a row that is free: a NaN there would spread.
+    """Fill free rows with NaN, which would spread if a cell read them.
 
-    As many indices every time, some twice, since each number of them would be another program.
+    The number of indices is constant, with repetitions, since each number would compile another program.
     """
     for worker, by_kind in zip(engine.workers, engine.processor.formation.rows, strict=True):
         for kind, rows in enumerate(by_kind):
@@ -101,10 +101,11 @@ MODELS = {
 @pytest.mark.parametrize("num", [8, pytest.param(enough(20, 100), marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", MODELS)
 def test_bitwise_with_one_batch_size(name: str, num: int) -> None:
-    """Rows of a product do not depend on other rows of the same shape; so neighbours change no bit.
+    """Rows of a product do not depend on other rows of the same shape, so other requests change no bit.
 
-    On a CPU: for a GPU XLA tunes programs of one, two and five tasks apart, so that one batch size may be
-    several kernels, and which of them a request meets depends on its neighbours.
+    This holds on a CPU. For a GPU, XLA tunes programs of one, two and five tasks separately, so one batch
+    size may
+    use several kernels, and other requests determine which one a request runs in.
     """
     bench = Bench(MODELS[name](), (4,))
     check(bench, num, exact=IS_CPU)

@@ -1,4 +1,4 @@
-"""The parts under the scheduler, each by itself: lines, rows, room, launches, integers and limits."""
+"""The parts under the scheduler, each alone: queues, rows, room, launches, integers and limits."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def new_graph(max_nodes: int = 20) -> Graph:
     return graph
 
 
-# Lines, rows and room
+# Queues, rows and room.
 
 
-def test_a_line_grows_and_forgets_what_was_taken():
+def test_a_queue_grows_and_frees_what_was_taken():
     line = IntFifo()
     line.push(np.arange(1000))
     assert line.pop(990).tolist() == list(range(990)) and len(line) == 10
@@ -44,14 +44,14 @@ def test_a_line_grows_and_forgets_what_was_taken():
 
 
 @pytest.mark.parametrize("num", [24, 25])
-def test_a_line_is_full_to_its_last_place(num):
+def test_a_queue_can_be_filled_completely(num):
     line = IntFifo()
     line.push(np.arange(1000))
     line.push(np.arange(num))
     assert line.values.tolist() == [*range(1000), *range(num)]
 
 
-def test_a_line_keeps_its_order():
+def test_a_queue_keeps_its_order():
     line = IntFifo()
     line.push(np.array([5, 3, 9, 1]))
     line.pop(1)
@@ -62,20 +62,20 @@ def test_a_line_keeps_its_order():
 
 
 def test_nodes_are_taken_in_the_order_of_their_subgraphs():
-    """Of those that have begun a worker takes its own first, which is about which, and not about order."""
+    """A worker takes its own started subgraphs first; this selects nodes, and does not reorder them."""
     nodes, subgraphs = Nodes(TYPES, 8), Subgraphs(len(TYPES.types))
     nodes.take(8), subgraphs.take(4)
     nodes.sub[:4] = subgraphs.seq[:4] = range(4)
     subgraphs.pinned[:4] = -1
     nodes.inputs[0, :4] = range(4, 8)
-    nodes.worker[4:8] = [1, 0, 1, 0]  # where what each of them reads is
+    nodes.worker[4:8] = [1, 0, 1, 0]  # where each one's inputs are
     queue = ReadyQueue(nodes, subgraphs, num_workers=2)
     queue.go_on(np.arange(4))
     assert queue.take(0, 3).tolist() == [0, 1, 3]
     assert queue.all_nodes().tolist() == [2]
 
 
-def test_rows_are_taken_and_given():
+def test_rows_are_allocated_and_freed():
     rows = StateRows(4)
     first = rows.take(3)
     assert sorted([*first, *rows.free_rows()]) == [0, 1, 2, 3] and rows.num_free == 1
@@ -86,7 +86,7 @@ def test_rows_are_taken_and_given():
         rows.take(1)
 
 
-def test_rows_are_promised_to_the_last_one_in_order():
+def test_rows_are_promised_in_order_up_to_the_last():
     budget = RowBudget(5, 2)
     needed = np.array([[2, 1], [3, 1], [0, 4], [0, 1]])
     assert budget.num_fitting(needed) == 2 and not budget.promised.any()
@@ -100,11 +100,11 @@ def test_rows_are_promised_to_the_last_one_in_order():
 @pytest.mark.parametrize(
     ("num", "size"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (1024, 1024), (1025, 2048)]
 )
-def test_room_is_given_in_powers_of_two(num, size):
+def test_room_grows_in_powers_of_two(num, size):
     assert _size(num) == size
 
 
-def test_room_is_taken_again():
+def test_room_is_reused():
     room = Room()
     room.column("value", np.int64, 7)
     assert [room.take(3), room.take(1), room.take(2)] == [0, 4, 5]
@@ -136,11 +136,11 @@ def test_pairs_and_roots():
     assert _roots([0, 0, 1, 3, 2, 3]).tolist() == [0, 0, 0, 3, 0, 3]
 
 
-# Launches and times
+# Launches and times.
 
 
 def test_parts_are_the_largest_programs_that_fit():
-    """Of 1, 2, 5, 10 and 20 tasks, in batches that are compiled and have room for the largest task."""
+    """Programs have 1, 2, 5, 10 and 20 tasks, in compiled batch sizes that fit the largest task."""
     kind = TYPES.find("step")
     tasks = [np.full((3, 1), place) for place in range(18)]
     assert [part.num_tasks for part in make_parts(kind, tasks, 9)] == [10, 5, 2, 1]
@@ -148,8 +148,8 @@ def test_parts_are_the_largest_programs_that_fit():
     assert [one[0, 0] for part in make_parts(kind, tasks, 9) for one in part.words] == list(range(18))
 
 
-def test_a_batch_that_is_not_full_reads_and_writes_nothing():
-    """It reads the initial state, row 9, and writes behind it, each to a place of its own."""
+def test_padding_of_a_batch_reads_and_writes_no_request():
+    """It reads the initial state, row 9, and writes to separate rows behind it."""
     kind = CellTypes(
         make_cells(dict.fromkeys(("step", "decode", "leaf", "inner", "join", "narrow"), 4))
     ).find("step")
@@ -163,7 +163,7 @@ def test_a_batch_that_is_not_full_reads_and_writes_nothing():
     assert wide.batch_size == 4
 
 
-# Integers and cells
+# Integers and cells.
 
 
 @pytest.mark.parametrize(
@@ -178,11 +178,11 @@ def test_a_batch_that_is_not_full_reads_and_writes_nothing():
         (1.0, False),
     ],
 )
-def test_what_is_an_integer_of_32_bits(value, is_one):
+def test_integers_are_recognized_by_32_bit_range(value, is_one):
     assert is_int32(value) == is_one
 
 
-def test_what_has_a_length():
+def test_values_with_a_length_are_recognized():
     assert is_sized([1]) and is_sized(np.zeros(1)) and not is_sized(np.array(1)) and not is_sized(1)
 
 
@@ -221,18 +221,18 @@ def test_sizes_of_batches():
 
 
 @pytest.mark.parametrize("most", [0, -1, True, 1.5, "4", None])
-def test_a_largest_batch_that_cannot_be(most):
+def test_an_invalid_largest_batch_is_refused(most):
     with pytest.raises(CellError, match=r"a\.max_batch is"):
         CellTypes([Cell(SimpleNamespace(state={"h": Field((), "int32")}), "a", most)])
 
 
 @pytest.mark.parametrize("sizes", [(), (1, 2), (4, 2, 4), (2, 2, 4), (0, 4), (1.0, 4), 4, (4, 1)])
-def test_sizes_of_batches_that_cannot_be(sizes):
+def test_invalid_batch_sizes_are_refused(sizes):
     with pytest.raises(CellError, match=r"a\.batch_sizes is"):
         CellTypes([Cell(SimpleNamespace(state={"h": Field((), "int32")}), "a", 4, batch_sizes=sizes)])
 
 
-# Graphs
+# Graphs.
 
 
 @pytest.mark.parametrize("inputs", [(), [0, 0], "", 0, {0}])
@@ -244,7 +244,7 @@ def test_inputs_are_one_for_each_of_the_cell(inputs):
 
 
 def test_each_node_has_the_value_of_its_place():
-    """Of nodes that are added one by one, since some read the initial state, and others do not."""
+    """Nodes are added one by one, since some read the initial state, and others do not."""
     graph = new_graph()
     (first,) = graph.chain("step", [7])
     added = graph.nodes("step", np.array([[first], [NO_NODE], [2]]), n0=[4, 5, 6])
@@ -260,7 +260,7 @@ def test_an_input_is_an_earlier_node(node):
         graph.chain("step", [1], after=node)
 
 
-def test_graphs_have_so_many_nodes_at_most():
+def test_the_number_of_nodes_of_a_graph_is_limited():
     graph = new_graph(3)
     graph.chain("step", np.arange(2, dtype=np.int32))
     with pytest.raises(CapacityError, match=r"nodes\[2\] is 4, .* at most max_nodes \(3\)"):
@@ -272,9 +272,9 @@ def test_graphs_have_so_many_nodes_at_most():
 
 @pytest.mark.parametrize(("max_depth", "fits"), [(4, True), (3, False)])
 @pytest.mark.parametrize("is_tree", [False, True])
-def test_nodes_follow_one_another_so_often_at_most(max_depth, fits, is_tree):
+def test_the_depth_of_a_graph_is_limited(max_depth, fits, is_tree):
     graph = new_graph()
-    if is_tree:  # of five leaves, each joined to all before it
+    if is_tree:  # of five leaves, each joined with all before it
         top = graph.add("leaf", n0=0)
         for _ in range(3):
             top = graph.add("inner", (top, graph.add("leaf", n0=0)))
@@ -289,8 +289,8 @@ def test_nodes_follow_one_another_so_often_at_most(max_depth, fits, is_tree):
         partition(graph, max_depth=max_depth)
 
 
-def test_a_subgraph_is_what_can_run_once_its_inputs_are_there():
-    """Encoder and decoder are two; a decoder that is read by an encoder again begins a third."""
+def test_a_subgraph_can_run_once_its_inputs_are_ready():
+    """Encoder and decoder are two; a decoder whose output an encoder reads again begins a third."""
     graph = new_graph()
     first = graph.chain("step", [1, 2])
     second = graph.chain("decode", num=2, after=first[-1])
@@ -306,7 +306,7 @@ def test_a_subgraph_is_what_can_run_once_its_inputs_are_there():
     assert parts.rows.tolist() == [[1, 0]]
 
 
-def test_rows_of_a_tree_are_those_of_its_leaves():
+def test_a_tree_needs_as_many_rows_as_leaves():
     """A node takes the row of one of its children."""
     graph = new_graph()
     leaves = graph.nodes("leaf", np.empty((3, 0), np.int64), n0=[1, 2, 3])

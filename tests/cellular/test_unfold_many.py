@@ -1,4 +1,4 @@
-"""Requests that are unfolded many at once: what is wrong with one of them is told as of one alone."""
+"""Requests that are unfolded together: an error of one is reported as if it were alone."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def _behind_all(requests, graph):
         (_behind_all, "end is 'called before'"),
     ],
 )
-def test_one_for_each(processor, wrong, message):
-    """A function that unfolds others than it was given is told so: its author would look for long."""
+def test_the_function_must_unfold_each_request_once(processor, wrong, message):
+    """The error names the mistake, which its author would otherwise search for long."""
     with pytest.raises(UnfoldError, match=message):
         processor.submit_many(words(2, 3), unfold, wrong)
     assert not processor.handles and not processor.admission.request_ids
@@ -122,7 +122,7 @@ def _end_twice(words, graph):
 
 
 @pytest.mark.parametrize("wrong", [_sentences, _trees, _begin, _end, _end_twice])
-def test_one_request_is_neither_begun_nor_ended_by_itself(processor, wrong):
+def test_a_single_request_must_not_begin_or_end_itself(processor, wrong):
     with pytest.raises(UnfoldError):
         processor.submit_many(words(1), wrong)
     assert not processor.handles and not processor.admission.request_ids
@@ -130,6 +130,6 @@ def test_one_request_is_neither_begun_nor_ended_by_itself(processor, wrong):
 
 
 def test_words_of_any_integers_are_sentences(processor):
-    """Numpy's own are of 64 bits."""
+    """Numpy's default integers have 64 bits."""
     for some in ([np.arange(3), np.array([7], np.uint8)], [[1, 2], np.arange(3)]):
         assert len(processor.submit_many(some, None, unfold_many)) == 2

@@ -1,6 +1,6 @@
-"""Starts of launchers by the dozen: one process imports what takes seconds, and forks for each start.
+"""Many starts of launchers: one process imports what takes seconds, and forks for each start.
 
-What is forked has parsed no flag and started no device; it ends as a process of its own does.
+A forked process has parsed no flag and started no device; it exits as a separate process does.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ json.dump(done, sys.stdout)
 
 
 class Done(NamedTuple):
-    """How a start ended, named as in `subprocess.CompletedProcess`."""
+    """Result of a start, named as in `subprocess.CompletedProcess`."""
 
     returncode: int
     stdout: str
@@ -63,7 +63,7 @@ class Done(NamedTuple):
 def start_all(
     commands: Sequence[tuple[str, ...]], *, root: Path, environment: Mapping[str, str]
 ) -> dict[tuple[str, ...], Done]:
-    """Each command by itself, in `root`: a script and its arguments, or "-c", code and arguments."""
+    """Run each command separately in `root`: a script and its arguments, or "-c", code and arguments."""
     forks = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _FORKS],
         cwd=root,

@@ -1,4 +1,4 @@
-"""A program on a terminal of its own: what is typed, and what it shows."""
+"""A program on its own terminal: typed input, and shown output."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-_PATIENCE_S = 60  # of a busy machine; nothing waits that long where all is well
+_PATIENCE_S = 60  # for a busy machine; nothing waits that long without a failure
 _CONTROLS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
-PASTE, PASTED = "\x1b[200~", "\x1b[201~"  # around what a terminal pastes
+PASTE, PASTED = "\x1b[200~", "\x1b[201~"  # a terminal puts these around pasted text
 
 
 class Terminal:
-    """Entered, it runs; left, it is gone.
+    """Runs the program while it is entered.
 
     Attributes:
-      shown: all output so far, without control sequences.
-      status: how the program ended, once `wait` has returned.
+        shown: all output so far, without control sequences.
+        status: exit status of the program, once `wait` has returned.
     """
 
     def __init__(
         self, command: Sequence[str], *, root: Path, environment: Mapping[str, str], output: str | None = None
     ) -> None:
-        """`output`: a file that takes the program's output in place of the terminal."""
+        """Create it; `output` is a file that takes the program's output in place of the terminal."""
         self.shown = ""
         self.status: int | None = None
         self._master, slave = os.openpty()
-        # A session's leader that opens a terminal is controlled by it: that is who gets Ctrl-C.
+        # A session leader that opens a terminal is controlled by it, so it gets Ctrl-C.
         name = os.ttyname(slave)
-        # Where this runs in the background of a shell, Ctrl-C is ignored, which programs inherit.
+        # In a shell's background job, Ctrl-C is ignored, and programs inherit that.
         heeds = ["env", "--default-signal=INT"]
         script = f"exec {shlex.join([*heeds, *command])} <{name} >{output or name} 2>{name}"
         self._process = subprocess.Popen(
@@ -44,14 +44,15 @@ class Terminal:
         self._slave = slave  # open, so that reading never fails before the program is there
 
     def type(self, keys: str) -> None:
-        """As a person would; returns at once."""
+        """Type like a person; return at once."""
         os.write(self._master, keys.encode())
 
     def interrupt(self) -> None:
         """Type Ctrl-C once the program waits for a key.
 
-        Python's readline does not notice one that comes before, or at one time with a key; so it is typed
-        once the program has slept in one call for a while.
+        Python's readline misses one that comes before, or together with a key, so it is typed once the
+        program has
+        slept in one call for a while.
         """
         process = Path(f"/proc/{self._process.pid}")
         before, now = -1, _num_switches(process)
@@ -61,7 +62,7 @@ class Terminal:
         self.type("\x03")
 
     def see(self, words: str) -> str:
-        """Wait until these words appear behind those that were seen before; returns what came with them."""
+        """Wait until these words appear after the ones seen before; return the output up to them."""
         start = len(self.shown)
         while words not in self.shown[start:]:
             self._read()
@@ -71,13 +72,13 @@ class Terminal:
         return seen
 
     def see_something(self) -> None:
-        """Wait until there is more to see than blanks."""
+        """Wait until there is output other than blanks."""
         start = len(self.shown)
         while not self.shown[start:].strip():
             self._read()
 
     def wait(self) -> int:
-        """Until the program ends; its status."""
+        """Wait until the program ends; return its status."""
         self.status = self._process.wait(_PATIENCE_S)
         while select.select([self._master], [], [], 0)[0]:
             self._read()
@@ -97,13 +98,13 @@ class Terminal:
         self.shown += _CONTROLS.sub("", text).replace("\r\n", "\n")
 
     def __enter__(self) -> Self:
-        """Itself."""
+        """Start the program and return this terminal."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End what still runs."""
+        """Kill the program if it still runs."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
@@ -112,13 +113,13 @@ class Terminal:
 
 
 def _num_switches(process: Path) -> int:
-    """How often it has gone to sleep."""
+    """Return how often it has gone to sleep."""
     status = (process / "status").read_text()
     return int(re.search(r"^voluntary_ctxt_switches:\s*(\d+)", status, re.MULTILINE)[1])
 
 
 def _waits_for_input(process: Path) -> bool:
-    """Whether it sleeps in a call that waits for files, as far as the kernel tells."""
+    """Tell whether it sleeps in a call that waits for files, as far as the kernel shows."""
     where = (process / "wchan").read_text()
     is_asleep = (process / "stat").read_text().rpartition(")")[2].split()[0] == "S"
     return is_asleep and (where in ("", "0") or "poll" in where or "select" in where)

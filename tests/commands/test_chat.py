@@ -1,4 +1,4 @@
-"""A chat's commands, typed and through a pipe, and what Ctrl-C does."""
+"""A chat's commands, typed and through a pipe, and the effects of Ctrl-C."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def chat(llm, text, request):
 
 
 def said(chat, text, *lines):
-    """What is printed for these lines."""
+    """Return what is printed for these lines."""
     start = len(text.getvalue())
     assert all([chat.handle(line) for line in lines])
     return text.getvalue()[start:]
@@ -68,7 +68,7 @@ def test_truncate_and_regenerate(chat, llm, text):
     assert "no turn" in said(chat, text, "/regenerate")
 
 
-def test_other_conversations(chat, llm, text):
+def test_commands_for_other_conversations(chat, llm, text):
     first = chat.conversation_id
     said(chat, text, "hello")
     assert "new conversation" in said(chat, text, f"/switch {first} two")
@@ -82,7 +82,7 @@ def test_other_conversations(chat, llm, text):
 
 
 def test_another_conversation_is_ended_by_its_id(chat, llm, text):
-    """And never the one that the session is in, which was not named."""
+    """The session's own conversation, which was not named, is kept."""
     first = chat.conversation_id
     said(chat, text, "hello", f"/switch {first} carl", "hello")
     assert said(chat, text, f"/end {first}") == f"forgot {first}\n"
@@ -95,7 +95,7 @@ def test_another_conversation_is_ended_by_its_id(chat, llm, text):
 
 
 @pytest.mark.parametrize("name", ["/help", "/history", "/regenerate", "/where", "/list", "/quit"])
-def test_a_command_that_takes_nothing_refuses_an_argument(chat, llm, text, name):
+def test_a_command_without_parameters_refuses_an_argument(chat, llm, text, name):
     said(chat, text, "hello")
     before = llm.history(chat.conversation_id).turns
     assert said(chat, text, f"{name} default") == f"{name} takes no argument\n"
@@ -103,7 +103,7 @@ def test_a_command_that_takes_nothing_refuses_an_argument(chat, llm, text, name)
     assert said(chat, text, "/stats al") == '/stats takes no argument, or "all"\n'
 
 
-def test_errors_are_told_and_the_chat_goes_on(chat, text):
+def test_errors_are_shown_and_the_chat_continues(chat, text):
     assert "unknown command /hlp" in said(chat, text, "/hlp")
     assert "error: " in said(chat, text, "x" * 3000)
     assert "/regenerate" in said(chat, text, "/help")
@@ -111,11 +111,11 @@ def test_errors_are_told_and_the_chat_goes_on(chat, text):
 
 
 @pytest.mark.parametrize("line", ["/history", "/regenerate", "/truncate 5", "/truncate x", "/where", "/end"])
-def test_an_empty_conversation_is_told_in_one_line(chat, text, line):
+def test_an_empty_conversation_is_reported_in_one_line(chat, text, line):
     assert said(chat, text, line) == "this conversation has no turns yet\n"
 
 
-def test_no_conversations(chat, llm, text, monkeypatch):
+def test_without_conversations_the_list_says_so(chat, llm, text, monkeypatch):
     monkeypatch.setattr(llm, "conversations", list)
     listing = said(chat, text, "/list")
     assert "no conversations yet" in listing and listing.count("\n") == 1
@@ -132,14 +132,14 @@ def test_an_interrupt_cancels_the_reply(chat, llm, text, monkeypatch):
     assert len(llm.history(chat.conversation_id).turns) == 2
 
 
-def test_an_interrupt_of_a_second_answer_says_that_the_turn_is_gone(chat, llm, text, monkeypatch):
+def test_an_interrupt_of_a_second_answer_says_that_the_turn_was_cancelled(chat, llm, text, monkeypatch):
     said(chat, text, "hello", "and again")
     monkeypatch.setattr(session, "printable", lambda delta: signal.raise_signal(signal.SIGINT) or delta)
     assert "the turn is removed" in said(chat, text, "/regenerate")
     assert len(llm.history(chat.conversation_id).turns) == 1
 
 
-def test_each_turn_is_accounted_for_where_that_is_asked_for(llm, text):
+def test_each_turn_is_accounted_for_on_request(llm, text):
     chat = session.Chat(llm, PARAMS, "chat-accounts", text, tells_accounts=True)
     first, second = (said(chat, text, line).splitlines()[-1] for line in ("hello", "and again"))
     assert re.fullmatch(r"\[\d+ new tokens; first token after .*\]", first)
@@ -149,12 +149,12 @@ def test_each_turn_is_accounted_for_where_that_is_asked_for(llm, text):
     )
     turns = llm.history("chat-accounts").turns
     assert found, second
-    assert int(found[1]) == len(turns[0].prompt_token_ids) + 6 - 1  # the last one has no state yet
+    assert int(found[1]) == len(turns[0].prompt_token_ids) + 6 - 1  # the last one has no KV yet
     assert int(found[2]) == len(turns[1].prompt_token_ids) + 1
     assert found[0].strip("[]") in said(chat, text, "/stats")
 
 
-def test_accounts_in_words():
+def test_accounts_as_text():
     usage = Usage(
         prompt_tokens=12,
         reused_gpu_tokens=1412,
@@ -173,7 +173,7 @@ def test_accounts_in_words():
     ]
 
 
-def test_new_conversations_begin_with_the_system_prompt_and_share_its_state(llm, text):
+def test_new_conversations_begin_with_the_system_prompt_and_share_its_kv_cache(llm, text):
     system = "You are a bookshop. " * 8
     chat = session.Chat(llm, PARAMS, "chat-system", text, system=system, tells_accounts=True)
     said(chat, text, "hello")
@@ -189,7 +189,7 @@ def test_new_conversations_begin_with_the_system_prompt_and_share_its_state(llm,
     assert [message["role"] for message in more.messages] == ["user"]
 
 
-def test_a_system_prompt_that_cannot_be_shared_is_sent_all_the_same(llm, text, monkeypatch):
+def test_a_system_prompt_that_cannot_be_shared_is_still_sent(llm, text, monkeypatch):
     def refuse(_):
         raise ChatTemplateError("written as one")
 
@@ -224,7 +224,7 @@ def test_an_interrupt_cancels_a_batch(chat, llm, text, monkeypatch):
         llm.history(f"{name}-b")
 
 
-def test_where_the_state_is(chat, text):
+def test_where_shows_the_tiers_of_chunks(chat, text):
     said(chat, text, "hello")
     assert "in device memory" in said(chat, text, "/where")
 
@@ -235,7 +235,7 @@ def test_stats_are_a_few_lines_and_every_counter_on_demand(chat, text):
     assert "num_swap_in_copies" in said(chat, text, "/stats all")
 
 
-def test_help_has_every_command(chat, text):
+def test_help_lists_every_command(chat, text):
     shown = said(chat, text, "/help")
     known = {*chat._commands, *chat._plain_commands, "/quit"}
     assert all(name in shown for name in known)
@@ -243,13 +243,13 @@ def test_help_has_every_command(chat, text):
     assert max(map(len, shown.splitlines())) <= 80
 
 
-def test_a_full_conversation_says_what_can_be_done(chat, text):
+def test_a_full_conversation_gives_a_hint(chat, text):
     too_long = "x" * 3000
     assert session.FULL not in said(chat, text, too_long)  # too long for any conversation
     assert said(chat, text, "hello", too_long).endswith(f"{session.FULL}\n")
 
 
-def test_a_reply_that_was_cut_is_marked(chat, text):
+def test_a_truncated_reply_is_marked(chat, text):
     assert said(chat, text, "hello").endswith(f"\n(cut after {PARAMS.max_tokens} tokens: {session.CUT})\n")
 
 
@@ -260,8 +260,8 @@ def test_a_model_of_ids_only_is_refused(llm, text, monkeypatch):
 
 
 @pytest.mark.parametrize("conversation_id", ["", "a\0b", "\ud800"])
-def test_an_id_that_is_none_is_refused_before_anything_is_loaded(launch, monkeypatch, conversation_id):
-    """The model was loaded, and every line was an error; the status was 0."""
+def test_an_invalid_id_is_refused_before_anything_is_loaded(launch, monkeypatch, conversation_id):
+    """Once, the model was loaded, every line was an error, and the status was 0."""
     monkeypatch.setattr(load("chat"), "open_llm", lambda **_: pytest.fail("loaded"))
     with pytest.raises(InvalidRequestError, match="--conversation_id is "):
         launch("chat", shared_llm=False, conversation_id=conversation_id)
@@ -278,7 +278,7 @@ def test_by_default_a_step_is_one_token_of_one_conversation(launch, monkeypatch)
 
 @pytest.mark.long
 def test_through_a_pipe(tmp_path, compilation_cache):
-    """The whole program, with a history that a second run would find."""
+    """Runs the whole program, with a history that a second run would find."""
     command = [sys.executable, "scripts/chat.py", f"--model={TINY_MODEL}", "--token_buckets=64"]
     command += ["--max_num_running=8"]
     command += ["--gpu_pages=24", "--max_tokens=4", f"--history={tmp_path / 'chats.sqlite'}"]
@@ -304,7 +304,7 @@ def test_through_a_pipe(tmp_path, compilation_cache):
 
 @pytest.mark.long
 def test_on_a_terminal(tmp_path, compilation_cache):
-    """A line beyond what terminals take, Ctrl-C in a reply and at the prompt, and what is kept of it."""
+    """Types a line too long for terminals, and Ctrl-C in a reply and at the prompt; checks the history."""
     command = [sys.executable, "scripts/chat.py", f"--model={TINY_MODEL}", "--token_buckets=64"]
     command += ["--gpu_pages=24", "--max_tokens=700", "--ignore_eos", "--max_context_tokens=768"]
     command += [f"--compilation_cache_dir={compilation_cache}", "--noprogress"]
@@ -315,7 +315,7 @@ def test_on_a_terminal(tmp_path, compilation_cache):
         one.see("default> ")
         one.type("x" * 5000 + "\r")
         one.see("error: ")
-        one.see("5")  # thousand tokens, and not 4,096 bytes
+        one.see("5")  # thousand tokens, not 4,096 bytes
         one.see("default> ")
         one.type("hello\r")
         one.see("hello\n")

@@ -1,4 +1,4 @@
-"""What a line may be, and what is said of one that may not."""
+"""Valid lines of a conversations file, and the errors of invalid ones."""
 
 import gzip
 import json
@@ -51,7 +51,7 @@ def test_compressed(tmp_path):
 
 
 @pytest.mark.parametrize("harm", [lambda data: data[:-12], lambda data: data[:12] + b"x" * 80])
-def test_a_compressed_file_that_is_not_whole_cannot_be_read(tmp_path, harm):
+def test_an_incomplete_compressed_file_is_refused(tmp_path, harm):
     path = tmp_path / "in.jsonl.gz"
     path.write_bytes(harm(gzip.compress(b'{"turns": [{"prompt": "x"}]}\n' * 100)))
     with pytest.raises(OSError, match="not a complete gzip archive"):
@@ -93,7 +93,7 @@ def test_a_compressed_file_that_is_not_whole_cannot_be_read(tmp_path, harm):
         ('{"turns": ' + "[" * 100_000, "not JSON: .* recursion"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path, line, reason):
+def test_an_invalid_line_is_named(tmp_path, line, reason):
     good = {"turns": [{"prompt": "x"}]}
     with pytest.raises(conversations_file.InputFileError, match=reason) as caught:
         read(tmp_path, good, line)
@@ -101,7 +101,7 @@ def test_a_bad_line_is_named(tmp_path, line, reason):
     assert "in.jsonl:2: " in str(caught.value)
 
 
-def test_all_bad_lines_are_named_at_once(tmp_path):
+def test_all_invalid_lines_are_named_at_once(tmp_path):
     good = {"conversation_id": "a", "turns": [{"prompt": "x"}]}
     with pytest.raises(conversations_file.InputFileError, match="unlike that of line 1") as caught:
         read(tmp_path, good, "{", good, "{")

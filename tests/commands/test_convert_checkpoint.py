@@ -1,4 +1,4 @@
-"""Conversion as a program: what it writes is tested with the models; here how it ends."""
+"""Conversion as a program: its exit status and errors; the models' tests check what it writes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def test_a_preset_is_converted(launch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("target", ["source", "file", "file/below"])
-def test_a_target_that_cannot_be_is_refused_before_anything_is_read(tmp_path, monkeypatch, target):
-    """Its own source got a second model, then came an error of shutil's; files were found after reading."""
+def test_an_invalid_target_is_refused_before_anything_is_read(tmp_path, monkeypatch, target):
+    """Once, the source got a second model, then shutil raised; existing files were found too late."""
     source = shutil.copytree(GOLDEN / "llama_default", tmp_path / "source")
     (tmp_path / "file").touch()
     before = sorted(tmp_path.rglob("*"))

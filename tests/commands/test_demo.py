@@ -29,9 +29,9 @@ pytestmark = pytest.mark.long  # `.ci/check_wheel` runs all of it, from the whee
 
 @pytest.fixture
 def served(launch, monkeypatch, compilation_cache):
-    """What a whole run served, with state and without; it is run once.
+    """Yield what a whole run served, with and without a KV cache; it runs once.
 
-    It computes more than it compiles, and so compiles well.
+    It computes more than it compiles, so it compiles with optimization.
     """
     if not _served:
         serve = demo.serve
@@ -48,7 +48,7 @@ real_replay = demo.replay
 
 
 def replay(model, turns):
-    """`demo.replay`, which is asked about turns that it has not judged yet."""
+    """Return `demo.replay`, limited to turns that it has not judged yet."""
     new = [turn for turn in turns if id(turn) not in _judged]
     if new:
         equal, margin = real_replay(model, new)
@@ -59,27 +59,27 @@ def replay(model, turns):
 
 @pytest.fixture
 def turns(served):
-    """Those with state."""
+    """Return the turns that were served with a KV cache."""
     return served[0]
 
 
 def relaunch(launch, llm, monkeypatch, turns, **flags):
-    """The demonstration over turns that were served before."""
+    """Run the demonstration over turns that were served before."""
     monkeypatch.setattr(demo, "LLM", lambda *_, **__: contextlib.nullcontext(llm))
     monkeypatch.setattr(demo, "serve", lambda _: turns)
     monkeypatch.setattr(demo, "replay", replay)
     return launch("demo", shared_llm=False, model=DEFAULT_MODEL, **flags)
 
 
-def test_state_saves_work_and_changes_nothing(served):
+def test_the_kv_cache_saves_work_and_changes_nothing(served):
     kept, lost = (Served(turns, 1.0) for turns in served)
     assert [t.output.token_ids for t in kept.turns] == [t.output.token_ids for t in lost.turns]
     assert kept.num_computed < 0.75 * lost.num_computed
     assert sum(turn.output.usage.reused_gpu_tokens for turn in lost.turns) == 0
 
 
-def test_it_is_one_screen(turns, launch, llm, monkeypatch, capsys):
-    """Of 80 by 24, with the line of the shell that comes after it."""
+def test_the_output_fits_one_screen(turns, launch, llm, monkeypatch, capsys):
+    """The screen has 80 by 24 characters, including the shell's next line."""
     capsys.readouterr()
     assert relaunch(launch, llm, monkeypatch, turns) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -102,8 +102,8 @@ def test_the_picture_has_a_mark_for_every_chunk(turns, monkeypatch):
     assert "ada   #+." in demo_screen.picture([ada])
 
 
-def test_what_the_picture_shows_is_what_the_last_turn_found(turns):
-    """What was dropped before a turn is recomputed by it, whatever the others' turns do meanwhile."""
+def test_the_picture_shows_what_the_last_turn_found(turns):
+    """A turn recomputes what was dropped before it, whatever other turns do meanwhile."""
     last = [turn for turn in turns if turn.turn == 6]
     assert {tier for turn in last for tier in turn.tiers} == {"gpu", "cpu", None}
     for turn in last:
@@ -120,7 +120,7 @@ def test_details_are_the_whole_transcript(turns, launch, llm, monkeypatch, capsy
 
 
 def test_it_passes(turns):
-    """Six turns of eight conversations; all sources of history occur, and so do suspensions."""
+    """Six turns of eight conversations use all sources of history, and suspensions."""
     assert len(turns) == 48
     usages = [turn.output.usage for turn in turns]
     for name in NEEDED:
@@ -132,7 +132,7 @@ def test_it_passes(turns):
         assert sources + usage.prefilled_tokens == len(turn.history_ids) + usage.prompt_tokens
 
 
-def test_what_was_told_comes_back_out_of_either_tier_and_out_of_none(turns):
+def test_facts_are_recalled_from_either_tier_and_after_a_drop(turns):
     last = {turn.conversation_id: turn.output for turn in turns if turn.turn == 6}
     right = {name: script.told in last[name].text for name, script in demo_screen.CONVERSATIONS.items()}
     assert sum(right.values()) >= 7
@@ -140,7 +140,7 @@ def test_what_was_told_comes_back_out_of_either_tier_and_out_of_none(turns):
         assert any(right[name] and getattr(output.usage, source) for name, output in last.items())
 
 
-def test_a_turn_says_where_its_history_was(turns):
+def test_a_turn_reports_where_its_history_was(turns):
     usage = dataclasses.replace(
         turns[8].output.usage, reused_gpu_tokens=32, swapped_in_tokens=64, recomputed_tokens=0
     )
@@ -148,7 +148,7 @@ def test_a_turn_says_where_its_history_was(turns):
     assert demo_screen.whereabouts(turn) == "97 tokens of history: 32 on the device, 64 swapped in"
 
 
-def test_the_last_line(turns, launch, llm, monkeypatch, capsys):
+def test_the_last_line_is_the_verdict(turns, launch, llm, monkeypatch, capsys):
     assert relaunch(launch, llm, monkeypatch, turns) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "48 of 48 turns equal"
 
@@ -174,7 +174,7 @@ def test_one_changed_token_fails(turns, launch, llm, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", NEEDED)
-def test_what_never_happened_fails(turns, launch, llm, monkeypatch, capsys, name):
+def test_a_missing_event_fails_the_demonstration(turns, launch, llm, monkeypatch, capsys, name):
     def without(turn):
         usage = dataclasses.replace(turn.output.usage, **{name: 0})
         return turn._replace(output=dataclasses.replace(turn.output, usage=usage))

@@ -1,4 +1,4 @@
-"""Flags of the two tiers: how they become a configuration, and what is refused."""
+"""Flags of the two tiers: the resulting configuration, and refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ engine_flags = load("pensieve_jax.commands.engine_flags")
 
 @pytest.fixture
 def config(launch):
-    """What `engine_config` makes of flags given by name; `launch` takes the flags away again."""
+    """Return the function that builds `engine_config` from named flags; `launch` restores the flags."""
 
     def make(**values):
         engine_flags.define_engine_flags()
@@ -45,7 +45,7 @@ def test_bytes(text, num_bytes):
 
 
 @pytest.mark.parametrize("text", ["", "GB", "16G", "16 apples", "-1GB", "1GBs", "1e999"])
-def test_no_bytes(text):
+def test_invalid_byte_sizes_are_refused(text):
     with pytest.raises(ValueError, match="not a number of bytes"):
         engine_flags.parse_bytes(text)
 
@@ -59,8 +59,8 @@ def test_defaults_are_the_library_s(config):
 SAID_BY_OTHERS = ("cpu_pages", "max_num_batched_tokens")
 
 
-def test_every_field_has_a_flag_that_says_what_the_field_says(config):
-    """Its help is the field's, without None; its default too, unless another flag says the same."""
+def test_every_field_has_a_flag_with_its_help_and_default(config):
+    """The help is the field's, without None; the default too, unless another flag determines it."""
     assert config() == EngineConfig(), "flags that are left out change nothing"
     for kind in (CacheConfig, SchedulerConfig, RunnerConfig):
         for field in dataclasses.fields(kind):
@@ -104,7 +104,7 @@ NOT_THE_DEFAULTS = {
 
 
 def test_every_flag_reaches_its_field(config):
-    """All but those that are written in another way: bytes and `token_buckets`."""
+    """Flags with another format are excluded: bytes and `token_buckets`."""
     every = {name: value for values in NOT_THE_DEFAULTS.values() for name, value in values.items()}
     made = config(**every)
     left = set()
@@ -139,7 +139,7 @@ def test_unreadable_step_sizes_name_the_flag(config):
         config(token_buckets="a,b")
 
 
-def test_a_value_out_of_its_limit_names_the_field(config):
+def test_a_value_beyond_its_limit_names_the_field(config):
     with pytest.raises(ConfigError, match=r"cache\.reserve_fraction is 1\.5, but must be in \[0, 1\)"):
         config(reserve_fraction=1.5)
 
@@ -153,25 +153,25 @@ def test_a_value_out_of_its_limit_names_the_field(config):
         ({"max_num_batched_tokens": 400}, 400),
     ],
 )
-def test_a_step_holds_a_chunk_beside_all_that_run_unless_told_otherwise(config, values, num_tokens):
+def test_by_default_a_step_holds_a_chunk_beside_all_running_turns(config, values, num_tokens):
     assert config(**values).scheduler.max_num_batched_tokens == num_tokens
 
 
 @pytest.mark.parametrize("name", ["gpu_pages", "cpu_bytes", "max_num_rows", "token_buckets"])
-def test_sizes_that_follow_from_cases_are_refused(config, name):
+def test_sizes_that_the_benchmark_derives_are_refused_as_flags(config, name):
     config(**{name: 128})
     with pytest.raises(ConfigError, match=f"--{name} is"):
         engine_flags.refuse_sizes()
 
 
-def test_a_launcher_may_have_a_default_model_of_its_own(launch):
+def test_a_launcher_may_have_its_own_default_model(launch):
     engine_flags.define_engine_flags(model="random:opt-tiny")
     assert flags.FLAGS["model"].default == "random:opt-tiny"
 
 
 @pytest.mark.parametrize("script", ["benchmark_step", "benchmark_swaps"])
 def test_sizes_that_a_benchmark_derives_fit_its_default_model(launch, monkeypatch, script):
-    """Without `--model`; the contexts are longer than those of the library's default model."""
+    """This is without `--model`; the contexts are longer than those of the library's default model."""
     module = load(script)
     seen = []
 
@@ -208,7 +208,7 @@ def test_bytes_arrive(config):
     assert config(cpu_bytes="2GiB").cache.cpu_bytes == 2**31
 
 
-def test_pages_and_bytes_are_one_too_many(config):
+def test_pages_and_bytes_exclude_each_other(config):
     with pytest.raises(ConfigError, match=r"--cpu_bytes is '2GiB'.*with --cpu_pages"):
         config(cpu_bytes="2GiB", cpu_pages=4)
 

@@ -1,4 +1,4 @@
-"""Conversations in, turns out: what is written, what is refused, and what an interrupt leaves."""
+"""Conversations in, turns out: the output, refusals, and what an interrupt leaves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read(path):
 
 
 def three(prefix, num_turns=2):
-    """Three conversations, one of each kind of prompt."""
+    """Return three conversations, one of each kind of prompt."""
     user = [{"role": "user", "content": "hello"}]
     return [
         {"conversation_id": f"{prefix}-text", "turns": [{"prompt": "some text"}] * num_turns},
@@ -37,7 +37,7 @@ def three(prefix, num_turns=2):
     ]
 
 
-def test_turns_are_what_the_library_says(launch, llm, tmp_path, capsys):
+def test_turns_equal_the_librarys(launch, llm, tmp_path, capsys):
     path, output = write_input(tmp_path, *three("lib")), tmp_path / "out.jsonl"
     flags = {"max_tokens": 6, "ignore_eos": True, "concurrency": 2, "logprobs": 1}
     assert launch("generate", input=path, output=output, **flags) == 0
@@ -58,15 +58,15 @@ def test_turns_are_what_the_library_says(launch, llm, tmp_path, capsys):
     assert "recomputed" in capsys.readouterr().out
 
 
-def test_compiled_steps_are_kept_for_the_next_start(launch, monkeypatch):
-    """Every start compiled anew."""
+def test_compiled_steps_are_stored_for_the_next_start(launch, monkeypatch):
+    """Once, every start compiled again."""
     seen = []
     monkeypatch.setattr(generate, "main", lambda: seen.append(engine_config()) or 0)
     assert launch("generate", shared_llm=False) == 0
     assert seen[0].runner.compilation_cache_dir == str(CACHE_DIR)
 
 
-def test_a_conversation_goes_on_before_another_begins(launch, tmp_path):
+def test_a_conversation_continues_before_another_begins(launch, tmp_path):
     one = [{"prompt": [9]}] * 3
     path = write_input(tmp_path, *({"conversation_id": f"order-{i}", "turns": one} for i in range(4)))
     launch("generate", input=path, output=tmp_path / "out", max_tokens=4, ignore_eos=True, concurrency=1)
@@ -76,7 +76,7 @@ def test_a_conversation_goes_on_before_another_begins(launch, tmp_path):
 
 
 @pytest.mark.long
-def test_the_order_finds_history_that_a_sweep_recomputes(launch, llm, tmp_path):
+def test_the_order_reuses_history_that_a_sweep_would_recompute(launch, llm, tmp_path):
     """Twelve conversations of about 200 tokens on 768 tokens of device memory: the same tokens, less work."""
     rng = random.Random(20)
     prompts = [[[rng.randrange(5, 300) for _ in range(56)] for _ in range(3)] for _ in range(12)]
@@ -110,8 +110,8 @@ def test_the_order_finds_history_that_a_sweep_recomputes(launch, llm, tmp_path):
         llm.end(f"kept-{n}")
 
 
-def test_one_conversation_that_outgrows_all_room_still_runs(launch, llm, tmp_path, monkeypatch):
-    """The estimate of a conversation's length decides when others begin, and never whether it runs."""
+def test_a_conversation_larger_than_all_room_still_runs(launch, llm, tmp_path, monkeypatch):
+    """The estimate of a conversation's length decides when others begin, not whether it runs."""
     monkeypatch.setattr(batch, "num_prompt_tokens", lambda turn, tokenizer: 10_000)
     path = write_input(tmp_path, *three("big"))
     assert launch("generate", input=path, output=tmp_path / "out", max_tokens=6, ignore_eos=True) == 0
@@ -135,7 +135,7 @@ def test_one_conversation_that_outgrows_all_room_still_runs(launch, llm, tmp_pat
         {"messages": [{"role": "user", "content": "x" * 800}]},
     ],
 )
-def test_a_bad_line_runs_nothing_and_touches_nothing(launch, llm, tmp_path, capsys, bad):
+def test_an_invalid_line_runs_nothing_and_changes_nothing(launch, llm, tmp_path, capsys, bad):
     path = write_input(tmp_path, *three("bad"), {"turns": [bad]})
     output = tmp_path / "out.jsonl"
     output.write_text("precious\n")
@@ -146,8 +146,8 @@ def test_a_bad_line_runs_nothing_and_touches_nothing(launch, llm, tmp_path, caps
     assert llm.stats()["num_steps"] == num_steps
 
 
-def test_a_first_turn_that_the_template_refuses_touches_nothing(launch, llm, tmp_path, capsys, monkeypatch):
-    """It was refused when it ran, and the output was empty by then."""
+def test_a_first_turn_that_the_template_refuses_changes_nothing(launch, llm, tmp_path, capsys, monkeypatch):
+    """Once, it was refused when it ran, after the output had been emptied."""
     template = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     template += "{{ m.content }}{% endfor %}"
     monkeypatch.setattr(llm.tokenizer, "chat_template", template)
@@ -159,7 +159,7 @@ def test_a_first_turn_that_the_template_refuses_touches_nothing(launch, llm, tmp
     assert output.read_text() == "precious\n"
 
 
-def test_logprobs_that_the_runner_has_no_room_for_touch_nothing(launch, tmp_path, monkeypatch, capsys):
+def test_too_many_logprobs_change_nothing(launch, tmp_path, monkeypatch, capsys):
     output = tmp_path / "out.jsonl"
     output.write_text("precious\n")
     path = write_input(tmp_path, *three("logprobs"))
@@ -179,7 +179,7 @@ def test_ids_and_lengths_are_checked_before_the_model_is_loaded(launch, tmp_path
 
 
 def refusal(launch, monkeypatch, **flags):
-    """The message, of a run that must not load anything."""
+    """Return the error message of a run that must not load anything."""
     monkeypatch.setattr(generate, "open_llm", lambda **_: pytest.fail("loaded"))
     with pytest.raises(InvalidRequestError) as caught:
         launch("generate", shared_llm=False, **flags)
@@ -234,7 +234,7 @@ def test_a_turn_that_does_not_fit_ends_its_conversation_only(launch, tmp_path, c
     assert f"{path}:4: turns[1]" in capsys.readouterr().err
 
 
-def test_an_interrupt_keeps_what_ended_and_the_next_run_goes_on(launch, llm, tmp_path, monkeypatch):
+def test_an_interrupt_keeps_ended_turns_and_the_next_run_continues(launch, llm, tmp_path, monkeypatch):
     path, output = write_input(tmp_path, *three("stop", num_turns=3)), tmp_path / "out.jsonl"
     flags = {"input": path, "output": output, "max_tokens": 9, "ignore_eos": True}
     made = generate.output_line

@@ -1,4 +1,4 @@
-"""`pensieve history`: what it does, says, and refuses in a line."""
+"""`pensieve history`: its effects, output, and refusals in one line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROGRAM = "from pensieve_jax.commands.main import main; main()"
 
 
 def pensieve_history(*commands):
-    """Status, output and errors of each, one after the other."""
+    """Return status, output and errors of each command, run one after the other."""
     starts = [("-c", PROGRAM, "history", *map(str, words)) for words in commands]
     return list(start_all(starts, root=ROOT, environment=ENVIRONMENT).values())
 
@@ -34,7 +34,7 @@ def test_a_copy_to_postgres_and_one_that_is_refused(tmp_path, postgres):
     assert PASSWORD not in err
 
 
-def test_what_is_none_of_it_is_told_in_a_line():
+def test_invalid_arguments_are_reported_in_a_line():
     half = ("copy", f"postgresql://ada:{PASSWORD}@localhost/chats")
     *others, copied = pensieve_history((), ("migrate", "chats.sqlite"), half)
     for status, out, err in (*others, copied):

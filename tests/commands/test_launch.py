@@ -1,4 +1,4 @@
-"""How launchers start and end: help, bad flags, noise, and readers that go away."""
+"""How launchers start and end: help, invalid flags, library output, and readers that close."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ QUIET, LOUD = "--model=x", "--verbosity=0"
 
 @pytest.fixture(scope="module")
 def starts():
-    """How all of these ended, by command."""
+    """Run all of these; return the results by command."""
     commands = [
         *((path_of(script), "--help") for script in HELPFUL),
         ("scripts/generate.py", "--helpfull"),
@@ -87,7 +87,7 @@ def starts():
     return start_all(commands, root=ROOT, environment=ENVIRONMENT)
 
 
-def test_every_launcher_tells_the_version(starts):
+def test_every_launcher_shows_the_version(starts):
     done = starts["scripts/chat.py", "--version"]
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{__version__}\n", "")
 
@@ -101,7 +101,7 @@ def test_help_shows_the_shared_flags(starts, script):
 
 
 def test_help_is_the_docstring_and_flags_by_group_with_defaults(starts):
-    """A command's own flags first; those of absl are left to `--helpfull`."""
+    """A command's own flags come first; absl's are left to `--helpfull`."""
     text = starts["scripts/generate.py", "--help"].stdout
     assert text.startswith(
         "Batch generation: conversations in, turns out, both as JSON lines.\n\n    pensieve generate "
@@ -131,7 +131,7 @@ def test_help_is_the_docstring_and_flags_by_group_with_defaults(starts):
 
 
 def test_every_launcher_starts_alike():
-    """So that what is tested of some holds for all; one runs where this project is not installed."""
+    """What is tested of some thus holds for all; one runs where this project is not installed."""
     folders = (ROOT / "scripts", ROOT / "lab" / "pensieve_lab" / "programs")
     for path in (path for folder in folders for path in folder.glob("*.py")):
         text = path.read_text()
@@ -143,7 +143,7 @@ def test_every_launcher_starts_alike():
 
 
 @pytest.mark.parametrize(("script", "flag", "known"), BAD_FLAGS)
-def test_a_bad_flag_is_told_in_a_line(starts, script, flag, known):
+def test_an_invalid_flag_is_reported_in_a_line(starts, script, flag, known):
     done = starts[path_of(script), flag]
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
@@ -152,22 +152,22 @@ def test_a_bad_flag_is_told_in_a_line(starts, script, flag, known):
 
 @pytest.mark.parametrize(("revision", "says"), REVISIONS)
 def test_a_wrong_revision_ends_a_launcher_before_its_main(starts, revision, says):
-    """A launcher that ends with a document fails before it measures, and not when it prints the document."""
+    """A launcher that ends with a document fails before it measures, not when it prints the document."""
     done = starts["-c", DOCUMENT, revision]
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ConfigError: PENSIEVE_REVISION is ") and says in done.stderr
 
 
 def test_typed_errors_are_one_line_and_status_2(starts):
-    """By a process of its own as well: what forks is an import ahead of it, and nothing else."""
+    """A separate process does so too: a forked one only skips imports."""
     done = start("-c", TYPED_ERROR, stdout=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (2, "error: ConfigError: x is 1, but must be more.\n")
     assert starts["-c", TYPED_ERROR] == (done.returncode, done.stdout, done.stderr)
 
 
 @pytest.mark.parametrize("flag", ["--help", "--helpfull", "--helpshort", "-h", "-?"])
-def test_help_for_a_reader_that_has_gone(flag):
-    """Nobody is there from the beginning, as `| head -0` would have it: no trace, and no help elsewhere."""
+def test_help_for_a_closed_reader(flag):
+    """The reader closes at once, as in `| head -0`: there is no trace, and help goes nowhere else."""
     read_end, write_end = os.pipe()
     os.close(read_end)
     code = "from pensieve_jax.commands.launch import run\ndef main(): return 0\nrun(main)"
@@ -177,7 +177,7 @@ def test_help_for_a_reader_that_has_gone(flag):
 
 
 @pytest.mark.parametrize("flush", [True, False])
-def test_a_reader_that_has_gone_ends_it_quietly(flush):
+def test_a_closed_reader_ends_the_launcher_quietly(flush):
     read_end, write_end = os.pipe()
     os.close(read_end)
     code = f"from pensieve_jax.commands.launch import run; run(lambda: print('hello', flush={flush}) or 0)"
@@ -187,15 +187,15 @@ def test_a_reader_that_has_gone_ends_it_quietly(flush):
 
 
 @pytest.mark.parametrize(("flag", "shown"), [(LOUD, True), (QUIET, False)])
-def test_what_libraries_do_is_shown_on_demand(starts, flag, shown):
+def test_library_messages_are_shown_on_demand(starts, flag, shown):
     done = starts["-c", NOISE, flag]
     assert done.returncode == 0
     assert ("found" in done.stderr) == shown
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_stream_that_was_closed_is_done_without(number):
-    """As `>&-` has it: Python sets None for it, which has neither `flush` nor `isatty`."""
+def test_a_closed_stream_is_tolerated(number):
+    """With `>&-` Python sets None for it, which has neither `flush` nor `isatty`."""
     code = (
         "import sys; from pensieve_jax.commands.launch import until_reader_leaves\n"
         "def main(): print('said', sys.stdin.isatty(), sys.stderr.isatty(), file=sys.stdout); return 3\n"

@@ -1,4 +1,4 @@
-"""Typing on a terminal: long lines, recalled ones, pasted text, and the file that keeps lines."""
+"""Typing on a terminal: long lines, recalled ones, pasted text, and the file of lines."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ needs_gnu_readline = pytest.mark.skipif(
 
 
 def expect(terminal, keys, words):
-    """Type, and see what was read and the next prompt: what is typed before that is no longer edited."""
+    """Type, and wait for the echo and the next prompt: earlier input is no longer edited."""
     terminal.type(keys)
     terminal.see(f"got {words}")
     terminal.see("> ")
@@ -47,7 +47,7 @@ def expect(terminal, keys, words):
 
 @pytest.fixture
 def terminal(tmp_path):
-    """Starts a program that says what it reads."""
+    """Return a function that starts a program which prints what it reads."""
 
     def start(output=None):
         command = [sys.executable, "-c", _READS, str(tmp_path / "state" / "lines")]
@@ -94,7 +94,7 @@ def test_pasted_lines_are_one_message_and_so_are_continued_ones(terminal, tmp_pa
         expect(one, "b\r", r"3 'a\nb'")
     with terminal() as two:
         two.see("> ")
-        expect(two, "\x1b[A\x1b[A\r", r"18 'first\nsecond\nthird'")  # one line of the history each
+        expect(two, "\x1b[A\x1b[A\r", r"18 'first\nsecond\nthird'")  # each is one line of the history
 
 
 def test_tab_completes_commands(terminal):
@@ -104,7 +104,7 @@ def test_tab_completes_commands(terminal):
 
 
 def test_a_line_that_the_terminal_cut_is_refused(terminal, tmp_path):
-    """The output goes to a file, so that the terminal's own editing is all there is."""
+    """The output goes to a file, so only the terminal's own editing is active."""
     output = tmp_path / "output"
     with terminal(str(output)) as one:
         one.type("short\n" + "x" * 5000 + "\n\x04")
@@ -113,7 +113,7 @@ def test_a_line_that_the_terminal_cut_is_refused(terminal, tmp_path):
     assert "refused shorter than the 4096 bytes" in output.read_text()
 
 
-def test_the_file_of_lines_is_shortened_and_mended(tmp_path, monkeypatch):
+def test_the_file_of_lines_is_shortened_and_repaired(tmp_path, monkeypatch):
     monkeypatch.setattr(line_input, "MAX_NUM_KEPT", 3)
     path = tmp_path / "lines"
     path.write_text('"a"\nnot json\n7\n' + "".join(f'"{i}"\n' for i in range(7)))
@@ -123,7 +123,7 @@ def test_the_file_of_lines_is_shortened_and_mended(tmp_path, monkeypatch):
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_file_that_cannot_be_is_refused_and_one_that_goes_away_is_not_missed(tmp_path):
+def test_an_invalid_file_is_refused_and_one_that_disappears_is_ignored(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidRequestError, match="--line_history"):
         KeptLines(tmp_path / "file" / "lines")

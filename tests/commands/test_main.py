@@ -1,4 +1,4 @@
-"""`pensieve`: its list, its version, commands that are none, and that none of this waits for JAX."""
+"""`pensieve`: its list, its version, unknown commands, and that none of this waits for JAX."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
 
 @pytest.fixture
 def pensieve(monkeypatch, capsys):
-    """Run it in this process, with what would start a command put aside: status, output and errors."""
+    """Run it in this process without starting a command; return status, output and errors."""
 
     def pensieve(*arguments):
         monkeypatch.setattr(sys, "argv", ["/somewhere/bin/pensieve", *arguments])
@@ -33,7 +33,7 @@ def pensieve(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "arguments", [(), ("help",), ("help", "nope"), ("--help",), ("-h",), ("--helpfull",), ("--helpshort",)]
 )
-def test_every_command_has_a_line(pensieve, arguments):
+def test_every_command_is_listed(pensieve, arguments):
     status, out, err = pensieve(*arguments)
     assert (status, err) == (0, "")
     lines = [line for line in out.splitlines() if line.startswith("  ")]
@@ -42,7 +42,7 @@ def test_every_command_has_a_line(pensieve, arguments):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_of_a_command_is_asked_for_in_words_too(pensieve, monkeypatch, name):
+def test_help_of_a_command_may_be_requested_in_words(pensieve, monkeypatch, name):
     monkeypatch.setattr(load(name), "define_flags", lambda: None)
     assert pensieve("help", name)[0] == f"runs pensieve_jax.commands.{name}"
     assert sys.argv == [f"pensieve {name}", "--help"]
@@ -53,7 +53,7 @@ def test_version(pensieve):
 
 
 @pytest.mark.parametrize("name", ["nope", "main", "--model=x", "Chat"])
-def test_a_command_that_is_none_is_one_line_and_status_2(pensieve, name):
+def test_an_unknown_command_is_one_line_and_status_2(pensieve, name):
     status, out, err = pensieve(name, "--help")
     assert (status, out) == (2, "")
     assert err.startswith("error: ") and err.count("\n") == 1
@@ -70,7 +70,7 @@ def test_a_command_is_a_module_with_help_flags_and_main(pensieve, monkeypatch, n
 
 
 def test_the_list_waits_for_no_jax():
-    """Two seconds of imports are for commands that compute."""
+    """Only commands that compute wait for two seconds of imports."""
     code = (
         "import sys; from pensieve_jax.commands.main import main\n"
         "try: main()\nexcept SystemExit as ended: print(ended.code, 'jax' in sys.modules)"
@@ -82,7 +82,7 @@ def test_the_list_waits_for_no_jax():
 
 
 def test_help_of_a_command_through_a_pipe_that_closes():
-    """As of `pensieve chat --help | head -3`, where the reader leaves before the rest is written."""
+    """In `pensieve chat --help | head -3` the reader leaves before the rest is written."""
     command = f"{sys.executable} -c 'from pensieve_jax.commands.main import main; main()' chat --helpfull"
     done = subprocess.run(
         ["bash", "-c", f"{command} | head -n 3; exit ${{PIPESTATUS[0]}}"],

@@ -1,4 +1,4 @@
-"""The profiler on a tiny model: what it measures, what it writes, and that the engine takes it."""
+"""The profiler on a tiny model: its measurements, its file, and that the engine uses it."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def files(tmp_path):
 
 
 @pytest.mark.long
-def test_measures_writes_and_draws(launch, compilation_cache, files, capsys):
-    """And what it wrote is what the engine reads, of this model alone."""
+def test_the_profiler_measures_writes_and_draws(launch, compilation_cache, files, capsys):
+    """The engine reads its file, for this model alone."""
     pytest.importorskip("matplotlib")
     flags = SIZES | files | {"compilation_cache_dir": compilation_cache, "cost": "alone"}
     assert launch("profile", shared_llm=False, **flags) == 0
@@ -53,7 +53,7 @@ def test_measures_writes_and_draws(launch, compilation_cache, files, capsys):
 
 
 def check_engine_takes(path, profile):
-    """Of this model and dtype it becomes the cost model; of another it is refused before loading."""
+    """Check that it becomes the cost model of this model and dtype, and is refused for another one."""
     config = EngineConfig(cache=CacheConfig(cost_profile=path))
     costs = assembly._costs_before_loading(preset("llama-tiny"), config, "auto")
     assert (costs.kind, costs.source) == ("file", path) and isinstance(costs.model, MeasuredCostModel)
@@ -67,7 +67,7 @@ def check_engine_takes(path, profile):
 
 
 def test_the_estimate_is_of_layers_and_not_of_embeddings():
-    """Of `Cost(l) = attention(l) + c`, c has the layers' products; no recomputed token is sampled from."""
+    """In `Cost(l) = attention(l) + c`, c is the layers' products; no recomputed token is sampled from."""
     few, many = (preset("llama-tiny", vocab_size=size) for size in (512, 8192))
     costs = [assembly.estimated_cost_model(model, 32) for model in (few, many)]
     assert costs[0] == costs[1]
@@ -84,8 +84,8 @@ def test_analytic_without_a_profile():
 
 
 @pytest.mark.parametrize(("host_s", "device_s", "row_s"), [(2.0, 7.0, 7.0), (7.0, 2.0, (2.0 + 2 * 7.0) / 3)])
-def test_launches_follow_each_other_behind_one_more(monkeypatch, host_s, device_s, row_s):
-    """Whether the host that launches them is faster than the device, or slower."""
+def test_launches_are_timed_back_to_back(monkeypatch, host_s, device_s, row_s):
+    """This holds if the host that launches them is faster than the device, or slower."""
     clock, events = VirtualClock(), []
     device_free_s = 0.0
 
@@ -112,7 +112,7 @@ def test_launches_follow_each_other_behind_one_more(monkeypatch, host_s, device_
 
 @pytest.fixture(scope="module")
 def steps(compilation_cache):
-    """Three sequences of up to three chunks, the model they run on, and its runner."""
+    """Yield three sequences of up to three chunks, the model they run on, and its runner."""
     keep_compilations_in(compilation_cache)
     mesh = make_mesh(1)
     model = load_model("random:llama-tiny", dtype="float32", mesh=mesh)
@@ -129,7 +129,7 @@ def steps(compilation_cache):
 
 
 def test_steps_compute_what_the_dense_model_does(steps):
-    """Chunk by chunk, alone and in a batch: the next token of the whole sequence so far."""
+    """Compares the next token of the whole sequence so far, chunk by chunk, alone and in a batch."""
     steps, model, _ = steps
     reference = DenseReference(model, min_padded_tokens=128)
     for end in (32, 64, 96):
@@ -145,8 +145,8 @@ def test_steps_compute_what_the_dense_model_does(steps):
             assert not expected or ids == expected[:num_chunks]
 
 
-def test_attention_by_itself_reads_the_pages_of_the_step(steps):
-    """Every layer's answer, over the whole context, is the next one's query: none of them can be left out."""
+def test_attention_alone_reads_the_pages_of_the_step(steps):
+    """Every layer's output, over the whole context, is the next one's query: none can be left out."""
     steps, _, runner = steps
     for end in (32, 64, 96):
         steps.rows.whole(steps.plan(3, end)).sample_s(1)
@@ -157,7 +157,7 @@ def test_attention_by_itself_reads_the_pages_of_the_step(steps):
     values = np.random.default_rng(0).standard_normal((96, 4, 32), np.float32)[32]
     for pool in runner.pools:
         keys = np.asarray(pool)[plan.page_indices[1]].reshape(96, 4, 32)[:length]
-        k, v = (keys[:, i::2].repeat(2, axis=1) for i in (0, 1))  # two query heads a KV head
+        k, v = (keys[:, i::2].repeat(2, axis=1) for i in (0, 1))  # two query heads per KV head
         weights = np.exp(np.einsum("hd,shd->hs", values, k) / 32**0.5)
         values = np.einsum("hs,shd->hd", weights, v) / weights.sum(axis=1, keepdims=True)
     np.testing.assert_allclose(out[32], values, atol=1e-5)

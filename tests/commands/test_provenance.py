@@ -1,4 +1,4 @@
-"""The commit that a document names is that of the files that ran."""
+"""The commit in a document is that of the files that ran."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def commit(root: Path, message: str = "a commit") -> str:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A repository with one commit of source files and a page."""
+    """Return a repository with one commit of source files and a page."""
     root = tmp_path / "tree"
     for name in ("scripts/a.py", "pensieve_jax/deep/b.json", "docs/page.md", "scripts/notes.txt"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -71,13 +71,13 @@ def test_a_file_that_moved_makes_it_dirty(tree: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["docs/page.md", "scripts/notes.txt", "scripts/__pycache__/a.json", "out.json"]
 )
-def test_what_is_no_source_file_does_not(tree: Path, name: str) -> None:
+def test_other_files_do_not_make_it_dirty(tree: Path, name: str) -> None:
     (tree / name).parent.mkdir(exist_ok=True)
     (tree / name).write_text("changed")
     assert provenance.read_source_state(tree, None).tree_is_clean is True
 
 
-def test_a_copy_without_a_history_is_told_its_commit(tree: Path, tmp_path: Path) -> None:
+def test_a_copy_without_a_history_uses_the_given_commit(tree: Path, tmp_path: Path) -> None:
     state = provenance.read_source_state(tree, None)
     copy = tmp_path / "copy"
     shutil.copytree(tree, copy, ignore=shutil.ignore_patterns(".git"))
@@ -96,7 +96,7 @@ def test_a_malformed_name_is_refused(tree: Path, tmp_path: Path, named: str) -> 
         provenance.read_source_state(copy, named)
 
 
-def test_a_copy_with_an_older_history_is_told_its_commit(tree: Path, tmp_path: Path) -> None:
+def test_a_copy_with_an_older_history_uses_the_given_commit(tree: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(tree, copy)
     (tree / "scripts/a.py").write_text("changed")
@@ -107,11 +107,11 @@ def test_a_copy_with_an_older_history_is_told_its_commit(tree: Path, tmp_path: P
     assert provenance.read_source_state(copy, f"{state.revision}:{state.source_digest}") == state
 
 
-def test_a_commit_that_is_not_there(tree: Path) -> None:
+def test_an_unknown_commit_has_no_digest(tree: Path) -> None:
     assert provenance.commit_digest(tree, "0" * 40) is None
 
 
-def test_what_print_revision_prints(monkeypatch, capsys) -> None:
+def test_print_revision_prints_the_commit(monkeypatch, capsys) -> None:
     script = load("print_revision")
     monkeypatch.setattr(script, "source_state", lambda: provenance.SourceState("c" * 40, True, "d" * 64))
     assert script.main() == 0 and capsys.readouterr().out == f"{'c' * 40}:{'d' * 64}\n"
@@ -119,7 +119,7 @@ def test_what_print_revision_prints(monkeypatch, capsys) -> None:
     assert script.main() == 1 and capsys.readouterr().out == ""
 
 
-def test_every_document_says_where_it_comes_from() -> None:
+def test_every_document_has_its_provenance() -> None:
     line = load("pensieve_jax.commands.report").json_line("name", {}, units={}, device="none")
     document = json.loads(line)
     assert {"revision", "tree_is_clean", "source_digest", "command", "versions"} <= document.keys()

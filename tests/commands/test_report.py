@@ -1,4 +1,4 @@
-"""Where the JSON document of a benchmark goes: to programs, and on a terminal only where it is asked for."""
+"""The JSON document of a benchmark: programs always get it, a terminal only on request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LINE = '{"benchmark": "x"}'
 
 @pytest.fixture
 def printed(monkeypatch, capsys):
-    """What `print_document` prints, by flags, on a terminal or not."""
+    """Return what `print_document` prints, by flags, on a terminal or not."""
 
     def printed(*arguments, is_terminal):
         values = flags.FlagValues()
@@ -38,7 +38,7 @@ def test_programs_get_the_document_as_the_last_line(printed):
     assert printed("--nojson", is_terminal=False) == []
 
 
-def test_people_get_it_on_demand(printed):
+def test_a_terminal_gets_it_on_request(printed):
     (line,) = printed(is_terminal=True)
     assert "--json" in line and "--json=FILE" in line and LINE not in line
     assert printed("--json", is_terminal=True) == [LINE]
@@ -46,19 +46,19 @@ def test_people_get_it_on_demand(printed):
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_file_gets_it_and_programs_still_do(printed, tmp_path, is_terminal):
+def test_a_file_gets_it_and_programs_too(printed, tmp_path, is_terminal):
     path = tmp_path / "document.json"
     assert printed(f"--json={path}", is_terminal=is_terminal) == ([] if is_terminal else [LINE])
     assert path.read_text() == f"{LINE}\n"
 
 
-def test_a_file_that_cannot_be_is_refused_before_the_work(printed, tmp_path):
+def test_an_invalid_file_is_refused_before_the_work(printed, tmp_path):
     with pytest.raises(flags.IllegalFlagValueError, match=r"--json.*a file in a directory that exists"):
         printed(f"--json={tmp_path / 'missing' / 'x.json'}", is_terminal=True)
 
 
-def test_what_cannot_be_written_after_all_is_printed(printed, monkeypatch, tmp_path, capsys):
-    """Hours of work are in it."""
+def test_a_document_that_cannot_be_written_is_printed(printed, monkeypatch, tmp_path, capsys):
+    """It may be the result of hours of work."""
     monkeypatch.setattr(
         report.Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "full"))
     )

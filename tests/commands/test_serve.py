@@ -1,4 +1,4 @@
-"""`pensieve serve` as a process: it says where, answers, and ends well; what it refuses is one line."""
+"""`pensieve serve` as a process: its address, answers, shutdown, and refusals in one line."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def server(compilation_cache: str, keys_file: Path) -> Iterator[Server]:
     assert server.end() == 0
 
 
-def test_it_says_where_and_answers_at_once(server: Server) -> None:
+def test_it_prints_its_address_and_answers_at_once(server: Server) -> None:
     assert server.line == f"serving {TINY_MODEL} at http://127.0.0.1:{server.port}\n"
     assert server.ask("GET", "/ready")[0] == 200
     status, answer = server.chat("Hello", key="first")
@@ -102,11 +102,11 @@ def test_it_says_where_and_answers_at_once(server: Server) -> None:
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
-def test_the_front_has_no_jax(server: Server) -> None:
+def test_the_front_end_process_does_not_import_jax(server: Server) -> None:
     assert "jaxlib" not in Path(f"/proc/{server.process.pid}/maps").read_text()
 
 
-def test_keys_are_read_again_for_a_hangup(server: Server, keys_file: Path) -> None:
+def test_keys_are_reloaded_on_sighup(server: Server, keys_file: Path) -> None:
     assert server.chat("Hello", key="second")[0] == 401
     with keys_file.open("a") as file:
         file.write(f"bob:{hashlib.sha256(b'second').hexdigest()}\n")
@@ -117,12 +117,12 @@ def test_keys_are_read_again_for_a_hangup(server: Server, keys_file: Path) -> No
 
 
 @pytest.mark.parametrize("most", [0, -1])
-def test_a_limit_is_called_as_its_flag(launch: Launch, most: int) -> None:
+def test_a_limits_error_names_its_flag(launch: Launch, most: int) -> None:
     with pytest.raises(ConfigError, match=f"--max_turns_per_key is {most}, but must be at least 1"):
         launch("serve", shared_llm=False, max_turns_per_key=most)
 
 
-def test_what_cannot_be_served_is_refused(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_options_are_refused(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
@@ -161,7 +161,7 @@ def test_origins_that_browsers_send_are_taken(origin: str) -> None:
     assert ServerSettings(cors_origin=(origin,)).cors_origin == (origin,)
 
 
-def test_what_the_engine_refuses_is_told_in_a_line() -> None:
+def test_an_engines_refusal_is_reported_in_a_line() -> None:
     command = [sys.executable, "-W", "ignore", "scripts/serve.py", "--model=/no/such/model", "--port=0"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == EXIT_BAD_INPUT and done.stdout == ""
@@ -180,7 +180,7 @@ def test_what_the_engine_refuses_is_told_in_a_line() -> None:
         ({"cpu_pages": 0, "cpu_bytes": "2GiB"}, 2**31, 0),
     ],
 )
-def test_there_is_host_memory_unless_told_otherwise(
+def test_there_is_host_memory_by_default(
     launch: Launch,
     monkeypatch: pytest.MonkeyPatch,
     given: dict[str, Any],
@@ -193,8 +193,8 @@ def test_there_is_host_memory_unless_told_otherwise(
     assert (configs[0].cache.cpu_bytes, configs[0].cache.cpu_pages) == (cpu_bytes, cpu_pages)
 
 
-@pytest.mark.long  # a start of its own
-def test_on_a_terminal_it_tells_in_words_and_a_second_interrupt_is_quiet(compilation_cache: str) -> None:
+@pytest.mark.long  # a separate start
+def test_on_a_terminal_the_log_is_readable_and_a_second_interrupt_is_quiet(compilation_cache: str) -> None:
     flags = [f"--model={TINY_MODEL}", "--dtype=float32", f"--compilation_cache_dir={compilation_cache}"]
     command = [sys.executable, "-W", "ignore", str(ROOT / "scripts" / "serve.py"), "--port=0", *flags, *SIZES]
     with Terminal(command, root=ROOT, environment=os.environ) as terminal:

@@ -1,4 +1,4 @@
-"""The picture of pages by state: what is sampled, thinned out, drawn and refused."""
+"""The picture of pages by state: sampling, thinning, drawing and refusals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ needs_matplotlib = pytest.mark.skipif(
 
 
 class FakeEngine:
-    """An engine as far as a recorder sees it: a step more with every look."""
+    """The part of an engine that a recorder uses: one more step at every look."""
 
     def __init__(self, num_gpu=8, num_cpu=4):
         self.num_gpu, self.num_cpu, self.num_looks = num_gpu, num_cpu, 0
@@ -52,7 +52,8 @@ def test_a_long_run_is_thinned_out_evenly(monkeypatch):
     recorder = timeline.Recorder(FakeEngine(num_gpu=10**6))
     for _ in range(200):
         recorder.after_step()
-    # The engine is looked at only for samples, so looks are no steps; spacing shows in the strides.
+    # The recorder reads the engine only for samples, so the number of looks is not that of steps; the strides
+    # show the spacing.
     assert 5 <= len(recorder.samples) <= 10
     looks = [sample.census["on gpu"] + sample.census["on both"] for sample in recorder.samples]
     assert looks == sorted(looks)
@@ -69,20 +70,19 @@ def test_it_draws(tmp_path, num_cpu):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_nothing_to_draw(tmp_path):
+def test_an_empty_record_draws_nothing(tmp_path):
     timeline.Recorder(FakeEngine()).draw(str(tmp_path / "out.png"))
     assert not (tmp_path / "out.png").exists()
 
 
-def test_states_are_the_cache_s():
-    """No state is missing in the picture."""
+def test_states_equal_the_caches():
     states = {state.value for state in ChunkState if state is not ChunkState.DROPPED}
     assert {*timeline.GPU_STATES, *timeline.CPU_STATES} == states | {"free pages", "free slots"}
 
 
 @needs_matplotlib
 @pytest.mark.parametrize("name", ["out.txt", "nowhere/out.png", "in.png"])
-def test_what_cannot_be_drawn_is_refused(tmp_path, name):
+def test_an_invalid_path_of_a_picture_is_refused(tmp_path, name):
     with pytest.raises(InvalidRequestError, match="--timeline"):
         timeline.check_timeline(str(tmp_path / name), others=[tmp_path / "in.png"])
 

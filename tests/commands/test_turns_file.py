@@ -1,4 +1,4 @@
-"""What is read of an output that lies there already."""
+"""Reading an existing output file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_no_output_has_no_lines(tmp_path):
     ],
     ids=["blank", "cut", "list", "deep", "digits", "bytes", "id", "turn", "ids"],
 )
-def test_lines_that_are_none_are_left_out(tmp_path, other):
+def test_invalid_lines_are_skipped(tmp_path, other):
     path = tmp_path / "turns.jsonl"
     path.write_text(f"{other}\n{json.dumps(LINE)}\n{other}", encoding="utf-8", errors="surrogateescape")
     assert list(read_output(path)) == [LINE]

@@ -1,4 +1,4 @@
-"""What the tables of `pensieve generate` say of the histories of its turns."""
+"""The tables of `pensieve generate` about the histories of its turns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NONE = dict.fromkeys(COUNTERS, 0)
 
 
 def rows(outputs, num_done, **after):
-    """Columns and values of both tables, by the words of the columns."""
+    """Return the values of both tables, by column name."""
     text = summary(outputs, num_done, 2.0, NONE, NONE | after)
     found = {}
     for table in text.split("\n\n"):
@@ -28,7 +28,7 @@ def rows(outputs, num_done, **after):
     return found
 
 
-def test_how_much_of_the_histories_was_found():
+def test_the_share_of_reused_histories():
     usage = Usage(
         prompt_tokens=30,
         reused_gpu_tokens=120,

@@ -1,4 +1,4 @@
-"""One change at a time, whole or made good: with interrupts and other threads at every line of the guard."""
+"""One change at a time, complete or recovered, despite interrupts and threads at every line of the guard."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _TOOL = 4
 
 
 class Result:
-    """What a change returns."""
+    """The result of a change."""
 
 
 class World:
-    """Something that is guarded, and is half done while it changes."""
+    """A guarded object that is inconsistent while it changes."""
 
     def __init__(self) -> None:
         self.is_half = False
@@ -51,7 +51,7 @@ class World:
 
 
 class Meanwhile:
-    """Calls something in another thread before a line of the guard, counted from 1 as they run."""
+    """Calls a function in another thread before a line of the guard, counted from 1 as they run."""
 
     def __init__(self, at: int, call: Callable[[], None]) -> None:
         self.num_lines = 0
@@ -113,7 +113,7 @@ def test_another_thread_between_any_two_lines_is_served_or_refused(begins: str) 
 class Race:
     """Stops each of two threads once, before a line of the guard counted from 1 as that thread runs it.
 
-    The second thread starts where the first one stops. The first goes on when the second has stopped or
+    The second thread starts where the first one stops. The first continues when the second has stopped or
     ended, and the second when the first is in its change or has ended.
     """
 
@@ -163,7 +163,7 @@ class Race:
 
 
 def race_of(begins: str, at: int, other_at: int) -> tuple[dict[str, bool], Race]:
-    """Which of both calls are served; each of those is alone in its change."""
+    """Return which of both calls are served; each of those is alone in its change."""
     world, served = World(), {}
     begin(world, begins)
     num_inside, most_inside = 0, 0
@@ -193,8 +193,8 @@ def race_of(begins: str, at: int, other_at: int) -> tuple[dict[str, bool], Race]
 
 
 @pytest.mark.parametrize("begins", ["whole", "cut", "refused"])
-def test_of_two_threads_that_race_into_a_call_one_is_refused(begins: str) -> None:
-    """Each stops once, before any line; when both are in a call, one of them changes nothing."""
+def test_one_of_two_racing_threads_is_refused(begins: str) -> None:
+    """Each stops once, before any line; if both are in a call, one of them changes nothing."""
     at, seen = 0, set()
     while True:
         at, other_at = at + 1, 0
@@ -230,8 +230,8 @@ def interrupt_a_change(world: World) -> None:
 
 @pytest.mark.parametrize("begins", ["whole", "cut", "refused"])
 @pytest.mark.parametrize("gap", [0, 1, 2, 3, 5, 8, 13])
-def test_interrupts_between_any_two_lines_are_made_good(begins: str, gap: int) -> None:
-    """Two of them, `gap` lines apart, and their tracebacks are kept; `World.change` looks at what is left."""
+def test_interrupts_between_any_two_lines_are_recovered_from(begins: str, gap: int) -> None:
+    """Two come, `gap` lines apart, and their tracebacks are kept; `World.change` checks the state."""
     at = 0
     while True:
         at += 1
@@ -251,7 +251,7 @@ def test_interrupts_between_any_two_lines_are_made_good(begins: str, gap: int) -
             break
 
 
-def test_a_check_that_is_interrupted_costs_nothing() -> None:
+def test_an_interrupted_check_has_no_effect() -> None:
     at = 0
     while True:
         at += 1
@@ -265,7 +265,7 @@ def test_a_check_that_is_interrupted_costs_nothing() -> None:
             break
 
 
-def test_what_cannot_be_made_good_is_tried_again() -> None:
+def test_a_failed_recovery_is_tried_again() -> None:
     world = World()
     interrupt_a_change(world)
     recover, calls = world.guard._recover, []
@@ -285,7 +285,7 @@ def test_what_cannot_be_made_good_is_tried_again() -> None:
     assert world.num_recoveries == 1 and not world.guard.interrupted
 
 
-def test_an_observer_is_told_that_it_is_one() -> None:
+def test_an_observer_cannot_start_a_change() -> None:
     world = World()
     with pytest.raises(PensieveError, match="observer"):
         world.guard.run(lambda: world.guard.run(world.change))
@@ -295,8 +295,8 @@ def test_an_observer_is_told_that_it_is_one() -> None:
     assert not world.num_recoveries
 
 
-def test_a_call_that_has_ended_is_not_kept() -> None:
-    """Nor is what it was given; a traceback that is kept does not change that for later calls."""
+def test_an_ended_call_is_not_referenced() -> None:
+    """Neither are its arguments; a kept traceback does not change that for later calls."""
     world, given = World(), []
 
     def call() -> None:

@@ -26,13 +26,13 @@ BAD_PARAMS = {
 @pytest.mark.parametrize(
     ("field", "value"), [(f, v) for f, values in BAD_PARAMS.items() for v in values], ids=repr
 )
-def test_sampling_parameters_that_cannot_be(field, value):
+def test_invalid_sampling_parameters_are_refused(field, value):
     with pytest.raises(InvalidRequestError, match=field) as caught:
         SamplingParams(**{field: value})
     assert caught.value.field.startswith(field) and str(caught.value.limit) in str(caught.value)
 
 
-def test_a_number_that_python_does_not_write_out_is_refused_like_others():
+def test_a_number_too_long_for_python_to_print_is_refused_like_others():
     with pytest.raises(InvalidRequestError, match="max_tokens is a number of 16610 bits, but must be"):
         SamplingParams(max_tokens=10**5000)
 
@@ -49,7 +49,7 @@ def test_a_number_that_python_does_not_write_out_is_refused_like_others():
     ],
     ids=["strings", "characters", "very many", "very long", "ids", "very many ids"],
 )
-def test_what_is_looked_for_in_every_token_is_limited(field, value, said):
+def test_parameters_that_are_searched_at_every_token_are_limited(field, value, said):
     with pytest.raises(InvalidRequestError, match=said) as caught:
         SamplingParams(**{field: value})
     assert caught.value.field == field and len(str(caught.value)) < 200

@@ -1,4 +1,4 @@
-"""The table of sampling fields: what follows from a row, shown by a field that there is not."""
+"""The table of sampling fields: everything that follows from a row, shown with an additional field."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pensieve_jax.core.sampling_params import (
 )
 from pensieve_jax.decoding.sampling_rows import SAMPLING_WORDS, SamplingRows
 
-# A field that is added before anything else is imported, as if it stood in the class.
+# The field is added before anything else is imported, as if it were in the class.
 TOY = """
 import dataclasses, json
 import pensieve_jax.core.sampling_params as table
@@ -92,7 +92,7 @@ def test_rows_of_a_batch_begin_with_the_columns() -> None:
 
 
 @pytest.mark.parametrize("name", plan_columns())
-def test_what_is_off_in_a_column_is_a_value_of_its_field(name: str) -> None:
+def test_the_off_value_of_a_column_is_valid_for_its_field(name: str) -> None:
     column = plan_columns()[name]
     SamplingParams(**{name: column.off})
     assert np.dtype(column.dtype).itemsize == 4

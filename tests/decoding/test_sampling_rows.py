@@ -34,8 +34,8 @@ def test_the_words_are_the_bits_of_the_record():
     assert (words["seed_low"], words["seed_high"]) == (3, 2**8)
 
 
-def test_only_a_row_that_draws_is_cut():
-    """By the parameters of a row, and by records of many."""
+def test_only_a_sampled_row_needs_cuts():
+    """Checks the parameters of a row, and records of many."""
     rows = list(itertools.product((0.0, 0.5), (0, 1), (1.0, 0.5)))
     expected = [temperature > 0 and (top_k > 0 or top_p < 1) for temperature, top_k, top_p in rows]
     params = [SamplingParams(temperature=heat, top_k=top_k, top_p=top_p) for heat, top_k, top_p in rows]

@@ -1,4 +1,4 @@
-"""What a model allows of a turn: ids of its vocabulary, and parameters within its limits."""
+"""A model's limits on a turn: ids of its vocabulary, and parameters within its limits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIMITS = ModelLimits(
     [[0, 99], (5,), np.array([0, 99]), [np.int32(7)], range(3)],
     ids=["list", "tuple", "array", "numpy ints", "range"],
 )
-def test_all_ids_of_the_vocabulary_are_taken(token_ids):
+def test_all_ids_of_the_vocabulary_are_accepted(token_ids):
     check_token_ids("prompt", token_ids, 100)
 
 
@@ -39,7 +39,7 @@ def test_all_ids_of_the_vocabulary_are_taken(token_ids):
         ({1, 2}, "prompt"),
     ],
 )
-def test_what_is_no_id_of_the_vocabulary_is_named_by_its_position(token_ids, field):
+def test_an_id_outside_the_vocabulary_is_named_by_its_position(token_ids, field):
     with pytest.raises(InvalidRequestError) as caught:
         check_token_ids("prompt", token_ids, 100)
     assert caught.value.field == field
@@ -60,7 +60,7 @@ def test_what_is_no_id_of_the_vocabulary_is_named_by_its_position(token_ids, fie
         ({"stop_token_ids": [0, 1], "min_tokens": 1}, {"vocab_size": 3}, "stop_token_ids"),
     ],
 )
-def test_parameters_at_and_beyond_what_a_model_allows(params, limits, field):
+def test_parameters_at_and_beyond_a_models_limits(params, limits, field):
     limits = dataclasses.replace(LIMITS, **limits)
     if field is None:
         check_params(SamplingParams(**params), limits, None)

@@ -1,4 +1,4 @@
-"""The oracle against free-running generation with nothing but whole forward passes."""
+"""The dense reference against free-running generation by whole forward passes."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_replay_is_free_running_generation(preset, params):
 
 
 def test_replay_finds_a_wrong_token():
-    """A changed token is unequal at its own place; a changed context is unequal somewhere."""
+    """A changed token differs at its own position; a changed context differs somewhere."""
     reference, params = reference_for("llama-tiny"), SamplingParams(max_tokens=12)
     prompt_ids = random_ids(20, seed=5)
     output_ids, _ = free_run(reference, prompt_ids, params, 0)
@@ -130,8 +130,8 @@ def test_too_long_a_sequence_is_refused():
         reference_for("opt-tiny").logits([3] * 2049)
 
 
-def test_a_gap_is_of_the_first_tokens_that_differ():
-    """To the best choice there, whichever of the two is farther from it."""
+def test_a_gap_is_that_of_the_first_different_token():
+    """It is the gap to the best choice there, for whichever of the two is farther from it."""
     reference, common = reference_for("opt-tiny"), random_ids(12, seed=9)
     row = reference.logits(common)[-1]
     best, second, third = np.argsort(-row)[:3].tolist()

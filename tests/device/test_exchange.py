@@ -1,4 +1,4 @@
-"""Sums that devices make themselves, in whole steps: the same tokens, and what is done when one is lost."""
+"""All-reduces by our kernels, in whole steps: the same tokens, and errors when a device is lost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.device.test_model_runner import (
 
 
 def config_of(num_devices=2):
-    """One bucket, so that little is compiled."""
+    """Return a configuration with one bucket, so that little is compiled."""
     config = engine_config(num_devices)
     return dataclasses.replace(
         config,
@@ -47,7 +47,7 @@ def model_on_two(preset):
 
 @pytest.fixture
 def by_psum(monkeypatch):
-    """The kernel's place is taken by `psum`, which runs on any device; all else is as with it."""
+    """Replace the kernel by `psum`, which runs on any device; everything else is unchanged."""
     monkeypatch.setattr(all_reduce, "devices_limit", lambda devices: None)
     monkeypatch.setattr(exchange, "SumSpec", lambda backend, capacity: device_sums.SumSpec("xla", capacity))
     modes = sampler.all_modes()[:1]
@@ -55,13 +55,13 @@ def by_psum(monkeypatch):
 
 
 class WideStepper(Stepper):
-    """Of one bucket."""
+    """Stepper with a single bucket."""
 
     buckets = (64,)
 
 
 def check_a_talk(preset, runner):
-    """A prompt in pieces and decoding, greedy, as the dense reference says."""
+    """Run a prompt in pieces and decode, greedily; compare with the dense reference."""
     runner.reset()
     stepper, talk = WideStepper(runner), Talk(random_ids(30, seed=12), pages=[3, 6, 8])
     stepper.step(Row(talk, 0, 20))
@@ -73,7 +73,7 @@ def check_a_talk(preset, runner):
 
 @pytest.mark.parametrize("preset", ["llama-tiny", pytest.param("opt-tiny", marks=pytest.mark.long)])
 def test_tokens_are_the_references(by_psum, preset):
-    """Without biases (Llama) and with them (OPT); a lost device fails the step, and no other one."""
+    """Without biases (Llama) and with them (OPT); a lost device fails this step, and no other."""
     runner = ModelRunner(model_on_two(preset), config_of(), make_mesh(2))
     alone = runner._exchange.arrays[0].tolist()
     runner.warm_up()
@@ -92,8 +92,8 @@ def test_tokens_are_the_references(by_psum, preset):
 
 
 @pytest.mark.parametrize("preset", [pytest.param("llama-tiny", marks=pytest.mark.long), "opt-tiny"])
-def test_many_rows_are_added_up_in_shares(preset, by_psum, monkeypatch):
-    """The same tokens, though each device has its share of the stream, from the second sum of a part on."""
+def test_many_rows_are_reduced_in_shares(preset, by_psum, monkeypatch):
+    """Tokens are equal although each device keeps its share of the stream from a part's second sum on."""
     capacity = 16 * model_on_two(preset).config.hidden_size * 4  # bytes
     monkeypatch.setattr(exchange, "SumSpec", lambda backend, _: device_sums.SumSpec("xla", capacity))
     runner = ModelRunner(model_on_two(preset), config_of(), make_mesh(2))
@@ -104,14 +104,14 @@ def test_many_rows_are_added_up_in_shares(preset, by_psum, monkeypatch):
         assert found["reduce-scatter"] == 2 * num_layers - 1 and found["all-gather"] >= 2 * num_layers - 1
 
 
-def test_devices_that_cannot_are_refused():
+def test_unsupported_devices_are_refused():
     with pytest.raises(
         ConfigError, match=r"runner\.all_reduce is 'jax_triton', but must be 'auto' or 'xla' here.*NVIDIA"
     ):
         ModelRunner(model_on_two("llama-tiny"), config_of(), make_mesh(2))
 
 
-def test_one_device_has_nothing_to_sum():
+def test_one_device_needs_no_all_reduce():
     model = load_model("random:llama-tiny", dtype="float32", mesh=make_mesh(1), seed=1)
     assert ModelRunner(model, config_of(1), make_mesh(1))._exchange.arrays == ()
 
@@ -126,7 +126,7 @@ NUM_GPUS = min(len(jax.devices()), all_reduce.MAX_DEVICES)
 
 
 def norm_and_affine(kind):
-    """A layer norm with everything that there may be, or the other one with its scale."""
+    """Return a layer norm with all options, or the other kind with its scale."""
     rng = np.random.default_rng(7)
     sum_bias, scale, bias = (rng.normal(size=WIDTH).astype(jnp.bfloat16) for _ in range(3))
     affine = Affine(sum_bias, scale, bias) if kind == "layer" else Affine(scale=scale)
@@ -134,21 +134,21 @@ def norm_and_affine(kind):
 
 
 def summed(part):
-    """In the order of devices, and rounded once; XLA has an order of its own."""
+    """Add in the order of devices, and round once; XLA uses its own order."""
     return functools.reduce(lambda total, one: total + one.astype(np.float32), part, np.float32(0)).astype(
         part.dtype
     )
 
 
 def expected_stream(part, stream, affine):
-    """By numpy, since XLA need not round what it adds to a stream itself."""
+    """Compute it by numpy, since XLA need not round what it adds to a stream."""
     total = summed(part)
     total = total if affine.sum_bias is None else total + affine.sum_bias
     return stream + total.astype(np.float32)
 
 
 def expected_norm(stream, norm, affine):
-    """By numpy too: of four addends XLA's sum in bfloat16 is another."""
+    """Compute it by numpy: XLA's bfloat16 sum of four addends differs."""
     wide = np.asarray(stream, np.float64)
     if norm.kind == "layer":
         wide = wide - wide.mean(axis=1, keepdims=True)
@@ -158,7 +158,7 @@ def expected_norm(stream, norm, affine):
 
 
 def assert_nobody_is_lost(memory):
-    """By the words as they are now: JAX does not know that kernels write to them."""
+    """Check the current status words: JAX does not know that kernels write to them."""
     assert not np.asarray(jnp.copy(memory.words))[:, 0].any()
 
 
@@ -167,7 +167,7 @@ def assert_nobody_is_lost(memory):
 @pytest.mark.parametrize("kind", [None, "rms", "layer"])
 @pytest.mark.parametrize("num_rows", [1, 32, 129, 512])
 def test_sums_of_few_rows(kind, num_rows):
-    """Bits are the same on all GPUs; many launches, so that peer buffers alternate."""
+    """Results are bit-identical on all GPUs; many launches alternate between the buffers."""
     mesh = make_mesh(NUM_GPUS)
     memory = all_reduce.ExchangeMemory(mesh, WIDTH, "bfloat16")
     split, whole = PartitionSpec("tp"), PartitionSpec()
@@ -200,13 +200,13 @@ def test_sums_of_few_rows(kind, num_rows):
 
 
 def check_shares(part, few, streams, normed, stream, norm, affine):
-    """A first sum in shares, and another one of what it left."""
+    """Check a first sum in shares, and another one of its result."""
     np.testing.assert_array_equal(few, summed(part)[:32])
     np.testing.assert_array_equal(streams[0], expected_stream(part, stream, affine))
     again = expected_stream(normed[0][None] * part, streams[0], affine)
     np.testing.assert_array_equal(streams[1], again)
     for one, other in zip(normed, streams, strict=True):
-        some = slice(None, None, 37)  # numpy takes its time
+        some = slice(None, None, 37)  # numpy is slow
         expected = expected_norm(other[some], norm, affine)
         np.testing.assert_allclose(one[some].astype(np.float64), expected, rtol=2**-8, atol=1e-3)
 
@@ -216,7 +216,7 @@ def check_shares(part, few, streams, normed, stream, norm, affine):
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("num_rows", [36, 132, 516, 2040, 2064])
 def test_sums_in_shares(kind, num_rows):
-    """Many launches use peer buffers where shares fit, and handshakes; sums of few rows come between."""
+    """Many launches, by peer buffer if they fit, else by handshake, interleaved with small batches."""
     mesh = make_mesh(NUM_GPUS)
     memory = all_reduce.ExchangeMemory(mesh, WIDTH, "bfloat16")
     split, whole = PartitionSpec("tp"), PartitionSpec()
@@ -267,7 +267,7 @@ def test_sums_in_shares(kind, num_rows):
 @pytest.mark.gpu
 @needs_two_gpus
 def test_a_peer_that_does_not_come_is_not_waited_for_for_ever():
-    """One device launches, the other does not: NaN after a while, and both are told."""
+    """One device launches, the other does not: NaN after a while, and both report it."""
     from pallas_kernels.all_reduce.jax_triton import triton_sum
 
     memory = all_reduce.ExchangeMemory(make_mesh(2), 256, "bfloat16")

@@ -1,4 +1,4 @@
-"""How many pages a pool may have; and pools are made anew, once the old ones gave back their memory."""
+"""The number of pages of a pool; new pools are created after the old ones have freed their memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_bytes_of_a_chunk():
 
 
 def test_bytes_of_a_slot():
-    """Packed where it can be: 49 rows of bytes for 32 tokens."""
+    """Packed if possible: 49 rows of bytes for 32 tokens."""
     model, dtype = MODEL, jnp.dtype("bfloat16")
     assert slot_bytes(model, CacheConfig(), dtype) == 32 * 49 * 64 * 128
     assert slot_bytes(model, CacheConfig(pack_host=True), dtype) == 32 * 49 * 64 * 128
@@ -61,8 +61,8 @@ def test_bytes_of_a_slot():
         (2, "bfloat16", None, "a head of 2 elements is odd, or too small"),
     ],
 )
-def test_what_cannot_be_packed_is_refused_if_asked_for(head_dim, dtype, kv_dtype, why):
-    """And left as it is if not."""
+def test_an_impossible_packing_is_refused_if_requested(head_dim, dtype, kv_dtype, why):
+    """Without a request the chunks stay unpacked."""
     model, dtype = preset("llama-tiny", head_dim=head_dim), jnp.dtype(dtype)
     assert host_packing(model, CacheConfig(kv_dtype=kv_dtype), dtype) is None
     assert why in packing_reason(model, CacheConfig(kv_dtype=kv_dtype), dtype)
@@ -73,7 +73,7 @@ def test_what_cannot_be_packed_is_refused_if_asked_for(head_dim, dtype, kv_dtype
 
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_pools_of_bytes_that_kernels_cannot_address_are_refused(num_devices):
-    """Offsets are signed and of 32 bits up to 4 GiB, and count bytes."""
+    """Offsets are signed 32-bit byte counts up to 4 GiB."""
     most = (2**31 - 1) // (PAGE_BYTES // num_devices) - 1
     for gpu_pages in (most, 2**32 // (PAGE_BYTES // num_devices) + 1):
         check_addresses(MODEL, cache(gpu_pages), num_devices)
@@ -87,7 +87,7 @@ def test_pools_of_bytes_that_kernels_cannot_address_are_refused(num_devices):
         check_addresses(MODEL, dataclasses.replace(cache(gpu_pages), kv_dtype=None), num_devices)
 
 
-def test_layers_are_two_groups_on_one_device_and_one_on_several_unless_told():
+def test_layers_form_two_groups_on_one_device_and_one_on_several_by_default():
     assert [num_layer_groups_on(num_devices, None) for num_devices in (1, 2, 4)] == [2, 1, 1]
     assert [num_layer_groups_on(num_devices, 3) for num_devices in (1, 4)] == [3, 3]
 
@@ -97,7 +97,7 @@ def storage():
     return KVStorage(SMALL_MODEL, CACHE, jnp.dtype("float32"), make_mesh(1), 2)
 
 
-def test_a_reset_deletes_pools_that_others_refer_to(storage):
+def test_a_reset_deletes_pools_that_are_referenced_elsewhere(storage):
     pools = DevicePools(storage)
     pools.reset()
     old = pools.by_layer
@@ -106,8 +106,8 @@ def test_a_reset_deletes_pools_that_others_refer_to(storage):
     assert not any(pool.is_deleted() for pool in pools.by_layer)
 
 
-def test_a_reset_takes_pools_that_were_donated(storage):
-    """A program that took them failed before the updated ones were put back."""
+def test_a_reset_works_after_pools_were_donated(storage):
+    """A program that took them failed before the updated ones were stored."""
     pools = DevicePools(storage)
     pools.reset()
     donate = jax.jit(lambda pools: [pool + 1 for pool in pools], donate_argnums=0)
@@ -118,7 +118,7 @@ def test_a_reset_takes_pools_that_were_donated(storage):
     del updated
 
 
-def test_work_in_flight_ends_with_the_pools_it_was_given(storage):
+def test_work_in_flight_finishes_on_the_old_pools(storage):
     pools = DevicePools(storage)
     pools.reset()
     pools.replace([jnp.full(storage.shape, layer, storage.dtype) for layer in range(MODEL.num_layers)])

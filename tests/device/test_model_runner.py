@@ -1,7 +1,8 @@
-"""Steps planned by hand through the real runner, against the dense reference.
+"""Hand-written steps through the real runner, compared with the dense reference.
 
-Every scenario runs on pools full of NaN: whatever reads a page, a slot or a padded row that nobody wrote
-shows at once.
+Every scenario runs on pools full of NaN, so reading a page, slot or padded row that was never written shows
+at
+once.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def reference_for(preset):
 
 
 def runner_for(preset="llama-tiny", num_devices=1):
-    """A warm runner whose pages, the dummy included, hold nothing but NaN."""
+    """Return a warm runner whose pages, including the dummy, hold only NaN."""
     runner = _warm_runner(preset, num_devices)
     runner.reset()
     runner.device_pools.replace(poisoned_pools(runner.storage))
@@ -88,7 +89,7 @@ def random_ids(num_ids, seed=0):
 
 @dataclass
 class Talk:
-    """A conversation by hand: what is known of its ids, and its pages."""
+    """A conversation by hand: its known ids, and its pages."""
 
     ids: list[int]
     pages: list[int]
@@ -99,7 +100,7 @@ class Talk:
 
 @dataclass
 class Row:
-    """Tokens [start, end) of a talk; `prev_sample` is the row of the step before that chose the last one."""
+    """Tokens [start, end) of a talk; `prev_sample` is the previous step's row that sampled the last one."""
 
     talk: Talk
     start: int
@@ -109,7 +110,7 @@ class Row:
 
 
 class Stepper:
-    """Makes plans and counts them."""
+    """Creates and numbers plans."""
 
     buckets = BUCKETS
 
@@ -222,7 +223,7 @@ def test_dropped_chunks_are_recomputed_as_sub_requests(preset, num_devices):
 
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_steps_chain_without_fetching(num_devices):
-    """Ids go from step to step on the device, to other rows and other buckets; fetched at the end."""
+    """Ids pass from step to step on the device, to other rows and buckets; they are fetched at the end."""
     stepper = Stepper(runner_for("llama-tiny", num_devices))
     talks = [Talk(random_ids(12, seed=5), pages=[1, 2]), Talk(random_ids(19, seed=6), pages=[3, 4])]
     handles = [stepper.dispatch(*(Row(talk, 0, len(talk.ids), samples=True) for talk in talks))]
@@ -242,7 +243,7 @@ def test_steps_chain_without_fetching(num_devices):
 
 @pytest.mark.parametrize(("preset", "num_devices"), EVERY_MODEL)
 def test_sampling_modes_in_one_batch(preset, num_devices):
-    """Greedy, random, cut and banned rows beside each other, and log-probabilities."""
+    """Greedy, random, truncated and banned rows together, with log-probabilities."""
     stepper = Stepper(runner_for(preset, num_devices))
     settings = [
         SamplingParams(),
@@ -289,7 +290,7 @@ def test_padding_and_other_pages_are_left_alone(preset, num_devices):
 
 
 def test_no_compilation_after_warm_up():
-    """Not by a step, nor by its copies, nor by a reset; yet the counter sees any stray jit."""
+    """Neither steps, copies nor a reset compile; the counter does detect a stray jit."""
     runner = runner_for()
     num_before = runner.num_compilations
     stepper = Stepper(runner)
@@ -342,7 +343,7 @@ def test_memory_analysis(num_devices):
         assert bucket["peak_bytes"] >= analysis["weights_bytes"] + pool_bytes + bucket["temp_bytes"]
 
 
-def test_what_two_devices_tell_each_other(monkeypatch):
+def test_exchanges_between_two_devices(monkeypatch):
     """Sums after attention and MLP and of the embedding, a few words for a greedy row; the plan goes once."""
     runner = runner_for("llama-tiny", 2)
     executables = runner._executables
@@ -367,7 +368,7 @@ def test_what_two_devices_tell_each_other(monkeypatch):
 
 @pytest.mark.parametrize("preset", ["llama-tiny", pytest.param("opt-tiny", marks=pytest.mark.long)])
 def test_groups_of_layers_are_one_model(preset):
-    """One group or two, which take no arrays twice but a tied head's, and at most as many as layers."""
+    """Only a tied head's arrays are used twice; there are at most as many groups as layers."""
     talks, leaves = [], []
     for num_groups in (1, 9):
         config = engine_config()
@@ -418,7 +419,7 @@ def test_uneven_groups_are_one_model():
 
 
 def test_one_hidden_state_is_kept(monkeypatch):
-    """What a group has read is nobody's any more when the next program is launched: the sums count one."""
+    """A group's input is released when the next program is launched, so the count is one."""
     runner, read = runner_for(), []
     executables = runner._executables
     run_layers, score = executables.run_layers[64, 1], executables.score[64]
@@ -437,8 +438,8 @@ def test_one_hidden_state_is_kept(monkeypatch):
     Stepper(runner).step(Row(Talk(random_ids(9), pages=[1]), 0, 9, samples=True))
 
 
-def test_layers_that_differ_are_no_group():
-    """One program runs every group of as many layers, so that each has to be what the first is."""
+def test_different_layers_form_no_group():
+    """One program runs every group with the same number of layers, so each must be like the first."""
     model = load_model("random:opt-tiny", dtype="float32", mesh=make_mesh(1), seed=1)
     model.layers[1].activation = "gelu"
     with pytest.raises(AssertionError, match="layers differ"):
@@ -454,7 +455,7 @@ def test_layouts():
 
 
 def test_warm_up_reports_progress(monkeypatch):
-    """One call per executable: of two buckets layers and both ends, six samplers. Equal models share them."""
+    """One call per executable: two buckets' layers and both ends, six samplers. Equal models share them."""
     runner_for()
     runner = ModelRunner(_model("llama-tiny", 1), engine_config(), make_mesh(1))
     calls = []
@@ -472,7 +473,7 @@ def test_warm_up_reports_progress(monkeypatch):
 
 
 def test_pools_that_cannot_fit_are_refused(monkeypatch):
-    """Before they are made, and by the temporaries of a step when those are known."""
+    """The check comes before their creation, and includes a step's temporaries once those are known."""
     model, mesh = _model("llama-tiny", 1), make_mesh(1)
     analysis = runner_for().memory_analysis()
     resident_bytes = analysis["weights_bytes"] + analysis["kv_pool_bytes"]
@@ -487,13 +488,13 @@ def test_pools_that_cannot_fit_are_refused(monkeypatch):
 
 @pytest.mark.parametrize("gpu_pages", [10**7, 10**9, 10**18])
 def test_pools_beyond_any_memory_are_refused(gpu_pages):
-    """Also where the device names no limit: by the allocation itself, or by what a slot's number can be."""
+    """Without a reported limit, the allocation itself or the range of slot numbers refuses them."""
     with pytest.raises(ConfigError, match=rf"cache\.gpu_pages is {gpu_pages}, but must be (fewer|at most)"):
         ModelRunner(_model("llama-tiny", 1), engine_config(gpu_pages=gpu_pages), make_mesh(1))
 
 
-def test_a_reset_that_fails_is_a_failed_step(monkeypatch):
-    """By then the configuration is known to fit; the next reset may succeed."""
+def test_a_failed_reset_is_a_failed_step(monkeypatch):
+    """The configuration is known to fit by then; the next reset may succeed."""
     runner = ModelRunner(_model("llama-tiny", 1), engine_config(), make_mesh(1))
 
     def fail():
@@ -509,7 +510,7 @@ def test_a_reset_that_fails_is_a_failed_step(monkeypatch):
 
 @pytest.mark.parametrize("backend", ["pallas_triton", "pallas_mosaic_gpu", "jax_triton"])
 def test_a_back_end_that_cannot_run_here_is_refused(backend):
-    """At construction, saying what would do."""
+    """It is refused at construction, with the alternative."""
     config = EngineConfig(runner=RunnerConfig(attention_backend=backend))
     cpu = make_mesh(1, jax.devices("cpu"))
     message = rf"runner\.attention_backend is '{backend}', but must be 'auto' or 'xla'.*NVIDIA GPU"
@@ -520,8 +521,8 @@ def test_a_back_end_that_cannot_run_here_is_refused(backend):
 @pytest.mark.parametrize(
     ("backend", "says"), [("pallas_triton", "head_dim = 80"), ("pallas_mosaic_gpu", "dtype = 'float32'")]
 )
-def test_what_the_back_end_does_not_serve_is_refused(backend, says, monkeypatch):
-    """As on a GPU: the kernel package's own error becomes one that names the option."""
+def test_unsupported_options_of_the_back_end_are_refused(backend, says, monkeypatch):
+    """As on a GPU, the kernel package's own error becomes one that names the option."""
     monkeypatch.setattr(kernel_choices, "device_limit", lambda name, device: None)
     config = EngineConfig(runner=RunnerConfig(attention_backend=backend))
     mesh = make_mesh(1)
@@ -538,7 +539,7 @@ def test_more_logprobs_than_ids_are_refused():
 
 
 def test_a_failed_step_is_a_typed_error(monkeypatch):
-    """What the device reports becomes a `StepFailedError`, at the start or at the fetch."""
+    """The device's error becomes a `StepFailedError`, at the start or at the fetch."""
     runner = runner_for()
     stepper = Stepper(runner)
     talk = Talk(random_ids(9), pages=[1])
@@ -556,8 +557,8 @@ def test_a_failed_step_is_a_typed_error(monkeypatch):
 
 
 @pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError("out of memory"), KeyboardInterrupt()])
-def test_old_pools_are_gone_before_new_ones_are_made(monkeypatch, error):
-    """Though the traceback of what is being handled refers to them: two sets may not fit."""
+def test_old_pools_are_freed_before_new_ones_are_created(monkeypatch, error):
+    """The traceback of the current exception still refers to them, but two sets may not fit."""
     runner, num_left = runner_for(), []
     stepper, old = Stepper(runner), runner.pools
     new_pools = runner.storage.new_pools
@@ -583,7 +584,7 @@ def test_old_pools_are_gone_before_new_ones_are_made(monkeypatch, error):
 
 
 def test_a_plan_is_sent_before_chunks_start(monkeypatch):
-    """They start behind a mark that waits for what was sent before; behind them a plan would be late."""
+    """Chunks start behind a mark that waits for earlier transfers; a plan behind them would be late."""
     runner = runner_for()
     calls, put, start = [], jax.device_put, runner.transfers.start
     monkeypatch.setattr(
@@ -595,7 +596,7 @@ def test_a_plan_is_sent_before_chunks_start(monkeypatch):
 
 
 def test_compilations_are_kept_on_disk(tmp_path):
-    """A directory given is a directory filled, by the next runner that is made."""
+    """The next runner fills the given directory."""
     options = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     before = [getattr(jax.config, option) for option in options]
     try:
@@ -608,8 +609,8 @@ def test_compilations_are_kept_on_disk(tmp_path):
         jax.config.update(options[1], before[1])
 
 
-def test_executables_that_load_and_do_not_run_are_made_anew(tmp_path, monkeypatch, caplog):
-    """As with a driver that has changed unnoticed, say; what nothing was loaded for is an error."""
+def test_executables_that_load_and_do_not_run_are_compiled_again(tmp_path, monkeypatch, caplog):
+    """A driver may have changed unnoticed, for example; if nothing was loaded, the failure is an error."""
     runner, num_loaded, discards, imported = runner_for(), iter((3, 0, 0)), [], []
     works = runner._executables.embed[64]
 

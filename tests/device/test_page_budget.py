@@ -1,4 +1,4 @@
-"""What is said of pages that leave too little memory: in one line, with numbers, whatever finds it out."""
+"""The error of pages that leave too little memory: one line with numbers, wherever it is detected."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from pensieve_jax.runtime.errors import in_a_line, is_out_of_memory, requested_b
 
 BY_DEFAULT = EngineConfig()
 H200_BYTES = 141_104_775_168
-"""What JAX may use of an H200, by its own word, with `XLA_PYTHON_CLIENT_MEM_FRACTION=0.94`."""
+"""Bytes that JAX reports as usable on an H200 with `XLA_PYTHON_CLIENT_MEM_FRACTION=0.94`."""
 GB = 10**9
 MB = 10**6
-# As XLA for GPUs words it; some 25 lines of buffers follow.
+# XLA's wording for GPUs; some 25 lines of buffers follow.
 REPORT = """RESOURCE_EXHAUSTED: Out of memory while trying to allocate 3.25GiB.
 BufferAssignment OOM Debugging.
 Largest program allocations in bfc:
@@ -61,12 +61,12 @@ def failing(budget, error, step_bytes=0):
         raise error
 
 
-def test_what_fits_is_let_through():
+def test_a_fitting_number_of_pages_is_accepted():
     budget().check(2 * GB - 10 * MB)
     budget(limit_bytes=None).check(10**15)
 
 
-def test_pages_are_told_how_many_fit():
+def test_the_error_says_how_many_pages_fit():
     assert refusal(budget().check, 3 * GB) == (
         "cache.gpu_pages is 6600, but must be at most 6,399: steps of up to 2048 tokens need 3.0 GB beside "
         "weights (70.0 GB) and 6,600 pages (33.0 GB), and 2.0 GB of 105.0 GB is left; lower it or "
@@ -76,8 +76,8 @@ def test_pages_are_told_how_many_fit():
     budget(gpu_pages=6399).check(3 * GB)
 
 
-def test_a_fraction_is_told_which_one_fits():
-    """By what it makes pages of: what it leaves over is the steps'."""
+def test_the_error_says_which_fraction_fits():
+    """The fraction applies to the pages; the rest is for the steps."""
     said = refusal(budget(0.98).check, 3 * GB)
     assert said.startswith(
         "cache.gpu_memory_fraction is 0.98, but must be at most 0.97 (6,369 pages): steps of up"
@@ -88,7 +88,7 @@ def test_a_fraction_is_told_which_one_fits():
     budget(0.97, gpu_pages=6369).check(3 * GB)
 
 
-def test_before_steps_are_known_they_are_not_blamed():
+def test_before_steps_are_known_the_error_does_not_name_them():
     said = refusal(budget(gpu_pages=7100, staging_bytes=GB).check)
     assert (
         "at most 6,799: chunks in transit (1.0 GB), weights (70.0 GB) and 7,100 pages (35.5 GB) are more"
@@ -97,7 +97,7 @@ def test_before_steps_are_known_they_are_not_blamed():
     assert "max_num_batched_tokens" not in said
 
 
-def test_where_no_pages_would_do_lowering_them_is_no_advice():
+def test_if_not_even_one_page_fits_the_error_does_not_suggest_fewer():
     said = refusal(budget(0.9).check, 36 * GB)
     assert (
         "but must be lower, and then not even 2 pages fit: steps" in said
@@ -106,16 +106,16 @@ def test_where_no_pages_would_do_lowering_them_is_no_advice():
 
 
 @pytest.mark.parametrize("kind", [jax.errors.JaxRuntimeError, StepFailedError])
-def test_memory_that_runs_out_is_told_by_the_sums_where_they_say_it(kind):
-    """By what the steps are known to take, or else by what could not be had: 3.25 GiB."""
+def test_out_of_memory_is_explained_by_the_known_sizes(kind):
+    """It uses the known size of steps, or else the failed allocation: 3.25 GiB."""
     assert "must be at most 0.96" in refusal(failing, budget(0.98), kind(REPORT), GB)
     assert "need 3.5 GB beside" in refusal(failing, budget(0.98), kind(REPORT))
     with pytest.raises(kind, match="INTERNAL"):
         failing(budget(), kind("INTERNAL: illegal address"))
 
 
-def test_memory_that_runs_out_against_the_sums_is_told_by_what_happened():
-    """Another process, or memory in pieces; or a device that does not say what it has."""
+def test_out_of_memory_against_the_known_sizes_is_reported_as_it_happened():
+    """The cause is another process, or fragmentation, or the device reports no size."""
     said = refusal(failing, budget(gpu_pages=100), jax.errors.JaxRuntimeError(REPORT))
     assert said.startswith(
         "cache.gpu_pages is 100, but must be fewer: steps of up to 2048 tokens need 3.5 GB, which the "
@@ -141,11 +141,11 @@ def test_memory_that_runs_out_against_the_sums_is_told_by_what_happened():
         ("trying to allocate 12B", 12),
     ],
 )
-def test_what_could_not_be_had_is_read_from_the_report(text, num_bytes):
+def test_the_failed_allocation_is_read_from_the_report(text, num_bytes):
     assert requested_bytes(RuntimeError(text)) == num_bytes
 
 
-def test_all_of_a_report_is_in_the_log_only(caplog):
+def test_the_whole_report_is_only_logged(caplog):
     with caplog.at_level(logging.DEBUG):
         assert in_a_line(RuntimeError(REPORT)) == REPORT.splitlines()[0]
     assert "dot_general" in caplog.text
@@ -165,7 +165,7 @@ def weights_bytes(name, num_devices):
 
 
 def start_by_default(name, num_devices, limit_bytes):
-    """What is asked of weights and pages with default flags, of devices of that size."""
+    """Return the budget of weights and pages with default flags, on devices of that size."""
     stats = {"bytes_limit": limit_bytes}
     devices = [
         SimpleNamespace(memory_stats=lambda: stats, device_kind="NVIDIA H200", platform="gpu")
@@ -181,19 +181,19 @@ def start_by_default(name, num_devices, limit_bytes):
         staging_bytes=0,
         max_step_tokens=BY_DEFAULT.scheduler.max_num_batched_tokens,
     )
-    budget.check()  # before pools are made
+    budget.check()  # before pools are created
     budget.check(GB)  # when steps are compiled, which take less
 
 
 @pytest.mark.parametrize("share", [0.94, 0.75])
 def test_large_models_fit_two_devices_and_13b_one_by_default(share):
-    """On H200s, of which JAX takes three quarters where nobody says otherwise."""
+    """On H200s JAX uses three quarters of the memory by default."""
     for name, num_devices in (("llama2-70b", 2), ("opt-66b", 2), ("opt-13b", 1)):
         start_by_default(name, num_devices, int(H200_BYTES / 0.94 * share))
 
 
-def test_a_model_too_large_for_one_device_is_told_so_in_a_line():
-    """The weights alone fit, and their pages do not; or not even the weights do."""
+def test_a_model_too_large_for_one_device_is_reported_in_a_line():
+    """Either the weights alone fit, and their pages do not; or the weights do not fit."""
     assert refusal(start_by_default, "llama2-70b", 1, H200_BYTES).startswith(
         "cache.gpu_pages is 512, but must be at most 299: weights (138.0 GB) and 512 pages (5.4 GB) are "
         "more than the 141.1 GB that JAX may use of the device; lower it, or raise runner."
@@ -206,8 +206,8 @@ def test_a_model_too_large_for_one_device_is_told_so_in_a_line():
 
 
 @pytest.mark.parametrize("stage", ["compile", "run"])
-def test_a_start_that_runs_out_names_the_fraction(monkeypatch, stage):
-    """Steps of a tiny model that are compiled, or run first, on a device that says what it has."""
+def test_a_start_that_runs_out_of_memory_names_the_fraction(monkeypatch, stage):
+    """Steps of a tiny model are compiled, or run first, on a device that reports its memory."""
 
     def fail(*_, **__):
         raise jax.errors.JaxRuntimeError(REPORT)
@@ -231,15 +231,15 @@ def device(limit_bytes, used_bytes):
     return SimpleNamespace(memory_stats=lambda: stats, device_kind="a device", platform="gpu")
 
 
-def test_pages_are_what_the_weights_leave():
-    """Of the fullest device, beside chunks in transit and the dummy page."""
+def test_pages_use_what_the_weights_leave():
+    """The fullest device counts, with chunks in transit and the dummy page."""
     assert num_pages_in(0.9, [device(1000, 100)], 10, 0) == 79
     assert num_pages_in(0.9, [device(1000, 100)], 10, 300) == 49
     assert num_pages_in(1.0, [device(1000, 100), device(1000, 505)], 10, 0) == 48
 
 
 def test_a_fraction_is_the_same_share_of_one_device_and_of_several():
-    """Of each by itself: what is in use there, and what exchanges need, whose default one device has not."""
+    """Each device counts its own usage and exchange buffers, which one device does not have by default."""
     assert num_pages_in(0.9, [device(1000, 100)] * 2, 10, 0) == num_pages_in(0.9, [device(1000, 100)], 10, 0)
     assert num_pages_in(0.9, [device(1000, 100)] * 2, 10, 300, 200) == 29
     assert num_pages_in(0.9, [device(1000, 100), device(700, 100)], 10, 0, 200) == 32
@@ -247,7 +247,7 @@ def test_a_fraction_is_the_same_share_of_one_device_and_of_several():
     assert least_device([device(3, 0), device(None, 0), device(2, 0)]).memory_stats()["bytes_limit"] == 2
 
 
-def test_what_cannot_work_is_refused_with_numbers():
+def test_invalid_sizes_are_refused_with_numbers():
     with pytest.raises(
         ConfigError, match=r"gpu_memory_fraction is 0\.9, .*'a device' does not report.*gpu_pages"
     ):
@@ -261,12 +261,12 @@ def test_what_cannot_work_is_refused_with_numbers():
 
 @pytest.fixture
 def uncompiled(monkeypatch):
-    """Runners are made whole, and compile nothing: sizes are settled before."""
+    """Create runners without compiling: sizes are settled before."""
     monkeypatch.setattr(assembly.ModelRunner, "warm_up", lambda self, progress=None: None)
 
 
 def test_a_runner_has_as_many_pages_as_fit(monkeypatch, uncompiled):
-    """The config that comes back has them. What is in use there already, as weights are, is counted."""
+    """The returned config has the number. Memory in use, such as weights, is counted."""
     limit_bytes, used_bytes = 2**28, 5 * 2**20
     sized = assembly.num_pages_in
     monkeypatch.setattr(
@@ -285,7 +285,7 @@ def test_a_runner_has_as_many_pages_as_fit(monkeypatch, uncompiled):
 
 
 def test_a_runner_stages_what_a_gigabyte_holds(monkeypatch, uncompiled):
-    """The config that comes back says how many; what is asked for is the most."""
+    """The returned config has the number; the requested one is the maximum."""
     monkeypatch.setattr(config_module, "_STAGED_BYTES", 0)
     monkeypatch.setattr(config_module, "_LEAST_STAGED_PAGES", 3)
     config = EngineConfig(cache=CacheConfig(cpu_pages=8), scheduler=SchedulerConfig(max_num_buckets=1))

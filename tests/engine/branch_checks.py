@@ -1,4 +1,4 @@
-"""What must hold of the branches in memory between any two calls; tests ask after every step."""
+"""Invariants of the branches in memory between any two calls; tests check them after every step."""
 
 from __future__ import annotations
 

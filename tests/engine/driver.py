@@ -1,6 +1,6 @@
-"""Runs a scenario through an engine: one method an operation, and what each must refuse.
+"""Runs a scenario through an engine: one method per operation, with the refusals that each must give.
 
-What is checked after every step and for every turn: see `turn_driver`.
+The checks after every step and for every turn are in `turn_driver`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from tests.engine.turn_driver import TurnDriver
 
 
 class Driver(TurnDriver):
-    """A `TurnDriver` that does what a scenario's operations say."""
+    """A `TurnDriver` that executes a scenario's operations."""
 
     def apply(self, op: Op) -> None:
         getattr(self, f"_{op.kind}")(op)
-        if op.kind not in ("step", "think"):  # those are checked where they happen, or change nothing
+        if op.kind not in ("step", "think"):  # the others are checked where they happen, or change nothing
             self.engine.check_integrity()
 
     def _submit(self, op: Op) -> None:
@@ -61,14 +61,14 @@ class Driver(TurnDriver):
             return
         self._expect((refused, ConversationBusyError, ContextLengthError), lambda: self.engine.submit(specs))
         for conversation_id in set(ids) & set(self.histories):
-            if refused is ContextLengthError:  # what a client would do
+            if refused is ContextLengthError:  # as a client would
                 self._truncate_to(conversation_id, len(self.histories[conversation_id]) // 2)
 
     def _step(self, op: Op) -> None:
         for _ in range(op.number):
             self.step()
             if not self.engine.has_unfinished and not self.harness.num_copies:
-                return  # nothing would happen in the others
+                return  # the other operations would do nothing
 
     def _think(self, op: Op) -> None:
         self.clock.advance(op.number**2 / 10)
@@ -80,7 +80,7 @@ class Driver(TurnDriver):
             check_cancelled(cancelled, self.bench)
 
     def _retract(self, op: Op) -> None:
-        """Cancel a turn and cut its conversation; one that is being copied in, if there is any."""
+        """Cancel a turn and cut its conversation; prefer one that is being copied in."""
         arriving = [r for r in self.running if r.turn.request.sequence.num_on[EvictionClass.ARRIVING]]
         for running in (arriving or self.running)[:1]:
             self._cancel(Op("cancel", self.running.index(running)))
@@ -152,7 +152,7 @@ class Driver(TurnDriver):
 
 
 def run_scenario(scenario: Scenario, bench: Bench | None = None) -> Driver:
-    """Run one scenario from start to end; raises AssertionError for what is wrong."""
+    """Run one scenario from start to end; raise AssertionError on a failure."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         if scenario.config.scheduler.max_num_buckets == 3:  # steps fill their buckets, as large ones do
             patch.setattr(buckets, "_FILLED_FROM_TOKENS", 1)

@@ -3,9 +3,9 @@
 Layer l stores, for each token, a hash of (position, token, sum of layer l-1's entries over all positions up
 to it), read through the row's page list. One wrong, stale, swapped or missing entry in any layer therefore
 changes the entries of all later positions and the next token. A random token depends on the seed, the
-position and every sampling parameter as well, and banned ids are passed over.
+position and every sampling parameter as well, and banned ids are skipped.
 
-`dense_continuation` computes the same from a plain list of tokens: the reference, which knows no pages.
+`dense_continuation` is the reference: it computes the same from a plain list of tokens, without pages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pensieve_jax.scheduler.plan import FLAG_LOGPROBS, FLAG_SAMPLES, FLAG_TRUNCA
 from tests.engine.fake_transfers import IMMEDIATE, POISON_64, Delays, FakeTransfers
 
 VOCAB_SIZE = 997
-EOS_TOKEN_IDS = tuple(range(0, VOCAB_SIZE, 40))  # a reply ends by itself after 40 tokens or so
+EOS_TOKEN_IDS = tuple(range(0, VOCAB_SIZE, 40))  # a reply ends by itself after about 40 tokens
 NUM_LAYERS = 3
 _WORD = (1 << 64) - 1
 _POSITION, _TOKEN, _START = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
@@ -34,7 +34,7 @@ _FIRST_64, _SECOND_64 = np.uint64(_FIRST), np.uint64(_SECOND)
 
 
 def mix(position: int, token_id: int, total: int) -> int:
-    """64 bits: an avalanche over the three, so that no two errors cancel by accident."""
+    """Hash the three to 64 bits with an avalanche, so that no two errors cancel by accident."""
     x = ((total ^ (position * _POSITION & _WORD)) + token_id * _TOKEN + _START) & _WORD
     x = (x ^ (x >> 31)) * _FIRST & _WORD
     x = (x ^ (x >> 27)) * _SECOND & _WORD
@@ -42,12 +42,12 @@ def mix(position: int, token_id: int, total: int) -> int:
 
 
 def parts_of_mix(positions: np.ndarray, token_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Two u64[n]: what `finish_mix` needs of positions and ids, the same in every layer."""
+    """Return two u64[n]: what `finish_mix` needs of positions and ids, the same in every layer."""
     return positions.astype(np.uint64) * _POSITION_64, token_ids.astype(np.uint64) * _TOKEN_64 + _START_64
 
 
 def finish_mix(of_positions: np.ndarray, of_token_ids: np.ndarray, totals: np.ndarray) -> np.ndarray:
-    """u64[n]: `mix` of each, from `parts_of_mix`."""
+    """Return u64[n]: `mix` of each, from `parts_of_mix`."""
     x = totals ^ of_positions
     x += of_token_ids
     x ^= x >> np.uint64(31)
@@ -59,7 +59,7 @@ def finish_mix(of_positions: np.ndarray, of_token_ids: np.ndarray, totals: np.nd
 
 
 class Choice(NamedTuple):
-    """How one row samples; floats have 32 bits."""
+    """Sampling parameters of one row; floats have 32 bits."""
 
     temperature: float
     top_k: int
@@ -70,7 +70,7 @@ class Choice(NamedTuple):
 
 
 def choose(total: int, how: Choice) -> int:
-    """The next token after KV entries that add up to `total` in the last layer."""
+    """Return the next token after KV entries that sum to `total` in the last layer."""
     word = mix(0, 0, total)
     if how.temperature > 0:
         (floats,) = struct.unpack("<Q", struct.pack("<ff", how.temperature, how.top_p))
@@ -82,28 +82,28 @@ def choose(total: int, how: Choice) -> int:
 
 
 def logprob_of(total: int) -> float:
-    """A number that the chosen token's log-probability must be; exact in 32 bits."""
+    """Return the expected log-probability of the chosen token; it is exact in 32 bits."""
     return -((total >> 20) % 4096) / 1024
 
 
 def top_of(total: int, count: int) -> dict[int, float]:
-    """What the `count` most likely alternatives must be."""
+    """Return the expected `count` most likely alternatives."""
     return {(total + i) % VOCAB_SIZE: -i / 8 for i in range(count)}
 
 
 class Continuation(NamedTuple):
-    """What must follow some tokens."""
+    """The expected continuation of some tokens."""
 
     token_ids: list[int]
-    totals: list[int]  # what each was chosen from
+    totals: list[int]  # the sum from which each was chosen
 
 
 def dense_continuation(
     token_ids: Sequence[int], params: SamplingParams, seed: int, count: int, may_end: Callable[[int], bool]
 ) -> Continuation:
-    """Up to `count` tokens after `token_ids`, computed without pages.
+    """Return up to `count` tokens after `token_ids`, computed without pages.
 
-    `may_end(n)`: the n-th may be an ending id, and is then the last.
+    If `may_end(n)`, the n-th may be an ending id, and is then the last.
     """
     parts = parts_of_mix(np.arange(len(token_ids)), np.asarray(token_ids))
     layers = [np.zeros(len(token_ids), np.uint64)]
@@ -134,7 +134,7 @@ class FakeRunner:
     """Computes a step when it is dispatched, as program order on a device would.
 
     Attributes:
-      transfers: what moves chunks between its pages and host slots.
+        transfers: moves chunks between its pages and host slots.
     """
 
     def __init__(self, config: EngineConfig, max_context_tokens: int, delays: Delays = IMMEDIATE) -> None:
@@ -152,10 +152,10 @@ class FakeRunner:
         self.reset()
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Nothing to prepare."""
+        pass
 
     def fill_tiles(self, plan: StepPlan) -> None:
-        """No kernel, no tiles."""
+        pass
 
     def memory_analysis(self) -> dict[str, Any]:
         return {}
@@ -190,7 +190,9 @@ class FakeRunner:
             pool[plan.write_slots[:num_tokens]] = finish_mix(*parts, totals)
             for tokens, slots in rows:
                 entries = pool[slots]
-                assert not (entries == POISON_64).any(), f"step {plan.step_id} reads what nobody wrote"
+                assert not (entries == POISON_64).any(), (
+                    f"step {plan.step_id} reads an entry that was never written"
+                )
                 totals[tokens] = entries.cumsum()[len(slots) - _len(tokens) :]
         num_samples = int(plan.num_samples[0])
         result = self._sample(plan, totals[plan.sample_tokens[:num_samples]].tolist())
@@ -201,7 +203,7 @@ class FakeRunner:
         return handle
 
     def _row(self, plan: StepPlan, row: int) -> tuple[slice, np.ndarray]:
-        """The row's tokens, and the pages of all entries that the last of them attends to."""
+        """Return the row's tokens, and the pages of all entries that its last token attends to."""
         num_pages = -(-int(plan.kv_lens[row]) // self.page_size)
         tokens = slice(int(plan.cu_q_lens[row]), int(plan.cu_q_lens[row + 1]))
         return tokens, plan.page_indices[row, :num_pages].astype(np.int64)
@@ -232,7 +234,7 @@ class FakeRunner:
         return result
 
     def _check(self, plan: StepPlan) -> None:
-        """What a device would silently get wrong."""
+        """Assert what a device would silently get wrong."""
         assert self._next_step_id in (None, plan.step_id), "a plan was left out"
         padding = self.num_pages * self.page_size
         num_tokens = int(plan.cu_q_lens[-1])

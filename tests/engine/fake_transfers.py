@@ -1,9 +1,8 @@
 """Copies between the fake runner's pages and a host pool: slow, out of order, and checking how they are used.
 
-What a device would get away with most of the time is made certain to show here: the page of a swap-in is
-poison from its start until it completes, and so is the slot of a swap-out; the host is read at any moment in
-between. Using a page or a slot that belongs to a copy in flight, or a slot without good content, is an
-assertion.
+Errors that rarely show on a device always show here. The page of a swap-in is poison from its start until it
+completes, and so is the slot of a swap-out; the host is read at any moment in between. Using a page or a slot
+of a copy in flight, or a slot without valid content, is an assertion error.
 """
 
 from __future__ import annotations
@@ -19,17 +18,18 @@ from pensieve_jax.cache.drops import Copy
 from pensieve_jax.engine.transfers import Ended
 
 POISON_64 = np.uint64(0xDEADBEEFDEADBEEF)
-MAX_DELAY = 40  # calls of `completed` that a copy is held back; now and then it is ten times as much
+MAX_DELAY = 40  # calls of `completed` that delay a copy; occasionally ten times as many
 
 
 @dataclass(frozen=True)
 class Delays:
-    """How long copies take: seeded, so that a scenario is reproducible.
+    """Durations of copies: seeded, so that a scenario is reproducible.
 
     Attributes:
-      laziness: probability that a copy is held back once more, each time that it could complete; 0 completes
-        all of them at the first opportunity, in order.
-      unfit: the share of chunks, by what their pages hold, that cannot be packed: copies to slots are lost.
+        laziness: probability that a copy is delayed again, each time that it could complete; with 0 all
+            complete at the first opportunity, in order.
+        unfit: share of chunks, by the content of their pages, that cannot be packed: their copies out are
+    lost.
     """
 
     seed: int = 0
@@ -41,7 +41,7 @@ IMMEDIATE = Delays()
 
 
 class PagePools(Protocol):
-    """Whose pages are copied: one u64 array a layer, page after page."""
+    """Owner of the copied pages: one u64 array per layer, page after page."""
 
     pools: list[np.ndarray]
     page_size: int
@@ -49,7 +49,7 @@ class PagePools(Protocol):
 
 
 class _InFlight:
-    """A copy on its way."""
+    """A copy in flight."""
 
     __slots__ = ("copy", "data", "delay", "is_swap_in")
 
@@ -61,10 +61,10 @@ class _InFlight:
 
 
 class FakeTransfers:
-    """A `Transfers` over the pages of `pages` and `num_slots` slots of its own.
+    """A `Transfers` over the pages of `pages` and its own `num_slots` slots.
 
     Attributes:
-      host: u64[num_slots + 1, num_layers, page_size]; slot 0 is nobody's.
+        host: u64[num_slots + 1, num_layers, page_size]; slot 0 belongs to no copy.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class FakeTransfers:
         self._used_ids: set[int] = set()
         self._num_copies = {True: 0, False: 0}
 
-    # What the engine calls
+    # Called by the engine.
 
     def swap_out(self, copies: Sequence[Copy]) -> None:
         for copy in copies:
@@ -158,10 +158,10 @@ class FakeTransfers:
             "transfer_stall_s": 0.0,
         }
 
-    # What the runner calls
+    # Called by the runner.
 
     def before_step(self, pages: Collection[int]) -> None:
-        """A step that reads or writes these pages is dispatched: expedited copies take effect first."""
+        """Apply expedited copies before a step that reads or writes these pages is dispatched."""
         for found in self._expedited:
             self._write(found.copy.page, found.data)
         self._expedited.clear()
@@ -169,7 +169,7 @@ class FakeTransfers:
             used = self._targets.keys() & pages
             assert not used, f"a step uses pages {sorted(used)}, which are being copied to"
 
-    # Inside
+    # Internals.
 
     def _check_new(self, copy: Copy) -> None:
         assert copy.copy_id not in self._used_ids, f"copy id {copy.copy_id} is used twice"
@@ -198,7 +198,7 @@ class FakeTransfers:
         return found.delay < 0
 
     def _is_lost(self, found: _InFlight) -> bool:
-        """By the first token's entry alone: what is appended to a chunk does not make it fit."""
+        """Decide by the first token's entry alone, so that appending to a chunk does not make it fit."""
         if found.is_swap_in or not self._unfit:
             return False
         return int(found.data[0, 0]) % 1000 < 1000 * self._unfit

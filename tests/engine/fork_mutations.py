@@ -1,4 +1,4 @@
-"""Bugs to plant around forks: slips in trunks, in branches and in what finds them. See `mutations`."""
+"""Bugs to plant around forks: errors in shared chunks, in branches and in their index. See `mutations`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.engine.mutations import Mutation
 
 
 def a_fork_takes_the_chunk_in_progress(patch):
-    """The last chunk is shared though it is computed in part."""
+    """Share the last chunk although it is only partly computed."""
     fork = CacheManager.fork
 
     def forked(self, source, num_tokens, sequence_id):
@@ -113,7 +113,7 @@ def a_merged_tail_is_not_trimmed(patch):
 
 
 def victims_are_looked_for_before_the_fork(patch):
-    """Where to look first for a chunk on a shelf is as before the fork."""
+    """Keep the search position for evictable chunks from before the fork."""
     give_to = CachedSequence.give_to
 
     def given(self, trunk, num_chunks):
@@ -162,7 +162,7 @@ def departing_chunks_of_trunks_are_admitted(patch):
 
 
 def a_cut_loses_its_place(patch):
-    """Who is cut inside a trunk keeps a chunk more than is good."""
+    """Keep one chunk too many when a sequence is cut inside a trunk."""
     cut = SharedChunks.cut
 
     def kept(self, sequence, num_chunks):
@@ -187,7 +187,7 @@ def room_counts_what_a_request_begins_with(patch):
 
 
 def a_laid_out_tail_counts_as_computed(patch):
-    """The chunk that was computed in part is taken for a full one."""
+    """Count the partly computed chunk as a full one."""
     lay_out = CacheManager.lay_out
 
     def laid(self, sequence, num_tokens):
@@ -203,7 +203,7 @@ def a_laid_out_tail_counts_as_computed(patch):
 
 
 def a_turn_behind_an_earlier_one_extends(patch):
-    """The branch is taken though its tip is another turn."""
+    """Take the branch although its tip is another turn."""
     begin = BranchTable._begin
 
     def begun(self, node, place, prompt, twin):
@@ -228,7 +228,7 @@ def a_busy_branch_is_extended(patch):
 
 
 def turns_end_a_token_early(patch):
-    """A fork begins with a token less than its parent has."""
+    """Begin a fork with one token less than its parent has."""
     settled = BranchTable.settled
 
     def short(self, branch, node):
@@ -240,7 +240,7 @@ def turns_end_a_token_early(patch):
 
 
 def _find_without_looking(self, owner, tokens):
-    """As `ChunkIndex.longest`, but that nobody's tokens are compared."""
+    """Find a match as `ChunkIndex.longest`, but without comparing tokens."""
     best, num_tokens = None, 0
     for known in chunk_index._chain(chunk_index._salt(owner), tokens, self._chunk_tokens):
         if known not in self._found:

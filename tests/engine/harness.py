@@ -1,4 +1,4 @@
-"""An engine on a bench's runner with everything around it observed: what drivers and named tests build on."""
+"""An observed engine on a bench's runner: the base of drivers and of tests by name."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class Harness:
     """An engine, its observed runner and store, and its clock.
 
     Attributes:
-      scheduled: what the scheduler decided, by step, empty steps included.
-      num_granted: tokens computed so far, by request.
-      swapped_in: history tokens that had been copied in, and not dropped since, when a request was first
-        admitted; None for one that begins with a shared prefix.
+        scheduled: the scheduler's decisions, by step, empty steps included.
+        num_granted: tokens computed so far, by request.
+        swapped_in: history tokens that had been copied in, and not dropped since, when a request was first
+            admitted; None for one that begins with a shared prefix.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class Harness:
             max_logprobs=config.runner.max_logprobs,
             max_banned_ids=config.runner.max_banned_ids,
         )
-        # Attention makes up all of the cost, as in a long context, so that every conversation's leading
-        # chunks go before any conversation's tail: as many holes as there can be.
+        # Attention makes up all of the cost, as in a long context, so the policy takes the leading chunks of
+        # every conversation before any tail: that makes as many holes as possible.
         cost_model = AnalyticCostModel(config.cache.chunk_tokens, num_weights=0, attention_width=1)
         self.engine = Engine(
             self.runner,
@@ -100,17 +100,17 @@ class Harness:
             clock=self.clock,
             observe=self._see,
         )
-        self.on_step: Observe = unobserved  # a test's own observer
+        self.on_step: Observe = unobserved  # a test may install its own observer
         self.scheduled: list[SchedulerOutput] = []
         self.num_granted: Counter[Request] = Counter()
         self.swapped_in: dict[Request, int | None] = {}
-        # By sequence, while its turn waits: tokens with KV, and chunks on their way in.
+        # By sequence, while its turn waits: tokens with KV, and chunks that are being copied in.
         self._before: dict[str, tuple[int, Sequence[int]]] = {}
         self._copied_in: dict[str, set[int]] = defaultdict(set)  # by sequence, since its latest turn was sent
         self.runner.transfers.on_completed = self._look_at_waiting
 
     def _look_at_waiting(self, copy_ids: Sequence[int]) -> None:
-        """Just before the engine schedules: what queued turns have, after these copies."""
+        """Record what queued turns have after these copies, just before the engine schedules."""
         for request in self.engine._ledger.replies:
             if request.status is RequestStatus.WAITING:
                 self._look_at(request.sequence, copy_ids)
@@ -128,7 +128,7 @@ class Harness:
         self.on_step(output)
 
     def _look_at(self, sequence: CachedSequence, copy_ids: Sequence[int]) -> None:
-        """Just before it may be admitted; a turn that was cancelled may have left copies in flight."""
+        """Record it just before it may be admitted; a cancelled turn may have left copies in flight."""
         arriving = (
             sequence.indices_on(EvictionClass.ARRIVING) if sequence.num_on[EvictionClass.ARRIVING] else ()
         )
@@ -152,18 +152,18 @@ class Harness:
     def facts(
         self, prompt: Sequence[int], conversation_id: str | None = None, seed: int = 0, **params: object
     ) -> TurnFacts:
-        """What a turn sent now would be a function of."""
+        """Return the facts that determine a turn that is sent now."""
         known = {info.conversation_id for info in self.store.conversations()}
         history = self.history(conversation_id) if conversation_id in known else ()
         parameters = SamplingParams(**{"ignore_eos": True, "seed": seed} | params)
         return TurnFacts(history, tuple(prompt), parameters, seed, self.max_context_tokens)
 
     def expected(self, facts: TurnFacts) -> tuple[int, ...]:
-        """The reply that the fake reference gives."""
+        """Return the reply of the fake reference."""
         return tuple(self.bench.continuation(facts))
 
     def history(self, conversation_id: str) -> tuple[int, ...]:
-        """Committed tokens."""
+        """Return the committed tokens."""
         return tuple(self.store.load(conversation_id).token_ids.tolist())
 
     def submit(self, facts: TurnFacts, conversation_id: str | None = None) -> Turn:
@@ -177,7 +177,7 @@ class Harness:
         return turns
 
     def step(self, count: int = 1) -> list[Turn]:
-        """Steps, with the engine's integrity checked after each; the turns that ended in the last."""
+        """Step `count` times, check integrity after each, and return the turns that the last step ended."""
         ended = []
         for _ in range(count):
             ended = self.engine.step()
@@ -185,7 +185,7 @@ class Harness:
         return ended
 
     def run(self, *turns: Turn) -> list[Output]:
-        """Step until these turns are done, then until nothing is in flight; raises what failed."""
+        """Step until these turns are done, then until nothing is in flight; raise their errors."""
         self.drain()
         for turn in turns:
             assert turn.done
@@ -213,7 +213,7 @@ class Harness:
         return prompt_ids(seed, length, self.bench.vocab_size)
 
     def drop(self, conversation_id: str, *chunks: int) -> None:
-        """Evict chunks of an idle conversation, behind the policy's back."""
+        """Evict chunks of an idle conversation, bypassing the policy."""
         cache = self.engine._cache
         sequence = self.engine.conversations.get(conversation_id).sequence
         for chunk in chunks:
@@ -223,13 +223,13 @@ class Harness:
 
     @property
     def cpu_tier_is_full(self) -> bool:
-        """There is one, and no slot of it is free."""
+        """Tell whether there is a CPU tier without a free slot."""
         slots = self.engine._cache._store.slots
         return slots.num_places > 0 and not slots.num_free
 
     @property
     def num_copies(self) -> int:
-        """In flight."""
+        """Number of copies in flight."""
         store = self.engine._cache._store
         return store.num_copies_in + store.num_copies_out
 
@@ -243,7 +243,7 @@ class Harness:
         raise AssertionError("copies do not end")
 
     def _drop_prefixes(self) -> None:
-        """Nobody uses them any more: evict what is left of them."""
+        """Evict what is left of the prefixes, which no conversation uses any more."""
         store = self.engine._cache._store
         for sequence in store:
             if sequence.is_trunk:
@@ -252,7 +252,7 @@ class Harness:
                         store.drop(sequence, index, DropReason.NO_HOST_MEMORY, None)
 
     def forget_branches(self) -> None:
-        """Take every idle branch out of memory, as a sweep does with those that lost their state."""
+        """Remove every idle branch from memory, as a sweep removes those without KV cache."""
         table = self.engine.conversations
         for live in list(table._live.values()):
             if isinstance(live, Branch) and not live.busy:
@@ -260,7 +260,7 @@ class Harness:
         self.engine.check_integrity()
 
     def check_empty(self) -> None:
-        """Nothing runs; ending every conversation frees every page and every slot."""
+        """Check that nothing runs, and that ending every conversation frees every page and every slot."""
         for info in self.store.conversations():
             self.engine.end(info.conversation_id)
         self.forget_branches()

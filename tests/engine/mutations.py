@@ -1,4 +1,4 @@
-"""Bugs to plant, one a function: each takes a monkeypatch and breaks one class the way a slip would.
+"""Bugs to plant, one per function: each takes a monkeypatch and breaks one class with a plausible error.
 
 These need one tier only; `tier_mutations` has those around the second.
 """
@@ -30,7 +30,7 @@ Mutation = Callable[[pytest.MonkeyPatch], None]
 
 
 def _after_plan(spoil: Callable[[StepPlan, int], None]) -> Mutation:
-    """Spoil every plan that has a row; `spoil` gets the plan and its last row."""
+    """Corrupt every plan that has a row; `spoil` gets the plan and its last row."""
 
     def mutation(patch: pytest.MonkeyPatch) -> None:
         make = Planner.plan
@@ -154,7 +154,7 @@ def overrun_token_kept(patch):
 
 
 def _truncate_otherwise(patch, owner, name, change):
-    """While `owner.name` runs, the cache's truncate gets `change(number of tokens)` instead."""
+    """During `owner.name`, pass `change(number of tokens)` to the cache's truncate instead."""
     method, truncate, inside = getattr(owner, name), CacheManager.truncate, []
 
     def changed_truncate(self, sequence, num_tokens):
@@ -193,7 +193,7 @@ def drop_without_marking(patch):
 
 
 class _ChunksOfOne:
-    """A cache that says its chunks are one token long."""
+    """A cache that reports a chunk size of one token."""
 
     chunk_tokens = 1
 

@@ -1,4 +1,4 @@
-"""What tests put around a runner and a history: a record of what happened, and faults on demand."""
+"""Wrappers of a runner and a history: they record calls and inject faults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Fault = Callable[[], BaseException]
 
 
 class _Faults(dict[str, Fault]):
-    """What the next call of a place raises, once; "PLACE done" raises after the call took effect."""
+    """Errors that the next call of a place raises, once; "PLACE done" raises after the call's effect."""
 
     def raise_at(self, place: str) -> None:
         fault = self.pop(place, None)
@@ -27,13 +27,13 @@ class _Faults(dict[str, Fault]):
 
 
 class ObservedTransfers:
-    """Transfers that record their calls and fail when told to.
+    """Transfers that record their calls and fail on demand.
 
     Attributes:
-      events: (name of the call, what it was given or gave), in order; calls for nothing are left out.
-      num_calls: by name, all of them.
-      faults: what the next call of that name raises.
-      on_completed: told what `completed` names; the engine schedules next.
+        events: (name of the call, its argument or result), in order; empty calls are left out.
+        num_calls: by name, all of them.
+        faults: error that the next call of that name raises.
+        on_completed: called with what `completed` returns; the engine schedules next.
     """
 
     def __init__(self, inner: Transfers, faults: _Faults) -> None:
@@ -79,13 +79,13 @@ class ObservedTransfers:
 
 
 class ObservedRunner:
-    """A runner that records its calls and fails when told to.
+    """A runner that records its calls and fails on demand.
 
     Attributes:
-      events: ("dispatch" | "fetch", step id), in order.
-      rows: by step, (start, end) of the tokens that every row computes.
-      transfers: its transfers, observed.
-      faults: what the next call of "dispatch", "fetch" or one of the transfers' raises, once.
+        events: ("dispatch" | "fetch", step id), in order.
+        rows: by step, (start, end) of the tokens that every row computes.
+        transfers: its transfers, observed.
+        faults: error that the next call of "dispatch", "fetch" or one of the transfers' raises, once.
     """
 
     def __init__(self, inner: Runner) -> None:
@@ -136,12 +136,12 @@ class ObservedRunner:
 
 
 class ObservedStore:
-    """A history store that records commits and fails when told to.
+    """A history store that records commits and fails on demand.
 
     Attributes:
-      commits: the turns of every commit that was done.
-      num_loads: whole conversations that were read.
-      faults: what the next "commit" raises before, or "committed" after the turns were written, once.
+        commits: the turns of every successful commit.
+        num_loads: number of whole conversations read.
+        faults: error that the next "commit" raises before, or "committed" after the turns were written, once.
     """
 
     def __init__(self, inner: HistoryStore) -> None:

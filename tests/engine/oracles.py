@@ -1,4 +1,4 @@
-"""What a turn's tokens must be, by a reference that knows no pages, and the runner that it judges.
+"""The expected tokens of a turn, by a reference without pages, and the runner that it judges.
 
 A bench pairs the two, so that one driver serves the fake runner and the tiny real models.
 """
@@ -31,7 +31,7 @@ from tests.engine.fake_transfers import Delays
 
 @dataclass(frozen=True)
 class TurnFacts:
-    """What a turn's tokens are a function of. The first `num_prefix_tokens` of a first prompt are shared."""
+    """Inputs that determine a turn's tokens. The first `num_prefix_tokens` of a first prompt are shared."""
 
     history: tuple[int, ...]
     prompt: tuple[int, ...]
@@ -45,11 +45,11 @@ class TurnFacts:
         return min(self.params.max_tokens, self.max_total_tokens - len(self.history) - len(self.prompt))
 
     def may_end(self, number: int) -> bool:
-        """Whether the reply's `number`-th token may be its last by its id."""
+        """Tell whether the reply's `number`-th token may be its last because of its id."""
         return number > self.params.min_tokens
 
     def check_end(self, token_ids: Sequence[int], reason: str, eos_token_ids: Sequence[int]) -> None:
-        """Assert that a reply ended where it had to, for the reason it had to."""
+        """Assert that a reply ended at the right token, for the right reason."""
         ending_ids = self.params.ending_ids(eos_token_ids)
         ends = [n for n, token_id in enumerate(token_ids, 1) if token_id in ending_ids and self.may_end(n)]
         if reason == "stop":
@@ -59,17 +59,17 @@ class TurnFacts:
 
 
 class Bench(Protocol):
-    """A runner and its judge."""
+    """A runner and its reference."""
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
 
     def new_runner(self, config: EngineConfig, max_context_tokens: int, delays: Delays) -> Runner:
-        """A runner with empty pages, whose copies take as long as `delays` say, or as they do."""
+        """Return a runner with empty pages, whose copies take as long as `delays` say, or their real time."""
         ...
 
     def stop_id(self, facts: TurnFacts) -> int:
-        """An id that may well come in the reply."""
+        """Return an id that is likely to come in the reply."""
         ...
 
     def check_tokens(self, facts: TurnFacts, token_ids: Sequence[int], *, whole: bool) -> None:
@@ -95,7 +95,7 @@ class FakeBench:
         return found[facts.seed % len(found)]
 
     def continuation(self, facts: TurnFacts) -> list[int]:
-        """The whole reply."""
+        """Return the whole reply."""
         return _dense(facts).token_ids
 
     def check_tokens(self, facts: TurnFacts, token_ids: Sequence[int], *, whole: bool) -> None:
@@ -116,12 +116,12 @@ def _dense(facts: TurnFacts) -> Continuation:
 
 
 def spec_of(facts: TurnFacts, conversation_id: str | None) -> TurnSpec:
-    """How the turn is sent."""
+    """Return the turn's specification as it is submitted."""
     cut = facts.num_prefix_tokens
     prefix = SharedPrefix(facts.prompt[:cut]) if cut else None
     return TurnSpec(facts.prompt[cut:], facts.params, conversation_id, prefix=prefix)
 
 
 def prompt_ids(seed: int, length: int, vocab_size: int) -> tuple[int, ...]:
-    """A prompt of random ids."""
+    """Return a prompt of random ids."""
     return tuple(np.random.default_rng(seed).integers(0, vocab_size, length).tolist())

@@ -1,4 +1,4 @@
-"""What must hold of one turn that was driven at random: its making, its output, its accounting."""
+"""Checks of one turn of a random scenario: its inputs, its output, its usage."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TIERS = {
 
 @dataclass(frozen=True)
 class Running:
-    """A submitted turn and what is known of it."""
+    """A submitted turn and its facts."""
 
     turn: Turn
     facts: TurnFacts
@@ -41,8 +41,8 @@ class Running:
 
 
 def facts_of(draft: Draft, history: tuple[int, ...], bench: Bench, max_total_tokens: int) -> TurnFacts:
-    """The turn that a draft means, for a conversation with this history."""
-    seed = draft.seed * (2**40 + 1)  # both words of it
+    """Return the facts of a drafted turn, for a conversation with this history."""
+    seed = draft.seed * (2**40 + 1)  # sets both words of the seed
     prefix_len = PREFIX_LENS[draft.prefix] if draft.prefix >= 0 and not history else 0
     prefix = prompt_ids(draft.prefix, prefix_len, bench.vocab_size) if prefix_len else ()
     facts = TurnFacts(
@@ -68,7 +68,7 @@ def facts_of(draft: Draft, history: tuple[int, ...], bench: Bench, max_total_tok
 
 
 def check_output(running: Running, bench: Bench) -> None:
-    """Assert that a turn ended where it had to, as what it was sent."""
+    """Assert that a turn ended as its parameters require."""
     output, facts = running.turn.output, running.facts
     assert output.conversation_id == running.conversation_id and output.seed == facts.seed
     facts.check_end(output.token_ids, output.finish_reason, bench.eos_token_ids)
@@ -83,10 +83,10 @@ def check_cancelled(running: Running, bench: Bench) -> None:
 
 
 def check_usage(running: Running, num_granted: int, num_copied: int | None, config: EngineConfig) -> None:
-    """Assert the sum rule, and that what counts as computed was computed, and as copied in was copied in.
+    """Assert that the counts add up, and that computed and copied-in tokens are counted as such.
 
     `num_granted` tokens entered the model for this turn, and `num_copied` of its history were copied in
-    before it was admitted (None: that is not known).
+    before it was admitted (None: unknown).
     """
     output, facts = running.turn.output, running.facts
     usage = output.usage
@@ -100,13 +100,13 @@ def check_usage(running: Running, num_granted: int, num_copied: int | None, conf
     assert usage.prefilled_tokens <= len(facts.prompt) + 1, usage
     assert config.stateful or known == 0, "the stateless baseline kept state"
     num_extra = num_granted - computed - usage.resume_recomputed_tokens - (usage.output_tokens - 1)
-    # The step of look-ahead is thrown away where an id ends the reply; by length there is none.
+    # If an id ends the reply, the look-ahead step is discarded; an end by length has none.
     assert num_extra in ((0, 1) if output.finish_reason == "stop" else (0,)), (num_extra, usage)
     assert num_copied in (usage.swapped_in_tokens, None), (num_copied, usage)
     assert usage.num_suspensions or not usage.resume_recomputed_tokens + usage.resume_swapped_in_tokens, usage
 
 
 def mixture_of(turn: Turn) -> str:
-    """In which tiers the history of a new turn is: "cpu + dropped + gpu", say."""
+    """Return the tiers of a new turn's history: "cpu + dropped + gpu", say."""
     tiers = {TIERS[chunk.state] for chunk in turn.request.sequence.chunks}
     return " + ".join(sorted(tiers)) or "nothing"

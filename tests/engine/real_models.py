@@ -22,13 +22,13 @@ from tests.engine.fake_transfers import Delays
 from tests.engine.oracles import TurnFacts
 
 MAX_CONTEXT_TOKENS = 128
-# Of choices over KV state in 8 bits. Where two forward passes differ by rounding, now and then a code is the
-# next one, which tiny models with random weights feel: one code in one row was 0.054 of a log-probability.
-# Once in some hundred turns it is more: then references with weights moved by a millionth are asked, by one
-# of which what the engine says must be right but for rounding.
+# Tolerance of choices over a KV cache in 8 bits. If two forward passes differ by rounding, a code is
+# sometimes the adjacent one, to which tiny models with random weights are sensitive: one code in one row was
+# 0.054 of a log-probability. About once in a hundred turns it is more. Then references with weights moved by
+# a millionth are computed, and the engine must agree with one of them up to rounding.
 STORED_MARGIN = 0.15
-# Of all turns those with a smaller margin, and of those with log-probabilities those farther off than float32
-# rounds: what random lives have is a little less.
+# Limits on the share of turns with a smaller margin, and on the share of turns whose log-probabilities differ
+# by more than float32 rounding. Random scenarios stay a little below.
 MAX_UNCERTAIN_STORED_FRACTION = 0.6
 MAX_FAR_FRACTION = 0.45
 _MOVED, _NUM_MOVED = 1e-6, 12
@@ -41,9 +41,9 @@ def real_config(
     kv_dtype: str | None = None,
     buckets: tuple[int, ...] = (8, 48),
 ) -> EngineConfig:
-    """The one shape that the runners are compiled for, with both tiers; the policy is the host's business.
+    """Return the one shape that the runners are compiled for, with both tiers; the policy runs on the host.
 
-    Some have one bucket: half as many programs, where steps of few tokens are not what is tested.
+    Some have one bucket: that halves the number of programs, for tests that do not need steps of few tokens.
     """
     return EngineConfig(
         stateful=stateful,
@@ -53,7 +53,7 @@ def real_config(
             chunk_tokens=16,
             policy=policy,
             kv_dtype=kv_dtype,
-            reserve_fraction=1 / 14,  # a page: with more, short scenarios drop too little
+            reserve_fraction=1 / 14,  # one page: with more, short scenarios drop too little
         ),
         scheduler=SchedulerConfig(
             max_num_running=4,
@@ -68,7 +68,7 @@ def real_config(
 
 
 class PoisonedRunner(ModelRunner):
-    """Every page that nobody wrote holds NaN, and no step may compile anything."""
+    """Runner whose unwritten pages hold NaN, and whose steps must not compile anything."""
 
     def dispatch(self, plan: StepPlan) -> StepHandle:
         num_before = self.num_compilations
@@ -92,12 +92,12 @@ class RealBench:
     """One model, one compiled runner for all scenarios.
 
     Attributes:
-      kv_dtype: what KV state is stored as.
-      num_devices: that share the model; the reference has one.
-      buckets: of its runner, and of all configurations that it gets.
-      num_turns: turns that were judged.
-      uncertain: what is known of turns with a margin below `min_margin`, which are judged like all others.
-      num_logprobs, num_far: turns whose log-probabilities were judged, and those farther off than rounding.
+        kv_dtype: storage type of the KV cache.
+        num_devices: devices that share the model; the reference has one.
+        buckets: of its runner, and of all configurations that it gets.
+        num_turns: turns that were judged.
+        uncertain: turns with a margin below `min_margin`, which are judged like all others.
+        num_logprobs, num_far: turns whose log-probabilities were judged, and those farther off than rounding.
     """
 
     preset: str
@@ -114,7 +114,7 @@ class RealBench:
 
     @property
     def min_margin(self) -> float:
-        """By which the reference's logits may be off against each other."""
+        """Tolerance of the reference's logits relative to each other."""
         return MIN_MARGIN if self.kv_dtype is None else STORED_MARGIN
 
     def __post_init__(self) -> None:
@@ -137,7 +137,7 @@ class RealBench:
 
     @functools.cached_property
     def _moved_references(self) -> list[DenseReference]:
-        """Of KV state in 8 bits: all that rounding can make of a code that lies between two."""
+        """For a KV cache in 8 bits: references for the effects of rounding on a code between two values."""
         if self.kv_dtype is None:
             return []
         structure, state = nnx.split(self._alone)
@@ -147,17 +147,17 @@ class RealBench:
         ]
 
     def new_runner(self, config: EngineConfig, max_context_tokens: int, delays: Delays) -> ModelRunner:
-        """The one runner; its copies take as long as they do."""
+        """Return the only runner; its copies take their real time."""
         assert max_context_tokens == MAX_CONTEXT_TOKENS
         self.runner.reset()
         return self.runner
 
     def stop_id(self, facts: TurnFacts) -> int:
-        """The reply's first token, as far as it is greedy: a stop at once, or later."""
+        """Return the reply's first token if it is greedy: the turn stops at once, or later."""
         return int(self._reference.logits([*facts.history, *facts.prompt])[-1].argmax())
 
     def check_tokens(self, facts: TurnFacts, token_ids: Sequence[int], *, whole: bool) -> None:
-        """Every token must be what logits as near as that to the reference's choose after those before it."""
+        """Assert that every token follows from the reference's logits within tolerance."""
         if not token_ids:
             return
         replay = self._replay(facts, token_ids)
@@ -186,7 +186,7 @@ class RealBench:
         assert all(len(entry.top) == facts.params.logprobs for entry in logprobs)
 
     def _replay(self, facts: TurnFacts, token_ids: Sequence[int]) -> Replay:
-        """Once for what is judged of a turn one after the other: its log-probabilities and its tokens."""
+        """Replay once for both checks of a turn: its log-probabilities and its tokens."""
         turn = facts, tuple(token_ids)
         if self._last is None or self._last[0] != turn:
             self._last = turn, _replayed(self._reference, facts, token_ids, self.min_margin)

@@ -1,6 +1,6 @@
-"""Random scenarios as plain values: how an engine is configured, and what is done to it, in order.
+"""Random scenarios as plain values: an engine's configuration, and the operations on it, in order.
 
-A scenario prints as the code that makes it, so a failure is reproduced by pasting it into `run_scenario`.
+A scenario prints as the code that creates it, so pasting it into `run_scenario` reproduces a failure.
 One generator serves both hypothesis (which shrinks) and `random.Random` (which is fast, and has a seed).
 """
 
@@ -23,12 +23,12 @@ HASTY_OPS = (
     *CALM_OPS,
     *["cancel"] * 6,
     *["retract"] * 2,
-)  # many are cancelled in the middle of their recompute
+)  # many are cancelled in the middle of their recomputation
 OPS = (*CALM_OPS, "end", "fail", "interrupt", "restart")  # each of the last three empties every page
 KINDS = (CALM_OPS, CALM_OPS, HASTY_OPS, OPS)
 MODEL_TOKENS = (300, 400, 600, 600, 50)
 LAZINESS = (0.0, 0.3, 0.7, 0.9)
-UNFIT = (*[0.0] * 6, 0.1, 0.5, 1.0)  # of chunks, those that host memory cannot keep
+UNFIT = (*[0.0] * 6, 0.1, 0.5, 1.0)  # share of chunks that host memory cannot keep
 FAILING_PLACES = ("dispatch", "fetch", "commit", "completed", "swap_out", "swap_in")
 INTERRUPTED_PLACES = (
     *("dispatch", "fetch", "commit", "committed", "completed", "completed done"),
@@ -38,13 +38,13 @@ INTERRUPTED_PLACES = (
 
 @dataclass(frozen=True)
 class Draft:
-    """A turn to send; the driver makes ids and parameters of it.
+    """A turn to send; the driver derives its ids and parameters.
 
     Attributes:
-      conversation: which one, or -1 for a one-off request.
-      ending: how the reply may end before its length: "none", "eos", or "stop" (an id that will come).
-      seed: of the prompt's ids, and of sampling.
-      prefix: which one a first turn begins with, or -1.
+        conversation: which one, or -1 for a one-off request.
+        ending: how the reply may end before its length: "none", "eos", or "stop" (an id that will come).
+        seed: of the prompt's ids, and of sampling.
+        prefix: which one a first turn begins with, or -1.
     """
 
     conversation: int
@@ -59,7 +59,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Op:
-    """One thing to do; `number` says how much, which or where, as far as that exists."""
+    """One operation; `number` is its amount, index or position, clipped to what exists."""
 
     kind: str
     number: int = 0
@@ -68,7 +68,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Scenario:
-    """An engine's life. `durable` keeps the history in a file, so that "restart" means something."""
+    """An engine's configuration and operations. `durable` keeps the history in a file, for "restart"."""
 
     config: EngineConfig
     max_model_tokens: int
@@ -99,7 +99,7 @@ class RandomChooser:
 
 
 class _DrawnChooser:
-    """Choices of hypothesis."""
+    """Choices drawn from hypothesis."""
 
     def __init__(self, draw: st.DrawFn) -> None:
         self._draw = draw
@@ -112,7 +112,7 @@ class _DrawnChooser:
 
 
 def make_config(choose: Chooser) -> EngineConfig:
-    """A small engine, so that pages, rows and tokens are scarce."""
+    """Draw a small engine, so that pages, rows and tokens are scarce."""
     chunk_tokens = choose.pick((16, 16, 16, 16, 32, 64))
     max_num_running = choose.integer(1, 8)
     extra_tokens, extra_rows = choose.pick((0, 1, 7, 40, 100)), choose.pick((None, 0, 1, 5))
@@ -140,19 +140,19 @@ def make_config(choose: Chooser) -> EngineConfig:
 
 
 def make_runner_config(choose: Chooser) -> RunnerConfig:
-    """Room for few copies at once, or many."""
+    """Draw room for few copies at once, or many."""
     return RunnerConfig(
         max_banned_ids=32, max_logprobs=4, max_num_staged_pages=choose.pick((64, 64, 64, 8, 3, 1))
     )
 
 
 def make_delays(choose: Chooser) -> Delays:
-    """How long copies take, and how many are lost."""
+    """Draw how long copies take, and how many are lost."""
     return Delays(choose.integer(0, 2**16), choose.pick(LAZINESS), unfit=choose.pick(UNFIT))
 
 
 def make_draft(choose: Chooser, max_len: int) -> Draft:
-    """A turn; a few are long, most are short."""
+    """Draw a turn; a few are long, most are short."""
     max_tokens = choose.pick((1, 3, 6, 15, 50))
     return Draft(
         conversation=choose.integer(-1, NUM_CONVERSATIONS - 1),
@@ -167,7 +167,7 @@ def make_draft(choose: Chooser, max_len: int) -> Draft:
 
 
 def make_op(choose: Chooser, kinds: Sequence[str], max_len: int = 150) -> Op:
-    """One operation of one of these kinds."""
+    """Draw one operation of one of these kinds."""
     kind = choose.pick(kinds)
     if kind == "submit":
         return Op(kind, 0, tuple(make_draft(choose, max_len) for _ in range(choose.pick((1, 1, 1, 2, 3)))))
@@ -177,7 +177,7 @@ def make_op(choose: Chooser, kinds: Sequence[str], max_len: int = 150) -> Op:
 
 
 def random_scenario(seed: int) -> Scenario:
-    """The scenario of a seed: a half is made to meet holes or both tiers, the others are anything."""
+    """Return the scenario of a seed: half of them aim at holes or both tiers, the others are unrestricted."""
     choose = RandomChooser(seed)
     if seed % 4 == 3:
         return hole_scenario(choose)
@@ -194,7 +194,7 @@ def random_scenario(seed: int) -> Scenario:
 
 
 def hole_scenario(choose: Chooser) -> Scenario:
-    """Long histories that come back in turn to a pool that holds half of them, often cancelled half-way."""
+    """Draw long histories that alternate in a pool for half of them, with turns often cancelled half-way."""
     max_num_running = choose.integer(1, 3)
     config = EngineConfig(
         cache=CacheConfig(
@@ -218,10 +218,11 @@ def hole_scenario(choose: Chooser) -> Scenario:
 
 
 def tier_scenario(choose: Chooser) -> Scenario:
-    """Conversations that return after a while, several at a time, to pools that hold some of them.
+    """Draw conversations that return after a while, several at a time, to pools that hold some of them.
 
-    Their histories are on the gpu, on the cpu, dropped, and on the way between, all at once; the batch grows
-    beyond the pool, so that some are suspended.
+    Their histories are on the GPU, on the CPU, dropped, and in transit, all at once; the batch grows beyond
+    the
+    pool, so that some are suspended.
     """
     gpu_pages, max_num_running = choose.pick((12, 16, 20, 24, 30)), choose.integer(1, 5)
     config = EngineConfig(
@@ -245,7 +246,7 @@ def tier_scenario(choose: Chooser) -> Scenario:
 
 
 def tier_ops(choose: Chooser, num_rounds: int, max_len: int = 120) -> tuple[Op, ...]:
-    """A few turns a round, some of which something happens to, and a while to think."""
+    """Draw a few turns per round, operations on some of them, and a pause."""
     events = choose.pick(
         (("end", "retract"), ("cancel", "truncate", "retract"), ("retract",), ("fail", "interrupt"))
     )
@@ -271,7 +272,7 @@ def tier_ops(choose: Chooser, num_rounds: int, max_len: int = 120) -> tuple[Op, 
 
 @st.composite
 def scenarios(draw: st.DrawFn) -> Scenario:
-    """Scenarios that shrink: fewer operations, then smaller ones."""
+    """Draw scenarios that shrink: fewer operations, then smaller ones."""
     choose = _DrawnChooser(draw)
     kinds = choose.pick(KINDS)
     one_op = st.composite(lambda draw_op: make_op(_DrawnChooser(draw_op), kinds))

@@ -27,12 +27,12 @@ def forest(*, path=None, **config):
 
 
 def usage_of(sent):
-    """Tokens of the context that were there, and that were computed."""
+    """Return how many tokens of the context were reused, and how many computed."""
     usage = sent.turn.output.usage
     return usage.reused_gpu_tokens + usage.swapped_in_tokens, usage.recomputed_tokens + usage.prefilled_tokens
 
 
-def test_a_turn_behind_the_latest_one_extends_its_branch():
+def test_a_turn_after_the_latest_one_extends_its_branch():
     trees = forest()
     first = trees.turn(prompt=40)
     (second,) = trees.send(first, 10)
@@ -43,7 +43,7 @@ def test_a_turn_behind_the_latest_one_extends_its_branch():
     assert second.turn.output.conversation_id is None
 
 
-def test_a_turn_behind_an_earlier_one_forks():
+def test_a_turn_after_an_earlier_one_forks():
     trees = forest()
     first = trees.turn(prompt=40)
     trees.turn(first, 10)
@@ -75,7 +75,7 @@ def test_siblings_run_side_by_side():
         assert usage_of(one)[0] == 2 * CHUNK, "the third chunk was not full when they forked"
 
 
-def test_a_turn_that_is_generated_again_finds_its_prompt_too():
+def test_a_regenerated_turn_reuses_its_prompt_too():
     trees = forest()
     first = trees.turn(prompt=40)
     prompt = trees.harness.prompt(50, 9)
@@ -87,7 +87,7 @@ def test_a_turn_that_is_generated_again_finds_its_prompt_too():
 
 
 @pytest.mark.parametrize("parent_len", [None, 40, 41])
-def test_choices_share_what_none_of_them_has_computed(parent_len):
+def test_choices_share_a_prompt_that_none_of_them_has_computed(parent_len):
     trees = forest()
     parent = None if parent_len is None else trees.turn(prompt=parent_len)
     num_before = 0 if parent is None else len(trees.tokens[parent])
@@ -103,7 +103,7 @@ def test_choices_share_what_none_of_them_has_computed(parent_len):
     assert len({one.turn.output.token_ids for one in choices}) == 1, "greedy choices are alike"
 
 
-def test_a_choice_that_is_cancelled_leaves_the_others_what_they_share():
+def test_a_cancelled_choice_leaves_the_shared_chunks_to_the_others():
     trees = forest()
     parent = trees.turn(prompt=40)
     choices = trees.send(parent, 100, number=3)
@@ -153,7 +153,7 @@ def test_a_parent_in_the_history_is_loaded(tmp_path):
     trees.settle(fourth)
 
 
-def test_choices_behind_a_turn_of_the_history_load_it_once(tmp_path):
+def test_choices_after_a_turn_of_the_history_load_it_once(tmp_path):
     path = tmp_path / "history.sqlite"
     trees = forest(path=path)
     first = trees.turn(prompt=40)
@@ -164,11 +164,11 @@ def test_choices_behind_a_turn_of_the_history_load_it_once(tmp_path):
     choices = trees.send(first, 10, number=4)
     assert trees.harness.store.num_loads == 1
     ids = trees.settle(*choices)
-    for turn_id in ids:  # and none of them stands on the path of another
+    for turn_id in ids:  # and none of them is on the path of another
         trees.turn(turn_id, 3)
 
 
-def test_a_path_that_is_loaded_begins_with_what_is_in_memory():
+def test_a_loaded_path_reuses_its_beginning_in_memory():
     trees = forest()
     first = trees.turn(prompt=40)
     second = trees.turn(first, 30)
@@ -181,7 +181,7 @@ def test_a_path_that_is_loaded_begins_with_what_is_in_memory():
     assert usage_of(third)[0] == 3 * CHUNK
 
 
-def test_a_turn_without_a_parent_finds_the_chunks_that_it_begins_with():
+def test_a_turn_without_a_parent_reuses_matching_chunks():
     trees = forest()
     first = trees.turn(prompt=40)
     resent = (*trees.tokens[first], *trees.harness.prompt(20, 7))
@@ -194,8 +194,8 @@ def test_a_turn_without_a_parent_finds_the_chunks_that_it_begins_with():
     trees.settle(other)
 
 
-def test_all_of_a_context_is_never_found():
-    """The last token must be computed, since the next one is sampled from it."""
+def test_the_last_token_of_a_context_is_never_reused():
+    """It must be computed, since the next token is sampled from it."""
     trees = forest()
     prompt = trees.harness.prompt(4 * CHUNK)
     trees.turn(None, prompt)
@@ -218,7 +218,7 @@ def test_owners_share_nothing():
     assert trees.engine.chunk_map("carol") == []
 
 
-def test_what_is_not_durable_lasts_as_long_as_its_state():
+def test_an_in_memory_turn_lasts_as_long_as_its_kv_cache():
     trees = forest()
     first = trees.turn(prompt=40, durable=False)
     (second,) = trees.send(first, 10, durable=False)
@@ -254,7 +254,7 @@ def test_idle_branches_leave_memory_with_time():
     assert trees.engine.stats()["num_live_conversations"] == 0
 
 
-def test_no_more_branches_stay_than_conversations_may():
+def test_idle_branches_are_limited_to_the_number_of_conversations():
     trees = forest(max_idle_conversations=2)
     turns = []
     for number in range(4):
@@ -269,7 +269,7 @@ def test_no_more_branches_stay_than_conversations_may():
 
 @pytest.mark.parametrize("limits", [{"max_idle_conversations": 1}, {"idle_ttl_s": 10.0}])
 def test_a_branch_with_a_turn_in_progress_never_expires(limits):
-    """Though it is older than the time-to-live, and than as many idle branches as may stay."""
+    """It stays although it is older than the time-to-live, and than as many idle branches as may stay."""
     trees = forest(**limits)
     first = trees.turn(prompt=40, durable=False)
     (running,) = trees.send(first, 10, durable=False, max_tokens=60)
@@ -288,7 +288,7 @@ def test_a_branch_with_a_turn_in_progress_never_expires(limits):
     trees.settle(third)
 
 
-def test_the_state_of_a_branch_with_a_turn_in_progress_is_neither_pushed_out_nor_forgotten():
+def test_the_kv_cache_of_a_branch_with_a_turn_in_progress_is_neither_pushed_out_nor_forgotten():
     trees = forest(cpu_pages=40)
     first = trees.turn(prompt=40)
     (running,) = trees.send(first, 10, max_tokens=30)
@@ -300,7 +300,7 @@ def test_the_state_of_a_branch_with_a_turn_in_progress_is_neither_pushed_out_nor
     assert usage_of(running) == (47, 11)
 
 
-def test_branches_that_lost_their_state_are_swept():
+def test_branches_without_kv_cache_are_swept():
     trees = forest(gpu_pages=20)
     turns = [trees.turn(prompt=100, seed=number) for number in range(70)]
     assert trees.engine.stats()["num_live_conversations"] < 70
@@ -309,7 +309,7 @@ def test_branches_that_lost_their_state_are_swept():
     trees.settle(again)
 
 
-def test_a_turn_that_cannot_be_placed_queues_none_of_its_call():
+def test_if_one_turn_of_a_call_cannot_be_placed_none_is_queued():
     trees = forest()
     first = trees.turn(prompt=40)
     good = TurnSpec((1, 2), SamplingParams(), node=_behind(first))
@@ -337,7 +337,7 @@ def test_a_turn_that_cannot_be_placed_queues_none_of_its_call():
     assert running.origin.kind == "extended"
 
 
-def test_a_turn_that_fails_leaves_its_parent_as_it_was():
+def test_a_failed_turn_leaves_its_parent_unchanged():
     trees = forest()
     first = trees.turn(prompt=40)
     (failed,) = trees.send(first, 10)
@@ -351,7 +351,7 @@ def test_a_turn_that_fails_leaves_its_parent_as_it_was():
     trees.turn(first, 10)
 
 
-def test_a_branch_of_a_stateless_engine_finds_its_tokens_and_no_state():
+def test_a_stateless_engine_finds_a_branchs_tokens_and_no_kv_cache():
     trees = forest(stateful=False)
     first = trees.turn(prompt=40)
     siblings = trees.send(first, 10, number=2)
@@ -359,7 +359,7 @@ def test_a_branch_of_a_stateless_engine_finds_its_tokens_and_no_state():
     assert [usage_of(one) for one in siblings] == [(0, 58), (0, 58)]
 
 
-def test_the_chunks_of_an_owner_are_shown_once():
+def test_the_map_shows_an_owners_chunks_once():
     trees = forest(cpu_pages=40)
     first = trees.turn(prompt=40)
     (shown,) = trees.engine.chunk_map("ann")
@@ -382,7 +382,7 @@ def test_the_chunks_of_an_owner_are_shown_once():
     trees.turn(third.node.turn_id, 5)
 
 
-def test_state_is_reached_by_turn():
+def test_chunks_can_be_listed_by_turn():
     trees = forest(cpu_pages=40)
     first = trees.turn(prompt=40)
     trees.harness.forget_branches()
@@ -454,7 +454,7 @@ def test_a_turn_that_only_the_history_has_is_explained_by_the_chunks_that_it_wou
     assert "reuse 32 tokens in device memory, copy 0 in, and recompute 15" in explanation.lines[-1]
 
 
-def test_a_named_conversation_forks_with_its_state():
+def test_a_named_conversation_forks_with_its_kv_cache():
     harness = Harness()
     harness.turn("alice", 60)
     harness.engine.fork("alice", "bob", 40)
@@ -465,7 +465,7 @@ def test_a_named_conversation_forks_with_its_state():
     harness.check_empty()
 
 
-def test_a_running_conversation_forks_at_what_was_committed():
+def test_a_running_conversation_forks_at_its_last_commit():
     harness = Harness()
     harness.turn("alice", 60)
     running = harness.submit(harness.facts(harness.prompt(30, 4), "alice", max_tokens=20), "alice")
@@ -477,7 +477,7 @@ def test_a_running_conversation_forks_at_what_was_committed():
     harness.check_empty()
 
 
-def test_everything_is_free_in_the_end():
+def test_ending_all_branches_frees_everything():
     trees = forest(cpu_pages=20)
     first = trees.turn(prompt=40)
     for number in range(6):
@@ -498,7 +498,7 @@ def test_a_branch_may_be_idle_for_its_whole_time_to_live(idle_s, is_left):
 
 
 def reopened(path, trees):
-    """A new engine over the same history, without any branch in memory."""
+    """Return a new engine over the same history, without any branch in memory."""
     trees.engine.close()
     again = forest(path=path)
     again.tokens = trees.tokens
@@ -507,7 +507,7 @@ def reopened(path, trees):
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
 def test_a_branch_that_was_loaded_stays_when_its_turn_is_cancelled(tmp_path, is_cancelled):
-    """It is the only one that holds the path, so the next turn behind it extends it."""
+    """Only it holds the path, so the next turn on it extends it."""
     path = tmp_path / "history.sqlite"
     trees = forest(path=path)
     first = trees.turn(prompt=40)
@@ -526,7 +526,7 @@ def test_a_branch_that_was_loaded_stays_when_its_turn_is_cancelled(tmp_path, is_
 
 
 def test_a_branch_that_was_loaded_was_last_active_when_its_last_turn_was_committed(tmp_path, monkeypatch):
-    """The cache learns from that how long the user was away."""
+    """The cache derives from that how long the user was away."""
     path = tmp_path / "history.sqlite"
     trees = forest(path=path)
     first = trees.turn(prompt=40)

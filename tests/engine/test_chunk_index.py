@@ -1,4 +1,4 @@
-"""Who begins as a context does: the longest run of full chunks, of one owner, and never by a hash alone."""
+"""The search for a context's beginning: the longest run of full chunks of one owner, compared by token."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def index_of(*conversations):
     return index
 
 
-def test_the_longest_match_is_found_and_only_of_full_chunks():
+def test_the_longest_match_of_full_chunks_is_found():
     short, long = Known(list(range(6))), Known([*range(11), 99])
     index = index_of(short, long)
     assert len(index) == 3, "the first chunk of both is one entry"
@@ -55,7 +55,7 @@ def test_owners_do_not_find_each_other():
     assert index.longest("carol", list(range(20))) is None
 
 
-def test_a_fork_is_found_by_what_it_shares():
+def test_a_fork_is_found_by_its_shared_chunks():
     one, fork = Known(list(range(13))), Known(list(range(8)))
     index = index_of(one)
     index.share(fork, one, 2)
@@ -65,7 +65,7 @@ def test_a_fork_is_found_by_what_it_shares():
     assert len(index) == 0 and fork.hashes == []
 
 
-def test_two_chunks_of_one_hash_are_no_match(monkeypatch):
+def test_two_chunks_with_equal_hashes_and_different_tokens_do_not_match(monkeypatch):
     monkeypatch.setattr(chunk_index, "_chained", lambda before, chunk: before + 1)
     index = index_of(Known(list(range(8))))
     assert index.longest("ann", [9] * 8) is None
@@ -73,7 +73,7 @@ def test_two_chunks_of_one_hash_are_no_match(monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_against_a_search_through_everybody(seed):
+def test_the_index_agrees_with_a_linear_search(seed):
     choose = random.Random(seed)
     index, known = ChunkIndex(SIZE), []
 
@@ -98,7 +98,7 @@ def test_against_a_search_through_everybody(seed):
 
 
 def _common(tokens, others):
-    """Tokens of the full chunks that two begin with."""
+    """Return the number of tokens in the full chunks that two begin with."""
     count = 0
     while count + SIZE <= min(len(tokens), len(others)) and tokens[: count + SIZE] == others[: count + SIZE]:
         count += SIZE

@@ -1,4 +1,4 @@
-"""What the ledger commits: named turns and placed ones together, and one refusal harms no other turn."""
+"""The ledger's commits: named turns and placed ones together; one refusal affects no other turn."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def draft_of(turn_id, **fields):
 
 
 def placed(harness, seed, *, conversation=None, attached=True, **node):
-    """A turn that begins a tree."""
+    """Submit a turn that begins a tree."""
     turn_id = new_turn_id()
     attachment = draft_of(turn_id, conversation=conversation) if attached else None
     params = SamplingParams(max_tokens=4, ignore_eos=True, seed=seed)
@@ -69,7 +69,7 @@ def test_a_placed_turn_is_committed_under_its_ids_with_its_response(tmp_path):
     assert harness.store.conversations() == []
 
 
-def test_what_is_not_durable_never_reaches_the_history():
+def test_a_turn_that_is_not_durable_never_reaches_the_history():
     harness = Harness()
     spec = placed(harness, 1, durable=False, attached=False)
     harness.run(*harness.submit_all([spec]))
@@ -78,13 +78,13 @@ def test_what_is_not_durable_never_reaches_the_history():
         harness.store.load_turn("ann", spec.node.turn_id)
 
 
-def test_an_output_ends_when_the_history_says_so():
+def test_an_output_ends_with_the_historys_commit():
     harness = Harness()
     output = harness.turn("alice")
     assert harness.store.load("alice").turns[0].created_at_s == output.ended_at_s is not None
 
 
-def test_usage_of_a_named_turn_is_kept():
+def test_usage_of_a_named_turn_is_stored():
     harness = Harness()
     output = harness.turn("alice")
     assert harness.store.load("alice").turns[0].usage == output.usage
@@ -114,10 +114,10 @@ def test_one_refused_turn_fails_alone_in_a_step_of_several():
         else:
             with pytest.raises(UnknownTurnError):
                 harness.store.load_turn("ann", spec.node.turn_id)
-    harness.turn("alice", seed=9)  # and on it goes
+    harness.turn("alice", seed=9)  # the engine keeps serving
 
 
-def test_a_history_that_cannot_be_written_fails_all_of_a_step():
+def test_a_history_that_cannot_be_written_fails_all_turns_of_a_step():
     harness = Harness()
     harness.store.faults["commit"] = lambda: HistoryError("full")
     turns = harness.submit_all([named(harness, 1, "alice"), placed(harness, 2)])
@@ -127,7 +127,7 @@ def test_a_history_that_cannot_be_written_fails_all_of_a_step():
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_change_that_deletes_what_a_running_turn_goes_on_from_leaves_it_the_tokens(ends):
+def test_deleting_the_parent_of_a_running_turn_leaves_it_the_tokens(ends):
     harness = Harness()
     parent = placed(harness, 1)
     harness.run(*harness.submit_all([parent]))
@@ -150,7 +150,7 @@ def test_a_change_that_deletes_what_a_running_turn_goes_on_from_leaves_it_the_to
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_nothing_goes_on_from_a_turn_whose_response_was_deleted_though_its_state_is_there(durable):
+def test_a_turn_whose_response_was_deleted_cannot_be_continued_although_its_kv_cache_exists(durable):
     harness = Harness()
     parent = placed(harness, 1)
     harness.run(*harness.submit_all([parent]))
@@ -160,14 +160,14 @@ def test_nothing_goes_on_from_a_turn_whose_response_was_deleted_though_its_state
     node = TurnNode(turn_id=new_turn_id(parent_id), parent_id=parent_id, owner="ann", durable=durable)
     with pytest.raises(UnknownTurnError):
         harness.submit_all([TurnSpec(harness.prompt(9, 2), params, node=node)])
-    harness.turn("alice", seed=9)  # and on it goes
+    harness.turn("alice", seed=9)  # the engine keeps serving
 
 
 # --- forks of named conversations
 
 
 @pytest.mark.parametrize("num_tokens", [None, 0, 5, 14, 20, 28])
-def test_a_fork_goes_on_as_its_history_says_and_so_does_what_it_came_from(num_tokens):
+def test_a_fork_and_its_source_continue_as_the_history_says(num_tokens):
     harness = Harness()
     for number in range(2):
         harness.turn("alice", 10, seed=number, max_tokens=4)
@@ -181,7 +181,7 @@ def test_a_fork_goes_on_as_its_history_says_and_so_does_what_it_came_from(num_to
     harness.check_empty()
 
 
-def test_a_conversation_is_forked_while_a_turn_of_it_runs():
+def test_a_conversation_can_be_forked_while_its_turn_runs():
     harness = Harness()
     harness.turn("alice", 10, max_tokens=4)
     facts = harness.facts(harness.prompt(9), "alice", max_tokens=8)
@@ -195,7 +195,7 @@ def test_a_conversation_is_forked_while_a_turn_of_it_runs():
     harness.check_empty()
 
 
-def test_forks_that_cannot_be_change_nothing():
+def test_impossible_forks_change_nothing():
     harness = Harness()
     harness.turn("alice")
     running = harness.submit(harness.facts(harness.prompt(9), "bob"), "bob")
@@ -214,7 +214,7 @@ def test_forks_that_cannot_be_change_nothing():
 
 @pytest.mark.parametrize("is_changed", [True, False])
 def test_a_conversation_that_another_engine_changed_leaves_memory(is_changed):
-    """Its tokens in memory are stale. After any other refusal they are still those of the history."""
+    """Its tokens in memory are stale. After any other refusal they still equal the history's."""
     harness = Harness()
     harness.turn("a", 7, max_tokens=3)
     turn = harness.submit(harness.facts(harness.prompt(5, 1), "a", max_tokens=3), "a")

@@ -45,8 +45,8 @@ def test_records_keep_every_turn():
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 15, 16, 17, 40, 44, 45])
-def test_truncate_keeps_a_prefix_of_tokens_and_state(num_tokens):
-    """The next turn continues the prefix; what is reused is its KV and no more."""
+def test_truncate_keeps_a_prefix_of_tokens_and_kv_cache(num_tokens):
+    """The next turn continues the prefix, and reuses exactly its KV."""
     harness = Harness()
     harness.turn("a", 30, max_tokens=5)
     harness.turn("a", 5, seed=1, max_tokens=5)
@@ -71,7 +71,7 @@ def test_the_length_of_a_history_is_known_without_reading_it():
 
 
 def test_truncate_behind_holes():
-    """Cutting inside a hole leaves nothing to recompute but what stands before the cut."""
+    """A cut inside a hole leaves only the tokens before the cut to recompute."""
     harness = Harness()
     harness.turn("a", 90, max_tokens=5)
     harness.drop("a", 0, 2, 3)
@@ -83,7 +83,7 @@ def test_truncate_behind_holes():
     harness.check_empty()
 
 
-def test_truncate_and_end_refuse_what_cannot_be():
+def test_truncate_and_end_refuse_invalid_arguments():
     harness = Harness()
     harness.turn("a", 10, max_tokens=5)
     for bad in (-1, 16, 1.5, True, None, "3"):
@@ -100,7 +100,7 @@ def test_truncate_and_end_refuse_what_cannot_be():
     assert harness.engine.conversations.num_tokens("a") == len(harness.history("a"))
 
 
-def test_an_ended_conversation_starts_anew():
+def test_an_ended_conversation_starts_again():
     harness = Harness()
     harness.turn("a", 50, max_tokens=5)
     harness.engine.end("a")
@@ -171,7 +171,7 @@ def test_a_conversation_with_a_turn_in_progress_outlives_its_time_to_live():
 
 
 def test_a_conversation_with_a_turn_in_progress_is_not_compared_with_a_shared_history(monkeypatch):
-    """Another replica may have changed it; that the turn is refused is told at its end."""
+    """Another replica may have changed it; the turn's refusal is raised at its end."""
     harness = Harness()
     harness.turn("a", 8, max_tokens=2)
     running = harness.submit(harness.facts(harness.prompt(5, 1), "a", max_tokens=6), "a")
@@ -185,8 +185,8 @@ def test_a_conversation_with_a_turn_in_progress_is_not_compared_with_a_shared_hi
     harness.check_empty()
 
 
-def test_conversations_whose_turns_wait_without_state_stay_in_memory():
-    """So many that those without state are swept when the first turns end."""
+def test_conversations_without_kv_cache_stay_in_memory_while_their_turns_wait():
+    """There are so many that the first turns' ends sweep conversations without KV cache."""
     harness = Harness()
     names = [f"conversation-{number}" for number in range(80)]
     facts = [
@@ -202,8 +202,8 @@ def test_conversations_whose_turns_wait_without_state_stay_in_memory():
 
 
 @pytest.mark.parametrize("limits", [{"max_idle_conversations": 2}, {"idle_ttl_s": 10.0}])
-def test_what_is_to_end_is_found_without_a_listing(monkeypatch, limits):
-    """Every submission asks, and there may be very many conversations."""
+def test_expired_conversations_are_found_without_a_listing(monkeypatch, limits):
+    """Every submission checks, and there may be very many conversations."""
     harness = Harness(small_config(**limits))
     for name in "abc":
         harness.turn(name, 8, max_tokens=2)
@@ -215,8 +215,8 @@ def test_what_is_to_end_is_found_without_a_listing(monkeypatch, limits):
     harness.check_empty()
 
 
-def test_a_conversation_outlives_the_engine(tmp_path):
-    """A new engine on the same file recomputes the history, and goes on as if nothing had happened."""
+def test_a_conversation_survives_a_restart_of_the_engine(tmp_path):
+    """A new engine on the same file recomputes the history, and continues as if nothing had happened."""
     path = tmp_path / "history.sqlite"
     first = Harness(path=path)
     for seed in range(3):
@@ -230,7 +230,7 @@ def test_a_conversation_outlives_the_engine(tmp_path):
     second.engine.close()
 
 
-def test_the_stateless_engine_keeps_no_state():
+def test_the_stateless_engine_keeps_no_kv_cache():
     harness = Harness(small_config(stateful=False))
     harness.turn("a", 20, max_tokens=4)
     assert harness.engine.stats()["num_available_gpu_pages"] == 40

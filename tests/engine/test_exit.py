@@ -1,4 +1,4 @@
-"""A process may end while steps are running that nobody waits for."""
+"""A process may exit while steps are running that no caller waits for."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ print("dispatched")
 
 
 @pytest.mark.long
-def test_packed_chunks_that_nobody_asks_about_do_not_crash_the_exit():
-    """What says whether they are whole is on its way when the process ends."""
-    for _ in range(enough(2, 5)):  # without care two of three ended in an abort
+def test_unfinished_packed_copies_do_not_crash_the_exit():
+    """The flags that tell whether the chunks are complete are in flight when the process exits."""
+    for _ in range(enough(2, 5)):  # without the safeguard two of three runs aborted
         child = subprocess.run(
             [sys.executable, "-c", PACKED], capture_output=True, text=True, timeout=300, check=False
         )
@@ -82,7 +82,7 @@ def test_packed_chunks_that_nobody_asks_about_do_not_crash_the_exit():
 
 
 @pytest.mark.long
-def test_steps_that_nobody_fetches_do_not_crash_the_exit():
+def test_unfetched_steps_do_not_crash_the_exit():
     child = subprocess.run(
         [sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=300, check=False
     )

@@ -1,4 +1,4 @@
-"""What an order has learned outlives the engine, and never keeps it from serving."""
+"""The learned state of an order survives the engine, and its failures never stop the engine from serving."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def seen(harness: Harness) -> float:
 
 
 def interrupt(harness: Harness) -> None:
-    """Ctrl-C in the middle of a change."""
+    """Raise KeyboardInterrupt in the middle of a change."""
 
     def change() -> None:
         raise KeyboardInterrupt
@@ -43,14 +43,14 @@ def test_it_survives_a_restart(tmp_path):
     second = Harness(LEARNED, path=path, clock=first.clock)
     after = second.engine.cache.turns.experience()
     assert (after.returns == before.returns).all() and after.num_returns == 4
-    talk(second, 1)  # whoever left before the restart was not watched since
+    talk(second, 1)  # conversations that were idle before the restart have not been observed since
     assert seen(second) == 4
     talk(second, 1)
     assert seen(second) == 5
 
 
-def test_it_is_written_now_and_then(tmp_path, monkeypatch):
-    """A process that is killed forgets no more than the last turns."""
+def test_it_is_written_periodically(tmp_path, monkeypatch):
+    """A killed process loses only the last turns."""
     monkeypatch.setattr(kept, "_WRITE_AFTER", 4)
     harness = Harness(LEARNED, path=tmp_path / "history.sqlite")
     talk(harness, 3)
@@ -59,7 +59,7 @@ def test_it_is_written_now_and_then(tmp_path, monkeypatch):
     assert kept.kept_experience(harness.store, "learned").num_returns == 3
 
 
-def test_an_interrupt_leaves_what_was_written(monkeypatch):
+def test_an_interrupt_keeps_what_was_written(monkeypatch):
     monkeypatch.setattr(kept, "_WRITE_AFTER", 1)
     harness = Harness(LEARNED)
     talk(harness, 4)
@@ -68,8 +68,8 @@ def test_an_interrupt_leaves_what_was_written(monkeypatch):
     assert seen(harness) == 3
 
 
-def test_what_the_history_cannot_read_is_begun_anew(monkeypatch, caplog):
-    """The history may refuse at any time; an interrupt then has the engine read it again."""
+def test_if_the_history_cannot_read_it_learning_starts_again(monkeypatch, caplog):
+    """The history may fail at any time; after an interrupt the engine reads it again."""
     harness = Harness(LEARNED)
     talk(harness, 3)
 
@@ -88,8 +88,8 @@ def test_other_orders_do_not_read_it():
     assert kept.kept_experience(harness.store, "lru") is None
 
 
-def test_to_forget_is_a_change_like_others():
-    """One thread at a time; where the history refuses nothing is forgotten, and an interrupt is made good."""
+def test_forgetting_is_a_change_like_others():
+    """It needs the engine's thread. A failing history forgets nothing; an interrupt is recovered from."""
     harness = Harness(LEARNED)
     talk(harness, 3)
     keep_note = harness.store.keep_note
@@ -114,7 +114,7 @@ def test_to_forget_is_a_change_like_others():
 
 
 @pytest.mark.parametrize("text", ["", "{torn", "[]", '{"format": "another"}', "[" * 100_000])
-def test_what_cannot_be_read_is_begun_anew(tmp_path, text, caplog):
+def test_invalid_learned_state_is_discarded(tmp_path, text, caplog):
     path = tmp_path / "history.sqlite"
     first = Harness(LEARNED, path=path)
     talk(first, 2)
@@ -159,8 +159,8 @@ def test_an_order_that_does_not_learn_writes_nothing():
     assert harness.store.note("experience") is None
 
 
-def test_only_what_may_return_is_counted():
-    """One-off turns, conversations that were ended and turns that were cancelled."""
+def test_only_conversations_that_may_return_are_counted():
+    """Excluded are one-off turns, ended conversations and cancelled turns."""
     harness = Harness(LEARNED)
     harness.turn(None, 20, max_tokens=2)
     talk(harness, 1, "ended")
@@ -171,13 +171,13 @@ def test_only_what_may_return_is_counted():
     harness.step(3)
     harness.engine.cancel(turn)
     log = harness.engine.cache.turns._log
-    assert len(log) == 1 and seen(harness) == 1  # its user did come back
+    assert len(log) == 1 and seen(harness) == 1  # its user did return
     harness.clock.advance(3.0)
     talk(harness, 1, "cancelled")
     assert seen(harness) == 2
 
 
-def test_explain_and_stats_tell_what_is_followed():
+def test_explain_and_stats_name_the_order_in_use():
     harness = Harness(LEARNED)
     talk(harness, 2)
     text = str(harness.engine.explain("a"))

@@ -1,4 +1,4 @@
-"""`Engine.explain`: where chunks are and why others were dropped; and the record of drops."""
+"""`Engine.explain`: where chunks are and why others were dropped; and the journal of drops."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHUNK = 16
 
 
 def crowded(**config: object) -> Harness:
-    """A conversation of five chunks that gave leading ones up to two others, half a minute later each."""
+    """Return a conversation of five chunks that lost leading ones to two others, half a minute apart."""
     harness = Harness(small_config(gpu_pages=12, reserve_fraction=0.0, swap_out_fraction=0.0, **config))
     harness.turn("a", 70, max_tokens=4)
     for number, name in enumerate("bc"):
@@ -32,7 +32,7 @@ def crowded(**config: object) -> Harness:
     return harness
 
 
-def test_what_is_where():
+def test_explain_gives_the_tier_of_every_chunk():
     harness = Harness(small_config(cpu_pages=20))
     harness.turn("a", 70, max_tokens=4)
     harness.clock.advance(12.0)
@@ -57,8 +57,10 @@ def test_what_is_where():
 @pytest.mark.parametrize("num_tokens", [1, 2 * CHUNK, 2 * CHUNK + 5, 74])
 @pytest.mark.parametrize("change", ["truncate", "fork"])
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_a_turn_finds_what_was_said_also_behind_a_cut(change: str, num_tokens: int, is_lost: bool):
-    """The last token of what a cut leaves was computed, that of a reply was not."""
+def test_explain_predicts_what_the_next_turn_reuses_even_after_a_cut(
+    change: str, num_tokens: int, is_lost: bool
+):
+    """The last token left by a cut was computed, that of a reply was not."""
     harness = Harness(small_config())
     harness.turn("a", 70, max_tokens=4)
     if change == "truncate":
@@ -75,7 +77,7 @@ def test_a_turn_finds_what_was_said_also_behind_a_cut(change: str, num_tokens: i
     assert found + again == (73 if num_tokens == 74 else num_tokens)
 
 
-def test_why_chunks_were_dropped_when_and_at_what_worth():
+def test_explain_gives_reason_time_and_value_of_drops():
     harness = crowded()
     now_s = harness.clock.now()
     harness.clock.advance(5.0)
@@ -93,12 +95,12 @@ def test_why_chunks_were_dropped_when_and_at_what_worth():
     assert f"recompute {dropped[-1].end} of its history" in explanation.lines[-1]
 
 
-def test_under_lru_the_worth_is_the_idle_time():
+def test_under_lru_the_value_is_the_idle_time():
     explanation = crowded(policy="lru").engine.explain("a")
     assert "no host memory to copy it to; idle for 60.0 s" in str(explanation)
 
 
-def test_what_was_computed_again_and_changed_by_its_owner_is_not_explained_by_old_drops():
+def test_recomputed_chunks_and_chunks_that_the_owner_changed_are_not_explained_by_old_drops():
     harness = crowded()
     harness.turn("a", 3, max_tokens=2)
     assert all(chunk.tier == "gpu" and chunk.drop is None for chunk in harness.engine.explain("a").chunks)
@@ -108,7 +110,7 @@ def test_what_was_computed_again_and_changed_by_its_owner_is_not_explained_by_ol
     assert "for no recorded reason" in str(explanation)
 
 
-def test_a_conversation_of_which_nothing_is_in_memory(tmp_path):
+def test_explain_of_a_conversation_without_anything_in_memory(tmp_path):
     path = tmp_path / "history.sqlite"
     harness = Harness(path=path)
     harness.turn("a", 40, max_tokens=4)
@@ -137,8 +139,8 @@ def test_a_shared_prefix_is_named():
     assert "shared with others" in str(explanation)
 
 
-def test_what_was_dropped_of_a_fork_is_told_to_all_that_begin_with_it():
-    """Before the fork, while it is shared, and when it is one's own again."""
+def test_a_drop_of_forked_chunks_is_shown_to_all_conversations_that_share_them():
+    """This holds before the fork, while the chunks are shared, and when they have one owner again."""
     harness = Harness()
     harness.turn("a", 90, max_tokens=4)
     harness.drop("a", 0)
@@ -160,7 +162,7 @@ def test_what_was_dropped_of_a_fork_is_told_to_all_that_begin_with_it():
     assert not any(chunk.is_shared for chunk in chunks)
 
 
-def test_a_failed_step_and_an_interrupt_are_told():
+def test_a_failed_step_and_an_interrupt_are_given_as_reasons():
     harness = Harness()
     harness.turn("a", 40, max_tokens=4)
     turn = harness.submit(harness.facts(harness.prompt(5), "b", max_tokens=9), "b")
@@ -180,8 +182,8 @@ def test_a_failed_step_and_an_interrupt_are_told():
     assert "interrupted" not in str(harness.engine.explain("a"))
 
 
-def test_a_stateless_engine_says_so():
-    """What was dropped within a turn, and computed again, is no reason for anything."""
+def test_a_stateless_engine_is_given_as_the_reason():
+    """Chunks that were dropped and recomputed within one turn are not a reason."""
     harness = Harness(small_config(gpu_pages=3, reserve_fraction=0.0, stateful=False))
     early = harness.facts(harness.prompt(14, seed=1), "early", max_tokens=20)
     late = harness.facts(harness.prompt(10, seed=2), "late", max_tokens=12)
@@ -193,7 +195,7 @@ def test_a_stateless_engine_says_so():
         assert all(chunk.tier is None and chunk.drop is None for chunk in explanation.chunks)
 
 
-def test_conversations_that_do_not_exist():
+def test_explain_refuses_unknown_conversations():
     harness = Harness()
     with pytest.raises(UnknownConversationError):
         harness.engine.explain("nobody")
@@ -201,7 +203,7 @@ def test_conversations_that_do_not_exist():
         harness.engine.explain("")
 
 
-def test_a_turn_that_waits_shows_what_its_conversation_has_lost():
+def test_a_waiting_turn_shows_what_its_conversation_has_lost():
     harness = Harness(small_config(gpu_pages=6, reserve_fraction=0.0))
     harness.turn("a", 60, max_tokens=4)
     runs = harness.submit(harness.facts(harness.prompt(80), "b", max_tokens=10), "b")
@@ -214,8 +216,8 @@ def test_a_turn_that_waits_shows_what_its_conversation_has_lost():
     harness.run(runs, waits)
 
 
-def test_a_prefix_is_found_for_a_conversation_that_was_taken_out_of_memory():
-    """As its next turn would find it."""
+def test_explain_finds_a_prefix_for_a_conversation_that_left_memory():
+    """The conversation's next turn would find it too."""
     harness = Harness(small_config(gpu_pages=20))
     facts = replace(harness.facts(harness.prompt(50), None, max_tokens=4), num_prefix_tokens=40)
     harness.run(harness.submit(facts, "a"))
@@ -228,7 +230,7 @@ def test_a_prefix_is_found_for_a_conversation_that_was_taken_out_of_memory():
     assert output.usage.reused_gpu_tokens == 32
 
 
-def test_what_is_pushed_out_is_explained_before_the_next_step():
+def test_pushed_out_chunks_are_explained_before_the_next_step():
     harness = Harness(small_config(gpu_pages=12, cpu_pages=2))
     harness.turn("a", 70, max_tokens=4)
     harness.engine.push_out("a")
@@ -265,7 +267,7 @@ def test_the_journal_is_bounded(monkeypatch):
 @pytest.mark.parametrize(
     "error", [StepFailedError("mine"), ValueError("mine"), InvalidRequestError("a", 1, "2")]
 )
-def test_an_observer_that_fails_harms_no_conversation(error):
+def test_a_failing_observer_affects_no_conversation(error):
     harness = Harness()
     harness.turn("a", 20, max_tokens=4)
 
@@ -301,7 +303,7 @@ REASON, OTHER = DropReason.NO_HOST_MEMORY, DropReason.SLOT_NEEDED
 
 
 def noted(*drops):
-    """A journal of (sequence, chunk), a second apart."""
+    """Return a journal of drops (sequence, chunk), one second apart."""
     clock = VirtualClock(10.0)
     journal = DropJournal(clock)
     for name, index in drops:
@@ -314,7 +316,7 @@ def indices(journal, *names):
     return [sorted(journal.of(name)) for name in names]
 
 
-def test_the_latest_drop_of_a_chunk_is_told():
+def test_the_latest_drop_of_a_chunk_is_reported():
     journal = noted(("a", 3), ("a", 4))
     journal.note(Drop("a", 3, OTHER, None))
     assert journal.of("a") == {3: DropRecord(12.0, OTHER, None), 4: DropRecord(11.0, REASON, 2.0)}
@@ -324,14 +326,14 @@ def test_the_latest_drop_of_a_chunk_is_told():
 @pytest.mark.parametrize(
     ("bound", "left"), [(5, [[0, 1], [0], [0, 1]]), (4, [[], [0], [0, 1]]), (2, [[], [], [0, 1]])]
 )
-def test_conversations_that_lost_something_longest_ago_are_forgotten_first(monkeypatch, bound, left):
+def test_the_conversations_with_the_oldest_drops_are_forgotten_first(monkeypatch, bound, left):
     monkeypatch.setattr(explanation_module, "_MAX_NUM_RECORDS", bound)
     journal = noted(("a", 0), ("a", 1), ("b", 0), ("c", 0), ("c", 1))
     assert indices(journal, "a", "b", "c") == left
     assert journal._num_records == sum(map(len, left))
 
 
-def test_another_drop_keeps_a_conversation_and_the_newest_one_stays_whole(monkeypatch):
+def test_a_new_drop_keeps_a_conversations_records_and_those_of_the_newest_stay_whole(monkeypatch):
     monkeypatch.setattr(explanation_module, "_MAX_NUM_RECORDS", 2)
     assert indices(noted(("a", 0), ("b", 0), ("a", 0), ("c", 0)), "a", "b", "c") == [[0], [], [0]]
     assert indices(noted(*[("a", index) for index in range(4)]), "a") == [[0, 1, 2, 3]]
@@ -344,7 +346,7 @@ def test_forgetting_makes_room():
     assert indices(journal, "a", "b") == [[], [0]] and journal._num_records == 1
 
 
-def test_chunks_that_change_their_owner_take_their_records_along():
+def test_chunks_that_change_owner_take_their_records_along():
     journal = noted(("a", 0), ("a", 1), ("a", 2), ("trunk", 1))
     journal.move("a", "trunk", range(2))
     assert indices(journal, "a", "trunk") == [[2], [0, 1]]
@@ -356,7 +358,7 @@ def test_chunks_that_change_their_owner_take_their_records_along():
     assert indices(journal, "a") == [[]] and journal._num_records == 2
 
 
-def test_all_that_was_held_is_lost_at_once():
+def test_a_reset_of_the_pools_records_the_loss_of_all_chunks():
     journal = noted(("a", 0))
     journal.lose([("a", 1), ("b", 5)], OTHER)
     assert journal.of("a")[1] == journal.of("b")[5] == DropRecord(11.0, OTHER, None)

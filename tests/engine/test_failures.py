@@ -1,4 +1,4 @@
-"""What goes wrong from outside: a step on the device, a full disk, Ctrl-C. Conversations survive it all."""
+"""External failures: a step on the device, a full disk, Ctrl-C. Conversations survive them all."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.engine.harness import Harness, small_config
 
 
 def two_running_turns(harness, num_steps=3):
-    """Two conversations with a turn each in the history, and another one each that runs."""
+    """Return two conversations with a committed turn each, and another turn of each that runs."""
     harness.turn("a", 20, seed=1, max_tokens=5)
     harness.turn("b", 20, seed=2, max_tokens=5)
     facts = [harness.facts(harness.prompt(9, seed=i), name, max_tokens=8) for i, name in enumerate("ab", 3)]
@@ -35,7 +35,7 @@ def two_running_turns(harness, num_steps=3):
 
 
 def check_usable(harness, facts):
-    """Both turns can be sent again, and are equal."""
+    """Check that both turns can be sent again, with equal results."""
     turns = [harness.submit(one, name) for one, name in zip(facts, "ab", strict=True)]
     outputs = harness.run(*turns)
     assert [output.token_ids for output in outputs] == [harness.expected(one) for one in facts]
@@ -62,7 +62,7 @@ def test_a_failed_step_fails_the_running_turns_only(where, num_steps):
 
 
 def test_a_failed_turn_keeps_no_frames():
-    """What a step worked on, arrays on a device too, is not kept by whoever keeps the turn."""
+    """A turn object keeps nothing that its failed step worked on, including arrays on a device."""
 
     class Array:
         pass
@@ -97,7 +97,7 @@ def test_a_failed_turn_keeps_no_frames():
     check_usable(harness, facts)
 
 
-def test_waiting_turns_outlive_a_failed_step():
+def test_waiting_turns_survive_a_failed_step():
     harness = Harness(small_config(max_num_running=1))
     facts = [harness.facts(harness.prompt(9, seed=i), name, max_tokens=8) for i, name in enumerate("ab")]
     running, waiting = (harness.submit(one, name) for one, name in zip(facts, "ab", strict=True))
@@ -107,8 +107,8 @@ def test_waiting_turns_outlive_a_failed_step():
     assert harness.run(waiting)[0].token_ids == harness.expected(facts[1])
 
 
-def test_a_suspended_turn_outlives_a_failed_step():
-    """Its token in flight is lost with the step, and sampled again to the same id."""
+def test_a_suspended_turn_survives_a_failed_step():
+    """Its token in flight is lost with the step, and sampled again with the same id."""
     harness = Harness(small_config(gpu_pages=3, reserve_fraction=0.0))
     early = harness.facts(harness.prompt(14, seed=1), "early", max_tokens=20)
     late = harness.facts(harness.prompt(10, seed=2), "late", max_tokens=12)
@@ -154,7 +154,7 @@ def test_a_failed_commit_of_a_first_turn_leaves_no_conversation():
 @pytest.mark.parametrize("where", ["dispatch", "fetch", "completed", "swap_out", "swap_in done", "expedite"])
 @pytest.mark.parametrize("num_steps", [0, 2, 5])
 def test_ctrl_c_in_a_step_loses_running_turns_only(where, num_steps):
-    """The store holds exactly the committed turns, and continuing equals the reference."""
+    """The store holds exactly the committed turns, and the continuation equals the reference."""
     harness = Harness()
     turns, facts = two_running_turns(harness, num_steps)
     histories = [harness.history(name) for name in "ab"]
@@ -170,7 +170,7 @@ def test_ctrl_c_in_a_step_loses_running_turns_only(where, num_steps):
 
 @pytest.mark.parametrize("where", ["commit", "committed"])
 def test_ctrl_c_around_a_commit(where):
-    """Before the write the turns are lost; after it they are history, and the next turn continues them."""
+    """Before the write the turns are lost; after it they are in the history and can be continued."""
     harness = Harness()
     turns, facts = two_running_turns(harness, 0)
     harness.store.faults[where] = KeyboardInterrupt
@@ -195,7 +195,7 @@ def test_ctrl_c_around_a_commit(where):
 
 @pytest.mark.parametrize("where", ["dispatch", "fetch", "commit", "committed"])
 def test_ctrl_c_then_another_process_opens_the_history(where, tmp_path):
-    """Closing after an interrupt releases the file; what was committed is all there, and goes on."""
+    """Closing after an interrupt releases the file; every commit is there, and can be continued."""
     path = tmp_path / "history.sqlite"
     harness = Harness(path=path)
     turns, _ = two_running_turns(harness, 2)
@@ -214,7 +214,7 @@ def test_ctrl_c_then_another_process_opens_the_history(where, tmp_path):
     again.engine.close()
 
 
-def test_a_closed_engine_takes_no_more_calls():
+def test_a_closed_engine_refuses_calls():
     harness = Harness()
     turn = harness.submit(harness.facts(harness.prompt(5), "a"), "a")
     harness.step(2)
@@ -227,7 +227,7 @@ def test_a_closed_engine_takes_no_more_calls():
 
 
 def fail_resets(harness, monkeypatch, count):
-    """The next `count` resets find no memory; returns how many have been asked for."""
+    """Make the next `count` resets run out of memory; return a counter of resets."""
     reset, calls = harness.runner.reset, []
 
     def fail():
@@ -240,8 +240,8 @@ def fail_resets(harness, monkeypatch, count):
     return calls
 
 
-def test_pools_that_cannot_be_made_again_are_tried_again_at_the_next_step(monkeypatch):
-    """The turns that ran have the step's own error at once; what waits or is in host memory is kept."""
+def test_an_allocation_of_pools_that_failed_is_retried_at_the_next_step(monkeypatch):
+    """The running turns get the step's own error at once; waiting turns and host memory are kept."""
     harness = Harness(small_config(max_num_running=1, cpu_pages=40))
     harness.turn("old", 60, max_tokens=3)
     harness.engine.push_out("old")
@@ -263,8 +263,8 @@ def test_pools_that_cannot_be_made_again_are_tried_again_at_the_next_step(monkey
     harness.check_empty()
 
 
-def test_without_pools_everything_but_steps_goes_on(monkeypatch):
-    """Nothing hangs: each step says why, and what waits can be cancelled."""
+def test_without_pools_everything_but_steps_works(monkeypatch):
+    """Nothing hangs: each step raises the reason, and waiting turns can be cancelled."""
     harness = Harness(small_config(max_num_running=1))
     harness.turn("old", 20, max_tokens=3)
     specs = [TurnSpec(harness.prompt(9), SamplingParams(max_tokens=8), name) for name in "ab"]
@@ -285,8 +285,8 @@ def test_without_pools_everything_but_steps_goes_on(monkeypatch):
     assert another.output.finish_reason == "cancelled" and len(calls) == num_calls
 
 
-def test_ctrl_c_is_cleaned_up_though_there_is_no_memory_for_new_pools(monkeypatch):
-    """What clears up after it asks nothing of the device, so that nothing comes out in its place."""
+def test_ctrl_c_is_recovered_from_although_new_pools_do_not_fit(monkeypatch):
+    """The recovery does not use the device, so no other error replaces the interrupt."""
     harness = Harness()
     turns, facts = two_running_turns(harness)
     fail_resets(harness, monkeypatch, 1)
@@ -321,7 +321,7 @@ def test_a_submission_that_fails_half_way_queues_nothing(monkeypatch):
 
 @pytest.mark.parametrize("names", ["a", "ab", "old"])
 def test_a_turn_that_is_refused_late_is_not_queued(monkeypatch, names):
-    """Its reply could not be made: its request leaves, and its conversation is not busy."""
+    """Its reply could not be created: its request is removed, and its conversation is not busy."""
     harness = Harness(tokenizer=byte_tokenizer())
     harness.turn("old", 20, max_tokens=3)
     names = [names] if names == "old" else list(names)
@@ -346,7 +346,7 @@ def test_a_turn_that_is_refused_late_is_not_queued(monkeypatch, names):
     harness.check_empty()
 
 
-def test_a_second_thread_is_refused_while_a_call_is_under_way():
+def test_a_call_from_a_second_thread_is_refused_during_a_call():
     harness = Harness()
     refused = []
 
@@ -366,7 +366,7 @@ def test_a_second_thread_is_refused_while_a_call_is_under_way():
     assert refused
 
 
-def test_a_second_close_does_what_an_interrupt_kept_the_first_from(tmp_path):
+def test_a_second_close_completes_one_that_was_interrupted(tmp_path):
     path = tmp_path / "history.sqlite"
     harness = Harness(path=path)
     harness.turn("a", 5, max_tokens=4)

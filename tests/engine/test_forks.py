@@ -1,4 +1,4 @@
-"""Named conversations that begin as another one: what they find, and when they leave memory."""
+"""Named conversations that begin as a fork: what they reuse, and when they leave memory."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ CHUNK = 16
 
 
 def sweep(harness: Harness) -> None:
-    """So many conversations come that those without state leave memory."""
+    """Create enough conversations to make those without KV cache leave memory."""
     for number in range(70):
         harness.turn(f"other-{number}", 3, seed=10 + number, max_tokens=2)
 
 
 @pytest.mark.parametrize("name", ["source", "fork"])
 @pytest.mark.parametrize("num_behind", [1, 6])
-def test_all_of_whose_state_is_shared_stays_in_memory(name: str, num_behind: int) -> None:
-    """Where the history ends on a chunk's end the source is such a one, else the fork is."""
+def test_a_conversation_whose_kv_cache_is_all_shared_stays_in_memory(name: str, num_behind: int) -> None:
+    """If the history ends on a chunk boundary that is the source, else the fork."""
     harness = Harness(small_config(gpu_pages=400))
     num_tokens = 10 * CHUNK + num_behind
     harness.turn("source", 150, max_tokens=num_tokens - 150)
@@ -32,7 +32,7 @@ def test_all_of_whose_state_is_shared_stays_in_memory(name: str, num_behind: int
     harness.check_empty()
 
 
-def test_who_lost_what_is_shared_leaves_memory() -> None:
+def test_a_conversation_that_lost_its_shared_chunks_leaves_memory() -> None:
     harness = Harness(small_config(gpu_pages=60))
     harness.turn("source", 150, max_tokens=16)
     harness.engine.fork("source", "fork")
@@ -44,8 +44,8 @@ def test_who_lost_what_is_shared_leaves_memory() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [10 * CHUNK, 10 * CHUNK + 5])
-def test_a_fork_within_a_prefix_that_somebody_keeps_finds_it_again(num_tokens: int) -> None:
-    """It may leave memory, since it finds the prefix when it is loaded."""
+def test_a_fork_within_a_prefix_in_use_finds_it_again(num_tokens: int) -> None:
+    """It may leave memory, since loading it finds the prefix."""
     harness = Harness(small_config(gpu_pages=400))
     prefix = harness.engine.share_prefix(harness.prompt(10 * CHUNK, 3))
     params = SamplingParams(max_tokens=3, ignore_eos=True, seed=0)
@@ -58,7 +58,7 @@ def test_a_fork_within_a_prefix_that_somebody_keeps_finds_it_again(num_tokens: i
     harness.check_empty()
 
 
-def test_a_fork_of_a_running_conversation_keeps_nothing_without_state() -> None:
+def test_a_fork_of_a_running_conversation_without_kv_cache_keeps_nothing() -> None:
     harness = Harness(small_config(gpu_pages=60, stateful=False))
     harness.turn("source", 150, max_tokens=11)
     running = harness.submit(harness.facts(harness.prompt(5, 2), "source", max_tokens=20), "source")
@@ -72,12 +72,12 @@ def test_a_fork_of_a_running_conversation_keeps_nothing_without_state() -> None:
 
 
 @pytest.mark.parametrize("is_source_in_memory", [True, False])
-def test_a_fork_takes_the_place_of_one_that_another_replica_has_ended(is_source_in_memory: bool) -> None:
+def test_a_fork_replaces_one_that_another_replica_has_ended(is_source_in_memory: bool) -> None:
     harness = Harness(small_config(gpu_pages=60))
     harness.turn("source", 60, max_tokens=5)
     harness.turn("fork", 300, seed=2, max_tokens=5)
     conversations = harness.engine.conversations
-    harness.store.inner.delete("fork")  # by the other one
+    harness.store.inner.delete("fork")  # as the other replica does
     if not is_source_in_memory:
         conversations.forget(conversations.get("source"))
     harness.engine.fork("source", "fork")
@@ -87,7 +87,7 @@ def test_a_fork_takes_the_place_of_one_that_another_replica_has_ended(is_source_
     harness.check_empty()
 
 
-def test_a_refused_fork_leaves_who_has_the_name_as_it_is() -> None:
+def test_a_refused_fork_leaves_the_existing_conversation_unchanged() -> None:
     harness = Harness()
     harness.turn("source", 60, max_tokens=5)
     harness.turn("taken", 60, seed=2, max_tokens=5)
@@ -98,8 +98,8 @@ def test_a_refused_fork_leaves_who_has_the_name_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("limits", [{"max_idle_conversations": 2}, {"idle_ttl_s": 10.0}])
-def test_a_fork_of_one_that_is_about_to_end_is_as_new_as_any(limits: dict[str, float]) -> None:
-    """It once ended before its first turn, which then began another conversation of that name."""
+def test_a_fork_of_a_conversation_about_to_expire_has_its_own_time_to_live(limits: dict[str, float]) -> None:
+    """It once expired before its first turn, which then began another conversation of that name."""
     harness = Harness(small_config(**limits))
     harness.turn("source", 40, max_tokens=5)
     harness.clock.advance(6)
@@ -117,7 +117,7 @@ def test_a_fork_of_one_that_is_about_to_end_is_as_new_as_any(limits: dict[str, f
 
 
 def test_of_many_forks_that_wait_for_a_turn_the_latest_stay_in_memory() -> None:
-    """All of them were once as old as the template, and of these the first made stayed."""
+    """They once had the template's age, and the ones created first stayed."""
     harness = Harness(small_config(gpu_pages=400))
     harness.turn("template", 10 * CHUNK, max_tokens=4)
     for number in range(100):
@@ -130,8 +130,8 @@ def test_of_many_forks_that_wait_for_a_turn_the_latest_stay_in_memory() -> None:
     harness.check_empty()
 
 
-def test_a_template_all_of_whose_state_is_shared_outlives_its_forks_in_memory() -> None:
-    """Older than 64 forks that wait for a turn, it left, and the next one had no state to begin with."""
+def test_a_template_whose_kv_cache_is_all_shared_stays_in_memory_longer_than_its_forks() -> None:
+    """Older than 64 waiting forks, it once left memory, and the next fork had no KV cache to begin with."""
     harness = Harness(small_config(gpu_pages=400))
     harness.turn("template", 10 * CHUNK - 3, max_tokens=4)
     for number in range(100):
@@ -144,8 +144,8 @@ def test_a_template_all_of_whose_state_is_shared_outlives_its_forks_in_memory() 
     harness.check_empty()
 
 
-def test_what_a_fork_begins_with_is_as_recent_as_the_fork() -> None:
-    """It was as old as the template, and gave way before what nobody had used for longer than the fork."""
+def test_the_shared_chunks_are_as_recent_as_the_fork() -> None:
+    """They once had the template's age, and were evicted before chunks unused for longer than the fork's."""
     harness = Harness(small_config(gpu_pages=400, policy="lru"))
     for name in ("template", "other"):
         harness.turn(name, 5 * CHUNK, max_tokens=4)
@@ -158,8 +158,8 @@ def test_what_a_fork_begins_with_is_as_recent_as_the_fork() -> None:
     harness.check_empty()
 
 
-def test_forks_of_a_template_leave_memory_but_for_the_latest() -> None:
-    """Each new one keeps the template's state in use, so that nobody else's end frees them."""
+def test_only_the_latest_forks_of_a_template_stay_in_memory() -> None:
+    """Each new fork uses the template's KV cache, so no other conversation's end frees the forks."""
     harness = Harness(small_config(gpu_pages=60))
     harness.turn("template", 10 * CHUNK, max_tokens=4)
     for number in range(300):

@@ -1,6 +1,6 @@
-"""On a GPU: float32 tokens do not depend on where the state was, with the compiled kernel in the loop.
+"""On a GPU, with the compiled kernel: float32 tokens do not depend on where the KV cache was.
 
-And a second start, in a fresh process, makes no executable.
+A second start, in a fresh process, compiles nothing.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ NUM_CONVERSATIONS, NUM_TURNS = 6, 4
 
 
 def _turns(vocab_size: int) -> list[list[tuple[list[int], SamplingParams]]]:
-    """[turn][conversation]: prompts of mixed lengths, half of the conversations greedy, half sampled."""
+    """Return [turn][conversation]: prompts of mixed lengths; half of the conversations are sampled."""
     rng = np.random.default_rng(11)
     lengths = itertools.cycle((3, 40, 97, 18, 64))
     return [
@@ -48,7 +48,7 @@ def _turns(vocab_size: int) -> list[list[tuple[list[int], SamplingParams]]]:
 def _run(
     model: str, gpu_pages: int, cpu_pages: int = 0, *, stateful: bool
 ) -> tuple[list[list[tuple[int, ...]]], dict]:
-    """Token ids by turn and conversation in float32, and the engine's figures."""
+    """Return token ids by turn and conversation in float32, and the engine's counters."""
     outputs, stats = _serve(model, "float32", "pallas_triton", gpu_pages, cpu_pages, stateful=stateful)
     return [[output.token_ids for output in turn] for turn in outputs], stats
 
@@ -100,8 +100,8 @@ def test_stateful_equals_stateless_and_dense(model: str) -> None:
 
 
 @pytest.mark.gpu
-def test_bfloat16_by_the_fastest_back_end_stays_near_the_dense_model() -> None:
-    """Mosaic's kernel on a Hopper GPU, beside Triton's; a chunk that is wrong changes logits by far more."""
+def test_bfloat16_on_the_fastest_back_end_stays_near_the_dense_model() -> None:
+    """On a Hopper GPU this is Mosaic's kernel, beside Triton's; a wrong chunk changes logits by far more."""
     model = "random:opt-125m"
     outputs, stats = _serve(model, "bfloat16", "auto", 40, 12, stateful=True)
     assert stats["recomputed_tokens"] > 0 and stats["swapped_in_tokens"] > 0
@@ -125,9 +125,9 @@ def test_bfloat16_by_the_fastest_back_end_stays_near_the_dense_model() -> None:
 @pytest.mark.parametrize(
     ("model", "dtype"), [("random:opt-125m", "bfloat16"), ("random:llama-tiny", "float32")]
 )
-def test_a_second_start_makes_nothing(tmp_path: Path, model: str, dtype: str) -> None:
-    """By the fastest back end of this GPU (Mosaic's for the first on a Hopper GPU) and by Triton's."""
-    memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # this process may hold most of the device's
+def test_a_second_start_compiles_nothing(tmp_path: Path, model: str, dtype: str) -> None:
+    """Uses this GPU's fastest back end (on a Hopper GPU Mosaic's for the first model), and Triton's."""
+    memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # this process may hold most of the device's memory
     start = Start(str(tmp_path), model, dtype, buckets=(32, 128))
     first = run_start(start, **memory)
     assert first.events["compiled"] >= len(list((tmp_path / "executables").iterdir())) > 8

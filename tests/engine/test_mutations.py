@@ -1,4 +1,4 @@
-"""The random driver is worth something only if it catches bugs: here are some, planted one at a time."""
+"""Planted bugs, one at a time: the random driver must catch each of them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from tests.engine.tier_mutations import TIER_MUTATIONS
 
 NUM_SEEDS = 200
 PLANTED = MUTATIONS | TIER_MUTATIONS
-# Tried first: short scenarios, the shortest first, that between them catch every planted bug. Which ones do
-# changes with the generator and the engine; for a bug that none of them catches any more, all seeds follow.
+# These run first: short scenarios, the shortest first, that together catch every planted bug. The set changes
+# with the generator and the engine; for a bug that none of them catches any more, all seeds follow.
 SHORT_SEEDS = (442, 400, 390, 300, 388, 362, 116, 56, 15, 192, 224, 219, 376, 256, 135, 484, 286, 81)
 
 
 @pytest.mark.parametrize("seed", SHORT_SEEDS)
-def test_without_a_bug_the_short_ones_pass(seed):
-    """So that it is the bug that they catch."""
+def test_without_a_bug_the_short_scenarios_pass(seed):
+    """This proves that a failure with a bug is caused by the bug."""
     run_scenario(random_scenario(seed))
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_bug_is_caught(name, monkeypatch):
-    """Some scenario fails; without the bug, these and `test_seeded_scenarios` say, none does."""
+    """Some scenario fails with the bug; this file and `test_seeded_scenarios` show that none does without."""
     PLANTED[name](monkeypatch)
     check_caught(name, (*SHORT_SEEDS, *range(NUM_SEEDS)))
 
@@ -34,7 +34,7 @@ def test_planted_bug_is_caught(name, monkeypatch):
 @pytest.mark.long
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_bug_is_caught_by_any_seeds(name, monkeypatch):
-    """Nobody chose these; without the bug, `test_seeded_scenarios` says, none fails."""
+    """These seeds were not selected; `test_seeded_scenarios` proves that none fails without the bug."""
     PLANTED[name](monkeypatch)
     check_caught(name, range(NUM_SEEDS))
 

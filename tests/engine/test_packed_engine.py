@@ -1,4 +1,4 @@
-"""A real model in bfloat16 whose conversations do not fit the device: packed or not, bits are the same."""
+"""A real bfloat16 model whose conversations exceed the device: packing does not change a bit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def config_of(compilation_cache: str | None = None, **cache: Any) -> EngineConfi
 
 
 def talk(config: EngineConfig) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
-    """Everybody in turn, several times: outputs with log-probabilities, counters, and the description."""
+    """Run several interleaved turns; return outputs with logprobs, counters, and the description."""
     rng, outputs = np.random.default_rng(5), []
     with LLM("random:llama-tiny", dtype="bfloat16", config=config, progress=False) as llm:
         for _ in range(NUM_ROUNDS):
@@ -44,7 +44,7 @@ def talk(config: EngineConfig) -> tuple[list[Any], dict[str, Any], dict[str, Any
         return outputs, llm.stats(), llm.describe()["cache"]
 
 
-def test_packed_state_is_the_same_state(compilation_cache: str) -> None:
+def test_packed_kv_cache_gives_identical_results(compilation_cache: str) -> None:
     """Histories came back from host memory, in 26 of 32 bytes; tokens and log-probabilities are equal."""
     packed, stats, cache = talk(config_of(compilation_cache))
     raw, raw_stats, raw_cache = talk(config_of(compilation_cache, pack_host=False))  # its steps are the same
@@ -62,8 +62,8 @@ def test_packed_state_is_the_same_state(compilation_cache: str) -> None:
     )
 
 
-def test_bytes_of_host_memory_hold_more_packed_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they are told of; nothing is compiled for that."""
+def test_the_same_host_memory_holds_more_packed_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads the reported sizes; nothing is compiled for that."""
     monkeypatch.setattr(assembly.ModelRunner, "warm_up", lambda self, progress=None: None)
     page_bytes = 2 * 16 * 2 * 2 * 32 * 2
     config = config_of(cpu_pages=0, cpu_bytes=50 * page_bytes)
@@ -73,7 +73,7 @@ def test_bytes_of_host_memory_hold_more_packed_chunks(monkeypatch: pytest.Monkey
     assert cache["cpu_bytes"] == 61 * cache["slot_bytes"] <= 50 * page_bytes
 
 
-def test_asking_for_what_cannot_be_is_refused() -> None:
+def test_an_impossible_packing_is_refused() -> None:
     config = EngineConfig(cache=CacheConfig(pack_host=True, cpu_pages=10))
     with pytest.raises(ConfigError, match=r"cache\.pack_host is True, but must be None or False.*float32"):
         LLM("random:llama-tiny", dtype="float32", config=config, progress=False)

@@ -1,4 +1,4 @@
-"""Random lives of an engine on the fake runner, against the reference that knows no pages.
+"""Random scenarios of an engine on the fake runner, against the reference without pages.
 
 `test_seeded_scenarios` runs others of fixed seeds, and `tests.search_schedules` many more of those.
 `run_scenario` runs what hypothesis prints.

@@ -47,8 +47,8 @@ def real_scenario(seed, kv_dtype=None):
 
 
 def test_random_scenarios_equal_the_dense_reference(record_property):
-    """Greedy and seeded random turns; where the two best tokens all but tie, either is right, and counted."""
-    preset, num_scenarios = "llama-tiny", 5  # `tests.search_schedules` runs others, of both presets
+    """Turns are greedy or sampled with a seed. If the two best tokens almost tie, either is right."""
+    preset, num_scenarios = "llama-tiny", 5  # `tests.search_schedules` runs others, with both presets
     bench = bench_for(preset)
     num_before, totals = bench.num_turns, Counter()
     bench.uncertain.clear()
@@ -67,8 +67,8 @@ def test_random_scenarios_equal_the_dense_reference(record_property):
     assert len(bench.uncertain) <= MAX_UNCERTAIN_FRACTION * num_turns
 
 
-def test_state_in_8_bits_equals_a_reference_that_stores_alike():
-    """Swapped, dropped, computed again or shared: what a token is stored as is its own affair."""
+def test_an_8_bit_kv_cache_equals_a_reference_with_the_same_storage():
+    """Tokens are stored independently, so swapping, dropping, recomputing and sharing change nothing."""
     preset, kv_dtype, num_scenarios = "llama-tiny", "int8", 2  # `tests.search_schedules` runs others
     bench = bench_for(preset, kv_dtype)
     totals = Counter()
@@ -82,18 +82,18 @@ def test_state_in_8_bits_equals_a_reference_that_stores_alike():
     assert bench.num_logprobs > 0 and bench.num_far <= MAX_FAR_FRACTION * bench.num_logprobs
 
 
-# A code lay between two, and one step of it moved a log-probability by 0.18.
+# A code lay between two values, and one step of it moved a log-probability by 0.18.
 ROUNDED_ELSEWHERE = (1009,)
 
 
 @pytest.mark.parametrize("seed", ROUNDED_ELSEWHERE)
-def test_codes_that_lie_between_two(seed):
-    """What a longer search found: rounding alone, which a reference with weights moved by it shows."""
+def test_codes_between_two_values_are_judged_with_rounding(seed):
+    """A longer search found these: rounding alone causes them, as a reference with moved weights shows."""
     run_scenario(real_scenario(seed, "int8"), bench_for("llama-tiny", "int8"))
 
 
 def test_rounding_does_not_excuse_a_wrong_log_probability():
-    """The judge of state in 8 bits: what no rounding gives is found, though others are asked."""
+    """Tests the judge of 8-bit KV caches: the moved references do not excuse an error beyond rounding."""
     bench = bench_for("llama-tiny", "int8")
     facts = TurnFacts((), (5, 6, 7), SamplingParams(max_tokens=2, logprobs=0), 0, MAX_CONTEXT_TOKENS)
     replay = bench._replay(facts, [5, 6])
@@ -108,7 +108,7 @@ def test_rounding_does_not_excuse_a_wrong_log_probability():
 
 
 def test_a_wrong_token_is_a_failure():
-    """The judge itself: a token that is not the reference's choice, its margin wide, is found."""
+    """Tests the judge: a token that is not the reference's choice, with a wide margin, is found."""
     bench = bench_for("llama-tiny")
     driver = run_scenario(real_scenario(0), bench)
     assert driver.num_checked
@@ -118,7 +118,7 @@ def test_a_wrong_token_is_a_failure():
 
 
 def test_nothing_is_compiled_after_warm_up():
-    """Through the public API: text, ids, sampling, logprobs, streams, recompute; the counter stands still."""
+    """Covers text, ids, sampling, logprobs, streams and recomputation through the public API."""
     with LLM("random:llama-tiny", config=real_config(), progress=False) as llm:
         num_compilations = llm.stats()["num_compilations"]
         assert llm.stats()["num_buckets"] == 2

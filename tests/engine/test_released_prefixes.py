@@ -1,4 +1,4 @@
-"""A released prefix: its state stays with those that began with it, and goes with the last of them."""
+"""A released prefix: its KV cache stays until the last conversation that began with it ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def submit(harness: Harness, prefix: SharedPrefix, name: str | None, seed: int =
 
 
 def check(harness: Harness, turn: Turn, seed: int = 1) -> None:
-    """Run a turn; its tokens are those of a model without any cache."""
+    """Run a turn, and compare its tokens with those of a model without a cache."""
     prompt = (*prompt_ids(9, PREFIX_LEN, harness.bench.vocab_size), *harness.prompt(10, seed))
     (output,) = harness.run(turn)
     assert output.token_ids == harness.expected(harness.facts(prompt, None, max_tokens=4))
@@ -36,7 +36,7 @@ def num_free(harness: Harness) -> int:
     return harness.engine.census()["free pages"]
 
 
-def test_a_prefix_that_nobody_begins_with_is_freed_at_once() -> None:
+def test_an_unused_prefix_is_freed_at_once() -> None:
     harness = Harness()
     prefix = shared(harness)
     check(harness, submit(harness, prefix, None))
@@ -47,7 +47,7 @@ def test_a_prefix_that_nobody_begins_with_is_freed_at_once() -> None:
     harness.engine.release_prefix(prefix)
 
 
-def test_conversations_that_began_with_it_go_on_and_the_last_one_frees_it() -> None:
+def test_conversations_that_began_with_it_continue_and_the_last_one_frees_it() -> None:
     harness = Harness()
     prefix = shared(harness)
     for name in "ab":
@@ -75,7 +75,7 @@ def test_a_turn_that_was_accepted_with_it_runs_to_its_end(num_steps: int) -> Non
 
 
 @pytest.mark.parametrize("stateful", [True, False])
-def test_no_turn_takes_a_released_prefix(stateful: bool) -> None:
+def test_no_new_turn_uses_a_released_prefix(stateful: bool) -> None:
     harness = Harness(small_config(stateful=stateful))
     prefix = shared(harness)
     harness.engine.release_prefix(prefix)
@@ -85,8 +85,8 @@ def test_no_turn_takes_a_released_prefix(stateful: bool) -> None:
     harness.check_empty()
 
 
-def test_an_equal_prefix_is_another_one() -> None:
-    """Its next turn computes the state anew, beside that of those who began with the released one."""
+def test_an_equal_prefix_is_a_separate_one() -> None:
+    """Its next turn recomputes the KV cache, beside that of the users of the released one."""
     harness = Harness()
     one, two = shared(harness), shared(harness)
     check(harness, submit(harness, one, "a"))
@@ -100,7 +100,7 @@ def test_an_equal_prefix_is_another_one() -> None:
     harness.check_empty()
 
 
-def test_a_history_that_left_memory_does_not_come_back_to_it() -> None:
+def test_a_history_that_left_memory_does_not_return_to_it() -> None:
     harness = Harness()
     prefix = shared(harness)
     check(harness, submit(harness, prefix, "a"))
@@ -111,7 +111,7 @@ def test_a_history_that_left_memory_does_not_come_back_to_it() -> None:
     harness.check_empty()
 
 
-def test_what_is_no_prefix_is_named() -> None:
+def test_an_invalid_prefix_is_named() -> None:
     harness = Harness()
     with pytest.raises(InvalidRequestError, match="share_prefix"):
         harness.engine.release_prefix((1, 2, 3))  # type: ignore[arg-type]

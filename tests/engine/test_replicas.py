@@ -1,4 +1,4 @@
-"""Engines that share a history in Postgres: what one has in memory of what the other changes."""
+"""Engines that share a history in Postgres: how one's changes affect what another has in memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def in_memory(harness, name="a"):
     return harness.engine.conversations.get(name).conversation.token_ids
 
 
-def test_a_conversation_that_goes_from_one_to_the_other_and_back(replicas):
+def test_a_conversation_moves_to_the_other_engine_and_back(replicas):
     one, other = replicas
     for seed, harness in enumerate((one, other, one, one, other)):
         harness.turn("a", 7, seed=seed, max_tokens=3)
@@ -44,7 +44,7 @@ def test_a_conversation_that_goes_from_one_to_the_other_and_back(replicas):
     assert output.usage.recomputed_tokens == 0, "what nobody else has changed is used again"
 
 
-def test_of_two_turns_that_run_at_once_one_is_refused_and_then_goes_on(replicas):
+def test_one_of_two_simultaneous_turns_is_refused_and_can_be_repeated(replicas):
     one, other = replicas
     one.turn("a", 7, max_tokens=3)
     other.turn("a", 7, seed=1, max_tokens=3)
@@ -61,11 +61,11 @@ def test_of_two_turns_that_run_at_once_one_is_refused_and_then_goes_on(replicas)
     assert said(one) == list(in_memory(other)) and len(said(one)) == 34
 
 
-def test_what_the_other_has_cut_forked_or_ended(replicas):
+def test_cuts_forks_and_ends_of_another_engine_are_noticed(replicas):
     one, other = replicas
     one.turn("a", 7, max_tokens=3)
     other.turn("a", 7, seed=1, max_tokens=3)
-    one.engine.truncate("a", 15)  # of what it has not in memory
+    one.engine.truncate("a", 15)  # the conversation is not in this engine's memory
     assert said(one) == said(other) and len(said(one)) == 15
     one.engine.fork("a", "b")
     other.turn("b", 4, seed=2, max_tokens=2)
@@ -79,8 +79,8 @@ def test_what_the_other_has_cut_forked_or_ended(replicas):
         harness.engine.check_integrity()
 
 
-def test_a_turn_whose_conversation_has_no_place_in_postgres_is_refused_before_it_runs(replicas):
-    """Its reply could not be kept, and was once lost at its end."""
+def test_a_turn_whose_conversation_exceeds_postgres_limits_is_refused_before_it_runs(replicas):
+    """Its reply could not be stored, and was once lost at its end."""
     one, _ = replicas
     name = "\u4e2d" * 667
     assert len(name.encode()) == 2001
@@ -90,7 +90,7 @@ def test_a_turn_whose_conversation_has_no_place_in_postgres_is_refused_before_it
     one.turn(name[1:], 7, max_tokens=3)
 
 
-def test_a_turn_at_whose_end_postgres_is_away_is_lost_and_nothing_else(replicas, postgres):
+def test_if_postgres_is_away_at_a_turns_end_only_that_turn_is_lost(replicas, postgres):
     one, _ = replicas
     one.turn("a", 7, max_tokens=3)
     turn = one.submit(one.facts(one.prompt(5, 1), "a", max_tokens=3), "a")

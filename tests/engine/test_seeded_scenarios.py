@@ -1,4 +1,4 @@
-"""Random lives of an engine with fixed seeds: reproducible, and proof that they reach what they are for."""
+"""Random scenarios of an engine with fixed seeds: reproducible, and checked to cover all events."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 from tests.engine.driver import run_scenario
 from tests.engine.scenarios import random_scenario
 
-# Of the first ones none computes a suspended request again: the last two do.
+# None of the first ones recomputes a suspended request: the last two do.
 SOME = (*range(88), 381, 420)
-LEAST = {  # of 900
-    # Where histories were when their turns came, dropped chunks among them or not.
+LEAST = {  # in 900
+    # Where histories were when their turns came, with or without dropped chunks.
     "gpu": 1000,
     "cpu": 100,
     "dropped": 100,
@@ -40,18 +40,18 @@ LEAST = {  # of 900
 }
 
 
-# The last token of a history lies in a prefix that another conversation has computed: recomputed was -1.
+# The last token of a history is in a prefix that another conversation has computed: recomputed was -1.
 PAST_FAILURES = (490242, 499438)
 
 
 @pytest.mark.parametrize("seed", PAST_FAILURES)
-def test_a_scenario_that_failed_once(seed: int):
-    """What a longer search found stays found."""
+def test_a_scenario_that_once_failed_passes(seed: int):
+    """A longer search found these seeds."""
     run_scenario(random_scenario(seed))
 
 
-def test_seeded_scenarios_reach_what_they_are_for():
-    """Everything that can happen to a history happens, often; and every turn equals the reference."""
+def test_seeded_scenarios_cover_all_events():
+    """Every event of a history happens often, and every turn equals the reference."""
     num_turns, totals = 0, Counter()
     for seed in SOME:
         try:

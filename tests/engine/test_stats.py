@@ -1,4 +1,4 @@
-"""Counts by size: each value is in one bucket, and a bound's own value is not above it."""
+"""Histograms: each value is in one bucket, and a bucket includes its upper bound."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pensieve_jax.engine.stats import COMMIT_S_BOUNDS, STEP_TOKENS_BOUNDS, Engin
 from tests.engine.harness import Harness
 
 
-def test_a_bound_counts_what_is_at_most_as_large() -> None:
+def test_a_bucket_includes_its_upper_bound() -> None:
     stats = EngineStats()
     for num_tokens in (1, 8, 9, 16384, 16385):
         stats.count_step(num_tokens)

@@ -1,4 +1,4 @@
-"""Steps one by one: what enters the model, in which order, and what becomes of a token in flight."""
+"""Single steps: which tokens enter the model, in which order, and what happens to a token in flight."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tests.engine.harness import Harness, small_config
 
 
 def rows_since(harness, num_steps):
-    """Token intervals of all rows dispatched after the first `num_steps` steps."""
+    """Return the token intervals of all rows dispatched after the first `num_steps` steps."""
     return [row for rows in harness.runner.rows[num_steps:] for row in rows]
 
 
-def test_exactly_what_was_dropped_enters_the_model():
-    """Chunks 0-3 and 7 of 12, the last token of the turn before, and the prompt: nothing else."""
+def test_exactly_the_dropped_tokens_enter_the_model():
+    """Chunks 0-3 and 7 of 12, the last token of the previous turn, and the prompt: nothing else."""
     harness = Harness(small_config(chunk_tokens=32, gpu_pages=20, max_num_batched_tokens=512))
     harness.turn("a", 370, max_tokens=14)  # 384 tokens: 12 chunks, the last one's last token without KV
     harness.drop("a", 0, 1, 2, 3, 7)
@@ -31,8 +31,8 @@ def test_exactly_what_was_dropped_enters_the_model():
     assert (usage.reused_gpu_tokens, usage.recomputed_tokens, usage.prefilled_tokens) == (223, 160, 10)
 
 
-def test_recompute_is_cut_on_chunk_boundaries_and_samples_at_its_end():
-    """A budget of 50 tokens: 48 of the hole a step, holes in ascending order, the tail with the last one."""
+def test_recomputation_is_cut_on_chunk_boundaries_and_samples_at_its_end():
+    """With a budget of 50 tokens, a step computes 48 of a hole; the tail goes with the last hole."""
     harness = Harness(small_config(gpu_pages=20, max_num_running=1, max_num_batched_tokens=50))
     harness.turn("a", 190, max_tokens=3)  # 193 tokens: 13 chunks
     harness.drop("a", 0, 1, 2, 3, 4, 8, 9)
@@ -47,7 +47,7 @@ def test_recompute_is_cut_on_chunk_boundaries_and_samples_at_its_end():
 
 
 def test_the_next_step_is_dispatched_before_ids_are_fetched():
-    """Step N+1 is on its way before anybody waits for step N."""
+    """Step N+1 is dispatched before the engine waits for step N."""
     harness = Harness()
     harness.turn("a", 5, max_tokens=6)
     events = harness.runner.events
@@ -70,7 +70,7 @@ def test_the_check_of_a_loop_checks_each_of_its_parts(part, monkeypatch):
         loop.check_integrity()
 
 
-def test_a_stop_by_length_launches_no_extra_step():
+def test_an_end_by_length_launches_no_extra_step():
     """Six tokens take six steps, and the last step is fetched without another one behind it."""
     harness = Harness()
     harness.turn("a", 5, max_tokens=6)
@@ -78,8 +78,8 @@ def test_a_stop_by_length_launches_no_extra_step():
     assert harness.engine.stats()["num_steps"] == 6
 
 
-def test_an_ending_id_is_seen_one_step_late():
-    """The token of the step of look-ahead is thrown away, and its KV does not count."""
+def test_an_ending_id_is_noticed_one_step_late():
+    """The token of the look-ahead step is discarded, and its KV does not count."""
     harness = Harness()
     facts = harness.facts(harness.prompt(5), "a", max_tokens=20)
     expected = harness.expected(facts)
@@ -93,8 +93,8 @@ def test_an_ending_id_is_seen_one_step_late():
     harness.turn("a", 3, seed=1)
 
 
-def test_an_ending_id_ends_nothing_before_min_tokens():
-    """It is not even sampled: the tokens after it differ from those of a turn that may end."""
+def test_an_ending_id_is_not_sampled_before_min_tokens():
+    """The tokens after it differ from those of a turn that may end."""
     harness = Harness()
     first = harness.expected(harness.facts(harness.prompt(5), "a", max_tokens=1))[0]
     output = harness.turn("a", 5, max_tokens=6, min_tokens=3, stop_token_ids=(first,))
@@ -113,7 +113,7 @@ def test_the_context_limit_ends_a_turn_by_length():
 
 
 def suspended_with_token_in_flight():
-    """Two requests in a pool of three pages: the later one gives way while its token is on the device."""
+    """Run two requests in three pages: the later one is suspended while its token is on the device."""
     harness = Harness(small_config(gpu_pages=3, reserve_fraction=0.0))
     early = harness.facts(harness.prompt(14, seed=1), "early", seed=1, max_tokens=20)
     late = harness.facts(harness.prompt(10, seed=2), "late", seed=2, max_tokens=12)
@@ -126,7 +126,7 @@ def suspended_with_token_in_flight():
 
 
 def test_a_suspended_request_keeps_the_token_in_flight():
-    """The token of the step in flight is kept, and is an input from the host when the turn goes on."""
+    """The token of the step in flight is kept, and is an input from the host when the turn resumes."""
     harness, (early, late), facts = suspended_with_token_in_flight()
     assert harness.scheduled[-1].suspended == (late.request,)
     assert late.request.status is RequestStatus.WAITING
@@ -152,7 +152,7 @@ def test_a_suspended_request_can_be_cancelled():
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 5])
 def test_cancelling_leaves_no_trace(num_steps):
-    """With a step in flight or none: history, KV and neighbours are as if the turn had never been sent."""
+    """With or without a step in flight, history, KV and other turns are as if it had never been sent."""
     harness = Harness()
     harness.turn("a", 20, max_tokens=5)
     neighbour = harness.facts(harness.prompt(8, seed=5), "b", max_tokens=12)
@@ -164,13 +164,14 @@ def test_cancelling_leaves_no_trace(num_steps):
     harness.engine.check_integrity()
     assert turn.output.finish_reason == "cancelled" and turn.output.usage.output_tokens == len(turn.token_ids)
     assert harness.history("a") == history
-    output = harness.turn("a", 7, seed=7, max_tokens=9)  # at once, the cancelled turn's step still in flight
+    # at once, with the cancelled turn's step still in flight
+    output = harness.turn("a", 7, seed=7, max_tokens=9)
     assert output.usage.reused_gpu_tokens >= 24
     assert harness.run(running)[0].token_ids == harness.expected(neighbour)
     harness.check_empty()
 
 
-def test_nothing_is_counted_of_a_turn_that_was_cancelled_before_it_was_admitted():
+def test_a_turn_that_is_cancelled_before_admission_counts_nothing():
     harness = Harness()
     harness.turn("a", 100, max_tokens=5)
     turn = harness.submit(harness.facts(harness.prompt(9, seed=2), "a", max_tokens=5), "a")
@@ -184,14 +185,14 @@ def test_cancelling_a_first_turn_forgets_the_conversation():
     turn = harness.submit(harness.facts(harness.prompt(30), "a"), "a")
     harness.step(3)
     harness.engine.cancel(turn)
-    harness.engine.cancel(turn)  # nothing happens to one that is done
+    harness.engine.cancel(turn)  # cancelling a finished turn has no effect
     assert harness.engine.conversations.listing() == []
     assert harness.engine.stats()["num_turns_cancelled"] == 1
     harness.check_empty()
 
 
 def test_a_finishing_request_can_be_cancelled():
-    """Its last token was granted, its pages are unpinned already, and the id is on its way."""
+    """Its last token was granted, its pages are already unpinned, and the id is in flight."""
     harness = Harness()
     turn = harness.submit(harness.facts(harness.prompt(30), "a", max_tokens=2), "a")
     harness.step(2)
@@ -211,8 +212,8 @@ def test_one_off_requests_leave_nothing():
     harness.check_empty()
 
 
-def test_an_unset_seed_is_drawn_and_kept():
-    """The seed in the output and in the history is the one that the tokens were drawn with."""
+def test_an_unset_seed_is_drawn_and_stored():
+    """The seed in the output and in the history is the one with which the tokens were drawn."""
     harness = Harness()
     facts = harness.facts(harness.prompt(4), "a", seed=None, temperature=1.0, max_tokens=6)
     (output,) = harness.run(harness.submit(facts, "a"))

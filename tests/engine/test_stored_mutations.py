@@ -1,4 +1,4 @@
-"""Planted bugs of KV state in 8 bits: the random driver's judge sees a scale that is another row's."""
+"""Planted bugs of an 8-bit KV cache: the random driver's judge detects the scale of another row."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.engine.driver import run_scenario
 from tests.engine.real_models import RealBench
 from tests.engine.test_real_models import real_scenario
 
-NUM_SCENARIOS = 4  # the first one or two see each bug
+NUM_SCENARIOS = 4  # the first one or two detect each bug
 
 
 def neighbours_scales(pages: jax.Array, page_size: int) -> Stored:
-    """Codes with the scales of the tokens before them."""
+    """Return codes with the scales of the tokens before them."""
     codes, scales = split_pages(pages, page_size)
     return Stored(codes, jnp.roll(scales, 1, axis=-2))
 
@@ -28,7 +28,7 @@ def neighbours_scales(pages: jax.Array, page_size: int) -> Stored:
 def codes_alone(
     pools: Sequence[jax.Array], chunks: Sequence[jax.Array], pages: jax.Array, *, backend: str
 ) -> list[jax.Array]:
-    """A chunk that comes back finds the scales of whoever had the page before."""
+    """Restore a chunk without its scales, so that it gets those of the page's former content."""
     page_size = 16
     stale = [jnp.stack([pool[page, page_size:] for pool in pools]) for page in pages]
     mixed = [
@@ -39,12 +39,12 @@ def codes_alone(
 
 @pytest.mark.long
 @pytest.mark.parametrize("bug", ["neighbour", "stale"])
-def test_a_wrong_scale_is_seen(monkeypatch, bug):
+def test_a_wrong_scale_is_detected(monkeypatch, bug):
     if bug == "neighbour":
         monkeypatch.setattr(page_formats, "split_pages", neighbours_scales)
     else:
         monkeypatch.setattr(page_copies, "scatter_pages", codes_alone)
-    jax.clear_caches()  # what other tests traced knows nothing of it
+    jax.clear_caches()  # other tests' traces do not contain the bug
     bench = RealBench("llama-tiny", "int8")
     try:
         with pytest.raises(AssertionError):

@@ -25,7 +25,7 @@ def stream(harness, name, prompt_len=6, *, seed=0, **params):
     return Stream(harness.engine, spec_of(facts, name)), harness.expected(facts)
 
 
-def test_text_is_what_the_ids_say():
+def test_text_is_the_decoded_ids():
     harness = text_harness()
     output = harness.turn("a", 5, max_tokens=40)
     assert output.text == TOKENIZER.decode(list(output.token_ids)) and output.text
@@ -33,7 +33,7 @@ def test_text_is_what_the_ids_say():
 
 
 def test_a_stop_string_ends_the_turn_before_it():
-    """The ids up to the one that completes it are history; the text ends before it; nothing is left over."""
+    """The history has the ids up to the one that completes it; the text ends before it."""
     harness = text_harness()
     facts = harness.facts(harness.prompt(5), "a", max_tokens=60)
     expected = harness.expected(facts)
@@ -50,7 +50,7 @@ def test_a_stop_string_ends_the_turn_before_it():
     harness.check_empty()
 
 
-def test_a_stream_says_what_the_turn_is():
+def test_a_stream_equals_its_turn():
     harness = text_harness()
     deltas, expected = stream(harness, "a", max_tokens=30)
     seen = list(deltas)
@@ -106,7 +106,7 @@ def test_closing_a_stream_that_ended_keeps_its_turn():
     assert len(harness.history("a")) == 9 and deltas.output.finish_reason == "length"
 
 
-def test_a_failed_stream_raises_what_its_turn_failed_with():
+def test_a_failed_stream_raises_its_turns_error():
     harness = text_harness()
     deltas, _ = stream(harness, "a", max_tokens=9)
     next(deltas)
@@ -117,7 +117,7 @@ def test_a_failed_stream_raises_what_its_turn_failed_with():
     assert harness.engine.conversations.listing() == []
 
 
-def test_turns_that_ended_come_with_the_error_of_one_that_did_not():
+def test_an_error_of_one_turn_carries_the_turns_that_ended():
     harness = text_harness()
     facts = [harness.facts(harness.prompt(6, num), str(num), max_tokens=num) for num in (9, 2)]
     step, num_steps = harness.engine.step, 0
@@ -137,7 +137,7 @@ def test_turns_that_ended_come_with_the_error_of_one_that_did_not():
 
 
 def test_logprobs_come_with_the_tokens():
-    """None, those of the chosen ids only, or the most likely as well; whatever neighbours ask for."""
+    """Covers none, the chosen ids', and the most likely too; other turns' settings do not matter."""
     harness = text_harness()
     wanted = (None, 0, 3)
     facts = [
@@ -150,7 +150,7 @@ def test_logprobs_come_with_the_tokens():
         assert all(len(entry.top) == k for entry in output.logprobs)
 
 
-def test_deltas_of_all_turns_come_by_columns():
+def test_deltas_of_all_turns_are_returned_in_columns():
     harness = text_harness()
     asked = [harness.facts([number + 1], max_tokens=9, logprobs=number or None) for number in range(2)]
     turns = one, other = harness.submit_all([spec_of(facts, None) for facts in asked])
@@ -159,7 +159,7 @@ def test_deltas_of_all_turns_come_by_columns():
         harness.step(num_steps)
         deltas = harness.engine.take_deltas()
         for turn, text, new in zip(deltas.turns, deltas.texts, deltas.token_ids, strict=True):
-            assert new if num_steps == 1 else len(new) == 3  # what nobody took is one delta
+            assert new if num_steps == 1 else len(new) == 3  # unread deltas are one delta
             ids[turn] += [new] if isinstance(new, int) else new
             texts[turn] += text
         logprobs += deltas.logprobs.get(other, [])

@@ -1,4 +1,4 @@
-"""A real model whose pages leave for host memory in the middle of a sequence, and come back elsewhere."""
+"""A real model whose pages move to host memory in the middle of a sequence, and return to other pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.seeds import enough
 
 @functools.cache
 def warm_runner(num_devices, stored):
-    """State in float32 or 8 bits, or that of a model in bfloat16, packed on its way."""
+    """Return a runner with a KV cache in float32 or 8 bits, or in bfloat16, packed during copies."""
     is_packed = stored == "packed"
     kv_dtype = None if is_packed else stored
     config = engine_config(num_devices, cpu_pages=8, kv_dtype=kv_dtype)
@@ -33,7 +33,7 @@ def fill_with_nan(runner):
     runner.device_pools.replace(poisoned_pools(runner.storage))
 
 
-@pytest.mark.long  # in seconds: `test_real_models`, and `test_packed_engine`, that packed state is the same
+@pytest.mark.long  # short tests: `test_real_models`, and `test_packed_engine` for packed copies
 @pytest.mark.parametrize("is_expedited", [False, True])
 @pytest.mark.parametrize(
     ("num_devices", "stored"),
@@ -42,8 +42,8 @@ def fill_with_nan(runner):
         *((1, stored) for stored in ("packed", "int8", None)),
     ],
 )
-def test_a_model_goes_on_as_if_nothing_had_moved(num_devices, stored, is_expedited):
-    """All pages of a sequence leave, the pools are wrecked, other pages take it in: equal bit by bit."""
+def test_a_model_continues_as_if_nothing_had_moved(num_devices, stored, is_expedited):
+    """All pages leave, the pools are overwritten, other pages take the content: results are bit-identical."""
     runner = warm_runner(num_devices, stored)
     results = [
         decode_after(runner, leave)
@@ -55,7 +55,7 @@ def test_a_model_goes_on_as_if_nothing_had_moved(num_devices, stored, is_expedit
 
 
 def decode_after(runner, leave):
-    """The results of a prompt's step and of six more, with something in between that moves the pages."""
+    """Return the results of a prompt's step and of six more; a callback in between moves the pages."""
     runner.reset()
     fill_with_nan(runner)
     stepper, talk = Stepper(runner), Talk(random_ids(60, seed=2), pages=[4, 9, 2, 7])
@@ -71,7 +71,7 @@ def decode_after(runner, leave):
 
 
 def leave_and_return(runner, talk, *, is_expedited):
-    """All pages out to host memory, and in to other pages of pools that hold nothing."""
+    """Copy all pages to host memory, and back to other pages of empty pools."""
     ids, transfers = itertools.count(), runner.transfers
     transfers.swap_out([Copy(next(ids), page, slot) for slot, page in enumerate(talk.pages, start=1)])
     complete(transfers, 4)

@@ -1,4 +1,4 @@
-"""Two tiers under the engine: what a returning turn moves, computes, waits for and reports."""
+"""Two tiers under the engine: what a returning turn copies, computes, waits for and reports."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from tests.engine.fake_transfers import IMMEDIATE, Delays
 from tests.engine.harness import Harness, small_config
 from tests.engine.oracles import spec_of
 
-NEVER = Delays(laziness=1.0)  # copies complete when they are waited for, and else long after the test
+NEVER = Delays(laziness=1.0)  # copies complete only when waited for, or long after the test
 
 
 def two_tiers(*, delays=IMMEDIATE, **options):
-    """12 pages and 24 slots; nothing is copied ahead of time unless asked for."""
+    """Return a harness with 12 pages and 24 slots; it copies ahead of time only if asked to."""
     config = {"gpu_pages": 12, "cpu_pages": 24, "reserve_fraction": 0.0, "swap_out_fraction": 0.0} | options
     return Harness(small_config(**config), delays=delays)
 
 
 def push_out(harness):
-    """Another conversation takes every page, and ends: what was on the gpu is on the cpu, the pages free."""
+    """Run and end a conversation that takes every page: the others move to the CPU."""
     harness.turn("other", 16 * harness.config.cache.gpu_pages - 5, seed=77, max_tokens=5)
     harness.engine.end("other")
     harness.finish_copies()
 
 
 def on_cpu(harness, conversation_id="a", prompt_len=60):
-    """A conversation with all of its history on the cpu, but for the last token."""
+    """Return a conversation with all of its history on the CPU, except the last token."""
     harness.turn(conversation_id, prompt_len, max_tokens=4)
     push_out(harness)
 
@@ -40,7 +40,7 @@ def submit(harness, conversation_id, prompt_len=7, seed=1, **params):
     return harness.submit(facts, conversation_id), facts
 
 
-def test_a_history_on_the_cpu_is_copied_in_and_nothing_of_it_is_computed():
+def test_a_history_on_the_cpu_is_copied_in_and_not_recomputed():
     harness = two_tiers()
     on_cpu(harness)
     assert harness.engine.census()["on cpu"] == 4
@@ -55,11 +55,11 @@ def test_a_history_on_the_cpu_is_copied_in_and_nothing_of_it_is_computed():
     harness.check_empty()
 
 
-def test_a_mixture_of_all_three_is_put_together():
-    """Of seven chunks 0 and 3 are dropped, 1 and 2 on the cpu, and 4 to 6 on the gpu."""
+def test_a_history_in_all_three_states_is_restored():
+    """Of seven chunks 0 and 3 are dropped, 1 and 2 on the CPU, and 4 to 6 on the GPU."""
     harness = two_tiers(policy="lru")
     harness.turn("a", 108, max_tokens=4)
-    harness.turn("b", 120, seed=2, max_tokens=2)  # takes 8 pages, of which 5 are free
+    harness.turn("b", 120, seed=2, max_tokens=2)  # takes 8 pages; 5 are free
     harness.engine.end("b")
     harness.finish_copies()
     harness.drop("a", 0, 3)
@@ -77,8 +77,8 @@ def test_a_mixture_of_all_three_is_put_together():
     harness.check_empty()
 
 
-def test_an_idle_engine_lets_the_step_wait_and_not_the_host():
-    """The copies begin, are expedited, and are read by the step, all in one."""
+def test_on_an_idle_engine_the_step_waits_for_copies_and_not_the_host():
+    """The copies begin, are expedited, and are read by the step, all in one step."""
     harness = two_tiers()
     on_cpu(harness)
     transfers = harness.runner.transfers
@@ -92,8 +92,8 @@ def test_an_idle_engine_lets_the_step_wait_and_not_the_host():
     assert transfers.num_calls["wait"] == num_waits
 
 
-def test_others_go_on_while_a_history_is_copied_in():
-    """Every step has a token for who runs; the one that returns computes what it can, up to what arrives."""
+def test_other_turns_continue_while_a_history_is_copied_in():
+    """Each step has a token for running turns; the returning one computes up to its first missing chunk."""
     harness = two_tiers(delays=NEVER, gpu_pages=20)
     on_cpu(harness, prompt_len=60)
     runs, _ = submit(harness, None, 5, max_tokens=40)
@@ -110,8 +110,8 @@ def test_others_go_on_while_a_history_is_copied_in():
     harness.check_empty()
 
 
-def test_the_oldest_waits_for_what_is_on_its_way_out():
-    """Its pages were given away before the copies out were complete: the engine waits for one, by name."""
+def test_the_oldest_turn_waits_for_chunks_that_are_being_copied_out():
+    """Its pages were given away before the copies out were complete: the engine waits for one, by id."""
     harness = two_tiers(delays=NEVER)
     harness.turn("a", 60, max_tokens=4)
     harness.turn("b", 187, seed=2, max_tokens=5)
@@ -125,7 +125,7 @@ def test_the_oldest_waits_for_what_is_on_its_way_out():
 
 @pytest.mark.parametrize("prefetch", [True, False])
 def test_queued_turns_are_prefetched(prefetch):
-    """When its turn comes everything is there, without a copy more."""
+    """When a turn is admitted all its chunks are there, without further copies."""
     harness = two_tiers(gpu_pages=20, max_num_running=1, prefetch=prefetch)
     on_cpu(harness)
     first, _ = submit(harness, None, 5, max_tokens=8)
@@ -153,7 +153,7 @@ def test_a_suspended_turn_resumes_from_the_cpu_tier():
     harness.check_empty()
 
 
-def test_what_the_cpu_tier_holds_survives_a_failed_step():
+def test_the_cpu_tier_survives_a_failed_step():
     harness = two_tiers()
     on_cpu(harness)
     turn, facts = submit(harness, "a")
@@ -166,7 +166,7 @@ def test_what_the_cpu_tier_holds_survives_a_failed_step():
     harness.check_empty()
 
 
-def test_an_interrupt_forgets_both_tiers():
+def test_an_interrupt_drops_both_tiers():
     harness = two_tiers()
     on_cpu(harness)
     harness.runner.faults["completed"] = KeyboardInterrupt
@@ -181,7 +181,7 @@ def test_an_interrupt_forgets_both_tiers():
 
 
 def prefix_facts(harness, prompt_len, seed):
-    """A turn that begins with 50 shared tokens."""
+    """Return the facts of a turn that begins with 50 shared tokens."""
     prompt = (*harness.prompt(50, 9), *harness.prompt(prompt_len, seed))
     return replace(harness.facts(prompt, None, seed, max_tokens=4), num_prefix_tokens=50)
 
@@ -203,7 +203,7 @@ def test_full_chunks_of_a_prefix_are_computed_once():
     harness.check_empty()
 
 
-def test_a_prefix_comes_back_from_the_cpu_for_everybody():
+def test_a_prefix_is_copied_in_once_for_all():
     harness = two_tiers()
     run_with_prefix(harness, "a", 10, 1)
     push_out(harness)
@@ -212,7 +212,7 @@ def test_a_prefix_comes_back_from_the_cpu_for_everybody():
     harness.check_empty()
 
 
-def test_turns_that_begin_together_compute_a_prefix_once():
+def test_turns_that_start_together_compute_a_prefix_once():
     """The second one reads what the first computes, in the same step."""
     harness = two_tiers(gpu_pages=30)
     facts = [prefix_facts(harness, 10, seed) for seed in (1, 2)]
@@ -251,8 +251,8 @@ def test_a_conversation_that_left_memory_finds_its_prefix_again():
 
 
 @pytest.mark.parametrize("order", [(32, 50), (50, 32)])
-def test_a_conversation_that_left_memory_finds_the_longest_of_its_prefixes(order):
-    """Of 50 and of 32 tokens, the one the beginning of the other, whichever was used first."""
+def test_a_conversation_that_left_memory_finds_its_longest_prefix(order):
+    """The prefixes have 50 and 32 tokens, one the beginning of the other; either may be used first."""
     harness = two_tiers(gpu_pages=40)
     for num_prefix_tokens in order:
         facts = replace(prefix_facts(harness, 10, 1), num_prefix_tokens=num_prefix_tokens)
@@ -264,8 +264,8 @@ def test_a_conversation_that_left_memory_finds_the_longest_of_its_prefixes(order
     harness.check_empty()
 
 
-def test_what_began_with_a_prefix_leaves_memory_and_so_does_the_prefix():
-    """As other conversations without state do; and a prefix that nobody has, once its state is gone."""
+def test_a_conversation_without_kv_cache_leaves_memory_and_then_its_prefix():
+    """An unused prefix leaves memory once its KV cache is gone."""
     harness = two_tiers(cpu_pages=0)
     for number in range(200):
         run_with_prefix(harness, f"c{number}", 10, number)
@@ -296,7 +296,7 @@ def test_a_refused_prefix_is_named():
 
 
 @pytest.mark.parametrize("number", [-1, 1.5, "2", True])
-def test_a_bad_number_to_push_out_is_named_and_harms_nobody(number):
+def test_an_invalid_number_to_push_out_is_named_and_has_no_effect(number):
     harness = two_tiers()
     harness.turn("a", 20)
     turn, facts = submit(harness, "b")

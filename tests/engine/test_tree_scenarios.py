@@ -1,4 +1,4 @@
-"""Random lives of trees of turns with fixed seeds, and bugs around forks, planted one at a time."""
+"""Random scenarios of trees of turns with fixed seeds, and bugs around forks, planted one at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.engine.fork_mutations import FORK_MUTATIONS
 from tests.engine.tree_scenarios import run_tree_scenario
 
 SOME = range(16)  # `tests.search_schedules` runs others
-LEAST = {  # of a thousand
+LEAST = {  # in a thousand
     "turns": 10_000,
     "found": 100_000,  # tokens
     "computed": 100_000,
@@ -25,8 +25,8 @@ LEAST = {  # of a thousand
 }
 
 
-def test_trees_of_turns_answer_as_the_reference():
-    """Everything that can be found of a context is found, often; and every turn equals the reference."""
+def test_trees_of_turns_equal_the_reference():
+    """Every kind of reuse happens often, and every turn equals the reference."""
     totals, deepest = Counter(), 0
     for seed in SOME:
         found = run_tree_scenario(seed)
@@ -41,7 +41,7 @@ def test_trees_of_turns_answer_as_the_reference():
 @pytest.mark.long
 @pytest.mark.parametrize("name", FORK_MUTATIONS)
 def test_planted_bug_is_caught(name, monkeypatch):
-    """Some scenario fails; without the bug, these and the ones above say, none does."""
+    """Some scenario fails with the bug; this file proves that none fails without it."""
     FORK_MUTATIONS[name](monkeypatch)
     check_caught(name, range(40), range(150))
 

@@ -1,7 +1,7 @@
-"""The random driver on a model that two or four devices share, both tiers small; a device that fails alone.
+"""The random driver on a model over two or four devices, with small tiers; a device that fails alone.
 
-Every token is judged by the dense reference on one device, as those of the engine on one device are
-(`test_real_models`): so they are each other's.
+The dense reference on one device judges every token, as it judges those of the engine on one device
+(`test_real_models`): so both engines agree.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def bench(num_devices=2, preset=PRESET, kv_dtype=None):
 
 
 def short_scenario(seed, kv_dtype=None):
-    """A few rounds of conversations that return to two small tiers."""
+    """Draw a few rounds of conversations that return to two small tiers."""
     choose = RandomChooser(seed)
     config = real_config(choose.pick(("retention", *POLICIES)), kv_dtype=kv_dtype, buckets=BUCKETS)
     return Scenario(config, MAX_CONTEXT_TOKENS, durable=False, ops=tier_ops(choose, 5, max_len=70))
 
 
-SOME = range(3, 6)  # between them everything happens; `tests.search_schedules` runs others
+SOME = range(3, 6)  # together they cover everything; `tests.search_schedules` runs others
 
 
 def check_scenarios(judge, seeds, record_property):
@@ -72,26 +72,26 @@ def check_scenarios(judge, seeds, record_property):
 
 
 def test_random_scenarios_equal_the_dense_reference(record_property):
-    """Swapped, dropped, recomputed, suspended, cancelled, failed: the tokens of one device."""
+    """Swapped, dropped, recomputed, suspended, cancelled, failed: the tokens equal one device's."""
     check_scenarios(bench(), SOME, record_property)
 
 
 @pytest.mark.long
 def test_random_scenarios_on_four_devices(record_property):
-    """The other family; on GPUs with our own sums, layer norms and biases among them."""
+    """Covers the other model family, with our own all-reduces, layer norms and biases on GPUs."""
     check_scenarios(bench(4, "opt-tiny"), range(enough(6, 100)), record_property)
 
 
 @pytest.mark.long
-def test_state_in_8_bits_equals_a_reference_on_one_that_stores_alike(record_property):
-    """Each device's scales are of the heads that it has, in both tiers and on the way between them."""
+def test_an_8_bit_kv_cache_equals_a_reference_on_one_device_with_the_same_storage(record_property):
+    """Each device has the scales of its own heads, in both tiers and during copies."""
     judge = bench(2, PRESET, "int8")
     check_scenarios(judge, range(enough(4, 100)), record_property)
     assert judge.num_logprobs > 0 and judge.num_far <= MAX_FAR_FRACTION * judge.num_logprobs
 
 
 class FailsAlone:
-    """Samplers behind which one device fails, once it is told to."""
+    """Samplers after which one device fails on demand."""
 
     def __init__(self, runner) -> None:
         self.is_armed = False
@@ -123,7 +123,7 @@ class FailsAlone:
 
 
 def test_a_device_that_fails_alone_fails_the_step(monkeypatch):
-    """The other one's copy of the result is there, and not taken; nothing hangs, the next turn is exact."""
+    """The other device's result exists and is not used; nothing hangs, and the next turn is exact."""
     runner = bench().runner
     fails = FailsAlone(runner)
     harness = Harness(real_config(buckets=BUCKETS), bench=bench(), max_model_tokens=MAX_CONTEXT_TOKENS)
@@ -143,8 +143,8 @@ def test_a_device_that_fails_alone_fails_the_step(monkeypatch):
     harness.check_empty()
 
 
-def test_a_result_that_failed_is_noticed_before_the_next_step(monkeypatch):
-    """The device that failed would not come to its sums, and the other one would wait there for it."""
+def test_a_failed_result_is_noticed_before_the_next_step(monkeypatch):
+    """The failed device would not join its all-reduces, and the other one would wait there for it."""
     runner = bench().runner
     harness = Harness(real_config(buckets=BUCKETS), bench=bench(), max_model_tokens=MAX_CONTEXT_TOKENS)
     fails = FailsAlone(runner)

@@ -1,6 +1,6 @@
-"""Bad input is a typed error that names the field and the limit, raised before anything is scheduled.
+"""Invalid input raises a typed error that names the field and the limit before anything is scheduled.
 
-After each one, another conversation that runs meanwhile is untouched, and finishes equal.
+After each one, another running conversation is unchanged, and its result is equal.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ BAD_TURNS = {
 
 @pytest.mark.parametrize("name", BAD_TURNS)
 @pytest.mark.parametrize("company", ["alone", "with a good one"])
-def test_a_bad_turn_harms_nobody(name, company):
+def test_an_invalid_turn_has_no_effect_on_others(name, company):
     spec, error, message = BAD_TURNS[name]
     harness = Harness(small_config(gpu_pages=10))
     harness.turn("a", 16, max_tokens=5)
@@ -166,8 +166,8 @@ WRONG_TYPES = {
 
 
 @pytest.mark.parametrize("name", WRONG_TYPES)
-def test_what_is_of_a_wrong_type_harms_nobody(name):
-    """It is refused, and not taken for an interrupt, after which every turn would be lost."""
+def test_an_argument_of_a_wrong_type_has_no_effect_on_others(name):
+    """It is refused, and not mistaken for an interrupt, after which every turn would be lost."""
     call, field = WRONG_TYPES[name]
     harness = Harness()
     shared = harness.engine.share_prefix(harness.prompt(40, seed=2))
@@ -195,13 +195,13 @@ def test_a_turn_of_another_engine_is_not_cancelled():
     for harness, one, turn in zip(harnesses, facts, turns, strict=True):
         harness.engine.check_integrity()
         assert harness.run(turn)[0].token_ids == harness.expected(one)
-    harnesses[0].engine.cancel(turns[1])  # it is done: nothing happens
+    harnesses[0].engine.cancel(turns[1])  # it is done: the call has no effect
     for harness in harnesses:
         harness.check_empty()
 
 
-def test_parameters_are_as_they_were_made():
-    """They are checked once: a caller's lists may change afterwards."""
+def test_parameters_do_not_change_after_their_creation():
+    """They are checked once, but a caller's lists may change afterwards."""
     stop, ids = ["END"], [3]
     params = SamplingParams(stop=stop, stop_token_ids=ids, ignore_eos=True)
     stop[0], ids[0] = "", -1
@@ -212,17 +212,18 @@ def test_parameters_are_as_they_were_made():
     harness.check_empty()
 
 
-def test_one_id_twice_in_a_call_is_busy():
+def test_the_same_id_twice_in_a_call_is_busy():
     harness = Harness()
     with pytest.raises(ConversationBusyError, match="'a'"):
         harness.engine.submit([TurnSpec([1], PLAIN, "a"), TurnSpec([2], PLAIN, "a")])
     assert not harness.engine.has_unfinished
-    harness.engine.submit([TurnSpec([1], PLAIN, None), TurnSpec([2], PLAIN, None)])  # one-off requests may
+    # allowed for one-off requests
+    harness.engine.submit([TurnSpec([1], PLAIN, None), TurnSpec([2], PLAIN, None)])
     harness.drain()
 
 
 def test_the_longest_turn_that_fits_is_served():
-    """A whole pool for one sequence: the context is all of its tokens."""
+    """One sequence uses the whole pool: the context is all of its tokens."""
     harness = Harness(small_config(gpu_pages=4))
     output = harness.turn("a", 63, max_tokens=9)
     assert len(output.token_ids) == 1 and output.finish_reason == "length"
@@ -237,6 +238,6 @@ LIMITS = ModelLimits(
 
 
 @pytest.mark.parametrize(("num_tokens", "is_refused"), [(1, False), (48, False), (49, True)])
-def test_a_shared_beginning_leaves_room_for_a_prompt_and_a_reply(num_tokens, is_refused):
+def test_a_shared_prefix_leaves_room_for_a_prompt_and_a_reply(num_tokens, is_refused):
     with pytest.raises(ContextLengthError, match="at most 48") if is_refused else nullcontext():
         check_beginning([3] * num_tokens, LIMITS)

@@ -1,4 +1,4 @@
-"""Bugs to plant around two tiers: slips in the cache, and faults of what moves chunks. See `mutations`."""
+"""Bugs to plant around two tiers: errors in the cache, and faults of the transfers. See `mutations`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.engine.fake_transfers import FakeTransfers
 from tests.engine.mutations import Mutation
 from tests.engine.observed import ObservedTransfers
 
-# Slips with two tiers
+# Errors with two tiers
 
 
 def stale_copy_of_a_tail_kept(patch):
-    """Appending to a chunk leaves its copy in host memory as it was."""
+    """Leave a chunk's copy in host memory unchanged when the chunk is appended to."""
 
     def write(self, sequence, index):
         if sequence.chunks[index].state is ChunkState.RESERVED:
@@ -69,7 +69,7 @@ def expediting_is_not_passed_on(patch):
 
 
 def copies_out_are_left_out(patch):
-    """One in five is never carried out, and counts as done."""
+    """Skip one copy out in five, and report it as done."""
     swap_out, completed = ObservedTransfers.swap_out, ObservedTransfers.completed
 
     def swapped_out(self, copies):
@@ -86,7 +86,7 @@ def copies_out_are_left_out(patch):
 
 
 def lost_copies_still_count(patch):
-    """After a failed step a chunk that was on its way out has arrived."""
+    """After a failed step, treat a chunk that was being copied out as arrived."""
     lose_page = ChunkStore._lose_page
 
     def lost(self, sequence, index):
@@ -99,7 +99,7 @@ def lost_copies_still_count(patch):
 
 
 def chunks_on_their_way_out_are_admitted(patch):
-    """Admission does not wait for them, and computes them again in place of the copy."""
+    """Do not wait for them at admission, and recompute them instead of copying."""
     try_admit = CacheManager.try_admit
 
     def admitted(self, sequence, num_tokens, *, waive_reserve):
@@ -113,7 +113,7 @@ def chunks_on_their_way_out_are_admitted(patch):
 
 
 def slots_of_expedited_copies_are_given_away(patch):
-    """In the same pass, whose copies out are carried out before its copies in."""
+    """Give them away in the same pass, whose copies out run before its copies in."""
     expedite = Scheduler._expedite
 
     def expedited(self):
@@ -126,7 +126,7 @@ def slots_of_expedited_copies_are_given_away(patch):
 
 
 def lost_copies_count_as_arrived(patch):
-    """A list that was too short is not told."""
+    """Do not report that a list was too short."""
     completed = ObservedTransfers.completed
 
     def named(self):
@@ -148,7 +148,7 @@ def slots_of_lost_copies_leak(patch):
 
 
 def what_a_lost_copy_was_to_save_counts_as_kept(patch):
-    """A chunk that gave its page to the copy is where the copy was to bring it."""
+    """Treat a chunk that gave its page to the copy as present at the copy's target."""
     lose, complete = ChunkStore.lose, ChunkStore.complete
 
     def lost(self, copy_ids):
@@ -184,7 +184,7 @@ def holes_in_a_prefix_are_left_to_others(patch):
     patch.setattr(Request, "skip_filled", skip_filled)
 
 
-# Faults of what moves chunks between the tiers: the five of the two-tier cache's issue
+# Faults of the transfers between tiers: the five of the two-tier cache's issue
 
 
 def a_byte_of_the_cpu_tier_is_flipped(patch):
@@ -199,7 +199,7 @@ def a_byte_of_the_cpu_tier_is_flipped(patch):
 
 
 def a_copy_goes_into_the_wrong_page(patch):
-    """Now and then the page is the next one, which may be anybody's."""
+    """Occasionally write the next page, which may belong to another sequence."""
     complete = FakeTransfers._complete
 
     def completed(self, found):
@@ -215,7 +215,7 @@ def a_copy_goes_into_the_wrong_page(patch):
 
 
 def a_copy_is_read_before_it_is_ready(patch):
-    """`completed` names swap-ins at the first call, whatever is still on its way."""
+    """Let `completed` name swap-ins at the first call, even if they are still in flight."""
     completed = FakeTransfers.completed
 
     def named(self):
@@ -231,7 +231,7 @@ def a_copy_is_read_before_it_is_ready(patch):
 
 
 def a_copy_is_lost(patch):
-    """Every seventh completes without having done anything."""
+    """Complete every seventh copy without copying."""
     complete = FakeTransfers._complete
 
     def completed(self, found):
@@ -246,7 +246,7 @@ def a_copy_is_lost(patch):
 
 
 def a_page_is_reused_before_it_was_read(patch):
-    """A swap-out reads its page when it completes, and not when it starts."""
+    """Read a swap-out's page when it completes, not when it starts."""
     complete = FakeTransfers._complete
 
     def completed(self, found):

@@ -1,10 +1,11 @@
-"""Random lives of an engine whose turns are placed in trees, against the reference that knows no pages.
+"""Random scenarios of an engine whose turns are placed in trees, against the reference without pages.
 
     python -m tests.engine.tree_scenarios --num_scenarios=100000 --seed=0
 
-Scenario i is `run_tree_scenario(seed + i)`, and beside it `run_fork_scenario` of the same seed, which has no
-engine. After every step: integrity of cache, scheduler and branches. For every turn that ends: its tokens
-against the reference, and its accounting against what was really computed. At the end the history has every
+Scenario i is `run_tree_scenario(seed + i)`, with `run_fork_scenario` of the same seed, which has no engine.
+After every step it checks the integrity of cache, scheduler and branches. For every turn that ends it
+compares
+the tokens with the reference, and the usage with what was really computed. At the end the history has every
 durable turn, and every page and slot is free. Prints the range, a summary, and for every failure its seed and
 its error; the exit status is 1 if there was one.
 """
@@ -45,16 +46,16 @@ from tests.engine.scenarios import (
 )
 from tests.engine.trees import Forest, Sent
 
-MAX_TOKENS = 400  # of a context
+MAX_TOKENS = 400  # per context
 CALM = ("send", "send", "send", "step", "step", "step", "step", "cancel", "think", "look")
 OPS = (*CALM * 3, "push_out", "forget_state", "sweep", "expire", "drop", "fail", "interrupt", "restart")
 
 
 class TreeScenario:
-    """One engine, its trees, and what happens to them.
+    """One engine, its trees, and the operations on them.
 
     Attributes:
-      totals: what was seen on the way.
+        totals: counts of what happened.
     """
 
     def __init__(self, seed: int, folder: Path | None) -> None:
@@ -66,7 +67,7 @@ class TreeScenario:
         self.seed = seed
         self.running: list[Sent] = []
         self.tokens: dict[str, tuple[int, ...]] = {}
-        self.sent: dict[str, Sent] = {}  # by turn that was answered
+        self.sent: dict[str, Sent] = {}  # by answered turn
         self.num_sent = 0
         self.totals: Counter[str] = Counter()
         self.open()
@@ -99,7 +100,7 @@ class TreeScenario:
         self.engine.check_integrity()
         check_branches(self.engine.conversations, self.tokens)
 
-    # What happens
+    # Operations.
 
     def _send(self) -> None:
         choose = self.choose
@@ -134,7 +135,7 @@ class TreeScenario:
             self.totals["depth"] = max(self.totals["depth"], _depth(one.turn.request.sequence))
 
     def _prompt(self, parent: str | None, owner: str) -> tuple[int, ...]:
-        """New, or that of another turn behind the same one, or a history that is sent once more."""
+        """Draw a new prompt, that of another turn of the same parent, or a history that is resent."""
         choose = self.choose
         new = self.harness.prompt(choose.integer(1, choose.pick((10, 40, 90))), self.num_sent)
         alike = [
@@ -148,7 +149,7 @@ class TreeScenario:
         return new
 
     def _resent(self, new: tuple[int, ...]) -> tuple[int, ...]:
-        """A history that was anybody's: the beginning of it, full chunks of it, or those of two."""
+        """Return parts of any owners' histories: a beginning, full chunks, or the beginnings of two."""
         choose, size = self.choose, self.config.cache.chunk_tokens
         one, other = (self.tokens[choose.pick(list(self.tokens))] for _ in range(2))
         num_chunks = choose.integer(1, max(len(one) // size, 1))
@@ -157,7 +158,7 @@ class TreeScenario:
         return one[: num_chunks * size] + choose.pick(((), other[num_chunks * size :]))
 
     def _check_origin(self, sent: Sent) -> None:
-        """What was found in memory is of the same owner."""
+        """Check that reused chunks belong to the same owner."""
         kind, num_tokens = sent.turn.origin
         if kind in ("chunks", "loaded"):
             context = (*sent.facts.history, *sent.facts.prompt)
@@ -215,7 +216,7 @@ class TreeScenario:
         self.totals["computed"] += computed
 
     def _recover(self, committed: set[str]) -> None:
-        """After an interrupt every turn is lost, but for those that were committed: they are history."""
+        """After an interrupt, drop all turns except committed ones, which are in the history."""
         self.engine.expire_idle()
         for sent in self.running:
             assert sent.turn.done, "a turn outlived an interrupted step"
@@ -235,7 +236,7 @@ class TreeScenario:
         self.clock.advance(self.choose.integer(0, 40) ** 2 / 10)
 
     def _look(self) -> None:
-        """The map shows every chunk of an owner once."""
+        """Check that the map shows every chunk of an owner once."""
         for owner in ("ann", "bob"):
             num_shown = sum(_length(shown.states) for shown in self.engine.chunk_map(owner))
             lineages = [branch.sequence.lineage() for branch in self.engine.conversations.branches.of(owner)]
@@ -261,13 +262,13 @@ class TreeScenario:
         self.engine.expire_idle()
 
     def _drop(self) -> None:
-        """A turn that nobody holds any more is cancelled at the next call."""
+        """Drop a turn's last reference: it is cancelled at the next call."""
         if self.running:
             sent = self.running.pop(self.choose.integer(0, len(self.running) - 1))
             turn = weakref.ref(sent.turn)
             node, facts = sent.node, sent.facts
             del sent
-            if (held := turn()) is not None:  # by frames of a step that failed, until they are collected
+            if (held := turn()) is not None:  # frames of a failed step may hold it until they are collected
                 self.running.append(Sent(held, node, facts))
         self.engine.expire_idle()
 
@@ -289,7 +290,7 @@ class TreeScenario:
             self.running = []
             self.open()
 
-    # The end
+    # The end of a scenario.
 
     def drain(self) -> None:
         self.harness.runner.faults.clear()
@@ -301,7 +302,7 @@ class TreeScenario:
         assert not self.running and not self.engine.has_unfinished, "turns do not end"
 
     def check_history(self) -> None:
-        """It has every durable turn, and no other."""
+        """Check that it has every durable turn, and no other."""
         for turn_id, sent in self.sent.items():
             try:
                 record = self.harness.store.load_turn(sent.node.owner, turn_id)
@@ -316,12 +317,12 @@ def _depth(sequence: CachedSequence) -> int:
 
 
 def _length(states: str) -> int:
-    """Chunks in a run-length string."""
+    """Return the number of chunks in a run-length string."""
     return sum(int(count) for count in "".join(c if c.isdigit() else " " for c in states).split())
 
 
 def run_tree_scenario(seed: int) -> Counter[str]:
-    """One scenario from start to end; raises AssertionError for what is wrong."""
+    """Run one scenario from start to end; raise AssertionError on a failure."""
     with tempfile.TemporaryDirectory() as folder:
         scenario = TreeScenario(seed, Path(folder) if seed % 4 == 0 else None)
         try:
@@ -335,7 +336,7 @@ def run_tree_scenario(seed: int) -> Counter[str]:
 def _run(seed: int) -> tuple[int, Counter[str], str | None]:
     try:
         return seed, run_tree_scenario(seed) + run_fork_scenario(seed), None
-    except Exception:  # whatever it is, it is what the soak looks for
+    except Exception:  # the soak looks for any error
         return seed, Counter(), traceback.format_exc()
 
 

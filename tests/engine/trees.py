@@ -1,4 +1,4 @@
-"""Turns of trees through an observed engine, and what each must answer: what tests of branches build on."""
+"""Turns of trees through an observed engine, checked against the reference; the base of branch tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.engine.oracles import TurnFacts
 
 @dataclass(frozen=True)
 class Sent:
-    """A turn that was sent, and what it is a function of."""
+    """A turn that was sent, and the facts that determine it."""
 
     turn: Turn
     node: TurnNode
@@ -27,7 +27,7 @@ class Forest:
     """Trees of turns in one engine.
 
     Attributes:
-      tokens: of the context up to and including a turn that was answered, by its id.
+        tokens: of the context up to and including an answered turn, by its id.
     """
 
     def __init__(self, harness: Harness) -> None:
@@ -36,7 +36,7 @@ class Forest:
         self.tokens: dict[str, tuple[int, ...]] = {}
 
     def facts(self, parent: str | None, prompt: Sequence[int], seed: int = 0, **params: object) -> TurnFacts:
-        """What a turn behind `parent` would be a function of."""
+        """Return the facts that determine a turn after `parent`."""
         history = () if parent is None else self.tokens[parent]
         parameters = SamplingParams(**{"ignore_eos": True, "seed": seed, "max_tokens": 8} | params)
         return TurnFacts(history, tuple(prompt), parameters, seed, self.harness.max_context_tokens)
@@ -65,21 +65,21 @@ class Forest:
         return [Sent(turn, node, facts) for turn, (node, facts) in zip(turns, sent, strict=True)]
 
     def settle(self, *sent: Sent) -> list[str]:
-        """Run turns to their ends, and check them against the reference; their ids."""
+        """Run turns to their ends, check them against the reference, and return their ids."""
         outputs = self.harness.run(*(one.turn for one in sent))
         for one, output in zip(sent, outputs, strict=True):
             self.check(one, output.token_ids)
         return [one.node.turn_id for one in sent]
 
     def check(self, sent: Sent, token_ids: Sequence[int]) -> None:
-        """A turn was answered with these."""
+        """Record and check the tokens of a turn's answer."""
         self.harness.bench.check_tokens(sent.facts, token_ids, whole=True)
         self.tokens[sent.node.turn_id] = (*sent.facts.history, *sent.facts.prompt, *token_ids)
 
     def turn(self, parent: str | None = None, prompt: Sequence[int] | int = 40, **more: object) -> str:
-        """Send a turn and run it to its end; its id."""
+        """Send a turn, run it to its end, and return its id."""
         return self.settle(*self.send(parent, prompt, **more))[0]
 
     def sequence(self, turn_id: str, owner: str = "ann") -> CachedSequence:
-        """The state of a branch that ends with a turn, or that has it."""
+        """Return the sequence of a branch that contains a turn."""
         return self.engine.conversations.branches.at(owner, turn_id)[0].sequence

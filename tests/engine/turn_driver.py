@@ -1,9 +1,12 @@
-"""Turns through an engine, and everything that can be checked of them from outside.
+"""Turns through an engine, with all checks that are possible from outside.
 
-After every step: `check_integrity`, and that something goes on. For every turn that ends: tokens, end, seed,
-logprobs and usage against the reference and against what was really computed and copied in. Whatever fails is
-sent again later and must then be equal. At the end no turn is left, every conversation's history is what its
-turns were, in memory and in the store, and every page and slot is free once all conversations are ended.
+After every step: `check_integrity`, and that the engine makes progress. For every turn that ends: tokens,
+end,
+seed, logprobs and usage against the reference and against what was really computed and copied in. A failed
+turn
+is sent again later and must then be equal. At the end no turn is left, every conversation's history equals
+its
+turns, in memory and in the store, and every page and slot is free once all conversations are ended.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from tests.engine.oracles import Bench, TurnFacts
 from tests.engine.outcomes import COUNTED, Running, check_output, check_usage
 from tests.engine.scenarios import Scenario
 
-MAX_IDLE_STEPS = 200  # in a row without a token: each of them must at least have waited for a copy
+MAX_IDLE_STEPS = 200  # consecutive steps without a token: each must at least have waited for a copy
 COUNTED_STATS = (
     "num_swapped_out_chunks",
     "num_swapped_in_chunks",
@@ -31,15 +34,15 @@ COUNTED_STATS = (
 
 
 class TurnDriver:
-    """One engine, its model of what every conversation holds, and the turns that run.
+    """One engine, a model of every conversation's content, and the running turns.
 
     Attributes:
-      path: of the history's file, if it has one.
-      histories: committed token ids by conversation.
-      running: submitted turns that have not ended.
-      lost: turns that failed, to be sent again.
-      num_checked: turns that ended well and were equal.
-      totals: usage and counters of all engines, added up; and what was seen on the way.
+        path: of the history's file, if it has one.
+        histories: committed token ids by conversation.
+        running: submitted turns that have not ended.
+        lost: failed turns, to be sent again.
+        num_checked: turns that ended well and were equal.
+        totals: summed usage and counters of all engines, and counts of what happened.
     """
 
     def __init__(self, scenario: Scenario, bench: Bench, folder: Path | None) -> None:
@@ -69,12 +72,12 @@ class TurnDriver:
             self.engine.cache.turns.begin(experience_of(len(self.scenario.ops)))
 
     def close(self) -> None:
-        """Close the engine, and keep what it counted."""
+        """Close the engine, and keep its counters."""
         stats = self.engine.stats()
         self.totals.update({name: stats[name] for name in COUNTED_STATS})
         self.engine.close()
 
-    # Steps and their outcome
+    # Steps and their outcomes.
 
     def step(self) -> None:
         num_commits = len(self.store.commits)
@@ -95,7 +98,7 @@ class TurnDriver:
 
     def _check_progress(self) -> None:
         if not self.harness.scheduled:
-            return  # it failed before
+            return  # it has already failed
         output = self.harness.scheduled[-1]
         self.totals["num_expedited_copies"] += len(output.expedited)
         self.totals["num_steps_with_a_full_cpu_tier"] += self.harness.cpu_tier_is_full
@@ -103,7 +106,7 @@ class TurnDriver:
         assert self._num_idle_steps < MAX_IDLE_STEPS, f"{MAX_IDLE_STEPS} steps without a token"
 
     def _recover(self, committed_ids: set[str]) -> None:
-        """After an interrupt every turn is lost, but for those that were committed: they are history."""
+        """After an interrupt, drop all turns except committed ones, which are in the history."""
         self.engine.expire_idle()
         self.engine.check_integrity()
         for running in self.running:
@@ -142,10 +145,10 @@ class TurnDriver:
         if running.conversation_id is not None:
             self.lost.append((running.facts, running.conversation_id))
 
-    # The end
+    # The end of a scenario.
 
     def finish(self) -> None:
-        """Run what is left, send again what was lost, check all histories, and free every page."""
+        """Run the remaining turns, resend lost ones, check all histories, and free every page."""
         self.drain()
         for facts, conversation_id in self.lost:
             if facts.history != self.histories.get(conversation_id, ()):
@@ -166,7 +169,7 @@ class TurnDriver:
         assert not self.running and not self.engine.has_unfinished, "turns do not end"
 
     def check_histories(self) -> None:
-        """Engine and store hold exactly what was committed."""
+        """Check that engine and store hold exactly what was committed."""
         assert {info.conversation_id for info in self.engine.conversations.listing()} == set(self.histories)
         for conversation_id, history in self.histories.items():
             assert tuple(self.engine.conversations.record(conversation_id).token_ids.tolist()) == history

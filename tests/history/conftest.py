@@ -1,4 +1,4 @@
-"""Histories of either kind, for tests of what both promise."""
+"""Histories of either kind, for tests of their common contract."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FINGERPRINT = "model:a tokenizer:b"
 
 @pytest.fixture(params=["file", "postgres"])
 def location(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    """Where nothing is yet: a path with characters that a URL has otherwise, or a URL."""
+    """Return a new location: a path with characters that are special in URLs, or a URL."""
     if request.param == "postgres":
         return request.getfixturevalue("postgres").url()
     return tmp_path / "a history #1?.sqlite"
@@ -23,7 +23,7 @@ def location(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 @pytest.fixture(params=["file", "memory", "postgres"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[HistoryStore]:
-    """An empty history."""
+    """Yield an empty history."""
     locations = {"file": lambda: tmp_path / "chats.sqlite", "memory": lambda: None}
     locations["postgres"] = lambda: request.getfixturevalue("postgres").url()
     with open_store(locations[request.param](), fingerprint=FINGERPRINT) as opened:
@@ -32,13 +32,13 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[HistorySto
 
 @pytest.fixture
 def read_store(location: Any) -> Iterator[HistoryStore]:
-    """An empty history that `reader` reads."""
+    """Yield an empty history that `reader` reads."""
     with open_store(location, fingerprint=FINGERPRINT) as opened:
         yield opened
 
 
 @pytest.fixture
 def reader(read_store: HistoryStore, location: Any) -> Iterator[HistoryReader]:
-    """Beside the writer."""
+    """Yield a reader beside the writer."""
     with HistoryReader(location, fingerprint=FINGERPRINT) as opened:
         yield opened

@@ -1,10 +1,11 @@
-"""Turns with everything that can be attached to one, committed until the process is killed.
+"""Turns with every kind of attachment, committed until the process is killed.
 
-Owns: what the n-th commit holds, which is a function of n, so that whoever finds the file knows what belongs
-together; and the program that makes one commit after the other: `python endless_commits.py PATH FIRST`.
-Does not know: when it will die.
+Owns the content of the n-th commit, a function of n, so that a test can check the file; and the program that
+commits repeatedly: `python endless_commits.py PATH FIRST`. Does not know when it will die. Called by the
+tests
+of kills.
 
-A lane is an endless line of turns, one in each commit. Every sixth begins a tree anew.
+A lane is an endless chain of turns, one in each commit. Every sixth turn begins a new tree.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ KINDS = ("plain", "keyed", "conversation", "background")
 
 
 class Planned(NamedTuple):
-    """A turn of a commit, what is attached to it, and what of that can be looked for."""
+    """A turn of a commit, its attachment, and the parts of it that can be looked up."""
 
     turn: TurnRecord
     draft: ResponseDraft
@@ -43,23 +44,23 @@ class Planned(NamedTuple):
 
 
 def conversation_id(lane: int) -> str:
-    """Of the conversation that some of a lane's turns belong to."""
+    """Return the id of the conversation that some of a lane's turns belong to."""
     return f"conv_{lane}"
 
 
 @functools.cache
 def planned(number: int) -> tuple[Planned, ...]:
-    """The turns of a commit that are to be kept."""
+    """Return the turns of a commit that must be stored."""
     return tuple(_planned(number, lane) for lane in range(NUM_LANES))
 
 
 def named(number: int) -> TurnRecord:
-    """The turn of a named conversation in the same commit."""
+    """Return the turn of a named conversation in the same commit."""
     return TurnRecord("alice", number, (number,) * 5, (1,), 0, "stop", float(number))
 
 
 def latecomer(number: int) -> Planned | None:
-    """In every third commit, a turn whose conversation has changed: it is to be refused."""
+    """Return, for every third commit, a turn whose conversation has changed: it must be refused."""
     if number % 3:
         return None
     digest = hashlib.sha256(f"late {number}".encode()).hexdigest()
@@ -82,7 +83,7 @@ def _planned(number: int, lane: int) -> Planned:
     )  # fmt: skip
     append, item_ids = None, ()
     if kind == "conversation":
-        version = len(range((KINDS.index(kind) - lane) % len(KINDS), number, len(KINDS)))  # appended before
+        version = len(range((KINDS.index(kind) - lane) % len(KINDS), number, len(KINDS)))  # appended earlier
         items = json.dumps([{"id": f"in_{number}_{lane}", "role": "user", "content": "x" * 500}])
         append = ConversationAppend(
             conversation_id=conversation_id(lane), expected_version=version, items=items
@@ -118,7 +119,7 @@ def _draft(turn: TurnRecord, kind: str, append: ConversationAppend | None) -> Re
 
 def _run(store: HistoryStore, first: int) -> Iterator[int]:
     for lane in range(NUM_LANES):
-        with contextlib.suppress(InvalidRequestError):  # an earlier life made it
+        with contextlib.suppress(InvalidRequestError):  # an earlier process created it
             store.apply(
                 CreateConversation(
                     owner=OWNER, conversation_id=conversation_id(lane), metadata="{}", created_at_s=0.0
@@ -129,7 +130,7 @@ def _run(store: HistoryStore, first: int) -> Iterator[int]:
         plans, late = planned(number), latecomer(number)
         for plan in plans:
             if plan.draft.background:
-                with contextlib.suppress(InvalidRequestError):  # an earlier life queued it
+                with contextlib.suppress(InvalidRequestError):  # an earlier process queued it
                     store.apply(QueueResponse(draft=plan.draft, job=b"job"))
         plans += (late,) if late else ()
         turns, drafts = [plan.turn for plan in plans], [plan.draft for plan in plans]

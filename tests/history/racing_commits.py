@@ -1,8 +1,9 @@
-"""A replica that goes on with one conversation as often as it can, while others do the same.
+"""A replica that continues one conversation as often as it can, while others do the same.
 
-Owns: the program, `python racing_commits.py LOCATION NAME NUMBER`: a line for each commit with the id of its
-turn, behind "+" where it was kept and "-" where it was refused.
-Does not know: who else races.
+Owns the program `python racing_commits.py LOCATION NAME NUMBER`: it prints a line per commit with the id of
+its
+turn, after "+" if it was stored and "-" if it was refused. Does not know its competitors. Called by the tests
+of races.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ FINGERPRINT = "model:a tokenizer:b"
 
 
 def behind(store: TableHistoryStore, name: str) -> TurnRecord:
-    """A turn that goes on from what is there now."""
+    """Return a turn that continues the current head."""
     try:
         head, index = store.head(name), store.info(name).num_turns
     except UnknownConversationError:
@@ -31,7 +32,7 @@ def behind(store: TableHistoryStore, name: str) -> TurnRecord:
 
 
 def race(store: TableHistoryStore, name: str, number: int) -> Iterator[tuple[str, bool]]:
-    """So many commits; the id of each turn, and whether it was kept."""
+    """Commit `number` times; yield the id of each turn, and whether it was stored."""
     for _ in range(number):
         turn = behind(store, name)
         refused = store.commit([turn])

@@ -1,4 +1,4 @@
-"""A history that moves from a file to Postgres and back holds what it held."""
+"""A history that is copied from a file to Postgres and back keeps its content."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OTHER = "model:z tokenizer:b"
 
 
 def fill(store):
-    """Some of everything, with characters that either database has its trouble with."""
+    """Add rows to every table, with characters that are difficult for either database."""
     begin_conversation(store, "conv_1", "ann", message("a", "\u4e2d\0"))
     begin_conversation(store, "Conv_1", "ann")
     root = turn(chain=b"\0\1", output_text="a\0b\x1bN", seed=2**64 - 1)
@@ -44,7 +44,7 @@ def fill(store):
 
 
 def told(location):
-    """What a history says of itself to whoever asks, lists in their order."""
+    """Return everything that a history's readers can see, lists in order."""
     with open_store(location, fingerprint=FINGERPRINT) as store:
         said = [store.load(info.conversation_id) for info in store.conversations()]
         listed = [(one.conversation_id, one.turns, one.token_ids.tolist()) for one in said]
@@ -64,7 +64,7 @@ def filled(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["by Postgres", "by a file"])
-def test_there_and_back_is_the_same(filled, tmp_path, postgres, way):
+def test_a_copy_there_and_back_is_the_same(filled, tmp_path, postgres, way):
     between = postgres.url() if way == "by Postgres" else tmp_path / "between.sqlite"
     back = tmp_path / "back.sqlite"
     progress: list[tuple[int, int]] = []
@@ -74,7 +74,7 @@ def test_there_and_back_is_the_same(filled, tmp_path, postgres, way):
     assert copy_history(between, back) == copied
     before = told(filled)
     assert told(between) == before and told(back) == before
-    with open_store(between, fingerprint=FINGERPRINT) as store:  # it goes on
+    with open_store(between, fingerprint=FINGERPRINT) as store:  # the copy can be continued
         assert store.commit([named(12)]) == {}
         respond(store, 1.0, "the last")
     with HistoryReader(between, fingerprint=FINGERPRINT) as reader:
@@ -98,7 +98,7 @@ def test_the_target_must_be_empty_or_of_the_same_model(filled, postgres, tmp_pat
         assert fingerprint_at(target) == OTHER
 
 
-def test_sources_that_are_none(filled, postgres, tmp_path):
+def test_invalid_sources_are_refused(filled, postgres, tmp_path):
     with sqlite3.connect(tmp_path / "recipes") as connection:
         connection.execute("CREATE TABLE recipes(name)")
     connection.close()
@@ -114,7 +114,7 @@ def test_sources_that_are_none(filled, postgres, tmp_path):
 
 
 @pytest.mark.parametrize("what", ["a row less", "another value"])
-def test_a_copy_that_is_not_the_same_is_noticed_and_not_kept(filled, postgres, monkeypatch, what):
+def test_a_wrong_copy_is_detected_and_discarded(filled, postgres, monkeypatch, what):
     from pensieve_jax.history.postgres_connection import PostgresConnection
 
     executemany = PostgresConnection.executemany

@@ -1,4 +1,4 @@
-"""Locks, kills, damage and other people's files."""
+"""Locks, kills, damage and files of other programs."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ from pensieve_jax.history import HistoryReader, SQLiteHistoryStore, TurnRecord, 
 from pensieve_jax.history.connection import SQLiteConnection
 
 FINGERPRINT = "model:a tokenizer:b"
-# The children import the history alone: what the whole package imports would cost each of them seconds.
+# The child processes import the history alone: the whole package would take each of them seconds.
 PREAMBLE = (
     "import sys, types\n"
     "package = sys.modules['pensieve_jax'] = types.ModuleType('pensieve_jax')\n"
@@ -58,11 +58,11 @@ def start_child(code, path, **pipes):
     return subprocess.Popen([sys.executable, "-c", code, os.fspath(path)], stdout=subprocess.PIPE, **pipes)
 
 
-# --- a file that must be there
+# --- a file that must exist
 
 
 @pytest.mark.parametrize("what", ["missing", "empty", "its directory is missing", "there is a log of it"])
-def test_a_history_that_is_gone_is_told_and_not_made_anew(tmp_path, what):
+def test_a_missing_history_is_reported_and_not_created(tmp_path, what):
     path = tmp_path / "directory" / "chats.sqlite"
     if what != "its directory is missing":
         path.parent.mkdir()
@@ -76,7 +76,7 @@ def test_a_history_that_is_gone_is_told_and_not_made_anew(tmp_path, what):
     assert {file: file.stat().st_size for file in tmp_path.rglob("*")} == before
 
 
-def test_a_history_that_is_there_need_not_be_made(filled):
+def test_an_existing_history_need_not_be_created(filled):
     with open_store(filled, may_make=False) as store:
         assert len(store.load("alice").turns) == 40
     with open_store(None, may_make=False) as store:  # in memory each is new
@@ -86,7 +86,7 @@ def test_a_history_that_is_there_need_not_be_made(filled):
 # --- the lock
 
 
-def test_a_second_open_in_this_process_is_refused_and_the_first_goes_on(path):
+def test_a_second_open_in_this_process_is_refused_and_the_first_continues(path):
     with open_store(path) as store:
         with pytest.raises(HistoryLockedError, match=rf"chats\.sqlite.*process {os.getpid()} "):
             open_store(path)
@@ -95,7 +95,7 @@ def test_a_second_open_in_this_process_is_refused_and_the_first_goes_on(path):
         assert len(store.load("alice").turns) == 1
 
 
-def test_another_name_of_the_same_file_is_the_same_lock(path, tmp_path):
+def test_another_name_of_the_same_file_has_the_same_lock(path, tmp_path):
     link = tmp_path / "link.sqlite"
     link.symlink_to(path)
     with open_store(path), pytest.raises(HistoryLockedError):
@@ -127,10 +127,10 @@ def test_a_file_that_another_program_is_writing_is_locked(filled, monkeypatch):
     open_store(filled).close()
 
 
-# --- who may read it
+# --- permissions
 
 
-def test_a_new_history_is_for_its_owner_alone_and_an_old_one_keeps_its_mode(path):
+def test_a_new_history_is_private_and_an_old_one_keeps_its_mode(path):
     before = os.umask(0)
     try:
         with open_store(path) as store:
@@ -149,9 +149,9 @@ def test_a_new_history_is_for_its_owner_alone_and_an_old_one_keeps_its_mode(path
 # --- kill -9
 
 
-def test_what_was_acknowledged_before_a_kill_is_there_afterwards(path):
-    # Each commit holds one turn of two conversations and is told only once it has returned. The parent kills
-    # while the child goes on committing, so the kill falls somewhere inside or between later commits.
+def test_an_acknowledged_commit_survives_a_kill(path):
+    # Each commit holds one turn of two conversations and is reported only once it has returned. The parent
+    # kills the child while it keeps committing, so the kill falls inside or between later commits.
     child = start_child(
         "for index in range(100_000):\n"
         "    turns = [TurnRecord(name, index, tuple(range(300)), (7,), 1, 'stop', 0.0) for name in 'ab']\n"
@@ -174,7 +174,7 @@ def test_what_was_acknowledged_before_a_kill_is_there_afterwards(path):
         store.commit([turn(num_turns["a"], "a")])
 
 
-def test_a_kill_inside_a_transaction_leaves_no_half_of_it(path):
+def test_a_kill_inside_a_transaction_leaves_none_of_it(path):
     child = start_child(
         "import os, signal\n"
         "from pensieve_jax.history import table_store\n"
@@ -195,8 +195,8 @@ def test_a_kill_inside_a_transaction_leaves_no_half_of_it(path):
         assert [info.conversation_id for info in store.conversations()] == ["kept"]
 
 
-def test_a_kill_while_the_file_is_being_made_leaves_a_usable_path(path):
-    # The process dies in the transaction that makes the tables: the next open starts over.
+def test_a_kill_while_the_file_is_created_leaves_a_usable_path(path):
+    # The process dies in the transaction that creates the tables: the next open starts over.
     code = (
         PREAMBLE + "import os, signal\n"
         "from pensieve_jax.history import SQLiteHistoryStore, database, schema\n"
@@ -217,10 +217,10 @@ def test_a_kill_while_the_file_is_being_made_leaves_a_usable_path(path):
         store.commit([turn()])
 
 
-# --- whose file it is
+# --- files of another owner
 
 
-def test_another_model_is_refused_by_both_names_and_the_file_stays(filled):
+def test_another_model_is_refused_with_both_names_and_the_file_stays(filled):
     before, names = filled.read_bytes(), sorted(filled.parent.iterdir())
     with pytest.raises(HistoryMismatchError, match=r"'model:a tokenizer:b'.*'model:z tokenizer:b'"):
         open_store(filled, fingerprint="model:z tokenizer:b")
@@ -230,7 +230,7 @@ def test_another_model_is_refused_by_both_names_and_the_file_stays(filled):
 
 
 @pytest.mark.parametrize("journal_mode", ["DELETE", "WAL"])
-def test_a_database_of_another_application_is_left_alone(path, tmp_path, journal_mode):
+def test_a_database_of_another_application_is_not_changed(path, tmp_path, journal_mode):
     with contextlib.closing(sqlite3.connect(path)) as connection:
         connection.execute(f"PRAGMA journal_mode = {journal_mode}")
         connection.execute("CREATE TABLE recipes(name TEXT)")
@@ -243,7 +243,7 @@ def test_a_database_of_another_application_is_left_alone(path, tmp_path, journal
 
 
 @pytest.mark.parametrize("content", [b'{"turns": []}\n', b"S", b"not a database!!" + bytes(9000)])
-def test_a_file_that_is_no_database_is_left_alone(path, tmp_path, content):
+def test_a_file_that_is_not_a_database_is_not_changed(path, tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(HistoryMismatchError, match="is not a history file; give another path"):
         open_store(path)
@@ -251,7 +251,7 @@ def test_a_file_that_is_no_database_is_left_alone(path, tmp_path, content):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_damaged_database_of_another_application_is_left_alone(path, tmp_path):
+def test_a_damaged_database_of_another_application_is_not_changed(path, tmp_path):
     with contextlib.closing(sqlite3.connect(path)) as connection:
         connection.execute("CREATE TABLE recipes(name TEXT)")
         connection.executemany("INSERT INTO recipes VALUES (?)", [("soup" * 200,)] * 100)
@@ -264,7 +264,7 @@ def test_a_damaged_database_of_another_application_is_left_alone(path, tmp_path)
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_refused_path_keeps_a_lock_file_that_was_there(filled):
+def test_a_refused_path_keeps_an_existing_lock_file(filled):
     lock = filled.with_name("chats.sqlite.lock")
     assert lock.exists()
     with pytest.raises(HistoryMismatchError):
@@ -279,8 +279,8 @@ def test_a_directory_is_refused_without_a_trace(tmp_path):
     assert list(tmp_path.iterdir()) == [tmp_path / "chats"]
 
 
-def test_a_lock_on_a_file_that_was_discarded_meanwhile_is_taken_again(path, monkeypatch):
-    """Between the open and the lock of one process, another one gives its lock up and removes the file."""
+def test_a_lock_on_a_file_that_was_deleted_meanwhile_is_taken_again(path, monkeypatch):
+    """Between one process's open and lock, another one releases its lock and removes the file."""
     from pensieve_jax.history import lock
 
     first, take = lock.FileLock(path), lock._lock
@@ -312,7 +312,7 @@ def test_another_schema_version_is_refused(filled, version):
 
 
 def test_a_read_only_file_can_be_read_and_loses_nothing(filled, monkeypatch):
-    """As on a file system that is mounted read-only, whose lock could be taken."""
+    """The lock can be taken, as on a file system that is mounted read-only."""
     monkeypatch.setattr(
         database,
         "_connect",
@@ -334,7 +334,7 @@ def test_a_read_only_file_can_be_read_and_loses_nothing(filled, monkeypatch):
 
 
 def test_a_refused_history_keeps_the_log_of_a_killed_process(filled, tmp_path):
-    """Its commits are nowhere else."""
+    """Only the log has its commits."""
     copy = copy_with_log(filled, tmp_path)
     before, log = copy.read_bytes(), copy.with_name("chats.sqlite-wal").read_bytes()
     with pytest.raises(HistoryMismatchError):
@@ -344,8 +344,8 @@ def test_a_refused_history_keeps_the_log_of_a_killed_process(filled, tmp_path):
         assert len(store.load("alice").turns) == 41
 
 
-def test_a_refused_database_that_another_program_writes_stays_whole(path, tmp_path):
-    """Its log is in use while ours would go; the commit that is in it does not."""
+def test_a_refused_database_that_another_program_writes_stays_complete(path, tmp_path):
+    """Its log is in use while ours would be deleted; the commit in it survives."""
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("PRAGMA journal_mode = WAL")
         other.execute("CREATE TABLE recipes(name TEXT)")
@@ -423,7 +423,7 @@ def test_a_damaged_file_is_set_aside_unchanged_and_a_new_one_starts(filled, tmp_
     assert target.read_bytes() == content
 
 
-def test_nothing_that_was_set_aside_is_overwritten(filled, tmp_path):
+def test_files_that_were_set_aside_are_not_overwritten(filled, tmp_path):
     (tmp_path / "chats.sqlite.corrupt-1").write_bytes(b"older")
     (tmp_path / "chats.sqlite.corrupt-2-wal").write_bytes(b"older log")
     truncated_within_the_header(filled)
@@ -436,7 +436,7 @@ def test_nothing_that_was_set_aside_is_overwritten(filled, tmp_path):
 
 
 def copy_with_log(filled, tmp_path):
-    """A copy of a history as a kill leaves it: recent commits only in the write-ahead log."""
+    """Copy a history as a kill leaves it: recent commits are only in the write-ahead log."""
     copy = tmp_path / "killed" / "chats.sqlite"
     copy.parent.mkdir()
     with open_store(filled) as store:
@@ -478,7 +478,7 @@ def test_a_log_without_its_database_is_kept(filled, tmp_path, leave):
     open_store(copy).close()
 
 
-def test_a_failed_open_gives_the_lock_back(filled):
+def test_a_failed_open_releases_the_lock(filled):
     scrambled_pages(filled)
     for _ in range(2):
         with contextlib.suppress(HistoryCorruptError):

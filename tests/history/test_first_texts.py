@@ -1,4 +1,4 @@
-"""What was said first, of inputs of which only the beginning is read."""
+"""The first text of an input, found by reading only its beginning."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def item(role: str, *texts: str) -> dict[str, Any]:
     return {"type": "message", "status": "completed", "role": role, "content": parts, "id": "msg_1"}
 
 
-def test_a_list_of_trees_reads_the_beginnings_of_long_inputs(tmp_path, monkeypatch):
+def test_a_list_of_trees_reads_only_the_beginnings_of_long_inputs(tmp_path, monkeypatch):
     path, parsed = tmp_path / "chats.sqlite", []
     loads = json.loads
     with SQLiteHistoryStore(path, fingerprint="f") as store, HistoryReader(path, fingerprint="f") as reader:
@@ -44,15 +44,15 @@ def test_a_list_of_trees_reads_the_beginnings_of_long_inputs(tmp_path, monkeypat
         ([], ""),
     ],
 )
-def test_the_first_of_several_is_told(items, told):
-    """Cut anywhere, it is the beginning of what was said, and never something else."""
+def test_the_first_of_several_texts_is_returned(items, told):
+    """However it is cut, the result is the beginning of the text, and nothing else."""
     text = json.dumps(items)
     assert first_text(text).startswith(told)
     for end in range(len(text)):
         assert told.startswith(first_text(text[:end])) or first_text(text[:end]).strip("x") == ""
 
 
-def test_no_character_is_told_in_part():
+def test_no_partial_character_is_returned():
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     draw = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Which named conversations are idle for too long, or too many: found without a listing, by the same rule."""
+"""Named conversations that are idle for too long, or too many: found without a listing, by the same rule."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def expected(store: HistoryStore, before_s: float | None, num_kept: int | None, 
     ]
 
 
-def test_those_beyond_a_number_and_those_before_a_time(store: HistoryStore) -> None:
-    """Busy ones are none of them and take nobody's place; equal times go by id, as in the listing."""
+def test_conversations_beyond_a_number_and_before_a_time_are_found(store: HistoryStore) -> None:
+    """Busy ones are neither listed nor counted; equal times are ordered by id, as in the listing."""
     chance = random.Random(5)
     for number in range(40):
         say(store, f"c{chance.randrange(10_000)}-{number}", float(chance.randrange(20)))
@@ -38,28 +38,28 @@ def test_those_beyond_a_number_and_those_before_a_time(store: HistoryStore) -> N
         assert sorted(found) == sorted(expected(store, before_s, num_kept, busy))
 
 
-def test_nobody_is_idle_for_ever_or_of_very_many(store: HistoryStore) -> None:
+def test_extreme_limits_are_accepted(store: HistoryStore) -> None:
     say(store, "a", 1.0)
     assert store.idle(float("-inf"), 10**30, ()) == []
     assert store.idle(float("inf"), None, ()) == ["a"]
     assert store.idle(None, 1, ()) == [] == store.idle(None, None, ())
 
 
-def test_more_may_be_busy_than_a_statement_takes_values(store: HistoryStore) -> None:
+def test_more_conversations_may_be_busy_than_a_statement_takes_values(store: HistoryStore) -> None:
     for number in range(4):
         say(store, f"c{number}", float(number))
     busy = {"c3", "c1", *(f"new-{number}" for number in range(70_000))}
     assert store.idle(None, 1, busy) == ["c0"]
 
 
-def test_servers_conversations_and_placed_turns_are_none_of_them(store: HistoryStore) -> None:
+def test_server_conversations_and_placed_turns_are_excluded(store: HistoryStore) -> None:
     assert store.commit([TurnRecord("", 0, (1,), (2,), 7, "stop", 1.0, turn_id="0" * 32, owner="ann")]) == {}
     assert store.idle(float("inf"), 1, ()) == []
 
 
 @pytest.mark.parametrize("asked", [(5.0, None), (None, 1)])
 def test_an_index_is_read_and_nothing_is_sorted(tmp_path, asked) -> None:
-    """Also in a history that was made before there was this index."""
+    """This also holds for a history from before this index existed."""
     path = tmp_path / "chats.sqlite"
     for _ in range(2):
         with SQLiteHistoryStore(path, fingerprint="f") as store:

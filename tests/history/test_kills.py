@@ -1,4 +1,4 @@
-"""SIGKILL among commits: a turn is there with everything that was attached to it, or not at all."""
+"""SIGKILL during commits: a turn is there with all of its attachments, or not at all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROGRAM = f"{PREAMBLE}import runpy\nrunpy.run_path({endless_commits.__file__!r},
 
 
 def live_and_die(path: Path | str, first: int, rng: np.random.Generator) -> int:
-    """Have a process commit from `first` on, and kill it; returns the last commit that it told of, or -1."""
+    """Run a process that commits from `first` on, and kill it; return the last commit it reported, or -1."""
     command = [sys.executable, "-c", PROGRAM, os.fspath(path), str(first)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE)
     told = -1
@@ -42,7 +42,7 @@ def names(connection, query):
 
 
 def check(path: Path | str, told: int) -> int:
-    """What is in the file is whole commits and nothing else; returns how many."""
+    """Check that the file holds whole commits and nothing else; return how many."""
     with open_store(path, fingerprint=FINGERPRINT) as store:
         connection = store._connection
         number = sum(info.num_turns for info in store.conversations())
@@ -56,7 +56,7 @@ def check(path: Path | str, told: int) -> int:
         assert names(connection, "SELECT item_id FROM items") == items
         late = {late.turn.turn_id for before in range(number + 1) if (late := latecomer(before)) is not None}
         assert not late & ids
-        # What is queued was queued for the next commit, with its key, in a transaction of its own.
+        # A queued response was queued for the next commit, with its key, in a separate transaction.
         queued = names(connection, "SELECT response_id FROM responses WHERE status = 'queued'")
         following = [plan.draft for plan in planned(number) if plan.draft.response_id in queued]
         assert {draft.response_id for draft in following} == queued
@@ -76,7 +76,7 @@ def check(path: Path | str, told: int) -> int:
 
 
 def is_left_alone(location: Path | str, request: pytest.FixtureRequest) -> bool:
-    """Nobody has a session any more: Postgres ends those of the dead when it comes to them."""
+    """Tell whether no session remains: Postgres ends those of dead clients with a delay."""
     sessions = "SELECT count(*) FROM pg_stat_activity WHERE datname IS NOT NULL AND pid <> pg_backend_pid()"
     return isinstance(location, Path) or request.getfixturevalue("postgres").run_sql(sessions) == [(0,)]
 
@@ -90,9 +90,7 @@ def is_left_alone(location: Path | str, request: pytest.FixtureRequest) -> bool:
     ],
     indirect=["location"],
 )
-def test_a_turn_is_kept_with_all_that_is_attached_or_not_at_all(
-    location, num_kills, record_property, request
-):
+def test_a_turn_is_stored_with_all_attachments_or_not_at_all(location, num_kills, record_property, request):
     rng, path = np.random.default_rng(new_seed()), location
     number = num_untold = 0
     for _ in range(num_kills):
@@ -102,7 +100,7 @@ def test_a_turn_is_kept_with_all_that_is_attached_or_not_at_all(
         num_untold += number - 1 > told
     record_property("note", f"{number * NUM_LANES} turns, {num_untold} commits made and not told of")
     assert number > 5 * num_kills
-    with open_store(path, fingerprint=FINGERPRINT) as store:  # it goes on
+    with open_store(path, fingerprint=FINGERPRINT) as store:  # it can be continued
         assert store.commit([endless_commits.named(number)]) == {}
         with HistoryReader(path, fingerprint=FINGERPRINT) as reader:
             last = planned(number - 1)[0]

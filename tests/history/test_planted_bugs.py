@@ -1,4 +1,4 @@
-"""Bugs planted in what is committed and removed; the tests of this room notice each of them."""
+"""Bugs planted in commits and removals; the tests of this folder detect each of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.history.server_tables import test_responses as responses
 
 
 def without_savepoint(monkeypatch):
-    """What was written of a refused turn before its refusal stays."""
+    """Keep what was written of a refused turn before its refusal."""
     append_all = table_store.append_all
 
     class Deaf:
@@ -35,13 +35,13 @@ def without_savepoint(monkeypatch):
 
 
 def unchecked_version(monkeypatch):
-    """Whoever comes last appends, whatever has changed."""
+    """Let the last writer append, whatever has changed."""
     anyhow = server_conversations._ADVANCE.replace("version = ?", "? >= 0")
     monkeypatch.setattr(server_conversations, "_ADVANCE", anyhow)
 
 
 def refusal_fails_the_step(monkeypatch):
-    """One turn's refusal is everybody's."""
+    """Let one turn's refusal fail all."""
     append_all = table_store.append_all
 
     def strict(*arguments):
@@ -53,7 +53,7 @@ def refusal_fails_the_step(monkeypatch):
 
 
 def background_comes_back(monkeypatch):
-    """A response that was cancelled or deleted while it ran is completed all the same."""
+    """Complete a response although it was cancelled or deleted while it ran."""
     complete = responses_table.complete
 
     def forgiving(connection, draft, *rest):
@@ -66,12 +66,12 @@ def background_comes_back(monkeypatch):
 
 
 def nothing_is_removed(monkeypatch):
-    """Tokens outlive what needed them."""
+    """Keep tokens that nothing needs any more."""
     monkeypatch.setattr(turns_table, "collect", lambda *arguments: None)
 
 
 def only_the_last_is_removed(monkeypatch):
-    """The turns before a removed one stay."""
+    """Keep the turns before a removed one."""
     monkeypatch.setattr(
         turns_table, "_UNNEEDED", turns_table._UNNEEDED.replace("SELECT parent_id", "SELECT NULL")
     )
@@ -87,7 +87,7 @@ def needed_by(what):
 
 
 def in_use_is_ignored(monkeypatch):
-    """A deletion takes the tokens of a running turn's parent."""
+    """Let a deletion take the tokens of a running turn's parent."""
     collect = turns_table.collect
     monkeypatch.setattr(
         turns_table,
@@ -97,18 +97,18 @@ def in_use_is_ignored(monkeypatch):
 
 
 def released_is_forgotten(monkeypatch):
-    """What was in use once stays for ever."""
+    """Keep forever what was once in use."""
     monkeypatch.setattr(turns_table, "collect_released", lambda *arguments: None)
 
 
 def wrong_count(monkeypatch):
-    """A turn counts its own tokens only."""
+    """Let a turn count its own tokens only."""
     own = turns_table._INSERT_BEHIND.replace("before.num_tokens + ?", "0 * before.num_tokens + ?")
     monkeypatch.setattr(turns_table, "_INSERT_BEHIND", own)
 
 
 def fork_moves_the_source(monkeypatch):
-    """Cutting for a fork cuts the conversation that it came from as well."""
+    """Let a cut for a fork cut its source as well."""
     fork = named_conversations.fork
 
     def greedy(connection, conversation_id, new_conversation_id, num_tokens, at_s):
@@ -121,7 +121,7 @@ def fork_moves_the_source(monkeypatch):
 
 
 def head_without_compare(monkeypatch):
-    """Whoever comes last has the head, whatever stood there."""
+    """Let the last writer set the head, whatever it was."""
     anyhow = named_conversations._MOVE.replace("AND num_turns = ?", "AND ? >= 0").replace(
         "AND head_turn = ?", "AND ? <> ''"
     )
@@ -129,7 +129,7 @@ def head_without_compare(monkeypatch):
 
 
 def any_owner(monkeypatch):
-    """A path is read for whoever knows its id."""
+    """Read a path for any owner who knows its id."""
     monkeypatch.setattr(
         turns_table,
         "_PATH_ROWS",
@@ -138,34 +138,32 @@ def any_owner(monkeypatch):
 
 
 BUGS = {
-    without_savepoint: responses.test_a_turn_that_lost_a_race_is_refused_alone,
-    unchecked_version: responses.test_a_turn_that_lost_a_race_is_refused_alone,
-    refusal_fails_the_step: responses.test_a_turn_that_lost_a_race_is_refused_alone,
-    background_comes_back: responses.test_a_background_response_that_was_deleted_does_not_come_back,
-    nothing_is_removed: responses.test_a_deleted_response_takes_its_tokens_unless_somebody_goes_on_from_them,
+    without_savepoint: responses.test_only_the_turn_that_lost_a_race_is_refused,
+    unchecked_version: responses.test_only_the_turn_that_lost_a_race_is_refused,
+    refusal_fails_the_step: responses.test_only_the_turn_that_lost_a_race_is_refused,
+    background_comes_back: responses.test_a_deleted_background_response_does_not_come_back,
+    nothing_is_removed: responses.test_a_deleted_response_takes_its_tokens_unless_another_continues_them,
     only_the_last_is_removed: (
-        responses.test_a_deleted_response_takes_its_tokens_unless_somebody_goes_on_from_them
+        responses.test_a_deleted_response_takes_its_tokens_unless_another_continues_them
     ),
-    needed_by("turns"): (
-        responses.test_a_deleted_response_takes_its_tokens_unless_somebody_goes_on_from_them
-    ),
+    needed_by("turns"): responses.test_a_deleted_response_takes_its_tokens_unless_another_continues_them,
     needed_by("conversations"): responses.test_a_conversation_keeps_the_tokens_of_deleted_responses,
     needed_by("responses"): responses.test_a_deleted_conversation_leaves_its_responses,
-    in_use_is_ignored: responses.test_a_turn_in_use_stays_until_nobody_goes_on_from_it,
+    in_use_is_ignored: responses.test_a_turn_in_use_stays_until_its_last_continuation_ends,
     released_is_forgotten: (
-        responses.test_a_turn_that_was_in_use_goes_when_the_turn_that_used_it_was_cancelled
+        responses.test_a_turn_that_was_in_use_is_removed_when_the_turn_that_used_it_was_cancelled
     ),
-    wrong_count: trees.test_a_placed_turn_comes_back_as_it_was,
+    wrong_count: trees.test_a_placed_turn_is_read_as_it_was_written,
     fork_moves_the_source: trees.test_a_fork_of_a_part_copies_at_most_a_cut_turn,
-    head_without_compare: trees.test_a_turn_that_goes_on_from_an_older_head_is_refused_alone,
-    any_owner: trees.test_what_is_not_there_or_is_another_owners_is_unknown,
+    head_without_compare: trees.test_only_a_turn_that_continues_an_older_head_is_refused,
+    any_owner: trees.test_missing_turns_and_another_owners_are_unknown,
 }
 FIXTURES = {"num_tokens": 6, "num_turns_then": 2, "num_rows": 3}
 
 
 @pytest.mark.parametrize("kind", ["file", "postgres"])
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
-def test_the_bug_is_noticed(bug, kind, tmp_path, monkeypatch, request):
+def test_the_bug_is_detected(bug, kind, tmp_path, monkeypatch, request):
     noticing = BUGS[bug]
     for name in ("sound", "with the bug"):
         where = tmp_path / name if kind == "file" else request.getfixturevalue("postgres").url()

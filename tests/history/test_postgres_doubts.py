@@ -1,4 +1,4 @@
-"""What is told of a commit whose session was lost, of a read that is repeated, and of claims."""
+"""The outcome of commits whose session was lost, of repeated reads, and of claims."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def replicas(url):
 
 
 def once_at_begin(monkeypatch, work):
-    """Something happens as the first commit begins."""
+    """Run `work` as the first commit begins."""
     execute, num = PipelinedConnection.execute, []
 
     def losing(self, statement, *values):
@@ -52,7 +52,7 @@ def once_at_begin(monkeypatch, work):
 
 
 def once_behind(monkeypatch, work):
-    """Something happens to the session once the first commit was kept."""
+    """Run `work` on the session once the first commit was stored."""
     ahead, num = PostgresConnection.ahead, []
 
     @contextlib.contextmanager
@@ -66,8 +66,8 @@ def once_behind(monkeypatch, work):
     monkeypatch.setattr(PostgresConnection, "ahead", behind_it)
 
 
-def test_a_turn_that_another_server_has_kept_does_not_tell_for_the_others(postgres, replicas, monkeypatch):
-    """A response in the background has the same turn on every server that runs it."""
+def test_a_turn_that_another_server_stored_does_not_prove_the_others(postgres, replicas, monkeypatch):
+    """A background response has the same turn on every server that runs it."""
     one, other = replicas
     shared, own = turn(), turn()
 
@@ -80,8 +80,8 @@ def test_a_turn_that_another_server_has_kept_does_not_tell_for_the_others(postgr
     assert one.has_turn("ann", own.turn_id) and one.has_turn("ann", shared.turn_id)
 
 
-def test_an_error_of_the_client_library_does_not_say_that_nothing_was_kept(postgres, url, monkeypatch):
-    """It may hide the server's last words, while the session still looks well."""
+def test_an_error_of_the_client_library_does_not_prove_that_nothing_was_stored(postgres, url, monkeypatch):
+    """It may hide the server's last messages, while the session still looks healthy."""
     hides = psycopg.OperationalError("cannot exit pipeline mode while busy")
 
     def hide(session) -> None:
@@ -106,8 +106,8 @@ def test_an_error_of_the_client_library_does_not_say_that_nothing_was_kept(postg
         assert raised.value.may_be_kept and store.has_turn("ann", other.turn_id)
 
 
-def test_a_lost_place_in_what_the_server_says_is_a_lost_session(url, monkeypatch):
-    """libpq's own errors have no code, and are of no kind."""
+def test_a_protocol_error_is_a_lost_session(url, monkeypatch):
+    """libpq's own errors have no code, and no class."""
 
     def lose(session) -> None:
         raise psycopg.DatabaseError("lost synchronization with server")
@@ -118,7 +118,7 @@ def test_a_lost_place_in_what_the_server_says_is_a_lost_session(url, monkeypatch
         assert commit(store, one) == {} and store.has_turn("ann", one.turn_id)
 
 
-def test_what_cannot_be_asked_after_the_second_try_is_not_known(postgres, replicas, monkeypatch):
+def test_an_outcome_that_cannot_be_queried_after_the_second_try_is_unknown(postgres, replicas, monkeypatch):
     store = replicas[0]
     begin_conversation(store)
     late, good = turn(), turn()
@@ -138,7 +138,7 @@ def test_what_cannot_be_asked_after_the_second_try_is_not_known(postgres, replic
     assert raised.value.may_be_kept and store.has_turn("ann", good.turn_id)
 
 
-def test_who_may_not_ask_any_more_does_not_know(postgres, monkeypatch):
+def test_without_permission_to_query_the_outcome_is_unknown(postgres, monkeypatch):
     url = postgres.url(user=f"locked:{PASSWORD}")
 
     def lose(session) -> None:
@@ -157,7 +157,7 @@ def test_who_may_not_ask_any_more_does_not_know(postgres, monkeypatch):
         assert raised.value.may_be_kept and store.has_turn("ann", one.turn_id)
 
 
-def test_a_read_that_is_repeated_sees_one_state_as_well(postgres, replicas, monkeypatch):
+def test_a_repeated_read_sees_one_snapshot(postgres, replicas, monkeypatch):
     one, other = replicas
     one.commit([behind(one, "alice")])
     info, num = named_conversations.info, []
@@ -175,7 +175,7 @@ def test_a_read_that_is_repeated_sees_one_state_as_well(postgres, replicas, monk
     assert len(one.load("alice").turns) == 1
 
 
-def test_a_copy_takes_its_time(url, tmp_path, monkeypatch):
+def test_a_copy_may_take_longer_than_the_idle_timeout(url, tmp_path, monkeypatch):
     with open_store(url, fingerprint=FINGERPRINT) as store:
         store.commit([behind(store, "alice")])
     monkeypatch.setitem(postgres_connection._SETTINGS, "idle_in_transaction_session_timeout", "50ms")
@@ -190,12 +190,12 @@ def test_a_copy_takes_its_time(url, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["user", "order"])
-def test_a_namespace_may_be_a_word_of_sql(postgres, name):
+def test_a_namespace_may_be_a_keyword_of_sql(postgres, name):
     with open_store(postgres.url(name), fingerprint=FINGERPRINT) as store:
         commit(store, turn())
 
 
-def test_a_name_that_no_index_can_hold_is_refused_alone(url):
+def test_only_a_name_that_no_index_can_hold_is_refused(url):
     letters = np.random.default_rng(0).integers(97, 123, 9000)
     with open_store(url, fingerprint=FINGERPRINT) as store:
         refused = store.commit([behind(store, "alice"), behind(store, "".join(map(chr, letters)))])
@@ -213,14 +213,14 @@ def servers(url):
         yield one, other
 
 
-def test_who_looks_in_time_keeps_what_a_restart_has_lost(postgres, servers):
+def test_a_server_that_polls_in_time_keeps_claims_that_a_restart_lost(postgres, servers):
     one, other = servers
     assert one.take("a") and not other.take("a")
     lose_sessions(postgres)
     assert one.take("a") and not other.take("a")
 
 
-def test_who_is_closed_takes_nothing(servers):
+def test_a_closed_server_takes_no_claim(servers):
     one, other = servers
     one.close()
     with pytest.raises(HistoryError, match="closed"):
@@ -228,7 +228,7 @@ def test_who_is_closed_takes_nothing(servers):
     assert other.take("a")
 
 
-def test_to_close_waits_for_no_answer(servers):
+def test_closing_does_not_wait_for_an_answer(servers):
     one, other = servers
     assert one.take("a")
     pid = one._session._raw.info.backend_pid
@@ -244,4 +244,4 @@ def test_to_close_waits_for_no_answer(servers):
     finally:
         os.kill(pid, signal.SIGCONT)
     asking.join(10)
-    wait_until(lambda: other.take("a"))  # who asked has ended the session
+    wait_until(lambda: other.take("a"))  # the asking client has ended the session

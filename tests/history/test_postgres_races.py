@@ -60,7 +60,7 @@ def num_turns(store):
 
 
 def both(replicas, work):
-    """What it returns of each replica, at the same time."""
+    """Return the results of `work` for each replica, run at the same time."""
     barrier = threading.Barrier(2)
 
     def at_once(number):
@@ -74,7 +74,7 @@ def both(replicas, work):
 # --- races
 
 
-def test_of_two_who_go_on_from_one_head_exactly_one_wins(replicas):
+def test_exactly_one_of_two_continuations_of_a_head_wins(replicas):
     for number in range(150):
         turns = [behind(store, "alice") for store in replicas]
         refused = both(replicas, lambda number, store, turns=turns: store.commit([turns[number]]))
@@ -86,12 +86,12 @@ def test_of_two_who_go_on_from_one_head_exactly_one_wins(replicas):
     assert len(turn_ids(replicas[1])) == num_turns(replicas[0]) == 150
 
 
-def test_a_head_that_moves_without_a_comparison_is_noticed(replicas, monkeypatch):
+def test_a_head_that_moves_without_a_comparison_is_detected(replicas, monkeypatch):
     anyhow = named_conversations._MOVE.replace("AND num_turns = ?", "AND ? >= 0")
     anyhow = anyhow.replace("AND head_turn = ?", "AND ? <> ''")
     monkeypatch.setattr(named_conversations, "_MOVE", anyhow)
     with pytest.raises((AssertionError, PensieveError)):
-        test_of_two_who_go_on_from_one_head_exactly_one_wins(replicas)
+        test_exactly_one_of_two_continuations_of_a_head_wins(replicas)
 
 
 @pytest.mark.parametrize("number", [400, pytest.param(enough(1200, 5000), marks=pytest.mark.long)])
@@ -123,7 +123,7 @@ def test_two_processes_lose_and_double_no_turn(url, replicas, number, record_pro
     assert len(lost) > number // 10
 
 
-def test_of_two_responses_of_one_version_exactly_one_is_kept(replicas, url):
+def test_exactly_one_of_two_responses_to_one_version_is_stored(replicas, url):
     begin_conversation(replicas[0])
     with HistoryReader(url, fingerprint=FINGERPRINT) as reader:
         for version in range(60):
@@ -143,7 +143,7 @@ def test_of_two_responses_of_one_version_exactly_one_is_kept(replicas, url):
     assert num_turns(replicas[0]) == 60
 
 
-def test_items_that_two_clients_append_come_behind_one_another(replicas):
+def test_items_that_two_clients_append_are_all_stored_in_some_order(replicas):
     begin_conversation(replicas[0])
 
     def send(number, store):
@@ -168,7 +168,7 @@ def test_items_that_two_clients_append_come_behind_one_another(replicas):
 
 
 def test_a_turn_and_the_removal_of_its_parent(replicas):
-    """Either the turn is kept with its parent, or it is refused: no path ever lacks a turn."""
+    """Either the turn is stored with its parent, or it is refused: no path ever lacks a turn."""
     outcomes = set()
     for _ in range(150):
         root = turn()
@@ -187,11 +187,11 @@ def test_a_turn_and_the_removal_of_its_parent(replicas):
             assert not replicas[0].has_turn("ann", root.turn_id)
         else:
             assert replicas[1].load_turn("ann", child.turn_id).turns == (root, child)
-    assert outcomes  # either may be the only one on a machine that does one thing at a time
+    assert outcomes  # a machine with one core may see only one of them
 
 
-def test_a_transaction_that_postgres_gives_up_for_another_is_tried_again(postgres, replicas, url):
-    """Two that wait for one another: who has waited longer finds that, here the store."""
+def test_a_transaction_that_postgres_aborts_in_a_deadlock_is_repeated(postgres, replicas, url):
+    """The session that has waited longer detects the deadlock: here the store's."""
     store = replicas[0]
     for name in ("conv_1", "conv_2"):
         begin_conversation(store, name)
@@ -207,14 +207,14 @@ def test_a_transaction_that_postgres_gives_up_for_another_is_tried_again(postgre
         other.execute(touch, ("conv_2",))
         committing = threads.submit(store.commit, turns, drafts)
         wait_until(lambda: postgres.run_sql(waiting) != [(0,)])
-        other.execute(touch, ("conv_1",))  # returns when the store's transaction was given up
+        other.execute(touch, ("conv_1",))  # returns when the store's transaction was aborted
         assert not committing.done()
         other.rollback()
         assert committing.result(30) == {}
     assert num_turns(store) == 2
 
 
-def test_what_one_replica_let_go_of_is_removed_by_any(replicas):
+def test_turns_that_one_replica_released_are_removed_by_any(replicas):
     begin_conversation(replicas[0])
     turns = [turn(), turn()]
     for version, one in enumerate(turns):
@@ -225,18 +225,18 @@ def test_what_one_replica_let_go_of_is_removed_by_any(replicas):
     assert replicas[0].has_turn("ann", turns[1].turn_id)
 
 
-# --- a session that is lost
+# --- lost sessions
 
 
 def lose_sessions(postgres):
-    """All of them, and wait until they are gone."""
+    """End all sessions, and wait until they are gone."""
     postgres.run_sql(
         "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
         "WHERE pid <> pg_backend_pid() AND backend_type = 'client backend'"
     )
 
 
-def test_a_session_that_was_lost_between_calls_is_not_noticed(postgres, replicas, url):
+def test_a_session_that_was_lost_between_calls_is_replaced(postgres, replicas, url):
     store = replicas[0]
     one = turn()
     with HistoryReader(url, fingerprint=FINGERPRINT) as reader:
@@ -256,7 +256,7 @@ def test_a_session_that_was_lost_between_calls_is_not_noticed(postgres, replicas
 @pytest.mark.parametrize("when", ["before it was sent", "before it was kept", "after it was kept"])
 @pytest.mark.parametrize("is_attached", [False, True])
 def test_a_session_that_is_lost_during_a_commit(postgres, url, monkeypatch, when, is_attached):
-    """Found by the turns' ids: it is kept once, whatever was lost."""
+    """The commit is found by the turns' ids: it is stored once, whatever was lost."""
     from pensieve_jax.history.postgres_connection import PipelinedConnection
 
     execute, num_lost = PipelinedConnection.execute, []
@@ -266,7 +266,7 @@ def test_a_session_that_is_lost_during_a_commit(postgres, url, monkeypatch, when
         if moments.get(when) == statement and not num_lost:
             num_lost.append(1)
             if when == "before it was kept":
-                self._raw.execute(b"SELECT 1").fetchone()  # what was sent so far has been done
+                self._raw.execute(b"SELECT 1").fetchone()  # everything sent so far has been executed
             lose_sessions(postgres)
         found = execute(self, statement, *values)
         if when == "after it was kept" and statement == "COMMIT" and not num_lost:
@@ -290,7 +290,7 @@ def test_a_session_that_is_lost_during_a_commit(postgres, url, monkeypatch, when
 
 
 def test_a_refusal_survives_a_lost_session(postgres, replicas, monkeypatch):
-    """Statement by statement, and the session is lost as it is kept."""
+    """It is repeated statement by statement, and the session is lost at the commit."""
     from pensieve_jax.history.postgres_connection import PostgresConnection
 
     store = replicas[0]
@@ -313,11 +313,11 @@ def test_a_refusal_survives_a_lost_session(postgres, replicas, monkeypatch):
     assert store.has_turn("ann", good.turn_id) and not store.has_turn("ann", late.turn_id)
 
 
-# --- Postgres goes down
+# --- Postgres stops
 
 
 class Load:
-    """Replicas that commit for as long as they are told to, whatever happens to them."""
+    """Replicas that commit until they are told to stop, whatever happens to them."""
 
     def __init__(self, url, num_replicas):
         self._url = url
@@ -361,7 +361,7 @@ class Load:
 
 @pytest.mark.parametrize("num_times", [3, pytest.param(enough(5, 20), marks=pytest.mark.long)])
 def test_postgres_stops_and_starts_under_load(postgres, url, num_times, record_property):
-    """Typed errors, nothing that was told to be kept is lost, and service goes on."""
+    """Errors are typed, no acknowledged commit is lost, and service continues."""
     rng = np.random.default_rng(new_seed())
     open_store(url, fingerprint=FINGERPRINT).close()
     load = Load(url, 3)

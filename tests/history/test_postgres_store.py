@@ -1,4 +1,4 @@
-"""What is told of a database that cannot be used, and what is sent to one that can."""
+"""Errors of an unusable database, and statements to a usable one."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def namespace_of(url):
     return parse(url).namespace
 
 
-# --- refused by name
+# --- refused with a name
 
 
-def test_another_models_history_is_refused_and_left(url):
+def test_another_models_history_is_refused_and_unchanged(url):
     with opened(url) as store:
         store.commit([TurnRecord("alice", 0, (1,), (2,), 0, "stop", 1.0)])
     for call in (opened, lambda url, name: HistoryReader(url, fingerprint=name)):
@@ -56,7 +56,7 @@ def test_another_models_history_is_refused_and_left(url):
 
 
 @pytest.mark.parametrize("version", ["1", "9"])
-def test_another_schema_is_refused_by_its_number(postgres, url, version):
+def test_another_schema_version_is_refused_with_its_number(postgres, url, version):
     opened(url).close()
     postgres.run_sql(f"UPDATE {namespace_of(url)}.meta SET value = '{version}' WHERE key = 'schema_version'")
     for call in (opened, lambda url: HistoryReader(url, fingerprint=FINGERPRINT)):
@@ -66,7 +66,7 @@ def test_another_schema_is_refused_by_its_number(postgres, url, version):
             call(url)
 
 
-def test_another_applications_schema_is_refused_and_left(postgres, url):
+def test_another_applications_schema_is_refused_and_unchanged(postgres, url):
     name = namespace_of(url)
     postgres.run_sql(f"CREATE SCHEMA {name}")
     postgres.run_sql(f"CREATE TABLE {name}.recipes(name text)")
@@ -78,7 +78,7 @@ def test_another_applications_schema_is_refused_and_left(postgres, url):
     assert postgres.run_sql(f"SELECT count(*) FROM pg_tables WHERE schemaname = '{name}'") == [(2,)]
 
 
-def test_a_history_that_is_gone_is_told_and_not_made_anew(postgres, url):
+def test_a_missing_history_is_reported_and_not_created(postgres, url):
     with pytest.raises(HistoryMissingError):
         opened(url, may_make=False)
     found = postgres.run_sql(f"SELECT count(*) FROM pg_namespace WHERE nspname = '{namespace_of(url)}'")
@@ -90,12 +90,12 @@ def test_a_history_that_is_gone_is_told_and_not_made_anew(postgres, url):
 
 
 def without_password(error):
-    """What of an error could be read somewhere."""
+    """Return the parts of an error that may be logged."""
     texts = [str(error), repr(error), *traceback.format_exception(error)]
     return not any(part in text for text in texts for part in ("p@ss", "p%40ss", "w/rd", "w%2Frd"))
 
 
-def test_a_wrong_password_is_refused_by_name_and_never_shown(postgres):
+def test_a_wrong_password_is_refused_with_the_name_and_never_shown(postgres):
     right = postgres.url(user=f"locked:{PASSWORD}")
     with opened(right) as store:
         store.commit([TurnRecord("alice", 0, (1,), (2,), 0, "stop", 1.0)])
@@ -107,18 +107,18 @@ def test_a_wrong_password_is_refused_by_name_and_never_shown(postgres):
         opened(right.replace(f":{PASSWORD}", ""))
 
 
-def test_a_user_who_is_not_there_is_refused_by_name(postgres):
+def test_an_unknown_user_is_refused_with_the_name(postgres):
     with pytest.raises(HistoryDeniedError, match="nobody-here"):
         opened(postgres.url(user="nobody-here"))
 
 
-def test_a_user_who_may_not_is_refused(postgres, url):
+def test_a_user_without_permission_is_refused(postgres, url):
     opened(url).close()
     with pytest.raises(HistoryDeniedError, match="permission denied"):
         opened(url.replace("tests@", f"locked:{PASSWORD}@"))
 
 
-def test_a_server_or_a_database_that_is_not_there(tmp_path, postgres):
+def test_a_missing_server_or_database_is_reported(tmp_path, postgres):
     with pytest.raises(HistoryUnavailableError, match="cannot be reached"):
         opened(f"postgresql://me:{PASSWORD}@/chats?host={tmp_path}")
     with pytest.raises(HistoryError, match="no such database"):
@@ -141,7 +141,7 @@ def test_a_server_or_a_database_that_is_not_there(tmp_path, postgres):
         'postgresql://me@host/db?namespace=a"b',
     ],
 )
-def test_a_url_that_is_none_is_refused_and_not_shown(url):
+def test_an_invalid_url_is_refused_and_not_shown(url):
     with pytest.raises(ConfigError) as raised:
         parse(url)
     assert "ss@host" not in str(raised.value) and "pass" not in str(raised.value)
@@ -162,10 +162,10 @@ def test_a_url_is_shown_without_its_password(url, told):
     assert location.without_secret(f"said secret and {location.secret}") == "said *** and ***"
 
 
-# --- what is kept
+# --- stored content
 
 
-def test_characters_that_text_of_postgres_cannot_hold(url):
+def test_characters_that_postgres_text_cannot_hold(url):
     said = "a\0b\x1bN\x1b\x1bE\0"
     one = turn(output_text=said)
     with opened(url) as store, HistoryReader(url, fingerprint=FINGERPRINT) as reader:
@@ -176,7 +176,7 @@ def test_characters_that_text_of_postgres_cannot_hold(url):
         assert reader.by_body("ann", "x\x1bN", 0.0) is None
 
 
-def test_a_note_is_kept_replaced_and_forgotten(url):
+def test_a_note_is_stored_replaced_and_deleted(url):
     with opened(url) as store:
         for text in ("one", "two"):
             store.keep_note("n", text)
@@ -185,8 +185,8 @@ def test_a_note_is_kept_replaced_and_forgotten(url):
         assert store.note("n") is None
 
 
-def test_a_commit_is_one_round_trip_and_refusals_are_found_behind_it(url, monkeypatch):
-    """Whatever is attached; only what cannot be kept as it came is looked at statement by statement."""
+def test_a_commit_is_one_round_trip_and_refusals_are_found_afterwards(url, monkeypatch):
+    """This holds for any attachments; only a commit that failed is repeated statement by statement."""
     looked: list[int] = []
     append_all = table_store.append_all
     monkeypatch.setattr(
@@ -230,7 +230,7 @@ def test_a_commit_is_one_round_trip_and_refusals_are_found_behind_it(url, monkey
         assert store.has_turn("ann", other.turn_id) and not store.has_turn("ann", late.turn_id)
 
 
-def test_what_a_head_has_left_behind_is_removed(url):
+def test_turns_that_a_head_left_behind_are_removed(url):
     with opened(url) as store:
         begin_conversation(store)
         old, new = turn(), turn()
@@ -247,7 +247,7 @@ def test_what_a_head_has_left_behind_is_removed(url):
 # --- from one version to the next
 
 
-def test_a_lock_that_nobody_gives_up_is_an_error_of_this_call_alone(postgres, url, monkeypatch):
+def test_a_lock_that_is_never_released_is_an_error_of_this_call_only(postgres, url, monkeypatch):
     from pensieve_jax.history import postgres_connection
 
     settings = {**postgres_connection._SETTINGS, "lock_timeout": "50ms"}
@@ -265,7 +265,7 @@ def test_a_lock_that_nobody_gives_up_is_an_error_of_this_call_alone(postgres, ur
 
 
 def test_a_fork_gets_no_name_that_its_turns_could_not_have(url):
-    """Some of these fit the index by themselves, but no turn would ever be kept behind such a fork."""
+    """Some of these fit the index by themselves, but no turn could ever be stored on such a fork."""
     longest = "".join(map(chr, np.random.default_rng(1).integers(33, 127, 2000)))
     with opened(url) as store:
         store.commit([TurnRecord("alice", 0, (1,), (2,), 0, "stop", 1.0)])

@@ -1,4 +1,4 @@
-"""Connections that only read: what a failure says, and what becomes of the connection that failed."""
+"""Read-only connections: the error of a failure, and what happens to the connection that failed."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def connections(tmp_path: Path):
 
 
 def used(connections: SQLiteReadConnections) -> sqlite3.Connection:
-    """The one that the next reader gets, when no other reads."""
+    """Return the connection that the next reader gets if no other reads."""
     return connections.run(lambda connection: connection)
 
 
-def test_the_true_reason_is_told(connections: SQLiteReadConnections) -> None:
-    """SQLite rolls back by itself where it cannot read or finds damage."""
+def test_the_real_cause_is_raised(connections: SQLiteReadConnections) -> None:
+    """SQLite rolls back by itself if it cannot read or finds damage."""
 
     def fail(connection: sqlite3.Connection) -> None:
         connection.execute("ROLLBACK")
@@ -42,7 +42,7 @@ def test_the_true_reason_is_told(connections: SQLiteReadConnections) -> None:
     assert used(connections).execute("SELECT count(*) FROM facts").fetchone() == (0,)
 
 
-def test_what_is_not_found_is_no_failure_of_the_connection(connections: SQLiteReadConnections) -> None:
+def test_a_lookup_error_is_not_a_failure_of_the_connection(connections: SQLiteReadConnections) -> None:
     def miss(connection: sqlite3.Connection) -> None:
         raise UnknownRecordError("response", "r")
 
@@ -52,7 +52,7 @@ def test_what_is_not_found_is_no_failure_of_the_connection(connections: SQLiteRe
     assert used(connections) is first and not first.in_transaction
 
 
-def test_a_connection_that_failed_is_not_used_again(connections: SQLiteReadConnections) -> None:
+def test_a_failed_connection_is_not_reused(connections: SQLiteReadConnections) -> None:
     first = used(connections)
     with pytest.raises(HistoryError, match="no such table"):
         connections.run(lambda connection: connection.execute("SELECT * FROM missing"))

@@ -1,4 +1,4 @@
-"""Trees that responses make, as a list of conversations shows them."""
+"""Trees of responses, as a list of conversations shows them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def respond(store, at_s, text, parent=None, owner="ann", instructions=(), reques
 
 
 def test_the_list_of_trees_reads_an_index_and_no_response(tmp_path):
-    """Also in a history that was made before there was this index."""
+    """This also holds for a history from before this index existed."""
     path = tmp_path / "chats.sqlite"
     for _ in range(2):
         with SQLiteHistoryStore(path, fingerprint="f") as store:
@@ -56,7 +56,7 @@ def test_the_list_of_trees_reads_an_index_and_no_response(tmp_path):
             store._connection.execute("DROP INDEX responses_by_tree")
 
 
-def test_trees_are_listed_by_what_was_said_first_and_told_turn_by_turn(location):
+def test_trees_are_listed_with_their_first_text_and_read_turn_by_turn(location):
     with open_store(location, fingerprint="f") as store, HistoryReader(location, fingerprint="f") as reader:
         first = respond(
             store, 1.0, "hi", instructions=[{"id": "msg_0", "role": "system", "content": "be brief"}]
@@ -84,7 +84,7 @@ def test_trees_are_listed_by_what_was_said_first_and_told_turn_by_turn(location)
         assert reader.tree("bob", root_of(first)) == reader.tree("ann", "%") == reader.tree("ann", "") == []
 
 
-def test_a_turn_tells_its_own_instructions(location):
+def test_a_turn_returns_its_own_instructions(location):
     with open_store(location, fingerprint="f") as store, HistoryReader(location, fingerprint="f") as reader:
         first = respond(store, 1.0, "hi", request={"instructions": "be brief"})
         respond(store, 2.0, "and then?", first, request={"instructions": None})
@@ -93,8 +93,8 @@ def test_a_turn_tells_its_own_instructions(location):
         assert told == ["be brief", None, None]
 
 
-def test_nobody_waits_for_another_who_reads(location):
-    """The event loop asks in between, while threads have long work."""
+def test_readers_do_not_wait_for_each_other(location):
+    """The event loop reads while threads run long work."""
     inside, goes_on = threading.Event(), threading.Event()
 
     def long_work(connection):
@@ -128,9 +128,9 @@ def test_long_texts_make_neither_a_list_nor_a_tree_long(location, monkeypatch):
         assert [turn.id for turn in reader.tree("ann", root)] == [f"resp_{third}"]
 
 
-def test_instructions_count_once_and_as_the_characters_that_they_are(location, monkeypatch):
+def test_instructions_count_once_and_by_characters(location, monkeypatch):
     with open_store(location, fingerprint="f") as store, HistoryReader(location, fingerprint="f") as reader:
-        words = "\u8bf4" * 1000  # six characters each as it is kept
+        words = "\u8bf4" * 1000  # six characters each as stored
         request = {"instructions": words}
         turns = [first := respond(store, 1.0, words, request=request)]
         turns += [respond(store, at_s, words, first, request=request) for at_s in range(2, 11)]
@@ -139,12 +139,12 @@ def test_instructions_count_once_and_as_the_characters_that_they_are(location, m
         told = reader.tree("ann", root)
         assert [turn.id for turn in told] == [f"resp_{turn}" for turn in turns]
         assert {turn.instructions for turn in told} == {words}
-        monkeypatch.setattr(trees, "MAX_READ_CHARACTERS", 100_000)  # some 13,100 for each
+        monkeypatch.setattr(trees, "MAX_READ_CHARACTERS", 100_000)  # about 13,100 for each
         assert len(reader.tree("ann", root)) == 7
 
 
-def test_a_turn_under_other_instructions_tells_which_response_it_goes_on_from(location):
-    """Its tokens begin a tree, since instructions come first, or go on from an earlier one under the same."""
+def test_a_turn_under_other_instructions_returns_the_response_that_it_continues(location):
+    """Instructions come first, so its tokens begin a tree, or continue an earlier turn with the same ones."""
     with open_store(location, fingerprint="f") as store, HistoryReader(location, fingerprint="f") as reader:
         first = respond(store, 1.0, "hi", request={"instructions": "be brief"})
         asked = {"instructions": "be kind", "previous_response_id": f"resp_{first}"}
@@ -159,7 +159,7 @@ def test_a_turn_under_other_instructions_tells_which_response_it_goes_on_from(lo
         ]
 
 
-def test_a_turn_tells_its_parent_also_when_that_response_was_deleted(location):
+def test_a_turn_returns_its_parent_even_if_that_response_was_deleted(location):
     with open_store(location, fingerprint="f") as store, HistoryReader(location, fingerprint="f") as reader:
         first = respond(store, 1.0, "hi")
         second = respond(store, 2.0, "and then?", first)

@@ -1,4 +1,4 @@
-"""What the SQLite store keeps, gives back, and refuses, on a file and in memory."""
+"""The SQLite store's content, reads and refusals, on a file and in memory."""
 
 import contextlib
 import dataclasses
@@ -36,11 +36,11 @@ def turn(conversation_id="alice", index=0, prompt=(1, 2, 3), output=(4, 5), **fi
 
 
 def said(kept):
-    """A turn without the place in the tree that the store gave it."""
+    """Return a turn without the tree position that the store gave it."""
     return dataclasses.replace(kept, turn_id="", parent_id=None)
 
 
-def test_turns_come_back_as_they_were(store: HistoryStore):
+def test_turns_are_read_as_they_were_written(store: HistoryStore):
     turns = [
         turn(
             index=0,
@@ -67,12 +67,12 @@ def test_a_seed_may_be_any_of_64_bits(store, seed):
     assert store.load("alice").turns[0].seed == seed
 
 
-def test_numpy_ids_are_kept_as_ints(store):
+def test_numpy_ids_are_stored_as_ints(store):
     store.commit([dataclasses.replace(turn(), prompt_token_ids=np.array([9, 8], np.int64))])
     assert store.load("alice").turns[0].prompt_token_ids == (9, 8)
 
 
-def test_listing_is_most_recent_first_and_reads_sizes(store):
+def test_listing_is_most_recent_first_with_sizes(store):
     store.commit([turn("a", created_at_s=1.0), turn("b", created_at_s=3.0), turn("c", created_at_s=1.0)])
     store.commit([turn("a", index=1, prompt=(1,), output=(), created_at_s=2.0)])
     assert store.conversations() == [
@@ -82,7 +82,7 @@ def test_listing_is_most_recent_first_and_reads_sizes(store):
     ]
 
 
-def test_info_is_a_line_of_the_listing(store):
+def test_info_equals_the_entry_of_the_listing(store):
     store.commit([turn("a"), turn("b", created_at_s=3.0)])
     assert [store.info(info.conversation_id) for info in store.conversations()] == store.conversations()
     with pytest.raises(UnknownConversationError):
@@ -90,8 +90,8 @@ def test_info_is_a_line_of_the_listing(store):
 
 
 @pytest.mark.parametrize("distance", range(1, 6))
-def test_an_interrupt_at_any_line_keeps_all_of_a_commit_or_nothing(distance):
-    """A second one comes while the first is cleaned up; whoever called may keep the traceback."""
+def test_an_interrupt_at_any_line_stores_all_of_a_commit_or_nothing(distance):
+    """A second one comes during the cleanup; the caller may keep the traceback."""
     number, num_rolled_back, was_kept = 0, 0, False
     whole = [ConversationInfo("a", 10, 2, 1001.0), ConversationInfo("b", 5, 1, 1000.0)]
     while True:
@@ -107,7 +107,7 @@ def test_an_interrupt_at_any_line_keeps_all_of_a_commit_or_nothing(distance):
                 kept = error
             after = store.conversations()
             assert after in ([whole] if was_kept else [before, whole])
-            was_kept = after == whole  # from the first line behind the commit on, every interrupt keeps it
+            was_kept = after == whole  # from the first line after the commit on, every interrupt keeps it
             num_rolled_back += not was_kept
             store.commit([turn("c")])
             assert len(store.conversations()) == len(after) + 1
@@ -122,7 +122,7 @@ def test_two_turns_of_one_conversation_in_one_commit(store):
     assert len(store.load("alice").turns) == 2
 
 
-def test_commit_of_nothing_is_allowed(store):
+def test_an_empty_commit_is_allowed(store):
     store.commit([])
     assert store.conversations() == []
 
@@ -154,7 +154,7 @@ def test_commit_of_nothing_is_allowed(store):
         ("messages", (3,)),
     ],
 )
-def test_a_bad_value_is_named_and_nothing_of_the_commit_is_kept(store, field, value):
+def test_an_invalid_value_is_named_and_nothing_of_the_commit_is_stored(store, field, value):
     bad = dataclasses.replace(turn("new", 0), **{field: value})
     with pytest.raises(InvalidRequestError, match=rf"turns\[1\]\.{field}"):
         store.commit([turn("good"), bad])
@@ -169,13 +169,13 @@ def test_a_second_turn_of_the_same_index_is_refused(store):
     assert [info.conversation_id for info in store.conversations()] == ["alice"]
 
 
-def test_unknown_conversations(store):
+def test_unknown_conversations_are_refused(store):
     for call in (store.load, store.delete, lambda name: store.truncate(name, 0)):
         with pytest.raises(UnknownConversationError, match="'nobody'"):
             call("nobody")
 
 
-def test_delete_forgets_only_that_one(store):
+def test_delete_removes_only_that_conversation(store):
     store.commit([turn("a"), turn("b")])
     store.delete("a")
     assert [info.conversation_id for info in store.conversations()] == ["b"]
@@ -210,7 +210,7 @@ def test_truncate_within_a_prompt_drops_its_messages(store):
 
 
 def test_truncate_at_the_end_of_a_prompt_keeps_its_messages(store):
-    """The messages say the prompt, and all of it is left."""
+    """The messages contain the prompt, and all of it is left."""
     message = {"role": "user", "content": "hi"}
     store.commit([turn(messages=(message,), output_text="xy")])
     store.truncate("alice", 3)
@@ -218,7 +218,7 @@ def test_truncate_at_the_end_of_a_prompt_keeps_its_messages(store):
     assert (kept.prompt_token_ids, kept.output_token_ids, kept.messages) == ((1, 2, 3), (), (message,))
 
 
-def test_truncate_to_nothing_leaves_an_empty_conversation_that_goes_on(store):
+def test_truncate_to_nothing_leaves_an_empty_conversation_that_can_be_continued(store):
     store.commit([turn()])
     store.truncate("alice", 0)
     assert store.load("alice").turns == ()
@@ -228,7 +228,7 @@ def test_truncate_to_nothing_leaves_an_empty_conversation_that_goes_on(store):
 
 
 @pytest.mark.parametrize("num_tokens", [-1, 6, 2.0, True, None])
-def test_truncate_refuses_what_is_not_there(store, num_tokens):
+def test_truncate_refuses_more_tokens_than_there_are(store, num_tokens):
     store.commit([turn()])
     with pytest.raises(InvalidRequestError, match="num_tokens"):
         store.truncate("alice", num_tokens)
@@ -255,7 +255,7 @@ def test_truncate_is_a_prefix(turns, data):
             assert rejoined == tokens
 
 
-def test_reopening_a_file_finds_everything(tmp_path):
+def test_a_reopened_file_has_everything(tmp_path):
     path = tmp_path / "chats.sqlite"
     for synchronous, index in (("normal", 0), ("full", 1)):
         with SQLiteHistoryStore(path, fingerprint=FINGERPRINT, synchronous=synchronous) as store:
@@ -266,7 +266,7 @@ def test_reopening_a_file_finds_everything(tmp_path):
 
 
 @pytest.mark.parametrize(("synchronous", "level"), [("normal", 1), ("full", 2)])
-def test_durability_is_what_was_asked_for(tmp_path, synchronous, level):
+def test_durability_follows_the_option(tmp_path, synchronous, level):
     with SQLiteHistoryStore(tmp_path / "h", fingerprint=FINGERPRINT, synchronous=synchronous) as store:
         assert store._connection.execute("PRAGMA synchronous").fetchone() == (level,)
         assert store._connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
@@ -289,7 +289,7 @@ def test_an_interrupt_in_the_middle_of_a_commit_leaves_no_trace(store, monkeypat
     store.commit([turn("a")])
 
 
-def test_a_full_disk_is_an_error_and_keeps_nothing(tmp_path):
+def test_a_full_disk_is_an_error_and_stores_nothing(tmp_path):
     with SQLiteHistoryStore(tmp_path / "h", fingerprint=FINGERPRINT) as store:
         store.commit([turn("a")])
         (num_pages,) = store._connection.execute("PRAGMA page_count").fetchone()
@@ -299,7 +299,7 @@ def test_a_full_disk_is_an_error_and_keeps_nothing(tmp_path):
         assert [info.conversation_id for info in store.conversations()] == ["a"]
 
 
-def test_damaged_ids_are_noticed_and_stay_with_their_conversation(store):
+def test_damaged_ids_are_detected_and_affect_only_their_conversation(store):
     store.commit([turn("a"), turn("b")])
     head = "(SELECT head_turn FROM conversations WHERE conversation_id = 'a')"
     store._connection.execute(
@@ -312,14 +312,14 @@ def test_damaged_ids_are_noticed_and_stay_with_their_conversation(store):
     assert len(store.load("b").turns) == 1
 
 
-def test_a_lost_turn_is_noticed(store):
+def test_a_missing_turn_is_detected(store):
     store.commit([turn(index=0), turn(index=1)])
     store._connection.execute("DELETE FROM turns WHERE turn_index = 0")
     with pytest.raises(HistoryCorruptError, match="should hold 2 turns of 10 tokens, but 1 turns of 5"):
         store.load("alice")
 
 
-def test_a_closed_store_says_so_and_closes_twice(tmp_path):
+def test_a_closed_store_refuses_calls_and_closes_twice(tmp_path):
     store = SQLiteHistoryStore(tmp_path / "h", fingerprint=FINGERPRINT)
     store.close()
     store.close()
@@ -354,12 +354,12 @@ def test_readers_in_other_threads_see_whole_commits(tmp_path):
 @pytest.mark.parametrize(
     "options", [{"path": ""}, {"path": ":memory:"}, {"path": None, "synchronous": "off"}]
 )
-def test_options_that_cannot_work(options):
+def test_invalid_options_are_refused(options):
     with pytest.raises(ConfigError):
         SQLiteHistoryStore(**options, fingerprint=FINGERPRINT)
 
 
-def test_paths_that_cannot_work(tmp_path):
+def test_invalid_paths_are_refused(tmp_path):
     for path in (tmp_path, tmp_path / "no" / "such" / "dir.sqlite"):
         with pytest.raises(HistoryError, match="cannot be"):
             SQLiteHistoryStore(path, fingerprint=FINGERPRINT)
@@ -373,7 +373,7 @@ def test_the_file_holds_ids_as_little_endian_int32(tmp_path):
         assert connection.execute("SELECT prompt_ids FROM turns").fetchone() == (b"\1\0\0\0\2\1\0\0",)
 
 
-def test_fingerprint_is_stable_and_tells_apart():
+def test_fingerprint_is_stable_and_distinguishes_models():
     one = history_fingerprint({"layers": 2, "name": "tiny"}, "t1")
     assert one == history_fingerprint({"name": "tiny", "layers": 2}, "t1")
     assert one != history_fingerprint({"name": "tiny", "layers": 3}, "t1")

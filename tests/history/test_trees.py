@@ -28,7 +28,7 @@ def named(index=0, conversation_id="alice", prompt=(1, 2, 3), output=(4, 5), **f
 
 
 def placed(parent=None, owner="ann", **fields):
-    """A turn behind another one."""
+    """Return a turn behind another one."""
     parent_id, index = (None, 0) if parent is None else (parent.turn_id, parent.turn_index + 1)
     place = {"turn_id": new_turn_id(parent_id), "parent_id": parent_id, "owner": owner}
     return named(index, "", **{**place, **fields})
@@ -38,7 +38,7 @@ def num_turns(store):
     return store._connection.execute("SELECT count(*) FROM turns").fetchone()[0]
 
 
-def test_a_placed_turn_comes_back_as_it_was(store):
+def test_a_placed_turn_is_read_as_it_was_written(store):
     usage = Usage(3, 0, 1, 2, 3, 2, num_suspensions=1)
     first = placed(
         messages=({"role": "user", "content": "hi"},), output_text="ho", chain=b"\1\2", usage=usage
@@ -53,7 +53,7 @@ def test_a_placed_turn_comes_back_as_it_was(store):
     assert store.conversations() == []
 
 
-def test_branches_share_what_comes_before(store):
+def test_branches_share_their_common_path(store):
     root = placed()
     left, right = placed(root, prompt=(7,)), placed(root, prompt=(8,))
     store.commit([root])
@@ -63,12 +63,12 @@ def test_branches_share_what_comes_before(store):
     assert store.load_turn("ann", right.turn_id).turns == (root, right)
 
 
-def test_a_parent_in_the_same_commit(store):
+def test_a_parent_may_be_in_the_same_commit(store):
     root = placed()
     assert store.commit([root, placed(root)]) == {}
 
 
-def test_what_is_not_there_or_is_another_owners_is_unknown(store):
+def test_missing_turns_and_another_owners_are_unknown(store):
     root = placed()
     store.commit([root])
     for owner, turn_id in (("bob", root.turn_id), ("", root.turn_id), ("ann", new_turn_id())):
@@ -76,7 +76,7 @@ def test_what_is_not_there_or_is_another_owners_is_unknown(store):
             store.load_turn(owner, turn_id)
 
 
-def test_a_turn_whose_parent_is_gone_is_refused_alone(store):
+def test_only_the_turn_whose_parent_is_gone_is_refused(store):
     root, missing = placed(), placed()
     strangers = placed(root, owner="bob")
     store.commit([root])
@@ -87,8 +87,8 @@ def test_a_turn_whose_parent_is_gone_is_refused_alone(store):
     assert store.info("alice").num_turns == 1
 
 
-def test_a_turn_that_goes_on_from_an_older_head_is_refused_alone(store):
-    """A turn of a named conversation that has an id says where it goes on from."""
+def test_only_a_turn_that_continues_an_older_head_is_refused(store):
+    """A turn of a named conversation that has an id names the turn that it continues."""
     store.commit([named()])
     head = store.head("alice")
 
@@ -112,7 +112,7 @@ def test_a_turn_that_goes_on_from_an_older_head_is_refused_alone(store):
     assert store.commit([anew]) == {} and store.load("alice").turns == (anew,)
 
 
-def test_a_turn_that_is_there_already_is_refused_and_stays(store):
+def test_a_turn_that_exists_already_is_refused_and_stays(store):
     root = placed()
     store.commit([root])
     refused = store.commit([dataclasses.replace(root, prompt_token_ids=(9,)), placed()])
@@ -124,7 +124,7 @@ def test_a_turn_that_is_there_already_is_refused_and_stays(store):
     ("field", "value"),
     [("turn_id", "x"), ("turn_id", "A" * 32), ("turn_id", 3), ("owner", "\ud800"), ("owner", None)],
 )
-def test_a_bad_place_is_named_and_nothing_of_the_commit_is_kept(store, field, value):
+def test_an_invalid_position_is_named_and_nothing_of_the_commit_is_stored(store, field, value):
     with pytest.raises(InvalidRequestError, match=rf"turns\[1\]\.{field}"):
         store.commit([named(), dataclasses.replace(placed(), **{field: value})])
     assert store.conversations() == []
@@ -145,7 +145,7 @@ def test_named_conversations_are_paths_too(store):
     assert store.load_turn("", second.turn_id).token_ids.tolist() == [1, 2, 3, 4, 5, 6, 4, 5]
 
 
-def test_a_truncated_conversation_keeps_its_uncut_turns_as_they_are(store):
+def test_a_truncated_conversation_keeps_its_uncut_turns_unchanged(store):
     store.commit([named(0), named(1), named(2)])
     before = store.load("alice").turns
     assert store.truncate("alice", 7).num_turns == 2
@@ -153,12 +153,12 @@ def test_a_truncated_conversation_keeps_its_uncut_turns_as_they_are(store):
     assert first == before[0]
     assert second.turn_id != before[1].turn_id and second.parent_id == first.turn_id
     assert (second.prompt_token_ids, second.output_token_ids) == ((1, 2), ())
-    assert num_turns(store) == 2  # what was cut off is gone, the turn that was cut included
+    assert num_turns(store) == 2  # the rest was removed, including the turn that was cut
     with pytest.raises(UnknownTurnError):
         store.load_turn("", before[1].turn_id)
 
 
-def test_a_fork_shares_all_turns_and_goes_on_by_itself(store):
+def test_a_fork_shares_all_turns_and_continues_separately(store):
     store.commit([named(0), named(1)])
     assert store.fork("alice", "bob").num_turns == 2
     assert num_turns(store) == 2
@@ -187,7 +187,7 @@ def test_a_fork_of_a_part_copies_at_most_a_cut_turn(store, num_tokens, num_turns
     assert all((turn.finish_reason == CUT_FINISH_REASON) == (num_tokens % 5 != 0) for turn in last)
 
 
-def test_forks_that_cannot_be(store):
+def test_invalid_forks_are_refused(store):
     store.commit([named(), named(0, "bob")])
     with pytest.raises(UnknownConversationError, match="nobody"):
         store.fork("nobody", "carol")
@@ -200,7 +200,7 @@ def test_forks_that_cannot_be(store):
     assert len(store.conversations()) == 2
 
 
-def test_what_a_fork_needs_outlives_the_conversation_it_came_from(store):
+def test_a_fork_keeps_its_turns_when_its_source_is_deleted(store):
     store.commit([named(0), named(1), named(2)])
     store.fork("alice", "bob", 5)
     store.delete("alice")
@@ -210,7 +210,7 @@ def test_what_a_fork_needs_outlives_the_conversation_it_came_from(store):
     assert num_turns(store) == 0
 
 
-def test_a_path_that_lacks_a_turn_is_told_and_a_loop_ends(store):
+def test_a_path_with_a_missing_turn_is_reported_and_a_loop_ends(store):
     first = placed()
     second = placed(first)
     third = placed(second)
@@ -239,8 +239,8 @@ operations = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(operations=operations)
-def test_conversations_are_what_a_plain_list_says_and_nothing_else_is_kept(operations):
-    """Against lists of tokens; afterwards every turn in the table is on the path to a head."""
+def test_conversations_equal_plain_lists_and_nothing_else_is_stored(operations):
+    """Compares with lists of tokens; afterwards every turn in the table is on the path to a head."""
     said: dict[str, list[list[int]]] = {}
     with SQLiteHistoryStore(None, fingerprint=FINGERPRINT) as store:
         for step, (what, one, other, part) in enumerate(operations):
@@ -274,7 +274,7 @@ def test_conversations_are_what_a_plain_list_says_and_nothing_else_is_kept(opera
 
 
 def beginning(turns, num_tokens):
-    """The first tokens, in the turns that they are of."""
+    """Return the first tokens, grouped by their turns."""
     kept = []
     for turn in turns:
         if num_tokens > 0:

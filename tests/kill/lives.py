@@ -1,9 +1,9 @@
-"""Lives: a history file, and the processes that generate into it until each is killed.
+"""Restart schedules: a history file, and processes that generate into it until each is killed.
 
-Owns: when to kill, the killing, and what must hold of the file after each death.
-Does not know: a model; whether tokens are right is checked by whoever has a reference.
+Owns the times of kills, the kills, and the checks of the file after each death. Does not know a model: the
+caller, which has a reference, checks tokens. Called by `tests/test_kill.py`.
 
-One thread serves all pipes; it waits on them, never for a time to pass.
+One thread serves all pipes; it waits on them, never for a fixed time.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from tests.kill import process
 from tests.kill.process import Report, Task
 from tests.kill.script import Script, TurnKey
 
-SILENCE_LIMIT_S = 120.0  # a process that says nothing for so long hangs
+SILENCE_LIMIT_S = 120.0  # a process that is silent for longer hangs
 # "opened": compiling follows, the longest part of a start.
 _MARKS = ("opened", *("step",) * 3, "committing", "halted", *("reported",) * 2, "closing")
 NUM_MOMENTS = 1 + len(_MARKS)
-_HISTORY_SUFFIXES = ("", "-wal", "-journal")  # what recovery reads; "-shm" is made anew
+_HISTORY_SUFFIXES = ("", "-wal", "-journal")  # read by recovery; "-shm" is rebuilt
 
 
 class Moment(NamedTuple):
-    """Kill `delay_s` after the `nth` mark of that name."""
+    """A kill `delay_s` after the `nth` mark of that name."""
 
     mark: str
     nth: int
@@ -44,13 +44,13 @@ class Moment(NamedTuple):
 
 
 def random_moments(rng: np.random.Generator) -> list[Moment]:
-    """`NUM_MOMENTS`: one while the file is made, then in random order all through the life of a process."""
+    """Draw `NUM_MOMENTS`: one while the file is created, then in random order over the life of a process."""
     moments = [_moment(rng, mark) for mark in _MARKS]
     return [_moment(rng, "opening"), *(moments[i] for i in rng.permutation(len(moments)))]
 
 
 def _moment(rng: np.random.Generator, mark: str) -> Moment:
-    """How often the mark comes first, and what random fraction of what follows it still happens."""
+    """Draw the mark's occurrence, and the fraction of the following time that still passes."""
     # A process halts once; `Life.start` tells it where.
     max_count = {"step": 60, "committing": 10, "reported": 10}.get(mark, 1)
     max_delay_s = {"opening": 0.002, "opened": 1.0, "step": 0.004, "closing": 0.002}.get(mark, 0.0)
@@ -62,9 +62,9 @@ class Death:
     """One process, from its start to its end, as its parent saw it.
 
     Attributes:
-      unfinished: turns that were submitted and not reported.
-      announced: groups of turns whose commit had begun; each was one step's.
-      committed: what was in the history afterwards and not before.
+        unfinished: turns that were submitted and not reported.
+        announced: groups of turns whose commit had begun; each was one step's.
+        committed: turns that are in the history afterwards and were not before.
     """
 
     moment: Moment | None
@@ -75,7 +75,7 @@ class Death:
     committed: set[TurnKey] = field(default_factory=set)
 
     def take(self, mark: Sequence[Any]) -> None:
-        """The process says something."""
+        """Record a mark of the process."""
         name = mark[0]
         self.marks.append(name)
         if name == "reported":
@@ -87,17 +87,17 @@ class Death:
             self.announced.append(mark[1])
 
     def is_at_commit(self) -> bool:
-        """A commit was begun, and not all of its turns were reported."""
+        """Whether a commit has begun, and not all of its turns were reported."""
         reported = {report.key for report in self.reports}
         return bool(self.announced) and not reported.issuperset(self.announced[-1])
 
 
 class Life:
-    """Processes that follow one another on one history file.
+    """Consecutive processes on one history file.
 
     Attributes:
-      deaths: of the processes so far.
-      turns: what is in the history, all of it checked against the script and the reports.
+        deaths: of the processes so far.
+        turns: content of the history, all of it checked against the script and the reports.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Life:
         *,
         seed: int,
     ) -> None:
-        """Nothing runs yet, and there is no file. A process more than is killed comes to its own end."""
+        """Create it without a file or a process. One process more than is killed runs to its own end."""
         self.script = Script(seed)
         self.deaths: list[Death] = []
         self.turns: dict[TurnKey, TurnRecord] = {}
@@ -124,7 +124,7 @@ class Life:
         self.kill_at_s: float | None = None  # on the monotonic clock
 
     def start(self) -> bool:
-        """Start the next process; False if there is none to come."""
+        """Start the next process; return False after the last one."""
         if len(self.deaths) == len(self._moments):
             return False
         moment = self._moments[len(self.deaths)]
@@ -142,7 +142,7 @@ class Life:
         return True
 
     def take(self) -> bool:
-        """Read one mark; False if there are no more, since the process is dead and was checked."""
+        """Read one mark; return False if the process is dead and was checked."""
         assert self.pipe is not None
         death = self.deaths[-1]
         try:
@@ -158,7 +158,7 @@ class Life:
         return True
 
     def kill_if_due(self) -> None:
-        """Send SIGKILL once, when it is time."""
+        """Send SIGKILL once, when it is due."""
         if self.kill_at_s is not None and time.monotonic() >= self.kill_at_s:
             self.kill_at_s = None
             self.kill()
@@ -180,8 +180,8 @@ class Life:
         self._check(death)
 
     def _check(self, death: Death) -> None:
-        """The file after a death: what was reported, whole steps, and nothing else."""
-        FileLock(self._path).release()  # raises if anybody still held it
+        """Check the file after a death: all reported turns, whole steps, and nothing else."""
+        FileLock(self._path).release()  # raises if a process still held it
         before, self.turns = self.turns, self._read()
         assert before.items() <= self.turns.items(), "an earlier turn is gone or another one"
         self.script.check_prefix(self.turns)
@@ -197,14 +197,14 @@ class Life:
             assert scripted.params.seed in (None, stored.seed), f"{key} has another seed"
         for group in death.announced[:-1]:
             assert death.committed.issuperset(group), f"a step was lost before a later one: {group}"
-        if death.announced:  # the last one may have been made or not, but as a whole
+        if death.announced:  # the last commit may have happened or not, but as a whole
             last = death.announced[-1]
             possible = (0,) if "halted" in death.marks else (0, len(last))
             assert len(death.committed.intersection(last)) in possible, f"{last} is there in part"
         assert death.committed <= {key for group in death.announced for key in group}
 
     def _read(self) -> dict[TurnKey, TurnRecord]:
-        """All turns of the history; half the time of a copy, so that the next process is what recovers it."""
+        """Read all turns of the history; half the time from a copy, so the next process recovers the file."""
         path = self._path
         if self._rng.random() < 0.5:
             path = path.with_name("copy.sqlite")
@@ -227,12 +227,12 @@ def start_process(context: ForkServerContext, task: Task) -> tuple[BaseProcess, 
     reader, writer = context.Pipe(duplex=False)
     started = context.Process(target=process.run, args=(task, writer), daemon=True)
     started.start()
-    writer.close()  # the process has the only other one: at its death the pipe ends
+    writer.close()  # the process has the only other end: the pipe closes when it dies
     return started, reader
 
 
 def live(lives: Sequence[Life], *, num_at_once: int) -> None:
-    """Run all lives to their ends, `num_at_once` processes at a time."""
+    """Run all schedules to their ends, `num_at_once` processes at a time."""
     to_come = iter(lives)
     running = _start(to_come, num_at_once)
     try:
@@ -253,7 +253,7 @@ def _start(lives: Iterator[Life], count: int) -> list[Life]:
 
 
 def _ready(running: Sequence[Life]) -> list[Life]:
-    """Those whose process has said something or died, by the time that one is to be killed."""
+    """Return those whose process has sent a mark or died, or whose kill is due."""
     now_s = time.monotonic()
     due_s = [life.kill_at_s for life in running if life.kill_at_s is not None]
     timeout_s = max(min(due_s) - now_s, 0.0) if due_s else SILENCE_LIMIT_S

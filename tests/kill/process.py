@@ -1,12 +1,13 @@
-"""A process that generates until it is killed, and tells its parent what it does.
+"""A process that generates until it is killed, and reports its progress to its parent.
 
-Owns: the engine's shape, and the marks: what was begun, and every turn that the library has returned.
-Does not know: when it will die.
+Owns the engine's shape, and the marks: started work, and every turn that the library has returned. Does not
+know
+when it will die. Called by `lives`, as the target of a process.
 
 Marks are tuples `(name, ...)`, each one write to the pipe:
-  ("started",)  ("opening", fingerprint)  ("opened",)  ("ready",)
-  ("submitted", keys)  ("step",)  ("committing", keys)  ("reported", Report)
-  ("halted",) in the middle of a transaction  ("closing",)  ("finished",)
+    ("started",)  ("opening", fingerprint)  ("opened",)  ("ready",)
+    ("submitted", keys)  ("step",)  ("committing", keys)  ("reported", Report)
+    ("halted",) in the middle of a transaction  ("closing",)  ("finished",)
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ class Report(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What a process does.
+    """Work of one process.
 
     Attributes:
-      path: of the history; None is one in memory.
-      how: "step" drives the engine turn by turn, "generate" the public call with a turn of every lane; both
-        for ever. "once" is one call of "generate", "whole" as many as a conversation has turns; both close
-        the library and end. "close" is "once", and then waits to be killed.
-      halt_at_row: wait to be killed after so many rows were written, before their transaction is committed.
+        path: of the history; None is one in memory.
+        how: "step" drives the engine turn by turn, "generate" the public call with a turn of every lane; both
+            run forever. "once" is one call of "generate", "whole" as many as a conversation has turns; both
+            close the library and end. "close" is "once", and then waits to be killed.
+        halt_at_row: wait to be killed after this number of rows, before their transaction is committed.
     """
 
     path: str | None
@@ -62,7 +63,7 @@ class Task(NamedTuple):
 
 
 def run(task: Task, pipe: Connection) -> None:
-    """Live; the target of the process."""
+    """Run the task; the target of the process."""
     pipe.send(("started",))
     jax.config.update("jax_platforms", "cpu")
     _compile_less()
@@ -90,7 +91,7 @@ def run(task: Task, pipe: Connection) -> None:
 
 
 def _config(task: Task) -> EngineConfig:
-    """One bucket; the GPU's pages hold less than half of what the lanes say, and so do both tiers."""
+    """Return a one-bucket configuration; the GPU, and both tiers, hold less than half of the lanes."""
     return EngineConfig(
         cache=CacheConfig(gpu_pages=10, cpu_pages=CPU_PAGES, chunk_tokens=CHUNK_TOKENS),
         scheduler=SchedulerConfig(
@@ -109,13 +110,13 @@ def _config(task: Task) -> EngineConfig:
 
 
 def _compile_less() -> None:
-    """Leave out the samplers that no lane needs: starting is most of what a process does."""
+    """Skip the samplers that no lane needs: starting is most of a process's work."""
     modes = (SamplerMode(False, False, False), SamplerMode(True, False, False))
     sampler.all_modes = lambda: modes
 
 
 def _announce_history(pipe: Connection) -> None:
-    """Have the library tell of opening the history, and of every commit just before it is made."""
+    """Announce the opening of the history, and every commit just before it happens."""
 
     class AnnouncingStore(SQLiteHistoryStore):
         def __init__(self, path: Any, *, fingerprint: str, **options: Any) -> None:
@@ -153,7 +154,7 @@ def _announce_steps(llm: LLM, pipe: Connection) -> None:
 
 
 def _run_steps(llm: LLM, pipe: Connection, script: Script, keys: list[TurnKey]) -> None:
-    """A lane's next turn is sent as soon as its last one is reported."""
+    """Submit a lane's next turn as soon as its last one is reported."""
     key_of: dict[Any, TurnKey] = {}
     while True:
         pipe.send(("submitted", keys))

@@ -1,10 +1,11 @@
-"""What is said in the conversations of a life: a function of a seed, the same in every process of it.
+"""The conversations of a restart schedule: a function of a seed, the same in every process.
 
-Owns: prompts, sampling parameters, and which conversations there are.
-Does not know: processes, kills, or an engine.
+Owns prompts, sampling parameters, and the set of conversations. Does not know processes, kills, or an engine.
+Called by `lives` and `process`.
 
-A lane is an endless line of turns; every `TURNS_PER_CONVERSATION` of them a new conversation begins. Two
-lanes in three sample: with a seed of the script's, and with one that the library draws.
+A lane is an endless chain of turns; after `TURNS_PER_CONVERSATION` of them a new conversation begins. Two
+lanes
+in three sample: with a seed of the script's, and with one that the library draws.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MAX_CONTEXT_TOKENS = TURNS_PER_CONVERSATION * (MAX_PROMPT_TOKENS + MAX_OUTPUT_TO
 
 
 class TurnKey(NamedTuple):
-    """A turn of a life."""
+    """Key of a turn."""
 
     conversation_id: str
     turn_index: int
@@ -33,7 +34,7 @@ class TurnKey(NamedTuple):
 
 @dataclass(frozen=True)
 class ScriptedTurn:
-    """A turn before it runs; it gives `params.max_tokens` tokens, no fewer."""
+    """A turn before it runs; it yields exactly `params.max_tokens` tokens."""
 
     key: TurnKey
     prompt_ids: tuple[int, ...]
@@ -42,12 +43,12 @@ class ScriptedTurn:
 
 @dataclass(frozen=True)
 class Script:
-    """All that is ever said in one life."""
+    """All conversations of one schedule."""
 
     seed: int
 
     def turn(self, key: TurnKey) -> ScriptedTurn:
-        """The turn of that name."""
+        """Return the turn with this key."""
         lane, generation = (int(part) for part in key.conversation_id.split("-")[1:])
         rng = np.random.default_rng([self.seed, lane, generation, key.turn_index])
         prompt_ids = rng.integers(3, 256, rng.integers(2, MAX_PROMPT_TOKENS, endpoint=True))
@@ -63,18 +64,18 @@ class Script:
         )
 
     def next_keys(self, num_turns: Mapping[str, int]) -> list[TurnKey]:
-        """The next turn of every lane, given the lengths of the conversations that there are."""
+        """Return the next turn of every lane, given the lengths of the existing conversations."""
         return [self._next_key(lane, num_turns) for lane in range(NUM_LANES)]
 
     def after(self, key: TurnKey) -> TurnKey:
-        """The turn that follows another one in its lane."""
+        """Return the turn that follows another one in its lane."""
         lane, generation = (int(part) for part in key.conversation_id.split("-")[1:])
         if key.turn_index + 1 < TURNS_PER_CONVERSATION:
             return TurnKey(key.conversation_id, key.turn_index + 1)
         return TurnKey(_name(lane, generation + 1), 0)
 
     def check_prefix(self, keys: Iterable[TurnKey]) -> None:
-        """Raise AssertionError unless every lane is whole from its beginning to where it stands."""
+        """Raise AssertionError unless every lane is complete from its beginning to its last turn."""
         by_lane: dict[int, list[TurnKey]] = {}
         for key in sorted(keys, key=lambda key: (int(key.conversation_id.split("-")[2]), key.turn_index)):
             by_lane.setdefault(int(key.conversation_id.split("-")[1]), []).append(key)

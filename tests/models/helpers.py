@@ -1,4 +1,4 @@
-"""Running a model as the engine does: split once, merged inside one compiled step, pools donated."""
+"""Runs a model as the engine does: split once, merged inside one compiled step, pools donated."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,13 +20,13 @@ PAGE_SIZE = 16
 
 
 def golden(variant: str) -> tuple[np.ndarray, np.ndarray]:
-    """(input ids i32[T], logits f32[T, vocab_size])."""
+    """Return (input ids i32[T], logits f32[T, vocab_size])."""
     with np.load(GOLDEN / variant / "logits.npz") as arrays:
         return arrays["input_ids"].astype(np.int32), arrays["logits"]
 
 
 def dense_logits(model: Model, token_ids: np.ndarray) -> np.ndarray:
-    """f32[T, vocab_size] of one whole sequence through DenseAttention."""
+    """Return f32[T, vocab_size] of one whole sequence through DenseAttention."""
     graph, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
 
@@ -92,7 +92,7 @@ class PagedStep:
         self.compiled = lowered.compile()
 
     def __call__(self, rows: Sequence[tuple[np.ndarray, int, np.ndarray]]) -> list[np.ndarray]:
-        """Run rows of (new token ids, first position, page list) -> logits f32[len, vocab_size] of each."""
+        """Run rows of (new ids, first position, page list); return logits f32[len, vocab_size] of each."""
         token_ids, positions = np.zeros((2, self.capacity), np.int32)
         write_slots = np.full(self.capacity, self.num_pages * PAGE_SIZE, np.int32)
         kv_lens = np.zeros(self.max_num_rows, np.int32)
@@ -119,7 +119,7 @@ class PagedStep:
 def make_tile_spec(
     config: ModelConfig, mesh: Any, num_tokens: int, max_num_rows: int, dtype: str, backend: Any
 ) -> Any:
-    """The per-shard tile spec of a step."""
+    """Return the per-shard tile spec of a step."""
     tp = tensor_parallel_size(mesh)
     return tile_spec(
         num_tokens=num_tokens,
@@ -134,13 +134,13 @@ def make_tile_spec(
 
 
 def abstract(array: jax.Array) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding of an array."""
+    """Return shape, dtype and sharding of an array."""
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 def abstract_batch(
     sharding: NamedSharding, num_tokens: int, num_rows: int, pages_per_row: int, tiles_len: int
 ) -> RaggedBatch:
-    """The shapes of a step's metadata."""
+    """Return the shapes of a step's metadata."""
     shapes = ((num_tokens,), (num_rows,), (num_rows, pages_per_row), (num_rows + 1,), (1,), (tiles_len,))
     return RaggedBatch(*(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for shape in shapes))

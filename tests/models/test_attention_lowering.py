@@ -1,4 +1,4 @@
-"""What a step of many layers is lowered to, for GPUs that are not there."""
+"""The lowering of a step of many layers, for absent GPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_TOKENS, PAGE_SIZE, NUM_PAGES, PAGES_A_ROW = 128, 32, 9, 4
 
 
 def lowered(num_layers: int, backend: str, num_devices: int) -> str:
-    """A model's layers, for one step."""
+    """Return the lowered layers of a model, for one step."""
     config = preset("llama-tiny", num_layers=num_layers, num_heads=8, num_kv_heads=4, head_dim=64)
     mesh = mesh_of_gpus(num_devices)
     structure, leaves = ModelStructure.split(abstract_model(config, dtype="bfloat16", mesh=mesh))
@@ -57,7 +57,7 @@ def lowered(num_layers: int, backend: str, num_devices: int) -> str:
     ("backend", "num_devices"), [("pallas_triton", 1), ("pallas_triton", 2), ("pallas_mosaic_gpu", 1)]
 )
 def test_kernels_are_lowered_once_for_all_layers(backend, num_devices):
-    """A start lowers some two dozen programs, one after the other, each of many layers."""
+    """A start lowers some two dozen programs sequentially, each of many layers."""
     few, many = (
         [text.count(call) for call in ("xla.gpu.triton", "@mosaic_gpu")]
         for text in (lowered(num_layers, backend, num_devices) for num_layers in (2, 5))

@@ -30,13 +30,13 @@ def load(directory: Path) -> None:
 
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
-    """A single-file float16 checkpoint that may be damaged."""
+    """Return a single-file float16 checkpoint that may be damaged."""
     return Path(shutil.copytree(GOLDEN / "llama_default", tmp_path / "model"))
 
 
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
-    """A checkpoint in several files with an index."""
+    """Return a checkpoint in several files with an index."""
     return Path(shutil.copytree(GOLDEN / "llama_gqa_linear", tmp_path / "model"))
 
 
@@ -78,7 +78,7 @@ def test_misshapen_tensor_names_both_shapes(llama: Path) -> None:
 
 @pytest.mark.parametrize("twin", ["norm.weight", "decoder.norm.weight", "model.decoder.norm.weight"])
 def test_two_tensors_for_one_place(llama: Path, twin: str) -> None:
-    """Prefixes differ between exports: which of the two was meant nobody knows."""
+    """Prefixes differ between exports, so it is unknown which of the two was meant."""
     rewrite(llama, tensors_of(llama) | {twin: np.zeros(24, np.float16)})
     with pytest.raises(
         CheckpointError, match=r"tensors '.*norm.weight' in .* and '.*norm.weight' in"
@@ -92,7 +92,7 @@ def test_integer_tensor(llama: Path) -> None:
     filled: list[str] = []
     with pytest.raises(CheckpointError, match=rf"'{NORM}' .* dtype I32; one of F32, F16, BF16"):
         load_model(llama, mesh=make_mesh(1), progress=lambda done, total, name: filled.append(name))
-    assert not filled  # the headers say it: no parameter is read in vain
+    assert not filled  # the headers show it, so no parameter is read for nothing
 
 
 @pytest.mark.parametrize("num_bytes_lost", [1, 3000])
@@ -210,7 +210,7 @@ def test_a_copy_of_the_tied_head_loads(tmp_path: Path) -> None:
 
 
 def test_a_tied_head_that_is_not_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is what transformers would not use and whoever saved it meant: nothing to drop without a word."""
+    """Transformers would ignore it, but the author of the save meant it: it must not be dropped silently."""
     directory = Path(shutil.copytree(GOLDEN / "opt_pre_norm", tmp_path / "model"))
     tensors = tensors_of(directory)
     table = tensors["model.decoder.embed_tokens.weight"]
@@ -226,7 +226,8 @@ def test_a_tied_head_that_is_not_the_table(tmp_path: Path, monkeypatch: pytest.M
     rewrite(directory, tensors | {"lm_head.weight": table.astype(np.float64)})
     with pytest.raises(CheckpointError, match=r"'lm_head.weight' is F64.*they must be the same"):
         load(directory)
-    monkeypatch.setattr(hf_weights, "_COMPARED_BYTES", 1000)  # so that the difference is not in the first
+    # so that the difference is not in the first block
+    monkeypatch.setattr(hf_weights, "_COMPARED_BYTES", 1000)
     rewrite(directory, tensors | {"lm_head.weight": last})
     with pytest.raises(CheckpointError, match=names):
         load(directory)
@@ -252,8 +253,8 @@ def test_fingerprint_sees_other_weights_but_not_other_directories(llama: Path) -
     assert model_fingerprint(config, llama) != original
 
 
-def test_fingerprint_is_of_the_beginning_of_every_tensor(llama: Path) -> None:
-    """Which is what `weights_digest` says: whoever hashes more must keep histories of before readable."""
+def test_the_fingerprint_is_of_the_beginning_of_every_tensor(llama: Path) -> None:
+    """`weights_digest` promises this: a digest of more bytes must keep older histories readable."""
     config, tensors = load_config(llama), tensors_of(llama)
     rewrite(llama, tensors)  # this library's order of tensors, which counts as well
     original = model_fingerprint(config, llama)
@@ -280,7 +281,7 @@ def test_loads_onto_several_devices(variant: str, tp: int) -> None:
 
 
 def test_a_projection_that_has_a_bias_too_many(tmp_path: Path) -> None:
-    """Which biases there are is the family's, and the checkpoint must have just these."""
+    """The family determines the biases, and the checkpoint must have exactly these."""
     directory = Path(shutil.copytree(GOLDEN / "qwen2_tied", tmp_path / "model"))
     tensors = tensors_of(directory)
     extra = "model.layers.0.self_attn.o_proj.bias"

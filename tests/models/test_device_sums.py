@@ -1,6 +1,6 @@
-"""Models whose devices add up by themselves, with `psum` for the kernels: the logits of the compiler's sums.
+"""Models with all-reduces of our own, with `psum` for the kernels: the logits equal those of XLA's sums.
 
-Every sum but a group's last one goes to the norm that follows, with the bias of its projection.
+Every sum except a group's last one goes to the norm that follows, with the bias of its projection.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOKEN_IDS = np.random.default_rng(3).integers(0, 320, 18).astype(np.int32)
 
 @pytest.fixture
 def norms(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, str, set[str]]]:
-    """Of every sum with a norm: whether in shares, the kind of norm, the arrays that there are."""
+    """Record of every sum with a norm: whether in shares, the kind of norm, the arrays that are present."""
     found = []
 
     def recorded(name: str) -> object:
@@ -54,7 +54,7 @@ def norms(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, str, set[str]]]:
 
 
 def arrays_of(config: ModelConfig) -> list[set[str]]:
-    """What is there behind attention, and behind the MLP."""
+    """Return the arrays that are present after attention, and after the MLP."""
     is_opt = config.architecture == "opt"
     norm = ({"scale", "bias"} if is_opt else {"scale"}) if config.norm_affine else set()
     biases = (config.attention_bias, config.mlp_bias)
@@ -69,7 +69,7 @@ def arrays_of(config: ModelConfig) -> list[set[str]]:
         for shares in (False, True)
     ],
 )
-def test_logits_are_those_of_the_compilers_sums(
+def test_logits_equal_those_of_xlas_sums(
     name: str, shares: bool, norms: list[tuple[bool, str, set[str]]]
 ) -> None:
     config, mesh = CONFIGS[name], make_mesh(2)
@@ -80,7 +80,7 @@ def test_logits_are_those_of_the_compilers_sums(
     with summing(AllReduce(SumSpec("xla", capacity), jnp.zeros((2, 14), jnp.int32), mesh)):
         found = dense_logits(model, TOKEN_IDS)
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
-    num_sums = 2 * config.num_layers - config.pre_norm  # a norm follows the last one of post-norm layers too
+    num_sums = 2 * config.num_layers - config.pre_norm  # in post-norm layers a norm follows the last one too
     kind = "layer" if config.architecture == "opt" else "rms"
     assert norms == [(shares, kind, arrays) for arrays in arrays_of(config) * config.num_layers][:num_sums]
 
@@ -89,7 +89,7 @@ def test_logits_are_those_of_the_compilers_sums(
 def test_four_devices_share_out_few_rows_as_well(
     num_tokens: int, shares: bool, norms: list[tuple[bool, str, set[str]]]
 ) -> None:
-    """From 65 on, where the devices divide them; the last sum, before no norm, is the compiler's then."""
+    """From 65 rows on, if the devices divide them; the last sum, before no norm, is then XLA's."""
     config, mesh = CONFIGS["opt"], make_mesh(4)
     model = random_model(config, dtype="float32", mesh=mesh)
     token_ids = np.random.default_rng(num_tokens).integers(0, 320, num_tokens).astype(np.int32)

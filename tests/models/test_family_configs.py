@@ -77,7 +77,7 @@ MISTRAL: dict[str, Any] = {
 
 
 def in_transformers_5(values: dict[str, Any]) -> dict[str, Any]:
-    """The same as version 5 writes it."""
+    """Return the config as version 5 writes it."""
     rope = {"rope_type": "default", "rope_theta": values["rope_theta"]}
     own = {} if values is MISTRAL else {"layer_types": ["full_attention"] * values["num_hidden_layers"]}
     return without(values, "rope_theta", "torch_dtype") | {
@@ -129,7 +129,7 @@ def test_options_that_transformers_does_not_read_either() -> None:
 
 
 def test_missing_fields_have_the_defaults_of_transformers() -> None:
-    """Which differ by family: a key that is missing is not one that is null."""
+    """They differ by family: a missing key differs from a null one."""
     lacking = ("num_key_value_heads", "head_dim", "max_position_embeddings", "rope_theta", "rms_norm_eps")
     config = parse_hf_config(without(QWEN3, *lacking) | {"num_attention_heads": 64})
     assert (config.num_kv_heads, config.head_dim, config.max_position_embeddings) == (32, 128, 32768)
@@ -144,7 +144,7 @@ def test_missing_fields_have_the_defaults_of_transformers() -> None:
 
 
 def test_special_tokens() -> None:
-    """Qwen has none unless it says so; what ends a reply may stand in either file."""
+    """Qwen has none unless it says so; ending ids may be in either file."""
     bare = without(QWEN2, "bos_token_id", "eos_token_id")
     config = parse_hf_config(bare, {"eos_token_id": [151645, 151643]})
     assert (config.bos_token_id, config.eos_token_ids) == (None, (151645, 151643))
@@ -190,7 +190,7 @@ def test_refused_by_name(values: dict[str, Any], message: str) -> None:
 
 
 def test_a_window_as_long_as_the_context_hides_nothing() -> None:
-    """And one that a longer context would make matter is refused then."""
+    """If a longer context would make it matter, it is refused."""
     assert parse_hf_config(MISTRAL | {"sliding_window": 32768}).sliding_window == 32768
     directory = GOLDEN / "mistral_window"
     assert load_config(directory).sliding_window == 48
@@ -244,12 +244,14 @@ def test_activations_are_written_by_their_names(activation: str, written: str) -
         ),
     ],
 )
-def test_what_a_config_file_cannot_say_is_refused(name: str, overrides: dict[str, Any], message: str) -> None:
+def test_an_option_that_a_config_file_cannot_express_is_refused(
+    name: str, overrides: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         hf_config(preset(name, **overrides))
 
 
-def test_a_family_that_is_not_there() -> None:
+def test_an_unknown_family_is_refused() -> None:
     config = preset("llama-tiny", architecture="gpt2")
     with pytest.raises(UnsupportedModelError, match="architecture='gpt2' is not one of opt, llama, qwen2"):
         abstract_model(config, dtype="auto", mesh=make_mesh(1))

@@ -39,7 +39,7 @@ def test_dense(variant: str) -> None:
     "variant", [pytest.param(v, marks=[] if v in IN_SHORT else pytest.mark.long) for v in VARIANTS]
 )
 def test_paged_over_several_steps(variant: str) -> None:
-    """Chunks of uneven length, two sequences that share a step, a page list out of order."""
+    """Chunks have uneven lengths, two sequences share a step, and a page list is out of order."""
     token_ids, expected = golden(variant)
     mesh = make_mesh(1)
     step = PagedStep(load_model(GOLDEN / variant, dtype="float32", mesh=mesh), mesh)

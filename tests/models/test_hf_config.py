@@ -83,7 +83,7 @@ def test_rope_defaults(spelling: dict[str, Any]) -> None:
 
 
 def test_two_sections_for_rope_are_refused_unless_equal() -> None:
-    """Adding `rope_scaling` to a file that has `rope_parameters` asks for yarn: not to be passed over."""
+    """Adding `rope_scaling` to a file that has `rope_parameters` asks for yarn, which must not be ignored."""
     plain = {"rope_type": "default", "rope_theta": 5e5}
     scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
     with pytest.raises(
@@ -119,7 +119,7 @@ def test_missing_fields_have_the_usual_defaults() -> None:
 
 
 def test_missing_options_of_opt_have_the_defaults_of_transformers() -> None:
-    """Those of `transformers.OPTConfig`, which an early config.json of OPT leaves out."""
+    """They are those of `transformers.OPTConfig`; an early config.json of OPT leaves them out."""
     required = {name: OPT[name] for name in ("model_type", "ffn_dim", "hidden_size", "vocab_size")}
     sizes = {"num_attention_heads": 40, "num_hidden_layers": 40}
     config = parse_hf_config(required | sizes)
@@ -220,7 +220,7 @@ def test_refused_by_name(values: dict[str, Any], message: str) -> None:
     ],
 )
 def test_values_of_a_wrong_kind_or_size(name: str, values: list[Any]) -> None:
-    """They would load and answer nonsense, or raise what names no option."""
+    """They would load and give wrong answers, or raise an error that names no option."""
     for value in values:
         with pytest.raises(UnsupportedModelError, match=re.escape(f"{name}={value!r}")):
             parse_hf_config(LLAMA | {name: value})
@@ -254,7 +254,7 @@ def test_null_is_the_default_of_a_number() -> None:
     assert parse_hf_config(OPT | {"init_std": None}).initializer_range == 0.02
     with pytest.raises(UnsupportedModelError, match="init_std='x'"):
         parse_hf_config(OPT | {"init_std": "x"})
-    # One of the section that is null is that of the file; and a length is the family's, where there is none.
+    # A null value in the section falls back to the file's; a missing length falls back to the family's.
     assert parse_hf_config(LLAMA | {"rope_parameters": {"rope_theta": None}}).rope.theta == 5e5
     assert yarn(beta_fast=None, beta_slow=None, mscale=0, mscale_all_dim=0) == yarn()
     scaling = {"rope_type": "yarn", "original_max_position_embeddings": 1024}

@@ -1,4 +1,4 @@
-"""Activations against their formulas in float64; what layers do together is the golden logits' to say."""
+"""Activations against their formulas in float64; the golden logits test the layers together."""
 
 import math
 from collections.abc import Callable
@@ -20,7 +20,7 @@ FORMULAS: dict[str, Callable[[float], float]] = {
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activation(name: str) -> None:
-    """Where the two kinds of gelu differ most, by 5e-4, and elsewhere."""
+    """Compares where the two kinds of gelu differ most, by 5e-4, and elsewhere."""
     values = [-4.0, -2.3, -1.0, -0.1, 0.0, 0.1, 1.0, 2.3, 4.0]
     expected = [FORMULAS[name](value) for value in values]
     np.testing.assert_allclose(activation(name)(jnp.array(values)), expected, rtol=1e-5, atol=2e-6)

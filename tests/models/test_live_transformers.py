@@ -1,6 +1,6 @@
 """The golden comparison with models built on the spot; run by hand, as docs/adding_a_model.md says.
 
-Neither torch nor transformers is a dependency, so that continuous integration skips it.
+Neither torch nor transformers is a dependency, so continuous integration skips it.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ pytest.importorskip("torch", reason="torch is not installed: no live comparison"
 pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
 
 
-@pytest.mark.filterwarnings("default")  # theirs are not ours to fix
+@pytest.mark.filterwarnings("default")  # warnings of these libraries are not ours to fix
 @pytest.mark.parametrize("variant_name", VARIANTS)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_logits_equal_transformers(variant_name: str, seed: int, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Saving, restoring onto another mesh, converting, and what a damaged save says."""
+"""Saving, restoring onto another mesh, converting, and the errors of a damaged save."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ convert = load("scripts.convert_checkpoint").convert
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """llama-tiny with 4 KV heads, saved from one device."""
+    """Save llama-tiny with 4 KV heads from one device."""
     directory = tmp_path_factory.mktemp("orbax") / "model"
     model = random_model(preset("llama-tiny", num_kv_heads=4), mesh=make_mesh(1), seed=3)
     save_parameters(model, directory, weights_digest="d")
@@ -72,7 +72,7 @@ def test_converted_checkpoint_is_the_same_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("variant", ["qwen2_tied", "qwen3_bias", "mistral_window"])
 def test_families_survive_conversion(tmp_path: Path, variant: str) -> None:
-    """There and back with all that the config says, onto one device and onto two."""
+    """A round trip keeps all of the config, onto one device and onto two."""
     convert(str(GOLDEN / variant), tmp_path / "target", "float32")
     config = load_config(tmp_path / "target")
     assert config == dataclasses.replace(load_config(GOLDEN / variant), dtype="float32")
@@ -82,8 +82,8 @@ def test_families_survive_conversion(tmp_path: Path, variant: str) -> None:
         np.testing.assert_allclose(dense_logits(model, token_ids), expected, atol=1e-4, rtol=0)
 
 
-def test_a_save_from_before_a_field_was_there(saved: Path, tmp_path: Path) -> None:
-    """What it lacks has the default."""
+def test_a_save_without_a_newer_field_loads(saved: Path, tmp_path: Path) -> None:
+    """Missing fields have their defaults."""
     older = damage(saved, tmp_path / "copy")
     values = json.loads((older / "model_config.json").read_text())
     del values["config"]["sliding_window"]
@@ -93,7 +93,7 @@ def test_a_save_from_before_a_field_was_there(saved: Path, tmp_path: Path) -> No
     load_model(older, mesh=make_mesh(1))
 
 
-def test_a_save_of_a_family_that_is_not_there(saved: Path, tmp_path: Path) -> None:
+def test_a_save_of_an_unknown_family_is_refused(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="architecture='gpt9' is not one of opt, llama"):
         load_config(damage(saved, tmp_path / "copy", architecture="gpt9"))
 
@@ -125,7 +125,7 @@ def test_never_overwrites(saved: Path) -> None:
 
 
 def damage(saved: Path, target: Path, **changes: object) -> Path:
-    """A copy of the save whose config has other values."""
+    """Return a copy of the save whose config has other values."""
     shutil.copytree(saved, target)
     path = target / "model_config.json"
     values = json.loads(path.read_text())
@@ -175,7 +175,7 @@ def test_disagreement_names_the_parameter(
 def test_a_value_of_another_kind_is_named_before_anything_is_read(
     saved: Path, tmp_path: Path, field: str, value: object, message: str
 ) -> None:
-    """Whoever edits the file gets no error of a kernel's, or of none at all."""
+    """After editing the file, a user must get an error that names the value, not a kernel's or none."""
     with pytest.raises(UnsupportedModelError, match=message):
         load_config(damage(saved, tmp_path / "copy", **{field: value}))
 
@@ -207,7 +207,7 @@ def test_missing_or_damaged_data(saved: Path, tmp_path: Path) -> None:
 def test_a_config_file_without_its_keys(
     saved: Path, tmp_path: Path, key: str, value: object, message: str
 ) -> None:
-    """Whoever reads it first: the loader, or the fingerprint."""
+    """The loader or the fingerprint may read it first."""
     broken = damage(saved, tmp_path / "copy")
     values = json.loads((broken / "model_config.json").read_text())
     config = load_config(broken)
@@ -223,7 +223,7 @@ def test_a_config_file_without_its_keys(
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "", "{", "\xff"])
-def test_a_config_file_that_is_no_config(saved: Path, tmp_path: Path, text: str) -> None:
+def test_an_invalid_config_file_is_refused(saved: Path, tmp_path: Path, text: str) -> None:
     broken = damage(saved, tmp_path / "copy")
     (broken / "model_config.json").write_text(text, encoding="latin-1")
     with pytest.raises(CheckpointError, match=r"model_config\.json"):
@@ -231,7 +231,7 @@ def test_a_config_file_that_is_no_config(saved: Path, tmp_path: Path, text: str)
 
 
 def test_a_changed_byte_in_any_file(saved: Path, tmp_path: Path) -> None:
-    """Sizes agree; Orbax would take changed weights as they are, and fail on the rest without a type."""
+    """Sizes agree; Orbax would accept changed weights, and fail on the rest with an untyped error."""
     broken = damage(saved, tmp_path / "copy")
     files = [
         path for path in sorted((broken / "params").rglob("*")) if path.stat().st_size and path.is_file()
@@ -248,4 +248,4 @@ def test_a_changed_byte_in_any_file(saved: Path, tmp_path: Path) -> None:
 
 
 def test_jax_is_left_with_its_devices() -> None:
-    assert len(jax.devices()) >= 4  # the mesh tests above mean nothing otherwise
+    assert len(jax.devices()) >= 4  # otherwise the mesh tests above test nothing

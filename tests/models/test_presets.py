@@ -45,7 +45,7 @@ BILLIONS = {
     "mistral-7b": 7.25,
 }
 TINY = ["opt-tiny", "llama-tiny", "qwen2-tiny", "qwen3-tiny", "mistral-tiny"]
-QUICK = [*TINY, "opt-13b", "llama2-13b-gqa10"]  # the others differ in numbers alone
+QUICK = [*TINY, "opt-13b", "llama2-13b-gqa10"]  # the others differ only in numbers
 RESIDUAL_KERNELS = (".out.kernel", ".down.kernel", ".fc2.kernel")
 
 
@@ -62,7 +62,7 @@ def test_bytes() -> None:
     config = preset("llama2-13b-gqa10")
     assert parameter_bytes(config, dtype="bfloat16") == 2 * num_parameters(config)
     assert parameter_bytes(config, dtype="float32") == 4 * num_parameters(config)
-    assert kv_bytes_per_token(config, dtype="bfloat16") == 40 * 2 * 10 * 128 * 2  # 6.5 MB a chunk of 32
+    assert kv_bytes_per_token(config, dtype="bfloat16") == 40 * 2 * 10 * 128 * 2  # 6.5 MB per chunk of 32
     assert kv_bytes_per_token(config, dtype="bfloat16", tensor_parallel_size=2) == 40 * 2 * 5 * 128 * 2
     halves = parameter_bytes(config, dtype="bfloat16", tensor_parallel_size=2)
     assert num_parameters(config) <= halves < 1.001 * num_parameters(config)  # norms are replicated
@@ -94,7 +94,7 @@ def test_random_weights_do_not_depend_on_the_mesh(name: str) -> None:
     expected = dict.fromkeys(drawn, 0.3)
     for name in drawn:
         if name.endswith(RESIDUAL_KERNELS):
-            expected[name] = 0.3 / 2  # two terms a layer, two layers
+            expected[name] = 0.3 / 2  # two terms per layer, two layers
         elif name == "embed.table" and "head.table" in drawn:
             expected[name] = 2.0
     for name, value in drawn.items():
@@ -112,7 +112,7 @@ def test_random_weights_do_not_depend_on_the_number_of_layers_or_positions() -> 
     assert many.keys() > few.keys()
     for name, parameter in few.items():
         value = parameter.get_value()
-        # What is added to the residual stream is smaller where more such terms are.
+        # The terms added to the residual stream are smaller if there are more of them.
         scale = 2**-0.5 if name.endswith(RESIDUAL_KERNELS) else 1.0
         np.testing.assert_allclose(many[name].get_value()[: value.shape[0]], value * scale, rtol=1e-6)
 
@@ -148,7 +148,7 @@ def test_fingerprints_tell_models_apart() -> None:
 
 
 def lower_step_for_cuda(name: str, tp: int, dtype: str, num_tokens: int, backend: str) -> str:
-    """StableHLO of one step of two layers of the preset, for an H200 that is not there."""
+    """Return the StableHLO of one step of two layers of the preset, for an absent H200."""
     device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
     mesh = AbstractMesh((tp,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=device)
     config = preset(name, num_layers=2)

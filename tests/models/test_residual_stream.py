@@ -1,5 +1,6 @@
-"""Models with the kernel for additions and norms, interpreted: the logits of plain XLA, on one device and on
-several, and nothing sent between devices for it.
+"""Models with the interpreted kernel for additions and norms: the logits equal plain XLA's.
+
+This holds on one device and on several, and the kernel sends nothing between devices.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ TOKEN_IDS = np.random.default_rng(3).integers(0, 320, 17).astype(np.int32)
 
 @pytest.fixture
 def interpreted_kernel(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Has models take the kernel; the list holds of every call whether there was something to add."""
+    """Make models use the kernel; the list records for every call whether there was something to add."""
     calls = []
 
     def record(x: jax.Array, y: jax.Array | None, *rest: jax.Array | None, **how: object) -> object:
@@ -68,7 +69,7 @@ def test_several_devices(name: str, request: pytest.FixtureRequest) -> None:
 def test_groups_of_layers(name: str, interpreted_kernel: list[bool]) -> None:
     """A cut between layers changes no bit, and the first norm of a group has nothing to add.
 
-    In float32: below it, XLA need not round what it adds to the stream itself, where a group ends.
+    This holds in float32: below it, XLA need not round what it adds to the stream itself, where a group ends.
     """
     model = random_model(CONFIGS[name], dtype="float32", mesh=make_mesh(1))
     positions = np.arange(len(TOKEN_IDS), dtype=np.int32)
@@ -113,7 +114,7 @@ def test_nothing_is_sent_between_devices_for_it(request: pytest.FixtureRequest) 
     ],
 )
 def test_a_gpu_gets_the_kernel(name: str, tp: int) -> None:
-    """For a mesh of GPUs that are not there, too; one kernel with an addition, one without."""
+    """It does so for a mesh of absent GPUs too; one kernel with an addition, one without."""
     dtype = "float32" if name == "llama-tiny" else "bfloat16"
     text = lower_step_for_cuda(name, tp, dtype, 16, "pallas_triton")
     kind = "layer" if name.startswith("opt") else "rms"

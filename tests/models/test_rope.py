@@ -1,7 +1,7 @@
-"""Rotary frequencies of each kind against numbers that were worked out by hand.
+"""Rotary frequencies of each kind, compared with values worked out by hand.
 
-Heads of 8 elements and a theta of 10,000 have the frequencies 1, 0.1, 0.01 and 0.001, and over 6,283
-positions they turn 1,000, 100, 10 times and once: turns are easily told as places among the four.
+Heads of 8 elements and a theta of 10,000 have the frequencies 1, 0.1, 0.01 and 0.001. Over 6,283 positions
+they turn 1,000, 100, 10 times and once, so turns map easily to indices among the four.
 """
 
 import dataclasses
@@ -15,12 +15,12 @@ from model_defs import RopeConfig
 from model_defs.rope import cos_sin, inverse_frequencies, rotate
 
 PLAIN = np.array([1.0, 0.1, 0.01, 0.001])
-# Between 300 turns, at place 3 - log10(300) = 0.5229, and 3 turns, at 2.5229.
+# Between 300 turns, at index 3 - log10(300) = 0.5229, and 3 turns, at 2.5229.
 YARN = RopeConfig("yarn", 1e4, 4.0, 6283, beta_fast=300.0, beta_slow=3.0)
 
 
 def assert_stretched(rope: RopeConfig, shares: list[float]) -> None:
-    """Of each frequency the share that is divided by the factor, and the rest as it was."""
+    """Assert for each frequency the share that is divided by the factor; the rest is unchanged."""
     stretched = np.array(shares)
     expected = PLAIN * (1 - stretched) + PLAIN / rope.factor * stretched
     np.testing.assert_allclose(inverse_frequencies(rope, 8), expected, rtol=2e-4)
@@ -33,13 +33,13 @@ def test_plain_and_linear() -> None:
 
 
 def test_llama3_blends_by_turns() -> None:
-    """From 5 turns, all of it, to 205, nothing of it: 100 turns are 0.475 of the way, 10 are 0.025."""
+    """The blend is full up to 5 turns and none from 205 on: 100 turns are 0.475 of the way, 10 are 0.025."""
     rope = RopeConfig("llama3", 1e4, 8.0, 6283, low_freq_factor=5.0, high_freq_factor=205.0)
     assert_stretched(rope, [0, 0.525, 0.975, 1])
 
 
-def test_yarn_blends_by_places() -> None:
-    assert_stretched(YARN, [0, 1 / 3, 2 / 3, 1])  # from the place below to the one above
+def test_yarn_blends_by_index() -> None:
+    assert_stretched(YARN, [0, 1 / 3, 2 / 3, 1])  # from the index below to the one above
     exact = dataclasses.replace(YARN, truncate=False)
     assert_stretched(exact, [0, (1 - 0.5229) / 2, (2 - 0.5229) / 2, 1])
 
@@ -52,13 +52,13 @@ def test_yarn_ends_where_its_betas_say() -> None:
 
 
 def test_yarn_ends_within_the_head() -> None:
-    """The last place is the last element's, not the last pair's; 1e5 turns would be at place -2."""
+    """The last index is the last element's, not the last pair's; 1e5 turns would be at index -2."""
     assert_stretched(dataclasses.replace(YARN, beta_slow=1e-5), [0, 1 / 7, 2 / 7, 3 / 7])
     assert_stretched(dataclasses.replace(YARN, beta_fast=1e5), [0, 1 / 3, 2 / 3, 1])
 
 
 def test_yarn_of_a_ramp_without_width_is_a_step() -> None:
-    """Nothing turns once in three positions, so that both ends are the first place."""
+    """No frequency turns once in three positions, so both ends are the first index."""
     assert_stretched(dataclasses.replace(YARN, original_max_positions=3, beta_slow=1.0), [0, 1, 1, 1])
 
 

@@ -1,4 +1,4 @@
-"""Who multiplies the few rows of a small step: the layers ask, and fall back to XLA."""
+"""The matmul of small batches: when the layers use the kernel, and when XLA."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.kernels.cross_lower import lower_for_cuda, mesh_of_gpus
 
 @pytest.fixture
 def calls(monkeypatch, added):
-    """Of the kernel, for which XLA stands; it serves up to eight rows."""
+    """Record the kernel's calls, with XLA as a stand-in; it supports up to eight rows."""
     found = []
 
     def product(x, w, bias, *, gated, relu, backend):
@@ -37,12 +37,12 @@ def calls(monkeypatch, added):
 
 @pytest.fixture
 def added():
-    """Of the kernel's calls, whether each had a bias, and ReLU."""
+    """Record for each of the kernel's calls whether it had a bias, and ReLU."""
     return []
 
 
 def filled(module):
-    """With random weights."""
+    """Fill a module with random weights."""
     for i, (_, leaf) in enumerate(nnx.iter_graph(module)):
         if isinstance(leaf, nnx.Param):
             shape = leaf.get_raw_value().shape
@@ -66,7 +66,7 @@ def run(module, num_rows, backend=None):
 
 
 def whole(y):
-    """Partial sums are added up, and all else is left."""
+    """Add up partial sums, and return anything else unchanged."""
     return finish_sum(y) if isinstance(y, PartialSums) else y
 
 
@@ -91,7 +91,7 @@ def test_which_products(calls):
     run(filled(GatedMLP(build())), 8, "pallas_mosaic_gpu")
     assert [call[1:3] for call in calls] == [((hidden, 2 * wide), True), ((wide, hidden), False)]
     calls.clear()
-    run(filled(GatedMLP(build())), 9, "pallas_mosaic_gpu")  # more rows than it serves
+    run(filled(GatedMLP(build())), 9, "pallas_mosaic_gpu")  # more rows than it supports
     run(filled(GatedMLP(build())), 8, small_batch_matmul.XLA)
     assert not calls
 
@@ -104,8 +104,10 @@ def test_which_products(calls):
         ((64, 2, 128), 1, True, 64, 128),
     ],
 )
-def test_the_kernel_is_asked_for_the_size_of_the_result(monkeypatch, shape, num_in_dims, gated, depth, width):
-    """Which of a gated product is half as wide as the weights."""
+def test_the_kernel_is_asked_with_the_size_of_the_result(
+    monkeypatch, shape, num_in_dims, gated, depth, width
+):
+    """The result of a gated product is half as wide as its weights."""
     asked = []
 
     def supports(*sizes, **options):
@@ -122,7 +124,7 @@ def test_the_kernel_is_asked_for_the_size_of_the_result(monkeypatch, shape, num_
 @pytest.mark.parametrize("split", [{"out_axis": 0}, {"in_axis": 0}], ids=str)
 @pytest.mark.parametrize("name", ["relu", "gelu"])
 def test_an_activation(name, split, num_devices, calls, added):
-    """ReLU is the kernel's, with the bias of each device's columns; others follow, and it follows a sum."""
+    """The kernel applies ReLU with each device's bias; other activations follow it, or the all-reduce."""
     are_parts = "in_axis" in split and num_devices > 1
     module = filled(Linear(build(num_devices), (128,), (256,), **split, bias=not are_parts))
     x = jax.random.normal(jax.random.key(1), (3, 128), jnp.bfloat16)
@@ -139,9 +141,9 @@ def test_an_activation(name, split, num_devices, calls, added):
 
 @pytest.mark.parametrize(("own_sums", "bias"), [(False, False), (False, True), (True, False), (True, True)])
 def test_parts_of_two_devices(own_sums, bias, calls):
-    """Each multiplies its own, and they add up where those are parts of a sum.
+    """Each device multiplies its part; the parts are added up if they belong to a sum.
 
-    A sum's bias is left to who adds up, and not to the compiler; with a bias the gate follows the product.
+    The all-reduce adds a sum's bias, not XLA; with a bias the gate follows the product.
     """
     config = preset("llama-tiny")
     one, two = (filled(GatedMLP(build(num_devices, mlp_bias=bias))) for num_devices in (1, 2))
@@ -151,7 +153,8 @@ def test_parts_of_two_devices(own_sums, bias, calls):
     plain = run(one, 8)[0]
     with summing(sums if own_sums else None):
         found = run(two, 8, "pallas_mosaic_gpu")[0]
-    # With a bias XLA rounds the gate and up before it is added, and after; the kernel once.
+    # With a bias, XLA rounds the gate and up projections before and after the addition; the kernel rounds
+    # once.
     atol = 0.04 if bias else 0.02
     np.testing.assert_allclose(found.astype(np.float32), plain.astype(np.float32), rtol=0.05, atol=atol)
     wide, hidden = config.intermediate_size // 2, config.hidden_size
@@ -165,7 +168,7 @@ def test_parts_of_two_devices(own_sums, bias, calls):
 
 
 def test_several_dimensions(calls):
-    """Of heads, on both sides."""
+    """Heads are dimensions on both sides."""
     module = filled(Linear(build(), (4, 16), (2, 8), in_axis=0))
     x = jax.random.normal(jax.random.key(1), (3, 4, 16), jnp.bfloat16)
     with small_batch_matmul.multiplying_by("pallas_mosaic_gpu"):
@@ -177,7 +180,7 @@ def test_several_dimensions(calls):
 
 @pytest.mark.parametrize("num_rows", [1, 128])
 def test_parts_are_lowered_for_two_gpus(num_rows):
-    """With sums by the compiler; Llama-2-70B's layer."""
+    """Sums are XLA's; the layer is Llama-2-70B's."""
     config = preset("llama2-70b")
     mesh = mesh_of_gpus(2)
     graph, state = nnx.split(GatedMLP(Build(config, jnp.dtype("bfloat16"), mesh)))
@@ -197,7 +200,7 @@ def test_parts_are_lowered_for_two_gpus(num_rows):
 @pytest.mark.skipif(jax.default_backend() != "gpu" or len(jax.devices()) < 2, reason="needs two NVIDIA GPUs")
 @pytest.mark.parametrize("num_rows", [1, 32, 128])
 def test_two_gpus(num_rows):
-    """A layer's products of Llama-2-70B, each half of the weights on a device, beside XLA's."""
+    """Each device has half of the weights of a Llama-2-70B layer; the results are compared with XLA's."""
     config, mesh = preset("llama2-70b"), make_mesh(2)
     x = jax.random.normal(jax.random.key(2), (num_rows, config.hidden_size), jnp.bfloat16)
     for make in (GatedMLP, lambda b: FusedQKV(b, bias=False)):

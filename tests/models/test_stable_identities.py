@@ -1,7 +1,8 @@
-"""What kept conversations, saved models and figures refer to: fingerprints, digests, random weights.
+"""Identities that stored data refers to: fingerprints, digests, random weights.
 
 A history belongs to a model by its fingerprint, and results name a preset and a seed. None of these may
-change for a model that was there before, whatever `ModelConfig` learns.
+change
+for an existing model, whatever is added to `ModelConfig`.
 """
 
 import hashlib
@@ -65,8 +66,8 @@ def test_checkpoints_keep_their_fingerprints(variant: str) -> None:
 
 
 @pytest.mark.parametrize("name", RANDOM_VALUES)
-def test_random_weights_stay(name: str) -> None:
-    """To the last bits, in which math libraries may differ."""
+def test_random_weights_do_not_change(name: str) -> None:
+    """They are equal up to the last bits, in which math libraries may differ."""
     parameters = dict(named_parameters(load_model(f"random:{name}", mesh=make_mesh(1), seed=3)))
     for key, expected in RANDOM_VALUES[name].items():
         values = np.asarray(parameters[key].get_value()).ravel()

@@ -1,5 +1,6 @@
-"""One code path: a mesh of 1, 2 or 4 devices gives the same logits to 1e-5 of the largest; what does not
-divide is refused.
+"""A mesh of 1, 2 or 4 devices gives the same logits to 1e-5 of the largest.
+
+Sizes that do not divide are refused.
 """
 
 import numpy as np
@@ -29,7 +30,7 @@ PAGES = np.array([5, 2, 7, 1])
 
 
 def paged_logits(config: ModelConfig, tp: int) -> np.ndarray:
-    """Two chunks of one sequence through the paged pools."""
+    """Run two chunks of one sequence through the paged pools."""
     mesh = make_mesh(tp)
     step = PagedStep(random_model(config, mesh=mesh), mesh, num_pages=8, max_num_rows=2, pages_per_row=4)
     for pool in step.pools:
@@ -61,7 +62,7 @@ def paged_logits(config: ModelConfig, tp: int) -> np.ndarray:
     ],
 )
 def test_logits_are_equal(name: str, sizes: tuple[int, ...]) -> None:
-    """Within 1e-5 of the largest logit; that is 9 here, and what another order of sums adds is up to 2e-5."""
+    """The tolerance is 1e-5 of the largest logit, which is 9 here; another order of sums adds up to 2e-5."""
     config = CONFIGS[name]
     token_ids = np.random.default_rng(5).integers(0, 320, 50).astype(np.int32)
     expected = dense_logits(random_model(config, mesh=make_mesh(1)), token_ids)
@@ -88,7 +89,7 @@ def test_nothing_large_is_replicated() -> None:
         ({"num_kv_heads": 4, "intermediate_size": 130}, "intermediate_size=130 is not divisible by tp=4"),
     ],
 )
-def test_what_does_not_divide_is_refused(overrides: dict[str, int], message: str) -> None:
+def test_sizes_that_do_not_divide_are_refused(overrides: dict[str, int], message: str) -> None:
     with pytest.raises(ShardingError, match=message):
         random_model(preset("llama-tiny", **overrides), mesh=make_mesh(4))
 
@@ -109,8 +110,8 @@ def test_the_vocabulary_table_is_never_gathered() -> None:
 @pytest.mark.parametrize(
     "name", ["opt", *(pytest.param(n, marks=pytest.mark.long) for n in ("llama", "qwen3"))]
 )
-def test_a_layer_adds_up_twice(name: str) -> None:
-    """After attention and after the MLP, and once for the embedding; nothing else goes between devices."""
+def test_a_layer_has_two_all_reduces(name: str) -> None:
+    """They follow attention and the MLP, plus one for the embedding; nothing else is exchanged."""
     mesh, config = make_mesh(2), CONFIGS[name]
     text = PagedStep(random_model(config, mesh=mesh), mesh, num_pages=8).compiled.as_text()
     assert collectives(text) == {"all-reduce": 2 * config.num_layers + 1}

@@ -1,9 +1,9 @@
 """A runner without a model, whose next token depends on every column that a row sees.
 
 Layer l stores for each token a hash of (position, token, sum of layer l-1's entries over all positions up to
-it), read through the columns that are visible by the words of a step. One wrong, stale, missing or doubled
-column in any layer therefore changes the next token. Places that nobody wrote hold poison, and tests poison
-those that nobody holds. `tests.engine.fake_runner.dense_continuation` computes the same from a plain list.
+it), read through the columns that a step's words make visible. One wrong, stale, missing or doubled column in
+any layer therefore changes the next token. Places that were never written hold poison, and tests poison free
+ones. `tests.engine.fake_runner.dense_continuation` computes the same from a plain list.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _WORD = (1 << 64) - 1
 
 @dataclass
 class FakeRow:
-    """A row of its own: u64[NUM_LAYERS, length], and the token that it goes on with."""
+    """A row with its own storage: u64[NUM_LAYERS, length], and the token that it continues with."""
 
     entries: np.ndarray
     last_id: int
@@ -59,7 +59,7 @@ class FakeRow:
 
 @dataclass
 class Words:
-    """A step's words, read again."""
+    """Fields of a step, decoded from its words."""
 
     place: int
     num_new: int
@@ -81,17 +81,17 @@ class Words:
 
 
 class FakeRunner:
-    """Carries a launch out when it is begun, as program order on a device would.
+    """Executes a launch when it is started, as program order on a device would.
 
     Attributes:
-      shape, ring: the ring, u64[NUM_LAYERS, batch, length].
-      rows: beside it.
-      fails: what goes wrong next: "launch" or "fetch", or "" for nothing.
-      offender: serial of a query whose prompt cannot be computed; -1: of nobody.
-      offends: where that is seen, "launch" or "fetch".
-      failures: by serial, failed launches that a query was in since it last got a token of a step.
-      num_failed_resizes: failed launches that everybody was in.
-      leaves: whether copies to host memory are done when somebody asks.
+        shape, ring: the ring, u64[NUM_LAYERS, batch, length].
+        rows: rows beside it.
+        fails: the next failure: "launch" or "fetch", or "" for none.
+        offender: serial of a query whose prompt cannot be computed; -1 for none.
+        offends: where that shows, "launch" or "fetch".
+        failures: by serial, failed launches that a query was in since it last got a token of a step.
+        num_failed_resizes: failed launches that every query was in.
+        leaves: whether copies to host memory are complete when asked for.
     """
 
     def __init__(self, layout: WordsLayout, num_top: int = 8) -> None:
@@ -121,7 +121,7 @@ class FakeRunner:
         return row is not None and row.where == "host"
 
     def launch(self, launch: Launch) -> Any:
-        if not isinstance(launch, FreeRow):  # which touches nothing on a device
+        if not isinstance(launch, FreeRow):  # which does not run on a device
             self._fail_if(launch, "launch")
         result = getattr(self, f"_{type(launch).__name__.lower()}")(launch)
         return None if result is None else (launch, result)
@@ -135,7 +135,7 @@ class FakeRunner:
         return result
 
     def _fail_if(self, launch: Launch, where: str) -> None:
-        """Raise if this is to fail there, and note for whom."""
+        """Raise if this call is to fail, and record its queries."""
         is_bad = self.offends == where and (
             (isinstance(launch, Prefill) and self.offender in launch.serials)
             or (isinstance(launch, Shape) and self.offender == launch.serial)
@@ -151,7 +151,7 @@ class FakeRunner:
         raise StepFailedError(f"a {where} failed")
 
     def poison(self, held: dict[int, np.ndarray]) -> None:
-        """Let every place hold poison but those of rows that are held."""
+        """Poison every place except those of held rows."""
         if self.shape is None:
             return
         kept = np.zeros(self.shape, bool)
@@ -159,7 +159,7 @@ class FakeRunner:
             kept[row, places] = True
         self.ring[:, ~kept] = POISON_64
 
-    # Launches
+    # Launches.
 
     def _prefill(self, launch: Prefill) -> StepResult:
         words = self._read(launch.words)
@@ -170,7 +170,7 @@ class FakeRunner:
             assert serial not in self.rows
             num_tokens = int(words.fields["position"][row]) + 1
             entries = np.full((NUM_LAYERS, launch.length), POISON_64)
-            # All at once what `_extend` does token by token: each sees those before it, and itself.
+            # All at once, with the result of `_extend` token by token: each sees those before it, and itself.
             parts = parts_of_mix(np.arange(num_tokens), ids[row, :num_tokens])
             below = np.zeros(num_tokens, np.uint64)
             for layer in entries:
@@ -286,7 +286,7 @@ class FakeRunner:
 
 
 def _extend(entries: np.ndarray, place: int, position: int, token_id: int, seen: np.ndarray) -> int:
-    """Write a token's entries at `place` after those at the places `seen`; the last layer's total."""
+    """Write a token's entries at `place` after those at the places `seen`; return the last layer's total."""
     before = entries[:, seen]
     assert not (before == POISON_64).any(), "a step reads what nobody wrote"
     below, own = 0, []

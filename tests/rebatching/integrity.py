@@ -1,7 +1,6 @@
-"""What must be true between any two steps.
+"""Invariants of a padded batch between any two steps.
 
-Owns: the invariants.
-Does not know: how they are kept.
+Owns the invariants. Does not know how they are kept. Called by the scenarios and the tests of the loop.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pensieve_jax.rebatching.ring_shapes import RingShapes
 
 
 def check_integrity(loop: RebatchingLoop, config: RebatchingConfig, ring_shapes: RingShapes) -> None:
-    """Raise AssertionError for whatever is not as it should be."""
+    """Raise AssertionError for the first violated invariant."""
     scheduler = loop.scheduler
     ring, line, shelf = scheduler.ring, scheduler.line, scheduler.shelf
     if ring.shape is not None:
@@ -42,7 +41,7 @@ def check_integrity(loop: RebatchingLoop, config: RebatchingConfig, ring_shapes:
     known = {*waiting, *(query for query in in_ring if query.place is KVLocation.RING)}
     open_queries = set(loop.queries.values())
     assert known <= open_queries
-    for query in open_queries - known:  # all of its tokens are launched, and not all have come
+    for query in open_queries - known:  # all of its tokens are launched, and not all have arrived
         assert query.place is KVLocation.GONE and query.is_launched and not query.done
     for query in open_queries:
         assert not query.done and len(query.token_ids) <= query.num_sampled <= query.max_num_tokens
@@ -52,7 +51,7 @@ _ON_SHELF = (KVLocation.DEVICE, KVLocation.LEAVING, KVLocation.HOST)
 
 
 def _check_row(loop: RebatchingLoop, config: RebatchingConfig, query: Query) -> None:
-    """It sees as many columns as it has tokens, each once."""
+    """Assert that it sees as many columns as it has tokens, each once."""
     ring = loop.scheduler.ring
     places = ring.places(query.row)
     assert len(places) == query.num_kv_tokens == len(set(places.tolist()))
@@ -61,11 +60,12 @@ def _check_row(loop: RebatchingLoop, config: RebatchingConfig, query: Query) -> 
 
 
 def check_urgent_first(loop: RebatchingLoop) -> None:
-    """Assert, behind the admission of a step, that no query waits that could have joined.
+    """Assert, after a step's admission, that no query waits that could have joined.
 
-    The first in line is either not ready, or does not fit even if those leave that it may preempt. Only a
-    shaped step is not open to it: this step belongs to one prompt, which must rank before it. What follows in
-    the step may change who is first, and that query joins with the next step.
+    The first in the queue is either not ready, or does not fit even if all that it may preempt leave. Only a
+    shaped step is closed to it: this step belongs to one prompt, which must rank before it. The rest of the
+    step
+    may change the first query, which then joins with the next step.
     """
     scheduler = loop.scheduler
     if not len(scheduler.line):
@@ -80,7 +80,7 @@ def check_urgent_first(loop: RebatchingLoop) -> None:
 
 
 def check_preemption(loop: RebatchingLoop, victim: Query) -> None:
-    """Assert, before admission suspends `victim`, that the first in line is more urgent."""
+    """Assert, before admission suspends `victim`, that the first in the queue is more urgent."""
     head = min(loop.scheduler.line, key=rank)
     assert head.priority > victim.priority, "an equal was preempted"
 

@@ -1,9 +1,7 @@
-"""Bugs, planted one at a time: each is one that a change of the policy could well make.
+"""Bugs, planted one at a time: each is a plausible error in a change of the policy.
 
-Owns: the bugs, by name; the first five are those that the design was made with in mind.
-Does not know: what sees them.
-Those of programs are in
-`test_planted_programs`.
+Owns the bugs, by name; the design considered the first five. Does not know which tests detect them. Called by
+`test_scenarios`. Bugs of programs are in `test_planted_programs`.
 """
 
 from __future__ import annotations

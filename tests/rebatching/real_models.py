@@ -24,7 +24,7 @@ _TOKEN_BYTES = {"llama-tiny": 1024, "opt-tiny": 2048}
 
 
 def config_of(preset: str, insertion: str, **changes: object) -> RebatchingConfig:
-    """A ring of four rows that shrinks to two as it grows."""
+    """Return a ring of four rows that shrinks to two as it grows longer."""
     options: dict[str, object] = {
         "max_batch": 4,
         "kv_bytes": 3 * LENGTHS[-1] * _TOKEN_BYTES[preset],
@@ -63,7 +63,7 @@ class Bench:
     """An engine on a runner that all tests of a process share.
 
     Attributes:
-      garbage: free columns hold large numbers before every step.
+        garbage: whether free columns are filled with large numbers before every step.
     """
 
     def __init__(self, preset: str, insertion: str, *, garbage: bool = False, **changes: object) -> None:
@@ -75,7 +75,7 @@ class Bench:
         self.engine = RebatchingEngine(self.runner, self.config, eos_token_ids=model.config.eos_token_ids)
 
     def step(self) -> list[Query]:
-        """One, with the invariants behind it."""
+        """Run one step, and check the invariants after it."""
         if self.garbage:
             self.fill_free_columns()
         ended = self.engine.step()
@@ -83,14 +83,14 @@ class Bench:
         return ended
 
     def run(self) -> None:
-        """Until everybody is done; nothing is compiled meanwhile."""
+        """Run until all queries are done; nothing is compiled meanwhile."""
         num_before = self.runner.num_compilations  # the reference compiles as well, between runs
         while self.engine.has_unfinished:
             self.step()
         assert self.runner.num_compilations == num_before or self.garbage
 
     def fill_free_columns(self) -> None:
-        """Large finite numbers wherever no row has a token."""
+        """Write large finite numbers wherever no row has a token."""
         state, ring = self.runner.ring, self.engine.loop.scheduler.ring
         if state is None or ring.shape is None:
             return
@@ -104,7 +104,7 @@ class Bench:
                 layers[index] = jax.device_put(values, pool.sharding)
 
     def ring_row(self, row: int) -> np.ndarray:
-        """[layers, 2, heads, tokens, head_dim] of a row, its oldest token first."""
+        """Return [layers, 2, heads, tokens, head_dim] of a row, its oldest token first."""
         state: RingState | None = self.runner.ring
         assert state is not None
         places = self.engine.loop.scheduler.ring.places(row)
@@ -117,7 +117,7 @@ class Bench:
 
 
 def random_params(rng: np.random.Generator, max_tokens: int) -> SamplingParams:
-    """Greedy or sampled, with and without ends."""
+    """Draw greedy or sampled parameters, with and without ends."""
     draws = rng.random() < 0.4
     return SamplingParams(
         max_tokens=max_tokens,
@@ -132,7 +132,7 @@ def random_params(rng: np.random.Generator, max_tokens: int) -> SamplingParams:
 
 
 def judge(preset: str, query: Query) -> int:
-    """Every token must be the reference's choice after those before it; how many were certain."""
+    """Assert that every token is the reference's choice after the previous ones; count the certain ones."""
     if not query.token_ids:
         return 0
     replay = reference_of(preset).replay_turn(

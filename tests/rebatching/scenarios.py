@@ -1,4 +1,4 @@
-"""Random schedules of a padded batch's policy, against tokens that are computed from a plain list.
+"""Random schedules of a padded batch's policy, compared with tokens computed from a plain list.
 
 `tests.search_schedules` runs as many as there is time for. Queries join, are cancelled, end by length, by a
 token and by a stop id, are preempted and come back, while the ring grows and shrinks, host memory fills up,
@@ -36,10 +36,10 @@ LENGTHS = (32, 64, 96, 128, 192)
 
 
 class Scenario:
-    """One engine, and what happens to it.
+    """One engine, and the events of a schedule.
 
     Attributes:
-      totals: what was seen.
+        totals: counts of what happened.
     """
 
     def __init__(self, seed: int) -> None:
@@ -81,14 +81,14 @@ class Scenario:
             suspend(victim)
 
         def checked_admit() -> None:
-            """Check at once: later in the step the first in line may end with a prefill."""
+            """Check at once: later in the step the first in the queue may end with a prefill."""
             scheduler._suspend = checked_suspend  # type: ignore[method-assign]
             admit()
             scheduler._suspend = suspend  # type: ignore[method-assign]
             check_urgent_first(self.loop)
 
         def checked_schedule(has_left: Callable[[int], bool]) -> Scheduled:
-            """Check before tokens come, with which queries may end."""
+            """Check before tokens arrive, with which queries may end."""
             scheduled = schedule(has_left)
             check_return_order(self.loop, scheduled.launches)
             return scheduled
@@ -97,7 +97,7 @@ class Scenario:
         scheduler.schedule = checked_schedule  # type: ignore[method-assign]
 
     def run(self) -> Counter[str]:
-        """To the end of everything."""
+        """Run until every query has ended."""
         ops = ("submit", "submit", "step", "step", "step", "step", "cancel", "fail", "linger")
         for _ in range(NUM_EVENTS):
             getattr(self, f"_{self.rng.choice(ops)}")()
@@ -165,7 +165,7 @@ class Scenario:
             self.totals["cancelled"] += 1
 
     def _fail(self) -> None:
-        """The next launch, or from now on whatever computes the prompt of the next query."""
+        """Fail the next launch, or from now on each that computes the next query's prompt."""
         if not self._fails:
             return
         draw, where = self.rng.random(), str(self.rng.choice(["launch", "fetch"]))
@@ -198,7 +198,7 @@ class Scenario:
             self.totals["came back"] += output.usage.num_suspensions > 0
 
     def _check_tokens(self, query: Query, ending_ids: tuple[int, ...], *, whole: bool) -> None:
-        """What came is what a plain list says; and as much of it."""
+        """Check that the tokens equal the plain list's, and their number."""
         params = query.params
         count = len(query.token_ids) if not whole else query.max_num_tokens
         if not count:
@@ -224,5 +224,5 @@ class Scenario:
 
 
 def run_scenario(seed: int) -> Counter[str]:
-    """One life; raises AssertionError for whatever is wrong."""
+    """Run one schedule; raise AssertionError on a failure."""
     return Scenario(seed).run()

@@ -1,4 +1,4 @@
-"""Attention over a ring against dense attention, at every place where it can begin."""
+"""Attention over a ring against dense attention, at every column where the ring can begin."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GARBAGE = 1e4
 
 
 def ring_of(rows: list[tuple[np.ndarray, np.ndarray]], last: int, *, has_holes: bool = False) -> RingState:
-    """Rows of keys and values [n, K, D] that end in column `last`; elsewhere there are large numbers."""
+    """Return a ring of rows [n, K, D] that end in column `last`; the rest has large numbers."""
     shape = (len(rows), KV_HEADS, LENGTH, HEAD_DIM)
     pools = [np.full(shape, GARBAGE, np.float32) for _ in range(2)]
     valid = np.zeros((len(rows), LENGTH), bool)
@@ -33,7 +33,7 @@ def ring_of(rows: list[tuple[np.ndarray, np.ndarray]], last: int, *, has_holes: 
 
 
 def tokens(rng: np.random.Generator, num: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Queries, keys and values of a sequence."""
+    """Draw queries, keys and values of a sequence."""
     draw = rng.standard_normal
     return (
         draw((num, HEADS, HEAD_DIM)).astype(np.float32),
@@ -43,13 +43,13 @@ def tokens(rng: np.random.Generator, num: int) -> tuple[np.ndarray, np.ndarray, 
 
 
 def dense(attention: Attention, sequence: tuple[np.ndarray, ...]) -> np.ndarray:
-    """f32[n, H, D]: what every token of a sequence attends to."""
+    """Return f32[n, H, D], the dense attention of every token of a sequence."""
     return np.asarray(attention(0, *map(jnp.asarray, sequence)))
 
 
 @pytest.mark.parametrize("place", range(LENGTH))
 def test_a_step_attends_as_a_dense_model(place):
-    """Rows of all lengths, one of them as long as the ring, and one that nobody holds."""
+    """The rows have all lengths, one as long as the ring, and one row is free."""
     rng = np.random.default_rng(place)
     lens = [1, 3, LENGTH]
     sequences = [tokens(rng, num) for num in lens]
@@ -69,7 +69,7 @@ def test_a_step_attends_as_a_dense_model(place):
 @pytest.mark.parametrize("place", range(LENGTH))
 @pytest.mark.parametrize(("num_new", "num_queries"), [(2, 2), (2, 8), (5, 8)])
 def test_a_shaped_step_attends_as_a_dense_model(place, num_new, num_queries, monkeypatch):
-    """One row takes a prompt, in blocks of queries; the other a token, and what is behind it is nothing."""
+    """One row takes a prompt, in blocks of queries; the other takes a token, and its rest is empty."""
     monkeypatch.setattr("pensieve_jax.rebatching.device.attention._BLOCK", 4)
     rng = np.random.default_rng(place)
     old, new = tokens(rng, 4), tokens(rng, num_new)
@@ -100,7 +100,7 @@ def test_a_shaped_step_attends_as_a_dense_model(place, num_new, num_queries, mon
 @pytest.mark.parametrize("place", [0, 5, 9, LENGTH - 1])
 @pytest.mark.parametrize("num_tokens", [1, 4])
 def test_only_the_tokens_of_an_inserted_row_are_valid(place, num_tokens):
-    """Its row is longer, and padded; what was in the ring before is gone, and other rows are as they were."""
+    """Its row is longer, and padded; the ring's old content is gone, and other rows are unchanged."""
     rng = np.random.default_rng(place)
     _, keys, values = tokens(rng, num_tokens)
     state = ring_of([(keys, values), (np.zeros((0, KV_HEADS, HEAD_DIM)),) * 2], place, has_holes=True)

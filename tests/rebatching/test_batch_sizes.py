@@ -1,4 +1,4 @@
-"""When the ring grows and shrinks, what is prefilled ahead, and what is counted of a run."""
+"""When the ring grows and shrinks, what is prefilled ahead, and the counters of a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def shape(run: Run) -> tuple[int, int]:
 
 
 def test_the_ring_becomes_longer_when_a_column_is_missing():
-    """A row of 31 columns has room for the step behind it; the next one takes a longer ring."""
+    """A row of 31 columns has room for the next step; the one after it takes a longer ring."""
     run = Run("Baton-PD")
     run.submit(30, 9)
     shapes = []
@@ -37,7 +37,7 @@ def test_the_ring_becomes_longer_when_a_column_is_missing():
 
 @pytest.mark.parametrize(("urgent", "leaves"), [(3, 2), (2, 3), (0, 3)])
 def test_a_longer_ring_may_be_narrower(urgent, leaves):
-    """Four rows of 32 columns become three of 64: of those of the lowest priority the last one leaves."""
+    """Four rows of 32 columns become three of 64: the last one of the lowest priority leaves."""
     run = Run("Baton-PD", max_batch=4, kv_bytes=8 * ROW_BYTES)
     assert [tuple(one) for one in run.ring_shapes.shapes] == [(4, 32), (3, 64), (1, 128)]
     for serial in range(4):
@@ -52,8 +52,8 @@ def test_a_longer_ring_may_be_narrower(urgent, leaves):
     assert all(len(one.result().token_ids) == 9 for one in run.queries)
 
 
-def test_rows_of_a_batch_that_runs_to_its_end_make_way_for_those_that_run():
-    """One that has ended is released before a running one is suspended."""
+def test_ended_rows_of_a_batch_that_runs_to_its_end_make_way_for_running_ones():
+    """An ended row is released before a running one is suspended."""
     run = Run("PD", max_batch=4, kv_bytes=8 * ROW_BYTES)
     run.submit(20, 2)
     for _ in range(3):
@@ -64,7 +64,7 @@ def test_rows_of_a_batch_that_runs_to_its_end_make_way_for_those_that_run():
 
 
 def sparse_steps(num_prompt: int) -> list[int]:
-    """Length of the ring in each step behind that in which the only long query has left."""
+    """Return the ring's length in each step after the only long query has left."""
     run = Run("Baton-PD", lengths=(32, 64))
     run.submit(40, 2)
     lengths = []
@@ -77,8 +77,8 @@ def sparse_steps(num_prompt: int) -> list[int]:
 
 
 @pytest.mark.parametrize("num_prompt", [5, 13])
-def test_a_ring_that_is_long_for_nothing_becomes_shorter(num_prompt):
-    """After half its length in steps in which less than a third of it was used: at most 21 of 64 columns."""
+def test_a_ring_that_is_longer_than_needed_becomes_shorter(num_prompt):
+    """This takes half its length in steps with less than a third of it used: at most 21 of 64 columns."""
     lengths = sparse_steps(num_prompt)
     num_long = lengths.index(32)
     assert num_long == 1 + 64 // 2 - 1
@@ -86,13 +86,13 @@ def test_a_ring_that_is_long_for_nothing_becomes_shorter(num_prompt):
 
 
 def test_a_ring_that_is_used_stays_long():
-    """22 of its 64 columns now and then are enough: the count begins anew."""
+    """An occasional use of 22 of its 64 columns suffices: the count begins again."""
     assert set(sparse_steps(14)) == {64}
 
 
 @pytest.mark.parametrize(("prefill_ahead", "num"), [(0, 0), (1, 1), (2, 2), (None, 2)])
-def test_so_many_are_prefilled_ahead(prefill_ahead, num):
-    """None is as many as the batch has rows; a program takes one prompt here."""
+def test_the_number_of_prefills_ahead_is_limited(prefill_ahead, num):
+    """None means as many as the batch has rows; a program takes one prompt here."""
     run = Run("Baton-PD", prefill_ahead=prefill_ahead, prefill_batch=1)
     for _ in range(6):
         run.submit(10, 20)
@@ -101,7 +101,7 @@ def test_so_many_are_prefilled_ahead(prefill_ahead, num):
     assert len(run.loop.scheduler.shelf) == num
 
 
-def test_one_program_of_prompts_a_step_while_others_decode():
+def test_one_program_of_prompts_per_step_while_others_decode():
     run = Run("Baton-PD", prefill_batch=1, max_batch=4)
     run.submit(10, 20)
     run.step(2)
@@ -128,8 +128,8 @@ def test_a_reply_of_one_token_needs_no_row_of_the_ring():
     assert run.loop.metrics.num_insertions == 0 and not len(run.loop.scheduler.shelf)
 
 
-def test_an_urgent_query_takes_a_row_and_the_other_goes_on_later():
-    """Section 4.3: the row is taken out, kept, and put in again."""
+def test_an_urgent_query_takes_a_row_and_the_other_resumes_later():
+    """Section 4.3: the row is taken out, stored, and inserted again."""
     run = Run("Baton-PD", max_batch=1, preemptive=True)
     run.submit(10, 6)
     run.step(2)
@@ -148,7 +148,7 @@ def test_an_urgent_query_takes_a_row_and_the_other_goes_on_later():
     assert usage.num_suspensions == 1 and usage.resume_recomputed_tokens == 0
 
 
-# What is counted
+# Counters.
 
 
 def test_counts_of_a_run_to_the_end():
@@ -196,7 +196,7 @@ def test_counts_of_shaped_steps():
 
 
 def test_a_token_of_a_cancelled_query_is_counted():
-    """Of its row of the ring; a prefill has none."""
+    """A step's token of a ring row is counted; a prefill has no row."""
     run = Run("Baton-PD")
     one = run.submit(10, 9)
     run.step()
@@ -206,12 +206,12 @@ def test_a_token_of_a_cancelled_query_is_counted():
     assert run.loop.metrics.as_dict()["idle_row_share"] == (1 + 1) / 2
 
 
-def test_nothing_is_idle_where_nothing_ran():
+def test_without_steps_there_is_no_idle_time():
     assert Run("Baton").loop.metrics.as_dict()["idle_row_share"] == 0.0
     assert set(Run("Baton").loop.metrics.as_dict().values()) == {0}
 
 
-# Ring shapes and the ring
+# Ring shapes and the ring.
 
 
 def test_shapes_at_their_bounds():
@@ -276,7 +276,7 @@ def test_rows_of_a_ring():
 
 
 def test_a_ring_has_no_more_rows_than_its_shape():
-    """Behind a change of it as well."""
+    """This also holds after a change of the shape."""
     ring: Ring[str] = Ring()
     for batch in (1, 2, 3):
         ring.resize(RingShape(batch, 8))
@@ -285,7 +285,7 @@ def test_a_ring_has_no_more_rows_than_its_shape():
             ring.insert("y", 1)
 
 
-def test_holes_are_behind_the_token_of_other_rows():
+def test_other_rows_get_holes_behind_their_tokens():
     ring: Ring[str] = Ring()
     ring.resize(RingShape(2, 16))
     ring.insert("a", 2)
@@ -305,11 +305,11 @@ def test_a_resize_that_changes_nothing_is_not_launched():
     assert run.loop.metrics.num_resizes == 1
 
 
-# What is lost with a device
+# Losses with a device.
 
 
-def test_who_is_in_the_ring_is_lost_with_it_and_who_is_in_host_memory_is_not():
-    """They wait again, with the tokens that have come."""
+def test_queries_in_the_ring_are_lost_with_it_and_those_in_host_memory_are_not():
+    """They wait again, with the tokens that have arrived."""
     run = Run("Baton-PD", preemptive=True, prefill_batch=1)
     for _ in range(4):
         run.submit(10, 20)
@@ -331,8 +331,8 @@ def test_who_is_in_the_ring_is_lost_with_it_and_who_is_in_host_memory_is_not():
     assert scheduler.shelf.room_bytes == run.ring_shapes.kv_bytes
 
 
-def test_who_has_ended_is_not_lost():
-    """Nor whose last token was launched, unless that was lost in flight."""
+def test_ended_queries_are_not_lost():
+    """Neither are those whose last token was launched, unless it was lost in flight."""
     run = Run("Benchmark")
     run.submit(10, 2)
     run.submit(10, 9)
@@ -342,7 +342,7 @@ def test_who_has_ended_is_not_lost():
     assert run.loop.scheduler.lose_device([first, second], lambda serial: True) == [second]
 
 
-def test_a_copy_to_host_memory_that_is_not_done_is_lost():
+def test_an_incomplete_copy_to_host_memory_is_lost():
     run = Run("Baton-PD", prefill_batch=1)
     for _ in range(3):
         run.submit(10, 20)
@@ -353,7 +353,7 @@ def test_a_copy_to_host_memory_that_is_not_done_is_lost():
 
 
 @pytest.mark.parametrize("method", ["Baton", "Baton-PD"])
-def test_who_is_cancelled_leaves_the_ring(method):
+def test_a_cancelled_query_leaves_the_ring(method):
     run = Run(method)
     one, other = run.submit(10, 9), run.submit(10, 9)
     run.step(2)
@@ -361,7 +361,7 @@ def test_who_is_cancelled_leaves_the_ring(method):
     assert [owner for _, owner in run.ring.held] == [other]
 
 
-def test_who_is_cancelled_keeps_the_row_of_a_batch_that_runs_to_its_end():
+def test_a_cancelled_query_keeps_the_row_of_a_batch_that_runs_to_its_end():
     run = Run("PD")
     one, other = run.submit(10, 9), run.submit(10, 9)
     run.step(2)
@@ -382,7 +382,7 @@ def test_a_row_beside_the_ring_is_dropped_with_its_query():
 
 
 def test_a_row_comes_back_from_host_memory_before_it_is_needed():
-    """The first in line alone, once there is room."""
+    """Only the first in the queue comes back, once there is room."""
     run = Run("Baton-PD", prefill_batch=1)
     for _ in range(4):
         run.submit(10, 20)
@@ -395,8 +395,8 @@ def test_a_row_comes_back_from_host_memory_before_it_is_needed():
     assert (third.place, fourth.place) == (KVLocation.DEVICE, KVLocation.HOST)
 
 
-def test_after_an_interrupt_all_that_ran_or_waited_fails():
-    """And the loop begins with an empty batch."""
+def test_after_an_interrupt_all_running_and_waiting_queries_fail():
+    """The loop then begins with an empty batch."""
     run = Run("Baton-PD")
     for _ in range(3):
         run.submit(10, 20)

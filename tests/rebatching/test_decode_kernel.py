@@ -1,4 +1,4 @@
-"""Steps of padded batches by the kernel that reads each row's own columns, interpreted."""
+"""Steps of padded batches by the interpreted kernel, which reads only each row's own columns."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """The kernel runs here, slowly, in parts; gives what it is traced with."""
+    """Interpret the kernel here in small parts; yield the arguments of its traces."""
     traced = []
     row = ring_decode.TABLE["pallas_triton"]._replace(device_limit=lambda device: None)
     monkeypatch.setitem(ring_decode.TABLE, "pallas_triton", row)
@@ -50,12 +50,12 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(attention, "ring_decode_attention", call)
     programs.decode.clear_cache()
     yield traced
-    programs.decode.clear_cache()  # what was traced with it
+    programs.decode.clear_cache()  # it was traced with the kernel
 
 
 @pytest.mark.parametrize("lengths", [(64,), pytest.param((32, 64), marks=pytest.mark.long)])
-def test_answers_are_those_of_a_dense_model(lengths, interpreted):
-    """Of queries that join a running batch, make it longer, and preempt; and the back end is told."""
+def test_answers_equal_a_dense_models(lengths, interpreted):
+    """Queries join a running batch, make it longer, and preempt; the back end is reported."""
     config = dataclasses.replace(CONFIG, random_seed=1, lengths=lengths)
     with PaddedLLM("random:llama-tiny", dtype="float32", config=config, progress=False) as llm:
         queries = [llm.engine.submit([9] * 30, GREEDY), llm.engine.submit([5, 6, 7], GREEDY)]
@@ -105,7 +105,7 @@ def test_a_step_equals_plain_xla(num_devices, interpreted):
 
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_a_step_lowers_for_cuda(num_devices):
-    """With the ring donated, and one kernel, with its merge, for all layers."""
+    """The ring is donated, and one kernel, with its merge, serves all layers."""
     device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
     mesh = AbstractMesh(
         (num_devices,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=device
@@ -138,13 +138,13 @@ def test_a_step_lowers_for_cuda(num_devices):
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="of a device without the kernel")
-def test_what_cannot_be_served_is_named():
+def test_an_unsupported_model_is_named():
     with pytest.raises(ConfigError, match=r"decode_backend is .* 'auto' or 'xla' on this device.*NVIDIA"):
         PaddedLLM("random:llama-tiny", config=CONFIG, progress=False)
 
 
 def test_rings_with_holes_are_for_plain_xla(interpreted):
-    """Whatever the device could do; and a kernel that is not named is chosen by it."""
+    """This holds for any device; without a name the device's kernel is chosen."""
     heads, device = AttentionHeads(4, 2, 32, jnp.float32), jax.devices()[0]
     for insertion, name, reason in (("shape", "xla", "holes"), ("embed", "pallas_triton", "the fastest")):
         config = dataclasses.replace(CONFIG, insertion=insertion, decode_backend="auto")

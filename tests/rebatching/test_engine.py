@@ -1,4 +1,4 @@
-"""The engine and its front on a tiny model: what is refused or interrupted; several devices."""
+"""The engine and its front end on a tiny model: refusals, interrupts, and several devices."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm():
-    """A tiny model; tests leave nothing running."""
+    """Yield a tiny model; tests leave nothing running."""
     with PaddedLLM("random:llama-tiny", dtype="float32", config=CONFIG, progress=False) as one:
         yield one
 
 
 def test_text_and_ids_are_answered_in_order(llm):
-    """Greedy answers do not depend on who else is there."""
+    """Greedy answers do not depend on other queries."""
     prompts = ["Hello", [5, 6, 7], "and then?", [9] * 40]
     together = llm.generate(prompts, GREEDY, priorities=[0, 3, -1, 0])
     alone = [llm.generate([prompt], GREEDY)[0] for prompt in prompts]
@@ -54,8 +54,8 @@ def test_text_and_ids_are_answered_in_order(llm):
     assert llm.stats()["num_compilations"] == 0
 
 
-def test_prompts_have_the_priority_of_queries_that_are_submitted_without_one(llm, monkeypatch):
-    """Zero; a lower one would have them wait behind every query of `submit`."""
+def test_prompts_have_the_priority_of_submitted_queries_without_one(llm, monkeypatch):
+    """It is zero; with a lower one they would wait behind every query of `submit`."""
     submit_into, found = llm.engine.submit_into, []
 
     def submitted(handles, *rest):
@@ -101,7 +101,7 @@ def test_stop_strings_end_a_reply(llm):
         (ContextLengthError, "prompts[1]", lambda llm: llm.generate([[1], [1] * 65])),
     ],
 )
-def test_bad_queries_are_named_and_harm_nobody(llm, error, field, call):
+def test_invalid_queries_are_named_and_have_no_effect_on_others(llm, error, field, call):
     before = llm.engine.submit([4, 4], GREEDY)
     with pytest.raises(error) as caught:
         call(llm)
@@ -112,8 +112,7 @@ def test_bad_queries_are_named_and_harm_nobody(llm, error, field, call):
     assert not llm.engine.has_unfinished
 
 
-def test_answers_come_with_the_error_of_one_query(llm, monkeypatch):
-    """What the others became is not lost."""
+def test_the_error_of_one_query_carries_the_others_answers(llm, monkeypatch):
     runner = llm.engine._runner
     launch = runner.launch
 
@@ -149,8 +148,8 @@ def test_cancelled_queries_leave_at_once(llm):
 
 
 @pytest.mark.parametrize("number", [25, pytest.param(enough(150, 400), marks=pytest.mark.long)])
-def test_an_interrupt_leaves_an_engine_that_goes_on(llm, number):
-    """At random lines: whoever was there is done, one way or another, and the next answer is right."""
+def test_after_an_interrupt_the_engine_continues(llm, number):
+    """At random lines, every earlier query is done in some way, and the next answer is right."""
     rng = random.Random(new_seed())
     expected = llm.generate([[5, 6, 7]], GREEDY)[0].token_ids
     num_told = 0
@@ -173,7 +172,7 @@ def test_an_interrupt_leaves_an_engine_that_goes_on(llm, number):
 
 @pytest.mark.parametrize("line", range(1, 40))
 def test_an_interrupted_cancel_ends_the_query(llm, line):
-    """At each of its lines: it is done afterwards, with an output or an error, and not with both."""
+    """At each of its lines, the query is done afterwards, with an output or an error, but not both."""
     query = llm.engine.submit([4] * 3, SamplingParams(max_tokens=40, ignore_eos=True))
     llm.engine.step()
     with Interruption(line), contextlib.suppress(KeyboardInterrupt):
@@ -184,7 +183,7 @@ def test_an_interrupted_cancel_ends_the_query(llm, line):
 
 
 def test_a_cancelled_query_leaves_nothing_behind(llm):
-    """Its row is forgotten at once, though nobody steps any more; nothing of it counts twice as idle."""
+    """Its row is forgotten at once, although no step follows; nothing of it counts twice as idle."""
     queries = llm.engine.submit_many([[4] * 3, [5] * 3, [6] * 3], [GREEDY] * 3, [0] * 3)
     llm.engine.step()
     before = llm.stats()
@@ -197,7 +196,7 @@ def test_a_cancelled_query_leaves_nothing_behind(llm):
     assert after["idle_row_share"] <= 1
 
 
-def test_an_observer_that_raises_harms_nobody(llm, monkeypatch):
+def test_a_failing_observer_has_no_effect_on_queries(llm, monkeypatch):
     def raises(_: object) -> None:
         raise RuntimeError("planted")
 
@@ -213,7 +212,7 @@ def test_an_observer_that_raises_harms_nobody(llm, monkeypatch):
 
 
 def test_each_program_is_reported_as_it_is_compiled(llm, monkeypatch):
-    """With its number and name; nothing is compiled here."""
+    """The report has its number and name; nothing is compiled here."""
     runner, calls = llm.engine._runner, []
     names = [job.name for job in runner.programs.jobs()]
     monkeypatch.setattr(
@@ -234,8 +233,8 @@ def test_two_devices_equal_one(llm):
     assert found == [output.token_ids for output in llm.generate(prompts, GREEDY)]
 
 
-def test_a_closed_engine_says_so_and_what_it_was(monkeypatch):
-    """It describes itself, with a length that the budget has no room for; nothing is compiled for that."""
+def test_a_closed_engine_refuses_calls_and_describes_itself(monkeypatch):
+    """The description has a length for which the budget has no room; nothing is compiled for that."""
     monkeypatch.setattr(DeviceRunner, "warm_up", lambda self, progress=None: None)
     token_bytes = 2 * 2 * 2 * 32 * 4  # keys and values of two layers, two heads of 32, in float32
     config = dataclasses.replace(CONFIG, lengths=(32, 64, 96), kv_bytes=64 * 3 * token_bytes - 1)
@@ -260,8 +259,8 @@ def test_a_closed_engine_says_so_and_what_it_was(monkeypatch):
     llm.close()
 
 
-def test_what_cannot_be_served_is_refused():
-    """Before anything is compiled."""
+def test_an_unsupported_model_is_refused():
+    """It is refused before anything is compiled."""
     with pytest.raises(ConfigError, match="RebatchingConfig"):
         PaddedLLM("random:llama-tiny", config={"max_batch": 2})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="kv_bytes"):

@@ -1,4 +1,4 @@
-"""Shape of the ring for a new query, to the last column, and victims of a more urgent one."""
+"""The ring's shape for a new query, to the exact column, and the victims of a more urgent one."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def fitting_of(
     ("num_prompt", "max_tokens", "length"),
     [(31, 2, 32), (32, 2, 64), (32, 1, 32), (33, 1, 64), (127, 2, 128), (128, 1, 128)],
 )
-def test_a_query_needs_one_column_more_if_it_goes_on(num_prompt, max_tokens, length):
-    """The step behind its prefill writes one; a reply of one token ends with the prefill."""
+def test_a_query_needs_one_column_more_if_it_continues(num_prompt, max_tokens, length):
+    """The step after its prefill writes one; a reply of one token ends with the prefill."""
     newcomer = query(1, num_prompt, max_tokens=max_tokens)
     found = fitting_of(None).shape_with(newcomer)
     assert (None if found is None else found.length) == length
@@ -52,17 +52,17 @@ def test_a_query_that_has_its_row_needs_one_column_more():
 
 @pytest.mark.parametrize(("num_held", "length"), [(31, 32), (32, 64), (63, 64), (64, 128)])
 def test_the_next_step_writes_a_column_behind_the_longest_row(num_held, length):
-    """So that column must exist when a query joins."""
+    """That column must exist when a query joins."""
     fitting = fitting_of((4, 32 if num_held <= 32 else 64), (query(1), num_held))
     assert fitting.shape_with(query(2)) == (4, length)
 
 
 def test_a_ring_with_a_free_row_keeps_its_shape():
-    """Though a shorter one would do."""
+    """It does although a shorter one would suffice."""
     assert fitting_of((2, 128), (query(1), 20)).shape_with(query(2)) == (2, 128)
 
 
-def test_an_empty_ring_takes_the_shape_that_is_needed():
+def test_an_empty_ring_takes_the_required_shape():
     assert fitting_of((4, 128)).shape_with(query(2)) == (4, 32)
 
 
@@ -79,7 +79,7 @@ def test_a_full_ring_that_cannot_be_wider_is_full():
 
 @pytest.mark.parametrize(("span", "is_shorter"), [(47, True), (48, False)])
 def test_a_full_ring_becomes_shorter_and_wider_with_a_quarter_to_spare(span, is_shorter):
-    """Of 64 columns 48 may be needed, one of them by the next step; else it would soon be too short."""
+    """Of 64 columns 48 may be needed, one of them by the next step; otherwise it would soon be too short."""
     fitting = fitting_of((1, 128), (query(1), span), num_rows=6)
     assert [tuple(one) for one in ring_shapes_of(6)[1].shapes] == [(4, 32), (2, 64)]
     fitting = fitting_of((1, 128), (query(1), span), num_rows=8)
@@ -94,13 +94,13 @@ def test_a_longer_ring_may_be_too_narrow():
 
 
 @pytest.mark.parametrize(("num_prompt", "fits"), [(44, True), (45, False)])
-def test_a_shaped_prompt_comes_behind_the_columns_that_are_there(num_prompt, fits):
+def test_a_shaped_prompt_comes_behind_the_existing_columns(num_prompt, fits):
     fitting = fitting_of((2, 64), (query(1), 20), insertion="shape", lengths=(64,))
     assert (fitting.shape_with(query(2, num_prompt)) is not None) == fits
 
 
-def test_who_is_shaped():
-    """Who has no row yet, where others are there to be padded to it."""
+def test_which_queries_are_shaped():
+    """A query is shaped if it has no row yet, and others are there to be padded to it."""
     newcomer = query(2)
     assert fitting_of((2, 64), (query(1), 20), insertion="shape").is_shaped(newcomer)
     assert not fitting_of((2, 64), insertion="shape").is_shaped(newcomer)
@@ -116,19 +116,19 @@ def test_a_query_takes_the_row_of_a_less_urgent_one_alone(priority, is_urgent):
     assert fitting.victims_for(query(2, priority=priority)) == ([held] if is_urgent else None)
 
 
-def test_nobody_leaves_where_nothing_is_preempted():
+def test_without_preemption_no_query_leaves():
     fitting = fitting_of((1, 32), (query(1), 20), max_batch=1, preemptive=False)
     assert fitting.victims_for(query(2, priority=5)) is None
 
 
-def test_the_least_urgent_leaves_and_of_those_the_last():
+def test_the_latest_of_the_least_urgent_leaves():
     held = [query(1, priority=1), query(2), query(3), query(4, priority=2)]
     fitting = fitting_of((4, 32), *((one, 20) for one in held), preemptive=True)
     assert fitting.victims_for(query(9, priority=5)) == [held[2]]
 
 
-def test_nobody_leaves_in_vain():
-    """More room than all less urgent ones have is needed."""
+def test_no_query_leaves_if_that_would_not_suffice():
+    """The new query needs more room than all less urgent ones have."""
     held = [query(1, priority=9), query(2)]
     fitting = fitting_of((3, 64), *((one, 60) for one in held), num_rows=8, preemptive=True)
     assert fitting.victims_for(query(3, 100, priority=5)) is None
@@ -150,13 +150,13 @@ def ready(*lengths: int) -> list[Query]:
         ((), 0, None),
     ],
 )
-def test_a_batch_is_the_first_ones_that_fit_together(lengths, num, shape):
-    """A query that does not fit ends the batch: none behind it in the line may pass it."""
+def test_a_batch_is_the_first_queries_that_fit_together(lengths, num, shape):
+    """A query that does not fit ends the batch: none behind it in the queue may pass it."""
     waiting = ready(*lengths)
     assert fitting_of(None, num_rows=8).batch_of(waiting) == (waiting[:num], shape)
 
 
-def test_a_batch_ends_before_one_whose_tokens_have_not_come():
+def test_a_batch_ends_before_a_query_whose_tokens_have_not_arrived():
     waiting = ready(20, 20, 20)
     waiting[1].num_sampled = 1
     assert fitting_of(None).batch_of(waiting)[0] == waiting[:1]

@@ -1,4 +1,4 @@
-"""Who fails when a step does, on a device without a model."""
+"""Which queries fail when a step fails, on a device without a model."""
 
 from __future__ import annotations
 
@@ -71,9 +71,10 @@ class Small:
 @pytest.mark.parametrize("where", ["launch", "fetch"])
 @pytest.mark.parametrize("num_before", [0, 3])
 def test_one_query_that_always_fails_fails_alone(insertion, where, num_before):
-    """Whoever was there before it, and whoever comes with it.
+    """Earlier queries do not fail, and neither do those that arrive with it.
 
-    A shaped step has others in it: who shares two with it, and no other step in between, fails with it.
+    A shaped step contains others: a query that shares two with it, and no other step in between, fails with
+    it.
     """
     small = Small(insertion)
     others = small.submit(num_before)
@@ -95,7 +96,7 @@ def test_one_query_that_always_fails_fails_alone(insertion, where, num_before):
 @pytest.mark.parametrize("where", ["launch", "fetch"])
 @pytest.mark.parametrize("changes", [{}, {"insertion": "none", "prefill": "together"}], ids=str)
 def test_prompts_that_failed_together_are_computed_alone(where, changes):
-    """So that it shows whose fault it was."""
+    """This shows which of them is the cause."""
     small = Small(prefill_batch=4, **changes)
     queries = small.submit(4)
     small.runner.offender, small.runner.offends = 2, where
@@ -106,7 +107,7 @@ def test_prompts_that_failed_together_are_computed_alone(where, changes):
 
 @pytest.mark.parametrize("where", ["launch", "fetch"])
 def test_failures_long_ago_do_not_count(where):
-    """One in every life of a few tokens."""
+    """Each attempt fails once within a few tokens."""
     small = Small()
     queries = small.submit(3, max_tokens=60)
     for _ in range(6):
@@ -121,7 +122,7 @@ def test_failures_long_ago_do_not_count(where):
 
 @pytest.mark.parametrize("kind", [Resize, Insert])
 def test_a_launch_that_always_fails_ends(kind, monkeypatch):
-    """What samples nothing is of those whose rows it concerns; nobody is computed again for ever."""
+    """A launch that samples nothing is charged to the queries of its rows; none is recomputed forever."""
     small = Small()
     launch = small.runner.launch
 
@@ -138,7 +139,7 @@ def test_a_launch_that_always_fails_ends(kind, monkeypatch):
             query.result()
 
 
-def test_a_query_counts_as_prefilled_when_it_is():
+def test_a_query_counts_as_prefilled_once_it_is():
     small = Small()
     waiting, running = *small.submit(1), *small.submit(1)
     small.loop.cancel(waiting)

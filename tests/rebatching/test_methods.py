@@ -1,7 +1,8 @@
-"""The four methods that Baton's evaluation compares: what makes each of them what it is, launch by launch.
+"""The four methods that Baton's evaluation compares: their characteristic launches.
 
 Benchmark prefills a batch together and runs it to its end. PD prefills prompts of similar length together
-and runs to the end as well. Baton shapes a prompt into the running batch. Baton-PD prefills apart and embeds.
+and runs to the end as well. Baton shapes a prompt into the running batch. Baton-PD prefills separately and
+embeds.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 class Run:
-    """An engine's loop on a fake device, and what it launches.
+    """An engine's loop on a fake device, and its launches.
 
     Attributes:
-      queries: all that were submitted, by serial.
-      steps: the launches of each step, in words.
-      spans: columns that the ring needs behind each step.
-      done: serials of the queries that ended with each step.
+        queries: all that were submitted, by serial.
+        steps: the launches of each step, in words.
+        spans: columns that the ring needs after each step.
+        done: serials of the queries that ended with each step.
     """
 
     def __init__(self, method: str, lengths: tuple[int, ...] = (32, 64, 128), **config: Any) -> None:
@@ -92,7 +93,7 @@ class Run:
 
 
 def _word(launch: Any) -> str:
-    """Its kind, and whose it is: "prefill:0,1x64" is of queries 0 and 1 in rows of 64 columns."""
+    """Return kind and queries of a launch: "prefill:0,1x64" is of queries 0 and 1 in rows of 64 columns."""
     if isinstance(launch, Prefill):
         return f"prefill:{','.join(map(str, launch.serials))}x{launch.length}"
     if isinstance(launch, Decode | Shape):
@@ -141,7 +142,7 @@ def test_pd_prefills_similar_lengths_apart_and_runs_to_the_end():
 
 
 def test_baton_shapes_a_prompt_into_the_running_batch():
-    """No prefill apart but the first; a prompt of 40 is a step of the whole batch, in which others decode."""
+    """Only the first prefill is separate; a prompt of 40 is a step of the whole batch; others decode."""
     run = Run("Baton")
     run.submit(10, 3)
     run.submit(40, 6)
@@ -175,7 +176,7 @@ def test_baton_pd_prefills_ahead_and_embeds_in_the_next_step():
 @pytest.mark.parametrize("method", ["Benchmark", "PD"])
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_batch_that_runs_to_its_end_is_released_at_once(method, first):
-    """Rows whose query has ended stay, so the memory grows until the last has ended (Baton, figure 8)."""
+    """Rows of ended queries stay, so the memory grows until the last has ended (Baton, figure 8)."""
     run = Run(method, max_batch=3)
     lengths = [(30, 2), (10, 5), (10, 8)]
     for num_prompt, max_tokens in lengths[first:] + lengths[:first]:
@@ -191,7 +192,7 @@ def test_a_batch_that_runs_to_its_end_is_released_at_once(method, first):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_reply_is_returned_as_soon_as_it_has_ended(method):
-    """By all four methods: "returning a query's response immediately after its inference is complete"."""
+    """All four methods do so: "returning a query's response immediately after its inference is complete"."""
     run = Run(method)
     submit_three(run)
     run.run()
@@ -203,7 +204,7 @@ def test_a_reply_is_returned_as_soon_as_it_has_ended(method):
 @pytest.mark.parametrize("method", ["Benchmark", "PD"])
 @pytest.mark.parametrize("max_batch", [1, 2, 3])
 def test_a_batch_that_runs_to_its_end_is_as_large_as_it_can_be(method, max_batch):
-    """Seven queries in the order of their arrival."""
+    """Seven queries, in arrival order."""
     run = Run(method, max_batch=max_batch)
     for _ in range(7):
         run.submit(10, 3)
@@ -214,8 +215,8 @@ def test_a_batch_that_runs_to_its_end_is_as_large_as_it_can_be(method, max_batch
 
 
 @pytest.mark.parametrize("method", ["Benchmark", "PD"])
-def test_who_comes_late_waits_for_the_whole_batch(method):
-    """Though a row is free from the start."""
+def test_a_late_query_waits_for_the_whole_batch(method):
+    """It waits although a row is free from the start."""
     run = Run(method)
     run.submit(10, 5)
     run.step()
@@ -228,7 +229,7 @@ def test_who_comes_late_waits_for_the_whole_batch(method):
 
 
 @pytest.mark.parametrize("method", ["Baton", "Baton-PD"])
-def test_who_comes_late_joins_the_next_step(method):
+def test_a_late_query_joins_the_next_step(method):
     run = Run(method)
     run.submit(10, 9)
     run.step()

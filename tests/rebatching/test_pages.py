@@ -1,4 +1,4 @@
-"""What docs/rebatching.md and the README say in Python runs, and prints what they say."""
+"""The Python of docs/rebatching.md and the README runs, and prints what the comments say."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BLOCKS = [
 @pytest.mark.long
 @pytest.mark.parametrize("block", BLOCKS)
 def test_python_of_the_pages(block, capsys):
-    """A comment behind a print is what it prints, where there is one."""
+    """The comment after a print is its output."""
     exec(compile(block, "page", "exec"), {})
     printed = capsys.readouterr().out.splitlines()
     expected = re.findall(r"print\(.*\)  # (.+)$", block, re.MULTILINE)

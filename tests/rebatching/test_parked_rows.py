@@ -1,4 +1,4 @@
-"""Rows beside the ring: budgets to the last byte, and the order in which rows leave."""
+"""Parked rows beside the ring: budgets to the exact byte, and the order in which rows leave."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.rebatching.small_queries import ROW_BYTES, query, ring_shapes_of
 
 
 def shelf_of(queries: Sequence[Query], *, num_host_rows: int = 9, room: int = 8) -> ParkedRows:
-    """Make a shelf with room for `room` rows, on which each query has a row of 32 columns."""
+    """Make parked rows with room for `room` rows; each query has a row of 32 columns."""
     _, ring_shapes = ring_shapes_of(8)
     shelf = ParkedRows(ring_shapes, num_host_rows * ROW_BYTES)
     for one in queries:
@@ -29,7 +29,7 @@ def test_room_is_counted_to_the_last_byte():
     assert shelf.kv_bytes == (8 - 3 + 1) * ROW_BYTES, "the ring has what is no room"
 
 
-def test_the_most_bytes_are_remembered():
+def test_the_peak_number_of_bytes_is_recorded():
     first, second = query(1), query(2)
     shelf = shelf_of([first, second])
     assert shelf.max_kv_bytes == 2 * ROW_BYTES
@@ -39,8 +39,8 @@ def test_the_most_bytes_are_remembered():
 
 
 @pytest.mark.parametrize(("num_rows", "parked"), [(1, []), (2, [5]), (3, [5, 4]), (4, [5, 4])])
-def test_nobody_leaves_ahead_of_need_who_is_served_sooner(num_rows, parked):
-    """It would have to come back at once; those that are served last leave first."""
+def test_queries_that_are_served_sooner_do_not_leave_ahead_of_need(num_rows, parked):
+    """They would have to come back at once; those that are served last leave first."""
     rows = [query(1), query(2), query(4), query(5)]
     shelf = shelf_of(rows, room=5)
     launches: list[Launch] = []
@@ -49,7 +49,7 @@ def test_nobody_leaves_ahead_of_need_who_is_served_sooner(num_rows, parked):
     assert [one.place for one in rows[:2]] == [KVLocation.DEVICE, KVLocation.DEVICE]
 
 
-def test_a_row_of_its_own_does_not_leave_for_a_newcomer():
+def test_an_own_row_does_not_leave_for_a_new_query():
     newcomer = query(3)
     shelf = shelf_of([newcomer], room=1)
     launches: list[Launch] = []
@@ -58,8 +58,8 @@ def test_a_row_of_its_own_does_not_leave_for_a_newcomer():
 
 
 @pytest.mark.parametrize(("num_host_rows", "parked"), [(0, []), (1, [5]), (2, [5, 4]), (3, [5, 4])])
-def test_who_leaves_ahead_of_need_finds_host_memory(num_host_rows, parked):
-    """As far as there is room there: what could be computed ahead can also be computed later."""
+def test_a_row_that_leaves_ahead_of_need_needs_host_memory(num_host_rows, parked):
+    """It leaves only if there is room: what could be computed ahead can also be computed later."""
     shelf = shelf_of([query(4), query(5)], room=2, num_host_rows=num_host_rows)
     launches: list[Launch] = []
     shelf.begin_to_make_room(2 * ROW_BYTES, query(3), launches)
@@ -92,8 +92,8 @@ def test_a_row_comes_back():
 
 
 @pytest.mark.parametrize(("num_rows", "waits"), [(1, []), (2, [2]), (3, [1, 2])])
-def test_room_that_is_needed_now_is_waited_for(num_rows, waits):
-    """As many leave as are needed, and each is waited for."""
+def test_the_loop_waits_for_room_that_is_needed_now(num_rows, waits):
+    """As many rows leave as are needed, and the loop waits for each."""
     shelf = shelf_of([query(1), query(2)], room=3)
     launches: list[Launch] = []
     assert shelf.make_room(num_rows * ROW_BYTES, launches)
@@ -101,8 +101,8 @@ def test_room_that_is_needed_now_is_waited_for(num_rows, waits):
     assert len(launches) == 2 * len(waits)
 
 
-def test_who_is_leaving_already_is_waited_for_first():
-    """No other row leaves where that is enough."""
+def test_the_loop_waits_for_leaving_rows_first():
+    """No other row leaves if that suffices."""
     leaving, other = query(1), query(2)
     shelf = shelf_of([leaving, other], room=2)
     leaving.place = KVLocation.LEAVING
@@ -112,8 +112,8 @@ def test_who_is_leaving_already_is_waited_for_first():
 
 
 @pytest.mark.parametrize("place", [KVLocation.DEVICE, KVLocation.LEAVING])
-def test_who_is_kept_takes_its_room(place):
-    """Others leave for it. Where that is not enough, `make_room` returns False."""
+def test_a_kept_row_takes_its_room(place):
+    """Others leave for it. If that does not suffice, `make_room` returns False."""
     kept, other = query(2), query(1)
     shelf = shelf_of([kept, other], room=2)
     kept.place = place
@@ -124,7 +124,7 @@ def test_who_is_kept_takes_its_room(place):
 
 
 def test_room_may_be_about_to_change():
-    """It is that of the ring that comes which counts."""
+    """The room beside the coming ring counts."""
     shelf = shelf_of([query(1), query(2)], room=3)
     launches: list[Launch] = []
     assert shelf.make_room(0, launches, room_bytes=ROW_BYTES)
@@ -133,8 +133,8 @@ def test_room_may_be_about_to_change():
     assert shelf.make_room(0, launches, room_bytes=8 * ROW_BYTES) and len(launches) == 2
 
 
-def test_as_few_in_host_memory_are_given_up_as_needed():
-    """The row served last goes first, and only rows served after the newcomer go."""
+def test_as_few_rows_as_needed_are_dropped_from_host_memory():
+    """The row served last goes first, and only rows served after the new query go."""
     there = [query(serial) for serial in (2, 4, 5)]
     newcomer = query(3)
     shelf = shelf_of([*there, newcomer], num_host_rows=3, room=1)
@@ -146,7 +146,7 @@ def test_as_few_in_host_memory_are_given_up_as_needed():
     assert [one.place for one in there] == [KVLocation.HOST, KVLocation.HOST, KVLocation.NOWHERE]
 
 
-def test_who_is_given_up_is_on_no_shelf():
+def test_a_dropped_row_is_no_longer_parked():
     one = query(1)
     shelf = shelf_of([one])
     launches: list[Launch] = []

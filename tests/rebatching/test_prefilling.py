@@ -1,4 +1,4 @@
-"""Who shares a program of prompts, and the integers that programs read."""
+"""Which queries share a program of prompts, and the integers that programs read."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def line_of(queries: list[Query]) -> QueryQueue:
 
 @pytest.mark.parametrize(("most", "found"), [(0, []), (1, [2]), (2, [2, 4]), (3, [2, 4, 5]), (9, [2, 4, 5])])
 def test_prompts_of_rows_of_one_length_share_a_program(most, found):
-    """They are taken in the order of the line, up to the largest program."""
+    """They are taken in queue order, up to the largest program."""
     prefilling, _ = prefilling_of()
     queries = [query(serial, 50 if serial == 3 else 20) for serial in range(1, 8)]
     others = prefilling.similar_to(queries[0], line_of(queries), most)
     assert [one.serial for one in others] == found
 
 
-def test_who_has_a_row_or_tokens_on_their_way_shares_no_program():
+def test_a_query_with_a_row_or_pending_tokens_shares_no_program():
     prefilling, _ = prefilling_of()
     queries = [query(serial) for serial in range(1, 5)]
     queries[1].place, queries[2].num_sampled = KVLocation.DEVICE, 1
@@ -59,8 +59,8 @@ def test_who_has_a_row_or_tokens_on_their_way_shares_no_program():
     assert prefilling.similar_to(queries[0], line_of(queries), 9) == [queries[3]]
 
 
-def test_who_is_served_much_later_shares_no_program():
-    """The first four batches of the line are looked at."""
+def test_a_query_that_is_served_much_later_shares_no_program():
+    """Only the first four batches of the queue are considered."""
     prefilling, _ = prefilling_of(max_batch=2, prefill_batch=2)
     queries = [query(serial, 50 if serial else 20) for serial in range(9)]
     queries[8] = query(8, 20)
@@ -79,7 +79,7 @@ def launched(prefilling: Prefilling, queries: list[Query], length: int | None = 
 
 
 def test_a_prefill_by_hand():
-    """Two prompts in a program for three: ids, padding, words, and what becomes of the queries."""
+    """Two prompts in a program for three: ids, padding, words, and the queries' state afterwards."""
     prefilling, shelf = prefilling_of(prefill_batch=3)
     queries = [query(5, 3), query(6, 2)]
     prefill = launched(prefilling, queries)
@@ -102,20 +102,20 @@ def test_a_single_prompt_takes_the_small_program():
 
 
 def test_rows_may_be_longer_than_a_prompt_needs():
-    """Of a batch that decodes together."""
+    """A batch that decodes together needs it."""
     prefilling, shelf = prefilling_of()
     assert launched(prefilling, [query(1), query(2)], 64).length == 64
     assert shelf.device_bytes == 4 * ROW_BYTES
 
 
 @pytest.mark.parametrize(("room", "num_rows"), [(4, 4), (3, 1)])
-def test_nobody_leaves_for_prompts_that_could_wait(room, num_rows):
+def test_no_row_leaves_for_prompts_that_could_wait(room, num_rows):
     prefilling, shelf = prefilling_of()
     shelf.room_bytes = room * ROW_BYTES
     assert launched(prefilling, [query(serial) for serial in range(3)]).num_rows == num_rows
 
 
-def test_who_was_in_a_failed_launch_is_computed_alone():
+def test_a_query_of_a_failed_launch_is_computed_alone():
     """It shares no program, whether it comes first or later."""
     prefilling, _ = prefilling_of()
     bad, good, other = query(1), query(2), query(3)
@@ -124,7 +124,7 @@ def test_who_was_in_a_failed_launch_is_computed_alone():
     assert launched(prefilling, [bad, query(4)]).serials == (1,)
 
 
-# The words of a step
+# The words of a step.
 
 _NUM_FIRST = len(COUNTS) + len(SAMPLING_WORDS)  # fields before the banned ids
 
@@ -146,7 +146,7 @@ def test_words_lie_in_fields_of_rows():
 
 
 @pytest.mark.parametrize(("num_sampled", "is_banned"), [(0, True), (1, True), (2, False)])
-def test_ending_ids_are_banned_until_enough_tokens_are_there(num_sampled, is_banned):
+def test_ending_ids_are_banned_until_enough_tokens_were_sampled(num_sampled, is_banned):
     words = PackedStep(WordsLayout(2, 3))
     one = query(1, min_tokens=2)
     one.num_sampled = num_sampled
@@ -167,7 +167,7 @@ def test_ending_ids_are_banned_until_enough_tokens_are_there(num_sampled, is_ban
         ({"logprobs": 1}, SamplerMode(top_logprobs=True)),
     ],
 )
-def test_what_a_row_needs_of_the_sampler(params, needs):
+def test_the_sampler_mode_of_a_row(params, needs):
     words = PackedStep(WordsLayout(2, 3))
     words.add(0, query(1, **{"temperature": 0.0, **params}), 0, 1, 1)
     assert words.needs == needs

@@ -1,4 +1,4 @@
-"""What a query counts, and the order in which queries are served."""
+"""The counters of a query, and the order in which queries are served."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.rebatching.small_queries import query
 
 
 def test_counts_of_a_query():
-    """The last sampled token has no KV state yet, but would have to be computed with the others."""
+    """The last sampled token has no KV yet, but would have to be computed with the others."""
     one = query(1, 20, max_tokens=3)
     assert (one.num_to_prefill, one.is_launched) == (20, False)
     one.note_prefilled()
@@ -30,7 +30,7 @@ def test_a_reply_ends_with_the_context(num_prompt, num):
     assert query(1, num_prompt, max_tokens=100).max_num_tokens == num
 
 
-def test_usage_counts_what_was_computed_again_and_copied_back():
+def test_usage_counts_recomputed_and_copied_back_tokens():
     one = query(1, 20)
     one.note_prefilled()
     one.note_copied_back()  # it was prefilled ahead, and never in the ring
@@ -60,7 +60,7 @@ def test_a_query_has_no_result_before_its_end():
         one.result()
 
 
-def test_a_query_begins_with_nothing():
+def test_a_new_query_is_empty():
     one = query(1)
     assert (one.row, one.num_sampled, one.num_failures, one.suspended) == (-1, 0, 0, False)
     one.finish("cancelled")

@@ -29,7 +29,7 @@ FEW_CASES = [("llama-tiny", "embed"), ("llama-tiny", "none"), ("opt-tiny", "shap
 
 
 def run_schedule(preset: str, insertion: str, seed: int, lengths: tuple[int, ...]) -> Counter[str]:
-    """Queries come while others run, with priorities; some are cancelled."""
+    """Submit queries with priorities while others run; cancel some."""
     rng = np.random.default_rng(seed)
     bench = Bench(preset, insertion, host_bytes=int(rng.choice([0, 10**6])), lengths=lengths)
     most = bench.engine.max_context_tokens
@@ -59,7 +59,7 @@ def run_schedule(preset: str, insertion: str, seed: int, lengths: tuple[int, ...
     ("preset", "insertion"),
     [FEW_CASES[0], *(pytest.param(*c, marks=pytest.mark.long) for c in FEW_CASES[1:])],
 )
-def test_random_schedules_are_those_of_a_dense_model(preset, insertion):
+def test_random_schedules_equal_a_dense_model(preset, insertion):
     """Queries join, leave, are preempted and are cancelled; `tests.search_schedules` runs more."""
     totals = run_schedule(preset, insertion, 0, LENGTHS)
     print(dict(totals))
@@ -69,7 +69,7 @@ def test_random_schedules_are_those_of_a_dense_model(preset, insertion):
 
 @pytest.mark.parametrize("insertion", ["embed", "shape", "none"])
 def test_free_columns_do_not_matter(insertion):
-    """Bit by bit, whatever finite numbers they hold."""
+    """Results are bit-identical, whatever finite numbers they hold."""
     found = []
     for garbage in (False, True):
         bench = Bench("llama-tiny", insertion, garbage=garbage)
@@ -85,15 +85,15 @@ def test_free_columns_do_not_matter(insertion):
     assert found[0] == found[1]
 
 
-def test_neighbours_do_not_matter():
-    """Bit by bit, in a ring of one shape: alone, and with others that come and go."""
+def test_other_queries_do_not_change_a_result():
+    """Results are bit-identical in a ring of one shape: alone, and with others that come and leave."""
     found = []
     for others in (0, 5):
         bench = Bench("llama-tiny", "embed")
         rng = np.random.default_rng(3)
         prompt = rng.integers(3, VOCAB_SIZE, 10).tolist()
         query = bench.engine.submit(prompt, SamplingParams(max_tokens=18, ignore_eos=True, logprobs=0))
-        bench.step()  # nobody is prefilled with it
+        bench.step()  # no other is prefilled with it
         for _ in range(others):
             more = rng.integers(3, VOCAB_SIZE, 6).tolist()
             bench.engine.submit(more, SamplingParams(max_tokens=4, ignore_eos=True))
@@ -105,7 +105,7 @@ def test_neighbours_do_not_matter():
 
 @pytest.mark.parametrize("insertion", ["embed", "shape"])
 def test_a_row_comes_back_as_it_was(insertion):
-    """Out of the ring, to host memory, and back: every number is the same."""
+    """After a move out of the ring, to host memory, and back, every number is the same."""
     bench = Bench("llama-tiny", insertion)
     params = SamplingParams(max_tokens=16, ignore_eos=True)
     queries = bench.engine.submit_many([[5] * 3, [6] * 4, [7] * 2, [8] * 5], [params] * 4, [1, 1, 1, 0])
@@ -126,7 +126,7 @@ def test_a_row_comes_back_as_it_was(insertion):
 
 @pytest.mark.parametrize("where", ["launch", "fetch"])
 def test_a_failed_step_is_computed_again(where, monkeypatch):
-    """Once; a query that fails twice says so, and others go on."""
+    """It is repeated once; a query that fails twice reports it, and others continue."""
     bench = Bench("llama-tiny", "embed")
     params = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=0)
     queries = bench.engine.submit_many([[7] * 5, [8] * 9, [9] * 40], [params] * 3, [0] * 3)
@@ -146,7 +146,7 @@ def test_a_failed_step_is_computed_again(where, monkeypatch):
     for _ in range(6):
         bench.step()
     doomed = bench.engine.submit([5, 5], params)
-    others.append(bench.engine.submit([5, 6], params))  # whose prompts are computed together, one time
+    others.append(bench.engine.submit([5, 6], params))  # their prompts are computed together once
     begun: list[object] = []  # launches of its prompt
     launch, fetch = bench.runner.launch, bench.runner.fetch
 
@@ -178,7 +178,7 @@ def test_a_failed_step_is_computed_again(where, monkeypatch):
 
 @pytest.mark.long
 def test_many_preemptions_change_no_token():
-    """Two hundred."""
+    """There are two hundred."""
     bench = Bench("llama-tiny", "embed", host_bytes=0)
     every: list[Query] = []
     while bench.engine.stats()["num_suspensions"] < 200:
@@ -196,7 +196,7 @@ def test_many_preemptions_change_no_token():
 
 @pytest.fixture(scope="module")
 def paged():
-    """Forty prompts, their parameters and priorities, and what the paged engine answers on the same model."""
+    """Return forty prompts, parameters and priorities, and the paged engine's answers on the same model."""
     rng = np.random.default_rng(11)
     prompts = [rng.integers(3, VOCAB_SIZE, int(rng.integers(1, 60))).tolist() for _ in range(40)]
     params = [random_params(rng, int(rng.integers(1, 25))) for _ in prompts]
@@ -211,8 +211,7 @@ def paged():
 
 
 @pytest.mark.parametrize("insertion", ["embed", "shape", "none"])
-def test_answers_are_those_of_the_paged_engine(paged, insertion):
-    """Forty prompts, with priorities."""
+def test_answers_equal_the_paged_engines(paged, insertion):
     prompts, params, priorities, expected = paged
     bench = Bench("llama-tiny", insertion)
     queries = bench.engine.submit_many(prompts, params, priorities)

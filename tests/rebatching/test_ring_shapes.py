@@ -1,4 +1,4 @@
-"""Shapes within a budget, rings by hand, and settings that cannot work."""
+"""Shapes within a budget, rings by hand, and invalid settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pensieve_jax.rebatching.ring_shapes import RingShape, RingShapes
 
 
 def test_growing_the_length_shrinks_the_batch():
-    """One row's length is always left of the budget."""
+    """There is always room for one row."""
     config = RebatchingConfig(max_batch=8, kv_bytes=2**20)
     ring_shapes = RingShapes(config, 64, 8192)
     assert ring_shapes.shapes[0] == (8, 512)
@@ -58,14 +58,14 @@ def test_short_contexts_have_short_rings(max_tokens, lengths):
         ("decode_backend", {"decode_backend": "pallas_triton", "insertion": "shape"}),
     ],
 )
-def test_bad_settings_are_named(field, changes):
+def test_invalid_settings_are_named(field, changes):
     with pytest.raises(ConfigError) as caught:
         RebatchingConfig(**changes)
     assert caught.value.field == field
 
 
 def test_the_smallest_settings_are_accepted():
-    """With none prefilled ahead, which is not the default of as many as there are rows."""
+    """None is prefilled ahead, unlike the default of as many as there are rows."""
     smallest = {
         "max_batch": 1,
         "kv_bytes": 1,
@@ -94,7 +94,7 @@ def test_the_smallest_settings_are_accepted():
         ("max_context_tokens", {"max_context_tokens": 5000}),
     ],
 )
-def test_budgets_that_hold_no_row_are_named(field, changes):
+def test_budgets_without_room_for_a_row_are_named(field, changes):
     with pytest.raises(ConfigError) as caught:
         RingShapes(RebatchingConfig(**changes), 64, 4096)
     assert caught.value.field == field
@@ -110,7 +110,7 @@ def test_a_ring_by_hand():
     ring.advance()
     b = ring.insert("b", 0)
     ring.advance(3, filled_row=b)
-    assert ring.places(a).tolist() == [5, 6, 7, 0, 1]  # and two columns of padding behind
+    assert ring.places(a).tolist() == [5, 6, 7, 0, 1]  # two columns of padding follow
     assert ring.places(b).tolist() == [1, 2, 3]
     assert ring.row_span(a) == 7 and ring.span == 7
     c = ring.insert("c", 2)
@@ -129,8 +129,8 @@ def test_a_ring_by_hand():
     assert ring.cursor == 0 and not ring.span
 
 
-def test_a_ring_begins_as_one_that_was_cleared():
-    """No shape, no rows, and the next column is the first one."""
+def test_a_new_ring_equals_a_cleared_one():
+    """It has no shape and no rows, and the next column is the first one."""
     used: Ring[str] = Ring()
     used.resize(RingShape(2, 8))
     used.insert("a", 3)

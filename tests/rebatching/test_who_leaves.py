@@ -1,4 +1,4 @@
-"""Who gives up memory or a row for whom: the shelf and the choice of victims, without a loop."""
+"""Which queries give up memory or a row for others: parked rows and the choice of victims, without a loop."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def config(
     )
 
 
-def test_full_host_memory_keeps_those_that_are_served_sooner():
-    """Of the two that are to leave, one finds room where somebody is who is served later still."""
+def test_full_host_memory_keeps_queries_that_are_served_sooner():
+    """Of the two that leave, one finds room because a query there is served even later."""
     of = config(6, num_host_rows=1)
     shelf = ParkedRows(ring_shapes(of), of.host_bytes)
     late, sooner, soonest = query(3), query(2), query(1)
@@ -72,11 +72,11 @@ def test_full_host_memory_keeps_those_that_are_served_sooner():
 
     shelf.put(late, 32)
     assert shelf.make_room(3 * ROW_BYTES, launches, room_bytes=room)
-    assert launches[8:] == [FreeRow(3)] and soonest.place is KVLocation.HOST  # nobody there is served later
+    assert launches[8:] == [FreeRow(3)] and soonest.place is KVLocation.HOST  # no query there is served later
 
 
-def test_who_is_kept_is_not_given_up_in_host_memory():
-    """Though it is served later than whoever would find room there."""
+def test_a_kept_row_is_not_dropped_from_host_memory():
+    """This holds although it is served later than the query that would take its room."""
     of = config(6, num_host_rows=1)
     shelf = ParkedRows(ring_shapes(of), of.host_bytes)
     kept, sooner = query(2), query(1)
@@ -92,10 +92,10 @@ def test_who_is_kept_is_not_given_up_in_host_memory():
 
 
 @pytest.mark.parametrize(("priority", "is_spared"), [(1, True), (0, False)])
-def test_who_need_not_leave_is_spared(priority, is_spared):
-    """A prompt's columns come behind those of the longest row: it is in the way, a shorter one is not.
+def test_rows_that_are_not_in_the_way_are_spared(priority, is_spared):
+    """A prompt's columns come behind the longest row's: that row is in the way, a shorter one is not.
 
-    But a less urgent one would run on while a more urgent one waits.
+    But a less urgent one would continue while a more urgent one waits.
     """
     of = config(12, insertion="shape")
     ring: Ring[Query] = Ring()
@@ -111,8 +111,8 @@ def test_who_need_not_leave_is_spared(priority, is_spared):
     assert fitting.victims_for(newcomer) == ([long] if is_spared else [short, long])
 
 
-def test_of_those_who_could_be_spared_it_is_who_stands_highest():
-    """Without the long row the newcomer makes the ring longer, and so narrow that one of two more must go."""
+def test_of_two_rows_that_could_be_spared_the_higher_ranked_stays():
+    """Without the long row the new query makes the ring longer and narrower: one of two more must leave."""
     of = config(9, insertion="shape", lengths=(32, 64, 96))
     ring: Ring[Query] = Ring()
     fitting = Fitting(of, ring_shapes(of), ring)

@@ -1,7 +1,6 @@
-"""A start of the library in a process of its own, and what it took: `python -m tests.runtime.start_process`.
+"""A start of the library in its own process, with its costs: `python -m tests.runtime.start_process`.
 
-The one argument is a `Start` as
-JSON; the last line of the output is a `Started` as JSON.
+The one argument is a `Start` as JSON; the last line of the output is a `Started` as JSON.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ _EVENTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """What is started: a model that serves two turns of a conversation.
+    """The start to run: a model that serves two turns of a conversation.
 
     Attributes:
-      may_save: False: to keep another executable is an error.
+        may_save: if False, storing another executable is an error.
     """
 
     cache_dir: str
@@ -42,12 +41,12 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Started:
-    """What that took.
+    """The result of a start.
 
     Attributes:
-      events: while everything was made ready, by name.
-      warnings: of the library.
-      token_ids: that were generated.
+        events: counts during preparation, by name.
+        warnings: of the library.
+        token_ids: generated ids.
     """
 
     events: dict[str, int]
@@ -56,7 +55,7 @@ class Started:
 
 
 def run_start(start: Start, **environment: str) -> Started:
-    """Run a start in a fresh process; variables of the environment are put on top of this one's."""
+    """Run a start in a fresh process, with these environment variables in addition."""
     command = [sys.executable, "-m", "tests.runtime.start_process", json.dumps(dataclasses.asdict(start))]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=300
@@ -66,7 +65,7 @@ def run_start(start: Start, **environment: str) -> Started:
 
 
 def main(start: Start) -> Started:
-    """Start, and serve."""
+    """Start the library, and serve two turns."""
     import jax
 
     from pensieve_jax import LLM, CacheConfig, EngineConfig, RunnerConfig, SamplingParams, SchedulerConfig

@@ -1,4 +1,4 @@
-"""jaxlib is asked to launch from a thread of its own: by the import, unless the environment says it."""
+"""The import makes jaxlib launch from a separate thread, unless the environment sets it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from pensieve_jax.runtime.asynchronous_launches import VARIABLE, ask_for_asynchr
     [
         ("", {}, True, True),
         ("", {VARIABLE: "0"}, False, True),
-        ("import jax; jax.devices()", {}, False, False),  # what is set now would be heeded by nobody
+        ("import jax; jax.devices()", {}, False, False),  # it is too late: nothing reads what is set now
     ],
     ids=["by itself", "environment", "too late"],
 )
 def test_a_process_that_imports_the_package(before, said, asked, is_set):
-    """By jaxlib's own reading of the variable; and the import alone makes no client."""
+    """Checks jaxlib's own reading of the variable; the import alone creates no client."""
     code = f"""
 {before}
 import os, pensieve_jax
@@ -42,7 +42,7 @@ print(options["use_tfrt_gpu_client"], {VARIABLE!r} in os.environ, xla_bridge.bac
 
 
 @pytest.mark.parametrize(("backend", "num_warnings"), [("gpu", 1), ("cpu", 0)])
-def test_too_late_for_a_gpu_is_said(monkeypatch, caplog, backend, num_warnings):
+def test_a_setting_that_is_too_late_for_a_gpu_is_logged(monkeypatch, caplog, backend, num_warnings):
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(asynchronous_launches, "has_clients", lambda: True)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)

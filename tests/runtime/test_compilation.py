@@ -1,4 +1,4 @@
-"""Several programs are compiled at a time, and none is lost."""
+"""Programs are compiled in parallel, and none is lost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def scaled(x, n):
 
 
 class Held:
-    """A program that compiles when `meet` lets it."""
+    """A program whose compilation blocks on `meet`."""
 
     def __init__(self, number, meet):
         self.number, self.meet = number, meet
@@ -34,8 +34,8 @@ class Held:
         return self.number
 
 
-def test_programs_are_compiled_at_a_time(monkeypatch):
-    """Two and two that wait for each other all get to their end."""
+def test_programs_are_compiled_in_parallel(monkeypatch):
+    """Pairs of programs that wait for each other all finish."""
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     barrier, kept = threading.Barrier(2, timeout=60), []
     programs = (Held(number, barrier.wait) for number in range(4))
@@ -55,8 +55,8 @@ def test_a_failure_is_raised():
     assert kept in ([], [0])
 
 
-def test_what_has_not_begun_is_dropped_when_nobody_wants_it(monkeypatch):
-    """As by Ctrl-C while it is shown how far things are: the one that is being compiled is waited for."""
+def test_programs_that_have_not_begun_are_dropped_on_cancellation(monkeypatch):
+    """Ctrl-C may come while progress is shown: the program that is being compiled is waited for."""
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     all_there, begun, dropped = threading.Event(), threading.Event(), threading.Event()
     kept = []

@@ -1,4 +1,4 @@
-"""Models that a device's memory does not hold, and what is said of them."""
+"""Models that exceed a device's memory, and their errors."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def test_weights_that_do_not_fit_are_refused():
 
 
 def test_a_model_beyond_the_machine_is_refused_before_it_is_loaded(monkeypatch):
-    """On a CPU, where it would be made until the system ends the process."""
+    """On a CPU, it would be created until the system kills the process."""
     monkeypatch.setattr(device_memory, "available_bytes", lambda: 2**20)
     monkeypatch.setattr(weights, "load_model", lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(ConfigError, match=r"model is 'random:opt-125m'.*1,048,576 bytes that the machine"):
         make_runner("random:opt-125m", "float32", EngineConfig(), progress=False)
 
 
-def test_weights_for_which_memory_runs_out_on_the_way_are_refused_in_a_line(monkeypatch):
-    """They would have fit by their size: others use the device, say. What else goes wrong is not that."""
+def test_weights_that_run_out_of_memory_while_loading_are_refused_in_a_line(monkeypatch):
+    """They would have fit by their size; another program may use the device. Other errors are kept."""
 
     def load(text):
         def fail(*_, **__):
@@ -59,7 +59,7 @@ def test_weights_for_which_memory_runs_out_on_the_way_are_refused_in_a_line(monk
         load("INTERNAL: illegal address")
 
 
-def test_a_cpu_does_not_say():
+def test_a_cpu_reports_no_limit():
     assert jax.default_backend() != "cpu" or device_memory.memory_limit_bytes(jax.devices()[0]) is None
     config = EngineConfig(cache=CacheConfig(gpu_memory_fraction=0.125))
     with pytest.raises(ConfigError, match=r"cache\.gpu_memory_fraction is 0\.125.*give cache\.gpu_pages"):

@@ -1,4 +1,4 @@
-"""What tells executables apart besides their programs: each part changes with what it is read from."""
+"""The environment that identifies executables besides their programs: each part changes with its source."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Device:
 
 
 def parts_changed(before, *devices):
-    """Names of the parts that are no longer as in `before`."""
+    """Return the names of the parts that differ from `before`."""
     now = environment(devices or [Device()])
     assert now.keys() == before.keys()
     return {name for name in now if now[name] != before[name]}
@@ -75,7 +75,7 @@ def test_their_order(before):
     ),
 )
 def test_versions(before, monkeypatch, tmp_path, name):
-    """A distribution that is there in a version of its own, found as all of them are."""
+    """A distribution is installed in a fake version, and found as all are."""
     information = tmp_path / f"{name.replace('-', '_')}-99.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 99.0\n")
@@ -125,7 +125,7 @@ def test_flags(before, monkeypatch, name):
 
 @pytest.mark.parametrize("form", ["{}", "--xla_gpu_load_autotune_results_from={} --xla_gpu_autotune_level=4"])
 def test_files_that_flags_name(monkeypatch, tmp_path, form):
-    """Of a file of flags, and of one that a flag names, the contents count."""
+    """The contents count, of a file of flags and of one that a flag names."""
     file = tmp_path / "file"
     monkeypatch.setenv("XLA_FLAGS", form.format(file))
     seen = {environment([Device()])["flags"]}
@@ -156,11 +156,11 @@ def test_files_that_flags_of_a_file_name(monkeypatch, tmp_path):
     ],
 )
 def test_variables(before, monkeypatch, name):
-    monkeypatch.setenv(name, "2")  # no value that one of them has
+    monkeypatch.setenv(name, "2")  # not a value of any of them
     assert parts_changed(before) == {"variables"}
 
 
-def test_where_caches_are_does_not_matter(before, monkeypatch):
+def test_the_location_of_caches_does_not_matter(before, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", os.devnull)
     monkeypatch.setitem(jax.config._value_holders, "jax_compilation_cache_dir", Holder("elsewhere"))
     monkeypatch.setitem(jax.config._value_holders, "jax_enable_compilation_cache", Holder(False))
@@ -198,7 +198,7 @@ def test_source(before, monkeypatch):
     assert parts_changed(before) == {"source"}
 
 
-def test_any_source_counts(tmp_path, monkeypatch):
+def test_every_source_file_counts(tmp_path, monkeypatch):
     package = tmp_path / "some_package"
     (package / "inner").mkdir(parents=True)
     code = package / "inner" / "code.py"

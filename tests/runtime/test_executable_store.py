@@ -1,4 +1,4 @@
-"""Compiled programs on disk: used where all is the same, never where anything is not, and by nobody else."""
+"""Compiled programs on disk: used if everything is the same, never otherwise, and only by their owner."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from pensieve_jax.runtime.program import Program
 
 
 class Lowering:
-    """A jitted function that notes on which threads it is lowered."""
+    """A jitted function that records the threads of its lowerings."""
 
     def __init__(self, function):
         functools.update_wrapper(self, function)
@@ -56,7 +56,7 @@ def arguments():
 
 
 def made(store, function=shifted_product):
-    """The program by way of the store, and how often it was lowered for that: always on this thread."""
+    """Return the store's program, and how often it was lowered for that: always on this thread."""
     lowering, kept = Lowering(function), []
     job = CompilationJob("add", Program(lowering, arguments(), {}), kept.append)
     with mock.patch.object(sys.modules[__name__], function.__name__, lowering, create=True):
@@ -86,14 +86,14 @@ def files(cache_dir):
 
 @pytest.fixture
 def only_file(cache_dir):
-    """The file of the one program that was made."""
+    """Return the file of the only program."""
     made(opened(cache_dir))
     [path] = files(cache_dir)
     return path
 
 
 def test_a_second_start_lowers_and_compiles_nothing(cache_dir):
-    """And gets the same program, which still takes its first argument's memory."""
+    """It gets the same program, which still donates its first argument's memory."""
     first, num_lowered = made(opened(cache_dir))
     counter = CompilationCounter()
     second, num_lowered_again = made(opened(cache_dir))
@@ -112,8 +112,8 @@ def test_a_program_has_a_file_for_each_environment(cache_dir, only_file, monkeyp
     assert made(opened(cache_dir))[1] == 0
 
 
-def test_what_jax_has_cached_is_compiled_anew(cache_dir, tmp_path, monkeypatch):
-    """What JAX's cache answers with could be written and loaded, but not run."""
+def test_an_entry_of_jaxs_cache_is_compiled_again(cache_dir, tmp_path, monkeypatch):
+    """An executable from JAX's cache could be written and loaded, but not run."""
 
     def program():
         def mixed(x):  # anew for JAX, and the same for its cache
@@ -158,7 +158,7 @@ def test_what_jax_has_cached_is_compiled_anew(cache_dir, tmp_path, monkeypatch):
             jax.config.update(name, value)
 
 
-def test_jaxs_cache_is_off_until_the_last_has_ended(cache_dir):
+def test_jaxs_cache_is_off_until_the_last_job_has_ended(cache_dir):
     one, other = compile_all(two_jobs(), opened(cache_dir)), compile_all(two_jobs(), opened(cache_dir))
     assert next(one) and next(other)
     one.close()
@@ -194,7 +194,7 @@ def with_digest(body):
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_file_that_cannot_be_used_is_made_anew(cache_dir, only_file, name, caplog):
+def test_an_unusable_file_is_replaced(cache_dir, only_file, name, caplog):
     DAMAGES[name](only_file)
     with caplog.at_level(logging.WARNING):
         program, num_lowered = made(opened(cache_dir))
@@ -204,8 +204,8 @@ def test_a_file_that_cannot_be_used_is_made_anew(cache_dir, only_file, name, cap
     assert not only_file.is_symlink() and only_file.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_file_that_may_not_be_read_is_made_anew(cache_dir, only_file, monkeypatch, caplog):
-    """The system's refusal is made up here, since root may read everything."""
+def test_an_unreadable_file_is_replaced(cache_dir, only_file, monkeypatch, caplog):
+    """The test simulates the system's refusal, since root may read everything."""
     open_file = os.open
 
     def refuse(path, *args, **kwargs):
@@ -221,15 +221,15 @@ def test_a_file_that_may_not_be_read_is_made_anew(cache_dir, only_file, monkeypa
     assert made(opened(cache_dir))[1] == 0, "it was not replaced"
 
 
-def test_a_file_that_goes_meanwhile(cache_dir, only_file, caplog):
+def test_a_file_that_disappears_is_compiled_again(cache_dir, only_file, caplog):
     store = opened(cache_dir)
     store.holds = lambda _: True
     only_file.unlink()
     assert made(store)[1] == 1 and "cannot be used" in caplog.text
 
 
-def test_two_starts_at_a_time(cache_dir, monkeypatch):
-    """One begins and ends just before the other's file gets its name; neither is in the other's way."""
+def test_two_simultaneous_starts_do_not_interfere(cache_dir, monkeypatch):
+    """One begins and ends just before the other's file gets its name."""
     replace, others = os.replace, []
 
     def replace_late(*paths):
@@ -251,13 +251,13 @@ def with_callback(x, pair):
     return x + pair["a"]
 
 
-def test_what_has_no_form_on_disk_is_still_run(cache_dir, caplog):
+def test_a_program_that_cannot_be_serialized_still_runs(cache_dir, caplog):
     program, _ = made(opened(cache_dir), with_callback)
     assert "is not stored in" in caplog.text and files(cache_dir) == []
     assert program(*arguments()).tolist() == [i + 2.0 for i in range(8)]
 
 
-def test_what_cannot_be_told_apart_is_still_run(cache_dir, caplog):
+def test_a_program_without_a_key_still_runs(cache_dir, caplog):
     factor = 3.0
     program, _ = made(opened(cache_dir), lambda x, pair: x * factor + pair["a"])
     assert "add is not stored on disk: no key for" in caplog.text and files(cache_dir) == []
@@ -273,7 +273,7 @@ def test_a_full_disk_leaves_nothing_behind(cache_dir, monkeypatch, caplog):
     assert "no space left" in caplog.text and files(cache_dir) == []
 
 
-def test_nothing_is_loaded_or_kept_once_the_source_has_changed(cache_dir, only_file, monkeypatch, caplog):
+def test_nothing_is_loaded_or_stored_after_the_source_has_changed(cache_dir, only_file, monkeypatch, caplog):
     before = only_file.stat()
     monkeypatch.setattr(executable_store, "source_digest", lambda: "changed")
     program, num_lowered = made(opened(cache_dir))
@@ -293,7 +293,7 @@ def test_programs_that_do_not_run_are_discarded(cache_dir, only_file):
 
 
 def test_programs_that_do_not_run_are_not_loaded_again(cache_dir, only_file, monkeypatch):
-    """Not by this process, where their files cannot be removed: on a file system that is read only, say."""
+    """This process skips them even if their files cannot be removed, as on a read-only file system."""
 
     def fail(*_, **__):
         raise OSError("read only")
@@ -312,8 +312,8 @@ def aged(path, seconds, size=1):
     return path
 
 
-def test_old_files_go(cache_dir, only_file, monkeypatch):
-    """What was used stays, however old; of others the latest, as many as there is room for."""
+def test_old_files_are_deleted(cache_dir, only_file, monkeypatch):
+    """Used files stay, whatever their age; of others the latest stay, as many as there is room for."""
     monkeypatch.setattr(executable_store, "_MAX_UNUSED_BYTES", 250)
     directory = only_file.parent
     kept = {aged(directory / f"{i}.executable", 1000 * i, size=100) for i in (1, 2)}
@@ -329,7 +329,7 @@ def test_old_files_go(cache_dir, only_file, monkeypatch):
     assert set(files(cache_dir)) == kept
 
 
-def test_directories_are_made_for_their_user_alone(cache_dir):
+def test_directories_are_private(cache_dir):
     with loose_umask():
         opened(cache_dir)
     for path in (cache_dir, cache_dir / "executables"):
@@ -358,8 +358,8 @@ def test_a_directory_that_others_can_write_to_is_refused(cache_dir, only_file, i
 
 
 @pytest.mark.parametrize("name", ["cache", "executables"])
-def test_a_directory_of_somebody_else_is_refused(cache_dir, only_file, monkeypatch, name):
-    """Not as root: whose a directory is, is told by a stand-in."""
+def test_a_directory_of_another_user_is_refused(cache_dir, only_file, monkeypatch, name):
+    """Root owns everything, so the test fakes the owner of a directory."""
     stat = Path.stat
 
     def of_another(path, **options):
@@ -371,7 +371,7 @@ def test_a_directory_of_somebody_else_is_refused(cache_dir, only_file, monkeypat
         opened(cache_dir)
 
 
-def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
+def test_a_directory_that_cannot_be_created_is_refused(tmp_path):
     (tmp_path / "deep").write_text("a file")
     with pytest.raises(ConfigError, match=r"compilation_cache_dir.*Not a directory"):
         opened(tmp_path / "deep" / "cache")

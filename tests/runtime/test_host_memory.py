@@ -1,4 +1,4 @@
-"""What the machine and its control groups leave, from files of a made-up system; and what jaxlib may pin."""
+"""Available memory of the machine and its control groups, from fake files; and how much jaxlib may pin."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_machine_alone(tmp_path):
 
 @pytest.mark.parametrize("path", ["/", "/user/own", "/seen/by/the/host/only"])
 def test_version_2(tmp_path, path):
-    """The tightest group from this process's own to the root of the mount; cached files do not count."""
+    """The tightest group from this process's own to the root of the mount counts; cached files do not."""
     stat = "anon 700\ninactive_file 250\nactive_file 1\n"
     files = {
         "proc/meminfo": MEMINFO.format(50),
@@ -84,7 +84,7 @@ _GIB = 2**30
 
 @pytest.fixture(autouse=True)
 def unset(monkeypatch):
-    """The variable is put back as it was, and nobody has set it."""
+    """Restore the variable afterwards, and unset it first."""
     monkeypatch.setenv(VARIABLE, "1")
     monkeypatch.delenv(VARIABLE)
     monkeypatch.setattr(host_memory, "_set_here", set())
@@ -108,7 +108,7 @@ def test_the_limit_is_raised(num_bytes, available, limit):
     assert os.environ.get(VARIABLE) == limit
 
 
-def test_nothing_is_set_when_it_is_too_late_or_said_by_others(monkeypatch):
+def test_nothing_is_set_when_it_is_too_late_or_already_set(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(host_memory, "has_clients", lambda: True)
         allow_pinning(100 * _GIB, None)
@@ -118,16 +118,16 @@ def test_nothing_is_set_when_it_is_too_late_or_said_by_others(monkeypatch):
     assert os.environ[VARIABLE] == "70"
 
 
-def test_what_was_set_here_is_raised_and_not_lowered():
-    """The first of them may have been refused before JAX was used."""
+def test_an_own_setting_is_raised_and_not_lowered():
+    """An earlier request may have been refused before JAX was used."""
     for num_gib, limit in ((100, "120"), (200, "240"), (100, "240")):
         allow_pinning(num_gib * _GIB, None)
         assert os.environ[VARIABLE] == limit
 
 
 @pytest.mark.parametrize("sizes", [{"cpu_bytes": 10**15}, {"cpu_pages": 10**10}], ids=["bytes", "pages"])
-def test_an_engine_asks_for_what_it_keeps(monkeypatch, sizes):
-    """And for what is on its way there; before the machine is found to have less."""
+def test_an_engine_requests_its_host_memory(monkeypatch, sizes):
+    """The request includes chunks in transit, and comes before the machine is found to have less."""
     asked = []
     monkeypatch.setattr(assembly, "allow_pinning", lambda num_bytes, available: asked.append(num_bytes))
     config = EngineConfig(cache=CacheConfig(**sizes), runner=RunnerConfig(max_num_staged_pages=100))
@@ -137,8 +137,8 @@ def test_an_engine_asks_for_what_it_keeps(monkeypatch, sizes):
     assert asked == [sizes.get("cpu_bytes", 10**10 * page) + 100 * page]
 
 
-def test_it_is_asked_for_before_jax_is_used():
-    """In a process of its own, as JAX has been used in this one."""
+def test_the_limit_is_set_before_jax_is_used():
+    """Runs in its own process, since this one has already used JAX."""
     code = """
 from pensieve_jax import LLM, assembly
 from pensieve_jax.rebatching import llm

@@ -1,4 +1,4 @@
-"""Keys of programs: everything that is lowered from changes them, and nothing else does."""
+"""Keys of programs: every input of the lowering changes them, and nothing else does."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def test_equal_programs_have_one_key():
     assert of(frozenset(many)) == of(frozenset(reversed(many)))
 
 
-def test_a_walk_is_not_repeated_for_what_is_shared_but_not_the_same():
-    """What is known of one value is not taken for another's that got its place in memory."""
+def test_a_cached_walk_is_not_reused_for_a_different_value():
+    """A value may get the address of a freed one, whose result must not be reused."""
     keys = ProgramKeys()
     digests = {keys.key(Program(add, (), {"statics": StaticArguments(i)})) for i in range(200)}
     assert len(digests) == 200
@@ -132,13 +132,13 @@ def _closure(value):
         *("partial", "method", "objects", "iterator"),
     ],
 )
-def test_what_cannot_be_told_apart_has_no_key(value):
+def test_a_value_without_a_stable_identity_has_no_key(value):
     with pytest.raises(TypeError, match="no key for"):
         of(value)
 
 
-def test_what_a_script_defines_has_no_key(monkeypatch):
-    """Its source is not among what executables depend on."""
+def test_a_function_of_a_script_has_no_key(monkeypatch):
+    """Executables do not depend on its source."""
 
     def scripted(x):
         return x
@@ -150,7 +150,7 @@ def test_what_a_script_defines_has_no_key(monkeypatch):
 
 
 def runner_keys(preset="llama-tiny", dtype="float32", cache=(), scheduler=(), runner=(), **model):
-    """Keys of a runner's programs by the first word of their names: step, sampler, gather, scatter, mark."""
+    """Return keys of a runner's programs by first word: step, sampler, gather, scatter, mark."""
     config = EngineConfig(
         cache=CacheConfig(**{"gpu_pages": 12, "cpu_pages": 4, "chunk_tokens": 16} | dict(cache)),
         scheduler=SchedulerConfig(
@@ -209,7 +209,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_keys_of_a_runner(name):
-    """What a setting changes has other keys; what it does not touch is found again."""
+    """Programs that a setting affects have other keys; the others are found again."""
     changed, kinds = SETTINGS[name]
     found = runner_keys(**changed)
     different = {kind for kind, keys in found.items() if set(keys) - set(usual_keys()[kind])}

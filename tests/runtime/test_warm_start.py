@@ -1,4 +1,4 @@
-"""Starts in fresh processes: the second takes everything from disk, whatever lies beside it there."""
+"""Starts in fresh processes: the second takes everything from disk, whatever else is there."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def first(cache_dir):
 
 
 @pytest.mark.long
-def test_a_second_start_makes_nothing(cache_dir, first):
-    """Nothing is traced, lowered or compiled, in a process whose hashes are others."""
+def test_a_second_start_compiles_nothing(cache_dir, first):
+    """Nothing is traced, lowered or compiled, in a process with different hash seeds."""
     assert first.events["traced"] >= first.events["compiled"] >= len(executables(cache_dir)) > 8
     files = executables(cache_dir)
     second = run_start(Start(cache_dir, may_save=False), PYTHONHASHSEED="7", **FAST)
@@ -37,18 +37,18 @@ def test_a_second_start_makes_nothing(cache_dir, first):
 
 
 @pytest.mark.long
-def test_damaged_files_are_made_anew(cache_dir, first):
-    """Our executables for good; an entry of JAX's cache in every start, which it says."""
+def test_damaged_files_are_compiled_again(cache_dir, first):
+    """Our executables are replaced; an entry of JAX's cache is recompiled at every start, with a warning."""
     cut, changed, *rest = executables(cache_dir)
     cut.write_bytes(cut.read_bytes()[:1000])
     changed.write_bytes(changed.read_bytes()[:-1] + b"?")
     before = {path: path.read_bytes() for path in rest}
-    entries = list(Path(cache_dir).glob("*-cache"))  # JAX's own, as a process that is killed leaves them
+    entries = list(Path(cache_dir).glob("*-cache"))  # JAX's own files, as a killed process leaves them
     assert entries
     for entry in entries:
         entry.write_bytes(entry.read_bytes()[:-20])
     third = run_start(Start(cache_dir), **FAST)
-    # Groups of equally many layers share executables: a file may be found damaged twice.
+    # Groups of the same number of layers share executables: a file may be found damaged twice.
     assert 2 <= third.events["compiled"] <= 4 and third.token_ids == first.token_ids
     assert set(third.warnings) == {
         f"{path} cannot be used (it is damaged); its program will be compiled again"

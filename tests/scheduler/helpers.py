@@ -1,4 +1,4 @@
-"""Requests over a cache, and steps whose ids come at once or one step late."""
+"""Requests over a cache, and steps whose ids arrive at once or one step late."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.cache.helpers import CHUNK, Cache
 
 
 def page_table(requests: Iterable[Request]) -> PageTable:
-    """A table with the pages of these, as the cache has them while they run."""
+    """Return a table with the pages of these requests, as the cache has them while they run."""
     table = PageTable()
     for sequence in dict.fromkeys(request.sequence for request in requests):
         sequence.row = table.open([chunk.page for chunk in sequence.chunks])
@@ -56,7 +56,7 @@ class Desk:
         self.sequences: dict[str, tuple[Conversation, object]] = {}
 
     def conversation(self, name: str, history_len: int, *holes: int) -> None:
-        """A conversation whose history is in the cache, but for its last token and these chunks."""
+        """Create a conversation whose history is in the cache, except its last token and these chunks."""
         sequence = self.cache.idle(name, history_len - 1)
         self.cache.drop(sequence, *holes)
         conversation = Conversation(name, list(range(history_len)))
@@ -65,7 +65,7 @@ class Desk:
         self.sequences[name] = (conversation, sequence)
 
     def add(self, name: str, prompt_len: int, max_tokens: int = 4, **params: object) -> Request:
-        """A turn of a new or a known conversation."""
+        """Add a turn of a new or a known conversation."""
         known = self.sequences.get(name)
         conversation, sequence = known or (Conversation(name), self.cache.manager.open(name))
         conversation.token_ids += range(500, 500 + prompt_len)
@@ -83,7 +83,7 @@ class Desk:
         return request
 
     def step(self) -> SchedulerOutput:
-        """Schedule, and learn the ids of the step before."""
+        """Schedule a step, and deliver the ids of the previous one."""
         pending = [
             request
             for request in (*self.scheduler.running, *self.scheduler.waiting)

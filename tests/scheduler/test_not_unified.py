@@ -1,4 +1,4 @@
-"""Batches that are not unified: a step holds prompts and recomputation, or decodes, and nobody starves."""
+"""Batches that are not unified: a step holds prompts and recomputation, or decodes; none starves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.scheduler.helpers import Desk
 
 
 def apart(**config) -> Desk:
-    """A desk whose scheduler pauses decodes for prompts."""
+    """Return a desk whose scheduler pauses decodes for prompts."""
     return Desk(unified=False, **config)
 
 
@@ -49,7 +49,7 @@ def test_decodes_pause_while_history_is_recomputed():
     assert desk.steps[2] == [("a", 10, 11, True), ("back", 164, 165, True)]
 
 
-def test_generation_goes_on_while_nobody_can_join():
+def test_decoding_continues_while_no_request_can_join():
     desk = apart(max_num_running=2)
     for name in "ab":
         desk.add(name, 5, max_tokens=3)
@@ -60,8 +60,8 @@ def test_generation_goes_on_while_nobody_can_join():
     assert [{name for name, *_ in step} for step in desk.steps] == [{"a", "b"}, {"a", "b"}, {"a", "b"}, {"c"}]
 
 
-def test_a_stream_of_prompts_pauses_generation_until_the_batch_is_full_and_not_for_ever():
-    """With every step comes a prompt that fills one; each decode that is paused waits for two of them."""
+def test_a_stream_of_prompts_pauses_decodes_only_until_the_batch_is_full():
+    """Every step brings a prompt that fills one step; each paused decode waits for two of them."""
     desk = apart(max_num_running=3)
     first = desk.add("first", 5, max_tokens=5)
     desk.step()
@@ -75,7 +75,7 @@ def test_a_stream_of_prompts_pauses_generation_until_the_batch_is_full_and_not_f
 
 
 @pytest.mark.parametrize("cpu_pages", [0, 24])
-def test_every_token_is_right_where_memory_is_short(cpu_pages):
+def test_every_token_is_right_when_memory_is_short(cpu_pages):
     config = small_config(gpu_pages=24, cpu_pages=cpu_pages)
     scheduler = dataclasses.replace(config.scheduler, unified=False)
     harness = Harness(dataclasses.replace(config, scheduler=scheduler))
@@ -96,7 +96,7 @@ def test_every_token_is_right_where_memory_is_short(cpu_pages):
 
 
 @pytest.mark.parametrize(("num_missing", "is_admitted"), [(63, True), (64, False)])
-def test_admission_does_not_count_the_tokens_of_decodes_that_pause(num_missing, is_admitted):
+def test_admission_does_not_count_the_tokens_of_paused_decodes(num_missing, is_admitted):
     desk = apart(max_num_running=8)
     for index in range(3):
         desk.add(f"decode{index}", 1, max_tokens=50)

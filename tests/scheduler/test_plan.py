@@ -16,8 +16,8 @@ LAYOUT = PlanLayout(
 )
 
 
-def test_fields_fill_the_buffer_in_order_and_begin_where_kernels_may_read_them():
-    """At multiples of 256 bytes: a Mosaic GPU kernel that got a slice of the buffer as it lay refused it."""
+def test_fields_fill_the_buffer_in_order_at_aligned_offsets():
+    """Offsets are multiples of 256 bytes: a Mosaic GPU kernel refused an unaligned slice of the buffer."""
     end = 0
     for field in LAYOUT.fields.values():
         assert field.dtype.itemsize == 4 and field.size == np.prod(field.shape)
@@ -40,7 +40,7 @@ def test_every_field_is_a_view_of_its_own_words():
         assert (getattr(plan, name) == number).all(), f"{name} was overwritten"
 
 
-def test_a_new_plan_is_padding():
+def test_a_new_plan_contains_only_padding():
     plan = StepPlan(LAYOUT, 0, 99)
     padding = {"prev_samples": -1, "write_slots": 99, "top_p": 1.0, "banned_ids": -1}
     expected = np.zeros(LAYOUT.size, np.int32)
@@ -52,7 +52,7 @@ def test_a_new_plan_is_padding():
 
 
 def test_the_table_names_every_field_in_order():
-    """The order, shapes and dtypes that compiled steps read."""
+    """These are the order, shapes and dtypes that compiled steps read."""
     shapes = {name: (*field.shape, field.dtype.name) for name, field in LAYOUT.fields.items()}
     tokens, rows, samples = (64, "int32"), (8, "int32"), (4, "int32")
     assert list(shapes.items()) == [
@@ -81,8 +81,8 @@ def test_layouts_follow_from_the_configuration():
 @given(
     largest=st.integers(2, 20_000), max_num_running=st.integers(1, 2_000), max_num_buckets=st.integers(1, 16)
 )
-def test_buckets_are_few_and_cover_every_step(largest, max_num_running, max_num_buckets):
-    """Bounded by configuration, ascending, from small to the largest step; any size finds its bucket."""
+def test_buckets_are_few_and_cover_every_step_size(largest, max_num_running, max_num_buckets):
+    """They are bounded by the configuration, ascending, up to the largest step; any size finds its bucket."""
     config = SchedulerConfig(
         max_num_running=max_num_running, max_num_batched_tokens=largest, max_num_buckets=max_num_buckets
     )
@@ -97,7 +97,7 @@ def test_buckets_are_few_and_cover_every_step(largest, max_num_running, max_num_
         bucket_for(buckets, largest + 1)
 
 
-def test_buckets_that_are_given_are_kept():
+def test_given_buckets_are_kept():
     config = SchedulerConfig(max_num_batched_tokens=512, max_num_running=4, token_buckets=(8, 100, 512))
     assert token_buckets(config) == (8, 100, 512)
 
@@ -110,14 +110,15 @@ def test_buckets_that_are_given_are_kept():
         (192, 2048, None, (16, 48, 64, 80, 112, 144, 176, 192, 352, 640, 1136, 2048)),
         (512, 1024, None, (16, 48, 80, 112, 160, 208, 256, 304, 368, 432, 512, 1024)),
         (256, 2048, 8, (16, 64, 128, 192, 256, 512, 1024, 2048)),
-        (200, 512, 8, (16, 48, 80, 128, 160, 208, 336, 512)),  # all that run may decode without padding
+        # all running requests may decode without padding
+        (200, 512, 8, (16, 48, 80, 128, 160, 208, 336, 512)),
         (1, 2048, 8, (16, 32, 64, 128, 256, 512, 1024, 2048)),
-        (64, 1024, 4, (16, 64, 256, 1024)),  # few: evenly
+        (64, 1024, 4, (16, 64, 256, 1024)),  # few: spaced evenly
         (256, 2048, 5, (16, 64, 192, 624, 2048)),
         (1, 1000, 3, (16, 128, 1000)),
     ],
 )
-def test_derived_buckets_are_close_where_decodes_are_and_double_above(num_running, largest, count, buckets):
+def test_derived_buckets_are_dense_at_decode_sizes_and_double_above(num_running, largest, count, buckets):
     config = SchedulerConfig(
         max_num_running=num_running, max_num_batched_tokens=largest, max_num_buckets=count
     )
@@ -136,7 +137,7 @@ SIZES = (64, 256, 512, 1024)
         (255, 256),
         (256, 256),
         (447, 256),  # large ones are cut
-        (448, 512),  # unless they are full but for an eighth
+        (448, 512),  # unless at most an eighth of the bucket is empty
         (512, 512),
         (895, 512),
         (896, 1024),
@@ -145,9 +146,7 @@ SIZES = (64, 256, 512, 1024)
     ],
 )
 @pytest.mark.parametrize("prompt_steps", [0, 1, 8])
-def test_a_step_without_decodes_fills_a_bucket_where_padding_would_take_time(
-    num_missing, limit, prompt_steps
-):
+def test_a_step_without_decodes_fills_a_bucket_if_padding_would_take_time(num_missing, limit, prompt_steps):
     assert step_limit(SIZES, 0, num_missing, chunk_tokens=32, prompt_steps=prompt_steps) == limit
 
 
@@ -156,17 +155,17 @@ def test_a_step_without_decodes_fills_a_bucket_where_padding_would_take_time(
     [
         (36, 0, 8, 64),  # decodes alone
         (300, 0, 8, 512),
-        (36, 20, 8, 64),  # what is missing fits
+        (36, 20, 8, 64),  # the missing tokens fit
         (36, 29, 8, 256),
-        (36, 1000, 8, 256),  # no more than fills a small one
+        (36, 1000, 8, 256),  # at most what fills a small one
         (36, 1760, 8, 256),
         (36, 1761, 8, 512),  # unless an eighth is more
         (36, 3808, 8, 512),
         (36, 3809, 8, 1024),
         (36, 90_000, 8, 1024),
-        (225, 33, 8, 512),  # a chunk beside the decodes at least
+        (225, 33, 8, 512),  # at least a chunk beside the decodes
         (36, 90_000, 10_000, 256),
-        (36, 221, 1, 512),  # all that fits
+        (36, 221, 1, 512),  # as much as fits
         (36, 477, 1, 1024),
         (36, 411, 0, 256),  # the largest that is filled
         (36, 476, 0, 512),
@@ -174,7 +173,7 @@ def test_a_step_without_decodes_fills_a_bucket_where_padding_would_take_time(
         (224, 280, 0, 512),  # too little would be computed beside the decodes
     ],
 )
-def test_beside_decodes_a_step_takes_a_part_of_what_prompts_miss(
+def test_beside_decodes_a_step_takes_a_part_of_the_missing_tokens(
     num_decodes, num_others, prompt_steps, limit
 ):
     found = step_limit(SIZES, num_decodes, num_others, chunk_tokens=32, prompt_steps=prompt_steps)
@@ -192,9 +191,9 @@ def test_beside_decodes_a_step_takes_a_part_of_what_prompts_miss(
 def test_a_step_has_room_for_the_decodes_and_their_share(
     max_num_running, extra_tokens, max_num_buckets, prompt_steps, chunk_tokens, data
 ):
-    """It is a bucket; it holds all, or a chunk beside the decodes and the share, or none is larger.
+    """The step is a bucket. It holds all, or a chunk beside the decodes and the share, or is the largest.
 
-    The share is a quarter of what others miss, but beside decodes what `prompt_steps` says, if anything.
+    The share is a quarter of the missing tokens, but beside decodes `prompt_steps` sets it, if given.
     """
     config = SchedulerConfig(
         max_num_running=max_num_running,

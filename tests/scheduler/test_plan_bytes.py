@@ -1,4 +1,4 @@
-"""The bytes of plans, by digests that were taken before the layout became one table."""
+"""The bytes of plans, compared with digests from before the layout became one table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DRAWN = SamplingParams(max_tokens=9, min_tokens=5, temperature=0.7, top_k=5, top
 
 
 def request(number: int, num_tokens: int, params: SamplingParams, *, is_pending: bool = False) -> Request:
-    """A request of `num_tokens` tokens on pages of its own, the last token maybe on its way."""
+    """Return a request of `num_tokens` tokens on its own pages; its last token may be pending."""
     conversation = Conversation(f"c{number}", [7 * number + i for i in range(num_tokens)])
     sequence = CachedSequence(f"c{number}")
     made = Request(
@@ -72,5 +72,5 @@ def digest_of(*grants: Grant) -> str:
     ],
     ids=["prompt", "part", "decode", "mixed", "full"],
 )
-def test_a_plan_has_the_bytes_it_always_had(grants, digest):
+def test_the_bytes_of_a_plan_are_unchanged(grants, digest):
     assert digest_of(*(Grant(*grant) for grant in grants)) == digest

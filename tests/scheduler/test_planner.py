@@ -1,4 +1,4 @@
-"""The planner against one that is slow and obviously right: a Python loop over tokens."""
+"""The planner against a slow and obviously correct one: a Python loop over tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYOUTS = {size: PlanLayout(size, 8, PAGES_PER_ROW, 6, 3, 2) for size in (16, 64
 
 
 def reference_plan(output, bucket, sample_rows):
-    """Every field as nested lists; `sample_rows` are those of the step before."""
+    """Return every field as nested lists; `sample_rows` are those of the previous step."""
     layout = LAYOUTS[bucket]
     fields = {name: [] for name in ("token_ids", "prev_samples", "positions", "write_slots")}
     cu_q_lens, kv_lens, page_indices, samples = [0], [], [], []
@@ -73,19 +73,19 @@ def reference_plan(output, bucket, sample_rows):
 
 
 def _banned(request):
-    number = len(request.token_ids) - request.num_prompt_end  # of the token that is sampled
+    number = len(request.token_ids) - request.num_prompt_end  # of the sampled token
     banned = list(request.ending_ids) if number <= request.params.min_tokens else []
     return banned + [-1] * (3 - len(banned))
 
 
 def fill_tiles(plan):
-    """A stand-in for the kernel's: it must see the rows, whole."""
+    """Stand in for the kernel's function; it must see complete rows."""
     plan.tiles[:] = [plan.num_rows[0], plan.cu_q_lens[-1]]
 
 
 @st.composite
 def requests(draw, number, pages):
-    """A request whose pages are all reserved, with some tokens known and maybe one on its way."""
+    """Draw a request whose pages are all reserved, with some known tokens and perhaps a pending one."""
     history_len, prompt_len = draw(st.integers(0, 40)), draw(st.integers(1, 30))
     conversation = Conversation(f"c{number}", draw(_ids(history_len + prompt_len)))
     conversation.num_history_tokens = history_len
@@ -119,7 +119,7 @@ def _ids(count):
 
 @st.composite
 def outputs(draw):
-    """A step of up to four requests, each with one or two rows, the last of which may sample."""
+    """Draw a step of up to four requests, each with one or two rows, the last of which may sample."""
     pages, grants = draw(st.permutations(range(1, NUM_PAGES))), []
     for number in range(draw(st.integers(1, 4))):
         request = draw(requests(number, pages))
@@ -137,7 +137,7 @@ def outputs(draw):
 @settings(max_examples=200, deadline=None)
 @given(output=outputs())
 def test_plans_equal_the_slow_reference(output):
-    """Every field of the buffer; and `sample_row` is set for the step that follows."""
+    """Compares every field of the buffer; `sample_row` is set for the next step."""
     table = page_table(grant.request for grant in output.grants)
     planner = Planner(LAYOUTS, fill_tiles, table, chunk_tokens=CHUNK, num_device_pages=NUM_PAGES)
     sample_rows = {grant.request: grant.request.sample_row for grant in output.grants}

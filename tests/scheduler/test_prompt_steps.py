@@ -1,4 +1,4 @@
-"""Prompts that are spread over steps while others decode: how much each takes, and nobody starves."""
+"""Prompts that are spread over steps while others decode: their share of each step, and that none starves."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ SIZES = (16, 256, 512, 1024)
 
 
 def lengths(desk, name):
-    """Tokens of every step that one request was granted."""
+    """Return the number of tokens that one request was granted in every step."""
     return [sum(end - start for who, start, end, _ in step if who == name) for step in desk.steps]
 
 
 def desk_of(prompt_steps, **options):
-    """With one who decodes for long."""
+    """Return a desk with a request that decodes for long."""
     sizes = {"num_pages": 800, "max_num_batched_tokens": 1024, "token_buckets": SIZES} | options
     desk = Desk(prompt_steps=prompt_steps, **sizes)
     desk.add("decodes", 5, max_tokens=200)
@@ -29,8 +29,8 @@ def desk_of(prompt_steps, **options):
 @pytest.mark.parametrize(
     ("prompt_steps", "expected"),
     [
-        (0, [1023, 1023, 1023, 511, 255, 65]),  # all that fills a bucket
-        (1, [1023, 1023, 1023, 831]),  # all that fits
+        (0, [1023, 1023, 1023, 511, 255, 65]),  # as much as fills a bucket
+        (1, [1023, 1023, 1023, 831]),  # as much as fits
         (8, [511] * 4 + [255] * 7 + [71]),  # an eighth while that is more than fills a small step
         (1000, [255] * 15 + [75]),
     ],
@@ -45,7 +45,7 @@ def test_a_prompt_is_spread_over_steps_beside_decodes(prompt_steps, expected):
 
 
 @pytest.mark.parametrize("prompt_steps", [0, 8])
-def test_a_prompt_alone_keeps_nobody_waiting(prompt_steps):
+def test_a_prompt_alone_is_not_delayed(prompt_steps):
     desk = Desk(800, max_num_batched_tokens=1024, token_buckets=SIZES, prompt_steps=prompt_steps)
     desk.add("long", 3900, max_tokens=1)
     for _ in range(5):
@@ -61,8 +61,8 @@ def test_a_prompt_alone_keeps_nobody_waiting(prompt_steps):
     buckets=st.sampled_from([(64, 320), (16, 64, 256, 512), (1024,), SIZES]),
     with_decodes=st.booleans(),
 )
-def test_nobody_starves(prompt_steps, prompts, holes, buckets, with_decodes):
-    """In every step the oldest gains tokens, and whoever decodes gains one."""
+def test_no_request_starves(prompt_steps, prompts, holes, buckets, with_decodes):
+    """In every step the oldest request gains tokens, and each decoding request gains one."""
     options = {"token_buckets": buckets, "max_num_batched_tokens": buckets[-1], "max_num_running": 5}
     desk = (
         desk_of(prompt_steps, **options) if with_decodes else Desk(800, prompt_steps=prompt_steps, **options)

@@ -1,4 +1,4 @@
-"""The accounting of a request whose state comes and goes, on a sequence that is told what it has."""
+"""Token counts of a request whose KV cache comes and goes, on a sequence that the test controls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HISTORY, PROMPT = 118, 22
 
 
 class Sequence:
-    """Eight chunks of a prefix that other requests have, too, and one that they have not."""
+    """Eight chunks of a prefix that other requests share, and one of its own."""
 
     num_shared = 8
     first_arriving = None
@@ -40,7 +40,7 @@ class Sequence:
         return min(chunk_tokens, self.num_kv_tokens - index * chunk_tokens)
 
 
-def test_what_was_lost_at_one_suspension_and_came_back_after_the_next_is_no_state_that_was_found():
+def test_a_chunk_lost_at_one_suspension_and_back_after_the_next_does_not_count_as_reused():
     conversation = Conversation("a", token_ids=list(range(HISTORY)))
     conversation.num_history_tokens, conversation.num_computed_tokens = HISTORY, HISTORY - 1
     conversation.token_ids += range(PROMPT)
@@ -53,9 +53,9 @@ def test_what_was_lost_at_one_suspension_and_came_back_after_the_next_is_no_stat
     sequence.chunks[7].readable = False
     request.on_admitted(CHUNK)
     assert request.resume_recomputed_tokens == CHUNK
-    request.on_suspended()  # before it has computed the chunk again
+    request.on_suspended()  # before it has recomputed the chunk
     request.on_admitted(CHUNK)
-    sequence.chunks[7].readable = True  # another one has
+    sequence.chunks[7].readable = True  # another request has
     request.skip_filled(CHUNK)
     usage = request.usage(40)
     assert (usage.reused_gpu_tokens, usage.recomputed_tokens) == (8 * CHUNK, 0)
@@ -74,15 +74,15 @@ def test_what_was_lost_at_one_suspension_and_came_back_after_the_next_is_no_stat
         ((0, 1, 3, 5), []),
     ],
 )
-def test_leading_holes_that_another_request_has_filled_are_left_out(filled, left):
-    """Chunk by chunk from the front; what is filled behind a hole that is left waits for its turn."""
+def test_leading_holes_that_another_request_filled_are_skipped(filled, left):
+    """It skips chunk by chunk from the front; a filled chunk behind a remaining hole waits for its turn."""
     request = request_of(6 * CHUNK + 1, Chunks([index not in filled for index in range(6)], CHUNK))
     request.holes = [(0, 24), (48, 64), (80, 96)]
     request.skip_filled(CHUNK)
     assert request.holes == left
 
 
-def test_holes_in_chunks_of_its_own_are_its_own_to_fill():
+def test_holes_in_its_own_chunks_are_not_skipped():
     sequence: Any = Chunks([False] * 6, CHUNK)
     sequence.num_shared = 3
     request = request_of(6 * CHUNK + 1, sequence)
@@ -91,7 +91,7 @@ def test_holes_in_chunks_of_its_own_are_its_own_to_fill():
     assert request.holes == [(48, 64)]
 
 
-def test_a_new_request_has_nothing_behind_it():
+def test_a_new_request_has_no_computed_tokens():
     request = request_of(9, Chunks([False], CHUNK))
     assert (request.num_suspensions, request.num_output_tokens, request.sample_row) == (0, 0, -1)
     assert (request.num_prompt_end, request.num_unending, request.max_total_tokens) == (9, 9, 18)
@@ -99,7 +99,7 @@ def test_a_new_request_has_nothing_behind_it():
 
 
 def request_of(num_tokens: int, sequence: Any) -> Request:
-    """A turn behind a history, all of it computed once, of all tokens but the last."""
+    """Return a turn after a history of which all tokens but the last were computed once."""
     conversation = Conversation("a", token_ids=list(range(num_tokens)))
     conversation.num_history_tokens, conversation.num_computed_tokens = num_tokens - 1, num_tokens - 1
     options: dict[str, Any] = {"seed": 0, "ending_ids": (), "max_context_tokens": 2 * num_tokens}
@@ -107,7 +107,7 @@ def request_of(num_tokens: int, sequence: Any) -> Request:
 
 
 class Chunks(Sequence):
-    """As many chunks as one likes, all of them shared."""
+    """Any number of chunks, all of them shared."""
 
     def __init__(self, lost: list[bool], chunk_tokens: int) -> None:
         self.chunks = [SimpleNamespace(readable=not is_lost, shelf=None) for is_lost in lost]
@@ -120,8 +120,8 @@ class Chunks(Sequence):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_is_counted_is_what_is_found_position_by_position(seed: int) -> None:
-    """Of chunks that come and go at random while a request is suspended, time and again."""
+def test_counts_equal_a_count_by_position(seed: int) -> None:
+    """Chunks come and go at random while a request is repeatedly suspended."""
     chance = random.Random(seed)
     lost = [[chance.random() < 0.4 for _ in range(12)] for _ in range(6)]
     sequence: Any = Chunks(lost[0], CHUNK)
@@ -144,12 +144,12 @@ def test_what_is_counted_is_what_is_found_position_by_position(seed: int) -> Non
 
 
 def request_positions(request: Request) -> set[int]:
-    """The positions that it must compute again."""
+    """Return the positions that it must recompute."""
     return {position for start, end in request.holes for position in range(start, end)}
 
 
-def test_accounting_looks_at_no_single_token() -> None:
-    """The engine's thread waits for it, however long a history is."""
+def test_counting_does_not_iterate_over_tokens() -> None:
+    """The engine's thread runs it, and histories may be long."""
     chunk_tokens = 1 << 17
     sequence: Any = Chunks([False] * 8, chunk_tokens)
     request = request_of(8 * chunk_tokens + 1, sequence)
@@ -177,7 +177,7 @@ def test_usage_before_admission_counts_only_the_prompt() -> None:
 
 
 def test_usage_of_a_new_conversation_counts_prefilled_tokens() -> None:
-    """An empty cache at admission: every prompt token is prefilled, and none is reused."""
+    """The cache is empty at admission: every prompt token is prefilled, and none is reused."""
     conversation = Conversation("a", token_ids=list(range(9)))
     options: dict[str, Any] = {"seed": 0, "ending_ids": (), "max_context_tokens": 40}
     request = Request(0, conversation, Chunks([], CHUNK), SamplingParams(max_tokens=4), **options)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Who gets how many tokens of a step: order, budget, cuts, rows, suspension."""
+"""The tokens that each request gets in a step: order, budget, cuts, rows, suspension."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def test_first_come_first_served_within_the_budget():
     ]
 
 
-def test_one_decode_token_for_each_running_request_is_set_aside():
-    """A long prompt that arrived first leaves room for the decodes behind it."""
+def test_one_decode_token_for_each_running_request_is_reserved():
+    """A long prompt that arrived first leaves room for the decodes after it."""
     desk = Desk(max_num_batched_tokens=40)
     desk.add("long", 100)
     desk.step()
@@ -55,7 +55,7 @@ def test_decodes_behind_many_holes_keep_their_rows():
 
 
 def test_several_holes_in_ascending_order():
-    """A later interval shares a step with an earlier one only if that ends in it."""
+    """A later interval shares a step with an earlier one only if the earlier one ends in it."""
     desk = Desk(max_num_batched_tokens=70)
     desk.conversation("a", 161, 0, 3, 4, 8)
     desk.add("a", 10, max_tokens=1)
@@ -81,7 +81,7 @@ def test_recompute_is_cut_on_chunk_boundaries_only():
 
 
 def test_large_steps_fill_a_bucket_and_leave_the_rest():
-    """What is left over goes with the next step; below 256 tokens a step takes all that there is."""
+    """The rest goes with the next step; below 256 tokens a step takes everything."""
     desk = Desk(80, max_num_batched_tokens=1024, token_buckets=(64, 256, 512, 1024))
     desk.add("a", 300, max_tokens=9)
     desk.add("b", 290, max_tokens=9)
@@ -94,8 +94,8 @@ def test_large_steps_fill_a_bucket_and_leave_the_rest():
     ]
 
 
-def test_a_bucket_that_decodes_fill_is_not_one_to_fill():
-    """The oldest of those who recompute would have no chunk: the step goes to the next bucket."""
+def test_a_bucket_that_decodes_fill_is_not_chosen():
+    """The oldest recomputing request would get no chunk there, so the step uses the next bucket."""
     desk = Desk(600, max_num_running=260, max_num_batched_tokens=512, token_buckets=(256, 512))
     for index in range(250):
         desk.add(f"decode{index}", 1, max_tokens=50)
@@ -106,8 +106,8 @@ def test_a_bucket_that_decodes_fill_is_not_one_to_fill():
     assert desk.steps[-1][-1] == ("back", 0, 256, False), "512 tokens: 250 decodes, and 262 in whole chunks"
 
 
-def test_rows_are_a_limit_of_their_own():
-    """Three rows a step: three holes, and the rest in the next one."""
+def test_rows_are_a_separate_limit():
+    """Three rows per step: three holes, and the rest in the next one."""
     desk = Desk(max_num_running=3, max_num_rows=3, max_num_batched_tokens=200)
     desk.conversation("a", 161, 0, 2, 4, 6)
     desk.add("a", 10, max_tokens=1)
@@ -118,7 +118,7 @@ def test_rows_are_a_limit_of_their_own():
     assert desk.steps[1] == [("a", 96, 112, False), ("a", 160, 171, True), ("b", 0, 5, True)]
 
 
-def test_no_more_run_than_may():
+def test_the_number_of_running_requests_is_limited():
     desk = Desk(max_num_running=2)
     requests = [desk.add(name, 3, max_tokens=2) for name in "abc"]
     desk.step()
@@ -128,7 +128,7 @@ def test_no_more_run_than_may():
     assert [request.status.value for request in requests] == ["finishing", "finishing", "running"]
 
 
-def test_a_turn_samples_only_where_nothing_is_missing():
+def test_a_turn_samples_only_when_nothing_is_missing():
     desk = Desk(max_num_batched_tokens=20)
     request = desk.add("a", 50, max_tokens=3)
     for _ in range(6):
@@ -145,7 +145,7 @@ def test_a_turn_samples_only_where_nothing_is_missing():
 
 
 def test_the_latest_arrival_is_suspended():
-    """Three requests of one page each in a pool of three: as they grow, the last one gives way first."""
+    """Three requests of one page each in a pool of three: as they grow, the latest is suspended first."""
     desk = Desk(3)
     requests = [desk.add(name, 15, max_tokens=20) for name in "abc"]
     suspended = [request for _ in range(4) for request in desk.step().suspended]
@@ -154,7 +154,7 @@ def test_the_latest_arrival_is_suspended():
     assert [request.usage(0).num_suspensions for request in requests] == [0, 1, 1]
 
 
-def test_a_request_suspends_itself_where_it_is_the_latest():
+def test_the_latest_request_suspends_itself():
     desk = Desk(3)
     first = desk.add("a", 30, max_tokens=2)
     last = desk.add("b", 16, max_tokens=9)
@@ -166,7 +166,7 @@ def test_a_request_suspends_itself_where_it_is_the_latest():
 
 
 def test_a_step_that_suspends_a_request_admits_none(monkeypatch):
-    """The scheduler does not even ask the cache: pages that were just taken are not offered again."""
+    """The scheduler does not even ask the cache, so pages that were just taken are not offered again."""
     desk = Desk(3)
     for name in "abc":
         desk.add(name, 15, max_tokens=20)
@@ -198,10 +198,10 @@ def test_a_step_that_suspends_a_request_admits_none(monkeypatch):
         (False, True, False, True),
     ],
 )
-def test_a_step_that_passes_over_the_oldest_request_is_noticed(
+def test_a_step_that_skips_the_oldest_request_is_detected(
     monkeypatch, unified, oldest_decodes, others_run, is_stuck
 ):
-    """A decode pauses for others where batches are not unified; nothing else is an excuse."""
+    """A decode may pause for others if batches are not unified; nothing else is allowed."""
     desk = Desk(unified=unified)
     desk.add("a", 5, max_tokens=9)
     if oldest_decodes:
@@ -221,8 +221,8 @@ def test_a_step_that_passes_over_the_oldest_request_is_noticed(
         desk.step()
 
 
-def test_a_suspended_request_resumes_in_its_place():
-    """Before everything that arrived after it, and only with the reserve."""
+def test_a_suspended_request_resumes_in_arrival_order():
+    """It resumes before all later arrivals, and only with the reserve."""
     desk = Desk(5, reserve_pages=1)
     first = desk.add("a", 60, max_tokens=3)
     second = desk.add("b", 1, max_tokens=30)
@@ -236,8 +236,8 @@ def test_a_suspended_request_resumes_in_its_place():
     assert all(request is third for request in second_again)
 
 
-def test_waiting_chunks_give_way_to_those_who_run():
-    """A conversation in the queue is no victim for later arrivals, but for those that came before it."""
+def test_chunks_of_waiting_requests_give_way_to_running_ones():
+    """Later arrivals cannot evict a queued conversation's chunks; earlier arrivals can."""
     desk = Desk(6)
     desk.conversation("queued", 33)
     desk.add("first", 62, max_tokens=40)
@@ -249,7 +249,7 @@ def test_waiting_chunks_give_way_to_those_who_run():
     assert dropped[:2] == [("queued", 0), ("queued", 1)]
 
 
-def test_removing_requests_wherever_they_stand():
+def test_requests_can_be_removed_in_any_state():
     desk = Desk(max_num_running=2)
     requests = [desk.add(name, 20, max_tokens=1 if name == "a" else 5) for name in "abcd"]
     desk.step()
@@ -265,7 +265,7 @@ def test_removing_requests_wherever_they_stand():
     assert desk.cache.pool.num_free == 40 and desk.step().grants == ()
 
 
-def test_usage_counts_what_was_lost():
+def test_usage_counts_lost_tokens():
     desk = Desk()
     desk.conversation("a", 100, 0, 1)
     request = desk.add("a", 7)

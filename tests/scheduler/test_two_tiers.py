@@ -1,4 +1,4 @@
-"""Steps around chunks that are on their way: what is granted before they arrive, and who waits for what."""
+"""Steps around chunks that are being copied: what is granted before they arrive, and what waits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.scheduler.helpers import CHUNK, Desk
 
 
 def returning(desk, name, history_len, *holes):
-    """A conversation with its history on the cpu, but for its last token and what is dropped."""
+    """Add a conversation with its history on the CPU, except its last token and the dropped chunks."""
     desk.conversation(name, history_len)
     sequence, cache = desk.sequences[name][1], desk.cache
     for index in range(len(sequence.chunks)):
@@ -21,7 +21,7 @@ def returning(desk, name, history_len, *holes):
 
 
 def test_nothing_behind_an_arriving_chunk_is_granted():
-    """Chunks 0 and 3 are dropped, 1 and 2 arrive: the leading one is computed beside the copy, no more."""
+    """Chunks 0 and 3 are dropped, 1 and 2 arrive: only the leading one is computed beside the copy."""
     desk = Desk(40, 40)
     desk.add("runs", 5, max_tokens=50)
     desk.step()
@@ -43,8 +43,8 @@ def test_nothing_behind_an_arriving_chunk_is_granted():
     assert desk.steps[-1] == [("runs", 9, 10, True), ("a", 80, 88, True)]
 
 
-def test_decodes_behind_a_recompute_are_not_starved():
-    """The oldest recomputes and reads a prompt after its copies; later arrivals keep their tokens."""
+def test_decodes_after_a_recomputation_are_not_starved():
+    """The oldest recomputes and computes a prompt after its copies; later arrivals keep their tokens."""
     desk = Desk(40, 40, max_num_running=3, max_num_batched_tokens=34, max_num_rows=4)
     returning(desk, "old", 100, 1, 2)
     desk.add("old", 60, max_tokens=9)
@@ -62,7 +62,7 @@ def test_decodes_behind_a_recompute_are_not_starved():
     ]
 
 
-def test_what_can_be_computed_meanwhile_goes_before_expediting():
+def test_computable_tokens_go_before_expediting():
     desk = Desk(40, 40, max_num_batched_tokens=32)
     returning(desk, "a", 81, 0, 1, 2)
     desk.add("a", 7)
@@ -88,7 +88,7 @@ def test_only_the_oldest_is_expedited():
     assert first.status is second.status is RequestStatus.RUNNING
 
 
-def test_no_more_is_expedited_than_fits_into_staging():
+def test_expediting_is_limited_to_the_staging_size():
     """Six copies, room for four: the step waits until two of them are complete."""
     desk = Desk(40, 40, max_num_copies=4)
     returning(desk, "a", 97)
@@ -101,7 +101,7 @@ def test_no_more_is_expedited_than_fits_into_staging():
 
 
 def test_slots_of_expedited_copies_are_not_given_away_in_the_same_step():
-    """Copies out are carried out before copies in: host memory is full, and somebody must be copied out."""
+    """Copies out run before copies in: host memory is full, and a chunk must be copied out."""
     desk = Desk(12, 4, clean_pages=6)
     returning(desk, "a", 65)
     desk.cache.idle("idle", 6 * CHUNK, 5.0)
@@ -112,8 +112,8 @@ def test_slots_of_expedited_copies_are_not_given_away_in_the_same_step():
 
 
 @pytest.mark.parametrize("num_waiting", [1, 2])
-def test_who_waits_for_a_copy_out_is_not_stuck(num_waiting):
-    """Its chunks are leaving: nobody is admitted before it, and nothing is granted until they have left."""
+def test_a_request_that_waits_for_a_copy_out_is_not_stuck(num_waiting):
+    """Its chunks are leaving: no other is admitted before it, and nothing is granted until they have left."""
     desk = Desk(6, 6)
     desk.conversation("a", 65)
     sequence = desk.sequences["a"][1]
@@ -130,7 +130,7 @@ def test_who_waits_for_a_copy_out_is_not_stuck(num_waiting):
     assert desk.step().admitted == tuple(requests)
 
 
-def test_usage_counts_what_was_copied_in():
+def test_usage_counts_copied_in_tokens():
     desk = Desk(40, 40)
     returning(desk, "a", 100, 0, 1)
     request = desk.add("a", 7)

@@ -1,4 +1,4 @@
-"""An engine whose replies a test writes, the services around it, and a client that speaks ASGI."""
+"""An engine whose replies a test writes, the services around it, and an ASGI client."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LIMITS = ModelLimits(vocab_size=262, max_context_tokens=4096, eos_token_ids=(257
 
 
 class FakeTurn:
-    """A running turn; `feed`, `finish` and `fail` are what its engine does to it."""
+    """A running turn. `feed`, `finish` and `fail` play the engine's part."""
 
     def __init__(self, spec: TurnSpec, turn_id: str) -> None:
         self.spec = spec
@@ -64,7 +64,7 @@ class FakeTurn:
         self._accepted.set()
 
     def feed(self, text: str, token_ids: Sequence[int] | None = None) -> None:
-        """A piece of the reply; by default one token for each byte."""
+        """Send a piece of the reply; by default one token for each byte."""
         ids = tuple(text.encode()) if token_ids is None else tuple(token_ids)
         wanted = self.spec.params.logprobs
         logprobs = None
@@ -105,7 +105,7 @@ class FakeTurn:
         self._accepted.set()
         self._changed.set()
 
-    # As AsyncTurn
+    # The interface of AsyncTurn.
 
     async def accepted(self) -> None:
         await self._accepted.wait()
@@ -170,14 +170,14 @@ def say(text: str, **usage: int) -> Callable[[FakeTurn], None]:
 
 
 class _NoBranches:
-    """Every turn begins a tree: its parents are the test's own business."""
+    """A stand-in for branches: every turn begins a tree, since the test chooses the parents itself."""
 
     def find(self, node: TurnNode, known: object = None) -> TurnPosition:
         return TurnPosition(None, {}, [])
 
 
 class _NoConversations:
-    """What checks ask of a table, where turns stand in a tree."""
+    """The part of a conversation table that checks use; turns stand in a tree."""
 
     branches = _NoBranches()
 
@@ -193,18 +193,18 @@ DESCRIPTION: dict[str, Any] = {
     "device": {"count": 1},
     "cache": {"page_bytes": 6_553_600, "chunk_tokens": 32, "gpu_tokens": 195_264, "slot_bytes": 6_553_600},
 }
-"""Of what `LLM.describe` says, as much as a server reads; sizes of a model of 13 billion weights."""
+"""The part of `LLM.describe` that a server reads; sizes of a model of 13 billion weights."""
 
 
 class FakeEngine:
-    """Checks turns as an engine does, keeps them in `turns`, and runs `script` on each that it accepts.
+    """Engine that checks turns, keeps them in `turns`, and runs `script` on each accepted one.
 
-    What could not cross to an engine's process raises here as well.
+    It also raises for arguments that could not be sent to an engine's process.
 
     Attributes:
-      script: what happens to an accepted turn; None: nothing, the test does it.
-      refuse: raised by turns at `accepted`, once each, in order.
-      changes: what was applied; calls: what was called.
+        script: plays the engine for each accepted turn; with None the test does it.
+        refuse: errors that turns raise at `accepted`, one each, in order.
+        changes: what was applied; calls: what was called.
     """
 
     def __init__(self, script: Callable[[FakeTurn], None] | None = None, *, max_num_running: int = 4) -> None:
@@ -275,7 +275,7 @@ class FakeEngine:
 
 
 class Harness:
-    """An application around a fake engine, and what a client may do to it."""
+    """An application around a fake engine, with client operations."""
 
     def __init__(
         self,
@@ -311,19 +311,19 @@ class Harness:
         self.app = make_app(self.services, routes, lifespans)
 
     def client(self, **options: Any) -> httpx2.AsyncClient:
-        """In this process, without a socket; an answer is there when it is whole."""
+        """Return a client in this process, without a socket; it returns an answer once it is complete."""
         transport = httpx2.ASGITransport(cast(Any, self.app), raise_app_exceptions=False)
         return httpx2.AsyncClient(transport=transport, base_url="http://localhost:8000", **options)
 
     def open(
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
     ) -> Open:
-        """A request whose answer is read, or not, bit by bit."""
+        """Send a request whose answer the test reads message by message, or not at all."""
         return Open(self.app, method, path, body, headers or {})
 
 
 class Open:
-    """One request on a connection of its own, which the test may drop."""
+    """One request on its own connection, which the test may drop."""
 
     def __init__(self, app: Any, method: str, path: str, body: Any, headers: Mapping[str, str]) -> None:
         raw = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -353,7 +353,7 @@ class Open:
     async def _receive(self) -> dict[str, Any]:
         message = await self._incoming.get()
         if message["type"] == "http.disconnect":
-            self._incoming.put_nowait(message)  # as servers do: it stays true
+            self._incoming.put_nowait(message)  # repeat it, as servers do
         return message
 
     async def _send(self, message: dict[str, Any]) -> None:
@@ -361,11 +361,11 @@ class Open:
         self._outgoing.put_nowait(message)
 
     async def next(self) -> dict[str, Any]:
-        """The next ASGI message that the application sent."""
+        """Return the next ASGI message that the application sent."""
         return await self._outgoing.get()
 
     async def whole(self) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body, when all of it is there."""
+        """Return status, headers and body once the answer is complete."""
         await self.task
         start = self._outgoing.get_nowait()
         parts = []
@@ -375,12 +375,12 @@ class Open:
         return start["status"], headers, b"".join(parts)
 
     def leave(self) -> None:
-        """The client closes its connection."""
+        """Close the client's connection."""
         self._incoming.put_nowait({"type": "http.disconnect"})
 
 
 def ask(harness: Harness, method, path, body=None):
-    """Status and decoded answer of one request."""
+    """Return status and decoded answer of one request."""
 
     async def answer():
         return await harness.open(method, path, body).whole()

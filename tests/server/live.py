@@ -1,4 +1,4 @@
-"""A server on a socket of its own, in a thread: a fake engine with a real history, and the openai client."""
+"""A server on its own socket in a thread: a fake engine with a real history, and the openai client."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ START_S = 1_790_000_000.0
 
 
 class LiveServer:
-    """Made and run by its thread; `on_loop` and `wait_for` are for the test's.
+    """Server that its thread creates and runs; the test's thread uses `on_loop` and `wait_for`.
 
     Attributes:
-      engine, harness, responses: there once it has started.
-      url: of its API.
+        engine, harness, responses: set once it has started.
+        url: base URL of its API.
     """
 
     patience_s = 20.0
@@ -112,7 +112,7 @@ class LiveServer:
             await serving
 
     async def _services(self, stack: contextlib.AsyncExitStack) -> Services:
-        """What the server is made of; the stack is left at its end."""
+        """Return the server's services; the stack closes them."""
         clock = VirtualClock(self._start_s)
         self.engine = StoredEngine(self._path, clock, self._script)
         if self._script is None:

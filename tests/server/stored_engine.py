@@ -1,4 +1,4 @@
-"""A fake engine with a real history behind it: what it finishes is committed, as an engine's process does."""
+"""A fake engine over a real history: it commits finished turns, as an engine's process does."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ FINGERPRINT = "fingerprint"
 
 
 class StoredEngine(FakeEngine):
-    """Commits durable turns at their end; a turn behind an unknown one is refused.
+    """Fake engine that commits durable turns at their end, and refuses a turn whose parent is unknown.
 
     Attributes:
-      memory: owners and ids of turns that the history does not keep.
+        memory: owners and ids of turns that are not in the history.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class StoredEngine(FakeEngine):
         return turns
 
     def restart(self) -> None:
-        """What was in memory only is gone."""
+        """Forget the turns that were in memory only."""
         self.memory.clear()
         self.epoch += 1
 
@@ -60,7 +60,7 @@ class StoredEngine(FakeEngine):
         self.store.apply(change)
 
     async def call(self, name: str, *arguments: Any) -> Any:
-        """As an engine that has the state of every turn that it knows."""
+        """Answer as an engine that has the KV cache of every turn that it knows."""
         if name not in ("push_out_turn", "forget_turn_state", "explain_turn"):
             return await super().call(name, *arguments)
         self.calls.append((name, arguments))
@@ -83,7 +83,7 @@ class StoredEngine(FakeEngine):
         return True
 
     def _watch(self, turn: FakeTurn) -> None:
-        """Commit before the turn tells anybody that it has ended."""
+        """Commit a turn before its end is reported."""
         if turn.output is not None:
             turn.output, output = None, turn.output
             self._commit(turn, output)

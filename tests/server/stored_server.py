@@ -20,14 +20,14 @@ START_S = 1_790_000_000.0
 
 
 class StoredServer:
-    """Whoever makes one closes it.
+    """Server in this process; its creator closes it.
 
     Attributes:
-      clock, engine, reader, harness, responses, routes: what it is made of.
+        clock, engine, reader, harness, responses, routes: its parts.
     """
 
     def __init__(self, path: Path, script: Callable[[FakeTurn], None] | None = None, **parts: Any) -> None:
-        """`parts` are the harness's."""
+        """Create it; `parts` go to the harness."""
         self.clock = VirtualClock(START_S)
         self.engine = StoredEngine(path, self.clock, script)
         self.reader = HistoryReader(path, fingerprint=FINGERPRINT)
@@ -43,6 +43,6 @@ class StoredServer:
         self.harness.app = make_app(self.harness.services, self.routes)
 
     def close(self) -> None:
-        """Its history."""
+        """Close the history of the server."""
         self.reader.close()
         self.engine.store.close()

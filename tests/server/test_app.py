@@ -1,4 +1,4 @@
-"""The application put together: no jax in its process, and owners apart."""
+"""The assembled application: its process does not import jax, and owners are separate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.server.fakes import Open, say
 from tests.server.stored_engine import StoredEngine
 
 
-def test_the_front_has_no_jax():
+def test_the_front_end_does_not_import_jax():
     code = (
         "import sys\nsys.modules['jax'] = sys.modules['flax'] = None\n"
         "import pensieve_jax.server.app, pensieve_jax.server.main\n"
@@ -24,7 +24,7 @@ def test_the_front_has_no_jax():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_whoever_chooses_among_engines_names_what_begins(tmp_path):
+def test_the_application_that_chooses_among_engines_names_new_roots(tmp_path):
     async def scenario():
         path = tmp_path / "history.sqlite"
         engine = StoredEngine(path, VirtualClock(1_000_000.0), say("hello there"))
@@ -39,7 +39,7 @@ def test_whoever_chooses_among_engines_names_what_begins(tmp_path):
     asyncio.run(scenario())
 
 
-def test_the_same_messages_are_two_peoples(tmp_path):
+def test_the_same_messages_of_two_owners_are_separate(tmp_path):
     keys = tmp_path / "keys"
     digests = {owner: hashlib.sha256(owner.encode()).hexdigest() for owner in ("alice", "bob")}
     keys.write_text("".join(f"{owner}:{digest}\n" for owner, digest in digests.items()))

@@ -1,4 +1,4 @@
-"""Maps of chunks and trees of turns: how many streams there may be, and how long lists are."""
+"""Maps of chunks and trees of turns: limits on the number of streams and the length of lists."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_an_owner_may_watch_a_few_maps_at_a_time() -> None:
     asyncio.run(work())
 
 
-def test_an_engine_that_tells_no_map_is_a_status_before_any_byte() -> None:
+def test_an_engine_without_a_map_gives_an_error_status_before_any_byte() -> None:
     class Starting(FakeEngine):
         async def call(self, name: str, *arguments: object) -> object:
             raise EngineClosedError("The engine accepts no calls: it is starting.")
@@ -61,7 +61,7 @@ def test_an_engine_that_tells_no_map_is_a_status_before_any_byte() -> None:
     asyncio.run(work())
 
 
-def test_the_times_of_the_server_hold_for_maps() -> None:
+def test_the_servers_timeouts_apply_to_maps() -> None:
     async def work() -> None:
         harness = harness_of(heartbeat_s=0.01)
         watching = harness.open("GET", PATH)
@@ -129,8 +129,8 @@ def test_a_response_that_cannot_be_explained_is_an_error() -> None:
         assert (status, body["error"]["code"]) == (404, "not_found")
 
 
-def test_trees_are_read_beside_the_event_loop():
-    """An owner's may be many."""
+def test_trees_are_read_outside_the_event_loop():
+    """One owner may have many trees."""
     threads: list[int] = []
 
     class History:
@@ -148,7 +148,7 @@ def test_trees_are_read_beside_the_event_loop():
     assert len(threads) == 2 and threading.get_ident() not in threads
 
 
-def test_a_list_of_trees_is_as_long_as_was_asked():
+def test_a_list_of_trees_has_the_requested_length():
     class History:
         def trees(self, owner: str, limit: int) -> list[TreeSummary]:
             return [TreeSummary("0" * 16, 1, "word", float(limit))]

@@ -1,4 +1,4 @@
-"""`pensieve serve` at its end: a second signal waits for nobody, and no unexpected error is quoted."""
+"""`pensieve serve` at shutdown: a second signal does not wait, and unexpected errors are not quoted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.server.faults.served import TIMEOUT_S
 
 SECRET = "words of a prompt"
 FAIL = f"def fail(*_): raise RuntimeError({SECRET!r})\n"
-# Work that nobody can interrupt, as a long body's.
+# Work that cannot be interrupted, as parsing a long body.
 BUSY = (
     "import time\nfrom pensieve_jax.server import workers\n"
     f"for _ in range(8): workers._threads.submit(time.sleep, {2 * TIMEOUT_S})\n"
@@ -31,7 +31,7 @@ def test_a_second_signal_waits_for_no_thread(tmp_path: Path) -> None:
             assert process.stdout is not None and process.stderr is not None
             address = urlsplit(process.stdout.readline().split()[-1])
             with socket.create_connection((address.hostname, address.port), TIMEOUT_S) as client:
-                # A body that does not come is what the drain waits for.
+                # The drain waits for a body that does not arrive.
                 client.sendall(b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n")
                 process.terminate()
                 while "ending" not in process.stderr.readline():
@@ -44,15 +44,15 @@ def test_a_second_signal_waits_for_no_thread(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_what_ends_the_server_is_not_quoted() -> None:
+def test_the_text_of_a_fatal_error_is_not_logged() -> None:
     status, log = _ended(FAIL + "command.serve.sizes_in_words = fail")
     assert status == 1 and SECRET not in log
     last = json.loads(log.splitlines()[-1])
     assert (last["level"], last["error"]["kind"]) == ("critical", "builtins.RuntimeError")
 
 
-def test_what_keeps_it_from_starting_is_told() -> None:
-    """There is no prompt yet, and somebody wants to know what is wrong."""
+def test_the_text_of_a_startup_error_is_printed() -> None:
+    """No prompt exists yet, and the operator needs the cause."""
     status, log = _ended(FAIL + "command.serve.engine_config = fail")
     assert status == 1 and log.endswith(f"RuntimeError: {SECRET}\n")
 

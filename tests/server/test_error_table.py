@@ -1,4 +1,4 @@
-"""The page's table of errors has every status and code that the server's source can answer, and no other."""
+"""The documented table of errors has exactly the statuses and codes that the server's source can return."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tests.launching import ROOT
 
 PACKAGE = Path(pensieve_jax.server.__file__).parent
 PAGE = ROOT / "docs" / "api.md"
-# Functions whose errors have codes that are no constants.
+# Functions whose errors have codes that are not constants.
 ELSEWHERE = Counter({"as_api_error": 1, "_last_events": 1})
 
 type Code = tuple[int, str]
-"""A status and the code that comes with it."""
+"""A status and its code."""
 
 
 def made_errors() -> Iterator[tuple[str, ast.Call]]:
-    """Every call of ApiError, and the name of the function that it is in."""
+    """Yield every call of ApiError with the name of its function."""
     for path in PACKAGE.rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         where = {
@@ -48,7 +48,7 @@ def codes_of_the_source() -> set[Code]:
                 elsewhere[function] += 1
     assert elsewhere == ELSEWHERE, "a code that is no constant"
     found |= {(status, code) for status, code, _ in _MEANINGS.values()}
-    # `_last_events` tells again what a stored response failed with: one of two, which the table has.
+    # `_last_events` repeats the failure of a stored response: one of two, which the table has.
     told = {failure_object(ApiError(status, "", ""))["code"] for status in (400, 429, 500, 503)}
     assert told == {"server_error", "rate_limit_exceeded"} <= {code for _, code in found}
     return found
@@ -60,7 +60,7 @@ def codes_of_the_page() -> list[Code]:
     return [(int(status), code) for status, codes in rows for code in re.findall(r"`(\w+)`", codes)]
 
 
-def test_the_table_of_errors_is_that_of_the_server() -> None:
+def test_the_table_of_errors_matches_the_source() -> None:
     of_the_source = codes_of_the_source()
     assert len(of_the_source) > 20
     of_the_page = codes_of_the_page()

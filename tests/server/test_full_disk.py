@@ -1,6 +1,6 @@
-"""A history that cannot be written, seen from outside: typed, nothing lost, and served again with room.
+"""A history that cannot be written, seen from outside: typed errors, no loss, and service once there is room.
 
-One that is gone ends the server.
+A history that is gone ends the server.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ LONG = "a text that takes more than a page " * 300
 
 
 class Broken:
-    """A server whose history's connection can be told things."""
+    """A server whose history connection runs pragmas on demand."""
 
     def __init__(self, directory: Path) -> None:
         self.pragma = directory / "pragma"
         self.server = FaultyServer(directory, **{PRAGMA: str(self.pragma)})
 
     def say(self, pragma: str) -> None:
-        """To the engine's connection; returns once it was said."""
+        """Run a pragma on the engine's connection; return once it has run."""
         part = self.pragma.with_suffix(".part")
         part.write_text(pragma)
         part.rename(self.pragma)
@@ -51,7 +51,7 @@ def broken(tmp_path):
 
 
 def is_refused(answer: Any) -> None:
-    """500 in the one shape, and not to be sent again at once."""
+    """Check for a 500 in the API's format, without a hint to retry at once."""
     assert answer.status_code == 500, answer.text
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"} and error["code"] == "history_failed", error
@@ -71,7 +71,7 @@ def rows(history: Path) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("breaks", "mends"),
     [
-        ("PRAGMA max_page_count = 1", "PRAGMA max_page_count = 1000000"),  # at least what there is already
+        ("PRAGMA max_page_count = 1", "PRAGMA max_page_count = 1000000"),  # at least the current size
         pytest.param("PRAGMA query_only = 1", "PRAGMA query_only = 0", marks=pytest.mark.long),
     ],
     ids=["full", "read-only"],
@@ -88,7 +88,7 @@ def test_a_history_that_cannot_be_written(broken, breaks, mends):
         {"input": LONG[:120], "previous_response_id": first["id"], **limits},
         {"input": LONG[:120], "background": True, **limits},
     ]
-    # Room that is left in pages is used up first: what is refused in the end is what has to be told.
+    # Free space in pages is used up first: the last refusal must be reported.
     refused, kept = [], []
     for _ in range(40):
         for body in said:
@@ -107,7 +107,7 @@ def test_a_history_that_cannot_be_written(broken, breaks, mends):
     events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
     told = {event["type"]: event for event in events}
     assert told["error"]["code"] == "history_failed" and events[-1]["type"] == "response.failed"
-    # What needs no room is served all the same.
+    # Requests that need no space are still served.
     assert ask("GET", f"/v1/responses/{first['id']}").json()["id"] == first["id"]
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
     assert ask("POST", "/v1/chat/completions", chat).status_code == 200
@@ -130,7 +130,7 @@ def test_a_history_that_cannot_be_written(broken, breaks, mends):
 
 
 def start(history: Path) -> subprocess.CompletedProcess[str]:
-    """`pensieve serve` to its end."""
+    """Run `pensieve serve` to its end."""
     launcher = Path(__file__).parents[2] / "scripts" / "serve.py"
     command = [sys.executable, str(launcher), "--model=random:llama-tiny", "--port=0", f"--history={history}"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
@@ -138,7 +138,7 @@ def start(history: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.long  # three starts that import JAX; commands/test_serve.py has a short one
-def test_a_history_that_cannot_be_had_is_one_line_and_the_end(tmp_path):
+def test_an_unusable_history_is_reported_in_one_line_and_ends_the_command(tmp_path):
     foreign = tmp_path / "foreign.sqlite"
     with sqlite3.connect(foreign) as connection:
         connection.execute("CREATE TABLE recipes(name TEXT)")
@@ -158,7 +158,7 @@ def test_a_history_that_cannot_be_had_is_one_line_and_the_end(tmp_path):
 
 @pytest.mark.long
 def test_a_history_that_was_removed_ends_the_server_with_its_engine(tmp_path):
-    """An engine that began a new one would keep what the front never finds, and clients were told is kept."""
+    """An engine with a new file would commit turns, and confirm them, that the front end never finds."""
     with FaultyServer(tmp_path) as server:
         body = {"input": "hi", "max_output_tokens": 4}
         assert server.ask("POST", "/v1/responses", body).status_code == 200

@@ -1,7 +1,8 @@
-"""Two keys that guess each other's ids: on every route the words of what never was, by the same steps.
+"""Two keys guess each other's ids: every route answers as for unknown ids, with the same steps.
 
-A time cannot be asserted on a machine that others use, so what is compared is each statement that a history
-is asked, and each thing that the engine is asked. `python -m tests.server.test_guessed_ids` measures times.
+Times cannot be asserted on a shared machine, so the tests compare the statements that the history runs and
+the
+calls that the engine gets. `python -m tests.server.test_guessed_ids` measures times.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _DIGITS = re.compile("[0-9a-f]{16,}")
 
 
 class Guess(NamedTuple):
-    """A request with the ids of one owner's things in it, by name in braces."""
+    """A request with the ids of one owner's objects, by name in braces."""
 
     method: str
     path: str
@@ -73,11 +74,11 @@ GUESSES = (
 
 
 class World:
-    """A server that has things of Ann's, whom Bob guesses at.
+    """A server with Ann's objects, whose ids Bob guesses.
 
     Attributes:
-      steps: what the history and the engine were asked.
-      known, unknown: ids of Ann's by name, and ids of the same form that never were.
+        steps: statements of the history and calls of the engine.
+        known, unknown: Ann's ids by name, and ids of the same form that never existed.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -90,7 +91,7 @@ class World:
         self.unknown: dict[str, str] = {}
 
     async def fill(self) -> None:
-        """Ann's things."""
+        """Create one of each of Ann's objects."""
         response = (await self.ask("ann", Guess("POST", "/v1/responses", {"input": "hi"})))[1]
         conversation = (await self.ask("ann", Guess("POST", "/v1/conversations", {"items": ITEMS})))[1]
         where = f"/v1/conversations/{conversation['id']}/items"
@@ -118,8 +119,8 @@ class World:
 
     @contextmanager
     def traced(self) -> Iterator[None]:
-        """Write down every statement and every call."""
-        (reading,) = self.server.reader._connections._idle  # one at a time takes always the same
+        """Record every statement and every call."""
+        (reading,) = self.server.reader._connections._idle  # a single user always gets the same connection
         connections = (reading, self.engine.store._connection)
         for connection in connections:
             connection.set_trace_callback(self.steps.append)
@@ -147,7 +148,7 @@ def anonymous(text: str, ids: dict[str, str]) -> str:
     return text
 
 
-def test_every_route_with_an_id_is_guessed_at(tmp_path):
+def test_every_route_with_an_id_is_covered(tmp_path):
     def shape(method: str, path: str) -> tuple[str, str]:
         return method, re.sub(r"{\w+}", "{}", path.partition("?")[0])
 
@@ -159,7 +160,7 @@ def test_every_route_with_an_id_is_guessed_at(tmp_path):
     assert guessed == routes - of_nobody and of_nobody <= routes
 
 
-def test_what_is_anothers_is_looked_for_as_what_never_was(tmp_path):
+def test_another_owners_id_takes_the_same_steps_as_an_unknown_id(tmp_path):
     async def guess_all(world: World) -> None:
         await world.fill()
         for guess in GUESSES:
@@ -176,7 +177,7 @@ def test_what_is_anothers_is_looked_for_as_what_never_was(tmp_path):
                 told.append((status, anonymous(json.dumps(said), ids), asked))
             assert told[0] == told[1], guess
             assert told[0][0] == 404, guess
-        for guess in GUESSES:  # they were there all the time
+        for guess in GUESSES:  # they still exist
             if guess.method == "GET":
                 assert (await world.ask("ann", filled(guess, world.known)))[0] == 200, guess
         going_on = Guess("POST", "/v1/completions", {"prompt": "x", "previous_response_id": "{completion}"})
@@ -187,7 +188,7 @@ def test_what_is_anothers_is_looked_for_as_what_never_was(tmp_path):
 
 
 def p_value(one: list[float], other: list[float]) -> float:
-    """Of Mann and Whitney's rank test, two-sided, by the normal approximation, with ties at mean ranks."""
+    """Return Mann and Whitney's two-sided p-value: normal approximation, ties at mean ranks."""
     pairs = sorted([(x, 0) for x in one] + [(x, 1) for x in other])
     rank_sum, at = 0.0, 0
     while at < len(pairs):
@@ -202,7 +203,10 @@ def p_value(one: list[float], other: list[float]) -> float:
 
 
 async def measure(world: World, num_requests: int) -> list[dict[str, Any]]:
-    """For each guess: seconds of this thread for another's id and for none, in random order, and p."""
+    """Return, per guess, this thread's seconds for another owner's id and an unknown one, and p.
+
+    The requests are sent in random order.
+    """
     await world.fill()
     draw, rows = random.Random(0), []
     for guess in GUESSES:

@@ -1,4 +1,4 @@
-"""Engine, front, or both killed at random bytes of the wire: every turn is there once, or not at all.
+"""Engine, front end, or both killed at random bytes of the wire: every turn is there once, or not at all.
 
 Two hundred deaths: `python -m tests.server.faults.kills --num_deaths=200`.
 """
@@ -21,6 +21,6 @@ def test_no_turn_is_lost_or_doubled(tmp_path, num_deaths):
 
 @pytest.mark.long
 def test_deaths_before_the_first_turn(tmp_path):
-    """Both come while the server starts; whoever is a client then has turns all the same."""
+    """Both deaths come while the server starts; clients still complete turns afterwards."""
     figures = scenario(tmp_path, 3557444857, 2, num_clients=6)
     assert figures["deaths"] == {"both out": 1, "engine out": 1} and figures["turns"]["seen"] > 2

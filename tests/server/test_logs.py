@@ -1,4 +1,4 @@
-"""The log: a JSON object a line, whatever is logged, and nobody's words in it."""
+"""The log: one JSON object per line for any record, without users' text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SECRET = "words of a prompt"
 
 @pytest.fixture
 def stream(request):
-    """Where the log goes, in the form of the parameter; afterwards it goes where it went before."""
+    """Yield the log's stream in the format of the parameter; restore the former destination afterwards."""
     stream = io.StringIO()
     with kept_log():
         log_to(stream, log_format=getattr(request, "param", "json"))
@@ -36,7 +36,7 @@ def test_a_request_is_a_line(stream):
     assert line["counts"] == {"prompt_tokens": 3} and line["time"].endswith("+00:00")
 
 
-def test_an_error_is_its_class_its_places_and_its_causes(stream):
+def test_an_error_is_logged_with_its_class_its_locations_and_its_causes(stream):
     try:
         try:
             raise ValueError(SECRET)
@@ -52,7 +52,7 @@ def test_an_error_is_its_class_its_places_and_its_causes(stream):
 
 
 @pytest.mark.parametrize("name", ["asyncio", "uvicorn.error", "pensieve_jax.server.main"])
-def test_what_others_log_is_a_line_once_and_quotes_no_error(stream, name):
+def test_records_of_other_packages_are_one_line_without_the_errors_text(stream, name):
     try:
         raise ValueError(SECRET)
     except ValueError as error:
@@ -65,7 +65,7 @@ def test_what_others_log_is_a_line_once_and_quotes_no_error(stream, name):
 
 
 @pytest.mark.parametrize("stream", ["text"], indirect=True)
-def test_on_a_terminal_a_request_is_a_few_words(stream):
+def test_on_a_terminal_a_request_is_a_short_line(stream):
     usage = {
         "prompt_tokens": 37,
         "completion_tokens": 9,
@@ -80,7 +80,7 @@ def test_on_a_terminal_a_request_is_a_few_words(stream):
 
 
 @pytest.mark.parametrize("stream", ["text"], indirect=True)
-def test_on_a_terminal_looking_is_not_told_and_failing_is(stream):
+def test_on_a_terminal_successful_polls_are_not_logged_and_failures_are(stream):
     log_request("req_1", method="GET", route="/v1/pensieve/trees", status=200)
     assert stream.getvalue() == ""
     log_request("req_2", method="GET", route=None, status=404)
@@ -95,7 +95,7 @@ def test_on_a_terminal_looking_is_not_told_and_failing_is(stream):
     assert "req_3" in lines[1] and SECRET not in stream.getvalue()
 
 
-def test_json_is_for_programs(monkeypatch):
+def test_the_json_format_is_the_default_without_a_terminal(monkeypatch):
     stream = io.StringIO()
     assert not is_text("auto", stream) and is_text("text", stream) and not is_text("json", stream)
     monkeypatch.setattr(stream, "isatty", lambda: True)

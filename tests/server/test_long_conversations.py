@@ -1,4 +1,4 @@
-"""The page in a browser: a conversation that is longer than the server tells, and a map that is refused.
+"""The page in a browser: a conversation longer than the server returns, and a refused map.
 
 The server is in this process, over a fake engine, so that its limits can be small.
 """
@@ -47,12 +47,12 @@ def visit(server, browser):
 
 
 def turn_ids(server) -> list[str]:
-    """Of all that were computed."""
+    """Return the ids of all turns that were computed."""
     return [turn.turn_id for turn in server.engine.turns]
 
 
 def last_parent(server) -> str | None:
-    """The turn that the latest one went on from."""
+    """Return the id of the turn that the latest one continued."""
     return server.engine.turns[-1].spec.node.parent_id
 
 
@@ -62,11 +62,11 @@ def reload(visit) -> None:
 
 
 def tell_only(monkeypatch, num_turns: int) -> None:
-    """Of a tree, so many turns: each has five characters and two of its reply."""
+    """Limit a tree to `num_turns` turns: each has five characters and two of its reply."""
     monkeypatch.setattr(trees, "MAX_TREE_CHARACTERS", 7 * num_turns)
 
 
-def test_what_is_left_out_is_told_and_gone_on_from(visit, server, monkeypatch):
+def test_turns_that_are_left_out_are_indicated_and_can_be_continued(visit, server, monkeypatch):
     for text in ("one__", "two__", "three", "four_"):
         visit.say(text)
     _, second, *_ = turn_ids(server)
@@ -86,7 +86,7 @@ def test_what_is_left_out_is_told_and_gone_on_from(visit, server, monkeypatch):
     assert last_parent(server) == turn_ids(server)[-2]
 
 
-def test_turns_behind_others_that_are_left_out_are_no_versions_of_each_other(visit, server, monkeypatch):
+def test_turns_whose_parents_are_left_out_are_not_shown_as_versions_of_each_other(visit, server, monkeypatch):
     for text in ("one__", "two__", "three"):
         visit.say(text)
     visit.edit(1, "2nd__")
@@ -98,7 +98,7 @@ def test_turns_behind_others_that_are_left_out_are_no_versions_of_each_other(vis
 
 
 @pytest.mark.long
-def test_an_address_of_a_turn_that_is_left_out_is_told(visit, server, monkeypatch):
+def test_the_address_of_a_turn_that_is_left_out_is_reported(visit, server, monkeypatch):
     visit.say("one__")
     visit.say("two__")
     tell_only(monkeypatch, 1)
@@ -110,7 +110,7 @@ def test_an_address_of_a_turn_that_is_left_out_is_told(visit, server, monkeypatc
 
 
 @pytest.mark.long
-def test_another_system_message_later_does_not_part_a_conversation(visit, server):
+def test_a_later_change_of_the_system_message_does_not_split_a_conversation(visit, server):
     visit.say("one__")
     visit.page.locator("summary").click()
     visit.page.fill("#instructions", "Be brief.")
@@ -125,7 +125,7 @@ def test_another_system_message_later_does_not_part_a_conversation(visit, server
 
 
 @pytest.mark.long
-def test_a_deleted_turn_before_is_not_forgotten_in_silence(visit, server):
+def test_a_deleted_earlier_turn_is_indicated(visit, server):
     visit.say("one__")
     visit.say("two__")
     with server.client() as client:
@@ -135,11 +135,11 @@ def test_a_deleted_turn_before_is_not_forgotten_in_silence(visit, server):
     visit.replies.nth(0).get_by_role("button", name="Again").click()
     visit.page.locator("#notice.wrong", has_text="no response").wait_for()
     assert len(turn_ids(server)) == 2
-    visit.complaints.clear()  # the browser's own note of the 404
+    visit.complaints.clear()  # the browser's own message about the 404
 
 
 @pytest.mark.long
-def test_a_map_that_is_refused_is_asked_for_when_the_server_says(visit):
+def test_a_refused_map_is_requested_again_when_the_server_says(visit):
     asked: list[str] = []
 
     def refuse(route):
@@ -155,4 +155,4 @@ def test_a_map_that_is_refused_is_asked_for_when_the_server_says(visit):
         visit.page.clock.run_for(seconds * 1000)
         visit.page.evaluate("async () => { await (await fetch('v1/models')).json(); }")  # behind any map
         assert len(asked) == times
-    visit.complaints.clear()  # the browser's own notes of the refusals
+    visit.complaints.clear()  # the browser's own messages about the refusals

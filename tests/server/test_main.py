@@ -1,4 +1,4 @@
-"""A server's start, drain and end, with an application of a few lines over an engine on the fake runner."""
+"""A server's start, drain and shutdown, with a small application over an engine on the fake runner."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LONG = 1500
 
 
 def application(engine: AsyncEngine) -> Any:
-    """GET /n: the ids of a reply of n tokens, as they come."""
+    """Return an application for GET /n: it streams the ids of a reply of n tokens."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -63,7 +63,7 @@ def application(engine: AsyncEngine) -> Any:
 
 
 class Client(threading.Thread):
-    """Does its work against the server once there is one; what went wrong is raised by `join`."""
+    """Thread that runs its work against the server once it is up; `join` raises its error."""
 
     def __init__(self, work: Callable[[Callable[[int], http.client.HTTPResponse]], None]) -> None:
         super().__init__(daemon=True)
@@ -114,7 +114,7 @@ def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_turns_that_run_get_their_time() -> None:
+def test_running_turns_get_time_to_end() -> None:
     def work(ask: Callable[[int], http.client.HTTPResponse]) -> None:
         short = ask(3).read().split()
         assert len(short) == 4 and short[-1] == b"length"
@@ -144,7 +144,7 @@ def test_a_second_signal_ends_everything_at_once(caplog: pytest.LogCaptureFixtur
     lives.prepare = lambda harness: setattr(harness, "on_step", lambda output: gate.wait(TIMEOUT_S))
 
     def work(ask: Callable[[int], http.client.HTTPResponse]) -> None:
-        running = ask(LONG)  # of which no step ends
+        running = ask(LONG)  # none of its steps ends
         terminate()
         while ask(1).status != 503:
             pass
@@ -162,7 +162,7 @@ def test_an_engine_that_dies_too_often_ends_the_server() -> None:
 
     def work(ask: Callable[[int], http.client.HTTPResponse]) -> None:
         for _ in range(1 + Restarts().most):
-            while (running := ask(LONG)).status == 503:  # it is being started again
+            while (running := ask(LONG)).status == 503:  # it is restarting
                 running.read()
             lives.lives[-1].kill()
             with pytest.raises((http.client.HTTPException, ConnectionError)):
@@ -172,11 +172,11 @@ def test_an_engine_that_dies_too_often_ends_the_server() -> None:
     assert len(lives.lives) == 1 + Restarts().most
 
 
-def test_an_engine_that_hangs_is_started_again(
+def test_a_hanging_engine_is_restarted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody else would: its turns' clients wait for it, and so does whoever cancels one."""
-    monkeypatch.setattr(watchdog, "ALONE_SILENCE_S", 5.0)  # it says something every second
+    """The server itself must do this: clients wait for the engine's turns, and so do cancellations."""
+    monkeypatch.setattr(watchdog, "ALONE_SILENCE_S", 5.0)  # the engine sends a heartbeat every second
     monkeypatch.setattr(watchdog, "LOOK_S", 0.01)
     lives, gate = FakeLives(), threading.Event()
 
@@ -200,10 +200,10 @@ def test_an_engine_that_hangs_is_started_again(
     assert len(lives.lives) == 2 and "has been silent for" in caplog.text
 
 
-def test_an_end_that_nobody_asked_for_is_no_good_end(
+def test_an_unexpected_shutdown_has_exit_status_1(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever watches over the server starts it anew for status 1, not for 0."""
+    """A service manager restarts the server for status 1, not for 0."""
 
     servers: list[HttpServer] = []
     startup = HttpServer.startup
@@ -224,7 +224,7 @@ def test_an_end_that_nobody_asked_for_is_no_good_end(
     assert "stopped unexpectedly" in caplog.text
 
 
-def test_a_signal_while_it_starts_ends_it() -> None:
+def test_a_signal_during_the_start_ends_it() -> None:
     gate = threading.Event()
 
     def prepare(harness: Harness) -> None:
@@ -251,7 +251,7 @@ def test_a_signal_while_it_starts_ends_it() -> None:
     assert status == 0 and not client.is_alive()
 
 
-def test_an_address_that_is_taken_is_refused_before_anything_is_loaded() -> None:
+def test_an_address_in_use_is_refused_before_anything_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
@@ -262,13 +262,13 @@ def test_an_address_that_is_taken_is_refused_before_anything_is_loaded() -> None
         assert address_of(free) == f"http://127.0.0.1:{free.getsockname()[1]}"
 
 
-def test_a_history_that_nobody_keeps_is_private_and_gone_at_the_end(tmp_path: Path) -> None:
+def test_a_temporary_history_is_private_and_deleted_at_the_end(tmp_path: Path) -> None:
     with history_file(None) as path:
         directory = Path(path).parent
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
         Path(path).write_text("x")
     assert not directory.exists()
-    with history_file(None) as path:  # of which a cleaner of old files was quicker
+    with history_file(None) as path:  # whose file a cleaner of old files deleted first
         Path(path).parent.rmdir()
     with history_file(str(tmp_path / "kept")) as path:
         Path(path).write_text("x")
@@ -276,8 +276,8 @@ def test_a_history_that_nobody_keeps_is_private_and_gone_at_the_end(tmp_path: Pa
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="an option of Linux")
-def test_a_connection_whose_client_takes_nothing_does_not_last():
-    """Closing one waits until what was written is taken; the kernel ends that wait, for accepted ones too."""
+def test_a_connection_whose_client_reads_nothing_is_closed():
+    """Closing waits until the written data is read; the kernel ends that wait, for accepted sockets too."""
     with bind("127.0.0.1", 0) as listening:
         listening.listen()
         with socket.create_connection(listening.getsockname()[:2]):
@@ -287,7 +287,7 @@ def test_a_connection_whose_client_takes_nothing_does_not_last():
 
 
 async def hello(scope, receive, send):
-    """Without a lifespan, which servers do without."""
+    """Answer without a lifespan, which servers accept."""
     assert scope["type"] == "http"
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
     await send({"type": "http.response.body", "body": b""})
@@ -301,7 +301,7 @@ async def status_of(address):
     return line.split()[1]
 
 
-def test_a_server_beside_other_things_begins_and_ends():
+def test_a_server_beside_other_tasks_starts_and_stops():
     async def work():
         listening = bind("127.0.0.1", 0)
         address = listening.getsockname()
@@ -310,14 +310,14 @@ def test_a_server_beside_other_things_begins_and_ends():
         server.check()
         assert await status_of(address) == b"200"
         await server.end()
-        server.check()  # it was told to
+        server.check()  # it was told to stop
         with pytest.raises(ConnectionRefusedError):
             await status_of(address)
 
     asyncio.run(work())
 
 
-def test_a_server_whose_application_does_not_start_is_an_error_and_ends_no_loop():
+def test_an_application_that_fails_to_start_is_an_error_and_does_not_end_the_loop():
     async def refuses(scope, receive, send):
         assert scope["type"] == "lifespan"
         await receive()
@@ -332,7 +332,7 @@ def test_a_server_whose_application_does_not_start_is_an_error_and_ends_no_loop(
     asyncio.run(work())
 
 
-def test_a_server_that_ends_by_itself_is_seen():
+def test_a_server_that_stops_unexpectedly_is_detected():
     async def work():
         listening = bind("127.0.0.1", 0)
         server = Listening(hello, listening)
@@ -348,7 +348,7 @@ def test_a_server_that_ends_by_itself_is_seen():
     asyncio.run(work())
 
 
-def test_an_address_is_waited_for_that_somebody_gives_back(monkeypatch):
+def test_the_server_waits_for_an_address_that_is_about_to_become_free(monkeypatch):
     monkeypatch.setattr("pensieve_jax.server.main._LOOK_S", 0.001)
 
     async def work():

@@ -1,4 +1,4 @@
-"""What /metrics gives: the names, what each counts, and that the dashboard asks for nothing else."""
+"""/metrics: the names, what each one counts, and that the dashboard uses no other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pensieve_jax.server.http.request import HttpRequest
 from tests.launching import load
 from tests.server.fakes import MODEL, FakeEngine, Harness, say
 
-# As vLLM has them, in the form that Prometheus stores.
+# vLLM's names, in the form that Prometheus stores.
 VLLM = [
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
@@ -71,7 +71,7 @@ CENSUS = {"on gpu": 6, "on both": 5, "on cpu": 4, "leaving": 1, "free pages": 9}
 
 
 def scraped(harness: Harness) -> dict[tuple, float]:
-    """Samples by name and labels, without the model's."""
+    """Return samples by name and labels, without the model's label."""
 
     async def scrape():
         return await harness.open("GET", "/metrics").whole()
@@ -95,7 +95,7 @@ def ask(harness: Harness, **fields) -> None:
 
 
 def busy() -> Harness:
-    """A server that had something to do."""
+    """Return a server that has run some turns."""
     script = say("hello there", reused_gpu_tokens=30, swapped_in_tokens=20, recomputed_tokens=10)
     harness = Harness(ROUTES, FakeEngine(script))
     harness.services.metrics.engine.slot_bytes = 1000
@@ -108,7 +108,7 @@ def busy() -> Harness:
     return harness
 
 
-def test_what_is_answered_with_429_or_503_is_counted_whoever_refuses_it():
+def test_answers_with_429_or_503_are_counted_whatever_refuses():
     def raising(error: Exception):
         async def handle(call: HttpRequest) -> HttpResponse:
             raise error
@@ -132,11 +132,11 @@ def test_what_is_answered_with_429_or_503_is_counted_whoever_refuses_it():
     assert asyncio.run(ask_all()) == [429, 503, 503, 400, 503, 503]
     found = scraped(harness)
     counts = {key[1][1]: n for key, n in found.items() if key[0] == "pensieve:requests_refused_total"}
-    # What is told to a probe refuses nothing.
+    # Answers to a probe are not counted as refusals.
     assert counts == {"rate_limit_exceeded": 1, "overloaded": 2}
 
 
-def test_every_name_is_there_before_anything_happened():
+def test_every_name_exists_before_the_first_request():
     names = {name for name, *_ in scraped(Harness(ROUTES))}
     labelled = {
         *(
@@ -150,7 +150,7 @@ def test_every_name_is_there_before_anything_happened():
     assert set(VLLM + OURS) <= {name for name, *_ in scraped(busy())}
 
 
-def test_turns_are_counted_by_where_their_tokens_came_from():
+def test_tokens_of_turns_are_counted_by_source():
     harness = busy()
     found = scraped(harness)
     num_prompt = sum(len(turn.spec.prompt_token_ids) for turn in harness.engine.turns)
@@ -173,7 +173,7 @@ def test_turns_are_counted_by_where_their_tokens_came_from():
     assert found["pensieve:front_queue_seconds_count",] == 2
 
 
-def test_all_that_wait_are_counted_wherever_they_do():
+def test_all_waiting_requests_are_counted_wherever_they_wait():
     harness = busy()
     assert scraped(harness)["vllm:num_requests_waiting",] == 2
     harness.services.limits._num_waiting = 5
@@ -184,8 +184,8 @@ def test_all_that_wait_are_counted_wherever_they_do():
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("num_choices", [1, 2])
-def test_times_between_tokens_are_of_whole_answers_too(stream, num_choices):
-    """Of each choice as its tokens come, not when those before it have ended."""
+def test_times_between_tokens_include_whole_answers(stream, num_choices):
+    """The times are those of each choice's own tokens, not of the end of earlier choices."""
 
     async def scenario():
         engine = FakeEngine()
@@ -210,7 +210,7 @@ def test_times_between_tokens_are_of_whole_answers_too(stream, num_choices):
     assert found["pensieve:deltas_total",] == (2 * num_choices if stream else 0)
 
 
-def test_the_engines_own_counters():
+def test_the_engines_own_counters_are_exported():
     found = scraped(busy())
     assert found["vllm:num_requests_running",] == 3 and found["vllm:num_requests_waiting",] == 2
     assert found["vllm:kv_cache_usage_perc",] == 0.75 and found["pensieve:cpu_cache_usage_perc",] == 0.6
@@ -230,7 +230,7 @@ def test_the_engines_own_counters():
 
 
 def with_replicas() -> Harness:
-    """A front of two."""
+    """Return a front end with two replicas."""
     harness = busy()
     harness.engine.last_stats = {
         "num_turns_run_again": 2,
@@ -239,7 +239,7 @@ def with_replicas() -> Harness:
     return harness
 
 
-def test_of_several_replicas_each_one_is_told():
+def test_each_of_several_replicas_has_its_own_samples():
     found = scraped(with_replicas())
     assert found["pensieve:turns_run_again_total",] == 2
     assert found["pensieve:replica_running", ("replica", "a")] == 3
@@ -250,12 +250,12 @@ def test_of_several_replicas_each_one_is_told():
     assert not [name for name in of_one if name.startswith("pensieve:replica")]
 
 
-def test_no_label_holds_what_a_client_sent():
+def test_no_label_holds_a_clients_text():
     text = busy().services.metrics.render().decode()
     assert "nobody" not in text and "somebody" not in text
 
 
-def test_an_engine_that_cannot_answer_leaves_what_is_known():
+def test_if_the_engine_cannot_answer_the_known_metrics_stay():
     harness = busy()
     scraped(harness)
 
@@ -266,7 +266,7 @@ def test_an_engine_that_cannot_answer_leaves_what_is_known():
     assert scraped(harness)["pensieve:chunks", ("state", "resting"), ("tier", "both")] == 5
 
 
-def test_the_dashboard_asks_only_for_what_there_is():
+def test_the_dashboard_uses_only_existing_metrics():
     make_dashboard = load("scripts.dev.make_dashboard")
     text = make_dashboard.DASHBOARD.read_text("utf-8")
     assert json.loads(text) == make_dashboard.dashboard(), "run scripts/dev/make_dashboard.py"

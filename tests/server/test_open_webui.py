@@ -1,4 +1,4 @@
-"""Open WebUI as it was recorded, once more: its chats find their state, and its small tasks are one-offs."""
+"""A recording of Open WebUI, replayed: chats reuse their KV cache, and small tasks are one-off turns."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def reply_of(answer: httpx2.Response) -> str:
 
 
 def replay(client: httpx2.Client) -> Iterator[tuple[dict[str, Any], Counter[str]]]:
-    """Each request with what it counted; of replies that it quotes, those of this server."""
+    """Yield each request with what it counted; quoted replies are replaced by this server's."""
     said: dict[str, str] = {}
     before = counters(client)
     for one in recorded():
@@ -57,7 +57,7 @@ def replay(client: httpx2.Client) -> Iterator[tuple[dict[str, Any], Counter[str]
         for message in request["messages"]:
             if message["role"] == "assistant":
                 message["content"] = said[message["content"]]
-        # Nothing goes on from the replies to its small tasks, so these may be short.
+        # The replies to its small tasks are never continued, so they may be short.
         sent = request if "tools" in request else {**request, "max_tokens": 8}
         answer = client.post("/v1/chat/completions", json=sent)
         assert answer.status_code == 200, answer.text
@@ -69,7 +69,7 @@ def replay(client: httpx2.Client) -> Iterator[tuple[dict[str, Any], Counter[str]
 
 
 @pytest.mark.long
-def test_every_turn_behind_another_finds_all_of_it(client):
+def test_every_continued_turn_reuses_all_of_its_history(client):
     kinds = {"message": 0, "chunk": 0, "none": 0}
     found = missed = 0
     for request, counted in replay(client):
@@ -79,6 +79,6 @@ def test_every_turn_behind_another_finds_all_of_it(client):
             kinds[kind] += counted[f"match {kind}"]
         found, missed = found + counted["tokens found"], missed + counted["tokens missed"]
         assert (counted["tokens found"] > 0) == goes_on
-    # Two more messages, a reply made anew, an edited message; the first message, title, tags and ideas.
+    # Two more messages, a regenerated reply, an edited message; the first message, title, tags and ideas.
     assert kinds["message"] == 4 and kinds["chunk"] + kinds["none"] == 1 + 7
     assert found > 0 and missed == 0

@@ -1,4 +1,4 @@
-"""Models, tokens, and whether a server is well."""
+"""Models, tokens, and the server's health."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.server.fakes import MODEL, FakeEngine, Harness, ask
 HI = [{"role": "user", "content": "Hi"}]
 
 
-def test_models_in_vllms_shape():
+def test_models_have_vllms_format():
     harness = Harness(ROUTES, settings=ServerSettings(served_model_name="org/mine"))
     _, body = ask(harness, "GET", "/v1/models")
     card = body["data"][0]
@@ -32,7 +32,7 @@ def test_models_in_vllms_shape():
     assert (status, body["error"]["code"]) == (404, "model_not_found")
 
 
-def test_text_to_ids_and_back():
+def test_text_is_tokenized_and_detokenized():
     harness = Harness(ROUTES)
     _, body = ask(harness, "POST", "/tokenize", {"prompt": "é", "return_token_strs": True})
     assert body == {
@@ -57,8 +57,8 @@ def test_text_to_ids_and_back():
         assert ask(harness, "POST", path, bad)[0] == 400
 
 
-def test_messages_have_the_tokens_that_a_chat_would_have():
-    """Those of a developer too, where the template knows none."""
+def test_messages_have_the_same_tokens_as_in_a_chat():
+    """This includes a developer message whose role the template does not know."""
     messages = [{"role": "developer", "content": "Be kind."}, *HI]
     harness = Harness(ROUTES)
     status, body = ask(harness, "POST", "/tokenize", {"messages": messages})
@@ -86,8 +86,8 @@ def test_health_and_readiness():
     assert ask(harness, "GET", "/version") == (200, {"version": pensieve_jax.__version__})
 
 
-def test_who_looks_after_a_server_may_call_it_by_its_address():
-    """As Kubernetes and HTTP/1.0 do, to a server that was told its names."""
+def test_health_checks_may_use_the_address_as_host_name():
+    """Kubernetes and HTTP/1.0 clients do so, also if the server was given its host names."""
     harness = Harness(ROUTES, settings=ServerSettings(allowed_hosts=("chat.example",)))
 
     async def statuses(host):
@@ -107,8 +107,8 @@ def test_who_looks_after_a_server_may_call_it_by_its_address():
         ("/v1/chat/completions", {"messages": HI, "max_completion_tokens": 10}, 10),
     ],
 )
-def test_a_full_server_stays_ready_and_says_when_to_come_back(path, body, expected_s):
-    """A balancer that took it away would send everybody to servers without their state, soon as full."""
+def test_a_full_server_stays_ready_and_sends_retry_after(path, body, expected_s):
+    """A balancer that removed it would overload other servers, which lack its clients' KV cache."""
 
     async def scenario():
         harness = Harness(ROUTES, FakeEngine(lambda turn: None, max_num_running=1))
@@ -131,11 +131,11 @@ def test_a_full_server_stays_ready_and_says_when_to_come_back(path, body, expect
     asyncio.run(scenario())
 
 
-def test_what_needs_a_key_and_what_does_not(tmp_path):
+def test_which_routes_need_a_key(tmp_path):
     path = tmp_path / "keys"
     path.write_text("alice:" + "0" * 64 + "\n")
     open_to_all = {"/", "/page/{name}", "/health", "/ready"}
-    for host in ("127.0.0.1", "0.0.0.0"):  # everybody comes from this machine, where nginx stands before it
+    for host in ("127.0.0.1", "0.0.0.0"):  # behind nginx on this machine, every client has this address
         harness = Harness(ROUTES, settings=ServerSettings(host=host, api_keys_file=str(path)))
         found = set()
         for route in ROUTES:

@@ -1,4 +1,4 @@
-"""Whoever has another key gets no state of what is kept; `test_guessed_ids` has that it is there."""
+"""Owners share no KV cache and no stored state; `test_guessed_ids` tests that its existence is hidden too."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def server(tmp_path):
         yield running
 
 
-def test_no_state_is_shared_between_keys(server):
+def test_keys_share_no_kv_cache(server):
     history = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "hello"},
@@ -34,7 +34,7 @@ def test_no_state_is_shared_between_keys(server):
         assert server.engine.turns[-1].spec.node.parent_id is not None
 
 
-def test_keys_of_requests_and_retries_are_each_owners_own(server):
+def test_idempotency_keys_and_retries_are_separate_per_owner(server):
     with server.client(api_key="ann") as ann, server.client(api_key="bob") as bob:
         first = ann.responses.create(input="hi", extra_headers={"Idempotency-Key": "k"})
         other = bob.responses.create(input="hi", extra_headers={"Idempotency-Key": "k"})

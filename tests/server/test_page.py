@@ -1,4 +1,4 @@
-"""The page in a browser: turns, forks, where the state is, and that nothing of it comes from elsewhere."""
+"""The page in a browser: turns, forks, the map of the KV cache, and that it loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ pytestmark = [
 
 
 def told_of(visit, what: str) -> str:
-    """The notice, once it holds `what`."""
+    """Return the notice once it contains `what`."""
     visit.page.locator("#notice", has_text=what).wait_for()
     return visit.page.locator("#notice").inner_text()
 
 
 def list_many(visit, num: int) -> None:
-    """As if there were so many more conversations, an hour apart, the oldest of last year."""
+    """Pretend that `num` more conversations exist, an hour apart, the oldest from last year."""
     now_s = time.time()
     rows = [
         {
@@ -83,7 +83,7 @@ def num_of(account: str, what: str) -> int:
     return int(found[1]) if found else 0
 
 
-def test_an_answer_survives_what_is_done_to_its_state(visit):
+def test_an_answer_is_the_same_after_its_kv_cache_was_moved(visit):
     visit.say(FIRST)
     visit.say("Italian please, something cheap.")
     visit.press("Push out")
@@ -105,7 +105,7 @@ def test_an_answer_survives_what_is_done_to_its_state(visit):
     assert num_of(pushed, "copied back") > 0 == num_of(pushed, "computed again")
 
 
-def test_edits_and_regenerations_are_forks_that_can_be_gone_back_to(visit):
+def test_edits_and_regenerations_are_forks_that_can_be_reopened(visit):
     visit.say(FIRST)
     visit.say("Italian please, something cheap.")
     visit.say("What is my name?")
@@ -121,7 +121,7 @@ def test_edits_and_regenerations_are_forks_that_can_be_gone_back_to(visit):
 
 
 @pytest.mark.long
-def test_conversations_are_listed_and_opened_again(visit):
+def test_conversations_are_listed_and_reopened(visit):
     visit.say("Can you find me some jazz?")
     said = visit.texts()
     visit.page.reload()
@@ -134,9 +134,9 @@ def test_conversations_are_listed_and_opened_again(visit):
     assert num_of(visit.accounts()[-1], "new") < num_of(visit.accounts()[0], "new") + 20
 
 
-def test_another_conversation_while_a_reply_comes(visit):
+def test_another_conversation_can_start_while_a_reply_streams(visit):
     visit.say(FIRST)
-    visit.hold_streams()  # a reply that is on its way for as long as it takes
+    visit.hold_streams()  # a reply that streams until the test releases it
     visit.page.fill("#text", "Italian please, something cheap.")
     visit.page.press("#text", "Enter")
     visit.page.locator("#stop").wait_for()
@@ -156,7 +156,7 @@ def test_a_model_cannot_write_into_the_page(visit):
 
 
 @pytest.mark.long
-def test_a_refusal_is_told_and_the_message_comes_back(visit):
+def test_a_refusal_is_shown_and_the_message_returns_to_the_composer(visit):
     visit.page.locator("summary").click()
     visit.page.fill("#max-tokens", "0")
     long = "word " * 2000
@@ -164,7 +164,7 @@ def test_a_refusal_is_told_and_the_message_comes_back(visit):
     visit.page.press("#text", "Enter")
     visit.page.locator("#notice", has_text="tokens").wait_for()
     assert visit.page.input_value("#text").strip() == long.strip() and visit.texts() == []
-    (complaint,) = visit.complaints  # the browser's own note of the refusal
+    (complaint,) = visit.complaints  # the browser's own message about the refusal
     assert "400" in complaint
     visit.complaints.clear()
 
@@ -173,7 +173,7 @@ def test_a_refusal_is_told_and_the_message_comes_back(visit):
     ("width", "height"),
     [(1024, 768), *(pytest.param(*size, marks=pytest.mark.long) for size in ((400, 780), (1440, 900)))],
 )
-def test_a_window_of_any_size_shows_messages_and_composer(visit, width, height):
+def test_messages_and_composer_are_visible_at_any_window_size(visit, width, height):
     visit.page.set_viewport_size({"width": width, "height": height})
     list_many(visit, 100)
     reload(visit)
@@ -205,7 +205,7 @@ def test_a_window_of_any_size_shows_messages_and_composer(visit, width, height):
 
 
 @pytest.mark.long
-def test_the_list_has_days_and_goes_on(visit):
+def test_the_list_is_grouped_by_day_and_loads_more(visit):
     list_many(visit, 100)
     reload(visit)
     visit.page.locator("#trees h2", has_text=re.compile("^(Today|Yesterday)$")).first.wait_for()
@@ -220,7 +220,7 @@ def test_the_list_has_days_and_goes_on(visit):
     assert [title.get_attribute("title").partition(",")[0] for title in titles.all()] == ["1 turn", "2 turns"]
 
 
-def test_a_system_message_is_the_conversations_also_after_a_reload(visit):
+def test_a_system_message_stays_with_its_conversation_after_a_reload(visit):
     system = "You help to find places to eat, and you are brief."
     visit.page.locator("summary").click()
     visit.page.fill("#instructions", system)
@@ -262,14 +262,14 @@ def test_a_reload_shows_the_same_branch_with_the_same_settings(visit):
 
 
 @pytest.mark.long
-def test_an_address_of_nothing_is_told(visit):
+def test_an_unknown_address_is_reported(visit):
     visit.page.evaluate("() => { location.hash = 'f'.repeat(32); }")
     told_of(visit, "There is no conversation")
     visit.page.wait_for_function("() => document.querySelector('.greeting')")
-    visit.complaints.clear()  # the browser's own note of the 404
+    visit.complaints.clear()  # the browser's own message about the 404
 
 
-def test_a_reply_that_is_stopped_leaves_its_message(visit):
+def test_a_stopped_reply_leaves_its_message(visit):
     visit.say(FIRST)
     said = visit.texts()
     visit.hold_streams()
@@ -282,7 +282,7 @@ def test_a_reply_that_is_stopped_leaves_its_message(visit):
 
 
 @pytest.mark.long
-def test_the_keyboard_is_enough(visit):
+def test_the_page_works_with_the_keyboard_alone(visit):
     list_many(visit, 100)
     reload(visit)
     visit.say(FIRST)
@@ -309,7 +309,7 @@ def test_the_keyboard_is_enough(visit):
     assert visit.page.evaluate("document.activeElement.tagName") == "SUMMARY", "past all others"
 
 
-def test_what_was_forgotten_is_shown_as_dropped_cells_of_its_row(visit):
+def test_dropped_chunks_are_shown_as_dropped_cells_of_their_row(visit):
     visit.say(FIRST)
     visit.say("Italian please, something cheap.")
     visit.wait_for_frame()
@@ -322,7 +322,7 @@ def test_what_was_forgotten_is_shown_as_dropped_cells_of_its_row(visit):
 
 @pytest.mark.long
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_map_has_the_colours_of_its_legend(visit, scheme):
+def test_the_map_uses_the_colours_of_its_legend(visit, scheme):
     visit.page.emulate_media(color_scheme=scheme)
     visit.say(FIRST)
     visit.press("forget")
@@ -358,7 +358,7 @@ def test_a_click_on_the_map_opens_the_conversation(visit):
 
 
 @pytest.mark.long
-def test_without_a_key_one_is_asked_for(visit):
+def test_without_a_key_the_page_asks_for_one(visit):
     def guard(route):
         if route.request.headers.get("authorization") == "Bearer mine":
             route.continue_()
@@ -382,7 +382,7 @@ def test_without_a_key_one_is_asked_for(visit):
 
 
 @pytest.mark.long
-def test_an_engine_that_was_killed_is_told_of_until_it_is_back(visit, server):
+def test_a_killed_engine_is_reported_until_it_is_back(visit, server):
     visit.say(FIRST)
     said = visit.texts()
     front = server.process.pid
@@ -393,12 +393,12 @@ def test_an_engine_that_was_killed_is_told_of_until_it_is_back(visit, server):
     visit.page.wait_for_function(
         "() => document.querySelector('#notice').textContent === ''", timeout=120_000
     )
-    visit.complaints.clear()  # the browser's own notes of the refusals
+    visit.complaints.clear()  # the browser's own messages about the refusals
     visit.say("What is my name?")
     assert visit.texts()[:2] == said and "Ada" in visit.texts()[-1]
 
 
-def test_nothing_comes_from_elsewhere_or_is_written_as_html():
+def test_nothing_is_loaded_from_elsewhere_or_written_as_html():
     for file in PAGE.iterdir():
         if file.name.endswith((".html", ".css", ".js")):
             text = file.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What the pages say about clients works: their commands with curl, and their Python."""
+"""The client examples of the documentation work: curl commands and Python."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ COMMANDS = [
 
 @pytest.mark.skipif(not (shutil.which("curl") and shutil.which("jq")), reason="needs curl and jq")
 @pytest.mark.parametrize("block", COMMANDS)
-def test_commands(chat_server: ServedProcess, tmp_path: Path, block: str) -> None:
+def test_shell_commands_of_the_page_run(chat_server: ServedProcess, tmp_path: Path, block: str) -> None:
     (tmp_path / ".curlrc").write_text("fail-with-body\nsilent\nshow-error\n")
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", block.replace(ADDRESS, chat_server.address)],
@@ -51,18 +51,18 @@ def test_commands(chat_server: ServedProcess, tmp_path: Path, block: str) -> Non
 
 
 def run_python(block: str, served: ServedProcess, names: dict[str, Any], capsys: Any) -> None:
-    """Run it, and compare what it prints with the comments behind its prints."""
+    """Run it, and compare its output with the comments after its prints."""
     capsys.readouterr()
     exec(compile(block.replace(ADDRESS, served.address), CLIENTS.name, "exec"), names)
     assert capsys.readouterr().out.splitlines() == re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE)
 
 
-def test_the_page_of_clients_tries_curl_and_openai() -> None:
+def test_the_clients_page_shows_curl_and_openai() -> None:
     assert sum(1 for one in COMMANDS if one.id and one.id.startswith(CLIENTS.name)) == 2
     assert sum("langchain" not in block for block in blocks(CLIENTS, "python")) == 6
 
 
-def test_openai(chat_server: ServedProcess, capsys: pytest.CaptureFixture[str]) -> None:
+def test_openai_examples_run(chat_server: ServedProcess, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
     for block in blocks(CLIENTS, "python"):
         if "langchain" not in block:
@@ -71,6 +71,6 @@ def test_openai(chat_server: ServedProcess, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.skipif(importlib.util.find_spec("langchain_openai") is None, reason="needs langchain-openai")
-def test_langchain(chat_server: ServedProcess, capsys: pytest.CaptureFixture[str]) -> None:
+def test_langchain_examples_run(chat_server: ServedProcess, capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = (block for block in blocks(CLIENTS, "python") if "langchain" in block)
     run_python(block, chat_server, {}, capsys)

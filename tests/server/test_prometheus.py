@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes a real server, and the dashboard's expressions have values in it."""
+"""A real Prometheus scrapes a real server, and every expression of the dashboard has values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.launching import TINY_MODEL, load
 PROMETHEUS = shutil.which("prometheus") or "/usr/bin/prometheus"
 PATIENCE_S = 120
 POLL_S = 0.05
-# Two samples make a rate: the window that Grafana would choose is many scrapes wide.
+# A rate needs two samples: Grafana's window would span many scrapes.
 SCRAPE_S, WINDOW_S = 1, 60
 SIZES = (
     *(f"--model={TINY_MODEL}", "--dtype=float32", "--gpu_pages=24", "--cpu_pages=64"),
@@ -39,14 +39,14 @@ pytestmark = [
 
 
 class Prometheus:
-    """A Prometheus that scrapes one server; a context manager."""
+    """Context manager: a Prometheus that scrapes one server."""
 
     def __init__(self, directory: Path, target: str) -> None:
         config = {
             "global": {"scrape_interval": f"{SCRAPE_S}s", "scrape_timeout": f"{SCRAPE_S}s"},
             "scrape_configs": [{"job_name": "pensieve", "static_configs": [{"targets": [target]}]}],
         }
-        (directory / "prometheus.yml").write_text(json.dumps(config))  # YAML has JSON in it
+        (directory / "prometheus.yml").write_text(json.dumps(config))  # JSON is valid YAML
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.address = f"127.0.0.1:{free.getsockname()[1]}"
         command = [
@@ -60,7 +60,7 @@ class Prometheus:
         self.process = subprocess.Popen(command)
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """The series of an expression now; raises AssertionError with what Prometheus says of a bad one."""
+        """Return an expression's current series. Raise AssertionError with Prometheus's text if invalid."""
         query = urllib.parse.urlencode({"query": expression})
         address = f"http://{self.address}/api/v1/query?{query}"
         try:
@@ -72,11 +72,11 @@ class Prometheus:
         return found["data"]["result"]
 
     def is_ready(self) -> bool:
-        """It listens before it has opened its storage, and answers every query with 503 until then."""
+        """Tell whether it answers: until its storage is open, it listens but answers queries with 503."""
         try:
             with urllib.request.urlopen(f"http://{self.address}/-/ready", timeout=PATIENCE_S):
                 return True
-        except OSError:  # errors of HTTP are some of these
+        except OSError:  # HTTP errors are subclasses
             return False
 
     def __enter__(self) -> Prometheus:
@@ -89,10 +89,10 @@ class Prometheus:
 
 
 def wait_for(is_so: Callable[[], bool], work: Callable[[], object] = lambda: None) -> None:
-    """Do `work` until something is so."""
+    """Repeat `work` until the condition holds."""
     deadline_s = time.monotonic() + PATIENCE_S
     while not is_so():
-        assert time.monotonic() < deadline_s, "it never came"
+        assert time.monotonic() < deadline_s, "the condition never held"
         work()
         time.sleep(POLL_S)
 
@@ -119,7 +119,7 @@ def ask(server: ServedProcess, path: str, body: dict[str, Any]) -> dict[str, Any
 
 
 def expressions() -> dict[str, str]:
-    """By panel and line, with Grafana's variables filled in."""
+    """Return the expressions by panel and line, with Grafana's variables filled in."""
     panels = json.loads(load("scripts.dev.make_dashboard").DASHBOARD.read_text("utf-8"))["panels"]
     return {
         f"{panel['title']}: {target['legendFormat']}": target["expr"]
@@ -130,10 +130,10 @@ def expressions() -> dict[str, str]:
     }
 
 
-# What no test server does by itself: be asked for too much, or lose what it knew.
+# A test server does not do this by itself: refuse for overload, or lose its KV cache.
 QUIET = {
     *("Refused requests per second: {{code}}", "Rebuilt contexts: {{reason}}"),
-    # Of replicas, and there is one engine.
+    # These need replicas; here is one engine.
     *("Running turns: {{replica}}", "Waiting turns: {{replica}}"),
     "Replies per second by replica: {{replica}}",
     *("Tokens per second by replica: {{replica}}", "Recomputed share of history: {{replica}}"),
@@ -148,7 +148,7 @@ def test_every_line_of_the_dashboard_has_values(server: ServedProcess, prometheu
     ids: list[str] = []
 
     def use() -> None:
-        """A turn that goes on from the one before, so that everything keeps counting."""
+        """Run a turn that continues the previous one, so that all counters keep increasing."""
         previous = {"previous_response_id": ids[-1]} if len(ids) % 4 else {}
         body = {"input": "Hello there", "max_output_tokens": 8, **previous}
         ids.append(ask(server, "/v1/responses", body)["id"])
@@ -157,7 +157,7 @@ def test_every_line_of_the_dashboard_has_values(server: ServedProcess, prometheu
     missing = set(lines) - QUIET
 
     def all_but_quiet() -> bool:
-        """Each once: a scrape that takes too long on a busy machine makes series vanish until the next."""
+        """Check each line once: a scrape that times out makes series vanish until the next."""
         missing.difference_update([name for name in missing if has_values(prometheus, lines[name])])
         return not missing
 
@@ -167,16 +167,16 @@ def test_every_line_of_the_dashboard_has_values(server: ServedProcess, prometheu
         raise AssertionError(f"without values: {sorted(missing)}") from error
     wait_for(lambda: sum_of(prometheus, "up") == 1)
     for name in QUIET:
-        prometheus.query(lines[name])  # which takes them
+        prometheus.query(lines[name])  # which runs the query
 
 
 def has_values(prometheus: Prometheus, expression: str) -> bool:
-    """A number in some series of an expression; Prometheus refuses a bad one."""
+    """Tell whether a series of an expression has a number; Prometheus rejects an invalid one."""
     return any(series["value"][1] != "NaN" for series in prometheus.query(expression))
 
 
 @pytest.mark.long
-def test_what_it_stores_is_what_was_done(server: ServedProcess, prometheus: Prometheus) -> None:
+def test_stored_values_equal_what_was_done(server: ServedProcess, prometheus: Prometheus) -> None:
     for _ in range(3):
         ask(server, "/v1/chat/completions", BODY)
     with urllib.request.urlopen(f"{server.address}/metrics", timeout=PATIENCE_S) as answer:

@@ -1,6 +1,6 @@
-"""A conversation through the openai client that outlives both processes, killed without a word.
+"""A conversation through the openai client survives SIGKILL of both processes.
 
-The tokens of its turns, greedy and sampled with a seed, are those of an engine that was never killed.
+The tokens of its turns, greedy and sampled with a seed, equal those of an engine that was never killed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SAMPLINGS = ({"temperature": 0.0}, {"temperature": 0.9, "seed": 11})
 
 
 class Served:
-    """`pensieve serve` as people start it; killed and started again at the same history."""
+    """`pensieve serve` as users start it; killed and restarted on the same history."""
 
     def __init__(self, history: Path, compilation_cache: str) -> None:
         self._command = [
@@ -71,7 +71,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def never_killed(compilation_cache: str) -> list[list[tuple[int, ...]]]:
-    """For each way of sampling, the ids of every reply."""
+    """Return, for each way of sampling, the ids of every reply."""
     with LLM("chat", dtype="float32", config=engine_config(compilation_cache)) as llm:
         return [
             [
@@ -94,7 +94,7 @@ def served(tmp_path: Path, compilation_cache: str) -> Iterator[Served]:
 
 
 @pytest.mark.long  # starts that import JAX; api/test_real_engine.py ends its server well, and is short
-def test_a_conversation_outlives_both_processes(served, tmp_path, never_killed):
+def test_a_conversation_survives_both_processes(served, tmp_path, never_killed):
     last: dict[int, str] = {}
     conversation = served.client.conversations.create().id
     for turn, said in enumerate(SAID):
@@ -125,7 +125,7 @@ def test_a_conversation_outlives_both_processes(served, tmp_path, never_killed):
 
 
 def replies(history: Path, response_id: str) -> list[tuple[int, ...]]:
-    """The ids of all replies on the path to a response."""
+    """Return the ids of all replies on the path to a response."""
     found: list[tuple[int, ...]] = []
     turn_id: str | None = response_id.removeprefix("resp_")
     with sqlite3.connect(f"file:{history}?mode=ro", uri=True) as connection:

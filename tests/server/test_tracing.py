@@ -1,4 +1,4 @@
-"""Spans of turns: which, whose children, with what in them, and nobody's text."""
+"""Spans of turns: their names, parents and attributes, without users' text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS = ("queue", "prefill", "decode")
 
 
 class Traced:
-    """A server whose spans stay in memory."""
+    """A server that keeps its spans in memory."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self.exporter = InMemorySpanExporter()
@@ -60,7 +60,7 @@ def traced(**usage: int) -> Traced:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_turn_is_three_spans_that_follow_each_other(stream: bool) -> None:
+def test_a_turn_has_three_consecutive_spans(stream: bool) -> None:
     server = traced(reused_gpu_tokens=30, swapped_in_tokens=20, recomputed_tokens=10, prefilled_tokens=5)
     assert server.ask(stream=stream) == 200
     (turn,), (sent,) = server.turns(), server.harness.engine.turns
@@ -96,19 +96,19 @@ def test_a_request_s_traceparent_is_the_parent_of_all_its_turns() -> None:
     assert alone.parent is None and f"{alone.context.trace_id:032x}" != TRACE
 
 
-def test_what_a_client_does_not_want_sampled_is_not() -> None:
+def test_an_unsampled_traceparent_is_respected() -> None:
     server = traced()
     assert server.ask({"traceparent": f"00-{TRACE}-{PARENT}-00"}) == 200
     assert server.spans == ()
 
 
-def test_a_header_that_is_none_of_that_kind_is_ignored() -> None:
+def test_an_invalid_traceparent_is_ignored() -> None:
     server = traced()
     assert server.ask({"traceparent": "00-zzz"}) == 200
     assert server.turns()[0].parent is None
 
 
-def test_a_turn_that_fails_is_an_error_without_words() -> None:
+def test_a_failed_turn_is_an_error_span_without_the_message() -> None:
     def fail(turn: object) -> None:
         turn.accept()
         turn.fail(RuntimeError(PROMPT))
@@ -121,7 +121,7 @@ def test_a_turn_that_fails_is_an_error_without_words() -> None:
     assert PROMPT not in as_text(server.spans)
 
 
-def test_no_span_holds_anybody_s_text() -> None:
+def test_no_span_holds_users_text() -> None:
     server = traced()
     assert server.ask(user=PROMPT, metadata={"about": PROMPT}) == 200
     text = as_text(server.spans)
@@ -132,7 +132,7 @@ def as_text(spans: Sequence[ReadableSpan]) -> str:
     return "".join(span.to_json() for span in spans)
 
 
-def test_it_is_off_by_default_and_then_not_even_imported() -> None:
+def test_tracing_is_off_by_default_and_not_imported() -> None:
     code = (
         "import sys, json; import pensieve_jax.server.app; "
         "print(json.dumps([n for n in sys.modules if n.startswith('opentelemetry')]))"
@@ -142,7 +142,7 @@ def test_it_is_off_by_default_and_then_not_even_imported() -> None:
     assert ServerSettings().otel_endpoint is None
 
 
-def test_what_is_no_address_or_not_installed_is_refused(
+def test_an_invalid_address_or_a_missing_package_is_refused(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match="otel_endpoint"):

@@ -1,4 +1,4 @@
-"""Clients that go without a word, at any moment of a request: nothing of them stays."""
+"""Clients that disconnect at any moment of a request leave nothing behind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ IN_FLIGHT = (
 
 
 def bodies(draw: random.Random, conversations: list[str]) -> tuple[str, dict[str, Any]]:
-    """A path and a body that runs turns for a while."""
+    """Return a path and a body that runs turns for a while."""
     text = "word " * draw.randint(1, 30)
     path = draw.choice(("/v1/responses", "/v1/responses", "/v1/chat/completions", "/v1/completions"))
     body: dict[str, Any] = {"stream": draw.random() < 0.6, "temperature": draw.choice((0, 1))}
@@ -50,7 +50,7 @@ def bodies(draw: random.Random, conversations: list[str]) -> tuple[str, dict[str
 
 
 async def vanish(server: FaultyServer, draw: random.Random, conversations: list[str], moment: str) -> None:
-    """One client, which goes in this moment."""
+    """Run one client, which disconnects at this moment."""
     path, body = bodies(draw, conversations)
     raw = json.dumps(body).encode()
     head = (
@@ -83,7 +83,7 @@ async def vanish(server: FaultyServer, draw: random.Random, conversations: list[
 
 
 def held(server: FaultyServer) -> dict[str, Any]:
-    """What may not stay: rows, turns, pages that are set aside, threads and descriptors."""
+    """Return what must not leak: rows, turns, pages that are set aside, threads and descriptors."""
     assert server.process is not None
     said = server.ask("GET", "/v1/pensieve/stats").json()
     front, engine = Path(f"/proc/{server.process.pid}"), Path(f"/proc/{server.engine_pid}")
@@ -100,7 +100,7 @@ def held(server: FaultyServer) -> dict[str, Any]:
 
 
 def descriptors(process: Path) -> list[str]:
-    """What they lead to; those that are closed meanwhile are left out."""
+    """Return the targets of the open descriptors; those that are closed meanwhile are skipped."""
     found = []
     for one in (process / "fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -109,14 +109,14 @@ def descriptors(process: Path) -> list[str]:
 
 
 def same(now: dict[str, Any], before: dict[str, Any]) -> bool:
-    """Equal, but for what the front starts when it needs it and keeps: threads for long work, and readers."""
+    """Compare, but allow what the front end starts on demand and keeps: worker threads, and readers."""
     most = {FRONT_THREADS: NUM_THREADS, FRONT_READS: 3 * MAX_IDLE}  # a reader has up to three files open
     kept = all(0 <= now[name] - before[name] <= number for name, number in most.items())
     return kept and {**now, **dict.fromkeys(most, 0)} == {**before, **dict.fromkeys(most, 0)}
 
 
 def settled(server: FaultyServer, before: dict[str, Any]) -> None:
-    """Wait until everything is as it was."""
+    """Wait until all values are as before."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while not same(now := held(server), before):
         assert time.monotonic() < deadline_s, {name: now[name] for name in now if now[name] != before[name]}
@@ -124,7 +124,7 @@ def settled(server: FaultyServer, before: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("num_clients", [12, pytest.param(enough(80, 300), marks=pytest.mark.long)])
-def test_nothing_of_them_stays(tmp_path, num_clients):
+def test_disconnected_clients_leave_nothing_behind(tmp_path, num_clients):
     draw = random.Random(new_seed())
 
     async def all_of_them() -> None:
@@ -144,7 +144,7 @@ def test_nothing_of_them_stays(tmp_path, num_clients):
         asyncio.run(all_of_them())
         settled(server, before)
         print(before)
-        # Pages are all there: a conversation that needs nearly all of them is served.
+        # No page leaked: a conversation that needs nearly all of them is served.
         body = {"prompt": [5] * 800, "max_tokens": 20, "min_tokens": 20}
         assert server.ask("POST", "/v1/completions", body).json()["usage"]["completion_tokens"] == 20
         for conversation in conversations:

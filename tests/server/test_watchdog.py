@@ -1,4 +1,4 @@
-"""An engine that says nothing any more, in a replica that does."""
+"""The watchdog of a silent engine in a replica that still responds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from pensieve_jax.core.errors import EngineClosedError
 from tests.server.engine_process.fakes import FakeLives, fake_engine, run, until
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Ray imports
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from Ray's imports
 
 
 class Engine:
@@ -26,7 +26,7 @@ class Engine:
 
 @pytest.fixture
 def replica():
-    """What an actor asks after its engine's health with."""
+    """Return the replica with which an actor checks its engine's health."""
     pytest.importorskip("ray", reason="needs the extra `ray`")
     from pensieve_jax.server.replicas.serve_app import EngineReplica
     from pensieve_jax.server.watchdog import SILENCE_S, Watchdog
@@ -44,14 +44,14 @@ def check(replica, *silences_s, state="ready"):
     return replica._engine.num_killed
 
 
-def test_an_engine_that_is_silent_at_two_looks_is_killed_to_be_started_again(replica):
+def test_an_engine_that_is_silent_at_two_checks_is_killed_and_restarted(replica):
     assert check(replica, 1.0, 89.0, 91.0) == 0
     assert check(replica, 93.0) == 1
-    assert check(replica, 95.0) == 1  # it is given time to end
+    assert check(replica, 95.0) == 1  # it has time to end
     assert check(replica, 97.0) == 2
 
 
-def test_an_engine_whose_history_gives_up_a_statement_is_not_killed_before_it_can_say_so():
+def test_an_engine_is_not_killed_before_its_history_can_time_out_and_report():
     pytest.importorskip("psycopg", reason="needs the extra `postgres`")
     from pensieve_jax.history import postgres_connection
     from pensieve_jax.server import watchdog
@@ -60,21 +60,21 @@ def test_an_engine_whose_history_gives_up_a_statement_is_not_killed_before_it_ca
     assert 1.5 * limit_s <= watchdog.SILENCE_S
 
 
-def test_an_actor_that_was_stopped_itself_kills_nobody(replica):
+def test_an_actor_that_was_suspended_itself_kills_no_engine(replica):
     assert check(replica, 300.0, 0.1, 300.0, 0.1) == 0
 
 
-def test_an_engine_that_starts_is_not_expected_to_say_anything(replica):
+def test_a_starting_engine_may_be_silent(replica):
     assert check(replica, 100.0, 102.0, 104.0, state="starting") == 0
 
 
-def test_an_engine_that_is_given_up_has_serve_start_another_replica(replica):
+def test_for_an_engine_that_is_given_up_serve_starts_another_replica(replica):
     replica._engine.gave_up.set()
     with pytest.raises(EngineClosedError):
         check(replica, 0.1)
 
 
-def test_a_life_that_is_killed_is_followed_by_another():
+def test_a_killed_engine_is_restarted():
     async def work():
         async with fake_engine(FakeLives()) as engine:
             engine.kill_life()

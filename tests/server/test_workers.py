@@ -1,4 +1,4 @@
-"""The threads for long work: nobody's work keeps everybody else's waiting."""
+"""The threads for long work: one owner's work does not delay everyone else's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.server.fakes import Harness
 
 
 class SlowLists:
-    """A history whose lists take until `goes_on` is set, but for one owner."""
+    """A history whose lists block until `goes_on` is set, except for one owner."""
 
     def __init__(self, quick: str) -> None:
         self.quick = quick
@@ -46,7 +46,7 @@ async def begun(history: SlowLists, count: int) -> None:
             await asyncio.sleep(0.001)
 
 
-def test_long_requests_of_one_key_leave_threads_to_the_others(tmp_path):
+def test_long_requests_of_one_key_leave_threads_to_others(tmp_path):
     history = SlowLists(quick="bob")
 
     async def scene() -> None:
@@ -65,8 +65,8 @@ def test_long_requests_of_one_key_leave_threads_to_the_others(tmp_path):
     asyncio.run(scene())
 
 
-def test_what_nobody_waits_for_any_more_still_counts(tmp_path):
-    """Whoever leaves does not end a thread: a key whose clients come and go would have all of them."""
+def test_abandoned_work_still_counts(tmp_path):
+    """A disconnect does not end a thread; uncounted, a key with reconnecting clients would take them all."""
     goes_on, begun = threading.Event(), []
 
     def work() -> None:
@@ -84,7 +84,7 @@ def test_what_nobody_waits_for_any_more_still_counts(tmp_path):
         late = asyncio.ensure_future(run_cpu("ann", True, work))
         try:
             assert await run_cpu("bob", True, len, begun) == SHARE
-            assert await run_cpu("ann", False, len, begun) == SHARE, "what is short waits for nobody"
+            assert await run_cpu("ann", False, len, begun) == SHARE, "short work had to wait"
         finally:
             goes_on.set()
         await late
@@ -92,8 +92,8 @@ def test_what_nobody_waits_for_any_more_still_counts(tmp_path):
     asyncio.run(scene())
 
 
-def test_without_keys_all_threads_are_everybodys():
-    """There is nobody to share with: four at a time are served in the time of one."""
+def test_without_keys_all_threads_are_shared():
+    """Without owners to share with, four requests at a time take the time of one."""
     at_once = threading.Barrier(NUM_THREADS, timeout=20)
 
     async def scene() -> None:
@@ -103,7 +103,7 @@ def test_without_keys_all_threads_are_everybodys():
 
 
 @pytest.mark.parametrize("owner", ["", "ann"])
-def test_errors_come_from_a_thread_and_give_it_back(owner):
+def test_an_error_in_a_thread_is_raised_and_the_thread_is_returned(owner):
     def fail() -> None:
         raise KeyError("expected")
 

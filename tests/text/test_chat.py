@@ -1,4 +1,4 @@
-"""A turn sends what the template adds to the history, and the history's replies are never written anew."""
+"""A turn sends what the template adds to the history, and never renders the history's replies again."""
 
 import functools
 from datetime import datetime
@@ -53,7 +53,7 @@ def user(content):
 
 
 def reply(tokenizer, text, ending="", finish_reason="stop"):
-    """(output_text, output_token_ids, finish_reason) as an earlier turn holds them."""
+    """Return (output_text, output_token_ids, finish_reason) as an earlier turn holds them."""
     ids = tokenizer.encode(text, add_bos=False) + tokenizer.encode(ending, add_bos=False)
     return text, ids, finish_reason
 
@@ -79,7 +79,7 @@ def test_the_first_turn_is_the_whole_rendering_behind_one_bos():
         ("<|im_end|>", "stop", "\n"),
         ("<|im_end|>", "length", "\n"),  # ignore_eos, and the last id happens to be the marker
         ("<|im_end|>\n", "stop", ""),
-        ("<s>", "stop", "<|im_end|>\n"),  # some other id ended the turn
+        ("<s>", "stop", "<|im_end|>\n"),  # another id ended the turn
         ("STOP", "stop", "<|im_end|>\n"),  # a stop string
     ],
 )
@@ -119,8 +119,8 @@ contents = st.text(st.sampled_from("ab c\n{}%\u4e2d\"'<"), max_size=8)
     ended=st.booleans(),
 )
 def test_turns_joined_are_one_rendering(turns, ended):
-    # Contents of any kind, white space at their ends included: the ids of all turns and replies joined are
-    # what the template writes for the whole conversation.
+    # Contents are of any kind, with white space at their ends: the joined ids of all turns and replies equal
+    # the template's rendering of the whole conversation.
     tokenizer = byte_tokenizer()
     chat = ChatFormat(tokenizer)
     earlier, ids, messages = [], [], []
@@ -136,7 +136,8 @@ def test_turns_joined_are_one_rendering(turns, ended):
 
 
 def test_the_stored_ids_need_not_be_those_of_the_text():
-    # "the" spelled by its letters, which no tokenizer run on the text would give: only what is behind counts.
+    # "the" is spelled by its letters, which no tokenizer would return for the text: only the text after it
+    # counts.
     tokenizer = chatml()
     letters = [tokenizer.encode(letter, add_bos=False)[0] for letter in "the"]
     assert letters != tokenizer.encode("the", add_bos=False)
@@ -145,7 +146,8 @@ def test_the_stored_ids_need_not_be_those_of_the_text():
 
 
 def test_a_template_in_the_manner_of_llama_2():
-    # Spaces around a reply that the model's ids need not have, and a bos of the template's own at every turn.
+    # The template has spaces around a reply that the model's ids need not have, and its own bos in every
+    # turn.
     tokenizer = with_template(LLAMA2)
     for output, finish_reason, expected in (
         ((*b" r", 257), "stop", ""),
@@ -192,7 +194,7 @@ def test_a_template_without_the_prefix_property_is_refused(template):
         ((258, *b"r."), "stop", False),
     ],
 )
-def test_what_ended_a_reply_is_told_or_what_the_template_writes(output, finish_reason, is_told):
+def test_a_reply_ends_with_its_known_ending_or_the_templates(output, finish_reason, is_told):
     chat = ChatFormat(with_template(PLAIN))
     earlier = [((user("a"),), "r", tuple(output), finish_reason)]
     ids = chat.turn_token_ids(earlier, [user("b")])
@@ -204,7 +206,7 @@ def test_what_ended_a_reply_is_told_or_what_the_template_writes(output, finish_r
     assert chat.may_follow(earlier[0]) is is_told, "the ids alone show it"
 
 
-def test_a_template_that_writes_no_short_conversation_leaves_it_open_what_may_follow():
+def test_a_template_that_refuses_short_conversations_sets_no_ending():
     strict = "{% if messages|length < 9 %}{{ raise_exception('too few') }}{% endif %}" + PLAIN
     stopped = ((user("a"),), "r", tuple(b"r."), "stop")
     assert ChatFormat(with_template(strict)).may_follow(stopped)
@@ -234,14 +236,14 @@ def test_chat_behind_raw_turns_starts_the_template_without_a_bos():
     assert turn_text(tokenizer, [raw], [user("a")]) == "<|user|>a<|end|><|assistant|>"
     chat = ((user("a"),), "b", (*b"b", 261), "stop")
     assert turn_text(tokenizer, [raw, chat], [user("c")]) == "<|user|>c<|end|><|assistant|>"
-    # A raw turn between chat turns: the template starts over behind it.
+    # A raw turn between chat turns: the template starts over after it.
     assert turn_text(tokenizer, [chat, raw], [user("c")]) == "<|user|>c<|end|><|assistant|>"
 
 
 # --- tokenization at the seam
 
 
-def test_no_space_is_put_in_front_of_what_follows_a_reply():
+def test_no_space_is_added_before_the_text_after_a_reply():
     backend = metaspace_backend(byte_fallback=False)
     tokenizer = Tokenizer(backend, bos_token="<s>", eos_token="</s>", chat_template=PLAIN)
     earlier = [((user("a"),), "the", tuple(tokenizer.encode("the", add_bos=False)), "length")]
@@ -273,7 +275,7 @@ def test_templates_that_fail_or_reach_out_are_errors(template):
         ChatFormat(with_template(template)).turn_token_ids([], [user("a")])
 
 
-def test_what_is_missing_is_said():
+def test_missing_parts_are_named():
     with pytest.raises(TokenizerMissingError):
         ChatFormat(None)
     with pytest.raises(ChatTemplateError, match="no chat template"):

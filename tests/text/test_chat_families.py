@@ -1,7 +1,6 @@
-"""Templates built as those of Qwen2, Qwen3 and Mistral are: what goes on with them, and what is refused.
+"""Templates with the structure of Qwen2's, Qwen3's and Mistral's: how chats continue, and what is refused.
 
-They have the structure of the published ones, which decides whether a conversation only grows, and none of
-their text.
+They have the published structure, which decides whether a conversation only grows, and none of the text.
 """
 
 import pytest
@@ -17,10 +16,10 @@ AS_SAID = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
 """
-# A system message of its own where the first message is none.
+# A default system message is added if the first message is not one.
 OWN_SYSTEM = "{{ '<|im_start|>system\nBe kind.<|im_end|>\n' if messages[0].role != 'system' }}"
 QWEN2 = OWN_SYSTEM + AS_SAID
-# Replies to the last question have their reasoning, an empty one if need be; earlier ones have none.
+# Replies to the last question keep their reasoning, perhaps empty; earlier ones have none.
 QWEN3 = """\
 {%- set ns = namespace(last=-1) %}
 {%- for message in messages if message.role == 'user' %}
@@ -37,7 +36,7 @@ QWEN3 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' + prefill }}{% endif %}
 """
-# The system message goes to the last question, so that it moves when another follows.
+# The system message goes to the last question, so it moves when another follows.
 MISTRAL = """\
 {%- set system = messages[0].content if messages[0].role == 'system' else '' %}
 {{- bos_token }}
@@ -53,7 +52,7 @@ MISTRAL = """\
 
 
 def qwen(template: str) -> Tokenizer:
-    """Nothing stands before a conversation: there is no beginning-of-sequence token."""
+    """Return a tokenizer without a beginning-of-sequence token."""
     backend = byte_level_backend(("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
     return Tokenizer(backend, eos_token="<|im_end|>", wants_bos=False, chat_template=template)
 
@@ -95,7 +94,7 @@ def test_qwen2_takes_a_given_system_message_instead():
 )
 @pytest.mark.parametrize("text", ["the cat", "<think>\nthe mat\n</think>\n\nthe cat"])
 def test_qwen3_cannot_go_on_under_a_template_that_forgets_reasoning(prefill, reason, text):
-    """Whether the reply had some or not, and with reasoning switched off: the first turn only."""
+    """With or without reasoning, or with it switched off: only the first turn works."""
     tokenizer = qwen(f"{{%- set prefill = {prefill} %}}" + QWEN3)
     assert turn_text(tokenizer, [], [user("hi")]).startswith("<|im_start|>user\nhi<|im_end|>\n")
     earlier = [((user("hi"),), *reply(tokenizer, text, "<|im_end|>"))]
@@ -103,8 +102,8 @@ def test_qwen3_cannot_go_on_under_a_template_that_forgets_reasoning(prefill, rea
         ChatFormat(tokenizer).turn_token_ids(earlier, [user("and?")])
 
 
-def test_qwen3_goes_on_under_a_template_that_writes_what_was_said():
-    """What the reply thought stays in the history."""
+def test_qwen3_continues_with_a_template_that_keeps_reasoning():
+    """The reply's reasoning stays in the history."""
     tokenizer = qwen(AS_SAID)
     earlier = [((user("hi"),), *reply(tokenizer, "<think>\nthe mat\n</think>\n\nthe cat", "<|im_end|>"))]
     later = turn_text(tokenizer, earlier, [user("and?")])

@@ -1,4 +1,4 @@
-"""Deltas joined are the decoded text, cut at the stop string, and never hold half a character."""
+"""Joined deltas are the decoded text, cut at the stop string, and never contain half a character."""
 
 import tracemalloc
 
@@ -18,7 +18,7 @@ texts = st.text(st.sampled_from("the cat \u4e2d\u00e9\u2581\U0001f642\n.<s>ab\uf
 
 @st.composite
 def replies(draw):
-    """A tokenizer and ids: of a text, at random, or both mixed; some ids lie outside the vocabulary."""
+    """Draw a tokenizer and ids: of a text, at random, or mixed; some ids are outside the vocabulary."""
     tokenizer = ZOO[draw(names)]
     parts = draw(
         st.lists(
@@ -31,7 +31,7 @@ def replies(draw):
 
 
 def stream(tokenizer, token_ids, stop=()):
-    """The deltas, how many ids it took, and the stop string."""
+    """Return the deltas, the number of ids used, and the stop string."""
     detokenizer = IncrementalDetokenizer(tokenizer, stop)
     deltas = []
     num_pushed = 0
@@ -54,17 +54,17 @@ def test_deltas_join_to_the_decoded_text(reply):
     deltas, _, _ = stream(tokenizer, token_ids)
     expected = tokenizer.decode(token_ids)
     assert "".join(deltas) == expected
-    # The library's own view of the same ids.
+    # The library's own decoding of the same ids.
     assert expected == tokenizer._backend.decode(token_ids, skip_special_tokens=True)
 
 
 def expected_stop(tokenizer, token_ids, stop):
-    """By decoding every prefix anew: (text, ids used, stop string)."""
+    """Return (text, ids used, stop string) by decoding every prefix again."""
     for num_pushed in range(1, len(token_ids) + 1):
         text = tokenizer.decode(token_ids[:num_pushed])
         if num_pushed < len(token_ids):
             text = text.rstrip("\ufffd")
-        # A stop string completes with the shortest beginning of the text that holds one.
+        # A stop string completes with the shortest prefix of the text that contains one.
         for end in range(len(text) + 1):
             ended = [string for string in stop if text[:end].endswith(string)]
             if ended:
@@ -82,7 +82,7 @@ def test_text_ends_just_before_the_stop_string(reply, data):
         lambda at: st.integers(1, 6).map(lambda size: text[at : at + size] or "x")
     )
     stop = data.draw(st.lists(spans | st.text("the cab", min_size=1, max_size=4), min_size=1, max_size=3))
-    # U+FFFD is what a broken character decodes to for now, so it cannot be looked for while it may heal.
+    # U+FFFD is the temporary decoding of a broken character, so it cannot be searched for while it may heal.
     stop = [string for string in stop if "\ufffd" not in string]
     deltas, num_pushed, stop_string = stream(tokenizer, token_ids, stop)
     assert ("".join(deltas), num_pushed, stop_string) == expected_stop(tokenizer, token_ids, stop)
@@ -97,7 +97,7 @@ def test_valid_text_streams_without_a_broken_character(name, text):
     assert "\ufffd" not in "".join(deltas)
 
 
-def test_text_comes_as_early_as_it_can():
+def test_text_is_returned_as_early_as_possible():
     tokenizer = ZOO["bytes"]
     deltas, _, _ = stream(tokenizer, list("a\u4e2db".encode()))
     assert deltas == ["a", "", "", "\u4e2d", "b", ""]
@@ -116,7 +116,7 @@ def test_a_stop_string_in_bytes_completes_with_its_last_byte():
 
 @pytest.mark.parametrize("stop", [[], ["\n\n", "\u00e9", "stop"]])
 def test_a_run_of_bytes_is_decoded_when_it_ends(monkeypatch, stop):
-    """Not anew with each of its tokens: text in a script that a vocabulary lacks is one run to its end."""
+    """It is not decoded again per token: text in a script that a vocabulary lacks is a single run."""
     tokenizer = ZOO["byte_fallback"]
     token_ids = [tokenizer._backend.token_to_id(f"<0x{byte:02X}>") for byte in "\U0001f642".encode() * 500]
     sizes, decode = [], tokenizer.decode_window
@@ -126,7 +126,7 @@ def test_a_run_of_bytes_is_decoded_when_it_ends(monkeypatch, stop):
     assert sizes == [2000]
 
 
-def test_a_character_under_way_is_not_the_replacement_character():
+def test_an_incomplete_character_is_not_the_replacement_character():
     tokenizer = ZOO["bytes"]
     deltas, _, stop_string = stream(tokenizer, list("\u4e2d\ufffdb".encode()), ["\ufffd"])
     assert ("".join(deltas), stop_string) == ("\u4e2d", "\ufffd")
@@ -145,15 +145,15 @@ def test_the_stop_string_that_completes_first_wins_and_of_those_the_longest():
         assert ("".join(deltas), stop_string) == expected
 
 
-def test_below_the_least_length_a_stop_string_is_text():
+def test_below_min_tokens_a_stop_string_is_text():
     detokenizer = IncrementalDetokenizer(ZOO["bytes"], ["aa"])
     deltas = [detokenizer.push(byte, may_stop=at >= 3) for at, byte in enumerate(b"xaaaab")]
     # The third "a" is the first that may complete it, with the second before it.
     assert ("".join(deltas), detokenizer.stop_string) == ("xa", "aa")
 
 
-def test_below_the_least_length_a_stop_string_in_revocable_text_is_text():
-    """A run of byte tokens is final only behind its end, where the reply may stop by then."""
+def test_below_min_tokens_a_stop_string_in_revocable_text_is_text():
+    """A run of byte tokens is final only after its end, where the reply may already stop."""
     tokenizer = ZOO["byte_fallback"]
     ids = [tokenizer._backend.token_to_id(f"<0x{byte:02X}>") for byte in "\u00e9a\u00e9b".encode()]
     detokenizer = IncrementalDetokenizer(tokenizer, ["\u00e9"])
@@ -172,7 +172,7 @@ def test_below_the_least_length_a_stop_string_in_revocable_text_is_text():
 
 @pytest.mark.parametrize("string", ["ab" * 500, "a" * 999 + "b", "a" * 500 + "b" + "a" * 499])
 def test_a_long_stop_string_takes_little_memory(string):
-    """It once took every beginning of it: half a megabyte here, and of one of 10 MiB all that there was."""
+    """It once stored every prefix of it: half a megabyte here, and all memory for one of 10 MiB."""
     tracemalloc.start()
     try:
         detokenizer = IncrementalDetokenizer(ZOO["bytes"], [string])
@@ -191,7 +191,7 @@ repetitive = st.text("ab", min_size=1, max_size=12)
 @given(st.text("abc", max_size=40), st.lists(repetitive, min_size=1, max_size=4), st.integers(0, 40))
 @example("aabaaabaab", ["aabaab"], 0)
 @example("aaaab", ["aab", "aaab"], 4)
-def test_stop_strings_that_repeat_themselves(text, stop, num_least):
+def test_self_repeating_stop_strings(text, stop, num_least):
     detokenizer = IncrementalDetokenizer(ZOO["bytes"], stop)
     out = ""
     for at, byte in enumerate(text.encode()):
@@ -213,7 +213,7 @@ def test_nothing_comes_after_a_stop_string():
     assert detokenizer.flush() == ""
 
 
-def test_special_tokens_are_no_text_and_keep_the_space_behind_them():
+def test_special_tokens_are_not_text_and_keep_the_space_behind_them():
     tokenizer = ZOO["byte_fallback"]
     the = tokenizer._backend.token_to_id("\u2581the")
     deltas, _, _ = stream(tokenizer, [tokenizer.bos_id, the, tokenizer.eos_id, the])
@@ -221,6 +221,6 @@ def test_special_tokens_are_no_text_and_keep_the_space_behind_them():
 
 
 @pytest.mark.parametrize("stop", ["abc", [""], ["a", ""], [None], [b"a"]])
-def test_stop_strings_that_cannot_work(stop):
+def test_invalid_stop_strings_are_refused(stop):
     with pytest.raises(InvalidRequestError, match=r"^stop"):
         IncrementalDetokenizer(ZOO["bytes"], stop)

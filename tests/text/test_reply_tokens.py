@@ -19,7 +19,7 @@ def reply_of(max_num_tokens=100, *, ending_ids=(), with_text=True, **params):
 
 
 def accepted(reply, text):
-    """How the reply ends with each of these bytes, until it does."""
+    """Return how the reply ends with these bytes, or the state after the last."""
     reasons = []
     for token_id in text.encode():
         reasons.append(reply.accept(token_id, -1.0, NO_IDS, NO_LOGPROBS))
@@ -32,7 +32,7 @@ def accepted(reply, text):
     ("min_tokens", "num_tokens", "text"),
     [(0, 1, ""), (1, 2, "x"), (2, 3, "xx"), (3, 4, "xxx")],
 )
-def test_a_stop_string_ends_a_reply_only_behind_its_least_length(min_tokens, num_tokens, text):
+def test_a_stop_string_ends_a_reply_only_after_min_tokens(min_tokens, num_tokens, text):
     reply = reply_of(stop=["x"], min_tokens=min_tokens)
     assert accepted(reply, "xxxxxx") == [None] * (num_tokens - 1) + ["stop"]
     assert len(reply.token_ids) == num_tokens and reply.text == text
@@ -40,7 +40,7 @@ def test_a_stop_string_ends_a_reply_only_behind_its_least_length(min_tokens, num
 
 @pytest.mark.parametrize(("min_tokens", "num_tokens"), [(0, 1), (1, 2), (3, 4)])
 @pytest.mark.parametrize("with_text", [True, False])
-def test_an_ending_id_ends_a_reply_only_behind_its_least_length(min_tokens, num_tokens, with_text):
+def test_an_ending_id_ends_a_reply_only_after_min_tokens(min_tokens, num_tokens, with_text):
     reply = reply_of(ending_ids=[ord("e")], min_tokens=min_tokens, with_text=with_text)
     assert accepted(reply, "eeeeee") == [None] * (num_tokens - 1) + ["stop"]
     assert reply.has_text == with_text
@@ -60,19 +60,19 @@ def test_half_a_character_is_shown_only_at_the_end():
     assert reply.pieces[:2] == ["a", ""] and reply.text.startswith("a\ufffd")
 
 
-def test_a_stop_string_that_ends_with_the_last_token_is_why():
+def test_a_stop_string_that_ends_with_the_last_token_is_the_reason():
     assert accepted(reply_of(2, stop=["b"]), "ab") == [None, "stop"]
     assert accepted(reply_of(2, ending_ids=[ord("b")]), "ab") == [None, "stop"]
 
 
-def test_what_might_become_a_stop_string_is_held_back_until_it_cannot():
+def test_a_possible_stop_string_is_held_back():
     reply = reply_of(4, stop=["bcx"])
     assert accepted(reply, "abcd") == [None, None, None, "length"]
     assert reply.pieces[:3] == ["a", "", ""] and reply.text == "abcd"
 
 
 @pytest.mark.parametrize(("logprobs", "top"), [(0, {}), (1, {7: -0.5}), (2, {7: -0.5, 8: -1.5})])
-def test_alternatives_are_those_that_were_asked_for(logprobs, top):
+def test_alternatives_are_the_requested_ones(logprobs, top):
     reply = reply_of(logprobs=logprobs, with_text=False)
     ids, values = np.array([7, 8, 9], np.int32), np.array([-0.5, -1.5, -2.5], np.float32)
     reply.accept(8, -1.5, ids, values)

@@ -1,4 +1,4 @@
-"""Texts of tokens one by one: joined they are the text, and a byte is its byte."""
+"""Texts of single tokens: joined they are the text, and a byte is its byte."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_texts_of_tokens_joined_are_the_text(name):
     texts = TokenTexts(tokenizer)
     ids = tokenizer.encode(TEXT, add_bos=False)
     assert "".join(map(texts.text, ids)).removeprefix(" ") == TEXT
-    # Where a reply begins some tokenizers drop a space.
+    # Some tokenizers drop a space where a reply begins.
     assert texts.opening(ids[0]) + "".join(map(texts.text, ids[1:])) == tokenizer.decode(ids) == TEXT
     assert b"".join(bytes(texts.raw(token_id)) for token_id in ids).decode().removeprefix(" ") == TEXT
 
@@ -42,7 +42,7 @@ def test_a_byte_that_is_no_character_has_its_byte():
     assert (texts.text(newline), texts.raw(newline)) == ("\n", [0x0A])
 
 
-def test_what_has_no_text_by_itself():
+def test_tokens_without_a_text_of_their_own():
     texts = TokenTexts(ZOO["bytes"])
     assert (texts.text(0xC3), texts.raw(0xC3)) == ("\ufffd", None)
     nothing = TokenTexts(None)

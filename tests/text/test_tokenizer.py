@@ -26,7 +26,7 @@ def test_byte_tokenizer_ids_are_bytes(text):
 
 @pytest.mark.parametrize("name", ["llama-tiny", "opt-tiny"])
 def test_byte_tokenizer_and_tiny_presets_agree_on_the_ends(name):
-    """Or a chat with a random model could not end at its end marker."""
+    """Otherwise a chat with a random model could not end at its end marker."""
     tokenizer, config = byte_tokenizer(), preset(name)
     end_ids = (tokenizer.eos_id, *tokenizer.encode("<|end|>", add_bos=False))
     assert (config.bos_token_id, config.eos_token_ids) == (tokenizer.bos_id, end_ids)
@@ -43,9 +43,9 @@ def test_byte_tokenizer_fits_the_tiny_presets():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bos_stands_once_and_only_where_it_is_asked_for(name):
+def test_bos_is_added_once_and_only_on_request(name):
     tokenizer = ZOO[name]
-    wants_bos = name != "byte_level"  # the only one of them without a post-processor or a wish of its own
+    wants_bos = name != "byte_level"  # the only one of them without a post-processor or a setting of its own
     assert tokenizer.wants_bos == wants_bos
     expected = [tokenizer.bos_id] if wants_bos else []
     plain = tokenizer.encode("the cat", add_bos=False)
@@ -74,12 +74,12 @@ def test_truncation_and_padding_of_the_file_are_off():
 
 
 @pytest.mark.parametrize("text", ["\ud800", None, b"a", 3])
-def test_what_is_no_text_is_refused(text):
+def test_invalid_text_is_refused(text):
     with pytest.raises(InvalidRequestError, match="prompt"):
         byte_tokenizer().encode(text, add_bos=False)
 
 
-def test_fingerprint_names_the_meaning_of_ids():
+def test_the_fingerprint_identifies_the_meaning_of_ids():
     def make(**options):
         return Tokenizer(byte_level_backend(), **{"bos_token": "<s>", "eos_token": "</s>", **options})
 
@@ -94,7 +94,7 @@ def test_fingerprint_names_the_meaning_of_ids():
     assert len({same, *(tokenizer.fingerprint for tokenizer in others)}) == 5
 
 
-def test_a_bos_outside_the_vocabulary_is_none():
+def test_a_bos_outside_the_vocabulary_is_ignored():
     tokenizer = Tokenizer(byte_level_backend(), bos_token="[CLS]", wants_bos=True)
     assert (tokenizer.bos_token, tokenizer.bos_id, tokenizer.wants_bos) == (None, None, False)
 
@@ -190,7 +190,7 @@ def test_a_file_that_is_not_utf_8_is_named(tmp_path, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_long_text_has_the_ids_of_any_text(name):
-    """The library's fast batches say what its single calls say."""
+    """The library's fast batches equal its single calls."""
     tokenizer = ZOO[name]
     text = "Hello there, Straße 42! " * 400
     expected = tokenizer._backend.encode(text, add_special_tokens=False).ids
@@ -202,8 +202,8 @@ def test_long_text_has_the_ids_of_any_text(name):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", range(20))
-def test_what_is_refused_unread_would_be_too_long(name, seed):
-    """And what is not has the ids it has without a limit; white space and repeated words are few of them."""
+def test_text_that_is_refused_unread_would_be_too_long(name, seed):
+    """Accepted text has the same ids as without a limit; white space and repeated words give few ids."""
     rng, tokenizer = random.Random(seed), ZOO[name]
     print(f"seed {seed}")
     pieces = ["Hello there", " ", "    " * 50, "x" * 300, "Straße 42!", "\U0001f600", "\n", "</s>"]
@@ -218,7 +218,7 @@ def test_what_is_refused_unread_would_be_too_long(name, seed):
 
 
 @pytest.mark.parametrize("text", ["a", " " * 40 + "a"])
-def test_of_a_text_that_is_far_too_long_only_the_beginning_is_read(monkeypatch, text):
+def test_only_the_beginning_of_a_much_too_long_text_is_read(monkeypatch, text):
     tokenizer, lengths, encode = ZOO["byte_level"], [], Tokenizer._encode
 
     def noted(self, text, most=None):
@@ -243,8 +243,8 @@ def test_of_a_text_that_is_far_too_long_only_the_beginning_is_read(monkeypatch, 
     ],
     ids=["encode", "decode"],
 )
-def test_other_threads_run_meanwhile(work):
-    """While a call keeps the interpreter's lock, nobody else counts further than to where it began."""
+def test_other_threads_run_during_tokenization(work):
+    """If a call kept the GIL, the other thread's count would not advance."""
     tokenizer, ended, ticks = byte_tokenizer(), threading.Event(), 0
 
     def tick() -> None:
@@ -266,8 +266,8 @@ def test_other_threads_run_meanwhile(work):
 @pytest.mark.parametrize(
     ("previous_id", "encoded"), [(None, "<unk>cat"), (9, "<unk>cat"), (1, "<s>cat"), (2, "</s>cat")]
 )
-def test_text_is_encoded_behind_the_special_token_before_it(monkeypatch, previous_id, encoded):
-    """Behind any other id it is encoded behind the special token with the lowest id."""
+def test_text_is_encoded_after_the_preceding_special_token(monkeypatch, previous_id, encoded):
+    """After any other id it is encoded as after the special token with the lowest id."""
     tokenizer, texts, encode = ZOO["metaspace"], [], Tokenizer._encode
     monkeypatch.setattr(
         Tokenizer, "_encode", lambda self, text, most: (texts.append(text), encode(self, text, most))[1]
@@ -277,7 +277,7 @@ def test_text_is_encoded_behind_the_special_token_before_it(monkeypatch, previou
     assert texts == [encoded]
 
 
-def test_text_is_encoded_as_it_is_where_no_token_is_special():
+def test_without_special_tokens_text_is_encoded_alone():
     backend = byte_level_backend(())
     tokenizer = Tokenizer(backend)
     assert tokenizer.special_ids == frozenset()

@@ -1,4 +1,4 @@
-"""How many messages of a new turn a conversation has already, position by position."""
+"""How many messages of a new turn a conversation already has, position by position."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ NEW = user("new")
         ([past(user("a"), reply=None)], [user("a"), assistant("A"), NEW], 2),
     ],
 )
-def test_messages_that_a_conversation_has_are_counted(earlier, messages, num_held):
+def test_messages_that_a_conversation_already_has_are_counted(earlier, messages, num_held):
     assert num_messages_held(earlier, messages) == num_held
 
 
 def test_of_several_matches_the_longest_counts():
-    """The first turn itself tells of an exchange that ends as it does."""
+    """The first turn itself contains an exchange that ends like it."""
     first = past(user("a"), assistant("A"), user("a"), reply="A")
     messages = [user("a"), assistant("A"), user("a"), assistant("A"), NEW]
     assert num_messages_held([first], messages) == 4

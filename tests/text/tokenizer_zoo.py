@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that checkpoints bring, built in code."""
+"""Small tokenizers of the kinds that checkpoints contain, built in code."""
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -12,7 +12,7 @@ CORPUS = [
 
 
 def byte_level_backend(specials=("<s>", "</s>")):
-    """Byte-level BPE as GPT-2, OPT and Llama 3 have it."""
+    """Return byte-level BPE as in GPT-2, OPT and Llama 3."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -25,7 +25,7 @@ def byte_level_backend(specials=("<s>", "</s>")):
 
 
 def metaspace_backend(byte_fallback=True, bos_by_processor=True):
-    """A sentencepiece-like BPE as Llama 2 has it: a space in front, unknown characters as <0x..> tokens."""
+    """Return a sentencepiece-like BPE as in Llama 2: a leading space, unknown characters as <0x..> tokens."""
     pieces = ["<unk>", "<s>", "</s>"]
     if byte_fallback:
         pieces += [f"<0x{byte:02X}>" for byte in range(256)]

@@ -1,4 +1,4 @@
-"""Measured costs: lines between points, files that are refused, and profiles of something else."""
+"""Measured costs: linear interpolation, rejected files, and profiles of another system."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ curves = st.lists(
 
 @pytest.fixture
 def path(tmp_path):
-    """A good file."""
+    """Save a valid file."""
     PROFILE.save(tmp_path / "costs.json")
     return tmp_path / "costs.json"
 
@@ -63,13 +63,13 @@ def edit(path, change):
     path.write_text(json.dumps(values))
 
 
-def test_straight_lines_between_points():
+def test_costs_are_interpolated_linearly():
     model = MeasuredCostModel(points(1.0, 2.0, 5.0))
     expected = {1: 1, 32: 1, 40: 1.25, 48: 1.5, 64: 2, 96: 3.5, 112: 4.25, 128: 5}
     assert {length: model.chunk_cost_s(length) for length in expected} == expected
 
 
-def test_the_last_line_goes_on():
+def test_the_last_line_is_extrapolated():
     model = MeasuredCostModel(points(1.0, 2.0, 5.0))
     assert [model.chunk_cost_s(length) for length in (192, 256, 1152)] == [8, 11, 53]
 
@@ -104,8 +104,8 @@ def test_save_and_load(path):
     assert list(document["curves"]["alone"][0]) == ["context_len", "attention_s", "rest_s", "total_s"]
 
 
-def test_a_file_from_before_state_had_a_dtype_of_its_own(path):
-    """It is of one dtype, and of nothing that stores another."""
+def test_a_file_without_a_kv_dtype_is_accepted_for_one_dtype(path):
+    """Such a file is for the model's dtype only."""
     PROFILE.save(path)
     values = json.loads(path.read_text())
     del values["subject"]["kv_dtype"]
@@ -115,7 +115,7 @@ def test_a_file_from_before_state_had_a_dtype_of_its_own(path):
         MeasuredCostModel.load(path, dataclasses.replace(SUBJECT, kv_dtype="int8"))
 
 
-def test_the_kind_that_the_file_names_counts(path):
+def test_the_device_kind_of_the_file_counts(path):
     assert MeasuredCostModel.load(path, SUBJECT).chunk_cost_s(64) == 2
     edit(path, lambda values: values.update(cost="alone"))
     assert MeasuredCostModel.load(path, SUBJECT).chunk_cost_s(64) == 11
@@ -140,12 +140,12 @@ def refusal(path, subject=SUBJECT):
         (b'{"format": "pensieve cost profile, version 2"}', "version 2"),
     ],
 )
-def test_what_is_no_profile(path, text, says):
+def test_an_invalid_profile_is_refused(path, text, says):
     path.write_bytes(text)
     assert says in refusal(path)
 
 
-def test_no_file_and_a_directory(tmp_path):
+def test_a_missing_file_and_a_directory_are_refused(tmp_path):
     assert "No such file" in refusal(tmp_path / "none.json")
     assert "directory" in refusal(tmp_path)
 
@@ -181,7 +181,7 @@ def first(values):
         (lambda v: first(v).pop("attention_s"), "'attention_s'; it is missing"),
     ],
 )
-def test_what_no_measurement_gives(path, change, says):
+def test_impossible_measurements_are_refused(path, change, says):
     edit(path, change)
     assert says in refusal(path)
 
@@ -190,8 +190,8 @@ def test_what_no_measurement_gives(path, change, says):
     ("name", "value"),
     [(field.name, 99 if field.type == "int" else "other") for field in dataclasses.fields(CostSubject)],
 )
-def test_a_profile_of_something_else(path, name, value):
-    """It says what was found and what is meant, and of nothing else."""
+def test_a_profile_of_another_system_is_refused(path, name, value):
+    """The error names the value found and the one expected, and no other field."""
     message = refusal(path, dataclasses.replace(SUBJECT, **{name: value}))
     assert f"a profile of {name}={value!r}; this one is of {name}={getattr(SUBJECT, name)!r}:" in message
     assert "pensieve profile" in message

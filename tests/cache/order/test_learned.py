@@ -1,4 +1,4 @@
-"""The order `learned`: what it follows, what its shadows keep, and that a bad order is soon left."""
+"""The order `learned`: which order it follows, what its ghost caches keep, and how it leaves a bad order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_following_lru_it_is_lru(sizes, holes):
     assert order_of(cache, sequences) == order_of(*cache_with("lru", sizes, holes))
 
 
-def test_it_goes_by_the_index_times_the_cost():
+def test_it_orders_by_index_times_cost():
     cache, (returner, leaver) = cache_with("learned", [(3, 300.0), (3, 1.0)])
     model = ReturnModel()
     returner.bucket, leaver.bucket = 5, 6
@@ -53,10 +53,10 @@ def test_it_goes_by_the_index_times_the_cost():
     sizes=sizes_strategy,
     changes=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=40),
 )
-def test_the_order_is_what_a_search_would_find(followed, seed, sizes, changes):
-    """Time passes, bins end, models are fitted, orders change; conversations come, go and give way.
+def test_the_order_equals_an_exhaustive_search(followed, seed, sizes, changes):
+    """Time passes, bins end, models are fitted, orders change; conversations come, leave and are evicted.
 
-    A turn may be answered when its conversation is idle already, as where it ends by length.
+    A turn may be answered after its conversation became idle, as when it ends by length.
     """
     cache, sequences = cache_with("learned", sizes)
     policy, rng = cache.policy, random.Random(seed)
@@ -97,7 +97,7 @@ def test_the_order_is_what_a_search_would_find(followed, seed, sizes, changes):
             if victim is not None:
                 store.trim(victim.sequence)
         noted.update(store.changed[EvictionClass.DIRTY])
-        store.changed[EvictionClass.DIRTY].clear()  # who is not noted now must not need to be
+        store.changed[EvictionClass.DIRTY].clear()  # sequences without a notification must not need one
         assert_is_least(order, cache, sequences)
 
 
@@ -113,7 +113,7 @@ def assert_is_least(order, cache, sequences):
 
 @dataclass
 class Plain:
-    """A conversation in the slow shadow."""
+    """A conversation in the slow ghost cache."""
 
     bucket: int
     last_active_s: float
@@ -125,7 +125,7 @@ class Plain:
 
 
 class SlowShadow:
-    """The same as `GhostCache`, by looking at everybody for every block."""
+    """The same as `GhostCache`, by scanning all conversations for every block."""
 
     def __init__(self, policy, num_places):
         self.policy, self.num_places, self.known = policy, num_places, {}
@@ -152,7 +152,7 @@ class SlowShadow:
     seed=st.integers(0, 10_000),
     turns=st.lists(st.tuples(st.integers(0, 6), st.booleans(), st.integers(1, 12)), max_size=60),
 )
-def test_a_shadow_keeps_what_a_cache_of_that_order_would(name, seed, turns):
+def test_a_ghost_cache_keeps_what_a_cache_with_that_order_would(name, seed, turns):
     orders = {
         "retention": RetentionPolicy(COSTS, BLOCK_TOKENS),
         "lru": RecencyPolicy(),
@@ -176,7 +176,7 @@ def test_a_shadow_keeps_what_a_cache_of_that_order_would(name, seed, turns):
     assert fast.num_held == held
 
 
-def test_a_shadow_does_not_keep_whoever_has_no_blocks_of_its_own():
+def test_a_ghost_cache_does_not_keep_conversations_without_own_blocks():
     shadow = GhostCache(RecencyPolicy(), 20)
     for i in range(100):
         shadow.left(str(i), 2, num_shared=2, bucket=1, now_s=float(i))
@@ -200,8 +200,8 @@ def insured(model: ReturnModel, followed: str, num_tokens: int) -> PolicySelecto
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_an_order_that_keeps_losing_is_not_followed_for_long(seed):
-    """The model has it the wrong way round: who returns was learned to leave, and the other way."""
+def test_an_order_that_keeps_losing_is_soon_left(seed):
+    """The model is wrong: it was taught that returning users leave, and the other way round."""
     print("seed", seed)
     rng, model = random.Random(seed), ReturnModel()
     for _ in range(1000):
@@ -214,7 +214,7 @@ def test_an_order_that_keeps_losing_is_not_followed_for_long(seed):
     size = 5 * BLOCK_TOKENS
     for i in range(600):
         now_s += 5.0
-        if i >= 4 and rng.random() < 0.9:  # those of bucket 1 come back after 20 s
+        if i >= 4 and rng.random() < 0.9:  # those of bucket 1 return after 20 s
             insurance.returned(f"good-{i % 4}", size, 0)
             followed = insurance.followed
             paid_s += insurance.lost_s[followed] - before[followed]
@@ -228,7 +228,7 @@ def test_an_order_that_keeps_losing_is_not_followed_for_long(seed):
 
 
 def test_chance_alone_changes_little():
-    """Three orders that lose as much as each other, of losses that differ by orders of magnitude."""
+    """Three orders have equal expected losses, which differ by orders of magnitude from turn to turn."""
     insurance = insured(ReturnModel(), "retention", 10 * BLOCK_TOKENS)
     rng = np.random.default_rng(0)
     for _ in range(3000):
@@ -237,7 +237,7 @@ def test_chance_alone_changes_little():
     assert insurance.num_changes <= 10
 
 
-def test_its_losses_are_handed_over():
+def test_its_losses_are_exported():
     first = insured(ReturnModel(), "retention", 10 * BLOCK_TOKENS)
     for i in range(50):
         first._add(np.array([1.0, 2.0, 0.25 + 0.01 * (i % 3)]))
@@ -255,8 +255,8 @@ def test_its_losses_are_handed_over():
 
 
 @pytest.mark.parametrize(("num_blocks", "factor"), [(1000, 1.0), (1, 1.0), (10, 0.01)])
-def test_losses_of_another_memory_or_model_are_forgotten(num_blocks, factor):
-    """Or a handful of turns here would weigh nothing beside thousands there, and a bad order would stay."""
+def test_losses_of_another_memory_size_or_model_are_forgotten(num_blocks, factor):
+    """Otherwise a few turns here would weigh nothing against thousands there, and a bad order would stay."""
     first = insured(ReturnModel(), "retention", 10 * BLOCK_TOKENS)
     for i in range(3000):
         first._add(np.array([100.0, 200.0, 1.0 + 0.01 * (i % 3)]))
@@ -270,8 +270,8 @@ def test_losses_of_another_memory_or_model_are_forgotten(num_blocks, factor):
     assert second.followed == "lru"
 
 
-def test_a_shared_prefix_is_not_what_the_user_sent():
-    """A system prompt of thousands of tokens says nothing about who sends the first message."""
+def test_a_shared_prefix_does_not_count_as_the_users_prompt():
+    """A system prompt of thousands of tokens says nothing about the sender of the first message."""
     buckets = []
     for num_shared in (0, 100):
         cache = Cache(400, policy="learned")
@@ -285,13 +285,13 @@ def test_a_shared_prefix_is_not_what_the_user_sent():
     assert buckets[0] == buckets[1]
 
 
-def test_a_page_more_is_no_other_memory():
+def test_one_page_more_is_not_another_memory_size():
     first = insured(ReturnModel(), "retention", 100 * BLOCK_TOKENS)
     first._add(np.array([1.0, 2.0, 3.0]))
     assert first.losses.holds_for(insured(ReturnModel(), "lru", 101 * BLOCK_TOKENS).losses.counted_for)
 
 
-def test_a_prefix_is_like_the_turns_of_its_latest_user():
+def test_a_prefix_is_valued_like_its_latest_users_turns():
     cache = Cache(200, policy="learned")
     prefix = cache.manager.open_prefix("prefix", 2 * CHUNK)
     sequence = cache.manager.open("a")
@@ -305,8 +305,8 @@ def test_a_prefix_is_like_the_turns_of_its_latest_user():
     assert set(changed) == {prefix, sequence}
 
 
-def test_turns_are_told_and_learned_from():
-    """Through the manager, as the loop tells it; a one-off or withdrawn turn is none of its business."""
+def test_turns_reach_the_order_through_the_manager():
+    """The engine loop reports them; one-off or withdrawn turns are ignored."""
     cache = Cache(200, policy="learned")
     manager = cache.manager
     for i in range(64):
@@ -324,12 +324,12 @@ def test_turns_are_told_and_learned_from():
     assert manager.turns.experience().num_returns == 0
 
 
-def test_orders_that_do_not_learn_have_no_experience():
+def test_orders_that_do_not_learn_have_no_learned_state():
     cache = Cache(policy="retention")
     assert cache.manager.turns.experience() is None and cache.manager.turns.describe() is None
 
 
-def test_a_policy_begins_with_what_an_experience_followed():
+def test_a_policy_starts_with_the_order_of_its_learned_state():
     cache = Cache(200, policy="learned")
     policy = cache.manager._policy
     assert isinstance(policy, LearnedPolicy) and policy.followed == "retention"

@@ -1,4 +1,4 @@
-"""What the order that learns makes of turns: buckets, sizes, and what it says of itself."""
+"""How the learning order processes turns: buckets, sizes, and its description."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def answered(cache: Cache, sequence, num_history_tokens, prompt_tokens, output_t
 
 
 @pytest.mark.parametrize(("num_history_tokens", "is_first"), [(316, True), (317, False)])
-def test_a_turn_is_the_first_where_it_is_the_whole_history(num_history_tokens, is_first):
+def test_a_turn_whose_tokens_are_the_whole_history_is_the_first(num_history_tokens, is_first):
     cache = Cache(200, policy="learned")
     sequence = cache.running("a", 320)
     bucket = answered(cache, sequence, num_history_tokens, 300)
@@ -26,7 +26,7 @@ def test_a_turn_is_the_first_where_it_is_the_whole_history(num_history_tokens, i
 
 
 @pytest.mark.parametrize(("num_history_tokens", "own_tokens"), [(496, 480 - 400), (500, 480)])
-def test_a_shared_prefix_counts_off_the_first_prompt_only(num_history_tokens, own_tokens):
+def test_a_shared_prefix_is_subtracted_from_the_first_prompt_only(num_history_tokens, own_tokens):
     cache = Cache(200, policy="learned")
     sequence = cache.manager.open("a")
     cache.manager.share(sequence, cache.manager.open_prefix("prefix", 25 * CHUNK))
@@ -36,7 +36,7 @@ def test_a_shared_prefix_counts_off_the_first_prompt_only(num_history_tokens, ow
     assert bucket == bucket_of(is_first=is_first, prompt_tokens=own_tokens, output_tokens=CHUNK)
 
 
-def test_a_prompt_is_never_below_nothing():
+def test_a_prompt_size_is_never_negative():
     cache = Cache(200, policy="learned")
     sequence = cache.manager.open("a")
     cache.manager.share(sequence, cache.manager.open_prefix("prefix", 25 * CHUNK))
@@ -44,7 +44,7 @@ def test_a_prompt_is_never_below_nothing():
     assert answered(cache, sequence, 316, 300) == bucket_of(is_first=True, prompt_tokens=0, output_tokens=1)
 
 
-def test_a_turn_without_a_history_is_no_return():
+def test_a_turn_without_a_history_is_not_a_return():
     cache = Cache(200, policy="learned")
     sequence = cache.running("a", 3 * CHUNK)
     cache.manager.turns.sent(sequence, 0)
@@ -55,7 +55,7 @@ def test_a_turn_without_a_history_is_no_return():
     assert cache.manager.turns.stats()["num_returns_seen"] == 1
 
 
-def test_who_is_ended_does_not_return():
+def test_an_ended_conversation_does_not_return():
     cache = Cache(200, policy="learned")
     sequence = cache.running("a", 3 * CHUNK)
     answered(cache, sequence, 3 * CHUNK, 2 * CHUNK)
@@ -66,8 +66,8 @@ def test_who_is_ended_does_not_return():
     assert experience.num_returns == 0 and experience.exposure_s.sum() == pytest.approx(3.0)
 
 
-def test_who_is_ended_gives_its_place_in_the_shadows_to_others():
-    """Another conversation of its name has lost nothing in any order."""
+def test_an_ended_conversation_frees_its_place_in_the_ghost_caches():
+    """A later conversation of the same name has lost nothing in any order."""
     cache = Cache(200, policy="learned")
     turns, sequence = cache.manager.turns, cache.running("a", 64 * CHUNK)
     answered(cache, sequence, 64 * CHUNK, 63 * CHUNK)
@@ -77,7 +77,7 @@ def test_who_is_ended_gives_its_place_in_the_shadows_to_others():
     assert [shadow.num_held for shadow in shadows] == [0] * 3
 
 
-def test_whoever_is_idle_counts_as_not_seen_any_longer():
+def test_idle_conversations_count_as_not_returned_so_far():
     cache = Cache(200, policy="learned")
     sequence = cache.running("a", 3 * CHUNK)
     answered(cache, sequence, 3 * CHUNK, 2 * CHUNK)
@@ -93,7 +93,7 @@ def test_chunks_that_are_on_both_tiers_ahead_of_need_count_once(cpu_pages, clean
     assert cache.manager.turns.experience().losses.counted_for[0] == num_chunks * CHUNK
 
 
-def test_what_a_conversation_shares_is_not_its_own_in_the_shadows():
+def test_shared_chunks_are_not_own_blocks_in_the_ghost_caches():
     cache = Cache(200, policy="learned")
     sequence = cache.running("a", 64 * CHUNK)
     cache.manager.release(sequence)
@@ -104,7 +104,7 @@ def test_what_a_conversation_shares_is_not_its_own_in_the_shadows():
     assert [shadow.num_held for shadow in shadows] == [32 * CHUNK // BLOCK_TOKENS] * 3
 
 
-def test_it_says_which_order_is_followed_and_why():
+def test_the_description_names_the_order_and_the_reason():
     cache = Cache(200, policy="learned")
     turns = cache.manager.turns
     assert turns.describe() == "following 'retention': no order has lost anything yet"
@@ -118,7 +118,7 @@ def test_it_says_which_order_is_followed_and_why():
     )
 
 
-def test_an_order_that_is_better_is_followed_after_a_turn():
+def test_a_better_order_is_followed_after_a_turn():
     cache = Cache(200, policy="learned")
     turns, sequence = cache.manager.turns, cache.running("a", 3 * CHUNK)
     for _ in range(3):
@@ -128,7 +128,7 @@ def test_an_order_that_is_better_is_followed_after_a_turn():
     assert cache.manager._policy.followed == "lru" and turns.stats()["num_order_changes"] == 1
 
 
-def test_it_goes_on_from_an_experience_and_forgets_it():
+def test_it_continues_from_a_learned_state_and_forgets_it():
     cache = Cache(200, policy="learned")
     experience = experience_of(3)
     cache.manager.turns.begin(experience)
@@ -139,7 +139,7 @@ def test_it_goes_on_from_an_experience_and_forgets_it():
     assert cache.manager._policy.followed == "retention"
 
 
-def test_orders_that_do_not_learn_make_nothing_of_turns():
+def test_orders_that_do_not_learn_ignore_turns():
     cache = Cache(8)
     sequence, turns = cache.running("a", CHUNK), cache.manager.turns
     turns.sent(sequence, 5)

@@ -1,4 +1,4 @@
-"""Worths, words and costs of the orders, by numbers; and the fields of a document of experience."""
+"""Values, texts and costs of the orders, by number; and the fields of a learned-state document."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COSTS = AnalyticCostModel(CHUNK, num_weights=1e3, attention_width=1e3)
 
 
 class Active:
-    """A conversation that was last active at a time."""
+    """A conversation with a given time of last activity."""
 
     def __init__(self, last_active_s: float, bucket: int = 0) -> None:
         self.last_active_s, self.bucket = last_active_s, bucket
@@ -38,7 +38,7 @@ def offers(*rows: tuple[float, int, int]) -> EvictionCandidates:
     return EvictionCandidates(np.array(last_active_s), np.array(buckets), np.array(chunks))
 
 
-# Costs
+# Costs.
 
 
 @pytest.mark.parametrize(
@@ -50,19 +50,19 @@ def offers(*rows: tuple[float, int, int]) -> EvictionCandidates:
         (16_384, 32 * 37_421_772_800 / 4e14),
     ],
 )
-def test_the_default_cost_is_two_operations_a_weight_and_four_a_unit_of_attention(context_len, cost_s):
+def test_the_default_cost_is_two_operations_per_weight_and_four_per_unit_of_attention(context_len, cost_s):
     cost = AnalyticCostModel(32, num_weights=12e9, attention_width=40 * 40 * 128)
     assert cost.chunk_cost_s(context_len) == pytest.approx(cost_s, rel=1e-12)
 
 
 def test_the_default_cost_by_hand():
-    """One token, one weight, width one, context one: 2 + 4 operations, of 4e14 a second."""
+    """One token, one weight, width one, context one: 2 + 4 operations, at 4e14 per second."""
     assert AnalyticCostModel(1, 1, 1).chunk_cost_s(1) == pytest.approx(1.5e-14)
     assert AnalyticCostModel(1, 1, 0, flop_per_s=1.0).chunk_cost_s(5) == 2
     assert AnalyticCostModel(1, 0, 1, flop_per_s=1.0).chunk_cost_s(5) == 20
 
 
-# Worths
+# Values.
 
 
 def test_retention_divides_the_cost_up_to_a_chunks_end_by_idle_time():
@@ -79,7 +79,7 @@ def test_retention_divides_the_cost_up_to_a_chunks_end_by_idle_time():
     assert policy.epoch(1.0) != policy.epoch(2.0) and policy.until_s(offers((0.0, 0, 0)), 1.0) is None
 
 
-def test_costs_of_many_reach_as_far_as_is_asked():
+def test_costs_of_many_reach_the_requested_length():
     policy = RetentionPolicy(COSTS, CHUNK)
     for index in (0, 1, 2, 3, 10, 21, 20):
         expected = COSTS.chunk_cost_s((index + 1) * CHUNK) / 10
@@ -94,7 +94,7 @@ def test_recency_is_one_over_idle_time():
 
 
 @pytest.mark.parametrize("name", ["lru", "conversation", "trailing"])
-def test_the_least_recent_are_worth_their_time(name):
+def test_the_least_recent_have_their_time_as_value(name):
     policy = make_policy(name, COSTS, CHUNK)
     assert policy.worth(Active(90.0), 7, 100.0) == 90.0 and policy.epoch(1.0) == policy.epoch(2.0)
     assert policy.worths(offers((90.0, 0, 7)), 100.0).tolist() == [90.0]
@@ -118,8 +118,8 @@ def test_returns_multiply_the_index_by_the_cost_until_the_bin_ends():
     assert policy.epoch(1.0)[0] == 4, "a model with as many fits is another one"
 
 
-def test_what_no_order_knows_of_many_is_asked_of_each():
-    """An order without columns asks for each worth; a row without a chunk is worth infinity."""
+def test_without_a_vectorized_method_each_value_is_asked_for():
+    """An order without columns is asked for each value; a row without a chunk has the value infinity."""
 
     class Plain(RetentionPolicy):
         worths = EvictionPolicy.worths
@@ -130,7 +130,7 @@ def test_what_no_order_knows_of_many_is_asked_of_each():
     assert found.tolist() == [first, math.inf, last]
 
 
-def test_the_learned_order_is_the_one_that_is_followed():
+def test_the_learned_order_equals_the_followed_one():
     policy = LearnedPolicy(COSTS, CHUNK)
     assert list(orders_of(ReturnsPolicy(ReturnModel(), COSTS, CHUNK), COSTS, CHUNK)) == list(policy.orders)
     assert policy.followed == "retention" and policy.in_force is policy.orders["retention"]
@@ -151,15 +151,15 @@ def test_the_learned_order_is_the_one_that_is_followed():
         ("learned", [(0.25, 1.0)], "worth 0.25 in the order that was followed"),
     ],
 )
-def test_worths_in_words(policy, worths, words):
+def test_values_as_text(policy, worths, words):
     assert make_policy(policy, COSTS, CHUNK).describe(worths) == words
 
 
-def test_recency_in_words_is_no_time():
+def test_a_recency_as_text_is_not_a_time():
     assert RecencyPolicy().describe([(0.5, 1.0), (2.0, 1.0)]) == "worth 0.5 to 2"
 
 
-# The order of victims
+# The order of victims.
 
 
 def order_over(cache: Cache, *sequences, policy=None) -> VictimOrder:
@@ -168,7 +168,7 @@ def order_over(cache: Cache, *sequences, policy=None) -> VictimOrder:
     return order
 
 
-def test_a_victim_that_did_not_give_way_is_named_again():
+def test_a_victim_that_was_not_evicted_is_named_again():
     cache = Cache(20, policy="lru")
     old, _ = cache.idle("old", 2 * CHUNK, 9.0), cache.idle("young", CHUNK, 1.0)
     order = order_over(cache, *cache.manager._store)
@@ -188,8 +188,8 @@ def test_an_order_that_never_had_a_candidate_can_be_asked_again():
     assert order.peek() is None and order.peek() is None
 
 
-def test_each_worth_is_computed_once_in_a_pass():
-    """A new time makes every worth out of date; a sequence that changed as well is not valued twice."""
+def test_each_value_is_computed_once_in_a_pass():
+    """A new time outdates all values; a sequence that changed as well is not valued twice."""
 
     class Counting(RetentionPolicy):
         def worths(self, offers, now_s):
@@ -210,8 +210,8 @@ def test_each_worth_is_computed_once_in_a_pass():
 
 
 @pytest.mark.parametrize("num_sequences", [63, 64, 65, 66, 130, 300])
-def test_all_of_many_give_way_in_order(num_sequences):
-    """More than the front takes at once, and with ties across its end."""
+def test_many_sequences_are_evicted_in_order(num_sequences):
+    """There are more than the front holds, with ties across its end."""
     cache = Cache(num_sequences, policy="lru")
     made = [cache.running(str(i), CHUNK) for i in range(num_sequences)]
     for number, sequence in enumerate(made):
@@ -224,8 +224,8 @@ def test_all_of_many_give_way_in_order(num_sequences):
     assert found == sorted(made, key=lambda s: s.last_active_s) and len(found) == num_sequences
 
 
-def test_rows_are_found_again_when_others_were_forgotten():
-    """Room for more rows is made by leaving out those of conversations that are gone."""
+def test_rows_are_found_again_after_others_were_forgotten():
+    """To make room for more rows, the rows of forgotten conversations are removed."""
     cache = Cache(200, policy="lru")
     made = [cache.idle(str(i), CHUNK, 90.0 - i / 2) for i in range(64)]
     noted = dict.fromkeys(made)
@@ -246,7 +246,7 @@ def test_rows_are_found_again_when_others_were_forgotten():
     assert found == [*made[33:], *more, made[32]]
 
 
-def test_who_became_idle_anew_ranks_by_that():
+def test_a_conversation_that_became_idle_again_ranks_by_its_new_time():
     cache = Cache(20, policy="lru")
     one, two = cache.idle("one", CHUNK, 5.0), cache.idle("two", CHUNK, 5.0)
     noted = {one: None, two: None}
@@ -265,7 +265,7 @@ def test_who_became_idle_anew_ranks_by_that():
 
 
 def test_a_bin_that_ends_changes_the_order():
-    """Returns: the index of the first conversation falls when its idle time leaves its bin."""
+    """In `returns`, the index of the first conversation falls when its idle time leaves its bin."""
     cache = Cache(20, policy="learned")
     one, two = cache.idle("one", CHUNK, 0.0), cache.idle("two", CHUNK, 0.0)
     one.bucket, two.bucket = 1, 2
@@ -285,7 +285,7 @@ def test_a_bin_that_ends_changes_the_order():
         assert victim.worth == worths[victim.sequence] == min(worths.values())
 
 
-# Experience
+# Learned state.
 
 
 def document() -> dict:
@@ -294,7 +294,7 @@ def document() -> dict:
     return LearnedState(np.full(shape, 2.0), np.full(shape, 0.12345678), "lru", losses).to_dict()
 
 
-def test_a_document_has_microseconds():
+def test_a_document_has_microsecond_resolution():
     assert document()["exposure_s"][0][0] == 0.123457 and document()["returns"][3][4] == 2.0
     assert document()["lost_s"] == {"retention": 1.0, "lru": 2.0, "returns": 3.0}
     assert document()["format"] == "pensieve experience, version 1"
@@ -314,7 +314,7 @@ def test_numbers_of_another_shape_or_sign_are_refused(field, values):
         LearnedState.from_dict(document() | {field: values})
 
 
-def test_zeros_are_numbers():
+def test_zeros_are_accepted():
     shape = NUM_BUCKETS, NUM_BINS
     found = LearnedState.from_dict(
         document() | {"returns": np.zeros(shape).tolist(), "losses_counted_for": []}
@@ -322,7 +322,7 @@ def test_zeros_are_numbers():
     assert found.num_returns == 0 and found.losses.counted_for == ()
 
 
-def test_together_takes_what_all_began_from_off_and_nothing_below_zero():
+def test_merging_subtracts_the_common_start_without_negative_results():
     shape, losses = (NUM_BUCKETS, NUM_BINS), PolicyLosses((0.0,) * 3, ((0.0,) * 3,) * 3)
     given = LearnedState(np.full(shape, 4.0), np.full(shape, 8.0), "lru", losses)
     ones = [

@@ -1,4 +1,4 @@
-"""The contract of eviction policies, and the order that each promises; and the cost model behind one."""
+"""The contract of eviction policies, the order that each guarantees, and the cost model behind one."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.cache.helpers import CHUNK, Cache, habits, resident
 
 
 class Active(NamedTuple):
-    """When a sequence was active, and its bucket."""
+    """Times of activity of a sequence, and its bucket."""
 
     last_active_s: float
     bucket: int
 
 
 def cache_with(policy, sizes, holes=()):
-    """A cache of idle sequences: (chunks, idle seconds) each; `holes` are (sequence, chunk) to drop."""
+    """Return a cache of idle sequences (chunks, idle seconds); `holes` are (sequence, chunk) to drop."""
     cache = Cache(200, policy=policy)
     sequences = [cache.idle(f"s{i}", size * CHUNK, idle_s) for i, (size, idle_s) in enumerate(sizes)]
     for i, chunk in holes:
@@ -38,7 +38,7 @@ def cache_with(policy, sizes, holes=()):
 
 
 def victims_of(cache, sequences, shelf=EvictionClass.DIRTY):
-    """(sequence, chunks) in the order in which they leave the gpu; each group is dropped before the next."""
+    """Return (sequence, chunks) in eviction order; each group is dropped before the next is asked for."""
     order = VictimOrder(cache.policy, shelf, dict.fromkeys(sequences))
     while (victim := peek(order, cache)) is not None:
         sequence, group, worth = victim
@@ -51,13 +51,13 @@ def victims_of(cache, sequences, shelf=EvictionClass.DIRTY):
 
 
 def peek(order, cache):
-    """Who gives way next, now."""
+    """Return the next victim at the current time."""
     order.begin(cache.clock.now())
     return order.peek()
 
 
 def order_of(cache, sequences, shelf=EvictionClass.DIRTY):
-    """[(sequence's number, chunk)] in the order in which they are dropped, until none is left."""
+    """Return [(sequence's number, chunk)] in drop order, until none is left."""
     victims = victims_of(cache, sequences, shelf)
     return [(sequences.index(sequence), chunk) for sequence, group in victims for chunk in group]
 
@@ -79,7 +79,7 @@ def test_every_resident_chunk_is_a_victim_exactly_once(policy, sizes, holes):
 @pytest.mark.parametrize("policy", POLICIES)
 @given(sizes=sizes_strategy, holes=holes_strategy)
 def test_order_within_a_conversation(policy, sizes, holes):
-    """Leading end first, but for `trailing`, which goes from the tail."""
+    """The leading end goes first, except in `trailing`, which starts at the tail."""
     cache, sequences = cache_with(policy, sizes, holes)
     all_resident = [resident(sequence) for sequence in sequences]
     order = order_of(cache, sequences)
@@ -90,8 +90,8 @@ def test_order_within_a_conversation(policy, sizes, holes):
 
 @pytest.mark.parametrize("policy", ["lru", "conversation", "trailing"])
 @given(sizes=sizes_strategy)
-def test_the_longest_idle_go_first_where_cost_does_not_matter(policy, sizes):
-    """Conversation after conversation, those that tie side by side in any chunk order."""
+def test_the_longest_idle_go_first_if_cost_does_not_matter(policy, sizes):
+    """Conversations go one after the other; tied ones go together, in any chunk order."""
     cache, sequences = cache_with(policy, sizes)
     last_active = [sequences[i].last_active_s for i, _ in order_of(cache, sequences)]
     assert last_active == sorted(last_active)
@@ -109,21 +109,21 @@ def test_retention_drops_by_cost_over_idle_time(sizes, holes):
     assert values == sorted(values)
 
 
-def test_retention_takes_cheap_chunks_of_many_before_dear_ones_of_one():
+def test_retention_evicts_cheap_chunks_of_many_before_expensive_ones_of_one():
     cache, sequences = cache_with("retention", [(3, 10.0), (3, 11.0)])
     assert order_of(cache, sequences) == [(1, 0), (0, 0), (1, 1), (0, 1), (1, 2), (0, 2)]
     cache, sequences = cache_with("retention", [(3, 1.0), (3, 1000.0)])
     assert order_of(cache, sequences) == [(1, 0), (1, 1), (1, 2), (0, 0), (0, 1), (0, 2)]
 
 
-def test_conversation_takes_whole_histories():
+def test_conversation_evicts_whole_histories():
     cache, sequences = cache_with("conversation", [(3, 1.0), (2, 5.0)])
     groups = [(sequence.sequence_id, group) for sequence, group in victims_of(cache, sequences)]
     assert groups == [("s1", (0, 1)), ("s0", (0, 1, 2))]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_ties_fall_to_the_sequence_given_first(policy):
+def test_ties_go_to_the_sequence_given_first(policy):
     cache, sequences = cache_with(policy, [(2, 5.0), (2, 5.0), (2, 5.0)])
     first_of_each = dict.fromkeys(i for i, _ in order_of(cache, sequences))
     assert list(first_of_each) == [0, 1, 2]
@@ -131,7 +131,7 @@ def test_ties_fall_to_the_sequence_given_first(policy):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_chunks_dropped_by_others_do_not_break_the_order(policy):
-    """A truncation between two victims: the rest still comes, once."""
+    """After a truncation between two victims, the rest still comes, once."""
     cache, (one, two) = cache_with(policy, [(4, 3.0), (4, 3.0)])
     victims = victims_of(cache, [one, two])
     next(victims)
@@ -141,8 +141,8 @@ def test_chunks_dropped_by_others_do_not_break_the_order(policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_who_is_pinned_since_is_passed_over(policy):
-    """A conversation that was pinned since does not stop the others from giving way."""
+def test_a_sequence_that_was_pinned_since_is_skipped(policy):
+    """It does not stop the others from being evicted."""
     cache, (one, two) = cache_with(policy, [(3, 9.0), (3, 1.0)])
     order = VictimOrder(cache.policy, EvictionClass.DIRTY, {one: None, two: None})
     assert peek(order, cache).sequence is one
@@ -152,8 +152,8 @@ def test_who_is_pinned_since_is_passed_over(policy):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @given(sizes=sizes_strategy, changes=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 6)), max_size=40))
-def test_the_order_lasts_while_everything_changes(policy, sizes, changes):
-    """Time passes, some give way, are pinned, come back or are cut: it is what a search would find."""
+def test_the_order_stays_right_while_everything_changes(policy, sizes, changes):
+    """Time passes, sequences are evicted, pinned, cut or return: the order equals an exhaustive search."""
     cache, sequences = cache_with(policy, sizes)
     store, noted = cache.manager._store, dict.fromkeys(sequences)
     order = VictimOrder(cache.policy, EvictionClass.DIRTY, noted)
@@ -172,7 +172,7 @@ def test_the_order_lasts_while_everything_changes(policy, sizes, changes):
         elif change == 4 and sequence.role is Role.IDLE:
             cache.manager.touch(sequence)
         elif change == 5 and sequence.role is Role.IDLE:
-            cache.running(sequence.sequence_id, 5 * CHUNK, sequence)  # its leading chunks are there again
+            cache.running(sequence.sequence_id, 5 * CHUNK, sequence)  # its leading chunks are back
             cache.manager.release(sequence)
         else:
             victim = order.peek()
@@ -181,7 +181,7 @@ def test_the_order_lasts_while_everything_changes(policy, sizes, changes):
             if victim is not None:
                 store.trim(victim.sequence)
         noted.update(store.changed[EvictionClass.DIRTY])
-        store.changed[EvictionClass.DIRTY].clear()  # who is not noted now must not need to be
+        store.changed[EvictionClass.DIRTY].clear()  # sequences without a notification must not need one
         victim = order.peek()
         now_s, expected = cache.clock.now(), []
         for one in sequences:
@@ -192,8 +192,8 @@ def test_the_order_lasts_while_everything_changes(policy, sizes, changes):
         assert found == min(expected, default=None)
 
 
-def test_who_is_gone_does_not_hide_a_tie():
-    """All are worth the same; behind one that was pinned since stands who became idle before everybody."""
+def test_a_sequence_that_left_does_not_hide_a_tie():
+    """All have equal values; behind one that was pinned since is the one that became idle first."""
     cache, (first, second, third) = cache_with("retention", [(1, 1.0), (2, 1.0), (1, 1.0)], holes=[(1, 0)])
     policy = RetentionPolicy(AnalyticCostModel(CHUNK, num_weights=1e3, attention_width=0.0), CHUNK)
     for sequence in (third, second, first):  # `first` ranks behind `third`, in the group of chunk 0
@@ -206,8 +206,8 @@ def test_who_is_gone_does_not_hide_a_tie():
     assert peek(order, cache).sequence is first
 
 
-def test_rows_of_those_who_left_do_not_pile_up():
-    """Behind a conversation that is worth least of all, others come and go for ever."""
+def test_rows_of_sequences_that_left_do_not_accumulate():
+    """Others keep coming and leaving behind a conversation with the lowest value."""
     cache, (one, two) = cache_with("lru", [(1, 50.0), (1, 1.0)])
     noted = {one: None, two: None}
     order = VictimOrder(cache.policy, EvictionClass.DIRTY, noted)
@@ -222,7 +222,7 @@ def test_rows_of_those_who_left_do_not_pile_up():
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 def test_many_come_and_go(seed):
-    """More than there are rows at first; who lost everything, and who left, are forgotten on the way."""
+    """There are more than the initial rows; empty sequences and ones that left are forgotten on the way."""
     print("seed", seed)
     rng, cache = random.Random(seed), Cache(2000)
     store, held = cache.manager._store, []
@@ -235,7 +235,7 @@ def test_many_come_and_go(seed):
             back = held.pop(rng.randrange(len(held)))
             cache.queued(back.sequence_id, back)
         noted.update(store.changed[EvictionClass.DIRTY])
-        store.changed[EvictionClass.DIRTY].clear()  # who is not noted now must not need to be
+        store.changed[EvictionClass.DIRTY].clear()  # sequences without a notification must not need one
         now_s = cache.clock.now()
         order.begin(now_s)
         for _ in range(rng.choice((0, 1, 2, 90)) if number % 50 == 49 else rng.randrange(2)):
@@ -265,8 +265,8 @@ ORDERS |= {f"learned, {name}": order for name, order in ORDERS["learned"].orders
     ),
     idle_s=st.one_of(st.sampled_from(EDGES_S), st.floats(-1.0, 3e4)),
 )
-def test_worths_of_many_are_those_of_each(name, seed, offers, idle_s):
-    """To the last bit, also where idle time is at an edge, and until the time that is said."""
+def test_vectorized_values_equal_single_ones(name, seed, offers, idle_s):
+    """They are bit-identical, also if idle time is at an edge, and until the returned time."""
     order = ORDERS[name]
     if name == "learned, returns":
         order.use(habits(seed))
@@ -287,8 +287,8 @@ def test_worths_of_many_are_those_of_each(name, seed, offers, idle_s):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_each_shelf_has_an_order_of_its_own(policy):
-    """Chunks 1 and 2 are on the cpu, 0 and 3 on the gpu."""
+def test_each_eviction_class_has_its_own_order(policy):
+    """Chunks 1 and 2 are on the CPU, 0 and 3 on the GPU."""
     cache = Cache(20, 20, policy=policy)
     sequence = cache.on_cpu("a", 4 * CHUNK, but=[0, 3])
     on_cpu = order_of(cache, [sequence], EvictionClass.HOST)

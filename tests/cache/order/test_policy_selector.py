@@ -1,4 +1,4 @@
-"""The rule by which another order is followed, and what turns cost each: counted by hand."""
+"""The rule that selects another order, and the cost of turns, counted by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pensieve_jax.cache.order.policy_selector import BLOCK_TOKENS, PolicyLosses,
 
 
 class Constant:
-    """A chunk costs a second, wherever it ends, or as many seconds as it ends in blocks."""
+    """A chunk costs one second wherever it ends, or as many seconds as the number of blocks up to its end."""
 
     def __init__(self, *, grows: bool = False) -> None:
         self.grows = grows
@@ -28,11 +28,11 @@ def insurance_of(num_tokens: int = 10 * BLOCK_TOKENS, *, grows: bool = False, **
     ("num_tokens", "num_blocks"),
     [(0, 0), (1, 1), (255, 1), (256, 1), (383, 1), (385, 2), (512, 2), (640 + 1, 3), (25_600, 100)],
 )
-def test_blocks_are_the_nearest_number_and_not_none_of_something(num_tokens, num_blocks):
+def test_block_counts_are_rounded_and_at_least_one(num_tokens, num_blocks):
     assert _num_blocks(num_tokens) == num_blocks
 
 
-def test_a_block_costs_what_its_chunks_cost():
+def test_a_block_costs_as_much_as_its_chunks():
     insurance = insurance_of()
     assert [insurance._cost_s(number) for number in (3, 0, 1, 2)] == [12.0, 0.0, 4.0, 8.0]
     growing = insurance_of(grows=True)
@@ -42,7 +42,7 @@ def test_a_block_costs_what_its_chunks_cost():
     ]
 
 
-def test_what_it_counts_for_is_its_size_and_its_costs():
+def test_it_is_identified_by_its_size_and_its_costs():
     assert insurance_of(1234).losses.counted_for == (1234.0, 4 * 4.0, 32 * 4.0)
 
 
@@ -63,14 +63,14 @@ def test_its_memory_is_at_least_one_block(num_tokens, num_places):
         ((100.0,), (100.0, 1.0), False),
     ],
 )
-def test_losses_hold_for_a_memory_that_is_alike(known, counted_for, holds):
+def test_losses_are_valid_for_a_similar_memory_size(known, counted_for, holds):
     assert PolicyLosses((), (), known).holds_for(counted_for) is holds
 
 
-# What turns cost
+# The cost of turns.
 
 
-def test_a_turn_pays_for_what_its_shadow_has_lost():
+def test_a_turn_pays_for_what_its_ghost_cache_has_lost():
     insurance = insurance_of(10 * BLOCK_TOKENS)
     insurance.left("a", 6 * BLOCK_TOKENS, 0, bucket=0, now_s=0.0)
     insurance.left("b", 7 * BLOCK_TOKENS, 0, bucket=0, now_s=1.0)
@@ -94,8 +94,8 @@ def test_a_shared_prefix_is_not_paid_for():
     assert insurance.lost_s["one"] == pytest.approx(expected + blocks)
 
 
-def test_a_turn_pays_for_no_more_than_its_history():
-    """A prefix that is longer than the history, and a shadow that has lost more than there is now."""
+def test_a_turn_pays_for_at_most_its_history():
+    """Covers a prefix longer than the history, and a ghost cache that has lost more than there is now."""
     insurance = insurance_of(10 * BLOCK_TOKENS)
     insurance.returned("a", BLOCK_TOKENS, 3 * BLOCK_TOKENS)
     assert insurance.lost_s["one"] == 0.0
@@ -105,7 +105,7 @@ def test_a_turn_pays_for_no_more_than_its_history():
     assert insurance.lost_s["one"] == 8.0
 
 
-def test_who_is_resized_or_ended_is_so_in_every_shadow():
+def test_resizing_and_ending_apply_to_every_ghost_cache():
     insurance = insurance_of()
     insurance.left("a", 6 * BLOCK_TOKENS, 0, bucket=0, now_s=0.0)
     insurance.resized("a", 2 * BLOCK_TOKENS)
@@ -114,11 +114,11 @@ def test_who_is_resized_or_ended_is_so_in_every_shadow():
     assert [shadow.num_held for shadow in insurance._shadows] == [0, 0]
 
 
-# The rule
+# The rule.
 
 
 def test_another_order_is_followed_beyond_three_percent_of_the_losses():
-    """Of one turn the difference is as large as its standard error: no turn alone is evidence."""
+    """After one turn the difference equals its standard error, so a single turn does not suffice."""
     insurance = insurance_of()
     insurance._add([1.0, 0.5])
     assert insurance.followed == "one" and insurance.num_changes == 0
@@ -127,7 +127,7 @@ def test_another_order_is_followed_beyond_three_percent_of_the_losses():
 
 
 @pytest.mark.parametrize(("other_s", "followed"), [(0.96, "two"), (0.98, "one"), (1.0, "one"), (1.1, "one")])
-def test_a_gain_of_less_than_three_percent_is_none(other_s, followed):
+def test_a_gain_of_less_than_three_percent_is_ignored(other_s, followed):
     insurance = insurance_of()
     for _ in range(2000):
         insurance._add([1.0, other_s])
@@ -143,7 +143,7 @@ def test_the_best_of_several_is_followed():
     assert insurance.followed == "c"
 
 
-def test_losses_that_differ_by_chance_are_no_evidence():
+def test_losses_that_differ_by_chance_are_not_evidence():
     """The sum of the differences is 1, and its standard error 9 times the root of 3."""
     insurance = insurance_of()
     for losses_s in ([10.0, 1.0], [1.0, 10.0], [10.0, 1.0]):
@@ -155,7 +155,7 @@ def test_losses_that_differ_by_chance_are_no_evidence():
     assert products[0][1] == products[1][0] == pytest.approx(30, rel=1e-2)
 
 
-def test_losses_are_forgotten_by_half_in_five_hundred_turns():
+def test_losses_decay_by_half_in_five_hundred_turns():
     insurance = insurance_of()
     insurance._add([8.0, 4.0])
     for _ in range(500):
@@ -165,7 +165,7 @@ def test_losses_are_forgotten_by_half_in_five_hundred_turns():
     assert products[0] == pytest.approx((64 / 4, 32 / 4)) and products[1] == pytest.approx((32 / 4, 16 / 4))
 
 
-def test_losses_are_gone_on_from_only_where_they_hold():
+def test_losses_are_continued_only_if_they_are_valid():
     first = insurance_of()
     first._add([8.0, 4.0])
     second = insurance_of(followed="two", losses=first.losses)

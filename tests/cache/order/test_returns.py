@@ -1,4 +1,4 @@
-"""The model of returns beside a slow one, its shrinking, and what the log makes of turns."""
+"""The model of returns against a slow one, its shrinkage, and what the log derives from turns."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ times = st.floats(0, 30_000, allow_nan=False)
 
 
 def slow_index(hazards):
-    """By walking every horizon of every bin in small words."""
+    """Compute the index by iterating over every horizon of every bin."""
     index = np.zeros_like(hazards)
     for bucket, begin in np.ndindex(hazards.shape):
         surviving, returned, held_s = 1.0, 0.0, 0.0
@@ -49,18 +49,18 @@ def slow_index(hazards):
 @given(
     st.lists(st.floats(1e-6, 0.5), min_size=NUM_BINS, max_size=NUM_BINS),
 )
-def test_the_index_is_that_of_a_walk_over_all_horizons(rates):
+def test_the_index_equals_that_of_an_iteration_over_all_horizons(rates):
     hazards = np.array([rates])
     np.testing.assert_allclose(index_of(hazards), slow_index(hazards), rtol=1e-6)
 
 
-def test_where_rates_only_fall_the_index_is_the_rate():
+def test_if_rates_only_fall_the_index_is_the_rate():
     hazards = np.geomspace(0.3, 1e-5, NUM_BINS)[None]
     np.testing.assert_allclose(index_of(hazards), hazards, rtol=1e-9)
 
 
-def test_a_return_that_is_near_is_worth_waiting_for():
-    """Nobody returns in the first minute, everybody in the second."""
+def test_an_imminent_return_raises_the_value():
+    """No conversation returns in the first minute, all return in the second."""
     hazards = np.full((1, NUM_BINS), 1e-6)
     near = [i for i in range(NUM_BINS) if 60 <= EDGES_S[i] < 120]
     hazards[0, near] = 0.5
@@ -70,7 +70,7 @@ def test_a_return_that_is_near_is_worth_waiting_for():
 
 
 @given(st.floats(0, 1e9), st.floats(0, 30_000))
-def test_a_bin_begins_where_the_calendar_says(last_active_s, idle_s):
+def test_a_bin_begins_at_its_edge_in_absolute_time(last_active_s, idle_s):
     now_s = last_active_s + idle_s
     found = bin_of(last_active_s, now_s)
     assert found == 0 or last_active_s + EDGES_S[found] <= now_s
@@ -95,8 +95,8 @@ def test_without_evidence_the_rate_is_one_over_idle_time():
     np.testing.assert_allclose(products, products[0, 0])
 
 
-def test_time_beyond_what_was_seen_does_not_look_promising():
-    """All returned within ten seconds, and nobody was idle for longer: beyond, the rate falls as 1 / idle."""
+def test_rates_beyond_the_observed_time_are_low():
+    """All returned within ten seconds, and none was idle for longer: beyond, the rate falls as 1 / idle."""
     model = ReturnModel()
     bucket = bucket_of(is_first=True, prompt_tokens=10, output_tokens=10)
     for i in range(1000):
@@ -107,7 +107,7 @@ def test_time_beyond_what_was_seen_does_not_look_promising():
     assert beyond == sorted(beyond, reverse=True) and beyond[0] < seen and beyond[-1] < 1e-2 * seen
 
 
-def test_a_bucket_of_its_own_habits_parts_from_the_rest():
+def test_a_bucket_with_different_habits_separates_from_the_rest():
     model = ReturnModel()
     quick = bucket_of(is_first=False, prompt_tokens=10, output_tokens=10)
     slow = bucket_of(is_first=True, prompt_tokens=10_000, output_tokens=10)
@@ -119,7 +119,7 @@ def test_a_bucket_of_its_own_habits_parts_from_the_rest():
     assert model.index(slow, bin_of(0, 5.0)) < model.index(UNKNOWN, bin_of(0, 5.0))
 
 
-def test_old_returns_count_less_when_there_are_many():
+def test_old_returns_count_less_if_there_are_many():
     returns, exposure_s = np.zeros((2, NUM_BUCKETS, NUM_BINS))
     returns[1, 3], exposure_s[1, 3] = 49_999.0, 1e6
     model = ReturnModel(returns, exposure_s)
@@ -129,7 +129,7 @@ def test_old_returns_count_less_when_there_are_many():
     assert model.exposure_s[1, 3] == pytest.approx(5e5, rel=1e-3)
 
 
-def test_buckets_are_told_apart_by_turn_and_sizes():
+def test_buckets_differ_by_turn_and_sizes():
     sizes = list(itertools.product((1, 100, 400, 1500, 5000, 12_000), (1, 250)))
     found = [
         bucket_of(is_first=first, prompt_tokens=prompt, output_tokens=output)
@@ -143,7 +143,7 @@ def open_log():
     return ReturnLog(ReturnModel())
 
 
-def test_returns_count_once_and_those_who_are_idle_count_as_not_returned():
+def test_returns_count_once_and_idle_ones_count_as_not_returned():
     log = open_log()
     for i in range(200):
         log.left(str(i), 1, 0.0)
@@ -157,7 +157,7 @@ def test_returns_count_once_and_those_who_are_idle_count_as_not_returned():
     assert log.model.returns.sum() == 50 and log.model.exposure_s.sum() == pytest.approx(500 + 30)
 
 
-def test_rows_are_used_again():
+def test_rows_are_reused():
     log = open_log()
     for i in range(1000):
         log.left("a", 1, float(i))
@@ -167,8 +167,8 @@ def test_rows_are_used_again():
     assert len(log) == 0 and len(log._ids) <= 2
 
 
-def test_those_who_never_return_are_not_kept():
-    """Nobody returns, so nothing is fitted: no more rows than twice those who may still return."""
+def test_conversations_that_never_return_are_dropped():
+    """Without returns there is no fit: at most twice as many rows as conversations that may return."""
     log, gap_s = open_log(), 100.0
     for i in range(5000):
         log.left(str(i), 1, i * gap_s)
@@ -176,7 +176,7 @@ def test_those_who_never_return_are_not_kept():
     assert log.model.returns.sum() == 0
 
 
-def test_whoever_has_been_idle_too_long_has_left():
+def test_a_conversation_that_was_idle_too_long_has_left():
     log = open_log()
     log.left("a", 1, 0.0)
     log.fit(HORIZON_S + 5)
@@ -194,7 +194,7 @@ def experience():
     return LearnedState(rng.integers(0, 9, shape).astype(float), rng.random(shape) * 1e3, "returns", losses)
 
 
-def test_experience_survives_its_document():
+def test_learned_state_survives_serialization():
     before = experience()
     after = LearnedState.from_dict(json.loads(json.dumps(before.to_dict())))
     np.testing.assert_array_equal(after.returns, before.returns)
@@ -217,25 +217,25 @@ def test_experience_survives_its_document():
         ({"loss_products": "no"}, "experience.loss_products"),
     ],
 )
-def test_a_document_of_something_else_is_refused_by_field(change, field):
+def test_an_invalid_document_is_refused_by_field(change, field):
     with pytest.raises(ConfigError) as caught:
         LearnedState.from_dict(experience().to_dict() | change)
     assert caught.value.field == field
 
 
 @pytest.mark.parametrize("document", [None, [], "text", {}, 3])
-def test_what_is_no_document_is_refused(document):
+def test_a_value_that_is_not_a_document_is_refused(document):
     with pytest.raises(ConfigError):
         LearnedState.from_dict(document)
 
 
-def test_what_several_have_seen_adds_up():
+def test_learned_states_of_several_replicas_add_up():
     one = experience()
     both = LearnedState.together([one, one])
     assert both.num_returns == 2 * one.num_returns and both.followed == "returns"
 
 
-def test_what_all_began_from_counts_once():
+def test_the_common_start_counts_once():
     given = experience()
     begun = [LearnedState(given.returns + i, given.exposure_s + i, "lru", given.losses) for i in range(3)]
     found = LearnedState.together(begun, given)

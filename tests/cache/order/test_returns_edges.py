@@ -1,4 +1,4 @@
-"""Returns: where buckets and bins end, how much evidence counts, and when the model is fitted anew."""
+"""Returns: edges of buckets and bins, the weight of evidence, and when the model is refitted."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_bucket_of_prompts_begins_at_its_size(prompt_tokens):
 
 @pytest.mark.parametrize("number", [0, 1, 5, NUM_BINS - 1])
 @pytest.mark.parametrize("last_active_s", [0.0, 0.1, 1e9 + 0.3])
-def test_a_bin_is_closed_at_its_beginning_and_open_at_its_end(number, last_active_s):
+def test_a_bin_includes_its_beginning_and_excludes_its_end(number, last_active_s):
     begin_s = last_active_s + EDGES_S[number]
     before_s = np.nextafter(begin_s, -math.inf).item()
     assert bin_of(last_active_s, begin_s) == number and bin_of(last_active_s, before_s) == max(number - 1, 0)
@@ -65,15 +65,15 @@ def test_a_bin_is_closed_at_its_beginning_and_open_at_its_end(number, last_activ
     assert bins_of(active_s, begin_s) == [number] and bins_of(active_s, before_s) == [max(number - 1, 0)]
 
 
-def test_beyond_the_last_edge_is_the_last_bin_and_before_now_the_first():
+def test_times_beyond_the_last_edge_are_in_the_last_bin_and_times_before_now_in_the_first():
     for now_s, number in ((1e6, NUM_BINS - 1), (-5.0, 0)):
         assert bin_of(0.0, now_s) == bins_of(np.zeros(1), now_s)[0] == number
 
 
-# Counting
+# Counting.
 
 
-def test_a_return_counts_in_the_bin_in_which_it_came():
+def test_a_return_counts_in_the_bin_of_its_time():
     model = ReturnModel()
     for idle_s in (0.0, 0.99, 1.0, 15_000.0):
         model.close(3, idle_s, returned=True)
@@ -83,7 +83,7 @@ def test_a_return_counts_in_the_bin_in_which_it_came():
     )
 
 
-def test_whoever_is_not_back_at_the_horizon_has_not_returned():
+def test_a_conversation_that_is_idle_at_the_horizon_has_not_returned():
     model = ReturnModel()
     model.close(1, HORIZON_S, returned=True)
     model.close(1, 10.0, returned=False)
@@ -112,7 +112,7 @@ def test_fits_are_counted():
     assert model.num_fits == 2
 
 
-def test_indices_of_many_are_those_of_each():
+def test_vectorized_indices_equal_single_ones():
     model = ReturnModel()
     model.close(7, 30.0, returned=True)
     model.fit(ZEROS)
@@ -121,7 +121,7 @@ def test_indices_of_many_are_those_of_each():
     assert model.indices(buckets, bins).tolist() == expected and len(set(expected)) == 3
 
 
-def test_open_exposure_counts_in_a_fit():
+def test_exposure_of_idle_conversations_counts_in_a_fit():
     model, other = ReturnModel(), ReturnModel()
     for one in (model, other):
         one.close(7, 30.0, returned=True)
@@ -130,7 +130,7 @@ def test_open_exposure_counts_in_a_fit():
     assert other.index(7, 5) < model.index(7, 5)
 
 
-# Rates
+# Rates.
 
 MIDDLES_S = np.array(
     [
@@ -164,13 +164,13 @@ def test_a_rate_is_never_below_a_thousandth():
 
 
 @pytest.mark.parametrize(("num_returns", "spent_s"), [(0.0, 100.0), (3.0, 0.0)])
-def test_without_returns_or_time_the_first_rate_counts(num_returns, spent_s):
+def test_without_returns_or_time_the_initial_rate_counts(num_returns, spent_s):
     returns, exposure_s = ZEROS.copy(), ZEROS.copy()
     returns[2, 5], exposure_s[2, 5] = num_returns, spent_s
     assert hazards_of(returns, exposure_s)[1, 6] == pytest.approx(0.1 / MIDDLES_S[6])
 
 
-# The log
+# The log.
 
 
 def test_the_model_is_fitted_after_every_thirty_second_return():
@@ -195,7 +195,7 @@ def test_idle_time_is_observed_up_to_the_horizon_and_from_zero_on():
 
 
 @pytest.mark.parametrize(("idle_s", "is_kept"), [(HORIZON_S - 1, True), (HORIZON_S, False)])
-def test_a_fit_closes_whoever_has_reached_the_horizon(idle_s, is_kept):
+def test_a_fit_closes_conversations_at_the_horizon(idle_s, is_kept):
     log = ReturnLog(ReturnModel())
     log.left("gone", 1, 0.0)
     log.left("there", 1, 10.0)
@@ -203,7 +203,7 @@ def test_a_fit_closes_whoever_has_reached_the_horizon(idle_s, is_kept):
     assert len(log) == 1 + is_kept and log.num_returns == 0
 
 
-def test_who_leaves_again_is_idle_since_then():
+def test_a_conversation_that_leaves_again_is_idle_from_then_on():
     log = ReturnLog(ReturnModel())
     log.left("a", 1, 0.0)
     log.left("a", 4, 10.0)
@@ -212,7 +212,7 @@ def test_who_leaves_again_is_idle_since_then():
     assert open_s.sum() == open_s[4].sum() == pytest.approx(5.0)
 
 
-def test_rows_grow_when_everybody_may_return():
+def test_rows_grow_if_all_conversations_may_return():
     log = ReturnLog(ReturnModel())
     for i in range(200):
         log.left(str(i), 1, float(i))

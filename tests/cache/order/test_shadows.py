@@ -1,4 +1,4 @@
-"""What a shadow keeps, counted by hand."""
+"""Content of a ghost cache, counted by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pensieve_jax.cache.order.shadows import GhostCache, GhostEntry
 
 
 def shadows_of(num_places: int, *sizes: int) -> GhostCache:
-    """Conversations "0", "1", ... that left one second after the other."""
+    """Return a ghost cache of conversations "0", "1", ... that left one second after the other."""
     cache = GhostCache(RecencyPolicy(), num_places)
     for number, size in enumerate(sizes):
         cache.left(str(number), size, num_shared=0, bucket=0, now_s=float(number))
@@ -31,7 +31,7 @@ def lost(cache: GhostCache) -> dict[str, int]:
         ((10, 6, 9), (10, 0, 0)),
     ],
 )
-def test_what_is_there_lies_behind_what_is_shared_and_what_is_lost(size, counts):
+def test_present_blocks_follow_shared_and_lost_ones(size, counts):
     shadow = GhostEntry("a")
     assert shadow.role is Role.RUNNING and (shadow.num_held, shadow.bucket, shadow.last_active_s) == (0, 0, 0)
     shadow.set_size(*size)
@@ -41,39 +41,39 @@ def test_what_is_there_lies_behind_what_is_shared_and_what_is_lost(size, counts)
     assert shadow.last_on(EvictionClass.HOST) == 9
 
 
-def test_nothing_gives_way_while_all_fits():
+def test_nothing_is_evicted_while_all_fits():
     cache = shadows_of(10, 4, 6)
     assert cache.num_held == 10 and lost(cache) == {"0": 0, "1": 0}
 
 
-def test_the_order_gives_way_from_the_front_until_the_rest_fits():
+def test_the_order_evicts_from_the_front_until_the_rest_fits():
     cache = shadows_of(10, 4, 6, 3)
     assert cache.num_held == 10 and lost(cache) == {"0": 3, "1": 0, "2": 0}
     assert cache.returned("0") == 3 and cache.num_held == 13, "it is there again, and running"
     assert cache.returned("1") == 0 and cache.returned("9") is None
 
 
-def test_who_has_lost_everything_is_forgotten():
+def test_a_conversation_that_has_lost_everything_is_forgotten():
     cache = shadows_of(10, 4, 6, 4)
     assert lost(cache) == {"1": 0, "2": 0} and cache.returned("0") is None and cache.num_held == 10
 
 
-def test_room_is_made_for_several_at_once():
-    """One in 64 places more may be taken; then all of these are given back."""
+def test_room_is_made_in_batches():
+    """The cache may exceed its size by one place in 64; then all of these are freed."""
     cache = shadows_of(128, 100, 30)
     assert cache.num_held == 130 and lost(cache) == {"0": 0, "1": 0}
     cache.left("2", 1, num_shared=0, bucket=0, now_s=2.0)
     assert cache.num_held == 128 and lost(cache) == {"0": 3, "1": 0, "2": 0}
 
 
-def test_who_runs_loses_nothing():
+def test_a_running_conversation_loses_nothing():
     cache = shadows_of(10, 8, 2)
     cache.returned("0")
     cache.left("2", 5, num_shared=0, bucket=0, now_s=2.0)
     assert lost(cache) == {"0": 0, "2": 3} and cache.num_held == 10
 
 
-def test_who_leaves_again_has_everything_and_ranks_last():
+def test_a_conversation_that_leaves_again_is_complete_and_ranks_last():
     cache = shadows_of(10, 4, 6, 3)
     cache.left("0", 5, num_shared=0, bucket=0, now_s=3.0)
     assert lost(cache) == {"0": 0, "1": 4, "2": 0} and cache.num_held == 10
@@ -101,7 +101,7 @@ def test_blocks_that_others_share_are_not_its_own(num_lost, before, after, lost_
     assert cache.num_held == held_after and cache._noted == {shadow: None}
 
 
-def test_who_shares_everything_is_forgotten_unless_it_runs():
+def test_a_conversation_that_shares_everything_is_forgotten_unless_it_runs():
     cache = shadows_of(20, 6, 6)
     cache.resized("0", 6)
     cache.returned("1")
@@ -110,7 +110,7 @@ def test_who_shares_everything_is_forgotten_unless_it_runs():
     assert list(cache._shadows) == ["1"] and cache.num_held == 0 and not cache._noted
 
 
-def test_who_is_ended_takes_its_blocks_along():
+def test_an_ended_conversation_takes_its_blocks_along():
     cache = shadows_of(20, 6, 5)
     cache.ended("0")
     cache.ended("0")

@@ -1,4 +1,4 @@
-"""The sampler against numpy and against `jax.random`, and its independence of everything else."""
+"""The sampler against numpy and against `jax.random`, and its independence of the rest of the batch."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _truncated = jax.jit(functools.partial(sampler._truncate, backend="xla"))
 
 
 def run(logits, rows, mode=EVERYTHING, num_top=NUM_TOP):
-    """Samples as numpy arrays."""
+    """Return samples as numpy arrays."""
     return jax.tree.map(np.asarray, _compiled(num_top, mode)(np.asarray(logits, np.float32), rows))
 
 
 def make_rows(num_rows, *, temperature=1.0, top_k=0, top_p=1.0, seeds=0, positions=0, banned=()):
-    """Rows of one setting; `seeds` and `positions` may be arrays."""
+    """Return rows of one setting; `seeds` and `positions` may be arrays."""
     seeds = np.broadcast_to(np.asarray(seeds, np.uint64), num_rows)
     banned_ids = np.full((num_rows, 4), -1, np.int32)
     banned_ids[:, : len(banned)] = banned
@@ -61,7 +61,7 @@ def random_logits(num_rows, seed=0, vocab_size=VOCAB_SIZE, scale=3.0):
 
 
 def kept_by_numpy(logits, temperature, top_k, top_p):
-    """bool[V] and f64[V]: the ids that survive both cuts, and their probabilities."""
+    """Return bool[V] and f64[V]: the ids that survive both cuts, and their probabilities."""
     scores = logits.astype(np.float64) / temperature
     kept = np.ones(len(scores), bool)
     if 0 < top_k < len(scores):
@@ -76,7 +76,7 @@ def kept_by_numpy(logits, temperature, top_k, top_p):
 
 
 def chi_square(token_ids, probs):
-    """The statistic and its degrees of freedom, with cells of at least 5 expected draws."""
+    """Return the statistic and its degrees of freedom, with cells of at least 5 expected draws."""
     expected = probs * len(token_ids)
     observed = np.bincount(token_ids, minlength=len(probs))
     large = expected >= 5
@@ -84,8 +84,8 @@ def chi_square(token_ids, probs):
     return sum(((o - e) ** 2 / np.maximum(e, 1e-9)).sum() for o, e in cells), large.sum()
 
 
-def test_noise_is_what_jax_random_computes():
-    """Seed, position and token id go through the very hash of a `threefry2x32` key."""
+def test_noise_equals_jax_random():
+    """Seed, position and token id go through the same hash as a `threefry2x32` key."""
     seed, position = 0x1234567_89ABCDEF, 77
     key = jax.random.wrap_key_data(np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32), impl="threefry2x32")
     with jax.threefry_partitionable(True):
@@ -131,8 +131,8 @@ def test_positions_are_independent_draws():
 
 
 @pytest.mark.parametrize("num_rows", [1, 37])
-def test_independent_of_batch(num_rows):
-    """A row's id does not depend on its place, its neighbours, the padding or the mode of the batch."""
+def test_a_row_is_independent_of_its_batch(num_rows):
+    """A row's id does not depend on its index, other rows, the padding or the mode of the batch."""
     logits = random_logits(NUM_ROWS, seed=5)
     rng = np.random.default_rng(6)
     rows = make_rows(
@@ -150,7 +150,7 @@ def test_independent_of_batch(num_rows):
     np.testing.assert_array_equal(run(logits[draws_only], subset, mode).token_ids, expected[draws_only])
 
 
-def test_independent_of_sharding():
+def test_ids_are_independent_of_sharding():
     """A vocabulary sharded over two devices gives the same ids and log-probabilities."""
     logits = random_logits(16, seed=7, vocab_size=128)
     rows = make_rows(16, temperature=0.9, top_k=30, top_p=0.9, seeds=np.arange(16), positions=3, banned=(5,))
@@ -171,7 +171,7 @@ def test_independent_of_sharding():
     ids=["one device", "whole on two", "split over two"],
 )
 def test_the_kernel_gives_the_same_ids(monkeypatch, logits_spec):
-    """Cutoffs by the kernel and by XLA, also with logits on two devices, which each search all rows."""
+    """The kernel and XLA find the cutoffs, also with logits on two devices that each search all rows."""
     logits = random_logits(16, seed=7, vocab_size=128)
     rows = make_rows(
         16, temperature=np.tile([0.9, 0.9, 0.9, 0.0], 4), top_k=np.tile([0, 30], 8),
@@ -195,7 +195,7 @@ def test_the_kernel_gives_the_same_ids(monkeypatch, logits_spec):
 @pytest.mark.parametrize("mode", sampler.all_modes(), ids=str)
 @pytest.mark.parametrize("backend", ["xla", "pallas_triton"])
 def test_lowers_for_cuda(backend, mode):
-    """Only a mode that truncates has the kernel, and only where a step is told to take it."""
+    """Only a mode that truncates has the kernel, and only if a step is told to use it."""
     logits, rows = random_logits(4), make_rows(4)
     statics = {"mode": mode, "num_top": NUM_TOP, "max_num_samples": 4, "cutoff_backend": backend}
     text = lower_for_cuda(functools.partial(choose, **statics), logits, rows)
@@ -218,7 +218,7 @@ def test_scores_come_back_from_their_keys():
     ties=st.booleans(),
 )
 def test_cuts_keep_what_numpy_keeps(seed, temperature, top_k, top_p, ties):
-    """The ids left by both cuts, with and without ties."""
+    """Compares the ids left by both cuts, with and without ties."""
     logits = random_logits(1, seed=seed)
     if ties:
         logits = np.round(logits)
@@ -242,7 +242,7 @@ def _compiled_possible(mode):
 
 
 def possible_ids(logits, rows, margin, mode=EVERYTHING):
-    """bool[S, V], as a numpy array."""
+    """Return bool[S, V] as a numpy array."""
     return np.asarray(_compiled_possible(mode)(logits, rows, margin=np.float32(margin)))
 
 
@@ -254,8 +254,8 @@ def possible_ids(logits, rows, margin, mode=EVERYTHING):
     top_p=st.sampled_from([1e-9, 0.05, 0.5, 0.95, 1.0]),
     margin=st.sampled_from([1e-3, 0.15, 1.0]),
 )
-def test_what_logits_that_are_a_little_off_choose_is_possible(seed, temperature, top_k, top_p, margin):
-    """By at most the margin against each other; the choice itself always is, and most others are not."""
+def test_choices_of_slightly_different_logits_are_possible(seed, temperature, top_k, top_p, margin):
+    """Logits differ by at most the margin; the choice itself is always possible, most other ids are not."""
     logits = random_logits(NUM_ROWS, seed=seed)
     rows = make_rows(
         NUM_ROWS,
@@ -282,7 +282,7 @@ CORNERS = np.array(list(itertools.product((-0.499, 0.499), repeat=FEW_IDS)), np.
 
 
 def few_rows(rng, num_rows, margin):
-    """Rows of few ids that are close to their cuts and to each other, some of them equal."""
+    """Return rows of few ids that are close to their cuts and to each other, some of them equal."""
     temperature = rng.choice([0.1, 0.5, 1.0, 5.0], num_rows)
     scores = rng.choice([0.0, 0.5, 1.0, 2.0], (num_rows, FEW_IDS))
     scores += rng.choice([0.0, 0.4, 0.9], scores.shape) * (margin / temperature)[:, None]
@@ -300,8 +300,8 @@ def few_rows(rng, num_rows, margin):
 
 
 @pytest.mark.parametrize(("margin", "most"), [(1e-3, 1.5), (0.1, 1.6)])
-def test_all_that_logits_choose_that_are_as_far_off_as_they_may_be(margin, most):
-    """Every corner, and rounding to a grid, which makes ties and breaks them; and hardly anything else."""
+def test_all_choices_of_logits_within_the_margin_are_possible(margin, most):
+    """Covers every corner, and rounding to a grid with ties; hardly any other id is possible."""
     rng = np.random.default_rng(new_seed())
     num_possible = num_chosen = 0
     for _ in range(12):
@@ -325,13 +325,13 @@ def test_all_that_logits_choose_that_are_as_far_off_as_they_may_be(margin, most)
     [
         ([0.5, 0.3, 0.1, 0.1], 1.0, 0, 0.7, 1e-3, 1),  # two stay, far from the cut: the choice and no other
         ([0.5, 0.3, 0.1, 0.1], 1.0, 2, 1.0, 1e-3, 1),
-        ([0.76, 0.24], 0.1, 0, 0.75, 0.01, 2),  # odds of 3.17 and 3: nearer by what temperature makes of it
+        ([0.76, 0.24], 0.1, 0, 0.75, 0.01, 2),  # odds of 3.17 and 3: the temperature brings them closer
         ([0.76, 0.24], 0.1, 0, 0.75, 0.004, 1),
         ([0.76, 0.24], 1.0, 0, 0.75, 0.01, 1),
         ([1.0], 1.0, 3, 0.5, 0.01, 1),
     ],
 )
-def test_what_is_possible_and_nothing_else(probs, temperature, top_k, top_p, margin, num_possible):
+def test_possible_ids_by_hand(probs, temperature, top_k, top_p, margin, num_possible):
     logits = np.tile((temperature * np.log(probs)).astype(np.float32), (NUM_ROWS, 1))
     rows = make_rows(NUM_ROWS, temperature=temperature, top_k=top_k, top_p=top_p, seeds=np.arange(NUM_ROWS))
     possible = possible_ids(logits, rows, margin)
@@ -342,7 +342,7 @@ def test_what_is_possible_and_nothing_else(probs, temperature, top_k, top_p, mar
 
 @pytest.mark.parametrize("temperature", [0.0, 0.2])
 def test_no_more_than_the_margin_apart(temperature):
-    """Of a greedy row by logits, of a random one by logits with the noise that they are chosen with."""
+    """For a greedy row the logits count, for a random one the logits with their noise."""
     free = make_rows(NUM_ROWS, temperature=temperature, seeds=np.arange(NUM_ROWS))
     mode = SamplerMode(draws=temperature > 0, truncates=False, top_logprobs=False)
     scale = temperature or 1.0
@@ -354,8 +354,8 @@ def test_no_more_than_the_margin_apart(temperature):
         assert possible[:, 0].all() and (possible[:, 1] == is_possible).all()
 
 
-def test_an_id_that_is_all_but_cut_is_possible_and_one_that_is_cut_by_far_is_not():
-    """Though the best id is ahead of it by 1.1, which is more than either may be off."""
+def test_an_id_near_the_cut_is_possible_and_one_far_below_is_not():
+    """This holds although the best id is ahead of it by 1.1, which exceeds the margin of either."""
     logits = np.full((NUM_ROWS, VOCAB_SIZE), -50.0, np.float32)
     logits[:, :2] = np.log([0.7503, 0.2497])
     for top_p, is_possible in ((0.75, True), (0.74, False)):
@@ -392,7 +392,7 @@ def test_every_column_of_the_table_changes_what_is_chosen(name):
 
 
 def test_greedy_takes_the_first_of_equals():
-    """Ties go to the lowest id, with and without the machinery of random choice."""
+    """Ties go to the lowest id, with and without the code for random choice."""
     logits = np.zeros((NUM_ROWS, VOCAB_SIZE), np.float32)
     logits[1, [20, 40]] = 2.0
     logits[2, [7, 99]] = 3.0
@@ -403,7 +403,7 @@ def test_greedy_takes_the_first_of_equals():
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-40, 1e-6, 0.8])
 def test_banned_ids_are_never_sampled(temperature):
-    """The four best ids are banned; padding (-1) bans nothing, the last id least of all."""
+    """The four best ids are banned; padding (-1) bans nothing, in particular not the last id."""
     logits = np.zeros((NUM_ROWS, VOCAB_SIZE), np.float32)
     logits[:, :4] = 20.0
     logits[:, VOCAB_SIZE - 1] = 15.0
@@ -434,7 +434,7 @@ def test_infinite_logits_stay_finite():
     np.testing.assert_array_equal(found.logprobs, np.zeros(NUM_ROWS))
 
 
-def test_logprobs_are_of_the_raw_distribution():
+def test_logprobs_are_those_of_the_raw_distribution():
     """Neither temperature, nor cuts, nor bans change the log-probabilities reported."""
     logits = random_logits(NUM_ROWS, seed=9)
     reference = logits.astype(np.float64)

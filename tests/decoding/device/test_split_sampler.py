@@ -1,4 +1,4 @@
-"""Sampling over a split vocabulary: the ids of whole rows, and no more exchanges than are needed."""
+"""Sampling over a split vocabulary: the ids of whole rows, with the fewest possible exchanges."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_ROWS, NUM_TOP, VOCAB_SIZE = 24, 5, 128
 
 @functools.cache
 def chooser(num_devices, mode, vocab_size=VOCAB_SIZE):
-    """The compiled sampler of a step, and how its arguments are placed."""
+    """Return the compiled sampler of a step, and the placement of its arguments."""
     mesh = make_mesh(num_devices)
     places = (
         NamedSharding(mesh, logits_spec(vocab_size, mesh)),
@@ -44,7 +44,7 @@ def run(num_devices, mode, logits, rows) -> StepResult:
 
 
 def assert_same(mode, logits, rows, num_devices=2):
-    """Ids to the bit; what is added up device by device to rounding."""
+    """Compare ids exactly, and sums over devices up to rounding."""
     expected, found = (run(number, mode, logits, rows) for number in (1, num_devices))
     np.testing.assert_array_equal(found.token_ids, expected.token_ids)
     np.testing.assert_array_equal(found.top_ids, expected.top_ids)
@@ -54,7 +54,7 @@ def assert_same(mode, logits, rows, num_devices=2):
 
 @pytest.mark.parametrize("mode", sampler.all_modes(), ids=str)
 def test_every_mode_chooses_as_one_device_does(mode):
-    """Greedy, random, cut and banned rows, and rows of ties across the devices."""
+    """Covers greedy, random, truncated and banned rows, and rows with ties across the devices."""
     rng = np.random.default_rng(1)
     rows = make_rows(
         NUM_ROWS, temperature=np.tile([0.0, 0.7, 1.5], NUM_ROWS // 3), top_k=rng.choice([0, 9], NUM_ROWS),
@@ -67,7 +67,7 @@ def test_every_mode_chooses_as_one_device_does(mode):
 
 
 def test_parts_without_a_possible_id_and_more_devices():
-    """All of one part is minus infinity; four devices; fewer ids a device than most likely ones are told."""
+    """One part is all minus infinity; four devices; fewer ids per device than requested alternatives."""
     mode = SamplerMode(draws=True, truncates=False, top_logprobs=True)
     rows = make_rows(NUM_ROWS, temperature=np.tile([0.0, 1.0], NUM_ROWS // 2), seeds=np.arange(NUM_ROWS))
     logits = random_logits(NUM_ROWS, seed=5, vocab_size=VOCAB_SIZE)
@@ -79,7 +79,7 @@ def test_parts_without_a_possible_id_and_more_devices():
 
 @pytest.mark.parametrize("mode", sampler.all_modes(), ids=str)
 def test_logits_are_not_gathered(mode):
-    """One exchange of a few words a row, and the largest logit before a draw; cuts gather rows once."""
+    """One exchange of a few words per row, and the largest logit before a draw; cuts gather rows once."""
     text = chooser(2, mode)[0].as_text()
     expected = {"all-gather": 1}
     if mode.draws and not mode.truncates:

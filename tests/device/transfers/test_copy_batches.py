@@ -1,4 +1,4 @@
-"""Batches are few, in order, of sizes that are compiled, and less than twice as large as what they hold."""
+"""Batches are few, in order, of compiled sizes, and less than twice as large as their content."""
 
 import pytest
 

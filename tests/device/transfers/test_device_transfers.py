@@ -1,4 +1,4 @@
-"""Chunks out to pinned memory and back: contents, order with the steps, bounds, failures."""
+"""Chunks copied to pinned memory and back: contents, order with the steps, limits, failures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ALL = list(itertools.product(["float32", "bfloat16", "packed"], [1, 2], [1, 2, 3
 
 
 def bench_of(stored, *rest):
-    """State as it is in a dtype, or "packed", of bfloat16."""
+    """Return a bench with the KV cache in a dtype, or "packed", from bfloat16."""
     is_packed = stored == "packed"
     return Bench(rest[0], "bfloat16" if is_packed else stored, *rest[1:], pack_host=is_packed)
 
@@ -42,8 +42,8 @@ def bench_of(stored, *rest):
     ("stored", "num_devices", "num_groups"),
     [*SHORT, *(pytest.param(*one, marks=pytest.mark.long) for one in ALL if one not in SHORT)],
 )
-def test_there_and_back(stored, num_devices, num_groups):
-    """To other pages, unchanged, in batches of every size, and nothing is compiled for it."""
+def test_a_round_trip_keeps_the_contents(stored, num_devices, num_groups):
+    """Chunks return to other pages, in batches of every size, and nothing is compiled for that."""
     bench = bench_of(stored, num_devices, num_groups)
     origin = {}
     for num_chunks in (1, 4, 5, 13, 19):
@@ -79,7 +79,7 @@ def test_a_page_may_be_written_right_after():
 
 
 def test_a_copy_takes_effect_with_the_step_after(never_ready):
-    """The step beside it leaves the page alone; then it is named, ready or not."""
+    """The step beside it leaves the page alone; then it is reported, ready or not."""
     bench = Bench()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InFlight, "is_ready", lambda self: bool(self.target))
@@ -95,7 +95,7 @@ def test_a_copy_takes_effect_with_the_step_after(never_ready):
     assert not bench.transfers.completed().arrived
 
 
-def test_without_a_step_a_copy_is_named_when_it_has_ended():
+def test_without_a_step_a_copy_is_reported_when_it_has_ended():
     bench = Bench()
     bench.store([(5, 1)])
     (back,) = bench.copies([(7, 1)])
@@ -107,7 +107,7 @@ def test_without_a_step_a_copy_is_named_when_it_has_ended():
 
 @pytest.mark.parametrize("is_earlier", [False, True])
 def test_expedited_copies_land_group_by_group(never_ready, is_earlier):
-    """In the step right after, each before its group's program, though they are not ready; never named."""
+    """They land in the next step, each before its group's program, unready, and are never reported."""
     bench = Bench()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InFlight, "is_ready", lambda self: bool(self.target))
@@ -130,7 +130,7 @@ def test_expedited_copies_land_group_by_group(never_ready, is_earlier):
 
 
 def test_copies_beyond_staging_wait_their_turn(never_ready):
-    """A bound's worth per step, in order."""
+    """Each step starts as many as the limit, in order."""
     bench = Bench(bound=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InFlight, "is_ready", lambda self: bool(self.target))
@@ -147,8 +147,8 @@ def test_copies_beyond_staging_wait_their_turn(never_ready):
         assert bench.transfers.stats()["num_swap_in_copies"] == 2 * min(num_named + 4, 10)
 
 
-def test_what_starts_beside_a_step_is_bounded_by_its_bytes(never_ready, monkeypatch):
-    """Two chunks a step, however many could be staged; what is expedited comes on top."""
+def test_copies_beside_a_step_are_limited_by_bytes(never_ready, monkeypatch):
+    """Two chunks per step, however many could be staged; expedited ones are extra."""
     bench = Bench(bound=6)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InFlight, "is_ready", lambda self: bool(self.target))
@@ -169,12 +169,12 @@ def test_what_starts_beside_a_step_is_bounded_by_its_bytes(never_ready, monkeypa
     [(128, 6_553_600, 64), (64, 26_214_400, 16), (20, 1, 20), (9, 10**9, 1)],
 )
 def test_chunks_beside_a_step(max_num_staged, chunk_bytes, number):
-    """Of the 13B presets, of tiny ones, and of a chunk larger than the bound."""
+    """Covers the 13B presets, tiny ones, and a chunk larger than the limit."""
     assert num_beside_step(max_num_staged, chunk_bytes) == number
 
 
 def test_full_staging_blocks():
-    """Ten chunks through room for four: counted as stall, and none is lost."""
+    """Ten chunks through room for four: the stall is counted, and none is lost."""
     bench = Bench(bound=4)
     out = bench.copies((page, page) for page in range(1, 11))
     bench.transfers.swap_out(out)
@@ -191,7 +191,7 @@ def test_full_staging_blocks():
 
 @pytest.fixture
 def one_by_one(monkeypatch):
-    """Copies end while somebody waits, one at a time from the last one looked at, and not before."""
+    """Let copies end only during a wait, one at a time from the last one checked."""
     ended, looked_at = [], []
 
     def is_ready(transfer):
@@ -206,7 +206,7 @@ def one_by_one(monkeypatch):
 
 
 def test_staging_is_left_and_filled_by_windows(one_by_one, monkeypatch):
-    """What is more than has room goes window by window, so that the first are on their way at once."""
+    """Copies beyond the room go in windows, so that the first start at once."""
     bench, gathered = Bench(bound=6), []
     one_by_one.clear()
     gather = bench.transfers._copies.gather
@@ -216,15 +216,15 @@ def test_staging_is_left_and_filled_by_windows(one_by_one, monkeypatch):
     bench.transfers.swap_out(bench.copies((page, page) for page in range(1, 15)))
     assert gathered == [3, 3, 3, 3, 2]
     assert len(bench.transfers._outgoing.in_flight) == 6
-    assert bench.transfers.stats()["num_swap_out_copies"] == 2 * 12  # what nobody needs the room of waits
+    assert bench.transfers.stats()["num_swap_out_copies"] == 2 * 12  # copies whose room is not needed wait
 
 
 def test_a_window_is_no_more_than_a_gather():
-    """Of staging for 128, and half of what is staged where that is little."""
+    """Staging has room for 128; if it is small, half of it."""
     assert [window(bound) for bound in (128, 64, 20, 5, 1)] == [16, 16, 10, 3, 1]
 
 
-def test_waiting_for_what_was_not_started_is_refused():
+def test_waiting_without_a_started_copy_is_refused():
     """Such a wait would not end."""
     bench = Bench(bound=6)
     bench.transfers.swap_out(bench.copies([(5, 1)]))
@@ -235,7 +235,7 @@ def test_waiting_for_what_was_not_started_is_refused():
 
 
 def test_waiting_is_for_a_window(one_by_one):
-    """Then all that have ended take effect together, whatever was started before them."""
+    """Then all that have ended take effect together, regardless of earlier ones."""
     bench = Bench(bound=6)
     bench.store([(page, page) for page in range(1, 7)])
     one_by_one.clear()
@@ -250,7 +250,7 @@ def test_waiting_is_for_a_window(one_by_one):
 
 @pytest.mark.parametrize("num_groups", [1, 2, 3])
 def test_expedited_copies_start_before_the_plan_and_the_first_group_by_itself(num_groups, monkeypatch):
-    """On a GPU a copy waits for what was dispatched before it: here for the first group's scatter."""
+    """On a GPU a copy waits for earlier dispatches: here for the first group's scatter."""
     bench = Bench(num_groups=num_groups)
     bench.store([(5, 1), (6, 2), (9, 3)])
     back = bench.copies([(7, 1), (8, 2), (10, 3)])
@@ -282,7 +282,7 @@ def test_expedited_copies_start_before_the_plan_and_the_first_group_by_itself(nu
 
 
 def test_copies_start_behind_a_mark(monkeypatch):
-    """So that the step's plan, which was sent before, arrives first; without copies there is no mark."""
+    """The step's plan, which was sent before, thus arrives first; without copies there is no mark."""
     bench = Bench()
     bench.store([(5, 1), (6, 2)])
     calls = []
@@ -300,8 +300,8 @@ def test_copies_start_behind_a_mark(monkeypatch):
     assert calls == ["mark", "start"] and bench.counter.value == 0
 
 
-def test_the_mark_waits_for_what_is_sent_with_it(monkeypatch):
-    """It is computed from an array that goes to the device behind everything sent before."""
+def test_the_mark_waits_for_earlier_transfers(monkeypatch):
+    """It is computed from an array that goes to the device after everything sent before."""
     bench, seen = Bench(), []
     mark = bench.transfers._incoming.mark
     compiled = mark._mark
@@ -313,13 +313,13 @@ def test_the_mark_waits_for_what_is_sent_with_it(monkeypatch):
 
 @pytest.mark.parametrize("priority", [True, False])
 def test_retrieval_priority(never_ready, priority):
-    """Nothing starts towards the host while a chunk comes from there, unless somebody needs the room."""
+    """No copy out starts while a chunk is copied in, unless its room is needed."""
     bench = Bench(bound=4, priority=priority)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InFlight, "is_ready", lambda self: bool(self.target))
         bench.store([(5, 1)])
     (back,) = bench.copies([(7, 1)])
-    bench.transfers.swap_out(bench.copies([(9, 2), (10, 3)]))  # what is swapped in with it goes first
+    bench.transfers.swap_out(bench.copies([(9, 2), (10, 3)]))  # the swap-in beside it goes first
     bench.transfers.swap_in([back])
     num_before, num_both = 2 * 1, 2 * 3
     started = bench.transfers.stats()["num_swap_out_copies"]
@@ -333,7 +333,7 @@ def test_retrieval_priority(never_ready, priority):
 
 
 def test_held_back_copies_go_after_some_steps():
-    """Somebody may wait for them while others are fetched all the time."""
+    """A caller may wait for them while others are fetched all the time."""
     bench = Bench(bound=4)
     bench.store([(5, 1)])
     for number in range(6):
@@ -351,11 +351,12 @@ def test_held_back_copies_go_when_staging_is_full():
     bench.transfers.swap_in(bench.copies([(7, 1)]))
     for pairs in ([(8, 2), (9, 3), (10, 4)], [(11, 5), (12, 6)]):
         bench.transfers.swap_out(bench.copies(pairs))
-    assert bench.transfers.stats()["num_swap_out_copies"] == 2 * (1 + 3)  # the first, and what made room
+    # the first, and those that made room
+    assert bench.transfers.stats()["num_swap_out_copies"] == 2 * (1 + 3)
 
 
 def test_reset_forgets_what_is_in_flight():
-    """Nothing of it is named, its slots hold nothing; slots of completed copies stay good."""
+    """None is reported, its slots hold nothing; slots of completed copies stay valid."""
     bench = Bench(bound=4)
     bench.store([(page, page) for page in range(1, 8)])
     bench.transfers.swap_out(bench.copies([(30, 7), (31, 8)]))
@@ -390,7 +391,7 @@ def test_a_slot_is_not_read_before_its_copy_has_ended():
 
 @pytest.mark.parametrize("stored", ["bfloat16", "packed"])
 def test_stats_count_chunks_of_all_devices(stored):
-    """What moves: 26 rows of bytes for 16 of two bytes, where they are packed."""
+    """Packed chunks move 26 rows of bytes for 16 of two bytes."""
     bench = bench_of(stored, 2)
     bench.store([(5, 1), (6, 2), (7, 3)])
     back = bench.copies([(8, 1), (9, 2)])
@@ -402,7 +403,7 @@ def test_stats_count_chunks_of_all_devices(stored):
     assert bench.storage.slot_bytes == 2 * bench.storage.staged_bytes == num_bytes
     assert slot_bytes(MODEL, dataclasses.replace(CACHE, pack_host=stored == "packed"), BFLOAT16) == num_bytes
     assert chunk_bytes(MODEL, 16, "bfloat16") == 2 * bench.storage.page_bytes == page_bytes
-    num_padded = 7  # of 20 chunks staged: 9 in a batch of 16 have 7 places beside them
+    num_padded = 7  # of 20 chunks staged: 9 in a batch of 16 leave 7 places empty
     assert bench.transfers.staging_bytes == (3 * 20 + num_padded) * num_bytes // 2
     assert (stats["swapped_out_bytes"], stats["swapped_in_bytes"]) == (3 * num_bytes, 2 * num_bytes)
     assert (stats["num_swap_out_copies"], stats["num_swap_in_copies"]) == (6, 4)
@@ -410,7 +411,7 @@ def test_stats_count_chunks_of_all_devices(stored):
 
 
 def test_copies_that_fail_are_failed_steps(monkeypatch):
-    """Where they cannot be started, and where they end badly."""
+    """They may fail at the start, or at the end."""
     bench = Bench()
     bench.store([(5, 1)])
     with monkeypatch.context() as patch:

@@ -23,7 +23,7 @@ def test_groups():
 
 
 def test_growth_is_shown(monkeypatch):
-    """By the number of bytes, and beside it what is compiled."""
+    """The progress shows the number of bytes, and beside it what is compiled."""
     monkeypatch.setattr(host_pool, "keeps_host_memory", lambda storage: True)
     bench = Bench()
     assert len(bench.preparations) == bench.transfers.num_preparations
@@ -33,14 +33,14 @@ def test_growth_is_shown(monkeypatch):
 
 
 def test_on_cpus_nothing_grows():
-    """Their runtime gives freed memory back; a gigabyte in small chunks would take ten seconds."""
+    """The CPU runtime returns freed memory; a gigabyte in small chunks would take ten seconds."""
     bench = Bench()
     assert len(bench.preparations) == bench.transfers.num_preparations
     assert not any(name.endswith("of host memory") for name in bench.preparations)
 
 
 def test_more_host_memory_than_there_is_is_refused(monkeypatch):
-    """Before any is taken, with the numbers, and what would fit does."""
+    """The check precedes the allocation; the error has the numbers, and a size that fits."""
     storage = KVStorage(MODEL, CACHE, jnp.dtype("float32"), make_mesh(1), 2)
     monkeypatch.setattr(host_pool, "available_bytes", lambda: 20 * storage.slot_bytes)
     message = r"cache\.cpu_pages is 17, but must be at most 16 pages .* 2 pages in transit.*cache\.cpu_bytes"
@@ -55,8 +55,8 @@ def test_more_host_memory_than_there_is_is_refused(monkeypatch):
     HostPool(storage, 10**12, 1)
 
 
-def test_host_memory_that_the_runtime_does_not_get_is_refused(monkeypatch):
-    """The message names the variable that raises the runtime's own limit, and how far it came."""
+def test_host_memory_that_the_runtime_cannot_pin_is_refused(monkeypatch):
+    """The message names the variable that raises the runtime's own limit, and how much was pinned."""
     monkeypatch.setattr(host_pool, "keeps_host_memory", lambda storage: True)
     storage = KVStorage(MODEL, CACHE, jnp.dtype("float32"), make_mesh(1), 2)
     pool = HostPool(storage, 100, 10)

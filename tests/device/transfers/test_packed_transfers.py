@@ -1,4 +1,4 @@
-"""Packed chunks between pages and slots: what a list is too short for never gets into one, on any device."""
+"""Packed chunks between pages and slots: a chunk that overflows a list never reaches a slot."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NUM_HEADS = 2 * MODEL.num_kv_heads
 
 
 def wild(num_rows, num_columns):
-    """More exponents in every row than any list has places for."""
+    """Return more exponents in every row than a list has places for."""
     numbers = 2.0 ** np.linspace(-100, 100, num_rows * num_columns)
     return numbers.reshape(num_columns, num_rows).T.astype(jnp.bfloat16)
 
@@ -22,14 +22,14 @@ def packed_bench(num_devices=1, **options):
 
 
 def with_wild_page(bench, page, layer, head):
-    """One head row of one layer of one page cannot be packed."""
+    """Make one head row of one layer of one page impossible to pack."""
     content = bench.content.copy()
     content[page, layer, :, head] = wild(*content[page, layer, :, head].shape)
     bench.fill(content)
 
 
 def ended(bench, copies):
-    """Ids that arrived and that were lost, of all of these."""
+    """Return the ids that arrived and those that were lost, of these copies."""
     arrived, lost = set(), set()
     wanted = {copy.copy_id for copy in copies}
     bench.transfers.swap_in([])
@@ -46,7 +46,7 @@ def ended(bench, copies):
 @pytest.mark.parametrize("layer", [0, MODEL.num_layers - 1])
 @pytest.mark.parametrize("head", [0, NUM_HEADS - 1])
 def test_a_chunk_that_cannot_be_packed_is_lost_and_others_arrive(num_devices, layer, head):
-    """Whichever group of layers, and whichever device, has it; its slot holds nothing."""
+    """Any group of layers, and any device, may have it; its slot holds nothing."""
     bench = packed_bench(num_devices)
     with_wild_page(bench, 9, layer, head)
     out = bench.copies((page, page - 4) for page in range(5, 11))
@@ -63,8 +63,8 @@ def test_a_chunk_that_cannot_be_packed_is_lost_and_others_arrive(num_devices, la
     assert bench.counter.value == 0
 
 
-def test_wild_pages_that_nobody_copies_lose_nothing():
-    """Padding of a batch is page 0, which may hold anything."""
+def test_unpackable_pages_that_are_not_copied_lose_nothing():
+    """A batch is padded with page 0, which may hold anything."""
     bench = packed_bench()
     with_wild_page(bench, 0, 0, 0)
     out = bench.copies([(5, 1)])
@@ -72,7 +72,7 @@ def test_wild_pages_that_nobody_copies_lose_nothing():
     assert ended(bench, out) == ({out[0].copy_id}, set())
 
 
-def test_a_slot_that_held_something_holds_nothing_after_a_lost_copy():
+def test_a_slot_with_old_content_is_empty_after_a_lost_copy():
     bench = packed_bench()
     bench.store([(5, 1)])
     with_wild_page(bench, 6, 1, 1)
@@ -84,7 +84,7 @@ def test_a_slot_that_held_something_holds_nothing_after_a_lost_copy():
 
 
 def test_waiting_for_a_lost_copy_ends():
-    """There is room for two: whichever ends first is seen while the third is gathered, and named later."""
+    """Room for two: the first to end is noticed while the third is gathered, and reported later."""
     bench = packed_bench(bound=2)
     with_wild_page(bench, 5, 0, 0)
     with_wild_page(bench, 6, 1, 1)
@@ -106,8 +106,8 @@ def test_two_devices_hold_the_bytes_of_one():
         np.testing.assert_array_equal(one, two)
 
 
-def test_an_overflow_in_silence_would_show(monkeypatch):
-    """What the flags keep out of a slot is not what the page held: the test above could fail."""
+def test_an_ignored_overflow_would_be_detected(monkeypatch):
+    """The content that the flags keep out of a slot differs from the page's: the test above could fail."""
     bench = packed_bench()
     with_wild_page(bench, 5, 0, 0)
     monkeypatch.setattr(type(bench.transfers._mover), "is_lost", lambda self, transfer: False)

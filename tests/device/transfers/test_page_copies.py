@@ -1,4 +1,4 @@
-"""The compiled copies of a sharded pool for a GPU that is not there."""
+"""The compiled copies of a sharded pool, lowered for an absent GPU."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Pools of random pages with transfers from and to them; a step is a small program per group of layers.
+"""Pools of random pages with transfers to and from them; a step is a small program per group of layers.
 
-CPU devices have the memory kinds of a GPU, so that this is the code that runs there.
+CPU devices have a GPU's memory kinds, so this runs the same code.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Bench:
         self.counter = CompilationCounter()
 
     def fill(self, content):
-        """Have pools hold this: [page, layer, ...]."""
+        """Fill the pools with [page, layer, ...]."""
         layers = [np.ascontiguousarray(content[:, layer]) for layer in range(MODEL.num_layers)]
         self.pools.replace([jax.device_put(layer, self.storage.sharding) for layer in layers])
         self.content = content
@@ -68,7 +68,7 @@ class Bench:
         return np.array([*pages, *[10**6] * (GPU_PAGES - len(pages))], np.int32)
 
     def step(self, wrecked_pages=()):
-        """Dispatch a step that destroys some pages."""
+        """Dispatch a step that overwrites some pages."""
         self.transfers.start()
         for group, program in enumerate(self._wreck):
             self.transfers.land(group)
@@ -78,7 +78,7 @@ class Bench:
         return [Copy(next(self.ids), page, slot) for page, slot in pairs]
 
     def finish(self, copies):
-        """Complete these copies and nothing else, without steps."""
+        """Complete these copies and no other, without steps."""
         wanted = {copy.copy_id for copy in copies}
         while wanted:
             self.transfers.swap_out([])
@@ -89,7 +89,7 @@ class Bench:
                 self.transfers.wait()
 
     def store(self, pairs):
-        """Have slots hold the pages' chunks."""
+        """Fill slots with the pages' chunks."""
         copies = self.copies(pairs)
         self.transfers.swap_out(copies)
         self.finish(copies)
@@ -98,7 +98,7 @@ class Bench:
         return np.stack([np.asarray(pool)[page] for pool in self.pools.by_layer])  # compiles nothing
 
     def check(self, expected):
-        """{page: the page whose first content it holds now, None: NaN}; every other page is as it was."""
+        """Check {page: the page whose initial content it now holds, None: NaN}; others are unchanged."""
         found = np.stack([np.asarray(pool) for pool in self.pools.by_layer], axis=1)
         for page in range(GPU_PAGES + 1):
             origin = expected.get(page, page)

@@ -1,4 +1,4 @@
-"""What a server keeps beside turns: written with them in one transaction, read by another connection."""
+"""Server tables beside turns: written with them in one transaction, read by another connection."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def message(item_id, text="hi", role="user"):
 
 
 def draft(of, owner="ann", **fields):
-    """A response to a turn."""
+    """Return a response to a turn."""
     base = ResponseDraft(
         response_id=f"resp_{of.turn_id}",
         owner=owner,
@@ -95,10 +95,10 @@ def append_to(name="conv_1", version=0, *items):
     return ConversationAppend(conversation_id=name, expected_version=version, items=json.dumps(items))
 
 
-# --- a turn and what is attached to it
+# --- a turn and its attachments
 
 
-def test_a_response_is_kept_with_its_turn(store, reader):
+def test_a_response_is_stored_with_its_turn(store, reader):
     usage = Usage(3, 0, 0, 0, 3, 2)
     one = turn(usage=usage)
     assert commit(store, one) == {}
@@ -110,13 +110,13 @@ def test_a_response_is_kept_with_its_turn(store, reader):
     assert (record.error, record.job) == (None, None)
 
 
-def test_a_reply_that_was_cut_off_makes_an_incomplete_response(store, reader):
+def test_a_truncated_reply_makes_an_incomplete_response(store, reader):
     one = turn(finish_reason="length")
     commit(store, one)
     assert reader.response("ann", f"resp_{one.turn_id}").status == "incomplete"
 
 
-def test_a_turn_of_a_conversation_brings_its_items_and_moves_the_head(store, reader):
+def test_a_turn_of_a_conversation_adds_its_items_and_moves_the_head(store, reader):
     begin_conversation(store, "conv_1", "ann", message("first"))
     one = turn()
     commit(store, one, conversation=append_to("conv_1", 0, message("second")))
@@ -134,8 +134,8 @@ def test_a_turn_of_a_conversation_brings_its_items_and_moves_the_head(store, rea
     assert (row.version, row.metadata, row.created_at_s) == (1, '{"a":"b"}', 5.0)
 
 
-def test_a_turn_that_lost_a_race_is_refused_alone(store, reader):
-    """Two of one version in one step: the first wins, and neighbours do not notice."""
+def test_only_the_turn_that_lost_a_race_is_refused(store, reader):
+    """Two turns with the same version in one step: the first wins, and other turns are not affected."""
     begin_conversation(store)
     first, second, other, named = turn(), turn(), turn(), TurnRecord("bob", 0, (1,), (2,), 0, "stop", 1.0)
     append = append_to("conv_1", 0, message("a"))
@@ -172,7 +172,7 @@ def test_a_turn_that_lost_a_race_is_refused_alone(store, reader):
     ],
     ids=str,
 )
-def test_what_cannot_be_kept_is_refused_with_all_of_its_turn(store, fields):
+def test_an_invalid_attachment_is_refused_with_its_whole_turn(store, fields):
     begin_conversation(store, "conv_1", "ann", message("first"))
     begin_conversation(store, "conv_2", "bob")
     used = turn()
@@ -186,7 +186,7 @@ def test_what_cannot_be_kept_is_refused_with_all_of_its_turn(store, fields):
     assert counts(store) == {**before, "turns": 2, "responses": 2}
 
 
-def test_an_attachment_that_is_none_is_refused_with_its_turn(store):
+def test_an_unknown_attachment_is_refused_with_its_turn(store):
     one, named = turn(), TurnRecord("bob", 0, (1,), (2,), 0, "stop", 1.0)
     refused = store.commit([one, named], [object(), draft(one)])
     assert {position: type(error) for position, error in refused.items()} == {
@@ -197,7 +197,7 @@ def test_an_attachment_that_is_none_is_refused_with_its_turn(store):
 
 
 @only_in_a_file
-def test_a_full_disk_keeps_nothing_of_turn_and_response(store, reader):
+def test_a_full_disk_stores_neither_turn_nor_response(store, reader):
     begin_conversation(store)
     (num_pages,) = store._connection.execute("PRAGMA page_count").fetchone()
     store._connection.execute(f"PRAGMA max_page_count = {num_pages}")
@@ -248,7 +248,7 @@ def test_a_background_response_is_queued_and_then_completed(store, reader):
 
 
 @pytest.mark.parametrize("ends", ["completed", "cancelled", "deleted"])
-def test_a_queued_response_keeps_the_turn_that_it_goes_on_from(store, reader, ends):
+def test_a_queued_response_keeps_its_parent_turn(store, reader, ends):
     root, before = turn(), turn()
     for one in (root, before):
         commit(store, one)
@@ -273,7 +273,7 @@ def test_a_queued_response_keeps_the_turn_that_it_goes_on_from(store, reader, en
     assert counts(store)["turns"] == 0
 
 
-def test_nothing_is_queued_behind_a_turn_that_is_gone(store):
+def test_nothing_is_queued_behind_a_removed_turn(store):
     child = turn(turn())
     with pytest.raises(UnknownTurnError):
         store.apply(QueueResponse(draft=draft(child, background=True), job=b"", parent_id=child.parent_id))
@@ -281,7 +281,7 @@ def test_nothing_is_queued_behind_a_turn_that_is_gone(store):
 
 
 @pytest.mark.parametrize(("status", "error"), [("cancelled", None), ("failed", '{"code":"x"}')])
-def test_a_background_response_that_ended_without_a_turn_takes_none(store, reader, status, error):
+def test_a_background_response_that_ended_without_a_turn_accepts_none(store, reader, status, error):
     one = turn()
     background = draft(one, background=True)
     store.apply(QueueResponse(draft=background, job=b""))
@@ -289,7 +289,7 @@ def test_a_background_response_that_ended_without_a_turn_takes_none(store, reade
         owner="ann", response_id=background.response_id, status=status, completed_at_s=7.0, error=error
     )
     store.apply(end)
-    store.apply(dataclasses.replace(end, status="failed", completed_at_s=9.0))  # nothing happens
+    store.apply(dataclasses.replace(end, status="failed", completed_at_s=9.0))  # no effect
     record = reader.response("ann", background.response_id)
     assert (record.status, record.completed_at_s, record.error, record.job) == (status, 7.0, error, None)
     (refused,) = store.commit([one], [background]).values()
@@ -297,7 +297,7 @@ def test_a_background_response_that_ended_without_a_turn_takes_none(store, reade
     assert counts(store)["turns"] == 0
 
 
-def test_a_background_response_that_was_deleted_does_not_come_back(store, reader):
+def test_a_deleted_background_response_does_not_come_back(store, reader):
     one = turn()
     background = draft(one, background=True)
     store.apply(QueueResponse(draft=background, job=b""))
@@ -306,7 +306,7 @@ def test_a_background_response_that_was_deleted_does_not_come_back(store, reader
     assert reader.unfinished_background() == []
 
 
-def test_an_end_that_is_none_and_an_id_that_is_taken(store):
+def test_an_invalid_end_and_a_used_id_are_refused(store):
     background = draft(turn(), background=True)
     store.apply(QueueResponse(draft=background, job=b""))
     with pytest.raises(InvalidRequestError, match="response_id"):
@@ -322,7 +322,7 @@ def test_an_end_that_is_none_and_an_id_that_is_taken(store):
 # --- conversations and items
 
 
-def test_items_come_and_go(store, reader):
+def test_items_are_added_and_deleted(store, reader):
     begin_conversation(store, "conv_1", "ann", message("a"), message("b"))
     more = AppendItems(
         owner="ann", conversation_id="conv_1", expected_version=0, items=json.dumps([message("c")])
@@ -343,8 +343,8 @@ def test_items_come_and_go(store, reader):
         reader.conversation("ann", "conv_1")
 
 
-def test_a_long_conversation_goes_in_portions(store, reader, monkeypatch):
-    """One transaction for all of it would stand between two steps of everybody's."""
+def test_a_long_conversation_is_deleted_in_batches(store, reader, monkeypatch):
+    """One transaction for all of it would delay every turn between two steps."""
     monkeypatch.setattr(server_conversations, "MAX_DELETED_ITEMS", 3)
     size = len(json.dumps(message("i0"), separators=(",", ":")))
     monkeypatch.setattr(server_conversations, "MAX_DELETED_CHARACTERS", 5 * size)
@@ -371,7 +371,7 @@ def test_a_long_conversation_goes_in_portions(store, reader, monkeypatch):
     assert counts(store)["items"] == 1 and reader.conversation("ann", "conv_2").version == 0
 
 
-def test_lists_have_pages(store, reader):
+def test_lists_are_paged(store, reader):
     begin_conversation(store, "conv_1", "ann", *[message(f"i{n}") for n in range(5)])
 
     def ids(**options):
@@ -400,14 +400,14 @@ def test_lists_have_pages(store, reader):
         input_ids(after="in_9")
 
 
-def test_a_conversation_of_that_id_exists_already(store):
+def test_a_used_conversation_id_is_refused(store):
     begin_conversation(store)
     with pytest.raises(InvalidRequestError, match="conversation_id"):
         begin_conversation(store)
 
 
-def test_a_servers_conversations_are_none_of_the_librarys(store):
-    """Even without owners: neither lists, ends nor goes on with the other's."""
+def test_server_and_library_conversations_are_separate(store):
+    """Even without owners, neither lists, ends nor continues the other's."""
     begin_conversation(store, "conv_1", "")
     store.commit([TurnRecord("bob", 0, (1,), (2,), 0, "stop", 1.0)])
     assert [info.conversation_id for info in store.conversations()] == ["bob"]
@@ -417,10 +417,10 @@ def test_a_servers_conversations_are_none_of_the_librarys(store):
         store.apply(DeleteConversation(owner="", conversation_id="bob"))
 
 
-# --- finding turns and requests again
+# --- looking up turns and requests
 
 
-def test_turns_are_found_by_chain_the_latest_first(store, reader):
+def test_turns_are_found_by_chain_latest_first(store, reader):
     root = turn(chain=b"one", usage=Usage(3, 0, 0, 0, 3, 2))
     left, right = turn(root, chain=b"two", output_text="x"), turn(root, chain=b"two", output_token_ids=(8,))
     strangers = turn(owner="bob", chain=b"two")
@@ -439,7 +439,7 @@ def test_turns_are_found_by_chain_the_latest_first(store, reader):
     assert path[0].usage == root.usage and path[1] == view
 
 
-def test_requests_are_known_by_key_and_by_body(store, reader):
+def test_requests_are_found_by_key_and_by_body(store, reader):
     one, two = turn(), turn()
     key = Idempotency(key="k", body_sha256="b", expires_at_s=5000.0)
     store.commit([one], [draft(one, idempotency=key, body_sha256="b", created_at_s=990.0)])
@@ -455,7 +455,7 @@ def test_requests_are_known_by_key_and_by_body(store, reader):
     assert reader.by_body("ann", "", 0.0) is None
 
 
-def test_a_key_whose_time_has_passed_is_free(store, reader):
+def test_an_expired_key_is_free(store, reader):
     one, two = turn(), turn()
     old = Idempotency(key="k", body_sha256="b", expires_at_s=995.0)
     store.commit([one], [draft(one, idempotency=old, created_at_s=990.0)])
@@ -464,7 +464,7 @@ def test_a_key_whose_time_has_passed_is_free(store, reader):
     assert reader.idempotent("ann", "k", 1000.0).body_sha256 == "c"
 
 
-def test_another_owners_ids_are_as_unknown_as_those_that_do_not_exist(store, reader):
+def test_another_owners_ids_are_as_unknown_as_ids_that_do_not_exist(store, reader):
     begin_conversation(store, "conv_1", "ann", message("a"))
     one = turn()
     commit(store, one)
@@ -510,7 +510,7 @@ def test_another_owners_ids_are_as_unknown_as_those_that_do_not_exist(store, rea
 # --- deleting
 
 
-def test_a_deleted_response_takes_its_tokens_unless_somebody_goes_on_from_them(store, reader):
+def test_a_deleted_response_takes_its_tokens_unless_another_continues_them(store, reader):
     root = turn()
     child = turn(root)
     commit(store, root)
@@ -542,7 +542,7 @@ def test_a_deleted_conversation_leaves_its_responses(store, reader):
     assert reader.turn("ann", one.turn_id)
 
 
-def test_a_conversation_does_not_keep_what_a_deleted_item_said(store):
+def test_a_conversation_does_not_keep_the_text_of_a_deleted_item(store):
     begin_conversation(store)
     one = turn()
     commit(store, one, conversation=append_to("conv_1", 0, message("secret")))
@@ -552,7 +552,7 @@ def test_a_conversation_does_not_keep_what_a_deleted_item_said(store):
     assert counts(store)["turns"] == 0
 
 
-def test_a_head_that_moves_to_another_branch_lets_go_of_the_old_one(store):
+def test_a_head_that_moves_to_another_branch_releases_the_old_one(store):
     begin_conversation(store)
     root = turn()
     old, new = turn(root), turn(root)
@@ -565,8 +565,8 @@ def test_a_head_that_moves_to_another_branch_lets_go_of_the_old_one(store):
     assert len(store.load_turn("ann", new.turn_id).turns) == 2
 
 
-def test_a_turn_that_was_kept_for_itself_stays_behind_a_deleted_response(store):
-    """Nobody's response and no conversation's: it was committed to be found by what it says."""
+def test_a_durable_turn_without_a_response_survives_a_deleted_response(store):
+    """It has neither response nor conversation: it was committed to be found by its text."""
     own = turn()
     child = turn(own)
     store.commit([own])
@@ -575,8 +575,8 @@ def test_a_turn_that_was_kept_for_itself_stays_behind_a_deleted_response(store):
     assert store.load_turn("ann", own.turn_id).turns == (own,)
 
 
-def test_a_turn_in_use_stays_until_nobody_goes_on_from_it(store):
-    """A client deletes a response while another turn runs that goes on from it."""
+def test_a_turn_in_use_stays_until_its_last_continuation_ends(store):
+    """A client deletes a response while another turn runs that continues it."""
     root = turn()
     commit(store, root)
     forget = DeleteResponse(owner="ann", response_id=f"resp_{root.turn_id}")
@@ -589,7 +589,7 @@ def test_a_turn_in_use_stays_until_nobody_goes_on_from_it(store):
     assert counts(store)["turns"] == 0
 
 
-def test_a_turn_that_was_in_use_goes_when_the_turn_that_used_it_was_cancelled(store):
+def test_a_turn_that_was_in_use_is_removed_when_the_turn_that_used_it_was_cancelled(store):
     root = turn()
     commit(store, root)
     store.apply(DeleteResponse(owner="ann", response_id=f"resp_{root.turn_id}"), in_use={root.turn_id})
@@ -600,7 +600,7 @@ def test_a_turn_that_was_in_use_goes_when_the_turn_that_used_it_was_cancelled(st
     assert store._connection.execute("SELECT * FROM released").fetchall() == []
 
 
-def test_what_has_expired_goes_and_what_is_queued_stays(store, reader, monkeypatch):
+def test_expired_responses_are_deleted_and_queued_ones_stay(store, reader, monkeypatch):
     monkeypatch.setattr(responses_table, "MAX_EXPIRED", 2)
     turns = [turn() for _ in range(4)]
     for number, one in enumerate(turns):
@@ -623,8 +623,8 @@ def test_what_has_expired_goes_and_what_is_queued_stays(store, reader, monkeypat
 
 
 @only_in_a_file
-def test_a_reader_sees_each_commit_and_never_holds_the_writer_up(store, reader, monkeypatch):
-    """The writer would wait for no lock at all."""
+def test_a_reader_sees_each_commit_and_never_blocks_the_writer(store, reader, monkeypatch):
+    """The writer would fail on any lock."""
     store._connection.execute("PRAGMA busy_timeout = 0")
     for number in range(20):
         one = turn()
@@ -637,7 +637,7 @@ def test_a_reader_sees_each_commit_and_never_holds_the_writer_up(store, reader, 
     store._connection.execute("ROLLBACK")
 
 
-def test_a_writer_that_closes_and_opens_again_is_read_on(location):
+def test_a_reader_continues_after_the_writer_reopened_the_file(location):
     with open_store(location, fingerprint=FINGERPRINT) as store:
         first = turn()
         commit(store, first)
@@ -658,7 +658,7 @@ def test_a_reader_cannot_write(reader):
         reader._run(lambda connection: connection.execute("DELETE FROM turns"))
 
 
-def test_a_reader_of_nothing_or_of_another_file_is_refused(tmp_path):
+def test_a_reader_of_a_missing_or_foreign_file_is_refused(tmp_path):
     path = tmp_path / "chats.sqlite"
     with pytest.raises(HistoryError, match="cannot be opened"):
         HistoryReader(path, fingerprint=FINGERPRINT)
@@ -673,8 +673,8 @@ def test_a_reader_of_nothing_or_of_another_file_is_refused(tmp_path):
 
 
 @only_in_a_file
-def test_look_ups_go_by_an_index(store):
-    """None reads a whole table, however many turns and responses there are."""
+def test_lookups_use_an_index(store):
+    """None scans a whole table, however many turns and responses there are."""
     connection = store._connection
     queries: list[str] = []
     connection.set_trace_callback(queries.append)

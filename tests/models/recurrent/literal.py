@@ -1,7 +1,7 @@
-"""The models as their papers write them, in NumPy, a request at a time, on tensors with torch's names.
+"""The models as their papers write them, in NumPy, one request at a time, on tensors with torch's names.
 
-Owns: an arithmetic that shares nothing with what is tested, and random tensors.
-Does not know: JAX, or batches.
+Owns an implementation that shares nothing with the tested one, and random tensors. Does not know JAX, or
+batches. Called by the tests of recurrent models.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ type Weights = Mapping[str, np.ndarray]
 
 
 def golden(name: str) -> tuple[Weights, dict[str, np.ndarray]]:
-    """A state_dict, and what torch was given and computed."""
+    """Return a state_dict, and torch's inputs and outputs."""
     with np.load(GOLDEN / name) as arrays:
         values = {key: arrays[key] for key in arrays.files}
     weights = {key.removeprefix("weights."): one for key, one in values.items() if key.startswith("weights.")}
@@ -60,7 +60,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 def lstm_step(
     weights: Weights, token: int, h: Any, c: Any, prefix: str = ""
 ) -> tuple[np.ndarray, np.ndarray]:
-    """torch.nn.LSTM's equations, each gate by itself."""
+    """Compute torch.nn.LSTM's equations, each gate separately."""
     x = weights[f"{prefix}embedding.weight"][token]
     w_x, w_h = (np.split(weights[f"{prefix}lstm.weight_{kind}_l0"], 4) for kind in ("ih", "hh"))
     b_x, b_h = (np.split(weights[f"{prefix}lstm.bias_{kind}_l0"], 4) for kind in ("ih", "hh"))
@@ -70,7 +70,7 @@ def lstm_step(
 
 
 def lstm(weights: Weights, token_ids: Any, prefix: str = "") -> tuple[np.ndarray, np.ndarray]:
-    """h and c behind the last word."""
+    """Return h and c after the last word."""
     h = c = np.zeros(weights[f"{prefix}lstm.weight_hh_l0"].shape[1], np.float32)
     for token in token_ids:
         h, c = lstm_step(weights, token, h, c, prefix)
@@ -78,7 +78,7 @@ def lstm(weights: Weights, token_ids: Any, prefix: str = "") -> tuple[np.ndarray
 
 
 def translate(weights: Weights, source_ids: Any, num_steps: int, go: int) -> list[tuple[int, float]]:
-    """Words, each with its margin over the second best."""
+    """Return words, each with its margin over the second best."""
     h, c = lstm(weights, source_ids, "encoder.")
     found, token = [], go
     for _ in range(num_steps):
@@ -89,7 +89,7 @@ def translate(weights: Weights, source_ids: Any, num_steps: int, go: int) -> lis
 
 
 def tree_lstm(weights: Weights, tree: Any) -> tuple[np.ndarray, np.ndarray]:
-    """h and c of the root: Tai et al. (2015), equations 9 to 14 with two children, on nested pairs."""
+    """Return the root's h and c by equations 9 to 14 of Tai et al. (2015), for nested pairs."""
     hidden = weights["cell.U_f.bias"].shape[0] // 2
     if isinstance(tree, tuple):
         (h_left, c_left), (h_right, c_right) = (tree_lstm(weights, one) for one in tree)
@@ -106,7 +106,7 @@ def tree_lstm(weights: Weights, tree: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Mamba:
-    """A text, token by token; Gu and Dao (2023), section 3, with a loop over channels' states."""
+    """One text, token by token, by section 3 of Gu and Dao (2023), with a loop over channels' states."""
 
     def __init__(self, weights: Weights, config: Mapping[str, Any]) -> None:
         self.weights, self.config = weights, config
@@ -115,7 +115,7 @@ class Mamba:
         self.states = [np.zeros((inner, config["state_size"])) for _ in self.windows]
 
     def step(self, token: int) -> np.ndarray:
-        """f[vocab_size], scores of what follows."""
+        """Return f[vocab_size], scores of the next token."""
         weights = self.weights
         x = weights["backbone.embeddings.weight"][token]
         for i in range(len(self.states)):
@@ -125,7 +125,7 @@ class Mamba:
         return weights.get("lm_head.weight", weights["backbone.embeddings.weight"]) @ x
 
     def continued(self, prompt_ids: Any, num_tokens: int) -> list[tuple[int, float]]:
-        """Tokens, each with its margin over the second best."""
+        """Return tokens, each with its margin over the second best."""
         for token in prompt_ids:
             scores = self.step(token)
         found = [best(scores)]
@@ -156,13 +156,13 @@ class Mamba:
 
 
 def best(scores: np.ndarray) -> tuple[int, float]:
-    """The place of the highest, and how much higher it is."""
+    """Return the index of the highest score, and its margin over the second best."""
     first = int(np.argmax(scores))
     return first, float(scores[first] - np.delete(scores, first).max())
 
 
 def agree(tokens: Any, expected: list[tuple[int, float]], least: float = 1e-3) -> bool:
-    """Whether tokens are those expected, up to the first of which rounding may have decided."""
+    """Tell whether tokens equal the expected ones, up to the first that rounding may have decided."""
     for place, (token, margin) in enumerate(expected):
         if margin < least:
             return True

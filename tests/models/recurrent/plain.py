@@ -16,7 +16,7 @@ type State = Mapping[str, jax.Array]
 
 
 def plain(model: Any) -> Callable[[Any], list[np.ndarray]]:
-    """A function of a request to what it returns, then what it emits; fields in the order of their names."""
+    """Return a function from a request to its returned and then its emitted values; fields in name order."""
     cells = {one.name: jax.jit(one.module.__call__) for one in model.cells()}
     if isinstance(model, LSTM):
         return functools.partial(_sentence, cells, model)

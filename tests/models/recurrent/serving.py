@@ -1,4 +1,4 @@
-"""An engine of a model with few programs, and requests that come while others run."""
+"""An engine of a model with few programs, and requests that arrive while others run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ BATCH_SIZES = (1, 4)
 
 
 def small_engine(model: Any) -> CellularEngine:
-    """Two batch sizes, and launches of one task or two: four programs a cell."""
+    """Return an engine with two batch sizes, and launches of one task or two: four programs per cell."""
     cells = [cell._replace(max_batch=BATCH_SIZES[-1], batch_sizes=BATCH_SIZES) for cell in model.cells()]
     return CellularEngine(cells, model.unfold, CellularConfig(num_rows=128, max_num_tasks=2), progress=False)
 
 
 def served(engine: CellularEngine, requests: Sequence[Any], seed: int) -> list[CellOutput]:
-    """Results in order: a few requests come at a time, and some cells run before others come."""
+    """Return results in order: a few requests arrive at a time, and some cells run in between."""
     rng = random.Random(seed)
     todo, handles = list(requests), []
     while todo or not all(handle.done for handle in handles):

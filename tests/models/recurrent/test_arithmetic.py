@@ -1,4 +1,4 @@
-"""What a cell makes a device do: which matmuls, and how exactly."""
+"""The matmuls that a cell runs on a device, and their precision."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def models(dtype: str) -> list:
 
 
 def matmuls(module) -> list:
-    """The equations of a step, those in loops as well."""
+    """Return the equations of a step, including those in loops."""
     state, has_inputs = module.state, getattr(module, "inputs", None)
     num_inputs = 1 if has_inputs is None else len(has_inputs)
     inputs = tuple(
@@ -50,10 +50,10 @@ def test_float32_is_float32_and_below_it_is_fast(dtype, precision):
                 assert one.outvars[0].aval.dtype == jnp.float32
 
 
-def test_one_matmul_of_both_inputs():
-    """[b, 2h] with [2h, 4h], as in the thesis (section 2.2.2); a decoder scores words as well."""
+def test_both_inputs_share_one_matmul():
+    """It is [b, 2h] with [2h, 4h], as in the thesis (section 2.2.2); a decoder scores words as well."""
     lstm, seq2seq, tree, mamba = models("float32")
-    assert len(matmuls(mamba)) == 5  # four of a layer, however many there are, and the head's
+    assert len(matmuls(mamba)) == 5  # four per layer, however many layers there are, and the head's
     shapes = [
         [tuple(value.aval.shape for value in one.invars) for one in matmuls(module)]
         for module in (lstm, seq2seq.encoder, seq2seq.decoder, tree.leaf, tree.inner)

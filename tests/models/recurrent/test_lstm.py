@@ -1,4 +1,4 @@
-"""An LSTM: what torch computes, in batches that sentences join and leave."""
+"""An LSTM: torch's results, in batches that sentences join and leave."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def by_scan(model: LSTM, ids: np.ndarray) -> dict[str, jax.Array]:
     return {name: value[0] for name, value in last.items()}
 
 
-def test_what_torch_computes():
+def test_results_equal_torchs():
     model = LSTM.from_torch(WEIGHTS)
     with small_engine(model) as engine:
         outputs = engine.run([model.request(VALUES[f"token_ids.{i}"]) for i in range(3)])
@@ -36,7 +36,7 @@ def test_what_torch_computes():
         np.testing.assert_allclose(output.states[0]["c"], VALUES[f"c.{i}"], atol=1e-5, rtol=0)
 
 
-def test_the_literal_one_is_torchs():
+def test_the_literal_model_equals_torchs():
     for i in range(3):
         h, c = lstm(WEIGHTS, VALUES[f"token_ids.{i}"])
         np.testing.assert_allclose(h, VALUES[f"h.{i}"], atol=1e-6, rtol=0)
@@ -57,7 +57,7 @@ def test_sentences_that_join_and_leave():
 
 
 def test_a_sentence_by_a_scan():
-    """The cell is a function that anything of JAX may run."""
+    """Any JAX code may run the cell, which is a function."""
     h = by_scan(LSTM.from_torch(WEIGHTS), VALUES["token_ids.2"])["h"]
     np.testing.assert_allclose(h, VALUES["h.2"], atol=1e-5, rtol=0)
 
@@ -80,7 +80,7 @@ def test_bfloat16_is_near():
         ([3, 4, -1], r"token_ids\[2\] is -1, but must be an id from 0 to 49"),
     ],
 )
-def test_requests_that_cannot_be(token_ids, message):
+def test_invalid_requests_are_refused(token_ids, message):
     model = LSTM.random(hidden_size=4, vocab_size=50)
     with pytest.raises(RequestError, match=message):
         model.request(token_ids)

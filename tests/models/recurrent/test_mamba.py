@@ -1,4 +1,4 @@
-"""Mamba: the tokens of transformers, each request as if it were alone, and what ends a reply."""
+"""Mamba: transformers' tokens, each request as if it were alone, and the ends of replies."""
 
 import json
 
@@ -41,19 +41,19 @@ def replies(model, engine, prompts, seed=0, **options):
     return [request.reply(output) for request, output in zip(requests, outputs, strict=True)]
 
 
-def test_the_literal_one_is_transformers():
+def test_the_literal_model_equals_transformers():
     for i, prompt in enumerate(PROMPTS):
         text = literal.Mamba(WEIGHTS, CONFIG)
         scores = [text.step(token) for token in [*prompt, *EXPECTED[i][:-1]]]
         np.testing.assert_allclose(scores, VALUES[f"logits.{i}"], atol=1e-4, rtol=0)
 
 
-def test_the_tokens_of_transformers(model, engine):
+def test_tokens_equal_those_of_transformers(model, engine):
     assert replies(model, engine, PROMPTS) == EXPECTED
 
 
-def test_the_states_of_transformers(model):
-    """Behind a prompt, of a batch in which another text stands beside it."""
+def test_states_equal_those_of_transformers(model):
+    """They are compared after a prompt, in a batch with another text."""
     text = literal.Mamba(WEIGHTS, CONFIG)
     state = {name: np.zeros((2, *one.shape), one.dtype) for name, one in model.state.items()}
     step = jax.jit(lambda state, token: model((state,), token))
@@ -65,7 +65,7 @@ def test_the_states_of_transformers(model):
         np.testing.assert_allclose(state["window"][0, i], text.windows[i][:, 1:].T, atol=2e-5, rtol=0)
 
 
-def test_requests_of_other_lengths_as_if_alone(model, engine):
+def test_requests_of_different_lengths_run_as_if_alone(model, engine):
     seed = new_seed()
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, 64, length).tolist() for length in (1, 2, 3, 5, 8, 13, 21, 34)]
@@ -76,8 +76,8 @@ def test_requests_of_other_lengths_as_if_alone(model, engine):
         assert agree(reply, literal.Mamba(WEIGHTS, CONFIG).continued(prompt, 16))
 
 
-def test_what_ends_a_reply(model, engine):
-    """Not in the prompt, and not where it is ignored; it is part of the reply."""
+def test_an_ending_id_ends_a_reply(model, engine):
+    """It does not count in the prompt, nor if it is ignored; it is part of the reply."""
     eos = EXPECTED[3][4]
     ended = EXPECTED[3][: EXPECTED[3].index(eos) + 1]
     assert replies(model, engine, [PROMPTS[3]], ignore_eos=False, eos_id=eos) == [ended]
@@ -87,8 +87,8 @@ def test_what_ends_a_reply(model, engine):
     assert replies(model, engine, PROMPTS[:2], max_new_tokens=1) == [EXPECTED[0][:1], EXPECTED[1][:1]]
 
 
-def test_biases_and_a_head_of_its_own():
-    """By the cell alone, token by token."""
+def test_biases_and_an_untied_head():
+    """Runs the cell alone, token by token."""
     config = CONFIG | {"use_bias": True, "use_conv_bias": False, "tie_word_embeddings": False}
     rng = np.random.default_rng(0)
     weights = {name: one for name, one in WEIGHTS.items() if not name.endswith("conv1d.bias")}
@@ -106,7 +106,7 @@ def test_biases_and_a_head_of_its_own():
         assert agree(state["token"], [literal.best(expected)])
 
 
-def test_what_is_float32_in_a_bfloat16_model():
+def test_a_bfloat16_model_keeps_some_parts_in_float32():
     model = Mamba.random(hidden_size=32, vocab_size=50, num_layers=2, dtype="bfloat16")
     state = {name: jax.ShapeDtypeStruct((2, *one.shape), one.dtype) for name, one in model.state.items()}
     state = jax.eval_shape(lambda *args: model(*args), (state,), jax.ShapeDtypeStruct((2,), "int32"))
@@ -142,7 +142,9 @@ def test_null_is_the_default():
 
 
 def test_missing_options_have_the_defaults_of_transformers():
-    """Those of `transformers.MambaConfig`; `time_step_rank` "auto" is ceil(hidden_size / 16)."""
+    """The defaults are those of `transformers.MambaConfig`; `time_step_rank` "auto" is ceil(hidden_size /
+    16).
+    """
     config = parse_mamba({"model_type": "mamba", "vocab_size": 50280, "hidden_size": 776}, "float32")
     assert config == MambaConfig(
         dtype="float32",
@@ -169,7 +171,7 @@ def test_tensors_alone_are_not_enough():
         Mamba.from_hf(WEIGHTS, CONFIG | {"expand": 3})
 
 
-def test_requests_that_cannot_be(model):
+def test_invalid_requests_are_refused(model):
     for args, kwargs, message in (
         (([], 1), {}, "prompt_ids is "),
         (([64], 1), {}, r"prompt_ids\[0\] is 64, but must be an id from 0 to 63"),

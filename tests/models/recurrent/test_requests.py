@@ -1,4 +1,4 @@
-"""What is given to a model's cells that the model did not make."""
+"""Requests for a model's cells that the model did not create."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ MODELS: list[Any] = [
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: type(model).__name__)
-def test_a_request_that_is_none_of_the_models_own(model: Any) -> None:
-    """It was an AttributeError from within `unfold`."""
+def test_a_request_of_another_model_is_refused(model: Any) -> None:
+    """It once raised an AttributeError from within `unfold`."""
     other = MODELS[1].request((3, 4)) if model is LINES else LINES.request([3])
     graph: Any = SimpleNamespace()
     for bad in (5, None, "x", [3], other):
@@ -35,7 +35,7 @@ def test_a_request_that_is_none_of_the_models_own(model: Any) -> None:
 
 
 def test_lists_of_different_lengths() -> None:
-    """It was numpy's ValueError, which names no field."""
+    """It once raised numpy's ValueError, which names no field."""
     trees = MODELS[1]
     for request, arguments, message in (
         (
@@ -54,7 +54,7 @@ def test_lists_of_different_lengths() -> None:
 
 @pytest.mark.parametrize("most", [MAX_STEPS + 1, 10**12])
 def test_more_steps_than_any_engine_takes(most: int) -> None:
-    """An array of as many numbers was made before anybody said so: 4 GB of them, or a MemoryError."""
+    """An array of that length was once created before the refusal: 4 GB, or a MemoryError."""
     seq2seq, mamba = MODELS[2:]
     for field, make in (
         ("max_new_tokens", lambda: mamba.request([3], most)),

@@ -1,4 +1,4 @@
-"""Sequence to sequence: torch's words, that <eos> ends a sentence, and what is written where nothing does."""
+"""Sequence to sequence: torch's words, the end of a sentence by <eos>, and the limit without one."""
 
 import numpy as np
 import pytest
@@ -39,8 +39,8 @@ def test_torchs_words_up_to_the_end(model, engine):
     assert 0 < sum(length < MAX_STEPS for length in lengths) < len(lengths)
 
 
-def test_as_many_words_as_were_asked_for(model, engine):
-    """Whatever they are, as the thesis measures it."""
+def test_a_translation_has_the_requested_number_of_words(model, engine):
+    """It does not depend on the words, as in the thesis's measurements."""
     outputs = engine.run([model.request(ids, num_target_steps=9) for ids in SOURCES])
     assert any(EOS in output.tokens[:-1] for output in outputs)
     for ids, output in zip(SOURCES, outputs, strict=True):
@@ -49,14 +49,14 @@ def test_as_many_words_as_were_asked_for(model, engine):
 
 
 def test_another_word_may_end_it(model, engine):
-    """Of what it would write anyway: the word in the middle, at its first place."""
+    """The model would write it anyway: the word in the middle ends at its first occurrence."""
     ids = SOURCES[6]
     whole = engine.run([model.request(ids, num_target_steps=8)])[0].tokens
     ended = engine.run([model.request(ids, eos_id=whole[4], max_extra_steps=0)])[0].tokens
     assert ended == whole[: whole.index(whole[4]) + 1]
 
 
-def test_no_more_words_than_the_source_has_and_some(model, engine):
+def test_a_translation_is_at_most_the_source_and_some_words_long(model, engine):
     outputs = engine.run([model.request(SOURCES[0], max_extra_steps=extra) for extra in (0, 1, 3)])
     assert [len(output.tokens) for output in outputs] == [1, 2, 4]
 
@@ -76,7 +76,7 @@ def test_sentences_that_join_and_leave(model, engine):
 
 
 def test_two_vocabularies():
-    """Of other sizes and widths; by the cells alone."""
+    """They have different sizes and widths; the cells run alone."""
     shapes = lstm_shapes(30, 16, 32, "encoder.") | lstm_shapes(20, 24, 32, "decoder.")
     shapes |= {"decoder.out.weight": (20, 32), "decoder.out.bias": (20,)}
     weights = random_weights(0, shapes, 1.0)
@@ -100,7 +100,7 @@ def test_batches_of_each_cell():
     assert decoder.priority > encoder.priority
 
 
-def test_what_cannot_be(model):
+def test_invalid_requests_are_refused(model):
     for kwargs, message in (
         ({"num_target_steps": 0}, "num_target_steps is 0, but must be an int of at least 1"),
         ({"max_extra_steps": -1}, "max_extra_steps is -1, but must be an int of at least 0"),

@@ -15,7 +15,7 @@ VOCAB_SIZE = 40
 
 
 def random_tree(rng: random.Random, num_leaves: int):
-    """Any shape: where the words are divided is drawn."""
+    """Draw a tree of any shape: the position of each split is random."""
     if num_leaves == 1:
         return rng.randrange(VOCAB_SIZE)
     left = rng.randint(1, num_leaves - 1)
@@ -23,7 +23,7 @@ def random_tree(rng: random.Random, num_leaves: int):
 
 
 def nodes_of(tree):
-    """Every node below and with this one."""
+    """Return this node and every node below it."""
     below = [node for one in tree for node in nodes_of(one)] if isinstance(tree, tuple) else []
     return [*below, tree]
 
@@ -56,7 +56,7 @@ def test_trees_that_join_and_leave(weights, model, engine):
 
 
 def test_every_node_has_a_label(weights, model, engine):
-    """Words in their order, then inner nodes, the root last."""
+    """Words come in their order, then inner nodes, the root last."""
     tree = random_tree(random.Random(5), 16)
     output = engine.run([model.request(tree)])[0]
     nodes = nodes_of(tree)
@@ -71,13 +71,13 @@ def test_every_node_has_a_label(weights, model, engine):
 
 
 def test_a_tree_as_arrays(weights, model, engine):
-    """((7, 8), 9), with the root first."""
+    """The tree is ((7, 8), 9), with the root first."""
     request = model.request_from_arrays([7, 8, 9], [[4, 2], [0, 1]])
     output = engine.run([request])[0]
     np.testing.assert_allclose(output.states[0]["h"], tree_lstm(weights, ((7, 8), 9))[0], atol=2e-5, rtol=0)
 
 
-def test_left_and_right_are_not_the_same(model, engine):
+def test_left_and_right_children_differ(model, engine):
     one, other = engine.run([model.request((1, 2)), model.request((2, 1))])
     assert np.abs(one.states[0]["h"] - other.states[0]["h"]).max() > 1e-3
 

@@ -1,4 +1,4 @@
-"""Trees as pairs and as arrays: one is the other, and what is no tree is told by its node."""
+"""Trees as pairs and as arrays: both forms are equal, and the error of an invalid tree names its node."""
 
 import random
 
@@ -12,7 +12,7 @@ from tests.seeds import new_seed
 
 
 def as_pairs(tree: BinaryTree):
-    """From the arrays, as documented: children come before their parents, the root is the last."""
+    """Convert from arrays, as documented: children come before their parents, the root is the last."""
     nodes = tree.words.tolist()
     for left, right in tree.children.tolist():
         assert max(left, right) < len(nodes)
@@ -67,7 +67,7 @@ def test_deep_trees_need_no_recursion():
         ((True, 1), r"tree\[0\] is True, but must be a word id"),
     ],
 )
-def test_pairs_that_are_no_tree(tree, message):
+def test_pairs_that_are_not_a_tree(tree, message):
     with pytest.raises(RequestError, match=message):
         from_pairs(tree, VOCAB_SIZE)
 
@@ -93,6 +93,6 @@ def test_pairs_that_are_no_tree(tree, message):
         (0, [], r"words is \[\], but must be at least one token id"),
     ],
 )
-def test_arrays_that_are_no_tree(num_words, children, message):
+def test_arrays_that_are_not_a_tree(num_words, children, message):
     with pytest.raises(RequestError, match=message):
         from_arrays(list(range(num_words)), children, VOCAB_SIZE)

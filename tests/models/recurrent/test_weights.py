@@ -1,4 +1,4 @@
-"""Weights: drawn, imported from torch, saved and loaded again, and what is said of those that do not fit."""
+"""Weights: drawn, imported from torch, saved and loaded again, and the errors of unfitting ones."""
 
 import re
 import shutil
@@ -30,7 +30,7 @@ def values(model) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_seed_is_a_model(name):
+def test_a_seed_determines_the_model(name):
     one, same, other = (values(MODELS[name](seed, "float32")) for seed in (1, 1, 2))
     drawn = [key for key in one if (one[key] != other[key]).any()]
     assert all((one[key] == same[key]).all() for key in one)
@@ -52,7 +52,7 @@ def test_saved_and_loaded(name, tmp_path):
         np.testing.assert_allclose(found, expected[key], rtol=2**-8)
 
 
-def test_a_save_that_is_something_else(tmp_path):
+def test_a_save_of_another_kind_is_refused(tmp_path):
     MODELS["lstm"](0, "float32").save(tmp_path / "model")
     with pytest.raises(CheckpointError, match="already holds a saved model"):
         MODELS["lstm"](0, "float32").save(tmp_path / "model")
@@ -69,7 +69,7 @@ def test_a_save_that_is_something_else(tmp_path):
         LSTM.load(tmp_path / "model")
 
 
-def test_sizes_that_cannot_be():
+def test_invalid_sizes_are_refused():
     with pytest.raises(UnsupportedModelError, match="hidden_size=0 must be an int of at least 1"):
         LSTM.random(hidden_size=0, vocab_size=4, embedding_size=2)
     with pytest.raises(UnsupportedModelError, match=r"vocab_size=4\.5 must be an int of at least 1"):
@@ -115,14 +115,14 @@ def test_other_names_of_modules():
         ),
     ],
 )
-def test_tensors_that_do_not_fit(changes, message):
+def test_tensors_that_do_not_fit_are_refused(changes, message):
     weights = {name: one for name, one in (dict(LSTM_WEIGHTS) | changes).items() if one is not None}
     with pytest.raises(CheckpointError, match=re.escape(message)):
         LSTM.from_torch(weights)
 
 
-def test_a_tensor_that_is_elsewhere():
-    """As torch refuses to make an array of what is on a GPU."""
+def test_a_tensor_on_another_device_is_refused():
+    """Torch refuses to make an array of a tensor on a GPU."""
 
     class Elsewhere:
         shape = (64,)

@@ -1,4 +1,4 @@
-"""What tests of contexts begin with."""
+"""Fixture that tests of contexts share."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from tests.server.context.scenarios import FakeSource, tokenizer
 
 @pytest.fixture
 def resolving() -> Resolver:
-    """Without any turns."""
+    """Return a resolver without durable turns."""
     return Resolver(tokenizer(), "model:1", TurnIndex(FakeSource()))

@@ -1,4 +1,4 @@
-"""A source of durable turns that has none."""
+"""An empty source of durable turns."""
 
 from __future__ import annotations
 

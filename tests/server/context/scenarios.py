@@ -1,4 +1,4 @@
-"""Random trees of conversations, and what every resolved context must be by an account of its own."""
+"""Random trees of conversations, with an independent model of what every resolved context must be."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tokenizer() -> Tokenizer:
 
 
 class FakeSource:
-    """Durable turns in a list, as a history would find them."""
+    """Durable turns in a list, searched as a history searches them."""
 
     def __init__(self) -> None:
         self.turns: list[PastTurn] = []
@@ -51,7 +51,7 @@ class FakeSource:
 
 @dataclass
 class Told:
-    """A turn as the scenario itself keeps it: its whole path, in messages and in ids."""
+    """The scenario's own record of a turn: its whole path, as messages and as ids."""
 
     owner: str
     durable: bool
@@ -117,12 +117,12 @@ class Scenario:
         return "".join(self.random.choices(WORDS, k=self.random.randint(1, 3)))
 
     def context(self, owner: str) -> list[dict]:
-        """What a client sends: the history of some turn, perhaps edited or cut, and a new message."""
+        """Return what a client sends: the history of some turn, perhaps edited or cut, and a new message."""
         draw = self.random.random()
         if not self.told or draw < 0.15:
             context = [{"role": "system", "content": self.text()}] if self.random.random() < 0.5 else []
         else:
-            told = self.random.choice(self.told)  # of the other owner too: it must not be found
+            told = self.random.choice(self.told)  # may belong to the other owner: it must not be found
             context = [dict(message) for message in told.messages]
             if draw < 0.3:
                 self.random.choice(context)["content"] = self.text()
@@ -132,14 +132,14 @@ class Scenario:
             elif draw < 0.5:
                 del context[self.random.randrange(len(context)) :]
             elif draw < 0.6:
-                return context[:-1]  # once more the same: a regeneration
+                return context[:-1]  # resend the same context: a regeneration
         if self.random.random() < 0.3:
             for message in context:
                 message["content"] += self.random.choice((" ", "\n", ""))
         return [*context, {"role": "user", "content": self.text()}]
 
     def expected(self, owner: str, context: list[dict], durable: bool) -> list[Told]:
-        """The turns that may be gone on from: those with the longest path that the context begins with."""
+        """Return the turns that may be continued: those whose path is the longest prefix of the context."""
         words = said(context)
         alive = [
             told
@@ -194,7 +194,7 @@ class Scenario:
                 epoch=self.epoch,
             )
         )
-        # What is known of it says the same as the account: no id was changed on the way.
+        # The turn's record agrees with the model's: no id was changed on the way.
         path = self.index.path(turn)
         assert [list(each.output_token_ids) for each in path] == [
             list(each.output_token_ids) for each in self.told[-1].earlier

@@ -1,4 +1,4 @@
-"""A reply that ended with more than its client was told: later turns read what the messages say."""
+"""Replies that ended with more than the client was sent: later turns use the text of the messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.server.context.scenarios import assistant, output_of, tokenizer, user
 
 
 def ended_by(resolved, text: str, *ids: int):
-    """Commit a reply that ends with ids whose text its client was not told."""
+    """Commit a reply that ends with ids whose text its client was not sent."""
     return resolved.commit(output_of([*tokenizer().encode(text, add_bos=False), *ids], text))
 
 
@@ -21,7 +21,7 @@ STOP_IDS = {
 
 @pytest.mark.parametrize("by_id", [False, True])
 @pytest.mark.parametrize("ending", STOP_IDS)
-def test_what_a_client_was_not_told_is_not_read_by_later_turns(resolving, ending, by_id):
+def test_later_turns_skip_text_that_the_client_was_not_sent(resolving, ending, by_id):
     first = resolving.resolve("ann", [user("hi")], epoch=1, durable=True)
     ended_by(first, "fine", tokenizer().eos_id)
     context = [user("hi"), assistant("fine"), user("and")]
@@ -30,7 +30,7 @@ def test_what_a_client_was_not_told_is_not_read_by_later_turns(resolving, ending
     context += [assistant("one"), user("so")]
     if by_id:
         third = resolving.resolve_after("ann", second.node.turn_id, context[-1:], epoch=1, durable=True)
-        assert third.parent is None  # a tree of its own, whose first chunks the engine finds
+        assert third.parent is None  # a new tree, whose first chunks the engine finds
         assert third.prompt_token_ids == ChatFormat(tokenizer()).turn_token_ids([], context)
     else:
         third = resolving.resolve("ann", context, epoch=1, durable=True)
@@ -43,16 +43,16 @@ def test_what_a_client_was_not_told_is_not_read_by_later_turns(resolving, ending
     assert fourth.parent.turn_id == third.node.turn_id
 
 
-def test_what_a_client_was_not_told_may_be_what_the_template_writes(resolving):
-    """Both are the same to read, so the ids stay as they were sampled."""
+def test_unsent_ids_that_equal_the_templates_ending_are_kept(resolving):
+    """The text is the same either way, so the ids stay as they were sampled."""
     first = resolving.resolve("ann", [user("hi")], epoch=1, durable=True)
     ended_by(first, "one", *tokenizer().encode("<|end|>", add_bos=False))
     second = resolving.resolve("ann", [user("hi"), assistant("one"), user("so")], epoch=1, durable=True)
     assert second.parent.turn_id == first.node.turn_id
 
 
-def test_replies_that_were_stopped_do_not_hide_the_turn_before_them(resolving, monkeypatch):
-    """Nor is a path rendered to see that each of them is refused: their ids show it."""
+def test_stopped_replies_do_not_hide_the_turn_before_them(resolving, monkeypatch):
+    """Their ids show that they do not match, so no path is rendered for that."""
     first = resolving.resolve("ann", [user("hi")], epoch=1, durable=True)
     ended_by(first, "fine", tokenizer().eos_id)
     context = [user("hi"), assistant("fine")]
@@ -75,7 +75,7 @@ def test_replies_that_were_stopped_do_not_hide_the_turn_before_them(resolving, m
         decoded.clear()
         turn = resolving.resolve("ann", context, epoch=1, durable=True)
         assert turn.parent is not None and turn.parent.turn_id == first.node.turn_id
-        assert tried == [1] and len(decoded) <= 2, "what is refused once is not decoded again"
+        assert tried == [1] and len(decoded) <= 2, "a reply was decoded again after its refusal"
         ended_by(turn, "one", *STOP_IDS["a stop string"])
         context.append(assistant("one"))
     tried.clear()

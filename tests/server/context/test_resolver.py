@@ -1,4 +1,4 @@
-"""The longest match is always found, for its owner only, and goes on from the ids as they were sampled."""
+"""The resolver finds the longest match of its owner, and continues from the ids as they were sampled."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_random_trees_of_conversations():
             print(f"Scenario({seed}).run()")
             raise
         num_found += scenario.num_found
-    assert num_found > 3 * NUM_SCENARIOS  # the scenarios are about something: half of what is usual
+    assert num_found > 3 * NUM_SCENARIOS  # the scenarios find turns: half of the usual number
 
 
 def ignore_role(chain: bytes, role: str, text: str) -> bytes:
@@ -50,7 +50,7 @@ def ignore_owner(owner: str, fingerprint: str, template: str | None) -> bytes:
     return ORIGINAL_ROOT("", fingerprint, template)
 
 
-def find_of_anybody(self: TurnIndex, owner: str, before: bytes, reply: str, **options):
+def find_of_any_owner(self: TurnIndex, owner: str, before: bytes, reply: str, **options):
     for other in ("ann", "bob"):
         found = ORIGINAL_FIND(self, other, before, reply, **options)
         if found is not None:
@@ -59,7 +59,7 @@ def find_of_anybody(self: TurnIndex, owner: str, before: bytes, reply: str, **op
 
 
 def find_stale(self: TurnIndex, owner: str, before: bytes, reply: str, **options):
-    """A reply is found where the one before it was."""
+    """Find the reply at the position of the one before it."""
     found = ORIGINAL_FIND(self, owner, before, reply, **options)
     return found if found is None or found.parent_id is None else self.turn(owner, found.parent_id)
 
@@ -90,7 +90,7 @@ PLANTED = {
     ],
     "another owner's turn": [
         (resolver, "root_chain", ignore_owner),
-        (TurnIndex, "find", find_of_anybody),
+        (TurnIndex, "find", find_of_any_owner),
     ],
     "a stale parent": [(TurnIndex, "find", find_stale)],
     "a reply that was tokenized again": [(resolver.ResolvedContext, "commit", commit_retokenized)],
@@ -101,7 +101,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("bug", PLANTED)
-def test_planted_bugs_are_seen(bug, monkeypatch):
+def test_planted_bugs_are_detected(bug, monkeypatch):
     for owner, name, planted in PLANTED[bug]:
         monkeypatch.setattr(owner, name, planted)
     with pytest.raises((AssertionError, StopIteration)):
@@ -109,8 +109,8 @@ def test_planted_bugs_are_seen(bug, monkeypatch):
             Scenario(seed).run()
 
 
-def test_a_small_memory_finds_what_the_history_has():
-    """The budget holds a turn or two; durable turns come back from the history, others are begun anew."""
+def test_a_small_memory_finds_durable_turns_in_the_history():
+    """The budget holds one or two turns. Durable turns come from the history; others start a new tree."""
     for seed in range(10):
         scenario = Scenario(seed, max_bytes=4000)
         scenario.random.random = lambda draw=scenario.random.random: draw() * 0.59  # all durable
@@ -118,8 +118,8 @@ def test_a_small_memory_finds_what_the_history_has():
         assert scenario.index.num_bytes <= 4000 or len(scenario.index) == 1
 
 
-def test_what_the_index_counts_is_about_what_it_takes():
-    """Of many short messages, and of characters that take four bytes."""
+def test_the_index_counts_about_as_many_bytes_as_it_uses():
+    """Covers many short messages, and characters of four bytes."""
     index = TurnIndex(NoTurns(), max_bytes=400_000)
     tracemalloc.start()
     try:
@@ -147,8 +147,8 @@ def test_what_the_index_counts_is_about_what_it_takes():
     assert 0.6 * index.num_bytes < taken < 1.2 * index.num_bytes
 
 
-def test_a_whole_context_and_its_turns_are_the_same_chain(resolving):
-    """A tree that began with replies from elsewhere is found by who sends it on."""
+def test_a_whole_context_and_its_turns_have_the_same_chain(resolving):
+    """A tree that began with replies from elsewhere is found when its context is sent again."""
     context = [user("hi"), assistant("hello"), user("again")]
     first = resolving.resolve("ann", context, epoch=1, durable=False)
     assert first.parent is None and first.missed_tokens > 0
@@ -170,7 +170,7 @@ def test_regenerations_and_edited_replies_are_siblings(resolving):
     assert edited.parent is None
 
 
-def test_several_replies_to_one_context_have_ids_of_their_own(resolving):
+def test_several_replies_to_one_context_have_different_ids(resolving):
     first = resolving.resolve("ann", [user("hi")], epoch=1, durable=False)
     finish(first)
     second = resolving.resolve("ann", [user("hi"), assistant("fine"), user("x")], epoch=1, durable=False)
@@ -180,7 +180,7 @@ def test_several_replies_to_one_context_have_ids_of_their_own(resolving):
     assert second.again(second.node.turn_id).node == second.node
 
 
-def test_a_named_turn_is_gone_on_from(resolving):
+def test_a_named_turn_is_continued(resolving):
     first = resolving.resolve("ann", [user("hi")], epoch=1, durable=True)
     finish(first)
     second = resolving.resolve_after("ann", first.node.turn_id, [user("and")], epoch=1, durable=True)
@@ -202,14 +202,14 @@ def test_only_durable_turns_can_be_named_for_durable_ones(resolving):
         resolving.resolve_after("ann", first.node.turn_id, [user("and")], epoch=1, durable=True)
 
 
-def test_the_engine_tells_whether_chunks_were_found(resolving):
+def test_the_engine_reports_whether_chunks_were_reused(resolving):
     first = resolving.resolve("ann", [user("hi")], epoch=1, durable=False)
     assert first.match_kind(output_of([1], "x")) == "none"
     assert first.match_kind(output_of([1], "x", reused_gpu_tokens=32)) == "chunk"
     assert first.match_kind(output_of([1], "x", swapped_in_tokens=32)) == "chunk"
 
 
-def test_narrower_memory_finds_less(resolving):
+def test_a_smaller_memory_finds_less(resolving):
     first = resolving.resolve("ann", [user("hi")], epoch=1, durable=False)
     finish(first)
     context = [user("hi"), assistant("fine"), user("and")]
@@ -239,14 +239,14 @@ def template_tokenizer(template: str | None) -> Tokenizer:
     return loaded
 
 
-# It writes how many messages there are, so that a conversation does not only grow.
+# This template writes the number of messages, so a later rendering does not extend an earlier one.
 COUNTING = (
     "{{ messages | length }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 )
 
 
 @pytest.mark.parametrize("by_id", [False, True])
-def test_a_template_that_cannot_go_on_writes_the_whole(by_id):
+def test_a_template_that_cannot_extend_its_rendering_renders_the_whole_context(by_id):
     resolving = Resolver(template_tokenizer(COUNTING), "model:1", TurnIndex(FakeSource()))
     first = resolving.resolve("ann", [user("hi")], epoch=1, durable=True)
     finish(first)
@@ -273,7 +273,7 @@ def test_models_without_a_template_have_no_contexts():
         Resolver(None, "m", TurnIndex(NoTurns())).resolve("ann", [user("hi")], epoch=1, durable=True)
 
 
-def test_developers_speak_as_the_system_where_a_template_knows_none(resolving):
+def test_developer_messages_become_system_messages_if_the_template_has_no_developer_role(resolving):
     developer = resolving.resolve(
         "ann", [{"role": "developer", "content": "be brief"}, user("hi")], epoch=1, durable=True
     )
@@ -292,7 +292,7 @@ def test_the_spec_carries_node_messages_and_attachment(resolving):
     assert spec.conversation_id is None and spec.prompt_token_ids == resolved.prompt_token_ids
 
 
-def test_parts_of_a_chain_do_not_run_together():
+def test_chain_hashes_separate_their_parts():
     root = hashes.root_chain("ann", "m", None)
     assert hashes.root_chain("an", "nm", None) != root
     assert hashes.chain_after(root, "user", "ab") != hashes.chain_after(root, "usera", "b")
@@ -302,7 +302,7 @@ def test_parts_of_a_chain_do_not_run_together():
 
 
 class CountingSource(NoTurns):
-    """No turns, and the replies that were looked for."""
+    """An empty source that records which replies were looked up."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -311,7 +311,7 @@ class CountingSource(NoTurns):
         self.asked.append(reply)
 
 
-def test_only_the_last_replies_are_looked_for_in_the_history():
+def test_only_the_last_replies_are_looked_up_in_the_history():
     source = CountingSource()
     resolving = Resolver(tokenizer(), "m", TurnIndex(source))
     first = resolving.resolve("ann", [user("q0")], epoch=1, durable=False)
@@ -322,7 +322,7 @@ def test_only_the_last_replies_are_looked_for_in_the_history():
     assert found.node.parent_id == first.node.turn_id, "those before are found in memory"
 
 
-def test_a_context_that_its_template_refuses_is_tried_behind_few_turns(monkeypatch):
+def test_a_context_that_its_template_refuses_is_tried_behind_few_turns_only(monkeypatch):
     resolving = Resolver(tokenizer(), "m", TurnIndex(NoTurns()))
     messages: list[dict] = []
     for i in range(20):
@@ -341,8 +341,8 @@ def test_a_context_that_its_template_refuses_is_tried_behind_few_turns(monkeypat
     assert tries == [*range(20, 20 - resolver._MAX_TRIES, -1), 0]
 
 
-def test_contexts_that_begin_alike_have_one_root_where_there_are_several_engines():
-    """If they are in memory only: of the others any front finds the turn, and with it the root."""
+def test_contexts_with_the_same_beginning_share_a_root_on_several_engines():
+    """Only in-memory turns need this: any front end finds a durable turn, and its root, in the history."""
     routed = Resolver(tokenizer(), "model:1", TurnIndex(NoTurns()), is_routed=True)
     other = Resolver(tokenizer(), "model:1", TurnIndex(NoTurns()), is_routed=True)
 
@@ -365,7 +365,7 @@ def test_choices_of_one_context_have_one_root(resolving):
     assert other.node.turn_id != one.node.turn_id and other.node.parent_id is None
 
 
-def test_roots_of_what_begins_and_may_be_found_by_anybody_are_named_by_its_tokens():
+def test_new_roots_that_any_front_end_can_find_are_named_with_their_token_counts():
     asked = []
 
     def root_for(num_tokens: int) -> str:
@@ -390,7 +390,7 @@ def spoken(*roles: str, size: int = 10) -> list[dict[str, str]]:
     ("roles", "position"),
     [(("user",), 0), (("system", "user", "user"), 1), (("assistant", "user"), 1), (("system", "tool"), 1)],
 )
-def test_the_first_message_of_a_user_is_found(roles, position):
+def test_the_first_user_message_is_found(roles, position):
     assert resolver._first_said(spoken(*roles)) == position
 
 
@@ -404,17 +404,17 @@ def test_the_first_message_of_a_user_is_found(roles, position):
         (("assistant",), 100),
     ],
 )
-def test_tokens_up_to_the_last_reply_are_missed(roles, num_tokens):
+def test_tokens_up_to_the_last_reply_count_as_missed(roles, num_tokens):
     assert resolver._missed_tokens(spoken(*roles), 100) == num_tokens
 
 
-def test_messages_without_text_miss_nothing():
+def test_messages_without_text_add_no_missed_tokens():
     assert resolver._missed_tokens(spoken("assistant", "user", size=0), 100) == 0
 
 
 @pytest.mark.parametrize("role", ["assistant", "user"])
 def test_the_first_message_of_a_context_continues_no_turn(resolving, role):
-    """It equals the reply to the same context, but nothing is before it."""
+    """It equals the reply to the same context, but no message is before it."""
     context = [{"role": role, "content": "fine"}, user("hi")]
     first = resolving.resolve("ann", context, epoch=1, durable=False)
     finish(first, "fine")

@@ -1,4 +1,4 @@
-"""Which turns the index remembers, for how long, and which of several alike it finds."""
+"""Which turns the index remembers, for how long, and which of several equal turns it finds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.server.context.no_turns import NoTurns
 
 
 def past(turn_id: str, parent_id: str | None = None, *, owner: str = "ann", text: str = "fine", **fields):
-    """A turn whose chain depends on its text alone."""
+    """Return a turn whose chain depends on its text alone."""
     known = {"before": b"before", "num_tokens": 10, "messages": None, "output_token_ids": [1, 2]}
     known |= {"finish_reason": "stop", "durable": True}
     return PastTurn(turn_id=turn_id, parent_id=parent_id, owner=owner, output_text=text, **(known | fields))
@@ -22,8 +22,8 @@ def find(index: TurnIndex, text: str = "fine", *, durable: bool = True) -> str |
 
 
 @pytest.mark.parametrize(("forgotten", "left"), [("older", "newer"), ("newer", None)])
-def test_forgetting_one_of_two_twins(forgotten, left):
-    """The newest of two that say the same is found; the chain of the older one is not its own any more."""
+def test_forgetting_one_of_two_equal_turns(forgotten, left):
+    """The index finds the newest of two equal turns; the chain no longer belongs to the older one."""
     index = TurnIndex(NoTurns())
     for turn_id in ("older", "newer"):
         index.add(past(turn_id))
@@ -32,7 +32,7 @@ def test_forgetting_one_of_two_twins(forgotten, left):
     assert find(index) == left and len(index) == 1
 
 
-def test_a_turn_that_is_added_again_takes_its_room_once():
+def test_a_turn_that_is_added_again_counts_once():
     index = TurnIndex(NoTurns())
     turn = past("one")
     index.add(turn)
@@ -85,7 +85,7 @@ def test_a_turn_in_memory_only_is_of_one_epoch():
     assert not index.remembers("ann", "temporary") and find(index, durable=False) == "kept"
 
 
-def test_what_is_asked_for_by_id():
+def test_lookup_by_id():
     index = TurnIndex(NoTurns())
     root, child = past("root", text="a", num_tokens=10), past("child", "root", text="b", num_tokens=25)
     index.add(root)

@@ -1,6 +1,6 @@
-"""An engine on the fake runner, on a thread behind a socket pair: all between an event loop and a device.
+"""An engine on the fake runner, in a thread behind a socket pair: everything between event loop and device.
 
-Whoever serves requests can be tested on it without a model or a process.
+Tests of code that serves requests need neither a model nor a process.
 """
 
 from __future__ import annotations
@@ -45,32 +45,32 @@ def info_of(harness: Harness, history: str = "") -> EngineInfo:
 
 
 class Brake:
-    """Holds an engine's thread before a step until more are let, so that no turn ends before it should."""
+    """Gate that holds the engine's thread before each step until more are allowed."""
 
     def __init__(self, harness: Harness, num_steps: int) -> None:
-        """Let so many steps come."""
+        """Create it with `num_steps` steps allowed."""
         self._steps = threading.Semaphore(num_steps)
         self._dispatch = harness.runner.dispatch
         harness.runner.dispatch = self._held  # type: ignore[method-assign]
 
     def let(self, num_steps: int) -> None:
-        """Let so many more."""
+        """Allow `num_steps` more steps."""
         self._steps.release(num_steps)
 
     def _held(self, plan: Any) -> Any:
-        assert self._steps.acquire(timeout=TIMEOUT_S), "nobody let another step"
+        assert self._steps.acquire(timeout=TIMEOUT_S), "no further step was allowed"
         return self._dispatch(plan)
 
 
 type Parts = tuple[Engine, Tokenizer | None, EngineInfo]
-"""What a thread serves."""
+"""Server and engine of one thread."""
 
 
 class ThreadLife:
-    """An engine on a thread of this process, which shares Python's lock with the event loop."""
+    """An engine in a thread of this process, which shares the GIL with the event loop."""
 
     def __init__(self, make: Callable[[], Parts]) -> None:
-        """Start the thread, which makes the engine itself."""
+        """Start the thread, which creates the engine itself."""
         self.front, self._engine_end = socket.socketpair()
         self.greeting: Start | None = None
         self._make = make
@@ -79,12 +79,12 @@ class ThreadLife:
         threading.Thread(target=self._run, daemon=True, name="engine").start()
 
     async def wait(self) -> str:
-        """Until the thread has ended."""
+        """Return after the thread has ended."""
         await self._ended.wait()
         return "ended"
 
     def kill(self) -> None:
-        """A thread cannot be killed; it ends with its socket."""
+        """Close the socket, on which the thread ends: a thread cannot be killed."""
         with contextlib.suppress(OSError):
             self._engine_end.shutdown(socket.SHUT_RDWR)
 
@@ -99,7 +99,7 @@ class ThreadLife:
 
 
 class FakeLives:
-    """Begins lives on threads, each with a harness of its own over one history file, if there is one."""
+    """Starts engines in threads, each with its own harness over one shared history file, if any."""
 
     def __init__(self, path: Path | None = None, **config: Any) -> None:
         self.path = path
@@ -115,7 +115,7 @@ class FakeLives:
 
     @property
     def harness(self) -> Harness:
-        """The latest."""
+        """The harness of the latest engine."""
         return self.harnesses[-1]
 
     def _make(self) -> Parts:
@@ -126,12 +126,12 @@ class FakeLives:
 
 
 class ScriptedLife:
-    """A life that says one thing and then neither speaks nor reads; it ends when it is killed."""
+    """An engine handle that sends one message, then neither writes nor reads; it ends when it is killed."""
 
     def __init__(
         self, first: Ready | Failed, *, has_ended: bool = False, greeting: Start | None = None
     ) -> None:
-        """`has_ended`: as a process that says why it cannot serve."""
+        """Create it; `has_ended` makes it a process that reports why it cannot serve, and exits."""
         self.front, self._engine = socket.socketpair()
         self.greeting = greeting
         self.killed = asyncio.Event()
@@ -140,7 +140,7 @@ class ScriptedLife:
             self.kill()
 
     def heard(self) -> Start:
-        """What it was sent first, once the other side has been told that it is ready."""
+        """First message that it received, once the other side knows that it is ready."""
         (start,) = FrameReader(Start).feed(self._engine.recv(1 << 16))
         assert isinstance(start, Start)
         return start
@@ -150,7 +150,7 @@ class ScriptedLife:
         return "ended"
 
     def hang(self) -> None:
-        """Its socket ends, and it does not."""
+        """Close the socket and keep running."""
         self._engine.close()
 
     def kill(self) -> None:
@@ -160,14 +160,14 @@ class ScriptedLife:
 
 @contextlib.asynccontextmanager
 async def fake_engine(lives: FakeLives | None = None, **config: Any) -> AsyncIterator[AsyncEngine]:
-    """An engine that is ready."""
+    """Yield an engine that is ready."""
     lives = lives or FakeLives(**config)
     async with AsyncEngine(lives.begin, restarts=Restarts(first_delay_s=0.0)) as engine:
         yield engine
 
 
 def run[T](work: Coroutine[Any, Any, T]) -> T:
-    """A test's coroutine, with a limit, since nothing may ever hang."""
+    """Run a test's coroutine with a time limit, since no test may hang."""
 
     async def limited() -> T:
         async with asyncio.timeout(TIMEOUT_S):
@@ -177,7 +177,7 @@ def run[T](work: Coroutine[Any, Any, T]) -> T:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread or process brings about."""
+    """Wait for a condition that another thread or process fulfils."""
     while not condition():
         await asyncio.sleep(0)
 
@@ -190,6 +190,6 @@ def spec(
 
 
 def expected(harness: Harness, turn: TurnSpec, history: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """The reply that the fake reference gives to a turn with seed 1."""
+    """Return the reply of the fake reference to a turn with seed 1."""
     prompt = tuple(turn.prompt_token_ids)
     return harness.expected(TurnFacts(history, prompt, turn.params, 1, harness.max_context_tokens))

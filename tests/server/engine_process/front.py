@@ -1,4 +1,4 @@
-"""A front that waits to be killed: `python front.py HISTORY CACHE_DIR`; says what its parent must know."""
+"""A front end that waits to be killed: `python front.py HISTORY CACHE_DIR`. It prints its parent's data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MODEL = "random:llama-tiny"
 
 
 def config(compilation_cache: str) -> EngineConfig:
-    """As of the model that tests share, so that it is compiled once."""
+    """Return the configuration of the shared test model, so that it compiles once."""
     return EngineConfig(
         cache=CacheConfig(gpu_pages=24),
         scheduler=SchedulerConfig(max_num_running=8, max_num_batched_tokens=64, token_buckets=(64,)),

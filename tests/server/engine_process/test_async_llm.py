@@ -1,4 +1,4 @@
-"""What `AsyncEngine` is given that is no prompt, id or name: its caller is told, and nobody else notices."""
+"""Invalid arguments of `AsyncEngine`: the caller gets the error, and other turns are not affected."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ NO_IDS = (42, b"ada", ["ada"], {}, 1.5, "", "\ud800", "a\0b")
 
 
 class Unknown:
-    """What no frame can hold; its name is the same in every process, as names of tests must be."""
+    """A type that no frame can hold. Its name is the same in every process, as names of tests must be."""
 
     def __repr__(self) -> str:
         return "Unknown()"
 
 
-def test_an_id_of_a_wrong_type_ends_nobody_elses_turn() -> None:
-    """The engine's process could not read it, took its front for dead and left with everybody's turns."""
+def test_an_id_of_a_wrong_type_does_not_end_other_turns() -> None:
+    """The engine process failed to decode it, assumed that its front end was dead, and ended all turns."""
 
     async def work() -> None:
         async with fake_engine() as engine:
@@ -50,7 +50,7 @@ def test_an_id_of_a_wrong_type_ends_nobody_elses_turn() -> None:
     run(work())
 
 
-def test_calls_of_wrong_types_are_refused_and_the_engine_stays() -> None:
+def test_calls_with_wrong_types_are_refused_and_the_engine_keeps_running() -> None:
     junk: tuple[Any, ...] = (5, -1, 2**80, None, 1.5, True, b"x", [], {}, "\ud800", "", object(), [[]])
 
     async def work() -> None:
@@ -69,7 +69,7 @@ def test_calls_of_wrong_types_are_refused_and_the_engine_stays() -> None:
     run(work())
 
 
-def test_numbers_of_numpy_are_taken_as_the_library_takes_them() -> None:
+def test_numpy_numbers_are_accepted_as_in_the_library() -> None:
     async def work() -> None:
         lives = FakeLives()
         async with fake_engine(lives) as engine:
@@ -105,7 +105,7 @@ def test_numbers_of_numpy_are_taken_as_the_library_takes_them() -> None:
     ],
     ids=repr,
 )
-def test_what_is_no_prompt_the_turn_refuses_by_its_field(prompt: Any, field: str) -> None:
+def test_an_invalid_prompt_is_refused_with_its_field(prompt: Any, field: str) -> None:
     async def work() -> None:
         async with fake_engine() as engine:
             turn = engine.submit(prompt, PARAMS)
@@ -129,7 +129,7 @@ def test_what_is_no_prompt_the_turn_refuses_by_its_field(prompt: Any, field: str
     ],
     ids=repr,
 )
-def test_what_no_process_can_be_started_with(arguments: dict[str, Any]) -> None:
-    """The engine's process could not read it, and ended with a traceback."""
+def test_unserializable_start_arguments_are_refused(arguments: dict[str, Any]) -> None:
+    """The engine's process failed to decode them, and exited with a traceback."""
     with pytest.raises(ConfigError, match=f"{next(iter(arguments))} is "):
         AsyncEngine.start(**{"model": "random:llama-tiny", **arguments})

@@ -1,4 +1,4 @@
-"""Turns over a socket pair, by an engine on the fake runner: answers, refusals, stalls and ends."""
+"""Turns over a socket pair, run by an engine on the fake runner: results, refusals, stalls and ends."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tests.server.engine_process.fakes import (
 )
 
 
-def test_a_turn_says_what_the_engine_computes() -> None:
+def test_a_turn_returns_what_the_engine_computes() -> None:
     async def work() -> None:
         lives = FakeLives()
         async with fake_engine(lives) as engine:
@@ -66,7 +66,7 @@ def test_a_turn_says_what_the_engine_computes() -> None:
     run(work())
 
 
-def test_every_counter_that_metrics_show_is_told_and_counts() -> None:
+def test_every_counter_that_metrics_show_is_reported_and_increases() -> None:
     async def work() -> None:
         async with fake_engine() as engine:
             outputs = [await engine.submit(spec([5, 6], conversation_id="a")).result() for _ in range(2)]
@@ -81,7 +81,7 @@ def test_every_counter_that_metrics_show_is_told_and_counts() -> None:
     run(work())
 
 
-def test_text_and_messages_are_encoded_where_the_engine_is() -> None:
+def test_text_and_messages_are_encoded_in_the_engine_process() -> None:
     async def work() -> None:
         lives = FakeLives()
         params = SamplingParams(max_tokens=4, seed=1, ignore_eos=True)
@@ -97,7 +97,7 @@ def test_text_and_messages_are_encoded_where_the_engine_is() -> None:
     run(work())
 
 
-def test_logprobs_travel_with_their_tokens() -> None:
+def test_logprobs_arrive_with_their_tokens() -> None:
     async def work() -> None:
         async with fake_engine() as engine:
             plain, asked = engine.submit_all([spec([5]), spec([5], logprobs=2)])
@@ -110,7 +110,7 @@ def test_logprobs_travel_with_their_tokens() -> None:
     run(work())
 
 
-def test_what_the_engine_refuses_the_turn_raises() -> None:
+def test_a_turn_raises_the_engines_refusal() -> None:
     async def work() -> None:
         async with fake_engine() as engine:
             long = engine.submit(spec([5] * 5000))
@@ -136,7 +136,7 @@ def test_what_the_engine_refuses_the_turn_raises() -> None:
     run(work())
 
 
-def test_calls_return_plain_values_and_raise_what_the_engine_raises() -> None:
+def test_calls_return_plain_values_and_raise_the_engines_errors() -> None:
     async def work() -> None:
         async with fake_engine() as engine:
             await engine.submit(spec([5] * 40, conversation_id="a")).result()
@@ -157,7 +157,7 @@ def test_calls_return_plain_values_and_raise_what_the_engine_raises() -> None:
     run(work())
 
 
-def test_an_idle_engine_carries_out_what_it_is_told_of_state() -> None:
+def test_an_idle_engine_applies_changes_of_state() -> None:
     async def work() -> None:
         async with fake_engine(cpu_pages=8) as engine:
             node = TurnNode(turn_id=new_turn_id(), owner="ada")
@@ -229,10 +229,10 @@ def test_a_dropped_turn_is_cancelled(how: str) -> None:
             assert (await engine.call("stats"))["num_running"] == 0
 
     async def until_cancelled(engine: AsyncEngine, brake: Brake) -> None:
-        """Two steps for each answer: the one that is held, and the one before it is told."""
+        """Allow two steps per answer: the held step, and the one before it, which is not reported yet."""
         for _ in range(100):
             stats = asyncio.ensure_future(engine.call("stats"))
-            await asyncio.sleep(0)  # it is sent
+            await asyncio.sleep(0)  # it has been sent
             brake.let(2)
             if (await stats)["num_turns_cancelled"] == 1:
                 return
@@ -241,7 +241,7 @@ def test_a_dropped_turn_is_cancelled(how: str) -> None:
     run(work())
 
 
-def test_a_turn_that_is_waited_for_needs_no_other_holder() -> None:
+def test_a_turn_with_a_waiter_needs_no_other_reference() -> None:
     async def work() -> None:
         async with fake_engine() as engine:
             found: list[int] = []
@@ -259,7 +259,7 @@ def test_a_turn_that_is_waited_for_needs_no_other_holder() -> None:
     run(work())
 
 
-def test_nobody_takes_deltas_and_one_is_left_of_them() -> None:
+def test_unread_deltas_are_merged_into_one() -> None:
     async def work() -> None:
         async with fake_engine() as engine:
             turn = engine.submit(spec([5], max_tokens=100))
@@ -271,7 +271,7 @@ def test_nobody_takes_deltas_and_one_is_left_of_them() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_clients_that_vanish_leave_nothing_behind(seed: int) -> None:
+def test_clients_that_disconnect_leave_nothing_behind(seed: int) -> None:
     rng = random.Random(seed)
 
     async def client(engine: AsyncEngine, number: int) -> tuple[int, ...]:
@@ -310,7 +310,7 @@ def test_clients_that_vanish_leave_nothing_behind(seed: int) -> None:
     run(work())
 
 
-def test_draining_takes_no_turns_and_ends_those_that_take_too_long() -> None:
+def test_draining_refuses_new_turns_and_ends_those_that_take_too_long() -> None:
     async def work() -> None:
         async with fake_engine() as engine:
             done = engine.submit(spec([5]))
@@ -327,7 +327,7 @@ def test_draining_takes_no_turns_and_ends_those_that_take_too_long() -> None:
 
 
 @pytest.mark.parametrize("deadline_s", ["x", None, -1, float("nan"), float("inf"), True])
-def test_a_drain_takes_seconds(deadline_s: object) -> None:
+def test_a_drain_deadline_must_be_seconds(deadline_s: object) -> None:
     async def work() -> None:
         async with fake_engine() as engine:
             with pytest.raises(InvalidRequestError, match="deadline_s is "):
@@ -337,8 +337,8 @@ def test_a_drain_takes_seconds(deadline_s: object) -> None:
     run(work())
 
 
-def test_whoever_is_told_of_the_death_finds_no_engine_that_is_ready() -> None:
-    """It was ready still, and submit raised EngineDiedError by itself instead of the turn."""
+def test_after_the_error_of_an_engines_death_the_engine_is_not_ready() -> None:
+    """It was still "ready", and `submit` itself raised EngineDiedError instead of the turn."""
 
     async def work() -> None:
         lives = FakeLives()
@@ -361,7 +361,7 @@ def test_whoever_is_told_of_the_death_finds_no_engine_that_is_ready() -> None:
             await asyncio.sleep(0)
             assert engine._connection is not None
             engine._connection.abort()
-            gone = engine.submit(spec([5]))  # nobody has been told yet
+            gone = engine.submit(spec([5]))  # its waiters have not been notified yet
             for look in (gone.accepted, gone.result, lambda: anext(aiter(gone))):
                 with pytest.raises(EngineDiedError):
                     await look()
@@ -373,7 +373,7 @@ def test_whoever_is_told_of_the_death_finds_no_engine_that_is_ready() -> None:
     run(work())
 
 
-def test_the_engine_is_started_again_and_then_no_more(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_engine_is_restarted_up_to_the_limit(caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
         lives = FakeLives()
         async with fake_engine(lives) as engine:
@@ -401,11 +401,11 @@ def test_restarts_wait_longer_each_time() -> None:
     assert [restarts.delay_s(number) for number in range(5)] == [0.0, 1.0, 2.0, 4.0, 5.0]
 
 
-# A front that says what cannot be read, or does not read
+# A front end that sends unreadable messages, or does not read.
 
 
-def test_what_cannot_be_read_is_refused_to_whoever_sent_it() -> None:
-    """The engine took its front for dead, and ended everybody's turns."""
+def test_an_unreadable_message_is_refused_to_its_sender_only() -> None:
+    """The engine assumed that its front end was dead, and ended all turns."""
 
     async def work() -> None:
         lives = FakeLives()
@@ -431,7 +431,7 @@ def test_what_cannot_be_read_is_refused_to_whoever_sent_it() -> None:
     run(work())
 
 
-def test_a_front_that_never_reads_stops_no_step_and_costs_no_memory() -> None:
+def test_a_front_end_that_never_reads_stops_no_step_and_costs_no_memory() -> None:
     harness = Harness(tokenizer=TOKENIZER)
     front, engine_end = socket.socketpair()
     for end in (front, engine_end):
@@ -463,7 +463,7 @@ def test_a_front_that_never_reads_stops_no_step_and_costs_no_memory() -> None:
         assert tuple(ids[number]) == outputs[number].token_ids[: len(ids[number])]
 
 
-def test_a_front_that_reads_late_gets_merged_deltas() -> None:
+def test_a_front_end_that_reads_late_gets_merged_deltas() -> None:
     harness = Harness(tokenizer=TOKENIZER)
     front, engine_end = socket.socketpair()
     engine_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -492,7 +492,7 @@ def test_a_front_that_reads_late_gets_merged_deltas() -> None:
     harness.engine.close()
 
 
-def test_the_engine_ends_with_its_front_whatever_the_bytes() -> None:
+def test_the_engine_ends_with_its_front_end_whatever_the_bytes() -> None:
     for garbage in (
         b"",
         b"GET / HTTP/1.1\r\n\r\n",
@@ -515,7 +515,7 @@ def test_the_engine_ends_with_its_front_whatever_the_bytes() -> None:
         front.sendall(garbage)
         if len(garbage) < 8:
             front.close()
-        brake.let(1500)  # more than it takes before it has seen that
+        brake.let(1500)  # more than it runs before it notices
         thread.join(TIMEOUT_S)
         assert not thread.is_alive() and harness.engine.closed, garbage
         assert harness.engine.stats()["num_turns_cancelled"] == 1

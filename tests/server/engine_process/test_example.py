@@ -1,4 +1,4 @@
-"""The example of docs/using.md runs as it stands, but on a smaller engine and in a directory of its own."""
+"""The example of docs/using.md runs unchanged, on a smaller engine and in its own directory."""
 
 from __future__ import annotations
 

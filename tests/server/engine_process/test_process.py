@@ -1,4 +1,4 @@
-"""A real engine in a real process: answers, errors of a start, and deaths of either side."""
+"""A real engine in a real process: answers, startup errors, and deaths of either side."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PARAMS = SamplingParams(max_tokens=12, temperature=0.8, seed=7, ignore_eos=True,
 
 
 class World:
-    """An engine in a process, its history, and the event loop that it belongs to."""
+    """An engine in a process, its history, and the event loop that it runs on."""
 
     def __init__(self, history: Path, compilation_cache: str) -> None:
         self.history = history
@@ -59,7 +59,7 @@ def world(tmp_path_factory, compilation_cache: str) -> Iterator[World]:
     world.close()
 
 
-def test_turns_are_those_of_the_library(world: World, llm: LLM) -> None:
+def test_turns_equal_the_librarys(world: World, llm: LLM) -> None:
     prompts = ["Hello, I am Ada.", [5, 6, 7], [{"role": "user", "content": "Hi"}]]
     ids = [f"process-{number}" for number in range(3)]
 
@@ -79,7 +79,7 @@ def test_turns_are_those_of_the_library(world: World, llm: LLM) -> None:
             assert [one.token_id for one in mine.logprobs] == [one.token_id for one in other.logprobs]
 
 
-def test_what_the_engine_is_was_told(world: World, llm: LLM) -> None:
+def test_the_engines_description_arrives(world: World, llm: LLM) -> None:
     info = world.engine.info
     assert (info.model_name, info.source) == (front.MODEL, front.MODEL)
     assert info.history == str(world.history) and info.limits == llm.engine.limits
@@ -87,13 +87,13 @@ def test_what_the_engine_is_was_told(world: World, llm: LLM) -> None:
     assert {**info.description, "compilation_cache_dir": None} == json.loads(json.dumps(description))
 
 
-def test_heartbeats_come_while_nothing_is_asked(world: World) -> None:
+def test_an_idle_engine_sends_heartbeats(world: World) -> None:
     heard_s = world.engine._connection.last_heard_s
     world.run(until(lambda: world.engine._connection.last_heard_s != heard_s))
     assert world.engine.last_heard_s < TIMEOUT_S and world.engine.last_stats["num_steps"] > 0
 
 
-def test_ctrl_c_and_sigterm_are_the_business_of_the_front(world: World) -> None:
+def test_the_engine_process_ignores_ctrl_c_and_sigterm(world: World) -> None:
     process = world.engine._life.process
     assert os.getpgid(process.pid) != os.getpgid(0)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -102,7 +102,7 @@ def test_ctrl_c_and_sigterm_are_the_business_of_the_front(world: World) -> None:
     assert len(output.token_ids) == 12
 
 
-def test_a_killed_engine_is_started_again_and_goes_on_from_the_history(world: World, llm: LLM) -> None:
+def test_a_killed_engine_is_restarted_and_continues_from_the_history(world: World, llm: LLM) -> None:
     async def work() -> None:
         engine = world.engine
         first = await engine.submit([5, 6], PARAMS, conversation_id="killed").result()
@@ -128,7 +128,7 @@ def test_a_killed_engine_is_started_again_and_goes_on_from_the_history(world: Wo
 
 
 @pytest.mark.long
-def test_a_start_that_is_refused_says_why(world: World, tmp_path: Path, compilation_cache: str) -> None:
+def test_a_refused_start_gives_the_reason(world: World, tmp_path: Path, compilation_cache: str) -> None:
     config = front.config(compilation_cache)
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Nothing"], "model_type": "nothing"}))
     refused: list[tuple[type[Exception], dict]] = [
@@ -149,8 +149,8 @@ def test_a_start_that_is_refused_says_why(world: World, tmp_path: Path, compilat
 
 
 @pytest.mark.long
-def test_an_engine_whose_history_was_removed_is_given_up(tmp_path: Path, compilation_cache: str) -> None:
-    """Started over a new file, it would write turns that the front, which reads the old one, never finds."""
+def test_an_engine_whose_history_was_removed_is_not_restarted(tmp_path: Path, compilation_cache: str) -> None:
+    """Over a new file it would write turns that the front end, which reads the old one, never finds."""
 
     async def work() -> None:
         config, history = front.config(compilation_cache), tmp_path / "chats.sqlite"
@@ -166,7 +166,7 @@ def test_an_engine_whose_history_was_removed_is_given_up(tmp_path: Path, compila
 
 
 @pytest.mark.long
-def test_an_engine_ends_with_its_front(tmp_path: Path, compilation_cache: str) -> None:
+def test_an_engine_ends_with_its_front_end(tmp_path: Path, compilation_cache: str) -> None:
     history = tmp_path / "chats.sqlite"
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", front.__file__, str(history), compilation_cache],
@@ -175,13 +175,13 @@ def test_an_engine_ends_with_its_front(tmp_path: Path, compilation_cache: str) -
     )
     with process:
         engine_pid, has_jax = process.stdout.readline().split()
-        assert has_jax == "False", "the front imported JAX"
+        assert has_jax == "False", "the front end imported JAX"
         engine = os.pidfd_open(int(engine_pid))
         process.kill()
     try:
         poll = select.poll()
         poll.register(engine, select.POLLIN)
-        assert poll.poll(1e3 * TIMEOUT_S), "the engine outlived its front"
+        assert poll.poll(1e3 * TIMEOUT_S), "the engine outlived its front end"
     finally:
         os.close(engine)
     fingerprint = _fingerprint(history)
@@ -201,7 +201,7 @@ def _fingerprint(history: Path) -> str:
     return history_fingerprint({"model": digest}, byte_tokenizer().fingerprint)
 
 
-def test_without_the_extra_one_is_told_which(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
         "import sys\nsys.modules['msgspec'] = None\nimport pensieve_jax\n"
         "try:\n    pensieve_jax.AsyncEngine\nexcept ImportError as error:\n    print(error)"

@@ -1,4 +1,4 @@
-"""An engine's lives: starts that fail, and ends that are asked for while it is started again."""
+"""Restarts of an engine: starts that fail, and shutdowns requested during a restart."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TOO_MANY_FILES = OSError(errno.EMFILE, "Too many open files")
 
 
 class FailingLives(FakeLives):
-    """Starts that raise what is in `errors`, or say it, in order; None starts."""
+    """Starts that raise or report the entries of `errors`, in order; None starts an engine."""
 
     def __init__(self, *errors: Exception | Failed | None) -> None:
         super().__init__()
@@ -56,11 +56,11 @@ class FailingLives(FakeLives):
 
 
 def refused(error: Exception) -> Failed:
-    """What an engine's process says that cannot start."""
+    """Return what an engine's process sends when it cannot start."""
     return Failed(sent_error(error))
 
 
-def test_a_start_that_the_system_refuses_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_start_that_the_system_refuses_is_retried(caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
         lives = FailingLives(None, TOO_MANY_FILES, TOO_MANY_FILES)
         async with fake_engine(lives) as engine:
@@ -84,7 +84,7 @@ def test_a_system_that_refuses_every_start_ends_the_server() -> None:
     run(work())
 
 
-def test_an_error_that_nobody_expected_ends_the_server(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unexpected_error_ends_the_server(caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
         lives = FailingLives(None, RuntimeError("unexpected"))
         async with fake_engine(lives) as engine:
@@ -98,10 +98,10 @@ def test_an_error_that_nobody_expected_ends_the_server(caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize("kind", [HistoryCorruptError, HistoryMismatchError, HistoryMissingError])
-def test_an_engine_whose_history_is_gone_is_not_started_again(
+def test_an_engine_whose_history_is_gone_is_not_restarted(
     kind: type[HistoryError], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A damaged file is set aside: the next start would make an empty one, which the front never reads."""
+    """A damaged file is moved. The next start would create an empty one, which the front end never reads."""
 
     async def work() -> None:
         lives = FailingLives(None, refused(kind("The history is damaged.")))
@@ -115,8 +115,8 @@ def test_an_engine_whose_history_is_gone_is_not_started_again(
     assert caplog.text.count("cannot restart: The history is damaged.") == 1
 
 
-def test_a_history_is_made_in_the_first_life_alone() -> None:
-    """A later life that made one would write where the front, which reads the old file, never looks."""
+def test_only_the_first_start_creates_a_history() -> None:
+    """A later start would create a new file, which the front end, with the old one open, never reads."""
 
     async def work() -> None:
         lives: list[ScriptedLife] = []
@@ -138,7 +138,7 @@ def test_a_history_is_made_in_the_first_life_alone() -> None:
 @pytest.mark.parametrize(
     "error", [HistoryLockedError("locked"), HistoryError("cannot be opened"), ConfigError("dtype", "f", "g")]
 )
-def test_what_may_pass_is_tried_again(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+def test_temporary_errors_are_retried(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
         lives = FailingLives(None, refused(error), refused(error))
         async with fake_engine(lives) as engine:
@@ -156,7 +156,7 @@ def test_what_may_pass_is_tried_again(error: Exception, caplog: pytest.LogCaptur
     assert caplog.text.count(f"cannot start: {error}") == 2 and "ready again, after" in caplog.text
 
 
-def test_a_first_start_that_the_system_refuses_says_why() -> None:
+def test_a_first_start_that_the_system_refuses_gives_the_reason() -> None:
     async def work() -> None:
         engine = AsyncEngine(FailingLives(TOO_MANY_FILES).begin)
         with pytest.raises(EngineDiedError, match="Too many open files"):
@@ -167,8 +167,8 @@ def test_a_first_start_that_the_system_refuses_says_why() -> None:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_life_that_cannot_be_reached_is_ended(is_first: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Its process would else hold the device for nobody."""
+def test_an_engine_that_cannot_be_reached_is_ended(is_first: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Its process would otherwise hold the device without use."""
 
     class Unreachable(FakeLives):
         async def begin(self) -> EngineHandle:
@@ -193,7 +193,7 @@ def test_a_life_that_cannot_be_reached_is_ended(is_first: bool, caplog: pytest.L
 
 @pytest.mark.parametrize("how", ["drain", "kill"])
 @pytest.mark.parametrize("moment", ["before it begins", "before it is ready"])
-def test_an_engine_that_is_told_to_end_while_it_is_started_again_ends(
+def test_a_shutdown_request_ends_an_engine_that_is_being_restarted(
     how: str, moment: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Lives(FakeLives):
@@ -229,7 +229,7 @@ def test_an_engine_that_is_told_to_end_while_it_is_started_again_ends(
     run(work())
 
 
-def test_a_drain_does_not_wait_for_an_engine_that_is_stuck(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_drain_does_not_wait_for_a_stuck_engine(caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
         lives, steps, may_go_on = FakeLives(), threading.Event(), threading.Event()
 
@@ -255,7 +255,7 @@ def test_a_drain_does_not_wait_for_an_engine_that_is_stuck(caplog: pytest.LogCap
     assert "did not cancel its turns within 0.01 s" in caplog.text
 
 
-def test_an_engine_that_is_stuck_keeps_nobody_waiting() -> None:
+def test_cancelling_on_a_stuck_engine_does_not_wait() -> None:
     async def work() -> None:
         lives, steps, may_go_on = FakeLives(), threading.Event(), threading.Event()
 
@@ -275,13 +275,13 @@ def test_an_engine_that_is_stuck_keeps_nobody_waiting() -> None:
                 assert engine._connection is not None and not engine._connection._calls
             finally:
                 may_go_on.set()
-            assert (await turn.result()).finish_reason == "length"  # what it says too late disturbs nobody
+            assert (await turn.result()).finish_reason == "length"  # its late messages have no effect
             assert engine.state == "ready"
 
     run(work())
 
 
-def test_an_engine_that_is_told_to_end_between_two_starts_is_not_started() -> None:
+def test_a_shutdown_request_between_two_starts_prevents_the_second() -> None:
     async def work() -> None:
         lives = FailingLives(None, TOO_MANY_FILES)
         restarts = Restarts(first_delay_s=0.01)
@@ -297,10 +297,10 @@ def test_an_engine_that_is_told_to_end_between_two_starts_is_not_started() -> No
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_an_engine_that_reads_nothing_keeps_no_server_from_ending(
+def test_an_engine_that_reads_nothing_does_not_keep_the_server_from_ending(
     new_loop: Callable[[], asyncio.AbstractEventLoop],
 ) -> None:
-    """A socket with unsent bytes stays open when it is closed."""
+    """Closing a socket with unsent bytes leaves it open."""
 
     async def work() -> None:
         life = ScriptedLife(Ready(FakeEngine().info))
@@ -326,7 +326,7 @@ def test_an_engine_that_reads_nothing_keeps_no_server_from_ending(
 
 @pytest.mark.parametrize("how", ["closed", "killed", "closed by somebody who is cancelled"])
 def test_no_process_outlives_the_server(how: str, caplog: pytest.LogCaptureFixture) -> None:
-    """One whose socket has ended may hang in its end; it would keep device memory and the history's lock."""
+    """A process may hang after its socket closed, and would keep device memory and the history's lock."""
 
     async def work() -> None:
         life = ScriptedLife(Ready(FakeEngine().info))
@@ -338,7 +338,7 @@ def test_no_process_outlives_the_server(how: str, caplog: pytest.LogCaptureFixtu
         engine = AsyncEngine(begin, patience_s=TIMEOUT_S if is_patient else 0.01)
         await engine.open()
         life.hang()
-        await until(lambda: engine.state == "starting")  # its end is waited for
+        await until(lambda: engine.state == "starting")  # the supervisor waits for its end
         closing = asyncio.create_task(engine.close())
         await asyncio.sleep(0)
         if how == "killed":

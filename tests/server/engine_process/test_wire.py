@@ -1,4 +1,4 @@
-"""What crosses: frames in any pieces, noise in any form, values, and errors with their classes and words."""
+"""The wire format: frames in pieces of any size, noise, values, and errors with their classes and texts."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ DRAFT = changes.ResponseDraft(
 )
 
 
-def crossed(message: object) -> object:
+def round_trip(message: object) -> object:
     (found,) = FrameReader(FrontMessage.__value__).feed(bytes(FrameWriter().frame(message)))
     return found
 
 
-def test_a_prompt_of_several_turns_crosses_once() -> None:
+def test_a_prompt_of_several_turns_is_sent_once() -> None:
     long, short = list(range(1000)), [1, 2]
     params = SamplingParams()
     specs = [TurnSpec(prompt, params) for prompt in (long, long, long, short, long, list(long))]
@@ -64,14 +64,14 @@ def test_a_prompt_of_several_turns_crosses_once() -> None:
     message = submission(turns)
     once = len(FrameWriter().frame(submission(turns[:1])))
     assert len(FrameWriter().frame(message)) < 3 * once + 8 * 100
-    found = submitted(crossed(message))
+    found = submitted(round_trip(message))
     assert [turn.prompt for turn in found] == [turn.prompt for turn in turns]
     assert [turn.number for turn in found] == list(range(8))
     assert found[0].prompt is found[1].prompt is found[2].prompt
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_messages_come_whole_in_whatever_pieces(seed: int) -> None:
+def test_messages_are_decoded_whole_from_pieces_of_any_size(seed: int) -> None:
     rng = random.Random(seed)
     messages = [Cancel([rng.randrange(1 << 40)] * rng.randrange(2000)) for _ in range(20)]
     stream = b"".join(bytes(FrameWriter().frame(message)) for message in messages)
@@ -84,8 +84,8 @@ def test_messages_come_whole_in_whatever_pieces(seed: int) -> None:
     reader.finish()
 
 
-def test_noise_is_an_error_and_never_a_wait() -> None:
-    """A frame with bytes changed is a message, an error, or, if its length grew, half a frame at the end."""
+def test_noise_raises_an_error_and_never_waits() -> None:
+    """A frame with changed bytes is a message, an error, or, if its length grew, an incomplete frame."""
     turn = sent_spec(1, TurnSpec([1, 2, 3], SamplingParams(stop=("a",)), "a"))
     frames = [bytes(FrameWriter().frame(m)) for m in (Submit([turn]), Cancel([1]), Call(2, "end", ["a"]))]
     for seed in SEEDS:
@@ -107,7 +107,7 @@ def test_noise_is_an_error_and_never_a_wait() -> None:
                 list(FrameReader(FrontMessage.__value__).feed(noise))
 
 
-def test_a_frame_has_a_limit_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_are_limited_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
     frame = bytes(FrameWriter().frame(Cancel([1] * 1000)))
     monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 100)
     with pytest.raises(WireError, match="at most 100"):
@@ -118,14 +118,14 @@ def test_a_frame_has_a_limit_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
         FrameWriter().frame(Call(1, "end", [object()]))
 
 
-def test_a_message_of_the_other_direction_is_none() -> None:
+def test_a_message_of_the_other_direction_is_refused() -> None:
     with pytest.raises(WireError, match="not contain a valid message"):
         list(FrameReader(EngineMessage.__value__).feed(bytes(FrameWriter().frame(Cancel([1])))))
     with pytest.raises(WireError, match="not contain a valid message"):
-        crossed(Report())
+        round_trip(Report())
 
 
-def test_a_specification_crosses_whole() -> None:
+def test_a_specification_is_sent_complete() -> None:
     parent = new_turn_id()
     node = TurnNode(
         turn_id=new_turn_id(parent),
@@ -139,14 +139,14 @@ def test_a_specification_crosses_whole() -> None:
     message = {"role": "user", "content": "hé", "more": [1, {"x": None}]}
     prefix = SharedPrefix((1, 2), (message,))
     spec = TurnSpec(np.array([4, 5], np.int32), params, None, (message,), prefix, node)
-    sent = crossed(Submit([sent_spec(9, spec)]))
+    sent = round_trip(Submit([sent_spec(9, spec)]))
     found = received_spec(sent.turns[0])
     assert list(found.prompt_token_ids) == [4, 5] and found.node == node and found.messages == (message,)
     assert (found.prefix.token_ids, found.prefix.messages) == ((1, 2), (message,))
     assert found.params == params
 
 
-def test_what_cannot_cross_is_refused_where_it_is_sent() -> None:
+def test_what_cannot_be_sent_is_refused_by_the_sender() -> None:
     node = TurnNode(turn_id=new_turn_id(), attachment={"any": "thing"})
     with pytest.raises(InvalidRequestError, match=r"node\.attachment"):
         sent_spec(1, TurnSpec([1], SamplingParams(), node=node))
@@ -156,14 +156,14 @@ def test_what_cannot_cross_is_refused_where_it_is_sent() -> None:
         sent_change(1, DRAFT)
 
 
-def test_every_change_of_a_history_crosses() -> None:
+def test_every_change_of_a_history_can_be_sent() -> None:
     values = {
         **{"str": "x", "float": 1.5, "int": 3, "bytes": b"\0", "str | None": None},
         **{"ResponseDraft": DRAFT, "Idempotency | None": DRAFT.idempotency},
     }
     for kind in changes.HistoryChange.__value__.__args__:
         change = kind(**{name: values[hint] for name, hint in kind.__annotations__.items()})
-        assert received_change(crossed(sent_change(1, change))) == change
+        assert received_change(round_trip(sent_change(1, change))) == change
     with pytest.raises(InvalidRequestError, match="change"):
         received_change(Apply(1, "Nothing", sent_change(1, change).change))
     with pytest.raises(InvalidRequestError, match="complete"):
@@ -186,7 +186,7 @@ def test_every_change_of_a_history_crosses() -> None:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_errors_come_out_as_they_went_in(error: Exception) -> None:
+def test_errors_are_decoded_as_they_were_encoded(error: Exception) -> None:
     import msgspec
 
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(sent_error(error)), type=SentError)
@@ -197,7 +197,7 @@ def test_errors_come_out_as_they_went_in(error: Exception) -> None:
     assert {name: getattr(found, name) for name in plain} == plain
 
 
-def test_an_error_of_nobody_known_keeps_its_words() -> None:
+def test_an_unknown_error_class_keeps_its_text() -> None:
     for module, name in (("os", "system"), ("pensieve_jax.core.errors", "reprlib"), ("no.such", "Error")):
         found = received_error(SentError(module, name, ("what went wrong",), {}))
         assert type(found) is PensieveError and str(found) == "what went wrong"

@@ -1,4 +1,4 @@
-"""What the engine's process logs: lines of the server's own form, and no message of an unexpected error."""
+"""The engine process's log: lines in the server's format, without messages of unexpected errors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def greeting(**more) -> Start:
 
 
 @pytest.mark.parametrize("log_format", ["json", "text", pytest.param("auto", marks=pytest.mark.long)])
-def test_what_it_logs_has_the_form_of_the_log(log_format: str) -> None:
+def test_log_lines_have_the_chosen_format(log_format: str) -> None:
     ended = run_worker(WORKER + SERVE, log_format)
     lines = ended.stderr.splitlines()
     assert ended.returncode == 1 and SECRET not in ended.stderr and len(lines) == 4
@@ -64,14 +64,14 @@ def test_what_it_logs_has_the_form_of_the_log(log_format: str) -> None:
     assert {line["error"]["kind"] for line in found[2:]} == {"builtins.RuntimeError"}
 
 
-def test_what_keeps_it_from_starting_is_told() -> None:
-    """There is no prompt yet that it might quote, and somebody wants to know what is wrong."""
+def test_a_startup_failure_is_reported_with_its_message() -> None:
+    """No prompt exists yet that the message might quote, and the operator needs the cause."""
     ended = run_worker(WORKER + "worker._assemble = fail\n" + SERVE, "json")
     assert ended.returncode == 1 and ended.stderr.endswith(f"RuntimeError: {SECRET}\n")
 
 
-def test_its_own_end_of_the_socket_is_not_taken_for_the_fronts() -> None:
-    """However long it takes to say what is wrong: the thread that waits for the front's end has left."""
+def test_closing_its_own_socket_is_not_mistaken_for_the_front_ends_end() -> None:
+    """The thread that watches the front end stops before the error is reported, however long that takes."""
     serve = """
 try:
     worker.main()
@@ -85,7 +85,7 @@ except RuntimeError:
 
 
 def run_worker(code: str, log_format: str) -> subprocess.CompletedProcess[str]:
-    """A process of this code that is told what to serve, to its end."""
+    """Run a process of this code to its end, after sending it what to serve."""
     front, engine = socket.socketpair()
     with front, engine:
         threading.Thread(
@@ -101,7 +101,7 @@ def run_worker(code: str, log_format: str) -> subprocess.CompletedProcess[str]:
         )
 
 
-def test_whoever_starts_an_engine_says_the_form() -> None:
+def test_the_caller_chooses_the_log_format() -> None:
     engine = AsyncEngine.start("random:llama-tiny", log_format="json")
     assert engine._begin.args[0].log_format == "json"  # type: ignore[attr-defined]
     assert AsyncEngine.start("random:llama-tiny")._begin.args[0].log_format is None  # type: ignore[attr-defined]

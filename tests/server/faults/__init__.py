@@ -1,1 +1,1 @@
-"""Servers of two real processes on the fake runner, what is done to them, and what must be left of it."""
+"""Servers of two real processes on the fake runner, the faults injected, and the checks afterwards."""

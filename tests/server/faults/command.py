@@ -1,6 +1,6 @@
-"""`pensieve serve` before an engine's process on the fake runner: a start without a model or a device.
+"""`pensieve serve` with an engine process on the fake runner: it starts without a model or a device.
 
-A test's own code comes before `main`, in the same process.
+A test's own code runs before `main`, in the same process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.server.faults.served import ROOT
 
 
 def main() -> None:
-    """Serve until told to end, with the flags of the command line; ends the process."""
+    """Serve until a signal ends it, with the flags of the command line; then exit the process."""
     spawn._WORKER = "tests.server.faults.worker"
     AsyncEngine.start = staticmethod(_start)  # type: ignore[method-assign, assignment]
     serve.define_flags()
@@ -32,7 +32,7 @@ def _start(model: str, *, history: str, **_: Any) -> AsyncEngine:
 
 
 def started(before: str, *flags: str, **more: Any) -> subprocess.Popen[str]:
-    """A process that runs `before`, and then serves at any port."""
+    """Start a process that runs `before`, and then serves at any free port."""
     code = f"from tests.server.faults import command\n{before}\ncommand.main()"
     return subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", code, "--port=0", *flags],

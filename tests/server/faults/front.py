@@ -1,4 +1,4 @@
-"""A real front before an engine's process on the fake runner: `python front.py HISTORY PORT`."""
+"""A real front end with an engine process on the fake runner: `python front.py HISTORY PORT`."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ spawn._WORKER = "tests.server.faults.worker"
 
 
 class Nursery:
-    """A process that has imported everything, and forks an engine's process for each socket that it is sent.
+    """A process that has imported everything, and forks an engine process for each socket that it receives.
 
-    It is forked itself before the front opens the history: SQLite does not survive a fork.
+    It is forked before the front end opens the history: SQLite does not survive a fork.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Nursery:
 
 
 def _bear(socket_: socket.socket, front: int) -> NoReturn:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no parent waits for them
     while True:
         message, descriptors, *_ = socket.recv_fds(socket_, 32, 1)
         if not message:
@@ -80,7 +80,7 @@ def _be_the_engine(descriptor: int) -> NoReturn:
 
 
 class NurseryLife:
-    """An engine of the nursery."""
+    """Handle of an engine that the nursery forked."""
 
     def __init__(self, greeting: Start, front: socket.socket, pid: int) -> None:
         self.greeting: Start | None = greeting

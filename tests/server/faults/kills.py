@@ -1,10 +1,10 @@
-"""Kills -9 at random bytes of the wire, while clients go on; then: what is in the history, and how often.
+"""Kill processes at random bytes of the wire under load; then look for lost and doubled turns.
 
     python -m tests.server.faults.kills --num_deaths=200 --seed=0
 
-Clients of three kinds have dialogues: one repeats what it lost as openai's client does, one with an
-Idempotency-Key, one sends once and sometimes leaves. Engine, front, or both are killed when a random number
-of bytes has passed to or from the engine, and started again. Prints what was seen and one JSON document.
+Three kinds of clients hold dialogues: one retries lost requests as openai's client does, one uses an
+Idempotency-Key, one sends once and sometimes leaves. The engine, the front end, or both are killed after a
+random number of bytes to or from the engine, and restarted. Prints the outcome and one JSON document.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ type Kind = Literal["retry", "key", "once"]
 
 @dataclass
 class Sent:
-    """A turn that a client sent, however often; `marker` is its whole text.
+    """A turn that a client sent, once or more often; `marker` is its whole text.
 
     Attributes:
-      seen: the response that its client saw completed: id and text.
-      num_tries: how often it was sent.
+        seen: id and text of the completed response that its client received.
+        num_tries: how often it was sent.
     """
 
     marker: str
@@ -54,7 +54,7 @@ class Sent:
 
 @dataclass
 class Scene:
-    """All that clients share."""
+    """State that all clients share."""
 
     server: FaultyServer
     random: random.Random
@@ -64,12 +64,12 @@ class Scene:
 
     @property
     def num_seen(self) -> int:
-        """Turns whose response a client saw."""
+        """Number of turns whose response a client received."""
         return sum(one.seen is not None for one in self.sent)
 
 
 def plan(draw: random.Random, num_deaths: int) -> list[Death]:
-    """Deaths of every kind, early and late."""
+    """Draw deaths of every kind, early and late."""
     whos: Sequence[Any] = ("engine", "engine", "engine", "front", "both")
     return [
         Death(
@@ -80,7 +80,7 @@ def plan(draw: random.Random, num_deaths: int) -> list[Death]:
 
 
 class Client:
-    """One dialogue after the other."""
+    """A client that holds one dialogue after the other."""
 
     def __init__(self, scene: Scene, number: int) -> None:
         self._scene = scene
@@ -137,7 +137,7 @@ class Client:
                     await asyncio.sleep(0.1)
 
     async def _try(self, body: dict[str, Any], headers: dict[str, str]) -> tuple[str, str] | None:
-        """The response's id and text; None where it must be sent again."""
+        """Return the response's id and text; None if it must be sent again."""
         url = f"{self._scene.server.url}/v1/responses"
         async with self._http.stream("POST", url, json=body, headers=headers) as answer:
             self._scene.statuses[str(answer.status_code)] += 1
@@ -159,7 +159,7 @@ class Client:
         raise httpx2.ReadError("the stream broke off")
 
     async def _new_conversation(self) -> str:
-        """Made again where it is not known whether it was made."""
+        """Create a conversation; create another if the first request's outcome is unknown."""
         while True:
             try:
                 answer = await self._http.post(f"{self._scene.server.url}/v1/conversations", json={})
@@ -178,9 +178,10 @@ def _seen(response: dict[str, Any]) -> tuple[str, str]:
 
 
 async def run(scene: Scene, num_clients: int) -> None:
-    """Clients until every death of the plan has been died, and the servers that this takes.
+    """Run clients until every planned death has happened; start and restart the servers.
 
-    Deaths may all come before anybody has sent a turn: nobody stops before as many turns as clients are seen.
+    All deaths may come before the first turn is sent, so clients continue until as many turns as clients
+    completed.
     """
     async with asyncio.TaskGroup() as group:
         for number in range(num_clients):
@@ -189,13 +190,13 @@ async def run(scene: Scene, num_clients: int) -> None:
             await asyncio.to_thread(scene.server.revive)
             await asyncio.sleep(0.05)
         scene.ending = True
-        while len(group._tasks) > 0:  # the last ones may still be in a dialogue whose front died
+        while len(group._tasks) > 0:  # the last ones may still be in a dialogue whose front end died
             await asyncio.to_thread(scene.server.revive)
             await asyncio.sleep(0.05)
 
 
 def check(scene: Scene) -> Counter[str]:
-    """Compare the history with what clients saw; the server has ended."""
+    """Compare the history with what clients received, after the server has ended."""
     counts: Counter[str] = Counter()
     with sqlite3.connect(scene.server.history) as history:
         rows = history.execute(
@@ -223,7 +224,7 @@ def check(scene: Scene) -> Counter[str]:
         counts["seen" if sent.seen else "not seen but there" if found else "not seen and not there"] += 1
         counts["tries"] += sent.num_tries
         assert sent.seen is not None or sent.kind == "once"
-    assert not by_marker, f"nobody sent {by_marker}"
+    assert not by_marker, f"no client sent {by_marker}"
     _check_items(scene, items, rows, turns)
     return counts
 
@@ -231,7 +232,7 @@ def check(scene: Scene) -> Counter[str]:
 def _check_items(
     scene: Scene, items: dict[str, list[Any]], rows: Sequence[Any], turns: dict[str, str]
 ) -> None:
-    """Every conversation has its turns, each once, in the order in which they were sent."""
+    """Check that every conversation has its turns, each once, in the order in which they were sent."""
     texts = {json.loads(row[3])[0]["content"][0]["text"]: turns[row[1]] for row in rows}
     expected: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for sent in scene.sent:
@@ -244,7 +245,7 @@ def _check_items(
 
 
 def check_tokens(history: sqlite3.Connection) -> None:
-    """Every reply is what the reference gives behind its path: nobody's state was another's."""
+    """Check each reply against the reference on its path: no turn used another conversation's KV cache."""
     turns = {
         row[0]: row[1:]
         for row in history.execute(
@@ -273,7 +274,7 @@ def _ids(blob: bytes) -> tuple[int, ...]:
 
 
 def scenario(directory: Path, seed: int, num_deaths: int, num_clients: int = 9) -> dict[str, Any]:
-    """One run from its seed; figures of what happened."""
+    """Run one scenario from its seed; return figures of what happened."""
     draw = random.Random(seed)
     deaths = plan(draw, num_deaths)
     with FaultyServer(directory, deaths, **{FORKS: ""}) as server:

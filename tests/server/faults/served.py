@@ -1,4 +1,4 @@
-"""A server of two processes, from outside: started, killed, started again at the same port."""
+"""A server of two processes, controlled from outside: started, killed, and restarted at the same port."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ TIMEOUT_S = 30.0
 
 
 class FaultyServer:
-    """Starts again whenever it is found dead, until it is closed.
+    """A server that is restarted whenever it is found dead, until it is closed.
 
     Attributes:
-      history: its file.
-      num_starts: of the front.
+        history: its file.
+        num_starts: starts of the front end.
     """
 
     def __init__(self, directory: Path, deaths: Sequence[Death] = (), **environment: str) -> None:
@@ -58,7 +58,7 @@ class FaultyServer:
         return int(child)
 
     def start(self) -> None:
-        """Start it and wait until it is ready; again where it died on the way, as an init system would."""
+        """Start it and wait until it is ready; retry if it dies on the way, as an init system would."""
         deadline_s = time.monotonic() + TIMEOUT_S
         while not self._started():
             assert time.monotonic() < deadline_s, self.log[-3000:]
@@ -78,14 +78,14 @@ class FaultyServer:
         return True
 
     def revive(self) -> None:
-        """Start it again if its front is dead."""
+        """Restart it if its front end is dead."""
         assert self.process is not None
         if self.process.poll() is not None:
             self._reap()
             self.start()
 
     def kill_both(self) -> None:
-        """The front and its engine, without a word."""
+        """Kill the front end and its engine with SIGKILL."""
         assert self.process is not None
         engine = self.engine_pid
         for pid in (self.process.pid, engine):
@@ -98,7 +98,7 @@ class FaultyServer:
         )
 
     def close(self) -> int:
-        """Drain it and wait; the exit status of the front."""
+        """Drain it and wait; return the front end's exit status."""
         assert self.process is not None
         if self.process.poll() is None:
             self.process.terminate()

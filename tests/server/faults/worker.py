@@ -1,7 +1,8 @@
-"""An engine's process on the fake runner that dies when it is told to: `python worker.py FD`.
+"""An engine process on the fake runner that dies on schedule: `python worker.py FD`.
 
-The plan of its life is the next line of the file that `PENSIEVE_FAULTS` names: who is killed, after how many
-bytes of which direction. Without one it lives on. Integrity is checked after every step.
+The schedule is the next line of the file that `PENSIEVE_FAULTS` names: which process is killed, after how
+many
+bytes in which direction. Without a line it runs on. Integrity is checked after every step.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ PLAN, FORKS, PRAGMA = "PENSIEVE_FAULTS", "PENSIEVE_FORKS", "PENSIEVE_PRAGMA"
 
 
 front_pid: int | None = None
-"""The front, where it is not this process's parent."""
+"""Pid of the front end, if that is not this process's parent."""
 
 
 class Death(NamedTuple):
-    """Kill `who` once so many bytes have gone `way` through the engine's end of the wire."""
+    """A kill of `who` after `num_bytes` bytes in direction `way` at the engine's end of the wire."""
 
     who: Literal["engine", "front", "both"]
     way: Literal["in", "out"]
@@ -43,7 +44,7 @@ class Death(NamedTuple):
 
 
 class MortalSocket(socket.socket):
-    """Passes the bytes of a plan, and not one more."""
+    """Socket that passes the planned number of bytes, then kills."""
 
     death: Death | None = None
     left = 0
@@ -78,9 +79,9 @@ class MortalSocket(socket.socket):
 
 
 class CheckedServer(EngineServer):
-    """Looks after every step whether pages, chunks, conversations and requests agree.
+    """Checks after every step that pages, chunks, conversations and requests agree.
 
-    What it finds in the file that `PENSIEVE_PRAGMA` names is said to the history's own connection, once.
+    The pragmas in the file that `PENSIEVE_PRAGMA` names run once on the history's own connection.
     """
 
     def turn_over(self) -> None:
@@ -126,7 +127,7 @@ def main() -> int:
 
 
 def new_engine(history: Path, may_make_history: bool) -> Engine:
-    """A small engine on a real clock, with a real history."""
+    """Return a small engine on a real clock, with a real history."""
     if not may_make_history:
         check_is_there(history)
     config = small_config(gpu_pages=60, cpu_pages=30)
@@ -136,7 +137,7 @@ def new_engine(history: Path, may_make_history: bool) -> Engine:
 
 
 class _Forgetful(list[Any]):
-    """The harness keeps what it saw of every step, which servers have without end."""
+    """List that stays empty: the harness records every step, which would grow without end in a server."""
 
     def append(self, _: Any) -> None:
         pass

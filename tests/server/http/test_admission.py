@@ -1,4 +1,4 @@
-"""Places for turns and the budget of bodies: who gets room, who waits, and what the others are told."""
+"""Admission of turns and the budget of bodies: which requests run, wait or are refused, and how."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def limits_of(max_num_running=2, **settings):
 
 
 async def fill(limits, owner="a"):
-    """Places until one would have to wait."""
+    """Return tickets until the next one would have to wait."""
     places = []
     while limits._has_room(1):
         places.append(await limits.enter(owner))
     return places
 
 
-def test_a_key_has_so_many_turns_at_a_time():
+def test_a_key_has_a_limited_number_of_turns_at_a_time():
     async def scenario():
         limits, _, _ = limits_of(max_in_flight_per_key=3, api_keys_file="keys")
         first = await limits.enter("a", 2)
@@ -50,8 +50,8 @@ def test_a_key_has_so_many_turns_at_a_time():
     [(11, 10, {}), (5, 4, {"max_in_flight_per_key": 4, "api_keys_file": "keys"})],
 )
 @pytest.mark.parametrize("is_full", [False, True])
-def test_more_turns_than_there_is_ever_room_for_are_refused_for_good(num_turns, most, settings, is_full):
-    """A client that is told to come later would come for ever."""
+def test_a_request_with_more_turns_than_ever_fit_is_refused_permanently(num_turns, most, settings, is_full):
+    """With a Retry-After the client would retry forever."""
 
     async def scenario():
         limits, _, _ = limits_of(**settings)
@@ -64,7 +64,7 @@ def test_more_turns_than_there_is_ever_room_for_are_refused_for_good(num_turns, 
     asyncio.run(scenario())
 
 
-def test_without_keys_nobody_has_a_share():
+def test_without_keys_there_are_no_shares():
     async def scenario():
         limits, _, _ = limits_of(max_num_running=200, max_in_flight_per_key=3)
         await limits.enter("", 200)
@@ -73,11 +73,11 @@ def test_without_keys_nobody_has_a_share():
     asyncio.run(scenario())
 
 
-def test_those_that_wait_come_in_the_order_they_came():
+def test_waiting_requests_are_admitted_in_order_of_arrival():
     async def scenario():
         limits, _, _ = limits_of()
         places = await fill(limits)
-        assert len(places) == 10  # two that run, eight that the engine has in reserve
+        assert len(places) == 10  # two that run, eight in the engine's queue
         order: list[int] = []
 
         async def wait(number: int, num_turns: int):
@@ -90,7 +90,7 @@ def test_those_that_wait_come_in_the_order_they_came():
         assert limits.num_waiting == 4
         places.pop().leave()
         await asyncio.sleep(0)
-        assert order == []  # the first needs two, and nobody overtakes it
+        assert order == []  # the first needs two, and none overtakes it
         places.pop().leave()
         await tasks[0]
         places.pop().leave()
@@ -101,8 +101,8 @@ def test_those_that_wait_come_in_the_order_they_came():
     asyncio.run(scenario())
 
 
-def test_a_small_request_gets_in_when_the_large_one_before_it_gives_up():
-    """There was room for it all the time; no place has to fall free."""
+def test_a_small_request_is_admitted_when_the_large_one_before_it_gives_up():
+    """There was room for it all the time; it need not wait for a ticket to be returned."""
 
     async def scenario():
         limits, _, _ = limits_of(queue_timeout_s=100.0)
@@ -121,7 +121,7 @@ def test_a_small_request_gets_in_when_the_large_one_before_it_gives_up():
     asyncio.run(scenario())
 
 
-def test_a_full_queue_a_long_wait_and_an_engine_that_takes_none_are_told_to_come_later():
+def test_requests_are_told_to_retry_later_on_a_full_queue_a_long_wait_or_an_engine_that_refuses_turns():
     async def scenario():
         limits, engine, _ = limits_of(queue_timeout_s=0.01)
         places = await fill(limits)
@@ -143,8 +143,8 @@ def test_a_full_queue_a_long_wait_and_an_engine_that_takes_none_are_told_to_come
     asyncio.run(scenario())
 
 
-def test_an_empty_queue_takes_whatever_there_may_be_room_for():
-    """To one that does not fit into it, it would be full for ever."""
+def test_an_empty_queue_accepts_any_request_that_can_ever_fit():
+    """Otherwise the queue would be full forever for a request larger than the queue."""
 
     async def scenario():
         limits, _, _ = limits_of(max_num_running=1)
@@ -161,7 +161,7 @@ def test_an_empty_queue_takes_whatever_there_may_be_room_for():
     asyncio.run(scenario())
 
 
-def test_an_engine_that_ends_while_a_turn_waits_gives_it_no_place():
+def test_a_turn_that_waits_gets_no_ticket_once_the_engine_has_ended():
     async def scenario():
         limits, engine, _ = limits_of()
         places = await fill(limits)
@@ -176,12 +176,12 @@ def test_an_engine_that_ends_while_a_turn_waits_gives_it_no_place():
     asyncio.run(scenario())
 
 
-def test_retry_after_is_what_is_waited_for_over_the_rate_of_late():
+def test_retry_after_is_the_waiting_work_divided_by_the_recent_rate():
     async def scenario():
         limits, _, clock = limits_of()
         assert limits.retry_after_s() == 1
         place = await limits.enter("a", num_tokens=1000)
-        assert limits.retry_after_s() == 1  # nothing is known of the rate
+        assert limits.retry_after_s() == 1  # the rate is unknown
         clock.advance(10.0)
         limits.rate.add(1000)
         assert limits.rate.per_second() == 100
@@ -189,15 +189,15 @@ def test_retry_after_is_what_is_waited_for_over_the_rate_of_late():
         clock.advance(20.0)
         assert limits.retry_after_s() == 30
         place.leave(num_done_tokens=3000)
-        assert limits.retry_after_s() == 1  # nobody is waited for
+        assert limits.retry_after_s() == 1  # no request waits
         clock.advance(31.0)
         assert limits.rate.per_second() == 0
 
     asyncio.run(scenario())
 
 
-def test_replies_are_waited_for_as_well_by_the_length_of_late_ones():
-    """Short prompts with long replies once were told to come back in a second, whatever the queue."""
+def test_retry_after_includes_replies_by_their_recent_length():
+    """Once, short prompts with long replies got a Retry-After of one second, whatever the queue."""
 
     async def scenario():
         limits, _, clock = limits_of()
@@ -208,11 +208,11 @@ def test_replies_are_waited_for_as_well_by_the_length_of_late_ones():
         places = [await limits.enter("a", num_tokens=10), await limits.enter("a", 2, 20)]
         assert limits.retry_after_s() == 15  # 30 tokens of prompts, three replies of 100, 22 a second
         places.append(await limits.enter("a", num_tokens=10, max_tokens=12))
-        assert limits.retry_after_s() == 16  # one that is to be short is no more than that
+        assert limits.retry_after_s() == 16  # a reply limited to fewer tokens counts only these
         for place in places[:2]:
             place.leave()
         assert limits.retry_after_s() == 1
-        for _ in range(100):  # what was said long ago does not count
+        for _ in range(100):  # old replies do not count
             (await limits.enter("a")).leave(0, [400])
         await limits.enter("a")
         assert limits.retry_after_s() == 20
@@ -220,7 +220,7 @@ def test_replies_are_waited_for_as_well_by_the_length_of_late_ones():
     asyncio.run(scenario())
 
 
-def test_where_nothing_ended_of_late_it_is_as_long_again_as_the_first_has_waited():
+def test_without_recent_ends_retry_after_is_the_waiting_time_of_the_first_request():
     async def scenario():
         limits, _, clock = limits_of()
         place = await limits.enter("a", num_tokens=1000)
@@ -231,14 +231,14 @@ def test_where_nothing_ended_of_late_it_is_as_long_again_as_the_first_has_waited
         clock.advance(60.0)
         assert limits.retry_after_s() == 30
         place.leave()
-        assert limits.retry_after_s() == 30  # the second has been there for a minute
+        assert limits.retry_after_s() == 30  # the second has waited for a minute
 
     asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_places_are_never_lost_or_given_twice(seed):
-    """Requests for more than the whole room, ten, are told so at once and block nobody."""
+def test_tickets_are_never_lost_or_given_twice(seed):
+    """Requests for more than the whole room, ten, are refused at once and block no other."""
 
     async def scenario():
         chooser = random.Random(seed)
@@ -283,7 +283,7 @@ def test_places_are_never_lost_or_given_twice(seed):
 
 
 @pytest.mark.parametrize(("max_num_running", "most"), [(1, 9), (32, 40), (35, 43), (36, 45), (100, 125)])
-def test_the_engine_has_a_quarter_more_turns_than_it_runs_but_at_least_eight(max_num_running, most):
+def test_the_engine_admits_a_quarter_more_turns_than_it_runs_but_at_least_eight_more(max_num_running, most):
     async def scenario():
         limits, _, _ = limits_of(max_num_running=max_num_running)
         place = await limits.enter("a", most)
@@ -295,7 +295,7 @@ def test_the_engine_has_a_quarter_more_turns_than_it_runs_but_at_least_eight(max
     asyncio.run(scenario())
 
 
-def test_a_rate_is_of_the_last_half_minute_or_of_what_there_was_of_it():
+def test_a_rate_covers_at_most_the_last_half_minute():
     clock = VirtualClock(1000.0)
     rate = TokenRate(clock.now)
     assert rate.per_second() == 0.0
@@ -313,7 +313,7 @@ def test_a_rate_is_of_the_last_half_minute_or_of_what_there_was_of_it():
 
 
 @pytest.mark.parametrize(("num_waiting", "is_full"), [(3, False), (4, True)])
-def test_the_queue_takes_two_for_each_that_runs(num_waiting, is_full):
+def test_the_queue_holds_two_requests_per_running_turn(num_waiting, is_full):
     async def scenario():
         limits, _, _ = limits_of()
         await fill(limits)
@@ -333,8 +333,8 @@ def test_the_queue_takes_two_for_each_that_runs(num_waiting, is_full):
     asyncio.run(scenario())
 
 
-def test_a_cancelled_request_ahead_in_the_queue_holds_nobody_up():
-    """A place that falls free goes past it at once, before its task has run."""
+def test_a_cancelled_request_ahead_in_the_queue_blocks_no_other():
+    """A returned ticket goes past it at once, before its task has run."""
 
     async def scenario():
         limits, _, _ = limits_of()
@@ -354,7 +354,7 @@ def test_a_cancelled_request_ahead_in_the_queue_holds_nobody_up():
 
 
 @pytest.mark.parametrize("call", ["enter", "enter_now"])
-def test_one_turn_without_tokens_or_a_limit_is_the_default(call):
+def test_the_default_is_one_turn_without_tokens_or_a_limit(call):
     async def scenario():
         limits, _, _ = limits_of()
         place = limits.enter_now("a") if call == "enter_now" else await limits.enter("a")
@@ -375,8 +375,8 @@ def test_leaving_without_arguments_counts_no_tokens():
 
 
 @pytest.mark.parametrize(("has_keys", "most"), [(True, 800), (False, 3200)])
-def test_bodies_may_take_exactly_their_part(has_keys, most):
-    """32 of the longest bodies fit; with keys, each of these has a quarter of that."""
+def test_bodies_may_use_exactly_their_share(has_keys, most):
+    """32 bodies of maximum length fit; with keys, each key gets a quarter of that."""
     budget = BodyBudget(ServerSettings(max_body_bytes=100, api_keys_file="keys" if has_keys else None))
     with HeldBody(budget, "a") as held:
         held.take(most - 1)
@@ -388,7 +388,7 @@ def test_bodies_may_take_exactly_their_part(has_keys, most):
     assert budget.num_bytes == 0 and not budget._by_owner
 
 
-def test_all_keys_together_have_the_whole():
+def test_all_keys_together_may_use_the_whole_budget():
     budget = BodyBudget(ServerSettings(max_body_bytes=100, api_keys_file="keys"))
     for owner in "abcd":
         budget.take(owner, 800)

@@ -1,4 +1,4 @@
-"""What is said of a body that is JSON, but holds what UTF-8 cannot: half of a character of UTF-16."""
+"""Errors of JSON bodies that hold what UTF-8 cannot encode (lone surrogates of UTF-16), and of fields."""
 
 from __future__ import annotations
 
@@ -59,17 +59,17 @@ def test_a_lone_surrogate_is_named_with_its_field(body, param):
         rb'{"name": "\ud8"}',
         b'{"name": "\xed\xa0\x80"}',
         b'{"name": "\xff\\ud800"}',
-        b'{"name": "\\ud800", "many": ' + b"[" * 60_000,  # of longer ones only the surrogate is told
+        b'{"name": "\\ud800", "many": ' + b"[" * 60_000,  # in longer bodies only the surrogate is reported
         rb'{"name": "\ud800", "many": ' + b"1" * 5_000 + b"}",
     ],
     ids=lambda body: str(body[:30]),
 )
-def test_what_is_no_json_is_called_that(body):
+def test_invalid_json_is_reported_as_such(body):
     error = told(body)
     assert (error.code, error.param) == ("invalid_json", None)
 
 
-def test_surrogates_in_pairs_and_written_out_are_text():
+def test_surrogates_in_pairs_and_escaped_backslashes_are_text():
     value, _ = decode_body(rb'{"name": "\ud83d\ude00 \\ud800"}', Whole)
     assert value.name == "\U0001f600 \\ud800"
 
@@ -85,13 +85,13 @@ def test_surrogates_in_pairs_and_written_out_are_text():
         (rb'["\\\ud800"]', True),
     ],
 )
-def test_only_a_half_by_itself_is_looked_for(body, is_lone):
-    """Pairs are whole, and a backslash that is escaped escapes nothing."""
+def test_only_a_lone_surrogate_is_detected(body, is_lone):
+    """Pairs are whole characters, and an escaped backslash escapes nothing."""
     assert (lone_surrogate(body) is not None) == is_lone
 
 
-def test_of_a_long_body_no_field_is_looked_for():
-    """That takes a second for 10 MiB, which other requests would wait for."""
+def test_in_a_long_body_the_field_is_not_searched():
+    """The search takes a second for 10 MiB, for which other requests would wait."""
     error = lone_surrogate(b"[" + b"0," * 2**16 + rb'"\ud800"]')
     assert error is not None and error.message.startswith("The body must be text that UTF-8 can hold")
 
@@ -104,14 +104,14 @@ class Limited(Body):
 
 
 @pytest.mark.parametrize("body", [rb'{"off": 0}', rb'{"off": true}', rb'{"one": true}', rb'{"one": 2}'])
-def test_a_number_is_no_boolean_in_a_field_that_is_not_supported(body):
+def test_a_number_is_not_accepted_as_a_boolean_in_an_unsupported_field(body):
     with pytest.raises(ApiError) as caught:
         decode_body(body, Limited)
     assert (caught.value.status, caught.value.param) == (400, "off" if b"off" in body else "one")
 
 
 @pytest.mark.parametrize("value", [b"0", b"1", b"true", b'"x"', b"[0]"])
-def test_a_misplaced_field_that_asks_for_something_is_refused(value):
+def test_a_misplaced_field_with_an_effective_value_is_refused(value):
     with pytest.raises(ApiError, match="on another route") as caught:
         decode_body(b'{"elsewhere": %b}' % value, Limited)
     assert caught.value.param == "elsewhere"
@@ -127,12 +127,12 @@ def test_a_misplaced_field_that_asks_for_something_is_refused(value):
         (rb'{"elsewhere": {}, "other": 0}', ("elsewhere", "other")),
     ],
 )
-def test_values_that_ask_for_nothing_are_taken(body, ignored):
+def test_values_without_effect_are_accepted(body, ignored):
     assert decode_body(body, Limited) == (Limited(), ignored)
 
 
 @pytest.mark.parametrize("num_names", [MAX_IGNORED, MAX_IGNORED + 1])
-def test_no_more_names_are_listed_than_a_header_holds(num_names):
+def test_ignored_names_are_listed_up_to_the_size_of_a_header(num_names):
     body = b"{%b}" % b",".join(b'"x%d": 1' % number for number in range(num_names))
     _, ignored = decode_body(body, Limited)
     assert ignored == tuple(f"x{number}" for number in range(MAX_IGNORED))
@@ -142,7 +142,7 @@ class Texts(Body):
     texts: list[str] = []  # noqa: RUF012 - a struct copies it
 
 
-def test_lists_of_texts_have_none():
+def test_lists_of_texts_have_no_limit():
     whole, _ = decode_body(b'{"texts": [%b]}' % b",".join([b'""'] * (MAX_ITEMS + 1)), Texts)
     assert len(whole.texts) == MAX_ITEMS + 1
 
@@ -169,7 +169,7 @@ def test_lists_of_objects_have_a_limit():
         ),
     ],
 )
-def test_a_field_that_is_not_supported_is_told_with_what_may_stand_there(why, taken, message):
+def test_an_unsupported_field_is_refused_with_its_accepted_values(why, taken, message):
     error = unsupported("x", why, taken)
     assert (error.message, error.param, error.status) == (message, "x", 400)
 

@@ -1,4 +1,4 @@
-"""Requests whose head does not end, in bytes or in time, and those that only look like it."""
+"""Requests whose head is too long or too slow, and requests that only resemble them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ START = b"POST /echo HTTP/1.1\r\nhost: here\r\n"
 
 
 class App:
-    """Answers with how long the body was, once it may."""
+    """Application that answers with the length of the body, once the test allows it."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.may_answer = asyncio.Event()
         self.may_answer.set()
-        self.leaves = False  # its client, in place of an answer
+        self.leaves = False  # simulates that the client leaves instead of getting an answer
         self.left = asyncio.Event()
         self.num_asked = 0
         self.connect: Callable[[], Awaitable[Client]]
@@ -53,7 +53,7 @@ class App:
 
 
 class Client:
-    """One connection."""
+    """Client side of one connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -112,7 +112,7 @@ def head_of(num_bytes: int, ends: bytes = b"\r\ncontent-length: 0\r\n\r\n") -> b
     ],
     ids=["address", "value", "name", "fields", "empty lines"],
 )
-def test_a_head_that_does_not_end_is_refused(endless: bytes) -> None:
+def test_an_endless_head_is_refused(endless: bytes) -> None:
     async def work() -> None:
         async with clients() as (_, (client,)):
             for at in range(0, len(endless), 10_000):
@@ -124,10 +124,10 @@ def test_a_head_that_does_not_end_is_refused(endless: bytes) -> None:
     asyncio.run(work())
 
 
-def test_the_limit_is_that_of_a_head_and_of_nothing_else() -> None:
+def test_the_limit_applies_to_each_head_and_to_nothing_else() -> None:
     async def work() -> None:
         async with clients(2) as (_, (client, other)):
-            for _ in range(2):  # on one connection: each has its own
+            for _ in range(2):  # on one connection: each head has its own limit
                 await client.send(head_of(MAX_HEAD_BYTES))
                 assert await client.answer() == (200, b"0")
             body = b"b" * (3 * MAX_HEAD_BYTES)
@@ -137,7 +137,7 @@ def test_the_limit_is_that_of_a_head_and_of_nothing_else() -> None:
             num_chunks = MAX_HEAD_BYTES // 5
             await client.send(b"1\r\nb\r\n" * num_chunks + b"0\r\n\r\n")
             assert await client.answer() == (200, b"%d" % num_chunks)
-            await client.send(head_of(1000) * 100)  # they wait for each other
+            await client.send(head_of(1000) * 100)  # pipelined requests, which wait for each other
             for _ in range(100):
                 assert await client.answer() == (200, b"0")
             await other.send(head_of(MAX_HEAD_BYTES + 1))
@@ -146,17 +146,17 @@ def test_the_limit_is_that_of_a_head_and_of_nothing_else() -> None:
     asyncio.run(work())
 
 
-def test_fields_behind_a_body_count_as_well() -> None:
+def test_trailer_fields_behind_a_body_count_as_well() -> None:
     async def work() -> None:
         async with clients() as (_, (client,)):
             await client.send(START + b"transfer-encoding: chunked\r\n\r\n1\r\nb\r\n0\r\nx: ")
-            await client.send(b"a" * (2 * MAX_HEAD_BYTES))  # of what comes with a body's end nobody counts
+            await client.send(b"a" * (2 * MAX_HEAD_BYTES))  # what arrives with a body's end is not counted
             assert await client.is_closed()
 
     asyncio.run(work())
 
 
-def test_a_head_that_does_not_come_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_does_not_arrive_in_time_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         async with clients(2) as (app, [late, lines]):
             for client in (late, lines):
@@ -176,8 +176,8 @@ def test_a_head_that_does_not_come_ends_its_connection(monkeypatch: pytest.Monke
     asyncio.run(work())
 
 
-def test_who_waits_for_an_answer_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is who has begun another request meanwhile, before that answer has come."""
+def test_a_connection_that_waits_for_an_answer_does_not_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither does a client that has begun another request before that answer has come."""
     looks, is_late = asyncio.Semaphore(0), connections.RequestHeadLimits._is_late
 
     def noted(protocol: connections.RequestHeadLimits) -> None:
@@ -208,8 +208,8 @@ UPGRADE = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-setting
 @pytest.mark.parametrize(
     "rest", [b"content-length: 3\r\n\r\nabc", b"transfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"]
 )
-def test_who_offers_another_protocol_is_answered_in_this_one(rest: bytes, in_pieces: bool) -> None:
-    """As Java's client does, with the body behind the offer."""
+def test_a_request_that_offers_another_protocol_is_answered_in_http_1(rest: bytes, in_pieces: bool) -> None:
+    """Java's client sends such an offer, with the body behind it."""
 
     async def work() -> None:
         async with clients() as (_, (client,)):
@@ -226,7 +226,7 @@ def test_who_offers_another_protocol_is_answered_in_this_one(rest: bytes, in_pie
     asyncio.run(work())
 
 
-def test_an_offer_of_websockets_is_as_any_other_and_waits_for_the_answer_before_it() -> None:
+def test_a_websocket_offer_is_treated_as_any_other_and_waits_for_the_answer_before_it() -> None:
     async def work() -> None:
         async with clients() as (app, (client,)):
             app.may_answer.clear()
@@ -241,7 +241,7 @@ def test_an_offer_of_websockets_is_as_any_other_and_waits_for_the_answer_before_
     asyncio.run(work())
 
 
-def test_an_offer_has_the_limit_of_any_head_and_a_tunnel_is_none() -> None:
+def test_an_offer_has_the_limit_of_any_head_and_connect_opens_no_tunnel() -> None:
     async def work() -> None:
         async with clients(3) as (_, (fits, longer, tunnel)):
             await fits.send(head_of(MAX_HEAD_BYTES, b"\r\n" + UPGRADE + b"content-length: 0\r\n\r\n"))
@@ -255,7 +255,7 @@ def test_an_offer_has_the_limit_of_any_head_and_a_tunnel_is_none() -> None:
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_client_that_leaves_with_several_requests_is_missed_by_the_first(at_once: bool) -> None:
+def test_a_disconnect_with_several_pipelined_requests_is_reported_to_the_first(at_once: bool) -> None:
     async def work() -> None:
         async with clients() as (app, (client,)):
             app.leaves = True

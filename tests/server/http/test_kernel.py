@@ -1,4 +1,4 @@
-"""Every request's way to its handler and back: errors of one shape, keys, names, bodies, ids, the log."""
+"""The path of every request to its handler and back: error format, keys, names, bodies, ids, and the log."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def ask(harness: Harness, method: str, path: str, body=None, headers=None)
 
 @pytest.fixture
 def lines():
-    """The log's lines."""
+    """Yield the log's lines."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonLines())
@@ -98,7 +98,7 @@ def lines():
     LOGGER.setLevel(level)
 
 
-def test_a_request_reaches_its_handler_and_names_what_it_ignored():
+def test_a_request_reaches_its_handler_and_ignored_fields_are_listed():
     body = {"name": "n", "user": "u", "tools": [], "penalty": 0, "odd é": 1, "many": [{"size": 1, "x": 2}]}
     status, headers, raw = run(ask(Harness(ROUTES), "POST", "/echo", body))
     assert (status, json.loads(raw)) == (200, {"owner": "", "name": "n"})
@@ -106,8 +106,8 @@ def test_a_request_reaches_its_handler_and_names_what_it_ignored():
     assert headers["content-type"] == "application/json"
 
 
-def test_names_that_no_header_has_room_for_are_not_even_looked_at(monkeypatch):
-    """There may be a million in one body, and the header is written on the loop."""
+def test_names_beyond_the_size_of_the_header_are_not_examined(monkeypatch):
+    """One body may hold a million, and the header is written on the event loop."""
     quoted, quote = [], middleware.urllib.parse.quote
 
     def noted(name, **options):
@@ -124,7 +124,7 @@ def test_names_that_no_header_has_room_for_are_not_even_looked_at(monkeypatch):
     assert len(quoted[-1]) <= 1000
 
 
-def test_the_same_name_in_many_places_is_told_once_and_takes_no_others_room():
+def test_a_name_in_many_places_is_listed_once():
     many = [{"size": 1, "x": 2}] * (2 * MAX_IGNORED)
     _, headers, _ = run(ask(Harness(ROUTES), "POST", "/echo", {"name": "n", "many": many, "y": 0}))
     assert headers["x-ignored-fields"] == "many[].x,y"
@@ -177,7 +177,7 @@ def test_every_error_has_one_shape(error, status, code, param):
         ("OPTIONS", "/echo", 405, "method_not_allowed"),
     ],
 )
-def test_unknown_routes_are_told_in_our_words(method, path, status, code):
+def test_errors_of_unknown_routes_have_the_servers_format(method, path, status, code):
     answered, headers, raw = run(ask(Harness(ROUTES), method, path))
     assert (answered, json.loads(raw)["error"]["code"]) == (status, code)
     if path == "/things/a":
@@ -203,13 +203,13 @@ def test_unknown_routes_are_told_in_our_words(method, path, status, code):
         ({"name": "n", "penalty": False}, "unsupported_parameter", "penalty"),
     ],
 )
-def test_a_bad_body_is_told_by_the_path_of_its_field(body, code, param):
+def test_an_invalid_body_is_reported_with_the_path_of_its_field(body, code, param):
     status, _, raw = run(ask(Harness(ROUTES), "POST", "/echo", body))
     error = json.loads(raw)["error"]
     assert (status, error["code"], error["param"]) == (400, code, param)
 
 
-def test_bodies_are_json_of_a_bounded_length():
+def test_bodies_are_json_of_limited_length():
     harness = Harness(ROUTES, settings=ServerSettings(max_body_bytes=100))
     whole = {"name": "n" * 200}
     assert run(ask(harness, "POST", "/echo", whole))[0] == 413
@@ -223,7 +223,7 @@ def test_bodies_are_json_of_a_bounded_length():
 
 
 @pytest.mark.parametrize("has_keys", [False, True])
-def test_bodies_have_a_budget_in_all_and_by_key(monkeypatch, tmp_path, has_keys):
+def test_bodies_have_a_total_budget_and_one_per_key(monkeypatch, tmp_path, has_keys):
     monkeypatch.setattr(admission, "NUM_LONGEST", 1)
     keys = tmp_path / "keys"
     keys.write_text("".join(f"{name}:{hashlib.sha256(name.encode()).hexdigest()}\n" for name in "abcde"))
@@ -256,7 +256,7 @@ def test_bodies_have_a_budget_in_all_and_by_key(monkeypatch, tmp_path, has_keys)
     asyncio.run(scenario())
 
 
-def test_a_body_that_does_not_come_is_not_waited_for():
+def test_a_body_that_does_not_arrive_times_out():
     async def scenario():
         request = Open(
             Harness(ROUTES, settings=ServerSettings(body_timeout_s=0.01)).app, "POST", "/echo", b"", {}
@@ -270,7 +270,7 @@ def test_a_body_that_does_not_come_is_not_waited_for():
     assert headers["connection"] == "close"
 
 
-def test_names_that_are_not_ours_are_refused_while_no_key_is_asked_for(tmp_path):
+def test_unknown_host_names_are_refused_while_no_key_is_required(tmp_path):
     harness = Harness(ROUTES)
     for host in ("localhost:8000", "127.0.0.1", "[::1]:80", "LOCALHOST"):
         assert run(ask(harness, "GET", "/things/a", headers={"host": host}))[0] == 200
@@ -311,7 +311,7 @@ def test_keys_have_owners(tmp_path):
 
     path.write_text(f"dora:{digest('voilà')}\n")
     harness.services.keys.reload()
-    assert owner("Bearer voilà") == "dora"  # sent in UTF-8, as the digest is of
+    assert owner("Bearer voilà") == "dora"  # sent in UTF-8, from which its digest was computed
 
     path.write_text(f"carol:{digest('key-c')}\n")
     assert harness.services.keys.reload() == 1 and owner("Bearer key-c") == "carol"
@@ -319,7 +319,7 @@ def test_keys_have_owners(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["alice\n", "alice:12\n", "a b:" + "0" * 64, "", "# none\n", "sk-secret\n"])
-def test_a_bad_file_of_keys_keeps_the_old_ones_and_shows_no_line(tmp_path, text):
+def test_an_invalid_keys_file_keeps_the_old_keys_and_its_lines_are_not_shown(tmp_path, text):
     path = keys_file(tmp_path, alice="a")
     keys = ApiKeys(path)
     path.write_text(text)
@@ -344,7 +344,7 @@ def test_loopback_needs_no_keys(host):
     assert ServerSettings(host=host).is_loopback
 
 
-def test_a_request_has_an_id_and_a_line_without_anybodys_words(lines):
+def test_a_request_has_an_id_and_a_log_line_without_its_text(lines):
     harness = Harness(ROUTES)
     _, headers, _ = run(ask(harness, "POST", "/echo", {"name": SECRET}, {"x-request-id": "mine-1"}))
     assert headers["x-request-id"] == "mine-1"
@@ -363,7 +363,7 @@ def test_a_request_has_an_id_and_a_line_without_anybodys_words(lines):
     assert SECRET not in json.dumps(lines()) and SECRET not in raw.decode()
 
 
-def test_pages_of_other_origins_read_nothing_unless_told():
+def test_pages_of_other_origins_read_nothing_unless_allowed():
     origin = {"origin": "https://chat.example"}
     preflight = origin | {"access-control-request-method": "POST", "access-control-request-headers": "x-a"}
     assert (
@@ -378,7 +378,7 @@ def test_pages_of_other_origins_read_nothing_unless_told():
     assert (status, json.loads(raw)["error"]["code"]) == (403, "cors_refused")
 
 
-def test_pages_may_read_errors_where_they_may_read_answers(tmp_path):
+def test_allowed_pages_may_read_errors_too(tmp_path):
     origin = {"origin": "https://chat.example"}
     open_ = ServerSettings(cors_origin=("https://chat.example",))
     keys = str(keys_file(tmp_path, alice="a"))
@@ -393,7 +393,7 @@ def test_pages_may_read_errors_where_they_may_read_answers(tmp_path):
 
 
 def test_without_keys_pages_of_other_origins_change_nothing(tmp_path):
-    """A form, or a script that does not read the answer, asks for no leave before it sends."""
+    """A form, or a script that does not read the answer, sends its request without a preflight."""
 
     def code(harness, method, path, **headers):
         body = {"name": "n"} if path == "/echo" else None

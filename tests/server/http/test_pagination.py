@@ -1,4 +1,4 @@
-"""Which part of a list a request asks for, and the object that it gets."""
+"""Which page of a list a request asks for, and the object that it gets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pensieve_jax.server.http.pagination import PageQuery, limit_of, page_object
         ("limit=007", PageQuery(None, 7, "desc")),
     ],
 )
-def test_a_part_of_a_list_is_asked_for(query, found):
+def test_a_page_of_a_list_is_selected(query, found):
     assert page_query(QueryParams(query)) == found
 
 
@@ -26,7 +26,7 @@ def test_a_part_of_a_list_is_asked_for(query, found):
     "query",
     ["limit=0", "limit=101", "limit=-1", "limit=", "limit=1.0", "limit=0000000020", "limit=²", "order=up"],
 )
-def test_a_part_that_cannot_be_is_refused(query):
+def test_an_invalid_page_is_refused(query):
     with pytest.raises(ApiError) as caught:
         page_query(QueryParams(query))
     assert (caught.value.status, caught.value.param) == (400, query.partition("=")[0])
@@ -42,7 +42,7 @@ def test_a_limit_has_nine_digits_at_most():
     ("ids", "first", "last"), [([], "", ""), (["a"], "a", "a"), (["a", "b", "c"], "a", "c")]
 )
 @pytest.mark.parametrize("has_more", [True, False])
-def test_a_list_names_its_ends(ids, first, last, has_more):
+def test_a_list_names_its_first_and_last_ids(ids, first, last, has_more):
     data = [{"id": each} for each in ids]
     expected = {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": has_more}
     assert page_object(iter(data), has_more=has_more) == expected

@@ -1,4 +1,4 @@
-"""Streams of events, and what happens when their client is silent, slow or gone."""
+"""Streams of events, and what happens if their client is silent, slow or gone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.server.fakes import Harness
 
 
 class Source:
-    """Events that a test gives one by one, and how it ended for whoever made them."""
+    """Events that a test sends one by one; records how the stream ended for its producer."""
 
     def __init__(self, **timing: float) -> None:
         self.queue: asyncio.Queue[bytes | None] = asyncio.Queue()
@@ -102,7 +102,7 @@ def test_silence_is_broken_by_comments():
     asyncio.run(scenario())
 
 
-def test_a_client_that_takes_nothing_is_asked_for_no_more_and_let_go():
+def test_a_stream_whose_client_reads_nothing_stops_and_is_closed():
     async def scenario():
         source = Source(stall_timeout_s=0.02)
         client = source.open()
@@ -121,11 +121,11 @@ async def never():
     await asyncio.Event().wait()
 
 
-def test_events_that_are_there_already_leave_time_for_others():
+def test_a_stream_of_ready_events_lets_other_tasks_run():
     num_events, num_turns = 1000, 0
 
     async def send(message):
-        """As uvicorn's, it waits for nothing while its buffer takes more."""
+        """Return without waiting, as uvicorn's does while its buffer has room."""
 
     async def others():
         nonlocal num_turns
@@ -146,8 +146,8 @@ def test_events_that_are_there_already_leave_time_for_others():
     assert num_turns >= num_events // 20
 
 
-def test_events_that_are_there_already_wait_until_they_are_taken():
-    """On the loop that serves: it writes some of it between two turns of its tasks."""
+def test_ready_events_wait_until_the_client_has_read_the_earlier_ones():
+    """Runs on the real loop, which writes some of the buffer between two rounds of its tasks."""
     num_asked_for, num_events, gone = 0, 20_000, asyncio.Event()
 
     async def kept():
@@ -176,10 +176,10 @@ def test_events_that_are_there_already_wait_until_they_are_taken():
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(scenario())
-    assert num_asked_for < num_events // 2  # what the system's buffers hold, and no more
+    assert num_asked_for < num_events // 2  # as much as the system's buffers hold
 
 
-def test_a_client_that_takes_all_but_the_end_is_let_go():
+def test_a_client_that_reads_all_but_the_end_is_disconnected():
     async def send(message):
         if not message.get("more_body", True):
             await never()
@@ -196,7 +196,7 @@ def test_a_client_that_takes_all_but_the_end_is_let_go():
 
 
 def test_a_client_that_stalls_and_leaves_ends_its_stream_once():
-    """While the one is dealt with, which may take as long as a turn's end, the other may come."""
+    """While the stall is handled, which may take as long as ending a turn, the disconnect may come."""
 
     async def scenario():
         async def send(message):
@@ -220,7 +220,7 @@ def test_a_client_that_stalls_and_leaves_ends_its_stream_once():
 
 
 class FakeTimer:
-    """What `_Writer` uses of an event loop: a time that a test sets, and the delay of the next look."""
+    """The event loop as `_Writer` uses it: a time that the test sets, and the delay of the next check."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -273,7 +273,7 @@ def test_a_comment_comes_after_the_heartbeat(silent_s, is_broken):
     asyncio.run(scenario())
 
 
-def test_a_stream_that_breaks_does_not_look_whole():
+def test_a_broken_stream_does_not_look_complete():
     async def broken():
         yield event(b"{}")
         raise RuntimeError("inside")
@@ -290,7 +290,7 @@ def test_a_stream_that_breaks_does_not_look_whole():
     assert is_all and messages[-1]["more_body"]
 
 
-def test_work_in_the_foreground_ends_when_its_client_leaves():
+def test_foreground_work_ends_when_its_client_leaves():
     cancelled = asyncio.Event()
 
     async def work():
@@ -312,7 +312,7 @@ def test_work_in_the_foreground_ends_when_its_client_leaves():
     asyncio.run(scenario())
 
 
-def test_work_in_the_foreground_gives_its_result_and_its_errors():
+def test_foreground_work_returns_its_result_and_raises_its_errors():
     async def result():
         return 3
 

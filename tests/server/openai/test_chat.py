@@ -1,4 +1,4 @@
-"""Chat Completions: whole and in chunks, several choices, what is refused, and clients that leave."""
+"""Chat Completions: whole and streamed, several choices, refusals, and clients that leave."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def text_of(events, index=0):
     return "".join(choice["delta"].get("content") or "" for choice in choices)
 
 
-def test_a_reply_and_what_it_took():
+def test_a_reply_and_its_usage():
     harness = Harness(ROUTES, FakeEngine(say("hello there", reused_gpu_tokens=5, swapped_in_tokens=2)))
     status, body = ask(harness, chat())
     turn = harness.engine.turns[0]
@@ -66,7 +66,7 @@ def test_a_reply_and_what_it_took():
     assert not turn.spec.node.durable and turn.spec.node.parent_id is None
 
 
-def test_a_client_that_sends_everything_again_goes_on_from_its_turn():
+def test_a_client_that_resends_everything_continues_its_turn():
     harness = Harness(ROUTES)
     ask(harness, chat())
     messages = [*HELLO, {"role": "assistant", "content": "hello there"}, {"role": "user", "content": "More"}]
@@ -82,7 +82,7 @@ def test_a_client_that_sends_everything_again_goes_on_from_its_turn():
     assert 'pensieve:context_match_total{kind="none",model_name="fake"} 2.0' in metrics
 
 
-def test_a_stream_says_what_the_whole_answer_says():
+def test_a_stream_equals_the_whole_answer():
     body = chat(stream=True, stream_options={"include_usage": True})
     status, headers, raw = asyncio.run(post(Harness(ROUTES), body))
     events = events_of(raw)
@@ -99,7 +99,7 @@ def test_a_stream_says_what_the_whole_answer_says():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_several_choices_are_siblings_with_seeds_of_their_own(stream):
+def test_several_choices_are_siblings_with_different_seeds(stream):
     scripts = iter([say("one"), say("two"), say("three")])
     harness = Harness(ROUTES, FakeEngine(lambda turn: next(scripts)(turn)))
     body = chat(n=3, seed=5, stream=stream, stream_options={"include_usage": True})
@@ -122,7 +122,7 @@ def test_several_choices_are_siblings_with_seeds_of_their_own(stream):
     assert usage["pensieve"]["prefilled_tokens"] == 3 * num_prompt
 
 
-def test_log_probabilities_whole_and_in_chunks_are_the_same():
+def test_logprobs_are_the_same_whole_and_streamed():
     body = chat(logprobs=True, top_logprobs=2)
     _, whole = ask(Harness(ROUTES), body)
     _, _, raw = asyncio.run(post(Harness(ROUTES), body | {"stream": True}))
@@ -136,7 +136,7 @@ def test_log_probabilities_whole_and_in_chunks_are_the_same():
     assert whole["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
 
 
-def test_what_a_request_says_of_sampling_reaches_the_engine():
+def test_sampling_parameters_reach_the_engine():
     harness = Harness(ROUTES, defaults={"temperature": 0.25, "top_p": 0.5})
     ask(harness, chat(temperature=0, top_k=4, stop="x", max_completion_tokens=3, max_tokens=9, seed=-1))
     params = harness.engine.turns[0].spec.params
@@ -146,7 +146,7 @@ def test_what_a_request_says_of_sampling_reaches_the_engine():
     assert body["choices"][0]["finish_reason"] == "length"
 
 
-def test_content_may_be_parts_of_text():
+def test_content_may_be_text_parts():
     harness = Harness(ROUTES)
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
     ask(harness, chat([{"role": "user", "content": parts}]))
@@ -155,7 +155,7 @@ def test_content_may_be_parts_of_text():
 
 @pytest.mark.parametrize("store", [None, False, True])
 @pytest.mark.parametrize("history", ["memory", "durable"])
-def test_a_turn_is_kept_where_the_request_or_the_server_says_so(store, history):
+def test_a_turn_is_stored_if_the_request_or_the_server_says_so(store, history):
     harness = Harness(ROUTES, settings=ServerSettings(chat_history=history))
     ask(harness, chat(store=store))
     assert harness.engine.turns[0].spec.node.durable is (history == "durable" if store is None else store)
@@ -231,7 +231,9 @@ PART = {"type": "image_url", "image_url": {"url": "data:"}}
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_cannot_be_served_is_named_before_anything_runs(fields, status, code, param, stream):
+def test_unsupported_requests_are_refused_with_their_field_before_anything_runs(
+    fields, status, code, param, stream
+):
     harness = Harness(ROUTES)
     answered, body = ask(harness, chat(stream=stream) | fields)
     assert (answered, body["error"]["code"], body["error"]["param"]) == (status, code, param)
@@ -239,7 +241,7 @@ def test_what_cannot_be_served_is_named_before_anything_runs(fields, status, cod
     assert harness.services.limits.in_flight("") == 0
 
 
-def test_fields_without_effect_are_taken():
+def test_fields_without_effect_are_accepted():
     neutral = {
         "tools": None,
         "frequency_penalty": 0,
@@ -259,7 +261,7 @@ def test_fields_without_effect_are_taken():
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 
 
-def test_a_refused_tool_names_the_flag_that_takes_it():
+def test_a_refused_tool_names_the_flag_that_accepts_it():
     status, body = ask(Harness(ROUTES), chat(tools=TOOLS))
     assert status == 400 and "--tools=ignore" in body["error"]["message"]
 
@@ -293,7 +295,7 @@ def test_tools_may_be_ignored(fields, listed):
         ({"tools": "all"}, "tools"),
     ],
 )
-def test_a_call_that_is_demanded_is_refused_whatever_is_ignored(fields, param):
+def test_a_required_call_is_refused_even_if_tools_are_ignored(fields, param):
     harness = Harness(ROUTES, settings=ServerSettings(tools="ignore"))
     status, body = ask(harness, chat(**fields))
     assert (status, body["error"]["code"], body["error"]["param"]) == (400, "unsupported_parameter", param)
@@ -302,7 +304,7 @@ def test_a_call_that_is_demanded_is_refused_whatever_is_ignored(fields, param):
 @pytest.mark.parametrize(
     ("error", "code"), [(StepFailedError("x"), "step_failed"), (EngineDiedError("x"), "step_failed")]
 )
-def test_a_turn_that_fails_says_so_in_the_answer_or_in_the_stream(error, code):
+def test_a_failed_turn_is_an_error_in_the_answer_or_the_stream(error, code):
     def script(turn):
         turn.feed("hel")
         turn.fail(error)
@@ -318,7 +320,7 @@ def test_a_turn_that_fails_says_so_in_the_answer_or_in_the_stream(error, code):
 
 @pytest.mark.parametrize("num_choices", [1, 2])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_takes_its_turns_along(stream, num_choices):
+def test_a_client_that_leaves_cancels_its_turns(stream, num_choices):
     async def scenario():
         harness = Harness(ROUTES, FakeEngine(lambda turn: turn.feed("hel")))
         client = harness.open("POST", "/v1/chat/completions", chat(stream=stream, n=num_choices))
@@ -362,7 +364,7 @@ def test_a_slow_client_gets_merged_deltas():
     asyncio.run(scenario())
 
 
-def test_a_turn_that_the_server_ends_is_to_be_sent_again():
+def test_the_error_of_a_turn_that_the_server_ends_can_be_retried():
     def script(turn):
         turn.feed("hel")
         turn.finish("cancelled")
@@ -371,7 +373,7 @@ def test_a_turn_that_the_server_ends_is_to_be_sent_again():
     assert (status, body["error"]["code"]) == (503, "overloaded")
 
 
-def test_a_client_that_leaves_while_it_waits_for_a_place_leaves_the_queue():
+def test_a_client_that_leaves_while_it_waits_for_admission_leaves_the_queue():
     async def scenario():
         harness = Harness(ROUTES, FakeEngine(lambda turn: None, max_num_running=1))
         limits = harness.services.limits

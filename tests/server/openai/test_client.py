@@ -1,4 +1,4 @@
-"""The openai client, strict, against a server on a socket: completions of both kinds, models, errors."""
+"""The openai client, in strict mode, over a socket: both kinds of completions, models, errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 
 class _Server(uvicorn.Server):
-    """Says when it listens."""
+    """Server that signals when it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -34,7 +34,7 @@ class _Server(uvicorn.Server):
 
 @contextlib.contextmanager
 def serving(script=None, **settings) -> Iterator[tuple[str, Harness]]:
-    """The address of a server on a free port, and what it is made of."""
+    """Yield the address of a server on a free port, and its harness."""
     made: list[Harness] = []
 
     async def run() -> None:
@@ -109,13 +109,14 @@ def test_completions_and_models(url):
         whole = client.completions.create(model=MODEL, prompt="Hi", logprobs=2)
         assert whole.choices[0].logprobs.tokens[0] == "h"
         assert client.models.retrieve(MODEL).id == MODEL
-    # The client's type of a chunk has no null finish_reason, which OpenAI sends in all chunks but the last.
+    # The client's chunk type does not allow a null finish_reason, which OpenAI sends in all chunks but the
+    # last.
     lenient = openai.OpenAI(base_url=url, api_key="none")
     with lenient, lenient.completions.create(model=MODEL, prompt="Hi", stream=True) as stream:
         assert "".join(chunk.choices[0].text for chunk in stream) == "hello there"
 
 
-def test_errors_are_the_clients_own(url):
+def test_errors_have_the_clients_own_classes(url):
     with client_of(url, max_retries=0) as client:
         with pytest.raises(openai.NotFoundError) as caught:
             client.chat.completions.create(model="other", messages=HELLO)

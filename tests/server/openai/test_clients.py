@@ -1,4 +1,4 @@
-"""The openai client, strict, against a real server; what was answered, against OpenAI's own document."""
+"""The openai client, in strict mode, against a real server; answers are checked against OpenAI's schema."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pensieve_lab.serving.served import ServedProcess
 
 @pytest.fixture(scope="module")
 def recorder(chat_server: ServedProcess) -> Iterator[Recorder]:
-    """Before the server that tests share."""
+    """Yield a recording proxy in front of the shared server."""
     with Recorder(chat_server.address) as recorder:
         yield recorder
 
@@ -73,7 +73,7 @@ DELTA = {
 }
 
 
-def test_what_is_against_the_document_is_found(schemas):
+def test_violations_of_the_schema_are_found(schemas):
     chats, responses = "/v1/chat/completions", "/v1/responses"
     assert schemas.complaints(exchange(chats, CHAT)) == []
     for name, value in (("created", "now"), ("object", "chat"), ("choices", None)):
@@ -93,7 +93,7 @@ def test_what_is_against_the_document_is_found(schemas):
     assert schemas.complaints(exchange("/v1/pensieve/stats", {"any": 1})) == []
 
 
-def test_the_part_of_the_document_keeps_what_it_needs_and_null():
+def test_the_extracted_schema_keeps_what_it_references_and_null():
     schemas = {name: {"type": "object"} for names in _ROOTS for name in names if name}
     schemas["Model"] = {
         "description": "prose",

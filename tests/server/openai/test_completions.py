@@ -1,4 +1,4 @@
-"""Completions: prompts of text or ids, several choices, offsets, and what is refused."""
+"""Completions: prompts as text or ids, several choices, offsets, and refusals."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_prompts_are_text_ids_or_lists_of_either(prompt, expected):
     assert body["usage"]["prompt_tokens"] == sum(map(len, expected))
 
 
-def test_null_is_as_good_as_nothing():
+def test_null_means_the_default():
     harness = Harness(ROUTES)
     names = [name for name in CompletionBody.__struct_fields__ if name != "prompt"]
     status, body = complete(harness, "Hi", **dict.fromkeys(names))
@@ -60,7 +60,7 @@ def test_several_choices_of_several_prompts():
     assert body["usage"]["prompt_tokens"] == 2 + 3 and body["usage"]["completion_tokens"] == 4 * 12
 
 
-def test_a_root_is_named_for_each_prompt_by_its_tokens_once_there_is_a_place():
+def test_roots_are_named_per_prompt_with_their_token_counts_after_admission():
     asked = []
 
     def root_for(num_tokens: int) -> str:
@@ -77,13 +77,13 @@ def test_a_root_is_named_for_each_prompt_by_its_tokens_once_there_is_a_place():
     assert roots == [f"{1:016x}", f"{1:016x}", f"{2:016x}", f"{2:016x}"]
 
 
-def test_seeds_of_choices_go_round_at_the_largest():
+def test_seeds_of_choices_wrap_around_at_the_maximum():
     harness = Harness(ROUTES)
     assert complete(harness, "a", n=3, seed=-2)[0] == 200
     assert [turn.spec.params.seed for turn in harness.engine.turns] == [2**63 - 2, 2**63 - 1, 0]
 
 
-def test_a_stream_and_the_whole_answer_say_the_same():
+def test_a_stream_equals_the_whole_answer():
     fields = {"logprobs": 2, "n": 2}
     _, whole = complete(Harness(ROUTES), "Hi", **fields)
     _, raw = complete(Harness(ROUTES), "Hi", stream=True, stream_options={"include_usage": True}, **fields)
@@ -124,10 +124,10 @@ def test_a_stream_and_the_whole_answer_say_the_same():
         ("a", {"n": 2, "temperature": "x"}, "temperature"),
     ],
 )
-def test_what_cannot_be_completed_is_named(prompt, fields, param):
+def test_an_invalid_request_is_refused_with_its_field(prompt, fields, param):
     harness = Harness(ROUTES)
     status, body = complete(harness, prompt, **fields)
-    if prompt == "":  # the beginning of a text alone is a prompt, where a model has one
+    if prompt == "":  # a beginning-of-text token alone is a prompt, if the model has one
         assert status == 200 and list(harness.engine.turns[0].spec.prompt_token_ids) == [256]
         return
     assert (status, body["error"]["param"]) == (400, param)
@@ -135,8 +135,8 @@ def test_what_cannot_be_completed_is_named(prompt, fields, param):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_offsets_are_where_the_tokens_stand_in_the_reply(stream):
-    """Of a tokenizer that writes a space in front of a word, but not at the beginning of a reply."""
+def test_offsets_are_the_positions_of_tokens_in_the_reply(stream):
+    """The tokenizer writes a space before a word, except at the beginning of a reply."""
     tokenizer = Tokenizer(
         metaspace_backend(), bos_token="<s>", eos_token="</s>", chat_template="{{ messages }}"
     )
@@ -156,7 +156,7 @@ def test_offsets_are_where_the_tokens_stand_in_the_reply(stream):
     assert tokens == [" the", " ", "c", "a", "t"] and offsets == [0, 3, 4, 5, 6]
 
 
-def test_a_turn_of_a_script_can_be_anything():
+def test_a_scripted_turn_may_return_any_result():
     harness = Harness(ROUTES, FakeEngine(say("")))
     _, body = complete(harness, "a")
     assert body["choices"][0]["text"] == "" and body["usage"]["completion_tokens"] == 1

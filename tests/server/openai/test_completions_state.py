@@ -1,4 +1,4 @@
-"""Completions that go on from one another: by the ids that were sampled, and nobody else's."""
+"""Completions that continue one another: by the sampled ids, and only for their owner."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EVERY_ID = {"return_token_ids": True, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, compilation_cache) -> Iterator[ServedProcess]:
-    """The chat model behind two keys."""
+    """Yield the chat model behind two keys."""
     keys = tmp_path_factory.mktemp("keys") / "keys"
     lines = [f"{owner}:{hashlib.sha256(owner.encode()).hexdigest()}" for owner in ("ann", "bob")]
     keys.write_text("\n".join(lines))
@@ -46,7 +46,7 @@ def ids_of(completion: Any) -> list[int]:
 
 
 @pytest.mark.long
-def test_ids_are_those_that_were_sampled_and_the_next_turn_stands_behind_them(ann, compilation_cache):
+def test_the_returned_ids_are_the_sampled_ones_and_the_next_turn_continues_them(ann, compilation_cache):
     first = complete(ann, PROMPT)
     second = complete(ann, [7, 8, 9], previous=first.id)
     third = complete(ann, " And then?", previous=second.id)
@@ -64,14 +64,14 @@ def test_ids_are_those_that_were_sampled_and_the_next_turn_stands_behind_them(an
     assert second.usage.to_dict()["pensieve"]["recomputed_tokens"] == 0
 
 
-def test_two_go_on_from_one(ann):
+def test_two_completions_continue_one(ann):
     first = complete(ann, PROMPT)
     one = complete(ann, [7], previous=first.id)
     other = complete(ann, [8], previous=first.id)
     again = complete(ann, [7], previous=first.id)
     assert ids_of(one) == ids_of(again)
     assert other.usage.prompt_tokens == one.usage.prompt_tokens
-    # A sibling shares whole chunks, and computes less than one of the path anew.
+    # A sibling shares whole chunks, and recomputes less than one chunk of the path.
     assert other.usage.to_dict()["pensieve"]["recomputed_tokens"] < 32
 
 
@@ -82,19 +82,19 @@ def test_a_stream_has_every_id(ann):
     assert "".join(piece["text"] for piece in pieces) == whole.choices[0].text
 
 
-def test_ids_are_told_where_they_are_asked_for_only(ann):
+def test_ids_are_returned_only_on_request(ann):
     told = ann.completions.create(**FIXED, prompt="Hi").choices[0].to_dict()
     assert "token_ids" not in told
 
 
-def test_several_prompts_cannot_go_on_from_one(ann):
+def test_several_prompts_cannot_continue_one_completion(ann):
     first = complete(ann, PROMPT)
     with pytest.raises(openai.BadRequestError) as raised:
         complete(ann, ["a", "b"], previous=first.id)
     assert (raised.value.code, raised.value.param) == ("invalid_value", "previous_response_id")
 
 
-def test_ids_that_nobody_has_and_another_keys_get_the_same_words(server, ann):
+def test_unknown_ids_and_other_keys_ids_get_the_same_error(server, ann):
     first = complete(ann, PROMPT)
     turn_id = first.id.removeprefix("cmpl-")
     chat = ann.chat.completions.create(

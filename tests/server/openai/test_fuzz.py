@@ -1,6 +1,6 @@
-"""Anything in any field or header: an answer of our shape, never a 500, never a trace.
+"""Random values in any field or header: an answer in the API's format, never a 500, never a trace.
 
-Of all routes but those of responses and conversations, which `test_fuzzed_requests` has.
+Covers all routes except those of responses and conversations, which `test_fuzzed_requests` covers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FIELDS = {
     path: sorted({*body.__struct_fields__, *body.UNSUPPORTED, *body.IGNORED}) for path, body in BODIES.items()
 }
 NAMES = sorted({name for fields in FIELDS.values() for name in fields})
-# What a request that means it has in these fields, so that many get as far as a turn.
+# Valid values of these fields, so that many requests run a turn.
 MEANT = {
     "stream_options": [{"include_usage": True}],
     "n": [2, 3],
@@ -66,7 +66,7 @@ SHAPES = {"message", "type", "param", "code"}
 
 
 class Chooser(random.Random):
-    """Values that somebody might send, by mistake or on purpose."""
+    """Random values that a client might send, by mistake or on purpose."""
 
     def value(self, depth: int = 0):
         makers = [
@@ -121,13 +121,13 @@ class Chooser(random.Random):
 
 
 class Seen:
-    """What came of many requests.
+    """Outcome of many requests.
 
     Attributes:
-      statuses: how often.
-      answered: routes that answered with 200.
-      refused: fields that were named in a refusal, by path.
-      num_turns, num_streams: that ran and that began.
+        statuses: counts by status.
+        answered: routes that answered with 200.
+        refused: fields that a refusal named, by path.
+        num_turns, num_streams: turns that ran and streams that began.
     """
 
     def __init__(self) -> None:
@@ -191,13 +191,13 @@ def run_cases(path: Path, count: int) -> Seen:
     return asyncio.run(scenario())
 
 
-def test_anything_gets_an_answer_of_our_shape(tmp_path):
+def test_any_request_gets_an_answer_in_the_apis_format(tmp_path):
     seen = run_cases(tmp_path / "history.sqlite", 300)
     assert seen.statuses.keys() >= {200, 400}, str(seen)
 
 
 @pytest.mark.long
-def test_anything_gets_an_answer_of_our_shape_ten_thousand_times(tmp_path, record_property):
+def test_any_request_gets_an_answer_in_the_apis_format_ten_thousand_times(tmp_path, record_property):
     seen = run_cases(tmp_path / "history.sqlite", 10_000)
     record_property("note", str(seen))
     assert seen.statuses.keys() >= {200, 400, 403, 404, 405, 413, 415}, str(seen)

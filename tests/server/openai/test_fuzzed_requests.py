@@ -1,4 +1,4 @@
-"""Whatever a body holds, the answer is one of this API's, and nothing is left behind."""
+"""Any body gets an answer in the API's format, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ QUERIES = (
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The paths of everything in a JSON value."""
+    """Return the paths of all parts of a JSON value."""
     found = [at]
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, inner in items:
@@ -73,7 +73,7 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def changed(value: Any, draw: random.Random) -> Any:
-    """A copy with something else in one or several places."""
+    """Return a copy with something else in one or several places."""
     value = json.loads(json.dumps(value))
     for _ in range(draw.choice((0, 1, 1, 1, 2, 3))):
         path = draw.choice(places(value)[1:] or [()])
@@ -93,7 +93,7 @@ def changed(value: Any, draw: random.Random) -> Any:
 
 
 async def fuzz(path: Any, seed: int) -> dict[int, int]:
-    """Statuses by how often they came."""
+    """Return how often each status came."""
     draw, statuses = random.Random(seed), {}
     server = StoredServer(path, say("hello there"))
     engine, harness, responses = server.engine, server.harness, server.responses
@@ -140,7 +140,7 @@ async def fuzz(path: Any, seed: int) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("_run", range(2))
-def test_no_body_is_answered_with_an_accident(tmp_path, _run):
+def test_no_body_causes_an_internal_error(tmp_path, _run):
     statuses = asyncio.run(fuzz(tmp_path / "history.sqlite", new_seed()))
     print(statuses)
     assert statuses[200] > NUM_REQUESTS // 20 and statuses[400] > NUM_REQUESTS // 20

@@ -1,4 +1,4 @@
-"""Whatever one request brings, the event loop goes on: long work is in a thread, and bounded."""
+"""No request blocks the event loop: long work runs in a thread, and is bounded."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from tests.server.stored_engine import FINGERPRINT, StoredEngine, resolving
 CHAT, RESPONSES, COUNT = "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens"
 EMPTY = {"role": "user", "content": ""}
 LONG_TEXT = "a b " * INLINE_CHARACTERS
-MANY = [EMPTY] * 300  # more than may be inline by their number, not by their text
+MANY = [EMPTY] * 300  # too many to run inline by their number, not by their text
 
 
 class CountingReader(HistoryReader):
-    """A reader that notes in which thread it was asked what."""
+    """A reader that records the thread of each call."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.asked: Counter[tuple[str, bool]] = Counter()
@@ -61,7 +61,7 @@ class CountingReader(HistoryReader):
 
 
 class Front:
-    """The whole application in the test's thread, which is the loop's."""
+    """The whole application in the test's thread, which runs the event loop."""
 
     def __init__(self, path) -> None:
         clock, tokenizer = VirtualClock(1_790_000_000.0), byte_tokenizer()
@@ -95,7 +95,7 @@ def front(tmp_path):
 
 @pytest.fixture
 def threads(monkeypatch):
-    """Of each long kind of work the threads that did it: True is the loop's."""
+    """Record the threads of each kind of long work; True stands for the event loop's."""
     seen: dict[str, set[bool]] = {}
 
     def watch(owner: Any, name: str) -> None:
@@ -139,23 +139,23 @@ LONG = [
 
 
 def name_of(value: Any) -> str:
-    """The same in every process: sets have no order."""
+    """Return a name that is the same in every process: sets have no order."""
     return " ".join(sorted(value)) if isinstance(value, set) else str(value)[:40]
 
 
 @pytest.mark.parametrize(("path", "body", "work"), SHORT, ids=name_of)
-def test_short_work_is_done_at_once(front, threads, path, body, work):
+def test_short_work_runs_inline(front, threads, path, body, work):
     assert front.ask(path, body)[0] == 200
     assert {name: threads[name] for name in work} == {name: {True} for name in work}
 
 
 @pytest.mark.parametrize(("path", "body", "work"), LONG, ids=name_of)
-def test_long_work_is_done_beside_the_loop(front, threads, path, body, work):
+def test_long_work_runs_in_a_thread(front, threads, path, body, work):
     front.ask(path, body)
     assert {name: threads[name] for name in work} == {name: {False} for name in work}
 
 
-def test_bodies_of_unknown_fields_are_read_beside_the_loop(front, threads):
+def test_bodies_with_unknown_fields_are_parsed_in_a_thread(front, threads):
     body = {"messages": [{"role": "user", "content": "hi"}], **{f"x{i}": 1 for i in range(5000)}}
     assert front.ask(CHAT, body)[0] == 200
     assert threads["decode_body"] == {False}
@@ -179,14 +179,14 @@ def test_lists_have_a_limit(front, path, body_of, param):
     status, answer = front.ask(path, body_of(MAX_ITEMS + 1))
     assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "invalid_value", param)
     assert f"has {MAX_ITEMS + 1} items, but must have at most {MAX_ITEMS}." in answer["error"]["message"]
-    assert not front.reader.asked, "it is refused before anything is looked up"
+    assert not front.reader.asked, "something was looked up before the refusal"
     _, answer = front.ask(path, body_of(MAX_ITEMS))
     assert f"at most {MAX_ITEMS}." not in ((answer.get("error") or {}).get("message") or "")
 
 
 @pytest.mark.parametrize("path", [RESPONSES, COUNT])
-def test_lists_of_what_is_no_object_are_counted_before_anybody_looks_at_them(front, monkeypatch, path):
-    """On the loop, a million numbers took half a second."""
+def test_invalid_lists_are_counted_before_their_items_are_read(front, monkeypatch, path):
+    """On the event loop, a million numbers took half a second."""
     monkeypatch.setattr(context, "is_reference", lambda item: pytest.fail("it is looked at"))
     status, answer = front.ask(path, {"input": [0] * (MAX_ITEMS + 1)})
     assert (status, answer["error"]["param"]) == (400, "input")
@@ -209,8 +209,8 @@ TOO_LONG = [
 
 
 @pytest.mark.parametrize(("path", "body", "param"), TOO_LONG, ids=range(len(TOO_LONG)))
-def test_what_is_too_long_does_not_get_as_far_as_the_engine(front, path, body, param):
-    """It would read all of it between two steps of everybody else's."""
+def test_too_long_requests_do_not_reach_the_engine(front, path, body, param):
+    """The engine would read all of it between two steps, and delay all other turns."""
     status, answer = front.ask(path, body)
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
     assert answer["error"]["param"] == param
@@ -219,8 +219,8 @@ def test_what_is_too_long_does_not_get_as_far_as_the_engine(front, path, body, p
 
 
 @pytest.mark.parametrize(("path", "body", "param"), TOO_LONG[:4], ids=range(4))
-def test_what_is_far_too_long_is_not_even_tokenized(front, monkeypatch, path, body, param):
-    """A text of 10 MiB took half a minute of a thread that others wait for, and was refused then."""
+def test_much_too_long_texts_are_not_tokenized(front, monkeypatch, path, body, param):
+    """A text of 10 MiB kept a shared thread busy for half a minute before its refusal."""
     lengths, encode = [], Tokenizer._encode
 
     def noted(self: Tokenizer, text: str, most: int | None = None) -> list[int]:
@@ -236,7 +236,7 @@ def test_what_is_far_too_long_is_not_even_tokenized(front, monkeypatch, path, bo
     assert front.ask(COUNT, {"input": LONG_TEXT * 2})[0] == 200, "who asks how long it is gets to know"
 
 
-def test_what_is_too_long_with_its_past_does_not_either(front):
+def test_requests_that_are_too_long_with_their_history_do_not_reach_the_engine(front):
     chat = [{"role": "user", "content": "x" * 3000}]
     front.ask(CHAT, {"messages": chat})
     chat += [{"role": "assistant", "content": "hello"}, chat[0]]
@@ -269,7 +269,7 @@ def test_unknown_references_are_looked_up_once(front):
     assert front.reader.asked == {("response", False): 1}
 
 
-def test_what_references_name_has_a_limit(front, monkeypatch):
+def test_the_size_of_referenced_items_is_limited(front, monkeypatch):
     monkeypatch.setattr(context, "MAX_READ_CHARACTERS", 2000)
     _, response = front.ask(RESPONSES, {"input": "x" * 300})
     reference = {"type": "item_reference", "id": f"msg_{response['id'].removeprefix('resp_')}_0"}
@@ -279,7 +279,7 @@ def test_what_references_name_has_a_limit(front, monkeypatch):
     assert answer["error"]["param"].startswith("input[") and "2000" in answer["error"]["message"]
 
 
-def test_a_conversation_is_read_beside_the_loop_up_to_a_limit(front, monkeypatch):
+def test_a_conversation_is_read_in_a_thread_up_to_a_limit(front, monkeypatch):
     items = [{"role": "user", "content": "x" * 100}] * 20
     _, conversation = front.ask("/v1/conversations", {"items": items})
     body = {"conversation": conversation["id"], "input": "hi"}
@@ -300,7 +300,7 @@ async def ask(front, method, path, body=None):
     return status, json.loads(answer)
 
 
-def test_a_long_conversation_is_deleted_in_portions_and_nothing_is_added_meanwhile(front, monkeypatch):
+def test_a_long_conversation_is_deleted_in_batches_and_locked_meanwhile(front, monkeypatch):
     monkeypatch.setattr(server_conversations, "MAX_DELETED_ITEMS", 6)
     items = [{"role": "user", "content": "x"}] * 20
     _, conversation = front.ask("/v1/conversations", {"items": items})
@@ -321,7 +321,7 @@ def test_a_long_conversation_is_deleted_in_portions_and_nothing_is_added_meanwhi
     assert not front.responses.locks
 
 
-def test_what_no_turn_could_read_is_not_appended(front, monkeypatch):
+def test_items_that_no_turn_could_read_are_not_appended(front, monkeypatch):
     item = {"role": "user", "content": "x" * 100}
     _, conversation = front.ask("/v1/conversations", {"items": [item] * 20})
     path = f"/v1/conversations/{conversation['id']}/items"
@@ -348,7 +348,7 @@ def test_what_no_turn_could_read_is_not_appended(front, monkeypatch):
     assert {in_loop for what, in_loop in front.reader.asked if what == "size_of_items"} >= {False}
 
 
-def test_a_turn_makes_no_conversation_longer_than_the_next_can_read(front, monkeypatch):
+def test_a_turn_does_not_make_a_conversation_too_long_for_the_next_turn(front, monkeypatch):
     item = {"role": "user", "content": "x" * 100}
     _, conversation = front.ask("/v1/conversations", {"items": [item] * 5})
 
@@ -372,8 +372,8 @@ def test_a_turn_makes_no_conversation_longer_than_the_next_can_read(front, monke
     assert turn(1)[0] == 200
 
 
-def test_pages_of_items_are_made_beside_the_loop(front, monkeypatch):
-    """One may have a hundred items of megabytes."""
+def test_pages_of_items_are_built_in_a_thread(front, monkeypatch):
+    """A page may have a hundred items of megabytes."""
     items = [{"role": "user", "content": f"ö{number}"} for number in range(3)]
     _, conversation = front.ask("/v1/conversations", {"items": items})
     _, response = front.ask(RESPONSES, {"input": items})
@@ -399,14 +399,14 @@ def test_pages_of_items_are_made_beside_the_loop(front, monkeypatch):
     assert in_loop == [False] * 4
 
 
-def test_turns_behind_a_long_past_are_planned_beside_the_loop(front, threads):
+def test_turns_behind_a_long_history_are_planned_in_a_thread(front, threads):
     _, first = front.ask(RESPONSES, {"input": "x" * 2500})
     threads.clear()
     status, _ = front.ask(RESPONSES, {"input": "hi", "previous_response_id": first["id"]})
     assert status == 200 and threads["turn_token_ids"] == {False}
 
 
-def test_a_past_that_must_be_read_is_read_beside_the_loop(front, threads):
+def test_a_history_that_must_be_read_is_read_in_a_thread(front, threads):
     _, first = front.ask(RESPONSES, {"input": "hi"})
     body = {"input": "and", "previous_response_id": first["id"]}
     threads.clear()
@@ -420,7 +420,7 @@ def test_a_past_that_must_be_read_is_read_beside_the_loop(front, threads):
     assert front.reader.asked["turn_path", False] and not front.reader.asked["turn_path", True]
 
 
-def test_a_request_with_a_key_runs_once_though_both_are_planned_at_a_time(front):
+def test_two_requests_with_a_key_run_once_although_both_are_planned_at_once(front):
     async def both() -> list[tuple[int, dict[str, Any]]]:
         body = {"input": MANY, "max_output_tokens": 5}
         return await asyncio.gather(

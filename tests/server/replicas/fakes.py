@@ -1,4 +1,4 @@
-"""Replicas in this process, which a test kills, over engines whose replies it writes."""
+"""Replicas in this process that a test kills, over engines whose replies the test writes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.server.fakes import FakeEngine, FakeTurn
 
 
 class FakeLines:
-    """What one submission gives; the replica may die under it."""
+    """Result stream of one submission; the replica may die during it."""
 
     def __init__(self, replica: Replica, submission: bytes) -> None:
         self.is_cancelled = False
@@ -57,10 +57,10 @@ class FakeLines:
 
 
 class FakeReplicas:
-    """The first that is alive has every key, unless `place` says where one belongs.
+    """A set of replicas: the first living one owns every key, unless `place` names another.
 
     Attributes:
-      engines: by name; keys: what was asked for where, in order.
+        engines: by name; keys: which key was requested where, in order.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class FakeReplicas:
         self._open: dict[str, list[FakeLines]] = {name: [] for name in self.engines}
 
     def kill(self, name: str) -> None:
-        """It is gone, and so is all that it knew."""
+        """Stop the replica and drop its state."""
         del self._replicas[name]
         for lines in self._open.pop(name):
             lines.die()
@@ -104,7 +104,7 @@ class FakeReplicas:
 
 
 def _nothing(turn: FakeTurn) -> None:
-    """The test writes the reply."""
+    """Do nothing: the test writes the reply."""
 
 
 async def nothing_kept(spec: TurnSpec) -> Output | None:
@@ -114,7 +114,7 @@ async def nothing_kept(spec: TurnSpec) -> Output | None:
 async def routed(
     replicas: FakeReplicas, kept: Any = nothing_kept, names: RootNames | None = None, **options: Any
 ) -> RoutedEngine:
-    """A front's engine over replicas, as a front makes it."""
+    """Yield a front end's engine over replicas, built as a front end builds it."""
     answer = decoded_answer(await replicas.ask("", encoded(Call(0, REPORT, []))))
     names = names or RootNames(hash_of)
     engine = RoutedEngine(replicas, decoded_replica_report(answer.value), kept, names, **options)

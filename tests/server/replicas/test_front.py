@@ -1,4 +1,4 @@
-"""What whoever runs a front can ask it beside requests, and how it ends. Serve does not run."""
+"""Operations of a front end besides requests, and how it shuts down. Serve does not run."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from pensieve_jax.server.replicas.report_stream import ReportLinks, ReportListen
 from tests.server.replicas.fakes import FakeReplicas, routed, spec_of
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Ray imports
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from Ray's imports
 
 
 def front_of(**parts):
-    """Without what its start asks for."""
+    """Return a front end without the parts that need a start."""
     from pensieve_jax.server.replicas.serve_app import Front
 
     class Quiet(Front):
-        """Serve calls what Python would, and awaits it."""
+        """Front end without a finalizer: Serve calls and awaits it instead of Python."""
 
         def __del__(self) -> None: ...
 
@@ -39,7 +39,7 @@ def line_of(key):
     return f"me:{hashlib.sha256(key.encode()).hexdigest()}\n"
 
 
-def test_a_front_that_drains_takes_no_turns_and_ends_those_that_run():
+def test_a_draining_front_end_refuses_turns_and_ends_those_that_run():
     async def work():
         engine = await routed(FakeReplicas())
         turn = engine.submit(spec_of())
@@ -59,7 +59,7 @@ async def hello(scope, receive, send):
 
 
 async def asked(address):
-    """What a server answers."""
+    """Return a server's answer."""
     reader, writer = await asyncio.open_connection(*address)
     writer.write(b"GET / HTTP/1.1\r\nhost: here\r\n\r\n")
     head = await reader.readuntil(b"\r\n\r\n")
@@ -68,7 +68,7 @@ async def asked(address):
     return head.split()[1], body
 
 
-def test_a_front_with_an_address_listens_until_it_has_drained_and_is_well_until_then():
+def test_a_front_end_with_an_address_listens_and_is_healthy_until_it_has_drained():
     async def work():
         socket_ = bind("127.0.0.1", 0)
         address, http, listener = socket_.getsockname(), Listening(hello, socket_), ReportListener()
@@ -90,7 +90,7 @@ def test_a_front_with_an_address_listens_until_it_has_drained_and_is_well_until_
     asyncio.run(work())
 
 
-def test_a_front_whose_server_has_ended_is_not_well():
+def test_a_front_end_whose_server_has_stopped_is_unhealthy():
     class Ended:
         def check(self):
             raise NotListeningError("ended")
@@ -103,7 +103,7 @@ def test_a_front_whose_server_has_ended_is_not_well():
     asyncio.run(work())
 
 
-def test_a_front_that_serve_takes_away_lets_its_turns_end():
+def test_a_front_end_that_serve_removes_lets_its_turns_end():
     from pensieve_jax.server.replicas.serve_app import Front
 
     drained = []
@@ -115,13 +115,13 @@ def test_a_front_that_serve_takes_away_lets_its_turns_end():
         front = front_of(_settings=ServerSettings(is_routed=True, drain_s=7.0), _http=None)
         front.drain = drain
         await Front.__del__(front)
-        await Front.__del__(front_of())  # one that never started
+        await Front.__del__(front_of())  # a front end that never started
 
     asyncio.run(work())
     assert drained == [7.0]
 
 
-def test_a_replica_says_all_of_a_run_on_its_stream_and_then_that_it_is_over():
+def test_a_replica_streams_all_messages_of_a_run_and_then_its_end():
     from pensieve_jax.server.replicas.serve_app import EngineReplica
 
     class Replica:
@@ -161,7 +161,7 @@ def test_a_replica_says_all_of_a_run_on_its_stream_and_then_that_it_is_over():
     asyncio.run(work())
 
 
-def test_a_front_reads_its_keys_again_or_says_why_it_could_not(tmp_path):
+def test_a_front_end_reloads_its_keys_or_reports_why_it_could_not(tmp_path):
     path = tmp_path / "keys"
     path.write_text(line_of("first"))
     keys = ApiKeys(path)
@@ -174,7 +174,7 @@ def test_a_front_reads_its_keys_again_or_says_why_it_could_not(tmp_path):
     assert keys.owner("Bearer second") == "me"
 
 
-def test_an_actor_that_has_nothing_to_do_ends_within_a_second():
+def test_an_idle_actor_ends_within_a_second():
     from pensieve_jax.server.replicas.serve_app import application
 
     plan = ReplicaPlan(history="postgresql://me@host/chats", model="chat")

@@ -1,4 +1,4 @@
-"""Ray and Serve on this machine from start to end: order, words and signals. Neither of them runs."""
+"""Ray and Serve on this machine from start to shutdown: order, messages and signals. Neither of them runs."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from pensieve_jax.server.replicas.plan import ReplicaPlan
 from tests.launching import ROOT
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Ray imports
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from Ray's imports
 
 PLAN = ReplicaPlan(history="postgresql://me@host/chats", model="chat", replicas=2)
 SETTINGS = ServerSettings(port=0, drain_s=7.0, is_routed=True)
 
 
 class Stage:
-    """Stands for Ray and for Serve; `done` has what each was told, and `when` what happens at that.
+    """Fake of Ray and of Serve: `done` records the calls, and `when` holds what happens at each.
 
     Attributes:
-      goes: whether the application goes away when it is deleted.
-      answers: what the front gives, or raises, by method.
-      ended: processes of Ray that have, by kind; messages: of deployments, by name.
+        goes: whether the application disappears when it is deleted.
+        answers: what the front end returns, or raises, by method.
+        ended: dead processes of Ray, by kind; messages: of deployments, by name.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Stage:
         if name in self.when:
             self.when[name]()
 
-    # As the module `ray`
+    # The interface of the module `ray`.
 
     def is_initialized(self) -> bool:
         return ("init", "local") in self.done and self.done[-1] != "ray.shutdown"
@@ -71,7 +71,7 @@ class Stage:
             self.when.pop("look")()
         return self.ended
 
-    # As the module `ray.serve`
+    # The interface of the module `ray.serve`.
 
     def start(self, **options: object) -> None:
         self.told("start", "start")
@@ -138,7 +138,7 @@ def stage(monkeypatch):
     monkeypatch.setattr(local, "_WATCH_S", 0.001)
     for name in local._RAY_ENVIRONMENT:
         monkeypatch.setenv(name, "")
-    for name in ("pensieve_jax", "pensieve_jax.server"):  # which a test before may have sent elsewhere
+    for name in ("pensieve_jax", "pensieve_jax.server"):  # an earlier test may have redirected these loggers
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
     return found
 
@@ -165,7 +165,7 @@ DRAINED = [("drain", 7.0, 17.0), "delete"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_has_the_front_drain_before_anything_is_taken_away(stage, number):
+def test_on_a_signal_the_front_end_drains_before_anything_is_removed(stage, number):
     assert serve_replicas(lambda address: signal.raise_signal(number)) == 0
     assert stage.done == [*STARTED, *DRAINED, "ray.shutdown"]
 
@@ -176,7 +176,7 @@ def test_a_signal_has_the_front_drain_before_anything_is_taken_away(stage, numbe
     [("init", STARTED[:1]), ("start", STARTED[:2]), ("run", STARTED)],
     ids=["Ray starts", "Serve starts", "replicas start"],
 )
-def test_a_signal_during_the_start_ends_it_and_waits_for_nobody(stage, number, when, done):
+def test_a_signal_during_the_start_ends_it_without_waiting(stage, number, when, done):
     stage.when[when] = lambda: signal.raise_signal(number)
     assert serve_replicas(announce=lambda address: pytest.fail("it serves")) == 0
     assert stage.done == [*done, "ray.shutdown"]
@@ -184,7 +184,7 @@ def test_a_signal_during_the_start_ends_it_and_waits_for_nobody(stage, number, w
 
 @pytest.mark.parametrize("status", [0, 1, "no port is free"])
 @pytest.mark.parametrize("when", ["init", "start", "run"])
-def test_a_start_that_exits_without_being_told_to_is_a_failure(stage, caplog, when, status):
+def test_a_start_that_exits_unexpectedly_is_a_failure(stage, caplog, when, status):
     stage.when[when] = lambda: sys.exit(status)
     assert serve_replicas(announce=lambda address: pytest.fail("it serves")) == EXIT_ENDED
     assert stage.done[-1] == "ray.shutdown" and f"status {status}" in caplog.text
@@ -209,21 +209,22 @@ def test_a_second_signal_ends_at_once(stage, monkeypatch, when):
     assert killed == ["all"]
 
 
-def test_processes_of_processes_are_killed_too():
-    """Those that this one did not start itself, and that take no notice of SIGTERM."""
+def test_descendant_processes_are_killed_too():
+    """Covers processes that this one did not start itself, and that ignore SIGTERM."""
     ignores = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('here', flush=True); "
     starts = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
     kills = (
         "import subprocess, sys; from pensieve_jax.server.replicas.local import kill_descendants; "
         "one = subprocess.Popen([sys.executable, '-c', *sys.argv[1:]], stdout=subprocess.PIPE, text=True); "
         "assert one.stdout.readline() == 'here\\n'; kill_descendants(); "
-        "assert one.wait() == -9 and one.stdout.read() == ''"  # whose end the last of them closes
+        # which stays open until all descendants have ended
+        "assert one.wait() == -9 and one.stdout.read() == ''"
     )
     command = [sys.executable, "-W", "ignore", "-c", kills, starts, ignores + "signal.pause()"]
     subprocess.run(command, check=True, timeout=60, cwd=ROOT)
 
 
-def test_while_it_serves_the_log_tells_who_is_gone_and_who_is_back(stage, caplog, monkeypatch):
+def test_while_serving_the_log_reports_lost_and_recovered_replicas(stage, caplog, monkeypatch):
     from pensieve_jax.server.replicas import local
 
     run, is_served = local.serve.status, threading.Event()
@@ -233,7 +234,7 @@ def test_while_it_serves_the_log_tells_who_is_gone_and_who_is_back(stage, caplog
         found = run()
         if is_served.is_set() and stage.done[-1] == "run":
             now = next(seen)
-            if now == "the end":  # what came before has been told
+            if now == "the end":  # earlier messages have been logged
                 os.kill(os.getpid(), signal.SIGTERM)
                 now = (2, 1)
             deployments = found.applications["pensieve"].deployments
@@ -252,7 +253,7 @@ def test_while_it_serves_the_log_tells_who_is_gone_and_who_is_back(stage, caplog
     ]
 
 
-def test_a_front_that_cannot_be_asked_to_drain_keeps_nobody(stage, caplog):
+def test_a_front_end_that_cannot_be_asked_to_drain_does_not_block_the_shutdown(stage, caplog):
     from ray.serve.exceptions import RayServeException
 
     stage.answers["drain"] = RayServeException("there is none")
@@ -260,7 +261,7 @@ def test_a_front_that_cannot_be_asked_to_drain_keeps_nobody(stage, caplog):
     assert stage.done == [*STARTED, *DRAINED, "ray.shutdown"] and "there is none" in caplog.text
 
 
-def test_an_application_that_cannot_be_deleted_keeps_nobody(stage, caplog):
+def test_an_application_that_cannot_be_deleted_does_not_block_the_shutdown(stage, caplog):
     from ray.serve.exceptions import RayServeException
 
     def fail():
@@ -271,7 +272,7 @@ def test_an_application_that_cannot_be_deleted_keeps_nobody(stage, caplog):
     assert stage.done == [*STARTED, *DRAINED, "ray.shutdown"] and "no controller" in caplog.text
 
 
-def test_an_application_that_does_not_go_is_waited_for_within_bounds(stage, monkeypatch):
+def test_waiting_for_a_deleted_application_is_limited(stage, monkeypatch):
     from pensieve_jax.server.replicas import local
 
     monkeypatch.setattr(local, "FLUSH_S", 0.0)
@@ -280,7 +281,7 @@ def test_an_application_that_does_not_go_is_waited_for_within_bounds(stage, monk
     assert stage.done[-2:] == ["delete", "ray.shutdown"]
 
 
-def test_a_hangup_has_the_front_read_its_keys_again_and_ends_nothing(stage, caplog):
+def test_on_sighup_the_front_end_reloads_its_keys_and_keeps_serving(stage, caplog):
     stage.answers["reload_keys"] = "api_keys_file is bad"
 
     def announce(address):
@@ -293,21 +294,21 @@ def test_a_hangup_has_the_front_read_its_keys_again_and_ends_nothing(stage, capl
 
 
 @pytest.mark.parametrize("name", ["raylet", "gcs_server"])
-def test_where_ray_dies_the_command_says_so_and_ends_with_a_status(stage, caplog, name):
+def test_if_ray_dies_the_command_reports_it_and_exits_with_a_status(stage, caplog, name):
     stage.ended = [("log_monitor", None), (name, None)]
     assert serve_replicas() == EXIT_ENDED
     assert stage.done == [*STARTED, "ray.shutdown"] and name in caplog.text
 
 
-def test_what_ray_goes_on_without_may_end(stage):
+def test_the_end_of_processes_that_ray_does_not_need_is_ignored(stage):
     stage.ended = [("log_monitor", None)]
     stage.when["look"] = lambda: ends("")
     assert serve_replicas() == 0
     assert stage.done == [*STARTED, *DRAINED, "ray.shutdown"]
 
 
-def test_the_release_of_ray_tells_which_of_its_processes_have_ended():
-    """Privately."""
+def test_the_installed_ray_reports_which_of_its_processes_have_ended():
+    """Ray's interface for this is private."""
     from ray._private import node, ray_constants
 
     from pensieve_jax.server.replicas.local import NEEDED
@@ -316,7 +317,7 @@ def test_the_release_of_ray_tells_which_of_its_processes_have_ended():
     assert {ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER} == set(NEEDED)
 
 
-def test_a_start_says_what_it_waits_for_and_then_where_it_serves(stage, caplog):
+def test_a_start_reports_what_it_waits_for_and_then_its_address(stage, caplog):
     caplog.set_level(logging.INFO)
     addresses = []
     serve_replicas(lambda address: (addresses.append(address), ends(address)))
@@ -334,7 +335,7 @@ def test_a_start_says_what_it_waits_for_and_then_where_it_serves(stage, caplog):
         ("run", "RuntimeError"),
     ],
 )
-def test_what_keeps_replicas_from_starting_is_told_and_ray_ends(stage, when, kind):
+def test_an_error_that_prevents_replicas_from_starting_is_reported_and_ray_is_stopped(stage, when, kind):
     import ray
 
     from pensieve_jax.server.replicas.local import ReplicasNotStartedError
@@ -354,7 +355,7 @@ def test_what_keeps_replicas_from_starting_is_told_and_ray_ends(stage, when, kin
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError])
-def test_a_bug_of_ours_during_the_start_is_not_taken_for_rays(stage, monkeypatch, kind):
+def test_an_own_bug_during_the_start_is_not_mistaken_for_rays(stage, monkeypatch, kind):
     from pensieve_jax.server.replicas import local
 
     def fail(*_):
@@ -366,7 +367,7 @@ def test_a_bug_of_ours_during_the_start_is_not_taken_for_rays(stage, monkeypatch
     assert stage.done == [*STARTED[:2], "ray.shutdown"]
 
 
-def test_where_serve_cannot_even_say_why_its_error_is_told(stage):
+def test_if_serve_cannot_give_a_reason_its_error_is_reported(stage):
     from ray.serve.exceptions import RayServeException
 
     from pensieve_jax.server.replicas.local import ReplicasNotStartedError
@@ -380,7 +381,7 @@ def test_where_serve_cannot_even_say_why_its_error_is_told(stage):
         serve_replicas()
 
 
-def test_of_what_a_replica_raised_the_trace_is_left_to_rays_logs(stage):
+def test_the_trace_of_a_replicas_error_stays_in_rays_logs(stage):
     from pensieve_jax.server.replicas.local import ReplicasNotStartedError
 
     def fail():
@@ -398,7 +399,7 @@ def test_of_what_a_replica_raised_the_trace_is_left_to_rays_logs(stage):
     ]
 
 
-def test_an_address_that_is_taken_is_told_before_ray_starts(stage, monkeypatch):
+def test_an_address_in_use_is_reported_before_ray_starts(stage, monkeypatch):
     from pensieve_jax.server.replicas import local
 
     with socket.create_server(("127.0.0.1", 0)) as other:

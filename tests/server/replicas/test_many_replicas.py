@@ -1,7 +1,7 @@
 """Conversations through the openai client while a replica is killed, one is added and one is drained.
 
-Every reply has the tokens and the text of one engine's that nothing happened to; the history has each turn
-once. Ray, Serve, Postgres and the engines are real; models are tiny and on CPUs.
+Every reply has the tokens and the text of an undisturbed single engine; the history has each turn once.
+Ray, Serve, Postgres and the engines are real; models are tiny and on CPUs.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from tests.postgres_server import PostgresServer
 from tests.seeds import enough
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
-# What Ray does in this process is its own business.
+# Warnings of Ray in this process are not ours to fix.
 pytestmark = [pytest.mark.multi, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
 MODEL = "random:llama-tiny"
-NUM_TOKENS = (6, 6, 24, 6, 6, 12)  # of each turn; while replicas die or go, replies are longer
+NUM_TOKENS = (6, 6, 24, 6, 6, 12)  # of each turn; while replicas die or leave, replies are longer
 NUM_CLIENTS = 12
 NUM_CONVERSATIONS = enough(40, 200)
 LONG = 300
@@ -46,7 +46,7 @@ REPLICA, FRONT = (f"ray::ServeReplica:pensieve:{name}" for name in ("EngineRepli
 
 
 class Told(NamedTuple):
-    """What a client was told of a turn."""
+    """A client's result of one turn."""
 
     response_id: str
     text: str
@@ -54,7 +54,7 @@ class Told(NamedTuple):
 
 
 def engine(compilation_cache: str) -> dict[str, Any]:
-    """Of each replica, and of the one engine whose replies they give."""
+    """Return the configuration of each replica, and of the reference engine."""
     return {
         "gpu_pages": 1024,
         "max_num_running": 8,
@@ -73,7 +73,7 @@ def sampling(number: int) -> dict[str, Any]:
 
 
 def one_engine(config: EngineConfig, num: int) -> list[list[Any]]:
-    """For each turn, the outputs of all conversations."""
+    """Return the outputs of all conversations, for each turn."""
     with LLM(MODEL, dtype="float32", config=config) as llm:
         return [
             llm.chat(
@@ -86,7 +86,7 @@ def one_engine(config: EngineConfig, num: int) -> list[list[Any]]:
 
 
 class Cluster:
-    """Ray on this machine with the application of `deploy/ray_serve.yaml`, whose replicas come and go."""
+    """Ray on this machine running `deploy/ray_serve.yaml` with a varying number of replicas."""
 
     def __init__(self, history: str, engine: dict[str, Any], port: int, replicas: int) -> None:
         from ray import serve
@@ -94,7 +94,7 @@ class Cluster:
         from pensieve_jax.server.replicas.local import set_ray_environment
 
         set_ray_environment()
-        # Beside engines that compile a proxy is slow to start: it would be killed, and begin anew.
+        # A proxy starts slowly beside engines that compile: it would be killed and restarted.
         os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
         self.history, self.port = history, port
         self._file = yaml.safe_load((ROOT / "deploy" / "ray_serve.yaml").read_text("utf-8"))
@@ -109,7 +109,7 @@ class Cluster:
         self.scale(replicas)
 
     def scale(self, replicas: int) -> None:
-        """Until so many are ready, and no other is left."""
+        """Return once exactly `replicas` replicas are ready."""
         from ray import serve
         from ray.serve.context import _get_global_client
         from ray.serve.schema import ServeDeploySchema
@@ -126,7 +126,7 @@ class Cluster:
     def is_up(self) -> bool:
         try:
             return bool(self.stats())
-        except OSError:  # what Serve says while there is no front, or nothing
+        except OSError:  # Serve's answer without a running front end, or no answer
             return False
 
     def client(self) -> openai.OpenAI:
@@ -142,22 +142,22 @@ class Cluster:
 
 
 def wait_until(is_so: Any, timeout_s: float = 120.0) -> None:
-    """For what another process does, and tells nobody here."""
+    """Poll until another process, which sends no notification, has fulfilled a condition."""
     until_s = time.monotonic() + timeout_s
     tick = threading.Event()
     while not is_so():
-        assert time.monotonic() < until_s, "it did not come to be"
+        assert time.monotonic() < until_s, "the condition was not fulfilled"
         tick.wait(0.2)
 
 
 def pids_of(title: str) -> list[int]:
-    """Processes of this cluster by how they call themselves."""
+    """Return the pids of this cluster's processes with a title."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            says = path.read_text().rstrip("\0 ").partition(".")[0]  # what it does stands behind a dot
+            says = path.read_text().rstrip("\0 ").partition(".")[0]  # the activity follows after a dot
             pid = int(path.parent.name)
-            if says == title and os.getpid() in ancestors_of(pid):  # another cluster's are nobody's to kill
+            if says == title and os.getpid() in ancestors_of(pid):  # skip another cluster's processes
                 found.append(pid)
         except OSError:  # it has ended
             continue
@@ -165,9 +165,9 @@ def pids_of(title: str) -> list[int]:
 
 
 def ancestors_of(pid: int) -> Iterator[int]:
-    """Its parent, and that one's, up to the first process."""
+    """Yield its parent, and that one's parent, up to the first process."""
     while pid > 1:
-        # The name is in parentheses, and may hold anything.
+        # The name is in parentheses, and may contain anything.
         pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         yield pid
 
@@ -186,7 +186,7 @@ def children_of(pid: int) -> list[int]:
 
 
 class Clients:
-    """So many conversations, turn by turn, through the openai client."""
+    """Clients that run `num` conversations, turn after turn, through the openai client."""
 
     def __init__(self, client: openai.OpenAI, num: int) -> None:
         self.num = num
@@ -195,7 +195,7 @@ class Clients:
         self._pool = concurrent.futures.ThreadPoolExecutor(NUM_CLIENTS)
 
     def turn(self, turn: int, event: Any = None) -> None:
-        """A turn of every conversation; `event` happens once a quarter of them has ended."""
+        """Run a turn of every conversation; `event` happens once a quarter of them has ended."""
         asked = [self._pool.submit(self._ask, number, turn) for number in range(self.num)]
         for done, one in enumerate(concurrent.futures.as_completed(asked), start=1):
             one.result()
@@ -229,13 +229,13 @@ class Clients:
         before.append(Told(response.id, response.output_text, sources))
 
     def moved(self, turn: int) -> int:
-        """Conversations whose state was not where their turn ran, or not all of it."""
+        """Return the number of conversations whose KV cache was not, or not all, where their turn ran."""
         return sum(told[turn].sources["recomputed_tokens"] > 0 for told in self.told)
 
 
 @pytest.fixture(scope="module")
 def expected(compilation_cache: str) -> list[list[Any]]:
-    """What one engine says; before replicas start, so that they find its steps compiled."""
+    """Return one engine's replies. It runs before the replicas start, so they find its steps compiled."""
     return one_engine(config_of(engine(compilation_cache)), NUM_CONVERSATIONS)
 
 
@@ -279,7 +279,7 @@ def test_replies_are_one_engines_whatever_happens_to_replicas(num, expected, clu
     cluster.scale(3)
     clients.turn(4)
     note(f"a third is there: {clients.moved(4)}")
-    assert num / 12 < clients.moved(4) < num / 1.5  # a third, as far as the ring is even
+    assert num / 12 < clients.moved(4) < num / 1.5  # a third, up to the unevenness of the ring
 
     drained = threading.Thread(target=cluster.scale, args=(2,))
     clients.turn(5, event=drained.start)
@@ -294,7 +294,7 @@ def test_replies_are_one_engines_whatever_happens_to_replicas(num, expected, clu
 
 
 def check(clients: Clients, expected: list[list[Any]], history: str) -> None:
-    """Tokens and text of every turn, and that the history has it once."""
+    """Check tokens and text of every turn, and that the history has each turn once."""
     from pensieve_jax.history.opening import open_for_reading
 
     fingerprint = fingerprint_of(history)
@@ -313,7 +313,7 @@ def check(clients: Clients, expected: list[list[Any]], history: str) -> None:
 
 
 def fingerprint_of(history: str) -> str:
-    """As the engines gave it to their history."""
+    """Return the fingerprint that the engines gave their history."""
     import psycopg
 
     from pensieve_jax.history.postgres_location import parse
@@ -326,7 +326,7 @@ def fingerprint_of(history: str) -> str:
 
 
 def long_reply(client: openai.OpenAI, **options: Any) -> Any:
-    """A reply that takes a while, and is kept."""
+    """Return a stored reply that takes a while."""
     extra = {"min_tokens": LONG, "store": True}
     return client.completions.create(
         model=MODEL, prompt="Tell me all.", max_tokens=LONG, seed=5, extra_body=extra, **options
@@ -358,7 +358,7 @@ def test_a_reply_goes_on_when_its_engine_dies_and_the_replica_starts_another(clu
     assert cluster.stats()["num_turns_run_again"] == again + 1
 
 
-def test_a_response_in_the_background_outlives_the_front(cluster):
+def test_a_background_response_survives_the_front_end(cluster):
     with cluster.client() as client:
         queued = client.responses.create(
             input="Tell me all.", background=True, max_output_tokens=LONG, extra_body={"seed": 5}
@@ -373,7 +373,7 @@ def command(history: str, compilation_cache: str) -> list[str]:
     return [
         *(sys.executable, str(ROOT / "scripts" / "serve.py"), f"--model={MODEL}", "--dtype=float32"),
         *(f"--history={history}", "--port=0", "--replicas=2"),
-        # As `engine`, whose programs the cache has.
+        # The same configuration as `engine`, whose programs are in the cache.
         *(
             "--gpu_pages=1024",
             "--cpu_pages=0",
@@ -387,7 +387,7 @@ def command(history: str, compilation_cache: str) -> list[str]:
 
 @contextlib.contextmanager
 def running(arguments: list[str], stderr: Path) -> Iterator[subprocess.Popen[str]]:
-    """The command; where a test fails, it is ended, and what it wrote to `stderr` is shown."""
+    """Yield the command's process; if a test fails, end it and show what it wrote to `stderr`."""
     with (
         stderr.open("w", encoding="utf-8") as written,
         subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=written, text=True) as process,
@@ -395,12 +395,12 @@ def running(arguments: list[str], stderr: Path) -> Iterator[subprocess.Popen[str
         try:
             yield process
         except BaseException:
-            process.kill()  # or whoever leaves the block would wait for it
+            process.kill()  # leaving the block would wait for it
             print(stderr.read_text(encoding="utf-8")[-20_000:])
             raise
 
 
-def test_the_command_serves_from_replicas_and_ends_when_told(postgres, compilation_cache, tmp_path):
+def test_the_command_serves_from_replicas_and_ends_on_a_signal(postgres, compilation_cache, tmp_path):
     with running(command(postgres.url(), compilation_cache), tmp_path / "stderr") as process:
         assert process.stdout is not None
         found = re.fullmatch(rf"serving {MODEL} at (http://\S+)\n", process.stdout.readline())
@@ -412,7 +412,7 @@ def test_the_command_serves_from_replicas_and_ends_when_told(postgres, compilati
             assert one.usage.completion_tokens == 4
             listed = client.models.with_raw_response.list(extra_headers={"x-request-id": "mine-1"})
             assert listed.headers.get_list("x-request-id") == ["mine-1"]
-            process.send_signal(signal.SIGHUP)  # which ends nothing
+            process.send_signal(signal.SIGHUP)  # this must not end it
             stream = long_reply(client, stream=True)
             next(iter(stream))
             process.send_signal(signal.SIGTERM)
@@ -422,7 +422,7 @@ def test_the_command_serves_from_replicas_and_ends_when_told(postgres, compilati
         assert process.stdout.read() == ""
 
 
-def test_the_command_that_is_told_to_end_while_it_starts_ends(postgres, compilation_cache):
+def test_a_signal_during_the_start_ends_the_command(postgres, compilation_cache):
     arguments = command(postgres.url(), compilation_cache)
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None

@@ -1,4 +1,4 @@
-"""How answers of several replicas become one."""
+"""Merging the answers of several replicas into one."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def listed(conversation_id, last_active_s, num_turns):
     return {"conversation_id": conversation_id, "last_active_s": last_active_s, "num_turns": num_turns}
 
 
-def test_of_a_conversation_the_replica_where_it_was_active_last_is_believed():
-    """In the order in which they were first told; of two that are alike, the first one."""
+def test_the_replica_where_a_conversation_was_active_last_describes_it():
+    """The order is that of first mention; of equal entries the first one stays."""
     found = merged(
         "conversations",
         answers(
@@ -29,7 +29,7 @@ def test_of_a_conversation_the_replica_where_it_was_active_last_is_believed():
     assert found == [listed("a", 5.0, 1), listed("b", 5.5, 3), listed("c", 1.0, 2)]
 
 
-def test_counters_are_added_up_but_for_sizes_and_what_is_no_number():
+def test_counters_are_summed_except_sizes_and_values_that_are_not_numbers():
     one = {"num_steps": 2, "seconds": 0.5, "chunk_tokens": 32, "is_full": True, "policy": "lru"}
     other = {
         "num_steps": 3,
@@ -41,10 +41,10 @@ def test_counters_are_added_up_but_for_sizes_and_what_is_no_number():
     }
     expected = {"num_steps": 5, "seconds": 1.5, "chunk_tokens": 32, "is_full": True, "policy": "lru"}
     assert summed([one, other]) == expected | {"more": 1}
-    assert one["num_steps"] == 2, "what was answered stays as it was"
+    assert one["num_steps"] == 2, "the merge changed its arguments"
 
 
-def test_histograms_are_as_long_as_the_longest():
+def test_a_merged_histogram_is_as_long_as_the_longest():
     values = answers({"a": ([1, 2], 1.0)}, {"a": ([1], 0.5), "b": ([4], 2.0)}, {"a": ([0, 0, 3], 0.25)})
     assert merged("distributions", values) == {"a": ([2, 2, 3], 1.75), "b": ([4], 2.0)}
 
@@ -52,7 +52,7 @@ def test_histograms_are_as_long_as_the_longest():
 @pytest.mark.parametrize(
     "error", [UnknownTurnError("gone"), EngineClosedError("closed"), EngineDiedError("died")]
 )
-def test_a_replica_that_has_no_answer_does_not_count_where_another_has_one(error):
+def test_an_error_of_one_replica_is_ignored_if_another_answers(error):
     assert merged("push_out_turn", [(None, error), (3, None), (4, None)]) == 7
     assert merged("forget_turn_state", [(None, None), (None, error)]) is None
     with pytest.raises(type(error), match=str(error)):
@@ -61,7 +61,7 @@ def test_a_replica_that_has_no_answer_does_not_count_where_another_has_one(error
         merged("push_out_turn", [])
 
 
-def test_what_else_a_replica_raises_is_raised():
+def test_other_errors_of_a_replica_are_raised():
     with pytest.raises(ValueError, match="planted"):
         merged("stats", [({}, None), (None, ValueError("planted"))])
 

@@ -1,4 +1,4 @@
-"""All streams together, on a loop whose clock a test turns."""
+"""The rate limit of all streams together, on a loop whose clock the test advances."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pensieve_jax.server.replicas.serve_middleware import ChunkRateLimiter
 
 
 class Clock(asyncio.SelectorEventLoop):
-    """Time passes only where nothing else is left to do."""
+    """Event loop whose time passes only when nothing else is left to do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ def run(work):
 
 
 def stream(count):
-    """An application that sends so many pieces, as fast as they are taken."""
+    """Return an application that sends `count` pieces, as fast as they are accepted."""
 
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -41,7 +41,7 @@ def stream(count):
 
 
 async def sent_at(app, scope=None):
-    """When each message of a body went out."""
+    """Return when each message of a body was sent."""
     times = []
 
     async def send(message):
@@ -61,12 +61,12 @@ def test_streams_take_turns_and_all_of_them_keep_the_pace():
     times = sorted(time for one in found for time in one[:-1])
     assert len(times) == 40
     assert all(abs(time - number / 50) < 1e-6 for number, time in enumerate(times))
-    for one in found:  # none is ahead of the others
+    for one in found:  # no stream is ahead of the others
         assert max(abs(time - number * 4 / 50) for number, time in enumerate(one[:-1])) < 4 / 50
-        assert one[-1] == one[-2]  # an end waits for nothing
+        assert one[-1] == one[-2]  # the end of a stream is not delayed
 
 
-def test_whoever_comes_seldom_does_not_wait():
+def test_a_slow_sender_is_not_delayed():
     async def seldom(scope, receive, send):
         for _ in range(3):
             await asyncio.sleep(1.0)
@@ -75,7 +75,7 @@ def test_whoever_comes_seldom_does_not_wait():
     assert run(sent_at(ChunkRateLimiter(seldom, pieces_per_s=2))) == [1.0, 2.0, 3.0]
 
 
-def test_what_is_no_request_passes():
+def test_scopes_other_than_http_pass_through():
     async def app(scope, receive, send):
         for _ in range(3):
             await send({"type": "http.response.body", "more_body": True})

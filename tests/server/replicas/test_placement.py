@@ -1,4 +1,4 @@
-"""Where conversations that begin are sent, by what a front has sent already; `tests/balance` has the rule."""
+"""Where new conversations go, given what a front end already sent; `tests/balance` tests the rule."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def send(names: RootNames, root: str, num_tokens: int) -> RoutedReply:
 
 
 def begin(names: RootNames, num_tokens: int = 100) -> tuple[str, RoutedReply]:
-    """A conversation that begins and its first turn, which does not end: where it is, and its reply."""
+    """Return a new conversation's root and the reply of its first turn, which does not end."""
     root = names.new_root(num_tokens)
     return RING.owner(root), send(names, root, num_tokens)
 
@@ -60,12 +60,12 @@ def end(names: RootNames, reply: RoutedReply, num_history_tokens: int, reason: F
     names.ended([reply])
 
 
-def test_conversations_that_begin_are_spread_evenly():
+def test_new_conversations_are_spread_evenly():
     names = names_of()
     assert Counter(begin(names)[0] for _ in range(300)) == dict.fromkeys(NAMES, 100)
 
 
-def test_roots_that_were_given_and_not_used_yet_count_and_are_forgotten_after_a_while():
+def test_named_roots_that_are_not_used_yet_count_and_expire():
     clock = Clock()
     names = names_of(clock)
     given = [names.new_root(100) for _ in range(300)]
@@ -77,7 +77,7 @@ def test_roots_that_were_given_and_not_used_yet_count_and_are_forgotten_after_a_
 
 
 def num_elsewhere(*, has_begun: bool) -> int:
-    """Of short conversations beside a long prompt, how many go elsewhere before one goes where that is."""
+    """Return how many short conversations go elsewhere before one joins the replica of a long prompt."""
     names = names_of()
     busy, reply = begin(names, 5000)
     if has_begun:
@@ -85,7 +85,7 @@ def num_elsewhere(*, has_begun: bool) -> int:
     return next(number for number in range(10_000) if begin(names, 10)[0] == busy)
 
 
-def test_a_replica_with_a_long_prompt_gets_fewer_and_more_once_that_is_computed():
+def test_a_replica_with_a_long_prompt_gets_fewer_conversations_until_it_is_computed():
     computing, computed = num_elsewhere(has_begun=False), num_elsewhere(has_begun=True)
     assert 4 * computed < computing and computed > 10, "it is a long context all the same"
 
@@ -102,17 +102,17 @@ def test_long_conversations_weigh_more_once_their_length_is_known():
     assert begin(names, 1)[0] == name
 
 
-def test_a_cancelled_turn_leaves_a_conversation_as_long_as_it_was():
+def test_a_cancelled_turn_leaves_the_length_of_its_conversation_unchanged():
     names = names_of()
     name, first = begin(names)
     root = first.spec.node.turn_id[:16]
     end(names, first, 40_000)
-    end(names, send(names, root, 1), 0, "cancelled")  # before anybody knew where its history was
+    end(names, send(names, root, 1), 0, "cancelled")  # before the location of its history was known
     send(names, root, 1).add("a", [1], None)
     assert name not in {begin(names, 1)[0] for _ in range(20)}
 
 
-def test_turns_that_end_badly_are_off_their_replica():
+def test_failed_turns_no_longer_count_for_their_replica():
     names = names_of()
     for _ in range(30):
         _, reply = begin(names, 1000)
@@ -121,7 +121,7 @@ def test_turns_that_end_badly_are_off_their_replica():
     assert Counter(begin(names)[0] for _ in range(30)) == dict.fromkeys(NAMES, 10)
 
 
-def test_a_replica_that_takes_no_turns_gets_no_conversation_and_those_that_it_has_are_its_own():
+def test_a_replica_that_refuses_turns_gets_no_new_conversation_and_keeps_its_own():
     names = names_of()
     has_it = next(root for root in iter(lambda: names.new_root(1), None) if RING.owner(root) == "r1")
     names = names_of(ready=("r0", "r2"))
@@ -131,14 +131,14 @@ def test_a_replica_that_takes_no_turns_gets_no_conversation_and_those_that_it_ha
     assert "r1" not in {begin(names, 1)[0] for _ in range(20)}, "it has a long prompt to compute"
 
 
-def test_where_one_of_two_takes_no_turns_the_other_gets_all():
+def test_if_one_of_two_refuses_turns_the_other_gets_all():
     names = RootNames(hash_of)
     names.see({"r0": True, "r1": False}, INFO)
     ring = HashRing(("r0", "r1"))
     assert {ring.owner(names.new_root(10)) for _ in range(50)} == {"r0"}
 
 
-def test_turns_belong_where_the_ring_says_now():
+def test_turns_belong_to_the_current_ring_position():
     names = RootNames(hash_of)
     names.see({"r0": True, "r1": True}, INFO)
     root = next(root for root in iter(lambda: names.new_root(1), None) if RING.owner(root) == "r2")
@@ -147,8 +147,8 @@ def test_turns_belong_where_the_ring_says_now():
     assert "r2" not in {begin(names, 1)[0] for _ in range(20)}
 
 
-def test_a_turn_that_is_run_again_computes_its_history_too_until_it_has_a_token():
-    """Of 40,000 tokens: so many short conversations go elsewhere before one goes where it runs."""
+def test_a_repeated_turn_recomputes_its_history_until_its_first_token():
+    """Its history has 40,000 tokens: short conversations avoid its replica until the load is even."""
     nums = []
     for num_runs in (1, 2):
         names = names_of()
@@ -163,7 +163,7 @@ def test_a_turn_that_is_run_again_computes_its_history_too_until_it_has_a_token(
     assert nums[1] > 2 * nums[0] > 0
 
 
-def test_a_choice_that_has_ended_waits_for_others_and_costs_nothing():
+def test_a_choice_that_has_ended_waits_for_others_at_no_cost():
     names = names_of()
     root = names.new_root(100)
     replies = [send(names, root, 100) for _ in range(30)]
@@ -172,7 +172,7 @@ def test_a_choice_that_has_ended_waits_for_others_and_costs_nothing():
     assert Counter([RING.owner(root), *(begin(names)[0] for _ in range(299))]) == dict.fromkeys(NAMES, 100)
 
 
-def test_more_tokens_than_a_context_has_are_not_waited_for():
+def test_the_load_model_expects_at_most_a_full_context():
     limits = dataclasses.replace(LIMITS, max_context_tokens=512)  # a turn for each token is soon sent
     counts = []
     for num_tokens in (limits.max_context_tokens, 10**9):
@@ -184,14 +184,14 @@ def test_more_tokens_than_a_context_has_are_not_waited_for():
 
 
 @pytest.mark.parametrize("replicas", [{}, {"r0": True}, {"r0": False, "r1": False}])
-def test_where_there_is_no_choice_any_name_will_do(replicas):
+def test_without_a_choice_any_name_is_used(replicas):
     names = RootNames(hash_of)
     assert len(names.new_root(3)) == 16, "nothing was seen yet"
     names.see(replicas, INFO)
     assert len({names.new_root(3) for _ in range(10)}) == 10
 
 
-def test_what_a_replica_can_do_is_of_its_model_and_of_the_answers_it_gave():
+def test_a_replicas_limits_come_from_its_model_and_its_answers():
     speeds = speeds_of(INFO, {})
     assert speeds.token_s > speeds.context_token_s > 0 and speeds.step_s > 0
     stats = {"num_turns_finished": 4, "output_tokens": 40}

@@ -1,4 +1,4 @@
-"""What is refused before anything starts, sizes that follow, and how many replicas there are to be."""
+"""Plans of replicas: what is refused before anything starts, derived sizes, and the number of replicas."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def plan(**values) -> ReplicaPlan:
         ({"num_gpus": -1}, "num_gpus"),
     ],
 )
-def test_a_plan_that_cannot_be_is_refused_by_name(values, field):
+def test_an_invalid_plan_is_refused_with_its_field(values, field):
     with pytest.raises(ConfigError) as caught:
         plan(**values)
     assert caught.value.field == field
 
 
-def test_replicas_take_a_gpu_for_each_device_that_shares_a_layer_where_there_are_any():
+def test_a_replica_takes_one_gpu_per_tensor_parallel_device_if_there_are_gpus():
     two = EngineConfig(runner=RunnerConfig(tensor_parallel_size=2))
     assert plan().gpus_each(0) == 0 and plan().gpus_each(8) == 1
     assert plan(config=two).gpus_each(8) == 2 and plan(config=two, num_gpus=2).gpus_each(0) == 2
@@ -52,7 +52,7 @@ def test_replicas_take_a_gpu_for_each_device_that_shares_a_layer_where_there_are
             bad.check_gpus(num_there)
 
 
-def test_sizes_follow_from_what_a_replica_runs_and_how_long_it_drains():
+def test_derived_sizes_follow_from_what_a_replica_runs_and_how_long_it_drains():
     sized = plan(config=EngineConfig(scheduler=SchedulerConfig(max_num_running=8)))
     settings = ServerSettings(drain_s=5.0)
     assert sized.max_ongoing(settings) == 8 + 2 * 8 + 16
@@ -60,7 +60,7 @@ def test_sizes_follow_from_what_a_replica_runs_and_how_long_it_drains():
     assert sized.of_one() == plan(config=sized.config), "the same for any number"
 
 
-def test_a_file_names_fields_as_flags_do():
+def test_a_file_uses_the_names_of_the_flags():
     found, settings = plan_of(
         {
             "model": "chat",
@@ -90,7 +90,7 @@ def test_a_file_names_fields_as_flags_do():
         ({"model": "chat", "history": URL, "server": {"allow_no_keys": True, "host": "0.0.0.0"}}, "host"),
     ],
 )
-def test_a_file_that_says_what_there_is_not_is_refused_by_name(values, field):
+def test_a_file_with_unknown_fields_or_values_is_refused_with_the_field(values, field):
     with pytest.raises(ConfigError) as caught:
         plan_of(values)
     assert caught.value.field == field
@@ -106,7 +106,7 @@ def applications() -> list[dict]:
 
 
 @pytest.mark.parametrize("application", applications(), ids=["ray_serve", "kuberay"])
-def test_the_files_that_are_given_are_plans_and_their_policy_fits(application):
+def test_the_shipped_files_are_valid_plans_with_a_fitting_policy(application):
     arguments = application["args"]
     assert arguments["server"]["api_keys_file"], "the files that are given let nobody in without a key"
     found, _ = plan_of(arguments)
@@ -118,8 +118,8 @@ def test_the_files_that_are_given_are_plans_and_their_policy_fits(application):
     assert policy["policy_kwargs"]["max_num_running"] == found.config.scheduler.max_num_running
 
 
-def test_the_manifest_has_what_rayservice_asks_for():
-    """The fields that its schema requires, and that pods outlive what they drain."""
+def test_the_manifest_has_the_required_fields_of_rayservice():
+    """The fields are those that its schema requires; pods outlive the drain."""
     kube = yaml.safe_load((ROOT / "deploy" / "kuberay.yaml").read_text("utf-8"))
     assert (kube["apiVersion"], kube["kind"]) == ("ray.io/v1", "RayService")
     cluster = kube["spec"]["rayClusterConfig"]
@@ -152,7 +152,7 @@ def test_the_manifest_has_what_rayservice_asks_for():
     ],
     ids=lambda one: "" if one is None else str(one[-1:]) if isinstance(one, tuple) else str(one),
 )
-def test_the_manifest_is_what_the_schema_of_the_operator_says(path, value):
+def test_the_manifest_matches_the_operators_schema(path, value):
     schema = json.loads(Path(__file__).with_name("kuberay_schema.json").read_text("utf-8"))["schema"]
     manifest = yaml.safe_load((ROOT / "deploy" / "kuberay.yaml").read_text("utf-8"))
     if path:
@@ -164,7 +164,7 @@ def test_the_manifest_is_what_the_schema_of_the_operator_says(path, value):
     assert bool(complaints) == bool(path), complaints
 
 
-def test_replicas_scale_with_tokens_that_wait_and_not_below_what_runs():
+def test_replicas_scale_with_waiting_tokens_and_not_below_what_runs():
     policy = QueuedTokens(queued_tokens=1000, max_num_running=10)
     wanted = policy.wanted
     assert wanted(2, 0, 16) == 2 and wanted(2, 1999, 16) == 2

@@ -1,4 +1,4 @@
-"""What Ray says of a call, and what comes on its stream, as turns understand both. Ray does not run."""
+"""How the outcome of a Ray call and the messages of its stream reach turns. Ray does not run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pensieve_jax.core.errors import EngineClosedError, EngineDiedError, Unknown
 from pensieve_jax.server.replicas.report_stream import FrontLostError, ReportListener
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Ray imports
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from Ray's imports
 
 
 class Call:
-    """Returns once it is let, or raises."""
+    """Fake call that returns or raises once the test allows it."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self._error = error
@@ -44,7 +44,7 @@ class Call:
 
 
 def read(*messages, error=None, ends=True):
-    """All lines, where the call raises an error behind so many messages."""
+    """Return all lines of a stream whose call raises `error` after `messages`."""
     from pensieve_jax.server.replicas.ray_replicas import RayReplicaStream
 
     async def all_of_it():
@@ -64,12 +64,12 @@ def read(*messages, error=None, ends=True):
     return asyncio.run(all_of_it())
 
 
-def test_lines_come_as_they_are():
+def test_lines_arrive_unchanged():
     assert read(b"a", b"b") == [b"a", b"b"]
 
 
 @pytest.mark.parametrize("kind", ["ActorDiedError", "RaySystemError", "TaskCancelledError", "CancelledError"])
-def test_whatever_ends_a_call_but_its_reader_is_a_replica_that_is_gone(kind):
+def test_a_call_that_ends_without_its_reader_is_a_lost_replica(kind):
     error = asyncio.CancelledError() if kind == "CancelledError" else None
     if error is None:
         made = getattr(ray.exceptions, kind)
@@ -78,23 +78,23 @@ def test_whatever_ends_a_call_but_its_reader_is_a_replica_that_is_gone(kind):
         read(b"a", error=error, ends=False)
 
 
-def test_what_had_come_to_its_end_has_ended_whatever_becomes_of_the_call():
+def test_a_stream_that_was_complete_stays_complete_whatever_happens_to_the_call():
     assert read(b"a", error=ray.exceptions.ActorDiedError()) == [b"a"]
 
 
-def test_what_a_replica_raises_is_told_as_it_is():
+def test_an_error_of_a_replica_is_raised_unchanged():
     with pytest.raises(UnknownTurnError):
         read(error=UnknownTurnError("0" * 32), ends=False)
 
 
-def test_a_stream_that_the_replica_lost_is_lost_with_its_turns(monkeypatch, caplog):
+def test_turns_of_a_lost_stream_fail(monkeypatch, caplog):
     heard(monkeypatch)
     with pytest.raises(EngineDiedError) as raised:
         read(b"a", error=FrontLostError("no way"), ends=False)
     assert "no way" in caplog.text and isinstance(raised.value.__cause__, FrontLostError)
 
 
-def test_a_call_that_returns_before_its_stream_has_ended_is_waited_for_only_so_long(monkeypatch):
+def test_waiting_for_the_stream_of_a_returned_call_is_limited(monkeypatch):
     from pensieve_jax.server.replicas import ray_replicas
 
     monkeypatch.setattr(ray_replicas, "ANSWER_S", 0.01)
@@ -102,7 +102,7 @@ def test_a_call_that_returns_before_its_stream_has_ended_is_waited_for_only_so_l
         read(b"a", ends=False)
 
 
-def test_no_replica_at_all_is_a_closed_engine():
+def test_without_any_replica_the_engine_is_closed():
     from ray.serve._private.common import DeploymentID
     from ray.serve.exceptions import DeploymentUnavailableError
 
@@ -110,14 +110,14 @@ def test_no_replica_at_all_is_a_closed_engine():
         read(error=DeploymentUnavailableError(DeploymentID("EngineReplica", "pensieve")), ends=False)
 
 
-def test_what_nobody_expected_is_logged_and_leaves_no_reader_waiting(monkeypatch, caplog):
+def test_an_unexpected_error_is_logged_and_its_reader_does_not_hang(monkeypatch, caplog):
     heard(monkeypatch)
     with pytest.raises(EngineDiedError):
         read(error=ZeroDivisionError("a bug"), ends=False)
     assert "a bug" in caplog.text
 
 
-def test_what_is_left_unread_when_it_is_cancelled_is_not_read():
+def test_unread_messages_are_dropped_on_cancellation():
     from pensieve_jax.server.replicas.ray_replicas import RayReplicaStream
 
     async def work():
@@ -130,7 +130,7 @@ def test_what_is_left_unread_when_it_is_cancelled_is_not_read():
     assert asyncio.run(work()) == []
 
 
-def test_a_turn_is_asked_for_by_its_key_with_where_its_messages_are_to_go():
+def test_a_turn_is_requested_with_its_key_and_the_address_for_its_messages():
     from pensieve_jax.server.replicas.ray_replicas import RayReplicas
 
     class Handle:
@@ -163,7 +163,7 @@ def test_a_turn_is_asked_for_by_its_key_with_where_its_messages_are_to_go():
 
 
 def heard(monkeypatch):
-    """What is logged, which the package keeps to itself."""
+    """Capture the log: the package does not propagate it."""
     for name in ("pensieve_jax", "pensieve_jax.server"):
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
 

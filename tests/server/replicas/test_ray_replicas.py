@@ -1,4 +1,4 @@
-"""All replicas asked at once, some of which are gone or hang. Ray does not run."""
+"""Questions to all replicas at once, some of them gone or hanging. Ray does not run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 from pensieve_jax.core.errors import EngineDiedError
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Ray imports
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from Ray's imports
 
 
 class Asked:
-    """What one replica gives."""
+    """Answer of one replica."""
 
     def __init__(self, answer: bytes | Exception | None) -> None:
         self._answer = answer
@@ -33,7 +33,7 @@ class Asked:
 
 
 class Handle:
-    """Of a deployment whose replicas give these answers, or that raises an error, or that hangs."""
+    """Handle of a deployment whose replicas give these answers, or that raises an error, or that hangs."""
 
     def __init__(
         self, *answers: bytes | Exception | None, error: Exception | None = None, hangs: bool = False
@@ -78,7 +78,7 @@ def test_all_answer(monkeypatch):
     assert sorted(ask_all(Handle(b"a", b"b"), monkeypatch)) == [b"a", b"b"]
 
 
-def test_one_that_hangs_does_not_keep_the_others_answers(monkeypatch, caplog):
+def test_a_hanging_replica_does_not_block_the_others_answers(monkeypatch, caplog):
     for name in ("pensieve_jax", "pensieve_jax.server"):
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
     handle = Handle(b"a", None, b"c")
@@ -87,23 +87,23 @@ def test_one_that_hangs_does_not_keep_the_others_answers(monkeypatch, caplog):
     assert "1 of 3 replicas" in caplog.text
 
 
-def test_where_all_hang_nobody_knows_how_they_are(monkeypatch):
+def test_if_all_hang_there_is_no_answer(monkeypatch):
     with pytest.raises(EngineDiedError, match="has answered"):
         ask_all(Handle(None, None), monkeypatch)
 
 
-def test_where_serve_does_not_even_say_which_there_are_it_is_not_waited_for(monkeypatch):
+def test_if_serve_cannot_list_the_replicas_the_call_does_not_wait(monkeypatch):
     with pytest.raises(EngineDiedError, match="has answered"):
         ask_all(Handle(b"a", hangs=True), monkeypatch)
 
 
-def test_those_that_are_gone_give_none(monkeypatch):
+def test_lost_replicas_give_no_answer(monkeypatch):
     gone = [ray.exceptions.ActorDiedError(), ray.exceptions.WorkerCrashedError(), RuntimeError("a bug")]
     assert ask_all(Handle(*gone, b"d"), monkeypatch) == [b"d"]
     assert ask_all(Handle(*gone), monkeypatch) == []
 
 
-def test_no_replica_at_all_has_no_answers_and_others_errors_are_told(monkeypatch):
+def test_without_replicas_there_are_no_answers_and_other_errors_are_raised(monkeypatch):
     from ray.serve._private.common import DeploymentID
     from ray.serve.exceptions import DeploymentUnavailableError
 
@@ -113,7 +113,7 @@ def test_no_replica_at_all_has_no_answers_and_others_errors_are_told(monkeypatch
         ask_all(Handle(error=ray.exceptions.RaySystemError("gone")), monkeypatch)
 
 
-def test_who_stops_to_wait_leaves_nobody_asked():
+def test_a_cancelled_question_is_cancelled_at_all_replicas():
     from pensieve_jax.server.replicas.ray_replicas import RayReplicas
 
     handle = Handle(b"a", None)
@@ -131,8 +131,7 @@ def test_who_stops_to_wait_leaves_nobody_asked():
     assert handle.asked[1].was_left
 
 
-def test_the_release_of_ray_has_what_is_asked_of_it():
-    """It is private there."""
+def test_the_installed_ray_has_the_private_interface_that_is_used():
     from ray.serve.handle import DeploymentBroadcastResponse
 
     assert callable(DeploymentBroadcastResponse._fetch_replica_results_async)

@@ -1,4 +1,4 @@
-"""Messages of many streams over one connection, as fronts and replicas have it; Ray does not run."""
+"""Messages of many streams over one connection between front ends and replicas; Ray does not run."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ async def all_of(inbox):
 
 
 async def lost(link):
-    """Wait until a link knows that it is lost."""
+    """Wait until a link knows that its connection is lost."""
     if not link.is_lost:
         link.pause_writing()
         await link._may_write.wait()
     assert link.is_lost
 
 
-def test_streams_share_a_connection_and_each_has_its_own_in_order():
+def test_streams_share_a_connection_and_each_keeps_its_order():
     async def work():
         async with front() as (listener, links, address):
             link = await links.to(address)
@@ -78,7 +78,7 @@ def test_streams_share_a_connection_and_each_has_its_own_in_order():
     run(work())
 
 
-def test_what_comes_at_a_time_is_one_frame(monkeypatch):
+def test_simultaneous_messages_are_one_frame(monkeypatch):
     class Counting(FrameWriter):
         def frame(self, message):
             frames.append(message)
@@ -100,7 +100,7 @@ def test_what_comes_at_a_time_is_one_frame(monkeypatch):
     run(work())
 
 
-def test_a_lost_connection_fails_the_streams_that_came_over_it_behind_what_has_come():
+def test_a_lost_connection_fails_its_streams_after_the_received_messages():
     async def work():
         async with front() as (listener, links, address):
             others = ReportLinks()
@@ -118,7 +118,7 @@ def test_a_lost_connection_fails_the_streams_that_came_over_it_behind_what_has_c
                 assert await broken.take() == b"begun"
                 assert await kept.take() == b"here"
                 await first.send(b"more")
-                links.close()  # what was sent is on its way before
+                links.close()  # wait for what was sent before
                 assert await broken.take() == b"more"
                 with pytest.raises(EngineDiedError):
                     await broken.take()
@@ -130,14 +130,14 @@ def test_a_lost_connection_fails_the_streams_that_came_over_it_behind_what_has_c
     run(work())
 
 
-def test_of_two_runs_on_one_stream_only_the_first_is_heard_and_the_other_is_told():
-    """Serve may send a call again whose first answer was lost; the first replica has it all the same."""
+def test_the_second_run_of_a_stream_is_closed_and_only_the_first_is_read():
+    """Serve may repeat a call whose first answer was lost, although the first replica runs it."""
 
     async def work():
         async with front() as (listener, links, address):
             inbox = listener.open()
             with ExitStack() as stack:
-                # On another replica, and again on the same one.
+                # On another replica, and on the same one again.
                 here, there = await links.to(address), await ReportLinks().to(address)
                 first, second, third = (
                     stack.enter_context(link.stream(inbox.number)) for link in (here, there, here)
@@ -146,7 +146,7 @@ def test_of_two_runs_on_one_stream_only_the_first_is_heard_and_the_other_is_told
                 assert await inbox.take() == b"one"
                 for late in (second, third):
                     with pytest.raises(FrontLostError, match="closed the result stream"):
-                        while True:  # until word has come
+                        while True:  # until the notification arrives
                             await late.send(b"another")
                             await asyncio.sleep(0)
                 await first.send(b"two")
@@ -157,7 +157,7 @@ def test_of_two_runs_on_one_stream_only_the_first_is_heard_and_the_other_is_told
     run(work())
 
 
-def test_whoever_feeds_a_stream_that_was_left_is_told():
+def test_the_sender_of_an_abandoned_stream_is_notified():
     async def work():
         async with front() as (listener, links, address):
             link, inbox = await links.to(address), listener.open()
@@ -177,7 +177,7 @@ def test_whoever_feeds_a_stream_that_was_left_is_told():
     run(work())
 
 
-def test_a_front_that_is_gone_is_told_to_whoever_sends():
+def test_senders_are_notified_of_a_lost_front_end():
     async def work():
         links = ReportLinks()
         async with front() as (listener, _, address):
@@ -188,10 +188,10 @@ def test_a_front_that_is_gone_is_told_to_whoever_sends():
                 listener.close()
                 with pytest.raises(EngineDiedError):
                     await inbox.take()
-                await lost(link)  # also whoever waits for the front to take something
+                await lost(link)  # also a sender that waits for the front end to read
                 with pytest.raises(FrontLostError, match="is gone"):
                     await stream.send(b"anybody?")
-        for _ in range(2):  # one that failed is not taken for one that stands
+        for _ in range(2):  # a failed connection is not mistaken for an open one
             with pytest.raises(FrontLostError, match="cannot be reached"):
                 await links.to(address)
         with pytest.raises(FrontLostError):
@@ -202,7 +202,7 @@ def test_a_front_that_is_gone_is_told_to_whoever_sends():
     run(work())
 
 
-def test_a_front_that_does_not_answer_is_not_waited_for(monkeypatch):
+def test_waiting_for_an_unresponsive_front_end_is_limited(monkeypatch):
     async def never(*_):
         await asyncio.Event().wait()
 
@@ -215,7 +215,7 @@ def test_a_front_that_does_not_answer_is_not_waited_for(monkeypatch):
     run(work())
 
 
-def test_who_is_cancelled_while_it_connects_takes_nobodys_connection_along():
+def test_a_sender_that_is_cancelled_while_connecting_leaves_the_connection_to_others():
     async def work():
         async with front() as (_, links, address):
             first, second = (asyncio.ensure_future(links.to(address)) for _ in range(2))
@@ -226,7 +226,7 @@ def test_who_is_cancelled_while_it_connects_takes_nobodys_connection_along():
     run(work())
 
 
-def test_a_front_that_takes_nothing_is_waited_for():
+def test_senders_wait_for_a_front_end_that_does_not_read():
     async def work():
         async with front() as (listener, links, address):
             link, inbox = await links.to(address), listener.open()
@@ -242,7 +242,7 @@ def test_a_front_that_takes_nothing_is_waited_for():
     run(work())
 
 
-def test_both_ends_notice_one_that_is_silent():
+def test_both_ends_detect_a_silent_peer():
     async def work():
         async with front() as (listener, links, address):
             link, inbox = await links.to(address), listener.open()
@@ -259,7 +259,7 @@ def test_both_ends_notice_one_that_is_silent():
     run(work())
 
 
-def test_a_connection_that_brings_nothing_is_dropped():
+def test_a_connection_without_a_greeting_is_dropped():
     async def work():
         async with front() as (listener, links, address):
             link, inbox, other = await links.to(address), listener.open(), listener.open()
@@ -276,7 +276,7 @@ def test_a_connection_that_brings_nothing_is_dropped():
     run(work())
 
 
-def test_a_frame_that_is_too_long_loses_the_connection(monkeypatch):
+def test_a_frame_that_is_too_long_ends_the_connection(monkeypatch):
     monkeypatch.setattr("pensieve_jax.server.engine_process.wire.MAX_FRAME_BYTES", 1000)
 
     async def work():
@@ -303,7 +303,7 @@ def test_a_frame_that_is_too_long_loses_the_connection(monkeypatch):
     ],
     ids=["none", "wrong", "noise", "much", "nothing"],
 )
-def test_whoever_does_not_know_the_token_is_not_heard(sent, monkeypatch):
+def test_a_peer_without_the_token_is_not_read(sent, monkeypatch):
     if sent == b"":
         monkeypatch.setattr(report_stream, "_HELLO_S", 0.01)
 
@@ -324,12 +324,12 @@ def test_whoever_does_not_know_the_token_is_not_heard(sent, monkeypatch):
     run(work())
 
 
-def test_not_too_many_are_waited_for_who_say_nothing(monkeypatch):
+def test_the_number_of_silent_new_connections_is_limited(monkeypatch):
     monkeypatch.setattr(report_stream, "_MAX_UNKNOWN", 2)
 
     async def work():
         async with front() as (listener, links, address):
-            link = await links.to(address)  # which is known
+            link = await links.to(address)  # an authenticated one
             with link.stream(0) as stream:
                 await stream.send(b"")
                 both = [await asyncio.open_connection(address.host, address.port) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""The id of a request through Serve's proxy: one, in the answer, the log and errors."""
+"""The id of a request through Serve's proxy: the same in the answer, the log and errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pensieve_jax.server.replicas.serve_middleware import ChunkRateLimiter, Prox
 from tests.log_state import kept_log
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Ray imports
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from Ray's imports
 
 
 async def fails(scope, receive, send):
@@ -28,7 +28,7 @@ async def answers(scope, receive, send):
 
 
 def asked(inner, headers):
-    """The ids of the answer, and the lines of the log."""
+    """Return the ids of the answer, and the lines of the log."""
     from ray.serve._private.http_util import RequestIdMiddleware
 
     app = RequestIdMiddleware(
@@ -51,12 +51,12 @@ def asked(inner, headers):
     return found, [json.loads(line) for line in log.getvalue().splitlines()]
 
 
-def test_an_id_of_the_clients_own_is_the_one_of_the_answer_and_the_log():
+def test_a_clients_own_id_is_used_in_the_answer_and_the_log():
     found, (line,) = asked(answers, [(b"x-request-id", b"mine-1")])
     assert (found, line["request_id"]) == (["mine-1"], "mine-1")
 
 
-def test_a_request_without_an_id_has_the_proxys_in_the_log_too():
+def test_a_request_without_an_id_has_the_proxys_id_in_the_log_too():
     (found,), (line,) = asked(answers, [])
     assert line["request_id"] == found != ""
 
@@ -67,13 +67,13 @@ def test_an_error_is_logged_under_the_id_of_its_answer():
     assert {line["message"] for line in lines} == {"error", "request"}
 
 
-def test_an_id_that_no_log_should_hold_is_still_recognised():
+def test_an_id_that_must_not_be_logged_is_still_recognized():
     (found,), (line,) = asked(answers, [(b"x-request-id", b"my \x1b[1m id" + b"9" * 500)])
     assert found.startswith("my \x1b[1m id9")
     assert line["request_id"].startswith("my___1m_id9") and len(line["request_id"]) == 128
 
 
-def test_what_is_no_request_passes():
+def test_scopes_other_than_http_pass_through():
     seen = []
 
     async def app(scope, receive, send):
@@ -83,7 +83,7 @@ def test_what_is_no_request_passes():
     assert seen == [{"type": "lifespan"}]
 
 
-def test_the_fronts_application_leaves_ids_to_the_proxy_and_keeps_its_pace():
+def test_the_front_ends_application_leaves_ids_to_the_proxy_and_limits_the_rate():
     from pensieve_jax.server.replicas.serve_app import Front
 
     app = Front.__serve_build_asgi_app__(SimpleNamespace(_application=lambda: answers))

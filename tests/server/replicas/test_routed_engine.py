@@ -1,4 +1,4 @@
-"""Turns over several replicas: where they go, what becomes of them when one dies, and answers made one."""
+"""Turns over several replicas: their placement, what happens when a replica dies, and merged answers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(test):
 
 
 async def turn_on(replicas: FakeReplicas, name: str, number: int = 0) -> FakeTurn:
-    """The turn that a replica was given."""
+    """Return a turn that a replica received."""
     engine = replicas.engines[name]
     while len(engine.turns) <= number:
         engine.submitted.clear()
@@ -60,7 +60,7 @@ def output(text: str, *, reason="stop", **usage) -> Output:
     return Output(None, tuple(text.encode()), text, reason, Usage(**(counts | usage)), 7)
 
 
-def test_a_turn_goes_where_its_root_belongs_and_so_do_those_behind_it():
+def test_a_turn_and_its_continuations_run_where_their_root_belongs():
     async def test():
         replicas = FakeReplicas(3, say("hi"))
         engine = await routed(replicas)
@@ -78,7 +78,7 @@ def test_a_turn_goes_where_its_root_belongs_and_so_do_those_behind_it():
     run(test)
 
 
-def test_deltas_come_as_they_are_said_and_the_output_is_the_replicas():
+def test_deltas_arrive_as_they_are_sent_and_the_output_is_the_replicas():
     async def test():
         replicas = FakeReplicas(1)
         engine = await routed(replicas)
@@ -99,14 +99,14 @@ def test_deltas_come_as_they_are_said_and_the_output_is_the_replicas():
     run(test)
 
 
-def test_deltas_of_one_message_have_each_their_own_log_probabilities():
+def test_each_delta_of_a_message_keeps_its_own_logprobs():
     async def test():
         replicas = FakeReplicas(1, batch_s=0.02)
         engine = await routed(replicas)
         turn = engine.submit(spec_of(logprobs=1))
         there = await turn_on(replicas, "r0")
         await turn.accepted()
-        for piece in "abcdef":  # the first goes out at once, the others together
+        for piece in "abcdef":  # the first is sent at once, the others together
             there.feed(piece)
             await asyncio.sleep(0)
         there.finish("length")
@@ -117,7 +117,7 @@ def test_deltas_of_one_message_have_each_their_own_log_probabilities():
     run(test)
 
 
-def test_who_looks_goes_on_looking_when_the_replicas_cannot_be_asked(monkeypatch):
+def test_polling_continues_when_the_replicas_cannot_be_asked(monkeypatch):
     async def test():
         monkeypatch.setattr(routed_engine, "LOOK_S", 0.001)
         replicas = FakeReplicas(1, say("hi"))
@@ -140,7 +140,7 @@ def test_who_looks_goes_on_looking_when_the_replicas_cannot_be_asked(monkeypatch
     run(test)
 
 
-def test_what_nobody_expected_is_not_told_as_a_cancelled_turn(caplog):
+def test_an_unexpected_error_is_not_reported_as_a_cancelled_turn(caplog):
     class Lines:
         def __aiter__(self):
             return self
@@ -162,8 +162,8 @@ def test_what_nobody_expected_is_not_told_as_a_cancelled_turn(caplog):
     assert "a bug" in caplog.text
 
 
-def test_a_turn_is_no_child_of_the_request_that_asked_for_it():
-    """Ray cancels what a request began when its client leaves, by what it finds in the context."""
+def test_a_turn_is_not_a_child_of_its_request_in_ray():
+    """Ray cancels what a request started when its client leaves; it finds these calls through the context."""
     request = contextvars.ContextVar("request", default="none")
     seen = []
 
@@ -189,7 +189,7 @@ def test_a_turn_is_no_child_of_the_request_that_asked_for_it():
     assert seen == ["none", "none"]
 
 
-def test_a_refusal_is_told_at_acceptance_in_the_replicas_words():
+def test_a_refusal_is_raised_at_acceptance_with_the_replicas_text():
     async def test():
         replicas = FakeReplicas(1)
         engine = await routed(replicas)
@@ -198,7 +198,7 @@ def test_a_refusal_is_told_at_acceptance_in_the_replicas_words():
         with pytest.raises(UnknownTurnError) as caught:
             await turn.accepted()
         assert caught.value.turn_id == "0" * 32
-        assert len(replicas.lines) == 1  # it is not tried anywhere else
+        assert len(replicas.lines) == 1  # no other replica is tried
 
     run(test)
 
@@ -232,7 +232,7 @@ def test_a_turn_whose_replica_dies_runs_again_with_the_same_id_and_seed_and_tell
 @pytest.mark.parametrize(
     "replay", [("hex", "lo"), ("he",), ("hell", (104, 101, 108, 109))], ids=["text", "shorter", "ids"]
 )
-def test_a_replay_that_says_something_else_fails_the_turn(replay):
+def test_a_replay_with_different_tokens_fails_the_turn(replay):
     async def test():
         replicas = FakeReplicas(2)
         engine = await routed(replicas)
@@ -254,7 +254,7 @@ def test_a_replay_that_says_something_else_fails_the_turn(replay):
 
 
 class Names(RootNames):
-    """What it was told."""
+    """Names of roots that record their calls."""
 
     def __init__(self) -> None:
         super().__init__(hash_of)
@@ -275,7 +275,7 @@ class Names(RootNames):
 
 
 @pytest.mark.parametrize("how", ["well", "cancelled", "refused"])
-def test_whoever_names_roots_is_told_of_every_turn_and_of_who_takes_turns(how):
+def test_the_root_names_are_told_of_every_turn_and_of_replicas_that_accept_turns(how):
     async def test():
         replicas, names = FakeReplicas(2), Names()
         replicas.engines["r1"].state = "starting"
@@ -297,7 +297,7 @@ def test_whoever_names_roots_is_told_of_every_turn_and_of_who_takes_turns(how):
     run(test)
 
 
-def test_a_replay_that_says_something_else_is_cancelled_where_it_runs():
+def test_a_replay_with_different_tokens_is_cancelled_on_its_replica():
     async def test():
         replicas = FakeReplicas(2)
         engine = await routed(replicas)
@@ -316,7 +316,7 @@ def test_a_replay_that_says_something_else_is_cancelled_where_it_runs():
     run(test)
 
 
-def test_what_was_committed_is_told_from_the_history_and_does_not_run_again():
+def test_a_committed_turn_is_returned_from_the_history_and_does_not_run_again():
     async def test():
         replicas = FakeReplicas(2)
         asked = []
@@ -338,8 +338,8 @@ def test_what_was_committed_is_told_from_the_history_and_does_not_run_again():
     run(test)
 
 
-def test_a_commit_that_nobody_saw_is_found_once_the_replay_is_refused():
-    """The engine's process outlives its replica by a moment."""
+def test_an_unseen_commit_is_found_once_the_replay_is_refused():
+    """The engine's process outlives its replica for a moment."""
 
     async def test():
         replicas = FakeReplicas(2)
@@ -359,7 +359,7 @@ def test_a_commit_that_nobody_saw_is_found_once_the_replay_is_refused():
     run(test)
 
 
-def test_log_probabilities_are_not_made_up_for_what_was_committed():
+def test_logprobs_of_a_turn_from_the_history_are_not_invented():
     async def test():
         replicas = FakeReplicas(2)
 
@@ -394,7 +394,7 @@ def test_a_second_death_fails_the_turn():
     run(test)
 
 
-def test_an_engine_that_dies_inside_its_replica_counts_as_its_replicas_death():
+def test_an_engine_that_dies_inside_its_replica_counts_as_the_replicas_death():
     async def test():
         replicas = FakeReplicas(1)
         engine = await routed(replicas)
@@ -408,7 +408,7 @@ def test_an_engine_that_dies_inside_its_replica_counts_as_its_replicas_death():
     run(test)
 
 
-def test_a_replica_that_is_to_go_and_cancels_a_turn_does_not_end_it():
+def test_a_replica_that_shuts_down_and_cancels_a_turn_does_not_end_it():
     async def test():
         replicas = FakeReplicas(1)
         engine = await routed(replicas)
@@ -421,8 +421,8 @@ def test_a_replica_that_is_to_go_and_cancels_a_turn_does_not_end_it():
     run(test)
 
 
-def test_a_turn_behind_one_that_died_with_its_replica_is_told_so_while_it_can_begin_anew():
-    """Not accepted yet: whoever sent it begins anew from the messages. Later its client must."""
+def test_a_turn_whose_parent_died_with_its_replica_fails_while_it_can_start_from_messages():
+    """Before acceptance the server starts again from the messages. Later the client must resend."""
 
     async def test():
         for says_something in (False, True):
@@ -443,8 +443,8 @@ def test_a_turn_behind_one_that_died_with_its_replica_is_told_so_while_it_can_be
     run(test)
 
 
-def test_a_conversation_by_name_does_not_run_again():
-    """Its turn may be committed under an id that the front does not know."""
+def test_a_turn_of_a_named_conversation_does_not_run_again():
+    """It may be committed under an id that the front end does not know."""
 
     async def test():
         replicas = FakeReplicas(2)
@@ -460,7 +460,7 @@ def test_a_conversation_by_name_does_not_run_again():
     run(test)
 
 
-def test_a_history_that_is_away_fails_the_turn_and_says_so():
+def test_an_unavailable_history_fails_the_turn_with_that_reason():
     async def test():
         replicas = FakeReplicas(2)
 
@@ -478,7 +478,7 @@ def test_a_history_that_is_away_fails_the_turn_and_says_so():
 
 
 @pytest.mark.parametrize("how", ["cancel", "drop"])
-def test_a_turn_that_nobody_wants_is_cancelled_on_its_replica(how):
+def test_an_abandoned_turn_is_cancelled_on_its_replica(how):
     async def test():
         replicas = FakeReplicas(1)
         engine = await routed(replicas)
@@ -499,7 +499,7 @@ def test_a_turn_that_nobody_wants_is_cancelled_on_its_replica(how):
     run(test)
 
 
-def test_choices_of_one_context_run_together_and_one_that_goes_leaves_the_others():
+def test_choices_of_one_context_run_together_and_one_may_leave():
     async def test():
         replicas = FakeReplicas(2)
         engine = await routed(replicas)
@@ -523,8 +523,8 @@ def test_choices_of_one_context_run_together_and_one_that_goes_leaves_the_others
     run(test)
 
 
-def test_a_turn_that_is_sent_twice_belongs_to_the_last_who_sent_it():
-    """A front that died has left it running."""
+def test_a_turn_that_is_sent_twice_belongs_to_the_last_sender():
+    """A front end that died left it running."""
 
     async def test():
         replicas = FakeReplicas(1)
@@ -558,7 +558,7 @@ def test_draining_waits_and_then_cancels():
     run(test)
 
 
-def test_changes_go_where_the_root_of_what_they_change_belongs():
+def test_changes_go_where_the_root_of_their_target_belongs():
     async def test():
         replicas = FakeReplicas(2)
         engine = await routed(replicas)
@@ -577,7 +577,7 @@ def test_changes_go_where_the_root_of_what_they_change_belongs():
     run(test)
 
 
-def test_calls_are_asked_of_all_and_made_one():
+def test_calls_go_to_all_replicas_and_their_answers_are_merged():
     async def test():
         replicas = FakeReplicas(2)
         engine = await routed(replicas)
@@ -614,7 +614,7 @@ def test_calls_are_asked_of_all_and_made_one():
     run(test)
 
 
-def test_a_turn_is_unknown_where_no_replica_knows_it_and_one_that_is_not_there_does_not_count():
+def test_a_turn_is_unknown_only_if_no_replica_knows_it_and_lost_replicas_do_not_count():
     async def test():
         replicas = FakeReplicas(3)
         engine = await routed(replicas)
@@ -642,7 +642,7 @@ def test_a_turn_is_unknown_where_no_replica_knows_it_and_one_that_is_not_there_d
     run(test)
 
 
-def test_what_one_replica_is_asked_waits_while_its_engine_is_started_again():
+def test_a_call_to_one_replica_waits_while_its_engine_restarts():
     async def test():
         replicas = FakeReplicas(1)
         engine = await routed(replicas)
@@ -650,7 +650,7 @@ def test_what_one_replica_is_asked_waits_while_its_engine_is_started_again():
         there.state = "starting"
         change = DeleteConversation(owner="", conversation_id="conv_1")
         applying = asyncio.ensure_future(engine.apply(change))
-        turn = engine.submit(spec_of())  # the front has not looked since
+        turn = engine.submit(spec_of())  # the front end has not polled since
         while not replicas.lines:
             await asyncio.sleep(0)
         assert there.changes == [] and there.turns == []
@@ -663,7 +663,7 @@ def test_what_one_replica_is_asked_waits_while_its_engine_is_started_again():
     run(test)
 
 
-def test_what_is_known_of_the_replicas_follows_them():
+def test_the_description_of_the_replicas_is_kept_up_to_date():
     async def test():
         replicas = FakeReplicas(2)
         engine = await routed(replicas)
@@ -686,7 +686,7 @@ def test_what_is_known_of_the_replicas_follows_them():
     run(test)
 
 
-def test_what_is_no_message_is_told():
+def test_an_invalid_message_is_an_error():
     async def test():
         replicas = FakeReplicas(1)
         with pytest.raises(UnreadableMessageError):

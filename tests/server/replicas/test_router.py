@@ -1,4 +1,4 @@
-"""The ring that a front names roots by is the ring of Ray's router, to which it gives them."""
+"""The ring with which a front end names roots is the ring of Ray's router, to which it passes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from pensieve_jax.balance.ring import HashRing
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Ray imports
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from Ray's imports
 
 NAMES = ["x1ab3", "k9f0z", "qqw12", "0"]
 
@@ -26,7 +26,7 @@ def test_a_root_belongs_to_the_replica_that_the_router_chooses():
     replicas = {ReplicaID(name, DeploymentID("EngineReplica", "pensieve")) for name in NAMES}
 
     class Router(ConsistentHashRouter):
-        """Without a cluster: its ring, and whom it would ask first."""
+        """Router without a cluster: its ring, and its first choice."""
 
         def __init__(self):
             self._deployment_id = "EngineReplica"

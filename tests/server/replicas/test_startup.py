@@ -1,4 +1,4 @@
-"""What is told while replicas start."""
+"""Progress messages while replicas start."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def report(num_replicas):
     return StartReport(num_replicas, lines.append, clock), clock, lines
 
 
-def test_each_replica_that_is_ready_is_a_line_and_told_once():
+def test_each_ready_replica_is_reported_once():
     found, clock, lines = report(3)
     found.see(Seen(0, is_front_ready=False))
     assert lines == []
@@ -41,7 +41,7 @@ def test_each_replica_that_is_ready_is_a_line_and_told_once():
     ]
 
 
-def test_silence_is_broken_by_what_is_waited_for():
+def test_silence_is_broken_by_a_line_about_what_is_missing():
     found, clock, lines = report(2)
     for num_ready, is_front_ready in ((0, False), (1, False), (2, False), (2, True)):
         found.see(Seen(num_ready, is_front_ready))
@@ -56,14 +56,14 @@ def test_silence_is_broken_by_what_is_waited_for():
     ]
 
 
-def test_a_line_of_news_is_no_silence():
+def test_a_line_of_news_restarts_the_silence():
     found, clock, lines = report(2)
     clock.now_s += startup.SILENCE_S
     found.see(Seen(1, is_front_ready=False))
     assert lines == ["replica 1 of 2 is ready, after 15 s"]
 
 
-def test_a_problem_is_told_once_and_so_is_a_replica_that_died():
+def test_a_problem_is_reported_once_and_so_is_a_dead_replica():
     found, _, lines = report(2)
     found.see(Seen(0, is_front_ready=False, problem="no such model"))
     found.see(Seen(1, is_front_ready=False, problem="no such model"))
@@ -91,11 +91,11 @@ def test_a_problem_is_told_once_and_so_is_a_replica_that_died():
         ),
     ],
 )
-def test_what_serve_says_is_a_line(message, words):
+def test_serves_message_becomes_one_line(message, words):
     assert problem_in_words("EngineReplica", message) == words
 
 
-def test_a_thread_tells_while_the_block_lasts_and_the_end_is_told_after_it(monkeypatch):
+def test_a_thread_reports_during_the_block_and_the_end_follows_after_it(monkeypatch):
     monkeypatch.setattr(startup, "LOOK_S", 0.0)
     found, _, lines = report(2)
     has_told = threading.Event()
@@ -114,8 +114,8 @@ def test_a_thread_tells_while_the_block_lasts_and_the_end_is_told_after_it(monke
     assert not [thread for thread in threading.enumerate() if thread.name == "replica-status"]
 
 
-def test_looks_that_fail_are_logged_once_and_end_neither_the_telling_nor_the_start(monkeypatch, caplog):
-    for name in ("pensieve_jax", "pensieve_jax.server"):  # which a test before may have sent elsewhere
+def test_failed_polls_are_logged_once_and_end_neither_the_reports_nor_the_start(monkeypatch, caplog):
+    for name in ("pensieve_jax", "pensieve_jax.server"):  # an earlier test may have redirected these loggers
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
     monkeypatch.setattr(startup, "LOOK_S", 0.0)
     found, _, lines = report(2)
@@ -136,7 +136,7 @@ def test_looks_that_fail_are_logged_once_and_end_neither_the_telling_nor_the_sta
     ]
 
 
-def test_a_last_look_that_fails_does_not_fail_a_start_that_has_succeeded(monkeypatch):
+def test_a_failed_last_poll_does_not_fail_a_successful_start(monkeypatch):
     monkeypatch.setattr(startup, "LOOK_S", 60.0)
     found, _, lines = report(2)
 
@@ -148,7 +148,7 @@ def test_a_last_look_that_fails_does_not_fail_a_start_that_has_succeeded(monkeyp
     assert lines == []
 
 
-def test_a_block_that_is_interrupted_tells_nothing_more():
+def test_an_interrupted_block_reports_nothing_more():
     found, _, lines = report(2)
     with pytest.raises(KeyboardInterrupt), telling(found, lambda: Seen(2, is_front_ready=True)):
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Parameters of turns, of what requests and models say."""
+"""Sampling parameters of turns, from requests and from models."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tests.launching import ROOT
 @pytest.mark.parametrize(
     ("seed", "taken"), [(None, None), (0, 0), (MAX_SEED, MAX_SEED), (MAX_SEED + 1, 0), (-1, MAX_SEED)]
 )
-def test_any_seed_is_brought_into_range(seed, taken):
+def test_any_seed_is_mapped_into_range(seed, taken):
     assert sampling_params({}, {"seed": seed}, max_tokens=3).seed == taken
 
 
-def test_what_a_request_says_goes_before_the_models_defaults():
+def test_a_request_overrides_the_models_defaults():
     defaults = {"temperature": 0.5, "top_k": 7}
     params = sampling_params(defaults, {"temperature": 0.0, "stop": "x", "min_tokens": None}, max_tokens=3)
     assert (params.temperature, params.top_k, params.stop, params.max_tokens) == (0.0, 7, ("x",), 3)
@@ -50,14 +50,14 @@ def test_what_a_request_says_goes_before_the_models_defaults():
         ('{"temperature": null, "top_k": 50}', {"temperature": 1.0, "top_k": 50}),
     ],
 )
-def test_sampling_is_as_the_model_has_it(tmp_path, text, expected):
+def test_sampling_defaults_come_from_the_model(tmp_path, text, expected):
     if text is not None:
         (tmp_path / "generation_config.json").write_text(text)
     assert model_defaults(str(tmp_path)) == expected
 
 
 @pytest.mark.parametrize("text", ["[", "[]", "3"])
-def test_defaults_that_cannot_be_read_are_named(tmp_path, text):
+def test_unreadable_defaults_are_named(tmp_path, text):
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ConfigError, match="generation_config"):
         model_defaults(str(tmp_path))
@@ -67,7 +67,7 @@ def test_defaults_that_cannot_be_read_are_named(tmp_path, text):
     ("route", "body"), [(COMPLETIONS, ChatBody), (COMPLETIONS, CompletionBody), (RESPONSES, CreateResponse)]
 )
 def test_a_route_declares_the_sampling_fields_of_the_table(route: str, body: type[Body]) -> None:
-    """A wire field has a type of its own, so it is declared; which ones there are, the table says."""
+    """Each wire field is declared with its own type; the table defines which fields exist."""
     declared = set(body.__struct_fields__)
     assert set(taken_fields(route)) <= declared
     refused = refused_fields(route)
@@ -107,6 +107,6 @@ def test_no_route_ignores_a_sampling_field_that_another_takes_or_refuses(name: s
         assert len({message for _, _, message in refusals}) == 1, "each route refuses with the same words"
 
 
-def test_the_page_names_every_field_of_the_table() -> None:
+def test_the_page_names_every_sampling_field() -> None:
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     assert [name for name in sampling_table() if f"`{name}`" not in page] == []

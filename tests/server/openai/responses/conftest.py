@@ -1,4 +1,4 @@
-"""What tests of the API share; a file whose server answers by itself has one of its own."""
+"""Fixtures that tests of the API share; a file whose server answers by itself defines its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Responses in the background: queued before the answer, alone at work, cancelled, followed, run again."""
+"""Background responses: queued before the answer, then run, cancelled, followed, and run again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.server.live import START_S, LiveServer
 
 
 def turn_of(server, index: int = -1):
-    """The engine's turn, once it is there."""
+    """Return the engine's turn, once it exists."""
     wait_until(lambda: len(server.engine.turns) > (index if index >= 0 else 0))
     return server.engine.turns[index]
 
@@ -46,7 +46,7 @@ def ended(client, response_id: str):
     return client.responses.retrieve(response_id)
 
 
-def test_queued_running_completed(server, client):
+def test_a_response_is_queued_running_and_completed(server, client):
     queued = client.responses.create(input="hi", background=True)
     assert queued.status == "queued" and queued.background and queued.output == [] and queued.usage is None
     assert isinstance(server.engine.changes[-1], QueueResponse)
@@ -62,7 +62,7 @@ def test_queued_running_completed(server, client):
     assert ended(client, following.id).output_text == "so"
 
 
-def test_it_runs_on_when_its_client_leaves(server, client):
+def test_it_continues_when_its_client_leaves(server, client):
     with client.responses.create(input="hi", background=True, stream=True) as stream:
         first = next(iter(stream))
     turn = turn_of(server)
@@ -71,7 +71,7 @@ def test_it_runs_on_when_its_client_leaves(server, client):
     assert not turn.cancelled
 
 
-def test_a_stream_is_the_same_from_wherever_it_is_followed(server, client):
+def test_a_stream_is_the_same_from_any_starting_point(server, client):
     stream = iter(client.responses.create(input="hi", background=True, stream=True))
     created, queued = next(stream), next(stream)
     assert (created.type, queued.type) == ("response.created", "response.queued")
@@ -91,7 +91,7 @@ def test_a_stream_is_the_same_from_wherever_it_is_followed(server, client):
     assert [event.to_dict() for event in late] == kept[5:]
 
 
-def test_after_a_restart_it_runs_again_with_the_same_seed_and_numbers(tmp_path):
+def test_after_a_restart_it_runs_again_with_the_same_seed_and_sequence_numbers(tmp_path):
     path = tmp_path / "history.sqlite"
     with LiveServer(path) as server, server.client() as client:
         stream = iter(client.responses.create(input="hi", background=True, stream=True))
@@ -110,7 +110,7 @@ def test_after_a_restart_it_runs_again_with_the_same_seed_and_numbers(tmp_path):
         assert events[: len(before)] == [event.to_dict() for event in before]
 
 
-def test_an_engine_that_dies_is_survived(server, client):
+def test_it_survives_the_engines_death(server, client):
     stream = iter(client.responses.create(input="hi", background=True, stream=True))
     first = next(stream)
     turn = turn_of(server)
@@ -125,7 +125,7 @@ def test_an_engine_that_dies_is_survived(server, client):
     assert rest[-1].type == "response.completed" and rest[-1].response.output_text == "hello"
 
 
-def test_what_was_committed_before_the_engine_died_does_not_run_again(server, client):
+def test_a_response_that_was_committed_before_the_engine_died_does_not_run_again(server, client):
     queued = client.responses.create(input="hi", background=True)
     turn = turn_of(server)
 
@@ -141,7 +141,7 @@ def test_what_was_committed_before_the_engine_died_does_not_run_again(server, cl
     assert len(server.engine.turns) == 1
 
 
-def test_one_that_fails_says_so(server, client):
+def test_a_failed_response_reports_its_error(server, client):
     stream = iter(client.responses.create(input="hi", background=True, stream=True))
     first = next(stream)
     turn = turn_of(server)
@@ -155,7 +155,7 @@ def test_one_that_fails_says_so(server, client):
     assert raised.value.param == "previous_response_id"
 
 
-def test_cancelled(server, client):
+def test_a_cancelled_response_ends(server, client):
     stream = iter(client.responses.create(input="hi", background=True, stream=True))
     first = next(stream)
     turn = turn_of(server)
@@ -190,7 +190,7 @@ def test_deleted_while_it_runs(server, client):
         client.responses.retrieve(queued.id)
 
 
-def test_a_response_is_not_gone_on_from_before_its_end(server, client):
+def test_a_response_cannot_be_continued_before_its_end(server, client):
     queued = client.responses.create(input="hi", background=True)
     turn_of(server)
     with pytest.raises(openai.ConflictError) as raised:
@@ -199,7 +199,7 @@ def test_a_response_is_not_gone_on_from_before_its_end(server, client):
     assert raised.value.response.headers["retry-after"] == "1"
 
 
-def test_it_holds_its_conversation(server, client):
+def test_it_locks_its_conversation(server, client):
     made = client.conversations.create()
     queued = client.responses.create(input="hi", conversation=made.id, background=True)
     turn = turn_of(server)
@@ -219,14 +219,14 @@ def test_it_holds_its_conversation(server, client):
     assert texts == ["hi", "hello"]
 
 
-def test_a_context_that_is_too_long_is_not_queued(server, client):
+def test_a_too_long_context_is_not_queued(server, client):
     with pytest.raises(openai.BadRequestError) as raised:
         client.responses.create(input="x" * 5000, background=True)
     assert raised.value.code == "context_length_exceeded"
-    assert not server.engine.changes[1:]  # the first is the expiry's
+    assert not server.engine.changes[1:]  # the first change is the expiry's
 
 
-def test_a_server_that_ends_leaves_it_to_the_next_one(tmp_path):
+def test_a_server_that_shuts_down_leaves_it_to_the_next_one(tmp_path):
     path = tmp_path / "history.sqlite"
     with LiveServer(path) as server, server.client() as client:
         stream = iter(client.responses.create(input="hi", background=True, stream=True))
@@ -248,7 +248,7 @@ def test_a_server_that_ends_leaves_it_to_the_next_one(tmp_path):
         assert ended(client, first.response.id).output_text == "hello"
 
 
-def test_those_whose_clients_wait_come_first(server, client):
+def test_foreground_requests_go_first(server, client):
     first = client.responses.create(input="hi", background=True)
     turn_of(server)
     limits = server.harness.services.limits
@@ -263,12 +263,13 @@ def test_those_whose_clients_wait_come_first(server, client):
     assert ended(client, first.id).output_text == "hello"
 
 
-def test_a_queued_response_that_nothing_runs_yet_says_so_in_its_stream(tmp_path, monkeypatch):
+def test_a_queued_response_that_has_not_started_reports_that_in_its_stream(tmp_path, monkeypatch):
     path = tmp_path / "history.sqlite"
     with LiveServer(path) as server, server.client() as client:
         queued = client.responses.create(input="hi", background=True)
         turn_of(server)
-    monkeypatch.setattr(HistoryReader, "unfinished_background", lambda _: [])  # as before it was looked for
+    # the state before the server looked for unfinished ones
+    monkeypatch.setattr(HistoryReader, "unfinished_background", lambda _: [])
     with LiveServer(path) as server, server.client() as client:
         server.on_loop(lambda: setattr(server.engine, "state", "draining"))
         events = list(client.responses.retrieve(queued.id, stream=True))
@@ -317,7 +318,9 @@ def test_a_history_that_cannot_be_read_at_the_start_is_read_later(tmp_path, monk
 
 
 @pytest.mark.parametrize("num_times", [1, 3])
-def test_what_was_left_is_run_though_the_history_refused_at_first(tmp_path, monkeypatch, caplog, num_times):
+def test_unfinished_responses_run_although_the_history_failed_at_first(
+    tmp_path, monkeypatch, caplog, num_times
+):
     path = tmp_path / "history.sqlite"
     with LiveServer(path) as server, server.client() as client:
         queued = client.responses.create(input="hi", background=True)
@@ -339,7 +342,7 @@ def test_what_was_left_is_run_though_the_history_refused_at_first(tmp_path, monk
     assert len(told) == 1 and isinstance(told[0].exc_info[1], HistoryMismatchError)
 
 
-def test_that_nothing_left_is_run_any_more_is_told(tmp_path, monkeypatch, caplog):
+def test_a_stopped_runner_of_unfinished_responses_is_logged(tmp_path, monkeypatch, caplog):
     async def broken(background):
         raise KeyError("nobody expected it")
 
@@ -348,7 +351,7 @@ def test_that_nothing_left_is_run_any_more_is_told(tmp_path, monkeypatch, caplog
         wait_until(lambda: "restart the server" in caplog.text)
 
 
-def test_what_has_expired_goes_a_few_at_a_time_and_all_at_once(tmp_path, monkeypatch):
+def test_expired_responses_are_deleted_in_small_batches(tmp_path, monkeypatch):
     monkeypatch.setattr(responses_table, "MAX_EXPIRED", 1)
     path = tmp_path / "history.sqlite"
     with LiveServer(path, say("hello")) as server, server.client() as client:
@@ -360,8 +363,8 @@ def test_what_has_expired_goes_a_few_at_a_time_and_all_at_once(tmp_path, monkeyp
                 client.responses.retrieve(response_id)
 
 
-def test_a_queued_response_outlives_the_one_that_it_goes_on_from(tmp_path):
-    """Deleted while nothing runs yet, as while those whose clients wait come first."""
+def test_a_queued_response_survives_the_deletion_of_its_parent(tmp_path):
+    """The parent is deleted while nothing runs yet, as when foreground requests go first."""
     path = tmp_path / "history.sqlite"
     with LiveServer(path, say("hello")) as server, server.client() as client:
         first = client.responses.create(input="hi")
@@ -373,11 +376,12 @@ def test_a_queued_response_outlives_the_one_that_it_goes_on_from(tmp_path):
         assert ended(client, second.id).output_text == "hello"
 
 
-def test_a_turn_that_expired_is_not_gone_on_from_by_its_messages(tmp_path):
+def test_an_expired_turn_is_not_continued_by_its_messages(tmp_path):
     path = tmp_path / "history.sqlite"
     with LiveServer(path, say("hello")) as server, server.client() as client:
         first = client.responses.create(input="hi")
-        forget = DeleteResponse(owner="", response_id=first.id)  # as an expiry does, of which nobody is told
+        # an expiry sends the same change, without notice
+        forget = DeleteResponse(owner="", response_id=first.id)
         server.wait_for(server.engine.apply(forget))
         said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
         again = client.responses.create(input=[*said, {"role": "user", "content": "ho"}], background=True)

@@ -1,4 +1,4 @@
-"""How many background responses there may be, of one key and of all."""
+"""Limits on the number of background responses, per key and in total."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pensieve_jax.server.openai.responses import background
 from tests.server.live import LiveServer
 
 
-def test_no_key_can_fill_the_background(tmp_path):
+def test_no_key_can_fill_the_background_queue(tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("".join(f"{owner}:{hashlib.sha256(owner.encode()).hexdigest()}\n" for owner in "ab"))
     settings = ServerSettings(api_keys_file=str(keys), max_in_flight_per_key=2)
@@ -31,8 +31,8 @@ def test_no_key_can_fill_the_background(tmp_path):
 
 
 @pytest.mark.parametrize(("most_runs", "status"), [(1000, 429), (2, 503)])
-def test_those_that_come_at_once_have_no_larger_share(tmp_path, monkeypatch, most_runs, status):
-    """Each waits for the engine before it runs, and counts while it does."""
+def test_simultaneous_requests_have_no_larger_share(tmp_path, monkeypatch, most_runs, status):
+    """Each waits for the engine before it runs, and counts during that wait."""
     monkeypatch.setattr(background, "MAX_RUNS", most_runs)
     keys = tmp_path / "keys"
     keys.write_text(f"a:{hashlib.sha256(b'a').hexdigest()}\n")
@@ -54,6 +54,6 @@ def test_those_that_come_at_once_have_no_larger_share(tmp_path, monkeypatch, mos
             await apply(change)
 
         server.on_loop(lambda: setattr(server.engine, "apply", slow))
-        wait_s = "30" if status == 503 else "1"  # the longest wait there is; nothing runs of this key yet
+        wait_s = "30" if status == 503 else "1"  # the longest Retry-After; nothing runs of this key yet
         assert server.wait_for(ask(server)) == [(200, "")] * 2 + [(status, wait_s)] * 6
         assert server.on_loop(lambda: server.responses.background.num_running) == 2

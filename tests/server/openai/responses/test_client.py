@@ -1,4 +1,4 @@
-"""The openai client, strict, over a socket: every call of Responses and Conversations that there is."""
+"""The openai client, in strict mode, over a socket: every call of Responses and Conversations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def server(tmp_path):
 
 
 def kinds(events) -> list[str]:
-    """Types of events, deltas in a row as one."""
+    """Return the types of events; consecutive deltas count as one."""
     found: list[str] = []
     for event in events:
         if not found or found[-1] != event.type:
@@ -36,7 +36,7 @@ def kinds(events) -> list[str]:
     return found
 
 
-def test_a_response_and_one_behind_it(server, client):
+def test_a_response_and_its_continuation(server, client):
     first = client.responses.create(model="fake", input="hi", instructions="be kind", metadata={"a": "b"})
     assert first.output_text == "hello there" and first.status == "completed"
     assert first.metadata == {"a": "b"} and first.instructions == "be kind"
@@ -50,7 +50,7 @@ def test_a_response_and_one_behind_it(server, client):
     assert client.responses.retrieve(second.id).to_dict() == second.to_dict()
 
 
-def test_a_response_ends_when_the_history_says_so(server, client):
+def test_completed_at_is_the_time_of_the_commit(server, client):
     """The server answers later than the engine commits; a second apart, the two differed."""
     services, clock = server.harness.services, server.harness.clock
     server.on_loop(lambda: setattr(services, "now_s", lambda: clock.now() + 1.0))
@@ -61,7 +61,7 @@ def test_a_response_ends_when_the_history_says_so(server, client):
     assert client.responses.retrieve(made.id).to_dict() == made.to_dict()
 
 
-def test_other_instructions_are_another_context(server, client):
+def test_other_instructions_make_another_context(server, client):
     first = client.responses.create(input="hi", instructions="be kind")
     client.responses.create(input="and", instructions="be brief", previous_response_id=first.id)
     spec = server.engine.turns[1].spec
@@ -75,7 +75,7 @@ def test_other_instructions_are_another_context(server, client):
     ]
 
 
-def test_resent_messages_go_on_from_their_turn(server, client):
+def test_resent_messages_continue_their_turn(server, client):
     history = [{"role": "user", "content": "hi"}]
     first = client.responses.create(input=history)
     history += [*first.output, {"role": "user", "content": "and"}]
@@ -86,7 +86,7 @@ def test_resent_messages_go_on_from_their_turn(server, client):
     assert [item.role for item in items] == ["user", "assistant", "user"]
 
 
-def test_streamed(client):
+def test_a_streamed_response(client):
     events = list(client.responses.create(input="hi", stream=True))
     assert kinds(events) == MESSAGE_EVENTS
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -95,7 +95,7 @@ def test_streamed(client):
     assert client.responses.retrieve(events[0].response.id).to_dict() == events[-1].response.to_dict()
 
 
-def test_the_stream_helper(client):
+def test_the_clients_stream_helper(client):
     with client.responses.stream(model="fake", input="hi") as stream:
         events = list(stream)
         final = stream.get_final_response()
@@ -103,7 +103,7 @@ def test_the_stream_helper(client):
     assert kinds(events) == MESSAGE_EVENTS
 
 
-def test_a_reply_that_fills_its_room_is_incomplete(client):
+def test_a_reply_that_reaches_its_token_limit_is_incomplete(client):
     response = client.responses.create(input="hi", max_output_tokens=4)
     assert response.status == "incomplete" and response.output_text == "hell"
     assert response.incomplete_details.reason == "max_output_tokens"
@@ -112,7 +112,7 @@ def test_a_reply_that_fills_its_room_is_incomplete(client):
     assert events[-1].type == "response.incomplete"
 
 
-def test_probabilities_of_tokens(client):
+def test_logprobs_of_tokens(client):
     asked = {"input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 2}
     response = client.responses.create(**asked)
     logprobs = response.output[0].content[0].logprobs
@@ -126,7 +126,7 @@ def test_probabilities_of_tokens(client):
     assert client.responses.create(input="hi", top_logprobs=2).output[0].content[0].logprobs == []
 
 
-def test_replay_of_a_kept_response(client):
+def test_a_stored_response_is_replayed(client):
     response = client.responses.create(input="hi")
     events = list(client.responses.retrieve(response.id, stream=True))
     assert kinds(events) == MESSAGE_EVENTS
@@ -145,7 +145,7 @@ def test_unstored_responses_leave_nothing(server, client):
         with pytest.raises(openai.NotFoundError):
             missing()
     assert server.engine.num_committed == 0
-    # Their state is found by their messages all the same, by what is not stored either.
+    # Their KV cache is still found by their messages, also for responses that are not stored.
     history = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "hello there"},
@@ -160,7 +160,7 @@ def test_unstored_responses_leave_nothing(server, client):
     assert f"resp_{server.engine.turns[3].spec.node.parent_id}" != response.id
 
 
-def test_memory_that_the_engine_has_let_go_of_is_not_asked_for_twice(server, client):
+def test_in_memory_turns_that_the_engine_evicted_are_not_looked_up_twice(server, client):
     client.responses.create(input="hi", store=False)
     server.on_loop(server.engine.memory.clear)
     history = [
@@ -173,7 +173,7 @@ def test_memory_that_the_engine_has_let_go_of_is_not_asked_for_twice(server, cli
     assert refused.spec.node.parent_id is not None and accepted.spec.node.parent_id is None
 
 
-def test_deleted(client):
+def test_a_deleted_response_is_gone(client):
     first = client.responses.create(input="hi")
     second = client.responses.create(input="and", previous_response_id=first.id)
     client.responses.delete(first.id)
@@ -190,7 +190,7 @@ def test_deleted(client):
     assert third.status == "completed"
 
 
-def test_tokens_of_a_context(client):
+def test_input_tokens_of_a_context(client):
     first = client.responses.create(input="hi", instructions="be kind")
     counted = client.responses.input_tokens.count(
         input="and", instructions="be kind", previous_response_id=first.id
@@ -202,7 +202,7 @@ def test_tokens_of_a_context(client):
     )
 
 
-def test_conversations(client):
+def test_conversations_and_their_items(client):
     made = client.conversations.create(
         metadata={"topic": "x"}, items=[{"type": "message", "role": "user", "content": "hi"}]
     )
@@ -212,7 +212,7 @@ def test_conversations(client):
         made.id, items=[{"type": "message", "role": "assistant", "content": "hello"}]
     )
     assert added.data[0].role == "assistant"
-    listed = list(client.conversations.items.list(made.id, limit=1, order="asc"))  # by pages
+    listed = list(client.conversations.items.list(made.id, limit=1, order="asc"))  # in pages
     assert [item.content[0].text for item in listed] == ["hi", "hello"]
     assert client.conversations.items.retrieve(listed[0].id, conversation_id=made.id) == listed[0]
     client.conversations.items.delete(listed[1].id, conversation_id=made.id)
@@ -232,7 +232,7 @@ def test_responses_in_a_conversation(server, client):
     items = client.conversations.items.list(made.id, order="asc").data
     assert [item.content[0].text for item in items] == ["hi", "hello there", "and", "hello there"]
     assert items[1].id == first.output[0].id and items[3].id == second.output[0].id
-    # An item that is taken out is not part of the context any more.
+    # A deleted item is no longer part of the context.
     client.conversations.items.delete(items[1].id, conversation_id=made.id)
     client.responses.create(input="so", conversation=made.id)
     spec = server.engine.turns[2].spec

@@ -1,4 +1,4 @@
-"""What is wrong with a request for a response is said with its field, its code and a status."""
+"""Errors of requests for responses: each has its field, code and status."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("sent", "param", "code"), BAD, ids=lambda value: str(value)[:40])
-def test_what_is_wrong_is_named(post, sent, param, code):
+def test_an_invalid_field_is_named(post, sent, param, code):
     status, body, _ = post("/responses", sent)
     assert status == 400 and set(body) == {"error"}
     assert set(body["error"]) == {"message", "type", "param", "code"}
@@ -126,7 +126,7 @@ def test_unknown_fields_are_ignored_and_listed(post):
     assert set(headers["x-ignored-fields"].split(",")) == {"colour", "input[].mood"}
 
 
-def test_tools_may_be_ignored_but_not_where_a_call_is_demanded(tmp_path):
+def test_tools_may_be_ignored_unless_a_call_is_required(tmp_path):
     settings = ServerSettings(tools="ignore")
     tools = UNSUPPORTED["tools"]
     with (
@@ -142,7 +142,7 @@ def test_tools_may_be_ignored_but_not_where_a_call_is_demanded(tmp_path):
         assert raised.value.param == "tool_choice"
 
 
-def test_what_asks_for_nothing_is_taken(post):
+def test_fields_that_ask_for_nothing_are_accepted(post):
     harmless = {
         "tools": [],
         "tool_choice": "auto",
@@ -178,13 +178,13 @@ MISSING = [
 
 
 @pytest.mark.parametrize(("method", "path", "code"), MISSING)
-def test_what_is_not_there(post, method, path, code):
+def test_unknown_objects_are_not_found(post, method, path, code):
     sent = {"metadata": {}, "items": [{"role": "user", "content": "x"}]} if method == "POST" else None
     status, body, _ = post(path, sent, method)
     assert (status, body["error"]["code"]) == (404, code)
 
 
-def test_a_missing_past(post):
+def test_an_unknown_previous_response_is_not_found(post):
     for field, value, code in (
         ("previous_response_id", "resp_x", "previous_response_not_found"),
         ("conversation", "conv_x", "not_found"),
@@ -193,7 +193,7 @@ def test_a_missing_past(post):
         assert (status, body["error"]["code"]) == (404, code)
 
 
-def test_another_model(post):
+def test_an_unknown_model_is_not_found(post):
     status, body, _ = post("/responses", {"input": "hi", "model": "gpt-6"})
     assert (status, body["error"]["code"], body["error"]["param"]) == (404, "model_not_found", "model")
 
@@ -208,13 +208,13 @@ def test_another_model(post):
         ("order=up", "order"),
     ],
 )
-def test_bad_pages(post, query, param):
+def test_invalid_pages_are_refused(post, query, param):
     _, conversation, _ = post("/conversations", {})
     status, body, _ = post(f"/conversations/{conversation['id']}/items?{query}", None, "GET")
     assert (status, body["error"]["param"]) == (400, param)
 
 
-def test_pages_of_input_items(post):
+def test_input_items_are_paged(post):
     items = [{"role": "user", "content": str(index)} for index in range(5)]
     _, response, _ = post("/responses", {"input": items})
     path = f"/responses/{response['id']}/input_items"
@@ -232,13 +232,13 @@ def test_pages_of_input_items(post):
     ("query", "param"),
     [("starting_after=2", "starting_after"), ("stream=true&starting_after=x", "starting_after")],
 )
-def test_bad_replays(post, query, param):
+def test_invalid_replays_are_refused(post, query, param):
     _, response, _ = post("/responses", {"input": "hi"})
     status, body, _ = post(f"/responses/{response['id']}?{query}", None, "GET")
     assert (status, body["error"]["param"]) == (400, param)
 
 
-def test_too_many_items_at_once(post):
+def test_too_many_items_in_a_request_are_refused(post):
     items = [{"role": "user", "content": "x"}] * 21
     _, conversation, _ = post("/conversations", {})
     for path in ("/conversations", f"/conversations/{conversation['id']}/items"):
@@ -256,14 +256,14 @@ def test_too_many_items_at_once(post):
         (EngineClosedError("The engine has ended."), 503, "overloaded"),
     ],
 )
-def test_a_turn_that_fails(server, post, error, status, code):
+def test_a_failed_turn_is_an_error(server, post, error, status, code):
     server.on_loop(lambda: server.engine.refuse.append(error))
     seen, body, _ = post("/responses", {"input": "hi"})
     assert (seen, body["error"]["code"]) == (status, code)
     assert server.on_loop(lambda: server.harness.services.limits.num_inside) == 0
 
 
-def test_a_turn_that_fails_in_a_stream(server):
+def test_a_failed_turn_is_an_error_event_in_a_stream(server):
     with server.client() as client:
         server.on_loop(lambda: setattr(server.engine, "script", None))
         try:
@@ -279,7 +279,7 @@ def test_a_turn_that_fails_in_a_stream(server):
     assert [event.sequence_number for event in (*first, *rest)] == list(range(6))
 
 
-def test_two_turns_of_a_conversation_at_once(server, post):
+def test_the_second_of_two_turns_of_a_conversation_is_refused(server, post):
     _, conversation, _ = post("/conversations", {})
 
     async def both() -> list[int]:
@@ -294,7 +294,7 @@ def test_two_turns_of_a_conversation_at_once(server, post):
             server.on_loop(server.engine.submitted.clear)
             tasks = [asyncio.ensure_future(one) for one in raw]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            server.wait_for(server.engine.submitted.wait())  # the other one may be refused before
+            server.wait_for(server.engine.submitted.wait())  # the other one may already be refused
             turn = server.engine.turns[-1]
             server.on_loop(lambda: (turn.feed("x"), turn.finish()))
             return sorted([(await task).status_code for task in tasks])
@@ -305,7 +305,7 @@ def test_two_turns_of_a_conversation_at_once(server, post):
         server.on_loop(lambda: setattr(server.engine, "script", say("hello")))
 
 
-def test_items_in_many_forms_are_kept_in_one():
+def test_items_in_several_forms_are_stored_in_one():
     forms = [
         "hi",
         [{"role": "user", "content": "hi"}],
@@ -337,7 +337,7 @@ def test_items_in_many_forms_are_kept_in_one():
     ],
 )
 def test_a_seed_is_the_same_on_every_route(post, server, route, body):
-    """One took 2**64 modulo 2**63, and another refused -1."""
+    """One route took 2**64 modulo 2**63, and another refused -1."""
     for seed, drawn in ((-(2**63), 0), (-1, 2**63 - 1), (0, 0), (7, 7), (2**63 - 1, 2**63 - 1)):
         assert post(route, {**body, "seed": seed})[0] == 200
         assert server.engine.turns[-1].spec.params.seed == drawn
@@ -378,21 +378,21 @@ WORDS = [
 
 
 @pytest.mark.parametrize(("sent", "words"), WORDS, ids=lambda value: str(value)[:40])
-def test_words_are_for_whoever_sent_the_request(post, sent, words):
+def test_error_texts_address_the_sender_of_the_request(post, sent, words):
     status, body, _ = post("/responses", sent)
     assert status == 400
     message = body["error"]["message"]
     assert message.endswith(words) and "max_context_tokens" not in message and "runner" not in message
 
 
-def test_a_context_that_is_too_long_is_counted(post):
+def test_the_error_of_a_too_long_context_counts_its_tokens(post):
     _, body, _ = post("/responses", {"input": "x" * 5000})
     _, queued, _ = post("/responses", {"input": "x" * 5000, "background": True})
     assert body["error"] == queued["error"]
     assert body["error"]["message"].startswith("The context has 50")
 
 
-def test_a_conversation_that_is_not_there_is_the_fields_fault(post):
+def test_an_unknown_conversation_is_reported_with_its_field(post):
     status, body, _ = post("/responses", {"input": "hi", "conversation": "conv_x"})
     assert (status, body["error"]["param"], body["error"]["code"]) == (404, "conversation", "not_found")
 

@@ -1,4 +1,4 @@
-"""Streams of responses that are kept: what they are made of, and that they keep nobody waiting."""
+"""Streams of stored responses: their events, and that they do not block other tasks."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def streams(starting_after):
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["kept", "running"])
 @pytest.mark.parametrize("starting_after", [-1, 10**9])
-def test_a_reply_that_is_there_already_leaves_time_for_others(kind: int, starting_after: int) -> None:
-    """Skipping what its client has takes as long as writing it."""
+def test_a_stream_of_a_finished_reply_lets_other_tasks_run(kind: int, starting_after: int) -> None:
+    """Skipping the events that the client already has takes as long as writing them."""
     num_turns = 0
 
     async def others():

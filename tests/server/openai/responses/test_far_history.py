@@ -1,4 +1,4 @@
-"""A history that is far: nobody waits for what another request reads, and what is read late is read anew."""
+"""A remote history: requests do not wait for each other's reads, and stale reads are repeated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.server.openai.responses.test_retries import at_once
 
 
 class Slow:
-    """A reader that waits where it is told to."""
+    """A reader that waits on demand."""
 
     is_far = True
 
@@ -92,7 +92,7 @@ READS = {
 
 @pytest.mark.parametrize("read", list(READS))
 def test_others_are_answered_while_one_waits_for_the_history(server, read):
-    """The reader asserts that it is asked in a thread."""
+    """The reader asserts that it is called in a thread."""
     with server.client() as client:
         first = client.responses.create(input="hi")
         found = {
@@ -124,7 +124,7 @@ NEEDS_NO_HISTORY = {
 
 
 @pytest.mark.parametrize("ask", list(NEEDS_NO_HISTORY))
-def test_a_history_that_hangs_holds_up_nobody_who_does_not_need_it(server, ask):
+def test_a_hanging_history_blocks_only_requests_that_need_it(server, ask):
     with server.client() as client:
         first = client.responses.create(input="hi")
         server.slow.is_open.clear()
@@ -139,7 +139,7 @@ def test_a_history_that_hangs_holds_up_nobody_who_does_not_need_it(server, ask):
             thread.join(20)
 
 
-def test_two_of_one_key_whose_plans_are_made_at_the_same_time_are_one(server):
+def test_two_requests_of_one_key_that_are_planned_at_the_same_time_run_once(server):
     with server.client() as client:
         first = client.responses.create(input="hi")
         server.slow.is_open.clear()
@@ -163,7 +163,7 @@ def test_two_of_one_key_whose_plans_are_made_at_the_same_time_are_one(server):
         assert len({one.id for one in answers}) == 1 and len(answers) == len(server.engine.turns) == 2
 
 
-def test_others_who_end_do_not_keep_one_looking():
+def test_a_lookup_ends_although_others_keep_ending():
     class History:
         def idempotent(self, owner, key, now_s):
             return None
@@ -187,7 +187,7 @@ def test_others_who_end_do_not_keep_one_looking():
     assert asyncio.run(ask()) == 1
 
 
-def test_work_that_waits_for_ever_does_not_hold_up_the_end_of_a_process():
+def test_work_that_waits_forever_does_not_keep_the_process_from_ending():
     program = """if True:
         import asyncio, threading
         from pensieve_jax.server.workers import run_io
@@ -216,7 +216,7 @@ def test_a_response_that_ends_while_it_is_read_is_not_run_again(tmp_path):
             nonlocal num_reads
             num_reads += 1
             found = server.slow._reader.response(*args)
-            if num_reads == 1:  # by the time that this arrives it has ended
+            if num_reads == 1:  # it has ended by the time that this answer arrives
                 feed(server, turn, "lo", end=True)
                 wait_until(lambda: key not in background._runs)
             return found
@@ -227,8 +227,8 @@ def test_a_response_that_ends_while_it_is_read_is_not_run_again(tmp_path):
         assert ended(client, queued.id).output_text == "hello"
 
 
-def test_of_two_with_a_key_one_runs_however_late_the_history_answers():
-    """The other began, or ended, while the first waited for what the history had said before."""
+def test_one_of_two_requests_with_a_key_runs_however_late_the_history_answers():
+    """The other began or ended while the first waited for an answer that the history had given before."""
 
     class History:
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Background responses whose queueing, cancelling or end was lost on the way: something always runs them."""
+"""Background responses whose queueing, cancelling or end lost its answer: the server always runs them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def client(server):
 
 @contextlib.contextmanager
 def losing(server, kind: type, error: Exception, *, applies: bool = True) -> Iterator[None]:
-    """Changes of a kind raise this, whether or not they were applied."""
+    """Make changes of a kind raise this error, whether or not they were applied."""
     apply = server.engine.apply
 
     async def lose(change) -> None:
@@ -77,14 +77,14 @@ def test_a_retry_gets_a_response_that_runs(server, client, headers):
     assert ended(client, again.id).output_text == "hello" and len(server.engine.turns) == 1
 
 
-def test_it_runs_though_nobody_comes_back(server, client):
+def test_it_runs_without_a_retry(server, client):
     queue_without_a_word(server, client)
     response_id = only_id(server)
     feed(server, turn_of(server), "hello", end=True)
     assert ended(client, response_id).output_text == "hello"
 
 
-def test_it_runs_when_the_engine_is_back(server, client):
+def test_it_runs_once_the_engine_is_back(server, client):
     queue_without_a_word(server, client, DIED)
     server.on_loop(lambda: setattr(server.engine, "state", "starting"))
     response_id = only_id(server)
@@ -100,7 +100,9 @@ def test_it_runs_when_the_engine_is_back(server, client):
 
 @contextlib.contextmanager
 def stuck(server) -> Iterator[list]:
-    """An engine that takes changes and answers nobody; what it was sent. Afterwards it goes on, in order."""
+    """Yield what was sent to an engine that accepts changes without answering. Afterwards it applies them in
+    order.
+    """
     engine, late = server.engine, []
     apply, call = engine.apply, engine.call
 
@@ -133,8 +135,8 @@ def stuck(server) -> Iterator[list]:
         turn_to(apply_in_order, answer)
 
 
-def test_it_runs_where_the_engine_queues_it_late(server, client):
-    """A stuck engine takes what it was sent in order: once it answers again, all of before has happened."""
+def test_it_runs_if_the_engine_queues_it_late(server, client):
+    """A stuck engine processes its messages in order: once it answers again, all earlier ones are done."""
     with stuck(server) as late:
         with pytest.raises(openai.InternalServerError):
             client.responses.create(input="hi", background=True)
@@ -148,14 +150,14 @@ def test_it_runs_where_the_engine_queues_it_late(server, client):
 @pytest.mark.parametrize("headers", [RETRY, {"Idempotency-Key": "k"}], ids=["retry", "key"])
 @pytest.mark.parametrize("is_looked_for", [False, True], ids=["before a look", "behind a look"])
 def test_a_retry_gets_a_response_that_is_queued_late(server, client, monkeypatch, headers, is_looked_for):
-    """It waits until it is certain whether there is one: a second one would run for nobody, or be refused."""
+    """It waits until the outcome is certain: a second response would run for no client, or be refused."""
     if not is_looked_for:
         monkeypatch.setattr(background, "RETRY_S", 60.0)
     options = {"extra_headers": {name: value for name, value in headers.items() if headers is not RETRY}}
     with stuck(server):
         with pytest.raises(openai.InternalServerError):
             client.responses.create(input="hi", background=True, **options)
-        for _ in range(2):  # while nobody answers, a retry learns no more
+        for _ in range(2):  # without an answer a retry learns nothing new
             with pytest.raises(openai.InternalServerError) as raised:
                 client.responses.create(input="hi", background=True, extra_headers=headers)
             assert raised.value.status_code == 503
@@ -166,7 +168,7 @@ def test_a_retry_gets_a_response_that_is_queued_late(server, client, monkeypatch
     assert len([change for change in server.engine.changes if isinstance(change, QueueResponse)]) == 1
 
 
-def test_those_who_wait_for_the_same_look_once(server, client):
+def test_waiters_for_the_same_answer_share_one_lookup(server, client):
     engine, responses = server.engine, server.responses.background
     history, looks, waiting = server.harness.services.history, [], []
     unfinished, goes_on = history.unfinished_background, asyncio.Event()
@@ -191,17 +193,17 @@ def test_those_who_wait_for_the_same_look_once(server, client):
     wait_until(lambda: not running(server))
 
 
-def test_a_retry_of_what_was_never_queued_queues_it(server, client):
+def test_a_retry_of_a_response_that_was_never_queued_queues_it(server, client):
     with stuck(server) as late:
         with pytest.raises(openai.InternalServerError):
             client.responses.create(input="hi", background=True)
-        late.clear()  # the engine ended before it came to it
+        late.clear()  # the engine ended before it processed them
     again = client.responses.create(input="hi", background=True, extra_headers=RETRY)
     feed(server, turn_of(server), "hello", end=True)
     assert ended(client, again.id).output_text == "hello" and len(server.engine.turns) == 1
 
 
-def test_whoever_asks_for_it_has_it_run(tmp_path, monkeypatch):
+def test_a_client_that_asks_for_it_makes_it_run(tmp_path, monkeypatch):
     path = tmp_path / "history.sqlite"
     with LiveServer(path) as server, server.client() as client:
         queued = client.responses.create(input="hi", background=True)
@@ -213,8 +215,8 @@ def test_whoever_asks_for_it_has_it_run(tmp_path, monkeypatch):
         assert len(server.engine.turns) == 1
 
 
-def test_what_is_being_queued_is_not_left_behind(server, client):
-    """It stands in the history before the engine says so."""
+def test_a_response_that_is_being_queued_is_not_taken_for_unfinished(server, client):
+    """It is in the history before the engine's answer arrives."""
     apply, looks = server.engine.apply, []
     history = server.harness.services.history
     unfinished = history.unfinished_background
@@ -241,7 +243,7 @@ def test_what_is_being_queued_is_not_left_behind(server, client):
 
 
 @pytest.mark.parametrize("how", ["cancel", "delete"])
-def test_one_that_cannot_be_cancelled_goes_on(server, client, how):
+def test_a_response_that_cannot_be_cancelled_continues(server, client, how):
     made = client.conversations.create()
     queued = client.responses.create(input="hi", conversation=made.id, background=True)
     turn = turn_of(server)
@@ -256,7 +258,7 @@ def test_one_that_cannot_be_cancelled_goes_on(server, client, how):
     assert len(client.conversations.items.list(made.id).data) == 2
 
 
-def test_one_that_was_cancelled_without_a_word_is_told_so(server, client):
+def test_a_cancellation_whose_answer_was_lost_is_reported(server, client):
     stream = iter(client.responses.create(input="hi", background=True, stream=True))
     first = next(stream)
     turn = turn_of(server)
@@ -270,7 +272,7 @@ def test_one_that_was_cancelled_without_a_word_is_told_so(server, client):
     assert len(server.engine.turns) == 1
 
 
-def test_one_that_was_cancelled_without_a_word_is_not_computed_to_its_end(server, client):
+def test_a_cancelled_response_whose_answer_was_lost_is_not_computed_to_its_end(server, client):
     stream = iter(client.responses.create(input="hi", background=True, stream=True))
     first = next(stream)
     turn = turn_of(server)
@@ -282,8 +284,8 @@ def test_one_that_was_cancelled_without_a_word_is_not_computed_to_its_end(server
     wait_until(lambda: not running(server))
 
 
-def test_whoever_cancels_may_leave_before_it_has_ended(server, client):
-    """Its turn takes long to end; whoever no longer waits for that does not go on as if it had."""
+def test_a_client_that_cancels_may_leave_before_the_end(server, client):
+    """Its turn takes long to end. Code whose client left must not continue as if the turn had ended."""
     queued = client.responses.create(input="hi", background=True)
     turn, history = turn_of(server), server.harness.services.history
     is_asked, may_end = asyncio.Event(), asyncio.Event()
@@ -307,7 +309,7 @@ def test_whoever_cancels_may_leave_before_it_has_ended(server, client):
 
 
 @pytest.mark.parametrize("committed", [False, True])
-def test_a_history_that_cannot_be_read_for_a_moment_ends_nothing(server, client, committed):
+def test_a_history_that_is_briefly_unreadable_ends_nothing(server, client, committed):
     queued = client.responses.create(input="hi", background=True)
     turn, history = turn_of(server), server.harness.services.history
     refused = []
@@ -334,7 +336,7 @@ def test_a_history_that_cannot_be_read_for_a_moment_ends_nothing(server, client,
     assert len(server.engine.turns) == (1 if committed else 2)
 
 
-def test_one_that_is_deleted_before_its_end_is_told_is_gone(server, client):
+def test_a_response_that_is_deleted_before_its_end_arrives_is_gone(server, client):
     stream = iter(client.responses.create(input="hi", background=True, stream=True))
     first = next(stream)
     turn = turn_of(server)
@@ -345,8 +347,8 @@ def test_one_that_is_deleted_before_its_end_is_told_is_gone(server, client):
     wait_until(lambda: not running(server))
 
 
-def test_an_error_that_nobody_expected_fails_it(server, client, monkeypatch):
-    """Left queued, it would be run and fail again with every look."""
+def test_an_unexpected_error_fails_it(server, client, monkeypatch):
+    """If it stayed queued, it would run and fail again at every lookup."""
 
     async def broken(*_, **__):
         raise RuntimeError("unexpected")
@@ -358,7 +360,7 @@ def test_an_error_that_nobody_expected_fails_it(server, client, monkeypatch):
     wait_until(lambda: not running(server))
 
 
-def test_one_that_nobody_can_read_does_not_keep_the_others_from_running(tmp_path, monkeypatch, caplog):
+def test_an_unreadable_response_does_not_keep_the_others_from_running(tmp_path, monkeypatch, caplog):
     path = tmp_path / "history.sqlite"
     with LiveServer(path) as server, server.client() as client:
         bad, good = (client.responses.create(input=text, background=True) for text in ("bad", "good"))
@@ -374,7 +376,7 @@ def test_one_that_nobody_can_read_does_not_keep_the_others_from_running(tmp_path
     with LiveServer(path, say("hello")) as server, server.client() as client:
         unfinished = server.harness.services.history.unfinished_background
         wait_until(lambda: [record.response_id for record in unfinished()] == [bad.id])
-        queue_without_a_word(server, client)  # what comes later is looked for as well
+        queue_without_a_word(server, client)  # later responses are found as well
         wait_until(lambda: [record.response_id for record in unfinished()] == [bad.id])
         assert ended(client, good.id).output_text == "hello" and len(server.engine.turns) == 2
     assert "could not be run" in caplog.text

@@ -1,4 +1,4 @@
-"""The API on a history in Postgres: two servers share it, and it goes away and comes back."""
+"""The API on a history in Postgres: two servers share it, and Postgres stops and comes back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def servers(postgres):
 
 
 def ask(server, method, path, **body):
-    """Status, headers and body of an answer."""
+    """Return status, headers and body of an answer."""
     data = json.dumps(body).encode() if body else None
     headers = {"content-type": "application/json"}
     request = urllib.request.Request(f"{server.url}{path}", data, headers, method=method)
@@ -52,7 +52,7 @@ def done(server, method, path, **body):
     return found
 
 
-def test_what_one_server_has_said_the_other_goes_on_from(servers):
+def test_a_turn_of_one_server_is_continued_on_the_other(servers):
     one, other = servers
     conversation = done(one, "POST", "/conversations", metadata={"a": "b"})["id"]
     done(one, "POST", "/responses", input="hi", conversation=conversation)
@@ -70,7 +70,7 @@ def soon(monkeypatch):
 
 
 def looked(server):
-    """When it has looked for what others have left, from now on."""
+    """Wait until it has completed a lookup of unfinished responses that starts now."""
 
     async def look() -> None:
         await server.responses.background.settle()
@@ -78,8 +78,8 @@ def looked(server):
     server.wait_for(look())
 
 
-def test_a_response_in_the_background_runs_on_one_server(postgres, soon):
-    """Though both look all the time; the other one runs it once the first has ended."""
+def test_a_background_response_runs_on_one_server(postgres, soon):
+    """Both servers keep looking; the other one runs it once the first has shut down."""
     url = postgres.url()
     with LiveServer(url, echo) as other:
         with LiveServer(url) as one:
@@ -98,8 +98,8 @@ def test_a_response_in_the_background_runs_on_one_server(postgres, soon):
         assert [turn.turn_id for turn in other.engine.turns] == [left.removeprefix("resp_")]
 
 
-def test_a_response_in_the_background_outlives_a_restart_of_postgres(postgres, soon):
-    """The engine could not commit its turn, and nobody knows whether it did: it runs again."""
+def test_a_background_response_survives_a_restart_of_postgres(postgres, soon):
+    """The engine could not commit its turn, and the outcome is unknown: it runs again."""
 
     def finish() -> None:
         turn.feed("ho", (104, 111, 257))
@@ -118,7 +118,7 @@ def test_a_response_in_the_background_outlives_a_restart_of_postgres(postgres, s
         wait_until(lambda: done(one, "GET", f"/responses/{queued}")["status"] == "completed")
 
 
-def test_a_response_that_is_cancelled_at_another_server_ends_where_it_runs(postgres, soon):
+def test_a_response_that_another_server_cancels_ends_where_it_runs(postgres, soon):
     url = postgres.url()
     with LiveServer(url) as one, LiveServer(url) as other:
         queued = done(one, "POST", "/responses", input="hi", background=True)["id"]
@@ -129,7 +129,7 @@ def test_a_response_that_is_cancelled_at_another_server_ends_where_it_runs(postg
         assert done(one, "GET", f"/responses/{queued}")["status"] == "cancelled"
 
 
-def test_a_key_that_comes_to_two_servers_at_the_same_time_has_one_answer(postgres):
+def test_a_key_that_reaches_two_servers_at_once_has_one_answer(postgres):
     url = postgres.url()
     with contextlib.ExitStack() as stack:
         one, other = (stack.enter_context(LiveServer(url, script)) for script in (None, echo))
@@ -154,7 +154,7 @@ def test_a_key_that_comes_to_two_servers_at_the_same_time_has_one_answer(postgre
         assert client.responses.create(input="hi", **key).id == answer.id
 
 
-def test_claims_of_a_session_that_was_lost_are_taken_again(postgres):
+def test_claims_of_a_lost_session_are_taken_again(postgres):
     one, other = PostgresClaims(parse(postgres.url())), PostgresClaims(parse(postgres.url("history_1")))
     namesake = PostgresClaims(one._location)
     with contextlib.closing(one), contextlib.closing(other), contextlib.closing(namesake):
@@ -167,7 +167,7 @@ def test_claims_of_a_session_that_was_lost_are_taken_again(postgres):
         assert namesake.take("b") and one.take("c")
         assert one.holds("a") and not one.holds("b") and not namesake.take("a")
         one.give_up("a")
-        assert not one.holds("a") and not namesake.take("a")  # with the next claim
+        assert not one.holds("a") and not namesake.take("a")  # it notices with the next claim
         assert one.take("d") and namesake.take("a")
         one.keep_only(["d"])
         assert one.holds("d") and one.take("e") and namesake.take("c")
@@ -175,7 +175,7 @@ def test_claims_of_a_session_that_was_lost_are_taken_again(postgres):
         assert last.take("a") and last.take("d")
 
 
-def test_while_postgres_is_away_clients_are_told_to_come_back(servers, postgres):
+def test_while_postgres_is_away_clients_are_told_to_retry(servers, postgres):
     kept = done(servers[0], "POST", "/responses", input="hi")["id"]
     postgres.stop()
     try:

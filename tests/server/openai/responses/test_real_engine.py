@@ -1,4 +1,6 @@
-"""Responses of a real engine: what is resent is found, and state survives both processes."""
+"""Responses of a real engine: resent messages find their turn, and the KV cache's history survives both
+processes.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ class RealServer(LiveServer):
 
 @pytest.fixture(scope="module")
 def replies(compilation_cache: str) -> list[str]:
-    """What the library says to the same messages in one conversation."""
+    """Return the library's replies to the same messages in one conversation."""
     with LLM("chat", dtype="float32", config=engine_config(compilation_cache)) as llm:
         params = SamplingParams(temperature=0, max_tokens=12)
         return [
@@ -75,7 +77,7 @@ def test_state_is_found_by_id_by_messages_and_after_a_restart(tmp_path, compilat
         by_messages = client.responses.create(input=resent, **GREEDY)
         assert by_messages.output_text == replies[1]
         assert by_messages.usage.input_tokens == by_id.usage.input_tokens
-        # A sibling of `by_id`: it shares whole chunks with it, and computes the rest of the path anew.
+        # A sibling of `by_id`: it shares whole chunks with it, and recomputes the rest of the path.
         sources = by_messages.usage.to_dict()["pensieve"]
         assert sources["new_tokens"] == by_id.usage.to_dict()["pensieve"]["new_tokens"]
         assert sources["recomputed_tokens"] < 32

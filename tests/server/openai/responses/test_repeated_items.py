@@ -1,4 +1,4 @@
-"""Items that are sent again, since the answer was lost, stand in their conversation once."""
+"""Items that are resent because the answer was lost are in their conversation once."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def texts_of(client, conversation: str) -> list[str]:
 
 
 def opened(server, conversation: str, texts, headers: dict):
-    """A request to append, of which the client sees what it wants to."""
+    """Send a request to append; the caller decides how much of its answer to read."""
     path = f"/v1/conversations/{conversation}/items"
     return server.harness.open("POST", path, {"items": items(*texts)}, headers)
 
 
 async def leave_before_the_answer(server, conversation: str, *texts: str) -> None:
-    """Append them, and go once the engine has been told."""
+    """Append them, and disconnect once the engine has the change."""
     asked = opened(server, conversation, texts, {})
     asked.takes.clear()
     while not any(isinstance(change, AppendItems) for change in server.engine.changes):
@@ -52,7 +52,7 @@ async def leave_before_the_answer(server, conversation: str, *texts: str) -> Non
 
 
 @pytest.mark.parametrize("error", [NO_ANSWER, DIED])
-def test_what_was_appended_without_a_word_is_answered(server, client, error):
+def test_an_append_whose_answer_was_lost_is_answered_at_the_retry(server, client, error):
     made = client.conversations.create().id
     with losing(server, AppendItems, error):
         answer = client.conversations.items.create(made, items=items("pay 5", "now"))
@@ -62,8 +62,8 @@ def test_what_was_appended_without_a_word_is_answered(server, client, error):
 
 
 @pytest.mark.parametrize("headers", [RETRY, KEY], ids=["retry", "key"])
-def test_what_is_appended_late_is_appended_once(server, client, headers):
-    """A stuck engine takes it after its client was told that nobody answers, and sent it again."""
+def test_a_late_append_happens_once(server, client, headers):
+    """A stuck engine applies it after its client got an error for the missing answer and sent it again."""
     made, engine, late = client.conversations.create().id, server.engine, []
     apply = engine.apply
 
@@ -81,11 +81,11 @@ def test_what_is_appended_late_is_appended_once(server, client, headers):
         answer = client.conversations.items.create(made, items=items("pay 5", "now"), extra_headers=headers)
         assert len(answer.data) == 2
         if headers is RETRY:
-            break  # it has been answered: what comes now is new
+            break  # it has been answered: later items are new
     assert texts_of(client, made) == ["pay 5", "now"]
 
 
-def test_what_never_came_is_appended_by_the_retry(server, client):
+def test_a_retry_appends_what_never_arrived(server, client):
     made = client.conversations.create().id
     with losing(server, AppendItems, DOWN, applies=False), pytest.raises(openai.InternalServerError):
         client.conversations.items.create(made, items=items("pay 5"))
@@ -115,8 +115,8 @@ def test_a_key_is_for_one_body_and_one_conversation(client):
     assert (texts_of(client, made), texts_of(client, other)) == (["yes", "no"], ["no"])
 
 
-def test_a_key_stands_for_its_body_whatever_became_of_its_items(server, client):
-    """What is deleted later is not appended again, and does not make the body another one."""
+def test_a_key_keeps_its_body_whatever_happened_to_its_items(server, client):
+    """An item that is deleted later is not appended again, and does not change the body."""
     made = client.conversations.create().id
     first = client.conversations.items.create(made, items=items("yes", "no"), extra_headers=KEY)
     for item in reversed(first.data):
@@ -130,7 +130,7 @@ def test_a_key_stands_for_its_body_whatever_became_of_its_items(server, client):
     assert texts_of(client, made) == []
 
 
-def test_a_retry_without_a_key_is_not_refused_for_what_was_deleted_since(server, client):
+def test_a_retry_without_a_key_is_not_refused_because_of_a_later_deletion(server, client):
     made = client.conversations.create().id
 
     async def retry() -> tuple:
@@ -145,7 +145,7 @@ def test_a_retry_without_a_key_is_not_refused_for_what_was_deleted_since(server,
 
 
 def test_a_key_is_free_again_after_a_day(server, client):
-    """Whether or not the old one has been forgotten yet; the items of before stay."""
+    """This holds whether or not the old one has been deleted yet; the earlier items stay."""
     made = client.conversations.create().id
     client.conversations.items.create(made, items=items("yes"), extra_headers=KEY)
     server.harness.clock.advance(KEY_LIFETIME_S - 1)
@@ -159,7 +159,7 @@ def test_a_key_is_free_again_after_a_day(server, client):
     assert texts_of(client, made) == ["yes", "yes", "no"]
 
 
-def test_a_conversation_that_is_gone_takes_no_key_and_leaves_none(server, client):
+def test_a_deleted_conversation_uses_no_key(server, client):
     made = client.conversations.create().id
     client.conversations.items.create(made, items=items("yes"), extra_headers=KEY)
     client.responses.create(input="hi", background=True, extra_headers=KEY)  # a key of its own
@@ -171,8 +171,8 @@ def test_a_conversation_that_is_gone_takes_no_key_and_leaves_none(server, client
     assert history.idempotent("", "k", now_s) is not None
 
 
-def test_what_came_between_the_looks_is_found(server, client):
-    """The same request with the same key, at the same time: the second one finds what the first appended."""
+def test_items_that_were_appended_between_the_lookups_are_found(server, client):
+    """The same request arrives twice at once with one key: the second finds what the first appended."""
     made = client.conversations.create().id
 
     async def both() -> list[tuple]:
@@ -184,7 +184,7 @@ def test_what_came_between_the_looks_is_found(server, client):
     assert texts_of(client, made) == ["pay 5"]
 
 
-def test_an_answer_that_its_client_did_not_wait_for_is_there_for_the_retry(server, client):
+def test_a_retry_gets_the_answer_that_its_client_did_not_wait_for(server, client):
     made = client.conversations.create().id
 
     async def retry() -> int:
@@ -195,7 +195,7 @@ def test_an_answer_that_its_client_did_not_wait_for_is_there_for_the_retry(serve
     assert texts_of(client, made) == ["pay 5"]
 
 
-def test_what_nobody_came_back_for_is_forgotten():
+def test_answers_without_a_retry_are_dropped():
     appends = Appends()
     for number in range(MAX_UNANSWERED + 5):
         appends.begin("ann", "conv", None, str(number), is_retry=False, now_s=float(number % 3))
@@ -204,7 +204,7 @@ def test_what_nobody_came_back_for_is_forgotten():
     assert len(appends) == 1
 
 
-def test_an_engine_that_died_is_told_of_where_nothing_was_kept(server, client):
+def test_the_error_of_a_dead_engine_is_reported_if_nothing_was_stored(server, client):
     made = client.conversations.create().id
     with (
         losing(server, AppendItems, DIED, applies=False),

@@ -1,4 +1,4 @@
-"""The response object has every field that OpenAI's and Open Responses' schemas require, in every state."""
+"""The response object has all fields that OpenAI's and Open Responses' schemas require, in every state."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_every_required_field_is_there(status):
     assert (response["error"] is None) == (status != "failed")
 
 
-def test_cached_tokens_are_those_that_were_found():
+def test_cached_tokens_are_the_reused_ones():
     usage = usage_object(USAGE)
     assert usage["input_tokens"] == 42 and usage["total_tokens"] == 49
     assert usage["input_tokens_details"] == {"cached_tokens": 34, "cache_write_tokens": 0}

@@ -1,4 +1,4 @@
-"""Requests that are sent again do not run again; what is remembered for that is remembered for a while."""
+"""Retried requests do not run again; the server remembers them for a limited time."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_the_same_key_gives_the_same_response(server, client):
     assert len(server.engine.turns) == 2
 
 
-def test_a_key_needs_a_response_that_is_kept(server, client):
-    """Otherwise it would run twice, and another body would not be noticed."""
+def test_a_key_requires_a_stored_response(server, client):
+    """Otherwise the request would run twice, and a different body would not be noticed."""
     with pytest.raises(openai.BadRequestError) as raised:
         client.responses.create(input="hi", store=False, extra_headers=keyed())
     assert (raised.value.param, raised.value.code) == ("Idempotency-Key", "invalid_value")
@@ -64,7 +64,7 @@ def test_a_stream_with_a_key_has_the_logprobs_of_one_without(tmp_path, said):
         return [one.to_dict() for event in told for one in event.logprobs]
 
     with LiveServer(tmp_path / "history.sqlite", say(said)) as server, server.client() as client:
-        count = len(said.encode())  # behind it the token that ended the reply, if it came with text
+        count = len(said.encode())  # plus the token that ended the reply, if it came with text
         without, with_key = logprobs(client, {})[:count], logprobs(client, keyed())
         assert len(without) == count and len(without[0]["top_logprobs"]) == 2
         assert with_key == without
@@ -120,13 +120,13 @@ def test_a_background_response_with_a_key_runs_once(server, client):
     assert len(server.engine.turns) == 1
 
 
-def test_a_retry_is_a_new_request_where_the_first_was_answered(server, client):
+def test_a_repeated_request_is_a_new_one_if_the_first_was_answered(server, client):
     first = client.responses.create(input="hi")
     again = client.responses.create(input="hi", extra_headers=RETRY)
     assert again.id != first.id
 
 
-def test_a_retry_gets_what_was_committed_while_its_client_was_gone(server, client):
+def test_a_retry_gets_a_response_that_was_committed_after_its_client_left(server, client):
     server.on_loop(lambda: setattr(server.engine, "script", None))
     conversation = client.conversations.create().id
 
@@ -134,7 +134,7 @@ def test_a_retry_gets_what_was_committed_while_its_client_was_gone(server, clien
         return asking.responses.create(input="hi", conversation=conversation, **options)
 
     def commit_late(turn) -> None:
-        """The turn ends in the moment in which its client leaves, and cancelling it comes too late."""
+        """End the turn at the moment in which its client leaves, so that the cancellation comes too late."""
 
         async def cancel() -> None:
             turn.feed("hello")
@@ -160,8 +160,8 @@ def test_a_retry_gets_what_was_committed_while_its_client_was_gone(server, clien
     assert texts == ["hi", "hello"]
 
 
-def test_a_retry_gets_what_was_committed_before_the_engine_told_that_it_had_the_turn(server, client):
-    """The engine died between the commit and its word of it; the client is told that it died."""
+def test_a_retry_gets_a_response_that_was_committed_before_the_engine_accepted_its_turn(server, client):
+    """The engine died between the commit and its message; the client gets the error of a dead engine."""
 
     async def accepted() -> None:
         raise EngineDiedError("The engine's process died.")
@@ -181,8 +181,8 @@ def test_a_retry_gets_what_was_committed_before_the_engine_told_that_it_had_the_
     assert len(client.conversations.items.list(conversation).data) == 2
 
 
-def test_a_retry_gets_what_was_committed_before_a_stream_of_it_failed(server, client):
-    """The engine died between the commit and its word of the end; the stream says that it failed."""
+def test_a_retry_gets_a_response_that_was_committed_before_its_stream_failed(server, client):
+    """The engine died between the commit and its message of the end; the stream reports a failure."""
 
     def begin(turn) -> None:
         turn.accept()
@@ -211,7 +211,7 @@ def test_a_retry_gets_what_was_committed_before_a_stream_of_it_failed(server, cl
     assert len(client.conversations.items.list(conversation).data) == 2
 
 
-def test_a_background_response_that_was_queued_without_a_word_is_not_queued_again(server, client):
+def test_a_background_response_whose_queueing_lost_its_answer_is_not_queued_again(server, client):
     server.on_loop(lambda: setattr(server.engine, "script", None))
     apply = server.engine.apply
 
@@ -229,8 +229,8 @@ def test_a_background_response_that_was_queued_without_a_word_is_not_queued_agai
     assert len(server.harness.services.history.unfinished_background()) == 2
 
 
-def test_a_reply_that_ends_with_an_id_that_has_text_is_told_again_as_it_was(server, client):
-    """Nobody says that an ending id is special to the tokenizer."""
+def test_a_replay_keeps_an_ending_id_that_has_text(server, client):
+    """The ending id need not be special to the tokenizer."""
 
     def end_with_a_mark(turn) -> None:
         turn.feed("hello")
@@ -264,7 +264,7 @@ def test_a_client_that_leaves_ends_its_turn(server, client):
 
 
 @pytest.mark.parametrize(("seconds", "is_same"), [(60, True), (300, False)])
-def test_a_retry_after_a_restart_gets_what_was_committed_shortly_before(tmp_path, seconds, is_same):
+def test_after_a_restart_a_retry_gets_what_was_committed_shortly_before(tmp_path, seconds, is_same):
     path = tmp_path / "history.sqlite"
     with LiveServer(path, say("hello")) as server, server.client() as client:
         first = client.responses.create(input="hi")
@@ -272,11 +272,11 @@ def test_a_retry_after_a_restart_gets_what_was_committed_shortly_before(tmp_path
         again = client.responses.create(input="hi", extra_headers=RETRY)
         assert (again.id == first.id) == is_same
         other = client.responses.create(input="hi")
-        assert other.id not in (first.id, again.id)  # it was not said to be a retry
+        assert other.id not in (first.id, again.id)  # it was not marked as a retry
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_retry_after_a_restart_is_answered_so_once_and_soon(tmp_path, stream):
+def test_after_a_restart_a_retry_gets_the_old_answer_once_and_only_for_a_while(tmp_path, stream):
     def ask(client, text: str, **options) -> str:
         answer = client.responses.create(input=text, stream=stream, **options)
         return list(answer)[-1].response.id if stream else answer.id
@@ -293,12 +293,12 @@ def test_a_retry_after_a_restart_is_answered_so_once_and_soon(tmp_path, stream):
 
 
 async def at_once(owner, work, *args):
-    """Of a history in a file."""
+    """Run the read at once, as for a history in a file."""
     return work(*args)
 
 
-def test_a_retry_whose_answer_was_lost_as_well_may_come_again():
-    """Of what was missed, and of what stood in the history before the start."""
+def test_a_retry_whose_answer_was_lost_too_may_be_repeated():
+    """Covers lost answers, and turns that were in the history before the start."""
 
     class History:
         def response(self, owner: str, response_id: str) -> object:
@@ -323,7 +323,7 @@ def test_a_retry_whose_answer_was_lost_as_well_may_come_again():
     asyncio.run(ask())
 
 
-def test_an_answer_that_its_client_did_not_wait_for_is_there_for_the_retry(tmp_path):
+def test_a_retry_gets_the_answer_that_its_client_did_not_wait_for(tmp_path):
     """The client leaves between the commit and the first byte of the answer."""
 
     def open_(server, headers: dict | None = None):
@@ -347,7 +347,7 @@ def test_an_answer_that_its_client_did_not_wait_for_is_there_for_the_retry(tmp_p
         assert b"hello" in server.wait_for(retry(server)) and server.engine.num_committed == 2
 
 
-def test_what_nobody_came_back_for_is_forgotten():
+def test_answers_without_a_retry_are_dropped():
     repeats = IdempotencyStore(None, 0.0, at_once)
     for number in range(100):
         repeats.missed("ann", str(number), f"resp_{number}", float(number))
@@ -355,7 +355,7 @@ def test_what_nobody_came_back_for_is_forgotten():
     assert repeats.num_undelivered == 50
 
 
-def test_a_value_is_remembered_until_its_time_is_over():
+def test_a_value_is_remembered_until_it_expires():
     recent: TtlCache[str, int] = TtlCache(10.0, 5)
     recent.put("a", 1, 100.0)
     assert recent.get("a", 109.5) == 1 and recent.get("b", 100.0) is None
@@ -368,14 +368,14 @@ def test_a_value_is_remembered_until_its_time_is_over():
     assert len(recent) == 2 and recent.get("b", 119.0) == 3, "what is over takes no room"
 
 
-def test_of_many_values_the_latest_are_remembered():
+def test_only_the_latest_values_are_remembered():
     recent: TtlCache[str, int] = TtlCache(1000.0, 3)
     for time_s, key in enumerate("abcad"):
         recent.put(key, time_s, float(time_s))
     assert [recent.get(key, 5.0) for key in "abcd"] == [3, None, 2, 4]
 
 
-def test_a_value_that_was_replaced_is_not_dropped():
+def test_a_replaced_value_is_not_dropped():
     recent: TtlCache[str, int] = TtlCache(10.0, 3)
     recent.put("a", 1, 0.0)
     recent.put("a", 2, 0.0)

@@ -1,4 +1,4 @@
-"""A conversation that responses make, as `/v1/pensieve/trees/{root}` tells it; also one that is too long."""
+"""The conversation tree of responses as `/v1/pensieve/trees/{root}` returns it, also when it is too long."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tree_of(server, response_id):
     return httpx2.get(f"{server.url}/pensieve/trees/{root}").json()
 
 
-def test_instructions_are_told_once(server, client):
+def test_instructions_are_listed_once(server, client):
     words = {"instructions": "be kind"}
     first = client.responses.create(input="hi", **words)
     second = client.responses.create(input="and", previous_response_id=first.id, **words)
@@ -36,8 +36,8 @@ def test_instructions_are_told_once(server, client):
     assert told["instructions"] == [] and told["data"][0]["instructions"] is None
 
 
-def test_a_turn_names_its_parent_also_where_that_is_not_told(server, client, monkeypatch):
-    """So that whoever edits it knows from which response to go on."""
+def test_a_turn_names_its_parent_even_if_the_parent_is_left_out(server, client, monkeypatch):
+    """A client that edits the turn needs the id of the response to continue from."""
     first = client.responses.create(input="hi")
     second = client.responses.create(input="and", previous_response_id=first.id)
     other = client.responses.create(input="or", instructions="be brief", previous_response_id=second.id)
