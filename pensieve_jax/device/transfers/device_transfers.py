@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import jax
 
-from pensieve_jax.cache.drops import Copy
+from pensieve_jax.cache.drops import ChunkCopy
 from pensieve_jax.device.kv_storage import DevicePools, KVStorage
 from pensieve_jax.device.page_budget import staging_bytes
 from pensieve_jax.device.transfers.copy_batches import copy_arrays
@@ -107,12 +107,12 @@ class DeviceTransfers:
         """Bytes per device that moving pages takes temporarily, beside staging memory."""
         return self._copies.temp_bytes
 
-    def swap_out(self, copies: Sequence[Copy]) -> None:
+    def swap_out(self, copies: Sequence[ChunkCopy]) -> None:
         """Gather pages into staging memory, blocking while that is full; see `Transfers`."""
         assert not self._incoming.expedited, "no step was dispatched for expedited copies"
         self._outgoing.gather(copies)
 
-    def swap_in(self, copies: Sequence[Copy]) -> None:
+    def swap_in(self, copies: Sequence[ChunkCopy]) -> None:
         """Queue copies to start right before the next step is dispatched; see `Transfers`.
 
         Gathered chunks are copied to the host here, once it is known whether any chunk is coming in.

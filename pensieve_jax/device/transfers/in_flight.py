@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from pensieve_jax.cache.drops import Copy
+from pensieve_jax.cache.drops import ChunkCopy
 from pensieve_jax.device.transfers.copy_batches import copy_arrays
 from pensieve_jax.device.transfers.page_copies import Gathered
 from pensieve_jax.runtime.errors import step_failed
@@ -38,7 +38,7 @@ class InFlight:
       gathered: for a copy to the host, the gathered chunk, which knows whether it is complete.
     """
 
-    copy: Copy
+    copy: ChunkCopy
     source: list[jax.Array]
     target: list[jax.Array] = field(default_factory=list)
     start_step: int = 0

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from pensieve_jax.cache.drops import Copy
+from pensieve_jax.cache.drops import ChunkCopy
 from pensieve_jax.device.kv_storage import KVStorage
 from pensieve_jax.device.transfers.arrival_mark import ArrivalMark
 from pensieve_jax.device.transfers.host_pool import HostPool
@@ -50,7 +50,7 @@ class IncomingCopies:
         self.expedited: list[InFlight] = []
         self.num_chunks = 0
 
-    def queue(self, copies: Sequence[Copy]) -> None:
+    def queue(self, copies: Sequence[ChunkCopy]) -> None:
         """Queue copies to start when there is room; their slots may be reused at once."""
         self._queued.extend(InFlight(copy, self._host.get(copy.slot)) for copy in copies)
 

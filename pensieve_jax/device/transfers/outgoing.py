@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from pensieve_jax.cache.drops import Copy
+from pensieve_jax.cache.drops import ChunkCopy
 from pensieve_jax.device.kv_storage import KVStorage
 from pensieve_jax.device.transfers.host_pool import HostPool
 from pensieve_jax.device.transfers.in_flight import InFlight, Mover, part
@@ -43,7 +43,7 @@ class OutgoingCopies:
         self.lost: list[int] = []
         self.num_chunks = 0
 
-    def gather(self, copies: Sequence[Copy]) -> None:
+    def gather(self, copies: Sequence[ChunkCopy]) -> None:
         """Read the pages in program order. Without room, start earlier copies and block.
 
         Raises:

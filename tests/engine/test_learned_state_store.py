@@ -21,7 +21,7 @@ def talk(harness: Harness, num_turns: int, name: str = "a") -> None:
 
 
 def seen(harness: Harness) -> float:
-    return harness.engine.cache.turns.experience().num_returns
+    return harness.engine.cache.turns.learned_state().num_returns
 
 
 def interrupt(harness: Harness) -> None:
@@ -38,10 +38,10 @@ def test_it_survives_a_restart(tmp_path):
     path = tmp_path / "history.sqlite"
     first = Harness(LEARNED, path=path)
     talk(first, 5)
-    before = first.engine.cache.turns.experience()
+    before = first.engine.cache.turns.learned_state()
     first.engine.close()
     second = Harness(LEARNED, path=path, clock=first.clock)
-    after = second.engine.cache.turns.experience()
+    after = second.engine.cache.turns.learned_state()
     assert (after.returns == before.returns).all() and after.num_returns == 4
     talk(second, 1)  # whoever left before the restart was not watched since
     assert seen(second) == 4
