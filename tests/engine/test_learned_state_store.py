@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from pensieve_jax.core.errors import HistoryError
-from pensieve_jax.engine import experience as kept
+from pensieve_jax.engine import learned_state_store as kept
 from tests.cache.helpers import experience_of
 from tests.engine.harness import Harness, small_config
 
@@ -56,7 +56,7 @@ def test_it_is_written_now_and_then(tmp_path, monkeypatch):
     talk(harness, 3)
     assert harness.store.note("experience") is None
     talk(harness, 2)
-    assert kept.kept_experience(harness.store, "learned").num_returns == 3
+    assert kept.load_learned_state(harness.store, "learned").num_returns == 3
 
 
 def test_an_interrupt_leaves_what_was_written(monkeypatch):
@@ -85,7 +85,7 @@ def test_what_the_history_cannot_read_is_begun_anew(monkeypatch, caplog):
 def test_other_orders_do_not_read_it():
     harness = Harness(small_config(policy="lru"))
     harness.store.keep_note("experience", "{torn")
-    assert kept.kept_experience(harness.store, "lru") is None
+    assert kept.load_learned_state(harness.store, "lru") is None
 
 
 def test_to_forget_is_a_change_like_others():

@@ -53,17 +53,17 @@ def once_at_begin(monkeypatch, work):
 
 def once_behind(monkeypatch, work):
     """Something happens to the session once the first commit was kept."""
-    ahead, num = PostgresConnection.ahead, []
+    pipelined, num = PostgresConnection.pipelined, []
 
     @contextlib.contextmanager
     def behind_it(self):
-        with ahead(self) as connection:
+        with pipelined(self) as connection:
             yield connection
         if not num:
             num.append(1)
             work(self)
 
-    monkeypatch.setattr(PostgresConnection, "ahead", behind_it)
+    monkeypatch.setattr(PostgresConnection, "pipelined", behind_it)
 
 
 def test_a_turn_that_another_server_has_kept_does_not_tell_for_the_others(postgres, replicas, monkeypatch):

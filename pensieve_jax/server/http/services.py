@@ -68,7 +68,7 @@ class Services:
     @property
     def is_history_far(self) -> bool:
         """Whether history reads wait for another machine."""
-        return self.history is not None and bool(self.history.is_far)
+        return self.history is not None and bool(self.history.is_remote)
 
     async def read[**P, T](self, owner: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `work`, which reads the history for an owner; raise what it raises.

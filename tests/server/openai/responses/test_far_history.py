@@ -20,7 +20,7 @@ from tests.server.openai.responses.test_retries import at_once
 class Slow:
     """A reader that waits where it is told to."""
 
-    is_far = True
+    is_remote = True
 
     def __init__(self, reader) -> None:
         self._reader = reader
