@@ -197,10 +197,10 @@ def test_what_ended_a_reply_is_told_or_what_the_template_writes(output, finish_r
     earlier = [((user("a"),), "r", tuple(output), finish_reason)]
     ids = chat.turn_token_ids(earlier, [user("b")])
     if is_told:
-        assert chat.turn_token_ids(earlier, [user("b")], as_told=True) == ids
+        assert chat.turn_token_ids(earlier, [user("b")], exact_only=True) == ids
     else:
         with pytest.raises(ChatTemplateError, match="more than its text"):
-            chat.turn_token_ids(earlier, [user("b")], as_told=True)
+            chat.turn_token_ids(earlier, [user("b")], exact_only=True)
     assert chat.may_follow(earlier[0]) is is_told, "the ids alone show it"
 
 
@@ -316,7 +316,7 @@ def test_a_reply_may_end_with_the_marker_of_the_template_or_the_end_of_sequence(
     earlier = ((user("a"),), "r", (*b"r", last_id), "stop")
     assert chat.may_follow(earlier) is is_told
     if is_told:
-        assert chat.turn_token_ids([earlier], [user("b")], as_told=True)
+        assert chat.turn_token_ids([earlier], [user("b")], exact_only=True)
     else:
         with pytest.raises(ChatTemplateError, match="more than its text"):
-            chat.turn_token_ids([earlier], [user("b")], as_told=True)
+            chat.turn_token_ids([earlier], [user("b")], exact_only=True)

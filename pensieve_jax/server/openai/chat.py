@@ -31,7 +31,7 @@ from pensieve_jax.server.turns.checks import (
     check_model,
     check_num_tokens,
     commit_context,
-    most_tokens,
+    context_token_limit,
     unwritable,
 )
 from pensieve_jax.server.turns.run import RunningTurns, run_turns, start_turns
@@ -153,7 +153,7 @@ class ChatCompletion:
                 epoch=services.engine.epoch,
                 durable=services.settings.chat_history == "durable" if store is None else store,
                 memory=memory,
-                most=most_tokens(services),
+                token_limit=context_token_limit(services),
             )
         except ChatTemplateError as error:
             raise unwritable(error, self._messages, "messages") from error

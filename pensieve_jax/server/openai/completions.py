@@ -35,7 +35,7 @@ from pensieve_jax.server.openai.completion_stream import reply_in
 from pensieve_jax.server.turns.checks import (
     check_model,
     check_num_tokens,
-    most_tokens,
+    context_token_limit,
     previous_response,
     unknown_previous,
 )
@@ -175,7 +175,7 @@ class Completion:
     def encode(self) -> None:
         """Tokenize the prompts; raise ApiError, InvalidRequestError and TokenizerMissingError."""
         tokenizer, limits = self._services.tokenizer, self._services.engine.info.limits
-        most = most_tokens(self._services)
+        token_limit = context_token_limit(self._services)
         found: list[list[int]] = []
         for index, prompt in enumerate(self._prompts):
             if isinstance(prompt, list):
@@ -184,7 +184,9 @@ class Completion:
                 raise TokenizerMissingError
             else:
                 try:
-                    found.append(tokenizer.encode(prompt, add_bos=self._parent_id is None, most=most))
+                    found.append(
+                        tokenizer.encode(prompt, add_bos=self._parent_id is None, token_limit=token_limit)
+                    )
                 except ContextLengthError as error:
                     raise as_api_error(error, {"prompt": self._field(index)}) from error
                 except InvalidRequestError as error:

@@ -58,7 +58,7 @@ class RequestContext:
 
 
 def request_context(
-    services: Services, owner: str, body: ContextFields, *, durable: bool, most: int | None = None
+    services: Services, owner: str, body: ContextFields, *, durable: bool, token_limit: int | None = None
 ) -> RequestContext:
     """Return the context of a request.
 
@@ -67,7 +67,7 @@ def request_context(
       owner: the key owner of the request.
       body: its fields.
       durable: whether its turn is stored.
-      most: maximum number of context tokens; None for no limit.
+      token_limit: maximum number of context tokens; None for no limit.
 
     Raises ApiError 400 and 404, UnknownRecordError.
     """
@@ -90,7 +90,9 @@ def request_context(
     if body.previous_response_id is not None:
         turn_id, past_messages = _previous(services, owner, body, body.previous_response_id)
         if past_messages is None:
-            find = _by_turn(services, owner, turn_id, messages, durable, body.previous_response_id, most)
+            find = _by_turn(
+                services, owner, turn_id, messages, durable, body.previous_response_id, token_limit
+            )
             num_tokens = services.resolver.index.num_tokens(owner, turn_id)
         else:
             messages = [*_instructions(body.instructions), *past_messages, *messages]
@@ -100,7 +102,7 @@ def request_context(
             raise ApiError(400, "missing_required_parameter", "input is missing.", param="input")
     num_characters = sum(len(message["content"]) for message in messages)
     return RequestContext(
-        find=find or _by_messages(services, owner, messages, durable, most),
+        find=find or _by_messages(services, owner, messages, durable, token_limit),
         num_characters=num_characters,
         thought=CpuTicket(
             is_long(num_characters, len(messages), num_tokens), find is not None or has_reply(messages)
@@ -193,12 +195,17 @@ def _by_turn(
     messages: Sequence[Message],
     durable: bool,
     response_id: str,
-    most: int | None,
+    token_limit: int | None,
 ) -> Callable[[Memory], ResolvedContext]:
     def find(memory: Memory) -> ResolvedContext:
         try:
             found: ResolvedContext = services.resolver.resolve_after(
-                owner, turn_id, messages, epoch=services.engine.epoch, durable=durable, most=most
+                owner,
+                turn_id,
+                messages,
+                epoch=services.engine.epoch,
+                durable=durable,
+                token_limit=token_limit,
             )
         except UnknownTurnError:
             raise unknown_previous(response_id) from None
@@ -210,14 +217,19 @@ def _by_turn(
 
 
 def _by_messages(
-    services: Services, owner: str, messages: Sequence[Message], durable: bool, most: int | None
+    services: Services, owner: str, messages: Sequence[Message], durable: bool, token_limit: int | None
 ) -> Callable[[Memory], ResolvedContext]:
     def find(memory: Memory) -> ResolvedContext:
         if memory is not Memory.ALL:
             services.metrics.rebuilt("turn_lost")
         try:
             found: ResolvedContext = services.resolver.resolve(
-                owner, messages, epoch=services.engine.epoch, durable=durable, memory=memory, most=most
+                owner,
+                messages,
+                epoch=services.engine.epoch,
+                durable=durable,
+                memory=memory,
+                token_limit=token_limit,
             )
         except ChatTemplateError as error:
             raise unwritable(error, (), "input") from error

@@ -20,7 +20,7 @@ from pensieve_jax.server.openai.responses.context import RequestContext, request
 from pensieve_jax.server.openai.responses.response import ResponseHead
 from pensieve_jax.server.openai.responses.retries import kept_key
 from pensieve_jax.server.openai.responses.schemas import CreateResponse, echo_of
-from pensieve_jax.server.turns.checks import check_num_tokens, most_tokens
+from pensieve_jax.server.turns.checks import check_num_tokens, context_token_limit
 from pensieve_jax.server.turns.items import reply_id, with_input_ids
 from pensieve_jax.server.turns.sampling import sampling_params
 from pensieve_jax.server.turns.stored import LIFETIME_S
@@ -57,7 +57,7 @@ class ResponsePlan:
         self.body_sha256 = body_sha256
         self.key = key
         self.context: RequestContext = request_context(
-            services, owner, body, durable=body.stores, most=most_tokens(services)
+            services, owner, body, durable=body.stores, token_limit=context_token_limit(services)
         )
         self.resolved: ResolvedContext | None = None
         self.head: ResponseHead | None = None
