@@ -33,7 +33,7 @@ _MAX_TURNS: Final = 1000
 _PREFIXES: Final = ("resp_", "chatcmpl-", "cmpl-")
 
 
-class OfResponse(Body):
+class ResponseIdBody(Body):
     """Request body that names a response."""
 
     response_id: str
@@ -104,7 +104,7 @@ async def forget_state(call: HttpRequest) -> HttpResponse:
 
 
 async def _on_turn(call: HttpRequest, name: str) -> Any:
-    response_id = (await call.decode(OfResponse)).response_id
+    response_id = (await call.decode(ResponseIdBody)).response_id
     turn_id = response_id
     for prefix in _PREFIXES:
         turn_id = turn_id.removeprefix(prefix)
@@ -121,7 +121,7 @@ async def stats(call: HttpRequest) -> HttpResponse:
     told = await engine.call("stats")
     tables = {
         **{name: num_rows() for name, num_rows in call.services.tables.items()},
-        "turns_in_engine": limits.num_inside,
+        "turns_in_engine": limits.num_in_engine,
         "turns_in_queue": limits.num_waiting,
         "owners_in_flight": limits.num_owners,
         "tasks": len(asyncio.all_tasks()),

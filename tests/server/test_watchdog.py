@@ -20,7 +20,7 @@ class Engine:
         self.gave_up = asyncio.Event()
         self.num_killed = 0
 
-    def kill_life(self) -> None:
+    def kill_process(self) -> None:
         self.num_killed += 1
 
 
@@ -77,7 +77,7 @@ def test_an_engine_that_is_given_up_has_serve_start_another_replica(replica):
 def test_a_life_that_is_killed_is_followed_by_another():
     async def work():
         async with fake_engine(FakeLives()) as engine:
-            engine.kill_life()
+            engine.kill_process()
             await until(lambda: engine.epoch == 2)
             assert engine.state == "ready" and not engine.gave_up.is_set()
 

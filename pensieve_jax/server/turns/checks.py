@@ -64,7 +64,7 @@ def previous_response(
     return record
 
 
-def unwritable(error: ChatTemplateError, messages: Sequence[Message], field: str) -> ApiError:
+def template_error(error: ChatTemplateError, messages: Sequence[Message], field: str) -> ApiError:
     """Return a 400 for messages that the chat template rejects.
 
     `param` is `field`, or the first role in it that few templates accept.

@@ -215,7 +215,7 @@ def test_what_is_too_long_does_not_get_as_far_as_the_engine(front, path, body, p
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
     assert answer["error"]["param"] == param
     assert not front.engine.turns and not front.engine.changes
-    assert front.services.limits.num_inside == 0 and not front.responses.locks
+    assert front.services.limits.num_in_engine == 0 and not front.responses.locks
 
 
 @pytest.mark.parametrize(("path", "body", "param"), TOO_LONG[:4], ids=range(4))

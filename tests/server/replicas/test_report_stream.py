@@ -165,7 +165,7 @@ def test_whoever_feeds_a_stream_that_was_left_is_told():
                 await stream.send(b"read")
                 await stream.send(b"not read")
                 assert await inbox.take() == b"read"
-                inbox.leave()
+                inbox.close()
                 assert await all_of(inbox) == []
                 with pytest.raises(FrontLostError, match="closed the result stream"):
                     while True:

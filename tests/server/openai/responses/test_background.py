@@ -322,15 +322,15 @@ def test_what_was_left_is_run_though_the_history_refused_at_first(tmp_path, monk
     with LiveServer(path) as server, server.client() as client:
         queued = client.responses.create(input="hi", background=True)
         turn_of(server)
-    settle, refused = BackgroundResponses.settle, []
+    reconcile, refused = BackgroundResponses.reconcile, []
 
     async def refuse(background):
         if len(refused) < num_times:
             refused.append(background)
             raise HistoryMismatchError("The database has another model's tables.")
-        await settle(background)
+        await reconcile(background)
 
-    monkeypatch.setattr(BackgroundResponses, "settle", refuse)
+    monkeypatch.setattr(BackgroundResponses, "reconcile", refuse)
     monkeypatch.setattr(background, "RETRY_S", 0.01)
     with LiveServer(path, start_s=START_S + 5) as server, server.client() as client:
         feed(server, turn_of(server), "hello", end=True)
@@ -343,7 +343,7 @@ def test_that_nothing_left_is_run_any_more_is_told(tmp_path, monkeypatch, caplog
     async def broken(background):
         raise KeyError("nobody expected it")
 
-    monkeypatch.setattr(BackgroundResponses, "settle", broken)
+    monkeypatch.setattr(BackgroundResponses, "reconcile", broken)
     with LiveServer(tmp_path / "history.sqlite"):
         wait_until(lambda: "restart the server" in caplog.text)
 

@@ -260,7 +260,7 @@ def test_a_turn_that_fails(server, post, error, status, code):
     server.on_loop(lambda: server.engine.refuse.append(error))
     seen, body, _ = post("/responses", {"input": "hi"})
     assert (seen, body["error"]["code"]) == (status, code)
-    assert server.on_loop(lambda: server.harness.services.limits.num_inside) == 0
+    assert server.on_loop(lambda: server.harness.services.limits.num_in_engine) == 0
 
 
 def test_a_turn_that_fails_in_a_stream(server):

@@ -73,7 +73,7 @@ def looked(server):
     """When it has looked for what others have left, from now on."""
 
     async def look() -> None:
-        await server.responses.background.settle()
+        await server.responses.background.reconcile()
 
     server.wait_for(look())
 
