@@ -53,7 +53,7 @@ class LayerStatics:
     mesh: Mesh
     backend: str
     sums: SumSpec | None = None  # None uses the compiler's sums
-    few_rows: str = XLA  # the back end that multiplies small batches with weights
+    small_batch_backend: str = XLA  # the back end that multiplies small batches with weights
 
 
 @functools.partial(jax.jit, static_argnames=("statics",))
@@ -115,7 +115,7 @@ def run_layers(
     if statics.sums is not None:
         assert table is not None
         sums = AllReduce(statics.sums, table, statics.mesh)
-    with summing(sums), multiplying_by(statics.few_rows):
+    with summing(sums), multiplying_by(statics.small_batch_backend):
         hidden = model.run_layers(hidden, plan["positions"], attention, 0, statics.num_layers)
     return attention.kv_pages, constrain(hidden, statics.mesh)
 

@@ -80,7 +80,7 @@ class StepPrograms:
         cutoff_backend: str,
         num_top: int,
         exchange: Exchange,
-        few_rows: str,
+        small_batch_backend: str,
     ) -> None:
         """Keep the inputs of the programs.
 
@@ -94,7 +94,7 @@ class StepPrograms:
           cutoff_backend: the back end that searches for the sampler's cutoffs.
           num_top: number of most likely ids that a sampler returns.
           exchange: the implementation that adds up the devices' partial sums.
-          few_rows: the back end that multiplies small batches with weights.
+          small_batch_backend: the back end that multiplies small batches with weights.
         """
         self._config, self._storage = model.config, storage
         self._front, self.front = ModelStructure.split(model, model.front)
@@ -105,7 +105,11 @@ class StepPrograms:
         self._layers = {len(layers): part for layers, part in zip(storage.groups, split, strict=True)}
         self._layouts, self._tile_specs, self._mesh = layouts, tile_specs, mesh
         self._backend, self._cutoff_backend, self._num_top = backend, cutoff_backend, num_top
-        self._sums, self._exchanged, self._few_rows = exchange.sums, exchange.arrays, few_rows
+        self._sums, self._exchanged, self._small_batch_backend = (
+            exchange.sums,
+            exchange.arrays,
+            small_batch_backend,
+        )
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self.max_num_samples = max(layout.max_num_samples for layout in layouts.values())
         self._sampler_layouts = {layout.max_num_samples: layout for layout in layouts.values()}
@@ -145,7 +149,7 @@ class StepPrograms:
             self._mesh,
             self._backend,
             self._sums,
-            self._few_rows,
+            self._small_batch_backend,
         )
         pool: Any = jax.ShapeDtypeStruct(storage.shape, storage.dtype, sharding=storage.sharding)
         given = leaves, [pool] * num_layers, self._hidden(bucket), self._words(bucket), *self._exchanged[:1]

@@ -49,7 +49,7 @@ class InFlight:
         return bool(self.target) and all(map(is_ready, self.target))
 
 
-class Mover:
+class CopyDispatcher:
     """Starts of copies and waits for them.
 
     Attributes:
@@ -122,7 +122,7 @@ def is_ready(array: Any) -> bool:
     return array is None or array.is_ready()
 
 
-def part(
+def partition(
     transfers: Iterable[InFlight], is_chosen: Callable[[InFlight], bool]
 ) -> tuple[deque[InFlight], deque[InFlight]]:
     """Return the chosen transfers and the others, both in order."""
