@@ -303,7 +303,7 @@ class ChunkStore:
             if sequence.role is not Role.RUNNING:
                 self.trim(sequence)
 
-    # Inside
+    # Private methods
 
     def _enter(self, sequence: CachedSequence, role: Role) -> None:
         self._num_roles += 1

@@ -349,7 +349,7 @@ class CacheManager:
         """Assert that states, places, copies, counts and roles agree."""
         check_store(self._store, self.chunk_tokens)
 
-    # Inside
+    # Private methods
 
     def _set_bucket(self, sequence: CachedSequence, bucket: int) -> None:
         """Set the bucket of a sequence and of its trunks; all may be idle by now."""

@@ -106,7 +106,7 @@ class SharedChunks:
             else:
                 sequence = trunk
 
-    # Inside
+    # Private methods
 
     def _unpin_from(self, trunk: CachedSequence | None) -> None:
         while trunk is not None:

@@ -153,7 +153,7 @@ class BranchTable:
             del self._by_owner[branch.owner]
         self._chunks.leave(branch)
 
-    # Inside
+    # Private methods
 
     def _behind(self, owner: str, parent_id: str, durable: bool) -> TurnPosition:
         """Return the position of turns with this parent, from memory or from the history."""

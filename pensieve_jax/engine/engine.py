@@ -312,7 +312,7 @@ class Engine:
             self._closed = True
             self._store.close()
 
-    # Inside
+    # Private methods
 
     def _check_usable(self) -> None:
         """Raise if closed or called from another thread; then clean up after interrupts and dropped turns."""

@@ -235,7 +235,7 @@ class ForkScenario:
         if copy_id in store.flights or copy_id in store.detached_copies:
             self.cache.manager.complete([copy_id])
 
-    # Inside
+    # Private methods
 
     def _one(self, role: Role | None = None) -> CachedSequence | None:
         found = [sequence for sequence in self.tokens if role in (None, sequence.role)]

@@ -169,7 +169,7 @@ class FakeTransfers:
             used = self._targets.keys() & pages
             assert not used, f"a step uses pages {sorted(used)}, which are being copied to"
 
-    # Inside
+    # Private methods
 
     def _check_new(self, copy: ChunkCopy) -> None:
         assert copy.copy_id not in self._used_ids, f"copy id {copy.copy_id} is used twice"

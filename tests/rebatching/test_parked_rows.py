@@ -46,7 +46,7 @@ def test_nobody_leaves_ahead_of_need_who_is_served_sooner(num_rows, parked):
     launches: list[Launch] = []
     shelf.begin_to_make_room(num_rows * ROW_BYTES, query(3), launches)
     assert launches == [Park(serial, waits=False) for serial in parked]
-    assert [one.place for one in rows[:2]] == [KVLocation.DEVICE, KVLocation.DEVICE]
+    assert [one.location for one in rows[:2]] == [KVLocation.DEVICE, KVLocation.DEVICE]
 
 
 def test_a_row_of_its_own_does_not_leave_for_a_newcomer():
@@ -54,7 +54,7 @@ def test_a_row_of_its_own_does_not_leave_for_a_newcomer():
     shelf = shelf_of([newcomer], room=1)
     launches: list[Launch] = []
     shelf.begin_to_make_room(ROW_BYTES, newcomer, launches)
-    assert not launches and newcomer.place is KVLocation.DEVICE
+    assert not launches and newcomer.location is KVLocation.DEVICE
 
 
 @pytest.mark.parametrize(("num_host_rows", "parked"), [(0, []), (1, [5]), (2, [5, 4]), (3, [5, 4])])
@@ -72,22 +72,22 @@ def test_a_row_that_leaves_takes_both_memories_until_its_copy_is_done():
     shelf = shelf_of([one, other], room=2)
     launches: list[Launch] = []
     shelf.begin_to_make_room(ROW_BYTES, query(0), launches)
-    assert other.place is KVLocation.LEAVING
+    assert other.location is KVLocation.LEAVING
     assert (shelf.device_bytes, shelf.host_bytes) == (2 * ROW_BYTES, ROW_BYTES)
     shelf.settle(lambda serial: False)
-    assert other.place is KVLocation.LEAVING
+    assert other.location is KVLocation.LEAVING
     shelf.settle(lambda serial: True)
-    assert other.place is KVLocation.HOST and one.place is KVLocation.DEVICE
+    assert other.location is KVLocation.HOST and one.location is KVLocation.DEVICE
     assert (shelf.device_bytes, shelf.host_bytes) == (ROW_BYTES, ROW_BYTES)
 
 
 def test_a_row_comes_back():
     one = query(1)
     shelf = shelf_of([one])
-    one.place = KVLocation.HOST
+    one.location = KVLocation.HOST
     launches: list[Launch] = []
     shelf.bring(one, launches)
-    assert launches == [Return(1)] and one.place is KVLocation.DEVICE
+    assert launches == [Return(1)] and one.location is KVLocation.DEVICE
     assert (shelf.device_bytes, shelf.host_bytes) == (ROW_BYTES, 0)
 
 
@@ -105,10 +105,10 @@ def test_who_is_leaving_already_is_waited_for_first():
     """No other row leaves where that is enough."""
     leaving, other = query(1), query(2)
     shelf = shelf_of([leaving, other], room=2)
-    leaving.place = KVLocation.LEAVING
+    leaving.location = KVLocation.LEAVING
     launches: list[Launch] = []
     assert shelf.make_room(ROW_BYTES, launches)
-    assert launches == [Park(1, waits=True)] and other.place is KVLocation.DEVICE
+    assert launches == [Park(1, waits=True)] and other.location is KVLocation.DEVICE
 
 
 @pytest.mark.parametrize("place", [KVLocation.DEVICE, KVLocation.LEAVING])
@@ -116,10 +116,10 @@ def test_who_is_kept_takes_its_room(place):
     """Others leave for it. Where that is not enough, `make_room` returns False."""
     kept, other = query(2), query(1)
     shelf = shelf_of([kept, other], room=2)
-    kept.place = place
+    kept.location = place
     launches: list[Launch] = []
     assert shelf.make_room(ROW_BYTES, launches, keep=kept)
-    assert launches == [Park(1, waits=False), Park(1, waits=True)] and kept.place is place
+    assert launches == [Park(1, waits=False), Park(1, waits=True)] and kept.location is place
     assert not shelf.make_room(2 * ROW_BYTES, launches, keep=kept)
 
 
@@ -139,11 +139,11 @@ def test_as_few_in_host_memory_are_given_up_as_needed():
     newcomer = query(3)
     shelf = shelf_of([*there, newcomer], num_host_rows=3, room=1)
     for one in there:
-        one.place = KVLocation.HOST
+        one.location = KVLocation.HOST
     launches: list[Launch] = []
     assert shelf.make_room(ROW_BYTES, launches)
     assert launches == [FreeRow(5), Park(3, waits=False), Park(3, waits=True)]
-    assert [one.place for one in there] == [KVLocation.HOST, KVLocation.HOST, KVLocation.NOWHERE]
+    assert [one.location for one in there] == [KVLocation.HOST, KVLocation.HOST, KVLocation.NOT_COMPUTED]
 
 
 def test_who_is_given_up_is_on_no_shelf():
@@ -151,4 +151,4 @@ def test_who_is_given_up_is_on_no_shelf():
     shelf = shelf_of([one])
     launches: list[Launch] = []
     shelf.drop(one, launches)
-    assert launches == [FreeRow(1)] and one.place is KVLocation.NOWHERE and not len(shelf)
+    assert launches == [FreeRow(1)] and one.location is KVLocation.NOT_COMPUTED and not len(shelf)

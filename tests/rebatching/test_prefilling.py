@@ -54,7 +54,7 @@ def test_prompts_of_rows_of_one_length_share_a_program(most, found):
 def test_who_has_a_row_or_tokens_on_their_way_shares_no_program():
     prefilling, _ = prefilling_of()
     queries = [query(serial) for serial in range(1, 5)]
-    queries[1].place, queries[2].num_sampled = KVLocation.DEVICE, 1
+    queries[1].location, queries[2].num_sampled = KVLocation.DEVICE, 1
     assert [is_ready(one) for one in queries] == [True, False, False, True]
     assert prefilling.similar_to(queries[0], line_of(queries), 9) == [queries[3]]
 
@@ -93,7 +93,7 @@ def test_a_prefill_by_hand():
         "sample_position": [3, 2, 0],
     }
     assert [one.num_sampled for one in queries] == [1, 1]
-    assert shelf.device_bytes == 2 * ROW_BYTES and all(one.place is KVLocation.DEVICE for one in queries)
+    assert shelf.device_bytes == 2 * ROW_BYTES and all(one.location is KVLocation.DEVICE for one in queries)
 
 
 def test_a_single_prompt_takes_the_small_program():
@@ -153,7 +153,7 @@ def test_ending_ids_are_banned_until_enough_tokens_are_there(num_sampled, is_ban
 
 
 @pytest.mark.parametrize(
-    ("params", "needs"),
+    ("params", "sampler_mode"),
     [
         ({}, SamplerMode()),
         ({"temperature": 0.0, "top_k": 5, "top_p": 0.5}, SamplerMode()),
@@ -164,9 +164,9 @@ def test_ending_ids_are_banned_until_enough_tokens_are_there(num_sampled, is_ban
         ({"logprobs": 1}, SamplerMode(top_logprobs=True)),
     ],
 )
-def test_what_a_row_needs_of_the_sampler(params, needs):
+def test_what_a_row_needs_of_the_sampler(params, sampler_mode):
     words = PackedStep(WordsLayout(2, 3))
     words.add(0, query(1, **{"temperature": 0.0, **params}), 0, 1, 1)
-    assert words.needs == needs
+    assert words.sampler_mode == sampler_mode
     words.add(1, query(2, temperature=0.0), 0, 1, 1)
-    assert words.needs == needs, "another row needs no less"
+    assert words.sampler_mode == sampler_mode, "another row needs no less"

@@ -57,12 +57,12 @@ def test_full_host_memory_keeps_those_that_are_served_sooner():
         shelf.put(one, 32)
     room = 3 * ROW_BYTES
     assert shelf.make_room(ROW_BYTES, launches, room_bytes=room)
-    assert launches == [Park(3, waits=False), Park(3, waits=True)] and late.place is KVLocation.HOST
+    assert launches == [Park(3, waits=False), Park(3, waits=True)] and late.location is KVLocation.HOST
 
     assert shelf.make_room(2 * ROW_BYTES, launches, room_bytes=room)
     assert launches[2:] == [FreeRow(3), Park(2, waits=False), Park(2, waits=True)]
-    assert (late.place, sooner.place, soonest.place) == (
-        KVLocation.NOWHERE,
+    assert (late.location, sooner.location, soonest.location) == (
+        KVLocation.NOT_COMPUTED,
         KVLocation.HOST,
         KVLocation.DEVICE,
     )
@@ -72,7 +72,9 @@ def test_full_host_memory_keeps_those_that_are_served_sooner():
 
     shelf.put(late, 32)
     assert shelf.make_room(3 * ROW_BYTES, launches, room_bytes=room)
-    assert launches[8:] == [FreeRow(3)] and soonest.place is KVLocation.HOST  # nobody there is served later
+    assert (
+        launches[8:] == [FreeRow(3)] and soonest.location is KVLocation.HOST
+    )  # nobody there is served later
 
 
 def test_who_is_kept_is_not_given_up_in_host_memory():
@@ -85,10 +87,10 @@ def test_who_is_kept_is_not_given_up_in_host_memory():
         shelf.put(one, 32)
     room = 2 * ROW_BYTES
     assert shelf.make_room(ROW_BYTES, launches, room_bytes=room)
-    assert kept.place is KVLocation.HOST and shelf.host_bytes == of.host_bytes
+    assert kept.location is KVLocation.HOST and shelf.host_bytes == of.host_bytes
     launches.clear()
     assert shelf.make_room(2 * ROW_BYTES, launches, room_bytes=room, keep=kept)
-    assert launches == [FreeRow(1)] and kept.place is KVLocation.HOST
+    assert launches == [FreeRow(1)] and kept.location is KVLocation.HOST
 
 
 @pytest.mark.parametrize(("priority", "is_spared"), [(1, True), (0, False)])

@@ -138,7 +138,7 @@ class RayReplicaStream:
         if not self._has_ended and not self._waiting.done():
             self._call.cancel()
 
-    # Inside
+    # Private methods
 
     async def _wait(self) -> None:
         """Wait for the call; its error ends the stream, unless the stream has already ended."""

@@ -91,7 +91,7 @@ class RetryingSubmission:
         for reply in self.replies:
             self.cancel(reply)
 
-    # Inside
+    # Private methods
 
     def _left(self) -> list[int]:
         return [number for number, reply in enumerate(self.replies) if not reply.done]

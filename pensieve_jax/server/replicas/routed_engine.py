@@ -190,7 +190,7 @@ class RoutedEngine:
             except PensieveError as error:
                 _log.warning("the reports of the replicas could not be fetched: %s", error)
 
-    # Inside
+    # Private methods
 
     def _own_stats(self) -> dict[str, Any]:
         """Return the counters that only the front end of several replicas has."""

@@ -195,7 +195,7 @@ class Front:
             return str(error)
         return None
 
-    # Inside
+    # Private methods
 
     def _application(self) -> ASGIApp:
         engine = cast(EngineService, self._engine)

@@ -64,7 +64,7 @@ class StartReport:
         if self._now_s() - self._said_s >= SILENCE_S:
             self._tell(f"waiting for {self._what_is_left(status)}, {self._passed} so far")
 
-    # Inside
+    # Private methods
 
     def _what_is_left(self, status: AppStatus) -> str:
         left = range(status.num_ready + 1, self._num_replicas + 1)

@@ -142,7 +142,7 @@ class GraphBatching:
     def remove_dropped(self, kind: int) -> None:
         """Nothing to do: what was dropped is left out when its task comes, which runs without it."""
 
-    def told(self, ended: list[CellRequest]) -> list[CellRequest]:
+    def reportable(self, ended: list[CellRequest]) -> list[CellRequest]:
         """Requests are told when their whole batch has ended."""
         self._to_tell += ended
         told = [one for one in self._to_tell if one.serial not in self._running]

@@ -68,7 +68,9 @@ class Padding(GraphBatching):
         """Raise GraphError unless each request is a chain, or chains one behind the other."""
         is_last = np.diff(parts.sub_request, append=-1) != 0
         behind = np.where(is_last, NONE, np.arange(1, len(is_last) + 1))
-        is_no_chain = parts.is_bent & (parts.sub_num_nodes > 1)  # of one node it is one, whatever it reads
+        is_no_chain = parts.is_irregular & (
+            parts.sub_num_nodes > 1
+        )  # of one node it is one, whatever it reads
         wrong = np.flatnonzero(is_no_chain | (parts.sub_consumer != behind))
         if len(wrong):
             place = int(parts.sub_request[wrong[0]])
