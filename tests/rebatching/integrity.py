@@ -19,18 +19,18 @@ from pensieve_jax.rebatching.queue import rank
 def check_integrity(loop: RebatchingLoop, config: RebatchingConfig, lattice: Lattice) -> None:
     """Raise AssertionError for whatever is not as it should be."""
     scheduler = loop.scheduler
-    ring, line, shelf = scheduler.ring, scheduler.queue, scheduler.parked
+    ring, queue, parked = scheduler.ring, scheduler.queue, scheduler.parked
     if ring.shape is not None:
         assert ring.shape in lattice.shapes
         assert ring.span <= ring.shape.length, "a row is longer than the ring"
-    beside = [size for query, size in shelf.sizes.items() if query.location is not KVLocation.HOST]
+    beside = [size for query, size in parked.sizes.items() if query.location is not KVLocation.HOST]
     ring_bytes = 0 if ring.shape is None else lattice.row_bytes(ring.shape.batch * ring.shape.length)
     assert loop.kv_bytes == ring_bytes + sum(beside) <= lattice.kv_bytes, "the budget is exceeded"
-    assert shelf.host_bytes <= config.host_bytes, "the budget of host memory is exceeded"
-    waiting = list(line)
+    assert parked.host_bytes <= config.host_bytes, "the budget of host memory is exceeded"
+    waiting = list(queue)
     assert waiting == sorted(waiting, key=rank)
-    assert all(query.location in _ON_SHELF for query in shelf.sizes)
-    assert {query for query in waiting if query.location is not KVLocation.NOT_COMPUTED} == set(shelf.sizes)
+    assert all(query.location in _PARKED for query in parked.sizes)
+    assert {query for query in waiting if query.location is not KVLocation.NOT_COMPUTED} == set(parked.sizes)
     in_ring = [query for _, query in ring.held]
     assert len(set(in_ring)) == len(in_ring)
     for row, query in ring.held:
@@ -48,7 +48,7 @@ def check_integrity(loop: RebatchingLoop, config: RebatchingConfig, lattice: Lat
         assert not query.done and len(query.token_ids) <= query.num_sampled <= query.max_num_tokens
 
 
-_ON_SHELF = (KVLocation.DEVICE, KVLocation.LEAVING, KVLocation.HOST)
+_PARKED = (KVLocation.DEVICE, KVLocation.LEAVING, KVLocation.HOST)
 
 
 def _check_row(loop: RebatchingLoop, config: RebatchingConfig, query: Query) -> None:
@@ -74,7 +74,7 @@ def check_urgent_first(loop: RebatchingLoop) -> None:
     shaped = [launch.serial for launch in scheduler._launches if isinstance(launch, Shape)]
     if shaped:
         assert rank(loop.queries[shaped[0]]) < rank(head), "a prompt was shaped before a more urgent query"
-    elif head.location in _ON_SHELF:
+    elif head.location in _PARKED:
         assert scheduler._fitting.victims_for(head) is None, "a more urgent query waits"
         assert scheduler._fitting.shape_with(head) is None, "a query waits that fits"
 

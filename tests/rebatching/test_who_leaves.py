@@ -1,4 +1,4 @@
-"""Who gives up memory or a row for whom: the shelf and the choice of victims, without a loop."""
+"""Who gives up memory or a row for whom: parked rows and the choice of victims, without a loop."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ def config(
 def test_full_host_memory_keeps_those_that_are_served_sooner():
     """Of the two that are to leave, one finds room where somebody is who is served later still."""
     of = config(6, num_host_rows=1)
-    shelf = ParkedRows(lattice(of), of.host_bytes)
+    parked = ParkedRows(lattice(of), of.host_bytes)
     late, sooner, soonest = query(3), query(2), query(1)
     launches: list[Launch] = []
     for one in (late, sooner, soonest):
-        shelf.put(one, 32)
+        parked.put(one, 32)
     room = 3 * ROW_BYTES
-    assert shelf.make_room(ROW_BYTES, launches, room_bytes=room)
+    assert parked.make_room(ROW_BYTES, launches, room_bytes=room)
     assert launches == [Park(3, waits=False), Park(3, waits=True)] and late.location is KVLocation.HOST
 
-    assert shelf.make_room(2 * ROW_BYTES, launches, room_bytes=room)
+    assert parked.make_room(2 * ROW_BYTES, launches, room_bytes=room)
     assert launches[2:] == [FreeRow(3), Park(2, waits=False), Park(2, waits=True)]
     assert (late.location, sooner.location, soonest.location) == (
         KVLocation.NOT_COMPUTED,
@@ -67,11 +67,11 @@ def test_full_host_memory_keeps_those_that_are_served_sooner():
         KVLocation.DEVICE,
     )
 
-    assert shelf.make_room(3 * ROW_BYTES, launches, room_bytes=room)
+    assert parked.make_room(3 * ROW_BYTES, launches, room_bytes=room)
     assert launches[5:] == [FreeRow(2), Park(1, waits=False), Park(1, waits=True)]
 
-    shelf.put(late, 32)
-    assert shelf.make_room(3 * ROW_BYTES, launches, room_bytes=room)
+    parked.put(late, 32)
+    assert parked.make_room(3 * ROW_BYTES, launches, room_bytes=room)
     assert (
         launches[8:] == [FreeRow(3)] and soonest.location is KVLocation.HOST
     )  # nobody there is served later
@@ -80,16 +80,16 @@ def test_full_host_memory_keeps_those_that_are_served_sooner():
 def test_who_is_kept_is_not_given_up_in_host_memory():
     """Though it is served later than whoever would find room there."""
     of = config(6, num_host_rows=1)
-    shelf = ParkedRows(lattice(of), of.host_bytes)
+    parked = ParkedRows(lattice(of), of.host_bytes)
     kept, sooner = query(2), query(1)
     launches: list[Launch] = []
     for one in (kept, sooner):
-        shelf.put(one, 32)
+        parked.put(one, 32)
     room = 2 * ROW_BYTES
-    assert shelf.make_room(ROW_BYTES, launches, room_bytes=room)
-    assert kept.location is KVLocation.HOST and shelf.host_bytes == of.host_bytes
+    assert parked.make_room(ROW_BYTES, launches, room_bytes=room)
+    assert kept.location is KVLocation.HOST and parked.host_bytes == of.host_bytes
     launches.clear()
-    assert shelf.make_room(2 * ROW_BYTES, launches, room_bytes=room, keep=kept)
+    assert parked.make_room(2 * ROW_BYTES, launches, room_bytes=room, keep=kept)
     assert launches == [FreeRow(1)] and kept.location is KVLocation.HOST
 
 
