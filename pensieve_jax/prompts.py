@@ -142,7 +142,7 @@ class PromptEncoder:
         messages = check_messages(beginning, "prefix")
         return self._format().prefix_token_ids(messages), messages
 
-    # Inside
+    # Private methods
 
     def _encode(self, prompt: object, field: str, *, add_bos: bool) -> Sequence[int]:
         if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, str | bytes):

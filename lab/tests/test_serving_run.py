@@ -14,7 +14,7 @@ import pytest
 from lab.tests.serving_fakes import Ticker, TickServer, session, users
 from model_defs import preset
 from pensieve_jax import CacheConfig, ConfigError, Usage
-from pensieve_jax.cache import Copy
+from pensieve_jax.cache import ChunkCopy
 from pensieve_jax.device.kv_storage import chunk_bytes
 from pensieve_jax.engine.transfers import Ended
 from pensieve_lab.workload import Answer, UserTurn
@@ -328,12 +328,12 @@ def test_which_part_of_the_host_a_second_belongs_to(tmp_path):
     runner = serving_steps.TimedRunner(scripted, ticker)
     transfers, parts = runner.transfers, runner.parts
     handle = runner.dispatch(Plan(64, 40))
-    for copies in ([Copy(1, 0, 0)], []):
+    for copies in ([ChunkCopy(1, 0, 0)], []):
         parts.lap("users" if runner.in_flight else "idle")
         assert not transfers.completed().arrived
         ticker.now_s += 3.0  # the scheduler
         transfers.swap_out(copies)
-        transfers.swap_in([Copy(2, 1, 1), Copy(3, 2, 2)] if copies else [])
+        transfers.swap_in([ChunkCopy(2, 1, 1), ChunkCopy(3, 2, 2)] if copies else [])
         transfers.expedite([3] if copies else [])
         ticker.now_s += 0.5  # the plan
         parts.work["submitted"] += 1
@@ -379,9 +379,9 @@ def test_copies_of_a_reset_runner_are_nobodys():
     timed = serving_steps.TimedTransfers(
         ScriptedTransfers(ticker), load("pensieve_lab.serving.host_parts").HostParts(ticker), ticker
     )
-    timed.swap_in([Copy(1, 0, 0)])
+    timed.swap_in([ChunkCopy(1, 0, 0)])
     timed.forget()
-    timed.swap_out([Copy(2, 0, 0)])
+    timed.swap_out([ChunkCopy(2, 0, 0)])
     assert not timed._asked_in_s and list(timed._asked_out_s) == [2]
 
 

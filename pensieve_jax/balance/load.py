@@ -86,7 +86,9 @@ class Speeds:
         later_s = compute_tokens * self.token_s + self.output_tokens * self.context_token_s * num_tokens
         return load.num_turns * later_s
 
-    def cost_s(self, load: Load, asked: IncomingTurn, compute_tokens: int, others: float = 1.0) -> float:
-        """Return the sum of both; a second of other turns counts `others` seconds."""
+    def cost_s(
+        self, load: Load, asked: IncomingTurn, compute_tokens: int, others_weight: float = 1.0
+    ) -> float:
+        """Return the sum of both; a second of other turns counts `others_weight` seconds."""
         own_s = self.seconds(load, compute_tokens)
-        return own_s + others * self.seconds_of_others(load, asked, compute_tokens)
+        return own_s + others_weight * self.seconds_of_others(load, asked, compute_tokens)

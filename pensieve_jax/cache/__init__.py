@@ -1,6 +1,6 @@
 """The KV cache of all conversations over two tiers of memory, and its eviction. It does not import jax."""
 
-from pensieve_jax.cache.drops import Copy, Drop, DropReason
+from pensieve_jax.cache.drops import ChunkCopy, ChunkDrop, DropReason
 from pensieve_jax.cache.manager import CacheManager
 from pensieve_jax.cache.order.cost import AnalyticCostModel, CostModel
 from pensieve_jax.cache.order.learned_state import LearnedState
@@ -17,11 +17,11 @@ __all__ = [
     "AnalyticCostModel",
     "CacheManager",
     "CachedSequence",
+    "ChunkCopy",
+    "ChunkDrop",
     "ChunkEvent",
     "ChunkState",
-    "Copy",
     "CostModel",
-    "Drop",
     "DropReason",
     "EvictionClass",
     "EvictionPolicy",

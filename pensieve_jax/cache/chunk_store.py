@@ -1,8 +1,8 @@
 """The operations on single chunks in both tiers, and the counts that follow from them.
 
 Owns: the pages and slots, the sequences by role, the number of chunks by role and eviction class, and the
-copies in flight. A copy whose chunk was dropped or freed meanwhile is detached (`orphans`); it keeps its
-places until it completes.
+copies in flight. A copy whose chunk was dropped or freed meanwhile is detached (`detached_copies`); it keeps
+its places until it completes.
 Does not know: why an operation happens; the evictor chooses victims, and the manager admits requests.
 Called by `CacheManager`, `Evictor` and `SharedChunks`. They name a chunk by its owner and its index there.
 """
@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from pensieve_jax.cache.drops import Copy, DetachedCopy, Drop, DropReason
+from pensieve_jax.cache.drops import ChunkCopy, ChunkDrop, DetachedCopy, DropReason
 from pensieve_jax.cache.page_table import PageTable
-from pensieve_jax.cache.sequence import NUM_SHELVES, CachedSequence, Chunk, Role
+from pensieve_jax.cache.sequence import NUM_EVICTION_CLASSES, CachedSequence, Chunk, Role
 from pensieve_jax.cache.states import CONTESTED, ChunkEvent, ChunkState, EvictionClass, next_state
 from pensieve_jax.cache.tiers import TierPool
 
@@ -26,7 +26,7 @@ class ChunkStore:
       slots: slots of host memory.
       page_table: the pages of running sequences, by their `row`, as steps read them.
       members: sequences by role, in the order in which they took it, which makes ties reproducible.
-      num_on: number of own chunks by role of the sequence and eviction class.
+      num_by_class: number of own chunks by role of the sequence and eviction class.
       changed: for each evictable class, the sequences whose place in the eviction order must be updated: they
         became idle, or while idle were active or got a chunk of the class. `VictimOrder` removes them.
       num_copies_in, num_copies_out: copies in flight, detached ones included.
@@ -34,7 +34,7 @@ class ChunkStore:
     """
 
     def __init__(
-        self, num_pages: int, num_slots: int, chunk_tokens: int, on_drop: Callable[[Drop], None]
+        self, num_pages: int, num_slots: int, chunk_tokens: int, on_drop: Callable[[ChunkDrop], None]
     ) -> None:
         """Start with all pages and slots free; `on_drop` is called immediately for every drop."""
         self._on_drop = on_drop
@@ -42,19 +42,21 @@ class ChunkStore:
         self.slots = TierPool(num_slots)
         self.page_table = PageTable()
         self.members: dict[Role, dict[CachedSequence, None]] = {role: {} for role in Role}
-        self.num_on: dict[Role, list[int]] = {role: [0] * NUM_SHELVES for role in Role}
+        self.num_by_class: dict[Role, list[int]] = {role: [0] * NUM_EVICTION_CLASSES for role in Role}
         self.num_copies_in = 0
         self.num_copies_out = 0
         self.num_lost_copies = 0
         self._chunk_tokens = chunk_tokens
         self._flights: dict[int, tuple[CachedSequence, int]] = {}
-        self._orphans: dict[int, DetachedCopy] = {}
+        self._detached_copies: dict[int, DetachedCopy] = {}
         self._num_copies = 0
-        self._swap_outs: list[Copy] = []
-        self._swap_ins: list[Copy] = []
-        self._drops: list[Drop] = []
+        self._swap_outs: list[ChunkCopy] = []
+        self._swap_ins: list[ChunkCopy] = []
+        self._drops: list[ChunkDrop] = []
         self._num_roles = 0
-        self.changed: dict[EvictionClass, dict[CachedSequence, None]] = {shelf: {} for shelf in CONTESTED}
+        self.changed: dict[EvictionClass, dict[CachedSequence, None]] = {
+            eviction_class: {} for eviction_class in CONTESTED
+        }
 
     # Sequences
 
@@ -75,10 +77,10 @@ class ChunkStore:
     def set_role(self, sequence: CachedSequence, role: Role) -> None:
         """Move a sequence and its counts to the end of a role's members."""
         self._leave_role(sequence)
-        before, after = self.num_on[sequence.role], self.num_on[role]
-        for shelf, number in enumerate(sequence.num_on):
-            before[shelf] -= number
-            after[shelf] += number
+        before, after = self.num_by_class[sequence.role], self.num_by_class[role]
+        for eviction_class, number in enumerate(sequence.num_by_class):
+            before[eviction_class] -= number
+            after[eviction_class] += number
         self._enter(sequence, role)
 
     def set_active(self, sequence: CachedSequence, at_s: float) -> None:
@@ -114,17 +116,17 @@ class ChunkStore:
 
         Pages, slots and copies in flight stay as they are. Both sequences must list the chunks already.
         """
-        moved = [0] * NUM_SHELVES
+        moved = [0] * NUM_EVICTION_CLASSES
         for index in range(first, end):
             chunk = taker.chunks[index]
-            moved[chunk.shelf] += 1
+            moved[chunk.eviction_class] += 1
             if chunk.copy_id:
                 self._flights[chunk.copy_id] = taker, index
         for sequence, sign in ((giver, -1), (taker, 1)):
-            num_on = self.num_on[sequence.role]
-            for shelf, number in enumerate(moved):
-                sequence.num_on[shelf] += sign * number
-                num_on[shelf] += sign * number
+            num_by_class = self.num_by_class[sequence.role]
+            for eviction_class, number in enumerate(moved):
+                sequence.num_by_class[eviction_class] += sign * number
+                num_by_class[eviction_class] += sign * number
             if sequence.role is Role.IDLE:
                 self._note_changed(sequence)
 
@@ -176,14 +178,14 @@ class ChunkStore:
         self._apply(sequence, index, ChunkEvent.SWAP_OUT)
         chunk.slot = slot
         chunk.slot_tokens = sequence.num_tokens_of(index, self._chunk_tokens)
-        self._swap_outs.append(self._take_off(sequence, index))
+        self._swap_outs.append(self._begin_copy(sequence, index))
         self.num_copies_out += 1
 
     def swap_in(self, sequence: CachedSequence, index: int, page: int) -> None:
         """Begin to copy a chunk's slot to `page`."""
         self._apply(sequence, index, ChunkEvent.SWAP_IN)
         self._set_page(sequence, index, page)
-        self._swap_ins.append(self._take_off(sequence, index))
+        self._swap_ins.append(self._begin_copy(sequence, index))
         self.num_copies_in += 1
 
     def give_page(self, sequence: CachedSequence, index: int) -> None:
@@ -196,23 +198,23 @@ class ChunkStore:
         chunk = sequence.chunks[index]
         self._apply(sequence, index, ChunkEvent.GIVE_SLOT)
         if chunk.copy_id:
-            self._orphan(chunk, is_in=False)
+            self._detach(chunk, is_in=False)
         self._free_slot(chunk)
 
     def drop(self, sequence: CachedSequence, index: int, reason: DropReason, worth: float | None) -> None:
-        """Drop a chunk and report it; see `Drop` for `reason` and `worth`."""
+        """Drop a chunk and report it; see `ChunkDrop` for `reason` and `worth`."""
         self._discard(sequence, index)
         self._note_drop(sequence, index, reason, worth)
 
     # Copies
 
-    def take_copies(self) -> tuple[tuple[Copy, ...], tuple[Copy, ...]]:
+    def take_copies(self) -> tuple[tuple[ChunkCopy, ...], tuple[ChunkCopy, ...]]:
         """Return the copies out and the copies in that began since the last call."""
         outs, ins = tuple(self._swap_outs), tuple(self._swap_ins)
         self._swap_outs, self._swap_ins = [], []
         return outs, ins
 
-    def take_drops(self) -> tuple[Drop, ...]:
+    def take_drops(self) -> tuple[ChunkDrop, ...]:
         """Return the drops since the last call."""
         drops, self._drops = tuple(self._drops), []
         return drops
@@ -222,14 +224,14 @@ class ChunkStore:
         for copy_id in copy_ids:
             flight = self._flights.pop(copy_id, None)
             if flight is None:
-                orphan = self._orphans.pop(copy_id)
-                self._land(is_in=orphan.is_in)
-                self._free_orphan(orphan)
+                detached = self._detached_copies.pop(copy_id)
+                self._count_ended(is_in=detached.is_in)
+                self._free_detached(detached)
             else:
                 sequence, index = flight
                 chunk = sequence.chunks[index]
                 chunk.copy_id = 0
-                self._land(is_in=chunk.state is ChunkState.COPYING_IN)
+                self._count_ended(is_in=chunk.state is ChunkState.COPYING_IN)
                 self._apply(sequence, index, ChunkEvent.ARRIVE)
 
     def lose(self, copy_ids: Iterable[int]) -> None:
@@ -242,7 +244,7 @@ class ChunkStore:
             self.num_copies_out -= 1
             flight = self._flights.pop(copy_id, None)
             if flight is None:
-                self._free_orphan(self._orphans.pop(copy_id))
+                self._free_detached(self._detached_copies.pop(copy_id))
                 continue
             sequence, index = flight
             chunk = sequence.chunks[index]
@@ -257,10 +259,14 @@ class ChunkStore:
 
     def copies_of(self, sequence: CachedSequence) -> list[int]:
         """Return the copies that must complete before a sequence's own chunks can be read."""
-        shelves = (EvictionClass.ARRIVING, EvictionClass.DEPARTING)
-        if not any(sequence.num_on[shelf] for shelf in shelves):
+        classes = (EvictionClass.ARRIVING, EvictionClass.DEPARTING)
+        if not any(sequence.num_by_class[eviction_class] for eviction_class in classes):
             return []
-        return [chunk.copy_id for chunk in sequence.chunks[sequence.num_shared :] if chunk.shelf in shelves]
+        return [
+            chunk.copy_id
+            for chunk in sequence.chunks[sequence.num_shared :]
+            if chunk.eviction_class in classes
+        ]
 
     def copies_that_hold_pages(self) -> list[int]:
         """Return the copies in flight whose pages cannot be evicted before the copies complete."""
@@ -268,7 +274,7 @@ class ChunkStore:
         own = [
             i for i, (sequence, index) in self._flights.items() if sequence.chunks[index].state is arriving
         ]
-        return own + [copy_id for copy_id, orphan in self._orphans.items() if orphan.is_in]
+        return own + [copy_id for copy_id, detached in self._detached_copies.items() if detached.is_in]
 
     @property
     def flights(self) -> Mapping[int, tuple[CachedSequence, int]]:
@@ -276,18 +282,18 @@ class ChunkStore:
         return self._flights
 
     @property
-    def orphans(self) -> Mapping[int, DetachedCopy]:
+    def detached_copies(self) -> Mapping[int, DetachedCopy]:
         """Detached copies in flight, by copy id."""
-        return self._orphans
+        return self._detached_copies
 
     def lose_device(self) -> None:
         """Drop everything that only the device or a copy in flight held; slots stay valid."""
         self._swap_outs, self._swap_ins = [], []
-        for orphan in self._orphans.values():
-            self._free_orphan(orphan)
+        for detached in self._detached_copies.values():
+            self._free_detached(detached)
         for sequence, index in self._flights.values():
             sequence.chunks[index].copy_id = 0
-        self._orphans.clear()
+        self._detached_copies.clear()
         self._flights.clear()
         self.num_copies_in = self.num_copies_out = 0
         for sequence in self:
@@ -297,7 +303,7 @@ class ChunkStore:
             if sequence.role is not Role.RUNNING:
                 self.trim(sequence)
 
-    # Inside
+    # Private methods
 
     def _enter(self, sequence: CachedSequence, role: Role) -> None:
         self._num_roles += 1
@@ -317,44 +323,44 @@ class ChunkStore:
     def _apply(self, sequence: CachedSequence, index: int, event: ChunkEvent) -> None:
         chunk = sequence.chunks[index]
         state = chunk.state
-        before = state.shelf
+        before = state.eviction_class
         chunk.state = state = next_state(state, event)
-        after = state.shelf
+        after = state.eviction_class
         if after is before:
             return
         sequence.move(index, before, after)
         role = sequence.role
-        num_on = self.num_on[role]
-        num_on[before] -= 1
-        num_on[after] += 1
+        num_by_class = self.num_by_class[role]
+        num_by_class[before] -= 1
+        num_by_class[after] += 1
         if role is Role.IDLE and after in self.changed:
             self.changed[after][sequence] = None
 
     def _count_absent(self, sequence: CachedSequence, index: int, change: int) -> None:
         """Count `change` more absent chunks. `changed` is not updated: no order covers absent chunks."""
         sequence.count(index, EvictionClass.ABSENT, change)
-        self.num_on[sequence.role][EvictionClass.ABSENT] += change
+        self.num_by_class[sequence.role][EvictionClass.ABSENT] += change
 
     def _note_changed(self, sequence: CachedSequence) -> None:
         for changed in self.changed.values():
             changed[sequence] = None
 
-    def _take_off(self, sequence: CachedSequence, index: int) -> Copy:
+    def _begin_copy(self, sequence: CachedSequence, index: int) -> ChunkCopy:
         chunk = sequence.chunks[index]
         copy_id = chunk.copy_id = self._num_copies = self._num_copies + 1
         self._flights[copy_id] = sequence, index
-        return Copy(copy_id, chunk.page, chunk.slot)
+        return ChunkCopy(copy_id, chunk.page, chunk.slot)
 
-    def _land(self, *, is_in: bool) -> None:
+    def _count_ended(self, *, is_in: bool) -> None:
         if is_in:
             self.num_copies_in -= 1
         else:
             self.num_copies_out -= 1
 
-    def _orphan(self, chunk: Chunk, *, is_in: bool) -> None:
+    def _detach(self, chunk: Chunk, *, is_in: bool) -> None:
         """Detach a chunk's copy in flight; the copy keeps the places that it uses."""
         del self._flights[chunk.copy_id]
-        self._orphans[chunk.copy_id] = DetachedCopy(is_in, chunk.page if is_in else 0, chunk.slot)
+        self._detached_copies[chunk.copy_id] = DetachedCopy(is_in, chunk.page if is_in else 0, chunk.slot)
         chunk.copy_id = chunk.slot = 0
 
     def _discard(self, sequence: CachedSequence, index: int) -> None:
@@ -365,14 +371,14 @@ class ChunkStore:
         self._apply(sequence, index, ChunkEvent.CANCEL if reserved else ChunkEvent.DROP)
         if chunk.copy_id:
             is_in = before is ChunkState.COPYING_IN
-            self._orphan(chunk, is_in=is_in)
+            self._detach(chunk, is_in=is_in)
             if is_in:
                 self._set_page(sequence, index, 0)
         self._free_page(sequence, index)
         self._free_slot(chunk)
 
     def _note_drop(self, sequence: CachedSequence, index: int, why: DropReason, worth: float | None) -> None:
-        drop = Drop(sequence.sequence_id, index, why, worth)
+        drop = ChunkDrop(sequence.sequence_id, index, why, worth)
         self._drops.append(drop)
         self._on_drop(drop)
 
@@ -402,8 +408,8 @@ class ChunkStore:
             self.slots.free(chunk.slot)
             chunk.slot = 0
 
-    def _free_orphan(self, orphan: DetachedCopy) -> None:
-        if orphan.page:
-            self.pages.free(orphan.page)
-        if orphan.slot:
-            self.slots.free(orphan.slot)
+    def _free_detached(self, detached: DetachedCopy) -> None:
+        if detached.page:
+            self.pages.free(detached.page)
+        if detached.slot:
+            self.slots.free(detached.slot)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class ChunkDrop:
     """A chunk that was dropped.
 
     Attributes:
@@ -46,7 +46,7 @@ class DropReason(Enum):
     __hash__ = object.__hash__  # members are singletons; Enum's own hash is a Python function
 
 
-class Copy(NamedTuple):
+class ChunkCopy(NamedTuple):
     """A chunk's copy between a device page and a host slot.
 
     The list that contains it gives the direction. A `copy_id` is never reused.

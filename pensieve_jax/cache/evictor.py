@@ -54,9 +54,12 @@ class Evictor:
         self._num_ahead = max(1, min(_MAX_AHEAD, num_clean_pages // 4))
         self._max_num_copies = max_num_copies
         self._retrieval_priority = retrieval_priority
-        shelves = (*_BY_PRICE, EvictionClass.HOST)
-        self._orders = {shelf: VictimOrder(policy, shelf, store.changed[shelf]) for shelf in shelves}
-        self._num_idle_on = store.num_on[Role.IDLE]
+        classes = (*_BY_PRICE, EvictionClass.HOST)
+        self._orders = {
+            eviction_class: VictimOrder(policy, eviction_class, store.changed[eviction_class])
+            for eviction_class in classes
+        }
+        self._num_idle_by_class = store.num_by_class[Role.IDLE]
         self._now_s: float | None = None  # the time of the pass, read at its first use
         self._begun: set[EvictionClass] = set()  # classes whose orders were used in this pass
         self._lenders: Iterator[tuple[CachedSequence, int]] = self._chunks_on_both()
@@ -95,7 +98,7 @@ class Evictor:
         if not store.slots.num_places or (self._retrieval_priority and store.num_copies_in):
             return
         num_clean = store.pages.num_free + sum(
-            store.num_on[role][EvictionClass.CLEAN] for role in (Role.IDLE, Role.QUEUED)
+            store.num_by_class[role][EvictionClass.CLEAN] for role in (Role.IDLE, Role.QUEUED)
         )
         if num_clean >= self._num_clean_pages:
             return
@@ -119,7 +122,7 @@ class Evictor:
 
         Their chunks displace any idle chunk in host memory, but none of a queued request.
         """
-        indices = sorted(sequence.indices_on(EvictionClass.CLEAN) + sequence.indices_on(EvictionClass.DIRTY))[
+        indices = sorted(sequence.indices_of(EvictionClass.CLEAN) + sequence.indices_of(EvictionClass.DIRTY))[
             :max_num_chunks
         ]
         self._free_pages(sequence, indices, math.inf)
@@ -129,22 +132,22 @@ class Evictor:
 
     def _free_page(self, arrival: int) -> bool:
         """Free the pages of one victim group: idle chunks first, then those of later arrivals."""
-        for shelf in _BY_PRICE:
-            victim = self._victim(shelf)
+        for eviction_class in _BY_PRICE:
+            victim = self._victim(eviction_class)
             if victim is not None:
                 self._free_pages(*victim)
                 return True
         for sequence in self._latest_queued(arrival):
-            for shelf in _BY_PRICE:
-                if sequence.num_on[shelf]:
-                    self._free_pages(sequence, self._frontier(sequence, shelf), math.inf)
+            for eviction_class in _BY_PRICE:
+                if sequence.num_by_class[eviction_class]:
+                    self._free_pages(sequence, self._frontier(sequence, eviction_class), math.inf)
                     return True
         return False
 
     def _free_pages(self, sequence: CachedSequence, indices: Sequence[int], worth: float) -> None:
         """Free the pages of chunks of value `worth`; chunks without a copy begin one or are dropped."""
         for index in indices:
-            if sequence.chunks[index].shelf is EvictionClass.CLEAN:
+            if sequence.chunks[index].eviction_class is EvictionClass.CLEAN:
                 self._store.give_page(sequence, index)
             else:
                 self._push_out(sequence, index, worth)
@@ -201,11 +204,13 @@ class Evictor:
     def _chunks_on_both(self) -> Iterator[tuple[CachedSequence, int]]:
         """Yield chunks in state ON_BOTH of running, then of queued sequences; each is visited once."""
         for role in (Role.RUNNING, Role.QUEUED):
-            if not self._store.num_on[role][EvictionClass.CLEAN]:
+            if not self._store.num_by_class[role][EvictionClass.CLEAN]:
                 continue
             for sequence in tuple(self._store.members[role]):
                 for index in (
-                    sequence.indices_on(EvictionClass.CLEAN) if sequence.num_on[EvictionClass.CLEAN] else ()
+                    sequence.indices_of(EvictionClass.CLEAN)
+                    if sequence.num_by_class[EvictionClass.CLEAN]
+                    else ()
                 ):
                     if sequence.role is not role or index >= len(sequence.chunks):
                         break  # it was suspended or truncated since
@@ -225,7 +230,7 @@ class Evictor:
 
     def _drop_queued(self, keep: CachedSequence) -> bool:
         for sequence in self._latest_queued(keep.arrival):
-            if sequence.num_on[EvictionClass.HOST]:
+            if sequence.num_by_class[EvictionClass.HOST]:
                 for index in self._frontier(sequence, EvictionClass.HOST):
                     self._store.drop(sequence, index, DropReason.EARLIER_REQUEST, math.inf)
                 self._store.trim(sequence)
@@ -234,21 +239,21 @@ class Evictor:
 
     # Order
 
-    def _victim(self, shelf: EvictionClass) -> Victim | None:
+    def _victim(self, eviction_class: EvictionClass) -> Victim | None:
         """Return the next idle victim of an eviction class, or None."""
-        if not self._num_idle_on[shelf]:
+        if not self._num_idle_by_class[eviction_class]:
             return None
-        order = self._orders[shelf]
-        if shelf not in self._begun:
-            self._begun.add(shelf)
+        order = self._orders[eviction_class]
+        if eviction_class not in self._begun:
+            self._begun.add(eviction_class)
             if self._now_s is None:
                 self._now_s = self._clock.now()
             order.begin(self._now_s)
         return order.peek()
 
-    def _frontier(self, sequence: CachedSequence, shelf: EvictionClass) -> Sequence[int]:
+    def _frontier(self, sequence: CachedSequence, eviction_class: EvictionClass) -> Sequence[int]:
         """Return the chunks that a queued sequence with chunks of this class gives up first."""
-        return self._policy.frontier(sequence, shelf, self._policy.chunk(sequence, shelf))
+        return self._policy.frontier(sequence, eviction_class, self._policy.chunk(sequence, eviction_class))
 
     def _latest_queued(self, arrival: int) -> Iterator[CachedSequence]:
         """Return the queued sequences that arrived after `arrival`, the latest first."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 
 from pensieve_jax.cache.chunk_store import ChunkStore
-from pensieve_jax.cache.sequence import NUM_SHELVES, CachedSequence, Role
+from pensieve_jax.cache.sequence import NUM_EVICTION_CLASSES, CachedSequence, Role
 from pensieve_jax.cache.states import IN_FLIGHT, WITH_PAGE, WITH_SLOT, ChunkState, EvictionClass
 
 
@@ -24,7 +24,7 @@ def check_store(store: ChunkStore, chunk_tokens: int) -> None:
     """Assert that states, places, copies, counts and roles agree in the store and in both of its pools."""
     pages: list[int] = []
     slots: list[int] = []
-    num_on = {role: [0] * NUM_SHELVES for role in Role}
+    num_by_class = {role: [0] * NUM_EVICTION_CLASSES for role in Role}
     flying: set[int] = set()
     owned: set[int] = set()
     assert all(s.role is role for role, members in store.members.items() for s in members)
@@ -34,7 +34,7 @@ def check_store(store: ChunkStore, chunk_tokens: int) -> None:
         for chunk in sequence.chunks[sequence.num_shared :]:
             assert id(chunk) not in owned, f"a chunk of {sequence.sequence_id} has two owners"
             owned.add(id(chunk))
-            num_on[sequence.role][chunk.shelf] += 1
+            num_by_class[sequence.role][chunk.eviction_class] += 1
             pages.append(chunk.page)
             slots.append(chunk.slot)
             flying.add(chunk.copy_id)
@@ -48,14 +48,16 @@ def check_store(store: ChunkStore, chunk_tokens: int) -> None:
         assert chunk.copy_id == copy_id, f"copy {copy_id} lost its chunk"
         assert index >= sequence.num_shared, f"copy {copy_id} is of a chunk of another sequence"
         num_in += chunk.state is ChunkState.COPYING_IN
-    for orphan in store.orphans.values():
-        pages.append(orphan.page)
-        slots.append(orphan.slot)
-        num_in += orphan.is_in
-    assert not store.flights.keys() & store.orphans.keys(), "a copy is both in flight and detached"
+    for detached in store.detached_copies.values():
+        pages.append(detached.page)
+        slots.append(detached.slot)
+        num_in += detached.is_in
+    assert not store.flights.keys() & store.detached_copies.keys(), "a copy is both in flight and detached"
     assert store.num_copies_in == num_in
-    assert store.num_copies_in + store.num_copies_out == len(store.flights) + len(store.orphans)
-    assert num_on == store.num_on, f"{num_on} chunks by eviction class, counted {store.num_on}"
+    assert store.num_copies_in + store.num_copies_out == len(store.flights) + len(store.detached_copies)
+    assert num_by_class == store.num_by_class, (
+        f"{num_by_class} chunks by eviction class, counted {store.num_by_class}"
+    )
     for places, pool in ((pages, store.pages), (slots, store.slots)):
         owners = Counter(place for place in places if place)
         assert all(count == 1 for count in owners.values()), "a place has two owners"
@@ -65,7 +67,7 @@ def check_store(store: ChunkStore, chunk_tokens: int) -> None:
 
 def _check_sequence(sequence: CachedSequence, chunk_tokens: int) -> None:
     name = sequence.sequence_id
-    own_counts = [0] * NUM_SHELVES
+    own_counts = [0] * NUM_EVICTION_CLASSES
     for index, chunk in enumerate(sequence.chunks):
         state = chunk.state
         assert (chunk.page != 0) == (state in WITH_PAGE), f"{name}[{index}] {state.value}, page {chunk.page}"
@@ -77,20 +79,22 @@ def _check_sequence(sequence: CachedSequence, chunk_tokens: int) -> None:
         if index < sequence.num_shared:
             assert sequence.trunk is not None and chunk is sequence.trunk.chunks[index]
             continue
-        own_counts[chunk.shelf] += 1
+        own_counts[chunk.eviction_class] += 1
         num_tokens = sequence.num_tokens_of(index, chunk_tokens)
         assert not chunk.slot or chunk.slot_tokens == num_tokens, (
             f"{name}[{index}] has {num_tokens} tokens, its slot {chunk.slot} holds {chunk.slot_tokens}"
         )
         if state is ChunkState.RESERVED:
             assert sequence.role is Role.RUNNING, "an unpinned sequence holds a reserved page"
-    assert own_counts == sequence.num_on, f"{name}: {own_counts} by class, counted {sequence.num_on}"
+    assert own_counts == sequence.num_by_class, (
+        f"{name}: {own_counts} by class, counted {sequence.num_by_class}"
+    )
     num_computed_chunks = -(-sequence.num_kv_tokens // chunk_tokens)
     assert num_computed_chunks <= len(sequence.chunks), "computed tokens without a chunk"
     if sequence.role is not Role.RUNNING:
         assert num_computed_chunks == len(sequence.chunks), "a chunk past the computed tokens"
         own = sequence.chunks[sequence.num_shared :]
-        assert not own or sequence.is_trunk or own[-1].shelf is not EvictionClass.ABSENT, (
+        assert not own or sequence.is_trunk or own[-1].eviction_class is not EvictionClass.ABSENT, (
             "the last chunk is dropped"
         )
 

@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from pensieve_jax.cache.chunk_store import ChunkStore
-from pensieve_jax.cache.drops import Copy, Drop
+from pensieve_jax.cache.drops import ChunkCopy, ChunkDrop
 from pensieve_jax.cache.evictor import Evictor
 from pensieve_jax.cache.integrity import check_store
 from pensieve_jax.cache.order.cost import CostModel
 from pensieve_jax.cache.order.learned_state import LearnedState
-from pensieve_jax.cache.order.learning import turn_notes
+from pensieve_jax.cache.order.learning import make_turn_observer
 from pensieve_jax.cache.order.policies import DatedWorth, make_policy
 from pensieve_jax.cache.sequence import CachedSequence, Role
 from pensieve_jax.cache.states import ChunkState, EvictionClass
@@ -45,14 +45,15 @@ class CacheManager:
         clock: Clock,
         *,
         max_num_copies: int,
-        on_drop: Callable[[Drop], None] = lambda drop: None,
+        on_drop: Callable[[ChunkDrop], None] = lambda drop: None,
         on_move: OnMove = lambda before, after, indices: None,
-        experience: LearnedState | None = None,
+        learned_state: LearnedState | None = None,
     ) -> None:
         """Start with an empty cache.
 
         At most `max_num_copies` copies ahead of need are in flight per direction. `on_drop` is called for
-        every drop, `on_move` for chunks that change their owner. A learning order starts from `experience`.
+        every drop, `on_move` for chunks that change their owner. A learning order starts from
+        `learned_state`.
         """
         self.chunk_tokens = config.chunk_tokens
         self.num_prefetched_chunks = 0
@@ -63,8 +64,8 @@ class CacheManager:
         self.prefetch = config.prefetch
         self._max_num_copies = max_num_copies
         self._policy = make_policy(config.policy, cost_model, config.chunk_tokens)
-        self.turns = turn_notes(
-            self._policy, config, cost_model, clock, set_bucket=self._set_bucket, experience=experience
+        self.turns = make_turn_observer(
+            self._policy, config, cost_model, clock, set_bucket=self._set_bucket, learned_state=learned_state
         )
         self._trunks = SharedChunks(
             self._store, config.chunk_tokens, on_move=on_move, on_resized=self.turns.resized
@@ -100,10 +101,10 @@ class CacheManager:
         fork = self.open(sequence_id)
         fork.last_active_s, fork.bucket = source.last_active_s, source.bucket
         num_chunks = min(num_tokens, source.num_kv_tokens) // self.chunk_tokens
-        self._trunks.join(fork, self._trunks.at(source, num_chunks))
+        self._trunks.join(fork, self._trunks.trunk_at(source, num_chunks))
         return fork
 
-    def lay_out(self, sequence: CachedSequence, num_tokens: int) -> None:
+    def prepare_fork(self, sequence: CachedSequence, num_tokens: int) -> None:
         """Prepare an idle sequence so that its forks share all full chunks of `num_tokens` tokens.
 
         These need not be computed yet. A partly computed last chunk is computed anew.
@@ -115,11 +116,11 @@ class CacheManager:
             self.truncate(sequence, num_computed * self.chunk_tokens)
             self._store.extend(sequence, num_chunks)
             sequence.num_kv_tokens = num_chunks * self.chunk_tokens
-            self._trunks.at(sequence, num_chunks)
+            self._trunks.trunk_at(sequence, num_chunks)
 
     def open_prefix(self, sequence_id: str, num_tokens: int) -> CachedSequence:
         """Create a held trunk of the full chunks of `num_tokens` tokens, without computing them."""
-        prefix = self._trunks.hold(sequence_id, num_tokens // self.chunk_tokens)
+        prefix = self._trunks.create_held(sequence_id, num_tokens // self.chunk_tokens)
         self.touch(prefix)
         return prefix
 
@@ -172,10 +173,10 @@ class CacheManager:
 
         Pages of `requester` and its trunks do not count.
         """
-        num_on = self._store.num_on
+        num_by_class = self._store.num_by_class
         available = self._store.pages.num_free
         for role in (Role.IDLE, Role.QUEUED):
-            available += num_on[role][EvictionClass.DIRTY] + num_on[role][EvictionClass.CLEAN]
+            available += num_by_class[role][EvictionClass.DIRTY] + num_by_class[role][EvictionClass.CLEAN]
         while requester is not None and requester.role is not Role.RUNNING:
             available -= requester.num_resident
             requester = requester.trunk
@@ -199,11 +200,11 @@ class CacheManager:
         """Record that copies to host memory failed because the chunks do not fit its packed format."""
         self._store.lose(copy_ids)
 
-    def take_copies(self) -> tuple[tuple[Copy, ...], tuple[Copy, ...]]:
+    def take_copies(self) -> tuple[tuple[ChunkCopy, ...], tuple[ChunkCopy, ...]]:
         """Return the copies out and in that began since the last call; start them before the next step."""
         return self._store.take_copies()
 
-    def take_drops(self) -> tuple[Drop, ...]:
+    def take_drops(self) -> tuple[ChunkDrop, ...]:
         """Return the drops since the last call."""
         return self._store.take_drops()
 
@@ -224,7 +225,7 @@ class CacheManager:
         assert sequence.role is Role.QUEUED
         own: CachedSequence | None = sequence
         while own is not None:
-            if own.num_on[EvictionClass.DEPARTING]:
+            if own.num_by_class[EvictionClass.DEPARTING]:
                 return False
             own = own.trunk
         num_chunks = max(-(-num_tokens // self.chunk_tokens), len(sequence.chunks))
@@ -309,7 +310,7 @@ class CacheManager:
         """Yield the sequence id and index of every chunk that is in a tier or in flight."""
         for sequence in self._store:
             for index in range(sequence.num_shared, len(sequence.chunks)):
-                if sequence.chunks[index].shelf is not EvictionClass.ABSENT:
+                if sequence.chunks[index].eviction_class is not EvictionClass.ABSENT:
                     yield sequence.sequence_id, index
 
     def worth_of(self, sequence: CachedSequence, index: int) -> float:
@@ -325,8 +326,8 @@ class CacheManager:
         states = Counter(
             chunk.state for sequence in self._store for chunk in sequence.chunks[sequence.num_shared :]
         )
-        for orphan in self._store.orphans.values():  # detached copies still hold places
-            states[ChunkState.COPYING_IN if orphan.is_in else ChunkState.LEAVING] += 1
+        for detached in self._store.detached_copies.values():  # detached copies still hold places
+            states[ChunkState.COPYING_IN if detached.is_in else ChunkState.LEAVING] += 1
         counts = {state.value: states[state] for state in ChunkState if state is not ChunkState.DROPPED}
         return counts | {"free pages": self._store.pages.num_free, "free slots": self._store.slots.num_free}
 
@@ -348,7 +349,7 @@ class CacheManager:
         """Assert that states, places, copies, counts and roles agree."""
         check_store(self._store, self.chunk_tokens)
 
-    # Inside
+    # Private methods
 
     def _set_bucket(self, sequence: CachedSequence, bucket: int) -> None:
         """Set the bucket of a sequence and of its trunks; all may be idle by now."""
@@ -376,17 +377,17 @@ class CacheManager:
         self._store.cancel_reserved(sequence)
         self._store.trim(sequence)
         self._store.set_role(sequence, role)
-        self._trunks.tidy(sequence)
+        self._trunks.merge_idle(sequence)
 
     def _prefetch_for_queued(self) -> None:
         """Copy in chunks of queued requests, in order of arrival, into pages that need no swap-out."""
         store = self._store
-        queued = store.members[Role.QUEUED] if store.num_on[Role.QUEUED][EvictionClass.HOST] else ()
+        queued = store.members[Role.QUEUED] if store.num_by_class[Role.QUEUED][EvictionClass.HOST] else ()
         for sequence in sorted(queued, key=lambda s: s.arrival):
-            while sequence.num_on[EvictionClass.HOST]:
+            while sequence.num_by_class[EvictionClass.HOST]:
                 if store.num_copies_in >= self._max_num_copies or self.num_available() <= self._reserve_pages:
                     return
-                index = sequence.first_on(EvictionClass.HOST)
+                index = sequence.first_of(EvictionClass.HOST)
                 page = self._evictor.allocate_spare_page()
                 if page is None:
                     return

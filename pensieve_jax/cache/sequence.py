@@ -23,7 +23,7 @@ from enum import Enum
 
 from pensieve_jax.cache.states import ChunkState, EvictionClass
 
-NUM_SHELVES = len(EvictionClass)
+NUM_EVICTION_CLASSES = len(EvictionClass)
 
 
 class Role(Enum):
@@ -56,14 +56,14 @@ class Chunk:
         self.fits_host = True
 
     @property
-    def shelf(self) -> EvictionClass:
+    def eviction_class(self) -> EvictionClass:
         """Eviction class of its state."""
-        return self.state.shelf
+        return self.state.eviction_class
 
     @property
     def readable(self) -> bool:
         """Whether a step that is dispatched now can read it."""
-        return self.state.shelf in (EvictionClass.DIRTY, EvictionClass.CLEAN)
+        return self.state.eviction_class in (EvictionClass.DIRTY, EvictionClass.CLEAN)
 
 
 class CachedSequence:
@@ -72,7 +72,7 @@ class CachedSequence:
     Attributes:
       chunks: all chunks by position; the first `num_shared` belong to the trunk or its ancestors.
       num_kv_tokens: tokens [0, num_kv_tokens) were computed; dropped and reserved chunks lack their KV.
-      num_on: number of own chunks per eviction class.
+      num_by_class: number of own chunks per eviction class.
       fetched: indices of chunks copied in for its queued request before admission.
       last_active_s: when its last turn began or ended.
       arrival: arrival number of its queued or running request.
@@ -90,7 +90,7 @@ class CachedSequence:
     """
 
     __slots__ = (
-        "_first_on",
+        "_first_of",
         "arrival",
         "bucket",
         "chunks",
@@ -98,8 +98,8 @@ class CachedSequence:
         "is_held",
         "is_trunk",
         "last_active_s",
+        "num_by_class",
         "num_kv_tokens",
-        "num_on",
         "num_running_users",
         "num_shared",
         "role",
@@ -114,7 +114,7 @@ class CachedSequence:
         self.sequence_id = sequence_id
         self.chunks: list[Chunk] = []
         self.num_kv_tokens = 0
-        self.num_on = [0] * NUM_SHELVES
+        self.num_by_class = [0] * NUM_EVICTION_CLASSES
         self.fetched: set[int] = set()
         self.last_active_s = 0.0
         self.bucket = 0
@@ -128,17 +128,17 @@ class CachedSequence:
         self.users: dict[CachedSequence, None] = {}
         self.num_running_users = 0
         self.is_held = False
-        self._first_on = [0] * NUM_SHELVES  # lower bound of the first own chunk of each class
+        self._first_of = [0] * NUM_EVICTION_CLASSES  # lower bound of the first own chunk of each class
 
     @property
     def num_resident(self) -> int:
         """Number of own chunks that steps can read."""
-        return self.num_on[EvictionClass.DIRTY] + self.num_on[EvictionClass.CLEAN]
+        return self.num_by_class[EvictionClass.DIRTY] + self.num_by_class[EvictionClass.CLEAN]
 
     @property
     def holds_state(self) -> bool:
         """Whether any own chunk is in a tier or in flight."""
-        return len(self.chunks) - self.num_shared > self.num_on[EvictionClass.ABSENT]
+        return len(self.chunks) - self.num_shared > self.num_by_class[EvictionClass.ABSENT]
 
     def will_write(self, index: int, chunk_tokens: int) -> bool:
         """Return whether the sequence runs and still has to compute tokens of this chunk."""
@@ -165,66 +165,68 @@ class CachedSequence:
         self.chunks = [] if trunk is None else list(trunk.chunks)
         self.num_shared = len(self.chunks)
         self.num_kv_tokens = 0 if trunk is None else trunk.num_kv_tokens
-        self._first_on = [self.num_shared] * NUM_SHELVES
+        self._first_of = [self.num_shared] * NUM_EVICTION_CLASSES
 
     def take_from(self, trunk: CachedSequence) -> None:
         """Take over its trunk's own chunks, and begin with the trunk's parent instead."""
         self.trunk, self.num_shared = trunk.trunk, trunk.num_shared
-        self._first_on = [min(pair) for pair in zip(self._first_on, trunk._first_on, strict=True)]
+        self._first_of = [min(pair) for pair in zip(self._first_of, trunk._first_of, strict=True)]
 
     def give_to(self, trunk: CachedSequence, num_chunks: int) -> None:
         """Give its own chunks with indices below `num_chunks` to a new trunk, and begin with that trunk."""
         trunk.trunk, trunk.num_shared = self.trunk, self.num_shared
         trunk.chunks = self.chunks[:num_chunks]
-        trunk._first_on = [min(index, num_chunks) for index in self._first_on]
+        trunk._first_of = [min(index, num_chunks) for index in self._first_of]
         self.trunk, self.num_shared = trunk, num_chunks
-        self._first_on = [max(index, num_chunks) for index in self._first_on]
+        self._first_of = [max(index, num_chunks) for index in self._first_of]
 
-    def indices_on(self, shelf: EvictionClass) -> list[int]:
+    def indices_of(self, eviction_class: EvictionClass) -> list[int]:
         """Return the indices of own chunks of one eviction class, ascending."""
         chunks = self.chunks
-        return [i for i in range(self.num_shared, len(chunks)) if chunks[i].state.shelf is shelf]
+        return [
+            i for i in range(self.num_shared, len(chunks)) if chunks[i].state.eviction_class is eviction_class
+        ]
 
-    def first_on(self, shelf: EvictionClass) -> int:
+    def first_of(self, eviction_class: EvictionClass) -> int:
         """Return the first own chunk of a class, or `len(chunks)`. The search resumes where it last ended."""
-        chunks, i = self.chunks, self._first_on[shelf]
+        chunks, i = self.chunks, self._first_of[eviction_class]
         num_chunks = len(chunks)
-        if i < num_chunks and chunks[i].state.shelf is shelf:
+        if i < num_chunks and chunks[i].state.eviction_class is eviction_class:
             return i
-        while i < num_chunks and chunks[i].state.shelf is not shelf:
+        while i < num_chunks and chunks[i].state.eviction_class is not eviction_class:
             i += 1
-        self._first_on[shelf] = i
+        self._first_of[eviction_class] = i
         return i
 
-    def last_on(self, shelf: EvictionClass) -> int:
+    def last_of(self, eviction_class: EvictionClass) -> int:
         """Return the last own chunk of a class, or -1."""
         for i in range(len(self.chunks) - 1, self.num_shared - 1, -1):
-            if self.chunks[i].shelf is shelf:
+            if self.chunks[i].eviction_class is eviction_class:
                 return i
         return -1
 
     def move(self, index: int, before: EvictionClass, after: EvictionClass) -> None:
         """Update the counts after own chunk `index` changed its eviction class."""
-        num_on, first_on = self.num_on, self._first_on
-        num_on[before] -= 1
-        num_on[after] += 1
-        if index < first_on[after]:
-            first_on[after] = index
+        num_by_class, first_of = self.num_by_class, self._first_of
+        num_by_class[before] -= 1
+        num_by_class[after] += 1
+        if index < first_of[after]:
+            first_of[after] = index
 
-    def count(self, index: int, shelf: EvictionClass, change: int) -> None:
+    def count(self, index: int, eviction_class: EvictionClass, change: int) -> None:
         """Count `change` more own chunks of a class, from `index` on; -1 removes the one at `index`."""
-        self.num_on[shelf] += change
-        if change > 0 and index < self._first_on[shelf]:
-            self._first_on[shelf] = index
+        self.num_by_class[eviction_class] += change
+        if change > 0 and index < self._first_of[eviction_class]:
+            self._first_of[eviction_class] = index
 
     @property
     def first_arriving(self) -> int | None:
         """The first chunk that is being copied in, including chunks of its trunks."""
-        leading = self.first_on(EvictionClass.ARRIVING) if self.num_on[EvictionClass.ARRIVING] else None
+        leading = self.first_of(EvictionClass.ARRIVING) if self.num_by_class[EvictionClass.ARRIVING] else None
         trunk = self.trunk
         while trunk is not None:
-            if trunk.num_on[EvictionClass.ARRIVING]:
-                leading = trunk.first_on(EvictionClass.ARRIVING)
+            if trunk.num_by_class[EvictionClass.ARRIVING]:
+                leading = trunk.first_of(EvictionClass.ARRIVING)
             trunk = trunk.trunk
         return leading
 
@@ -237,7 +239,7 @@ class CachedSequence:
         intervals: list[tuple[int, int]] = []
         for i, chunk in enumerate(self.chunks):
             start, end = i * chunk_tokens, min((i + 1) * chunk_tokens, self.num_kv_tokens)
-            if chunk.shelf is not EvictionClass.ABSENT or start >= end:
+            if chunk.eviction_class is not EvictionClass.ABSENT or start >= end:
                 continue
             if intervals and intervals[-1][1] == start:
                 intervals[-1] = (intervals[-1][0], end)

@@ -17,10 +17,10 @@ class ChunkState(Enum):
     """Where a chunk's KV is.
 
     Attributes:
-      shelf: its eviction class, from the table `SHELF`.
+      eviction_class: its eviction class, from the table `EVICTION_CLASS_OF`.
     """
 
-    shelf: EvictionClass
+    eviction_class: EvictionClass
 
     DROPPED = "dropped"  # in neither tier: it must be recomputed from raw tokens
     RESERVED = "reserved"  # it owns a page whose KV no dispatched step has written yet
@@ -82,7 +82,7 @@ IN_FLIGHT = frozenset({_S.COPYING_OUT, _S.LEAVING, _S.COPYING_IN})
 
 
 class EvictionClass(IntEnum):
-    """What evicting a chunk takes; every state has one class. Variables named `shelf` hold one."""
+    """What evicting a chunk takes; every state has one class."""
 
     ABSENT = 0  # it has no KV in either tier
     DIRTY = 1  # steps can read it; its page can be freed after a copy begins, or by dropping the chunk
@@ -92,7 +92,7 @@ class EvictionClass(IntEnum):
     DEPARTING = 5  # nothing can be freed either, and a request that needs it must wait for the copy
 
 
-SHELF: dict[ChunkState, EvictionClass] = {
+EVICTION_CLASS_OF: dict[ChunkState, EvictionClass] = {
     _S.DROPPED: EvictionClass.ABSENT,
     _S.RESERVED: EvictionClass.ABSENT,
     _S.ON_GPU: EvictionClass.DIRTY,
@@ -104,8 +104,10 @@ SHELF: dict[ChunkState, EvictionClass] = {
 }
 
 
-for _state, _shelf in SHELF.items():
-    _state.shelf = _shelf  # the hottest read of the cache: an attribute is faster than a dict lookup
+for _state, _eviction_class in EVICTION_CLASS_OF.items():
+    _state.eviction_class = (
+        _eviction_class  # the hottest read of the cache: an attribute is faster than a dict lookup
+    )
 
 
 # Classes with pages or slots that the evictor can free.

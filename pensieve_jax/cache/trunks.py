@@ -40,7 +40,7 @@ class SharedChunks:
         self._on_resized = on_resized
         self._num_made = 0
 
-    def hold(self, sequence_id: str, num_chunks: int) -> CachedSequence:
+    def create_held(self, sequence_id: str, num_chunks: int) -> CachedSequence:
         """Create a trunk of dropped chunks that is kept until `release`."""
         trunk = CachedSequence(sequence_id, is_trunk=True)
         trunk.is_held = True
@@ -52,9 +52,9 @@ class SharedChunks:
     def release(self, trunk: CachedSequence) -> None:
         """Keep a held trunk only as long as it has users."""
         trunk.is_held = False
-        self._tidy_below(trunk)
+        self._clean_up_from(trunk)
 
-    def at(self, sequence: CachedSequence, num_chunks: int) -> CachedSequence | None:
+    def trunk_at(self, sequence: CachedSequence, num_chunks: int) -> CachedSequence | None:
         """Return the trunk of a sequence's first `num_chunks` chunks, made if needed; None for 0 chunks."""
         if not num_chunks:
             return None
@@ -73,7 +73,7 @@ class SharedChunks:
 
     def cut(self, sequence: CachedSequence, num_chunks: int) -> None:
         """Truncate a sequence without own chunks to the first `num_chunks` shared ones."""
-        before, after = sequence.trunk, self.at(sequence, num_chunks)
+        before, after = sequence.trunk, self.trunk_at(sequence, num_chunks)
         assert before is not None and len(sequence.chunks) == sequence.num_shared > num_chunks
         if sequence.row >= 0:
             for index in range(num_chunks, sequence.num_shared):
@@ -82,7 +82,7 @@ class SharedChunks:
         del before.users[sequence]
         if sequence.role is Role.RUNNING:
             self._unpin_from(before)
-        self._tidy_below(before)
+        self._clean_up_from(before)
 
     def pin(self, sequence: CachedSequence) -> None:
         """Pin the trunks of a sequence that began to run."""
@@ -98,7 +98,7 @@ class SharedChunks:
         """Unpin the trunks of a sequence that stops running, except those with other running users."""
         self._unpin_from(sequence.trunk)
 
-    def tidy(self, sequence: CachedSequence) -> None:
+    def merge_idle(self, sequence: CachedSequence) -> None:
         """Merge every trunk of a lineage into its user if that is its only one and idle."""
         while (trunk := sequence.trunk) is not None:
             if sequence.role is Role.IDLE and len(trunk.users) == 1 and not trunk.is_held:
@@ -106,7 +106,7 @@ class SharedChunks:
             else:
                 sequence = trunk
 
-    # Inside
+    # Private methods
 
     def _unpin_from(self, trunk: CachedSequence | None) -> None:
         while trunk is not None:
@@ -135,7 +135,9 @@ class SharedChunks:
             trunk.trunk.users[trunk] = None
         self._store.hand_over(owner, trunk, trunk.num_shared, num_chunks)
         self._moved(owner, trunk, range(trunk.num_shared, num_chunks))
-        self.tidy(trunk)  # the new trunk is idle, so it may absorb a parent that a queued owner kept alive
+        self.merge_idle(
+            trunk
+        )  # the new trunk is idle, so it may absorb a parent that a queued owner kept alive
         return trunk
 
     def _merge(self, trunk: CachedSequence, sequence: CachedSequence) -> None:
@@ -151,7 +153,7 @@ class SharedChunks:
         self._on_move(trunk.sequence_id, None, range(0))
         self._store.trim(sequence)
 
-    def _tidy_below(self, trunk: CachedSequence | None) -> None:
+    def _clean_up_from(self, trunk: CachedSequence | None) -> None:
         """Remove a trunk that lost its last user, or merge it into a single idle user."""
         while trunk is not None and not trunk.users and not trunk.is_held:
             before = trunk.trunk
@@ -162,7 +164,7 @@ class SharedChunks:
                 del before.users[trunk]
             trunk = before
         if trunk is not None:
-            self.tidy(next(iter(trunk.users), trunk))  # a held trunk may be the only user of its parent
+            self.merge_idle(next(iter(trunk.users), trunk))  # a held trunk may be the only user of its parent
 
     def _moved(self, giver: CachedSequence, taker: CachedSequence, indices: range) -> None:
         self._on_move(giver.sequence_id, taker.sequence_id, indices)

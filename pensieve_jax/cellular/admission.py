@@ -94,9 +94,9 @@ class Admission:
         """Queue requests; return their ids, and the number of states that each returns."""
         graph, parts, num = unfolded
         tables, num_nodes, num_subs = self._tables, len(parts.kind), len(parts.sub_kind)
-        node = tables.nodes.take(num_nodes)
-        sub = tables.subgraphs.take(num_subs)
-        first = tables.requests.take(num)
+        node = tables.nodes.allocate(num_nodes)
+        sub = tables.subgraphs.allocate(num_subs)
+        first = tables.requests.allocate(num)
         tables.nodes.fill(node, parts, graph.immediates, sub, first)
         tables.subgraphs.fill(sub, parts, node, first)
         tables.requests.fill(first, parts, node, sub)
@@ -142,7 +142,7 @@ class Admission:
             room = tables.arrivals.leave(arrival)
             tables.nodes.clear(room["node"], room["num_nodes"])
             tables.subgraphs.clear(room["sub"], room["num_subs"])
-            tables.requests.give(room["first"], room["num"])
+            tables.requests.free(room["first"], room["num"])
 
     def _unfolded(self, requests: Sequence[Any], unfold: Unfold, unfold_many: UnfoldMany | None) -> Graph:
         graph = Graph(self._types, max_nodes=self._config.max_nodes)

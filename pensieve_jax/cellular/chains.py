@@ -58,7 +58,7 @@ def partition(graph: Graph, *, max_depth: int) -> GraphColumns | None:
         sub_kind=kinds,
         sub_num_nodes=sizes,
         sub_last=lasts,
-        is_bent=~np.array([one.is_chained for one in graph.types.types])[kinds],
+        is_irregular=~np.array([one.is_chained for one in graph.types.types])[kinds],
         sub_waits=is_linked.astype(np.int64),
         sub_consumer=sub_consumer,
         sub_consumers=_NOTHING,

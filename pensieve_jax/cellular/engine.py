@@ -112,7 +112,7 @@ class CellularEngine:
         self._launched: list[Launch] = []
         self._is_closed = False
         self._guard = ChangeGuard(self._recover)
-        self.begin_again(make_scheduler)
+        self.restart_with(make_scheduler)
         for worker in self.workers:
             worker.warm_up()
         self._counter = CompilationCounter()
@@ -186,7 +186,7 @@ class CellularEngine:
         nodes, serial = self.processor.nodes, self.processor.requests.serial
         return [serial[nodes.request[task]] for task in launch.tasks]
 
-    def begin_again(self, make_scheduler: MakeScheduler) -> None:
+    def restart_with(self, make_scheduler: MakeScheduler) -> None:
         """Discard all requests and continue with another scheduler, to compare schedulers on equal programs.
 
         Raises:
@@ -273,7 +273,7 @@ class CellularEngine:
             if not handle.done:
                 handle.fail(error)
         for worker in self.workers:
-            worker.begin_again()
+            worker.restart()
         self._launched.clear()
         self._begin(self._make_scheduler)
 

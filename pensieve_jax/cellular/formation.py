@@ -121,10 +121,10 @@ class Formation:
             self._free(wanted[self._nodes.uses[wanted] == 0])
         self._tasks, self._words, self._moves = [], [], []
         self._subs, self._counts, self._wanted = [], [], []
-        self.give_back()
+        self.release_freed()
         return launch
 
-    def forget(self, nodes: np.ndarray) -> None:
+    def undo_reads(self, nodes: np.ndarray) -> None:
         """Undo reads by nodes that will not be submitted: one read for each occurrence in `nodes`.
 
         `INITIAL` may be among them.
@@ -134,10 +134,10 @@ class Formation:
         is_held = (self._nodes.row[once] >= 0) & (once != INITIAL)
         self._free(once[is_held & (self._nodes.uses[once] == 0)])
 
-    def give_back(self) -> None:
+    def release_freed(self) -> None:
         """Make freed rows available, after all launches that read them have been formed."""
         for worker, kind, rows in self._freed:
-            self.rows[worker][kind].give(rows)
+            self.rows[worker][kind].free(rows)
         self._freed.clear()
 
     def _write(
@@ -155,7 +155,7 @@ class Formation:
                 is_placed |= here
                 nodes.row[sources[slot, here]] = -1
         is_new = ~is_placed
-        written[is_new] = self.rows[worker][kind.state_kind].take(int(is_new.sum()))
+        written[is_new] = self.rows[worker][kind.state_kind].allocate(int(is_new.sum()))
         nodes.row[taken], nodes.worker[taken], nodes.state[taken] = written, worker, SUBMITTED
         self._have_read(sources.ravel())
         self._free(taken[nodes.uses[taken] == 0])
@@ -187,7 +187,7 @@ class Formation:
         read = nodes.row[sources]
         is_last = (nodes.uses[sources] == 1) & (sources != INITIAL)
         rows, is_new = read.copy(), ~is_last
-        rows[is_new] = self.rows[worker][kind.state_kind].take(int(np.count_nonzero(is_new)))
+        rows[is_new] = self.rows[worker][kind.state_kind].allocate(int(np.count_nonzero(is_new)))
         own = sources[is_last]
         nodes.row[own], nodes.uses[own] = -1, 0
         others = sources[is_new & (sources != INITIAL)]
@@ -247,7 +247,7 @@ class Formation:
             away = np.unique(sources[slot, is_away])
             for source in np.unique(table.worker[away]).tolist():
                 there = away[table.worker[away] == source]
-                old, new = table.row[there], self.rows[worker][input_kind].take(len(there))
+                old, new = table.row[there], self.rows[worker][input_kind].allocate(len(there))
                 self._freed.append((source, input_kind, old))
                 table.row[there], table.worker[there] = new, worker
                 self._moves.append(Move(input_kind, source, old, new))

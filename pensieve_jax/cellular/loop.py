@@ -66,4 +66,4 @@ class Loop:
                 worker.launch(launch)
                 if self._observe is not None:
                     self._observe(launch)
-        return self._processor.scheduler.told(ended)
+        return self._processor.scheduler.reportable(ended)

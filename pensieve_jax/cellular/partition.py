@@ -68,7 +68,7 @@ def _partition(graph: Graph, *, max_depth: int) -> GraphColumns:
         sub_kind=kind[first_node],
         sub_num_nodes=np.bincount(sub, minlength=num_subs),
         sub_last=sub_last,
-        is_bent=_is_bent(graph, kind, sub, inputs, is_inner, uses, sub_last),
+        is_irregular=_is_irregular(graph, kind, sub, inputs, is_inner, uses, sub_last),
         sub_waits=np.bincount(reader, minlength=num_subs),
         sub_consumer=sub_consumer,
         sub_consumers=sub_consumers,
@@ -148,7 +148,7 @@ def _by_key(keys: np.ndarray, values: np.ndarray, num_keys: int) -> tuple[np.nda
     return only, Several(many, np.concatenate([[0], np.cumsum(counts[many])]), values[order])
 
 
-def _is_bent(
+def _is_irregular(
     graph: Graph,
     kind: np.ndarray,
     sub: np.ndarray,
@@ -157,7 +157,7 @@ def _is_bent(
     uses: np.ndarray,
     sub_last: np.ndarray,
 ) -> np.ndarray:
-    """Return the column `is_bent` of `GraphColumns`."""
+    """Return the column `is_irregular` of `GraphColumns`."""
     types = graph.types.types
     makes_chains = np.array([one.is_chained for one in types])[kind]
     node = np.arange(len(kind))
@@ -166,9 +166,9 @@ def _is_bent(
     follows = ~is_inner[0] | (inputs[0] == node - 1)
     is_first = np.ones(len(kind), bool)
     is_first[1:] = sub[1:] != sub[:-1]
-    bent = np.zeros(len(sub_last), bool)
-    bent[sub[~(fits & follows & (is_first != is_inner[0]))]] = True
-    return bent
+    irregular = np.zeros(len(sub_last), bool)
+    irregular[sub[~(fits & follows & (is_first != is_inner[0]))]] = True
+    return irregular
 
 
 def _rows(

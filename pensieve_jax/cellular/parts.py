@@ -57,7 +57,7 @@ class GraphColumns:
       sub_kind: type of each subgraph.
       sub_num_nodes: nodes of each subgraph.
       sub_last: last node of each subgraph.
-      is_bent: whether a subgraph is not a chain of consecutive nodes, each read only by the next.
+      is_irregular: whether a subgraph is not a chain of consecutive nodes, each read only by the next.
       sub_waits: number of subgraphs that each subgraph reads.
       sub_consumer, sub_consumers: subgraphs that read each subgraph, in the form of `consumer`.
       first, firsts: nodes of each subgraph that read no node of it, in the form of `consumer`.
@@ -81,7 +81,7 @@ class GraphColumns:
     sub_kind: np.ndarray
     sub_num_nodes: np.ndarray
     sub_last: np.ndarray
-    is_bent: np.ndarray
+    is_irregular: np.ndarray
     sub_waits: np.ndarray
     sub_consumer: np.ndarray
     sub_consumers: Several

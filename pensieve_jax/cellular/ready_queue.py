@@ -23,25 +23,25 @@ class ReadyQueue:
     def __init__(self, nodes: Nodes, subgraphs: Subgraphs, *, num_workers: int) -> None:
         self._nodes, self._subgraphs, self._is_shared = nodes, subgraphs, num_workers > 1
         self._front = _NOTHING
-        self._line = IntFifo()
+        self._fifo = IntFifo()
 
     def __len__(self) -> int:
         """Return the number of ready nodes, for all workers together."""
-        return len(self._front) + len(self._line)
+        return len(self._front) + len(self._fifo)
 
     def all_nodes(self) -> np.ndarray:
         """Return all ready nodes, in order."""
-        return np.concatenate([self._front, self._line.values])
+        return np.concatenate([self._front, self._fifo.values])
 
     def count(self, worker: int) -> int:
         """Return the number of nodes that `worker` may take: their subgraphs are unpinned or pinned to it."""
         if not self._is_shared:
             return len(self)
-        return int(self._is_free_for(worker).sum()) + len(self._line)
+        return int(self._is_free_for(worker).sum()) + len(self._fifo)
 
     def release(self, nodes: np.ndarray) -> None:
         """Add nodes of newly released subgraphs. Nodes of one subgraph must be consecutive."""
-        self._line.push(nodes)
+        self._fifo.push(nodes)
 
     def go_on(self, nodes: np.ndarray) -> None:
         """Add nodes of subgraphs whose nodes have just been taken, in the same order."""
@@ -64,7 +64,7 @@ class ReadyQueue:
         else:
             taken, self._front = self._front[:most], self._front[most:]
         missing = most - len(taken)
-        if missing and len(self._line):
+        if missing and len(self._fifo):
             taken = np.concatenate([taken, self._begin_some(missing)])
         return taken
 
@@ -72,16 +72,16 @@ class ReadyQueue:
         """Remove nodes that were dropped."""
         state = self._nodes.state
         self._front = self._front[state[self._front] != DROPPED]
-        self._line.keep(state[self._line.values] != DROPPED)
+        self._fifo.keep(state[self._fifo.values] != DROPPED)
 
     def _begin_some(self, most: int) -> np.ndarray:
         """Take nodes from the FIFO. Move the rest of the last subgraph to the front, since it has begun."""
-        taken = self._line.pop(most)
-        sub, rest = self._nodes.sub, self._line.values
+        taken = self._fifo.pop(most)
+        sub, rest = self._nodes.sub, self._fifo.values
         if len(rest) and sub[rest[0]] == sub[taken[-1]]:
             is_other = sub[rest] != sub[taken[-1]]
             num = int(np.argmax(is_other)) if is_other.any() else len(rest)
-            self._front = np.concatenate([self._front, self._line.pop(num)])
+            self._front = np.concatenate([self._front, self._fifo.pop(num)])
         return taken
 
     def _is_free_for(self, worker: int) -> np.ndarray:

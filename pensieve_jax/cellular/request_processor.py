@@ -159,7 +159,7 @@ class RequestProcessor:
         table.seq[subs] = np.arange(self._num_released, self._num_released + len(subs))
         self._num_released += len(subs)
         kinds = table.kind[subs]
-        table.begin_bent(subs)
+        table.begin_irregular(subs)
         for kind in np.unique(kinds).tolist():
             mine = subs[kinds == kind]
             self.scheduler.release(kind, all_values(mine, table.first, table.firsts))
@@ -217,8 +217,8 @@ class RequestProcessor:
         np.add.at(subgraphs.waste, nodes.sub[flying], 1)
         if len(unsubmitted):
             np.subtract.at(subgraphs.unsubmitted, nodes.sub[unsubmitted], 1)
-            self.formation.forget(nodes.inputs[:, unsubmitted].ravel())
-            self.formation.give_back()
+            self.formation.undo_reads(nodes.inputs[:, unsubmitted].ravel())
+            self.formation.release_freed()
             for kind in np.unique(nodes.kind[unsubmitted[nodes.waits[unsubmitted] == 0]]).tolist():
                 self.scheduler.remove_dropped(kind)
 

@@ -34,14 +34,14 @@ class StateRows:
         self._free = np.arange(num_rows - 1, -1, -1, dtype=np.int32)
         self.num_free = num_rows
 
-    def take(self, num: int) -> np.ndarray:
+    def allocate(self, num: int) -> np.ndarray:
         """Take free rows, i32[num]."""
         if num > self.num_free:
             raise AssertionError(f"{num} rows of {self.num_free} free ones: admission promised too many")
         self.num_free -= num
         return self._free[self.num_free : self.num_free + num].copy()
 
-    def give(self, rows: np.ndarray) -> None:
+    def free(self, rows: np.ndarray) -> None:
         """Free rows in program order: later launches may take them."""
         self._free[self.num_free : self.num_free + len(rows)] = rows
         self.num_free += len(rows)

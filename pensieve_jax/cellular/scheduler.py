@@ -50,7 +50,7 @@ class LaunchScheduler(Protocol):
     def remove_dropped(self, kind: int) -> None:
         """Remove ready nodes of a type that were dropped."""
 
-    def told(self, ended: list[CellRequest]) -> list[CellRequest]:
+    def reportable(self, ended: list[CellRequest]) -> list[CellRequest]:
         """Return the finished requests that may be reported now, out of `ended` and earlier ones."""
 
 
@@ -113,7 +113,7 @@ class CellScheduler:
         """Remove ready nodes of a type that were dropped."""
         self.queues[kind].remove_dropped()
 
-    def told(self, ended: list[CellRequest]) -> list[CellRequest]:
+    def reportable(self, ended: list[CellRequest]) -> list[CellRequest]:
         """Return all finished requests: this scheduler holds none back."""
         return ended
 
@@ -134,7 +134,7 @@ class CellScheduler:
         """Run `Batch` of Algorithm 1: form the tasks of a launch."""
         queue, formation = self.queues[kind.index], self._formation
         most, least = self._config.max_num_tasks, self._config.min_batch
-        if self._subgraphs.num_bent[kind.index]:
+        if self._subgraphs.num_irregular[kind.index]:
             num_tasks = 0
             while num_tasks < most and queue.count(worker) >= (least if num_tasks else 1):
                 taken = queue.take(worker, kind.max_batch)

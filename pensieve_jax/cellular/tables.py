@@ -42,7 +42,7 @@ class Room:
         self._fills[name] = fill
         setattr(self, name, np.full(shape, fill, dtype))
 
-    def take(self, num: int) -> int:
+    def allocate(self, num: int) -> int:
         """Allocate `num` consecutive indices; return the first."""
         size = _size(num)
         free = self._free.get(size)
@@ -53,7 +53,7 @@ class Room:
             self._grow(max(2 * self.capacity, self._end, 1024))
         return start
 
-    def give(self, start: int, num: int) -> None:
+    def free(self, start: int, num: int) -> None:
         """Free a range of indices."""
         self._free.setdefault(_size(num), []).append(start)
 
@@ -139,7 +139,7 @@ class Nodes(Room):
         self.column("immediates", np.int32, 0, rows=types.max_num_immediates)
         self.column("emitted", np.int32, 0, rows=types.max_num_emitted)
         self.consumers: dict[int, np.ndarray] = {}
-        self.take(1)
+        self.allocate(1)
         self.row[INITIAL], self.worker[INITIAL], self.sub[INITIAL] = num_rows, -1, -1
 
     def fill(
@@ -176,7 +176,7 @@ class Nodes(Room):
     def clear(self, start: int, num: int) -> None:
         """Free a range of nodes, with its entries in `consumers`."""
         _forget(self.consumers, self.consumer, start, num)
-        self.give(start, num)
+        self.free(start, num)
 
 
 class Subgraphs(Room):
@@ -189,7 +189,7 @@ class Subgraphs(Room):
       pinned: worker on which it has nodes in flight; -1 for none.
       seq: number in the order of release; -1 before.
       last: last node.
-      num_bent: for each type, released unfinished subgraphs with `is_bent`; see `GraphColumns`.
+      num_irregular: for each type, released unfinished subgraphs with `is_irregular`; see `GraphColumns`.
       waste: nodes in flight that were dropped.
       is_done: whether all its nodes have completed or were dropped.
       has_released: whether the subgraphs that read it were notified.
@@ -208,13 +208,13 @@ class Subgraphs(Room):
     consumer: np.ndarray
     first: np.ndarray
     last: np.ndarray
-    is_bent: np.ndarray
+    is_irregular: np.ndarray
     mark: np.ndarray
 
     def __init__(self, num_types: int) -> None:
         super().__init__()
-        self.num_bent = np.zeros(num_types, np.int64)
-        self.column("is_bent", np.bool_, 0)
+        self.num_irregular = np.zeros(num_types, np.int64)
+        self.column("is_irregular", np.bool_, 0)
         for name in (
             "request",
             "waits",
@@ -244,23 +244,23 @@ class Subgraphs(Room):
         self.consumers.update(parts.sub_consumers.items(start, start))
         self.first[here] = np.where(parts.first < 0, parts.first, parts.first + node)
         self.firsts.update(parts.firsts.items(start, node))
-        self.last[here], self.is_bent[here] = parts.sub_last + node, parts.is_bent
+        self.last[here], self.is_irregular[here] = parts.sub_last + node, parts.is_irregular
         self.in_flight[here], self.waste[here] = 0, 0
         self.is_done[here], self.has_released[here] = False, False
         self.pinned[here], self.seq[here] = -1, -1
 
-    def begin_bent(self, subs: np.ndarray) -> None:
-        """Count released subgraphs with `is_bent` in `num_bent`."""
-        bent = subs[self.is_bent[subs]]
-        if len(bent):
-            np.add.at(self.num_bent, self.kind[bent], 1)
+    def begin_irregular(self, subs: np.ndarray) -> None:
+        """Count released subgraphs with `is_irregular` in `num_irregular`."""
+        irregular = subs[self.is_irregular[subs]]
+        if len(irregular):
+            np.add.at(self.num_irregular, self.kind[irregular], 1)
 
     def end(self, subs: np.ndarray) -> None:
         """Mark unfinished subgraphs as done."""
         self.is_done[subs] = True
-        bent = subs[self.is_bent[subs] & (self.seq[subs] >= 0)]
-        if len(bent):
-            np.subtract.at(self.num_bent, self.kind[bent], 1)
+        irregular = subs[self.is_irregular[subs] & (self.seq[subs] >= 0)]
+        if len(irregular):
+            np.subtract.at(self.num_irregular, self.kind[irregular], 1)
 
     def reset(self, subs: np.ndarray, nodes: Nodes, start: int, end: int) -> None:
         """Reset all subgraphs of a request, whose nodes are `start` to `end`, as if none had run."""
@@ -279,7 +279,7 @@ class Subgraphs(Room):
         """Free a range of subgraphs, with its entries in `consumers` and `firsts`."""
         _forget(self.consumers, self.consumer, start, num)
         _forget(self.firsts, self.first, start, num)
-        self.give(start, num)
+        self.free(start, num)
 
 
 class Requests(Room):
@@ -344,14 +344,14 @@ class Arrivals(Room):
 
     def enter(self, **values: int) -> int:
         """Store values in the columns of their names; return the index."""
-        place = self.take(1)
+        place = self.allocate(1)
         for name, value in values.items():
             getattr(self, name)[place] = value
         return place
 
     def leave(self, place: int) -> dict[str, int]:
         """Free an index; return its values by column."""
-        self.give(place, 1)
+        self.free(place, 1)
         return {name: int(getattr(self, name)[place]) for name in self._NAMES}
 
 

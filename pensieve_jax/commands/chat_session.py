@@ -25,7 +25,7 @@ from pensieve_jax import (
 )
 from pensieve_jax.commands.launch import Interrupt, one_line, printable
 from pensieve_jax.commands.report import table
-from pensieve_jax.commands.words import account, counted, device_memory
+from pensieve_jax.commands.words import describe_usage, device_memory, format_count
 from pensieve_jax.history import TurnRecord
 
 CUT: Final = "--max_tokens, or the context is full"
@@ -186,9 +186,9 @@ class Chat:
         """Print the lines after a reply."""
         self._last = output, first_token_s
         if output.finish_reason == "length":
-            self._say(f"(cut after {counted(output.usage.output_tokens, 'token')}: {CUT})")
+            self._say(f"(cut after {format_count(output.usage.output_tokens, 'token')}: {CUT})")
         if self._tells_accounts:
-            self._say(f"[{account(output.usage, first_token_s, self._memory)}]")
+            self._say(f"[{describe_usage(output.usage, first_token_s, self._memory)}]")
 
     def _regenerate(self) -> None:
         turns = self._turns()
@@ -272,7 +272,7 @@ class Chat:
         kept = turns[: int(argument)]
         num_tokens = sum(len(turn.prompt_token_ids) + len(turn.output_token_ids) for turn in kept)
         self._llm.truncate(self.conversation_id, num_tokens)
-        self._say(f"kept {counted(len(kept), 'turn')}, {counted(num_tokens, 'token')}")
+        self._say(f"kept {format_count(len(kept), 'turn')}, {format_count(num_tokens, 'token')}")
 
     def _where(self) -> None:
         try:
@@ -302,7 +302,7 @@ class Chat:
             return
         self.conversation_id = argument
         turns = self._turns()
-        what = counted(len(turns), "turn") if turns else "a new conversation"
+        what = format_count(len(turns), "turn") if turns else "a new conversation"
         self._say(f"in {printable(argument)}, {what}")
 
     def _end(self, argument: str) -> None:
@@ -324,14 +324,14 @@ class Chat:
             return
         if self._last is not None:
             output, first_token_s = self._last
-            told = account(output.usage, first_token_s, self._memory)
-            replied = f"{counted(output.usage.output_tokens, 'token')} of reply, seed {output.seed}"
+            told = describe_usage(output.usage, first_token_s, self._memory)
+            replied = f"{format_count(output.usage.output_tokens, 'token')} of reply, seed {output.seed}"
             self._say(f"last turn: {told}; {replied}")
         stats = self._llm.stats()
         if argument == "all":
             self._say(table(["counter", "value"], list(stats.items())))
             return
-        turns, history = (counted(int(stats[name]), noun) for name, noun in _TOTALS)
+        turns, history = (format_count(int(stats[name]), noun) for name, noun in _TOTALS)
         on_gpu, on_cpu = (f"{stats[name]:.0%}" for name in ("gpu_hit_rate", "cpu_hit_rate"))
         self._say(
             f"this session: {turns}; of {history} of history {on_gpu} found in {self._memory}, {on_cpu} in "

@@ -148,7 +148,7 @@ def replay(model: str, turns: Sequence[DemoTurn]) -> tuple[list[bool], float]:
     return equal, smallest
 
 
-def check_happenings(turns: Sequence[DemoTurn]) -> bool:
+def check_events(turns: Sequence[DemoTurn]) -> bool:
     """Print how many turns were swapped in, recomputed and suspended; return False if one count is 0."""
     usages = [turn.output.usage for turn in turns]
     numbers = {
@@ -180,7 +180,7 @@ def main() -> int:
     print(introduction(FLAGS.gpu_pages + FLAGS.cpu_pages, num_filled))
     print(f"{picture(turns)}\n\n{savings(kept, lost, load=load, num_processors=os.cpu_count() or 1)}")
     print(f"{num_recalled(turns)} of {len(CONVERSATIONS)} last replies hold what was told in the first turn.")
-    all_happened = check_happenings(turns)
+    all_happened = check_events(turns)
     hint = "" if FLAGS.details else " (--details shows all turns)"
     print(f"Compared token by token with a dense model{hint}:")
     for turn, is_equal in zip(turns, equal, strict=True):

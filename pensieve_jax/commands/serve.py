@@ -108,7 +108,7 @@ def serve() -> int:
     def announce(engine: AsyncEngine, address: str) -> None:
         log_uncaught()  # from now on errors may quote prompts
         LOGGER.info("%s", sizes_in_words(engine.info))
-        say_where(engine.info.model_name, address)
+        announce_address(engine.info.model_name, address)
 
     with history_file(FLAGS.history) as history:
         start = functools.partial(
@@ -151,16 +151,16 @@ def serve_many() -> int:
     )
     from pensieve_jax.server.replicas.local import serve_replicas
 
-    return serve_replicas(plan, settings, functools.partial(say_where, FLAGS.model))
+    return serve_replicas(plan, settings, functools.partial(announce_address, FLAGS.model))
 
 
-def say_where(model_name: str, address: str) -> None:
+def announce_address(model_name: str, address: str) -> None:
     """Print the address, and to a terminal also the next steps."""
     from pensieve_jax.server.logs import is_text
 
     print(f"serving {model_name} at {address}", flush=True)
     if is_text(FLAGS.log_format, sys.stderr):
-        print(first_words(address, FLAGS.history), file=sys.stderr, flush=True)
+        print(next_steps(address, FLAGS.history), file=sys.stderr, flush=True)
 
 
 def server_settings(*, is_routed: bool = False) -> ServerSettings:
@@ -196,7 +196,7 @@ def sizes_in_words(info: EngineInfo) -> str:
     )
 
 
-def first_words(address: str, history: str | None) -> str:
+def next_steps(address: str, history: str | None) -> str:
     """Return the next steps for a user at a terminal."""
     kept = f"stored in {shown(history)}" if history else "deleted at the end; --history=FILE stores them"
     return (

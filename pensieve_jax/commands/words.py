@@ -13,7 +13,7 @@ from pensieve_jax import Usage
 SMALL_MODEL: Final = "This model is a small one, made for trying the engine: it often errs."
 
 
-def counted(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     """Format a count, as in "1 turn" and "1,200 turns"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
@@ -32,7 +32,7 @@ def device_memory(platform: str) -> str:
     return f"{platform.upper()} memory" if platform in ("gpu", "tpu") else "device memory"
 
 
-def account(usage: Usage, first_token_s: float | None, memory: str) -> str:
+def describe_usage(usage: Usage, first_token_s: float | None, memory: str) -> str:
     """Describe the sources of a turn's tokens, and the time to its first token.
 
     Args:
@@ -41,15 +41,15 @@ def account(usage: Usage, first_token_s: float | None, memory: str) -> str:
       memory: name of the device memory.
     """
     if usage.reused_gpu_tokens + usage.swapped_in_tokens + usage.recomputed_tokens:
-        sources = [f"{counted(usage.reused_gpu_tokens, 'token')} reused from {memory}"]
+        sources = [f"{format_count(usage.reused_gpu_tokens, 'token')} reused from {memory}"]
         if usage.swapped_in_tokens:
             sources.append(f"{usage.swapped_in_tokens:,} copied from host memory")
         sources += [f"{usage.recomputed_tokens:,} recomputed", f"{usage.prefilled_tokens:,} new"]
         parts = [", ".join(sources)]
     else:
-        parts = [counted(usage.prefilled_tokens, "new token")]
+        parts = [format_count(usage.prefilled_tokens, "new token")]
     if usage.num_suspensions:
-        parts.append(f"paused {counted(usage.num_suspensions, 'time')} for lack of memory")
+        parts.append(f"paused {format_count(usage.num_suspensions, 'time')} for lack of memory")
     if first_token_s is not None:
         parts.append(f"first token after {duration(first_token_s)}")
     return "; ".join(parts)

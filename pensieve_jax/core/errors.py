@@ -102,7 +102,7 @@ class ContextLengthError(InvalidRequestError):
 
     Attributes:
       num_tokens: tokens of history and prompt; None if more than these count, or if they were not counted.
-      most: the allowed number of these tokens.
+      token_limit: the allowed number of these tokens.
     """
 
     def __init__(
@@ -112,15 +112,15 @@ class ContextLengthError(InvalidRequestError):
         limit: object,
         hint: str = "",
         num_tokens: int | None = None,
-        most: int | None = None,
+        token_limit: int | None = None,
     ) -> None:
         super().__init__(field, value, limit, hint)
         self.num_tokens = num_tokens
-        self.most = most
+        self.token_limit = token_limit
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle with the constructor's arguments."""
-        return type(self), (self.field, self.value, self.limit, self.hint, self.num_tokens, self.most)
+        return type(self), (self.field, self.value, self.limit, self.hint, self.num_tokens, self.token_limit)
 
 
 class UnknownConversationError(PensieveError, KeyError):

@@ -29,17 +29,17 @@ class Limit(NamedTuple):
       words: text that completes "must be".
       accepts: returns whether a value of any type is within the limit.
       choices: all accepted values, if they can be listed.
-      is_told: whether texts must state the limit, as type and choices do not show it.
+      must_be_stated: whether texts must state the limit, as type and choices do not show it.
     """
 
     words: str
     accepts: Callable[[Any], bool]
     choices: tuple[Any, ...] = ()
-    is_told: bool = True
+    must_be_stated: bool = True
 
 
-TRUTH = Limit("True or False", lambda value: isinstance(value, bool), is_told=False)
-PATH = Limit("a path as a string", lambda value: isinstance(value, str), is_told=False)
+TRUTH = Limit("True or False", lambda value: isinstance(value, bool), must_be_stated=False)
+PATH = Limit("a path as a string", lambda value: isinstance(value, str), must_be_stated=False)
 
 
 def count(at_least: int) -> Limit:
@@ -55,13 +55,13 @@ def number(words: str, accepts: Callable[[float], bool]) -> Limit:
 def one_of(choices: tuple[Any, ...]) -> Limit:
     """Return the limit of these choices, which are all of one type."""
     kind = type(choices[0])
-    is_told = kind is not str
-    return Limit(f"one of {choices}", lambda v: isinstance(v, kind) and v in choices, choices, is_told)
+    must_be_stated = kind is not str
+    return Limit(f"one of {choices}", lambda v: isinstance(v, kind) and v in choices, choices, must_be_stated)
 
 
 def instance_of(kind: type) -> Limit:
     """Return the limit of instances of this class."""
-    return Limit(f"a {kind.__name__}", lambda value: isinstance(value, kind), is_told=False)
+    return Limit(f"a {kind.__name__}", lambda value: isinstance(value, kind), must_be_stated=False)
 
 
 def beside_others(words: str) -> Limit:
@@ -132,7 +132,7 @@ class Option:
     @property
     def text(self) -> str:
         """The help text, followed by the limit if that must be stated."""
-        return f"{self.help} Must be {self.limit.words}." if self.limit.is_told else self.help
+        return f"{self.help} Must be {self.limit.words}." if self.limit.must_be_stated else self.help
 
 
 @functools.cache

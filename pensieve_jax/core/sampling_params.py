@@ -75,7 +75,7 @@ def _integer(low: int, high: int, words: str | None = None) -> Limit:
     return Limit(
         words or f"an integer from {low} to {high}",
         lambda value: _is_int(value, low, high),
-        is_told=words is not None,
+        must_be_stated=words is not None,
     )
 
 
@@ -94,9 +94,9 @@ def _none_or(limit: Limit) -> Limit:
     return limit._replace(accepts=lambda value: value is None or limit.accepts(value))
 
 
-def _check_size(name: str, value: Sized, most: int, what: str) -> None:
-    if len(value) > most:
-        raise InvalidRequestError(name, f"{len(value)} {what}", f"at most {most} {what}")
+def _check_size(name: str, value: Sized, max_size: int, what: str) -> None:
+    if len(value) > max_size:
+        raise InvalidRequestError(name, f"{len(value)} {what}", f"at most {max_size} {what}")
 
 
 def _is_text(stop: object) -> bool:
@@ -166,7 +166,7 @@ class SamplingParams:
     )
     stop: Sequence[str] = sampling_field(
         (),
-        Limit("a list of non-empty strings that UTF-8 can hold", _are_strings, is_told=False),
+        Limit("a list of non-empty strings that UTF-8 can hold", _are_strings, must_be_stated=False),
         "Strings that end the reply, at most 16 of 1,024 characters. The text ends before the stop string. A "
         "conversation keeps the tokens sampled for it; a server's chat is rendered again from the text. "
         "Stored as a tuple.",
@@ -174,13 +174,13 @@ class SamplingParams:
     )
     stop_token_ids: Sequence[int] = sampling_field(
         (),
-        Limit("a list of ids", lambda value: isinstance(value, Sequence), is_told=False),
+        Limit("a list of ids", lambda value: isinstance(value, Sequence), must_be_stated=False),
         "Ids that end the reply, as the model's end-of-sequence does; at most 1,024. Stored as a tuple.",
         SamplingField(routes=(COMPLETIONS,)),
     )
     ignore_eos: bool = sampling_field(
         False,
-        Limit("True or False", lambda value: isinstance(value, bool), is_told=False),
+        Limit("True or False", lambda value: isinstance(value, bool), must_be_stated=False),
         "True continues past the model's end-of-sequence, as benchmarks do; a chat ends there.",
         SamplingField(routes=(COMPLETIONS,), flag="Continue past the end of sequence."),
     )

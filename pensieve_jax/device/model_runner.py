@@ -268,8 +268,8 @@ class ModelRunner:
         """
         num_all = self._transfers.num_preparations + self._programs.num_programs
         jobs = itertools.chain(self._programs.jobs(self._executables), self._transfers.jobs())
-        refusing = self._budget.refusing(self._step_bytes)
-        with refusing, contextlib.closing(compile_all(jobs, store)) as compiled:
+        guard = self._budget.out_of_memory_as_config_error(self._step_bytes)
+        with guard, contextlib.closing(compile_all(jobs, store)) as compiled:
             for num_done, name in enumerate(itertools.chain(grown, compiled), start=1):
                 if progress is not None:
                     progress(num_done, num_all, name)
@@ -277,7 +277,7 @@ class ModelRunner:
 
     def _rehearse(self) -> None:
         """Run every executable once, which loads kernels and allocates workspaces before any request."""
-        with self._budget.refusing(self._step_bytes):
+        with self._budget.out_of_memory_as_config_error(self._step_bytes):
             self._transfers.rehearse()
             for layout, mode in itertools.product(self.layouts.values(), sampler.all_modes()):
                 self.fetch(self._launch(self._empty_plan(layout), mode))

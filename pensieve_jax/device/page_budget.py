@@ -122,7 +122,7 @@ class PageBudget:
             raise self._too_many(limit_bytes, step_bytes)
 
     @contextlib.contextmanager
-    def refusing(self, step_bytes: Callable[[], int]) -> Iterator[None]:
+    def out_of_memory_as_config_error(self, step_bytes: Callable[[], int]) -> Iterator[None]:
         """Refuse the number of pages if memory runs out while steps are prepared inside this block.
 
         Args:

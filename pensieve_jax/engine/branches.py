@@ -130,7 +130,7 @@ class BranchTable:
         branch, origin = self._begin(node, place, prompt, twin)
         num_shared = len(place.token_ids) + len(prompt) - 1  # the last token must stay to be computed
         if has_twins and twin is None and self._shares_state:
-            self._cache.lay_out(branch.sequence, num_shared)
+            self._cache.prepare_fork(branch.sequence, num_shared)
         self._running.add(node.turn_id)
         return branch, origin
 
@@ -160,7 +160,7 @@ class BranchTable:
             del self._by_owner[branch.owner]
         self._chunks.leave(branch)
 
-    # Inside
+    # Private methods
 
     def _behind(self, owner: str, parent_id: str, durable: bool) -> TurnPosition:
         """Return the position of turns with this parent, from memory or from the history."""

@@ -63,13 +63,13 @@ class ChunkIndex[C: Indexed]:
     def leave(self, conversation: C) -> None:
         """Remove a conversation that leaves memory."""
         for known in conversation.hashes:
-            who = self._found[known]
-            if who is conversation:
+            owners = self._found[known]
+            if owners is conversation:
                 del self._found[known]
             else:
-                assert isinstance(who, dict)
-                del who[conversation]
-                if not who:
+                assert isinstance(owners, dict)
+                del owners[conversation]
+                if not owners:
                     del self._found[known]
         conversation.hashes = []
 
@@ -77,11 +77,11 @@ class ChunkIndex[C: Indexed]:
         """Return the conversation with the most leading full chunks of `tokens`, and their token count."""
         best, num_tokens = None, 0
         for known in _chain(_salt(owner), tokens, self._chunk_tokens):
-            who = self._found.get(known)
-            if who is None:
+            owners = self._found.get(known)
+            if owners is None:
                 break
             num_tokens += self._chunk_tokens
-            best = (next(iter(who)) if isinstance(who, dict) else who), num_tokens
+            best = (next(iter(owners)) if isinstance(owners, dict) else owners), num_tokens
         if best is not None and (
             best[0].owner != owner or best[0].known_tokens[: best[1]] != tokens[: best[1]]
         ):
@@ -89,11 +89,11 @@ class ChunkIndex[C: Indexed]:
         return best
 
     def _add(self, known: int, conversation: C) -> None:
-        who = self._found.setdefault(known, conversation)
-        if isinstance(who, dict):
-            who[conversation] = None
-        elif who is not conversation:
-            self._found[known] = {who: None, conversation: None}
+        owners = self._found.setdefault(known, conversation)
+        if isinstance(owners, dict):
+            owners[conversation] = None
+        elif owners is not conversation:
+            self._found[known] = {owners: None, conversation: None}
 
 
 def _salt(owner: str) -> int:

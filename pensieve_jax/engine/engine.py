@@ -22,7 +22,6 @@ from pensieve_jax.core.outputs import FinishReason
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec
 from pensieve_jax.engine.conversations import ConversationTable
-from pensieve_jax.engine.experience import kept_experience
 from pensieve_jax.engine.explanation import (
     BranchMap,
     DropJournal,
@@ -31,6 +30,7 @@ from pensieve_jax.engine.explanation import (
     explain,
     explain_turn,
 )
+from pensieve_jax.engine.learned_state_store import load_learned_state
 from pensieve_jax.engine.ledger import TurnLedger
 from pensieve_jax.engine.loop import EngineLoop, Observe, unobserved
 from pensieve_jax.engine.prefixes import PrefixTable
@@ -86,8 +86,8 @@ class Engine:
         self._observe = observe
         self._drops = DropJournal(self._clock)
         self._closed = False
-        self._guard = ChangeGuard(self._start_over)
-        self._lost_pools = False  # if True, the next step makes new pools
+        self._guard = ChangeGuard(self._recreate_state)
+        self._needs_new_pools = False  # if True, the next step makes new pools
         self._make_state()
 
     def _make_state(self) -> None:
@@ -103,7 +103,7 @@ class Engine:
             observe=self._note,
             on_drop=self._drops.note,
             on_move=self._drops.move,
-            experience=kept_experience(self._store, cache.policy),
+            learned_state=load_learned_state(self._store, cache.policy),
         )
         self._cache = self._loop.cache
         self._prefixes = PrefixTable(self._cache)
@@ -117,8 +117,8 @@ class Engine:
         kept = self._store, self._cache, self._prefixes, self._drops, self._clock, cache
         self._conversations = ConversationTable(*kept, stateful=config.stateful)
         self._ledger = TurnLedger(self._store, self._loop, self._conversations, self._stats, self._clock)
-        placing = TurnPlacer(self._conversations, self._prefixes, stateful=config.stateful)
-        self._intake = TurnSubmitter(self._loop, self._ledger, placing, self.limits, self._tokenizer)
+        placer = TurnPlacer(self._conversations, self._prefixes, stateful=config.stateful)
+        self._submitter = TurnSubmitter(self._loop, self._ledger, placer, self.limits, self._tokenizer)
 
     # Turns
 
@@ -165,7 +165,7 @@ class Engine:
         The caller must keep a reference to each returned turn, because the next call cancels turns without
         one. This also cancels all turns of a call that an interrupt (Ctrl-C) ends, at any line.
         """
-        return self._intake.submit(specs)
+        return self._submitter.submit(specs)
 
     @change
     def cancel(self, turn: Turn) -> None:
@@ -184,9 +184,9 @@ class Engine:
         conversations survive. The step after a failed one makes new pools first. While the device has no
         memory for them, it raises StepFailedError, and nothing else is lost.
         """
-        if self._lost_pools:
+        if self._needs_new_pools:
             self._runner.reset()
-            self._lost_pools = False
+            self._needs_new_pools = False
         try:
             return self._step()
         except StepFailedError as error:
@@ -325,7 +325,7 @@ class Engine:
             self._closed = True
             self._store.close()
 
-    # Inside
+    # Private methods
 
     def _check_usable(self) -> None:
         """Raise if closed or called from another thread; then clean up after interrupts and dropped turns."""
@@ -335,7 +335,7 @@ class Engine:
         if self._ledger.has_dropped:
             self._guard.run(self._ledger.cancel_dropped)
 
-    def _start_over(self) -> None:
+    def _recreate_state(self) -> None:
         """Recreate the host state after an interrupt (Ctrl-C) in the middle of a change.
 
         The old state cannot be trusted: tokens may have been granted but not computed, or turns committed but
@@ -350,7 +350,7 @@ class Engine:
             if not reply.done:
                 reply.error = error
                 self._stats.num_turns_failed += 1
-        self._lost_pools = True
+        self._needs_new_pools = True
         self._drops.lose(self._cache.held(), DropReason.INTERRUPTED)
         self._make_state()
 
@@ -397,7 +397,7 @@ class Engine:
         This does not use the device, so that waiting turns survive even if new pools cannot be made.
         """
         self._loop.in_flight = None
-        self._lost_pools = True
+        self._needs_new_pools = True
         self._cache.lose_device()
         turns = self._ledger.lose(lost, error)
         for request in self._ledger.replies:

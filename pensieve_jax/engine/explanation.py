@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from pensieve_jax.cache import CachedSequence, CacheManager, ChunkState, Drop, DropReason, Role
+from pensieve_jax.cache import CachedSequence, CacheManager, ChunkDrop, ChunkState, DropReason, Role
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.clock import Clock
 from pensieve_jax.engine.live import Branch, LiveConversation
@@ -281,7 +281,7 @@ class DropJournal:
         self._drops: OrderedDict[str, dict[int, DropRecord]] = OrderedDict()
         self._num_records = 0
 
-    def note(self, drop: Drop) -> None:
+    def note(self, drop: ChunkDrop) -> None:
         """Record a drop at the current time."""
         of_conversation = self._drops.setdefault(drop.conversation_id, {})
         self._num_records += drop.index not in of_conversation
@@ -313,7 +313,7 @@ class DropJournal:
     def lose(self, held: Iterable[tuple[str, int]], reason: DropReason) -> None:
         """Record the drop of all of these chunks (conversation id, index) at the current time."""
         for conversation_id, index in held:
-            self.note(Drop(conversation_id, index, reason, None))
+            self.note(ChunkDrop(conversation_id, index, reason, None))
 
 
 class DropRecord(NamedTuple):

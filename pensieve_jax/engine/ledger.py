@@ -19,7 +19,7 @@ from pensieve_jax.core.errors import ConversationChangedError, PensieveError, fo
 from pensieve_jax.core.outputs import FinishReason
 from pensieve_jax.core.turn_node import new_turn_id
 from pensieve_jax.engine.conversations import ConversationTable
-from pensieve_jax.engine.experience import LearnedStateStore
+from pensieve_jax.engine.learned_state_store import LearnedStateStore
 from pensieve_jax.engine.live import Branch, LiveConversation
 from pensieve_jax.engine.loop import EngineLoop
 from pensieve_jax.engine.stats import EngineStats
@@ -57,7 +57,7 @@ class TurnLedger:
         self._conversations = conversations
         self._stats = stats
         self._clock = clock
-        self._keeper = LearnedStateStore(store, loop.cache)
+        self._state_store = LearnedStateStore(store, loop.cache)
 
     @property
     def turns(self) -> list[Turn]:
@@ -122,7 +122,7 @@ class TurnLedger:
         for reply, reason in endings:
             if not reply.done:
                 self._settle(reply, reason, now_s)
-        self._keeper.count(len(kept))
+        self._state_store.count(len(kept))
         return turns
 
     def cancel(self, reply: ReplyState) -> None:
@@ -149,11 +149,11 @@ class TurnLedger:
 
     def close(self) -> None:
         """Write the learned state; no turn may be in progress."""
-        self._keeper.write()
+        self._state_store.write()
 
     def forget_experience(self) -> None:
         """Discard what a learning order has learned, in memory and in the history; raises HistoryError."""
-        self._keeper.forget()
+        self._state_store.forget()
 
     def _held(self, turns: Iterable[weakref.ref[Turn]]) -> list[Turn]:
         return [turn for held in turns if (turn := held()) is not None]

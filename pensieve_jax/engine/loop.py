@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pensieve_jax.cache import CachedSequence, CacheManager, CostModel, Drop, LearnedState, OnMove
+from pensieve_jax.cache import CachedSequence, CacheManager, ChunkDrop, CostModel, LearnedState, OnMove
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.clock import Clock
 from pensieve_jax.core.conversation import Conversation
@@ -49,9 +49,9 @@ class EngineLoop[Step]:
         *,
         max_num_copies: int,
         observe: Observe,
-        on_drop: Callable[[Drop], None] = lambda drop: None,
+        on_drop: Callable[[ChunkDrop], None] = lambda drop: None,
         on_move: OnMove = lambda before, after, indices: None,
-        experience: LearnedState | None = None,
+        learned_state: LearnedState | None = None,
     ) -> None:
         """Start idle, with an empty cache.
 
@@ -74,7 +74,7 @@ class EngineLoop[Step]:
             max_num_copies=max_num_copies,
             on_drop=on_drop,
             on_move=on_move,
-            experience=experience,
+            learned_state=learned_state,
         )
         self.scheduler = Scheduler(config.scheduler, self.cache)
         self.in_flight: Step | None = None

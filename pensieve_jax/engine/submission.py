@@ -36,23 +36,23 @@ class TurnSubmitter:
         self,
         loop: EngineLoop[Any],
         ledger: TurnLedger,
-        placing: TurnPlacer,
+        placer: TurnPlacer,
         limits: ModelLimits,
         tokenizer: Tokenizer | None,
     ) -> None:
         """Submit into `loop` and `ledger`."""
         self._loop = loop
         self._ledger = ledger
-        self._placing = placing
+        self._placer = placer
         self._limits = limits
         self._tokenizer = tokenizer
 
     def submit(self, specs: Sequence[TurnSpec]) -> list[Turn]:
         """Queue turns in order; raises the errors of `check_turns` and HistoryError, with nothing queued."""
-        places = check_turns(specs, self._limits, self._placing.conversations, self._tokenizer)
+        places = check_turns(specs, self._limits, self._placer.conversations, self._tokenizer)
         turns: list[Turn] = []
         try:
-            for spec, placed in self._placing.each(specs, places):
+            for spec, placed in self._placer.each(specs, places):
                 turns.append(self._queue(spec, placed))
         except PensieveError:
             for turn in turns:

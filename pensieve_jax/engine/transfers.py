@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
-from pensieve_jax.cache.drops import Copy
+from pensieve_jax.cache.drops import ChunkCopy
 
 MAX_HELD_STEPS = 4  # steps that copies to the host wait at most while copies to the device keep coming
 # 9 ms of a PCIe 5 link, or 15 ms with copies in both directions; decode steps of a 13B model take 7 to 18 ms.
@@ -55,7 +55,7 @@ class Transfers(Protocol):
     A copy owns its page and its slot from the call that starts it until it is complete.
     """
 
-    def swap_out(self, copies: Sequence[Copy]) -> None:
+    def swap_out(self, copies: Sequence[ChunkCopy]) -> None:
         """Start copying pages to slots; blocks only while there is no room to stage them. Called every step.
 
         On return the pages have been read in program order, so steps dispatched later may write them. A
@@ -66,7 +66,7 @@ class Transfers(Protocol):
         """
         ...
 
-    def swap_in(self, copies: Sequence[Copy]) -> None:
+    def swap_in(self, copies: Sequence[ChunkCopy]) -> None:
         """Start copying slots to pages, overlapping with the next steps; never waits.
 
         Called every step right after `swap_out`, since a page may be read by that and written by this.

@@ -49,7 +49,9 @@ class Connection(Protocol):
         """Run a statement for each of many rows."""
         ...
 
-    def must(self, statement: str, values: Sequence[Any], refusal: Callable[[], PensieveError], /) -> None:
+    def execute_changing(
+        self, statement: str, values: Sequence[Any], refusal: Callable[[], PensieveError], /
+    ) -> None:
         """Run a statement that must change a row; raise the result of `refusal` if it changes none.
 
         A connection that pipelines statements reports this only at the end of the transaction, which is
@@ -69,7 +71,9 @@ class Connection(Protocol):
 class SQLiteConnection(sqlite3.Connection):
     """A `Connection` to SQLite."""
 
-    def must(self, statement: str, values: Sequence[Any], refusal: Callable[[], PensieveError], /) -> None:
+    def execute_changing(
+        self, statement: str, values: Sequence[Any], refusal: Callable[[], PensieveError], /
+    ) -> None:
         try:
             changed = self.execute(statement, values).rowcount
         except sqlite3.IntegrityError as error:

@@ -146,7 +146,7 @@ def append(connection: Connection, conversation_id: str, row: TurnRow, field: st
     else:
         statement, place = _MOVE, (conversation_id, row.turn_index, row.parent_id)
         values = (row.turn_id, row.created_at_s, row.num_tokens, *place)
-    connection.must(statement, values, lambda: _not_moved(connection, conversation_id, field))
+    connection.execute_changing(statement, values, lambda: _not_moved(connection, conversation_id, field))
     turns_table.insert_placed(connection, row, field)
 
 
@@ -163,7 +163,7 @@ def truncate(connection: Connection, conversation_id: str, num_tokens: int) -> C
     before = _existing(connection, conversation_id)
     num_tokens = turns_table.check_cut(num_tokens, before.num_tokens, conversation_id)
     last, num_turns = turns_table.cut(connection, before.head_turn, num_tokens, conversation_id)
-    connection.must(
+    connection.execute_changing(
         "UPDATE conversations SET head_turn = ?, num_tokens = ?, num_turns = ?, version = version + 1 "
         f"WHERE {_THIS} AND coalesce(head_turn, '') = ?",
         (last, num_tokens, num_turns, conversation_id, before.head_turn or ""),

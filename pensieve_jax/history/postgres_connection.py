@@ -106,7 +106,9 @@ class PostgresConnection:
         with self._raw.cursor() as cursor:
             cursor.executemany(_translated(statement), values)
 
-    def must(self, statement: str, values: Sequence[Any], refusal: Callable[[], PensieveError], /) -> None:
+    def execute_changing(
+        self, statement: str, values: Sequence[Any], refusal: Callable[[], PensieveError], /
+    ) -> None:
         """Run a statement that must change a row; raise the result of `refusal` if it changes none."""
         try:
             changed = self.execute(statement, values).rowcount
@@ -131,7 +133,7 @@ class PostgresConnection:
             yield from cursor
 
     @contextlib.contextmanager
-    def ahead(self) -> Iterator[PipelinedConnection]:
+    def pipelined(self) -> Iterator[PipelinedConnection]:
         """Pipeline the statements of this block, so that all of them take one round trip.
 
         The end of the block waits. It raises the error of the first failed statement; later ones had no
@@ -163,7 +165,9 @@ class PipelinedConnection:
         for row in values:
             self.execute(statement, row)
 
-    def must(self, statement: str, values: Sequence[Any], refusal: Callable[[], PensieveError], /) -> None:
+    def execute_changing(
+        self, statement: str, values: Sequence[Any], refusal: Callable[[], PensieveError], /
+    ) -> None:
         """See `Connection`; the check divides by the number of changed rows."""
         self.execute(f"WITH done AS ({statement} RETURNING 1) SELECT 1 / count(*) FROM done", values)
 

@@ -48,9 +48,11 @@ class _LostError(Exception):
     None: it was not, so nothing of it can have been stored.
     """
 
-    def __init__(self, told: HistoryError, refused: Mapping[int, PensieveError] | None = None) -> None:
-        super().__init__(str(told))
-        self.told = told
+    def __init__(
+        self, history_error: HistoryError, refused: Mapping[int, PensieveError] | None = None
+    ) -> None:
+        super().__init__(str(history_error))
+        self.history_error = history_error
         self.refused = refused
 
 
@@ -92,7 +94,7 @@ class PostgresHistoryStore(TableHistoryStore):
             self._transaction(accept, lambda connection, namespace: None)
             opened = True
         except _LostError as lost:
-            raise lost.told from lost
+            raise lost.history_error from lost
         finally:
             if not opened:
                 self.close()
@@ -142,7 +144,7 @@ class PostgresHistoryStore(TableHistoryStore):
                 return self._transaction(change, postgres_schema.lock_alone)
             except _LostError as lost:
                 if lost.refused is not None:
-                    raise lost.told from lost
+                    raise lost.history_error from lost
                 return self._once_more(change, postgres_schema.lock_alone)
 
     def _once_more[T](
@@ -151,7 +153,7 @@ class PostgresHistoryStore(TableHistoryStore):
         try:
             return self._transaction(change, lock, begin)
         except _LostError as lost:
-            raise lost.told from lost
+            raise lost.history_error from lost
 
     def _commit(self, commits: Sequence[Commit], in_use: Collection[str]) -> Mapping[int, PensieveError]:
         commits = [_with_a_short_name(commit) for commit in commits]
@@ -159,12 +161,12 @@ class PostgresHistoryStore(TableHistoryStore):
             try:
                 return self._add(commits)
             except _LostError as lost:
-                told, refused = lost.told, lost.refused
+                history_error, refused = lost.history_error, lost.refused
             if refused is None:
                 return self._add_for_certain(commits)
             placed = [commit for index, commit in enumerate(commits) if index not in refused]
             if not all(commit.row.turn_id for commit in placed):
-                raise told
+                raise history_error
             try:
                 # The lock waits for a lost session that Postgres has not ended yet.
                 if self._transaction(
@@ -175,13 +177,14 @@ class PostgresHistoryStore(TableHistoryStore):
                 # The lost session may have committed only now.
                 return {index: why for index, why in again.items() if not self._has(commits[index])}
             except (_LostError, HistoryError) as error:
-                raise told from error  # unknown: the server may not have read the first try's statements yet
+                # Unknown: the server may not have read the first try's statements yet.
+                raise history_error from error
 
     def _add_for_certain(self, commits: Sequence[Commit]) -> Mapping[int, PensieveError]:
         try:
             return self._add(commits)
         except _LostError as lost:
-            raise lost.told from lost
+            raise lost.history_error from lost
 
     def _add(self, commits: Sequence[Commit]) -> Mapping[int, PensieveError]:
         """Add turns, in one round trip if all can be added; raise _LostError."""
@@ -197,7 +200,7 @@ class PostgresHistoryStore(TableHistoryStore):
             return False
         session = self._connection
         try:
-            with session.ahead() as connection:
+            with session.pipelined() as connection:
                 connection.execute("BEGIN")
                 postgres_schema.lock_together(connection, self._location.namespace)
                 for index, commit in enumerate(commits):
@@ -242,8 +245,8 @@ class PostgresHistoryStore(TableHistoryStore):
                 may_be_kept = ending is not None
                 if is_lost(error, session):
                     self._drop()
-                    told = as_history_error(error, self._location, may_be_kept=may_be_kept)
-                    raise _LostError(told, ending) from error
+                    history_error = as_history_error(error, self._location, may_be_kept=may_be_kept)
+                    raise _LostError(history_error, ending) from error
                 self._roll_back(session)
                 if not is_overtaken(error) or not tries_left:
                     raise as_history_error(error, self._location) from error

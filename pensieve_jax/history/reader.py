@@ -87,7 +87,7 @@ class HistoryReader:
     """Reader of a history in a file or in Postgres. Thread-safe.
 
     Attributes:
-      is_far: whether reads wait for a database server, which may be unavailable.
+      is_remote: whether reads wait for a database server, which may be unavailable.
       claims: the jobs that this server does and no other server of the same history.
     """
 
@@ -98,7 +98,7 @@ class HistoryReader:
         release and this model.
         """
         self._connections = opening.open_for_reading(history, fingerprint)
-        self.is_far = is_postgres(history)
+        self.is_remote = is_postgres(history)
         self.claims = opening.claims_of(history)
         self._run = self._connections.run
 

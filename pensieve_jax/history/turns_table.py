@@ -29,7 +29,7 @@ _VALUES: Final = {**dict.fromkeys(TurnRow._fields, "?"), "chain": "CAST(? AS BLO
 _INSERT: Final = (
     f"INSERT INTO turns({_COLUMNS}) VALUES ({', '.join(_VALUES.values())}) ON CONFLICT DO NOTHING"
 )
-_INSERT_BEHIND: Final = (
+_INSERT_AFTER_PARENT: Final = (
     f"INSERT INTO turns({_COLUMNS}) "
     f"SELECT {', '.join({**_VALUES, 'num_tokens': 'before.num_tokens + ?'}.values())} FROM turns AS before "
     "WHERE before.owner = ? AND before.turn_id = ? AND before.turn_index + 1 = ? ON CONFLICT DO NOTHING"
@@ -53,7 +53,7 @@ _UNNEEDED: Final = """SELECT parent_id FROM turns AS one WHERE owner = ? AND tur
 
 def insert(connection: Connection, row: TurnRow) -> None:
     """Add a turn as it is; raise InvalidRequestError for an id that is taken."""
-    connection.must(_INSERT, row, lambda: _taken(row))
+    connection.execute_changing(_INSERT, row, lambda: _taken(row))
 
 
 def insert_placed(connection: Connection, row: TurnRow, field: str) -> None:
@@ -68,7 +68,9 @@ def insert_placed(connection: Connection, row: TurnRow, field: str) -> None:
         insert(connection, row)
         return
     parent = (row.owner, row.parent_id, row.turn_index)
-    connection.must(_INSERT_BEHIND, (*row, *parent), lambda: _misplaced(connection, row, field))
+    connection.execute_changing(
+        _INSERT_AFTER_PARENT, (*row, *parent), lambda: _misplaced(connection, row, field)
+    )
 
 
 def _misplaced(connection: Connection, row: TurnRow, field: str) -> PensieveError:

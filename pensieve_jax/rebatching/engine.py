@@ -163,7 +163,7 @@ class RebatchingEngine:
             "num_submitted": self._num_submitted,
             "num_compilations": self._runner.num_compilations - self._num_compilations,
             "num_running": scheduler.ring.num_held,
-            "num_waiting": len(scheduler.line),
+            "num_waiting": len(scheduler.queue),
             "batch": 0 if shape is None else shape.batch,
             "length": 0 if shape is None else shape.length,
             "kv_bytes": self.loop.kv_bytes,

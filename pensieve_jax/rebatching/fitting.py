@@ -25,11 +25,13 @@ class Fitting:
     def is_shaped(self, query: Query) -> bool:
         """Whether the query joins by vector shaping. In an empty ring it is prefilled separately instead."""
         is_first = not self._ring.num_held
-        return self._config.insertion == "shape" and query.place is KVLocation.NOWHERE and not is_first
+        return (
+            self._config.insertion == "shape" and query.location is KVLocation.NOT_COMPUTED and not is_first
+        )
 
     def num_columns(self, query: Query) -> int:
         """Return the columns the query needs after its prefill: its tokens, and one more if it continues."""
-        is_last = query.place is KVLocation.NOWHERE and query.num_sampled + 1 == query.max_num_tokens
+        is_last = query.location is KVLocation.NOT_COMPUTED and query.num_sampled + 1 == query.max_num_tokens
         return num_tokens(query) + (not is_last)
 
     def shape_with(self, query: Query, without: Collection[Query] = ()) -> RingShape | None:
@@ -59,13 +61,13 @@ class Fitting:
         if not self._config.preemptive:
             return None
         held = [owner for _, owner in self._ring.held if owner.priority < query.priority]
-        held.sort(key=standing, reverse=True)
+        held.sort(key=suspension_key, reverse=True)
         for num in range(1, len(held) + 1):
             if self.shape_with(query, held[:num]) is not None:
-                return self._needed(query, held[:num])
+                return self._minimal_victims(query, held[:num])
         return None
 
-    def _needed(self, query: Query, victims: list[Query]) -> list[Query]:
+    def _minimal_victims(self, query: Query, victims: list[Query]) -> list[Query]:
         """Return those of `victims` that must leave. All of them suffice; the last is always needed.
 
         A victim of lower priority than the last is not spared: the last would then wait for that row.
@@ -87,7 +89,7 @@ class Fitting:
         for query in waiting:
             num_columns = max(num_columns, self.num_columns(query))
             found = self._ring_shapes.shape_for(num_columns)
-            is_known = query.place is not KVLocation.NOWHERE or is_ready(query)
+            is_known = query.location is not KVLocation.NOT_COMPUTED or is_ready(query)
             if found is None or len(batch) >= found.batch or not is_known:
                 break
             batch, shape = [*batch, query], found
@@ -96,9 +98,9 @@ class Fitting:
 
 def num_tokens(query: Query) -> int:
     """Return the columns that the query occupies when it joins."""
-    return query.num_to_prefill if query.place is KVLocation.NOWHERE else query.num_kv_tokens
+    return query.num_to_prefill if query.location is KVLocation.NOT_COMPUTED else query.num_kv_tokens
 
 
-def standing(query: Query) -> tuple[int, int]:
+def suspension_key(query: Query) -> tuple[int, int]:
     """Return a sort key; the largest is suspended first: the lowest priority, then the latest arrival."""
     return -query.priority, query.serial

@@ -81,7 +81,7 @@ class PackedStep:
         self._needs[2] |= bool(params.logprobs)
 
     @property
-    def needs(self) -> SamplerMode:
+    def sampler_mode(self) -> SamplerMode:
         """Sampler mode that covers all rows."""
         return SamplerMode(*self._needs)
 
@@ -99,7 +99,7 @@ class Prefill:
       num_rows: prompts of the program; rows after the last query are padding.
       token_ids: i32[num_rows * length].
       words: words of the step; `position` is the last token's.
-      needs: sampler mode.
+      sampler_mode: sampler mode.
       samples: each query with the index of its token in the result.
       num_tokens: tokens of the prompts, without padding.
     """
@@ -109,7 +109,7 @@ class Prefill:
     num_rows: int
     token_ids: np.ndarray
     words: np.ndarray
-    needs: SamplerMode
+    sampler_mode: SamplerMode
     samples: Samples
     num_tokens: int
 
@@ -141,7 +141,7 @@ class Shape:
       serial: serial of the query that joins.
       token_ids: i32[length], its tokens and padding.
       words: words of the step.
-      needs: sampler mode.
+      sampler_mode: sampler mode.
       samples: each query with the index of its token in the result.
       num_tokens: tokens of the prompt, without padding.
     """
@@ -149,7 +149,7 @@ class Shape:
     serial: int
     token_ids: np.ndarray
     words: np.ndarray
-    needs: SamplerMode
+    sampler_mode: SamplerMode
     samples: Samples
     num_tokens: int
 
@@ -159,7 +159,7 @@ class Decode:
     """Command: run a step in which every row takes one token. Fields are those of `Shape`."""
 
     words: np.ndarray
-    needs: SamplerMode
+    sampler_mode: SamplerMode
     samples: Samples
 
 

@@ -76,7 +76,7 @@ class RebatchingLoop:
                 handle = self._runner.launch(launch)
                 if isinstance(launch, Prefill | Shape | Decode):
                     self._flying.append((launch, handle))
-            self.metrics.count(scheduled, self.scheduler.ring, self.scheduler.shelf.max_kv_bytes)
+            self.metrics.count(scheduled, self.scheduler.ring, self.scheduler.parked.max_kv_bytes)
             for _ in range(num_before if scheduled.launches else len(self._flying)):
                 sampling, handle = self._flying[0]
                 failed = sampling
@@ -98,7 +98,7 @@ class RebatchingLoop:
     @property
     def kv_bytes(self) -> int:
         """Device memory of the ring and the parked rows."""
-        return self.scheduler.shelf.kv_bytes
+        return self.scheduler.parked.kv_bytes
 
     def lose_everything(self, error: Exception) -> None:
         """Fail all queries with `error`, and start again with an empty scheduler."""
@@ -124,7 +124,7 @@ class RebatchingLoop:
             if reason is not None:
                 query.finish(reason)
                 del self.queries[query.serial]
-                if query.place is not KVLocation.GONE:
+                if query.location is not KVLocation.RELEASED:
                     self.scheduler.remove(query)
                 ended.append(query)
         return ended
@@ -137,7 +137,7 @@ class RebatchingLoop:
         blamed = self._in(failed, scheduled)
         self._flying.clear()
         self.scheduler.lose_device(flying, self._runner.has_left)
-        self._runner.reset([query.serial for query in self.scheduler.shelf.sizes])
+        self._runner.reset([query.serial for query in self.scheduler.parked.sizes])
         ended = []
         for query in sorted((one for one in blamed if not one.done), key=rank):
             query.num_failures += 1

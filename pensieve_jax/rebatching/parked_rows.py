@@ -59,7 +59,7 @@ class ParkedRows:
 
     def put(self, query: Query, length: int) -> None:
         """Record a new row of `length` in device memory. There must be room."""
-        query.place = KVLocation.DEVICE
+        query.location = KVLocation.DEVICE
         self.sizes[query] = self._ring_shapes.row_bytes(length)
         self.note()
 
@@ -70,8 +70,8 @@ class ParkedRows:
     def settle(self, has_left: Callable[[int], bool]) -> None:
         """Record which copies to host memory are done."""
         for query in self.sizes:
-            if query.place is KVLocation.LEAVING and has_left(query.serial):
-                query.place = KVLocation.HOST
+            if query.location is KVLocation.LEAVING and has_left(query.serial):
+                query.location = KVLocation.HOST
 
     def make_room(
         self,
@@ -92,15 +92,17 @@ class ParkedRows:
           keep: query whose row stays.
         """
         room = self.room_bytes if room_bytes is None else room_bytes
-        stays = self.sizes[keep] if keep is not None and keep.place is KVLocation.LEAVING else 0
-        here = [query for query in self.sizes if query.place is KVLocation.DEVICE and query is not keep]
+        stays = self.sizes[keep] if keep is not None and keep.location is KVLocation.LEAVING else 0
+        here = [query for query in self.sizes if query.location is KVLocation.DEVICE and query is not keep]
         here.sort(key=rank)
         while self._bytes(KVLocation.DEVICE) + stays + num_bytes > room and here:
             self._leave(here.pop(), launches, keep)
-        leaving = [query for query in self.sizes if query.place is KVLocation.LEAVING and query is not keep]
+        leaving = [
+            query for query in self.sizes if query.location is KVLocation.LEAVING and query is not keep
+        ]
         while self.device_bytes + num_bytes > room and leaving:
             query = leaving.pop(0)
-            query.place = KVLocation.HOST
+            query.location = KVLocation.HOST
             launches.append(Park(query.serial, waits=True))
         return self.device_bytes + num_bytes <= room
 
@@ -111,7 +113,7 @@ class ParkedRows:
         come back at once.
         """
         behind = rank(newcomer)
-        here = [one for one in self.sizes if one.place is KVLocation.DEVICE and rank(one) > behind]
+        here = [one for one in self.sizes if one.location is KVLocation.DEVICE and rank(one) > behind]
         here.sort(key=rank)
         while here and self._bytes(KVLocation.DEVICE) + num_bytes > self.room_bytes:
             query = here.pop()
@@ -125,8 +127,8 @@ class ParkedRows:
 
     def bring(self, query: Query, launches: list[Launch]) -> None:
         """Copy a row back from host memory. There must be room."""
-        assert query.place is KVLocation.HOST
-        query.place = KVLocation.DEVICE
+        assert query.location is KVLocation.HOST
+        query.location = KVLocation.DEVICE
         query.note_copied_back()
         launches.append(Return(query.serial))
         self.note()
@@ -135,7 +137,7 @@ class ParkedRows:
         """Drop a row, in device or host memory; its query is recomputed later."""
         del self.sizes[query]
         launches.append(FreeRow(query.serial))
-        query.place = KVLocation.NOWHERE
+        query.location = KVLocation.NOT_COMPUTED
 
     def _leave(self, query: Query, launches: list[Launch], keep: Query | None) -> None:
         """Copy a row to host memory. If that is full, drop rows there that are served later, or this one."""
@@ -143,7 +145,7 @@ class ParkedRows:
         there = [
             one
             for one in self.sizes
-            if one.place is KVLocation.HOST and one is not keep and rank(one) > behind
+            if one.location is KVLocation.HOST and one is not keep and rank(one) > behind
         ]
         num_over = self.host_bytes + self.sizes[query] - self._host_bytes
         if num_over > sum(self.sizes[one] for one in there):
@@ -152,8 +154,8 @@ class ParkedRows:
         there.sort(key=rank)
         while self.host_bytes + self.sizes[query] > self._host_bytes:
             self.drop(there.pop(), launches)
-        query.place = KVLocation.LEAVING
+        query.location = KVLocation.LEAVING
         launches.append(Park(query.serial, waits=False))
 
     def _bytes(self, *places: KVLocation) -> int:
-        return sum(size for query, size in self.sizes.items() if query.place in places)
+        return sum(size for query, size in self.sizes.items() if query.location in places)

@@ -28,17 +28,17 @@ class Prefilling:
     """Builder of prefill launches."""
 
     def __init__(
-        self, config: RebatchingConfig, ring_shapes: RingShapes, layout: WordsLayout, shelf: ParkedRows
+        self, config: RebatchingConfig, ring_shapes: RingShapes, layout: WordsLayout, parked: ParkedRows
     ) -> None:
-        """Store the limits, and `shelf`, which receives the rows."""
-        self._config, self._ring_shapes, self._layout, self._shelf = config, ring_shapes, layout, shelf
+        """Store the limits, and `parked`, which receives the rows."""
+        self._config, self._ring_shapes, self._layout, self._parked = config, ring_shapes, layout, parked
 
-    def similar_to(self, query: Query, line: QueryQueue, most: int) -> list[Query]:
+    def similar_to(self, query: Query, queue: QueryQueue, most: int) -> list[Query]:
         """Return up to `most` queries that are served soon and need rows of the same length as `query`."""
         length = self._ring_shapes.length_for(query.num_to_prefill)
         most = min(most, prefill_widths(self._config, length)[-1] - 1)
         found: list[Query] = []
-        for other in line.window(4 * self._config.max_batch) if most > 0 else []:
+        for other in queue.window(4 * self._config.max_batch) if most > 0 else []:
             if len(found) == most:
                 break
             if other is query or not is_ready(other):
@@ -66,9 +66,9 @@ class Prefilling:
         alone = queries[0].num_failures > 0
         queries = queries[:1] if alone else [one for one in queries if not one.num_failures]
         width = prefill_widths(self._config, length)[-1]
-        if len(queries) == 1 or not self._shelf.has_room(width * row_bytes):
+        if len(queries) == 1 or not self._parked.has_room(width * row_bytes):
             width = 1  # no row has to leave for queries that can wait
-        has_room = self._shelf.make_room(width * row_bytes, launches)
+        has_room = self._parked.make_room(width * row_bytes, launches)
         assert has_room, "the length of one row is kept free"
         chosen = list(queries[:width])
         assert all(map(is_ready, chosen))
@@ -88,16 +88,16 @@ class Prefilling:
                 num_rows=width,
                 token_ids=token_ids.reshape(-1),
                 words=words.words,
-                needs=words.needs,
+                sampler_mode=words.sampler_mode,
                 samples=tuple((query, row) for row, query in enumerate(chosen)),
                 num_tokens=num_tokens,
             )
         )
         for query in chosen:
-            self._shelf.put(query, length)
+            self._parked.put(query, length)
         return chosen
 
 
 def is_ready(query: Query) -> bool:
     """Return whether the query can be prefilled: it has no KV cache, and all its tokens were fetched."""
-    return query.place is KVLocation.NOWHERE and len(query.token_ids) == query.num_sampled
+    return query.location is KVLocation.NOT_COMPUTED and len(query.token_ids) == query.num_sampled

@@ -19,12 +19,12 @@ from pensieve_jax.text import ReplyTokens, Tokenizer
 class KVLocation(enum.Enum):
     """Location of a query's KV cache."""
 
-    NOWHERE = "nowhere"  # not computed, or dropped
+    NOT_COMPUTED = "nowhere"  # not computed, or dropped
     DEVICE = "device"  # in a parked row on the device
     LEAVING = "leaving"  # in a parked row that is being copied to host memory
     HOST = "host"
     RING = "ring"
-    GONE = "gone"  # all tokens were launched, or the query was cancelled
+    RELEASED = "gone"  # all tokens were launched, or the query was cancelled
 
 
 class Query(ReplyTokens):
@@ -37,7 +37,7 @@ class Query(ReplyTokens):
       sampling_words: i32[W], sampling parameters as bits, a word for each of `SAMPLING_WORDS`.
       max_num_tokens: most tokens of the reply, within the context limit.
       num_sampled: launched tokens of the reply; `token_ids` holds those that were fetched.
-      place: location of the KV cache.
+      location: location of the KV cache.
       row: row of the ring, while the query is there.
       suspended: whether the query ever had to leave the ring.
       num_failures: failed launches that the query was in since a step gave it a token.
@@ -64,7 +64,7 @@ class Query(ReplyTokens):
         self.seed, self.priority, self.ending_ids = seed, priority, ending_ids
         self.sampling_words = sampling_words(params, seed)
         self.num_sampled = 0
-        self.place = KVLocation.NOWHERE
+        self.location = KVLocation.NOT_COMPUTED
         self.row = -1
         self.suspended = False
         self.num_failures = 0

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pensieve_jax.rebatching.config import RebatchingConfig
-from pensieve_jax.rebatching.fitting import Fitting, num_tokens, standing
+from pensieve_jax.rebatching.fitting import Fitting, num_tokens, suspension_key
 from pensieve_jax.rebatching.launches import (
     Decode,
     Insert,
@@ -58,8 +58,8 @@ class RebatchingScheduler:
 
     Attributes:
       ring: rows of running queries.
-      line: queue of waiting queries.
-      shelf: parked rows.
+      queue: queue of waiting queries.
+      parked: parked rows.
       layout: layout of a step's words.
     """
 
@@ -68,9 +68,9 @@ class RebatchingScheduler:
         self.layout = WordsLayout(config.max_batch, config.max_banned_ids)
         self.ring: Ring[Query] = Ring()
         self._fitting = Fitting(config, ring_shapes, self.ring)
-        self.line = QueryQueue()
-        self.shelf = ParkedRows(ring_shapes, config.host_bytes)
-        self._prefilling = Prefilling(config, ring_shapes, self.layout, self.shelf)
+        self.queue = QueryQueue()
+        self.parked = ParkedRows(ring_shapes, config.host_bytes)
+        self._prefilling = Prefilling(config, ring_shapes, self.layout, self.parked)
         self._launches: list[Launch] = []
         self._num_sparse_steps = 0
         self._was_empty = True  # whether the ring was empty when the step began, so a prefill delays no query
@@ -80,18 +80,18 @@ class RebatchingScheduler:
 
     def add(self, query: Query) -> None:
         """Add a query to the queue."""
-        self.line.add(query)
+        self.queue.add(query)
 
     def remove(self, query: Query) -> None:
         """Remove a query that finished or was cancelled."""
-        if query.place is KVLocation.RING:
+        if query.location is KVLocation.RING:
             if self._config.insertion != "none":  # with "none", rows are freed when the whole batch finishes
                 self.ring.release(query.row)
-        elif query.place is not KVLocation.GONE:
-            self.line.remove(query)
-            if query in self.shelf.sizes:
-                self.shelf.drop(query, self._launches)
-        query.place = KVLocation.GONE
+        elif query.location is not KVLocation.RELEASED:
+            self.queue.remove(query)
+            if query in self.parked.sizes:
+                self.parked.drop(query, self._launches)
+        query.location = KVLocation.RELEASED
 
     def lose_device(self, flying: Collection[Query], has_left: Callable[[int], bool]) -> list[Query]:
         """Requeue the queries that lost their KV cache, or a token in flight (`flying`), with the device.
@@ -99,22 +99,22 @@ class RebatchingScheduler:
         Returns:
           The requeued queries, which are recomputed from their tokens. Rows in host memory stay valid.
         """
-        lost = {query for _, query in self.ring.held if not query.done and query.place is KVLocation.RING}
-        # Some launches of the last schedule may not have begun, so `place` alone does not tell.
-        shelved = self.shelf.sizes
+        lost = {query for _, query in self.ring.held if not query.done and query.location is KVLocation.RING}
+        # Some launches of the last schedule may not have begun, so `location` alone does not tell.
+        parked = self.parked.sizes
         lost |= {
-            query for query in shelved if query.place is not KVLocation.HOST or not has_left(query.serial)
+            query for query in parked if query.location is not KVLocation.HOST or not has_left(query.serial)
         }
         lost |= {query for query in flying if not query.done}
         for query in lost:
-            if query.place not in (KVLocation.RING, KVLocation.GONE):
-                self.line.remove(query)
-            self.shelf.sizes.pop(query, None)
-            query.place, query.num_sampled = KVLocation.NOWHERE, len(query.token_ids)
+            if query.location not in (KVLocation.RING, KVLocation.RELEASED):
+                self.queue.remove(query)
+            self.parked.sizes.pop(query, None)
+            query.location, query.num_sampled = KVLocation.NOT_COMPUTED, len(query.token_ids)
         for query in lost:
-            self.line.add(query)
+            self.queue.add(query)
         self.ring.clear()
-        self.shelf.room_bytes = self._ring_shapes.kv_bytes
+        self.parked.room_bytes = self._ring_shapes.kv_bytes
         self._launches = []
         return sorted(lost, key=rank)
 
@@ -131,7 +131,7 @@ class RebatchingScheduler:
         Args:
           has_left: tells whether the copy to host memory of a query's row, by serial, is done.
         """
-        self.shelf.settle(has_left)
+        self.parked.settle(has_left)
         self._prefilled = self._shaped = False
         self._release()
         self._was_empty = not self.ring.num_held
@@ -153,8 +153,8 @@ class RebatchingScheduler:
         ended = []
         for row, query in self.ring.held:
             if query.is_launched:
-                query.place = KVLocation.GONE
-            if query.place is KVLocation.GONE:
+                query.location = KVLocation.RELEASED
+            if query.location is KVLocation.RELEASED:
                 ended.append(row)
         if self._config.insertion == "none" and len(ended) < self.ring.num_held:
             return
@@ -163,8 +163,8 @@ class RebatchingScheduler:
 
     def _admit(self) -> None:
         """Let waiting queries that fit join, in order."""
-        while len(self.line) and not self._shaped:
-            query = self.line.head
+        while len(self.queue) and not self._shaped:
+            query = self.queue.head
             victims: list[Query] = []
             if self._fitting.shape_with(query) is None:
                 found = self._fitting.victims_for(query)
@@ -183,7 +183,7 @@ class RebatchingScheduler:
 
     def _can_join(self, query: Query) -> bool:
         """Return whether the query's KV cache exists or can be computed in this step."""
-        if query.place is not KVLocation.NOWHERE:
+        if query.location is not KVLocation.NOT_COMPUTED:
             return True
         return is_ready(query) and (self._fitting.is_shaped(query) or self._may_prefill)
 
@@ -196,10 +196,10 @@ class RebatchingScheduler:
         """Put a query into the ring, which changes to `shape`."""
         self._resize(shape, keep=query)  # first, since a shorter, wider ring may leave no room for its row
         if self._fitting.is_shaped(query):
-            self.line.remove(query)
+            self.queue.remove(query)
             self._shape_step(query)
             return
-        if query.place is KVLocation.NOWHERE:
+        if query.location is KVLocation.NOT_COMPUTED:
             self._prefill(query)
             if query.is_launched:  # its only token
                 return
@@ -207,18 +207,18 @@ class RebatchingScheduler:
 
     def _enter(self, query: Query) -> None:
         """Move a parked row into the ring."""
-        if query.place is KVLocation.HOST:
-            self.shelf.make_room(self.shelf.sizes[query], self._launches, keep=query)
-            self.shelf.bring(query, self._launches)
-        self.line.remove(query)
-        self.shelf.take(query)
+        if query.location is KVLocation.HOST:
+            self.parked.make_room(self.parked.sizes[query], self._launches, keep=query)
+            self.parked.bring(query, self._launches)
+        self.queue.remove(query)
+        self.parked.take(query)
         self._embed(query)
 
     def _embed(self, query: Query) -> None:
         """Launch the copy of a row into the ring, where it ends at the cursor."""
         num = query.num_kv_tokens
         query.row = self.ring.insert(query, num)
-        query.place = KVLocation.RING
+        query.location = KVLocation.RING
         is_known = len(query.token_ids) == query.num_sampled
         last_id = query.token_ids[-1] if is_known else -1
         place = self.ring.place(self.ring.cursor - num)
@@ -226,14 +226,14 @@ class RebatchingScheduler:
 
     def _begin_batch(self) -> None:
         """Start a batch that runs until all its queries finish, with the first waiting queries that fit."""
-        batch, shape = self._fitting.batch_of(self.line.window(self._config.max_batch))
+        batch, shape = self._fitting.batch_of(self.queue.window(self._config.max_batch))
         if shape is None:
             return
         self._resize(shape)
         is_together = self._config.prefill == "together"
         length = self._ring_shapes.length_for(max(map(num_tokens, batch))) if is_together else None
         for query in batch:
-            if query.place is KVLocation.NOWHERE:
+            if query.location is KVLocation.NOT_COMPUTED:
                 # Its row may have been dropped for another query's, and the next one is a token longer.
                 if not is_ready(query) or self._fitting.num_columns(query) > shape.length:
                     return
@@ -249,14 +249,14 @@ class RebatchingScheduler:
         length = self._ring_shapes.length_for(query.num_kv_tokens)
         row, num_tokens = query.row, query.num_kv_tokens
         query.note_suspended()
-        has_room = self.shelf.make_room(self._ring_shapes.row_bytes(length), self._launches)
+        has_room = self.parked.make_room(self._ring_shapes.row_bytes(length), self._launches)
         assert has_room, "the length of one row is kept free"
         places = np.zeros(length, np.int32)
         places[:num_tokens] = self.ring.places(row)
         self._launches.append(Suspend(query.serial, row, places, num_tokens))
-        self.shelf.put(query, length)
+        self.parked.put(query, length)
         self.ring.release(row)
-        self.line.add(query)
+        self.queue.add(query)
 
     def _keep_in_length(self) -> None:
         """Make room for the next step's column: lengthen the ring; if it gets too narrow, suspend queries."""
@@ -270,13 +270,13 @@ class RebatchingScheduler:
             if target is not None and target.batch >= len(held):
                 self._resize(target)
                 return
-            gone = [row for row, owner in held if owner.place is KVLocation.GONE]
+            gone = [row for row, owner in held if owner.location is KVLocation.RELEASED]
             if gone:
                 self.ring.release(max(gone, key=self.ring.row_span))
             elif target is None:  # holes make the row too long; it will come back without them
                 self._suspend(max(held, key=lambda one: self.ring.row_span(one[0]))[1])
             else:
-                self._suspend(max((owner for _, owner in held), key=standing))
+                self._suspend(max((owner for _, owner in held), key=suspension_key))
 
     def _shrink_if_sparse(self) -> None:
         """Shorten a ring that has been sparse for long, since a shorter ring is read faster."""
@@ -294,13 +294,13 @@ class RebatchingScheduler:
         if shape == self.ring.shape:
             return
         room_bytes = self._ring_shapes.room_bytes(shape)
-        has_room = self.shelf.make_room(0, self._launches, room_bytes=room_bytes, keep=keep)
+        has_room = self.parked.make_room(0, self._launches, room_bytes=room_bytes, keep=keep)
         assert has_room, "the length of one row is kept free"
         self._launches.append(Resize(shape, self.ring.resize(shape)))
         for row, query in self.ring.held:
             query.row = row
-        self.shelf.room_bytes = room_bytes
-        self.shelf.note()
+        self.parked.room_bytes = room_bytes
+        self.parked.note()
         self._num_sparse_steps = 0
 
     # Steps and prefills
@@ -312,7 +312,7 @@ class RebatchingScheduler:
           The number of idle rows, and whether the queue is empty.
         """
         shape = self.ring.shape
-        served = [(row, query) for row, query in self.ring.held if query.place is KVLocation.RING]
+        served = [(row, query) for row, query in self.ring.held if query.location is KVLocation.RING]
         if shape is None or not served:
             return 0, False
         num_idle = shape.batch - len(served)
@@ -320,16 +320,16 @@ class RebatchingScheduler:
             words = PackedStep(self.layout, self.ring.place(self.ring.cursor))
             for row, query in served:
                 self._add_row(words, row, query, 1)
-            self._launches.append(Decode(words.words, words.needs, _samples(served)))
+            self._launches.append(Decode(words.words, words.sampler_mode, _samples(served)))
             self.ring.advance()
-        return num_idle, not len(self.line)
+        return num_idle, not len(self.queue)
 
     def _shape_step(self, query: Query) -> None:
         """Launch a step in which `query` joins with all its tokens (vector shaping)."""
         token_ids = query.all_token_ids
         num_tokens = len(token_ids)
         row = query.row = self.ring.insert(query, 0)
-        query.place = KVLocation.RING
+        query.location = KVLocation.RING
         words = PackedStep(self.layout, self.ring.place(self.ring.cursor), num_tokens, row)
         served = [(index, owner) for index, owner in self.ring.held]
         for index, owner in served:
@@ -341,7 +341,7 @@ class RebatchingScheduler:
         padded = np.zeros(self._ring_shapes.length_for(num_tokens), np.int32)
         padded[:num_tokens] = token_ids
         self._launches.append(
-            Shape(query.serial, padded, words.words, words.needs, _samples(served), num_tokens)
+            Shape(query.serial, padded, words.words, words.sampler_mode, _samples(served), num_tokens)
         )
         self.ring.advance(num_tokens, filled_row=row)
         self._shaped = True
@@ -362,13 +362,13 @@ class RebatchingScheduler:
           length: length of the rows; None means the length that `query` needs.
         """
         if others is None:
-            most = max(self._config.num_ahead - len(self.shelf) - 1, 0)
-            others = self._prefilling.similar_to(query, self.line, most)
+            most = max(self._config.num_ahead - len(self.parked) - 1, 0)
+            others = self._prefilling.similar_to(query, self.queue, most)
         for one in self._prefilling.launch([query, *others], self._launches, length):
             if one.is_launched:  # its only token
-                self.line.remove(one)
-                self.shelf.drop(one, self._launches)
-                one.place = KVLocation.GONE
+                self.queue.remove(one)
+                self.parked.drop(one, self._launches)
+                one.location = KVLocation.RELEASED
         self._prefilled = True
 
     def _prefill_ahead(self) -> None:
@@ -376,22 +376,22 @@ class RebatchingScheduler:
         config = self._config
         if config.insertion == "shape" or config.prefill == "together" or self._prefilled:
             return
-        if not self.ring.num_held or len(self.shelf) >= config.num_ahead:
+        if not self.ring.num_held or len(self.parked) >= config.num_ahead:
             return
-        for query in self.line.window(config.num_ahead + 1):
+        for query in self.queue.window(config.num_ahead + 1):
             if is_ready(query):
                 num_bytes = self._ring_shapes.row_bytes(self._ring_shapes.length_for(query.num_to_prefill))
-                if self.shelf.has_room(num_bytes):
+                if self.parked.has_room(num_bytes):
                     self._prefill(query)
                 else:
-                    self.shelf.begin_to_make_room(num_bytes, query, self._launches)
+                    self.parked.begin_to_make_room(num_bytes, query, self._launches)
                 return
 
     def _bring_back(self) -> None:
         """Copy the first waiting query's row back from host memory ahead of need, if there is room."""
-        for query in self.line.window(1):
-            if query.place is KVLocation.HOST and self.shelf.has_room(self.shelf.sizes[query]):
-                self.shelf.bring(query, self._launches)
+        for query in self.queue.window(1):
+            if query.location is KVLocation.HOST and self.parked.has_room(self.parked.sizes[query]):
+                self.parked.bring(query, self._launches)
 
 
 def _samples(served: list[tuple[int, Query]]) -> tuple[tuple[Query, int], ...]:

@@ -64,7 +64,9 @@ def check_weights_fit(model: str, weights_bytes: int, devices: Sequence[jax.Devi
 
 
 @contextlib.contextmanager
-def refusing_weights(model: str, weights_bytes: int, devices: Sequence[jax.Device]) -> Iterator[None]:
+def weights_out_of_memory_as_config_error(
+    model: str, weights_bytes: int, devices: Sequence[jax.Device]
+) -> Iterator[None]:
     """Refuse a model if memory runs out while it is loaded; other processes may use the device.
 
     Args:

@@ -118,16 +118,16 @@ def step_limit(
     share = prompt_steps if is_spread else _LEAST_SHARE
     num_least = num_decodes + max(chunk_tokens, -(-num_others // share))
     if is_spread:
-        return _holding(buckets, min(max(num_least, _FILLED_FROM_TOKENS), num_missing))
-    return _filled(buckets, num_missing, num_least)
+        return _smallest_bucket_for(buckets, min(max(num_least, _FILLED_FROM_TOKENS), num_missing))
+    return _largest_filled(buckets, num_missing, num_least)
 
 
-def _holding(buckets: tuple[int, ...], num_tokens: int) -> int:
+def _smallest_bucket_for(buckets: tuple[int, ...], num_tokens: int) -> int:
     """Return the smallest bucket of at least `num_tokens`, or the largest bucket."""
     return buckets[min(bisect_left(buckets, num_tokens), len(buckets) - 1)]
 
 
-def _filled(buckets: tuple[int, ...], num_missing: int, num_least: int) -> int:
+def _largest_filled(buckets: tuple[int, ...], num_missing: int, num_least: int) -> int:
     """Return the largest bucket that `num_missing` tokens fill, or the smallest one that holds them all.
 
     In a large step padding takes as long as tokens do, so the step computes a full bucket and leaves the rest
@@ -136,7 +136,7 @@ def _filled(buckets: tuple[int, ...], num_missing: int, num_least: int) -> int:
     weights, so it should leave nothing over.
     """
     filled = bisect_right(buckets, num_missing) - 1
-    holds_all = _holding(buckets, num_missing)
+    holds_all = _smallest_bucket_for(buckets, num_missing)
     is_nearly_full = 0 <= holds_all - num_missing <= holds_all // _NEARLY_FULL
     if filled < 0 or is_nearly_full or buckets[filled] < max(num_least, _FILLED_FROM_TOKENS):
         return holds_all

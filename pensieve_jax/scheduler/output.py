@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pensieve_jax.cache import Copy, Drop
+from pensieve_jax.cache import ChunkCopy, ChunkDrop
 from pensieve_jax.scheduler.request import Request
 
 
@@ -45,7 +45,7 @@ class SchedulerOutput:
     num_tokens: int
     admitted: tuple[Request, ...]
     suspended: tuple[Request, ...]
-    drops: tuple[Drop, ...]
-    swap_outs: tuple[Copy, ...]
-    swap_ins: tuple[Copy, ...]
+    drops: tuple[ChunkDrop, ...]
+    swap_outs: tuple[ChunkCopy, ...]
+    swap_ins: tuple[ChunkCopy, ...]
     expedited: tuple[int, ...]

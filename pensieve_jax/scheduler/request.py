@@ -155,7 +155,8 @@ class Request:
         swapped_in = sum(
             sequence.num_tokens_of(index, chunk_tokens)
             for index, chunk in enumerate(sequence.chunks)
-            if chunk.shelf is EvictionClass.ARRIVING or (index in sequence.fetched and chunk.readable)
+            if chunk.eviction_class is EvictionClass.ARRIVING
+            or (index in sequence.fetched and chunk.readable)
         )
         if self._was_admitted:
             had = _outside(self._holes_before, self._num_kv_before)

@@ -163,7 +163,7 @@ class Scheduler:
         max_num_running, chunk_tokens = self._config.max_num_running, self._cache.chunk_tokens
         if not self.waiting or len(self.running) >= max_num_running:
             return admitted
-        others = self._others()
+        others = self._non_decodes()
         num_tokens = num_rows = len(self.running) - len(others) if self._config.unified else 0
         for request in others:
             more_tokens, more_rows = request.num_missing(chunk_tokens)
@@ -183,13 +183,13 @@ class Scheduler:
             num_tokens, num_rows = num_tokens + more_tokens, num_rows + more_rows
         return admitted
 
-    def _others(self) -> list[Request]:
+    def _non_decodes(self) -> list[Request]:
         """Return the running requests that are not decodes."""
         return [request for request in self.running if not (request.is_decoding or _is_decode(request))]
 
     def _grant_running(self, *, with_decodes: bool) -> _Step:
         """Fill a step with the missing tokens of running requests, by arrival."""
-        others = dict.fromkeys(self._others())
+        others = dict.fromkeys(self._non_decodes())
         num_decodes = len(self.running) - len(others) if with_decodes else 0
         step = self._begin_step(num_decodes, others)
         grants = step.grants

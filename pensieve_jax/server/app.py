@@ -22,7 +22,7 @@ from pensieve_jax.server import cache_view, operations, page
 from pensieve_jax.server.async_engine import EngineService
 from pensieve_jax.server.context.resolver import Resolver
 from pensieve_jax.server.context.turn_index import HistoryTurns, TurnIndex
-from pensieve_jax.server.http.admission import Limits
+from pensieve_jax.server.http.admission import TurnAdmission
 from pensieve_jax.server.http.app import make_app
 from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.services import Services
@@ -90,7 +90,7 @@ def make_services(
         engine=engine,
         settings=settings,
         keys=keys,
-        limits=Limits(engine, settings, clock.now),
+        limits=TurnAdmission(engine, settings, clock.now),
         metrics=metrics,
         tokenizer=tokenizer,
         chat_format=_chat_format(tokenizer),

@@ -33,7 +33,7 @@ _MAX_TURNS: Final = 1000
 _PREFIXES: Final = ("resp_", "chatcmpl-", "cmpl-")
 
 
-class OfResponse(Body):
+class ResponseIdBody(Body):
     """Request body that names a response."""
 
     response_id: str
@@ -128,7 +128,7 @@ def _aged(drop: dict[str, Any], now_s: float) -> dict[str, Any]:
 
 
 async def _on_turn(call: HttpRequest, name: str) -> Any:
-    return await _of_turn(call, name, (await call.decode(OfResponse)).response_id)
+    return await _of_turn(call, name, (await call.decode(ResponseIdBody)).response_id)
 
 
 async def _of_turn(call: HttpRequest, name: str, response_id: str) -> Any:
@@ -149,7 +149,7 @@ async def stats(call: HttpRequest) -> HttpResponse:
     told = await engine.call("stats")
     tables = {
         **{name: num_rows() for name, num_rows in call.services.tables.items()},
-        "turns_in_engine": limits.num_inside,
+        "turns_in_engine": limits.num_in_engine,
         "turns_in_queue": limits.num_waiting,
         "owners_in_flight": limits.num_owners,
         "tasks": len(asyncio.all_tasks()),

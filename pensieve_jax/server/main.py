@@ -129,7 +129,7 @@ class Listening:
 
     async def begun(self) -> None:
         """Wait until the server listens; raises NotListeningError or any other error of its start."""
-        if await _until(self._server.listens, _outcome(self._serving)):
+        if await _run_unless(self._server.listens, _outcome(self._serving)):
             raise NotListeningError("The server stopped before it listened; see the log.")
 
     def check(self) -> None:
@@ -262,23 +262,23 @@ async def _serve(
         watching.add_done_callback(log_end_of_task(_log, "the watchdog of the engine failed"))
         _log.info("starting the engine; the first start compiles its steps, which takes a minute or more")
         try:
-            if not await _until(signals.first, engine.open()):
+            if not await _run_unless(signals.first, engine.open()):
                 return 0
             server = HttpServer(make_application(engine))
             serving = asyncio.create_task(server.serve(sockets=[listening]))
-            if not await _until(server.listens, _outcome(serving)):
+            if not await _run_unless(server.listens, _outcome(serving)):
                 announce(engine, address_of(listening))
-            return await _until_told(engine, server, serving, signals, drain_s)
+            return await _serve_until_signal(engine, server, serving, signals, drain_s)
         finally:
             watching.cancel()
             await engine.close()
 
 
-async def _until_told(
+async def _serve_until_signal(
     engine: AsyncEngine, server: HttpServer, serving: asyncio.Task[None], signals: Signals, drain_s: float
 ) -> int:
     """Serve until the first signal and drain until the second; end early if the engine is given up."""
-    if not await _until(signals.first, _until(engine.gave_up, _outcome(serving))):
+    if not await _run_unless(signals.first, _run_unless(engine.gave_up, _outcome(serving))):
         _log.info("draining: running turns get %g s; a second signal ends them at once", drain_s)
     else:
         if not engine.gave_up.is_set():
@@ -286,7 +286,7 @@ async def _until_told(
         server.should_exit = True
         await _outcome(serving)
         return EXIT_DAMAGED if engine.is_damaged else EXIT_ENDED
-    if await _until(signals.second, _drain(engine, server, serving, drain_s)):
+    if await _run_unless(signals.second, _drain(engine, server, serving, drain_s)):
         return 0
     with _quiet("uvicorn.error"):
         server.force_exit = server.should_exit = True
@@ -336,7 +336,7 @@ async def _outcome(task: asyncio.Task[None]) -> None:
     await asyncio.shield(task)
 
 
-async def _until(event: asyncio.Event, work: Coroutine[Any, Any, object]) -> bool:
+async def _run_unless(event: asyncio.Event, work: Coroutine[Any, Any, object]) -> bool:
     """Run `work` until `event` cancels it, and return whether `work` finished first. Raises its errors."""
     doing = asyncio.create_task(work)
     waiting = asyncio.create_task(event.wait())

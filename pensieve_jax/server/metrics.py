@@ -182,7 +182,7 @@ class Metrics:
         """Record a rebuilt context; `reason` is a word from a fixed list."""
         self._child(self._rebuilds, reason).inc()
 
-    # Inside
+    # Private methods
 
     def _child(self, metric: Any, label: str) -> Any:
         """Return the child of a metric with one label besides the model's; cached, as the library is slow."""

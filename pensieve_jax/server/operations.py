@@ -27,12 +27,12 @@ from pensieve_jax.decoding.turn_spec import check_token_ids
 from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.bodies import Body
 from pensieve_jax.server.http.errors import invalid_value, overloaded
-from pensieve_jax.server.http.replies import Bytes, HttpResponse, json_reply
+from pensieve_jax.server.http.replies import BytesResponse, HttpResponse, json_reply
 from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.metrics import CONTENT_TYPE
 from pensieve_jax.server.openai.schemas import ChatMessage
-from pensieve_jax.server.turns.checks import check_model, unwritable
+from pensieve_jax.server.turns.checks import check_model, template_error
 from pensieve_jax.server.workers import is_long, run_cpu
 from pensieve_jax.text import ChatFormat
 from pensieve_jax.version import __version__
@@ -73,7 +73,7 @@ async def metrics(call: HttpRequest) -> HttpResponse:
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):
             report.census = await services.engine.call("census")
             report.distributions = await services.engine.call("distributions")
-    return Bytes(services.metrics.render(services.limits.num_waiting), CONTENT_TYPE)
+    return BytesResponse(services.metrics.render(services.limits.num_waiting), CONTENT_TYPE)
 
 
 async def list_models(call: HttpRequest) -> HttpResponse:
@@ -173,7 +173,7 @@ def _token_ids(services: Services, body: TokenizeBody) -> list[int]:
         try:
             return chat_format.turn_token_ids([], services.resolver.with_known_roles(messages))
         except ChatTemplateError as error:
-            raise unwritable(error, messages, "messages") from error
+            raise template_error(error, messages, "messages") from error
     assert body.prompt is not None
     try:
         return services.tokenizer.encode(body.prompt, add_bos=body.add_special_tokens)

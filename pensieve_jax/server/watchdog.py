@@ -42,7 +42,7 @@ class RestartableEngine(Protocol):
         """Seconds since the engine's last message."""
         ...
 
-    def kill_life(self) -> None:
+    def kill_process(self) -> None:
         """Kill the engine's process at once."""
         ...
 
@@ -65,7 +65,7 @@ class Watchdog:
         is_silent = engine.state == "ready" and engine.last_heard_s > self._silence_s
         if is_silent and self._was_silent:
             _log.error("The engine has been silent for %.0f s and is killed.", engine.last_heard_s)
-            engine.kill_life()
+            engine.kill_process()
             is_silent = False
         self._was_silent = is_silent
 

@@ -23,15 +23,15 @@ NUM_THREADS: Final = 4
 """Size of the CPU pool, started on demand. It is small because Python threads compete with the event loop."""
 SHARE: Final = 2
 """CPU threads per key at a time. More work of a key waits only for that key's own threads."""
-FAR_THREADS: Final = 16
+IO_THREADS: Final = 16
 """Concurrent I/O threads, which only wait for other machines. One key may use half of them."""
 _threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="cpu-work")
 _shares = weakref.WeakValueDictionary[str, asyncio.Semaphore]()  # only of owners with running or waiting work
-_far_shares = weakref.WeakValueDictionary[str, asyncio.Semaphore]()
-_far_places = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
+_io_shares = weakref.WeakValueDictionary[str, asyncio.Semaphore]()
+_io_slots = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
 
 
-class CpuTicket(NamedTuple):
+class WorkEstimate(NamedTuple):
     """Expected cost of work.
 
     Attributes:
@@ -84,18 +84,18 @@ async def run_io[**P, T](owner: str, work: Callable[P, T], *args: P.args, **kwar
     `run_cpu`.
     """
     loop = asyncio.get_running_loop()
-    places = _far_places.setdefault(loop, asyncio.Semaphore(FAR_THREADS))
-    share = _far_shares.setdefault(owner, asyncio.Semaphore(FAR_THREADS // 2 if owner else FAR_THREADS))
+    slots = _io_slots.setdefault(loop, asyncio.Semaphore(IO_THREADS))
+    share = _io_shares.setdefault(owner, asyncio.Semaphore(IO_THREADS // 2 if owner else IO_THREADS))
     await share.acquire()
     try:
-        await places.acquire()
+        await slots.acquire()
     except asyncio.CancelledError:
         share.release()
         raise
     result = loop.create_future()
 
     def tell(outcome: Callable[[], None]) -> None:
-        places.release()
+        slots.release()
         share.release()
         if not result.done():
             outcome()

@@ -93,44 +93,44 @@ class ChatFormat:
         earlier: Sequence[EarlierTurn | tuple[Sequence[Message] | None, str | None, Sequence[int], str]],
         new_messages: Sequence[Message],
         *,
-        as_told: bool = False,
-        most: int | None = None,
+        exact_only: bool = False,
+        token_limit: int | None = None,
     ) -> list[int]:
         """Return the prompt ids of a turn, to be appended to the ids of the earlier turns.
 
         Args:
           earlier: the conversation's finished turns in order; the tuples' items are those of `EarlierTurn`.
           new_messages: the messages of this turn only.
-          as_told: refuse to continue a reply whose ids contain more than its text and the closing text,
+          exact_only: refuse to continue a reply whose ids contain more than its text and the closing text,
             which happens if a stop string or a stop id ended the reply.
-          most: as in `Tokenizer.encode`.
+          token_limit: as in `Tokenizer.encode`.
 
         Raises InvalidRequestError for malformed messages; ChatTemplateError if the template refuses them or
-        renders earlier ones differently, or if `as_told` refuses the last reply; ContextLengthError.
+        renders earlier ones differently, or if `exact_only` refuses the last reply; ContextLengthError.
         """
         messages = check_messages(new_messages)
         turns = [EarlierTurn(*turn) for turn in earlier]
         without_messages = [index for index, turn in enumerate(turns) if turn.messages is None]
         chat_turns = turns[without_messages[-1] + 1 :] if without_messages else turns
         if chat_turns:
-            return self._later_turn(chat_turns, messages, as_told, most)
+            return self._later_turn(chat_turns, messages, exact_only, token_limit)
         text = self._render(messages, self._now(), generation_prompt=True)
         if not turns:
-            return self._tokenizer.encode(text, add_bos=True, most=most)
+            return self._tokenizer.encode(text, add_bos=True, token_limit=token_limit)
         text = text.removeprefix(self._tokenizer.bos_token or "")
-        return self._tokenizer.encode_after(_last_id(turns), text, most=most)
+        return self._tokenizer.encode_after(_last_id(turns), text, token_limit=token_limit)
 
     def may_follow(
         self, turn: EarlierTurn | tuple[Sequence[Message] | None, str | None, Sequence[int], str]
     ) -> bool:
-        """Return whether a turn may follow this one `as_told`, judged by its ids, without rendering a path.
+        """Return whether a turn may follow this one `exact_only`, judged by its ids without rendering.
 
         False if the reply does not end with any of the texts that close replies in short conversations.
         """
         turn = EarlierTurn(*turn)
         closings = self._short_closings
-        told = (self._is_as_told(turn, self._spelled_closing(turn, closing)) for closing in closings)
-        return not closings or any(told)
+        exact = (self._is_exact(turn, self._spelled_closing(turn, closing)) for closing in closings)
+        return not closings or any(exact)
 
     @functools.cached_property
     def _short_closings(self) -> frozenset[str]:
@@ -168,17 +168,21 @@ class ChatFormat:
         return [token_id for token_id, other in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
     def _later_turn(
-        self, turns: Sequence[EarlierTurn], new_messages: Sequence[Message], as_told: bool, most: int | None
+        self,
+        turns: Sequence[EarlierTurn],
+        new_messages: Sequence[Message],
+        exact_only: bool,
+        token_limit: int | None,
     ) -> list[int]:
         rendered = self._split_rendering(turns, new_messages)
         text = rendered.closing + rendered.behind
         spelled = self._spelled_closing(turns[-1], rendered.closing)
-        if as_told and not self._is_as_told(turns[-1], spelled):
+        if exact_only and not self._is_exact(turns[-1], spelled):
             raise ChatTemplateError(
                 "The last reply's tokens contain more than its text, since a stop string or stop id ended it",
                 "send the whole conversation again",
             )
-        return self._tokenizer.encode_after(_last_id(turns), text[len(spelled) :], most=most)
+        return self._tokenizer.encode_after(_last_id(turns), text[len(spelled) :], token_limit=token_limit)
 
     def _split_rendering(self, turns: Sequence[EarlierTurn], new_messages: Sequence[Message]) -> _Rendering:
         """Render with placeholders for replies and split the text after the last reply."""
@@ -222,7 +226,7 @@ class ChatFormat:
                 return closing[: start + len(ending)] if ending else ""
         return closing if closing and ending.startswith(closing) else ""
 
-    def _is_as_told(self, turn: EarlierTurn, spelled: str) -> bool:
+    def _is_exact(self, turn: EarlierTurn, spelled: str) -> bool:
         """Return whether the reply's ids are exactly its text and an end of sequence, or `spelled`.
 
         `spelled` is the beginning of the closing text. Control tokens within a reply are not text and are

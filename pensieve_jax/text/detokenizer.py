@@ -47,7 +47,7 @@ class IncrementalDetokenizer:
         self._num_prefix = 0
         self._prefix_text = ""
         self._held = ""  # final text that may be the beginning of a stop string
-        self._num_unending = 0  # a stop string that ends within this many new characters does not count
+        self._num_no_stop_chars = 0  # a stop string that ends within this many new characters does not count
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str:
         """Return the text that the newest token makes final, often "". After a stop string it is always "".
@@ -73,7 +73,7 @@ class IncrementalDetokenizer:
                 said = fresh.rstrip(_REPLACEMENT)
                 if may_stop:
                     return self._end_at_stop(self._held + fresh, self._matches(said))
-                self._num_unending = max(self._num_unending, len(said))
+                self._num_no_stop_chars = max(self._num_no_stop_chars, len(said))
             return ""
         # The ids of this text become the next prefix, unless their text is empty and so cannot be a prefix.
         newest = window[self._num_prefix :]
@@ -101,7 +101,7 @@ class IncrementalDetokenizer:
             return fresh
         text = self._held + fresh
         matches = self._matches(fresh)
-        self._num_unending = 0
+        self._num_no_stop_chars = 0
         if may_stop:
             delta = self._end_at_stop(text, matches)
             if self.stop_string is not None:
@@ -114,7 +114,7 @@ class IncrementalDetokenizer:
 
     def _matches(self, fresh: str) -> list[_Match]:
         """Match every stop string against the unreturned text, which continues the returned text."""
-        return [stop.after(fresh, self._num_unending) for stop in self._stop]
+        return [stop.after(fresh, self._num_no_stop_chars) for stop in self._stop]
 
     def _end_at_stop(self, text: str, matches: Sequence[_Match]) -> str:
         """Return the part of `text` before the stop string that completes first; "" if none does.
@@ -161,10 +161,10 @@ class _StopString:
         self.num_begun = 0
         self._shorter = [0, 0]  # for each prefix length: length of the next shorter prefix that is its suffix
 
-    def after(self, new: str, num_unending: int) -> _Match:
+    def after(self, new: str, num_no_stop_chars: int) -> _Match:
         """Return the match if `new` follows the text so far, without advancing the state.
 
-        The string does not count if it is complete after `num_unending` characters of `new` or fewer.
+        The string does not count if it is complete after `num_no_stop_chars` characters of `new` or fewer.
         """
         text, shorter = self.text, self._shorter
         num, completed_at = self.num_begun, None
@@ -176,7 +176,7 @@ class _StopString:
                 if num == len(shorter):
                     self._extend()
             if num == len(text):
-                if completed_at is None and at > num_unending:
+                if completed_at is None and at > num_no_stop_chars:
                     completed_at = at
                 num = shorter[num]  # below the minimum length of a reply, the text may continue
         return _Match(num, completed_at)

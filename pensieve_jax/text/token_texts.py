@@ -21,7 +21,7 @@ class TokenTexts:
         text = self._texts.get(token_id)
         if text is None:
             tokenizer = self._tokenizer
-            text = _name(token_id) if tokenizer is None else tokenizer.text_behind(token_id)
+            text = _name(token_id) if tokenizer is None else tokenizer.text_after(token_id)
             self._texts[token_id] = text
         return text
 

@@ -88,38 +88,40 @@ class Tokenizer:
         described = json.dumps([vocabulary, self.bos_id, self.eos_id, self.wants_bos])
         return hashlib.sha256(described.encode()).hexdigest()[:16]
 
-    def encode(self, text: str, *, add_bos: bool, most: int | None = None) -> list[int]:
+    def encode(self, text: str, *, add_bos: bool, token_limit: int | None = None) -> list[int]:
         """Return the ids of `text`; special tokens written out in it become their ids.
 
         Args:
           text: any text; "" has no ids but the one below.
           add_bos: only True at a conversation's start: put `bos_id` first if the model wants one and the
             text does not begin with it already.
-          most: maximum number of useful tokens; a text far longer than that is not read to its end.
+          token_limit: maximum number of useful tokens; a text far longer than that is not read to its end.
 
         Raises InvalidRequestError for a value that is not text, and ContextLengthError for far more than
-        `most` tokens.
+        `token_limit` tokens.
         """
-        token_ids = self._encode(text, most)
+        token_ids = self._encode(text, token_limit)
         if add_bos and self.wants_bos and token_ids[:1] != [self.bos_id]:
             assert self.bos_id is not None
             token_ids.insert(0, self.bos_id)
         return token_ids
 
-    def encode_after(self, previous_id: int | None, text: str, *, most: int | None = None) -> list[int]:
+    def encode_after(
+        self, previous_id: int | None, text: str, *, token_limit: int | None = None
+    ) -> list[int]:
         """Return the ids of `text` after other text, without the space that some tokenizers prepend.
 
         Args:
           previous_id: the id before the text; text after a special token may be encoded differently.
           text: the text.
-          most: as in `encode`.
+          token_limit: as in `encode`.
         """
         if self._anchor_ids and text:
             anchor_id = previous_id if previous_id in self._anchor_ids else self._default_anchor_id
-            token_ids = self._encode(f"{self.token_text(anchor_id)}{text}", most)
+            token_ids = self._encode(f"{self.token_text(anchor_id)}{text}", token_limit)
             if token_ids[:1] == [anchor_id]:
                 return token_ids[1:]
-        return self._encode(text, most)
+        return self._encode(text, token_limit)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of `token_ids`; special ids and ids outside the vocabulary have none."""
@@ -139,17 +141,17 @@ class Tokenizer:
             text = self._backend.decode(token_ids, skip_special_tokens=False)
         return text
 
-    def text_behind(self, token_id: int) -> str:
+    def text_after(self, token_id: int) -> str:
         """Return the text of one id after other text; a special one is written out.
 
         Decoded alone, an id may lack its leading space: some decoders drop that of a text's first token.
         """
         alone = self.decode_window([token_id])
-        ground_id = self._ground_id
-        if ground_id is None or token_id in self.special_ids:
+        anchor_letter_id = self._anchor_letter_id
+        if anchor_letter_id is None or token_id in self.special_ids:
             return alone
-        ground = self.decode_window([ground_id])
-        both = self.decode_window([ground_id, token_id])
+        ground = self.decode_window([anchor_letter_id])
+        both = self.decode_window([anchor_letter_id, token_id])
         return both[len(ground) :] if both.startswith(ground) else alone
 
     def byte_of(self, token_id: int) -> int | None:
@@ -158,7 +160,7 @@ class Tokenizer:
         return None if token is None or BYTE_TOKEN.fullmatch(token) is None else int(token[3:5], 16)
 
     @cached_property
-    def _ground_id(self) -> int | None:
+    def _anchor_letter_id(self) -> int | None:
         """An id of plain letters, used as the text before another id; None if the vocabulary has none.
 
         Byte tokens do not qualify, since a run of them is decoded as a whole.
@@ -184,26 +186,29 @@ class Tokenizer:
         parts = decoder.get("decoders", [decoder])
         return any(part.get("type") == "ByteFallback" for part in parts)
 
-    def _check_length(self, text: str, most: int) -> None:
+    def _check_length(self, text: str, token_limit: int) -> None:
         """Raise ContextLengthError if the beginning of a long text alone has far too many tokens.
 
         The threshold is over twice the maximum: the text after the beginning changes the ids at its end, but
         not all of them.
         """
-        far = 2 * most + _FEW_TOKENS
+        far = 2 * token_limit + _FEW_TOKENS
         num_characters = _CHARACTERS * far
         while num_characters < len(text):
             if len(self._encode(text[:num_characters])) > far:
                 raise ContextLengthError(
-                    "prompt", f"{len(text)} characters", f"at most {most} tokens", most=most
+                    "prompt",
+                    f"{len(text)} characters",
+                    f"at most {token_limit} tokens",
+                    token_limit=token_limit,
                 )
             num_characters *= 2
 
-    def _encode(self, text: str, most: int | None = None) -> list[int]:
+    def _encode(self, text: str, token_limit: int | None = None) -> list[int]:
         if not isinstance(text, str):
             raise InvalidRequestError("prompt", text, "a string")
-        if most is not None:
-            self._check_length(text, most)
+        if token_limit is not None:
+            self._check_length(text, token_limit)
         try:
             # A batch releases the lock (see `_LONG`). The fast variant omits the position of each token.
             (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)

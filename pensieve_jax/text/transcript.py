@@ -28,10 +28,10 @@ def num_messages_held(earlier: Sequence[EarlierTurn], messages: Sequence[Message
       earlier: the conversation's finished turns, in order.
       messages: messages of the new turn.
     """
-    return _held_from_the_start(earlier, messages) or _held_in_a_window(earlier, messages)
+    return _held_from_start(earlier, messages) or _held_in_suffix(earlier, messages)
 
 
-def _held_in_a_window(earlier: Sequence[EarlierTurn], messages: Sequence[Message]) -> int:
+def _held_in_suffix(earlier: Sequence[EarlierTurn], messages: Sequence[Message]) -> int:
     """Return the same number for a truncated transcript that begins with a later turn.
 
     Here the reply must equal the stored one except for surrounding blanks, because a question asked before
@@ -45,7 +45,7 @@ def _held_in_a_window(earlier: Sequence[EarlierTurn], messages: Sequence[Message
     return 0
 
 
-def _held_from_the_start(earlier: Sequence[EarlierTurn], messages: Sequence[Message]) -> int:
+def _held_from_start(earlier: Sequence[EarlierTurn], messages: Sequence[Message]) -> int:
     """Return the same number for `messages` that begin as the conversation did."""
     if not earlier or earlier[0].messages is None:
         return 0

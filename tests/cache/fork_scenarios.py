@@ -84,7 +84,7 @@ class ForkScenario:
         source = self._one(Role.IDLE)
         if source is not None and len(self.tokens) < MAX_LEAVES:
             self._append(source, self.random.randint(1, 4 * CHUNK))
-            self.cache.manager.lay_out(source, len(self.tokens[source]))
+            self.cache.manager.prepare_fork(source, len(self.tokens[source]))
             made = self.cache.manager.fork(source, len(self.tokens[source]), self._name())
             self._enter(made, self.tokens[source])
             self.history[made] = self.history[source]
@@ -232,7 +232,7 @@ class ForkScenario:
             copy = self.cache.copies_in.pop(copy_id)
             self.pages[copy.page] = self.slots[copy.slot]
         store = self.cache.manager._store
-        if copy_id in store.flights or copy_id in store.orphans:
+        if copy_id in store.flights or copy_id in store.detached_copies:
             self.cache.manager.complete([copy_id])
 
     # Internals.

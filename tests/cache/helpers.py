@@ -10,7 +10,7 @@ from pensieve_jax.cache import (
     AnalyticCostModel,
     CachedSequence,
     CacheManager,
-    Copy,
+    ChunkCopy,
     DropReason,
     EvictionClass,
     LearnedState,
@@ -59,8 +59,8 @@ class Cache:
         cost_model = AnalyticCostModel(CHUNK, num_weights=1e3, attention_width=1e3)
         self.policy = make_policy(policy, cost_model, CHUNK)
         self.manager = CacheManager(config, cost_model, self.clock, max_num_copies=max_num_copies)
-        self.copies_out: dict[int, Copy] = {}
-        self.copies_in: dict[int, Copy] = {}
+        self.copies_out: dict[int, ChunkCopy] = {}
+        self.copies_in: dict[int, ChunkCopy] = {}
         self._num_arrivals = 0
 
     @property
@@ -116,7 +116,7 @@ class Cache:
     ) -> CachedSequence:
         """Create an idle sequence in host memory only, except some chunks, which are on the GPU only."""
         sequence = self.on_both(name, num_tokens, idle_s, but=but)
-        for index in sequence.indices_on(EvictionClass.CLEAN):
+        for index in sequence.indices_of(EvictionClass.CLEAN):
             self.manager._store.give_page(sequence, index)
         self.check()
         return sequence
@@ -128,7 +128,7 @@ class Cache:
 
     # Copies
 
-    def begin(self) -> tuple[list[Copy], list[Copy]]:
+    def begin(self) -> tuple[list[ChunkCopy], list[ChunkCopy]]:
         """Take the copies that began, out and in."""
         outs, ins = self.manager.take_copies()
         self.copies_out.update((copy.copy_id, copy) for copy in outs)
@@ -153,7 +153,7 @@ class Cache:
         self.manager.lose(copy_ids)
         self.check()
 
-    def end_step(self) -> tuple[list[Copy], list[Copy]]:
+    def end_step(self) -> tuple[list[ChunkCopy], list[ChunkCopy]]:
         """Run a pass without requests; return the copies that it began."""
         self.manager.begin_step()
         self.manager.end_step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pensieve_jax.cache import Drop, DropReason
+from pensieve_jax.cache import ChunkDrop, DropReason
 from tests.cache.helpers import CHUNK, Cache
 
 
@@ -14,7 +14,7 @@ def test_without_host_memory_a_page_is_freed_by_dropping():
     worth = cache.manager.worth_of(old, 0)
     cache.running("new", CHUNK)
     (drop,) = cache.manager.take_drops()
-    assert drop == Drop("old", 0, DropReason.NO_HOST_MEMORY, worth) and 0 < worth < math.inf
+    assert drop == ChunkDrop("old", 0, DropReason.NO_HOST_MEMORY, worth) and 0 < worth < math.inf
 
 
 def test_full_host_memory_drops_chunks_of_lower_value_than_the_new_one():
@@ -48,7 +48,7 @@ def test_an_earlier_request_takes_the_slots_of_later_ones():
     cache.queued("late", late)
     cache.manager.begin_step()
     assert cache.manager.try_admit(first, 3 * CHUNK, waive_reserve=True)
-    assert cache.manager.take_drops() == (Drop("late", 0, DropReason.EARLIER_REQUEST, math.inf),)
+    assert cache.manager.take_drops() == (ChunkDrop("late", 0, DropReason.EARLIER_REQUEST, math.inf),)
 
 
 def test_a_lost_device_drops_chunks_without_a_slot():
@@ -57,5 +57,5 @@ def test_a_lost_device_drops_chunks_without_a_slot():
     cache.idle("gpu", 2 * CHUNK)
     cache.manager.lose_device()
     assert cache.manager.take_drops() == tuple(
-        Drop("gpu", index, DropReason.DEVICE_LOST, None) for index in (0, 1)
+        ChunkDrop("gpu", index, DropReason.DEVICE_LOST, None) for index in (0, 1)
     )

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from pensieve_jax.cache import Drop, DropReason, EvictionClass
+from pensieve_jax.cache import ChunkDrop, DropReason, EvictionClass
 from tests.cache.helpers import CHUNK, Cache, states
 
 
@@ -18,7 +18,7 @@ def test_a_queued_request_does_not_drop_its_own_chunks_for_itself():
     cache.manager.begin_step()
     assert cache.manager.grow(first, 4 * CHUNK)
     assert states(waits) == ["on cpu"] and waits.num_kv_tokens == CHUNK
-    assert cache.manager.take_drops() == (Drop("waits", 1, DropReason.NO_SLOT, math.inf),)
+    assert cache.manager.take_drops() == (ChunkDrop("waits", 1, DropReason.NO_SLOT, math.inf),)
     cache.check()
 
 
@@ -31,7 +31,7 @@ def test_a_later_request_that_loses_its_last_chunk_in_host_memory_is_empty():
     cache.queued("late", late)
     cache.manager.begin_step()
     assert cache.manager.grow(first, 3 * CHUNK)
-    assert cache.manager.take_drops() == (Drop("late", 0, DropReason.EARLIER_REQUEST, math.inf),)
+    assert cache.manager.take_drops() == (ChunkDrop("late", 0, DropReason.EARLIER_REQUEST, math.inf),)
     assert states(early) == ["leaving"] and late.chunks == [] and late.num_kv_tokens == 0
     cache.check()
 
@@ -169,4 +169,4 @@ def test_a_chunk_that_is_being_copied_out_lends_nothing():
     cache.queued("a", sequence)
     cache.manager.begin_step()
     assert not cache.manager._evictor._borrow_slot()
-    assert states(sequence) == ["copying out"] * 2 and sequence.num_on[EvictionClass.CLEAN] == 2
+    assert states(sequence) == ["copying out"] * 2 and sequence.num_by_class[EvictionClass.CLEAN] == 2

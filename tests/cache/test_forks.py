@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pensieve_jax.cache import DropReason, EvictionClass, Role
+from pensieve_jax.cache.order.ghost_cache import GhostCache
 from pensieve_jax.cache.order.policies import LruPolicy
-from pensieve_jax.cache.order.shadows import GhostCache
 from tests.cache.fork_scenarios import run_fork_scenario
 from tests.cache.helpers import CHUNK, Cache, pages_of, resident, states
 
@@ -183,7 +183,10 @@ def test_copies_in_flight_move_with_their_chunks():
     cache.begin()
     made = fork(cache, source, 2 * CHUNK)
     assert made.first_arriving == source.first_arriving == 0
-    assert made.trunk.num_on[EvictionClass.ARRIVING] == 2 and source.num_on[EvictionClass.ARRIVING] == 1
+    assert (
+        made.trunk.num_by_class[EvictionClass.ARRIVING] == 2
+        and source.num_by_class[EvictionClass.ARRIVING] == 1
+    )
     first = source.chunks[0].copy_id
     cache.complete(first)
     assert made.first_arriving == 1
@@ -255,7 +258,7 @@ def test_uncomputed_shared_chunks_are_computed_once_for_all():
     """Several choices share one prompt."""
     cache = Cache(16)
     one = cache.idle("one", CHUNK + 5)
-    cache.manager.lay_out(one, 4 * CHUNK + 9)
+    cache.manager.prepare_fork(one, 4 * CHUNK + 9)
     two = cache.manager.fork(one, 4 * CHUNK + 9, "two")
     cache.check()
     assert one.num_kv_tokens == two.num_kv_tokens == 4 * CHUNK and resident(two) == [0]
@@ -276,7 +279,7 @@ def test_uncomputed_shared_chunks_are_computed_once_for_all():
 def test_shared_chunks_that_are_never_computed_are_released():
     cache = Cache(16)
     one = cache.idle("one", CHUNK + 5)
-    cache.manager.lay_out(one, 4 * CHUNK)
+    cache.manager.prepare_fork(one, 4 * CHUNK)
     two = cache.manager.fork(one, 4 * CHUNK, "two")
     cache.manager.close(two)
     cache.check()
@@ -345,16 +348,16 @@ def test_victims_are_right_after_a_fork():
 
 
 def test_ghost_caches_follow_a_fork():
-    shadows = GhostCache(LruPolicy(), 10)
-    shadows.left("a", 8, num_shared=0, bucket=0, now_s=1.0)
-    shadows.resized("a", 3)
-    assert shadows.num_held == 5
-    shadows.left("b", 7, num_shared=0, bucket=0, now_s=2.0)
-    assert shadows.num_held == 10
-    shadows.resized("a", 4)
-    assert shadows.num_held == 10, "what it gives away was lost before"
-    shadows.resized("a", 0)
-    assert shadows.returned("a") == 5, "leading ones are lost, so those that it got back are"
+    ghosts = GhostCache(LruPolicy(), 10)
+    ghosts.left("a", 8, num_shared=0, bucket=0, now_s=1.0)
+    ghosts.resized("a", 3)
+    assert ghosts.num_held == 5
+    ghosts.left("b", 7, num_shared=0, bucket=0, now_s=2.0)
+    assert ghosts.num_held == 10
+    ghosts.resized("a", 4)
+    assert ghosts.num_held == 10, "what it gives away was lost before"
+    ghosts.resized("a", 0)
+    assert ghosts.returned("a") == 5, "leading ones are lost, so those that it got back are"
 
 
 def test_a_drop_of_a_shared_chunk_is_recorded_once():

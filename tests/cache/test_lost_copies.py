@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve_jax.cache import Drop, DropReason
+from pensieve_jax.cache import ChunkDrop, DropReason
 from pensieve_jax.cache.states import IllegalTransitionError
 from tests.cache.helpers import CHUNK, Cache, states
 
@@ -61,7 +61,7 @@ def test_a_chunk_that_gave_its_page_away_is_dropped():
     assert states(sequence) == ["dropped", "leaving"] and sequence.num_kv_tokens == 2 * CHUNK
     assert cache.slots.num_free == 5 and cache.pool.num_free == 6
     assert cache.manager.take_drops() == tuple(
-        Drop("a", index, DropReason.FITS_NO_SLOT, None) for index in (2, 0)
+        ChunkDrop("a", index, DropReason.FITS_NO_SLOT, None) for index in (2, 0)
     )
     cache.lose(outs[1].copy_id)
     assert states(sequence) == [] and cache.slots.num_free == 6

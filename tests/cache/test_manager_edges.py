@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve_jax.cache import Drop, DropReason, EvictionClass, Role
+from pensieve_jax.cache import ChunkDrop, DropReason, EvictionClass, Role
 from pensieve_jax.cache.chunk_store import ChunkStore
 from tests.cache.helpers import CHUNK, Cache, pages_of, resident, states
 
@@ -135,9 +135,9 @@ def test_prefetch_continues_up_to_its_number_of_copies():
 def test_chunks_are_laid_out_only_behind_computed_ones():
     cache = Cache(10)
     sequence = cache.idle("a", CHUNK + 5)
-    cache.manager.lay_out(sequence, CHUNK + 9)
+    cache.manager.prepare_fork(sequence, CHUNK + 9)
     assert sequence.num_kv_tokens == CHUNK + 5 and sequence.trunk is None
-    cache.manager.lay_out(sequence, 2 * CHUNK)
+    cache.manager.prepare_fork(sequence, 2 * CHUNK)
     assert sequence.num_kv_tokens == 2 * CHUNK and states(sequence) == ["on gpu", "dropped"]
     assert sequence.trunk is not None
     cache.manager.fork(sequence, 2 * CHUNK, "fork")
@@ -207,7 +207,7 @@ def test_drops_are_reported_at_once_and_once():
     sequence = cache.idle("a", 2 * CHUNK)
     cache.manager._store._on_drop = told.append
     cache.drop(sequence, 0)
-    assert told == [Drop("a", 0, DropReason.NO_HOST_MEMORY, None)]
+    assert told == [ChunkDrop("a", 0, DropReason.NO_HOST_MEMORY, None)]
     assert cache.manager.take_drops() == tuple(told) and cache.manager.take_drops() == ()
 
 
@@ -249,7 +249,8 @@ def test_the_order_is_notified_of_idle_sequences_and_changes():
         changed.clear()
     store.swap_out(idle, 0, cache.slots.allocate())
     assert [
-        list(store.changed[shelf]) for shelf in (EvictionClass.DIRTY, EvictionClass.CLEAN, EvictionClass.HOST)
+        list(store.changed[eviction_class])
+        for eviction_class in (EvictionClass.DIRTY, EvictionClass.CLEAN, EvictionClass.HOST)
     ] == [
         [],
         [idle],

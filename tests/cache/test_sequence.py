@@ -17,7 +17,7 @@ def sequence_of(*states: ChunkState, num_tokens: int | None = None, name: str = 
         chunk = Chunk()
         chunk.state = state
         sequence.chunks.append(chunk)
-        sequence.count(index, state.shelf, 1)
+        sequence.count(index, state.eviction_class, 1)
     sequence.num_kv_tokens = len(states) * CHUNK if num_tokens is None else num_tokens
     return sequence
 
@@ -66,37 +66,37 @@ def test_a_full_last_chunk_is_not_written_any_more():
 )
 def test_first_and_last_of_an_eviction_class(states, first, last):
     sequence = sequence_of(*states)
-    assert [sequence.first_on(EvictionClass.HOST) for _ in range(2)] == [first, first]
-    assert sequence.last_on(EvictionClass.HOST) == last
-    assert sequence.indices_on(EvictionClass.HOST) == [i for i, state in enumerate(states) if state is CPU]
+    assert [sequence.first_of(EvictionClass.HOST) for _ in range(2)] == [first, first]
+    assert sequence.last_of(EvictionClass.HOST) == last
+    assert sequence.indices_of(EvictionClass.HOST) == [i for i, state in enumerate(states) if state is CPU]
 
 
 def test_the_start_moves_ahead_when_a_chunk_before_it_joins():
     sequence = sequence_of(GPU, GPU, GPU, CPU)
-    assert sequence.first_on(EvictionClass.HOST) == 3
+    assert sequence.first_of(EvictionClass.HOST) == 3
     for index in (2, 0):
         sequence.chunks[index].state = CPU
         sequence.move(index, EvictionClass.DIRTY, EvictionClass.HOST)
-        assert sequence.first_on(EvictionClass.HOST) == index
-    assert sequence.num_on[EvictionClass.DIRTY] == 1 and sequence.num_on[EvictionClass.HOST] == 3
-    assert sequence.first_on(EvictionClass.DIRTY) == 1
+        assert sequence.first_of(EvictionClass.HOST) == index
+    assert sequence.num_by_class[EvictionClass.DIRTY] == 1 and sequence.num_by_class[EvictionClass.HOST] == 3
+    assert sequence.first_of(EvictionClass.DIRTY) == 1
 
 
 def test_the_start_moves_back_when_its_first_chunk_leaves():
     sequence = sequence_of(CPU, GPU, CPU)
     sequence.chunks[0].state = GPU
     sequence.move(0, EvictionClass.HOST, EvictionClass.DIRTY)
-    assert sequence.first_on(EvictionClass.HOST) == 2 and sequence.first_on(EvictionClass.DIRTY) == 0
+    assert sequence.first_of(EvictionClass.HOST) == 2 and sequence.first_of(EvictionClass.DIRTY) == 0
 
 
 def test_counted_chunks_move_the_start_when_they_join():
     sequence = sequence_of(GPU, GPU)
-    assert sequence.first_on(EvictionClass.ABSENT) == 2
+    assert sequence.first_of(EvictionClass.ABSENT) == 2
     sequence.chunks += [Chunk(), Chunk()]
     sequence.count(2, EvictionClass.ABSENT, 2)
-    assert sequence.first_on(EvictionClass.ABSENT) == 2 and sequence.num_on[EvictionClass.ABSENT] == 2
+    assert sequence.first_of(EvictionClass.ABSENT) == 2 and sequence.num_by_class[EvictionClass.ABSENT] == 2
     sequence.count(3, EvictionClass.ABSENT, -1)
-    assert sequence.num_on[EvictionClass.ABSENT] == 1
+    assert sequence.num_by_class[EvictionClass.ABSENT] == 1
 
 
 # Shared chunks.
@@ -122,17 +122,17 @@ def test_every_chunk_has_its_owner():
 
 def test_eviction_classes_start_within_own_chunks():
     sequence, inner, outer = a_family()
-    assert [own.first_on(EvictionClass.DIRTY) for own in (sequence, inner, outer)] == [4, 2, 0]
-    assert [own.first_on(EvictionClass.HOST) for own in (sequence, inner, outer)] == [3, 1, 1]
-    assert [own.last_on(EvictionClass.HOST) for own in (sequence, inner, outer)] == [3, 1, -1]
-    assert [own.indices_on(EvictionClass.DIRTY) for own in (sequence, inner, outer)] == [[4], [2], [0]]
+    assert [own.first_of(EvictionClass.DIRTY) for own in (sequence, inner, outer)] == [4, 2, 0]
+    assert [own.first_of(EvictionClass.HOST) for own in (sequence, inner, outer)] == [3, 1, 1]
+    assert [own.last_of(EvictionClass.HOST) for own in (sequence, inner, outer)] == [3, 1, -1]
+    assert [own.indices_of(EvictionClass.DIRTY) for own in (sequence, inner, outer)] == [[4], [2], [0]]
 
 
 def test_a_sequence_takes_back_the_chunks_of_its_trunk():
     sequence, inner, outer = a_family()
     sequence.take_from(inner)
     assert sequence.trunk is outer and sequence.num_shared == 1
-    assert sequence.first_on(EvictionClass.HOST) == 1 and sequence.first_on(EvictionClass.DIRTY) == 2
+    assert sequence.first_of(EvictionClass.HOST) == 1 and sequence.first_of(EvictionClass.DIRTY) == 2
     assert sequence.owner_of(1) is sequence
 
 
@@ -141,7 +141,7 @@ def test_a_sequence_begins_with_a_trunk_or_with_nothing():
     fork = CachedSequence("fork")
     fork.begin_with(inner)
     assert fork.chunks == inner.chunks and fork.chunks is not inner.chunks
-    assert (fork.num_shared, fork.num_kv_tokens, fork.first_on(EvictionClass.HOST)) == (3, 3 * CHUNK, 3)
+    assert (fork.num_shared, fork.num_kv_tokens, fork.first_of(EvictionClass.HOST)) == (3, 3 * CHUNK, 3)
     fork.begin_with(None)
     assert (fork.trunk, fork.chunks, fork.num_shared, fork.num_kv_tokens) == (None, [], 0, 0)
 
@@ -150,11 +150,11 @@ def test_the_first_arriving_chunk_may_belong_to_any_trunk_of_the_lineage():
     sequence, inner, outer = a_family()
     assert sequence.first_arriving is None
     for owner, index in ((sequence, 3), (inner, 1), (outer, 0)):
-        before = owner.chunks[index].state.shelf
+        before = owner.chunks[index].state.eviction_class
         owner.chunks[index].state = ChunkState.COPYING_IN
-        owner.num_on[before] -= 1
-        owner.num_on[EvictionClass.ARRIVING] += 1
-        owner._first_on[EvictionClass.ARRIVING] = owner.num_shared
+        owner.num_by_class[before] -= 1
+        owner.num_by_class[EvictionClass.ARRIVING] += 1
+        owner._first_of[EvictionClass.ARRIVING] = owner.num_shared
         assert sequence.first_arriving == index
 
 

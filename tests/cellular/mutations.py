@@ -75,13 +75,13 @@ def subgraphs_begin_before_all_that_they_read(patch: Patch) -> None:
 
 @mutation
 def a_row_is_never_given_back(patch: Patch) -> None:
-    give = rows.StateRows.give
-    patch.setattr(rows.StateRows, "give", lambda self, some: give(self, some[1:] if len(some) > 2 else some))
+    free = rows.StateRows.free
+    patch.setattr(rows.StateRows, "free", lambda self, some: free(self, some[1:] if len(some) > 2 else some))
 
 
 @mutation
 def a_row_is_free_before_what_reads_it_is_launched(patch: Patch) -> None:
-    after(patch, formation.Formation, "_free", lambda result, self, nodes: self.give_back())
+    after(patch, formation.Formation, "_free", lambda result, self, nodes: self.release_freed())
 
 
 @mutation
@@ -171,7 +171,7 @@ def a_head_is_a_lane(patch: Patch) -> None:
 
     def straight(graph: Any, *, max_depth: int) -> Any:
         found = source(graph, max_depth=max_depth)
-        return found and dataclasses.replace(found, is_bent=np.zeros(len(found.is_bent), bool))
+        return found and dataclasses.replace(found, is_irregular=np.zeros(len(found.is_irregular), bool))
 
     patch.setattr(chains, "partition", straight)
 

@@ -96,7 +96,7 @@ def test_all_or_none(engine: CellularEngine, name: str) -> None:
 
 def test_too_many_that_wait(engine: CellularEngine) -> None:
     """Requests that have room do not wait."""
-    engine.begin_again(CellScheduler)
+    engine.restart_with(CellScheduler)
     limit = r"requests is 6, but must be at most max_num_waiting \(5\) that wait for rows"
     with pytest.raises(CapacityError, match=limit):
         engine.submit_many([[1]] * 14)
@@ -124,9 +124,9 @@ def test_requests_may_be_an_array(engine: CellularEngine) -> None:
 
 def test_a_request_of_another_engine_is_not_cancelled(engine: CellularEngine) -> None:
     """Neither is one that this engine has forgotten: its number belongs to another request by then."""
-    engine.begin_again(CellScheduler)
+    engine.restart_with(CellScheduler)
     old = engine.submit([1, 2, 3])
-    engine.begin_again(CellScheduler)
+    engine.restart_with(CellScheduler)
     new = engine.submit([4, 5, 6])
     assert old.request_id == new.request_id
     assert not engine.cancel(old)
@@ -137,7 +137,7 @@ def test_a_request_of_another_engine_is_not_cancelled(engine: CellularEngine) ->
 
 def test_the_request_of_a_run_is_named(engine: CellularEngine) -> None:
     """It is named by its index among all of them, although they are submitted in slices."""
-    engine.begin_again(CellScheduler)
+    engine.restart_with(CellScheduler)
     for place in (0, 700):
         todo = [[1]] * 800
         todo[place] = [2**40]
@@ -154,7 +154,7 @@ def test_the_request_of_a_run_is_named(engine: CellularEngine) -> None:
 def test_counts(engine: CellularEngine) -> None:
     while engine.workers[0].num_in_flight:  # of cancelled requests
         engine.step()
-    engine.begin_again(CellScheduler)
+    engine.restart_with(CellScheduler)
     engine.run([[1, 2], [3]])
     engine.cancel(engine.submit([4, 5, 6]))
     stats = engine.stats()

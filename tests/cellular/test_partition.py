@@ -57,7 +57,7 @@ def test_a_head_is_not_a_lane():
     last = graph.chain("step", [1, 2, 3])[-1]
     graph.returns(graph.chain("narrow", num=1, after=last)[0])
     graph.end()
-    assert partition.partition(graph, max_depth=9).is_bent.tolist() == [False, True, False, True]
+    assert partition.partition(graph, max_depth=9).is_irregular.tolist() == [False, True, False, True]
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "uint64"])

@@ -64,7 +64,7 @@ def test_a_queue_keeps_its_order():
 def test_nodes_are_taken_in_the_order_of_their_subgraphs():
     """A worker takes its own started subgraphs first; this selects nodes, and does not reorder them."""
     nodes, subgraphs = Nodes(TYPES, 8), Subgraphs(len(TYPES.types))
-    nodes.take(8), subgraphs.take(4)
+    nodes.allocate(8), subgraphs.allocate(4)
     nodes.sub[:4] = subgraphs.seq[:4] = range(4)
     subgraphs.pinned[:4] = -1
     nodes.inputs[0, :4] = range(4, 8)
@@ -77,13 +77,13 @@ def test_nodes_are_taken_in_the_order_of_their_subgraphs():
 
 def test_rows_are_allocated_and_freed():
     rows = StateRows(4)
-    first = rows.take(3)
+    first = rows.allocate(3)
     assert sorted([*first, *rows.free_rows()]) == [0, 1, 2, 3] and rows.num_free == 1
-    rows.give(first[1:])
+    rows.free(first[1:])
     assert rows.num_free == 3 and first[0] not in rows.free_rows()
-    assert sorted(rows.take(3)) == sorted({0, 1, 2, 3} - {int(first[0])})
+    assert sorted(rows.allocate(3)) == sorted({0, 1, 2, 3} - {int(first[0])})
     with pytest.raises(AssertionError, match="1 rows of 0"):
-        rows.take(1)
+        rows.allocate(1)
 
 
 def test_rows_are_promised_in_order_up_to_the_last():
@@ -107,11 +107,11 @@ def test_room_grows_in_powers_of_two(num, size):
 def test_room_is_reused():
     room = Room()
     room.column("value", np.int64, 7)
-    assert [room.take(3), room.take(1), room.take(2)] == [0, 4, 5]
+    assert [room.allocate(3), room.allocate(1), room.allocate(2)] == [0, 4, 5]
     room.value[4] = 9
-    room.give(0, 3)
-    assert room.take(1) == 7 and room.take(4) == 0 and room.take(4) == 8
-    assert room.take(5000) == 12 and room.capacity >= 12 + 8192
+    room.free(0, 3)
+    assert room.allocate(1) == 7 and room.allocate(4) == 0 and room.allocate(4) == 8
+    assert room.allocate(5000) == 12 and room.capacity >= 12 + 8192
     assert room.value[4] == 9 and (room.value[5:] == 7).all()
 
 

@@ -164,7 +164,7 @@ def test_accounts_as_text():
         output_tokens=5,
         num_suspensions=1,
     )
-    assert words.account(usage, 0.031, "GPU memory") == (
+    assert words.describe_usage(usage, 0.031, "GPU memory") == (
         "1,412 tokens reused from GPU memory, 96 copied from host memory, 7 recomputed, 13 new; "
         "paused 1 time for lack of memory; first token after 31 ms"
     )

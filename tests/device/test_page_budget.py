@@ -57,7 +57,7 @@ def refusal(call, *arguments):
 
 
 def failing(budget, error, step_bytes=0):
-    with budget.refusing(lambda: step_bytes):
+    with budget.out_of_memory_as_config_error(lambda: step_bytes):
         raise error
 
 

@@ -81,7 +81,7 @@ class Driver(TurnDriver):
 
     def _retract(self, op: Op) -> None:
         """Cancel a turn and cut its conversation; prefer one that is being copied in."""
-        arriving = [r for r in self.running if r.turn.request.sequence.num_on[EvictionClass.ARRIVING]]
+        arriving = [r for r in self.running if r.turn.request.sequence.num_by_class[EvictionClass.ARRIVING]]
         for running in (arriving or self.running)[:1]:
             self._cancel(Op("cancel", self.running.index(running)))
             history = self.histories.get(running.conversation_id or "", ())

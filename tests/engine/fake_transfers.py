@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pensieve_jax.cache.drops import Copy
+from pensieve_jax.cache.drops import ChunkCopy
 from pensieve_jax.engine.transfers import Ended
 
 POISON_64 = np.uint64(0xDEADBEEFDEADBEEF)
@@ -53,7 +53,7 @@ class _InFlight:
 
     __slots__ = ("copy", "data", "delay", "is_swap_in")
 
-    def __init__(self, copy: Copy, *, is_swap_in: bool, delay: int, data: np.ndarray | None) -> None:
+    def __init__(self, copy: ChunkCopy, *, is_swap_in: bool, delay: int, data: np.ndarray | None) -> None:
         self.copy = copy
         self.is_swap_in = is_swap_in
         self.delay = delay
@@ -87,7 +87,7 @@ class FakeTransfers:
 
     # Called by the engine.
 
-    def swap_out(self, copies: Sequence[Copy]) -> None:
+    def swap_out(self, copies: Sequence[ChunkCopy]) -> None:
         for copy in copies:
             self._check_new(copy)
             assert copy.page not in self._targets, f"{copy} reads a page that is being written"
@@ -96,7 +96,7 @@ class FakeTransfers:
             self.host[copy.slot] = POISON_64
             self._start(copy, is_swap_in=False, data=data)
 
-    def swap_in(self, copies: Sequence[Copy]) -> None:
+    def swap_in(self, copies: Sequence[ChunkCopy]) -> None:
         for copy in copies:
             self._check_new(copy)
             assert copy.slot in self._good_slots, f"{copy} reads a slot that holds nothing"
@@ -171,14 +171,14 @@ class FakeTransfers:
 
     # Internals.
 
-    def _check_new(self, copy: Copy) -> None:
+    def _check_new(self, copy: ChunkCopy) -> None:
         assert copy.copy_id not in self._used_ids, f"copy id {copy.copy_id} is used twice"
         assert 1 <= copy.page < self._pages.num_pages, f"{copy}: no such page"
         assert 1 <= copy.slot <= self._num_slots, f"{copy}: no such slot"
         assert copy.slot not in self._slots, f"{copy} uses the slot of copy {self._slots[copy.slot]}"
         assert not any(found.copy.page == copy.page for found in self._expedited)
 
-    def _start(self, copy: Copy, *, is_swap_in: bool, data: np.ndarray | None) -> None:
+    def _start(self, copy: ChunkCopy, *, is_swap_in: bool, data: np.ndarray | None) -> None:
         self._used_ids.add(copy.copy_id)
         self._slots[copy.slot] = copy.copy_id
         found = _InFlight(copy, is_swap_in=is_swap_in, delay=self._draw_delay(), data=data)

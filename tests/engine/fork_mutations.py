@@ -21,7 +21,7 @@ def a_fork_takes_the_chunk_in_progress(patch):
         return fork(self, source, -(-num_tokens // size) * size, sequence_id)
 
     patch.setattr(CacheManager, "fork", forked)
-    at = SharedChunks.at
+    at = SharedChunks.trunk_at
 
     def found(self, sequence, num_chunks):
         rest = sequence.num_kv_tokens % self._chunk_tokens
@@ -34,7 +34,7 @@ def a_fork_takes_the_chunk_in_progress(patch):
             return at(self, sequence, num_chunks + 1)
         return at(self, sequence, num_chunks)
 
-    patch.setattr(SharedChunks, "at", found)
+    patch.setattr(SharedChunks, "trunk_at", found)
 
 
 def copies_in_flight_stay_with_the_giver(patch):
@@ -52,9 +52,9 @@ def counts_stay_with_the_giver(patch):
     hand_over = ChunkStore.hand_over
 
     def handed(self, giver, taker, first, end):
-        before = giver.num_on.copy(), taker.num_on.copy()
+        before = giver.num_by_class.copy(), taker.num_by_class.copy()
         hand_over(self, giver, taker, first, end)
-        giver.num_on[:], taker.num_on[:] = before
+        giver.num_by_class[:], taker.num_by_class[:] = before
 
     patch.setattr(ChunkStore, "hand_over", handed)
 
@@ -64,7 +64,9 @@ def a_new_trunk_is_not_pinned(patch):
 
     def made(self, owner, num_chunks):
         trunk = split(self, owner, num_chunks)
-        if trunk.role is Role.RUNNING and not any(c.shelf is EvictionClass.ABSENT for c in trunk.chunks):
+        if trunk.role is Role.RUNNING and not any(
+            c.eviction_class is EvictionClass.ABSENT for c in trunk.chunks
+        ):
             self._store.set_role(trunk, Role.IDLE)
         return trunk
 
@@ -94,11 +96,11 @@ def a_trunk_is_unpinned_with_the_first_that_stops(patch):
 
 
 def a_trunk_outlives_its_users(patch):
-    patch.setattr(SharedChunks, "_tidy_below", lambda self, trunk: None)
+    patch.setattr(SharedChunks, "_clean_up_from", lambda self, trunk: None)
 
 
 def trunks_are_never_merged(patch):
-    patch.setattr(SharedChunks, "tidy", lambda self, sequence: None)
+    patch.setattr(SharedChunks, "merge_idle", lambda self, sequence: None)
 
 
 def a_merged_tail_is_not_trimmed(patch):
@@ -117,9 +119,9 @@ def victims_are_looked_for_before_the_fork(patch):
     give_to = CachedSequence.give_to
 
     def given(self, trunk, num_chunks):
-        first_on = list(self._first_on)
+        first_of = list(self._first_of)
         give_to(self, trunk, num_chunks)
-        self._first_on = first_on
+        self._first_of = first_of
 
     patch.setattr(CachedSequence, "give_to", given)
 
@@ -134,8 +136,8 @@ def chunks_that_come_back_are_not_looked_for(patch):
 def arriving_chunks_of_far_trunks_are_read(patch):
     def first_arriving(self):
         for own in list(self.lineage())[1::-1]:
-            if own.num_on[EvictionClass.ARRIVING]:
-                return own.first_on(EvictionClass.ARRIVING)
+            if own.num_by_class[EvictionClass.ARRIVING]:
+                return own.first_of(EvictionClass.ARRIVING)
         return None
 
     patch.setattr(CachedSequence, "first_arriving", property(first_arriving))
@@ -146,17 +148,17 @@ def departing_chunks_of_trunks_are_admitted(patch):
 
     def admitted(self, sequence, num_tokens, *, waive_reserve):
         trunk, sequence.trunk = sequence.trunk, None
-        blocked = any(own.num_on[EvictionClass.DEPARTING] for own in sequence.lineage())
+        blocked = any(own.num_by_class[EvictionClass.DEPARTING] for own in sequence.lineage())
         sequence.trunk = trunk
-        held = [(own, own.num_on[EvictionClass.DEPARTING]) for own in sequence.lineage()]
+        held = [(own, own.num_by_class[EvictionClass.DEPARTING]) for own in sequence.lineage()]
         if not blocked:
             for own, _ in held:
-                own.num_on[EvictionClass.DEPARTING] = 0
+                own.num_by_class[EvictionClass.DEPARTING] = 0
         try:
             return try_admit(self, sequence, num_tokens, waive_reserve=waive_reserve)
         finally:
             for own, number in held if not blocked else ():
-                own.num_on[EvictionClass.DEPARTING] += number
+                own.num_by_class[EvictionClass.DEPARTING] += number
 
     patch.setattr(CacheManager, "try_admit", admitted)
 
@@ -188,18 +190,18 @@ def room_counts_what_a_request_begins_with(patch):
 
 def a_laid_out_tail_counts_as_computed(patch):
     """Count the partly computed chunk as a full one."""
-    lay_out = CacheManager.lay_out
+    prepare_fork = CacheManager.prepare_fork
 
     def laid(self, sequence, num_tokens):
         num_chunks = num_tokens // self.chunk_tokens
         if num_chunks > sequence.num_kv_tokens // self.chunk_tokens:
             self._store.extend(sequence, num_chunks)
             sequence.num_kv_tokens = num_chunks * self.chunk_tokens
-            self._trunks.at(sequence, num_chunks)
+            self._trunks.trunk_at(sequence, num_chunks)
         else:
-            lay_out(self, sequence, num_tokens)
+            prepare_fork(self, sequence, num_tokens)
 
-    patch.setattr(CacheManager, "lay_out", laid)
+    patch.setattr(CacheManager, "prepare_fork", laid)
 
 
 def a_turn_behind_an_earlier_one_extends(patch):

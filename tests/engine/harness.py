@@ -130,7 +130,9 @@ class Harness:
     def _look_at(self, sequence: CachedSequence, copy_ids: Sequence[int]) -> None:
         """Record it just before it may be admitted; a cancelled turn may have left copies in flight."""
         arriving = (
-            sequence.indices_on(EvictionClass.ARRIVING) if sequence.num_on[EvictionClass.ARRIVING] else ()
+            sequence.indices_of(EvictionClass.ARRIVING)
+            if sequence.num_by_class[EvictionClass.ARRIVING]
+            else ()
         )
         arriving = [index for index in arriving if sequence.chunks[index].copy_id not in copy_ids]
         self._before[sequence.sequence_id] = sequence.num_kv_tokens, arriving

@@ -120,9 +120,9 @@ def lost_pin(patch):
 
     def freed(self, arrival):
         for sequence in self._store.members[Role.RUNNING]:
-            if sequence.num_on[EvictionClass.DIRTY] and sequence.arrival != arrival:
+            if sequence.num_by_class[EvictionClass.DIRTY] and sequence.arrival != arrival:
                 self._store.drop(
-                    sequence, sequence.first_on(EvictionClass.DIRTY), DropReason.NO_HOST_MEMORY, None
+                    sequence, sequence.first_of(EvictionClass.DIRTY), DropReason.NO_HOST_MEMORY, None
                 )
                 return True
         return free_page(self, arrival)

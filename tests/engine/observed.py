@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from pensieve_jax.cache.drops import Copy
+from pensieve_jax.cache.drops import ChunkCopy
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.engine.runner import Progress, Runner
 from pensieve_jax.engine.transfers import Ended, Transfers
@@ -43,10 +43,10 @@ class ObservedTransfers:
         self.faults = faults
         self.on_completed: Callable[[Sequence[int]], None] = lambda copy_ids: None
 
-    def swap_out(self, copies: Sequence[Copy]) -> None:
+    def swap_out(self, copies: Sequence[ChunkCopy]) -> None:
         self._call("swap_out", copies)
 
-    def swap_in(self, copies: Sequence[Copy]) -> None:
+    def swap_in(self, copies: Sequence[ChunkCopy]) -> None:
         self._call("swap_in", copies)
 
     def expedite(self, copy_ids: Collection[int]) -> None:

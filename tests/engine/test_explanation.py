@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve_jax.cache import Drop, DropReason
+from pensieve_jax.cache import ChunkDrop, DropReason
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.core.errors import (
     InvalidRequestError,
@@ -258,7 +258,7 @@ def test_the_journal_is_bounded(monkeypatch):
     journal = DropJournal(VirtualClock())
     for name in "abcd":
         for index in (0, 1, 1):
-            journal.note(Drop(name, index, DropReason.SLOT_NEEDED, 1.0))
+            journal.note(ChunkDrop(name, index, DropReason.SLOT_NEEDED, 1.0))
     assert [len(journal.of(name)) for name in "abcd"] == [0, 0, 2, 2]
     journal.forget("c")
     assert journal._num_records == 2
@@ -307,7 +307,7 @@ def noted(*drops):
     clock = VirtualClock(10.0)
     journal = DropJournal(clock)
     for name, index in drops:
-        journal.note(Drop(name, index, REASON, 2.0))
+        journal.note(ChunkDrop(name, index, REASON, 2.0))
         clock.advance(1.0)
     return journal
 
@@ -318,7 +318,7 @@ def indices(journal, *names):
 
 def test_the_latest_drop_of_a_chunk_is_reported():
     journal = noted(("a", 3), ("a", 4))
-    journal.note(Drop("a", 3, OTHER, None))
+    journal.note(ChunkDrop("a", 3, OTHER, None))
     assert journal.of("a") == {3: DropRecord(12.0, OTHER, None), 4: DropRecord(11.0, REASON, 2.0)}
     assert journal.of("b") == {} and journal._num_records == 2
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from model_defs import make_mesh
-from pensieve_jax.cache.drops import Copy
+from pensieve_jax.cache.drops import ChunkCopy
 from pensieve_jax.device.model_runner import ModelRunner
 from tests.device.poison import poisoned_pools
 from tests.device.test_model_runner import Row, Stepper, Talk, _model, engine_config, random_ids
@@ -73,11 +73,11 @@ def decode_after(runner, leave):
 def leave_and_return(runner, talk, *, is_expedited):
     """Copy all pages to host memory, and back to other pages of empty pools."""
     ids, transfers = itertools.count(), runner.transfers
-    transfers.swap_out([Copy(next(ids), page, slot) for slot, page in enumerate(talk.pages, start=1)])
+    transfers.swap_out([ChunkCopy(next(ids), page, slot) for slot, page in enumerate(talk.pages, start=1)])
     complete(transfers, 4)
     fill_with_nan(runner)
     talk.pages = [12, 4, 15, 1]
-    back = [Copy(next(ids), page, slot) for slot, page in enumerate(talk.pages, start=1)]
+    back = [ChunkCopy(next(ids), page, slot) for slot, page in enumerate(talk.pages, start=1)]
     transfers.swap_in(back)
     if is_expedited:
         transfers.expedite([copy.copy_id for copy in back])

@@ -27,37 +27,37 @@ def stale_copy_of_a_tail_kept(patch):
     patch.setattr(ChunkStore, "write", write)
 
 
-def _after_orphan(patch, let_go):
-    orphan = ChunkStore._orphan
+def _after_detaching(patch, let_go):
+    detached = ChunkStore._detach
 
     def orphaned(self, chunk, *, is_in):
         copy_id = chunk.copy_id
-        orphan(self, chunk, is_in=is_in)
-        self._orphans[copy_id] = let_go(self, self._orphans[copy_id])
+        detached(self, chunk, is_in=is_in)
+        self._detached_copies[copy_id] = let_go(self, self._detached_copies[copy_id])
 
-    patch.setattr(ChunkStore, "_orphan", orphaned)
+    patch.setattr(ChunkStore, "_detach", orphaned)
 
 
 def slot_freed_while_in_flight(patch):
-    def let_go(store, orphan):
-        if orphan.slot:
-            store.slots.free(orphan.slot)
-        return orphan._replace(slot=0)
+    def let_go(store, detached):
+        if detached.slot:
+            store.slots.free(detached.slot)
+        return detached._replace(slot=0)
 
-    _after_orphan(patch, let_go)
+    _after_detaching(patch, let_go)
 
 
 def page_freed_while_in_flight(patch):
-    def let_go(store, orphan):
-        if orphan.page:
-            store.pages.free(orphan.page)
-        return orphan._replace(page=0)
+    def let_go(store, detached):
+        if detached.page:
+            store.pages.free(detached.page)
+        return detached._replace(page=0)
 
-    _after_orphan(patch, let_go)
+    _after_detaching(patch, let_go)
 
 
 def orphan_forgotten(patch):
-    patch.setattr(ChunkStore, "_free_orphan", lambda self, orphan: None)
+    patch.setattr(ChunkStore, "_free_detached", lambda self, detached: None)
 
 
 def arriving_chunks_are_read(patch):
@@ -103,11 +103,14 @@ def chunks_on_their_way_out_are_admitted(patch):
     try_admit = CacheManager.try_admit
 
     def admitted(self, sequence, num_tokens, *, waive_reserve):
-        num_departing, sequence.num_on[EvictionClass.DEPARTING] = sequence.num_on[EvictionClass.DEPARTING], 0
+        num_departing, sequence.num_by_class[EvictionClass.DEPARTING] = (
+            sequence.num_by_class[EvictionClass.DEPARTING],
+            0,
+        )
         try:
             return try_admit(self, sequence, num_tokens, waive_reserve=waive_reserve)
         finally:
-            sequence.num_on[EvictionClass.DEPARTING] += num_departing
+            sequence.num_by_class[EvictionClass.DEPARTING] += num_departing
 
     patch.setattr(CacheManager, "try_admit", admitted)
 

@@ -26,8 +26,8 @@ def without_savepoint(monkeypatch):
                 statement if "TO SAVEPOINT" not in statement else "SELECT 1", *values
             )
 
-        def must(self, *arguments):
-            self._connection.must(*arguments)
+        def execute_changing(self, *arguments):
+            self._connection.execute_changing(*arguments)
 
     monkeypatch.setattr(
         table_store, "append_all", lambda connection, *rest: append_all(Deaf(connection), *rest)
@@ -103,8 +103,8 @@ def released_is_forgotten(monkeypatch):
 
 def wrong_count(monkeypatch):
     """Let a turn count its own tokens only."""
-    own = turns_table._INSERT_BEHIND.replace("before.num_tokens + ?", "0 * before.num_tokens + ?")
-    monkeypatch.setattr(turns_table, "_INSERT_BEHIND", own)
+    own = turns_table._INSERT_AFTER_PARENT.replace("before.num_tokens + ?", "0 * before.num_tokens + ?")
+    monkeypatch.setattr(turns_table, "_INSERT_AFTER_PARENT", own)
 
 
 def fork_moves_the_source(monkeypatch):

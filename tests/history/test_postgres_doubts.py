@@ -53,17 +53,17 @@ def once_at_begin(monkeypatch, work):
 
 def once_behind(monkeypatch, work):
     """Run `work` on the session once the first commit was stored."""
-    ahead, num = PostgresConnection.ahead, []
+    pipelined, num = PostgresConnection.pipelined, []
 
     @contextlib.contextmanager
     def behind_it(self):
-        with ahead(self) as connection:
+        with pipelined(self) as connection:
             yield connection
         if not num:
             num.append(1)
             work(self)
 
-    monkeypatch.setattr(PostgresConnection, "ahead", behind_it)
+    monkeypatch.setattr(PostgresConnection, "pipelined", behind_it)
 
 
 def test_a_turn_that_another_server_stored_does_not_prove_the_others(postgres, replicas, monkeypatch):

@@ -148,7 +148,7 @@ class Life:
         try:
             mark = self.pipe.recv()
         except EOFError:
-            self._bury()
+            self._reap()
             return False
         death.take(mark)
         moment = death.moment
@@ -168,7 +168,7 @@ class Life:
         if self._process is not None:
             self._process.kill()
 
-    def _bury(self) -> None:
+    def _reap(self) -> None:
         assert self._process is not None and self.pipe is not None
         self.pipe.close()
         self._process.join()  # reaped: no zombie stays

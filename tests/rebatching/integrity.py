@@ -18,36 +18,36 @@ from pensieve_jax.rebatching.ring_shapes import RingShapes
 def check_integrity(loop: RebatchingLoop, config: RebatchingConfig, ring_shapes: RingShapes) -> None:
     """Raise AssertionError for the first violated invariant."""
     scheduler = loop.scheduler
-    ring, line, shelf = scheduler.ring, scheduler.line, scheduler.shelf
+    ring, queue, parked = scheduler.ring, scheduler.queue, scheduler.parked
     if ring.shape is not None:
         assert ring.shape in ring_shapes.shapes
         assert ring.span <= ring.shape.length, "a row is longer than the ring"
-    beside = [size for query, size in shelf.sizes.items() if query.place is not KVLocation.HOST]
+    beside = [size for query, size in parked.sizes.items() if query.location is not KVLocation.HOST]
     ring_bytes = 0 if ring.shape is None else ring_shapes.row_bytes(ring.shape.batch * ring.shape.length)
     assert loop.kv_bytes == ring_bytes + sum(beside) <= ring_shapes.kv_bytes, "the budget is exceeded"
-    assert shelf.host_bytes <= config.host_bytes, "the budget of host memory is exceeded"
-    waiting = list(line)
+    assert parked.host_bytes <= config.host_bytes, "the budget of host memory is exceeded"
+    waiting = list(queue)
     assert waiting == sorted(waiting, key=rank)
-    assert all(query.place in _ON_SHELF for query in shelf.sizes)
-    assert {query for query in waiting if query.place is not KVLocation.NOWHERE} == set(shelf.sizes)
+    assert all(query.location in _PARKED for query in parked.sizes)
+    assert {query for query in waiting if query.location is not KVLocation.NOT_COMPUTED} == set(parked.sizes)
     in_ring = [query for _, query in ring.held]
     assert len(set(in_ring)) == len(in_ring)
     for row, query in ring.held:
         assert query.row == row
-        if query.place is KVLocation.RING:
+        if query.location is KVLocation.RING:
             _check_row(loop, config, query)
         else:
-            assert query.place is KVLocation.GONE and config.insertion == "none"
-    known = {*waiting, *(query for query in in_ring if query.place is KVLocation.RING)}
+            assert query.location is KVLocation.RELEASED and config.insertion == "none"
+    known = {*waiting, *(query for query in in_ring if query.location is KVLocation.RING)}
     open_queries = set(loop.queries.values())
     assert known <= open_queries
     for query in open_queries - known:  # all of its tokens are launched, and not all have arrived
-        assert query.place is KVLocation.GONE and query.is_launched and not query.done
+        assert query.location is KVLocation.RELEASED and query.is_launched and not query.done
     for query in open_queries:
         assert not query.done and len(query.token_ids) <= query.num_sampled <= query.max_num_tokens
 
 
-_ON_SHELF = (KVLocation.DEVICE, KVLocation.LEAVING, KVLocation.HOST)
+_PARKED = (KVLocation.DEVICE, KVLocation.LEAVING, KVLocation.HOST)
 
 
 def _check_row(loop: RebatchingLoop, config: RebatchingConfig, query: Query) -> None:
@@ -68,20 +68,20 @@ def check_urgent_first(loop: RebatchingLoop) -> None:
     may change the first query, which then joins with the next step.
     """
     scheduler = loop.scheduler
-    if not len(scheduler.line):
+    if not len(scheduler.queue):
         return
-    head = min(scheduler.line, key=rank)
+    head = min(scheduler.queue, key=rank)
     shaped = [launch.serial for launch in scheduler._launches if isinstance(launch, Shape)]
     if shaped:
         assert rank(loop.queries[shaped[0]]) < rank(head), "a prompt was shaped before a more urgent query"
-    elif head.place in _ON_SHELF:
+    elif head.location in _PARKED:
         assert scheduler._fitting.victims_for(head) is None, "a more urgent query waits"
         assert scheduler._fitting.shape_with(head) is None, "a query waits that fits"
 
 
 def check_preemption(loop: RebatchingLoop, victim: Query) -> None:
     """Assert, before admission suspends `victim`, that the first in the queue is more urgent."""
-    head = min(loop.scheduler.line, key=rank)
+    head = min(loop.scheduler.queue, key=rank)
     assert head.priority > victim.priority, "an equal was preempted"
 
 

@@ -146,7 +146,7 @@ def equals_are_suspended_for_room_and_come_back_first(patch: Patch) -> None:
 
     def compact(self: Any) -> None:
         for _, one in self.ring.held:
-            if self._config.preemptive and len(self.line) and one.priority == self.line.head.priority:
+            if self._config.preemptive and len(self.queue) and one.priority == self.queue.head.priority:
                 self._suspend(one)
                 break
         admit(self)
@@ -159,7 +159,7 @@ def prompts_pass_suspended_queries(patch: Patch) -> None:
     """Serve a query without a row before one that has its row beside the ring."""
 
     def head(self: Any) -> Any:
-        return next((one for one in self if one.place is KVLocation.NOWHERE), self.window(1)[0])
+        return next((one for one in self if one.location is KVLocation.NOT_COMPUTED), self.window(1)[0])
 
     patch.setattr(queue.QueryQueue, "head", property(head))
 
@@ -189,7 +189,7 @@ def a_short_ring_is_not_made_longer(patch: Patch) -> None:
 
 @mutation
 def a_row_is_computed_before_its_tokens_have_come(patch: Patch) -> None:
-    ready = lambda one: one.place is KVLocation.NOWHERE  # noqa: E731
+    ready = lambda one: one.location is KVLocation.NOT_COMPUTED  # noqa: E731
     for module in (scheduler, prefilling, fitting):
         patch.setattr(module, "is_ready", ready)
 
@@ -218,7 +218,7 @@ def who_ended_keeps_its_row(patch: Patch) -> None:
     remove = scheduler.RebatchingScheduler.remove
 
     def keep(self: Any, who: Any) -> None:
-        if who.place is not KVLocation.RING:
+        if who.location is not KVLocation.RING:
             remove(self, who)
 
     patch.setattr(scheduler.RebatchingScheduler, "remove", keep)

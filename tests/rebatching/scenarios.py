@@ -109,10 +109,10 @@ class Scenario:
             self._step()
             self._check()
         assert not self.open, "queries are left that nothing computes"
-        assert not self.loop.queries and not len(self.loop.scheduler.line)
+        assert not self.loop.queries and not len(self.loop.scheduler.queue)
         self._step()
         self._step()
-        assert not self.loop.scheduler.ring.num_held and not self.loop.scheduler.shelf.sizes
+        assert not self.loop.scheduler.ring.num_held and not self.loop.scheduler.parked.sizes
         assert not self.runner.rows, "rows are left that nobody takes"
         self.totals.update(
             {

@@ -97,8 +97,8 @@ def test_the_number_of_prefills_ahead_is_limited(prefill_ahead, num):
     for _ in range(6):
         run.submit(10, 20)
     run.step(6)
-    assert [one.place for one in run.queries[2:]].count(KVLocation.DEVICE) == num
-    assert len(run.loop.scheduler.shelf) == num
+    assert [one.location for one in run.queries[2:]].count(KVLocation.DEVICE) == num
+    assert len(run.loop.scheduler.parked) == num
 
 
 def test_one_program_of_prompts_per_step_while_others_decode():
@@ -125,7 +125,7 @@ def test_a_reply_of_one_token_needs_no_row_of_the_ring():
     run = Run("Baton-PD")
     run.submit(10, 1)
     assert run.run() == ["prefill:0x32 freerow:0", ""]
-    assert run.loop.metrics.num_insertions == 0 and not len(run.loop.scheduler.shelf)
+    assert run.loop.metrics.num_insertions == 0 and not len(run.loop.scheduler.parked)
 
 
 def test_an_urgent_query_takes_a_row_and_the_other_resumes_later():
@@ -316,19 +316,21 @@ def test_queries_in_the_ring_are_lost_with_it_and_those_in_host_memory_are_not()
     run.step(4)
     scheduler = run.loop.scheduler
     first, second, third, fourth = run.queries
-    assert [one.place for one in run.queries] == [
+    assert [one.location for one in run.queries] == [
         KVLocation.RING,
         KVLocation.RING,
         KVLocation.DEVICE,
         KVLocation.DEVICE,
     ]
-    third.place = KVLocation.HOST
+    third.location = KVLocation.HOST
     lost = scheduler.lose_device((), lambda serial: serial == third.serial)
     assert lost == [first, second, fourth]
-    assert all(one.place is KVLocation.NOWHERE and one.num_sampled == len(one.token_ids) for one in lost)
-    assert list(scheduler.line) == [first, second, third, fourth] and third.place is KVLocation.HOST
-    assert set(scheduler.shelf.sizes) == {third} and not run.ring.num_held
-    assert scheduler.shelf.room_bytes == run.ring_shapes.kv_bytes
+    assert all(
+        one.location is KVLocation.NOT_COMPUTED and one.num_sampled == len(one.token_ids) for one in lost
+    )
+    assert list(scheduler.queue) == [first, second, third, fourth] and third.location is KVLocation.HOST
+    assert set(scheduler.parked.sizes) == {third} and not run.ring.num_held
+    assert scheduler.parked.room_bytes == run.ring_shapes.kv_bytes
 
 
 def test_ended_queries_are_not_lost():
@@ -348,7 +350,7 @@ def test_an_incomplete_copy_to_host_memory_is_lost():
         run.submit(10, 20)
     run.step(3)
     third = run.queries[2]
-    third.place = KVLocation.HOST
+    third.location = KVLocation.HOST
     assert third in run.loop.scheduler.lose_device((), lambda serial: False)
 
 
@@ -366,7 +368,7 @@ def test_a_cancelled_query_keeps_the_row_of_a_batch_that_runs_to_its_end():
     one, other = run.submit(10, 9), run.submit(10, 9)
     run.step(2)
     run.loop.cancel(one)
-    assert [owner for _, owner in run.ring.held] == [one, other] and one.place is KVLocation.GONE
+    assert [owner for _, owner in run.ring.held] == [one, other] and one.location is KVLocation.RELEASED
     assert run.loop.cancel(other) and not run.loop.cancel(other)
 
 
@@ -375,9 +377,9 @@ def test_a_row_beside_the_ring_is_dropped_with_its_query():
     for _ in range(3):
         run.submit(10, 20)
     run.step(3)
-    assert len(run.loop.scheduler.shelf) == 1
+    assert len(run.loop.scheduler.parked) == 1
     run.loop.cancel(run.queries[2])
-    assert not len(run.loop.scheduler.shelf) and not len(run.loop.scheduler.line)
+    assert not len(run.loop.scheduler.parked) and not len(run.loop.scheduler.queue)
     assert run.loop.scheduler.take_drops() == []
 
 
@@ -389,10 +391,10 @@ def test_a_row_comes_back_from_host_memory_before_it_is_needed():
     run.step(4)
     runner, third, fourth = run.loop._runner, *run.queries[2:]
     for one in (third, fourth):
-        one.place, runner.rows[one.serial].where = KVLocation.HOST, "host"  # type: ignore[attr-defined]
+        one.location, runner.rows[one.serial].where = KVLocation.HOST, "host"  # type: ignore[attr-defined]
     run.step()
     assert run.steps[-1] == "decode:0,1 return:2"
-    assert (third.place, fourth.place) == (KVLocation.DEVICE, KVLocation.HOST)
+    assert (third.location, fourth.location) == (KVLocation.DEVICE, KVLocation.HOST)
 
 
 def test_after_an_interrupt_all_running_and_waiting_queries_fail():
@@ -405,7 +407,7 @@ def test_after_an_interrupt_all_running_and_waiting_queries_fail():
     for query in run.queries:
         with pytest.raises(StepFailedError, match="planted"):
             query.result()
-    assert not run.loop.queries and not run.loop.scheduler.ring.num_held and not len(run.loop.scheduler.line)
+    assert not run.loop.queries and not run.loop.scheduler.ring.num_held and not len(run.loop.scheduler.queue)
     run.ring = run.loop.scheduler.ring
     again = run.submit(10, 2)
     run.run()

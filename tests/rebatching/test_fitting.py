@@ -23,7 +23,7 @@ def fitting_of(
         ring.resize(RingShape(*shape))
     for one, num in held:
         ring.insert(one, num)
-        one.place = KVLocation.RING
+        one.location = KVLocation.RING
     return Fitting(made, ring_shapes, ring)
 
 
@@ -43,7 +43,7 @@ def test_a_query_that_has_its_row_needs_one_column_more():
     newcomer = query(1, 30)
     newcomer.num_sampled = 2
     assert num_tokens(newcomer) == 32
-    newcomer.place = KVLocation.DEVICE
+    newcomer.location = KVLocation.DEVICE
     assert num_tokens(newcomer) == 31
     assert fitting_of(None).num_columns(newcomer) == 32
     newcomer.num_sampled = newcomer.max_num_tokens - 1
@@ -105,7 +105,7 @@ def test_which_queries_are_shaped():
     assert fitting_of((2, 64), (query(1), 20), insertion="shape").is_shaped(newcomer)
     assert not fitting_of((2, 64), insertion="shape").is_shaped(newcomer)
     assert not fitting_of((2, 64), (query(1), 20)).is_shaped(newcomer)
-    newcomer.place = KVLocation.DEVICE
+    newcomer.location = KVLocation.DEVICE
     assert not fitting_of((2, 64), (query(1), 20), insertion="shape").is_shaped(newcomer)
 
 
@@ -160,5 +160,5 @@ def test_a_batch_ends_before_a_query_whose_tokens_have_not_arrived():
     waiting = ready(20, 20, 20)
     waiting[1].num_sampled = 1
     assert fitting_of(None).batch_of(waiting)[0] == waiting[:1]
-    waiting[1].place = KVLocation.HOST
+    waiting[1].location = KVLocation.HOST
     assert fitting_of(None).batch_of(waiting)[0] == waiting

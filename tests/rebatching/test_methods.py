@@ -223,9 +223,9 @@ def test_a_late_query_waits_for_the_whole_batch(method):
     late = run.submit(10, 2)
     for _ in range(3):
         run.step()
-        assert late.place is not KVLocation.RING
+        assert late.location is not KVLocation.RING
     run.step()
-    assert late.place is KVLocation.RING
+    assert late.location is KVLocation.RING
 
 
 @pytest.mark.parametrize("method", ["Baton", "Baton-PD"])
@@ -235,7 +235,7 @@ def test_a_late_query_joins_the_next_step(method):
     run.step()
     late = run.submit(10, 3)
     run.step()
-    assert late.place is KVLocation.RING and run.steps[-1].endswith(":0,1")
+    assert late.location is KVLocation.RING and run.steps[-1].endswith(":0,1")
 
 
 @pytest.mark.parametrize(("method", "num_columns"), [("Baton", 1 + 10), ("Baton-PD", 1 + 1)])

@@ -18,8 +18,8 @@ from tests.rebatching.small_queries import ROW_BYTES, query, ring_shapes_of
 
 def prefilling_of(**config: Any) -> tuple[Prefilling, ParkedRows]:
     made, ring_shapes = ring_shapes_of(40, **config)
-    shelf = ParkedRows(ring_shapes, made.host_bytes)
-    return Prefilling(made, ring_shapes, WordsLayout(made.max_batch, 3), shelf), shelf
+    parked = ParkedRows(ring_shapes, made.host_bytes)
+    return Prefilling(made, ring_shapes, WordsLayout(made.max_batch, 3), parked), parked
 
 
 @pytest.mark.parametrize(
@@ -35,11 +35,11 @@ def test_programs_take_no_more_prompts_than_a_batch():
     assert prefill_widths(config, 32) == [1, 3]
 
 
-def line_of(queries: list[Query]) -> QueryQueue:
-    line = QueryQueue()
+def queue_of(queries: list[Query]) -> QueryQueue:
+    queue = QueryQueue()
     for one in queries:
-        line.add(one)
-    return line
+        queue.add(one)
+    return queue
 
 
 @pytest.mark.parametrize(("most", "found"), [(0, []), (1, [2]), (2, [2, 4]), (3, [2, 4, 5]), (9, [2, 4, 5])])
@@ -47,16 +47,16 @@ def test_prompts_of_rows_of_one_length_share_a_program(most, found):
     """They are taken in queue order, up to the largest program."""
     prefilling, _ = prefilling_of()
     queries = [query(serial, 50 if serial == 3 else 20) for serial in range(1, 8)]
-    others = prefilling.similar_to(queries[0], line_of(queries), most)
+    others = prefilling.similar_to(queries[0], queue_of(queries), most)
     assert [one.serial for one in others] == found
 
 
 def test_a_query_with_a_row_or_pending_tokens_shares_no_program():
     prefilling, _ = prefilling_of()
     queries = [query(serial) for serial in range(1, 5)]
-    queries[1].place, queries[2].num_sampled = KVLocation.DEVICE, 1
+    queries[1].location, queries[2].num_sampled = KVLocation.DEVICE, 1
     assert [is_ready(one) for one in queries] == [True, False, False, True]
-    assert prefilling.similar_to(queries[0], line_of(queries), 9) == [queries[3]]
+    assert prefilling.similar_to(queries[0], queue_of(queries), 9) == [queries[3]]
 
 
 def test_a_query_that_is_served_much_later_shares_no_program():
@@ -64,9 +64,9 @@ def test_a_query_that_is_served_much_later_shares_no_program():
     prefilling, _ = prefilling_of(max_batch=2, prefill_batch=2)
     queries = [query(serial, 50 if serial else 20) for serial in range(9)]
     queries[8] = query(8, 20)
-    assert prefilling.similar_to(queries[0], line_of(queries), 1) == []
+    assert prefilling.similar_to(queries[0], queue_of(queries), 1) == []
     queries[7] = query(7, 20)
-    assert prefilling.similar_to(queries[0], line_of(queries), 1) == [queries[7]]
+    assert prefilling.similar_to(queries[0], queue_of(queries), 1) == [queries[7]]
 
 
 def launched(prefilling: Prefilling, queries: list[Query], length: int | None = None) -> Prefill:
@@ -80,7 +80,7 @@ def launched(prefilling: Prefilling, queries: list[Query], length: int | None = 
 
 def test_a_prefill_by_hand():
     """Two prompts in a program for three: ids, padding, words, and the queries' state afterwards."""
-    prefilling, shelf = prefilling_of(prefill_batch=3)
+    prefilling, parked = prefilling_of(prefill_batch=3)
     queries = [query(5, 3), query(6, 2)]
     prefill = launched(prefilling, queries)
     assert (prefill.serials, prefill.length, prefill.num_rows, prefill.num_tokens) == ((5, 6), 32, 3, 5)
@@ -93,7 +93,7 @@ def test_a_prefill_by_hand():
         "sample_position": [3, 2, 0],
     }
     assert [one.num_sampled for one in queries] == [1, 1]
-    assert shelf.device_bytes == 2 * ROW_BYTES and all(one.place is KVLocation.DEVICE for one in queries)
+    assert parked.device_bytes == 2 * ROW_BYTES and all(one.location is KVLocation.DEVICE for one in queries)
 
 
 def test_a_single_prompt_takes_the_small_program():
@@ -103,15 +103,15 @@ def test_a_single_prompt_takes_the_small_program():
 
 def test_rows_may_be_longer_than_a_prompt_needs():
     """A batch that decodes together needs it."""
-    prefilling, shelf = prefilling_of()
+    prefilling, parked = prefilling_of()
     assert launched(prefilling, [query(1), query(2)], 64).length == 64
-    assert shelf.device_bytes == 4 * ROW_BYTES
+    assert parked.device_bytes == 4 * ROW_BYTES
 
 
 @pytest.mark.parametrize(("room", "num_rows"), [(4, 4), (3, 1)])
 def test_no_row_leaves_for_prompts_that_could_wait(room, num_rows):
-    prefilling, shelf = prefilling_of()
-    shelf.room_bytes = room * ROW_BYTES
+    prefilling, parked = prefilling_of()
+    parked.room_bytes = room * ROW_BYTES
     assert launched(prefilling, [query(serial) for serial in range(3)]).num_rows == num_rows
 
 
@@ -156,7 +156,7 @@ def test_ending_ids_are_banned_until_enough_tokens_were_sampled(num_sampled, is_
 
 
 @pytest.mark.parametrize(
-    ("params", "needs"),
+    ("params", "sampler_mode"),
     [
         ({}, SamplerMode()),
         ({"temperature": 0.0, "top_k": 5, "top_p": 0.5}, SamplerMode()),
@@ -167,9 +167,9 @@ def test_ending_ids_are_banned_until_enough_tokens_were_sampled(num_sampled, is_
         ({"logprobs": 1}, SamplerMode(top_logprobs=True)),
     ],
 )
-def test_the_sampler_mode_of_a_row(params, needs):
+def test_the_sampler_mode_of_a_row(params, sampler_mode):
     words = PackedStep(WordsLayout(2, 3))
     words.add(0, query(1, **{"temperature": 0.0, **params}), 0, 1, 1)
-    assert words.needs == needs
+    assert words.sampler_mode == sampler_mode
     words.add(1, query(2, temperature=0.0), 0, 1, 1)
-    assert words.needs == needs, "another row needs no less"
+    assert words.sampler_mode == sampler_mode, "another row needs no less"

@@ -94,12 +94,12 @@ def test_a_seed_is_two_words():
 def test_priority_then_suspension_then_arrival():
     late, early, urgent, back = query(4), query(1), query(3, priority=2), query(2)
     back.suspended = True
-    line = QueryQueue()
+    queue = QueryQueue()
     for one in (late, early, urgent, back):
-        line.add(one)
-    assert list(line) == [urgent, back, early, late] == sorted(line, key=rank)
-    assert line.head is urgent and line.window(2) == [urgent, back] and len(line) == 4
-    line.remove(early)
-    assert list(line) == [urgent, back, late]
+        queue.add(one)
+    assert list(queue) == [urgent, back, early, late] == sorted(queue, key=rank)
+    assert queue.head is urgent and queue.window(2) == [urgent, back] and len(queue) == 4
+    queue.remove(early)
+    assert list(queue) == [urgent, back, late]
     with pytest.raises(AssertionError):
-        line.remove(early)
+        queue.remove(early)

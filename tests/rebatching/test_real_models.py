@@ -112,10 +112,10 @@ def test_a_row_comes_back_as_it_was(insertion):
     for _ in range(8):
         bench.step()
     victim = queries[-1]
-    assert victim.place is KVLocation.RING
+    assert victim.location is KVLocation.RING
     before, num_tokens = bench.ring_row(victim.row), victim.num_kv_tokens
     bench.engine.submit([9] * 3, SamplingParams(max_tokens=3, ignore_eos=True), priority=2)
-    while not (victim.suspended and victim.place is KVLocation.RING):
+    while not (victim.suspended and victim.location is KVLocation.RING):
         bench.step()
     after = bench.ring_row(victim.row)
     np.testing.assert_array_equal(after[:, :, :, :num_tokens], before)

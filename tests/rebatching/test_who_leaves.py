@@ -50,45 +50,47 @@ def config(
 def test_full_host_memory_keeps_queries_that_are_served_sooner():
     """Of the two that leave, one finds room because a query there is served even later."""
     of = config(6, num_host_rows=1)
-    shelf = ParkedRows(ring_shapes(of), of.host_bytes)
+    parked = ParkedRows(ring_shapes(of), of.host_bytes)
     late, sooner, soonest = query(3), query(2), query(1)
     launches: list[Launch] = []
     for one in (late, sooner, soonest):
-        shelf.put(one, 32)
+        parked.put(one, 32)
     room = 3 * ROW_BYTES
-    assert shelf.make_room(ROW_BYTES, launches, room_bytes=room)
-    assert launches == [Park(3, waits=False), Park(3, waits=True)] and late.place is KVLocation.HOST
+    assert parked.make_room(ROW_BYTES, launches, room_bytes=room)
+    assert launches == [Park(3, waits=False), Park(3, waits=True)] and late.location is KVLocation.HOST
 
-    assert shelf.make_room(2 * ROW_BYTES, launches, room_bytes=room)
+    assert parked.make_room(2 * ROW_BYTES, launches, room_bytes=room)
     assert launches[2:] == [FreeRow(3), Park(2, waits=False), Park(2, waits=True)]
-    assert (late.place, sooner.place, soonest.place) == (
-        KVLocation.NOWHERE,
+    assert (late.location, sooner.location, soonest.location) == (
+        KVLocation.NOT_COMPUTED,
         KVLocation.HOST,
         KVLocation.DEVICE,
     )
 
-    assert shelf.make_room(3 * ROW_BYTES, launches, room_bytes=room)
+    assert parked.make_room(3 * ROW_BYTES, launches, room_bytes=room)
     assert launches[5:] == [FreeRow(2), Park(1, waits=False), Park(1, waits=True)]
 
-    shelf.put(late, 32)
-    assert shelf.make_room(3 * ROW_BYTES, launches, room_bytes=room)
-    assert launches[8:] == [FreeRow(3)] and soonest.place is KVLocation.HOST  # no query there is served later
+    parked.put(late, 32)
+    assert parked.make_room(3 * ROW_BYTES, launches, room_bytes=room)
+    assert (
+        launches[8:] == [FreeRow(3)] and soonest.location is KVLocation.HOST
+    )  # no query there is served later
 
 
 def test_a_kept_row_is_not_dropped_from_host_memory():
     """This holds although it is served later than the query that would take its room."""
     of = config(6, num_host_rows=1)
-    shelf = ParkedRows(ring_shapes(of), of.host_bytes)
+    parked = ParkedRows(ring_shapes(of), of.host_bytes)
     kept, sooner = query(2), query(1)
     launches: list[Launch] = []
     for one in (kept, sooner):
-        shelf.put(one, 32)
+        parked.put(one, 32)
     room = 2 * ROW_BYTES
-    assert shelf.make_room(ROW_BYTES, launches, room_bytes=room)
-    assert kept.place is KVLocation.HOST and shelf.host_bytes == of.host_bytes
+    assert parked.make_room(ROW_BYTES, launches, room_bytes=room)
+    assert kept.location is KVLocation.HOST and parked.host_bytes == of.host_bytes
     launches.clear()
-    assert shelf.make_room(2 * ROW_BYTES, launches, room_bytes=room, keep=kept)
-    assert launches == [FreeRow(1)] and kept.place is KVLocation.HOST
+    assert parked.make_room(2 * ROW_BYTES, launches, room_bytes=room, keep=kept)
+    assert launches == [FreeRow(1)] and kept.location is KVLocation.HOST
 
 
 @pytest.mark.parametrize(("priority", "is_spared"), [(1, True), (0, False)])

@@ -26,7 +26,7 @@ class Sequence:
     fetched: frozenset[int] = frozenset()
 
     def __init__(self) -> None:
-        self.chunks: list[Any] = [SimpleNamespace(readable=True, shelf=None) for _ in range(9)]
+        self.chunks: list[Any] = [SimpleNamespace(readable=True, eviction_class=None) for _ in range(9)]
         self.num_kv_tokens = 8 * CHUNK
 
     def holes(self, chunk_tokens: int) -> list[tuple[int, int]]:
@@ -110,7 +110,7 @@ class Chunks(Sequence):
     """Any number of chunks, all of them shared."""
 
     def __init__(self, lost: list[bool], chunk_tokens: int) -> None:
-        self.chunks = [SimpleNamespace(readable=not is_lost, shelf=None) for is_lost in lost]
+        self.chunks = [SimpleNamespace(readable=not is_lost, eviction_class=None) for is_lost in lost]
         self.num_shared = len(lost)
         self.num_kv_tokens = chunk_tokens * len(lost)
 

@@ -24,7 +24,7 @@ from pensieve_jax.server.context.resolver import Resolver
 from pensieve_jax.server.context.turn_index import TurnIndex
 from pensieve_jax.server.engine_process.messages import sent_spec, submission
 from pensieve_jax.server.engine_process.wire import FrameWriter
-from pensieve_jax.server.http.admission import Limits
+from pensieve_jax.server.http.admission import TurnAdmission
 from pensieve_jax.server.http.app import Lifespan, Route, make_app
 from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.services import Services
@@ -296,7 +296,7 @@ class Harness:
             "engine": self.engine,
             "settings": settings,
             "keys": keys or ApiKeys(settings.api_keys_file),
-            "limits": Limits(self.engine, settings, self.clock.now),
+            "limits": TurnAdmission(self.engine, settings, self.clock.now),
             "metrics": Metrics(MODEL),
             "tokenizer": tokenizer,
             "chat_format": ChatFormat(tokenizer),

@@ -18,7 +18,7 @@ import pytest
 
 from pensieve_jax import AsyncEngine, ConfigError, EngineClosedError
 from pensieve_jax.server import watchdog
-from pensieve_jax.server.engine_process.supervisor import Restarts
+from pensieve_jax.server.engine_process.supervisor import RestartPolicy
 from pensieve_jax.server.main import (
     EXIT_AT_ONCE,
     EXIT_ENDED,
@@ -99,7 +99,7 @@ class Client(threading.Thread):
 def run(client: Client, *, drain_s: float, lives: FakeLives | None = None) -> int:
     lives = lives or FakeLives()
     status = serve(
-        lambda: AsyncEngine(lives.begin, restarts=Restarts(first_delay_s=0.0)),
+        lambda: AsyncEngine(lives.begin, restarts=RestartPolicy(first_delay_s=0.0)),
         application,
         bind("127.0.0.1", 0),
         drain_s=drain_s,
@@ -161,7 +161,7 @@ def test_an_engine_that_dies_too_often_ends_the_server() -> None:
     lives = FakeLives()
 
     def work(ask: Callable[[int], http.client.HTTPResponse]) -> None:
-        for _ in range(1 + Restarts().most):
+        for _ in range(1 + RestartPolicy().max_restarts):
             while (running := ask(LONG)).status == 503:  # it is restarting
                 running.read()
             lives.lives[-1].kill()
@@ -169,7 +169,7 @@ def test_an_engine_that_dies_too_often_ends_the_server() -> None:
                 running.read()
 
     assert run(Client(work), drain_s=TIMEOUT_S, lives=lives) == EXIT_ENDED
-    assert len(lives.lives) == 1 + Restarts().most
+    assert len(lives.lives) == 1 + RestartPolicy().max_restarts
 
 
 def test_a_hanging_engine_is_restarted(

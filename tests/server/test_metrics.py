@@ -245,9 +245,9 @@ def test_each_of_several_replicas_has_its_own_samples():
     assert found["pensieve:replica_running", ("replica", "a")] == 3
     assert found["pensieve:replica_running", ("replica", "b")] == 1
     assert found["pensieve:replica_generation_tokens_total", ("replica", "a")] == 7
-    of_one = {key[0] for key in scraped(busy())}
-    assert "pensieve:turns_run_again_total" not in of_one
-    assert not [name for name in of_one if name.startswith("pensieve:replica")]
+    per_replica = {key[0] for key in scraped(busy())}
+    assert "pensieve:turns_run_again_total" not in per_replica
+    assert not [name for name in per_replica if name.startswith("pensieve:replica")]
 
 
 def test_no_label_holds_a_clients_text():

@@ -20,7 +20,7 @@ class Engine:
         self.gave_up = asyncio.Event()
         self.num_killed = 0
 
-    def kill_life(self) -> None:
+    def kill_process(self) -> None:
         self.num_killed += 1
 
 
@@ -77,7 +77,7 @@ def test_for_an_engine_that_is_given_up_serve_starts_another_replica(replica):
 def test_a_killed_engine_is_restarted():
     async def work():
         async with fake_engine(FakeLives()) as engine:
-            engine.kill_life()
+            engine.kill_process()
             await until(lambda: engine.epoch == 2)
             assert engine.state == "ready" and not engine.gave_up.is_set()
 

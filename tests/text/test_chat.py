@@ -199,10 +199,10 @@ def test_a_reply_ends_with_its_known_ending_or_the_templates(output, finish_reas
     earlier = [((user("a"),), "r", tuple(output), finish_reason)]
     ids = chat.turn_token_ids(earlier, [user("b")])
     if is_told:
-        assert chat.turn_token_ids(earlier, [user("b")], as_told=True) == ids
+        assert chat.turn_token_ids(earlier, [user("b")], exact_only=True) == ids
     else:
         with pytest.raises(ChatTemplateError, match="more than its text"):
-            chat.turn_token_ids(earlier, [user("b")], as_told=True)
+            chat.turn_token_ids(earlier, [user("b")], exact_only=True)
     assert chat.may_follow(earlier[0]) is is_told, "the ids alone show it"
 
 
@@ -318,7 +318,7 @@ def test_a_reply_may_end_with_the_marker_of_the_template_or_the_end_of_sequence(
     earlier = ((user("a"),), "r", (*b"r", last_id), "stop")
     assert chat.may_follow(earlier) is is_told
     if is_told:
-        assert chat.turn_token_ids([earlier], [user("b")], as_told=True)
+        assert chat.turn_token_ids([earlier], [user("b")], exact_only=True)
     else:
         with pytest.raises(ChatTemplateError, match="more than its text"):
-            chat.turn_token_ids([earlier], [user("b")], as_told=True)
+            chat.turn_token_ids([earlier], [user("b")], exact_only=True)

@@ -208,27 +208,27 @@ def test_text_that_is_refused_unread_would_be_too_long(name, seed):
     print(f"seed {seed}")
     pieces = ["Hello there", " ", "    " * 50, "x" * 300, "Straße 42!", "\U0001f600", "\n", "</s>"]
     text = "".join(rng.choices(pieces, [rng.random() ** 3 for _ in pieces], k=rng.choice([10, 1000, 5000])))
-    most = rng.choice([1, 100, 5000])
+    token_limit = rng.choice([1, 100, 5000])
     whole = tokenizer.encode(text, add_bos=True)
     try:
-        assert tokenizer.encode(text, add_bos=True, most=most) == whole
+        assert tokenizer.encode(text, add_bos=True, token_limit=token_limit) == whole
     except ContextLengthError as error:
-        assert len(whole) > most
-        assert (error.field, error.limit) == ("prompt", f"at most {most} tokens")
+        assert len(whole) > token_limit
+        assert (error.field, error.limit) == ("prompt", f"at most {token_limit} tokens")
 
 
 @pytest.mark.parametrize("text", ["a", " " * 40 + "a"])
 def test_only_the_beginning_of_a_much_too_long_text_is_read(monkeypatch, text):
     tokenizer, lengths, encode = ZOO["byte_level"], [], Tokenizer._encode
 
-    def noted(self, text, most=None):
-        lengths.append(0 if most else len(text))
-        return encode(self, text, most)
+    def noted(self, text, token_limit=None):
+        lengths.append(0 if token_limit else len(text))
+        return encode(self, text, token_limit)
 
     monkeypatch.setattr(Tokenizer, "_encode", noted)
     for call in (
-        lambda: tokenizer.encode(text * 1_000_000, add_bos=True, most=10),
-        lambda: tokenizer.encode_after(None, text * 1_000_000, most=10),
+        lambda: tokenizer.encode(text * 1_000_000, add_bos=True, token_limit=10),
+        lambda: tokenizer.encode_after(None, text * 1_000_000, token_limit=10),
     ):
         with pytest.raises(ContextLengthError, match="at most 10 tokens"):
             call()
@@ -270,7 +270,9 @@ def test_text_is_encoded_after_the_preceding_special_token(monkeypatch, previous
     """After any other id it is encoded as after the special token with the lowest id."""
     tokenizer, texts, encode = ZOO["metaspace"], [], Tokenizer._encode
     monkeypatch.setattr(
-        Tokenizer, "_encode", lambda self, text, most: (texts.append(text), encode(self, text, most))[1]
+        Tokenizer,
+        "_encode",
+        lambda self, text, token_limit: (texts.append(text), encode(self, text, token_limit))[1],
     )
     ids = tokenizer.encode_after(previous_id, "cat")
     assert [tokenizer.token_text(token_id) for token_id in ids] == ["c", "a", "t"]
@@ -288,7 +290,9 @@ def test_without_special_tokens_text_is_encoded_alone():
 def test_empty_text_is_not_encoded_behind_a_special_token(monkeypatch):
     tokenizer, texts, encode = ZOO["metaspace"], [], Tokenizer._encode
     monkeypatch.setattr(
-        Tokenizer, "_encode", lambda self, text, most: (texts.append(text), encode(self, text, most))[1]
+        Tokenizer,
+        "_encode",
+        lambda self, text, token_limit: (texts.append(text), encode(self, text, token_limit))[1],
     )
     assert tokenizer.encode_after(2, "") == []
     assert texts == [""]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pensieve_jax.cache.order.ghost_cache import GhostCache
 from pensieve_jax.cache.order.policies import (
     Activity,
     Candidate,
@@ -24,7 +25,6 @@ from pensieve_jax.cache.order.policies import (
     RetentionPolicy,
 )
 from pensieve_jax.cache.order.returns import Array
-from pensieve_jax.cache.order.shadows import GhostCache
 from pensieve_jax.cache.states import EvictionClass
 from pensieve_lab.experiments.machines import load_profile, profile_name
 from pensieve_lab.experiments.panels import Panel
@@ -72,19 +72,19 @@ class OraclePolicy(EvictionPolicy):
         self._returns_s = np.array([turn.returns_s for turn in turns])
         self._costs_s = np.array(costs_s)
 
-    def chunk(self, sequence: Candidate, shelf: EvictionClass) -> int:
+    def chunk(self, sequence: Candidate, eviction_class: EvictionClass) -> int:
         """Return the leading chunk."""
-        return sequence.first_on(shelf)
+        return sequence.first_of(eviction_class)
 
     def worth(self, sequence: Activity, index: int, now_s: float) -> float:
         """Return the seconds to recompute, over the seconds until that would happen."""
         until_s = max(self._returns_s[sequence.bucket] - now_s, _LEAST_S)
         return float(self._costs_s[index] / until_s)
 
-    def worths(self, offers: EvictionCandidates, now_s: float) -> Array:
+    def worths(self, candidates: EvictionCandidates, now_s: float) -> Array:
         """Return the same values for many chunks."""
-        until_s = np.maximum(self._returns_s[offers.buckets] - now_s, _LEAST_S)
-        worths: Array = self._costs_s[offers.chunks] / until_s
+        until_s = np.maximum(self._returns_s[candidates.buckets] - now_s, _LEAST_S)
+        worths: Array = self._costs_s[candidates.chunks] / until_s
         return worths
 
 

@@ -107,7 +107,7 @@ class Systems:
         else:
             while any(worker.num_in_flight for worker in self._engine.workers):
                 self._engine.step()  # what pads a batch may run behind its last answer
-            self._engine.begin_again(self._planning.around(systems.SYSTEMS[name]))
+            self._engine.restart_with(self._planning.around(systems.SYSTEMS[name]))
             self._engine.run(self._model.requests(_WARM_UP, FLAGS.seed + 1))
             self._planning.begin()
             served = serve(self._engine, requests, arrival_s, self._beginnings)

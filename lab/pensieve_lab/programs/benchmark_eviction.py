@@ -80,7 +80,7 @@ class Crowd:
             AnalyticCostModel(_CHUNK_TOKENS, num_weights=1.3e10, attention_width=40 * 5120),
             self.clock,
             max_num_copies=64,
-            experience=experience(followed) if policy == _LEARNED else None,
+            learned_state=experience(followed) if policy == _LEARNED else None,
         )
         self._sequences = [self.cache.open(f"c{i}") for i in range(FLAGS.num_idle)]
         for number in range(FLAGS.num_idle):

@@ -162,7 +162,7 @@ class Load:
         num_deltas, num_begun, submit_s = self.num_deltas, self.num_begun, self.submit_s
         self.engine.spent_s = 0.0
         start_s = time.thread_time()
-        self.server.turn_over()
+        self.server.run_once()
         turned_s = time.thread_time()
         # What was sent is read, handed out and taken: once around the loop for each.
         for _ in range(3):

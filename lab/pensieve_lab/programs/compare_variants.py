@@ -33,7 +33,7 @@ from pensieve_jax.commands.engine_flags import (
 )
 from pensieve_jax.commands.launch import EXIT_FAILED, run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
-from pensieve_jax.commands.words import counted, duration
+from pensieve_jax.commands.words import duration, format_count
 from pensieve_jax.config import POLICIES
 from pensieve_jax.decoding.device.weights import serving_dtype
 from pensieve_lab.common.engines import EngineFactory, costs_document
@@ -131,7 +131,7 @@ def expectation(num_variants: int, num_turns: int, one_s: tuple[float, float]) -
     found_s, computed_s = one_s
     shortest, longest = computed_s + (num_variants - 1) * found_s, num_variants * computed_s
     return (
-        f"{num_variants} variants of {counted(num_turns, 'turn')}: {duration(shortest)} to "
+        f"{num_variants} variants of {format_count(num_turns, 'turn')}: {duration(shortest)} to "
         f"{duration(longest)}, by a probe; stateless {duration(computed_s)}"
     )
 

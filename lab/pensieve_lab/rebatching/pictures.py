@@ -61,7 +61,7 @@ class Album:
                 letter = _LETTERS[query.serial - 1]
                 letters[row] = letter.lower() if is_prompt else letter
             columns = [
-                (row, query.serial - 1 if query.place is KVLocation.RING else -1, ring.places(row))
+                (row, query.serial - 1 if query.location is KVLocation.RING else -1, ring.places(row))
                 for row, query in ring.held
             ]
             self.steps.append(Step("".join(letters), ring.span, ring.shape.length, columns))

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from pensieve_jax.cache import Copy
+from pensieve_jax.cache import ChunkCopy
 from pensieve_jax.engine.runner import Progress, Runner
 from pensieve_jax.engine.transfers import Ended, Transfers
 from pensieve_jax.scheduler import PlanLayout, StepPlan, StepResult
@@ -147,14 +147,14 @@ class TimedTransfers:
         self._asked_out_s: dict[int, float] = {}
         self._asked_in_s: dict[int, float] = {}
 
-    def swap_out(self, copies: Sequence[Copy]) -> None:
+    def swap_out(self, copies: Sequence[ChunkCopy]) -> None:
         """See `Transfers`."""
         self._parts.lap("schedule")
         self._parts.work["chunks_out"] += len(copies)
         self._asked_out_s |= dict.fromkeys((copy.copy_id for copy in copies), self._timer())
         self._transfers.swap_out(copies)
 
-    def swap_in(self, copies: Sequence[Copy]) -> None:
+    def swap_in(self, copies: Sequence[ChunkCopy]) -> None:
         """See `Transfers`."""
         self._parts.work["chunks_in"] += len(copies)
         self._asked_in_s |= dict.fromkeys((copy.copy_id for copy in copies), self._timer())

@@ -77,7 +77,7 @@ class Replica:
         """Idle. `config.cache.cpu_bytes` must be turned into pages.
 
         `stretches` False asks the scheduler for every step, which takes longer and changes nothing else.
-        `observe` sees every decision; see `Observe`. An order that learns goes on from `experience`.
+        `observe` sees every decision; see `Observe`. An order that learns goes on from `learned_state`.
         """
         self.number = number
         self.clock = Timeline(start_s)
@@ -102,7 +102,7 @@ class Replica:
             self._stats,
             max_num_copies=max_num_staged,
             observe=observe or unobserved,
-            experience=experience,
+            learned_state=experience,
         )
         self.cache: CacheManager = self._loop.cache
         self._config = config
@@ -167,7 +167,9 @@ class Replica:
     def _missing_tokens(self, turn: UserTurn) -> int:
         """What has to be computed for a turn, as its conversation is now."""
         sequence = self._sequences[turn.conversation_id]
-        num_kept = (len(sequence.chunks) - sequence.num_on[EvictionClass.ABSENT]) * self.cache.chunk_tokens
+        num_kept = (
+            len(sequence.chunks) - sequence.num_by_class[EvictionClass.ABSENT]
+        ) * self.cache.chunk_tokens
         return turn.prompt_tokens + max(turn.num_history_tokens - num_kept, 0)
 
     def remember(self, histories: Iterable[History]) -> None:

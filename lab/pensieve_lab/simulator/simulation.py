@@ -101,7 +101,7 @@ def simulate(
     """Serve sessions; those in mid-life find their history where it would be.
 
     `on_answer` sees every answer, those of the warm-up and of the drain included. An order that learns goes
-    on from `experience`.
+    on from `learned_state`.
     """
     router = ROUTERS[scenario.routing](scenario.seed)
     client = Client(sessions, scenario.max_context_tokens)
@@ -169,9 +169,9 @@ def _replica(scenario: Scenario, number: int, start_s: float, experience: Learne
 
 
 def _experience(replicas: Sequence[Replica], given: LearnedState | None) -> LearnedState | None:
-    found = [replica.cache.turns.experience() for replica in replicas]
+    found = [replica.cache.turns.learned_state() for replica in replicas]
     known = [experience for experience in found if experience is not None]
-    return LearnedState.together(known, given) if known else None
+    return LearnedState.merged(known, given) if known else None
 
 
 def _place(session: Session, replicas: Sequence[Replica], router: Router) -> None:

@@ -120,8 +120,8 @@ def is_blocked(config: EngineConfig, scheduler: Scheduler, cache: CacheManager) 
         return True
     request = scheduler.waiting[0]
     sequence = request.sequence
-    if sequence.num_on[EvictionClass.DEPARTING]:
+    if sequence.num_by_class[EvictionClass.DEPARTING]:
         return True
     num_chunks = max(-(-len(request.token_ids) // cache.chunk_tokens), len(sequence.chunks))
-    num_needed = num_chunks - sum(sequence.num_on[shelf] for shelf in _WITH_PAGE)
+    num_needed = num_chunks - sum(sequence.num_by_class[eviction_class] for eviction_class in _WITH_PAGE)
     return cache.num_available(sequence) - num_needed < config.cache.reserve_pages

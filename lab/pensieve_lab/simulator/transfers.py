@@ -16,7 +16,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
-from pensieve_jax.cache import Copy
+from pensieve_jax.cache import ChunkCopy
 from pensieve_jax.engine.transfers import MAX_HELD_STEPS, Ended, num_beside_step, window
 from pensieve_lab.simulator.clock import Timeline
 from pensieve_lab.simulator.profile import DeviceProfile, LinkCosts
@@ -105,7 +105,7 @@ class SimulatedTransfers:
         self._num_expedited = 0
         self._done: list[int] = []
 
-    def swap_out(self, copies: Sequence[Copy]) -> None:
+    def swap_out(self, copies: Sequence[ChunkCopy]) -> None:
         """See `Transfers`; the clock moves on where staging is full."""
         self.num_chunks += len(copies)
         self._finish_out()
@@ -120,7 +120,7 @@ class SimulatedTransfers:
             if start + size < len(copies):
                 self._start_out()
 
-    def swap_in(self, copies: Sequence[Copy]) -> None:
+    def swap_in(self, copies: Sequence[ChunkCopy]) -> None:
         """See `Transfers`; what was gathered starts now, unless it is held back."""
         self.num_chunks += len(copies)
         self._queued.extend(_Moving(copy.copy_id, self._num_steps) for copy in copies)

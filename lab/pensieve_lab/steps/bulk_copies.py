@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pensieve_jax.cache.drops import Copy
+from pensieve_jax.cache.drops import ChunkCopy
 from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.device.transfers.copy_batches import copy_arrays
 from pensieve_lab.common.spread import Spread
@@ -85,7 +85,7 @@ def through_transfers(runner: ModelRunner, num_chunks: int, repeats: int) -> Bot
     back: list[float] = []
     for _ in range(_NUM_WARM_UPS + repeats):
         for move, times in ((transfers.swap_out, out), (transfers.swap_in, back)):
-            copies = [Copy(next(ids), index, index) for index in range(1, num_chunks + 1)]
+            copies = [ChunkCopy(next(ids), index, index) for index in range(1, num_chunks + 1)]
             start_s = time.perf_counter()
             _move_all(runner, move, copies)
             times.append(time.perf_counter() - start_s)
@@ -93,7 +93,9 @@ def through_transfers(runner: ModelRunner, num_chunks: int, repeats: int) -> Bot
     return BothWays(num_bytes, Spread.of(out[_NUM_WARM_UPS:]), Spread.of(back[_NUM_WARM_UPS:]))
 
 
-def _move_all(runner: ModelRunner, move: Callable[[Sequence[Copy]], None], copies: list[Copy]) -> None:
+def _move_all(
+    runner: ModelRunner, move: Callable[[Sequence[ChunkCopy]], None], copies: list[ChunkCopy]
+) -> None:
     """Until the last copy is complete and has taken effect; as fast as they can be staged."""
     transfers = runner.transfers
     left = {copy.copy_id for copy in copies}

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from pensieve_jax.cache.drops import Copy
+from pensieve_jax.cache.drops import ChunkCopy
 from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.device.transfers.device_transfers import DeviceTransfers
 from pensieve_lab.common.spread import Spread
@@ -41,10 +41,10 @@ def _calls(runner: ModelRunner, num_chunks: int, repeats: int) -> dict[str, Any]
         samples[name][-1] += time.perf_counter() - start_s
         return told
 
-    def copies() -> list[Copy]:
-        return [Copy(next(ids), index, index) for index in range(1, num_chunks + 1)]
+    def copies() -> list[ChunkCopy]:
+        return [ChunkCopy(next(ids), index, index) for index in range(1, num_chunks + 1)]
 
-    def end(name: str, moving: list[Copy]) -> None:
+    def end(name: str, moving: list[ChunkCopy]) -> None:
         left = {copy.copy_id for copy in moving}
         while left:
             transfers.wait()

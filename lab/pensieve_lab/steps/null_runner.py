@@ -15,7 +15,7 @@ import numpy as np
 from model_defs import ModelConfig
 from pallas_kernels.ragged_paged_attention import TileSpec, build_tiles, tile_spec
 from pensieve_jax import EngineConfig
-from pensieve_jax.cache import Copy
+from pensieve_jax.cache import ChunkCopy
 from pensieve_jax.engine.runner import Progress
 from pensieve_jax.engine.transfers import Ended, Transfers
 from pensieve_jax.scheduler import (
@@ -35,7 +35,7 @@ class NullTransfers:
         """Nothing in flight."""
         self._in_flight: list[int] = []
 
-    def swap_out(self, copies: Sequence[Copy]) -> None:
+    def swap_out(self, copies: Sequence[ChunkCopy]) -> None:
         """Note the ids."""
         self._in_flight += (copy.copy_id for copy in copies)
 

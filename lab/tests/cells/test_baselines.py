@@ -196,7 +196,7 @@ def batches_of_four(**options):
 def end(processor, launch):
     """Serials of the requests that are told by it."""
     ended = processor.completed(Done(launch, states=[{} for _ in launch.reads]))
-    return [one.serial for one in processor.scheduler.told(ended)]
+    return [one.serial for one in processor.scheduler.reportable(ended)]
 
 
 def serials(processor, launch):

@@ -77,7 +77,8 @@ def _told(seen: list[list[str]], step: StepSeen) -> None:
             + " ".join(
                 f"{name}={value}"
                 for name, value in vars(launch).items()
-                if name not in ("token_ids", "words", "samples", "needs", "last_id", "relayout", "places")
+                if name
+                not in ("token_ids", "words", "samples", "sampler_mode", "last_id", "relayout", "places")
             )
             + f" {[place for _, place in getattr(launch, 'samples', ())]}"
             for launch in step.launches

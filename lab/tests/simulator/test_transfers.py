@@ -9,7 +9,7 @@ import pytest
 
 from lab.tests.simulator.workloads import PROFILE
 from pensieve_jax import CacheConfig, EngineConfig
-from pensieve_jax.cache import AnalyticCostModel, Copy
+from pensieve_jax.cache import AnalyticCostModel, ChunkCopy
 from pensieve_jax.engine import transfers
 from pensieve_lab.simulator import DeviceProfile, Replica
 from pensieve_lab.simulator.clock import Timeline
@@ -51,7 +51,7 @@ class Machine:
         )
         self.device = SimulatedDevice(profile, (16,), self.timeline, self.transfers)
 
-    def swap_out(self, out: list[Copy]) -> None:
+    def swap_out(self, out: list[ChunkCopy]) -> None:
         """As in every step: then it is known what is swapped in, here nothing."""
         self.transfers.swap_out(out)
         self.transfers.swap_in([])
@@ -69,8 +69,8 @@ def costs(launches: str = "jaxlib", **values: float) -> DeviceProfile:
     return dataclasses.replace(SLOW, hosts={"jaxlib": host, "engine": host}, launches=launches)
 
 
-def copies(*copy_ids: int) -> list[Copy]:
-    return [Copy(copy_id, copy_id, copy_id) for copy_id in copy_ids]
+def copies(*copy_ids: int) -> list[ChunkCopy]:
+    return [ChunkCopy(copy_id, copy_id, copy_id) for copy_id in copy_ids]
 
 
 def test_steps_follow_each_other_and_the_host_is_hidden():

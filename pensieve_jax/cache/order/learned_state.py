@@ -35,7 +35,7 @@ class LearnedState:
 
     returns: Array
     exposure_s: Array
-    followed: str
+    selected: str
     losses: PolicyLosses
 
     @property
@@ -44,8 +44,8 @@ class LearnedState:
         return float(self.returns.sum())
 
     @classmethod
-    def together(cls, several: Sequence[Self], given: Self | None = None) -> Self:
-        """Merge the states of one or more engines; `followed` and `losses` are those of the first.
+    def merged(cls, several: Sequence[Self], given: Self | None = None) -> Self:
+        """Merge the states of one or more engines; `selected` and `losses` are those of the first.
 
         The state that all of them started from, `given`, counts once.
         """
@@ -55,7 +55,7 @@ class LearnedState:
             times = len(several) - 1
             returns = np.maximum(returns - times * given.returns, 0.0)
             exposure_s = np.maximum(exposure_s - times * given.exposure_s, 0.0)
-        return cls(returns, exposure_s, several[0].followed, several[0].losses)
+        return cls(returns, exposure_s, several[0].selected, several[0].losses)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; `returns` and `exposure_s` keep six decimals."""
@@ -63,7 +63,7 @@ class LearnedState:
             "format": _FORMAT,
             "returns": self.returns.round(_DIGITS).tolist(),
             "exposure_s": self.exposure_s.round(_DIGITS).tolist(),
-            "followed": self.followed,
+            "followed": self.selected,
             "lost_s": dict(zip(ORDERS, self.losses.sums_s, strict=True)),
             "loss_products": [list(row) for row in self.losses.products],
             "losses_counted_for": list(self.losses.counted_for),
@@ -75,9 +75,9 @@ class LearnedState:
         if not isinstance(document, dict) or document.get("format") != _FORMAT:
             found = document.get("format") if isinstance(document, dict) else document
             raise ConfigError("experience.format", found, repr(_FORMAT))
-        followed = document.get("followed")
-        if followed not in ORDERS:
-            raise ConfigError("experience.followed", followed, f"one of {', '.join(ORDERS)}")
+        selected = document.get("followed")
+        if selected not in ORDERS:
+            raise ConfigError("experience.followed", selected, f"one of {', '.join(ORDERS)}")
         lost_s = document.get("lost_s")
         sums_s = [lost_s.get(name) for name in ORDERS] if isinstance(lost_s, dict) else lost_s
         num_orders = len(ORDERS)
@@ -90,7 +90,7 @@ class LearnedState:
         return cls(
             _numbers("returns", document.get("returns"), shape),
             _numbers("exposure_s", document.get("exposure_s"), shape),
-            followed,
+            selected,
             PolicyLosses(tuple(sums.tolist()), tuple(map(tuple, products.tolist())), tuple(counted.tolist())),
         )
 

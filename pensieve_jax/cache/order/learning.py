@@ -22,7 +22,7 @@ from pensieve_jax.core.clock import Clock
 type SetBucket = Callable[[CachedSequence, int], None]
 
 
-class TurnNotes:
+class TurnObserver:
     """An observer of turns that ignores all events, for orders that do not learn."""
 
     def sent(self, sequence: CachedSequence, num_history_tokens: int) -> None:
@@ -42,12 +42,12 @@ class TurnNotes:
     def ended(self, conversation_id: str) -> None:
         """Note that a conversation was ended and cannot return."""
 
-    def experience(self) -> LearnedState | None:
+    def learned_state(self) -> LearnedState | None:
         """Return the learned state; None if the order does not learn."""
         return None
 
-    def begin(self, experience: LearnedState | None) -> None:
-        """Restart from `experience`, without observing the conversations that are idle now."""
+    def begin(self, learned_state: LearnedState | None) -> None:
+        """Restart from `learned_state`, without observing the conversations that are idle now."""
 
     def stats(self) -> dict[str, int | float]:
         """Return counters since the start."""
@@ -58,7 +58,7 @@ class TurnNotes:
         return None
 
 
-class Learning(TurnNotes):
+class LearningObserver(TurnObserver):
     """The learning of one cache."""
 
     def __init__(
@@ -70,39 +70,39 @@ class Learning(TurnNotes):
         chunk_tokens: int,
         num_chunks: int,
         set_bucket: SetBucket,
-        experience: LearnedState | None,
+        learned_state: LearnedState | None,
     ) -> None:
-        """Start from `experience`, for the cache's `policy` and its capacity of `num_chunks` chunks."""
+        """Start from `learned_state`, for the cache's `policy` and its capacity of `num_chunks` chunks."""
         self._policy = policy
         self._cost_model = cost_model
         self._clock = clock
         self._set_bucket = set_bucket
         self._chunk_tokens = chunk_tokens
         self._num_tokens = num_chunks * chunk_tokens
-        self.begin(experience)
+        self.begin(learned_state)
 
-    def begin(self, experience: LearnedState | None) -> None:
+    def begin(self, learned_state: LearnedState | None) -> None:
         policy = self._policy
-        known = (None, None) if experience is None else (experience.returns, experience.exposure_s)
+        known = (None, None) if learned_state is None else (learned_state.returns, learned_state.exposure_s)
         policy.use(ReturnModel(*known))
         by_returns = ReturnsPolicy(policy.model, self._cost_model, BLOCK_TOKENS)
         self._log = ReturnLog(policy.model)
-        self._insurance = PolicySelector(
+        self._selector = PolicySelector(
             orders_of(by_returns, self._cost_model, BLOCK_TOKENS),
             self._cost_model,
-            followed=ORDERS[0] if experience is None else experience.followed,
+            selected=ORDERS[0] if learned_state is None else learned_state.selected,
             chunk_tokens=self._chunk_tokens,
             num_tokens=self._num_tokens,
-            losses=None if experience is None else experience.losses,
+            losses=None if learned_state is None else learned_state.losses,
         )
-        policy.follow(self._insurance.followed)
+        policy.select(self._selector.selected)
 
     def sent(self, sequence: CachedSequence, num_history_tokens: int) -> None:
         if not num_history_tokens:
             return
         self._log.returned(sequence.sequence_id, self._clock.now())
-        self._insurance.returned(sequence.sequence_id, num_history_tokens, self._num_shared_tokens(sequence))
-        self._policy.follow(self._insurance.followed)
+        self._selector.returned(sequence.sequence_id, num_history_tokens, self._num_shared_tokens(sequence))
+        self._policy.select(self._selector.selected)
 
     def answered(
         self, sequence: CachedSequence, num_history_tokens: int, *, prompt_tokens: int, output_tokens: int
@@ -115,71 +115,69 @@ class Learning(TurnNotes):
         self.left(sequence, num_history_tokens)
 
     def left(self, sequence: CachedSequence, num_history_tokens: int) -> None:
-        """See `TurnNotes`; `sequence.bucket` is the bucket of the latest turn."""
+        """See `TurnObserver`; `sequence.bucket` is the bucket of the latest turn."""
         now_s, name = self._clock.now(), sequence.sequence_id
         self._log.left(name, sequence.bucket, now_s)
         num_shared = self._num_shared_tokens(sequence)
-        self._insurance.left(name, num_history_tokens, num_shared, bucket=sequence.bucket, now_s=now_s)
+        self._selector.left(name, num_history_tokens, num_shared, bucket=sequence.bucket, now_s=now_s)
 
     def resized(self, sequence: CachedSequence) -> None:
-        self._insurance.resized(sequence.sequence_id, self._num_shared_tokens(sequence))
+        self._selector.resized(sequence.sequence_id, self._num_shared_tokens(sequence))
 
     def ended(self, conversation_id: str) -> None:
         self._log.ended(conversation_id, self._clock.now())
-        self._insurance.ended(conversation_id)
+        self._selector.ended(conversation_id)
 
-    def experience(self) -> LearnedState:
-        """See `TurnNotes`; idle conversations count as observed until now."""
+    def learned_state(self) -> LearnedState:
+        """See `TurnObserver`; idle conversations count as observed until now."""
         model = self._policy.model
         exposure_s = model.exposure_s + self._log.open_exposure_s(self._clock.now())
-        return LearnedState(
-            model.returns.copy(), exposure_s, self._insurance.followed, self._insurance.losses
-        )
+        return LearnedState(model.returns.copy(), exposure_s, self._selector.selected, self._selector.losses)
 
     def stats(self) -> dict[str, int | float]:
-        """See `TurnNotes`: recomputation time of each order, changes of order, and observed returns."""
-        lost_s = {f"shadow_{name}_recompute_s": s for name, s in self._insurance.lost_s.items()}
+        """See `TurnObserver`: recomputation time of each order, changes of order, and observed returns."""
+        lost_s = {f"shadow_{name}_recompute_s": s for name, s in self._selector.lost_s.items()}
         return lost_s | {
-            "num_order_changes": self._insurance.num_changes,
+            "num_order_changes": self._selector.num_changes,
             "num_returns_seen": self._log.num_returns,
         }
 
     def describe(self) -> str:
-        lost_s = dict(zip(self._insurance.names, self._insurance.losses.sums_s, strict=True))
+        lost_s = dict(zip(self._selector.names, self._selector.losses.sums_s, strict=True))
         if not any(lost_s.values()):
             why = "no order has lost anything yet"
         else:
             why = "estimated recomputation: " + ", ".join(f"{name} {s:.3g} s" for name, s in lost_s.items())
-        return f"following {self._policy.followed!r}: {why}"
+        return f"following {self._policy.selected!r}: {why}"
 
     def _num_shared_tokens(self, sequence: CachedSequence) -> int:
         return sequence.num_shared * self._chunk_tokens
 
 
-def turn_notes(
+def make_turn_observer(
     policy: EvictionPolicy,
     config: CacheConfig,
     cost_model: CostModel,
     clock: Clock,
     *,
     set_bucket: SetBucket,
-    experience: LearnedState | None,
-) -> TurnNotes:
+    learned_state: LearnedState | None,
+) -> TurnObserver:
     """Return the turn observer for this policy.
 
     It reports the bucket of each sequence's latest turn through `set_bucket`, because orders use it. The
-    order that learns starts from `experience`.
+    order that learns starts from `learned_state`.
     """
     if not isinstance(policy, LearnedPolicy):
-        return TurnNotes()
+        return TurnObserver()
     # Chunks that are copied out ahead of need occupy a place in both tiers.
     num_chunks = config.gpu_pages + max(config.cpu_pages - config.clean_pages, 0)
-    return Learning(
+    return LearningObserver(
         policy,
         cost_model,
         clock,
         chunk_tokens=config.chunk_tokens,
         num_chunks=num_chunks,
         set_bucket=set_bucket,
-        experience=experience,
+        learned_state=learned_state,
     )

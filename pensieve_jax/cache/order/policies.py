@@ -47,22 +47,22 @@ class Candidate(Activity, Protocol):
 
     Attributes:
       role, role_number: only idle conversations are evicted; the number tells which became idle first.
-      num_on: number of own chunks by eviction class.
+      num_by_class: number of own chunks by eviction class.
     """
 
     role: Role
     role_number: int
-    num_on: list[int]
+    num_by_class: list[int]
 
-    def first_on(self, shelf: EvictionClass) -> int:
+    def first_of(self, eviction_class: EvictionClass) -> int:
         """Return the first own chunk of a class."""
         ...
 
-    def last_on(self, shelf: EvictionClass) -> int:
+    def last_of(self, eviction_class: EvictionClass) -> int:
         """Return the last own chunk of a class."""
         ...
 
-    def indices_on(self, shelf: EvictionClass) -> Sequence[int]:
+    def indices_of(self, eviction_class: EvictionClass) -> Sequence[int]:
         """Return the own chunks of a class, ascending."""
         ...
 
@@ -93,15 +93,15 @@ class EvictionPolicy(ABC):
     name: str
 
     @property
-    def in_force(self) -> EvictionPolicy:
+    def current(self) -> EvictionPolicy:
         """The order in use: itself, except for a policy that selects among orders with the same `chunk`."""
         return self
 
     @abstractmethod
-    def chunk(self, sequence: Candidate, shelf: EvictionClass) -> int:
+    def chunk(self, sequence: Candidate, eviction_class: EvictionClass) -> int:
         """Return the chunk that a sequence gives up next; it must have a chunk of this class."""
 
-    def frontier(self, sequence: Candidate, shelf: EvictionClass, chunk: int) -> Sequence[int]:
+    def frontier(self, sequence: Candidate, eviction_class: EvictionClass, chunk: int) -> Sequence[int]:
         """Return the chunks that are evicted together with `chunk`, that one first."""
         return (chunk,)
 
@@ -113,9 +113,9 @@ class EvictionPolicy(ABC):
         sequence gives up to the next, it must not decrease.
         """
 
-    def worths(self, offers: EvictionCandidates, now_s: float) -> Array:
+    def worths(self, candidates: EvictionCandidates, now_s: float) -> Array:
         """Return `worth` for many candidates: f64, bit-identical. Overrides in numpy take 1% of the time."""
-        columns = (column.tolist() for column in offers)
+        columns = (column.tolist() for column in candidates)
         worths = [
             math.inf if chunk < 0 else self.worth(_Active(last_active_s, bucket), chunk, now_s)
             for last_active_s, bucket, chunk in zip(*columns, strict=True)
@@ -126,7 +126,7 @@ class EvictionPolicy(ABC):
         """Return a key of the time; values are equal at times of equal keys. Default: every time differs."""
         return now_s
 
-    def until_s(self, offers: EvictionCandidates, now_s: float) -> Array | None:
+    def until_s(self, candidates: EvictionCandidates, now_s: float) -> Array | None:
         """Return when each value changes within the epoch after all (f64), or None if none does."""
         return None
 
@@ -169,8 +169,8 @@ class _Costs(dict[int, float]):
 class _LeadingFirst(EvictionPolicy):
     """An order that evicts leading chunks first, because cost never decreases towards the tail."""
 
-    def chunk(self, sequence: Candidate, shelf: EvictionClass) -> int:
-        return sequence.first_on(shelf)
+    def chunk(self, sequence: Candidate, eviction_class: EvictionClass) -> int:
+        return sequence.first_of(eviction_class)
 
 
 class RetentionPolicy(_LeadingFirst):
@@ -187,8 +187,8 @@ class RetentionPolicy(_LeadingFirst):
         idle_s = now_s - sequence.last_active_s
         return self._costs_s[index] / (idle_s if idle_s > _MIN_IDLE_S else _MIN_IDLE_S)
 
-    def worths(self, offers: EvictionCandidates, now_s: float) -> Array:
-        worths: Array = self._costs_s.of_all(offers.chunks) / _idle_s(offers, now_s)
+    def worths(self, candidates: EvictionCandidates, now_s: float) -> Array:
+        worths: Array = self._costs_s.of_all(candidates.chunks) / _idle_s(candidates, now_s)
         return worths
 
     def describe(self, worths: Sequence[DatedWorth]) -> str:
@@ -203,8 +203,8 @@ class _LeastRecentlyUsed(EvictionPolicy):
         """Return the time of its last activity."""
         return sequence.last_active_s
 
-    def worths(self, offers: EvictionCandidates, now_s: float) -> Array:
-        return offers.last_active_s
+    def worths(self, candidates: EvictionCandidates, now_s: float) -> Array:
+        return candidates.last_active_s
 
     def epoch(self, now_s: float) -> Hashable:
         """Return None: the values do not depend on the time."""
@@ -248,18 +248,18 @@ class ReturnsPolicy(_LeadingFirst):
         bin_number = bin_of(sequence.last_active_s, now_s)
         return self.model.index(sequence.bucket, bin_number) * self._costs_s[index]
 
-    def worths(self, offers: EvictionCandidates, now_s: float) -> Array:
-        indices = self.model.indices(offers.buckets, bins_of(offers.last_active_s, now_s))
-        worths: Array = indices * self._costs_s.of_all(offers.chunks)
+    def worths(self, candidates: EvictionCandidates, now_s: float) -> Array:
+        indices = self.model.indices(candidates.buckets, bins_of(candidates.last_active_s, now_s))
+        worths: Array = indices * self._costs_s.of_all(candidates.chunks)
         return worths
 
     def epoch(self, now_s: float) -> Hashable:
         """Return the number of the current fit."""
         return self._num_models, self.model.num_fits
 
-    def until_s(self, offers: EvictionCandidates, now_s: float) -> Array:
+    def until_s(self, candidates: EvictionCandidates, now_s: float) -> Array:
         """Return when each conversation's idle time leaves its bin."""
-        ends: Array = offers.last_active_s + ENDS_S.take(bins_of(offers.last_active_s, now_s))
+        ends: Array = candidates.last_active_s + ENDS_S.take(bins_of(candidates.last_active_s, now_s))
         return ends
 
 
@@ -271,8 +271,8 @@ class RecencyPolicy(LruPolicy):
         idle_s = now_s - sequence.last_active_s
         return 1.0 / (idle_s if idle_s > _MIN_IDLE_S else _MIN_IDLE_S)
 
-    def worths(self, offers: EvictionCandidates, now_s: float) -> Array:
-        worths: Array = 1.0 / _idle_s(offers, now_s)
+    def worths(self, candidates: EvictionCandidates, now_s: float) -> Array:
+        worths: Array = 1.0 / _idle_s(candidates, now_s)
         return worths
 
     def epoch(self, now_s: float) -> Hashable:
@@ -311,12 +311,12 @@ class LearnedPolicy(_LeadingFirst):
         """Start with the paper's order, before anything was learned."""
         self._returns = ReturnsPolicy(ReturnModel(), cost_model, chunk_tokens)
         self.orders = orders_of(self._returns, cost_model, chunk_tokens)
-        self.followed = ORDERS[0]
+        self.selected = ORDERS[0]
 
     @property
-    def in_force(self) -> EvictionPolicy:
+    def current(self) -> EvictionPolicy:
         """Order that is currently in use."""
-        return self.orders[self.followed]
+        return self.orders[self.selected]
 
     @property
     def model(self) -> ReturnModel:
@@ -326,13 +326,13 @@ class LearnedPolicy(_LeadingFirst):
         """Use another model from the next decision on."""
         self._returns.use(model)
 
-    def follow(self, name: str) -> None:
+    def select(self, name: str) -> None:
         """Use another order from the next decision on."""
-        self.followed = name
+        self.selected = name
 
     def worth(self, sequence: Activity, index: int, now_s: float) -> float:
         """Return the value under the order in use."""
-        return self.in_force.worth(sequence, index, now_s)
+        return self.current.worth(sequence, index, now_s)
 
     def describe(self, worths: Sequence[DatedWorth]) -> str:
         """Describe the values without a unit, since another order may have been in use at the time."""
@@ -344,9 +344,9 @@ class ConversationPolicy(_LeadingFirst, _LeastRecentlyUsed):
 
     name = "conversation"
 
-    def frontier(self, sequence: Candidate, shelf: EvictionClass, chunk: int) -> Sequence[int]:
+    def frontier(self, sequence: Candidate, eviction_class: EvictionClass, chunk: int) -> Sequence[int]:
         """Return all chunks of the class."""
-        return tuple(sequence.indices_on(shelf))
+        return tuple(sequence.indices_of(eviction_class))
 
 
 class TrailingPolicy(_LeastRecentlyUsed):
@@ -354,13 +354,13 @@ class TrailingPolicy(_LeastRecentlyUsed):
 
     name = "trailing"
 
-    def chunk(self, sequence: Candidate, shelf: EvictionClass) -> int:
-        return sequence.last_on(shelf)
+    def chunk(self, sequence: Candidate, eviction_class: EvictionClass) -> int:
+        return sequence.last_of(eviction_class)
 
 
-def _idle_s(offers: EvictionCandidates, now_s: float) -> Array:
+def _idle_s(candidates: EvictionCandidates, now_s: float) -> Array:
     """Return the idle times, at least `_MIN_IDLE_S`, because orders divide by them."""
-    idle_s: Array = np.maximum(now_s - offers.last_active_s, _MIN_IDLE_S)
+    idle_s: Array = np.maximum(now_s - candidates.last_active_s, _MIN_IDLE_S)
     return idle_s
 
 

@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from pensieve_jax.cache.order.cost import CostModel
+from pensieve_jax.cache.order.ghost_cache import GhostCache
 from pensieve_jax.cache.order.policies import EvictionPolicy
-from pensieve_jax.cache.order.shadows import GhostCache
 
 BLOCK_TOKENS = 256
 _KEEP = 0.5 ** (1 / 500)  # a half-life of 500 returning turns, which does not depend on the load
@@ -59,7 +59,7 @@ class PolicySelector:
     Attributes:
       names: names of the orders.
       followed: name of the order to use.
-      num_changes: how often `followed` changed.
+      num_changes: how often `selected` changed.
       lost_s: recomputation time of each order since the start, without forgetting.
     """
 
@@ -68,7 +68,7 @@ class PolicySelector:
         orders: Mapping[str, EvictionPolicy],
         cost_model: CostModel,
         *,
-        followed: str,
+        selected: str,
         chunk_tokens: int,
         num_tokens: int,
         losses: PolicyLosses | None = None,
@@ -85,18 +85,18 @@ class PolicySelector:
             other costs, because a sum over many or slow turns would outweigh new observations.
         """
         self.names = tuple(orders)
-        self.followed = followed
+        self.selected = selected
         self.num_changes = 0
         self.lost_s = dict.fromkeys(self.names, 0.0)
         num_places = max(num_tokens // BLOCK_TOKENS, 1)
-        self._shadows = [GhostCache(order, num_places) for order in orders.values()]
+        self._ghosts = [GhostCache(order, num_places) for order in orders.values()]
         self._cost_model = cost_model
         self._chunk_tokens = chunk_tokens
         self._costs_s = [0.0]  # element n: cost of the first n blocks
         seconds = (self._cost_s(num_blocks) for num_blocks in _NUM_BLOCKS_COSTED)
         self._counted_for = float(num_tokens), *seconds
         if losses is not None and not losses.holds_for(self._counted_for):
-            losses, self.followed = None, self.names[0]
+            losses, self.selected = None, self.names[0]
         size = len(self.names)
         self._sums_s = [0.0] * size if losses is None else list(losses.sums_s)
         self._products = [
@@ -111,32 +111,32 @@ class PolicySelector:
     def returned(self, conversation_id: str, num_tokens: int, num_shared_tokens: int) -> None:
         """Count the losses of a turn on a history of `num_tokens` tokens, the leading ones shared."""
         first, end = _num_blocks(num_shared_tokens), _num_blocks(num_tokens)
-        paid_s = []
-        for shadow in self._shadows:
-            num_lost = shadow.returned(conversation_id)
+        losses_s = []
+        for ghost in self._ghosts:
+            num_lost = ghost.returned(conversation_id)
             last = end if num_lost is None else min(first + num_lost, end)
-            paid_s.append(self._cost_s(last) - self._cost_s(min(first, last)))
-        for name, loss_s in zip(self.names, paid_s, strict=True):
+            losses_s.append(self._cost_s(last) - self._cost_s(min(first, last)))
+        for name, loss_s in zip(self.names, losses_s, strict=True):
             self.lost_s[name] += loss_s
-        self._add(paid_s)
+        self._add(losses_s)
 
     def left(
         self, conversation_id: str, num_tokens: int, num_shared_tokens: int, *, bucket: int, now_s: float
     ) -> None:
         """Record that a conversation became idle."""
         num_blocks, num_shared = _num_blocks(num_tokens), _num_blocks(num_shared_tokens)
-        for shadow in self._shadows:
-            shadow.left(conversation_id, num_blocks, num_shared=num_shared, bucket=bucket, now_s=now_s)
+        for ghost in self._ghosts:
+            ghost.left(conversation_id, num_blocks, num_shared=num_shared, bucket=bucket, now_s=now_s)
 
     def resized(self, conversation_id: str, num_shared_tokens: int) -> None:
         """Set how many leading tokens of a conversation are shared."""
-        for shadow in self._shadows:
-            shadow.resized(conversation_id, _num_blocks(num_shared_tokens))
+        for ghost in self._ghosts:
+            ghost.resized(conversation_id, _num_blocks(num_shared_tokens))
 
     def ended(self, conversation_id: str) -> None:
         """Forget a conversation that was ended."""
-        for shadow in self._shadows:
-            shadow.ended(conversation_id)
+        for ghost in self._ghosts:
+            ghost.ended(conversation_id)
 
     def _add(self, losses_s: Sequence[float]) -> None:
         """Add the losses of each order for one turn, and select again."""
@@ -149,7 +149,7 @@ class PolicySelector:
 
     def _choose(self) -> None:
         """Switch to the order that exceeds the required evidence by most, if one does."""
-        now, products = self.names.index(self.followed), self._products
+        now, products = self.names.index(self.selected), self._products
         furthest_s, best = 0.0, now
         for other, sum_s in enumerate(self._sums_s):
             spread = products[now][now] + products[other][other] - 2 * products[now][other]
@@ -158,7 +158,7 @@ class PolicySelector:
             if beyond_s > furthest_s:
                 furthest_s, best = beyond_s, other
         if best != now:
-            self.followed = self.names[best]
+            self.selected = self.names[best]
             self.num_changes += 1
 
     def _cost_s(self, num_blocks: int) -> float:

@@ -139,8 +139,8 @@ def hazards_of(returns: Array, exposure_s: Array) -> Array:
     of_bin, spent_s = returns.sum(0), exposure_s.sum(0)
     total = (spent_s / _MIDDLES_S).sum()
     rate = max(of_bin.sum() / total, 1e-3) if of_bin.sum() and total else _FIRST_RATE
-    everybody = (of_bin + _BIN_WEIGHT) / (spent_s + _BIN_WEIGHT * _MIDDLES_S / rate)
-    hazards: Array = (returns + _BUCKET_WEIGHT) / (exposure_s + _BUCKET_WEIGHT / everybody)
+    of_all_turns = (of_bin + _BIN_WEIGHT) / (spent_s + _BIN_WEIGHT * _MIDDLES_S / rate)
+    hazards: Array = (returns + _BUCKET_WEIGHT) / (exposure_s + _BUCKET_WEIGHT / of_all_turns)
     return hazards
 
 

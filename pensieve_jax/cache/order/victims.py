@@ -49,50 +49,54 @@ class VictimOrder[C: Candidate]:
     Of equal values, the sequence that became idle first comes first.
     """
 
-    def __init__(self, policy: EvictionPolicy, shelf: EvictionClass, noted: dict[C, None]) -> None:
+    def __init__(self, policy: EvictionPolicy, eviction_class: EvictionClass, noted: dict[C, None]) -> None:
         """Start empty; callers add changed sequences to `noted`, and this order removes them."""
-        self._policy, self._shelf, self._noted = policy, shelf, noted
-        self._order = policy.in_force
+        self._policy, self._eviction_class, self._noted = policy, eviction_class, noted
+        self._order = policy.current
         self._epoch: object = None
         self._now_s = -math.inf
         self._rows: dict[C, int] = {}  # the valid row of each sequence
         self._sequences: list[C] = []  # by row, like the columns below
         self._role_numbers: list[int] = []
-        self._offers = EvictionCandidates(np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64))
+        self._candidates = EvictionCandidates(np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64))
         self._worths = self._until_s = np.zeros(0)
         self._next_until_s = math.inf  # the minimum of `_until_s`
         # Heap of (worth, role number, row) for all rows of worth <= `_bound`, and some stale entries.
         self._front: list[tuple[float, int, int]] = []
         self._bound = self._bound_before = -math.inf
-        self._taken = -1  # the row of the last victim, or -1
+        self._last_victim_row = -1  # the row of the last victim, or -1
 
     def begin(self, now_s: float) -> None:
         """Begin a pass: set the time and take the policy's order in use for the following `peek` calls."""
-        self._now_s, order = now_s, self._policy.in_force
+        self._now_s, order = now_s, self._policy.current
         if order is not self._order or order.epoch(now_s) != self._epoch:
             self._order, self._epoch = order, order.epoch(now_s)
-            self._take_notes()
+            self._apply_changes()
             self._front.clear()
             self._bound = -math.inf
-            self._value(slice(len(self._sequences)))
+            self._revalue(slice(len(self._sequences)))
         elif now_s >= self._next_until_s:
-            self._value(np.flatnonzero(self._until_s <= now_s))
+            self._revalue(np.flatnonzero(self._until_s <= now_s))
 
     def peek(self) -> Victim[C] | None:
         """Return the next victim at the time of the latest `begin`, or None without a candidate."""
-        if self._noted and (rows := self._take_notes()):
-            self._value(np.array(rows))
-        if self._taken >= 0:
-            self._look_at(self._taken)
+        if self._noted and (rows := self._apply_changes()):
+            self._revalue(np.array(rows))
+        if self._last_victim_row >= 0:
+            self._refresh_row(self._last_victim_row)
         front, worths = self._front, self._worths
         while front or self._gather():
             worth, _, row = front[0]
             if worth != worths.item(row):
                 heappop(front)
-            elif self._look_at(row):
-                self._taken, sequence, chunk = row, self._sequences[row], self._offers.chunks.item(row)
-                return Victim(sequence, self._order.frontier(sequence, self._shelf, chunk), worth)
-        self._taken = -1
+            elif self._refresh_row(row):
+                self._last_victim_row, sequence, chunk = (
+                    row,
+                    self._sequences[row],
+                    self._candidates.chunks.item(row),
+                )
+                return Victim(sequence, self._order.frontier(sequence, self._eviction_class, chunk), worth)
+        self._last_victim_row = -1
         return None
 
     def _gather(self) -> bool:
@@ -113,13 +117,13 @@ class VictimOrder[C: Candidate]:
         heapify(self._front)
         return True
 
-    def _value(self, rows: Integers | slice) -> None:
+    def _revalue(self, rows: Integers | slice) -> None:
         """Recompute the worths of these rows, and how long they hold."""
-        last_active_s, buckets, chunks = self._offers
-        offers = EvictionCandidates(last_active_s[rows], buckets[rows], chunks[rows])
-        worths = self._order.worths(offers, self._now_s)
-        self._worths[rows] = np.where(offers.chunks == _NO_CHUNK, math.inf, worths)
-        until_s = self._order.until_s(offers, self._now_s)
+        last_active_s, buckets, chunks = self._candidates
+        candidates = EvictionCandidates(last_active_s[rows], buckets[rows], chunks[rows])
+        worths = self._order.worths(candidates, self._now_s)
+        self._worths[rows] = np.where(candidates.chunks == _NO_CHUNK, math.inf, worths)
+        until_s = self._order.until_s(candidates, self._now_s)
         if until_s is None:
             self._next_until_s = math.inf
         else:
@@ -130,17 +134,17 @@ class VictimOrder[C: Candidate]:
                 if (worth := self._worths.item(row)) <= self._bound:
                     heappush(self._front, (worth, self._role_numbers[row], row))
 
-    def _look_at(self, row: int) -> bool:
+    def _refresh_row(self, row: int) -> bool:
         """Return whether a row has its sequence's current next chunk; if not, correct the row."""
-        sequence, shelf = self._sequences[row], self._shelf
+        sequence, eviction_class = self._sequences[row], self._eviction_class
         chunk, worth = _NO_CHUNK, math.inf
         if (
-            sequence.num_on[shelf]
+            sequence.num_by_class[eviction_class]
             and sequence.role is Role.IDLE
             and sequence.role_number == self._role_numbers[row]
         ):
-            chunk = self._order.chunk(sequence, shelf)
-        chunks = self._offers.chunks
+            chunk = self._order.chunk(sequence, eviction_class)
+        chunks = self._candidates.chunks
         if chunk == chunks.item(row):
             return True
         if chunk != _NO_CHUNK:
@@ -150,33 +154,33 @@ class VictimOrder[C: Candidate]:
         chunks[row], self._worths[row] = chunk, worth
         return False
 
-    def _take_notes(self) -> list[int]:
+    def _apply_changes(self) -> list[int]:
         """Update the rows of noted sequences; returns the rows whose worths must be recomputed."""
         noted = self._noted
         if len(self._sequences) + len(noted) > len(self._worths):
             self._make_room(len(noted))
-        last_active_s, buckets, _ = self._offers
+        last_active_s, buckets, _ = self._candidates
         changed = []
         for sequence in noted:
             row = self._rows.get(sequence, -1)
             if row >= 0 and self._role_numbers[row] != sequence.role_number:
-                self._look_at(row)  # this marks the old row as unused
+                self._refresh_row(row)  # this marks the old row as unused
                 row = -1
             if row >= 0 and last_active_s[row] == sequence.last_active_s and buckets[row] == sequence.bucket:
-                self._look_at(row)
+                self._refresh_row(row)
             elif self._belongs(sequence):
                 if row < 0:
                     row = self._rows[sequence] = len(self._sequences)
                     self._sequences.append(sequence)
                     self._role_numbers.append(sequence.role_number)
                 last_active_s[row], buckets[row] = sequence.last_active_s, sequence.bucket
-                self._offers.chunks[row] = self._order.chunk(sequence, self._shelf)
+                self._candidates.chunks[row] = self._order.chunk(sequence, self._eviction_class)
                 changed.append(row)
         noted.clear()
         return changed
 
     def _belongs(self, sequence: C) -> bool:
-        return sequence.num_on[self._shelf] > 0 and sequence.role is Role.IDLE
+        return sequence.num_by_class[self._eviction_class] > 0 and sequence.role is Role.IDLE
 
     def _make_room(self, num_rows: int) -> None:
         """Remove unused rows, and make room for at least `num_rows` more."""
@@ -189,8 +193,8 @@ class VictimOrder[C: Candidate]:
         self._role_numbers = [self._role_numbers[row] for row in kept]
         self._rows = {sequence: row for row, sequence in enumerate(self._sequences)}
         size = max((len(kept) + num_rows) * 5 // 4, _FEWEST_ROWS)
-        last_active_s, buckets, chunks = self._offers
-        self._offers = EvictionCandidates(
+        last_active_s, buckets, chunks = self._candidates
+        self._candidates = EvictionCandidates(
             _moved(last_active_s, kept, size, 0.0),
             _moved(buckets, kept, size, 0),
             _moved(chunks, kept, size, _NO_CHUNK),
@@ -198,7 +202,7 @@ class VictimOrder[C: Candidate]:
         self._worths = _moved(self._worths, kept, size, math.inf)
         self._until_s = _moved(self._until_s, kept, size, math.inf)
         self._front.clear()
-        self._bound, self._taken = -math.inf, -1
+        self._bound, self._last_victim_row = -math.inf, -1
 
 
 def _moved[T: np.generic](column: NDArray[T], rows: Sequence[int], size: int, padding: float) -> NDArray[T]:

@@ -101,7 +101,7 @@ class DeviceWorker:
         """Start of the oldest launch, on this process's monotonic clock. There must be one."""
         return self._flying[0].begun_s
 
-    def begin_again(self) -> None:
+    def restart(self) -> None:
         """Discard all launches and all rows."""
         self._flying.clear()
         self.pools, self._lost = self._empty_pools(), None

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from model_defs import Model, load_model, parameter_bytes, source_config
-from pensieve_jax.runtime.device_memory import check_weights_fit, refusing_weights
+from pensieve_jax.runtime.device_memory import check_weights_fit, weights_out_of_memory_as_config_error
 
 
 def load_weights(
@@ -46,8 +46,8 @@ def load_weights(
         tensor_parallel_size=len(devices),
     )
     check_weights_fit(source, weights_bytes, devices)
-    refusing = refusing_weights(source, weights_bytes, devices)
-    with refusing, ProgressBar("loading weights", progress) as bar:
+    guard = weights_out_of_memory_as_config_error(source, weights_bytes, devices)
+    with guard, ProgressBar("loading weights", progress) as bar:
         return load_model(
             source,
             dtype=serving_dtype(dtype),

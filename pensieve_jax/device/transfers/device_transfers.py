@@ -15,12 +15,12 @@ from collections.abc import Collection, Iterator, Sequence
 
 import jax
 
-from pensieve_jax.cache.drops import Copy
+from pensieve_jax.cache.drops import ChunkCopy
 from pensieve_jax.device.kv_storage import DevicePools, KVStorage
 from pensieve_jax.device.page_budget import staging_bytes
 from pensieve_jax.device.transfers.copy_batches import copy_arrays
 from pensieve_jax.device.transfers.host_pool import HostPool
-from pensieve_jax.device.transfers.in_flight import Mover
+from pensieve_jax.device.transfers.in_flight import CopyDispatcher
 from pensieve_jax.device.transfers.incoming import IncomingCopies
 from pensieve_jax.device.transfers.outgoing import OutgoingCopies
 from pensieve_jax.device.transfers.page_copies import PageCopies
@@ -66,8 +66,8 @@ class DeviceTransfers:
         self.retrieval_priority = retrieval_priority
         self._host = HostPool(storage, cpu_pages, min(max_num_staged_pages, cpu_pages), cpu_bytes)
         self._copies = PageCopies(storage, pools, max_num_staged_pages)
-        self._mover = Mover()
-        parts = storage, self._host, self._copies, self._mover, max_num_staged_pages
+        self._dispatcher = CopyDispatcher()
+        parts = storage, self._host, self._copies, self._dispatcher, max_num_staged_pages
         self._outgoing, self._incoming = OutgoingCopies(*parts), IncomingCopies(*parts)
         self.staging_bytes = staging_bytes(cpu_pages, max_num_staged_pages, storage.staged_bytes)
         self.num_preparations = self._host.num_pieces + self._copies.num_executables + 1 if cpu_pages else 0
@@ -83,14 +83,14 @@ class DeviceTransfers:
     def jobs(self) -> Iterator[CompilationJob]:
         """Yield the compilations that must end before anything moves."""
         if self._host.num_slots:
-            yield self._incoming.mark.job()
+            yield self._incoming.barrier.job()
             yield from self._copies.jobs()
 
     def rehearse(self) -> None:
         """Run every executable once to load its kernels; page 0 keeps its contents."""
         if not self._host.num_slots:
             return
-        self._incoming.mark.place()
+        self._incoming.barrier.dispatch()
         for num_chunks in self._copies.sizes:
             pages = [0] * num_chunks
             chunks = self._copies.gather(pages)
@@ -107,12 +107,12 @@ class DeviceTransfers:
         """Bytes per device that moving pages takes temporarily, beside staging memory."""
         return self._copies.temp_bytes
 
-    def swap_out(self, copies: Sequence[Copy]) -> None:
+    def swap_out(self, copies: Sequence[ChunkCopy]) -> None:
         """Gather pages into staging memory, blocking while that is full; see `Transfers`."""
         assert not self._incoming.expedited, "no step was dispatched for expedited copies"
         self._outgoing.gather(copies)
 
-    def swap_in(self, copies: Sequence[Copy]) -> None:
+    def swap_in(self, copies: Sequence[ChunkCopy]) -> None:
         """Queue copies to start right before the next step is dispatched; see `Transfers`.
 
         Gathered chunks are copied to the host here, once it is known whether any chunk is coming in.
@@ -149,7 +149,7 @@ class DeviceTransfers:
         """
         self._incoming.land(group)
         if group == self._num_groups - 1:
-            self._mover.num_steps += 1
+            self._dispatcher.num_steps += 1
 
     def completed(self) -> Ended:
         """Scatter what was copied beside the last step and return all ended copies; see `Transfers`."""
@@ -164,7 +164,7 @@ class DeviceTransfers:
         if not self._incoming.staged:
             self._outgoing.start()
         moving = self._incoming.staged or self._outgoing.in_flight
-        self._mover.wait_for(moving, min(len(moving), self._window))
+        self._dispatcher.wait_for(moving, min(len(moving), self._window))
 
     def reset(self) -> None:
         """Forget the copies in flight; slots stay valid. The runner calls this before it makes new pools."""
@@ -178,6 +178,6 @@ class DeviceTransfers:
             "swapped_in_bytes": num_in * self._storage.slot_bytes,
             "num_swap_out_copies": num_out * self._num_groups,
             "num_swap_in_copies": num_in * self._num_groups,
-            "swap_dispatch_s": self._mover.dispatch_s,
-            "transfer_stall_s": self._mover.stall_s,
+            "swap_dispatch_s": self._dispatcher.dispatch_s,
+            "transfer_stall_s": self._dispatcher.stall_s,
         }

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from pensieve_jax.cache.drops import Copy
+from pensieve_jax.cache.drops import ChunkCopy
 from pensieve_jax.device.transfers.copy_batches import copy_arrays
 from pensieve_jax.device.transfers.page_copies import Gathered
 from pensieve_jax.runtime.errors import step_failed
@@ -38,7 +38,7 @@ class InFlight:
       gathered: for a copy to the host, the gathered chunk, which knows whether it is complete.
     """
 
-    copy: Copy
+    copy: ChunkCopy
     source: list[jax.Array]
     target: list[jax.Array] = field(default_factory=list)
     start_step: int = 0
@@ -49,7 +49,7 @@ class InFlight:
         return bool(self.target) and all(map(is_ready, self.target))
 
 
-class Mover:
+class CopyDispatcher:
     """Starts of copies and waits for them.
 
     Attributes:
@@ -122,7 +122,7 @@ def is_ready(array: Any) -> bool:
     return array is None or array.is_ready()
 
 
-def part(
+def partition(
     transfers: Iterable[InFlight], is_chosen: Callable[[InFlight], bool]
 ) -> tuple[deque[InFlight], deque[InFlight]]:
     """Return the chosen transfers and the others, both in order."""

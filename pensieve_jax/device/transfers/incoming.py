@@ -15,12 +15,12 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from pensieve_jax.cache.drops import Copy
+from pensieve_jax.cache.drops import ChunkCopy
 from pensieve_jax.device.kv_storage import KVStorage
-from pensieve_jax.device.transfers.arrival_mark import ArrivalMark
 from pensieve_jax.device.transfers.host_pool import HostPool
-from pensieve_jax.device.transfers.in_flight import InFlight, Mover, is_ready, part
+from pensieve_jax.device.transfers.in_flight import CopyDispatcher, InFlight, is_ready, partition
 from pensieve_jax.device.transfers.page_copies import PageCopies, Targets
+from pensieve_jax.device.transfers.plan_barrier import PlanBarrier
 from pensieve_jax.engine.transfers import num_beside_step
 
 
@@ -30,17 +30,22 @@ class IncomingCopies:
     Attributes:
       staged: started copies, to be scattered before a later step.
       expedited: copies started in part or whole, to be scattered with the next step.
-      mark: makes the step's plan arrive before the chunks that are copied beside the step.
+      barrier: makes the step's plan arrive before the chunks that are copied beside the step.
       num_chunks: number of chunks started so far.
     """
 
     def __init__(
-        self, storage: KVStorage, host: HostPool, copies: PageCopies, mover: Mover, max_num_staged: int
+        self,
+        storage: KVStorage,
+        host: HostPool,
+        copies: PageCopies,
+        dispatcher: CopyDispatcher,
+        max_num_staged: int,
     ) -> None:
         """Start with no copies; at most `max_num_staged` chunks are on their way at a time."""
-        self.mark = ArrivalMark(storage.sharding)
+        self.barrier = PlanBarrier(storage.sharding)
         self._sharding, self._groups = storage.sharding, range(len(storage.groups))
-        self._host, self._copies, self._mover = host, copies, mover
+        self._host, self._copies, self._dispatcher = host, copies, dispatcher
         self._max_num_staged = max_num_staged
         self._num_beside_step = num_beside_step(max_num_staged, storage.staged_bytes)
         self._queued: deque[InFlight] = deque()
@@ -50,7 +55,7 @@ class IncomingCopies:
         self.expedited: list[InFlight] = []
         self.num_chunks = 0
 
-    def queue(self, copies: Sequence[Copy]) -> None:
+    def queue(self, copies: Sequence[ChunkCopy]) -> None:
         """Queue copies to start when there is room; their slots may be reused at once."""
         self._queued.extend(InFlight(copy, self._host.get(copy.slot)) for copy in copies)
 
@@ -67,8 +72,8 @@ class IncomingCopies:
         def is_wanted(transfer: InFlight) -> bool:
             return transfer.copy.copy_id in copy_ids
 
-        started, self.staged = part(self.staged, is_wanted)
-        waiting, self._queued = part(self._queued, is_wanted)
+        started, self.staged = partition(self.staged, is_wanted)
+        waiting, self._queued = partition(self._queued, is_wanted)
         self.expedited += [*started, *waiting]
         assert len(self.staged) + len(self.expedited) <= self._max_num_staged
         if self.expedited:
@@ -102,15 +107,15 @@ class IncomingCopies:
         room = min(self._num_beside_step, self._max_num_staged - len(self.expedited)) - len(self.staged)
         batch = [self._queued.popleft() for _ in range(min(room, len(self._queued)))]
         if batch:
-            with self._mover.dispatching():
-                self.mark.place()
+            with self._dispatcher.dispatching():
+                self.barrier.dispatch()
         self._start(batch, self._groups)
         self.staged.extend(batch)
 
     def completed(self) -> list[int]:
         """Scatter chunks copied beside the last step and return their ids. Raises StepFailedError."""
-        landed, self.staged = part(self.staged, self._may_land)
-        self._mover.check(transfer for transfer in landed if transfer.is_ready())
+        landed, self.staged = partition(self.staged, self._may_land)
+        self._dispatcher.check(transfer for transfer in landed if transfer.is_ready())
         if landed:
             self._scatter(landed, self._stage(landed), self._groups)
         return [transfer.copy.copy_id for transfer in landed]
@@ -133,23 +138,23 @@ class IncomingCopies:
     def _may_land(self, transfer: InFlight) -> bool:
         # A copy that ran beside a step delays the next step only by its remainder. Without a step beside it,
         # the copy must have ended.
-        return transfer.start_step < self._mover.num_steps or transfer.is_ready()
+        return transfer.start_step < self._dispatcher.num_steps or transfer.is_ready()
 
     def _start(self, batch: Sequence[InFlight], groups: range) -> None:
         if batch and groups:
-            self._mover.start(batch, self._sharding, groups)
+            self._dispatcher.start(batch, self._sharding, groups)
             self._last = batch[-1].target[-1]
         if groups.stop == self._groups.stop:
             self.num_chunks += len(batch)
 
     def _stage(self, batch: Sequence[InFlight]) -> Targets:
         """Send the copies' page numbers to the device for `_scatter`."""
-        with self._mover.dispatching():
+        with self._dispatcher.dispatching():
             return self._copies.stage([transfer.copy.page for transfer in batch])
 
     def _scatter(self, batch: Sequence[InFlight], targets: Targets | None, groups: range) -> None:
         """Write the pieces of `groups` to their pages."""
         assert targets is not None
-        with self._mover.dispatching():
+        with self._dispatcher.dispatching():
             for group in groups:
                 self._copies.scatter(group, [transfer.target[group] for transfer in batch], targets)

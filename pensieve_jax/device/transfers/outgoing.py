@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from pensieve_jax.cache.drops import Copy
+from pensieve_jax.cache.drops import ChunkCopy
 from pensieve_jax.device.kv_storage import KVStorage
 from pensieve_jax.device.transfers.host_pool import HostPool
-from pensieve_jax.device.transfers.in_flight import InFlight, Mover, part
+from pensieve_jax.device.transfers.in_flight import CopyDispatcher, InFlight, partition
 from pensieve_jax.device.transfers.page_copies import PageCopies
 from pensieve_jax.engine.transfers import Ended, window
 
@@ -32,18 +32,23 @@ class OutgoingCopies:
     """
 
     def __init__(
-        self, storage: KVStorage, host: HostPool, copies: PageCopies, mover: Mover, max_num_staged: int
+        self,
+        storage: KVStorage,
+        host: HostPool,
+        copies: PageCopies,
+        dispatcher: CopyDispatcher,
+        max_num_staged: int,
     ) -> None:
         """Start with no copies; at most `max_num_staged` chunks are on their way at a time."""
         self._host_sharding, self._groups = storage.host_sharding, range(len(storage.groups))
-        self._host, self._copies, self._mover = host, copies, mover
+        self._host, self._copies, self._dispatcher = host, copies, dispatcher
         self._max_num_staged = max_num_staged
         self.in_flight: deque[InFlight] = deque()
         self.done: list[int] = []
         self.lost: list[int] = []
         self.num_chunks = 0
 
-    def gather(self, copies: Sequence[Copy]) -> None:
+    def gather(self, copies: Sequence[ChunkCopy]) -> None:
         """Read the pages in program order. Without room, start earlier copies and block.
 
         Raises:
@@ -55,11 +60,11 @@ class OutgoingCopies:
         for start in range(0, len(copies), size):
             batch = copies[start : start + size]
             self._make_room(len(batch))
-            with self._mover.dispatching():
+            with self._dispatcher.dispatching():
                 chunks = self._copies.gather([copy.page for copy in batch])
             for copy, chunk in zip(batch, chunks, strict=True):
                 self._host.clear(copy.slot)
-                transfer = InFlight(copy, chunk.pieces, start_step=self._mover.num_steps, gathered=chunk)
+                transfer = InFlight(copy, chunk.pieces, start_step=self._dispatcher.num_steps, gathered=chunk)
                 self.in_flight.append(transfer)
             if start + size < len(copies):
                 self.start()
@@ -67,12 +72,12 @@ class OutgoingCopies:
     def start(self) -> None:
         """Copy the chunks that are held back; raise StepFailedError."""
         held = [transfer for transfer in self.in_flight if not transfer.target]
-        self._mover.start(held, self._host_sharding, self._groups)
+        self._dispatcher.start(held, self._host_sharding, self._groups)
         self.num_chunks += len(held)
 
     def num_held_steps(self) -> int:
         """Return the number of steps dispatched since the oldest chunk held back was gathered."""
-        now = self._mover.num_steps
+        now = self._dispatcher.num_steps
         return now - min((one.start_step for one in self.in_flight if not one.target), default=now)
 
     def completed(self) -> Ended:
@@ -93,14 +98,14 @@ class OutgoingCopies:
         num_over = len(self.in_flight) + num_chunks - self._max_num_staged
         if num_over > 0:
             self.start()
-            self._mover.wait_for(self.in_flight, num_over)
+            self._dispatcher.wait_for(self.in_flight, num_over)
             self._finish()
 
     def _finish(self) -> None:
-        ended, self.in_flight = part(self.in_flight, InFlight.is_ready)
-        self._mover.check(ended)
+        ended, self.in_flight = partition(self.in_flight, InFlight.is_ready)
+        self._dispatcher.check(ended)
         for transfer in ended:
-            if self._mover.is_lost(transfer):
+            if self._dispatcher.is_lost(transfer):
                 self.lost.append(transfer.copy.copy_id)
             else:
                 self._host.put(transfer.copy.slot, transfer.target)

@@ -49,7 +49,7 @@ class PackingFailures:
             if not _is_on_cpu(array):  # a CPU array is read in place
                 array.copy_to_host_async()
 
-    def has(self, index: int) -> bool:
+    def is_incomplete(self, index: int) -> bool:
         """Return whether a chunk of the batch is incomplete on any device; its gather has ended.
 
         Raises:
@@ -65,18 +65,18 @@ class Gathered(NamedTuple):
 
     Attributes:
       pieces: its arrays, one per group of layers.
-      losses: the failures of its batch; None if the chunk is complete for certain.
-      place: its index in the batch.
+      failures: the failures of its batch; None if the chunk is complete for certain.
+      index_in_batch: its index in the batch.
     """
 
     pieces: list[jax.Array]
-    losses: PackingFailures | None
-    place: int
+    failures: PackingFailures | None
+    index_in_batch: int
 
     @property
     def is_lost(self) -> bool:
-        """Whether the chunk is incomplete (see `PackingFailures.has`); then its pieces must not be used."""
-        return self.losses is not None and self.losses.has(self.place)
+        """Whether the chunk is incomplete (see `PackingFailures`); then its pieces must not be used."""
+        return self.failures is not None and self.failures.is_incomplete(self.index_in_batch)
 
 
 class PageCopies:
@@ -94,8 +94,8 @@ class PageCopies:
         self.sizes = batch_sizes(max_num_chunks)
         self._gathers: dict[tuple[int, int], jax.stages.Compiled] = {}
         self._scatters: dict[tuple[int, int], jax.stages.Compiled] = {}
-        self._last_losses: deque[PackingFailures] = deque(maxlen=1)
-        weakref.finalize(self, _await_losses, self._last_losses)
+        self._last_failures: deque[PackingFailures] = deque(maxlen=1)
+        weakref.finalize(self, _await_failures, self._last_failures)
         self.num_executables = 2 * len(self.sizes) * len(storage.groups)
 
     def jobs(self) -> Iterator[CompilationJob]:
@@ -135,11 +135,11 @@ class PageCopies:
         for start, stop, size in batches(len(pages), self.sizes):
             padded = _padded(pages[start:stop], size)
             groups = [self._gathers[g, size](pools, padded) for g, pools in enumerate(self._pools.groups)]
-            losses = PackingFailures([num_unplaced for _, num_unplaced in groups]) if is_packed else None
-            if losses is not None:
-                self._last_losses.append(losses)
+            failures = PackingFailures([num_unplaced for _, num_unplaced in groups]) if is_packed else None
+            if failures is not None:
+                self._last_failures.append(failures)
             pieces = zip(*(chunks for chunks, _ in groups), strict=True)
-            chunks += [Gathered(list(own), losses, i) for i, own in enumerate(pieces)][: stop - start]
+            chunks += [Gathered(list(own), failures, i) for i, own in enumerate(pieces)][: stop - start]
         return chunks
 
     def stage(self, pages: Sequence[int]) -> Targets:
@@ -159,14 +159,14 @@ class PageCopies:
             self._pools.groups[group] = self._scatters[group, size](pools, batch, pages)
 
 
-def _await_losses(last: Iterable[PackingFailures]) -> None:
+def _await_failures(last: Iterable[PackingFailures]) -> None:
     """Wait for the last copy, and so for all earlier ones, when gathering or the process ends.
 
     The thread that finishes a copy to the host needs the interpreter.
     """
-    for losses in last:
+    for failures in last:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            losses.has(0)
+            failures.is_incomplete(0)
 
 
 def _is_on_cpu(array: jax.Array) -> bool:

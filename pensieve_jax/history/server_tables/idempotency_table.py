@@ -35,7 +35,7 @@ def keep(
         "DELETE FROM idempotency WHERE owner = ? AND key = ? AND expires_at_s <= ?", (owner, key, now_s)
     )
     values = (owner, key, request.body_sha256, became, request.expires_at_s)
-    connection.must(
+    connection.execute_changing(
         "INSERT INTO idempotency VALUES (?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
         values,
         lambda: InvalidRequestError("idempotency.key", request.key, "a key that no other request has"),

@@ -92,7 +92,7 @@ def complete(
     """
     status = "completed" if row.finish_reason == "stop" else "incomplete"
     if draft.background:
-        connection.must(
+        connection.execute_changing(
             "UPDATE responses SET status = ?, turn_id = ?, completed_at_s = ?, job = NULL "
             f"WHERE {_THIS} AND status = 'queued'",
             (status, row.turn_id, row.created_at_s, draft.owner, draft.response_id),
@@ -170,7 +170,9 @@ def _insert(
         *(int(draft.background), draft.body_sha256, job),
     )
     limit = "an id that no response has, with every field given"
-    connection.must(_INSERT, values, lambda: InvalidRequestError("response_id", draft.response_id, limit))
+    connection.execute_changing(
+        _INSERT, values, lambda: InvalidRequestError("response_id", draft.response_id, limit)
+    )
     if draft.idempotency is not None:
         idempotency_table.keep(
             connection, draft.owner, draft.idempotency, draft.response_id, draft.created_at_s

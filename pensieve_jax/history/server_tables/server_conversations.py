@@ -48,7 +48,7 @@ _RELEASE_HEAD: Final = (
     "AND head_turn IS NOT NULL AND head_turn <> ? ON CONFLICT DO NOTHING"
 )
 _ADVANCE: Final = f"UPDATE conversations SET version = version + 1 WHERE {THIS} AND version = ?"
-_BEHEAD: Final = f"UPDATE conversations SET version = version + 1, head_turn = NULL WHERE {THIS}"
+_CLEAR_HEAD: Final = f"UPDATE conversations SET version = version + 1, head_turn = NULL WHERE {THIS}"
 _MOVE_HEAD: Final = (
     "UPDATE conversations SET head_turn = ?, last_active_s = ?, num_turns = num_turns + 1, "
     f"num_tokens = (SELECT num_tokens FROM turns WHERE owner = ? AND turn_id = ?) WHERE {THIS}"
@@ -112,7 +112,7 @@ def create(connection: Connection, change: CreateConversation) -> None:
     """Create a conversation with its first items; raise InvalidRequestError for an id that is taken."""
     key = (change.owner, change.conversation_id)
     limit = "an id that no conversation has"
-    connection.must(
+    connection.execute_changing(
         "INSERT INTO conversations VALUES (?, ?, NULL, 0, ?, ?, ?, 0, 0) ON CONFLICT DO NOTHING",
         (*key, change.metadata, change.created_at_s, change.created_at_s),
         lambda: InvalidRequestError("conversation_id", change.conversation_id, limit),
@@ -141,7 +141,7 @@ def delete(connection: Connection, change: DeleteConversation, in_use: Collectio
         idempotency_table.forget_conversation(connection, *key)
     else:
         connection.execute(f"{items} AND position <= ?", (*key, last))
-        connection.execute(_BEHEAD, key)
+        connection.execute(_CLEAR_HEAD, key)
     turns_table.collect(connection, change.owner, head, in_use)
 
 
@@ -168,7 +168,7 @@ def delete_item(connection: Connection, change: DeleteItem, in_use: Collection[s
     head = _head(connection, key)
     query = "DELETE FROM items WHERE owner = ? AND conversation_id = ? AND item_id = ?"
     connection.execute(query, (*key, change.item_id))
-    connection.execute(_BEHEAD, key)
+    connection.execute(_CLEAR_HEAD, key)
     turns_table.collect(connection, change.owner, head, in_use)
 
 
@@ -191,7 +191,7 @@ def append_turn(
 
 def _advance(connection: Connection, key: tuple[str, str], expected_version: int) -> None:
     """Compare and swap the version: a concurrent change waits for the first one, and then fails."""
-    connection.must(_ADVANCE, (*key, expected_version), lambda: _changed(connection, key))
+    connection.execute_changing(_ADVANCE, (*key, expected_version), lambda: _changed(connection, key))
 
 
 def _changed(connection: Connection, key: tuple[str, str]) -> PensieveError:
@@ -229,7 +229,7 @@ def _insert_items(connection: Connection, key: tuple[str, str], items: Sequence[
     limit = "an id that no other item here has"
     for item_id, item in items:
         codec.check_text(item_id, "items.id")
-        connection.must(
+        connection.execute_changing(
             _INSERT_ITEM,
             (*key, item_id, item, *key),
             functools.partial(InvalidRequestError, "items.id", item_id, limit),

@@ -219,7 +219,7 @@ class DeviceRunner:
         words = self._put(launch.words)
         program = self.programs.decode[self._shape]
         self._state, scores = program(self._leaves, self._state, self._ids, words)
-        self._ids, result = self._sample(scores, launch.needs)
+        self._ids, result = self._sample(scores, launch.sampler_mode)
         return result
 
     def _shaped(self, launch: Shape) -> jax.Array:
@@ -227,7 +227,7 @@ class DeviceRunner:
         token_ids, words = self._put(launch.token_ids), self._put(launch.words)
         program = self.programs.shape[self._shape, len(launch.token_ids)]
         self._state, scores = program(self._leaves, self._state, self._ids, token_ids, words)
-        self._ids, result = self._sample(scores, launch.needs)
+        self._ids, result = self._sample(scores, launch.sampler_mode)
         return result
 
     def _prefill(self, launch: Prefill) -> jax.Array:
@@ -236,7 +236,7 @@ class DeviceRunner:
         rows, scores = self.programs.prefill[shape](
             self._leaves, token_ids, words, self.programs.tiles[shape]
         )
-        ids, result = self._sample(scores, launch.needs)
+        ids, result = self._sample(scores, launch.sampler_mode)
         for place, (serial, kv) in enumerate(zip(launch.serials, rows, strict=False)):
             self._rows[serial] = _Row(kv, None, ids, place)
         return result
@@ -285,11 +285,11 @@ class DeviceRunner:
         self._state = RingState(state.keys, state.values, valid)
         self._ids = self.programs.reorder_ids[shape](self._ids, rows)
 
-    # Inside
+    # Private methods
 
-    def _sample(self, scores: Any, needs: SamplerMode) -> tuple[jax.Array, jax.Array]:
+    def _sample(self, scores: Any, sampler_mode: SamplerMode) -> tuple[jax.Array, jax.Array]:
         """Sample; return the ids for the next step, and the packed result on its way to the host."""
-        ids, result = self.programs.choose[needs](*scores)
+        ids, result = self.programs.choose[sampler_mode](*scores)
         if self._device.platform != "cpu":  # a CPU's results are read in place
             result.copy_to_host_async()
         return ids, result

@@ -134,14 +134,14 @@ class _NewTurn:
 
     Attributes:
       beginning: the chain up to the first user message if the root is derived from it; else b"".
-      most: maximum number of context tokens; a far longer text is rejected before it is tokenized.
+      token_limit: maximum number of context tokens; a far longer text is rejected before it is tokenized.
     """
 
     owner: str
     chain: bytes
     durable: bool
     epoch: int
-    most: int | None
+    token_limit: int | None
     beginning: bytes = b""
 
 
@@ -195,7 +195,7 @@ class Resolver:
         epoch: int,
         durable: bool,
         memory: Memory = Memory.ALL,
-        most: int | None = None,
+        token_limit: int | None = None,
     ) -> ResolvedContext:
         """Return the new turn after the longest known prefix of `messages`.
 
@@ -205,7 +205,7 @@ class Resolver:
           epoch: the engine's `EngineService.epoch`.
           durable: whether to store the new turn; its parent must then be in the history.
           memory: the turns that may be the parent.
-          most: maximum number of context tokens; see `Tokenizer.encode`.
+          token_limit: maximum number of context tokens; see `Tokenizer.encode`.
 
         Raises InvalidRequestError for malformed messages, ChatTemplateError, ContextLengthError.
         """
@@ -216,7 +216,7 @@ class Resolver:
         messages = self.with_known_roles(messages)
         chains = chains_of(root_chain(owner, self._fingerprint, self._template), messages)
         beginning = b"" if durable or not self._is_routed else chains[_first_said(messages)]
-        new = _NewTurn(owner, chains[-1], durable, epoch, most, beginning)
+        new = _NewTurn(owner, chains[-1], durable, epoch, token_limit, beginning)
         if memory is not Memory.NONE:
             only_durable = durable or memory is Memory.DURABLE
             beginnings = self._known_beginnings(owner, messages, chains, only_durable)
@@ -237,7 +237,7 @@ class Resolver:
         *,
         epoch: int,
         durable: bool,
-        most: int | None = None,
+        token_limit: int | None = None,
     ) -> ResolvedContext:
         """Return the new turn of `messages` after the turn `turn_id`.
 
@@ -253,7 +253,7 @@ class Resolver:
         parent = self._index.turn(owner, turn_id)
         if durable and not parent.durable:
             raise UnknownTurnError(turn_id)
-        new = _NewTurn(owner, chains_of(parent.chain, new_messages)[-1], durable, epoch, most)
+        new = _NewTurn(owner, chains_of(parent.chain, new_messages)[-1], durable, epoch, token_limit)
         found = None
         if self._may_follow(parent):
             found = self._behind(new, parent, new_messages, by_id=True)
@@ -322,7 +322,9 @@ class Resolver:
         """Return a new turn after `parent`, or None if the template cannot; raise UnknownTurnError."""
         earlier = [_earlier(turn) for turn in self._index.path(parent)]
         try:
-            token_ids = self._chat_format().turn_token_ids(earlier, messages, as_told=True, most=new.most)
+            token_ids = self._chat_format().turn_token_ids(
+                earlier, messages, exact_only=True, token_limit=new.token_limit
+            )
         except ChatTemplateError:
             # There are three causes: the reply's ids end with a stop string, which no message contains; the
             # template renders past messages differently once others follow; or it rejects these messages. In
@@ -331,7 +333,7 @@ class Resolver:
         return self._resolved(new, parent, messages, token_ids, by_id=by_id)
 
     def _new_tree(self, new: _NewTurn, messages: Sequence[Message]) -> ResolvedContext:
-        token_ids = self._chat_format().turn_token_ids([], messages, most=new.most)
+        token_ids = self._chat_format().turn_token_ids([], messages, token_limit=new.token_limit)
         return self._resolved(new, None, messages, token_ids, by_id=False)
 
     def _resolved(

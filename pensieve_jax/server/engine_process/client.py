@@ -43,7 +43,7 @@ _LOST = (
 )
 
 
-class _Held(weakref.ref[RunningTurn]):
+class _TurnRef(weakref.ref[RunningTurn]):
     """Weak reference to a turn. It keeps the number, which is needed to cancel a collected turn."""
 
     __slots__ = ("number",)
@@ -73,7 +73,7 @@ class EngineConnection(asyncio.Protocol):
         self._writer = FrameWriter()
         self._transport: asyncio.Transport | None = None
         self._problem: WireError | None = None
-        self._turns: dict[int, _Held] = {}
+        self._turns: dict[int, _TurnRef] = {}
         self._waiting: dict[int, list[asyncio.Future[None]]] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._idle: list[asyncio.Future[None]] = []
@@ -97,8 +97,8 @@ class EngineConnection(asyncio.Protocol):
             has_logprobs = sent.params.logprobs is not None
             turn = RunningTurn(self, number, turn_id or f"turn-{number}", has_logprobs=has_logprobs)
             if problem is None:
-                held = self._turns[number] = _Held(turn, self._dropped)
-                held.number = number
+                ref = self._turns[number] = _TurnRef(turn, self._dropped)
+                ref.number = number
             else:
                 turn.fail(problem)
             found.append(turn)
@@ -137,7 +137,7 @@ class EngineConnection(asyncio.Protocol):
             self._idle.append(waiter)
             await waiter
 
-    async def change_of(self, number: int) -> None:
+    async def wait_for_change(self, number: int) -> None:
         """Wait until a turn is accepted, has a new delta, or ends."""
         waiter = self._loop.create_future()
         self._waiting.setdefault(number, []).append(waiter)
@@ -166,10 +166,10 @@ class EngineConnection(asyncio.Protocol):
         finally:
             del self._calls[number]
 
-    def _dropped(self, held: weakref.ref[RunningTurn]) -> None:
+    def _dropped(self, ref: weakref.ref[RunningTurn]) -> None:
         """Cancel a garbage-collected turn. The collector may run in another thread."""
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.cancel, cast(_Held, held).number)
+            self._loop.call_soon_threadsafe(self.cancel, cast(_TurnRef, ref).number)
 
     # Incoming data, called by the event loop
 
@@ -225,8 +225,8 @@ class EngineConnection(asyncio.Protocol):
                 self._wake(number)
         logprobs = report.logprobs
         for number, text, ids in zip(report.numbers, report.texts, report.token_ids, strict=True):
-            held = turns.get(number)
-            if held is not None and (turn := held()) is not None:
+            ref = turns.get(number)
+            if ref is not None and (turn := ref()) is not None:
                 turn.add(text, ids, logprobs.get(number) if logprobs else None)
                 if number in waiting:
                     self._wake(number)
@@ -238,8 +238,8 @@ class EngineConnection(asyncio.Protocol):
             self.stats = report.stats
 
     def _turn(self, number: int) -> RunningTurn | None:
-        held = self._turns.get(number)
-        return None if held is None else held()
+        ref = self._turns.get(number)
+        return None if ref is None else ref()
 
     def _wake(self, number: int) -> None:
         for waiter in self._waiting.pop(number, ()):

@@ -47,7 +47,7 @@ from pensieve_jax.text import Tokenizer
 
 _READ_BYTES = 1 << 16
 _MAX_READS = 16  # between two steps
-_MAX_UNTOLD = 10_000  # unsent answers and endings; above it, nothing more is read from the front end
+_MAX_UNSENT = 10_000  # unsent answers and endings; above it, nothing more is read from the front end
 _BEAT_S = 1.0
 _log = logging.getLogger(__name__)
 
@@ -105,12 +105,12 @@ class EngineServer:
         """
         try:
             while not self._front_left:
-                self.turn_over()
+                self.run_once()
         finally:
             self._front.close()
             self._engine.close()
 
-    def turn_over(self) -> None:
+    def run_once(self) -> None:
         """Run the loop once: inbox, step, report. If no turn is unfinished, first wait for an event."""
         engine = self._engine
         if not engine.has_unfinished:
@@ -136,7 +136,7 @@ class EngineServer:
 
     @property
     def _is_listening(self) -> bool:
-        return len(self._report.answers) + len(self._report.endings) < _MAX_UNTOLD
+        return len(self._report.answers) + len(self._report.endings) < _MAX_UNSENT
 
     def _take_inbox(self) -> None:
         for _ in range(_MAX_READS):

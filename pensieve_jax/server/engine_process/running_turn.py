@@ -15,10 +15,10 @@ from pensieve_jax.core.outputs import Output, TokenLogprob, Usage
 from pensieve_jax.server.async_engine import AsyncDelta
 
 
-class Changes(Protocol):
+class TurnConnection(Protocol):
     """Connection to the engine that runs a turn."""
 
-    async def change_of(self, number: int) -> None:
+    async def wait_for_change(self, number: int) -> None:
         """Wait until a turn is accepted, has a new delta, or ends."""
         ...
 
@@ -45,7 +45,7 @@ class RunningTurn:
         "number",
     )
 
-    def __init__(self, connection: Changes, number: int, turn_id: str, *, has_logprobs: bool) -> None:
+    def __init__(self, connection: TurnConnection, number: int, turn_id: str, *, has_logprobs: bool) -> None:
         self.number = number
         self._connection = connection
         self._turn_id = turn_id
@@ -81,7 +81,7 @@ class RunningTurn:
     async def accepted(self) -> None:
         """Wait until the engine has queued the turn; raises the error if the engine refuses it."""
         while not (self._is_accepted or self.done):
-            await self._connection.change_of(self.number)
+            await self._connection.wait_for_change(self.number)
         if self._error is not None and not self._is_accepted:
             raise self._error
 
@@ -95,13 +95,13 @@ class RunningTurn:
                 raise self._error
             if self._output is not None:
                 raise StopAsyncIteration
-            await self._connection.change_of(self.number)
+            await self._connection.wait_for_change(self.number)
         return self._take()
 
     async def result(self) -> Output:
         """Wait for the end, whether or not the deltas were read; raises the turn's error."""
         while not self.done:
-            await self._connection.change_of(self.number)
+            await self._connection.wait_for_change(self.number)
         if self._error is not None:
             raise self._error
         assert self._output is not None
@@ -112,7 +112,7 @@ class RunningTurn:
         if not self.done:
             self._connection.cancel(self.number)
         while not self.done:
-            await self._connection.change_of(self.number)
+            await self._connection.wait_for_change(self.number)
 
     # Called by the connection
 

@@ -40,17 +40,17 @@ _HISTORY_IS_GONE: Final = (HistoryCorruptError, HistoryMismatchError, HistoryMis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restarts:
+class RestartPolicy:
     """Limits for restarting an engine that died.
 
     Attributes:
-      most, within_s: at most `most` restarts in `within_s` seconds; after the next death, the engine stays
-        dead.
+      max_restarts, within_s: at most `max_restarts` restarts in `within_s` seconds; after the next death, the
+        engine stays dead.
       first_delay_s, longest_delay_s: the delay before the second restart, doubled for each later one up to
         the longest. The first restart is immediate.
     """
 
-    most: int = 5
+    max_restarts: int = 5
     within_s: float = 600.0
     first_delay_s: float = 1.0
     longest_delay_s: float = 30.0
@@ -75,7 +75,7 @@ class SupervisedEngine:
         self,
         begin: Begin,
         *,
-        restarts: Restarts | None = None,
+        restarts: RestartPolicy | None = None,
         patience_s: float = 10.0,
         answer_s: float = 30.0,
     ) -> None:
@@ -90,14 +90,14 @@ class SupervisedEngine:
         self.gave_up = asyncio.Event()
         self.is_damaged = False
         self._begin = begin
-        self._restarts = restarts or Restarts()
+        self._restarts = restarts or RestartPolicy()
         self._patience_s = patience_s
         self._answer_s = answer_s
         self._numbers = numbering()
         self._state: EngineState = "starting"
         self._epoch = 0
         self._info: EngineInfo | None = None
-        self._life: EngineHandle | None = None
+        self._handle: EngineHandle | None = None
         self._connection: EngineConnection | None = None
         self._watch: asyncio.Task[None] | None = None
         self._starts_s: deque[float] = deque()
@@ -208,7 +208,7 @@ class SupervisedEngine:
         """
         self._state = "starting"
         try:
-            error = await self._live()
+            error = await self._start_once()
             if error is not None:
                 raise received_error(error)
         except BaseException:
@@ -225,19 +225,19 @@ class SupervisedEngine:
                 self._watch.cancel()
                 await asyncio.wait([self._watch])
                 self._watch = None
-            await self._bury()
+            await self._reap()
         finally:
             self.kill()  # the process may still run if the wait above was cancelled
 
     def kill(self) -> None:
         """Stop the engine for good by killing its process, without waiting."""
         self._state = "dead"
-        self.kill_life()
+        self.kill_process()
 
-    def kill_life(self) -> None:
+    def kill_process(self) -> None:
         """Kill the process of a hanging engine. It is then restarted as after any death."""
-        if self._life is not None:
-            self._life.kill()
+        if self._handle is not None:
+            self._handle.kill()
 
     def _open(self) -> EngineConnection:
         """Return the connection for calls, which are also allowed while the engine drains."""
@@ -250,7 +250,7 @@ class SupervisedEngine:
             raise EngineClosedError(f"The engine accepts no turns: it is {self.state}.")
         return self._connection
 
-    async def _live(self) -> SentError | None:
+    async def _start_once(self) -> SentError | None:
         """Start a process and wait until it is ready. Return None, or the error that the engine reported.
 
         A process that does not become ready is ended. Raises EngineDiedError if the process died or could not
@@ -261,17 +261,17 @@ class SupervisedEngine:
             if not self._is_starting():
                 raise EngineClosedError(f"The engine was stopped while it started: it is {self._state}.")
         except EngineDiedError as error:
-            how = await self._bury()
+            how = await self._reap()
             raise EngineDiedError(f"The engine's process died before it was ready: it {how}.") from error
         except OSError as error:  # too many processes or open files, no memory
-            await self._kill_and_bury()
+            await self._kill_and_reap()
             problem = error.strerror or str(error)
             raise EngineDiedError(f"The engine's process cannot be started: {problem}.") from error
         except BaseException:
-            await self._kill_and_bury()
+            await self._kill_and_reap()
             raise
         if isinstance(found, SentError):
-            await self._bury()
+            await self._reap()
             return found
         self._info = found
         self._epoch += 1
@@ -280,42 +280,42 @@ class SupervisedEngine:
 
     async def _opening(self) -> EngineInfo | SentError:
         """Start a process and wait for its first message."""
-        life = self._life = await self._begin()
+        handle = self._handle = await self._begin()
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_unix_connection(
-            lambda: EngineConnection(self._numbers), sock=life.front
+            lambda: EngineConnection(self._numbers), sock=handle.front
         )
         self._connection = connection
-        if life.greeting is not None:
-            may_make = life.greeting.may_make_history and not self._epoch
-            connection.send(msgspec.structs.replace(life.greeting, may_make_history=may_make))
+        if handle.greeting is not None:
+            may_make = handle.greeting.may_make_history and not self._epoch
+            connection.send(msgspec.structs.replace(handle.greeting, may_make_history=may_make))
         return await connection.opening
 
     def _is_starting(self) -> bool:
         """Return whether the engine is still to be started, as it may be stopped during a wait."""
         return self._state == "starting"
 
-    async def _kill_and_bury(self) -> None:
-        if self._life is not None:
-            self._life.kill()
-        await self._bury()
+    async def _kill_and_reap(self) -> None:
+        if self._handle is not None:
+            self._handle.kill()
+        await self._reap()
 
-    async def _bury(self) -> str:
+    async def _reap(self) -> str:
         """Close the socket, wait for the end of the process or kill it, and return how it ended."""
-        life, connection = self._life, self._connection
+        handle, connection = self._handle, self._connection
         if connection is not None:
             connection.close()
             await self._lost_or_cut_off(connection)
-        if life is None:
+        if handle is None:
             return "was never started"
-        life.front.close()
+        handle.front.close()
         try:
             async with asyncio.timeout(self._patience_s):
-                how = await life.wait()
+                how = await handle.wait()
         except TimeoutError:
-            life.kill()
-            how = await life.wait()
-        self._life = None  # not earlier: after a cancelled wait, `close` and `kill` still need it
+            handle.kill()
+            how = await handle.wait()
+        self._handle = None  # not earlier: after a cancelled wait, `close` and `kill` still need it
         return how
 
     async def _lost_or_cut_off(self, connection: EngineConnection) -> None:
@@ -324,8 +324,8 @@ class SupervisedEngine:
             async with asyncio.timeout(self._patience_s):
                 await connection.lost.wait()
         except TimeoutError:
-            if self._life is not None:
-                self._life.kill()
+            if self._handle is not None:
+                self._handle.kill()
             connection.abort()
             await connection.lost.wait()
 
@@ -335,10 +335,10 @@ class SupervisedEngine:
             await self._connection.lost.wait()
             is_wanted, was_killed = self._state == "ready", self._state == "dead"
             self._state = "starting" if is_wanted else "dead"
-            how = await self._bury()
+            how = await self._reap()
             if not was_killed:
                 _log.error("The engine's process %s.", how)
-            if not is_wanted or not await self._live_again():
+            if not is_wanted or not await self._restart():
                 if self._is_starting():
                     self.gave_up.set()
                 self._state = "dead"
@@ -352,14 +352,14 @@ class SupervisedEngine:
             _log.error("The engine cannot be restarted.", exc_info=error)
             self.gave_up.set()
 
-    async def _live_again(self) -> bool:
+    async def _restart(self) -> bool:
         """Retry the start until the engine is ready; return False if that is hopeless or it was stopped."""
         while self._is_starting():
             now_s = time.monotonic()
             while self._starts_s and now_s - self._starts_s[0] > self._restarts.within_s:
                 self._starts_s.popleft()
             num_before = len(self._starts_s)
-            if num_before >= self._restarts.most:
+            if num_before >= self._restarts.max_restarts:
                 _log.error(
                     "The engine died %d times in %g s and is given up.", num_before, self._restarts.within_s
                 )
@@ -369,7 +369,7 @@ class SupervisedEngine:
                 break
             self._starts_s.append(time.monotonic())
             try:
-                problem = await self._live()
+                problem = await self._start_once()
             except EngineDiedError as died:
                 _log.error("%s", died)
                 continue

@@ -30,16 +30,16 @@ from pensieve_jax.server.http.settings import ServerSettings
 
 MAX_RETRY_AFTER_S: Final = 30
 _RATE_WINDOW_S: Final = 30.0
-_NUM_LATE_REPLIES: Final = 64
+_NUM_RECENT_REPLIES: Final = 64
 _STATES: Final = {
     "starting": "The engine is starting; try again soon.",
     "draining": "The server is shutting down and accepts no new turns.",
     "dead": "The engine stopped; it restarts, or the server shuts down.",
 }
-NUM_LONGEST: Final = 32
+MAX_SIZE_BODIES: Final = 32
 """Number of bodies of maximum size that fit into the budget."""
-KEYS_PART: Final = 4
-"""A key may use at most 1 / KEYS_PART of the budget."""
+KEY_SHARE_DIVISOR: Final = 4
+"""A key may use at most 1 / KEY_SHARE_DIVISOR of the budget."""
 
 
 class TokenRate:
@@ -71,11 +71,11 @@ class TokenRate:
 
 
 class Ticket:
-    """Permission for the turns of one request, from `Limits.enter` until `leave`; a context manager."""
+    """Permission for one request's turns, from `TurnAdmission.enter` until `leave`; a context manager."""
 
     def __init__(
         self,
-        limits: Limits,
+        admission: TurnAdmission,
         owner: str,
         num_turns: int,
         num_tokens: int,
@@ -87,7 +87,7 @@ class Ticket:
         self.num_tokens = num_tokens
         self.max_tokens = max_tokens
         self.entered_s = entered_s
-        self._limits = limits
+        self._admission = admission
         self._left = False
 
     def num_expected_tokens(self, reply_len: float) -> float:
@@ -105,7 +105,7 @@ class Ticket:
         """
         if not self._left:
             self._left = True
-            self._limits._leave(self, num_done_tokens, reply_lens)
+            self._admission._leave(self, num_done_tokens, reply_lens)
 
     def __enter__(self) -> Self:
         return self
@@ -116,7 +116,7 @@ class Ticket:
         self.leave()
 
 
-class Limits:
+class TurnAdmission:
     """The tickets of one server. Used by the event loop's thread only."""
 
     def __init__(self, engine: EngineService, settings: ServerSettings, now_s: Callable[[], float]) -> None:
@@ -125,18 +125,18 @@ class Limits:
         self._settings = settings
         self.rate = TokenRate(now_s)
         self._now_s = now_s
-        self._reply_lens: deque[int] = deque(maxlen=_NUM_LATE_REPLIES)
-        self._num_inside = 0
+        self._reply_lens: deque[int] = deque(maxlen=_NUM_RECENT_REPLIES)
+        self._num_in_engine = 0
         self._num_waiting = 0
-        self._places: dict[Ticket, None] = {}  # issued or waited for, by arrival
+        self._tickets: dict[Ticket, None] = {}  # issued or waited for, by arrival
         self._has_keys = settings.api_keys_file is not None  # without keys all clients are one owner
         self._in_flight: dict[str, int] = {}
         self._queue: dict[asyncio.Future[None], Ticket] = {}  # by arrival
 
     @property
-    def num_inside(self) -> int:
+    def num_in_engine(self) -> int:
         """Number of turns in the engine."""
-        return self._num_inside
+        return self._num_in_engine
 
     @property
     def num_owners(self) -> int:
@@ -172,12 +172,12 @@ class Limits:
         Raises ApiError 400 for more turns than fit at all, 429 if the key has too many, and 503 if the queue
         is full, the wait takes too long, or the engine accepts no turns.
         """
-        place = self.enter_now(owner, num_turns, num_tokens, max_tokens)
-        if place is None:
-            place = Ticket(self, owner, num_turns, num_tokens, max_tokens, self._now_s())
-            self._count(place, 1)
-            await self._wait(place)
-        return place
+        ticket = self.enter_now(owner, num_turns, num_tokens, max_tokens)
+        if ticket is None:
+            ticket = Ticket(self, owner, num_turns, num_tokens, max_tokens, self._now_s())
+            self._count(ticket, 1)
+            await self._wait(ticket)
+        return ticket
 
     def enter_now(
         self, owner: str, num_turns: int = 1, num_tokens: int = 0, max_tokens: int | None = None
@@ -190,26 +190,26 @@ class Limits:
             sentence = f"A key may have {most} turns at a time; wait for one of them."
             raise rate_limited(sentence, self.retry_after_s())
         if not self._queue and self._has_room(num_turns):
-            place = Ticket(self, owner, num_turns, num_tokens, max_tokens, self._now_s())
-            self._num_inside += num_turns
-            self._count(place, 1)
-            return place
-        most_waiting = self._settings.queue_per_running * self._engine.info.max_num_running
+            ticket = Ticket(self, owner, num_turns, num_tokens, max_tokens, self._now_s())
+            self._num_in_engine += num_turns
+            self._count(ticket, 1)
+            return ticket
+        max_waiting = self._settings.queue_per_running * self._engine.info.max_num_running
         # A request that exceeds the limit by itself is accepted if the queue is empty.
-        if self._num_waiting and self._num_waiting + num_turns > most_waiting:
+        if self._num_waiting and self._num_waiting + num_turns > max_waiting:
             raise self._overloaded("The queue is full; try again later.")
         return None
 
     def retry_after_s(self) -> int:
         """Return the expected seconds, 1 to 30, until the turns that are running or waiting are done."""
-        if not self._places:
+        if not self._tickets:
             return 1
         rate = self.rate.per_second()
         if rate > 0:
             reply_len = sum(self._reply_lens) / max(1, len(self._reply_lens))
-            expected_s = sum(place.num_expected_tokens(reply_len) for place in self._places) / rate
+            expected_s = sum(ticket.num_expected_tokens(reply_len) for ticket in self._tickets) / rate
         else:  # no recent tokens: assume that the oldest turn needs as long again as it has taken
-            expected_s = self._now_s() - next(iter(self._places)).entered_s
+            expected_s = self._now_s() - next(iter(self._tickets)).entered_s
         return max(1, min(MAX_RETRY_AFTER_S, math.ceil(expected_s)))
 
     # Private methods
@@ -219,45 +219,45 @@ class Limits:
 
     def _check_possible(self, num_turns: int) -> None:
         """Raise ApiError 400 for a request that can never fit; it would block the queue forever."""
-        most = self._most_inside()
+        most = self._max_in_engine()
         if self._has_keys:
             most = min(most, self._settings.max_in_flight_per_key)
         if num_turns > most:
             sentence = f"The request asks for {num_turns} turns, but must ask for at most {most}."
             raise ApiError(400, "invalid_value", sentence)
 
-    def _most_inside(self) -> int:
+    def _max_in_engine(self) -> int:
         """Return the turn limit. A few turns wait in the engine, so that the next step fills a free slot."""
         most = self._engine.info.max_num_running
         return most + max(8, most // 4)
 
     def _has_room(self, num_turns: int) -> bool:
-        return self._num_inside + num_turns <= self._most_inside()
+        return self._num_in_engine + num_turns <= self._max_in_engine()
 
-    def _count(self, place: Ticket, sign: int) -> None:
-        left = self.in_flight(place.owner) + sign * place.num_turns
+    def _count(self, ticket: Ticket, sign: int) -> None:
+        left = self.in_flight(ticket.owner) + sign * ticket.num_turns
         if sign > 0:
-            self._places[place] = None
+            self._tickets[ticket] = None
         else:
-            del self._places[place]
+            del self._tickets[ticket]
         if left:
-            self._in_flight[place.owner] = left
+            self._in_flight[ticket.owner] = left
         else:
-            del self._in_flight[place.owner]
+            del self._in_flight[ticket.owner]
 
-    async def _wait(self, place: Ticket) -> None:
+    async def _wait(self, ticket: Ticket) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue[turn] = place
-        self._num_waiting += place.num_turns
+        self._queue[turn] = ticket
+        self._num_waiting += ticket.num_turns
         try:
             async with asyncio.timeout(self._settings.queue_timeout_s):
                 await turn
         except BaseException as error:
             if turn.done() and not turn.cancelled():  # the ticket was issued at the same moment
-                place.leave()
+                ticket.leave()
             else:
-                self._give_up(turn)
-                self._let_in()
+                self._remove_waiting(turn)
+                self._admit_waiting()
             if isinstance(error, TimeoutError):
                 waited = f"{self._settings.queue_timeout_s:g}"
                 raise self._overloaded(
@@ -267,42 +267,42 @@ class Limits:
         try:
             self.check_ready()  # the engine may have stopped meanwhile
         except ApiError:
-            place.leave()
+            ticket.leave()
             raise
 
-    def _leave(self, place: Ticket, num_done_tokens: int, reply_lens: Iterable[int]) -> None:
-        self._num_inside -= place.num_turns
-        self._count(place, -1)
+    def _leave(self, ticket: Ticket, num_done_tokens: int, reply_lens: Iterable[int]) -> None:
+        self._num_in_engine -= ticket.num_turns
+        self._count(ticket, -1)
         self._reply_lens.extend(reply_lens)
         if num_done_tokens:
             self.rate.add(num_done_tokens)
-        self._let_in()
+        self._admit_waiting()
 
-    def _let_in(self) -> None:
-        for turn, place in list(self._queue.items()):
+    def _admit_waiting(self) -> None:
+        for turn, ticket in list(self._queue.items()):
             if turn.cancelled():  # cancelled, but `_wait` has not run yet
-                self._give_up(turn)
+                self._remove_waiting(turn)
                 continue
-            if not self._has_room(place.num_turns):
+            if not self._has_room(ticket.num_turns):
                 return
             del self._queue[turn]
-            self._num_waiting -= place.num_turns
-            self._num_inside += place.num_turns
+            self._num_waiting -= ticket.num_turns
+            self._num_in_engine += ticket.num_turns
             turn.set_result(None)
 
-    def _give_up(self, turn: asyncio.Future[None]) -> None:
+    def _remove_waiting(self, turn: asyncio.Future[None]) -> None:
         """Remove an entry whose request no longer waits from the queue."""
-        place = self._queue.pop(turn, None)
-        if place is not None:
-            self._num_waiting -= place.num_turns
-            self._count(place, -1)
+        ticket = self._queue.pop(turn, None)
+        if ticket is not None:
+            self._num_waiting -= ticket.num_turns
+            self._count(ticket, -1)
 
 
 class BodyBudget:
     """The byte budget for bodies of one server. Used by the event loop's thread only."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        self._most = NUM_LONGEST * settings.max_body_bytes
+        self._max_num_bytes = MAX_SIZE_BODIES * settings.max_body_bytes
         self._has_keys = settings.api_keys_file is not None  # without keys all clients are one owner
         self._by_owner: Counter[str] = Counter()
 
@@ -313,10 +313,10 @@ class BodyBudget:
 
     def take(self, owner: str, num_bytes: int) -> None:
         """Reserve bytes for an owner; raise ApiError 429 beyond the key's share, 503 beyond the total."""
-        most = self._most // KEYS_PART
+        most = self._max_num_bytes // KEY_SHARE_DIVISOR
         if self._has_keys and self._by_owner[owner] + num_bytes > most:
             raise rate_limited(f"A key may have {most} bytes of bodies at a time; wait for a response.", 1)
-        if self.num_bytes + num_bytes > self._most:
+        if self.num_bytes + num_bytes > self._max_num_bytes:
             raise overloaded("Too many long bodies are being read; try again later.", 1)
         self._by_owner[owner] += num_bytes
 

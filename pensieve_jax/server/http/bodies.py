@@ -69,20 +69,20 @@ class Body(msgspec.Struct):
         IGNORED: fields of OpenAI's API that are accepted and change nothing by design, such as labels.
         MISPLACED: fields that belong to other routes, each with a hint that names the right route or field.
           Values that ask for nothing, such as False, are accepted.
-        OFFERS: fields of UNSUPPORTED that offer the model options it need not use, such as tools. A server
-          setting can have them ignored.
+        OPTIONAL_OFFERS: fields of UNSUPPORTED that offer the model options it need not use, such as tools.
+          A server setting can have them ignored.
     """
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     IGNORED: ClassVar[frozenset[str]] = frozenset()
     MISPLACED: ClassVar[Mapping[str, str]] = {}
-    OFFERS: ClassVar[frozenset[str]] = frozenset()
+    OPTIONAL_OFFERS: ClassVar[frozenset[str]] = frozenset()
 
 
 def decode_body[T](body: bytes, kind: type[T], *, ignores_offers: bool = False) -> tuple[T, tuple[str, ...]]:
     """Decode a body to `kind`, and return it with the paths of its unknown fields.
 
-    With `ignores_offers`, the fields in `OFFERS` are ignored and listed too, instead of being rejected.
+    With `ignores_offers`, fields in `OPTIONAL_OFFERS` are ignored and listed too, instead of being rejected.
 
     Raises ApiError 400 with the path of the field as `param`.
     """
@@ -105,11 +105,11 @@ def decode_body[T](body: bytes, kind: type[T], *, ignores_offers: bool = False) 
 def convert[T](value: Any, kind: type[T], at: str = "") -> tuple[T, tuple[str, ...]]:
     """Convert an already decoded value as `decode_body` does; `at` is the path of the value."""
     ignored: dict[str, None] = {}
-    _look(value, kind, at, ignored)
+    _check_fields(value, kind, at, ignored)
     try:
         return msgspec.convert(value, kind), tuple(ignored)
     except msgspec.ValidationError as error:
-        raise explained(error, value, kind, at) from None
+        raise error_of(error, value, kind, at) from None
     except RecursionError:
         raise ApiError(400, "invalid_json", MAX_DEPTH_ERROR) from None
 
@@ -121,16 +121,18 @@ def check_num_items(value: Sized, at: str) -> None:
 
 
 def _offers(value: Any, kind: Any) -> dict[str, None]:
-    """Return the top-level `OFFERS` fields of an object that are not empty, in order."""
+    """Return the top-level `OPTIONAL_OFFERS` fields of an object that are not empty, in order."""
     body = _body_of(kind, value) if isinstance(value, dict) else None
     if body is None:
         return {}
     return dict.fromkeys(
-        name for name in value if name in body.OFFERS and value[name] and isinstance(value[name], list)
+        name
+        for name in value
+        if name in body.OPTIONAL_OFFERS and value[name] and isinstance(value[name], list)
     )
 
 
-def _look(value: Any, kind: Any, at: str, ignored: dict[str, None]) -> None:
+def _check_fields(value: Any, kind: Any, at: str, ignored: dict[str, None]) -> None:
     """Reject unsupported fields and collect unknown ones, in a value that should be a `kind`."""
     if isinstance(value, dict):
         body = _body_of(kind, value)
@@ -141,11 +143,11 @@ def _look(value: Any, kind: Any, at: str, ignored: dict[str, None]) -> None:
             path = f"{at}.{name}" if at else name
             if name in known:
                 if isinstance(inner, dict | list):
-                    _look(inner, known[name], path, ignored)
+                    _check_fields(inner, known[name], path, ignored)
             elif name in body.UNSUPPORTED:
                 taken = body.UNSUPPORTED[name]
                 if inner is not None and not _is_one_of(inner, taken):
-                    raise unsupported(path, _OFFER if name in body.OFFERS else "", taken)
+                    raise unsupported(path, _OFFER if name in body.OPTIONAL_OFFERS else "", taken)
             elif name in body.MISPLACED and not _is_one_of(inner, _NOTHING):
                 raise misplaced(path, body.MISPLACED[name])
             elif name not in body.IGNORED and len(ignored) < MAX_IGNORED:
@@ -156,7 +158,7 @@ def _look(value: Any, kind: Any, at: str, ignored: dict[str, None]) -> None:
             check_num_items(value, at)
             for index, inner in enumerate(value):
                 if isinstance(inner, dict | list):
-                    _look(inner, item, f"{at}[{index}]", ignored)
+                    _check_fields(inner, item, f"{at}[{index}]", ignored)
 
 
 def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
@@ -205,7 +207,7 @@ def _item_of(kind: Any) -> Any:
     return None
 
 
-class _Shown(reprlib.Repr):
+class _JsonRepr(reprlib.Repr):
     """A shortened `repr` of a value as in the engine's errors, but with JSON's names."""
 
     def __init__(self) -> None:
@@ -218,7 +220,7 @@ class _Shown(reprlib.Repr):
         return "null"
 
 
-def explained(error: msgspec.ValidationError, value: Any, kind: Any, at: str) -> ApiError:
+def error_of(error: msgspec.ValidationError, value: Any, kind: Any, at: str) -> ApiError:
     """Return the ApiError for a msgspec error.
 
     Args:
@@ -230,7 +232,7 @@ def explained(error: msgspec.ValidationError, value: Any, kind: Any, at: str) ->
     text = str(error)
     match = _PATH.search(text)
     reason = text[: match.start()] if match else text
-    inner, wrong = _followed(value, match["path"] if match else "", reason)
+    inner, wrong = _follow_path(value, match["path"] if match else "", reason)
     path = (at + inner).removeprefix(".")
     missing = _MISSING.match(reason)
     if missing:
@@ -246,7 +248,7 @@ def explained(error: msgspec.ValidationError, value: Any, kind: Any, at: str) ->
 
 
 def _sentence(field: str, value: Any, limit: str) -> str:
-    return f"{field} is {_Shown().repr(value)}, but must be {limit}."
+    return f"{field} is {_JsonRepr().repr(value)}, but must be {limit}."
 
 
 def lone_surrogate(body: bytes) -> ApiError | None:
@@ -335,7 +337,7 @@ def _one_of(kind: Any, name: str) -> str | None:
     return f"one of {', '.join(map(str, choices))}" if choices else None
 
 
-def _followed(value: Any, path: str, reason: str) -> tuple[str, Any]:
+def _follow_path(value: Any, path: str, reason: str) -> tuple[str, Any]:
     """Follow a msgspec path; return it with key names in place of `...`, and the value there."""
     found = ""
     for step in _STEP.finditer(path):

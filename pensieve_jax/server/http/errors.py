@@ -124,9 +124,9 @@ def misplaced(param: str, hint: str) -> ApiError:
     return ApiError(400, "unsupported_parameter", message, param=param)
 
 
-def context_too_long(num_tokens: int, most: int, param: str | None) -> ApiError:
-    """Return a 400 for a context of `num_tokens`; `most` would leave room for a reply of one token."""
-    return ApiError(400, "context_length_exceeded", _too_long(num_tokens, most), param=param)
+def context_too_long(num_tokens: int, token_limit: int, param: str | None) -> ApiError:
+    """Return a 400 for a context of `num_tokens`; `token_limit` would leave room for a reply of one token."""
+    return ApiError(400, "context_length_exceeded", _too_long(num_tokens, token_limit), param=param)
 
 
 def not_found(kind: str, record_id: str) -> ApiError:
@@ -193,10 +193,10 @@ def _as_sentence(error: BaseException) -> str:
     """Return the message without hints that only operators and Python callers can follow."""
     message = str(error)
     match error:
-        case ContextLengthError(num_tokens=int(num_tokens), most=int(most)):
-            return _too_long(num_tokens, most)
-        case ContextLengthError(most=int(most)):
-            return _too_long(f"far more than {most}", most)
+        case ContextLengthError(num_tokens=int(num_tokens), token_limit=int(token_limit)):
+            return _too_long(num_tokens, token_limit)
+        case ContextLengthError(token_limit=int(token_limit)):
+            return _too_long(f"far more than {token_limit}", token_limit)
         case InvalidFieldError(hint=str(hint)) if hint:
             return message.removesuffix(f"; {hint}.") + "."
         case HistoryUnavailableError(may_be_kept=may_be_kept):  # clients must not see the history's address
@@ -212,10 +212,10 @@ def _as_sentence(error: BaseException) -> str:
             return message
 
 
-def _too_long(num_tokens: int | str, most: int) -> str:
+def _too_long(num_tokens: int | str, token_limit: int) -> str:
     return (
-        f"The context has {num_tokens} tokens, but must have at most {most}, besides its reply. Send less, "
-        "start a new conversation, or continue from an earlier turn."
+        f"The context has {num_tokens} tokens, but must have at most {token_limit}, besides its reply. "
+        "Send less, start a new conversation, or continue from an earlier turn."
     )
 
 

@@ -37,7 +37,7 @@ class ApiKeys:
             self._owners = _read(self._path)
 
     @property
-    def are_asked_for(self) -> bool:
+    def are_required(self) -> bool:
         """Whether requests need a key."""
         return self._path is not None
 
@@ -58,7 +58,7 @@ class ApiKeys:
 
         Every digest is compared, each in constant time, so that the timing reveals nothing about the keys.
         """
-        if not self.are_asked_for:
+        if not self.are_required:
             return ""
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer":

@@ -16,13 +16,13 @@ from starlette.datastructures import QueryParams
 from pensieve_jax.history.reader import Order, Page
 from pensieve_jax.history.server_tables.changes import ItemRow
 from pensieve_jax.server.http.errors import invalid_value
-from pensieve_jax.server.http.replies import Bytes, HttpResponse, encode_json
+from pensieve_jax.server.http.replies import BytesResponse, HttpResponse, encode_json
 from pensieve_jax.server.http.request import HttpRequest
-from pensieve_jax.server.workers import CpuTicket
+from pensieve_jax.server.workers import WorkEstimate
 
 DEFAULT_LIMIT: Final = 20
 MAX_LIMIT: Final = 100
-_READING: Final = CpuTicket(is_long=True, asks_history=True)  # an item may have megabytes
+_READING: Final = WorkEstimate(is_long=True, asks_history=True)  # an item may have megabytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ async def page_of_items(call: HttpRequest, read: Callable[..., Page[ItemRow]], n
     """Return the requested page of the items that `read` finds under `name` in the history."""
     query = page_query(call.query)
     body = await call.services.run_cpu(call.owner, _READING, _page_of_items, read, call.owner, name, query)
-    return Bytes(body, "application/json")
+    return BytesResponse(body, "application/json")
 
 
 def _page_of_items(read: Callable[..., Page[ItemRow]], owner: str, name: str, query: PageQuery) -> bytes:

@@ -48,7 +48,7 @@ class HttpResponse(Protocol):
 
 
 @dataclass(slots=True)
-class Bytes:
+class BytesResponse:
     """A response whose body is complete.
 
     Attributes:
@@ -104,12 +104,12 @@ def json_reply(
     headers: Mapping[str, str] | None = None,
     *,
     undelivered: Callable[[], None] | None = None,
-) -> Bytes:
-    """Return a JSON response; see `Bytes`."""
-    return Bytes(encode_json(value), "application/json", status, headers or {}, undelivered)
+) -> BytesResponse:
+    """Return a JSON response; see `BytesResponse`."""
+    return BytesResponse(encode_json(value), "application/json", status, headers or {}, undelivered)
 
 
-def error_reply(error: ApiError) -> Bytes:
+def error_reply(error: ApiError) -> BytesResponse:
     """Return the response for an error."""
     return json_reply(error.body, error.status, error.headers)
 
@@ -191,7 +191,7 @@ class _Writer:
         self._num_bytes = 0  # since the last yield to other requests
         self._last_write_s = self._loop.time()
         self._comment: asyncio.Future[None] | None = None
-        self._timer = self._loop.call_later(self._period_s, self._look)
+        self._timer = self._loop.call_later(self._period_s, self._check_timer)
 
     async def write(self, data: bytes) -> None:
         await self._write(data, more=True)
@@ -216,7 +216,7 @@ class _Writer:
             self._write_began_s = None
             self._last_write_s = self._loop.time()
 
-    def _look(self) -> None:
+    def _check_timer(self) -> None:
         now_s = self._loop.time()
         if self._write_began_s is not None:
             if now_s - self._write_began_s >= self._settings.stall_timeout_s:
@@ -224,4 +224,4 @@ class _Writer:
                 return
         elif now_s - self._last_write_s >= self._settings.heartbeat_s and not self._lock.locked():
             self._comment = asyncio.ensure_future(self.write(_COMMENT))
-        self._timer = self._loop.call_later(self._period_s, self._look)
+        self._timer = self._loop.call_later(self._period_s, self._check_timer)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from pensieve_jax.server.async_engine import EngineService
 from pensieve_jax.server.context.resolver import Resolver
-from pensieve_jax.server.http.admission import Limits
+from pensieve_jax.server.http.admission import TurnAdmission
 from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.metrics import Metrics
-from pensieve_jax.server.workers import CpuTicket, run_cpu, run_io
+from pensieve_jax.server.workers import WorkEstimate, run_cpu, run_io
 from pensieve_jax.text import ChatFormat, Tokenizer
 from pensieve_jax.text.token_texts import TokenTexts
 
@@ -51,7 +51,7 @@ class Services:
     engine: EngineService
     settings: ServerSettings
     keys: ApiKeys
-    limits: Limits
+    limits: TurnAdmission
     metrics: Metrics
     tokenizer: Tokenizer | None
     chat_format: ChatFormat | None
@@ -68,7 +68,7 @@ class Services:
     @property
     def is_history_far(self) -> bool:
         """Whether history reads wait for another machine."""
-        return self.history is not None and bool(self.history.is_far)
+        return self.history is not None and bool(self.history.is_remote)
 
     async def read[**P, T](self, owner: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `work`, which reads the history for an owner; raise what it raises.
@@ -81,12 +81,12 @@ class Services:
         return work(*args, **kwargs)
 
     async def run_cpu[**P, T](
-        self, owner: str, how: CpuTicket, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+        self, owner: str, estimate: WorkEstimate, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """Run `work` without blocking the event loop: at once if it is short, else in a thread."""
-        if how.asks_history and self.is_history_far:
+        if estimate.asks_history and self.is_history_far:
             return await run_io(owner, work, *args, **kwargs)
-        return await run_cpu(owner, how.is_long, work, *args, **kwargs)
+        return await run_cpu(owner, estimate.is_long, work, *args, **kwargs)
 
     @property
     def model_name(self) -> str:

@@ -31,13 +31,13 @@ from pensieve_jax.server.turns.checks import (
     check_model,
     check_num_tokens,
     commit_context,
-    most_tokens,
-    unwritable,
+    context_token_limit,
+    template_error,
 )
 from pensieve_jax.server.turns.run import RunningTurns, run_turns, start_turns
 from pensieve_jax.server.turns.sampling import choice_params, completion_usage
-from pensieve_jax.server.turns.stored import kept_draft
-from pensieve_jax.server.workers import CpuTicket, is_long
+from pensieve_jax.server.turns.stored import stored_draft
+from pensieve_jax.server.workers import WorkEstimate, is_long
 
 
 async def create_chat_completion(call: HttpRequest) -> HttpResponse:
@@ -72,14 +72,14 @@ class ChatCompletion:
     async def start(self) -> RunningTurns:
         """Wait for a ticket and submit the turns; raise ApiError."""
         num_characters = sum(len(message["content"]) for message in self._messages)
-        thought = CpuTicket(is_long(num_characters, len(self._messages)), has_reply(self._messages))
+        estimate = WorkEstimate(is_long(num_characters, len(self._messages)), has_reply(self._messages))
 
         async def start() -> Sequence[AsyncTurn]:
             _, turns = await start_turns(
                 self._services.engine,
                 self._find,
                 self._specs,
-                run_cpu=partial(self._services.run_cpu, self._owner, thought),
+                run_cpu=partial(self._services.run_cpu, self._owner, estimate),
             )
             return turns
 
@@ -96,7 +96,7 @@ class ChatCompletion:
 
     # Methods of WireFormat
 
-    def settled(self, outputs: Sequence[Output]) -> dict[str, Any]:
+    def record_usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Add the finished turns to the index, and return the usage."""
         for context, output in zip(self._contexts, outputs, strict=True):
             commit_context(self._services, context, output)
@@ -104,7 +104,7 @@ class ChatCompletion:
         self._notes.counts |= usage
         return usage
 
-    def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
+    def response(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Return the response with the messages of all choices, without usage."""
         choices = [
             {
@@ -153,10 +153,10 @@ class ChatCompletion:
                 epoch=services.engine.epoch,
                 durable=services.settings.chat_history == "durable" if store is None else store,
                 memory=memory,
-                most=most_tokens(services),
+                token_limit=context_token_limit(services),
             )
         except ChatTemplateError as error:
-            raise unwritable(error, self._messages, "messages") from error
+            raise template_error(error, self._messages, "messages") from error
 
     def _specs(self, resolved: ResolvedContext) -> list[TurnSpec]:
         """Return one turn for each choice; they are siblings after the same parent."""
@@ -180,7 +180,7 @@ class ChatCompletion:
         node = context.node
         if not node.durable:
             return None
-        return kept_draft(self._services, self._owner, node.turn_id, context.messages, params)
+        return stored_draft(self._services, self._owner, node.turn_id, context.messages, params)
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {

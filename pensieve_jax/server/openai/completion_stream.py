@@ -31,11 +31,11 @@ class WireFormat(Protocol):
         """This API's names of fields by the engine's names; see `renamed_fields`."""
         ...
 
-    def settled(self, outputs: Sequence[Output]) -> dict[str, Any]:
+    def record_usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Record that all turns have succeeded, and return the usage object. Called once."""
         ...
 
-    def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
+    def response(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Return the whole response without usage."""
         ...
 
@@ -57,31 +57,33 @@ class WireFormat(Protocol):
 
 
 async def reply_in(
-    words: WireFormat, call: HttpRequest, body: SamplingFields, running: RunningTurns
+    wire_format: WireFormat, call: HttpRequest, body: SamplingFields, running: RunningTurns
 ) -> HttpResponse:
     """Return the response to a request whose turns run, and close them after it; raise their failure."""
     if body.stream:
         settings = call.services.settings
         return Events(
-            _chunks(words, running, includes_usage=body.includes_usage),
+            _chunks(wire_format, running, includes_usage=body.includes_usage),
             heartbeat_s=settings.heartbeat_s,
             stall_timeout_s=settings.stall_timeout_s,
             on_end=running.close,
         )
     try:
-        with renamed_fields(words.fields):
+        with renamed_fields(wire_format.fields):
             outputs = await call.unless_gone(running.results())
-        usage = words.settled(outputs)
-        return json_reply({**words.whole(outputs), "usage": usage})
+        usage = wire_format.record_usage(outputs)
+        return json_reply({**wire_format.response(outputs), "usage": usage})
     finally:
         await running.close()
 
 
-async def _chunks(words: WireFormat, running: RunningTurns, *, includes_usage: bool) -> AsyncGenerator[bytes]:
+async def _chunks(
+    wire_format: WireFormat, running: RunningTurns, *, includes_usage: bool
+) -> AsyncGenerator[bytes]:
     """Yield the chunks; a failure becomes an error event in the stream."""
-    head = encode_json(words.head())[:-1]
+    head = encode_json(wire_format.head())[:-1]
     before, after = head + b',"choices":[', b'],"usage":null}' if includes_usage else b"]}"
-    for first in words.first_choices():
+    for first in wire_format.first_choices():
         yield event(before + first + after)
     try:
         async with aclosing(merged(running.turns)) as deltas:
@@ -89,13 +91,15 @@ async def _chunks(words: WireFormat, running: RunningTurns, *, includes_usage: b
                 if delta is None:
                     output = running.turns[index].output
                     assert output is not None
-                    yield event(before + words.last_choice(index, output.finish_reason) + after)
-                elif (choice := words.choice(index, delta)) is not None:
+                    yield event(before + wire_format.last_choice(index, output.finish_reason) + after)
+                elif (choice := wire_format.choice(index, delta)) is not None:
                     yield event(before + choice + after)
     except (ApiError, PensieveError) as error:
-        yield event(encode_json(as_api_error(error, words.fields).body))
+        yield event(encode_json(as_api_error(error, wire_format.fields).body))
     else:
-        usage = words.settled([output for turn in running.turns if (output := turn.output) is not None])
+        usage = wire_format.record_usage(
+            [output for turn in running.turns if (output := turn.output) is not None]
+        )
         if includes_usage:
             yield event(before + b'],"usage":' + encode_json(usage) + b"}")
     yield DONE

@@ -35,14 +35,14 @@ from pensieve_jax.server.openai.completion_stream import reply_in
 from pensieve_jax.server.turns.checks import (
     check_model,
     check_num_tokens,
-    most_tokens,
+    context_token_limit,
     previous_response,
     unknown_previous,
 )
 from pensieve_jax.server.turns.run import RunningTurns, run_turns
 from pensieve_jax.server.turns.sampling import SamplingFields, choice_params, completion_usage
-from pensieve_jax.server.turns.stored import kept_draft
-from pensieve_jax.server.workers import CpuTicket, is_long
+from pensieve_jax.server.turns.stored import stored_draft
+from pensieve_jax.server.workers import WorkEstimate, is_long
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's default for this route only
 _MAX_PROMPTS = 64
@@ -81,8 +81,8 @@ async def create_completion(call: HttpRequest) -> HttpResponse:
     """Answer each prompt with one or more replies."""
     body = await call.decode(CompletionBody)
     check_model(call.services, body.model)
-    thought = CpuTicket(is_long(len(call.body)), body.previous_response_id is not None)
-    completion = await call.services.run_cpu(call.owner, thought, Completion, call, body)
+    estimate = WorkEstimate(is_long(len(call.body)), body.previous_response_id is not None)
+    completion = await call.services.run_cpu(call.owner, estimate, Completion, call, body)
     await call.run_cpu(completion.encode)
     return await reply_in(completion, call, body, await completion.start())
 
@@ -175,7 +175,7 @@ class Completion:
     def encode(self) -> None:
         """Tokenize the prompts; raise ApiError, InvalidRequestError and TokenizerMissingError."""
         tokenizer, limits = self._services.tokenizer, self._services.engine.info.limits
-        most = most_tokens(self._services)
+        token_limit = context_token_limit(self._services)
         found: list[list[int]] = []
         for index, prompt in enumerate(self._prompts):
             if isinstance(prompt, list):
@@ -184,7 +184,9 @@ class Completion:
                 raise TokenizerMissingError
             else:
                 try:
-                    found.append(tokenizer.encode(prompt, add_bos=self._parent_id is None, most=most))
+                    found.append(
+                        tokenizer.encode(prompt, add_bos=self._parent_id is None, token_limit=token_limit)
+                    )
                 except ContextLengthError as error:
                     raise as_api_error(error, {"prompt": self._field(index)}) from error
                 except InvalidRequestError as error:
@@ -231,7 +233,7 @@ class Completion:
 
     # Methods of WireFormat
 
-    def settled(self, outputs: Sequence[Output]) -> dict[str, Any]:
+    def record_usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Count how the contexts were found, and return the usage."""
         for output in outputs:
             usage = output.usage
@@ -242,7 +244,7 @@ class Completion:
         self._notes.counts |= told
         return told
 
-    def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
+    def response(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Return the response with the texts of all choices, without usage."""
         choices = [
             {
@@ -298,7 +300,7 @@ class Completion:
         if self._body.store:
             prompt = self._prompts[index]
             said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else []
-            draft = kept_draft(self._services, self._owner, turn_id, said, params)
+            draft = stored_draft(self._services, self._owner, turn_id, said, params)
         return TurnNode(
             turn_id=turn_id,
             parent_id=self._parent_id,

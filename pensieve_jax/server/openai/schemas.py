@@ -103,7 +103,7 @@ class ChatBody(SamplingFields, kw_only=True):
         "background": "Use /v1/responses.",
         "return_token_ids": "Use /v1/completions to get token ids.",
     }
-    OFFERS: ClassVar[frozenset[str]] = frozenset({"tools", "functions"})
+    OPTIONAL_OFFERS: ClassVar[frozenset[str]] = frozenset({"tools", "functions"})
 
     messages: list[ChatMessage]
     max_completion_tokens: Tokens | None = None

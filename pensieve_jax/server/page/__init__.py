@@ -12,7 +12,7 @@ from typing import Final
 
 from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.errors import ApiError
-from pensieve_jax.server.http.replies import Bytes, HttpResponse
+from pensieve_jax.server.http.replies import BytesResponse, HttpResponse
 from pensieve_jax.server.http.request import HttpRequest
 
 _TYPES: Final = {
@@ -30,13 +30,13 @@ _HEADERS: Final = {
 }
 
 
-def _read() -> dict[str, Bytes]:
+def _read() -> dict[str, BytesResponse]:
     """Read every file of the page, by name."""
     files = {}
     for file in resources.files(__package__).iterdir():
         suffix = file.name.rpartition(".")[2]
         if suffix in _TYPES:
-            files[file.name] = Bytes(file.read_bytes(), _TYPES[suffix], headers=_HEADERS)
+            files[file.name] = BytesResponse(file.read_bytes(), _TYPES[suffix], headers=_HEADERS)
     return files
 
 

@@ -38,12 +38,12 @@ from pensieve_jax.server.main import EXIT_AT_ONCE, EXIT_ENDED, address_of, bind
 from pensieve_jax.server.replicas.plan import FLUSH_S, ReplicaPlan
 from pensieve_jax.server.replicas.serve_app import FRONT, REPLICA, application
 from pensieve_jax.server.replicas.startup import (
+    AppStatus,
     ReplicaMonitor,
-    Seen,
     StartReport,
+    monitoring,
     problem_in_words,
-    telling,
-    watching,
+    reporting_start,
 )
 
 _log = logging.getLogger(__name__)
@@ -95,8 +95,8 @@ def serve_replicas(plan: ReplicaPlan, settings: ServerSettings, announce: Callab
         except _NOT_STARTED as error:
             raise _not_started(error) from error
         announce(address)
-        with watching(ReplicaMonitor(plan.replicas, _log.warning), _seen, _WATCH_S):
-            if not _until_told(signals):
+        with monitoring(ReplicaMonitor(plan.replicas, _log.warning), _app_status, _WATCH_S):
+            if not _wait_for_signal(signals):
                 return EXIT_ENDED
         _log.info("draining: running turns get %g s; a second signal ends them at once", settings.drain_s)
         _drain(settings.drain_s)
@@ -110,7 +110,7 @@ def _start(plan: ReplicaPlan, settings: ServerSettings, num_gpus: int, port: int
     named = f"{plan.replicas} replica{'s' * (plan.replicas != 1)}"
     _log.info("starting %s; the first start compiles the steps, which takes minutes", named)
     app = application(plan, settings, plan.gpus_each(num_gpus), (settings.host, port))
-    with telling(StartReport(plan.replicas, _log.info), _seen):
+    with reporting_start(StartReport(plan.replicas, _log.info), _app_status):
         try:
             serve.run(app, name=APP)
         except RuntimeError as error:  # Serve raises it for failed deployments; elsewhere it would be a bug
@@ -130,7 +130,7 @@ def _application() -> ApplicationStatusOverview | None:
         return None
 
 
-def _seen() -> Seen | None:
+def _app_status() -> AppStatus | None:
     """Return the progress of the application, or None while it is unknown."""
     app = _application()
     if app is None:
@@ -141,10 +141,10 @@ def _seen() -> Seen | None:
     }
     problems = [problem_in_words(name, one.message) for name, one in app.deployments.items()]
     problem = next((one for one in problems if one), "")
-    return Seen(num_ready.get(REPLICA, 0), num_ready.get(FRONT, 0) > 0, problem)
+    return AppStatus(num_ready.get(REPLICA, 0), num_ready.get(FRONT, 0) > 0, problem)
 
 
-def _until_told(signals: LocalSignals) -> bool:
+def _wait_for_signal(signals: LocalSignals) -> bool:
     """Wait for the first signal that ends the server; return False if Ray has died before."""
     while (number := signals.next(_WATCH_S)) is None or number == signal.SIGHUP:
         if number is not None:
@@ -264,7 +264,7 @@ class LocalSignals:
     def __init__(self) -> None:
         # A handler may interrupt its own thread while that waits here. With an Event it would deadlock,
         # because the thread would already hold the Event's lock.
-        self._told: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._received: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._before: dict[int, Any] = {}
         self._is_ending = self._interrupts = False
 
@@ -276,7 +276,7 @@ class LocalSignals:
     def next(self, timeout_s: float) -> int | None:
         """Return the next unhandled signal, which may be SIGHUP, or None after `timeout_s` seconds."""
         try:
-            return self._told.get(timeout=timeout_s)
+            return self._received.get(timeout=timeout_s)
         except queue.Empty:
             return None
 
@@ -312,6 +312,6 @@ class LocalSignals:
                 kill_descendants()
                 os._exit(EXIT_AT_ONCE)
             self._is_ending = True
-        self._told.put(number)
+        self._received.put(number)
         if self._is_ending and self._interrupts:
             raise KeyboardInterrupt

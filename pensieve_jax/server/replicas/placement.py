@@ -43,7 +43,7 @@ class _Sent:
         self.num_tokens, self.num_history_tokens = num_tokens, num_history_tokens
 
 
-class RootNames:
+class RootPlacer:
     """Names for new roots, chosen by the loads of the replicas. Thread-safe."""
 
     def __init__(self, hash_key: Callable[[str], int], now_s: Callable[[], float] = time.monotonic) -> None:
@@ -57,7 +57,7 @@ class RootNames:
         self._promised: OrderedDict[str, tuple[float, _Sent]] = OrderedDict()
         self._lengths: OrderedDict[str, int] = OrderedDict()
 
-    def see(
+    def update(
         self, replicas: Mapping[str, bool], info: EngineInfo, stats: Mapping[str, Any] | None = None
     ) -> None:
         """Update the replicas that answer and whether each accepts turns; `stats` are the sums over all."""

@@ -72,7 +72,7 @@ class ReplicaPlan:
             limit = f"at most {num_there // wanted}: there are {num_there} GPUs for {wanted} each"
             raise ConfigError("--replicas", self.replicas, limit, "lower it, or tensor_parallel_size")
 
-    def of_one(self) -> ReplicaPlan:
+    def per_replica(self) -> ReplicaPlan:
         """Return the plan for one replica, without the number of replicas.
 
         Serve restarts all replicas when their arguments change, so the arguments must not depend on it.

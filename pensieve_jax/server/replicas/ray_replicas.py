@@ -62,7 +62,7 @@ class RayReplicas:
         except PensieveError:
             raise
         except _FAILED as error:
-            raise _told(error) from error
+            raise _translate(error) from error
         return answer
 
     async def ask_all(self, question: bytes) -> list[bytes]:
@@ -89,17 +89,17 @@ class RayReplicas:
             there = [one for one in asking if one.done()]
             for one in asking:
                 one.cancel()
-        return [one.result() for one in there if not _says_why_not(one)]
+        return [one.result() for one in there if not _has_no_answer(one)]
 
 
-def _told(error: BaseException) -> PensieveError:
+def _translate(error: BaseException) -> PensieveError:
     """Translate an error of Ray or Serve that the replica did not raise itself."""
     if isinstance(error, DeploymentUnavailableError):
         return EngineClosedError("There are no replicas, because they cannot be started; see their logs.")
     return EngineDiedError(_LOST)
 
 
-def _says_why_not(asked: asyncio.Future[bytes]) -> bool:
+def _has_no_answer(asked: asyncio.Future[bytes]) -> bool:
     """Return whether a replica gave no answer, and log the error unless it is the replica's death."""
     error = TaskCancelledError() if asked.cancelled() else asked.exception()
     if error is not None and not isinstance(error, _GONE):
@@ -123,22 +123,22 @@ class RayReplicaStream:
 
     async def __anext__(self) -> bytes:
         try:
-            line = await self._inbox.take()
+            message = await self._inbox.take()
         except (asyncio.CancelledError, PensieveError):
             self.cancel()
             raise
-        if line is None:
+        if message is None:
             self._has_ended = True  # the call returns by itself
             raise StopAsyncIteration
-        return line
+        return message
 
     def cancel(self) -> None:
         """Cancel the turns on the replica. If Serve's cancellation is lost, the closed inbox cancels them."""
-        self._inbox.leave()
+        self._inbox.close()
         if not self._has_ended and not self._waiting.done():
             self._call.cancel()
 
-    # Inside
+    # Private methods
 
     async def _wait(self) -> None:
         """Wait for the call; its error ends the stream, unless the stream has already ended."""
@@ -155,16 +155,16 @@ class RayReplicaStream:
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, PensieveError) and not isinstance(error, FrontLostError):
-            told: PensieveError = error  # raised by the replica and passed on by Ray
+            translated: PensieveError = error  # raised by the replica and passed on by Ray
         else:
-            told = _told(error)
-            told.__cause__ = error
+            translated = _translate(error)
+            translated.__cause__ = error
         if isinstance(error, FrontLostError):
             _log.warning("a replica could not deliver its reports: %s", error)
         if isinstance(error, TimeoutError):
             _log.warning("a replica's turns have ended, but reports were missing after %g s", ANSWER_S)
             self._inbox.drop_connection()
-        self._inbox.fail(told)
+        self._inbox.fail(translated)
 
 
 _waiting: set[asyncio.Task[None]] = set()

@@ -91,7 +91,7 @@ class Replica:
             return encoded(Answer(asked.number, error=sent_error(error)))
         return encoded(Answer(asked.number, value))
 
-    # Inside
+    # Private methods
 
     async def _answer(self, asked: Call | Apply) -> Any:
         is_alone = isinstance(asked, Apply) or (asked.name != REPORT and asked.name not in OF_ALL)
@@ -209,7 +209,7 @@ class _Batch:
             self._num_left = 0
             self._wake(is_urgent=True)
 
-    # Inside
+    # Private methods
 
     def _has_ended(self, task: asyncio.Task[None]) -> None:
         """Store an unexpected error, so that `reports` raises it and the front end does not wait for ever."""

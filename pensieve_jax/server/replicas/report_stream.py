@@ -292,7 +292,7 @@ class Inbox:
             self._error = error
             self._end()
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Close the stream as its reader, and discard unread messages."""
         self._messages.clear()
         if not self.has_ended:
@@ -421,6 +421,6 @@ class _Incoming(asyncio.Protocol):
         if not self.is_known:
             raise WireError("It does not begin with the token of this front end.")
         if isinstance(message, ReportFrame):
-            for number, run, line in message.messages:
-                if not self._listener.feed(self, number, run, line) and line:
+            for number, run, payload in message.messages:
+                if not self._listener.feed(self, number, run, payload) and payload:
                     self._transport.write(self._writer.frame(StreamClosed(run)))

@@ -53,15 +53,15 @@ class RetryingSubmission:
       num_run_again: how many turns were sent a second time.
     """
 
-    def __init__(self, replicas: Replicas, key: str, specs: Sequence[TurnSpec], kept: StoredOutput) -> None:
+    def __init__(self, replicas: Replicas, key: str, specs: Sequence[TurnSpec], stored: StoredOutput) -> None:
         """Prepare the turns, but send nothing; raises InvalidRequestError for values that cannot be sent."""
         self.key = key
         self.replies = [RoutedReply(spec) for spec in specs]
         self.num_runs = self.num_run_again = 0
         self._replicas = replicas
-        self._kept = kept
+        self._stored = stored
         self._sent = [sent_spec(number, spec) for number, spec in enumerate(specs)]
-        self._lines: ReplicaStream | None = None
+        self._stream: ReplicaStream | None = None
 
     async def run(self) -> None:
         """Run until every turn has an output or an error."""
@@ -72,7 +72,7 @@ class RetryingSubmission:
                 died = await self._run_once()
                 if died is None:
                     return
-                await self._tell_what_is_kept(died)
+                await self._end_stored_turns(died)
             why = died or EngineDiedError(_ENDED_EARLY)
         except asyncio.CancelledError:
             why = EngineClosedError(_CANCELLED)
@@ -83,15 +83,15 @@ class RetryingSubmission:
     def cancel(self, reply: RoutedReply) -> None:
         """Cancel a turn. The replica is notified only when all turns of the submission have ended."""
         reply.fail(EngineClosedError(_CANCELLED))
-        if not self._left() and self._lines is not None:
-            self._lines.cancel()
+        if not self._left() and self._stream is not None:
+            self._stream.cancel()
 
     def cancel_all(self) -> None:
         """Cancel every turn of the submission."""
         for reply in self.replies:
             self.cancel(reply)
 
-    # Inside
+    # Private methods
 
     def _left(self) -> list[int]:
         return [number for number, reply in enumerate(self.replies) if not reply.done]
@@ -113,17 +113,17 @@ class RetryingSubmission:
         except PensieveError as error:
             self._refuse(left, error)
             return None
-        lines = self._lines = self._replicas.run(self.key, frame)
+        stream = self._stream = self._replicas.run(self.key, frame)
         try:
-            async for data in lines:
+            async for data in stream:
                 died = self._take(decoded_report(data)) or died
         except EngineDiedError as error:
             died = error
         except PensieveError as error:
             self._refuse(left, error)
         finally:
-            self._lines = None
-            lines.cancel()  # needed if the loop was left early; no effect on a stream that has ended
+            self._stream = None
+            stream.cancel()  # needed if the loop was left early; no effect on a stream that has ended
         if not self._left():
             return None
         return died or EngineDiedError(_ENDED_EARLY)
@@ -170,12 +170,12 @@ class RetryingSubmission:
         for number in numbers:
             self.replies[number].fail(error)
 
-    async def _tell_what_is_kept(self, died: EngineDiedError) -> None:
+    async def _end_stored_turns(self, died: EngineDiedError) -> None:
         """End committed turns with their stored output, and fail turns that cannot run again."""
         for number in self._left():
             reply = self.replies[number]
             try:
-                output = await self._kept(reply.spec)
+                output = await self._stored(reply.spec)
             except HistoryError as error:
                 reply.fail(error)
                 continue
@@ -229,10 +229,10 @@ def _says_taken(error: Exception) -> bool:
     return getattr(error, "field", None) == "turn_id"
 
 
-def kept_outputs(reader: HistoryReader) -> Callable[[TurnSpec], Awaitable[Output | None]]:
+def stored_outputs(reader: HistoryReader) -> Callable[[TurnSpec], Awaitable[Output | None]]:
     """Return a function that finds the output of a turn in a history; it raises HistoryError."""
 
-    async def kept(spec: TurnSpec) -> Output | None:
+    async def stored(spec: TurnSpec) -> Output | None:
         node = spec.node
         if node is None or not node.durable:
             return None
@@ -242,7 +242,7 @@ def kept_outputs(reader: HistoryReader) -> Callable[[TurnSpec], Awaitable[Output
             return None
         return output_of(view, spec)
 
-    return kept
+    return stored
 
 
 def output_of(view: TurnView, spec: TurnSpec) -> Output:

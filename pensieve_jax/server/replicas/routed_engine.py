@@ -34,7 +34,7 @@ from pensieve_jax.server.replicas.links import (
     encoded,
 )
 from pensieve_jax.server.replicas.merging import BY_REPLICA, OF_ALL, merged, summed
-from pensieve_jax.server.replicas.placement import RootNames
+from pensieve_jax.server.replicas.placement import RootPlacer
 from pensieve_jax.server.replicas.retry import RetryingSubmission, StoredOutput, key_of
 from pensieve_jax.server.replicas.stream import RoutedReply, RoutedTurn
 
@@ -52,8 +52,8 @@ class RoutedEngine:
         self,
         replicas: Replicas,
         first: ReplicaReport,
-        kept: StoredOutput,
-        names: RootNames,
+        stored: StoredOutput,
+        placer: RootPlacer,
         *,
         answer_s: float = 30.0,
     ) -> None:
@@ -62,20 +62,20 @@ class RoutedEngine:
         Args:
           replicas: the interface to the replicas.
           first: the report of a ready replica.
-          kept: finds the outputs of turns in the history.
-          names: gets every turn that is sent or ends, so that it knows the loads for new roots.
+          stored: finds the outputs of turns in the history.
+          placer: gets every turn that is sent or ends, so that it knows the loads for new roots.
           answer_s: how long a call or a change may take.
         """
         assert first.info is not None, "it is ready"
         self._replicas = replicas
-        self._kept = kept
-        self._names = names
+        self._stored = stored
+        self._placer = placer
         self._answer_s = answer_s
         self._first_info: EngineInfo = first.info
         self._reports: Sequence[ReplicaReport] = [first]
         self._heard_s = time.monotonic()
         self._is_draining = False
-        self._errands: dict[asyncio.Task[None], RetryingSubmission] = {}
+        self._submissions: dict[asyncio.Task[None], RetryingSubmission] = {}
         self._num_local = self._num_run_again = 0
 
     # As EngineService
@@ -122,16 +122,16 @@ class RoutedEngine:
         by_key: dict[str, list[int]] = {}
         for number, key in enumerate(keys):
             by_key.setdefault(key, []).append(number)
-        errands = {
-            key: RetryingSubmission(self._replicas, key, [seeded[number] for number in numbers], self._kept)
+        submissions = {
+            key: RetryingSubmission(self._replicas, key, [seeded[number] for number in numbers], self._stored)
             for key, numbers in by_key.items()
         }
         turns: dict[int, RoutedTurn] = {}
         for key, numbers in by_key.items():
-            errand = errands[key]
-            self._start(errand)
-            for number, reply in zip(numbers, errand.replies, strict=True):
-                turns[number] = RoutedTurn(reply, self._id_of(reply), errand.cancel)
+            submission = submissions[key]
+            self._start(submission)
+            for number, reply in zip(numbers, submission.replies, strict=True):
+                turns[number] = RoutedTurn(reply, self._id_of(reply), submission.cancel)
         return [turns[number] for number in range(len(specs))]
 
     async def apply(self, change: HistoryChange) -> None:
@@ -155,21 +155,23 @@ class RoutedEngine:
     async def drain(self, deadline_s: float) -> None:
         """Accept no more turns and wait for those in flight; cancel them after `deadline_s` seconds."""
         self._is_draining = True
-        if self._errands:
-            await asyncio.wait(self._errands, timeout=deadline_s)
-        for errand in self._errands.values():
-            errand.cancel_all()
-        if self._errands:
-            await asyncio.wait(self._errands, timeout=_CANCEL_S)
+        if self._submissions:
+            await asyncio.wait(self._submissions, timeout=deadline_s)
+        for submission in self._submissions.values():
+            submission.cancel_all()
+        if self._submissions:
+            await asyncio.wait(self._submissions, timeout=_CANCEL_S)
 
     # Status of the replicas
 
     @property
     def num_run_again(self) -> int:
         """Number of turns that were sent again because their replica died."""
-        return self._num_run_again + sum(errand.num_run_again for errand in self._errands.values())
+        return self._num_run_again + sum(
+            submission.num_run_again for submission in self._submissions.values()
+        )
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """Fetch the reports of all replicas; raises the errors of the call."""
         answers = await self._ask_all(Call(0, REPORT, []))
         reports = [decoded_replica_report(value) for value, error in answers if error is None]
@@ -177,34 +179,34 @@ class RoutedEngine:
         if reports:
             self._heard_s = time.monotonic()
         take_turns = {report.replica: report.state == "ready" for report in reports}
-        self._names.see(take_turns, self._first_info, self.last_stats)
+        self._placer.update(take_turns, self._first_info, self.last_stats)
 
     async def watch(self) -> None:
         """Fetch the reports once a second until this coroutine is cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             try:
-                await self.look()
+                await self.refresh()
             except PensieveError as error:
                 _log.warning("the reports of the replicas could not be fetched: %s", error)
 
-    # Inside
+    # Private methods
 
     def _own_stats(self) -> dict[str, Any]:
         """Return the counters that only the front end of several replicas has."""
         by_replica = {report.replica: report.stats for report in self._reports}
         return {"num_turns_run_again": self.num_run_again, BY_REPLICA: by_replica}
 
-    def _start(self, errand: RetryingSubmission) -> None:
-        self._names.sent(errand.key, errand.replies)
-        task = _apart(errand.run())
-        self._errands[task] = errand
+    def _start(self, submission: RetryingSubmission) -> None:
+        self._placer.sent(submission.key, submission.replies)
+        task = _apart(submission.run())
+        self._submissions[task] = submission
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        errand = self._errands.pop(task)
-        self._names.ended(errand.replies)
-        self._num_run_again += errand.num_run_again
+        submission = self._submissions.pop(task)
+        self._placer.ended(submission.replies)
+        self._num_run_again += submission.num_run_again
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a turn ended with an unexpected error", exc_info=error)
 

@@ -36,12 +36,12 @@ from pensieve_jax.server.replicas.links import (
     decoded_replica_report,
     encoded,
 )
-from pensieve_jax.server.replicas.placement import RootNames
+from pensieve_jax.server.replicas.placement import RootPlacer
 from pensieve_jax.server.replicas.plan import FLUSH_S, ReplicaPlan, plan_of
 from pensieve_jax.server.replicas.ray_replicas import RayReplicas, router_hash
 from pensieve_jax.server.replicas.replica import Replica
 from pensieve_jax.server.replicas.report_stream import ReplyTo, ReportLinks, ReportListener
-from pensieve_jax.server.replicas.retry import kept_outputs
+from pensieve_jax.server.replicas.retry import stored_outputs
 from pensieve_jax.server.replicas.routed_engine import RoutedEngine
 from pensieve_jax.server.replicas.scaling import QUEUED_TOKENS
 from pensieve_jax.server.replicas.serve_middleware import ChunkRateLimiter, ProxyRequestIdMiddleware
@@ -155,9 +155,9 @@ class Front:
         assert first.info is not None
         info = first.info
         reader = HistoryReader(info.history, fingerprint=info.fingerprint)
-        self._names = RootNames(router_hash)
-        self._engine = RoutedEngine(replicas, first, kept_outputs(reader), self._names)
-        await self._engine.look()
+        self._placer = RootPlacer(router_hash)
+        self._engine = RoutedEngine(replicas, first, stored_outputs(reader), self._placer)
+        await self._engine.refresh()
         self._watch = asyncio.ensure_future(self._engine.watch())
         self._http = None
         if socket_ is not None:  # per chunk of a stream, a proxy would cost more than the whole front end
@@ -195,11 +195,11 @@ class Front:
             return str(error)
         return None
 
-    # Inside
+    # Private methods
 
     def _application(self) -> ASGIApp:
         engine = cast(EngineService, self._engine)
-        return make_application(engine, self._settings, self._keys, root_for=self._names.new_root)
+        return make_application(engine, self._settings, self._keys, root_for=self._placer.new_root)
 
 
 def _log_as(log_format: LogFormat | None) -> None:
@@ -243,7 +243,7 @@ def application(
         ray_actor_options={"num_cpus": 0, "runtime_env": _ENVIRONMENT},
         logging_config=_LOGGING,
     )
-    return front.bind(replica.bind(plan.of_one()), settings, plan.log_format, address)
+    return front.bind(replica.bind(plan.per_replica()), settings, plan.log_format, address)
 
 
 def _deployment(actor: type, name: str) -> serve.Deployment:

@@ -23,7 +23,7 @@ _PATIENCE_S: Final = 5.0
 """How long to wait for the last query of the thread, which asks Serve."""
 
 
-class Seen(NamedTuple):
+class AppStatus(NamedTuple):
     """Status of the application.
 
     Attributes:
@@ -50,26 +50,26 @@ class StartReport:
         self._num_ready = 0
         self._problems: set[str] = set()
 
-    def see(self, seen: Seen) -> None:
+    def update(self, status: AppStatus) -> None:
         """Report changes of the status; without any for `SILENCE_S` seconds, report what is missing."""
-        for number in range(self._num_ready + 1, seen.num_ready + 1):
+        for number in range(self._num_ready + 1, status.num_ready + 1):
             self._tell(f"replica {number} of {self._num_replicas} is ready, after {self._passed}")
-        kind = _NUMBER.sub("", seen.problem)  # a new retry count alone is not reported
+        kind = _NUMBER.sub("", status.problem)  # a new retry count alone is not reported
         if kind and kind not in self._problems:
             self._problems.add(kind)
-            self._tell(seen.problem)
-        if seen.num_ready < self._num_ready:
-            self._tell(f"a replica was lost: {seen.num_ready} of {self._num_replicas} are ready")
-        self._num_ready = seen.num_ready
+            self._tell(status.problem)
+        if status.num_ready < self._num_ready:
+            self._tell(f"a replica was lost: {status.num_ready} of {self._num_replicas} are ready")
+        self._num_ready = status.num_ready
         if self._now_s() - self._said_s >= SILENCE_S:
-            self._tell(f"waiting for {self._what_is_left(seen)}, {self._passed} so far")
+            self._tell(f"waiting for {self._what_is_left(status)}, {self._passed} so far")
 
-    # Inside
+    # Private methods
 
-    def _what_is_left(self, seen: Seen) -> str:
-        left = range(seen.num_ready + 1, self._num_replicas + 1)
+    def _what_is_left(self, status: AppStatus) -> str:
+        left = range(status.num_ready + 1, self._num_replicas + 1)
         if not left:
-            return "Serve" if seen.is_front_ready else "the front end"
+            return "Serve" if status.is_front_ready else "the front end"
         if len(left) == 1:
             return f"replica {left[0]} of {self._num_replicas}, which loads the model or compiles"
         return f"replicas {left[0]} to {left[-1]} of {self._num_replicas}, which load the model or compile"
@@ -92,37 +92,41 @@ class ReplicaMonitor:
         self._is_front_there = True
         self._say = say
 
-    def see(self, seen: Seen) -> None:
+    def update(self, status: AppStatus) -> None:
         """Report changes of the status."""
-        if seen.num_ready != self._num_there:
-            self._say(f"{seen.num_ready} of {self._num_wanted} replicas are ready; before: {self._num_there}")
-            self._num_there = seen.num_ready
-        if seen.is_front_ready != self._is_front_there:
-            self._say("the front end is ready again" if seen.is_front_ready else "the front end was lost")
-            self._is_front_there = seen.is_front_ready
+        if status.num_ready != self._num_there:
+            self._say(
+                f"{status.num_ready} of {self._num_wanted} replicas are ready; before: {self._num_there}"
+            )
+            self._num_there = status.num_ready
+        if status.is_front_ready != self._is_front_there:
+            self._say("the front end is ready again" if status.is_front_ready else "the front end was lost")
+            self._is_front_there = status.is_front_ready
 
 
 @contextmanager
-def watching(attendance: ReplicaMonitor, look: Callable[[], Seen | None], every_s: float) -> Iterator[None]:
+def monitoring(
+    monitor: ReplicaMonitor, read_status: Callable[[], AppStatus | None], every_s: float
+) -> Iterator[None]:
     """Report changes from a thread until the block is left, without waiting for a query in progress."""
-    with _thread_that_looks(_Looking(look), attendance.see, every_s, patience_s=0.0):
+    with _status_thread(_StatusQuery(read_status), monitor.update, every_s, patience_s=0.0):
         yield
 
 
 @contextmanager
-def telling(report: StartReport, look: Callable[[], Seen | None]) -> Iterator[None]:
+def reporting_start(report: StartReport, read_status: Callable[[], AppStatus | None]) -> Iterator[None]:
     """Report a start from a thread until the block is left, and once more at the end."""
-    looking = _Looking(look)
-    with _thread_that_looks(looking, report.see, LOOK_S, patience_s=_PATIENCE_S):
+    query = _StatusQuery(read_status)
+    with _status_thread(query, report.update, LOOK_S, patience_s=_PATIENCE_S):
         yield
-    seen = looking()
-    if seen is not None:
-        report.see(seen)
+    status = query()
+    if status is not None:
+        report.update(status)
 
 
 @contextmanager
-def _thread_that_looks(
-    looking: _Looking, see: Callable[[Seen], None], every_s: float, *, patience_s: float
+def _status_thread(
+    query: _StatusQuery, update: Callable[[AppStatus], None], every_s: float, *, patience_s: float
 ) -> Iterator[None]:
     """Run a thread that queries and reports until the block is left, then join it for up to `patience_s`.
 
@@ -132,9 +136,9 @@ def _thread_that_looks(
 
     def work() -> None:
         while not is_over.wait(every_s):
-            seen = looking()
-            if seen is not None and not is_over.is_set():
-                see(seen)
+            status = query()
+            if status is not None and not is_over.is_set():
+                update(status)
 
     thread = threading.Thread(target=work, name="replica-status", daemon=True)
     thread.start()
@@ -145,18 +149,18 @@ def _thread_that_looks(
         thread.join(patience_s)
 
 
-class _Looking:
+class _StatusQuery:
     """Status query that returns None instead of an error, because a start must not depend on its report."""
 
-    def __init__(self, look: Callable[[], Seen | None]) -> None:
-        """Wrap the query `look`."""
-        self._look = look
+    def __init__(self, read_status: Callable[[], AppStatus | None]) -> None:
+        """Wrap the query `read_status`."""
+        self._read_status = read_status
         self._has_failed = False
 
-    def __call__(self) -> Seen | None:
+    def __call__(self) -> AppStatus | None:
         """Return the status, or None if the query failed; only the first failure is logged."""
         try:
-            return self._look()
+            return self._read_status()
         except Exception as error:  # Serve does not document its exceptions
             if not self._has_failed:
                 self._has_failed = True

@@ -110,7 +110,7 @@ class RoutedReply:
         self._waiters.append(waiter)
         await waiter
 
-    # Inside
+    # Private methods
 
     def _add(self, text: str, ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None) -> bool:
         """Add a part of the current run; return False and fail if it differs from the delivered output."""

@@ -64,7 +64,7 @@ def previous_response(
     return record
 
 
-def unwritable(error: ChatTemplateError, messages: Sequence[Message], field: str) -> ApiError:
+def template_error(error: ChatTemplateError, messages: Sequence[Message], field: str) -> ApiError:
     """Return a 400 for messages that the chat template rejects.
 
     `param` is `field`, or the first role in it that few templates accept.
@@ -76,16 +76,16 @@ def unwritable(error: ChatTemplateError, messages: Sequence[Message], field: str
     return invalid_value(field, message)
 
 
-def most_tokens(services: Services) -> int:
+def context_token_limit(services: Services) -> int:
     """Return the longest context, in tokens, that leaves room for a reply of one token."""
     return services.engine.info.limits.max_context_tokens - 1
 
 
 def check_num_tokens(services: Services, num_tokens: int, param: str) -> None:
     """Raise ApiError 400 for a context that the engine would refuse, before it is sent to the engine."""
-    most = most_tokens(services)
-    if num_tokens > most:
-        raise context_too_long(num_tokens, most, param)
+    token_limit = context_token_limit(services)
+    if num_tokens > token_limit:
+        raise context_too_long(num_tokens, token_limit, param)
 
 
 def commit_context(services: Services, context: ResolvedContext, output: Output) -> None:

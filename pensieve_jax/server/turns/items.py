@@ -26,10 +26,10 @@ _INPUT_ID: Final = re.compile(r"msg_([0-9a-f]{32})_(\d{1,6})\Z")
 
 def item_of(message: Mapping[str, Any]) -> Item:
     """Convert a text message to a stored item without an id."""
-    return kept_item(message["role"], [message["content"]])
+    return stored_item(message["role"], [message["content"]])
 
 
-def kept_item(role: str, texts: Sequence[str]) -> Item:
+def stored_item(role: str, texts: Sequence[str]) -> Item:
     """Return a stored item without an id: a message whose parts have these texts."""
     if role == "assistant":
         parts = [output_part(text) for text in texts]
@@ -79,7 +79,7 @@ def named_id(name: str, index: int) -> str:
     return f"msg_{hashlib.sha256(f'{name}/{index}'.encode()).hexdigest()[:48]}"
 
 
-def place_of(item_id: str) -> tuple[str, int | None] | None:
+def position_of(item_id: str) -> tuple[str, int | None] | None:
     """Return the turn id and the position in its request that an item id encodes.
 
     The reply of a turn has the position None. Return None for an id that encodes no turn.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pensieve_jax.server.tracing import Tracing
 
 type Start = Callable[[], Awaitable[Sequence[AsyncTurn]]]
-type Think = Callable[[Callable[[Memory], ResolvedContext], Memory], Awaitable[ResolvedContext]]
+type RunCpu = Callable[[Callable[[Memory], ResolvedContext], Memory], Awaitable[ResolvedContext]]
 
 
 async def run_turns(
@@ -55,19 +55,19 @@ async def run_turns(
     Raises ApiError 429 and 503, and what `start` raises. Cancelling it while it waits leaves no state behind.
     """
     began_s = time.perf_counter()
-    place = services.limits.enter_now(owner, num_turns, num_tokens, max_tokens)
-    if place is None:
+    ticket = services.limits.enter_now(owner, num_turns, num_tokens, max_tokens)
+    if ticket is None:
         entering = services.limits.enter(owner, num_turns, num_tokens, max_tokens)
-        place = await (entering if wait is None else wait(entering))
+        ticket = await (entering if wait is None else wait(entering))
     services.metrics.waited(time.perf_counter() - began_s)
     try:
         turns = await start()
     except BaseException:
-        place.leave()
+        ticket.leave()
         raise
     accepted_s = time.perf_counter()
     timed = [TimedTurn(turn, services.metrics, TurnTimes(began_s, accepted_s)) for turn in turns]
-    return RunningTurns(timed, place, services.tracing)
+    return RunningTurns(timed, ticket, services.tracing)
 
 
 async def start_turns(
@@ -75,7 +75,7 @@ async def start_turns(
     find: Callable[[Memory], ResolvedContext],
     specs_of: Callable[[ResolvedContext], Sequence[TurnSpec]],
     *,
-    run_cpu: Think,
+    run_cpu: RunCpu,
 ) -> tuple[ResolvedContext, list[AsyncTurn]]:
     """Submit the turns of a context and wait until the engine accepts them, all or none.
 
@@ -184,10 +184,10 @@ class RunningTurns:
       turns: in the order in which they were submitted.
     """
 
-    def __init__(self, turns: Sequence[TimedTurn], place: Ticket, tracing: Tracing | None) -> None:
-        """`place` is their ticket; `tracing` gets one report of the end of each turn."""
+    def __init__(self, turns: Sequence[TimedTurn], ticket: Ticket, tracing: Tracing | None) -> None:
+        """`ticket` is their ticket; `tracing` gets one report of the end of each turn."""
         self.turns = turns
-        self._place = place
+        self._ticket = ticket
         self._tracing = tracing
 
     async def results(self) -> list[Output]:
@@ -212,7 +212,7 @@ class RunningTurns:
         finally:
             self._trace()
             ended = [output for output in outputs if output is not None]
-            self._place.leave(
+            self._ticket.leave(
                 sum(output.usage.prompt_tokens + output.usage.output_tokens for output in ended),
                 # Cancelled replies are cut short, so they say nothing about typical reply lengths.
                 [output.usage.output_tokens for output in ended if output.finish_reason != "cancelled"],

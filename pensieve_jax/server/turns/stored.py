@@ -21,7 +21,7 @@ from pensieve_jax.text import Message
 LIFETIME_S: Final = 30 * 24 * 3600.0
 
 
-def kept_draft(
+def stored_draft(
     services: Services, owner: str, turn_id: str, messages: Sequence[Message], params: SamplingParams
 ) -> ResponseDraft:
     """Return the response record that is committed with a turn.

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pensieve_jax.cache import AnalyticCostModel, DropReason, EvictionClass, Role, VictimOrder
+from pensieve_jax.cache.order.ghost_cache import GhostCache
 from pensieve_jax.cache.order.policies import LearnedPolicy, RecencyPolicy, RetentionPolicy, ReturnsPolicy
 from pensieve_jax.cache.order.policy_selector import BLOCK_TOKENS, PolicySelector
 from pensieve_jax.cache.order.returns import NUM_BINS, NUM_BUCKETS, ReturnModel
-from pensieve_jax.cache.order.shadows import GhostCache
 from tests.cache.helpers import CHUNK, Cache, habits
 from tests.cache.order.test_policies import cache_with, holes_strategy, order_of, peek, sizes_strategy
 
@@ -30,7 +30,7 @@ def test_with_nothing_learned_it_is_the_papers_order(sizes, holes):
 @given(sizes=sizes_strategy, holes=holes_strategy)
 def test_following_lru_it_is_lru(sizes, holes):
     cache, sequences = cache_with("learned", sizes, holes)
-    cache.policy.follow("lru")
+    cache.policy.select("lru")
     assert order_of(cache, sequences) == order_of(*cache_with("lru", sizes, holes))
 
 
@@ -43,7 +43,7 @@ def test_it_orders_by_index_times_cost():
         model.close(6, 5000.0, returned=False)
     model.fit(np.zeros((NUM_BUCKETS, NUM_BINS)))
     cache.policy.use(model)
-    cache.policy.follow("returns")
+    cache.policy.select("returns")
     assert order_of(cache, [returner, leaver]) == [(1, 0), (1, 1), (1, 2), (0, 0), (0, 1), (0, 2)]
 
 
@@ -61,7 +61,7 @@ def test_the_order_equals_an_exhaustive_search(followed, seed, sizes, changes):
     cache, sequences = cache_with("learned", sizes)
     policy, rng = cache.policy, random.Random(seed)
     policy.use(habits(seed))
-    policy.follow(followed)
+    policy.select(followed)
     for sequence in sequences:
         sequence.bucket = rng.randrange(NUM_BUCKETS)
     store, turns = cache.manager._store, cache.manager.turns
@@ -89,7 +89,7 @@ def test_the_order_equals_an_exhaustive_search(followed, seed, sizes, changes):
             policy.model.returns[rng.randrange(NUM_BUCKETS)] += 3
             policy.model.fit(np.zeros((NUM_BUCKETS, NUM_BINS)))
         elif change == 7:
-            policy.follow(rng.choice(ORDERS))
+            policy.select(rng.choice(ORDERS))
         else:
             victim = peek(order, cache)
             for chunk in () if victim is None else victim.indices:
@@ -104,8 +104,8 @@ def test_the_order_equals_an_exhaustive_search(followed, seed, sizes, changes):
 def assert_is_least(order, cache, sequences):
     victim, now_s, expected = peek(order, cache), cache.clock.now(), []
     for one in sequences:
-        if one.role is Role.IDLE and one.num_on[EvictionClass.DIRTY]:
-            chunk = one.first_on(EvictionClass.DIRTY)
+        if one.role is Role.IDLE and one.num_by_class[EvictionClass.DIRTY]:
+            chunk = one.first_of(EvictionClass.DIRTY)
             expected.append((cache.policy.worth(one, chunk, now_s), one.role_number, one))
     found = None if victim is None else (victim.worth, victim.sequence.role_number, victim.sequence)
     assert found == min(expected, default=None)
@@ -177,17 +177,17 @@ def test_a_ghost_cache_keeps_what_a_cache_with_that_order_would(name, seed, turn
 
 
 def test_a_ghost_cache_does_not_keep_conversations_without_own_blocks():
-    shadow = GhostCache(RecencyPolicy(), 20)
+    ghost = GhostCache(RecencyPolicy(), 20)
     for i in range(100):
-        shadow.left(str(i), 2, num_shared=2, bucket=1, now_s=float(i))
-    assert not shadow._shadows and not shadow._noted and not shadow.num_held
-    assert shadow.returned("0") is None
+        ghost.left(str(i), 2, num_shared=2, bucket=1, now_s=float(i))
+    assert not ghost._entries and not ghost._noted and not ghost.num_held
+    assert ghost.returned("0") is None
     common = {"num_shared": 0, "bucket": 1, "now_s": 200.0}
-    shadow.left("big", 20, **common)
-    shadow.left("more", 5, **common)
-    assert shadow.returned("big") == 5 and shadow.num_held == 25
-    shadow.left("none", 2, num_shared=2, bucket=1, now_s=201.0)
-    assert shadow.num_held == 20, "it asks nobody for room, but room is made"
+    ghost.left("big", 20, **common)
+    ghost.left("more", 5, **common)
+    assert ghost.returned("big") == 5 and ghost.num_held == 25
+    ghost.left("none", 2, num_shared=2, bucket=1, now_s=201.0)
+    assert ghost.num_held == 20, "it asks nobody for room, but room is made"
 
 
 def insured(model: ReturnModel, followed: str, num_tokens: int) -> PolicySelector:
@@ -196,7 +196,7 @@ def insured(model: ReturnModel, followed: str, num_tokens: int) -> PolicySelecto
         "lru": RecencyPolicy(),
         "returns": ReturnsPolicy(model, COSTS, BLOCK_TOKENS),
     }
-    return PolicySelector(orders, COSTS, followed=followed, chunk_tokens=CHUNK, num_tokens=num_tokens)
+    return PolicySelector(orders, COSTS, selected=followed, chunk_tokens=CHUNK, num_tokens=num_tokens)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -209,49 +209,49 @@ def test_an_order_that_keeps_losing_is_soon_left(seed):
         model.close(1, 15_000.0, returned=True)
         model.close(2, 30.0, returned=True)
     model.fit(np.zeros((NUM_BUCKETS, NUM_BINS)))
-    insurance = insured(model, "returns", 40 * BLOCK_TOKENS)
-    now_s, paid_s, before = 0.0, 0.0, dict(insurance.lost_s)
+    selector = insured(model, "returns", 40 * BLOCK_TOKENS)
+    now_s, paid_s, before = 0.0, 0.0, dict(selector.lost_s)
     size = 5 * BLOCK_TOKENS
     for i in range(600):
         now_s += 5.0
         if i >= 4 and rng.random() < 0.9:  # those of bucket 1 return after 20 s
-            insurance.returned(f"good-{i % 4}", size, 0)
-            followed = insurance.followed
-            paid_s += insurance.lost_s[followed] - before[followed]
-            before = dict(insurance.lost_s)
-        insurance.left(f"good-{i % 4}", size, 0, bucket=1, now_s=now_s)
-        insurance.left(f"bad-{i}", size, 0, bucket=2, now_s=now_s)
-    best_s = min(insurance.lost_s.values())
-    assert insurance.lost_s["returns"] > 3 * best_s, "the trace does not hurt"
-    assert insurance.followed != "returns"
-    assert paid_s < best_s + 0.1 * insurance.lost_s["returns"]
+            selector.returned(f"good-{i % 4}", size, 0)
+            followed = selector.selected
+            paid_s += selector.lost_s[followed] - before[followed]
+            before = dict(selector.lost_s)
+        selector.left(f"good-{i % 4}", size, 0, bucket=1, now_s=now_s)
+        selector.left(f"bad-{i}", size, 0, bucket=2, now_s=now_s)
+    best_s = min(selector.lost_s.values())
+    assert selector.lost_s["returns"] > 3 * best_s, "the trace does not hurt"
+    assert selector.selected != "returns"
+    assert paid_s < best_s + 0.1 * selector.lost_s["returns"]
 
 
 def test_chance_alone_changes_little():
     """Three orders have equal expected losses, which differ by orders of magnitude from turn to turn."""
-    insurance = insured(ReturnModel(), "retention", 10 * BLOCK_TOKENS)
+    selector = insured(ReturnModel(), "retention", 10 * BLOCK_TOKENS)
     rng = np.random.default_rng(0)
     for _ in range(3000):
         losses_s = np.exp(3 * rng.standard_normal(3))
-        insurance._add(losses_s)
-    assert insurance.num_changes <= 10
+        selector._add(losses_s)
+    assert selector.num_changes <= 10
 
 
 def test_its_losses_are_exported():
     first = insured(ReturnModel(), "retention", 10 * BLOCK_TOKENS)
     for i in range(50):
         first._add(np.array([1.0, 2.0, 0.25 + 0.01 * (i % 3)]))
-    assert first.followed == "returns"
+    assert first.selected == "returns"
     orders = dict(zip(ORDERS, (RecencyPolicy(),) * 3, strict=True))
     second = PolicySelector(
         orders,
         COSTS,
-        followed=first.followed,
+        selected=first.selected,
         chunk_tokens=CHUNK,
         num_tokens=10 * BLOCK_TOKENS,
         losses=first.losses,
     )
-    assert second.losses == first.losses and second.followed == "returns"
+    assert second.losses == first.losses and second.selected == "returns"
 
 
 @pytest.mark.parametrize(("num_blocks", "factor"), [(1000, 1.0), (1, 1.0), (10, 0.01)])
@@ -263,11 +263,11 @@ def test_losses_of_another_memory_size_or_model_are_forgotten(num_blocks, factor
     costs = AnalyticCostModel(CHUNK, num_weights=1e3 * factor, attention_width=1e3 * factor)
     orders = dict(zip(ORDERS, (RecencyPolicy(),) * 3, strict=True))
     common = {"chunk_tokens": CHUNK, "num_tokens": num_blocks * BLOCK_TOKENS}
-    second = PolicySelector(orders, costs, followed="returns", losses=first.losses, **common)
-    assert second.followed == "retention" and not any(second.losses.sums_s)
+    second = PolicySelector(orders, costs, selected="returns", losses=first.losses, **common)
+    assert second.selected == "retention" and not any(second.losses.sums_s)
     for i in range(20):
         second._add(np.array([2.0, 0.01 * (i % 2), 3.0]))
-    assert second.followed == "lru"
+    assert second.selected == "lru"
 
 
 def test_a_shared_prefix_does_not_count_as_the_users_prompt():
@@ -316,25 +316,25 @@ def test_turns_reach_the_order_through_the_manager():
         cache.clock.advance(2.0)
         manager.turns.sent(sequence, 3 * CHUNK)
         manager.close(sequence)
-    experience = manager.turns.experience()
+    experience = manager.turns.learned_state()
     assert experience.num_returns == 64 and (experience.returns.sum(1) > 0).sum() == 1
     assert experience.exposure_s.sum() == pytest.approx(128.0)
     assert manager.stats()["num_returns_seen"] == 64
     manager.turns.begin(None)
-    assert manager.turns.experience().num_returns == 0
+    assert manager.turns.learned_state().num_returns == 0
 
 
 def test_orders_that_do_not_learn_have_no_learned_state():
     cache = Cache(policy="retention")
-    assert cache.manager.turns.experience() is None and cache.manager.turns.describe() is None
+    assert cache.manager.turns.learned_state() is None and cache.manager.turns.describe() is None
 
 
 def test_a_policy_starts_with_the_order_of_its_learned_state():
     cache = Cache(200, policy="learned")
     policy = cache.manager._policy
-    assert isinstance(policy, LearnedPolicy) and policy.followed == "retention"
-    experience = cache.manager.turns.experience()
+    assert isinstance(policy, LearnedPolicy) and policy.selected == "retention"
+    experience = cache.manager.turns.learned_state()
     cache.manager.turns.begin(
         type(experience)(experience.returns, experience.exposure_s, "lru", experience.losses)
     )
-    assert policy.followed == "lru" and "'lru'" in cache.manager.turns.describe()
+    assert policy.selected == "lru" and "'lru'" in cache.manager.turns.describe()

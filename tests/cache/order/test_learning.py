@@ -62,7 +62,7 @@ def test_an_ended_conversation_does_not_return():
     cache.clock.advance(3.0)
     cache.manager.turns.ended("a")
     cache.manager.turns.sent(sequence, 3 * CHUNK)
-    experience = cache.manager.turns.experience()
+    experience = cache.manager.turns.learned_state()
     assert experience.num_returns == 0 and experience.exposure_s.sum() == pytest.approx(3.0)
 
 
@@ -71,10 +71,10 @@ def test_an_ended_conversation_frees_its_place_in_the_ghost_caches():
     cache = Cache(200, policy="learned")
     turns, sequence = cache.manager.turns, cache.running("a", 64 * CHUNK)
     answered(cache, sequence, 64 * CHUNK, 63 * CHUNK)
-    shadows = turns._insurance._shadows
-    assert [shadow.num_held for shadow in shadows] == [64 * CHUNK // BLOCK_TOKENS] * 3
+    ghosts = turns._selector._ghosts
+    assert [ghost.num_held for ghost in ghosts] == [64 * CHUNK // BLOCK_TOKENS] * 3
     turns.ended("a")
-    assert [shadow.num_held for shadow in shadows] == [0] * 3
+    assert [ghost.num_held for ghost in ghosts] == [0] * 3
 
 
 def test_idle_conversations_count_as_not_returned_so_far():
@@ -82,7 +82,7 @@ def test_idle_conversations_count_as_not_returned_so_far():
     sequence = cache.running("a", 3 * CHUNK)
     answered(cache, sequence, 3 * CHUNK, 2 * CHUNK)
     cache.clock.advance(4.0)
-    assert cache.manager.turns.experience().exposure_s[sequence.bucket].sum() == pytest.approx(4.0)
+    assert cache.manager.turns.learned_state().exposure_s[sequence.bucket].sum() == pytest.approx(4.0)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_idle_conversations_count_as_not_returned_so_far():
 )
 def test_chunks_that_are_on_both_tiers_ahead_of_need_count_once(cpu_pages, clean_pages, num_chunks):
     cache = Cache(200, cpu_pages, policy="learned", clean_pages=clean_pages)
-    assert cache.manager.turns.experience().losses.counted_for[0] == num_chunks * CHUNK
+    assert cache.manager.turns.learned_state().losses.counted_for[0] == num_chunks * CHUNK
 
 
 def test_shared_chunks_are_not_own_blocks_in_the_ghost_caches():
@@ -98,10 +98,10 @@ def test_shared_chunks_are_not_own_blocks_in_the_ghost_caches():
     sequence = cache.running("a", 64 * CHUNK)
     cache.manager.release(sequence)
     answered(cache, sequence, 64 * CHUNK, 63 * CHUNK)
-    shadows = cache.manager.turns._insurance._shadows
-    assert [shadow.num_held for shadow in shadows] == [64 * CHUNK // BLOCK_TOKENS] * 3
+    ghosts = cache.manager.turns._selector._ghosts
+    assert [ghost.num_held for ghost in ghosts] == [64 * CHUNK // BLOCK_TOKENS] * 3
     cache.manager.fork(sequence, 32 * CHUNK, "fork")
-    assert [shadow.num_held for shadow in shadows] == [32 * CHUNK // BLOCK_TOKENS] * 3
+    assert [ghost.num_held for ghost in ghosts] == [32 * CHUNK // BLOCK_TOKENS] * 3
 
 
 def test_the_description_names_the_order_and_the_reason():
@@ -112,7 +112,7 @@ def test_the_description_names_the_order_and_the_reason():
         **{f"shadow_{name}_recompute_s": 0.0 for name in ("retention", "lru", "returns")},
         **{"num_order_changes": 0, "num_returns_seen": 0},
     }
-    turns._insurance._add([1.0, 0.5, 2.0])
+    turns._selector._add([1.0, 0.5, 2.0])
     assert turns.describe() == (
         "following 'retention': estimated recomputation: retention 1 s, lru 0.5 s, returns 2 s"
     )
@@ -122,21 +122,21 @@ def test_a_better_order_is_followed_after_a_turn():
     cache = Cache(200, policy="learned")
     turns, sequence = cache.manager.turns, cache.running("a", 3 * CHUNK)
     for _ in range(3):
-        turns._insurance._add([1.0, 0.5, 2.0])
-    assert cache.manager._policy.followed == "retention"
+        turns._selector._add([1.0, 0.5, 2.0])
+    assert cache.manager._policy.selected == "retention"
     turns.sent(sequence, 3 * CHUNK)
-    assert cache.manager._policy.followed == "lru" and turns.stats()["num_order_changes"] == 1
+    assert cache.manager._policy.selected == "lru" and turns.stats()["num_order_changes"] == 1
 
 
 def test_it_continues_from_a_learned_state_and_forgets_it():
     cache = Cache(200, policy="learned")
     experience = experience_of(3)
     cache.manager.turns.begin(experience)
-    assert cache.manager._policy.followed == "returns"
-    found = cache.manager.turns.experience()
-    assert found.num_returns == experience.num_returns and found.followed == "returns"
+    assert cache.manager._policy.selected == "returns"
+    found = cache.manager.turns.learned_state()
+    assert found.num_returns == experience.num_returns and found.selected == "returns"
     cache.manager.turns.begin(None)
-    assert cache.manager._policy.followed == "retention"
+    assert cache.manager._policy.selected == "retention"
 
 
 def test_orders_that_do_not_learn_ignore_turns():

@@ -33,7 +33,7 @@ class Active:
         self.last_active_s, self.bucket = last_active_s, bucket
 
 
-def offers(*rows: tuple[float, int, int]) -> EvictionCandidates:
+def candidates(*rows: tuple[float, int, int]) -> EvictionCandidates:
     last_active_s, buckets, chunks = zip(*rows, strict=True)
     return EvictionCandidates(np.array(last_active_s), np.array(buckets), np.array(chunks))
 
@@ -72,24 +72,24 @@ def test_retention_divides_the_cost_up_to_a_chunks_end_by_idle_time():
         assert policy.worth(Active(90.0), index, 100.0) == cost_s / 10
         assert policy.worth(Active(100.0), index, 100.0) == cost_s / 1e-3
         assert policy.worth(Active(200.0), index, 100.0) == cost_s / 1e-3
-    assert policy.worths(offers((90.0, 0, 3), (100.0, 0, 0)), 100.0).tolist() == [
+    assert policy.worths(candidates((90.0, 0, 3), (100.0, 0, 0)), 100.0).tolist() == [
         COSTS.chunk_cost_s(4 * CHUNK) / 10,
         COSTS.chunk_cost_s(CHUNK) / 1e-3,
     ]
-    assert policy.epoch(1.0) != policy.epoch(2.0) and policy.until_s(offers((0.0, 0, 0)), 1.0) is None
+    assert policy.epoch(1.0) != policy.epoch(2.0) and policy.until_s(candidates((0.0, 0, 0)), 1.0) is None
 
 
 def test_costs_of_many_reach_the_requested_length():
     policy = RetentionPolicy(COSTS, CHUNK)
     for index in (0, 1, 2, 3, 10, 21, 20):
         expected = COSTS.chunk_cost_s((index + 1) * CHUNK) / 10
-        assert policy.worths(offers((90.0, 0, index)), 100.0).tolist() == [expected]
+        assert policy.worths(candidates((90.0, 0, index)), 100.0).tolist() == [expected]
 
 
 def test_recency_is_one_over_idle_time():
     policy = RecencyPolicy()
     assert [policy.worth(Active(at_s), 7, 100.0) for at_s in (90.0, 100.0, 101.0)] == [0.1, 1e3, 1e3]
-    assert policy.worths(offers((90.0, 0, 7), (101.0, 0, 0)), 100.0).tolist() == [0.1, 1e3]
+    assert policy.worths(candidates((90.0, 0, 7), (101.0, 0, 0)), 100.0).tolist() == [0.1, 1e3]
     assert policy.epoch(1.0) != policy.epoch(2.0)
 
 
@@ -97,15 +97,15 @@ def test_recency_is_one_over_idle_time():
 def test_the_least_recent_have_their_time_as_value(name):
     policy = make_policy(name, COSTS, CHUNK)
     assert policy.worth(Active(90.0), 7, 100.0) == 90.0 and policy.epoch(1.0) == policy.epoch(2.0)
-    assert policy.worths(offers((90.0, 0, 7)), 100.0).tolist() == [90.0]
+    assert policy.worths(candidates((90.0, 0, 7)), 100.0).tolist() == [90.0]
 
 
 def test_returns_multiply_the_index_by_the_cost_until_the_bin_ends():
     policy = ReturnsPolicy(habits(0), COSTS, CHUNK)
     expected = policy.model.index(5, bin_of(90.0, 100.0)) * COSTS.chunk_cost_s(3 * CHUNK)
     assert policy.worth(Active(90.0, 5), 2, 100.0) == expected
-    assert policy.worths(offers((90.0, 5, 2)), 100.0).tolist() == [expected]
-    (end_s,) = policy.until_s(offers((90.0, 5, 2)), 100.0).tolist()
+    assert policy.worths(candidates((90.0, 5, 2)), 100.0).tolist() == [expected]
+    (end_s,) = policy.until_s(candidates((90.0, 5, 2)), 100.0).tolist()
     assert end_s == 90.0 + EDGES_S[bin_of(90.0, 100.0) + 1]
     before = policy.epoch(1.0)
     assert policy.epoch(2.0) == before
@@ -125,7 +125,7 @@ def test_without_a_vectorized_method_each_value_is_asked_for():
         worths = EvictionPolicy.worths
 
     policy = Plain(COSTS, CHUNK)
-    found = policy.worths(offers((90.0, 0, 0), (80.0, 0, -1), (80.0, 0, 1)), 100.0)
+    found = policy.worths(candidates((90.0, 0, 0), (80.0, 0, -1), (80.0, 0, 1)), 100.0)
     first, last = policy.worth(Active(90.0), 0, 100.0), policy.worth(Active(80.0), 1, 100.0)
     assert found.tolist() == [first, math.inf, last]
 
@@ -133,13 +133,13 @@ def test_without_a_vectorized_method_each_value_is_asked_for():
 def test_the_learned_order_equals_the_followed_one():
     policy = LearnedPolicy(COSTS, CHUNK)
     assert list(orders_of(ReturnsPolicy(ReturnModel(), COSTS, CHUNK), COSTS, CHUNK)) == list(policy.orders)
-    assert policy.followed == "retention" and policy.in_force is policy.orders["retention"]
-    policy.follow("lru")
+    assert policy.selected == "retention" and policy.current is policy.orders["retention"]
+    policy.select("lru")
     assert policy.worth(Active(90.0), 7, 100.0) == 0.1
     model = habits(1)
     policy.use(model)
-    policy.follow("returns")
-    assert policy.model is policy.in_force.model is model
+    policy.select("returns")
+    assert policy.model is policy.current.model is model
 
 
 @pytest.mark.parametrize(
@@ -192,9 +192,9 @@ def test_each_value_is_computed_once_in_a_pass():
     """A new time outdates all values; a sequence that changed as well is not valued twice."""
 
     class Counting(RetentionPolicy):
-        def worths(self, offers, now_s):
-            num_valued.append(len(offers.chunks))
-            return super().worths(offers, now_s)
+        def worths(self, candidates, now_s):
+            num_valued.append(len(candidates.chunks))
+            return super().worths(candidates, now_s)
 
     num_valued: list[int] = []
     cache = Cache(20)
@@ -329,9 +329,9 @@ def test_merging_subtracts_the_common_start_without_negative_results():
         LearnedState(np.full(shape, returns), np.full(shape, 2 * returns), followed, losses)
         for returns, followed in ((1.0, "returns"), (2.0, "lru"), (7.0, "lru"))
     ]
-    both = LearnedState.together(ones, given)
-    assert both.followed == "returns" and both.returns[0, 0] == 10 - 8 and both.exposure_s[0, 0] == 20 - 16
-    few = LearnedState.together(ones[:2], given)
+    both = LearnedState.merged(ones, given)
+    assert both.selected == "returns" and both.returns[0, 0] == 10 - 8 and both.exposure_s[0, 0] == 20 - 16
+    few = LearnedState.merged(ones[:2], given)
     assert few.returns[0, 0] == 0 and few.exposure_s[0, 0] == 0
-    alone = LearnedState.together(ones[2:], given)
+    alone = LearnedState.merged(ones[2:], given)
     assert alone.returns[0, 0] == 7 and alone.exposure_s[0, 0] == 14

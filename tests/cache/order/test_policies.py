@@ -37,9 +37,9 @@ def cache_with(policy, sizes, holes=()):
     return cache, sequences
 
 
-def victims_of(cache, sequences, shelf=EvictionClass.DIRTY):
+def victims_of(cache, sequences, eviction_class=EvictionClass.DIRTY):
     """Return (sequence, chunks) in eviction order; each group is dropped before the next is asked for."""
-    order = VictimOrder(cache.policy, shelf, dict.fromkeys(sequences))
+    order = VictimOrder(cache.policy, eviction_class, dict.fromkeys(sequences))
     while (victim := peek(order, cache)) is not None:
         sequence, group, worth = victim
         assert worth == cache.policy.worth(sequence, group[0], cache.clock.now())
@@ -56,9 +56,9 @@ def peek(order, cache):
     return order.peek()
 
 
-def order_of(cache, sequences, shelf=EvictionClass.DIRTY):
+def order_of(cache, sequences, eviction_class=EvictionClass.DIRTY):
     """Return [(sequence's number, chunk)] in drop order, until none is left."""
-    victims = victims_of(cache, sequences, shelf)
+    victims = victims_of(cache, sequences, eviction_class)
     return [(sequences.index(sequence), chunk) for sequence, group in victims for chunk in group]
 
 
@@ -185,7 +185,7 @@ def test_the_order_stays_right_while_everything_changes(policy, sizes, changes):
         victim = order.peek()
         now_s, expected = cache.clock.now(), []
         for one in sequences:
-            if one.role is Role.IDLE and one.num_on[EvictionClass.DIRTY]:
+            if one.role is Role.IDLE and one.num_by_class[EvictionClass.DIRTY]:
                 index = cache.policy.chunk(one, EvictionClass.DIRTY)
                 expected.append((cache.policy.worth(one, index, now_s), one.role_number, one))
         found = None if victim is None else (victim.worth, victim.sequence.role_number, victim.sequence)
@@ -239,13 +239,13 @@ def test_many_come_and_go(seed):
         now_s = cache.clock.now()
         order.begin(now_s)
         for _ in range(rng.choice((0, 1, 2, 90)) if number % 50 == 49 else rng.randrange(2)):
-            there = [one for one in store.members[Role.IDLE] if one.num_on[EvictionClass.DIRTY]]
+            there = [one for one in store.members[Role.IDLE] if one.num_by_class[EvictionClass.DIRTY]]
             victim = order.peek()
             if not there:
                 assert victim is None
                 break
             worths = [
-                (cache.policy.worth(one, one.first_on(EvictionClass.DIRTY), now_s), i)
+                (cache.policy.worth(one, one.first_of(EvictionClass.DIRTY), now_s), i)
                 for i, one in enumerate(there)
             ]
             assert (victim.worth, there.index(victim.sequence)) == min(worths)

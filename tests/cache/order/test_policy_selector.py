@@ -18,9 +18,9 @@ class Constant:
         return context_len / BLOCK_TOKENS if self.grows else 1.0
 
 
-def insurance_of(num_tokens: int = 10 * BLOCK_TOKENS, *, grows: bool = False, **options) -> PolicySelector:
+def selector_of(num_tokens: int = 10 * BLOCK_TOKENS, *, grows: bool = False, **options) -> PolicySelector:
     orders = {"one": RecencyPolicy(), "two": RecencyPolicy()}
-    options = {"followed": "one", "chunk_tokens": 64} | options
+    options = {"selected": "one", "chunk_tokens": 64} | options
     return PolicySelector(orders, Constant(grows=grows), num_tokens=num_tokens, **options)
 
 
@@ -33,9 +33,9 @@ def test_block_counts_are_rounded_and_at_least_one(num_tokens, num_blocks):
 
 
 def test_a_block_costs_as_much_as_its_chunks():
-    insurance = insurance_of()
-    assert [insurance._cost_s(number) for number in (3, 0, 1, 2)] == [12.0, 0.0, 4.0, 8.0]
-    growing = insurance_of(grows=True)
+    selector = selector_of()
+    assert [selector._cost_s(number) for number in (3, 0, 1, 2)] == [12.0, 0.0, 4.0, 8.0]
+    growing = selector_of(grows=True)
     assert [growing._cost_s(number) for number in (1, 2)] == [
         (64 + 128 + 192 + 256) / 256,
         sum(range(64, 513, 64)) / 256,
@@ -43,13 +43,13 @@ def test_a_block_costs_as_much_as_its_chunks():
 
 
 def test_it_is_identified_by_its_size_and_its_costs():
-    assert insurance_of(1234).losses.counted_for == (1234.0, 4 * 4.0, 32 * 4.0)
+    assert selector_of(1234).losses.counted_for == (1234.0, 4 * 4.0, 32 * 4.0)
 
 
 @pytest.mark.parametrize(("num_tokens", "num_places"), [(100, 1), (BLOCK_TOKENS * 3 - 1, 2), (768, 3)])
 def test_its_memory_is_at_least_one_block(num_tokens, num_places):
-    shadows = insurance_of(num_tokens)._shadows
-    assert [shadow._num_places for shadow in shadows] == [num_places] * 2
+    ghosts = selector_of(num_tokens)._ghosts
+    assert [ghost._num_places for ghost in ghosts] == [num_places] * 2
 
 
 @pytest.mark.parametrize(
@@ -71,47 +71,47 @@ def test_losses_are_valid_for_a_similar_memory_size(known, counted_for, holds):
 
 
 def test_a_turn_pays_for_what_its_ghost_cache_has_lost():
-    insurance = insurance_of(10 * BLOCK_TOKENS)
-    insurance.left("a", 6 * BLOCK_TOKENS, 0, bucket=0, now_s=0.0)
-    insurance.left("b", 7 * BLOCK_TOKENS, 0, bucket=0, now_s=1.0)
-    insurance.returned("b", 7 * BLOCK_TOKENS, 0)
-    assert insurance.lost_s == {"one": 0.0, "two": 0.0}
-    insurance.returned("a", 6 * BLOCK_TOKENS, 0)
-    assert insurance.lost_s == {"one": 12.0, "two": 12.0}, "three blocks of four chunks"
-    insurance.returned("c", 2 * BLOCK_TOKENS, 0)
-    assert insurance.lost_s == {"one": 20.0, "two": 20.0}, "nothing is known of it: all of it"
+    selector = selector_of(10 * BLOCK_TOKENS)
+    selector.left("a", 6 * BLOCK_TOKENS, 0, bucket=0, now_s=0.0)
+    selector.left("b", 7 * BLOCK_TOKENS, 0, bucket=0, now_s=1.0)
+    selector.returned("b", 7 * BLOCK_TOKENS, 0)
+    assert selector.lost_s == {"one": 0.0, "two": 0.0}
+    selector.returned("a", 6 * BLOCK_TOKENS, 0)
+    assert selector.lost_s == {"one": 12.0, "two": 12.0}, "three blocks of four chunks"
+    selector.returned("c", 2 * BLOCK_TOKENS, 0)
+    assert selector.lost_s == {"one": 20.0, "two": 20.0}, "nothing is known of it: all of it"
 
 
 def test_a_shared_prefix_is_not_paid_for():
-    insurance = insurance_of(10 * BLOCK_TOKENS, grows=True)
-    insurance.returned("new", 3 * BLOCK_TOKENS, BLOCK_TOKENS)
+    selector = selector_of(10 * BLOCK_TOKENS, grows=True)
+    selector.returned("new", 3 * BLOCK_TOKENS, BLOCK_TOKENS)
     expected = sum(range(256 + 64, 768 + 1, 64)) / 256
-    assert insurance.lost_s["one"] == pytest.approx(expected)
-    insurance.left("a", 6 * BLOCK_TOKENS, 2 * BLOCK_TOKENS, bucket=0, now_s=0.0)
-    insurance.left("b", 9 * BLOCK_TOKENS, 0, bucket=0, now_s=1.0)
-    insurance.returned("a", 6 * BLOCK_TOKENS, 2 * BLOCK_TOKENS)
+    assert selector.lost_s["one"] == pytest.approx(expected)
+    selector.left("a", 6 * BLOCK_TOKENS, 2 * BLOCK_TOKENS, bucket=0, now_s=0.0)
+    selector.left("b", 9 * BLOCK_TOKENS, 0, bucket=0, now_s=1.0)
+    selector.returned("a", 6 * BLOCK_TOKENS, 2 * BLOCK_TOKENS)
     blocks = sum(range(512 + 64, 512 + 3 * 256 + 1, 64)) / 256  # the three behind the prefix
-    assert insurance.lost_s["one"] == pytest.approx(expected + blocks)
+    assert selector.lost_s["one"] == pytest.approx(expected + blocks)
 
 
 def test_a_turn_pays_for_at_most_its_history():
     """Covers a prefix longer than the history, and a ghost cache that has lost more than there is now."""
-    insurance = insurance_of(10 * BLOCK_TOKENS)
-    insurance.returned("a", BLOCK_TOKENS, 3 * BLOCK_TOKENS)
-    assert insurance.lost_s["one"] == 0.0
-    insurance.left("b", 6 * BLOCK_TOKENS, 0, bucket=0, now_s=0.0)
-    insurance.left("c", 9 * BLOCK_TOKENS, 0, bucket=0, now_s=1.0)
-    insurance.returned("b", 2 * BLOCK_TOKENS, 0)
-    assert insurance.lost_s["one"] == 8.0
+    selector = selector_of(10 * BLOCK_TOKENS)
+    selector.returned("a", BLOCK_TOKENS, 3 * BLOCK_TOKENS)
+    assert selector.lost_s["one"] == 0.0
+    selector.left("b", 6 * BLOCK_TOKENS, 0, bucket=0, now_s=0.0)
+    selector.left("c", 9 * BLOCK_TOKENS, 0, bucket=0, now_s=1.0)
+    selector.returned("b", 2 * BLOCK_TOKENS, 0)
+    assert selector.lost_s["one"] == 8.0
 
 
 def test_resizing_and_ending_apply_to_every_ghost_cache():
-    insurance = insurance_of()
-    insurance.left("a", 6 * BLOCK_TOKENS, 0, bucket=0, now_s=0.0)
-    insurance.resized("a", 2 * BLOCK_TOKENS)
-    assert [shadow.num_held for shadow in insurance._shadows] == [4, 4]
-    insurance.ended("a")
-    assert [shadow.num_held for shadow in insurance._shadows] == [0, 0]
+    selector = selector_of()
+    selector.left("a", 6 * BLOCK_TOKENS, 0, bucket=0, now_s=0.0)
+    selector.resized("a", 2 * BLOCK_TOKENS)
+    assert [ghost.num_held for ghost in selector._ghosts] == [4, 4]
+    selector.ended("a")
+    assert [ghost.num_held for ghost in selector._ghosts] == [0, 0]
 
 
 # The rule.
@@ -119,59 +119,59 @@ def test_resizing_and_ending_apply_to_every_ghost_cache():
 
 def test_another_order_is_followed_beyond_three_percent_of_the_losses():
     """After one turn the difference equals its standard error, so a single turn does not suffice."""
-    insurance = insurance_of()
-    insurance._add([1.0, 0.5])
-    assert insurance.followed == "one" and insurance.num_changes == 0
-    insurance._add([1.0, 0.5])
-    assert insurance.followed == "two" and insurance.num_changes == 1
+    selector = selector_of()
+    selector._add([1.0, 0.5])
+    assert selector.selected == "one" and selector.num_changes == 0
+    selector._add([1.0, 0.5])
+    assert selector.selected == "two" and selector.num_changes == 1
 
 
 @pytest.mark.parametrize(("other_s", "followed"), [(0.96, "two"), (0.98, "one"), (1.0, "one"), (1.1, "one")])
 def test_a_gain_of_less_than_three_percent_is_ignored(other_s, followed):
-    insurance = insurance_of()
+    selector = selector_of()
     for _ in range(2000):
-        insurance._add([1.0, other_s])
-    assert insurance.followed == followed and insurance.num_changes == (followed == "two")
+        selector._add([1.0, other_s])
+    assert selector.selected == followed and selector.num_changes == (followed == "two")
 
 
 def test_the_best_of_several_is_followed():
     orders = dict.fromkeys("abcd", RecencyPolicy())
     orders = {name: RecencyPolicy() for name in orders}
-    insurance = PolicySelector(orders, Constant(), followed="b", chunk_tokens=64, num_tokens=2560)
+    selector = PolicySelector(orders, Constant(), selected="b", chunk_tokens=64, num_tokens=2560)
     for _ in range(20):
-        insurance._add([0.5, 1.0, 0.2, 0.3])
-    assert insurance.followed == "c"
+        selector._add([0.5, 1.0, 0.2, 0.3])
+    assert selector.selected == "c"
 
 
 def test_losses_that_differ_by_chance_are_not_evidence():
     """The sum of the differences is 1, and its standard error 9 times the root of 3."""
-    insurance = insurance_of()
+    selector = selector_of()
     for losses_s in ([10.0, 1.0], [1.0, 10.0], [10.0, 1.0]):
-        insurance._add(losses_s)
-    assert insurance.followed == "one"
-    sums_s, products, _ = insurance.losses
+        selector._add(losses_s)
+    assert selector.selected == "one"
+    sums_s, products, _ = selector.losses
     assert sums_s[0] == pytest.approx(21, rel=1e-2) and sums_s[1] == pytest.approx(12, rel=1e-2)
     assert products[0][0] == pytest.approx(201, rel=1e-2) and products[1][1] == pytest.approx(102, rel=1e-2)
     assert products[0][1] == products[1][0] == pytest.approx(30, rel=1e-2)
 
 
 def test_losses_decay_by_half_in_five_hundred_turns():
-    insurance = insurance_of()
-    insurance._add([8.0, 4.0])
+    selector = selector_of()
+    selector._add([8.0, 4.0])
     for _ in range(500):
-        insurance._add([0.0, 0.0])
-    sums_s, products, _ = insurance.losses
+        selector._add([0.0, 0.0])
+    sums_s, products, _ = selector.losses
     assert sums_s == pytest.approx((4.0, 2.0))
     assert products[0] == pytest.approx((64 / 4, 32 / 4)) and products[1] == pytest.approx((32 / 4, 16 / 4))
 
 
 def test_losses_are_continued_only_if_they_are_valid():
-    first = insurance_of()
+    first = selector_of()
     first._add([8.0, 4.0])
-    second = insurance_of(followed="two", losses=first.losses)
-    assert second.followed == "two" and second.losses == first.losses
+    second = selector_of(selected="two", losses=first.losses)
+    assert second.selected == "two" and second.losses == first.losses
     assert second.lost_s == {"one": 0.0, "two": 0.0}
-    other = insurance_of(100 * BLOCK_TOKENS, followed="two", losses=first.losses)
-    assert other.followed == "one" and other.losses.sums_s == (0.0, 0.0)
+    other = selector_of(100 * BLOCK_TOKENS, selected="two", losses=first.losses)
+    assert other.selected == "one" and other.losses.sums_s == (0.0, 0.0)
     assert other.losses.products == ((0.0, 0.0), (0.0, 0.0))
-    assert insurance_of(followed="two").followed == "two", "without losses nothing is forgotten"
+    assert selector_of(selected="two").selected == "two", "without losses nothing is forgotten"

@@ -199,7 +199,7 @@ def test_learned_state_survives_serialization():
     after = LearnedState.from_dict(json.loads(json.dumps(before.to_dict())))
     np.testing.assert_array_equal(after.returns, before.returns)
     np.testing.assert_allclose(after.exposure_s, before.exposure_s, atol=1e-6)
-    assert (after.followed, after.losses) == (before.followed, before.losses)
+    assert (after.selected, after.losses) == (before.selected, before.losses)
 
 
 @pytest.mark.parametrize(
@@ -231,13 +231,13 @@ def test_a_value_that_is_not_a_document_is_refused(document):
 
 def test_learned_states_of_several_replicas_add_up():
     one = experience()
-    both = LearnedState.together([one, one])
-    assert both.num_returns == 2 * one.num_returns and both.followed == "returns"
+    both = LearnedState.merged([one, one])
+    assert both.num_returns == 2 * one.num_returns and both.selected == "returns"
 
 
 def test_the_common_start_counts_once():
     given = experience()
     begun = [LearnedState(given.returns + i, given.exposure_s + i, "lru", given.losses) for i in range(3)]
-    found = LearnedState.together(begun, given)
+    found = LearnedState.merged(begun, given)
     np.testing.assert_allclose(found.returns, given.returns + 3)
     np.testing.assert_allclose(found.exposure_s, given.exposure_s + 3)

@@ -149,11 +149,11 @@ def test_rates_are_shrunk_by_bin_and_then_by_bucket():
     returns, exposure_s = ZEROS.copy(), ZEROS.copy()
     returns[2, 5], exposure_s[2, 5], exposure_s[8, 5] = 3.0, 100.0, 50.0
     rate = 3.0 / (150.0 / MIDDLES_S[5])
-    everybody = (3.0 + 3.0) / (150.0 + 3.0 * MIDDLES_S[5] / rate)
+    of_all_turns = (3.0 + 3.0) / (150.0 + 3.0 * MIDDLES_S[5] / rate)
     hazards = hazards_of(returns, exposure_s)
-    assert hazards[2, 5] == pytest.approx((3.0 + 0.7) / (100.0 + 0.7 / everybody))
-    assert hazards[8, 5] == pytest.approx(0.7 / (50.0 + 0.7 / everybody))
-    assert hazards[1, 5] == pytest.approx(everybody)
+    assert hazards[2, 5] == pytest.approx((3.0 + 0.7) / (100.0 + 0.7 / of_all_turns))
+    assert hazards[8, 5] == pytest.approx(0.7 / (50.0 + 0.7 / of_all_turns))
+    assert hazards[1, 5] == pytest.approx(of_all_turns)
     assert hazards[2, 6] == pytest.approx(rate / MIDDLES_S[6])
 
 

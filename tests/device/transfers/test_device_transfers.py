@@ -231,7 +231,7 @@ def test_waiting_without_a_started_copy_is_refused():
     held = bench.transfers._outgoing.in_flight
     held[0].target.clear()
     with pytest.raises(AssertionError, match="endless wait"):
-        bench.transfers._mover.wait_for(held, 1)
+        bench.transfers._dispatcher.wait_for(held, 1)
 
 
 def test_waiting_is_for_a_window(one_by_one):
@@ -255,8 +255,8 @@ def test_expedited_copies_start_before_the_plan_and_the_first_group_by_itself(nu
     bench.store([(5, 1), (6, 2), (9, 3)])
     back = bench.copies([(7, 1), (8, 2), (10, 3)])
     calls = []
-    mover, copies = bench.transfers._mover, bench.transfers._copies
-    start, scatter = mover.start, copies.scatter
+    dispatcher, copies = bench.transfers._dispatcher, bench.transfers._copies
+    start, scatter = dispatcher.start, copies.scatter
 
     def noted_start(batch, sharding, groups):
         calls.append(("start", len(batch), groups))
@@ -266,7 +266,7 @@ def test_expedited_copies_start_before_the_plan_and_the_first_group_by_itself(nu
         calls.append(("scatter", group))
         scatter(group, *rest)
 
-    monkeypatch.setattr(mover, "start", noted_start)
+    monkeypatch.setattr(dispatcher, "start", noted_start)
     monkeypatch.setattr(copies, "scatter", noted_scatter)
     bench.transfers.swap_in(back)
     bench.transfers.expedite([copy.copy_id for copy in back[:2]])
@@ -286,10 +286,12 @@ def test_copies_start_behind_a_mark(monkeypatch):
     bench = Bench()
     bench.store([(5, 1), (6, 2)])
     calls = []
-    mark, mover = bench.transfers._incoming.mark, bench.transfers._mover
-    place, start = mark.place, mover.start
-    monkeypatch.setattr(mark, "place", lambda: (calls.append("mark"), place()))
-    monkeypatch.setattr(mover, "start", lambda *rest: (calls.extend(["start"] * bool(rest[0])), start(*rest)))
+    barrier, dispatcher = bench.transfers._incoming.barrier, bench.transfers._dispatcher
+    dispatch, start = barrier.dispatch, dispatcher.start
+    monkeypatch.setattr(barrier, "dispatch", lambda: (calls.append("mark"), dispatch()))
+    monkeypatch.setattr(
+        dispatcher, "start", lambda *rest: (calls.extend(["start"] * bool(rest[0])), start(*rest))
+    )
     bench.step()
     assert not calls
     bench.transfers.swap_in(bench.copies([(7, 1), (8, 2)]))
@@ -303,10 +305,10 @@ def test_copies_start_behind_a_mark(monkeypatch):
 def test_the_mark_waits_for_earlier_transfers(monkeypatch):
     """It is computed from an array that goes to the device after everything sent before."""
     bench, seen = Bench(), []
-    mark = bench.transfers._incoming.mark
-    compiled = mark._mark
-    monkeypatch.setattr(mark, "_mark", lambda sent: (seen.append(sent), compiled(sent))[1])
-    mark.place()
+    barrier = bench.transfers._incoming.barrier
+    compiled = barrier._mark
+    monkeypatch.setattr(barrier, "_mark", lambda sent: (seen.append(sent), compiled(sent))[1])
+    barrier.dispatch()
     (sent,) = seen
     assert isinstance(sent, jax.Array) and not sent.is_deleted() and sent.sharding.is_fully_replicated
 

@@ -110,7 +110,7 @@ def test_an_ignored_overflow_would_be_detected(monkeypatch):
     """The content that the flags keep out of a slot differs from the page's: the test above could fail."""
     bench = packed_bench()
     with_wild_page(bench, 5, 0, 0)
-    monkeypatch.setattr(type(bench.transfers._mover), "is_lost", lambda self, transfer: False)
+    monkeypatch.setattr(type(bench.transfers._dispatcher), "is_lost", lambda self, transfer: False)
     bench.store([(5, 1)])
     back = bench.copies([(7, 1)])
     bench.transfers.swap_in(back)

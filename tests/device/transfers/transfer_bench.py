@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from model_defs import make_mesh, preset
-from pensieve_jax.cache.drops import Copy
+from pensieve_jax.cache.drops import ChunkCopy
 from pensieve_jax.config import CacheConfig
 from pensieve_jax.device.kv_storage import DevicePools, KVStorage
 from pensieve_jax.device.transfers.device_transfers import DeviceTransfers
@@ -75,7 +75,7 @@ class Bench:
             self.pools.groups[group] = program(self.pools.groups[group], self._padded(wrecked_pages))
 
     def copies(self, pairs):
-        return [Copy(next(self.ids), page, slot) for page, slot in pairs]
+        return [ChunkCopy(next(self.ids), page, slot) for page, slot in pairs]
 
     def finish(self, copies):
         """Complete these copies and no other, without steps."""

@@ -331,7 +331,9 @@ def test_a_context_that_its_template_refuses_is_tried_behind_few_turns_only(monk
         messages.append(assistant(f"a{i}"))
     tries = []
 
-    def refuse(self: ChatFormat, earlier, new_messages, *, as_told: bool = False, most=None) -> None:
+    def refuse(
+        self: ChatFormat, earlier, new_messages, *, exact_only: bool = False, token_limit=None
+    ) -> None:
         tries.append(len(earlier))
         raise ChatTemplateError("no")
 

@@ -21,7 +21,7 @@ from pensieve_jax.server.engine_process.async_llm import AsyncEngine
 from pensieve_jax.server.engine_process.engine_server import EngineServer
 from pensieve_jax.server.engine_process.messages import Failed, Ready, Start
 from pensieve_jax.server.engine_process.spawn import EngineHandle
-from pensieve_jax.server.engine_process.supervisor import Restarts
+from pensieve_jax.server.engine_process.supervisor import RestartPolicy
 from pensieve_jax.server.engine_process.wire import FrameReader, FrameWriter
 from pensieve_jax.text import Tokenizer, byte_tokenizer
 from tests.engine.harness import Harness, small_config
@@ -162,7 +162,7 @@ class ScriptedLife:
 async def fake_engine(lives: FakeLives | None = None, **config: Any) -> AsyncIterator[AsyncEngine]:
     """Yield an engine that is ready."""
     lives = lives or FakeLives(**config)
-    async with AsyncEngine(lives.begin, restarts=Restarts(first_delay_s=0.0)) as engine:
+    async with AsyncEngine(lives.begin, restarts=RestartPolicy(first_delay_s=0.0)) as engine:
         yield engine
 
 

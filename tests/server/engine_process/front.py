@@ -28,7 +28,7 @@ async def main(history: str, compilation_cache: str) -> None:
         await engine.submit([5, 6], params, conversation_id="ended").result()
         turn = engine.submit([5], SamplingParams(max_tokens=600, ignore_eos=True), conversation_id="running")
         await anext(aiter(turn))
-        print(engine._life.process.pid, "jax" in sys.modules, flush=True)
+        print(engine._handle.process.pid, "jax" in sys.modules, flush=True)
         await asyncio.Event().wait()
 
 

@@ -26,7 +26,7 @@ from pensieve_jax.core.turn_node import TurnNode, new_turn_id
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.server.engine_process.engine_server import EngineServer
 from pensieve_jax.server.engine_process.messages import Apply, Call, Report, Submit, sent_spec
-from pensieve_jax.server.engine_process.supervisor import Restarts
+from pensieve_jax.server.engine_process.supervisor import RestartPolicy
 from pensieve_jax.server.engine_process.wire import FrameReader, FrameWriter, WireError
 from pensieve_jax.server.metrics import _COUNTERS, _GAUGES
 from tests.engine.harness import Harness
@@ -397,7 +397,7 @@ def test_the_engine_is_restarted_up_to_the_limit(caplog: pytest.LogCaptureFixtur
 
 
 def test_restarts_wait_longer_each_time() -> None:
-    restarts = Restarts(first_delay_s=1.0, longest_delay_s=5.0)
+    restarts = RestartPolicy(first_delay_s=1.0, longest_delay_s=5.0)
     assert [restarts.delay_s(number) for number in range(5)] == [0.0, 1.0, 2.0, 4.0, 5.0]
 
 
@@ -439,9 +439,9 @@ def test_a_front_end_that_never_reads_stops_no_step_and_costs_no_memory() -> Non
     server = EngineServer(harness.engine, TOKENIZER, engine_end)
     specs = [spec([5 + n], conversation_id=f"c{n}", max_tokens=900) for n in range(4)]
     front.sendall(FrameWriter().frame(Submit([sent_spec(n, one) for n, one in enumerate(specs)])))
-    server.turn_over()
+    server.run_once()
     while harness.engine.has_unfinished:
-        server.turn_over()
+        server.run_once()
     assert harness.engine.stats()["num_turns_finished"] == 4
     held = len(server._unsent) + sum(len(ending.output.text) for ending in server._report.endings)
     assert held < 4 * 900 * 4 + 8192  # the replies, and a message
@@ -472,7 +472,7 @@ def test_a_front_end_that_reads_late_gets_merged_deltas() -> None:
         FrameWriter().frame(Submit([sent_spec(n, spec([n + 1], max_tokens=1500)) for n in range(8)]))
     )
     for _ in range(1200):
-        server.turn_over()
+        server.run_once()
     reader, sizes = FrameReader(Report), []
     front.setblocking(False)
     for _ in range(200):
@@ -482,11 +482,11 @@ def test_a_front_end_that_reads_late_gets_merged_deltas() -> None:
             break
         for report in reader.feed(data):
             sizes += [1 if isinstance(new, int) else len(new) for new in report.token_ids]
-        server.turn_over()
+        server.run_once()
     assert max(sizes) > 50, "nothing was merged"
     front.close()
-    server.turn_over()
-    server.turn_over()
+    server.run_once()
+    server.run_once()
     assert server._front_left
     engine_end.close()
     harness.engine.close()

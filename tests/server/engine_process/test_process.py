@@ -94,7 +94,7 @@ def test_an_idle_engine_sends_heartbeats(world: World) -> None:
 
 
 def test_the_engine_process_ignores_ctrl_c_and_sigterm(world: World) -> None:
-    process = world.engine._life.process
+    process = world.engine._handle.process
     assert os.getpgid(process.pid) != os.getpgid(0)
     for number in (signal.SIGINT, signal.SIGTERM):
         process.send_signal(number)
@@ -109,7 +109,7 @@ def test_a_killed_engine_is_restarted_and_continues_from_the_history(world: Worl
         running = engine.submit([7] * 3, SamplingParams(max_tokens=500, ignore_eos=True), conversation_id="b")
         queued = engine.submit([7], PARAMS, conversation_id="c")
         await anext(aiter(running))
-        engine._life.kill()
+        engine._handle.kill()
         for turn in (running, queued):
             with pytest.raises(EngineDiedError, match="died"):
                 await turn.result()
@@ -158,7 +158,7 @@ def test_an_engine_whose_history_was_removed_is_not_restarted(tmp_path: Path, co
         async with AsyncEngine.start(front.MODEL, history=history, **arguments) as engine:
             for file in tmp_path.glob("chats.sqlite*"):
                 file.unlink()
-            engine._life.kill()
+            engine._handle.kill()
             await until(lambda: engine.gave_up.is_set() or engine.epoch == 2)
             assert engine.is_damaged and engine.epoch == 1 and not list(tmp_path.iterdir())
 

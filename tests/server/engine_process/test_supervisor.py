@@ -22,7 +22,7 @@ from pensieve_jax.core.errors import (
 from pensieve_jax.history.server_tables.changes import CreateConversation, DeleteConversation
 from pensieve_jax.server.engine_process.messages import Failed, Ready, Start, sent_error
 from pensieve_jax.server.engine_process.spawn import EngineHandle
-from pensieve_jax.server.engine_process.supervisor import Restarts
+from pensieve_jax.server.engine_process.supervisor import RestartPolicy
 from tests.server.engine_process.fakes import (
     TIMEOUT_S,
     FakeLives,
@@ -75,11 +75,11 @@ def test_a_start_that_the_system_refuses_is_retried(caplog: pytest.LogCaptureFix
 
 def test_a_system_that_refuses_every_start_ends_the_server() -> None:
     async def work() -> None:
-        lives = FailingLives(None, *[TOO_MANY_FILES] * Restarts().most)
+        lives = FailingLives(None, *[TOO_MANY_FILES] * RestartPolicy().max_restarts)
         async with fake_engine(lives) as engine:
             lives.lives[-1].kill()
             await engine.gave_up.wait()
-            assert engine.state == "dead" and lives.num_tried == 1 + Restarts().most
+            assert engine.state == "dead" and lives.num_tried == 1 + RestartPolicy().max_restarts
 
     run(work())
 
@@ -284,7 +284,7 @@ def test_cancelling_on_a_stuck_engine_does_not_wait() -> None:
 def test_a_shutdown_request_between_two_starts_prevents_the_second() -> None:
     async def work() -> None:
         lives = FailingLives(None, TOO_MANY_FILES)
-        restarts = Restarts(first_delay_s=0.01)
+        restarts = RestartPolicy(first_delay_s=0.01)
         async with AsyncEngine(lives.begin, restarts=restarts) as engine:
             lives.lives[-1].kill()
             await until(lambda: lives.num_tried == 2)

@@ -20,7 +20,7 @@ from pensieve_jax.server.app import make_application
 from pensieve_jax.server.engine_process import spawn
 from pensieve_jax.server.engine_process.async_llm import AsyncEngine
 from pensieve_jax.server.engine_process.messages import Start
-from pensieve_jax.server.engine_process.supervisor import Restarts
+from pensieve_jax.server.engine_process.supervisor import RestartPolicy
 from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.logs import log_to
@@ -111,7 +111,7 @@ def main(history: str, port: str, keys_file: str | None = None) -> int:
     return serve(
         lambda: AsyncEngine(
             functools.partial(begin, greeting),
-            restarts=Restarts(most=10**6, first_delay_s=0.0),
+            restarts=RestartPolicy(max_restarts=10**6, first_delay_s=0.0),
         ),
         functools.partial(make_application, settings=settings, keys=keys),
         bind("127.0.0.1", int(port)),

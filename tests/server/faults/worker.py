@@ -84,13 +84,13 @@ class CheckedServer(EngineServer):
     The pragmas in the file that `PENSIEVE_PRAGMA` names run once on the history's own connection.
     """
 
-    def turn_over(self) -> None:
+    def run_once(self) -> None:
         pragma = os.environ.get(PRAGMA)
         if pragma is not None and os.path.exists(pragma):
             connection = self._engine._store.inner._connection  # type: ignore[attr-defined]
             connection.execute(Path(pragma).read_text())
             os.unlink(pragma)
-        super().turn_over()
+        super().run_once()
         if not self._engine.closed:
             self._engine.check_integrity()
 

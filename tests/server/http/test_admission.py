@@ -8,7 +8,7 @@ import random
 import pytest
 
 from pensieve_jax.core.clock import VirtualClock
-from pensieve_jax.server.http.admission import BodyBudget, HeldBody, Limits, TokenRate
+from pensieve_jax.server.http.admission import BodyBudget, HeldBody, TokenRate, TurnAdmission
 from pensieve_jax.server.http.errors import ApiError
 from pensieve_jax.server.http.settings import ServerSettings
 from tests.server.fakes import FakeEngine
@@ -16,15 +16,15 @@ from tests.server.fakes import FakeEngine
 
 def limits_of(max_num_running=2, **settings):
     engine, clock = FakeEngine(max_num_running=max_num_running), VirtualClock()
-    return Limits(engine, ServerSettings(**settings), clock.now), engine, clock
+    return TurnAdmission(engine, ServerSettings(**settings), clock.now), engine, clock
 
 
 async def fill(limits, owner="a"):
     """Return tickets until the next one would have to wait."""
-    places = []
+    tickets = []
     while limits._has_room(1):
-        places.append(await limits.enter(owner))
-    return places
+        tickets.append(await limits.enter(owner))
+    return tickets
 
 
 def test_a_key_has_a_limited_number_of_turns_at_a_time():
@@ -55,11 +55,11 @@ def test_a_request_with_more_turns_than_ever_fit_is_refused_permanently(num_turn
 
     async def scenario():
         limits, _, _ = limits_of(**settings)
-        places = await fill(limits, "b") if is_full and not settings else []
+        tickets = await fill(limits, "b") if is_full and not settings else []
         with pytest.raises(ApiError, match=f"{num_turns} turns.* at most {most}") as caught:
             await limits.enter("a", num_turns)
         assert (caught.value.status, caught.value.code) == (400, "invalid_value")
-        assert limits.num_waiting == limits.in_flight("a") == 0 and limits.num_inside == len(places)
+        assert limits.num_waiting == limits.in_flight("a") == 0 and limits.num_in_engine == len(tickets)
 
     asyncio.run(scenario())
 
@@ -76,25 +76,25 @@ def test_without_keys_there_are_no_shares():
 def test_waiting_requests_are_admitted_in_order_of_arrival():
     async def scenario():
         limits, _, _ = limits_of()
-        places = await fill(limits)
-        assert len(places) == 10  # two that run, eight in the engine's queue
+        tickets = await fill(limits)
+        assert len(tickets) == 10  # two that run, eight in the engine's queue
         order: list[int] = []
 
         async def wait(number: int, num_turns: int):
-            place = await limits.enter("b", num_turns)
+            ticket = await limits.enter("b", num_turns)
             order.append(number)
-            return place
+            return ticket
 
         tasks = [asyncio.ensure_future(wait(i, n)) for i, n in enumerate((2, 1, 1))]
         await asyncio.sleep(0)
         assert limits.num_waiting == 4
-        places.pop().leave()
+        tickets.pop().leave()
         await asyncio.sleep(0)
         assert order == []  # the first needs two, and none overtakes it
-        places.pop().leave()
+        tickets.pop().leave()
         await tasks[0]
-        places.pop().leave()
-        places.pop().leave()
+        tickets.pop().leave()
+        tickets.pop().leave()
         await asyncio.gather(*tasks)
         assert order == [0, 1, 2] and limits.num_waiting == 0
 
@@ -106,8 +106,8 @@ def test_a_small_request_is_admitted_when_the_large_one_before_it_gives_up():
 
     async def scenario():
         limits, _, _ = limits_of(queue_timeout_s=100.0)
-        places = await fill(limits)
-        places.pop().leave()
+        tickets = await fill(limits)
+        tickets.pop().leave()
         large = asyncio.ensure_future(limits.enter("b", 2))
         await asyncio.sleep(0)
         small = asyncio.ensure_future(limits.enter("c"))
@@ -115,7 +115,7 @@ def test_a_small_request_is_admitted_when_the_large_one_before_it_gives_up():
         assert limits.num_waiting == 3
         large.cancel()
         await asyncio.gather(large, return_exceptions=True)
-        assert (limits.num_waiting, limits.num_inside, limits.in_flight("b")) == (0, 10, 0)
+        assert (limits.num_waiting, limits.num_in_engine, limits.in_flight("b")) == (0, 10, 0)
         assert (await small).num_turns == 1
 
     asyncio.run(scenario())
@@ -124,7 +124,7 @@ def test_a_small_request_is_admitted_when_the_large_one_before_it_gives_up():
 def test_requests_are_told_to_retry_later_on_a_full_queue_a_long_wait_or_an_engine_that_refuses_turns():
     async def scenario():
         limits, engine, _ = limits_of(queue_timeout_s=0.01)
-        places = await fill(limits)
+        tickets = await fill(limits)
         waiting = [asyncio.ensure_future(limits.enter("b")) for _ in range(4)]
         await asyncio.sleep(0)
         with pytest.raises(ApiError, match="full") as caught:
@@ -138,7 +138,7 @@ def test_requests_are_told_to_retry_later_on_a_full_queue_a_long_wait_or_an_engi
             with pytest.raises(ApiError) as caught:
                 await limits.enter("c")
             assert caught.value.code == "overloaded" and "retry-after" in caught.value.headers
-        assert len(places) == limits.num_inside
+        assert len(tickets) == limits.num_in_engine
 
     asyncio.run(scenario())
 
@@ -148,15 +148,15 @@ def test_an_empty_queue_accepts_any_request_that_can_ever_fit():
 
     async def scenario():
         limits, _, _ = limits_of(max_num_running=1)
-        places = [await limits.enter(owner) for owner in "ab"]
+        tickets = [await limits.enter(owner) for owner in "ab"]
         waiting = asyncio.ensure_future(limits.enter("c", 9))
         await asyncio.sleep(0)
         assert limits.num_waiting == 9
         with pytest.raises(ApiError, match="full"):
             await limits.enter("d")
-        for place in places:
-            place.leave()
-        assert (await waiting).num_turns == limits.num_inside == 9
+        for ticket in tickets:
+            ticket.leave()
+        assert (await waiting).num_turns == limits.num_in_engine == 9
 
     asyncio.run(scenario())
 
@@ -164,14 +164,14 @@ def test_an_empty_queue_accepts_any_request_that_can_ever_fit():
 def test_a_turn_that_waits_gets_no_ticket_once_the_engine_has_ended():
     async def scenario():
         limits, engine, _ = limits_of()
-        places = await fill(limits)
+        tickets = await fill(limits)
         waiting = asyncio.ensure_future(limits.enter("b"))
         await asyncio.sleep(0)
         engine.state = "draining"
-        places.pop().leave()
+        tickets.pop().leave()
         with pytest.raises(ApiError, match="shutting down"):
             await waiting
-        assert limits.num_inside == len(places)
+        assert limits.num_in_engine == len(tickets)
 
     asyncio.run(scenario())
 
@@ -180,7 +180,7 @@ def test_retry_after_is_the_waiting_work_divided_by_the_recent_rate():
     async def scenario():
         limits, _, clock = limits_of()
         assert limits.retry_after_s() == 1
-        place = await limits.enter("a", num_tokens=1000)
+        ticket = await limits.enter("a", num_tokens=1000)
         assert limits.retry_after_s() == 1  # the rate is unknown
         clock.advance(10.0)
         limits.rate.add(1000)
@@ -188,7 +188,7 @@ def test_retry_after_is_the_waiting_work_divided_by_the_recent_rate():
         assert limits.retry_after_s() == 10
         clock.advance(20.0)
         assert limits.retry_after_s() == 30
-        place.leave(num_done_tokens=3000)
+        ticket.leave(num_done_tokens=3000)
         assert limits.retry_after_s() == 1  # no request waits
         clock.advance(31.0)
         assert limits.rate.per_second() == 0
@@ -205,12 +205,12 @@ def test_retry_after_includes_replies_by_their_recent_length():
         clock.advance(10.0)
         first.leave(220, [50, 150])
         assert limits.rate.per_second() == 22
-        places = [await limits.enter("a", num_tokens=10), await limits.enter("a", 2, 20)]
+        tickets = [await limits.enter("a", num_tokens=10), await limits.enter("a", 2, 20)]
         assert limits.retry_after_s() == 15  # 30 tokens of prompts, three replies of 100, 22 a second
-        places.append(await limits.enter("a", num_tokens=10, max_tokens=12))
+        tickets.append(await limits.enter("a", num_tokens=10, max_tokens=12))
         assert limits.retry_after_s() == 16  # a reply limited to fewer tokens counts only these
-        for place in places[:2]:
-            place.leave()
+        for ticket in tickets[:2]:
+            ticket.leave()
         assert limits.retry_after_s() == 1
         for _ in range(100):  # old replies do not count
             (await limits.enter("a")).leave(0, [400])
@@ -223,14 +223,14 @@ def test_retry_after_includes_replies_by_their_recent_length():
 def test_without_recent_ends_retry_after_is_the_waiting_time_of_the_first_request():
     async def scenario():
         limits, _, clock = limits_of()
-        place = await limits.enter("a", num_tokens=1000)
+        ticket = await limits.enter("a", num_tokens=1000)
         assert limits.retry_after_s() == 1
         clock.advance(7.5)
         await limits.enter("a")
         assert limits.retry_after_s() == 8
         clock.advance(60.0)
         assert limits.retry_after_s() == 30
-        place.leave()
+        ticket.leave()
         assert limits.retry_after_s() == 30  # the second has waited for a minute
 
     asyncio.run(scenario())
@@ -258,7 +258,7 @@ def test_tickets_are_never_lost_or_given_twice(seed):
                 chooser.choice(tasks).cancel()
             if chooser.random() < 0.5:
                 await asyncio.sleep(0)
-            assert limits.num_inside <= 2 + 8
+            assert limits.num_in_engine <= 2 + 8
             assert limits.num_waiting <= 2 * 2 or len(limits._queue) == 1
             for task in [task for task in tasks if task.done()]:
                 tasks.remove(task)
@@ -266,17 +266,17 @@ def test_tickets_are_never_lost_or_given_twice(seed):
                 num_told += isinstance(error, ApiError) and error.status == 400
                 if not task.cancelled() and error is None:
                     held.append(task.result())
-            assert not any(place.num_turns > 10 for place in limits._queue.values())
+            assert not any(ticket.num_turns > 10 for ticket in limits._queue.values())
         assert too_many and num_told
         for task in tasks:
             task.cancel()
         for found in await asyncio.gather(*tasks, return_exceptions=True):
             if not isinstance(found, BaseException):
                 held.append(found)
-        assert limits.num_inside == sum(place.num_turns for place in held)
-        for place in held:
-            place.leave()
-        assert limits.num_inside == limits.num_waiting == len(limits._places) == 0
+        assert limits.num_in_engine == sum(ticket.num_turns for ticket in held)
+        for ticket in held:
+            ticket.leave()
+        assert limits.num_in_engine == limits.num_waiting == len(limits._tickets) == 0
         assert limits._in_flight == {}
 
     asyncio.run(scenario())
@@ -286,9 +286,9 @@ def test_tickets_are_never_lost_or_given_twice(seed):
 def test_the_engine_admits_a_quarter_more_turns_than_it_runs_but_at_least_eight_more(max_num_running, most):
     async def scenario():
         limits, _, _ = limits_of(max_num_running=max_num_running)
-        place = await limits.enter("a", most)
-        assert limits.num_inside == most and not limits._has_room(1)
-        place.leave()
+        ticket = await limits.enter("a", most)
+        assert limits.num_in_engine == most and not limits._has_room(1)
+        ticket.leave()
         with pytest.raises(ApiError, match=f"at most {most}"):
             await limits.enter("a", most + 1)
 
@@ -338,17 +338,17 @@ def test_a_cancelled_request_ahead_in_the_queue_blocks_no_other():
 
     async def scenario():
         limits, _, _ = limits_of()
-        places = await fill(limits)
+        tickets = await fill(limits)
         gone, late = (asyncio.ensure_future(limits.enter(owner)) for owner in "bc")
         await asyncio.sleep(0)
         gone.cancel()
-        places.pop().leave()
-        assert (limits.num_waiting, limits.num_inside) == (0, 10)
+        tickets.pop().leave()
+        assert (limits.num_waiting, limits.num_in_engine) == (0, 10)
         assert (limits.in_flight("b"), limits.in_flight("c")) == (0, 1)
         assert (await late).num_turns == 1
         with pytest.raises(asyncio.CancelledError):
             await gone
-        assert (limits.num_waiting, limits.num_inside) == (0, 10)
+        assert (limits.num_waiting, limits.num_in_engine) == (0, 10)
 
     asyncio.run(scenario())
 
@@ -357,9 +357,9 @@ def test_a_cancelled_request_ahead_in_the_queue_blocks_no_other():
 def test_the_default_is_one_turn_without_tokens_or_a_limit(call):
     async def scenario():
         limits, _, _ = limits_of()
-        place = limits.enter_now("a") if call == "enter_now" else await limits.enter("a")
-        assert place is not None and limits.num_inside == limits.in_flight("a") == 1
-        assert (place.num_turns, place.num_tokens, place.max_tokens) == (1, 0, None)
+        ticket = limits.enter_now("a") if call == "enter_now" else await limits.enter("a")
+        assert ticket is not None and limits.num_in_engine == limits.in_flight("a") == 1
+        assert (ticket.num_turns, ticket.num_tokens, ticket.max_tokens) == (1, 0, None)
 
     asyncio.run(scenario())
 

@@ -224,7 +224,7 @@ def test_bodies_are_json_of_limited_length():
 
 @pytest.mark.parametrize("has_keys", [False, True])
 def test_bodies_have_a_total_budget_and_one_per_key(monkeypatch, tmp_path, has_keys):
-    monkeypatch.setattr(admission, "NUM_LONGEST", 1)
+    monkeypatch.setattr(admission, "MAX_SIZE_BODIES", 1)
     keys = tmp_path / "keys"
     keys.write_text("".join(f"{name}:{hashlib.sha256(name.encode()).hexdigest()}\n" for name in "abcde"))
     held = asyncio.Event()

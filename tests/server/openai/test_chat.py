@@ -237,7 +237,7 @@ def test_unsupported_requests_are_refused_with_their_field_before_anything_runs(
     harness = Harness(ROUTES)
     answered, body = ask(harness, chat(stream=stream) | fields)
     assert (answered, body["error"]["code"], body["error"]["param"]) == (status, code, param)
-    assert harness.services.limits.num_inside == 0
+    assert harness.services.limits.num_in_engine == 0
     assert harness.services.limits.in_flight("") == 0
 
 
@@ -315,7 +315,7 @@ def test_a_failed_turn_is_an_error_in_the_answer_or_the_stream(error, code):
     status, _, raw = asyncio.run(post(harness, chat(stream=True)))
     events = events_of(raw)
     assert status == 200 and events[-1]["error"]["code"] == code
-    assert harness.services.limits.num_inside == 0
+    assert harness.services.limits.num_in_engine == 0
 
 
 @pytest.mark.parametrize("num_choices", [1, 2])
@@ -333,7 +333,7 @@ def test_a_client_that_leaves_cancels_its_turns(stream, num_choices):
         await client.task
         assert all(turn.cancelled for turn in harness.engine.turns)
         assert len(harness.engine.turns) == num_choices
-        assert harness.services.limits.num_inside == 0
+        assert harness.services.limits.num_in_engine == 0
 
     asyncio.run(scenario())
 
@@ -380,7 +380,7 @@ def test_a_client_that_leaves_while_it_waits_for_admission_leaves_the_queue():
         clients = [harness.open("POST", "/v1/chat/completions", chat()) for _ in range(10)]
         while limits.num_waiting < 1:
             await asyncio.sleep(0)
-        assert limits.num_inside == 9
+        assert limits.num_in_engine == 9
         clients[-1].leave()
         await clients[-1].task
         assert limits.num_waiting == 0 and len(harness.engine.turns) == 9

@@ -131,7 +131,7 @@ def test_an_invalid_request_is_refused_with_its_field(prompt, fields, param):
         assert status == 200 and list(harness.engine.turns[0].spec.prompt_token_ids) == [256]
         return
     assert (status, body["error"]["param"]) == (400, param)
-    assert harness.services.limits.num_inside == 0
+    assert harness.services.limits.num_in_engine == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -184,7 +184,7 @@ def run_cases(path: Path, count: int) -> Seen:
             for _ in range(count):
                 server.engine.memory.add(("", "0" * 32))  # of a response that bodies name
                 await run_case(server, chooser, seen)
-                assert server.harness.services.limits.num_inside == 0
+                assert server.harness.services.limits.num_in_engine == 0
             seen.num_turns = len(server.engine.turns)
         return seen
 

@@ -133,7 +133,7 @@ async def fuzz(path: Any, seed: int) -> dict[int, int]:
                     known[said["object"]] = said["id"]
     while responses.background._runs:
         await asyncio.sleep(0)
-    assert harness.services.limits.num_inside == 0 and responses.locks == set()
+    assert harness.services.limits.num_in_engine == 0 and responses.locks == set()
     assert all(turn.output is not None for turn in engine.turns if turn._error is None)
     server.close()
     return statuses

@@ -113,7 +113,7 @@ def threads(monkeypatch):
     watch(ChatFormat, "turn_token_ids")
     watch(Tokenizer, "encode")
     watch(Tokenizer, "decode_raw")
-    watch(Tokenizer, "text_behind")
+    watch(Tokenizer, "text_after")
     return seen
 
 
@@ -121,7 +121,7 @@ SHORT = [
     (CHAT, {"messages": [{"role": "user", "content": "hi"}]}, {"decode_body", "turn_token_ids"}),
     (RESPONSES, {"input": "hi"}, {"decode_body", "parse_input", "turn_token_ids"}),
     ("/v1/completions", {"prompt": "hi"}, {"decode_body", "encode"}),
-    ("/tokenize", {"prompt": "hi", "return_token_strs": True}, {"decode_body", "encode", "text_behind"}),
+    ("/tokenize", {"prompt": "hi", "return_token_strs": True}, {"decode_body", "encode", "text_after"}),
     ("/detokenize", {"tokens": [97]}, {"decode_body", "decode_raw"}),
 ]
 LONG = [
@@ -129,7 +129,7 @@ LONG = [
     (RESPONSES, {"input": LONG_TEXT}, {"decode_body", "parse_input", "turn_token_ids"}),
     (COUNT, {"input": LONG_TEXT}, {"decode_body", "parse_input", "turn_token_ids"}),
     ("/v1/completions", {"prompt": LONG_TEXT}, {"decode_body", "encode"}),
-    ("/tokenize", {"prompt": LONG_TEXT, "return_token_strs": True}, {"decode_body", "encode", "text_behind"}),
+    ("/tokenize", {"prompt": LONG_TEXT, "return_token_strs": True}, {"decode_body", "encode", "text_after"}),
     ("/tokenize", {"messages": MANY}, {"turn_token_ids"}),
     ("/detokenize", {"tokens": [97] * INLINE_CHARACTERS}, {"decode_body", "decode_raw"}),
     (CHAT, {"messages": MANY}, {"turn_token_ids"}),
@@ -215,7 +215,7 @@ def test_too_long_requests_do_not_reach_the_engine(front, path, body, param):
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
     assert answer["error"]["param"] == param
     assert not front.engine.turns and not front.engine.changes
-    assert front.services.limits.num_inside == 0 and not front.responses.locks
+    assert front.services.limits.num_in_engine == 0 and not front.responses.locks
 
 
 @pytest.mark.parametrize(("path", "body", "param"), TOO_LONG[:4], ids=range(4))
@@ -223,9 +223,9 @@ def test_much_too_long_texts_are_not_tokenized(front, monkeypatch, path, body, p
     """A text of 10 MiB kept a shared thread busy for half a minute before its refusal."""
     lengths, encode = [], Tokenizer._encode
 
-    def noted(self: Tokenizer, text: str, most: int | None = None) -> list[int]:
-        lengths.append(0 if most else len(text))
-        return encode(self, text, most)
+    def noted(self: Tokenizer, text: str, token_limit: int | None = None) -> list[int]:
+        lengths.append(0 if token_limit else len(text))
+        return encode(self, text, token_limit)
 
     monkeypatch.setattr(Tokenizer, "_encode", noted)
     long = json.loads(json.dumps(body).replace(LONG_TEXT, LONG_TEXT * 20))

@@ -14,7 +14,7 @@ from pensieve_jax.core.turn_node import TurnNode, new_turn_id
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.server.engine_process.messages import Call
 from pensieve_jax.server.replicas.links import REPORT, decoded_answer, decoded_replica_report, encoded
-from pensieve_jax.server.replicas.placement import RootNames
+from pensieve_jax.server.replicas.placement import RootPlacer
 from pensieve_jax.server.replicas.replica import Replica
 from pensieve_jax.server.replicas.routed_engine import RoutedEngine
 from tests.server.fakes import FakeEngine, FakeTurn
@@ -112,13 +112,13 @@ async def nothing_kept(spec: TurnSpec) -> Output | None:
 
 
 async def routed(
-    replicas: FakeReplicas, kept: Any = nothing_kept, names: RootNames | None = None, **options: Any
+    replicas: FakeReplicas, kept: Any = nothing_kept, names: RootPlacer | None = None, **options: Any
 ) -> RoutedEngine:
     """Yield a front end's engine over replicas, built as a front end builds it."""
     answer = decoded_answer(await replicas.ask("", encoded(Call(0, REPORT, []))))
-    names = names or RootNames(hash_of)
+    names = names or RootPlacer(hash_of)
     engine = RoutedEngine(replicas, decoded_replica_report(answer.value), kept, names, **options)
-    await engine.look()
+    await engine.refresh()
     replicas.keys.clear()
     return engine
 

@@ -12,7 +12,7 @@ from pensieve_jax.core.outputs import FinishReason, Output, Usage
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import TurnNode, turn_id_under
 from pensieve_jax.decoding.turn_spec import TurnSpec
-from pensieve_jax.server.replicas.placement import RootNames, speeds_of
+from pensieve_jax.server.replicas.placement import RootPlacer, speeds_of
 from pensieve_jax.server.replicas.stream import RoutedReply
 from tests.server.fakes import LIMITS, FakeEngine
 
@@ -28,26 +28,28 @@ class Clock:
         return self.now_s
 
 
-def names_of(clock: Clock | None = None, ready=NAMES) -> RootNames:
-    names = RootNames(hash_of, clock or Clock())
-    names.see({name: name in ready for name in NAMES}, INFO)
+def names_of(clock: Clock | None = None, ready=NAMES) -> RootPlacer:
+    names = RootPlacer(hash_of, clock or Clock())
+    names.update({name: name in ready for name in NAMES}, INFO)
     return names
 
 
-def send(names: RootNames, root: str, num_tokens: int) -> RoutedReply:
+def send(names: RootPlacer, root: str, num_tokens: int) -> RoutedReply:
     node = TurnNode(turn_id=turn_id_under(root))
     reply = RoutedReply(TurnSpec([1] * num_tokens, SamplingParams(max_tokens=8), node=node))
     names.sent(root, [reply])
     return reply
 
 
-def begin(names: RootNames, num_tokens: int = 100) -> tuple[str, RoutedReply]:
+def begin(names: RootPlacer, num_tokens: int = 100) -> tuple[str, RoutedReply]:
     """Return a new conversation's root and the reply of its first turn, which does not end."""
     root = names.new_root(num_tokens)
     return RING.owner(root), send(names, root, num_tokens)
 
 
-def end(names: RootNames, reply: RoutedReply, num_history_tokens: int, reason: FinishReason = "stop") -> None:
+def end(
+    names: RootPlacer, reply: RoutedReply, num_history_tokens: int, reason: FinishReason = "stop"
+) -> None:
     usage = Usage(
         prompt_tokens=1,
         reused_gpu_tokens=num_history_tokens,
@@ -127,23 +129,23 @@ def test_a_replica_that_refuses_turns_gets_no_new_conversation_and_keeps_its_own
     names = names_of(ready=("r0", "r2"))
     send(names, has_it, 5000)
     assert Counter(begin(names)[0] for _ in range(20)) == {"r0": 10, "r2": 10}
-    names.see(dict.fromkeys(NAMES, True), INFO)
+    names.update(dict.fromkeys(NAMES, True), INFO)
     assert "r1" not in {begin(names, 1)[0] for _ in range(20)}, "it has a long prompt to compute"
 
 
 def test_if_one_of_two_refuses_turns_the_other_gets_all():
-    names = RootNames(hash_of)
-    names.see({"r0": True, "r1": False}, INFO)
+    names = RootPlacer(hash_of)
+    names.update({"r0": True, "r1": False}, INFO)
     ring = HashRing(("r0", "r1"))
     assert {ring.owner(names.new_root(10)) for _ in range(50)} == {"r0"}
 
 
 def test_turns_belong_to_the_current_ring_position():
-    names = RootNames(hash_of)
-    names.see({"r0": True, "r1": True}, INFO)
+    names = RootPlacer(hash_of)
+    names.update({"r0": True, "r1": True}, INFO)
     root = next(root for root in iter(lambda: names.new_root(1), None) if RING.owner(root) == "r2")
     send(names, root, 5000)
-    names.see(dict.fromkeys(NAMES, True), INFO)
+    names.update(dict.fromkeys(NAMES, True), INFO)
     assert "r2" not in {begin(names, 1)[0] for _ in range(20)}
 
 
@@ -177,7 +179,7 @@ def test_the_load_model_expects_at_most_a_full_context():
     counts = []
     for num_tokens in (limits.max_context_tokens, 10**9):
         names = names_of()
-        names.see(dict.fromkeys(NAMES, True), dataclasses.replace(INFO, limits=limits))
+        names.update(dict.fromkeys(NAMES, True), dataclasses.replace(INFO, limits=limits))
         name = RING.owner(names.new_root(num_tokens))
         counts.append(next(number for number in range(10_000) if begin(names, 1)[0] == name))
     assert counts[0] == counts[1] > 100
@@ -185,9 +187,9 @@ def test_the_load_model_expects_at_most_a_full_context():
 
 @pytest.mark.parametrize("replicas", [{}, {"r0": True}, {"r0": False, "r1": False}])
 def test_without_a_choice_any_name_is_used(replicas):
-    names = RootNames(hash_of)
+    names = RootPlacer(hash_of)
     assert len(names.new_root(3)) == 16, "nothing was seen yet"
-    names.see(replicas, INFO)
+    names.update(replicas, INFO)
     assert len({names.new_root(3) for _ in range(10)}) == 10
 
 

@@ -57,7 +57,7 @@ def test_derived_sizes_follow_from_what_a_replica_runs_and_how_long_it_drains():
     settings = ServerSettings(drain_s=5.0)
     assert sized.max_ongoing(settings) == 8 + 2 * 8 + 16
     assert sized.shutdown_s(settings) == 5 + FLUSH_S
-    assert sized.of_one() == plan(config=sized.config), "the same for any number"
+    assert sized.per_replica() == plan(config=sized.config), "the same for any number"
 
 
 def test_a_file_uses_the_names_of_the_flags():

@@ -165,7 +165,7 @@ def test_the_sender_of_an_abandoned_stream_is_notified():
                 await stream.send(b"read")
                 await stream.send(b"not read")
                 assert await inbox.take() == b"read"
-                inbox.leave()
+                inbox.close()
                 assert await all_of(inbox) == []
                 with pytest.raises(FrontLostError, match="closed the result stream"):
                     while True:

@@ -24,7 +24,7 @@ from pensieve_jax.history.server_tables.changes import DeleteConversation, Delet
 from pensieve_jax.server.engine_process.messages import Call
 from pensieve_jax.server.replicas import routed_engine
 from pensieve_jax.server.replicas.links import REPORT, UnreadableMessageError, decoded_answer, encoded
-from pensieve_jax.server.replicas.placement import RootNames
+from pensieve_jax.server.replicas.placement import RootPlacer
 from tests.server.fakes import FakeTurn, say
 from tests.server.replicas.fakes import FakeReplicas, routed, spec_of
 
@@ -253,16 +253,16 @@ def test_a_replay_with_different_tokens_fails_the_turn(replay):
     run(test)
 
 
-class Names(RootNames):
+class Names(RootPlacer):
     """Names of roots that record their calls."""
 
     def __init__(self) -> None:
         super().__init__(hash_of)
         self.seen, self.under_way = [], []
 
-    def see(self, replicas, info, stats=None):
+    def update(self, replicas, info, stats=None):
         self.seen.append(dict(replicas))
-        super().see(replicas, info, stats)
+        super().update(replicas, info, stats)
 
     def sent(self, key, replies):
         self.under_way += [(key, reply) for reply in replies]
@@ -591,7 +591,7 @@ def test_calls_go_to_all_replicas_and_their_answers_are_merged():
                 "push_out_turn": number,
                 "explain_turn": {"chunks": [{"start": 0, "end": number, "tier": "gpu", "drop": None}]},
             }
-        await engine.look()
+        await engine.refresh()
         by_replica = {name: one.last_stats for name, one in replicas.engines.items()}
         own = {"num_turns_run_again": 0, "replicas": by_replica}
         assert await engine.call("stats") == {"num_steps": 3, "seconds": 1.0, **own}
@@ -670,12 +670,12 @@ def test_the_description_of_the_replicas_is_kept_up_to_date():
         assert engine.info.max_num_running == 8 and engine.state == "ready"
         replicas.kill("r0")
         replicas.engines["r1"].state = "starting"
-        await engine.look()
+        await engine.refresh()
         assert engine.info.max_num_running == 4 and engine.state == "starting"
         with pytest.raises(EngineClosedError):
             engine.submit(spec_of())
         replicas.engines["r1"].last_heard_s = 30.0
-        await engine.look()
+        await engine.refresh()
         assert 30 <= engine.last_heard_s < 31
         replicas.kill("r1")
         with pytest.raises(EngineClosedError):

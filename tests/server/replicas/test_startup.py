@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from pensieve_jax.server.replicas import startup
-from pensieve_jax.server.replicas.startup import Seen, StartReport, problem_in_words, telling
+from pensieve_jax.server.replicas.startup import AppStatus, StartReport, problem_in_words, reporting_start
 
 
 class Clock:
@@ -27,13 +27,13 @@ def report(num_replicas):
 
 def test_each_ready_replica_is_reported_once():
     found, clock, lines = report(3)
-    found.see(Seen(0, is_front_ready=False))
+    found.update(AppStatus(0, is_front_ready=False))
     assert lines == []
     clock.now_s += 7
-    found.see(Seen(2, is_front_ready=False))
+    found.update(AppStatus(2, is_front_ready=False))
     clock.now_s += 1
-    found.see(Seen(2, is_front_ready=True))
-    found.see(Seen(3, is_front_ready=True))
+    found.update(AppStatus(2, is_front_ready=True))
+    found.update(AppStatus(3, is_front_ready=True))
     assert lines == [
         "replica 1 of 3 is ready, after 7 s",
         "replica 2 of 3 is ready, after 7 s",
@@ -44,10 +44,10 @@ def test_each_ready_replica_is_reported_once():
 def test_silence_is_broken_by_a_line_about_what_is_missing():
     found, clock, lines = report(2)
     for num_ready, is_front_ready in ((0, False), (1, False), (2, False), (2, True)):
-        found.see(Seen(num_ready, is_front_ready))
+        found.update(AppStatus(num_ready, is_front_ready))
         clock.now_s += startup.SILENCE_S
-        found.see(Seen(num_ready, is_front_ready))
-        found.see(Seen(num_ready, is_front_ready))
+        found.update(AppStatus(num_ready, is_front_ready))
+        found.update(AppStatus(num_ready, is_front_ready))
     assert [line for line in lines if line.startswith("waiting")] == [
         "waiting for replicas 1 to 2 of 2, which load the model or compile, 15 s so far",
         "waiting for replica 2 of 2, which loads the model or compiles, 30 s so far",
@@ -59,17 +59,17 @@ def test_silence_is_broken_by_a_line_about_what_is_missing():
 def test_a_line_of_news_restarts_the_silence():
     found, clock, lines = report(2)
     clock.now_s += startup.SILENCE_S
-    found.see(Seen(1, is_front_ready=False))
+    found.update(AppStatus(1, is_front_ready=False))
     assert lines == ["replica 1 of 2 is ready, after 15 s"]
 
 
 def test_a_problem_is_reported_once_and_so_is_a_dead_replica():
     found, _, lines = report(2)
-    found.see(Seen(0, is_front_ready=False, problem="no such model"))
-    found.see(Seen(1, is_front_ready=False, problem="no such model"))
+    found.update(AppStatus(0, is_front_ready=False, problem="no such model"))
+    found.update(AppStatus(1, is_front_ready=False, problem="no such model"))
     for left in (10, 9):
-        found.see(Seen(1, is_front_ready=False, problem=f"no disk; {left} more tries"))
-    found.see(Seen(0, is_front_ready=False, problem="no memory"))
+        found.update(AppStatus(1, is_front_ready=False, problem=f"no disk; {left} more tries"))
+    found.update(AppStatus(0, is_front_ready=False, problem="no memory"))
     assert lines == [
         "no such model",
         "replica 1 of 2 is ready, after 0 s",
@@ -99,7 +99,7 @@ def test_a_thread_reports_during_the_block_and_the_end_follows_after_it(monkeypa
     monkeypatch.setattr(startup, "LOOK_S", 0.0)
     found, _, lines = report(2)
     has_told = threading.Event()
-    seen = [None, Seen(1, is_front_ready=False)]
+    seen = [None, AppStatus(1, is_front_ready=False)]
 
     def look():
         if len(seen) > 1:
@@ -107,9 +107,9 @@ def test_a_thread_reports_during_the_block_and_the_end_follows_after_it(monkeypa
         has_told.set()
         return seen[0]
 
-    with telling(found, look):
+    with reporting_start(found, look):
         assert has_told.wait(60)
-        seen[0] = Seen(2, is_front_ready=True)
+        seen[0] = AppStatus(2, is_front_ready=True)
     assert lines == ["replica 1 of 2 is ready, after 0 s", "replica 2 of 2 is ready, after 0 s"]
     assert not [thread for thread in threading.enumerate() if thread.name == "replica-status"]
 
@@ -126,9 +126,9 @@ def test_failed_polls_are_logged_once_and_end_neither_the_reports_nor_the_start(
         if next(num_looks) < 3:
             raise RuntimeError("no such state")
         has_told.set()
-        return Seen(1, is_front_ready=False)
+        return AppStatus(1, is_front_ready=False)
 
-    with telling(found, look):
+    with reporting_start(found, look):
         assert has_told.wait(60)
     assert lines == ["replica 1 of 2 is ready, after 0 s"]
     assert [record.getMessage() for record in caplog.records if "no such state" in record.getMessage()] == [
@@ -143,13 +143,13 @@ def test_a_failed_last_poll_does_not_fail_a_successful_start(monkeypatch):
     def look():
         raise RuntimeError("no such state")
 
-    with telling(found, look):
+    with reporting_start(found, look):
         pass
     assert lines == []
 
 
 def test_an_interrupted_block_reports_nothing_more():
     found, _, lines = report(2)
-    with pytest.raises(KeyboardInterrupt), telling(found, lambda: Seen(2, is_front_ready=True)):
+    with pytest.raises(KeyboardInterrupt), reporting_start(found, lambda: AppStatus(2, is_front_ready=True)):
         raise KeyboardInterrupt
     assert lines == []

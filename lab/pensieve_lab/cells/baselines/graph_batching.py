@@ -144,7 +144,7 @@ class GraphBatching:
     def remove_dropped(self, kind: int) -> None:
         """Do nothing: a dropped node is left out when its task comes, and the task runs without it."""
 
-    def told(self, ended: list[CellRequest]) -> list[CellRequest]:
+    def reportable(self, ended: list[CellRequest]) -> list[CellRequest]:
         """Return the requests whose whole batch has ended."""
         self._to_tell += ended
         told = [one for one in self._to_tell if one.serial not in self._running]

@@ -59,7 +59,7 @@ from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.logs import log_end_of_task
 from pensieve_jax.server.openai.responses.events import failure_object
 from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS, ResponsePlan
-from pensieve_jax.server.openai.responses.response import head_of, kept_response
+from pensieve_jax.server.openai.responses.response import head_of, stored_response
 from pensieve_jax.server.openai.responses.retries import CompletionWatcher
 from pensieve_jax.server.openai.responses.run import ResponseRun
 from pensieve_jax.server.turns.checks import commit_context
@@ -83,13 +83,13 @@ class BackgroundResponses:
     def __init__(self, services: Services, locks: set[tuple[str, str]]) -> None:
         """`locks` contains the conversations with a running turn, by owner and id."""
         self._services = services
-        self._driver = BackgroundDriver(services)
+        self._driver = BackgroundRunner(services)
         self._locks = locks
         self._runs: dict[tuple[str, str], ResponseRun] = {}
         self._being_queued: set[ResponsePlan] = set()
         # Lost confirmations of the engine; each change was applied, will be applied, or was lost.
-        self._num_doubts = 0
-        self._num_settled = 0
+        self._num_lost = 0
+        self._num_reconciled = 0
         self._ends = CompletionWatcher[tuple[str, str]]()
 
     @property
@@ -98,9 +98,9 @@ class BackgroundResponses:
         return len(self._runs)
 
     @property
-    def is_in_doubt(self) -> bool:
-        """Whether the history may contain changes that this server does not know of; `settle` finds out."""
-        return self._num_settled < self._num_doubts
+    def has_lost_confirmations(self) -> bool:
+        """Whether the history may contain changes unknown to this server; `reconcile` finds out."""
+        return self._num_reconciled < self._num_lost
 
     def find(self, owner: str, response_id: str) -> ResponseRun | None:
         """Return a response that has not ended, or None."""
@@ -110,10 +110,10 @@ class BackgroundResponses:
         """Return what `work` reads from the history, repeating the read if a record's run ended meanwhile.
 
         The result is one record or several. Nothing else runs between the last check and the return, so that
-        the caller may adopt records that are queued.
+        the caller may run records that are queued.
         """
         while True:
-            with self._ends.seen() as ended:
+            with self._ends.collect() as ended:
                 found = await self._services.read(owner, work, *args, **kwargs)
             records = found if isinstance(found, list) else [found]
             keys = {(one.owner, one.response_id) for one in records if isinstance(one, ResponseRecord)}
@@ -138,10 +138,10 @@ class BackgroundResponses:
             if not started:
                 unlock()
 
-    def adopt(self, record: ResponseRecord) -> ResponseRun | None:
+    def run_queued(self, record: ResponseRecord) -> ResponseRun | None:
         """Run a response that is queued in the history; return None if it is not to run here.
 
-        This server must have claimed it, which `settle` does; another server may have claimed it instead.
+        This server must have claimed it, which `reconcile` does; another server may have claimed it instead.
 
         `record` must be current; see `current`.
         """
@@ -166,27 +166,29 @@ class BackgroundResponses:
         self._start(run, draft, work, self._locked(draft))
         return run
 
-    async def settle(self) -> None:
+    async def reconcile(self) -> None:
         """Run all responses that are queued in the history, and resolve lost confirmations.
 
         After this returns, a change whose confirmation was lost has been applied or never will be.
 
         Raises the engine's errors.
         """
-        num_doubts = self._num_doubts
-        if self.is_in_doubt:  # the engine answers in order, so earlier changes are done after this call
+        num_lost = self._num_lost
+        if (
+            self.has_lost_confirmations
+        ):  # the engine answers in order, so earlier changes are done after this call
             await self._services.engine.call("census")
-            if num_doubts <= self._num_settled:  # another caller of `settle` has done the rest
+            if num_lost <= self._num_reconciled:  # another caller of `reconcile` has done the rest
                 return
         records = await self._driver.read(self._unfinished)
         for record in records:
             try:
-                self.adopt(record)
+                self.run_queued(record)
             except Exception as error:  # unexpected, but the other responses must still run
                 _log.error("a background response could not be run", exc_info=error)
-        if num_doubts > self._num_settled or self._services.history.claims.are_shared:
+        if num_lost > self._num_reconciled or self._services.history.claims.are_shared:
             await self._stop_cancelled({(record.owner, record.response_id) for record in records})
-        self._num_settled = max(self._num_settled, num_doubts)
+        self._num_reconciled = max(self._num_reconciled, num_lost)
         queued = {plan.draft.response_id for plan in self._being_queued if plan.draft is not None}
         self._services.history.claims.keep_only({response_id for _, response_id in self._runs} | queued)
 
@@ -194,7 +196,7 @@ class BackgroundResponses:
         """Cancel a response unless it has ended; return its response object.
 
         Raises the engine's errors. If the engine's confirmation was lost, the response continues until
-        `settle` finds out whether it was cancelled.
+        `reconcile` finds out whether it was cancelled.
         """
         change = EndResponse(
             owner=owner,
@@ -205,7 +207,7 @@ class BackgroundResponses:
         try:
             await self._services.engine.apply(change)
         except UNANSWERED:
-            self._num_doubts += 1
+            self._num_lost += 1
             raise
         return await self._stopped(owner, record.response_id)
 
@@ -213,7 +215,8 @@ class BackgroundResponses:
     async def lifespan(self) -> AsyncIterator[None]:
         """Run responses that were left behind; at exit, leave unfinished ones to the next server."""
         tasks = [
-            asyncio.ensure_future(work) for work in (self._adopt_left(), expire_now_and_then(self._services))
+            asyncio.ensure_future(work)
+            for work in (self._run_left_behind(), delete_expired_periodically(self._services))
         ]
         for task in tasks:
             task.add_done_callback(
@@ -250,7 +253,7 @@ class BackgroundResponses:
             run.task.cancel()
             await asyncio.wait({run.task})
         try:
-            response = kept_response(await self._read(owner, response_id))
+            response = stored_response(await self._read(owner, response_id))
         except PensieveError as error:
             if run is not None and not run.has_ended:
                 run.fail(as_api_error(error))
@@ -293,7 +296,7 @@ class BackgroundResponses:
         """Store a response as queued after a durable turn, which is searched for as in `start_turns`."""
         context, unknown = plan.context, None
         for memory in Memory:
-            resolved = await self._services.run_cpu(plan.owner, context.thought, context.find, memory)
+            resolved = await self._services.run_cpu(plan.owner, context.estimate, context.find, memory)
             (spec,) = plan.specs(resolved)
             assert plan.draft is not None
             name = plan.draft.response_id
@@ -309,7 +312,7 @@ class BackgroundResponses:
                 if resolved.parent is not None:
                     resolved.index.forget(plan.owner, resolved.parent.turn_id)
             except UNANSWERED:
-                self._num_doubts += 1
+                self._num_lost += 1
                 raise
         assert unknown is not None
         raise unknown
@@ -345,12 +348,12 @@ class BackgroundResponses:
                 finally:
                     del self._runs[key]
                     self._services.history.claims.give_up(draft.response_id)
-                    self._ends.end(key)
+                    self._ends.notify(key)
                     unlock()
 
         run.task = asyncio.ensure_future(drive())
 
-    async def _adopt_left(self) -> None:
+    async def _run_left_behind(self) -> None:
         """Run responses left behind by an earlier server or engine, or by a lost confirmation."""
         services, epoch, looked_s, is_logged = self._services, 0, -math.inf, False
         while True:
@@ -358,10 +361,10 @@ class BackgroundResponses:
             # Another server that shares the history may die at any time and leave responses behind.
             is_time = services.history.claims.are_shared and now_s - looked_s >= LOOK_S
             is_new = epoch != services.engine.epoch
-            if services.engine.state == "ready" and (is_new or self.is_in_doubt or is_time):
+            if services.engine.state == "ready" and (is_new or self.has_lost_confirmations or is_time):
                 asked, looked_s = services.engine.epoch, now_s
                 try:
-                    await self.settle()
+                    await self.reconcile()
                     epoch, is_logged = asked, False
                 except UNANSWERED:  # still unresolved, or the engine restarts soon
                     pass
@@ -383,7 +386,7 @@ class BackgroundResponses:
         return lambda: self._locks.discard(lock)
 
 
-class BackgroundDriver:
+class BackgroundRunner:
     """Runs background responses to their ends. Used by the event loop's thread only."""
 
     def __init__(self, services: Services) -> None:
@@ -482,7 +485,7 @@ class BackgroundDriver:
             return False
         run.begin_again()
         run.take(token_ids)
-        run.end(kept_response(record))
+        run.end(stored_response(record))
         return True
 
     async def _run_once(self, run: ResponseRun, spec: TurnSpec) -> Output:
@@ -557,7 +560,7 @@ def draft_of(record: ResponseRecord) -> ResponseDraft:
     )
 
 
-async def expire_now_and_then(services: Services) -> None:
+async def delete_expired_periodically(services: Services) -> None:
     """Delete expired records periodically, until this is cancelled."""
     while True:
         if services.engine.state == "ready":

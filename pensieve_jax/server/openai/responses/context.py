@@ -18,16 +18,16 @@ from pensieve_jax.server.context.resolver import Memory, ResolvedContext, has_re
 from pensieve_jax.server.http.bodies import MAX_ITEMS
 from pensieve_jax.server.http.errors import ApiError, invalid_value
 from pensieve_jax.server.http.services import Services
-from pensieve_jax.server.openai.responses.response import kept_response
+from pensieve_jax.server.openai.responses.response import stored_response
 from pensieve_jax.server.openai.responses.schemas import (
     ContextFields,
     ItemReference,
     is_reference,
     parse_input,
 )
-from pensieve_jax.server.turns.checks import previous_response, unknown_previous, unwritable
-from pensieve_jax.server.turns.items import Item, message_of, messages_of, place_of, with_new_ids
-from pensieve_jax.server.workers import CpuTicket, is_long
+from pensieve_jax.server.turns.checks import previous_response, template_error, unknown_previous
+from pensieve_jax.server.turns.items import Item, message_of, messages_of, position_of, with_new_ids
+from pensieve_jax.server.workers import WorkEstimate, is_long
 from pensieve_jax.text.messages import Message
 
 MAX_READ_CHARACTERS: Final = 16 * 2**20
@@ -43,7 +43,7 @@ class RequestContext:
     Attributes:
         find: resolves it; called again if the engine no longer has the parent turn.
         num_characters: approximate text length, without the path of a parent that is named.
-        thought: whether resolving it takes long, and whether it reads the history.
+        estimate: whether resolving it takes long, and whether it reads the history.
         new_items: the request's own items, without ids.
         conversation: the conversation to append the items to.
         ignored_fields: paths of unknown fields in the items.
@@ -51,14 +51,14 @@ class RequestContext:
 
     find: Callable[[Memory], ResolvedContext]
     num_characters: int
-    thought: CpuTicket
+    estimate: WorkEstimate
     new_items: list[Item]
     conversation: ConversationRow | None
     ignored_fields: tuple[str, ...]
 
 
 def request_context(
-    services: Services, owner: str, body: ContextFields, *, durable: bool, most: int | None = None
+    services: Services, owner: str, body: ContextFields, *, durable: bool, token_limit: int | None = None
 ) -> RequestContext:
     """Return the context of a request.
 
@@ -67,7 +67,7 @@ def request_context(
       owner: the key owner of the request.
       body: its fields.
       durable: whether its turn is stored.
-      most: maximum number of context tokens; None for no limit.
+      token_limit: maximum number of context tokens; None for no limit.
 
     Raises ApiError 400 and 404, UnknownRecordError.
     """
@@ -90,7 +90,9 @@ def request_context(
     if body.previous_response_id is not None:
         turn_id, past_messages = _previous(services, owner, body, body.previous_response_id)
         if past_messages is None:
-            find = _by_turn(services, owner, turn_id, messages, durable, body.previous_response_id, most)
+            find = _by_turn(
+                services, owner, turn_id, messages, durable, body.previous_response_id, token_limit
+            )
             num_tokens = services.resolver.index.num_tokens(owner, turn_id)
         else:
             messages = [*_instructions(body.instructions), *past_messages, *messages]
@@ -100,9 +102,9 @@ def request_context(
             raise ApiError(400, "missing_required_parameter", "input is missing.", param="input")
     num_characters = sum(len(message["content"]) for message in messages)
     return RequestContext(
-        find=find or _by_messages(services, owner, messages, durable, most),
+        find=find or _by_messages(services, owner, messages, durable, token_limit),
         num_characters=num_characters,
-        thought=CpuTicket(
+        estimate=WorkEstimate(
             is_long(num_characters, len(messages), num_tokens), find is not None or has_reply(messages)
         ),
         new_items=items,
@@ -111,7 +113,7 @@ def request_context(
     )
 
 
-def reading(services: Services, owner: str, body: ContextFields, num_bytes: int) -> CpuTicket:
+def reading(services: Services, owner: str, body: ContextFields, num_bytes: int) -> WorkEstimate:
     """Return how to run `request_context` for a body of `num_bytes`.
 
     The size of a conversation or of referenced items is unknown before they are read, so these always count
@@ -123,7 +125,7 @@ def reading(services: Services, owner: str, body: ContextFields, num_bytes: int)
         turn_id = body.previous_response_id.removeprefix("resp_")
         num_tokens = services.resolver.index.num_tokens(owner, turn_id)
     reads_items = body.conversation_id is not None or any(map(is_reference, items))
-    return CpuTicket(
+    return WorkEstimate(
         reads_items or is_long(num_bytes, len(items), num_tokens),
         reads_items or body.previous_response_id is not None,
     )
@@ -193,34 +195,44 @@ def _by_turn(
     messages: Sequence[Message],
     durable: bool,
     response_id: str,
-    most: int | None,
+    token_limit: int | None,
 ) -> Callable[[Memory], ResolvedContext]:
     def find(memory: Memory) -> ResolvedContext:
         try:
             found: ResolvedContext = services.resolver.resolve_after(
-                owner, turn_id, messages, epoch=services.engine.epoch, durable=durable, most=most
+                owner,
+                turn_id,
+                messages,
+                epoch=services.engine.epoch,
+                durable=durable,
+                token_limit=token_limit,
             )
         except UnknownTurnError:
             raise unknown_previous(response_id) from None
         except ChatTemplateError as error:
-            raise unwritable(error, (), "input") from error
+            raise template_error(error, (), "input") from error
         return found
 
     return find
 
 
 def _by_messages(
-    services: Services, owner: str, messages: Sequence[Message], durable: bool, most: int | None
+    services: Services, owner: str, messages: Sequence[Message], durable: bool, token_limit: int | None
 ) -> Callable[[Memory], ResolvedContext]:
     def find(memory: Memory) -> ResolvedContext:
         if memory is not Memory.ALL:
             services.metrics.rebuilt("turn_lost")
         try:
             found: ResolvedContext = services.resolver.resolve(
-                owner, messages, epoch=services.engine.epoch, durable=durable, memory=memory, most=most
+                owner,
+                messages,
+                epoch=services.engine.epoch,
+                durable=durable,
+                memory=memory,
+                token_limit=token_limit,
             )
         except ChatTemplateError as error:
-            raise unwritable(error, (), "input") from error
+            raise template_error(error, (), "input") from error
         return found
 
     return find
@@ -242,10 +254,10 @@ class _KnownItems:
 
     def referred(self, item_id: str, index: int) -> Item:
         """Return an item without its id; raise ApiError 404, and 400 if all named items are too long."""
-        place = place_of(item_id)
-        if item_id not in self._items and place is not None and place[0] not in self._responses:
-            self._responses.add(place[0])
-            self._read(f"resp_{place[0]}", index)
+        position = position_of(item_id)
+        if item_id not in self._items and position is not None and position[0] not in self._responses:
+            self._responses.add(position[0])
+            self._read(f"resp_{position[0]}", index)
         item = self._items.get(item_id)
         if item is None:
             raise ApiError(404, "not_found", f"There is no item {item_id!r}.", param=f"input[{index}].id")
@@ -258,7 +270,7 @@ class _KnownItems:
         except UnknownRecordError:
             return
         self._count(len(record.input_items), index)
-        for item in (*json.loads(record.input_items), *kept_response(record)["output"]):
+        for item in (*json.loads(record.input_items), *stored_response(record)["output"]):
             self._items.setdefault(item["id"], item)
 
     def _count(self, num_characters: int, index: int) -> None:

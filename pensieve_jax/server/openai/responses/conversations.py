@@ -36,7 +36,7 @@ from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.bodies import Body
 from pensieve_jax.server.http.errors import ApiError, invalid_value, unsupported
 from pensieve_jax.server.http.pagination import page_object, page_of_items
-from pensieve_jax.server.http.replies import Bytes, HttpResponse, encode_json, json_reply
+from pensieve_jax.server.http.replies import BytesResponse, HttpResponse, encode_json, json_reply
 from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.openai.responses.context import COMPACT, too_long
@@ -45,7 +45,7 @@ from pensieve_jax.server.openai.responses.retries import (
     check_same_body,
     idempotency_key,
     is_retry,
-    kept_key,
+    key_record,
 )
 from pensieve_jax.server.openai.responses.schemas import (
     MAX_ITEMS_OF_A_POST,
@@ -54,11 +54,11 @@ from pensieve_jax.server.openai.responses.schemas import (
     parse_input,
 )
 from pensieve_jax.server.turns.items import Item, named_id, with_named_ids, with_new_ids
-from pensieve_jax.server.workers import CpuTicket
+from pensieve_jax.server.workers import WorkEstimate
 
 _MAX_TRIES = 3  # attempts of a change while other changes win the race
 # The history counts the characters of all items of a conversation.
-_MEASURING: Final = CpuTicket(is_long=True, asks_history=True)
+_MEASURING: Final = WorkEstimate(is_long=True, asks_history=True)
 LIFETIME_S: Final = 600.0
 MAX_UNANSWERED: Final = 10_000
 
@@ -204,28 +204,28 @@ class Conversations:
                 appended_at_s=now_s,
             )
 
-        async def kept_name() -> str | None:
+        async def stored_name() -> str | None:
             return await call.read(_kept_name, call, append, len(new_items))
 
         try:
-            await self._change(call, change, kept_name if append.is_repeated else None)
+            await self._change(call, change, stored_name if append.is_repeated else None)
         except UNANSWERED:  # the change may have been applied nevertheless
-            if await kept_name() is None:
+            if await stored_name() is None:
                 raise
         self._appends.answered(append)
-        name = append.name if append.kept is None else await kept_name()
+        name = append.name if append.kept is None else await stored_name()
         page = await call.run_cpu(_page, new_items, name or append.name)
 
         def missed() -> None:
             self._appends.missed(append, call.services.now_s())
 
-        return Bytes(page, "application/json", undelivered=missed)
+        return BytesResponse(page, "application/json", undelivered=missed)
 
     async def item(self, call: HttpRequest) -> HttpResponse:
         """Answer with one item as it is stored."""
         history, conversation_id = call.services.history, call.path["conversation_id"]
         row = await call.read(history.item, call.owner, conversation_id, call.path["item_id"])
-        return Bytes(row.item.encode(), "application/json")
+        return BytesResponse(row.item.encode(), "application/json")
 
     async def delete_item(self, call: HttpRequest) -> HttpResponse:
         """Delete an item, and answer with the conversation."""
@@ -246,12 +246,12 @@ class Conversations:
         self,
         call: HttpRequest,
         change_of: Callable[[ConversationRow], Awaitable[HistoryChange]],
-        kept_name: Callable[[], Awaitable[str | None]] | None = None,
+        stored_name: Callable[[], Awaitable[str | None]] | None = None,
     ) -> None:
         """Apply a change unless it is already stored; retry if another change came first."""
         for tries_left in reversed(range(_MAX_TRIES)):
-            row = await _row(call)  # read before `kept_name`: any later change makes the version differ
-            if kept_name is not None and await kept_name() is not None:
+            row = await _row(call)  # read before `stored_name`: any later change makes the version differ
+            if stored_name is not None and await stored_name() is not None:
                 return
             change = await change_of(row)
             self._unlocked(call)
@@ -364,7 +364,7 @@ class Appends:
         now_s: float,
     ) -> Append:
         """Start a request to append items; call `answered` once the change is applied."""
-        kept = kept_key(key, body_sha256, now_s)
+        kept = key_record(key, body_sha256, now_s)
         if kept is not None:
             return Append(secrets.token_hex(24), True, kept, None)
         request = (owner, conversation_id, body_sha256)

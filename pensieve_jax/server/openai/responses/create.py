@@ -26,7 +26,7 @@ from pensieve_jax.server.openai.responses.conversations import check_unlocked
 from pensieve_jax.server.openai.responses.events import ResponseStreams, StartedStream, run_events
 from pensieve_jax.server.openai.responses.foreground import ForegroundResponse
 from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS, ResponsePlan
-from pensieve_jax.server.openai.responses.response import kept_response
+from pensieve_jax.server.openai.responses.response import stored_response
 from pensieve_jax.server.openai.responses.retries import IdempotencyStore, idempotency_key, is_retry
 from pensieve_jax.server.openai.responses.run import ResponseRun
 from pensieve_jax.server.openai.responses.schemas import CreateResponse, check_create
@@ -59,14 +59,14 @@ class ResponseCreation:
         self,
         services: Services,
         background: BackgroundResponses,
-        repeats: IdempotencyStore,
+        idempotency: IdempotencyStore,
         streams: ResponseStreams,
         locks: set[tuple[str, str]],
     ) -> None:
         """`locks` contains the conversations with a running turn, by owner and id."""
         self._services = services
         self._background = background
-        self._repeats = repeats
+        self._idempotency = idempotency
         self._streams = streams
         self._locks = locks
 
@@ -115,23 +115,23 @@ class ResponseCreation:
             now_s = self._services.now_s()
             earlier: Earlier | None
             if key is not None:
-                earlier = await self._repeats.by_key(owner, key, request.body_sha256, now_s)
+                earlier = await self._idempotency.by_key(owner, key, request.body_sha256, now_s)
             else:
-                earlier = await self._repeats.by_body(owner, request.body_sha256, now_s)
-            if earlier is not None or not self._background.is_in_doubt:
+                earlier = await self._idempotency.by_body(owner, request.body_sha256, now_s)
+            if earlier is not None or not self._background.has_lost_confirmations:
                 return earlier
             # The response of the earlier request may still be on its way into the queue.
-            await request.call.unless_gone(self._background.settle())
+            await request.call.unless_gone(self._background.reconcile())
 
     async def _answer_again(self, request: CreateRequest, earlier: Earlier) -> HttpResponse:
         """Answer a repeated request with the response of the earlier one."""
         if isinstance(earlier, ResponseRecord):
-            run = self._background.adopt(earlier)
+            run = self._background.run_queued(earlier)
             if run is None or run.has_ended:
                 missed = self._missed(request, request.body_sha256, earlier.response_id)
                 if request.body.stream:
                     return self._stream(await self._streams.kept(earlier), missed)
-                return json_reply(kept_response(earlier), undelivered=missed)
+                return json_reply(stored_response(earlier), undelivered=missed)
             earlier = run
         return await self._follow(request, earlier)
 
@@ -157,10 +157,10 @@ class ResponseCreation:
         call, services = request.call, self._services
         is_to_run = False
         try:
-            thought = reading(services, call.owner, request.body, len(call.body))
+            estimate = reading(services, call.owner, request.body, len(call.body))
             plan = await services.run_cpu(
                 call.owner,
-                thought,
+                estimate,
                 ResponsePlan,
                 services,
                 call.owner,
@@ -184,7 +184,7 @@ class ResponseCreation:
     ) -> ForegroundResponse:
         """Start the turn; raise ApiError, the engine's errors, and ClientGoneError."""
         call = request.call
-        response = ForegroundResponse(self._services, plan, self._repeats, unlock, call.notes.counts)
+        response = ForegroundResponse(self._services, plan, self._idempotency, unlock, call.notes.counts)
         is_started = False
         try:
             await call.unless_gone(response.start())
@@ -209,7 +209,7 @@ class ResponseCreation:
         """Start a response as a task, which its clients then follow."""
         run = ResponseRun(plan.owner, plan.body_sha256, background=bool(plan.body.background))
         if plan.key is not None:
-            self._repeats.start(plan.owner, plan.key, run)
+            self._idempotency.start(plan.owner, plan.key, run)
         run.task = asyncio.ensure_future(self._drive(plan, run, unlock))
         return run
 
@@ -224,11 +224,11 @@ class ResponseCreation:
             run.fail(as_api_error(error, ENGINE_FIELDS))
         finally:
             if plan.key is not None:
-                self._repeats.end(plan.owner, plan.key)
+                self._idempotency.end(plan.owner, plan.key)
             if run.background and plan.head is not None and (run.head is None or run.is_abandoned):
                 # It may be queued nevertheless, although no client knows of it.
                 now_s = self._services.now_s()
-                self._repeats.missed(plan.owner, plan.body_sha256, plan.head.response_id, now_s)
+                self._idempotency.missed(plan.owner, plan.body_sha256, plan.head.response_id, now_s)
             if not run.has_ended and (run.head is None or not run.background):
                 run.fail(internal_error())
 
@@ -236,7 +236,7 @@ class ResponseCreation:
         self, plan: ResponsePlan, run: ResponseRun, unlock: Callable[[], None]
     ) -> None:
         """Run a response with a key until it has ended."""
-        response = ForegroundResponse(self._services, plan, self._repeats, unlock, {})
+        response = ForegroundResponse(self._services, plan, self._idempotency, unlock, {})
         try:
             await response.start()
             run.begin(response.head)
@@ -271,7 +271,7 @@ class ResponseCreation:
         if request.key is not None:
             return None
         owner = request.call.owner
-        return lambda: self._repeats.missed(owner, body_sha256, response_id, self._services.now_s())
+        return lambda: self._idempotency.missed(owner, body_sha256, response_id, self._services.now_s())
 
     def _stream(self, events: AsyncGenerator[bytes], missed: Callable[[], None] | None) -> HttpResponse:
         """Stream a response; call `missed` if the client got no event of it."""

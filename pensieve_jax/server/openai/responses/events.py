@@ -27,8 +27,8 @@ from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS
 from pensieve_jax.server.openai.responses.response import (
     ResponseHead,
     head_of,
-    kept_response,
     logprob_objects,
+    stored_response,
 )
 from pensieve_jax.server.openai.responses.run import ResponseRun, Token
 from pensieve_jax.server.turns.items import output_part
@@ -197,7 +197,7 @@ async def run_events(
     yield DONE
 
 
-async def kept_events(
+async def stored_events(
     head: ResponseHead,
     response: Mapping[str, Any],
     token_ids: Iterable[int],
@@ -249,7 +249,7 @@ class ResponseStreams:
                 record.owner, self._services.history.turn, record.owner, record.turn_id
             )
             token_ids = turn.output_token_ids
-        return kept_events(head_of(record), kept_response(record), token_ids, self.texts, starting_after)
+        return stored_events(head_of(record), stored_response(record), token_ids, self.texts, starting_after)
 
 
 class StartedStream:

@@ -30,7 +30,7 @@ class ForegroundResponse:
         self,
         services: Services,
         plan: ResponsePlan,
-        repeats: IdempotencyStore,
+        idempotency: IdempotencyStore,
         unlock: Callable[[], None],
         counts: dict[str, Any],
     ) -> None:
@@ -41,7 +41,7 @@ class ForegroundResponse:
         self._counts = counts
         self._services = services
         self._plan = plan
-        self._repeats = repeats
+        self._idempotency = idempotency
         self._unlock = unlock
         self._running: RunningTurns | None = None
         self._is_finished = False
@@ -68,7 +68,7 @@ class ForegroundResponse:
                 services.engine,
                 plan.context.find,
                 plan.specs,
-                run_cpu=partial(services.run_cpu, plan.owner, plan.context.thought),
+                run_cpu=partial(services.run_cpu, plan.owner, plan.context.estimate),
             )
             return turns
 
@@ -111,7 +111,7 @@ class ForegroundResponse:
         plan = self._plan
         if plan.draft is not None and plan.key is None:  # with a key, a retry finds it by the key
             now_s = self._services.now_s()
-            self._repeats.missed(plan.owner, plan.body_sha256, self.head.response_id, now_s)
+            self._idempotency.missed(plan.owner, plan.body_sha256, self.head.response_id, now_s)
 
     async def close(self) -> None:
         """Cancel the turn if it runs, and remember a response that may be committed but was not delivered."""

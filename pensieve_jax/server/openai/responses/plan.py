@@ -18,9 +18,9 @@ from pensieve_jax.server.context.resolver import ResolvedContext
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.openai.responses.context import RequestContext, request_context
 from pensieve_jax.server.openai.responses.response import ResponseHead
-from pensieve_jax.server.openai.responses.retries import kept_key
+from pensieve_jax.server.openai.responses.retries import key_record
 from pensieve_jax.server.openai.responses.schemas import CreateResponse, echo_of
-from pensieve_jax.server.turns.checks import check_num_tokens, most_tokens
+from pensieve_jax.server.turns.checks import check_num_tokens, context_token_limit
 from pensieve_jax.server.turns.items import reply_id, with_input_ids
 from pensieve_jax.server.turns.sampling import sampling_params
 from pensieve_jax.server.turns.stored import LIFETIME_S
@@ -57,7 +57,7 @@ class ResponsePlan:
         self.body_sha256 = body_sha256
         self.key = key
         self.context: RequestContext = request_context(
-            services, owner, body, durable=body.stores, most=most_tokens(services)
+            services, owner, body, durable=body.stores, token_limit=context_token_limit(services)
         )
         self.resolved: ResolvedContext | None = None
         self.head: ResponseHead | None = None
@@ -113,5 +113,5 @@ class ResponsePlan:
             background=bool(self.body.background),
             body_sha256=self.body_sha256,
             conversation=append,
-            idempotency=kept_key(self.key, self.body_sha256, self._created_at_s),
+            idempotency=key_record(self.key, self.body_sha256, self._created_at_s),
         )

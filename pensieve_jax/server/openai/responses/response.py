@@ -98,7 +98,7 @@ def head_of(draft: ResponseDraft | ResponseRecord) -> ResponseHead:
     )
 
 
-def kept_response(record: ResponseRecord) -> dict[str, Any]:
+def stored_response(record: ResponseRecord) -> dict[str, Any]:
     """Return the response object of a stored response."""
     head = head_of(record)
     if record.status in _ENDED_WITH_REPLY:

@@ -76,7 +76,7 @@ class IdempotencyStore:
             if run is not None:
                 check_same_body(body_sha256, run.body_sha256)
                 return run
-            with self._ends.seen() as ended:
+            with self._ends.collect() as ended:
                 record = await self._read(owner, self._kept_under, owner, key, body_sha256, now_s)
             if (owner, key) not in self._running and (owner, key) not in ended:
                 return record
@@ -112,7 +112,7 @@ class IdempotencyStore:
     def end(self, owner: str, key: str) -> None:
         """Remove a request with a key that has ended; a stored response is in the history."""
         self._running.pop((owner, key), None)
-        self._ends.end((owner, key))
+        self._ends.notify((owner, key))
 
     def missed(self, owner: str, body_sha256: str, response_id: str, now_s: float) -> None:
         """Remember a response that may be committed although its client had left."""
@@ -156,7 +156,7 @@ def is_retry(headers: Mapping[str, str]) -> bool:
     return count.isascii() and count.isdecimal() and count.strip("0") != ""
 
 
-def kept_key(key: str | None, body_sha256: str, now_s: float) -> Idempotency | None:
+def key_record(key: str | None, body_sha256: str, now_s: float) -> Idempotency | None:
     """Return the record of an idempotency key to commit, or None without a key."""
     if key is None:
         return None
@@ -212,7 +212,7 @@ class CompletionWatcher[K: Hashable]:
         self._readers: dict[int, set[K]] = {}
 
     @contextmanager
-    def seen(self) -> Iterator[set[K]]:
+    def collect(self) -> Iterator[set[K]]:
         """Yield a set that collects the keys that end during the block."""
         ended = set[K]()
         self._readers[id(ended)] = ended
@@ -221,7 +221,7 @@ class CompletionWatcher[K: Hashable]:
         finally:
             del self._readers[id(ended)]
 
-    def end(self, key: K) -> None:
-        """Add `key` to the set of every open block of `seen`."""
+    def notify(self, key: K) -> None:
+        """Add `key` to the set of every open block of `collect`."""
         for ended in self._readers.values():
             ended.add(key)

@@ -19,7 +19,7 @@ from pensieve_jax.server.openai.responses.context import reading, request_contex
 from pensieve_jax.server.openai.responses.create import ResponseCreation
 from pensieve_jax.server.openai.responses.events import ResponseStreams, run_events
 from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS
-from pensieve_jax.server.openai.responses.response import kept_response
+from pensieve_jax.server.openai.responses.response import stored_response
 from pensieve_jax.server.openai.responses.retries import IdempotencyStore
 from pensieve_jax.server.openai.responses.schemas import CountTokens, check_context
 from pensieve_jax.server.turns.checks import check_model
@@ -39,13 +39,15 @@ class Responses:
         self.locks: set[tuple[str, str]] = set()
         self.background = BackgroundResponses(services, self.locks)
         self._streams = ResponseStreams(services)
-        self._repeats = IdempotencyStore(services.history, services.now_s(), self.background.current)
-        self._creation = ResponseCreation(services, self.background, self._repeats, self._streams, self.locks)
+        self._idempotency = IdempotencyStore(services.history, services.now_s(), self.background.current)
+        self._creation = ResponseCreation(
+            services, self.background, self._idempotency, self._streams, self.locks
+        )
         services.tables |= {
             "locked_conversations": lambda: len(self.locks),
             "background_responses": lambda: self.background.num_running,
-            "requests_with_keys": lambda: self._repeats.num_running,
-            "responses_undelivered": lambda: self._repeats.num_undelivered,
+            "requests_with_keys": lambda: self._idempotency.num_running,
+            "responses_undelivered": lambda: self._idempotency.num_undelivered,
         }
 
     @property
@@ -73,14 +75,14 @@ class Responses:
             record: ResponseRecord = await self.background.current(
                 call.owner, history.response, call.owner, response_id
             )
-            run = self.background.adopt(record)
+            run = self.background.run_queued(record)
         if run is not None and run.head is not None and not run.has_ended:
             if streams:
                 return self._streams.reply(run_events(run, run.head, self._streams.texts, starting_after))
             return json_reply(run.head.object("in_progress" if run.is_started else "queued"))
         if streams:
             return self._streams.reply(await self._streams.kept(record, starting_after))
-        return json_reply(kept_response(record))
+        return json_reply(stored_response(record))
 
     async def delete(self, call: HttpRequest) -> HttpResponse:
         """Delete a response; cancel it first if it runs."""
@@ -114,10 +116,12 @@ class Responses:
         check_context(body)
         check_model(call.services, body.model)
         services, owner = call.services, call.owner
-        thought = reading(services, owner, body, len(call.body))
-        context = await services.run_cpu(owner, thought, request_context, services, owner, body, durable=True)
+        estimate = reading(services, owner, body, len(call.body))
+        context = await services.run_cpu(
+            owner, estimate, request_context, services, owner, body, durable=True
+        )
         with renamed_fields(ENGINE_FIELDS):
-            resolved = await services.run_cpu(owner, context.thought, context.find, Memory.ALL)
+            resolved = await services.run_cpu(owner, context.estimate, context.find, Memory.ALL)
         return json_reply({"object": "response.input_tokens", "input_tokens": resolved.num_context_tokens})
 
 

@@ -16,7 +16,7 @@ from msgspec import Meta
 from pensieve_jax.core.sampling_params import RESPONSES, refused_fields
 from pensieve_jax.server.http.bodies import MAX_IGNORED, Body, check_num_items, convert
 from pensieve_jax.server.http.errors import ApiError, invalid_value, unsupported
-from pensieve_jax.server.turns.items import Item, kept_item
+from pensieve_jax.server.turns.items import Item, stored_item
 from pensieve_jax.server.turns.sampling import UNSUPPORTED_SAMPLING, Seed
 from pensieve_jax.server.turns.stored import default_echo
 
@@ -67,7 +67,7 @@ class ContextFields(Body, kw_only=True):
         "context_management": ([],),
     }
     MISPLACED = {"messages": "Use input."}  # noqa: RUF012 - a ClassVar of the base class
-    OFFERS = frozenset({"tools"})
+    OPTIONAL_OFFERS = frozenset({"tools"})
 
     model: str | None = None
     input: str | list[Any] | None = None
@@ -250,7 +250,7 @@ def parse_input(value: str | Sequence[Any], at: str) -> tuple[list[Item | ItemRe
     Raises ApiError 400 with the path of the invalid field.
     """
     if isinstance(value, str):
-        return [kept_item("user", [value])], ()
+        return [stored_item("user", [value])], ()
     check_num_items(value, at)
     items: list[Item | ItemReference] = []
     ignored: dict[str, None] = {}
@@ -272,14 +272,14 @@ def _parse_item(value: Any, at: str) -> tuple[Item | ItemReference, tuple[str, .
         raise unsupported(f"{at}.type", f"the server accepts message and item_reference, not {kind!r}")
     message, ignored = convert(dict(value), MessageItem, at)
     if isinstance(message.content, str):
-        return kept_item(message.role, [message.content]), ignored
+        return stored_item(message.role, [message.content]), ignored
     check_num_items(message.content, f"{at}.content")
     texts, more = [], list(ignored)
     for index, raw in enumerate(message.content):
         part, unknown = convert(raw, ContentPart, f"{at}.content[{index}]")
         texts.append(_text_of(part, f"{at}.content[{index}]"))
         more += unknown
-    return kept_item(message.role, texts), tuple(more)
+    return stored_item(message.role, texts), tuple(more)
 
 
 def is_reference(value: Any) -> bool:

@@ -325,15 +325,15 @@ def test_unfinished_responses_run_although_the_history_failed_at_first(
     with LiveServer(path) as server, server.client() as client:
         queued = client.responses.create(input="hi", background=True)
         turn_of(server)
-    settle, refused = BackgroundResponses.settle, []
+    reconcile, refused = BackgroundResponses.reconcile, []
 
     async def refuse(background):
         if len(refused) < num_times:
             refused.append(background)
             raise HistoryMismatchError("The database has another model's tables.")
-        await settle(background)
+        await reconcile(background)
 
-    monkeypatch.setattr(BackgroundResponses, "settle", refuse)
+    monkeypatch.setattr(BackgroundResponses, "reconcile", refuse)
     monkeypatch.setattr(background, "RETRY_S", 0.01)
     with LiveServer(path, start_s=START_S + 5) as server, server.client() as client:
         feed(server, turn_of(server), "hello", end=True)
@@ -346,7 +346,7 @@ def test_a_stopped_runner_of_unfinished_responses_is_logged(tmp_path, monkeypatc
     async def broken(background):
         raise KeyError("nobody expected it")
 
-    monkeypatch.setattr(BackgroundResponses, "settle", broken)
+    monkeypatch.setattr(BackgroundResponses, "reconcile", broken)
     with LiveServer(tmp_path / "history.sqlite"):
         wait_until(lambda: "restart the server" in caplog.text)
 

@@ -260,7 +260,7 @@ def test_a_failed_turn_is_an_error(server, post, error, status, code):
     server.on_loop(lambda: server.engine.refuse.append(error))
     seen, body, _ = post("/responses", {"input": "hi"})
     assert (seen, body["error"]["code"]) == (status, code)
-    assert server.on_loop(lambda: server.harness.services.limits.num_inside) == 0
+    assert server.on_loop(lambda: server.harness.services.limits.num_in_engine) == 0
 
 
 def test_a_failed_turn_is_an_error_event_in_a_stream(server):

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from pensieve_jax.server.openai.responses.events import ReplyTexts, kept_events, run_events
+from pensieve_jax.server.openai.responses.events import ReplyTexts, run_events, stored_events
 from pensieve_jax.server.openai.responses.response import ResponseHead
 from pensieve_jax.server.openai.responses.run import ResponseRun
 from pensieve_jax.text.loading import byte_tokenizer
@@ -31,7 +31,7 @@ def running():
 
 def streams(starting_after):
     return [
-        kept_events(HEAD, RESPONSE, REPLY, TEXTS, starting_after),
+        stored_events(HEAD, RESPONSE, REPLY, TEXTS, starting_after),
         run_events(running(), HEAD, TEXTS, starting_after),
     ]
 

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from pensieve_jax.server.openai.responses.retries import IdempotencyStore
-from pensieve_jax.server.workers import FAR_THREADS
+from pensieve_jax.server.workers import IO_THREADS
 from tests.server.fakes import say
 from tests.server.live import LiveServer
 from tests.server.openai.responses.test_background import ended, feed, turn_of, wait_until
@@ -20,7 +20,7 @@ from tests.server.openai.responses.test_retries import at_once
 class Slow:
     """A reader that waits on demand."""
 
-    is_far = True
+    is_remote = True
 
     def __init__(self, reader) -> None:
         self._reader = reader
@@ -131,7 +131,7 @@ def test_a_hanging_history_blocks_only_requests_that_need_it(server, ask):
         asking = [threading.Thread(target=client.responses.retrieve, args=(first.id,)) for _ in range(20)]
         for thread in asking:
             thread.start()
-        wait_until(lambda: server.slow.num_inside == FAR_THREADS)
+        wait_until(lambda: server.slow.num_inside == IO_THREADS)
         with server.client() as other:
             assert NEEDS_NO_HISTORY[ask](other)
         server.slow.is_open.set()
@@ -223,7 +223,7 @@ def test_a_response_that_ends_while_it_is_read_is_not_run_again(tmp_path):
 
         record = server.wait_for(background.current("", stale, *key))
         assert num_reads == 2 and record.status == "completed" and run.has_ended
-        assert server.on_loop(lambda: background.adopt(record)) is None
+        assert server.on_loop(lambda: background.run_queued(record)) is None
         assert ended(client, queued.id).output_text == "hello"
 
 

@@ -179,7 +179,7 @@ def test_waiters_for_the_same_answer_share_one_lookup(server, client):
 
     async def wait() -> None:
         history.unfinished_background = lambda: looks.append(None) or unfinished()
-        waits = [asyncio.ensure_future(responses.settle()) for _ in range(5)]
+        waits = [asyncio.ensure_future(responses.reconcile()) for _ in range(5)]
         while len(waiting) < len(waits):
             await asyncio.sleep(0)
         goes_on.set()
@@ -188,7 +188,7 @@ def test_waiters_for_the_same_answer_share_one_lookup(server, client):
     server.on_loop(lambda: setattr(engine, "call", answer_late))
     queue_without_a_word(server, client)
     server.wait_for(wait())
-    assert len(looks) == 1 and not responses.is_in_doubt
+    assert len(looks) == 1 and not responses.has_lost_confirmations
     feed(server, turn_of(server), "hello", end=True)
     wait_until(lambda: not running(server))
 

@@ -73,7 +73,7 @@ def looked(server):
     """Wait until it has completed a lookup of unfinished responses that starts now."""
 
     async def look() -> None:
-        await server.responses.background.settle()
+        await server.responses.background.reconcile()
 
     server.wait_for(look())
 

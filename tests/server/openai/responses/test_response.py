@@ -10,7 +10,7 @@ from pydantic import ConfigDict
 
 from pensieve_jax.core.outputs import Usage
 from pensieve_jax.history.server_tables.changes import ResponseRecord
-from pensieve_jax.server.openai.responses.response import kept_response, usage_object
+from pensieve_jax.server.openai.responses.response import stored_response, usage_object
 from pensieve_jax.server.openai.responses.schemas import CreateResponse, echo_of
 
 # `ResponseResource` of Open Responses' schema; the types are those of its fields that are not objects.
@@ -84,7 +84,7 @@ def record(status: str) -> ResponseRecord:
 
 @pytest.mark.parametrize("status", ["queued", "completed", "incomplete", "cancelled", "failed"])
 def test_every_required_field_is_there(status):
-    response = kept_response(record(status))
+    response = stored_response(record(status))
     for name, kind in OPEN_RESPONSES.items():
         assert isinstance(response[name], kind), name
     assert "user" not in response  # a null would be against OpenAI's schema

@@ -259,7 +259,7 @@ def test_a_client_that_leaves_ends_its_turn(server, client):
     with server.client(timeout=0.3) as hasty, pytest.raises(openai.APITimeoutError):
         hasty.responses.create(input="hi")
     wait_until(lambda: server.engine.turns[1].cancelled)
-    wait_until(lambda: server.harness.services.limits.num_inside == 0)
+    wait_until(lambda: server.harness.services.limits.num_in_engine == 0)
     assert server.engine.num_committed == 0 and len(server.harness.services.resolver.index) == 0
 
 
@@ -332,7 +332,7 @@ def test_a_retry_gets_the_answer_that_its_client_did_not_wait_for(tmp_path):
     async def leave(server) -> None:
         asked = open_(server)
         asked.takes.clear()
-        while server.engine.num_committed == 0 or server.harness.services.limits.num_inside:
+        while server.engine.num_committed == 0 or server.harness.services.limits.num_in_engine:
             await asyncio.sleep(0)
         asked.leave()
         asked.takes.set()

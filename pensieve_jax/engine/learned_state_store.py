@@ -22,7 +22,7 @@ _WRITE_AFTER = 256  # turns; a killed process loses at most these observations
 _log = logging.getLogger(__name__)
 
 
-def kept_experience(store: HistoryStore, policy: str) -> LearnedState | None:
+def load_learned_state(store: HistoryStore, policy: str) -> LearnedState | None:
     """Return the state that the history has for a learning order; None without one, or if it is invalid."""
     if policy != LearnedPolicy.name:
         return None
@@ -52,12 +52,12 @@ class LearnedStateStore:
 
     def write(self) -> None:
         """Write the state now, if the order learns and a turn was committed since the last write."""
-        experience = self._cache.turns.experience() if self._num_turns else None
+        learned_state = self._cache.turns.learned_state() if self._num_turns else None
         self._num_turns = 0
-        if experience is None:
+        if learned_state is None:
             return
         try:
-            self._store.keep_note(_NOTE, json.dumps(experience.to_dict()))
+            self._store.keep_note(_NOTE, json.dumps(learned_state.to_dict()))
         except HistoryError as error:
             _log.warning("The learned state of the eviction order could not be written: %s", error)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pensieve_jax.cache import EvictionClass, Role
+from pensieve_jax.cache.order.ghost_cache import GhostCache, GhostEntry
 from pensieve_jax.cache.order.policies import RecencyPolicy
-from pensieve_jax.cache.order.shadows import GhostCache, GhostEntry
 
 
 def shadows_of(num_places: int, *sizes: int) -> GhostCache:
@@ -18,7 +18,7 @@ def shadows_of(num_places: int, *sizes: int) -> GhostCache:
 
 
 def lost(cache: GhostCache) -> dict[str, int]:
-    return {name: shadow.num_lost for name, shadow in cache._shadows.items()}
+    return {name: ghost.num_lost for name, ghost in cache._entries.items()}
 
 
 @pytest.mark.parametrize(
@@ -32,13 +32,13 @@ def lost(cache: GhostCache) -> dict[str, int]:
     ],
 )
 def test_present_blocks_follow_shared_and_lost_ones(size, counts):
-    shadow = GhostEntry("a")
-    assert shadow.role is Role.RUNNING and (shadow.num_held, shadow.bucket, shadow.last_active_s) == (0, 0, 0)
-    shadow.set_size(*size)
+    ghost = GhostEntry("a")
+    assert ghost.role is Role.RUNNING and (ghost.num_held, ghost.bucket, ghost.last_active_s) == (0, 0, 0)
+    ghost.set_size(*size)
     first, num_held, num_indices = counts
-    assert (shadow.first_on(EvictionClass.HOST), shadow.num_held) == (first, num_held)
-    assert list(shadow.indices_on(EvictionClass.HOST)) == list(range(first, 10)) and num_indices == 10 - first
-    assert shadow.last_on(EvictionClass.HOST) == 9
+    assert (ghost.first_of(EvictionClass.HOST), ghost.num_held) == (first, num_held)
+    assert list(ghost.indices_of(EvictionClass.HOST)) == list(range(first, 10)) and num_indices == 10 - first
+    assert ghost.last_of(EvictionClass.HOST) == 9
 
 
 def test_nothing_is_evicted_while_all_fits():
@@ -93,12 +93,12 @@ def test_a_conversation_that_leaves_again_is_complete_and_ranks_last():
 def test_blocks_that_others_share_are_not_its_own(num_lost, before, after, lost_after, held_after):
     cache = GhostCache(RecencyPolicy(), 20)
     cache.left("a", 6, num_shared=before, bucket=0, now_s=0.0)
-    cache._resize(cache._shadows["a"], 6, before, num_lost)
+    cache._resize(cache._entries["a"], 6, before, num_lost)
     cache._noted.clear()
     cache.resized("a", after)
-    shadow = cache._shadows["a"]
-    assert (shadow.num_shared, shadow.num_lost, shadow.num_held) == (after, lost_after, held_after)
-    assert cache.num_held == held_after and cache._noted == {shadow: None}
+    ghost = cache._entries["a"]
+    assert (ghost.num_shared, ghost.num_lost, ghost.num_held) == (after, lost_after, held_after)
+    assert cache.num_held == held_after and cache._noted == {ghost: None}
 
 
 def test_a_conversation_that_shares_everything_is_forgotten_unless_it_runs():
@@ -107,12 +107,12 @@ def test_a_conversation_that_shares_everything_is_forgotten_unless_it_runs():
     cache.returned("1")
     cache.resized("1", 6)
     cache.resized("unknown", 6)
-    assert list(cache._shadows) == ["1"] and cache.num_held == 0 and not cache._noted
+    assert list(cache._entries) == ["1"] and cache.num_held == 0 and not cache._noted
 
 
 def test_an_ended_conversation_takes_its_blocks_along():
     cache = shadows_of(20, 6, 5)
     cache.ended("0")
     cache.ended("0")
-    assert cache.num_held == 5 and list(cache._shadows) == ["1"]
-    assert [shadow.conversation_id for shadow in cache._noted] == ["1"]
+    assert cache.num_held == 5 and list(cache._entries) == ["1"]
+    assert [ghost.conversation_id for ghost in cache._noted] == ["1"]

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from pensieve_jax.cache.order.policies import EvictionPolicy
 from pensieve_jax.cache.order.victims import VictimOrder
-from pensieve_jax.cache.sequence import NUM_SHELVES, Role
+from pensieve_jax.cache.sequence import NUM_EVICTION_CLASSES, Role
 from pensieve_jax.cache.states import EvictionClass
 
-_SHELF = EvictionClass.HOST  # the only eviction class of a ghost cache
+_CLASS = EvictionClass.HOST  # the only eviction class of a ghost cache
 
 
 class GhostEntry:
@@ -30,7 +30,15 @@ class GhostEntry:
     """
 
     __slots__ = (
-        *("bucket", "conversation_id", "last_active_s", "num_blocks", "num_lost", "num_on", "num_shared"),
+        *(
+            "bucket",
+            "conversation_id",
+            "last_active_s",
+            "num_blocks",
+            "num_lost",
+            "num_by_class",
+            "num_shared",
+        ),
         *("role", "role_number"),
     )
 
@@ -39,29 +47,29 @@ class GhostEntry:
         self.role, self.role_number = Role.RUNNING, 0
         self.last_active_s, self.bucket = 0.0, 0
         self.num_blocks = self.num_shared = self.num_lost = 0
-        self.num_on = [0] * NUM_SHELVES
+        self.num_by_class = [0] * NUM_EVICTION_CLASSES
 
     @property
     def num_held(self) -> int:
         """Own blocks that are kept."""
-        return self.num_on[_SHELF]
+        return self.num_by_class[_CLASS]
 
-    def first_on(self, shelf: EvictionClass) -> int:
+    def first_of(self, eviction_class: EvictionClass) -> int:
         """Return the first kept block."""
         return self.num_shared + self.num_lost
 
-    def last_on(self, shelf: EvictionClass) -> int:
+    def last_of(self, eviction_class: EvictionClass) -> int:
         return self.num_blocks - 1
 
-    def indices_on(self, shelf: EvictionClass) -> range:
+    def indices_of(self, eviction_class: EvictionClass) -> range:
         """Return the kept blocks."""
-        return range(self.first_on(shelf), self.num_blocks)
+        return range(self.first_of(eviction_class), self.num_blocks)
 
     def set_size(self, num_blocks: int, num_shared: int, num_lost: int) -> None:
         """Set the number of blocks, and how many of them are shared and lost."""
         self.num_blocks, self.num_shared = num_blocks, min(num_shared, num_blocks)
         self.num_lost = min(num_lost, num_blocks - self.num_shared)
-        self.num_on[_SHELF] = num_blocks - self.num_shared - self.num_lost
+        self.num_by_class[_CLASS] = num_blocks - self.num_shared - self.num_lost
 
 
 class GhostCache:
@@ -76,9 +84,9 @@ class GhostCache:
         self.num_held = 0
         self._num_places = num_places
         self._slack = num_places // 64  # evicting for several turns at once takes less time
-        self._shadows: dict[str, GhostEntry] = {}
+        self._entries: dict[str, GhostEntry] = {}
         self._noted: dict[GhostEntry, None] = {}  # changed entries, for `VictimOrder`
-        self._order = VictimOrder(policy, _SHELF, self._noted)
+        self._order = VictimOrder(policy, _CLASS, self._noted)
         self._num_roles = 0
 
     def returned(self, conversation_id: str) -> int | None:
@@ -86,28 +94,28 @@ class GhostCache:
 
         Returns None if all were lost or the conversation is unknown.
         """
-        shadow = self._shadows.get(conversation_id)
-        if shadow is None:
+        entry = self._entries.get(conversation_id)
+        if entry is None:
             return None
-        num_lost = shadow.num_lost
-        self._noted.pop(shadow, None)
-        shadow.role = Role.RUNNING
-        self._resize(shadow, shadow.num_blocks, shadow.num_shared, 0)
+        num_lost = entry.num_lost
+        self._noted.pop(entry, None)
+        entry.role = Role.RUNNING
+        self._resize(entry, entry.num_blocks, entry.num_shared, 0)
         return num_lost
 
     def left(
         self, conversation_id: str, num_blocks: int, *, num_shared: int, bucket: int, now_s: float
     ) -> None:
         """Make a conversation idle with all of its blocks, and evict others for it."""
-        shadow = self._shadows.get(conversation_id)
-        if shadow is None:
-            shadow = self._shadows[conversation_id] = GhostEntry(conversation_id)
+        entry = self._entries.get(conversation_id)
+        if entry is None:
+            entry = self._entries[conversation_id] = GhostEntry(conversation_id)
         self._num_roles += 1
-        shadow.role, shadow.role_number = Role.IDLE, self._num_roles
-        shadow.last_active_s, shadow.bucket = now_s, bucket
-        self._resize(shadow, num_blocks, num_shared, 0)
-        if shadow.num_held:
-            self._noted[shadow] = None
+        entry.role, entry.role_number = Role.IDLE, self._num_roles
+        entry.last_active_s, entry.bucket = now_s, bucket
+        self._resize(entry, num_blocks, num_shared, 0)
+        if entry.num_held:
+            self._noted[entry] = None
         else:  # without own blocks it would never be evicted, and so never be removed
             self.ended(conversation_id)
         self._make_room(now_s)
@@ -117,30 +125,30 @@ class GhostCache:
 
         Blocks that become its own count as kept, unless own blocks after them are lost.
         """
-        shadow = self._shadows.get(conversation_id)
-        if shadow is None:
+        entry = self._entries.get(conversation_id)
+        if entry is None:
             return
-        num_given = num_shared - shadow.num_shared
-        num_lost = max(shadow.num_lost - num_given, 0) if shadow.num_lost else 0
-        self._resize(shadow, shadow.num_blocks, num_shared, num_lost)
-        if shadow.role is Role.IDLE:
-            if shadow.num_held:
-                self._noted[shadow] = None
+        num_given = num_shared - entry.num_shared
+        num_lost = max(entry.num_lost - num_given, 0) if entry.num_lost else 0
+        self._resize(entry, entry.num_blocks, num_shared, num_lost)
+        if entry.role is Role.IDLE:
+            if entry.num_held:
+                self._noted[entry] = None
             else:
                 self.ended(conversation_id)
 
     def ended(self, conversation_id: str) -> None:
         """Forget a conversation and free the blocks that it holds."""
-        shadow = self._shadows.pop(conversation_id, None)
-        if shadow is not None:
-            self._noted.pop(shadow, None)
-            shadow.role = Role.RUNNING  # orders evict idle entries only
-            self._resize(shadow, 0, 0, 0)
+        entry = self._entries.pop(conversation_id, None)
+        if entry is not None:
+            self._noted.pop(entry, None)
+            entry.role = Role.RUNNING  # orders evict idle entries only
+            self._resize(entry, 0, 0, 0)
 
-    def _resize(self, shadow: GhostEntry, num_blocks: int, num_shared: int, num_lost: int) -> None:
-        self.num_held -= shadow.num_held
-        shadow.set_size(num_blocks, num_shared, num_lost)
-        self.num_held += shadow.num_held
+    def _resize(self, entry: GhostEntry, num_blocks: int, num_shared: int, num_lost: int) -> None:
+        self.num_held -= entry.num_held
+        entry.set_size(num_blocks, num_shared, num_lost)
+        self.num_held += entry.num_held
 
     def _make_room(self, now_s: float) -> None:
         if self.num_held <= self._num_places + self._slack:
@@ -150,7 +158,7 @@ class GhostCache:
             victim = self._order.peek()
             if victim is None:
                 return  # running conversations fill the memory
-            shadow = victim.sequence
-            self._resize(shadow, shadow.num_blocks, shadow.num_shared, shadow.num_lost + 1)
-            if not shadow.num_held:
-                self.ended(shadow.conversation_id)
+            entry = victim.sequence
+            self._resize(entry, entry.num_blocks, entry.num_shared, entry.num_lost + 1)
+            if not entry.num_held:
+                self.ended(entry.conversation_id)

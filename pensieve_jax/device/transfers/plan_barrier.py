@@ -18,7 +18,7 @@ from pensieve_jax.runtime.compilation import CompilationJob
 from pensieve_jax.runtime.program import Program
 
 
-class ArrivalMark:
+class PlanBarrier:
     """A mark in the device's program after everything that was sent to the device before."""
 
     def __init__(self, sharding: NamedSharding) -> None:
@@ -31,7 +31,7 @@ class ArrivalMark:
         one = jax.ShapeDtypeStruct((1,), np.int32, sharding=self._replicated)
         return CompilationJob("mark", Program(_mark, (one,), {}), self._keep)
 
-    def place(self) -> None:
+    def dispatch(self) -> None:
         """Dispatch the mark; raise jax.errors.JaxRuntimeError if the device refuses."""
         assert self._mark is not None
         # Data from ordinary host memory arrives in the order in which it is sent.

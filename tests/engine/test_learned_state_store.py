@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from pensieve_jax.core.errors import HistoryError
-from pensieve_jax.engine import experience as kept
+from pensieve_jax.engine import learned_state_store as kept
 from tests.cache.helpers import experience_of
 from tests.engine.harness import Harness, small_config
 
@@ -21,7 +21,7 @@ def talk(harness: Harness, num_turns: int, name: str = "a") -> None:
 
 
 def seen(harness: Harness) -> float:
-    return harness.engine.cache.turns.experience().num_returns
+    return harness.engine.cache.turns.learned_state().num_returns
 
 
 def interrupt(harness: Harness) -> None:
@@ -38,10 +38,10 @@ def test_it_survives_a_restart(tmp_path):
     path = tmp_path / "history.sqlite"
     first = Harness(LEARNED, path=path)
     talk(first, 5)
-    before = first.engine.cache.turns.experience()
+    before = first.engine.cache.turns.learned_state()
     first.engine.close()
     second = Harness(LEARNED, path=path, clock=first.clock)
-    after = second.engine.cache.turns.experience()
+    after = second.engine.cache.turns.learned_state()
     assert (after.returns == before.returns).all() and after.num_returns == 4
     talk(second, 1)  # conversations that were idle before the restart have not been observed since
     assert seen(second) == 4
@@ -56,7 +56,7 @@ def test_it_is_written_periodically(tmp_path, monkeypatch):
     talk(harness, 3)
     assert harness.store.note("experience") is None
     talk(harness, 2)
-    assert kept.kept_experience(harness.store, "learned").num_returns == 3
+    assert kept.load_learned_state(harness.store, "learned").num_returns == 3
 
 
 def test_an_interrupt_keeps_what_was_written(monkeypatch):
@@ -85,7 +85,7 @@ def test_if_the_history_cannot_read_it_learning_starts_again(monkeypatch, caplog
 def test_other_orders_do_not_read_it():
     harness = Harness(small_config(policy="lru"))
     harness.store.keep_note("experience", "{torn")
-    assert kept.kept_experience(harness.store, "lru") is None
+    assert kept.load_learned_state(harness.store, "lru") is None
 
 
 def test_forgetting_is_a_change_like_others():
