@@ -138,8 +138,8 @@ def test_how_much_of_the_trace_is_served_is_said_in_words(simulate_serving, moon
 @pytest.mark.parametrize(
     ("slowest_s", "label", "ticks"),
     [
-        (0.05, "ms a token, arrival to last token", [0, 10, 20, 30, 40, 50]),
-        (0.5, "ms a token, arrival to last token (log)", [10, 20, 50, 100, 200, 500]),
+        (0.05, "ms/token, arrival to last token", [0, 10, 20, 30, 40, 50]),
+        (0.5, "ms/token, arrival to last token (log)", [10, 20, 50, 100, 200, 500]),
     ],
 )
 def test_an_axis_is_linear_unless_it_spans_much(tmp_path, monkeypatch, slowest_s, label, ticks):
@@ -186,7 +186,7 @@ def test_the_advice_says_why_that_memory_and_what_latencies_are_worth():
     assert told.startswith("1 GB device + 2 GB host is the smallest memory that saves nearly as much")
     assert "keeping state saves 75% of the prefilled tokens and 40% of the GPU's time (40 s)" in told
     idle, busy = (savings.load(served(busy=share)[0]) for share in (0.02, 0.6))
-    assert "one GPU busy for 2% of the time: latencies say little here" in idle
+    assert "one GPU busy for 2% of the time: latencies say little at this load" in idle
     assert "one GPU busy for 60% of the time" in busy and "latencies" not in busy
 
 

@@ -1,6 +1,6 @@
-"""The picture of what state saves: tokens computed, time a token, and where histories were found.
+"""The picture of savings: prefilled tokens, latency per token, and where histories were found.
 
-Owns: the picture. Does not know: how the figures came about.
+Owns: the picture. Does not know: how the figures were measured.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 _INCHES_OF_PANEL, _INCHES_OF_SYSTEM, _INCHES_BESIDE = 3.9, 0.62, 1.6
 _DOTS_PER_INCH = 110
-_WIDE = 10  # times: from here on an axis is logarithmic
+_WIDE = 10  # ratio of largest to smallest value from which the axis is logarithmic
 _LATENCIES = {"p50": "o", "p90": "s", "p99": "^"}
-# Tone and hatch, so that they can be told apart without colour.
+# Tone and hatch tell the parts apart without colour.
 _HISTORY = (
     ("on the device", "#20638f", ""),
     ("on the host", "#8fbfdc", "///"),
@@ -27,7 +27,7 @@ _HISTORY = (
 
 
 def draw_savings(served: Sequence[Served], title: str, path: Path) -> None:
-    """A row for each system in three panels; raises OSError."""
+    """Draw three panels with a row per system; raises OSError if the file cannot be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -71,10 +71,10 @@ def draw_savings(served: Sequence[Served], title: str, path: Path) -> None:
 
 
 def _scale(latency: Axes, values_ms: Sequence[float]) -> None:
-    """From 0, unless the smallest values would lie on one another."""
+    """Start the axis at 0, or use a logarithmic axis if the smallest values would overlap."""
     from matplotlib.ticker import LogLocator
 
-    label = "ms a token, arrival to last token"
+    label = "ms/token, arrival to last token"
     if max(values_ms) < _WIDE * min(values_ms):
         latency.set_xlim(0, 1.1 * max(values_ms))
         latency.set_xlabel(label)
