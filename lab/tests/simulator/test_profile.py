@@ -102,7 +102,7 @@ def test_whose_thread_launches_kernels_is_asked_for():
     older = H200.launching("engine")
     assert older.host == H200.hosts["engine"] and older.launches == "engine"
     with pytest.raises(
-        ConfigError, match="launches is 'engine', but must be one that the profile has a host"
+        ConfigError, match="launches is 'engine', but must be one of the profile's hosts"
     ):
         DeviceProfile.load("a100_opt-13b").launching("engine")
 
