@@ -229,5 +229,5 @@ def test_a_hollow_point_is_at_least_so_high(tmp_path, monkeypatch):
     ]
     assert faces == [["white", "white", "C0"], ["C0"] * 3]
     assert [("hollow" in one.get_suptitle()) for one in drawn] == [True, False]
-    assert {axes.get_xlabel() for axes in drawn[0].axes} == {"conversations that begin in a second"}
+    assert {axes.get_xlabel() for axes in drawn[0].axes} == {"conversations per second"}
     assert "answered" in drawn[0].axes[2].get_ylabel()
