@@ -295,7 +295,7 @@ GOOD = {
         (
             "lengths",
             {"conversation_id": "x", "prompt_tokens": 1, "output_tokens": 1},
-            "conversation_id is 'x', but must be another one than the id of a row of all turns",
+            "conversation_id is 'x', but must be different from the id of a row with all turns",
         ),
     ],
 )
