@@ -84,7 +84,7 @@ def test_benchmark_scheduler(launch, monkeypatch, capsys):
         before, now = results["before"][name], results[name]
         assert before["num_tokens"] == now["num_tokens"], "not the same steps"
         assert faster == pytest.approx(before["mean_ms"] / now["mean_ms"])
-    assert "do not decide alike" not in out
+    assert "decide differently" not in out
     loads = [name for name in script.LOADS if results[name]["mean_ms"] > results["target_ms"]]
     outcome = f"missed by {' and '.join(loads)}" if loads else "met"
     assert f"on average: {outcome}\n" in out and results["target_met"] == (not loads)

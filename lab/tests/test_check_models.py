@@ -46,7 +46,7 @@ def test_wrong_tokens_and_kept_state_are_missed_targets():
     assert check_models.missed_targets([result]) == [
         "v: logits differ by more than 0.0001",
         "v: 1 tokens are not the dense reference's",
-        "v: no state was swapped in, or none recomputed",
+        "v: no KV was swapped in, or none was recomputed",
     ]
 
 

@@ -342,7 +342,7 @@ def test_the_exit_status_says_whether_all_is_right(
     assert "front_page.toml is missing" in capsys.readouterr().out
     sources.write_text('[documents]\nrun = "run.json"\n[[sentence]]\ntext = "takes {run.s} s"\n')
     assert launch("check_numbers", **flags) == 0
-    assert "every figure with a source is that of its document" in capsys.readouterr().out
+    assert "every figure with a source matches its document" in capsys.readouterr().out
     assert launch("check_numbers", shared_llm=False) == 1
     assert "there is no git history" in capsys.readouterr().out
     (tmp_path / "README.md").write_text("It takes 4 s.\n")

@@ -204,7 +204,7 @@ def test_what_a_picture_has_no_room_for(tmp_path):
         compared.draw(rows("a", arrivals="abcde"), "title", path)
     with pytest.raises(ConfigError, match=r"at most 10 systems.*found 11"):
         compared.draw(rows(*map(str, range(11))), "title", path)
-    with pytest.raises(ConfigError, match="there is no rate"):
+    with pytest.raises(ConfigError, match="have no rate"):
         compared.draw([rows("a")[0] | {"rate": None}], "title", path)
     with pytest.raises(ConfigError, match="can be written"):
         compared.draw(rows("a"), "title", tmp_path / "nowhere" / "a.png")

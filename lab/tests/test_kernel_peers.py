@@ -226,7 +226,7 @@ def test_what_is_too_fast_is_not_believed(launch, small, monkeypatch, capsys):
     slow = load("pensieve_lab.steps.ceilings").Ceilings(1.0, 1.0, 1.0)
     monkeypatch.setattr(load("benchmark_kernels"), "measure_ceilings", lambda **_: slow)
     assert launch("benchmark_kernels", shared_llm=False, **QUICK) == 1
-    assert documented(capsys.readouterr().out)[1]["xla"]["reason"].startswith("not believed")
+    assert documented(capsys.readouterr().out)[1]["xla"]["reason"].startswith("not plausible")
 
 
 def test_a_mistake_of_the_references_ends_no_other_case(launch, small, monkeypatch, capsys):

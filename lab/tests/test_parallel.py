@@ -151,7 +151,7 @@ def test_rounds_are_by_turns(launch, monkeypatch, capsys):
 def test_when_time_is_up_no_variant_is_begun(launch, capsys):
     launch("profile_parallel", shared_llm=False, variants="default", budget_s=1.0)
     found = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]["variants"]
-    assert found == {"default": {"failed": "not begun: 1 s were left"}}
+    assert found == {"default": {"failed": "not started: 1 s were left"}}
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_what_is_too_fast_is_not_believed(launch, small, monkeypatch, capsys):
         for one in found:
             bound_us = one["ring_bound_us"] if one["kernel"] == "xla" else one["live_bound_us"]
             assert ("time_us" in one) == (1.25e6 * timing.seconds > bound_us)
-            assert "time_us" in one or one["reason"].startswith("not believed")
+            assert "time_us" in one or one["reason"].startswith("not plausible")
 
 
 @pytest.mark.parametrize(("num_turns", "num_unrolled"), [(1, 1), (1, 3), (3, 1), (2, 2)])

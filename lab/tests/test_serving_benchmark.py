@@ -412,7 +412,7 @@ def test_users_in_the_servers_own_thread_make_no_run_void(benchmark, monkeypatch
             {"loads": "stateless:2", "system": "pensieve"},
             "--system is .*, but must be left out beside --loads",
         ),
-        ({"loads": "stateless:2,stateless:3", "profile_steps": 3}, "where there are several .*--loads"),
+        ({"loads": "stateless:2,stateless:3", "profile_steps": 3}, "with several .*--loads"),
         ({"system": "transformers"}, "--system is 'transformers', but must be a system that can run here"),
     ],
 )

@@ -359,7 +359,7 @@ def test_vllm_with_pages_in_8_bits(vllm, calls):
 
 
 def test_an_answer_of_another_length():
-    with pytest.raises(peers.PeerError, match="2 tokens instead of 3"):
+    with pytest.raises(peers.PeerError, match="2 output tokens; it must have 3"):
         peers.check_length(UserTurn("a", 0, 0.0, 0, 2, 3, True), [1, 2])
 
 

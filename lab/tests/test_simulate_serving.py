@@ -276,7 +276,7 @@ def test_a_seed_below_0_is_refused_by_name(launch, mooncake, script):
 
 def test_says_that_nothing_was_answered_in_time(simulate_serving, mooncake):
     out, document = simulate_serving(trace=mooncake, level_ms=0.001)
-    assert "no part that was tried is answered by the stateless system in 0.001 ms a token" in out
+    assert "the stateless system answers no tried part within 0.001 ms/token" in out
     assert document["results"]["part"]["in_time"] is False
 
 

@@ -152,11 +152,11 @@ def test_buckets_that_took_next_to_no_time_decide_nothing():
     [
         ({"documents": ""}, "--documents is ''"),
         ({"documents": "/nowhere.json"}, "--documents is '/nowhere.json'"),
-        ({"rates": "3"}, "--rates is .* left out: --documents say it"),
+        ({"rates": "3"}, "--rates is .* left out: --documents determine it"),
         ({"seed": 3}, "--seed is 3, but must be left out"),
         (
             {"profile": "h200_opt-13b"},
-            "--profile is 'h200_opt-13b', but must be a device's profile of the model 'llama-tiny'",
+            "--profile is 'h200_opt-13b', but must be a device's profile of 'llama-tiny'",
         ),
         ({"num_conversations": 299}, "--trace is .* the trace of .*measured.json, line 1"),
     ],

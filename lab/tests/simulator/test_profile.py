@@ -101,9 +101,7 @@ def test_whose_thread_launches_kernels_is_asked_for():
     assert H200.launches == "jaxlib" and H200.host == H200.hosts["jaxlib"]
     older = H200.launching("engine")
     assert older.host == H200.hosts["engine"] and older.launches == "engine"
-    with pytest.raises(
-        ConfigError, match="launches is 'engine', but must be one of the profile's hosts"
-    ):
+    with pytest.raises(ConfigError, match="launches is 'engine', but must be one of the profile's hosts"):
         DeviceProfile.load("a100_opt-13b").launching("engine")
 
 

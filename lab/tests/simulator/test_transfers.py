@@ -251,7 +251,7 @@ def test_expediting_what_has_started_already():
     machine.transfers.expedite([2, 3])
     assert machine.dispatch() == 12.25 + 10  # copy 3 begins at 11
     assert machine.transfers.completed().arrived == [1]
-    with pytest.raises(AssertionError, match="not on its way"):
+    with pytest.raises(AssertionError, match="not in flight"):
         machine.transfers.expedite([2])
 
 
