@@ -1,4 +1,4 @@
-"""Systems side by side, from documents of the serving benchmark."""
+"""Comparison of systems, from documents of the serving benchmark."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_seeds_become_one_row(compare, tmp_path):
 
 
 def test_what_every_system_is_and_where_it_ran(compare, capsys, launch, tmp_path):
-    """Of its own documents: the machine that compares is of no system."""
+    """Each system has its own documents' machine, not the machine that compares."""
     (tmp_path / "others.jsonl").write_text(document("others", point(2.0, 0, 1.0), cpu="b") + "\n")
     lines = [document("ours", point(rate, 0, 1.0), command="first") for rate in (2.0, 3.0)]
     lines.append(document("ours", point(2.0, 1, 1.0), command="second"))
@@ -147,7 +147,7 @@ def test_memory_may_differ_where_it_is_said_or_not_known(compare):
     ],
 )
 def test_one_system_has_one_configuration(compare, changes, says):
-    """Where its programs are kept is none."""
+    """The location of its compiled programs is not part of it."""
     first, other = document("a", point(1.0, 0, 1.0)), document("a", point(2.0, 0, 1.0), **changes)
     with pytest.raises(ConfigError, match=says):
         compare(first, other, allow_different_memory="true")
@@ -211,7 +211,7 @@ def test_what_a_picture_has_no_room_for(tmp_path):
 
 
 def test_a_hollow_point_is_at_least_so_high(tmp_path, monkeypatch):
-    """First tokens are of what was answered alone: those are no bound, and full."""
+    """First tokens count only answered requests, so they are no lower bounds and their points are full."""
     figure = pytest.importorskip("matplotlib.figure")
     drawn = []
     save = figure.Figure.savefig

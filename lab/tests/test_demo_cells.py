@@ -1,4 +1,4 @@
-"""The demonstration of cells: its pictures, and that every answer is that of its sentence alone."""
+"""The demo of cells: its pictures, and that every answer equals that of its sentence alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Virtual time: decisions are the engine's, and times add up."""
+"""Virtual time: decisions equal the engine's, and times add up."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Asked(NamedTuple):
 
 
 def costs(**changes: float) -> RingCosts:
-    """Everything is free, but for what is said."""
+    """Make costs that are zero except for the given ones."""
     free = {name: 0.0 for name in NUMBERS} | {"token_bytes": 10, "copy_bytes_per_s": math.inf}
     texts = {"model": "", "device": "", "dtype": "", "source": "derived", "provenance": {}}
     return RingCosts(**{**texts, **free, **changes})  # type: ignore[arg-type]
@@ -70,7 +70,7 @@ METHODS: list[dict[str, Any]] = [
 
 
 def _told(seen: list[list[str]], step: StepSeen) -> None:
-    """Each launch by its kind and its numbers, but for ids, which are not the engine's decision."""
+    """Record each launch by its kind and numbers, except ids, which the engine does not decide."""
     seen.append(
         [
             f"{type(launch).__name__} "
@@ -123,7 +123,7 @@ def test_it_decides_as_an_engine_does(method, seed):
 
 
 def test_times_add_up():
-    """A ring is made, a prompt computed, its row put in, and two steps follow."""
+    """A ring is made, a prompt computed, its row inserted, and two steps follow."""
     config = RebatchingConfig(max_batch=1, kv_bytes=10**5, lengths=(64,))
     priced = costs(weights_s=1.0, column_s=0.01, insert_s=0.5, insert_column_s=0.001, fetch_s=0.25)
     served = simulate(config, priced, [Asked(20, 3, arrival_s=7.0)], max_positions=64, records=True)
@@ -206,7 +206,7 @@ def test_moving_a_ring_is_waited_for():
 
 
 def test_time_never_goes_back():
-    """Who comes while the last token of another is on its way is seen behind that."""
+    """A query that arrives while another's last token is fetched is seen after it."""
     config = RebatchingConfig(max_batch=1, kv_bytes=10**5, lengths=(64,))
     priced = costs(weights_s=1.0, fetch_s=0.25)
     served = simulate(config, priced, [Asked(20, 3), Asked(20, 1, arrival_s=3.0)], max_positions=64)
@@ -247,7 +247,7 @@ def test_little_memory_and_slow_copies_end_all_the_same(seed):
 
 @pytest.mark.parametrize("rows_of_room", [1, 2, 4])
 def test_nobody_is_sent_away_who_is_served_next(rows_of_room):
-    """Prompts are computed ahead as far as there is room, and no row leaves that would come back at once."""
+    """Prompts are computed ahead as far as there is room, and no row leaves only to return at once."""
     rng = np.random.default_rng(5)
     asked = [Asked(int(rng.integers(33, 60)), int(rng.integers(5, 30))) for _ in range(60)]
     config = RebatchingConfig(max_batch=4, kv_bytes=(4 + rows_of_room) * 96 * 10, lengths=(64, 96))

@@ -1,4 +1,4 @@
-"""Profiles: the measurements that they must reproduce, what a step's time does, and files that are none."""
+"""Profiles: the measurements that they must reproduce, the effects on a step's time, and invalid files."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_whose_thread_launches_kernels_is_asked_for():
 
 
 def test_state_may_take_fewer_bytes():
-    """Steps read it by the byte, at a speed of its own; all else stays."""
+    """Steps read the KV cache by the byte, at its own speed; everything else is unchanged."""
     profile = DeviceProfile.load("h200_llama2-13b-gqa10")
     half = profile.keeping(profile.kv_token_bytes // 2)
     assert half.kv_token_bytes == profile.kv_token_bytes // 2

@@ -1,4 +1,4 @@
-"""Readers of texts: five formats of one conversation, and what they make of files as they are."""
+"""Readers of texts: one conversation in five formats, and files with irregular content."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ texts = st.lists(st.sampled_from(["w", ""]), max_size=4).map(" ".join)
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_token_is_made_up_and_none_between_prompt_and_answer_is_lost(tmp_path, format, messages):
-    """Whatever the order of speakers: compared with a count over the messages from the end."""
+    """For any order of speakers, the result is compared with a count over the messages from the end."""
     served = [("user", "p"), ("assistant", "a")]
     trace = read(write_chats(tmp_path / "chats.json", format, served, messages), format)
     turns = lengths_of(trace)[1] if len(trace.conversations) == 2 else []
