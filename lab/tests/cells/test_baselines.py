@@ -187,14 +187,14 @@ def test_merging_is_what_it_says(seed):
 
 
 def batches_of_four(**options):
-    """Return a processor whose batches have one launch each, and the content of a launch."""
+    """Make a processor whose batches have one launch each."""
     types = CellTypes([Cell(STEP, "step", 4)])
     make = functools.partial(Padding, oldest_first=True)
     return RequestProcessor(types, CellularConfig(num_rows=50, **options), make)
 
 
 def end(processor, launch):
-    """Return the serials of the requests that a launch completes."""
+    """Complete a launch; return the serials of the requests that it ends."""
     ended = processor.completed(Done(launch, states=[{} for _ in launch.reads]))
     return [one.serial for one in processor.scheduler.told(ended)]
 
@@ -250,7 +250,7 @@ def test_those_who_wait_are_served_if_all_before_them_were_cancelled():
 
 
 def run(processor):
-    """Run launches in sequence until none is left."""
+    """Yield launches and complete them in sequence until none is left."""
     while (launch := processor.scheduler.schedule(0)) is not None:
         yield launch
         end(processor, launch)
