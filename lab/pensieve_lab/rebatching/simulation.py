@@ -24,7 +24,7 @@ from pensieve_lab.rebatching.costs import RingCosts
 from pensieve_lab.rebatching.virtual_runner import VirtualRunner
 
 
-class Asked(Protocol):
+class SimulatedQuery(Protocol):
     """Query to simulate, described by its numbers."""
 
     @property
@@ -67,7 +67,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Served:
+class RebatchingResult:
     """Result of a simulation; arrays have an entry per query, in the order given.
 
     Attributes:
@@ -115,12 +115,12 @@ class _Recorder:
 def simulate(
     config: RebatchingConfig,
     costs: RingCosts,
-    queries: Sequence[Asked],
+    queries: Sequence[SimulatedQuery],
     *,
     max_positions: int,
     records: bool = False,
     observe: Observe = unobserved,
-) -> Served:
+) -> RebatchingResult:
     """Serve queries, which must be sorted by arrival, until the last is answered.
 
     Args:
@@ -128,7 +128,7 @@ def simulate(
       costs: profile of the model on the device; its `token_bytes` and `config` determine the ring's shapes.
       queries: queries with their arrivals.
       max_positions: positions of the model.
-      records: whether to record `Served.series`.
+      records: whether to record `RebatchingResult.series`.
       observe: observer of every step, as of an engine.
 
     Raises:
@@ -158,10 +158,10 @@ def simulate(
         assert runner.num_calls > num_calls, "nothing runs, so time stands still"
     first_s = np.array([runner.first_s[index] for index in range(len(waiting))])
     series = recorder.series() if recorder else None
-    return Served(np.array(arrival_s), first_s, end_s, series, loop.metrics, runner.device_s)
+    return RebatchingResult(np.array(arrival_s), first_s, end_s, series, loop.metrics, runner.device_s)
 
 
-def _query(serial: int, asked: Asked, max_context_tokens: int) -> Query:
+def _query(serial: int, asked: SimulatedQuery, max_context_tokens: int) -> Query:
     """Make a query with zeros as ids, which only its length ends."""
     num_tokens = asked.prompt_tokens + asked.output_tokens
     if num_tokens > max_context_tokens:
