@@ -177,7 +177,7 @@ def served(*, busy, p99_s=0.02):
     found = [("stateless", 0, figures)]
     found += [("pensieve", cpu, kept | {"device_busy_s": s}) for cpu, s in ((2, 60.5), (4, 60.0))]
     return [
-        savings.Served(name=name, memory=memory.Memory(10**9, cpu * 10**9), figures=each)
+        savings.SystemResult(name=name, memory=memory.Memory(10**9, cpu * 10**9), figures=each)
         for name, cpu, each in found
     ]
 

@@ -45,7 +45,7 @@ from pensieve_lab.experiments.recompute import cost_model
 from pensieve_lab.simulation.memory import Memory, device_bytes, gigabytes, host_bytes, state_tokens
 from pensieve_lab.simulation.part import Part, Sampler, fitting_part
 from pensieve_lab.simulation.picture import draw_savings
-from pensieve_lab.simulation.savings import UNITS, Served, answer, load, savings_table
+from pensieve_lab.simulation.savings import UNITS, SystemResult, answer, load, savings_table
 from pensieve_lab.simulator import DeviceProfile, Scenario, figures, simulate
 from pensieve_lab.workload import FORMATS, Session, Trace, cap_context, from_first_arrival
 from pensieve_lab.workload import UNITS as SIMULATOR_UNITS
@@ -70,7 +70,7 @@ class Servers:
         self.chunk_tokens = 32 if max_context_tokens <= _LONG_CONTEXT_TOKENS else 64
         self._costs = cost_model(profile, self.chunk_tokens, max_context_tokens)
 
-    def serve(self, name: str, memory: Memory, sessions: Sequence[Session], title: str) -> Served:
+    def serve(self, name: str, memory: Memory, sessions: Sequence[Session], title: str) -> SystemResult:
         """Serve until the last answer; raises ConfigError for memory that does not hold one context."""
         config = self._config(name, memory)
         scenario = Scenario(
@@ -82,7 +82,7 @@ class Servers:
         num_turns = sum(len(session.conversation.turns) for session in sessions)
         with tqdm(desc=title, total=num_turns, unit="turn", disable=not shows_progress(), leave=False) as bar:
             outcome = simulate(scenario, sessions, lambda answer: bar.update() and None)
-        return Served(name=name, memory=memory, figures=figures(outcome, num_replicas=1))
+        return SystemResult(name=name, memory=memory, figures=figures(outcome, num_replicas=1))
 
     def _config(self, name: str, memory: Memory) -> EngineConfig:
         page_bytes = self.chunk_tokens * self._profile.kv_token_bytes
@@ -118,7 +118,7 @@ def find_part(trace: Trace, servers: Servers, token_bytes: int) -> Part:
     return fitting_part(sampler, FLAGS.max_turns, 1e-3 * FLAGS.level_ms, latency_s)
 
 
-def measure(servers: Servers, part: Part, token_bytes: int) -> Iterator[Served]:
+def measure(servers: Servers, part: Part, token_bytes: int) -> Iterator[SystemResult]:
     """Yield the stateless system, the device alone, and both tiers from the smallest memory on."""
     gpu_bytes = _gpu_bytes(part.sessions, token_bytes, servers)
     hosts = [num_bytes("--cpu_bytes", text) for text in FLAGS.cpu_bytes] or host_bytes(gpu_bytes)
@@ -185,7 +185,12 @@ def main() -> int:
 
 
 def report(
-    profile: DeviceProfile, trace: Trace, format: str, part: Part, served: Sequence[Served], plot: Path | None
+    profile: DeviceProfile,
+    trace: Trace,
+    format: str,
+    part: Part,
+    served: Sequence[SystemResult],
+    plot: Path | None,
 ) -> None:
     """Print the table and the answer, draw the picture, and print the JSON line."""
     stateless = served[0]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pensieve_lab.simulation.savings import Served
+from pensieve_lab.simulation.savings import SystemResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,7 +26,7 @@ _HISTORY = (
 )
 
 
-def draw_savings(served: Sequence[Served], title: str, path: Path) -> None:
+def draw_savings(served: Sequence[SystemResult], title: str, path: Path) -> None:
     """Draw three panels with a row per system; raises OSError if the file cannot be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -86,6 +86,6 @@ def _scale(latency: Axes, values_ms: Sequence[float]) -> None:
     latency.set_xlabel(f"{label} (log)")
 
 
-def _history(one: Served) -> tuple[float, float, float]:
+def _history(one: SystemResult) -> tuple[float, float, float]:
     on_gpu, on_cpu = one.found
     return on_gpu, on_cpu, max(1 - on_gpu - on_cpu, 0.0)

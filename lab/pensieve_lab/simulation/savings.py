@@ -27,7 +27,7 @@ UNITS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Served:
+class SystemResult:
     """Result of one system.
 
     Attributes:
@@ -55,7 +55,7 @@ class Served:
         """Prefilled tokens: new ones, recomputed history, and work lost to suspensions."""
         return sum(self.figures[name] for name in ("prefilled_tokens", "recomputed_tokens", "wasted_tokens"))
 
-    def saved(self, stateless: Served) -> dict[str, float]:
+    def saved(self, stateless: SystemResult) -> dict[str, float]:
         """Return the savings against the stateless system by the names of `UNITS`."""
         mine, theirs = self.figures, stateless.figures
         gpu_s = theirs["device_busy_s"] - mine["device_busy_s"]
@@ -65,7 +65,7 @@ class Served:
             "saved_gpu_share": gpu_s / max(theirs["device_busy_s"], 1e-9),
         }
 
-    def as_dict(self, stateless: Served) -> dict[str, Any]:
+    def as_dict(self, stateless: SystemResult) -> dict[str, Any]:
         """Return all figures as a JSON object."""
         memory = {"gpu_bytes": self.memory.gpu_bytes, "cpu_bytes": self.memory.cpu_bytes}
         computed = {"computed_tokens": self.computed_tokens}
@@ -81,12 +81,12 @@ COLUMNS = (
 )
 
 
-def savings_table(served: Sequence[Served]) -> str:
+def savings_table(served: Sequence[SystemResult]) -> str:
     """Format a row per system; the first system must be the stateless one."""
     return table(COLUMNS, [_row(one, served[0]) for one in served])
 
 
-def _row(one: Served, stateless: Served) -> list[object]:
+def _row(one: SystemResult, stateless: SystemResult) -> list[object]:
     figures, saved = one.figures, one.saved(stateless)
     latency, first = figures["normalized_latency_s"], figures["first_token_s"]
     return [
@@ -99,7 +99,7 @@ def _row(one: Served, stateless: Served) -> list[object]:
     ]
 
 
-def answer(served: Sequence[Served]) -> str:
+def answer(served: Sequence[SystemResult]) -> str:
     """Describe in a sentence the smallest memory whose savings are within 3% of the largest."""
     stateless = served[0]
     most_s = max(one.saved(stateless)["saved_gpu_s"] for one in served)
@@ -116,7 +116,7 @@ def answer(served: Sequence[Served]) -> str:
     )
 
 
-def _nothing(served: Sequence[Served]) -> str:
+def _nothing(served: Sequence[SystemResult]) -> str:
     """Explain that no system saves GPU time; some may still save prefilled tokens."""
     stateless = served[0]
     shares = [one.saved(stateless)["saved_prefill_share"] for one in served]
@@ -129,7 +129,7 @@ def _nothing(served: Sequence[Served]) -> str:
     )
 
 
-def load(stateless: Served) -> str:
+def load(stateless: SystemResult) -> str:
     """Describe how busy the stateless system was, and whether latencies can tell the systems apart."""
     share = stateless.figures["device_busy"]
     busy = f"{share:.0%}" if share >= 0.005 else "under 1%"
