@@ -41,7 +41,7 @@ def test_a_model_that_is_wrong_is_found(launch, capsys, monkeypatch):
 
 
 def test_wrong_tokens_and_kept_state_are_missed_targets():
-    served = check_models.Served(72, 70, 1, 75, 0, 46)
+    served = check_models.TokenCounts(72, 70, 1, 75, 0, 46)
     result = {"variant": "v", "max_logit_difference": np.nan, **served._asdict()}
     assert check_models.missed_targets([result]) == [
         "v: logits differ by more than 0.0001",

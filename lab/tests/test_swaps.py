@@ -126,7 +126,7 @@ def cost_models(monkeypatch):
     monkeypatch.setattr(engines, "Engine", Engine)
     monkeypatch.setattr(engines, "DeviceTransfers", Transfers)
     monkeypatch.setattr(compare_variants, "probe", lambda *_: estimate.Pace(step_s=1.0, prompt_token_s=1.0))
-    served = workload.Served(seconds=1.0, stats=Counter())
+    served = workload.RoundsResult(seconds=1.0, stats=Counter())
     monkeypatch.setattr(compare_variants, "serve", lambda *_: served)
     yield models
     assert len(measured) == 1
@@ -151,7 +151,7 @@ def test_a_variant_that_needs_costs_evicts_by_measured_ones(launch, cost_models,
 def test_same_tokens():
     def served(*replies):
         usage = Usage(1, 0, 0, 0, 1, 1)
-        return workload.Served([Output(name, ids, "", "length", usage, 0) for name, ids in replies])
+        return workload.RoundsResult([Output(name, ids, "", "length", usage, 0) for name, ids in replies])
 
     a, b, c = ("a", (1, 2)), ("b", (3,)), ("b", (4,))
     found = compare_variants.same_tokens(
@@ -235,7 +235,7 @@ def test_spread():
     assert math.isnan(spread.Spread.of([]).median) and spread.Spread.of([]).as_dict()["median"] is None
 
 
-def test_a_workload_is_the_same_for_everybody():
+def test_a_workload_is_the_same_for_all_engines():
     made = [
         workload.make_workload(
             num_conversations=5, num_turns=3, prompt_tokens=8, output_tokens=4, vocab_size=50, seed=seed

@@ -56,7 +56,7 @@ _UNITS = {
 }
 
 
-class Served(NamedTuple):
+class TokenCounts(NamedTuple):
     """Counts of tokens of the served conversations, and where their histories were."""
 
     num_tokens: int
@@ -78,12 +78,12 @@ def engine(source: Path) -> LLM:
     return LLM(str(source), dtype="float32", config=config, progress=False)
 
 
-def serve(source: Path, reference: DenseReference, vocab_size: int) -> Served:
+def serve(source: Path, reference: DenseReference, vocab_size: int) -> TokenCounts:
     """Serve all turns of all conversations, and judge them by teacher-forced dense passes."""
     random = np.random.default_rng(0)
     names = [f"c{number}" for number in range(NUM_CONVERSATIONS)]
     histories: dict[str, list[int]] = {name: [] for name in names}
-    counts = np.zeros(len(Served._fields), int)
+    counts = np.zeros(len(TokenCounts._fields), int)
     with engine(source) as llm:
         for _ in range(NUM_TURNS):
             prompts = random.integers(4, vocab_size, (len(names), PROMPT_TOKENS)).tolist()
@@ -101,7 +101,7 @@ def serve(source: Path, reference: DenseReference, vocab_size: int) -> Served:
                     usage.recomputed_tokens,
                 )
                 histories[name] += [*prompt, *output.token_ids]
-    return Served(*counts.tolist())
+    return TokenCounts(*counts.tolist())
 
 
 def check(variant: str) -> dict[str, Any]:

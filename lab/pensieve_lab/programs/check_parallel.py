@@ -41,7 +41,7 @@ from pensieve_jax.commands.report import define_document_flag, device_name, json
 from pensieve_jax.decoding.device.weights import serving_dtype
 from pensieve_jax.device.dense_reference import MIN_MARGIN, DenseReference
 from pensieve_jax.model_source import resolve_model
-from pensieve_lab.serving.rounds import Served, Workload, make_workload, serve
+from pensieve_lab.serving.rounds import RoundsResult, Workload, make_workload, serve
 
 FLAGS = flags.FLAGS
 Figures = dict[str, Any]
@@ -96,7 +96,7 @@ def sized(config: EngineConfig, workload: Workload, num_devices: int) -> EngineC
     )
 
 
-def serve_on(config: EngineConfig, workload: Workload) -> tuple[Served, Figures]:
+def serve_on(config: EngineConfig, workload: Workload) -> tuple[RoundsResult, Figures]:
     """Serve all conversations; return the results, and how often each kind of move happened."""
     start_s = time.perf_counter()
     with contextlib.closing(open_parts(config).engine) as engine:
@@ -109,7 +109,7 @@ def serve_on(config: EngineConfig, workload: Workload) -> tuple[Served, Figures]
     return served, {"start_up_s": start_up_s, **moved, **told}
 
 
-def replies(served: Served) -> dict[str, list[list[int]]]:
+def replies(served: RoundsResult) -> dict[str, list[list[int]]]:
     """Return the replies of each conversation, turn by turn."""
     found: dict[str, list[list[int]]] = {}
     for output in served.outputs:
@@ -132,7 +132,7 @@ def whole(asked: list[list[int]], answered: list[list[int]]) -> list[int]:
     return [id for pair in zip(asked, answered, strict=True) for part in pair for id in part]
 
 
-def judge(reference: DenseReference, workload: Workload, served: Served) -> Judged:
+def judge(reference: DenseReference, workload: Workload, served: RoundsResult) -> Judged:
     """Judge every turn by a dense pass."""
     params = SamplingParams(max_tokens=workload.output_tokens, ignore_eos=True)
     said, num_wrong, num_uncertain = replies(served), 0, 0
@@ -147,7 +147,7 @@ def judge(reference: DenseReference, workload: Workload, served: Served) -> Judg
 
 
 def different(
-    reference: DenseReference, workload: Workload, one: Served, other: Served
+    reference: DenseReference, workload: Workload, one: RoundsResult, other: RoundsResult
 ) -> tuple[list[str], list[str]]:
     """Return conversations that differ where the choice was certain, and those that differ from a tie on."""
     wrong: list[str] = []
@@ -223,7 +223,7 @@ def measure(num_devices: int) -> Figures:
     """Serve on one device and on all, and judge both."""
     fit_heads(num_devices)
     workload = make_prompts()
-    served: dict[str, Served] = {}
+    served: dict[str, RoundsResult] = {}
     figures: dict[str, Figures] = {}
     for count in (1, num_devices):
         config = sized(engine_config(), workload, count)

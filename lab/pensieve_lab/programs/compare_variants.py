@@ -45,7 +45,7 @@ from pensieve_jax.config import POLICIES
 from pensieve_jax.decoding.device.weights import serving_dtype
 from pensieve_lab.common.engines import EngineFactory, costs_document
 from pensieve_lab.serving.estimate import probe, seconds
-from pensieve_lab.serving.rounds import Served, Workload, make_workload, serve
+from pensieve_lab.serving.rounds import RoundsResult, Workload, make_workload, serve
 
 FLAGS = flags.FLAGS
 COLUMNS = {
@@ -120,11 +120,11 @@ def variants(config: EngineConfig) -> dict[str, EngineConfig]:
     return found
 
 
-def same_tokens(served: Mapping[str, Served]) -> dict[str, bool]:
+def same_tokens(served: Mapping[str, RoundsResult]) -> dict[str, bool]:
     """Return whether each variant gave the tokens of the first one. Replies are short ids of random
     weights."""
 
-    def replies(one: Served) -> dict[str | None, list[tuple[int, ...]]]:
+    def replies(one: RoundsResult) -> dict[str | None, list[tuple[int, ...]]]:
         turns: dict[str | None, list[tuple[int, ...]]] = {}
         for output in one.outputs:
             turns.setdefault(output.conversation_id, []).append(output.token_ids)

@@ -80,7 +80,7 @@ def make_workload(
 
 
 @dataclass
-class Served:
+class RoundsResult:
     """Result of serving a workload.
 
     Attributes:
@@ -156,12 +156,12 @@ class _Movements:
 
 def serve(
     engine: Engine, workload: Workload, concurrency: int, ended_turn: Callable[[], object] = lambda: None
-) -> Served:
+) -> RoundsResult:
     """Serve a workload with `concurrency` turns in the engine; raises a failed turn's error.
 
     `ended_turn` is called as each turn ends.
     """
-    served = Served()
+    served = RoundsResult()
     params = SamplingParams(max_tokens=workload.output_tokens, ignore_eos=True)
     pending = deque(
         (index, name, ids) for index, one_round in enumerate(workload.prompts) for name, ids in one_round
