@@ -68,7 +68,7 @@ def test_without_the_history_it_is_not(document):
 
 
 @pytest.mark.long
-def test_a_greeting_is_not_answered_with_a_fact_that_nobody_told(document):
+def test_a_greeting_is_not_answered_with_an_invented_fact(document):
     """Rarely to greetings that training never saw, and never to common ones."""
     num, num_invented = document["greetings"]["num"], document["greetings"]["num_invented"]
     invented = [line for line in _lines if line.startswith("invented: ")]

@@ -210,7 +210,7 @@ def test_what_a_picture_has_no_room_for(tmp_path):
         compared.draw(rows("a"), "title", tmp_path / "nowhere" / "a.png")
 
 
-def test_a_hollow_point_is_at_least_so_high(tmp_path, monkeypatch):
+def test_a_hollow_point_is_a_lower_bound(tmp_path, monkeypatch):
     """First tokens count only answered requests, so they are no lower bounds and their points are full."""
     figure = pytest.importorskip("matplotlib.figure")
     drawn = []

@@ -130,7 +130,7 @@ def test_a_command_that_hangs_ends_with_what_it_started():
     assert len(looks) == 3, "after a second, when it is late, and at its end"
 
 
-def test_who_ends_the_call_ends_its_part(tmp_path):
+def test_ending_the_call_ends_its_part(tmp_path):
     """The call is ended by the signal that `timeout` sends."""
     told = tmp_path / "pid"
     words = ["sh", "-c", f"echo $$ > {told}.new; mv {told}.new {told}; sleep 60"]

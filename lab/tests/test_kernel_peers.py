@@ -222,7 +222,7 @@ def test_ours_is_wrong(launch, small, attend, says, capsys):
     assert found["xla"]["reason"].startswith(says) and "time_us" not in found["xla"]
 
 
-def test_what_is_too_fast_is_not_believed(launch, small, monkeypatch, capsys):
+def test_an_implausibly_fast_result_is_rejected(launch, small, monkeypatch, capsys):
     slow = load("pensieve_lab.steps.ceilings").Ceilings(1.0, 1.0, 1.0)
     monkeypatch.setattr(load("benchmark_kernels"), "measure_ceilings", lambda **_: slow)
     assert launch("benchmark_kernels", shared_llm=False, **QUICK) == 1

@@ -23,7 +23,7 @@ def session(name, arrival_s, think_s):
     return Session(ConversationTrace(name, turns), arrival_s, tuple(think_s))
 
 
-def test_turns_are_in_order_and_know_who_returns(oracle):
+def test_turns_are_in_order_and_know_their_returns(oracle):
     turns = oracle.turns_of([session("a", 0.0, [7.0]), session("b", 3.0, [])])
     assert [(turn.sent_s, turn.conversation_id, turn.returns_s) for turn in turns] == [
         (0.0, "a", 7.0),
@@ -42,7 +42,7 @@ def test_a_session_in_mid_life_begins_with_its_first_turn(oracle):
     ]
 
 
-def test_it_keeps_who_returns_and_not_who_was_active_last(oracle):
+def test_it_keeps_the_returning_conversation_and_not_the_latest_one(oracle):
     """`a` returns and `b` does not; with room for one of them, LRU keeps the wrong one."""
     turns = oracle.turns_of([session("a", 0.0, [7.0]), session("b", 3.0, [])])
     share = {
@@ -52,7 +52,7 @@ def test_it_keeps_who_returns_and_not_who_was_active_last(oracle):
     assert share == {"oracle": 0.0, "lru": 1.0}
 
 
-def test_of_two_who_return_the_later_one_gives_way_from_its_leading_end(oracle):
+def test_of_two_returning_conversations_the_later_one_is_evicted_from_its_beginning(oracle):
     """At 1 s `b` returns in 3 s and `a` in 8: 1 s of the 3 + 3 s of both is recomputed."""
     turns = oracle.turns_of([session("a", 0.0, [9.0]), session("b", 1.0, [3.0])])
     policy = oracle.OraclePolicy(turns, COSTS_S)

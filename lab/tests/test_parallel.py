@@ -132,7 +132,7 @@ def test_variants_are_processes_with_flags_of_their_own(launch, monkeypatch, cap
     assert "took longer than 50 s" in capsys.readouterr().out
 
 
-def test_rounds_are_by_turns(launch, monkeypatch, capsys):
+def test_rounds_alternate_between_variants(launch, monkeypatch, capsys):
     """Both variants run, then both again, each with its own flags under its own name."""
     turns = []
 

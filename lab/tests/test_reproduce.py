@@ -442,7 +442,7 @@ def test_a_seed_that_never_reaches_the_level_is_told(experiments):
     assert levels.in_cell({0: None}) == "-"
 
 
-def test_nearly_everybody_has_been_back_before_a_window_begins(experiments):
+def test_nearly_all_sessions_have_returned_before_a_window_begins(experiments):
     """A session in mid-life that has not returned has a history in no memory, which would count as lost."""
     settings = experiments("settings").Settings(device="a100", seeds=(0,))
     for name in ("fig10a", "fig10d", "fig11", "fig13", "fig14", "fig15", "thesis3.15"):

@@ -55,7 +55,7 @@ def test_a_step_with_nothing_committed(reproduce, tmp_path, monkeypatch):
     assert list(results["steps"]) == ["the thesis' V100"] and results["documents"] == []
 
 
-def test_who_is_in_which_task(reproduce, tmp_path):
+def test_the_requests_of_each_task(reproduce, tmp_path):
     plot = tmp_path / "joining.png"
     out, results = reproduce("cells2.5", plot=plot)
     cells, graphs = results["runs"]["cellular batching"], results["runs"]["graph batching"]

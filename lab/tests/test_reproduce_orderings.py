@@ -126,7 +126,7 @@ def test_retention_recomputes_least(reproduce):
 
 
 @pytest.mark.long
-def test_who_thinks_for_longer_finds_less(reproduce):
+def test_longer_think_times_lower_the_hit_rate(reproduce):
     results = reproduce("fig15", SEEDS, only=at_the_highest_load)
     points = by_series(results)[f"{results['shown_rate_per_s']:g} conversations a second"]
     found = [point["found_rate_by_seed"] for (series, _), point in points.items() if series == "pensieve"]
@@ -172,7 +172,7 @@ def recorded(tmp_path):
     return path, trace
 
 
-def test_who_knows_the_future_recomputes_least(reproduce, recorded):
+def test_the_oracle_recomputes_least(reproduce, recorded):
     path, _ = recorded
     results = reproduce("oracle", [0], traces=f"pensieve:{path}")
     assert {row["title"] for row in results["orders"]} == {"trace", "paper's load"}

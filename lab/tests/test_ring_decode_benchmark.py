@@ -84,7 +84,7 @@ def test_ours_is_wrong(launch, small, monkeypatch, planted, says, capsys):
     assert found[1]["reason"].startswith(says) and "time_us" not in found[1]
 
 
-def test_what_is_too_fast_is_not_believed(launch, small, monkeypatch, capsys):
+def test_an_implausibly_fast_result_is_rejected(launch, small, monkeypatch, capsys):
     """Plain XLA must read the whole ring, and the kernel the live columns, so equal times cannot both
     hold."""
     read_bytes_per_s = 1e6

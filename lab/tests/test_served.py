@@ -73,7 +73,7 @@ def test_one_that_ends_before_it_is_ready_is_an_error(monkeypatch):
         started(monkeypatch, Process(["nothing of interest\n"]))
 
 
-def test_whoever_is_interrupted_while_it_starts_leaves_no_process(monkeypatch):
+def test_an_interrupt_during_the_start_leaves_no_process(monkeypatch):
     process = Process()
     process.stdout = Interrupted([])
     with pytest.raises(KeyboardInterrupt):

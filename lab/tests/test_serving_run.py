@@ -120,7 +120,7 @@ def test_a_run_is_void_if_users_were_late():
     assert not serving_figures.figures(run, max_lag_s=0.021)["void"]
 
 
-def test_a_digest_of_who_comes():
+def test_the_digest_of_sessions():
     """It covers arrivals, lengths and think times, but not the last bits of a time."""
     first = [session("a", 1.5, (10, 3), (4, 2), think_s=[2.0]), session("b", 2.0, (6, 4))]
     same = [session("a", 1.5 + 1e-12, (10, 3), (4, 2), think_s=[2.0]), session("b", 2, (6, 4))]
@@ -374,7 +374,7 @@ def test_which_part_of_the_host_a_second_belongs_to(tmp_path):
     assert figures["schedule"] == 1.5 and serving_figures._host_parts_s({}) is None
 
 
-def test_copies_of_a_reset_runner_are_nobodys():
+def test_copies_of_a_reset_runner_are_not_counted():
     ticker = Ticker()
     timed = serving_steps.TimedTransfers(
         ScriptedTransfers(ticker), load("pensieve_lab.serving.host_parts").HostParts(ticker), ticker

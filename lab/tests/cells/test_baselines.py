@@ -230,7 +230,7 @@ def test_merging_plans_ahead_too():
     assert [end(processor, launch) for launch in launches[:2]] == [[1, 0], [2, 3]]
 
 
-def test_a_batch_does_not_run_who_has_the_ids_of_one_that_was_cancelled():
+def test_a_batch_does_not_run_a_request_with_the_ids_of_a_cancelled_one():
     processor = batches_of_four(max_num_tasks=1)
     (cancelled,) = processor.submit_many([3], chain)
     processor.submit_many([3], chain)
@@ -242,7 +242,7 @@ def test_a_batch_does_not_run_who_has_the_ids_of_one_that_was_cancelled():
     assert not processor.handles and not processor.admission.request_ids
 
 
-def test_those_who_wait_are_served_if_all_before_them_were_cancelled():
+def test_waiting_requests_are_served_if_all_before_them_were_cancelled():
     processor = batches_of_four()
     handles = processor.submit_many([1] * 5, chain)
     assert all(processor.cancel(one) for one in handles[:4])

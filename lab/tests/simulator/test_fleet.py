@@ -115,7 +115,7 @@ def test_a_replica_that_died_may_change_before_its_death_is_seen(then):
     assert ("r1" in served) == (then == "join")
 
 
-def test_who_leaves_answers_what_it_has_and_gets_nothing_new():
+def test_a_leaving_replica_answers_its_turns_and_gets_no_new_ones():
     one = [session("a", (20, 200), (10, 10), think_s=0.5)]
     first = answered(Fleet(outline, ConsistentHash, NAMES), one)[0][0]
     name = NAMES[first.replica]

@@ -97,7 +97,7 @@ def test_rows_of_either_kind_are_counted():
     assert load.num_rows == 3
 
 
-def test_whose_thread_launches_kernels_is_asked_for():
+def test_the_launching_thread_selects_the_host_costs():
     assert H200.launches == "jaxlib" and H200.host == H200.hosts["jaxlib"]
     older = H200.launching("engine")
     assert older.host == H200.hosts["engine"] and older.launches == "engine"

@@ -56,7 +56,7 @@ def test_equals_stepping_crowded_and_lonely(gap_s):
     check_equal(CONFIGS["retention"], make_sessions(7, gap_s=gap_s))
 
 
-def test_equals_stepping_when_nobody_looks():
+def test_equals_stepping_without_an_observer():
     """Grants are made only for observers, and nothing else depends on them."""
     config, sessions = CONFIGS["tight"], make_sessions(11)
     seen = [serve(config, sessions, stretches=stretches, observed=False) for stretches in (False, True)]

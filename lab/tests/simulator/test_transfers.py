@@ -302,7 +302,7 @@ def test_copies_to_the_device_of_the_same_pass_go_first():
     assert machine.transfers.completed().arrived == []
 
 
-def test_nothing_is_held_back_for_ever():
+def test_no_copy_is_held_back_forever():
     machine = Machine(max_num_staged=16)
     machine.swap_out(copies(99))  # starts at once
     machine.transfers.swap_in(copies(1))
