@@ -88,7 +88,7 @@ def test_seeds_become_one_row(compare, tmp_path):
     header, _, row, *_ = out.splitlines()
     assert header.split()[:5] == ["system", "arrivals", "rate", "sent/s", "seeds"], "side by side"
     assert row.split()[:5] == ["ours", "Poisson", "2.000", "2.000", "0,1"]
-    assert results["systems"]["ours"]["left_out"] == [{"rate": 9.0}] and "ours: 1 load points left out" in out
+    assert results["systems"]["ours"]["left_out"] == [{"rate": 9.0}] and "ours: 1 load points skipped" in out
     assert (tmp_path / "compared.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -272,7 +272,7 @@ GOOD = {
         ("mooncake", mooncake(5, 10, 10, ["a"]), "hash_ids is ['a'], but must be a list of ints"),
         ("mooncake", {"timestamp": 5, "input_length": 9, "output_length": 9}, "hash_ids is missing"),
         ("mooncake", mooncake(5, 10, 10, []) | {"parent_line": -2}, "parent_line is -2"),
-        ("bailian", bailian(1, -1, 6), "chat_id is 1, but must be unique in the file; it is on line 1 too"),
+        ("bailian", bailian(1, -1, 6), "chat_id is 1, but must be unique in the file; line 1 has it too"),
         ("bailian", bailian(2, None, 6), "parent_chat_id is None"),
         ("bailian", bailian(2, 1, "6"), "timestamp is '6'"),
         ("bailian", bailian(2, 1, 6, outputs=-1), "output_length is -1"),
