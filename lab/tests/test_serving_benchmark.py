@@ -380,7 +380,7 @@ def test_users_in_the_servers_own_thread_make_no_run_void(benchmark, monkeypatch
         ({"curves": "a.json", "plot": "x.png", "top_ms": "inf"}, "--top_ms is inf"),
         (
             {"plot": "x.png", "seeds": "0,1"},
-            "--plot is 'x.png', but must be left out where .* several --seeds",
+            "--plot is 'x.png', but must be left out with several --seeds",
         ),
         (
             {"plot": "x.png", "arrivals": "poisson,a.csv"},
