@@ -1,4 +1,4 @@
-"""Servers and engines that take no time but what a test says."""
+"""Fake servers and engines, which take only the time that a test sets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODEL_TOKENS = 2048
 
 
 class Ticker:
-    """A timer that a test moves: readings for a `RunClock`, and its `sleep`."""
+    """Timer that a test moves: readings for a `RunClock`, and its `sleep`."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -29,7 +29,7 @@ class Ticker:
 
 
 def session(name: str, arrival_s: float, *turns: tuple[int, int], think_s=(), first_turn: int = 0) -> Session:
-    """Of (prompt, answer) lengths."""
+    """Make a session from (prompt, answer) lengths."""
     conversation = ConversationTrace(name, tuple(TurnTrace(*turn) for turn in turns))
     return Session(conversation, arrival_s, tuple(think_s), first_turn)
 
@@ -39,7 +39,7 @@ def users(*sessions: Session, max_context_tokens: int = 1000) -> Client:
 
 
 class TickServer:
-    """Every step takes a second and gives a token to everyone who was there when it began."""
+    """Server whose steps take a second and give a token to every turn that was there at their beginning."""
 
     def __init__(self, ticker: Ticker, clock) -> None:
         self.ticker, self.clock = ticker, clock
@@ -79,7 +79,7 @@ class TickServer:
 
 
 class NullFactory:
-    """An `EngineFactory` of engines that compute nothing, at once."""
+    """`EngineFactory` of engines that compute nothing and take no time."""
 
     def __init__(self, config: EngineConfig) -> None:
         flags = load("pensieve_jax.commands.engine_flags")

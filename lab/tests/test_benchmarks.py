@@ -1,4 +1,4 @@
-"""The two checks that end with a JSON document, at sizes that take a moment."""
+"""Programs that end with a JSON document, at small sizes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_report_names_the_variables_that_matter(monkeypatch):
 
 @pytest.mark.long
 def test_check_serving_finds_a_difference(launch, llm, monkeypatch, capsys):
-    """Replies of one model against the logprobs of another, whose weights have another seed."""
+    """Replies of one model are compared with the logprobs of another, whose weights have another seed."""
     script = load("check_serving")
     flags = SIZES | ENGINE | {"random_seed": 1}
     assert launch("check_serving", **flags) == 1
@@ -61,7 +61,7 @@ def test_check_serving_refuses_more_than_the_context_before_loading(launch, monk
 
 @pytest.mark.long
 def test_benchmark_scheduler(launch, monkeypatch, capsys):
-    """One round in a process of its own, as all of them are; the others decide the same in this one."""
+    """One round runs in its own process, as all do in practice; the others decide the same in this one."""
     script, children = load("benchmark_scheduler"), []
     real, sizes = script.one_round, {"num_running": 8, "context_tokens": 600, "num_idle": 64, "num_steps": 8}
 
@@ -84,7 +84,7 @@ def test_benchmark_scheduler(launch, monkeypatch, capsys):
         before, now = results["before"][name], results[name]
         assert before["num_tokens"] == now["num_tokens"], "not the same steps"
         assert faster == pytest.approx(before["mean_ms"] / now["mean_ms"])
-    assert "do not decide alike" not in out
+    assert "decide differently" not in out
     loads = [name for name in script.LOADS if results[name]["mean_ms"] > results["target_ms"]]
     outcome = f"missed by {' and '.join(loads)}" if loads else "met"
     assert f"on average: {outcome}\n" in out and results["target_met"] == (not loads)
@@ -92,7 +92,7 @@ def test_benchmark_scheduler(launch, monkeypatch, capsys):
 
 @pytest.mark.long
 def test_benchmark_eviction(launch, capsys):
-    """Every order, and the learned one as each of its three."""
+    """Every order is measured, and the learned one as each of its three."""
     launch("benchmark_eviction", shared_llm=False, num_idle=40, max_chunks=6, num_turns=40)
     results = last_line(capsys.readouterr().out)["results"]
     orders = results["orders"]

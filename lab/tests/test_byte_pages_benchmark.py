@@ -1,4 +1,4 @@
-"""The short benchmark of pages in 8 bits: everything that it would time is served, and lowers for a GPU."""
+"""The short benchmark of 8-bit pages: every variant serves its case, and lowers for a GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_every_size_serves_its_case() -> None:
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 def test_what_is_timed_lowers_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels, one's copies alone, without the products, and one without operands."""
+    """The kernels, one without its products, and one without operands."""
     case = Case("small", ((1, 40),) * 3, Heads(8, 2, 128))
     monkeypatch.setitem(CASES, case.name, case)
     inputs = SCRIPT.make_inputs(case, "bfloat16", 0, "int8")

@@ -1,4 +1,4 @@
-"""Benchmarks of cells, tiny: every system answers, and what cannot be measured is refused at once."""
+"""Benchmarks of cells, small: every system answers, and impossible measurements are refused at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOAD = TINY | {"rates": "100", "seconds": 0.01}
 
 @pytest.fixture
 def benchmark(launch, capsys, monkeypatch, compilation_cache):
-    """Run one of few requests; gives what it printed and its document."""
+    """Run a benchmark with few requests; returns what it printed and its document."""
     monkeypatch.setattr(load("pensieve_lab.cells.whole_sentences"), "LENGTHS", (8, 330))
 
     def benchmark(script, **flags):
@@ -35,7 +35,7 @@ def benchmark(launch, capsys, monkeypatch, compilation_cache):
 
 @pytest.fixture
 def few(monkeypatch):
-    """Requests of a load."""
+    """Limit the requests of a load."""
     module = load("benchmark_cellular")
     monkeypatch.setattr(module, "_LEAST_REQUESTS", 20)
     monkeypatch.setattr(module, "_WARM_UP", 3)
@@ -76,7 +76,7 @@ def test_every_system_answers(benchmark, tmp_path, model, flags, expected):
 
 
 def test_two_files_of_sentences(tmp_path):
-    """The lengths are those of the second one, of two that translate each other."""
+    """The lengths are those of the second of two parallel files."""
     for name, text in (("a.de", "eins zwei drei\nvier\n"), ("a.en", "one two\nthree four five six\n")):
         (tmp_path / name).write_text(text)
     make = load("pensieve_lab.cells.models").make
@@ -129,7 +129,7 @@ def test_what_cannot_be_measured(launch, flags, match):
 
 
 def test_whole_sentences_are_what_a_loop_computes(monkeypatch):
-    """Padded, in batches that are not full, and in buckets of any width."""
+    """Batches may be padded, incomplete, and in buckets of any width."""
     module = load("pensieve_lab.cells.whole_sentences")
     monkeypatch.setattr(module, "LENGTHS", (4, 12))
     model = LSTM.random(hidden_size=4, vocab_size=9, seed=0)
@@ -155,14 +155,14 @@ def _broken(*_):
 
 @pytest.fixture
 def thaws(monkeypatch):
-    """One for every call; see `conftest`."""
+    """Count the calls of `gc.unfreeze`; see `conftest`."""
     found = []
     monkeypatch.setattr(gc, "unfreeze", lambda: found.append(None))
     return found
 
 
 def test_a_request_that_fails_is_no_answer(thaws):
-    """It ends the benchmark, whose process is as it was."""
+    """A failed request ends the benchmark and leaves the process unchanged."""
     real_time, model = load("pensieve_lab.cells.real_time"), LSTM.random(hidden_size=4, vocab_size=9, seed=0)
     beginnings, config = real_time.BeginTimes(), CellularConfig(num_rows=16, max_num_tasks=1)
     with CellularEngine(
@@ -187,7 +187,8 @@ def test_whole_sentences_that_fail_leave_the_process_as_it_was(monkeypatch, thaw
 
 
 def test_most_is_what_was_answered_at_any_load(monkeypatch):
-    """Of a rival that never keeps up, too; a system that keeps up with the highest load may do more."""
+    """A baseline that never keeps up counts as well; a system that keeps up with the highest load may do
+    more."""
     module = load("pensieve_lab.pages.cells_measured")
 
     def point(system, rate, throughput):

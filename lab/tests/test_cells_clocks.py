@@ -1,4 +1,4 @@
-"""What a rival's planning costs the host is told apart; cellular batching plans nothing ahead."""
+"""A baseline's planning time on the host is reported separately; cellular batching plans nothing ahead."""
 
 from __future__ import annotations
 

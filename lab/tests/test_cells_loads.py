@@ -1,4 +1,4 @@
-"""What is kept of a load: an overloaded run's backlog is no throughput."""
+"""Figures of a load: the backlog of an overloaded run does not count as throughput."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def figures(arrival_s, end_s):
 
 
 def test_what_drains_after_the_last_arrival_is_no_throughput():
-    """2,000 arrive in a second; 500 are answered in it, the others all at once soon after."""
+    """2,000 requests arrive in a second; 500 are answered within it, the others soon after."""
     arrival_s = np.linspace(0, 1, 2000)
     end_s = np.concatenate([np.linspace(0.002, 1, 500), np.linspace(1.001, 1.1, 1500)])
     assert figures(arrival_s, end_s)["throughput"] == pytest.approx(500, rel=0.01)

@@ -1,6 +1,6 @@
-"""The chat model that comes with the package remembers what it was told, wherever the state has been.
+"""The packaged chat model remembers what it was told, wherever the KV cache has been meanwhile.
 
-So many people's facts take long; `test_demo` asks for eight people's, out of either tier and out of none.
+Many people's facts take long; `test_demo` asks for eight people's, from either tier and from none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import types
 import pytest
 
 from pensieve_jax.model_source import DEFAULT_MODEL
-from pensieve_lab.chat_training.served_recall import GREETINGS, Served
+from pensieve_lab.chat_training.served_recall import GREETINGS, ServedCases
 from tests.launching import load, optimized
 
 check_recall = load("check_recall")
@@ -24,9 +24,9 @@ _lines: list[str] = []
 
 @pytest.fixture
 def document(launch, capsys):
-    """What the script reports of held-out facts among talk that it has itself; it is run once.
+    """Return the program's report of held-out facts among its own talk, run once.
 
-    It computes for longer than it compiles, and so compiles well.
+    It computes for longer than it compiles, so it is compiled with optimization.
     """
     if not _lines:
         sizes = {"ample_gpu_pages": 400, "gpu_pages": 18, "cpu_pages": 62, "max_context_tokens": 512}
@@ -68,8 +68,8 @@ def test_without_the_history_it_is_not(document):
 
 
 @pytest.mark.long
-def test_a_greeting_is_not_answered_with_a_fact_that_nobody_told(document):
-    """Hardly ever to one that training never saw, never to the ones that people begin with."""
+def test_a_greeting_is_not_answered_with_an_invented_fact(document):
+    """Rarely to greetings that training never saw, and never to common ones."""
     num, num_invented = document["greetings"]["num"], document["greetings"]["num_invented"]
     invented = [line for line in _lines if line.startswith("invented: ")]
     assert num > 30 and num_invented == len(invented) <= 0.05 * num, "\n".join(invented)
@@ -120,7 +120,7 @@ def test_replies_that_depend_on_the_tiers_and_invented_facts_are_told():
 
 @pytest.mark.parametrize(("gap", "is_tie"), [(1.9e-6, True), (0.5, False), (math.inf, False)])
 def test_replies_that_differ_are_judged_by_the_dense_reference(monkeypatch, gap, is_tie):
-    """It is asked about the two that differ, and loaded for them alone."""
+    """The reference is loaded only for the two that differ, and asked about them."""
     asked = []
 
     class Reference:
@@ -135,7 +135,7 @@ def test_replies_that_differ_are_judged_by_the_dense_reference(monkeypatch, gap,
     monkeypatch.setattr(check_recall, "resolve_model", lambda name: name)
     monkeypatch.setattr(check_recall, "DenseReference", Reference)
     monkeypatch.setattr(check_recall, "FLAGS", types.SimpleNamespace(model="any"))
-    ample, small = (Served((), (), histories) for histories in ([[1, 2], [3, 4]], [[1, 2], [3, 5]]))
+    ample, small = (ServedCases((), (), histories) for histories in ([[1, 2], [3, 4]], [[1, 2], [3, 5]]))
     assert check_recall.differences(ample, ample) == [] == asked
     [found] = check_recall.differences(ample, small)
     assert found == (1, gap) and found.is_tie == is_tie

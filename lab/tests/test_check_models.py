@@ -1,4 +1,4 @@
-"""One model of each family that random scenarios do not have: its logits, and greedy turns on tiny pools."""
+"""One model of each family that random scenarios leave out: its logits, and greedy turns on tiny pools."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_turns_that_lose_state_equal_the_dense_reference(launch, capsys):
 
 @pytest.mark.long
 def test_a_model_that_is_wrong_is_found(launch, capsys, monkeypatch):
-    """Norms of queries and keys that do nothing: engine and reference agree on it, transformers does not."""
+    """Norms of queries and keys do nothing: engine and reference agree, but transformers differs."""
     monkeypatch.setattr(qwen3.HeadNorm, "__call__", lambda self, x: x)
     assert launch("check_models", shared_llm=False, variants="qwen3_gqa") == 1
     lines = capsys.readouterr().out.splitlines()
@@ -41,12 +41,12 @@ def test_a_model_that_is_wrong_is_found(launch, capsys, monkeypatch):
 
 
 def test_wrong_tokens_and_kept_state_are_missed_targets():
-    served = check_models.Served(72, 70, 1, 75, 0, 46)
+    served = check_models.TokenCounts(72, 70, 1, 75, 0, 46)
     result = {"variant": "v", "max_logit_difference": np.nan, **served._asdict()}
     assert check_models.missed_targets([result]) == [
         "v: logits differ by more than 0.0001",
         "v: 1 tokens are not the dense reference's",
-        "v: no state was swapped in, or none recomputed",
+        "v: no KV was swapped in, or none was recomputed",
     ]
 
 

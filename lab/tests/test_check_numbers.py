@@ -1,4 +1,4 @@
-"""The pages' figures are those of their documents, and a wrong digit anywhere is seen."""
+"""The figures of the pages equal those of their documents, and any wrong digit is detected."""
 
 from __future__ import annotations
 
@@ -108,7 +108,8 @@ def test_the_figures_of_the_pages_are_those_of_their_documents(capsys: pytest.Ca
 
 @pytest.mark.parametrize("stem", SOURCED)
 def test_a_wrong_digit_is_seen(stem: str) -> None:
-    """The last digit of every figure that has a document; the whole check, for some figures of a page."""
+    """The last digit of every figure with a document is changed; some figures of a page run the whole
+    check."""
     path = README if stem == check_numbers.FRONT_PAGE else PAGES[stem]
     sources, documents = LAB / "sources" / f"{stem}.toml", check_numbers.documents_of(LAB)
     page = check_numbers.read(path, path.relative_to(check_numbers.ROOT).as_posix())
@@ -128,7 +129,7 @@ def test_a_wrong_digit_is_seen(stem: str) -> None:
 
 
 def with_another_digit(shown: str) -> str:
-    """Its last digit before an exponent is one more, or 0 in place of 9; words become others."""
+    """Increase the last digit before an exponent, 9 to 0; replace a number in words by another."""
     if number_words.worth(shown) is not None:
         return "a-hundredth" if shown != "a-hundredth" else "half"
     mantissa, mark, exponent = shown.partition("e")
@@ -239,7 +240,7 @@ def test_a_number_in_words_has_a_value(tmp_path: Path) -> None:
 
 
 def test_numbers_of_code(tmp_path: Path) -> None:
-    """What a program says counts: comments, output, numbers in a sentence's code; settings do not."""
+    """Comments, output and numbers in a sentence's code count as figures; settings do not."""
     (tmp_path / "page.md").write_text(
         "`a=1` `b: 2,` `3` `--rates=4` `f(5)` `x[6]` `opt-13b` `NAME=7` `a_8.json` `is 9.`\n\n"
         '```python\nx = 10  # 11 of f(12)\n```\n\n```json\n{"a": 13}\n```\n\n'
@@ -328,7 +329,7 @@ def test_documents_of_another_folder(tmp_path: Path) -> None:
 
 
 def test_a_figure_at_a_latency(tmp_path: Path) -> None:
-    """Of documents, and of points by themselves; of requests, or of another figure."""
+    """Levels of documents, and of points alone; of requests, or of another figure."""
     one, two = (
         {"requests_per_s": served, "rate": rate, "normalized_latency_s": {"mean": mean_s}}
         for served, rate, mean_s in ((9.0, 2.0, 0.012), (12.0, 3.0, 0.024))
@@ -358,7 +359,7 @@ def test_the_exit_status_says_whether_all_is_right(
     assert "front_page.toml is missing" in capsys.readouterr().out
     sources.write_text('[documents]\nrun = "run.json"\n[[sentence]]\ntext = "takes {run.s} s"\n')
     assert launch("check_numbers", **flags) == 0
-    assert "every figure with a source is that of its document" in capsys.readouterr().out
+    assert "every figure with a source matches its document" in capsys.readouterr().out
     assert launch("check_numbers", shared_llm=False) == 1
     assert "there is no git history" in capsys.readouterr().out
     (tmp_path / "README.md").write_text("It takes 4 s.\n")
@@ -390,7 +391,7 @@ ATTACKS = [
 
 @pytest.mark.parametrize(("name", "old", "new"), ATTACKS)
 def test_an_attack_on_a_page_is_seen(tmp_path: Path, name: str, old: str, new: str) -> None:
-    """Each of them once went unnoticed, or is next to one that did."""
+    """Each of these edits went unnoticed once, or resembles one that did."""
     text = (check_numbers.ROOT / name).read_text(encoding="utf-8")
     assert old in text, "the page has changed: attack what it says now"
     (tmp_path / "page.md").write_text(text.replace(old, new, 1), encoding="utf-8")
@@ -418,7 +419,7 @@ ATTACKS_ON_BOTH = [
 
 @pytest.mark.parametrize(("words", "entry"), ATTACKS_ON_BOTH)
 def test_an_attack_on_the_front_page_and_its_sources_is_seen(tmp_path: Path, words: str, entry: str) -> None:
-    """A figure and the source that answers for it are added together."""
+    """A figure and the source that justifies it are added together."""
     text, sources = README.read_text(encoding="utf-8"), LAB / "sources" / "front_page.toml"
     (tmp_path / "page.md").write_text(text.replace("\n## Install", f"\nIt {words}.\n\n## Install", 1))
     (tmp_path / "page.toml").write_text(f"{sources.read_text(encoding='utf-8')}\n{entry}")

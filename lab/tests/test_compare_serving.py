@@ -1,4 +1,4 @@
-"""Systems side by side, from documents of the serving benchmark."""
+"""Comparison of systems, from documents of the serving benchmark."""
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ def test_seeds_become_one_row(compare, tmp_path):
     header, _, row, *_ = out.splitlines()
     assert header.split()[:5] == ["system", "arrivals", "rate", "sent/s", "seeds"], "side by side"
     assert row.split()[:5] == ["ours", "Poisson", "2.000", "2.000", "0,1"]
-    assert results["systems"]["ours"]["left_out"] == [{"rate": 9.0}] and "ours: 1 load points left out" in out
+    assert results["systems"]["ours"]["left_out"] == [{"rate": 9.0}] and "ours: 1 load points skipped" in out
     assert (tmp_path / "compared.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_every_system_is_and_where_it_ran(compare, capsys, launch, tmp_path):
-    """Of its own documents: the machine that compares is of no system."""
+    """Each system has its own documents' machine, not the machine that compares."""
     (tmp_path / "others.jsonl").write_text(document("others", point(2.0, 0, 1.0), cpu="b") + "\n")
     lines = [document("ours", point(rate, 0, 1.0), command="first") for rate in (2.0, 3.0)]
     lines.append(document("ours", point(2.0, 1, 1.0), command="second"))
@@ -147,7 +147,7 @@ def test_memory_may_differ_where_it_is_said_or_not_known(compare):
     ],
 )
 def test_one_system_has_one_configuration(compare, changes, says):
-    """Where its programs are kept is none."""
+    """The location of its compiled programs is not part of it."""
     first, other = document("a", point(1.0, 0, 1.0)), document("a", point(2.0, 0, 1.0), **changes)
     with pytest.raises(ConfigError, match=says):
         compare(first, other, allow_different_memory="true")
@@ -204,14 +204,14 @@ def test_what_a_picture_has_no_room_for(tmp_path):
         compared.draw(rows("a", arrivals="abcde"), "title", path)
     with pytest.raises(ConfigError, match=r"at most 10 systems.*found 11"):
         compared.draw(rows(*map(str, range(11))), "title", path)
-    with pytest.raises(ConfigError, match="there is no rate"):
+    with pytest.raises(ConfigError, match="have no rate"):
         compared.draw([rows("a")[0] | {"rate": None}], "title", path)
     with pytest.raises(ConfigError, match="can be written"):
         compared.draw(rows("a"), "title", tmp_path / "nowhere" / "a.png")
 
 
-def test_a_hollow_point_is_at_least_so_high(tmp_path, monkeypatch):
-    """First tokens are of what was answered alone: those are no bound, and full."""
+def test_a_hollow_point_is_a_lower_bound(tmp_path, monkeypatch):
+    """First tokens count only answered requests, so they are no lower bounds and their points are full."""
     figure = pytest.importorskip("matplotlib.figure")
     drawn = []
     save = figure.Figure.savefig
@@ -229,5 +229,5 @@ def test_a_hollow_point_is_at_least_so_high(tmp_path, monkeypatch):
     ]
     assert faces == [["white", "white", "C0"], ["C0"] * 3]
     assert [("hollow" in one.get_suptitle()) for one in drawn] == [True, False]
-    assert {axes.get_xlabel() for axes in drawn[0].axes} == {"conversations that begin in a second"}
+    assert {axes.get_xlabel() for axes in drawn[0].axes} == {"conversations per second"}
     assert "answered" in drawn[0].axes[2].get_ylabel()

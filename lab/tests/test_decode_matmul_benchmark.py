@@ -1,4 +1,4 @@
-"""The benchmark of products of few rows: what it tries, and how it says which is best."""
+"""The benchmark of matrix products with few rows: its variants, and how it reports the fastest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODELS = [("llama2-13b-gqa10", 1), ("llama2-70b", 2)]
 @pytest.mark.parametrize(("model", "num_devices"), MODELS)
 @pytest.mark.parametrize("num_rows", [128, 32])
 def test_what_is_tried(model, num_devices, num_rows):
-    """XLA, the default, and others, each once, with room for their stages."""
+    """XLA, the default tile, and others are tried once each, if their stages fit."""
     for what in benchmark.projections(PRESETS[model], num_devices):
         variants = benchmark.variants(what, num_rows)
         labels = [variant.label for variant in variants]
@@ -80,7 +80,7 @@ def test_refusals(launch, flags, says):
 
 @pytest.mark.long
 def test_figures_of_every_program(capsys, monkeypatch):
-    """The kernels' errors are named, and XLA's answer is judged, where neither can be timed."""
+    """If neither can be timed, the kernels' errors are named, and XLA's answer is judged."""
     monkeypatch.setattr(benchmark, "_MIN_BYTES", 0)
     what = benchmark.projections(PRESETS["llama-tiny"], 1)[0]
     with ThreadPoolExecutor(1) as pool:

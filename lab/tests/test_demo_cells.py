@@ -1,4 +1,4 @@
-"""The demonstration of cells: its pictures, and that every answer is that of its sentence alone."""
+"""The demo of cells: its pictures, and that every answer equals that of its sentence alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def test_it_runs(launch, capsys, tmp_path):
     plot = tmp_path / "cells.png"
     assert launch("demo_cells", shared_llm=False, plot=plot, progress="false") == 0
     shown = capsys.readouterr().out
-    assert "12 of 12 translations are those of the sentence alone" in shown
+    assert "12 of 12 translations equal those of the sentence alone" in shown
     lines = re.findall(r"^ *\d+ \((\d+) \+ (\d+)\)  (.*)$", shown, re.MULTILINE)
     assert len(lines) == 24
     for source, target, line in lines:

@@ -1,4 +1,4 @@
-"""The demonstration of padded batches: its pictures, and that all answers are those of the paged engine."""
+"""The demo of padded batches: its pictures, and that all answers equal those of the paged engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figure 11's run: its settings, parts under time limits, going on where it stopped, a small rehearsal."""
+"""The run of Figure 11: settings, parts with time limits, resuming, and a small rehearsal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SMALL = {
 
 
 def flags_of(words):
-    """By name, of those that say a value."""
+    """Return the flags with a value, by name."""
     pairs = (word.removeprefix("--").partition("=") for word in words if word.startswith("--"))
     return {name: value for name, equals, value in pairs if equals}
 
@@ -49,7 +49,7 @@ COMMITTED = [
 
 @pytest.mark.parametrize(("model", "num_devices"), figure11.SETTINGS, ids=lambda value: str(value))
 def test_settings_are_those_of_committed_documents(launch, capsys, model, num_devices):
-    """Every flag of every committed loop of that model, and no other; host memory may be left out."""
+    """Every flag of every committed loop of the model is set, and no other; host memory may be left out."""
     launch(
         "run_figure11", shared_llm=False, model=f"random:{model}", tensor_parallel_size=num_devices, parts=""
     )
@@ -112,7 +112,7 @@ def test_what_cannot_work_is_refused(launch, values, says):
 
 
 def is_running(pid):
-    """Not ended, whether somebody has asked for its status or not."""
+    """Return whether a process has not ended; a zombie counts as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -120,7 +120,7 @@ def is_running(pid):
 
 
 def test_a_command_that_hangs_ends_with_what_it_started():
-    """Within its limit; what it said is told."""
+    """It ends within its limit, and its output is reported."""
     looks = []
     words = ["sh", "-c", "sleep 60 & echo $!; wait"]
     ended = apart.run_apart(words, os.environ, 1.2, lambda: looks.append(1))
@@ -130,8 +130,8 @@ def test_a_command_that_hangs_ends_with_what_it_started():
     assert len(looks) == 3, "after a second, when it is late, and at its end"
 
 
-def test_who_ends_the_call_ends_its_part(tmp_path):
-    """By the signal that `timeout` sends."""
+def test_ending_the_call_ends_its_part(tmp_path):
+    """The call is ended by the signal that `timeout` sends."""
     told = tmp_path / "pid"
     words = ["sh", "-c", f"echo $$ > {told}.new; mv {told}.new {told}; sleep 60"]
     code = (
@@ -151,7 +151,7 @@ def test_a_command_that_fails_says_why():
 
 
 def point(system, rate, *, is_void=False):
-    """A document of a load point, as far as it is looked at."""
+    """Make a document of a load point with the fields that are read."""
     points = [{"rate": rate, "seed": 0, "void": is_void, "requests_per_s": 1, "normalized_latency_s": None}]
     return {"results": {"system": system, "points": points}, "hardware": {"device": "a GPU"}}
 
@@ -161,7 +161,7 @@ def left_out(system):
 
 
 class Stubs:
-    """In place of each part's command one that writes these documents, and then does as it is told."""
+    """Replacement of each part's command by one that writes given documents and then acts as scripted."""
 
     def __init__(self, monkeypatch) -> None:
         self.written: dict[str, list] = {"tokens": [self.plain()], "steps": [self.plain()], "loops": []}
@@ -193,7 +193,7 @@ def stubs(monkeypatch):
 
 @pytest.fixture
 def figure(launch, tmp_path, capsys):
-    """A call that keeps its document; gives the parts, and what was said."""
+    """Run a call that keeps its document; returns the parts, and what was printed."""
 
     def figure(*, status=0, **values):
         path = tmp_path / "figure11.json"
@@ -207,7 +207,7 @@ def figure(launch, tmp_path, capsys):
 
 
 def test_a_second_call_goes_on_with_what_is_missing(figure, stubs, tmp_path, monkeypatch):
-    """A part that hung, one that failed, and loads without a point; the one that hung comes last."""
+    """One part hung, one failed, and loads lack points; the part that hung comes last."""
     stubs.then = {"tokens": "echo why >&2; exit 1", "steps": "sleep 60", "loops": "exit 3"}
     stubs.written["steps"] = []
     stubs.written["loops"] = [point("stateless", 1.0)]
@@ -271,7 +271,7 @@ def test_a_part_that_failed_comes_after_the_others(figure, stubs):
 
 
 def test_loops_whose_start_took_all_their_time_have_not_failed(figure, stubs):
-    """They end with status 1, for there is no point; a part that no time was left for is not begun."""
+    """They end with status 1, because there is no point; a part without time left is not started."""
     stubs.then = {"loops": "exit 1", "tokens": "sleep 0.3", "steps": "sleep 0.3"}
     stubs.written["loops"] = [left_out("stateless"), left_out("pensieve")]
     parts, _ = figure(parts="loops")
@@ -285,7 +285,7 @@ def test_loops_whose_start_took_all_their_time_have_not_failed(figure, stubs):
 
 
 def test_points_are_kept_while_others_are_measured(figure, stubs, tmp_path, monkeypatch):
-    """Whoever ends the whole call has what was written before."""
+    """If the whole call is ended, the file has what was written before."""
     seen = []
 
     def run_apart(command, environment, limit_s, meanwhile):
@@ -310,7 +310,7 @@ def test_a_file_of_another_run_is_refused(figure, stubs, tmp_path):
 
 @pytest.mark.long
 def test_tokens_of_two_devices(launch, compilation_cache, capsys, monkeypatch):
-    """State moves every way and the tokens are right; one wrong token is found by both comparisons."""
+    """KV moves in every way and the tokens are right; both comparisons detect one wrong token."""
     kept = {}
 
     def different(*args):
@@ -367,7 +367,7 @@ def test_heads_that_do_not_divide_become_one_for_each_device(launch, monkeypatch
 
 @pytest.mark.long
 def test_a_rehearsal_on_two_devices(launch, compilation_cache, capsys, monkeypatch, tmp_path):
-    """All parts as they are; a load point is a document as others are."""
+    """All parts run for real; the document of a load point is like any other."""
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "4")  # as here, so that one store serves both
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     given = SMALL | {"compilation_cache_dir": compilation_cache, "documents": tmp_path / "cpu"}

@@ -1,4 +1,4 @@
-"""Costs that launches were made of come out of them again."""
+"""Fitting recovers the costs from which launches were computed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def truth():
 
 
 def document(costs: RingCosts, ring: RingShape, *, model: str = "random:llama2-7b") -> dict[str, object]:
-    """As `benchmark_rebatching.py --part=steps` writes it."""
+    """Make a document as `benchmark_rebatching.py --part=steps` writes it."""
     row_bytes = ring.length * costs.token_bytes
     launches = [
         ("decode", *ring, costs.decode_of(ring), 0),
@@ -50,7 +50,7 @@ def document(costs: RingCosts, ring: RingShape, *, model: str = "random:llama2-7
 
 @pytest.fixture
 def fitted(launch, tmp_path, capsys):
-    """Documents to a profile, and what was printed."""
+    """Fit documents; returns the profile, and what was printed."""
 
     def fitted(*documents, **flags):
         names = []

@@ -1,4 +1,4 @@
-"""The kernel benchmark: peers compute what we do, and what is said of those that do not, or cannot."""
+"""The kernel benchmark: baselines compute what our kernel does, and failures of either are reported."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BATCHES = {
 
 @pytest.fixture(scope="module")
 def inputs():
-    """As `make_inputs` draws them, without compiling a program for each."""
+    """Draw inputs like `make_inputs`, without compiling a program for each."""
 
     def drawn(case):
         rng = np.random.default_rng(1)
@@ -69,7 +69,7 @@ def dense(inputs):
 )
 @pytest.mark.parametrize("peer", ["copy_out", "contiguous", "rounds"])
 def test_strawmen_compute_attention(inputs, name, peer):
-    """Rows of all kinds; what no row uses is NaN."""
+    """Batches have rows of all kinds; unused columns are NaN."""
     batch = inputs[name]
     if peer == "rounds" and name in ("decodes", "ragged"):
         with pytest.raises(NotImplementedError):
@@ -80,7 +80,7 @@ def test_strawmen_compute_attention(inputs, name, peer):
 
 
 def test_what_a_strawman_does(inputs):
-    """Calls over contiguous keys: every shape its own, decodes together; a round for every token."""
+    """Calls over contiguous keys: one per shape, with decodes together; a round for every token."""
     labels = {name: kernel_peers.contiguous(batch).label for name, batch in inputs.items()}
     assert labels == {
         "decodes": "xla calls=1",
@@ -93,7 +93,7 @@ def test_what_a_strawman_does(inputs):
 
 
 def test_repeating_computes_the_same_again(inputs):
-    """And the copy-out is repeated too: its table goes round the loop."""
+    """The copy-out is repeated as well: its table is a loop variable."""
     batch = inputs["continued"]
     for program in (kernel_backends.backend_program(batch, "xla"), kernel_peers.copy_out(batch)):
         queries = [program.tied[0], 2 * program.tied[0]]
@@ -130,7 +130,7 @@ def test_parts_are_the_same_rows_over_the_same_pages(inputs):
 
 
 def test_bounds_and_ratios():
-    """Half of the bound; the whole 25% over its parts."""
+    """A case at half of its bound; a whole batch 25% over its parts."""
     work = step_bounds.Operation("a", num_bytes=2000, flop=6000)
     timing = kernel_timing.Timing(4e-6, 3, "so")
     result = kernel_table.Result(
@@ -149,7 +149,7 @@ def test_bounds_and_ratios():
 
 @pytest.mark.long
 def test_all_of_it(launch, monkeypatch, tmp_path, capsys):
-    """Without PyTorch, wherever this runs: its peers have it said of them, and nothing else changes."""
+    """PyTorch is made unavailable: its baselines report that, and nothing else changes."""
     pytest.importorskip("matplotlib")
     monkeypatch.setitem(sys.modules, "torch", None)
     case = Case("tiny", ((1, 20), (2, 40)), Heads(2, 1, 32))
@@ -177,7 +177,7 @@ def test_all_of_it(launch, monkeypatch, tmp_path, capsys):
 
 @pytest.fixture
 def small(monkeypatch):
-    """One small case in place of all, ceilings that need no measuring, and impostors in place of kernels."""
+    """Use one small case, fixed ceilings, and fake kernels."""
     script = load("benchmark_kernels")
     ceilings = load("pensieve_lab.steps.ceilings").Ceilings(1e15, 1e15, 1e15)
     monkeypatch.setattr(script, "CASES", {"tiny": Case("tiny", ((2, 20),), Heads(2, 1, 32))})
@@ -204,7 +204,7 @@ def fails(q):
 
 
 def test_a_peer_that_is_wrong_is_not_timed(launch, small, capsys):
-    """And it has no say in the exit status."""
+    """A wrong baseline does not change the exit status."""
     small("copy_out", is_wrong)
     small("contiguous", fails)
     assert launch("benchmark_kernels", shared_llm=False, peers="jax", **QUICK) == 0
@@ -222,11 +222,11 @@ def test_ours_is_wrong(launch, small, attend, says, capsys):
     assert found["xla"]["reason"].startswith(says) and "time_us" not in found["xla"]
 
 
-def test_what_is_too_fast_is_not_believed(launch, small, monkeypatch, capsys):
+def test_an_implausibly_fast_result_is_rejected(launch, small, monkeypatch, capsys):
     slow = load("pensieve_lab.steps.ceilings").Ceilings(1.0, 1.0, 1.0)
     monkeypatch.setattr(load("benchmark_kernels"), "measure_ceilings", lambda **_: slow)
     assert launch("benchmark_kernels", shared_llm=False, **QUICK) == 1
-    assert documented(capsys.readouterr().out)[1]["xla"]["reason"].startswith("not believed")
+    assert documented(capsys.readouterr().out)[1]["xla"]["reason"].startswith("not plausible")
 
 
 def test_a_mistake_of_the_references_ends_no_other_case(launch, small, monkeypatch, capsys):
@@ -266,7 +266,7 @@ def test_without_matplotlib_it_says_so_first(launch, monkeypatch, tmp_path):
 
 
 def test_block_sizes_of_each_kernel():
-    """All are sizes that the spec accepts, and differ from one another."""
+    """The spec accepts all sizes, and they differ from one another."""
     for name, backend in (
         ("decode_64x4096_gqa10", "pallas_triton"),
         ("prefill_4x2048_gqa10", "pallas_triton"),
@@ -279,7 +279,7 @@ def test_block_sizes_of_each_kernel():
 
 
 class Tensor(np.ndarray):
-    """As much of PyTorch's as the adapters of paged kernels touch, in numpy."""
+    """Tensor with the part of PyTorch's interface that the adapters of paged kernels use, in numpy."""
 
     device = "here"
 
@@ -289,7 +289,7 @@ class Tensor(np.ndarray):
 
 @pytest.fixture
 def torch(monkeypatch):
-    """In place of PyTorch, without a GPU until a test puts one in."""
+    """Replace PyTorch; there is no GPU until a test adds one."""
     module = types.ModuleType("torch")
     module.from_dlpack = lambda array: np.asarray(array).view(Tensor)
     module.as_tensor = lambda array, device: np.asarray(array).view(Tensor)
@@ -301,7 +301,7 @@ def torch(monkeypatch):
 
 
 def attention_by_pages(q, k, v, lens, table, cu_q_lens, scale):
-    """What a paged kernel of somebody else's computes, over its own two pools."""
+    """Compute what another project's paged kernel does, over its own two pools."""
     pool = np.stack([np.asarray(k), np.asarray(v)], axis=3).reshape(*k.shape[:2], -1, k.shape[-1])
     rows = (np.asarray(one) for one in (lens, table, cu_q_lens))
     out = reference_attention(np.asarray(q), pool, *rows, np.array([len(lens)]), sm_scale=scale)
@@ -389,14 +389,14 @@ def test_flash_infer_gets_its_plan(inputs, torch, monkeypatch, name, kernel):
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("backend", [None, "MATH"], ids=["chosen", "named"])
 def test_attention_of_pytorch(inputs, name, backend):
-    """The real one, where there is one: a mask as it makes it itself, and one of numbers."""
+    """The real PyTorch, if it is installed, with its own mask and with one of numbers."""
     pytest.importorskip("torch")
     program = kernel_torch_peers.sdpa(inputs[name], backend=backend)
     np.testing.assert_allclose(program.answer(), dense(inputs[name]), atol=1e-5)
 
 
 class Cuda:
-    """A GPU on which a launch takes a millisecond."""
+    """GPU on which a launch takes a millisecond."""
 
     def __init__(self, *, has_graphs=True, free=0):
         self.now_ms, self.has_graphs, self.is_capturing, self.graph_ms = 0.0, has_graphs, False, 0.0
@@ -451,7 +451,7 @@ def test_pytorch_without_memory_is_refused(torch, monkeypatch):
 
 @pytest.mark.usefixtures("small")
 def test_a_run_that_is_out_of_time_still_reports(launch, capsys):
-    """What it had no time for is named."""
+    """Skipped cases are named."""
     assert launch("benchmark_kernels", shared_llm=False, time_limit_s=0, **QUICK) == 0
     out = capsys.readouterr().out
     document, found = documented(out)

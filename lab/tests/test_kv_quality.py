@@ -1,4 +1,4 @@
-"""What 8 bits of KV state do to a model: each figure is of its own format, planted outliers change none."""
+"""Effect of an 8-bit KV cache on a model: each figure belongs to its format, and outliers change no logit."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def divergences(model, texts, formats=FORMATS):
 
 
 def test_formats_are_not_mixed_up(models, texts):
-    """Each one's error is several times that of the one before; of e4m3's two, the planted outliers tell."""
+    """Each error is several times the one before; planted outliers distinguish e4m3's two formats."""
     found = divergences(models("llama"), texts)
     assert 0 < 5 * found["bfloat16"] < found["int8"] < found["float8_e4m3fn"] / 5
     assert found["float8_e4m3fn"] != found[UNSCALED]
@@ -100,7 +100,7 @@ def test_planted_outliers_change_keys_or_values_and_no_logit(models, texts, fami
 
 
 def test_half_a_rotary_pair_is_another_function(models, texts):
-    """So that the check of the logits can fail."""
+    """This shows that the check of the logits can fail."""
     model = models("llama")
     factors = planted(model, "keys", SCALE, seed=1)
     factors.keys[..., model.config.head_dim // 2 :] = 1

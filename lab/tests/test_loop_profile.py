@@ -12,7 +12,7 @@ LAYERS, SAMPLER, GATHER, PROMPT, EMBED = 1, 2, 3, 4, 5
 
 
 def trace(*runs):
-    """Kernels (name, program, microseconds), one after the other with a microsecond between."""
+    """Make kernels (name, program, microseconds) in sequence with a microsecond between them."""
     kernels, now = [], 0.0
     for name, program, duration in runs:
         kernels.append(device_trace.Kernel(name, now * 1e3, duration * 1e3, program))
@@ -31,7 +31,7 @@ PROGRAMS = frozenset({EMBED, LAYERS, SAMPLER})
 
 
 def test_steps_are_told_apart_and_what_runs_between_is_of_none():
-    """A kernel without a program is of the step in which it runs; the first and the last step may be cut."""
+    """A kernel without a program belongs to the step in which it runs; the first and last step may be cut."""
     prompt = (("product", PROMPT, 90.0), ("top", SAMPLER, 2.0))
     kernels = trace(*SMALL, *SMALL, *SMALL, ("pages", GATHER, 4.0), *SMALL, *prompt, *SMALL, *SMALL)
     steps = loop_profile.split_steps(kernels, EMBED, PROGRAMS)
@@ -48,7 +48,7 @@ def test_steps_are_told_apart_and_what_runs_between_is_of_none():
 
 
 def test_pages_moved_between_groups_of_layers_do_not_cut_a_step():
-    """One executable runs both, with what a step waited for between; a sampler is of the layers before."""
+    """One executable runs both, with a wait between; a sampler belongs to the layers before it."""
     plain = (("rows", EMBED, 1.0), ("a", LAYERS, 9.0), ("b", LAYERS, 8.0), ("top", SAMPLER, 2.0))
     moved = (*plain[:2], ("pages", GATHER, 4.0), *plain[2:])
     prompt = (("a", PROMPT, 90.0), ("top", SAMPLER, 2.0))
@@ -60,7 +60,7 @@ def test_pages_moved_between_groups_of_layers_do_not_cut_a_step():
 
 
 def test_programs_of_a_trace_of_one_kind():
-    """A trace that does not say whose its kernels are has none."""
+    """A trace without programs has none."""
     assert loop_profile.step_programs(trace(*SMALL, *SMALL)) == (EMBED, PROGRAMS)
     assert loop_profile.step_programs(trace(("attention", None, 5.0))) is None
     assert loop_profile.figures([], []) == {"num_traced": 0}

@@ -1,4 +1,4 @@
-"""The order that knows the future: by hand, and beside the others."""
+"""The eviction order that knows the future: computed by hand, and compared with the others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def session(name, arrival_s, think_s):
     return Session(ConversationTrace(name, turns), arrival_s, tuple(think_s))
 
 
-def test_turns_are_in_order_and_know_who_returns(oracle):
+def test_turns_are_in_order_and_know_their_returns(oracle):
     turns = oracle.turns_of([session("a", 0.0, [7.0]), session("b", 3.0, [])])
     assert [(turn.sent_s, turn.conversation_id, turn.returns_s) for turn in turns] == [
         (0.0, "a", 7.0),
@@ -42,8 +42,8 @@ def test_a_session_in_mid_life_begins_with_its_first_turn(oracle):
     ]
 
 
-def test_it_keeps_who_returns_and_not_who_was_active_last(oracle):
-    """`a` returns and `b` does not: with room for one of them, LRU keeps the wrong one."""
+def test_it_keeps_the_returning_conversation_and_not_the_latest_one(oracle):
+    """`a` returns and `b` does not; with room for one of them, LRU keeps the wrong one."""
     turns = oracle.turns_of([session("a", 0.0, [7.0]), session("b", 3.0, [])])
     share = {
         policy.name: oracle.recomputed_share(turns, policy, COSTS_S, num_chunks=2, chunk_tokens=CHUNK)
@@ -52,11 +52,11 @@ def test_it_keeps_who_returns_and_not_who_was_active_last(oracle):
     assert share == {"oracle": 0.0, "lru": 1.0}
 
 
-def test_of_two_who_return_the_later_one_gives_way_from_its_leading_end(oracle):
-    """At 1 s `b` comes back in 3 s and `a` in 8: 1 s of the 3 + 3 s of both is computed again."""
+def test_of_two_returning_conversations_the_later_one_is_evicted_from_its_beginning(oracle):
+    """At 1 s `b` returns in 3 s and `a` in 8: 1 s of the 3 + 3 s of both is recomputed."""
     turns = oracle.turns_of([session("a", 0.0, [9.0]), session("b", 1.0, [3.0])])
     policy = oracle.OraclePolicy(turns, COSTS_S)
     shares = [oracle.recomputed_share(turns, policy, COSTS_S, n, CHUNK) for n in (100, 0)]
     assert shares == [0.0, 1.0]
-    # When `b` has returned its four chunks are of no use any more, and go before the one that `a` has left.
+    # When `b` has returned, its four chunks are useless, and go before the one chunk left of `a`.
     assert oracle.recomputed_share(turns, policy, COSTS_S, 3, CHUNK) == pytest.approx(1 / 6)

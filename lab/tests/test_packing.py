@@ -1,4 +1,4 @@
-"""The launchers about packed chunks, at sizes that take a moment."""
+"""The programs about packed chunks, at small sizes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def last_line(out):
 
 @pytest.mark.long
 def test_batches_alone_and_beside_steps(launch, compilation_cache, capsys):
-    """Each form's chunks go there and back unchanged, or it fails; packed ones are smaller."""
+    """Each form's chunks return unchanged, or the program fails; packed ones are smaller."""
     flags = SMALL | {"dtype": "bfloat16", "compilation_cache_dir": compilation_cache, "trace": True}
     assert launch("benchmark_packing", shared_llm=False, **flags) == 0
     found = last_line(capsys.readouterr().out)
@@ -40,7 +40,7 @@ def test_batches_alone_and_beside_steps(launch, compilation_cache, capsys):
 
 @pytest.mark.long
 def test_kernels_alone(launch, capsys):
-    """Their bits are checked, interpreted; without a GPU there is no trace."""
+    """The kernels' bits are checked in interpreted mode; without a GPU no trace exists."""
     flags = {"num_chunks": 2, "chunk_tokens": 16, "num_repeats": 1, "progress": "false", "kernels_only": True}
     assert launch("benchmark_packing", shared_llm=False, **flags) == 0
     found = last_line(capsys.readouterr().out)["variants"]
@@ -71,7 +71,7 @@ def test_escapes_of_a_model_and_of_normal_numbers(launch, capsys, tmp_path):
 
 
 def test_figures_of_counts():
-    """Two chunks of three tiles, of which one has a number too many."""
+    """Two chunks of three tiles; one tile has one number too many."""
     tile = PackedTile(32, 128)
     counts = [np.array([[0, 1, tile.num_places]]), np.array([[2, tile.num_places + 1, 0]])]
     found = measure_packing.counted(tile, counts)

@@ -1,4 +1,5 @@
-"""Steps that devices share: the arithmetic of their time line, the variants, and a small run of all of it."""
+"""Steps that devices share: the arithmetic of their time line, the variants, and a small run of
+everything."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ TRACED = {
 
 
 def test_a_time_line():
-    """The first device comes 10 ns early to a sum that takes 11 from then on, and has gaps around it."""
+    """The first device reaches an all-reduce 10 ns early, which then takes 11 ns, with gaps around it."""
     found = time_lines.time_line(TRACED, num_steps=1, num_events=2)
     assert found["exchanges"]["counts"] == [1, 1]
     assert found["exchanges"]["waited_s"] == pytest.approx(10e-9)
@@ -43,7 +44,7 @@ def test_a_time_line():
 
 
 def test_what_runs_beside_an_exchange():
-    """Kernels before, across its start, inside, across its end and after it."""
+    """Kernels before an exchange, across its start, inside, across its end and after it."""
     beside = [Kernel("gemm", start, 4) for start in (0, 8, 14, 18, 30)]
     found = time_lines.time_line({0: [*beside[:2], Kernel("all-reduce", 10, 10), *beside[2:]]}, 1, 0)
     assert found["devices"]["0"]["computed_beside_s"] == pytest.approx((2 + 4 + 2) * 1e-9)
@@ -52,7 +53,7 @@ def test_what_runs_beside_an_exchange():
 
 
 def test_memory_is_what_jax_says_and_what_the_driver_says(monkeypatch):
-    """In bytes; the driver counts all of the machine's devices, from the first."""
+    """Sizes are in bytes; the driver counts all devices of the machine, from the first."""
     memory = load("pensieve_lab.parallel.memory")
     devices = [SimpleNamespace(memory_stats=lambda: {"bytes_in_use": 5, "num_allocs": 1})]
     mesh = SimpleNamespace(devices=SimpleNamespace(flat=devices))
@@ -91,7 +92,7 @@ def test_the_pool_holds_the_larger_case_and_no_more():
 
 
 def test_variants_are_processes_with_flags_of_their_own(launch, monkeypatch, capsys, tmp_path):
-    """What one of them fails of is said, and the others go on; the document has all."""
+    """The failure of one variant is reported, and the others continue; the document has all."""
     started = []
 
     def run_apart(command, environment, limit_s):
@@ -131,8 +132,8 @@ def test_variants_are_processes_with_flags_of_their_own(launch, monkeypatch, cap
     assert "took longer than 50 s" in capsys.readouterr().out
 
 
-def test_rounds_are_by_turns(launch, monkeypatch, capsys):
-    """Both variants, then both again, each by its own flags under a name of its own."""
+def test_rounds_alternate_between_variants(launch, monkeypatch, capsys):
+    """Both variants run, then both again, each with its own flags under its own name."""
     turns = []
 
     def measure_apart(name, variant, timeout_s):
@@ -151,7 +152,7 @@ def test_rounds_are_by_turns(launch, monkeypatch, capsys):
 def test_when_time_is_up_no_variant_is_begun(launch, capsys):
     launch("profile_parallel", shared_llm=False, variants="default", budget_s=1.0)
     found = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]["variants"]
-    assert found == {"default": {"failed": "not begun: 1 s were left"}}
+    assert found == {"default": {"failed": "not started: 1 s were left"}}
 
 
 @pytest.mark.parametrize(
@@ -169,7 +170,7 @@ def test_what_cannot_work_is_refused(launch, values, says):
 
 @pytest.mark.long
 def test_on_two_virtual_devices(launch, compilation_cache, capsys):
-    """Sums and steps of one variant, in this process."""
+    """All-reduces and steps of one variant run in this process."""
     launch(
         "profile_parallel", shared_llm=False, apart=False, traces=True,
         compilation_cache_dir=compilation_cache, **SMALL,

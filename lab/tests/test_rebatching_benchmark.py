@@ -1,4 +1,4 @@
-"""The benchmark of padded batches, tiny: every part gives its document, and what cannot be run is refused."""
+"""The benchmark of padded batches, small: every part gives its document, and invalid runs are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHORT = {"length_scale": 0.05}
 
 @pytest.fixture
 def benchmark(launch, capsys, compilation_cache):
-    """Run it; gives what it printed and its results."""
+    """Run the benchmark; returns what it printed and its results."""
 
     def benchmark(**flags):
         assert launch("benchmark_rebatching", compilation_cache_dir=compilation_cache, **flags) == 0
@@ -65,7 +65,7 @@ def test_every_method_serves_the_table(benchmark, tmp_path):
 
 @pytest.mark.long
 def test_changes_of_shape_are_done_again_alone(benchmark):
-    """A ring of two lengths is moved in the run, and the memory of every kind of ring is told."""
+    """A ring of two lengths is resized in the run, and the memory of every kind of ring is reported."""
     two = TINY | {"lengths": "32,64", "length_scale": 0.1}
     _, results = benchmark(part="table2", methods="Baton-PD", **two)
     (point,) = results["points"]
@@ -83,7 +83,7 @@ def test_changes_of_shape_are_done_again_alone(benchmark):
 
 @pytest.mark.long
 def test_several_seeds_and_budgets_are_told_together(benchmark, tmp_path):
-    """The others lose what their own queries have more with preemption, one by one."""
+    """What the others lose is the extra latency of their own queries with preemption, one by one."""
     trace = tmp_path / "lengths.csv"
     trace.write_text("num_prefill_tokens,num_decode_tokens\n9,12\n5,8\n300,9\n")
     flags = {"part": "load", "trace": trace, "rates": "300", "seconds": 0.1, "share_urgent": 0.3}

@@ -1,4 +1,4 @@
-"""Tables of pages: they are those of the documents, and a wrong digit is found."""
+"""Tables of pages equal those of the documents, and a wrong digit is detected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from tests.launching import load
 
 @pytest.fixture
 def pages():
-    """The launcher's module."""
     return load("refresh_pages")
 
 

@@ -1,4 +1,4 @@
-"""Chats that are resent whole find their state; one whose edits are counted finds what it has in common."""
+"""Chats that are resent whole reuse their KV cache; an edited chat reuses the common prefix."""
 
 from __future__ import annotations
 

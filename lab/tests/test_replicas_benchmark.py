@@ -1,4 +1,4 @@
-"""What `benchmark_replicas.py` makes of turns, and which servers it starts."""
+"""The figures that `benchmark_replicas.py` computes from turns, and the servers that it starts."""
 
 from __future__ import annotations
 

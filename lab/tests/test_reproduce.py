@@ -1,4 +1,4 @@
-"""Experiments: single steps, kernels, documents, what points are made of, and flags that cannot work."""
+"""Experiments: single steps, kernels, documents, the contents of points, and invalid flags."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALONE = {"progress": "false"}  # for experiments that simulate no workload
 
 @pytest.fixture
 def reproduce(launch, capsys):
-    """Run an experiment; gives what it printed and its document."""
+    """Run an experiment; returns what it printed and its document."""
 
     def reproduce(experiment, **flags):
         simulates_no_workload = experiment in ("fig3", "fig4", "fig11-measured", "fig12", "thesis3.10")
@@ -42,13 +42,13 @@ def reproduce(launch, capsys):
 
 @pytest.fixture
 def experiments():
-    """Modules of `experiments`."""
+    """Return the modules of `experiments` by name."""
     return lambda name: load(f"pensieve_lab.experiments.{name}")
 
 
 @pytest.mark.parametrize("experiment", ["baton-table1", "cells2.7"])
 def test_what_takes_minutes_says_so_first(launch, monkeypatch, capsys, experiment):
-    """It printed nothing until it was done."""
+    """It printed nothing until it had finished."""
 
     def stop(*args, **kwargs):
         raise KeyboardInterrupt
@@ -76,7 +76,7 @@ def test_a_history_comes_to_outweigh_the_reply(reproduce, device):
 
 
 def test_a_batch_that_needs_many_steps_takes_the_sum_of_them(experiments):
-    """32 prompts of 128 tokens are two steps of 2,048."""
+    """32 prompts of 128 tokens take two steps of 2,048."""
     steps, profile = experiments("single_steps"), PROFILE
     one_s = experiments("recompute").StepTime(profile.step, (2048,))
     load_of = experiments("recompute").StepLoad()
@@ -86,7 +86,7 @@ def test_a_batch_that_needs_many_steps_takes_the_sum_of_them(experiments):
 
 
 def test_the_cost_of_a_chunk_by_profile_is_the_measured_one(reproduce, experiments):
-    """Although the profile was fitted to served steps, and not to these."""
+    """The profile was fitted to served steps, not to these."""
     _, document = reproduce("fig4", device="h200")
     curves = document["results"]["curves"]
     measured = {p["context_len"]: p["total_s"] for p in curves["measured: h200_llama2-13b-gqa10"]}
@@ -114,7 +114,7 @@ def test_kernels_are_those_that_were_measured(reproduce):
 
 
 def label_of(loop):
-    """Whose line its point is on: those of vLLM by the most tokens of a step."""
+    """Return the series of a loop's point: vLLM's series differ by the maximum tokens of a step."""
     if loop["system"] == "vllm-offload":
         return f"vLLM ({loop['options']['max_num_batched_tokens']:,})"
     labels = {"pensieve": "both tiers", "pensieve-gpu": "device alone", "stateless": "no state"}
@@ -122,7 +122,7 @@ def label_of(loop):
 
 
 def test_loops_are_those_that_were_measured(reproduce, tmp_path):
-    """Every committed loop of several GPUs is in it, with its figures, by its system and its users."""
+    """Every committed loop of several GPUs is there, with its figures, by system and users."""
     out, document = reproduce("fig11-measured", plot=str(tmp_path / "loops.png"))
     results = document["results"]
     assert not results["simulated"] and (tmp_path / "loops.png").stat().st_size > 10_000
@@ -142,7 +142,7 @@ def test_loops_are_those_that_were_measured(reproduce, tmp_path):
             loop = json.loads((ROOT / "lab" / "results" / name).read_text())["results"]
             [point] = loop["points"]
             mean_ms = 1e3 * point["normalized_latency_s"]["mean"]
-            # Documents of before there were several seeds have none in their points.
+            # Documents written before several seeds were possible have none in their points.
             users = "of_other_users" if point.get("seed", loop["settings"].get("seed", 0)) else "measured"
             assert [point["requests_per_s"], pytest.approx(mean_ms)] in part[users][label_of(loop)]
             assert f"{mean_ms:.1f}" in out
@@ -177,7 +177,7 @@ def test_the_document_and_the_plot_for_any_number_of_processes(reproduce, tmp_pa
 
 @pytest.mark.long
 def test_an_interrupted_run_goes_on_where_it_stopped(reproduce, experiments, monkeypatch, tmp_path):
-    """A point is simulated once; of what is not the same a new one is."""
+    """Each point is simulated once; any difference makes a new one."""
     simulated, known, simulate = [], {}, experiments("points").measure
 
     def measure(point):
@@ -273,7 +273,7 @@ def test_refuses_flags_that_change_nothing(launch, experiment, name, value):
 
 @pytest.mark.parametrize("policy", ["retention", "lru", "conversation", "trailing"])
 def test_seconds_from_answers_are_those_of_what_was_granted(experiments, policy):
-    """Answers say how much was recomputed, not where: what that leaves out is small."""
+    """Answers say how much was recomputed, not where; the difference is small."""
     chunk_tokens = 16
     points = [CostPoint(length, 0.0, 0.0, 1 + length / 100) for length in (16, 400)]
     costs = MeasuredCostModel(points)
@@ -287,7 +287,8 @@ def test_seconds_from_answers_are_those_of_what_was_granted(experiments, policy)
                 context_len = (position // chunk_tokens + 1) * chunk_tokens
                 granted_s += costs.chunk_cost_s(context_len) / chunk_tokens
 
-    # So many staged copies and so few at once that nobody is suspended: that would be recomputed as well.
+    # Many staged copies and few running requests, so that no request is suspended, which would also
+    # recompute.
     config = small_config(policy=policy, gpu_pages=80, cpu_pages=60, max_num_running=3)
     replica = Replica(config, PROFILE, costs, observe=observe)
     sessions = make_sessions(0, num_sessions=40, think_s=2.0)
@@ -316,7 +317,7 @@ def test_a_profile_of_four_devices_goes_by_counts(experiments):
 
 
 def test_profiles_are_found_by_name(experiments):
-    """Those of the package, those of several GPUs, and of an H100, whose memory is slower."""
+    """Profiles of the package, those of several GPUs, and of an H100, whose memory is slower."""
     machines = experiments("machines")
     assert machines.find_profile("h200_opt-13b") == DeviceProfile.load("h200_opt-13b")
     assert {"a100x4_opt-66b", "h200x4_llama2-70b", "h100x4_llama2-70b"} <= set(machines.derived_names())
@@ -378,7 +379,7 @@ def test_memory_for_a_trace_has_room_for_its_longest_conversation_and_a_host_tie
 
 
 def test_results_are_of_experiments_that_there_are(experiments):
-    """Committed documents, whatever they were called with, are of this registry."""
+    """Committed documents belong to this registry, whatever command produced them."""
     paths = sorted(Path(ROOT / "lab" / "results").glob("sim_*.json"))
     assert paths
     for path in paths:
@@ -441,8 +442,8 @@ def test_a_seed_that_never_reaches_the_level_is_told(experiments):
     assert levels.in_cell({0: None}) == "-"
 
 
-def test_nearly_everybody_has_been_back_before_a_window_begins(experiments):
-    """Whoever is met in mid-life has a history in nobody's memory: it would count as lost."""
+def test_nearly_all_sessions_have_returned_before_a_window_begins(experiments):
+    """A session in mid-life that has not returned has a history in no memory, which would count as lost."""
     settings = experiments("settings").Settings(device="a100", seeds=(0,))
     for name in ("fig10a", "fig10d", "fig11", "fig13", "fig14", "fig15", "thesis3.15"):
         points = experiments("registry").EXPERIMENTS[name].points(settings)
@@ -483,7 +484,7 @@ def test_made_conversations_are_near_the_thesis(reproduce):
 
 @pytest.mark.long
 def test_kept_points_go_by_all_code_that_a_point_runs(experiments):
-    """In a process of its own, since this one has imported more."""
+    """This runs in its own process, since this one has imported more."""
     kept = experiments("kept")
     hashed = {path.resolve() for pattern in kept._CODE for path in kept._ROOT.glob(pattern)}
     script = (

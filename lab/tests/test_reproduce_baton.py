@@ -1,4 +1,4 @@
-"""Baton's tables and figures, on short sequences, and that the command names all of them."""
+"""Baton's tables and figures on short sequences; the command names all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.launching import load
 
 @pytest.fixture
 def reproduce(launch, capsys):
-    """Run an experiment; gives what it printed and its results."""
+    """Run an experiment; returns what it printed and its results."""
 
     def reproduce(experiment, **flags):
         assert launch("reproduce", shared_llm=False, experiment=experiment, progress="false", **flags) == 0
@@ -81,7 +81,7 @@ def test_over_time(reproduce, tmp_path, experiment):
 
 
 def test_claims_are_the_papers():
-    """By division, but for the one that the paper rounds otherwise."""
+    """They equal the paper's quotients, except one that the paper rounds differently."""
     claims = {claim.id: claim.value for claim in load("pensieve_lab.experiments.claims").all_claims()}
     for batch in (2, 4, 6, 8, 10):
         ratio = claims[f"baton-table2-benchmark-{batch}"] / claims[f"baton-table2-baton-{batch}"]

@@ -1,4 +1,4 @@
-"""BatchMaker's figures: those that take no load, and that the command names all of them."""
+"""BatchMaker's figures that need no load; the command names all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.launching import load
 
 @pytest.fixture
 def reproduce(launch, capsys):
-    """Run an experiment; gives what it printed and its results."""
+    """Run an experiment; returns what it printed and its results."""
 
     def reproduce(experiment, **flags):
         assert launch("reproduce", shared_llm=False, experiment=experiment, progress="false", **flags) == 0
@@ -22,7 +22,7 @@ def reproduce(launch, capsys):
 
 
 def test_a_step_beside_what_is_committed(reproduce, tmp_path, monkeypatch):
-    """Of benchmark_cells.py and of LSTM alone."""
+    """Only documents of benchmark_cells.py and of LSTM are used."""
     points = [
         {"cell": "lstm", "batch_size": size, "num_tasks": num, "task_s": size * 1e-6 / num}
         for size in (64, 512)
@@ -55,7 +55,7 @@ def test_a_step_with_nothing_committed(reproduce, tmp_path, monkeypatch):
     assert list(results["steps"]) == ["the thesis' V100"] and results["documents"] == []
 
 
-def test_who_is_in_which_task(reproduce, tmp_path):
+def test_the_requests_of_each_task(reproduce, tmp_path):
     plot = tmp_path / "joining.png"
     out, results = reproduce("cells2.5", plot=plot)
     cells, graphs = results["runs"]["cellular batching"], results["runs"]["graph batching"]

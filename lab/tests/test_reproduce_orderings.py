@@ -1,8 +1,9 @@
-"""Small versions of every simulated experiment: the orderings that the paper is about, by one seed and five.
+"""Small versions of every simulated experiment show the paper's orderings, with one seed and with five.
 
-Times are virtual, so nothing here depends on the machine; magnitudes are in `lab/docs/paper_and_we.md`. Where
-an ordering is of one load or one size of memory, only that is simulated: `fig10b`, which stands for all, and
-`make test-all` simulate the others too.
+Times are virtual, so nothing here depends on the machine; magnitudes are in `lab/docs/paper_and_we.md`. If an
+ordering concerns one load or one memory size, only that is simulated; `fig10b` and `make test-all` simulate
+the
+others too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SEEDS = tuple(range(5)) if EVERYTHING else (1,)  # by seed 0 memory is so short 
 
 @pytest.fixture
 def reproduce(launch, capsys, monkeypatch):
-    """Run an experiment, or what `only` leaves of its points; gives its results."""
+    """Run an experiment, or the points that `only` keeps; returns its results."""
     experiments = load("pensieve_lab.experiments.registry").EXPERIMENTS
 
     def reproduce(experiment, seeds, *, only=None, **flags):
@@ -43,7 +44,7 @@ def reproduce(launch, capsys, monkeypatch):
 
 
 def in_the_middle(points):
-    """Of every panel what has the middle one of its loads, or of its sizes of memory."""
+    """Keep the middle load or memory size of every panel."""
     places = {}
     for point in points:
         places.setdefault(point.panel, set()).add(point.x)
@@ -60,7 +61,7 @@ def at_the_highest_load(points):
 
 
 def by_series(results):
-    """Points by panel, then by series and x."""
+    """Group points by panel, then by series and x."""
     found = {}
     for point in results["points"]:
         found.setdefault(point["panel"], {})[point["series"], point["x"]] = point
@@ -105,7 +106,8 @@ def test_prompts_beside_decodes_are_no_slower_than_apart(reproduce):
 
 @pytest.mark.long
 def test_retention_recomputes_least(reproduce):
-    """In seconds by the cost model, over what a stateless system recomputes for the same answers."""
+    """Recomputation counts in seconds of the cost model, relative to a stateless system's for the same
+    answers."""
     results = reproduce("fig14", tuple(range(enough(1, 5))), only=in_the_middle)
     (points,) = by_series(results).values()
     size = middle_of({x for _, x in points})  # in the smallest and the largest all are nearly alike
@@ -124,7 +126,7 @@ def test_retention_recomputes_least(reproduce):
 
 
 @pytest.mark.long
-def test_who_thinks_for_longer_finds_less(reproduce):
+def test_longer_think_times_lower_the_hit_rate(reproduce):
     results = reproduce("fig15", SEEDS, only=at_the_highest_load)
     points = by_series(results)[f"{results['shown_rate_per_s']:g} conversations a second"]
     found = [point["found_rate_by_seed"] for (series, _), point in points.items() if series == "pensieve"]
@@ -134,7 +136,7 @@ def test_who_thinks_for_longer_finds_less(reproduce):
 
 
 def recorded_trace(num_conversations):
-    """Conversations of the synthetic shape, with arrivals and think times as if they had been recorded."""
+    """Make conversations of the synthetic shape, with arrivals and think times as if recorded."""
     rng = random.Random(0)
     made = generate_trace(
         SHAREGPT, num_conversations=num_conversations, seed=0, max_context_tokens=2048
@@ -163,14 +165,14 @@ ORDERS = {"retention", "lru", "conversation", "trailing", "learned", "learned, w
 
 @pytest.fixture
 def recorded(tmp_path):
-    """A file of 120 conversations, and its trace."""
+    """Write a file of 120 conversations; returns it and its trace."""
     path = tmp_path / "chats.jsonl"
     trace = recorded_trace(120)
     trace.save(path)
     return path, trace
 
 
-def test_who_knows_the_future_recomputes_least(reproduce, recorded):
+def test_the_oracle_recomputes_least(reproduce, recorded):
     path, _ = recorded
     results = reproduce("oracle", [0], traces=f"pensieve:{path}")
     assert {row["title"] for row in results["orders"]} == {"trace", "paper's load"}
@@ -231,7 +233,8 @@ def test_the_order_that_learns_begins_with_what_other_sessions_taught_it(recorde
 
 
 def test_sessions_of_a_later_time_are_held_out_in_both_senses(recorded):
-    """Settings were chosen on one half, so what is served is of the other one, and later than experience."""
+    """Settings were chosen on one half, so the served sessions are of the other, and later than the
+    training."""
     path, trace = recorded
     studies = load("pensieve_lab.experiments.trace_studies")
     study = studies.Study(title="later", between_s=(400.0, 1000.0))

@@ -1,4 +1,4 @@
-"""Documents are checked against their data: an edited one fails, whatever was edited."""
+"""Documents are checked against their data: any edit is detected."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CONFIG = {"cache": {"gpu_pages": 64, "kv_dtype": "int8"}, "scheduler": {"max_num
 
 
 def measured_point(window: Window = WINDOW) -> dict[str, Any]:
-    """Two turns a second; one ends after the window, one that is not answered."""
+    """Two turns per second; one ends after the window, and one is not answered."""
     steady = [session(f"s{i}", i / 2, (5, 3), (4, 1), think_s=[1.0]) for i in range(40)]
     run, _ = run_ticks(*steady, session("long", 14.0, (5, 100)), session("late", 9.5, (7, 8)), window=window)
     return {
@@ -246,7 +246,7 @@ def test_options_of_vllm() -> None:
 
 
 def test_kv_bytes_are_those_of_the_engine() -> None:
-    """The check's own arithmetic beside the benchmark's, in both kinds of pages."""
+    """The check's own arithmetic agrees with the benchmark's for both kinds of pages."""
     kv_memory = load("pensieve_lab.serving.kv_memory")
     model = command_flags.PRESETS["opt-tiny"]
     for dtype, kv_dtype in (("float32", "int8"), ("bfloat16", None), ("bfloat16", "float8_e4m3fn")):
@@ -289,7 +289,7 @@ def test_several_systems_of_one_document() -> None:
 
 @pytest.fixture
 def folder(tree: Path) -> Path:  # noqa: F811
-    """A repository with a document of its commit; the document is not committed, as none needs to be."""
+    """Make a repository with a document of its commit; the document need not be committed."""
     (tree / "results").mkdir()
     write(tree, "a.json", document(tree))
     return tree
@@ -471,7 +471,7 @@ def test_nothing_is_added_to_the_older_documents(folder: Path) -> None:
 
 @pytest.fixture
 def lab_folder(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
-    """The laboratory of a repository with one older document, as a commit before the last one has it."""
+    """Make the laboratory of a repository whose earlier commit has one older document."""
     lab = folder / "lab"
     (lab / "sources").mkdir(parents=True)
     shutil.move(folder / "results", lab / "results")
@@ -493,7 +493,7 @@ def list_as_summary_only(lab: Path) -> None:
 
 
 def test_an_older_document_is_not_edited_with_its_digest(lab_folder: Path, tmp_path: Path) -> None:
-    """Only the history shows it, so that a clone without it fails whatever the document says."""
+    """Only the history shows the edit, so a clone without it fails whatever the document says."""
 
     def told(lab: Path, **flags: bool) -> list[str]:
         return check_numbers.document_errors(lab, documents.History(lab.parent), **flags)

@@ -1,4 +1,4 @@
-"""The benchmark of attention over a ring: what it times, and what it says of a kernel that is wrong."""
+"""The benchmark of attention over a ring: what it times, and how it reports a wrong kernel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CASE = ring_cases.RingCase("tiny", 4, 128, Heads(2, 1, 32), "mixed")
 
 @pytest.fixture
 def small(monkeypatch):
-    """One small case in place of all, and ceilings that need no measuring."""
+    """Use one small case and fixed ceilings."""
     ceilings = load("pensieve_lab.steps.ceilings").Ceilings(1e15, 1e15, 1e15)
     monkeypatch.setattr(script, "measure_ceilings", lambda **_: ceilings)
     monkeypatch.setattr(script, "CASES", {"tiny": CASE})
@@ -84,8 +84,9 @@ def test_ours_is_wrong(launch, small, monkeypatch, planted, says, capsys):
     assert found[1]["reason"].startswith(says) and "time_us" not in found[1]
 
 
-def test_what_is_too_fast_is_not_believed(launch, small, monkeypatch, capsys):
-    """Plain XLA has read the whole ring, and the kernel what rows see: of the same time one is too short."""
+def test_an_implausibly_fast_result_is_rejected(launch, small, monkeypatch, capsys):
+    """Plain XLA must read the whole ring, and the kernel the live columns, so equal times cannot both
+    hold."""
     read_bytes_per_s = 1e6
     slow = load("pensieve_lab.steps.ceilings").Ceilings(read_bytes_per_s, 1e15, 1e15)
     live, ring = (CASE.work(4, whole_ring=whole).num_bytes for whole in (False, True))
@@ -101,12 +102,12 @@ def test_what_is_too_fast_is_not_believed(launch, small, monkeypatch, capsys):
         for one in found:
             bound_us = one["ring_bound_us"] if one["kernel"] == "xla" else one["live_bound_us"]
             assert ("time_us" in one) == (1.25e6 * timing.seconds > bound_us)
-            assert "time_us" in one or one["reason"].startswith("not believed")
+            assert "time_us" in one or one["reason"].startswith("not plausible")
 
 
 @pytest.mark.parametrize(("num_turns", "num_unrolled"), [(1, 1), (1, 3), (3, 1), (2, 2)])
 def test_a_layer_asks_what_the_one_before_answered(num_turns, num_unrolled):
-    """And a round what the one before ended with: one chain, of which nothing can be left out or merged."""
+    """A round starts with the result of the one before, so no part of the chain can be skipped or merged."""
     case = CASE._replace(length=32)
     layers = [ring_cases.make_inputs(case, "float32", seed, is_small=True) for seed in range(2)]
     inputs = layers[0]._replace(layers=[one.layers[0] for one in layers])

@@ -1,4 +1,4 @@
-"""The server of a script, when it does not start or does not end."""
+"""A program's server process that does not start or does not end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pensieve_lab.serving import served
 
 
 class Process:
-    """A child that says these lines, and ends when it is told, or only when it is killed."""
+    """Child process that prints lines, and ends when terminated, or only when killed."""
 
     def __init__(self, lines=(), *, ends=True) -> None:
         self.done: list[str] = []
@@ -73,7 +73,7 @@ def test_one_that_ends_before_it_is_ready_is_an_error(monkeypatch):
         started(monkeypatch, Process(["nothing of interest\n"]))
 
 
-def test_whoever_is_interrupted_while_it_starts_leaves_no_process(monkeypatch):
+def test_an_interrupt_during_the_start_leaves_no_process(monkeypatch):
     process = Process()
     process.stdout = Interrupted([])
     with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""The serving benchmark's launcher: every system answers everything, and flags that cannot work."""
+"""The serving benchmark's program: every system answers every turn, and invalid flags are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ serving_engine = load("pensieve_lab.serving.engine_server")
 Lag = load("pensieve_lab.serving.client").Lag
 documents = load("pensieve_lab.pages.result_documents")
 
-# Memory for a part of what is said, so that every system has something to lose.
+# Memory for a part of the conversations, so that every system has something to evict.
 MEMORY = {"gpu_pages": 24, "cpu_pages": 24, "chunk_tokens": 16, "max_num_staged_pages": 4}
 STEPS = {
     "model": "random:llama-tiny", "dtype": "float32", "token_buckets": 64, "max_num_running": 8,
@@ -42,7 +42,7 @@ OPEN = {
 
 @pytest.fixture
 def benchmark(launch, capsys, monkeypatch):
-    """Run it on engines that compute nothing, or `real` ones; gives its printout and its document."""
+    """Run it on engines that compute nothing, or `real` ones; returns its output and its document."""
 
     def benchmark(*, real=False, status=0, **flags):
         if not real:
@@ -64,7 +64,7 @@ def benchmark(launch, capsys, monkeypatch):
 
 @pytest.fixture
 def conversations(tmp_path) -> dict[str, str]:
-    """Flags of a trace of many short turns."""
+    """Return the flags of a trace of many short turns."""
     turns = (TurnTrace(20, 10),) * 6
     trace = Trace("many turns", tuple(ConversationTrace(f"c{i}", turns) for i in range(50)))
     trace.save(tmp_path / "turns.jsonl")
@@ -76,7 +76,7 @@ def conversations(tmp_path) -> dict[str, str]:
     ["pensieve", *(pytest.param(one, marks=pytest.mark.long) for one in ("pensieve-gpu", "stateless"))],
 )
 def test_a_closed_loop_on_a_model(benchmark, compilation_cache, system):
-    """Every conversation takes every turn, with as many tokens as asked for."""
+    """Every conversation takes every turn, with the requested number of tokens."""
     flags = CLOSED | {"system": system, "compilation_cache_dir": compilation_cache}
     out, document = benchmark(real=True, **flags)
     assert {"versions", "hardware", "command", "units"} <= document.keys()
@@ -123,7 +123,7 @@ def test_ablations_answer_everything(benchmark, flags, label):
 
 
 def test_documents_stand_beside_each_other(benchmark, launch, capsys, tmp_path):
-    """Of two systems who met the same load on the same memory; the third met another."""
+    """Two systems served the same load on the same memory; the third served another."""
     file = tmp_path / "points.json"
     for flags in ({}, {"system": "stateless"}):
         benchmark(**CLOSED | {"output_json": file} | flags)
@@ -138,7 +138,7 @@ def test_documents_stand_beside_each_other(benchmark, launch, capsys, tmp_path):
 
 @pytest.mark.long
 def test_several_load_points_in_real_time(benchmark, conversations, tmp_path):
-    """Each begins with nothing but the histories of its own conversations in the cache."""
+    """Each begins with only the histories of its own conversations in the cache."""
     pytest.importorskip("matplotlib")
     file, plot, curves = (tmp_path / name for name in ("points.json", "plot.png", "curves.png"))
     wide = {"gpu_pages": 600, "cpu_pages": 100, "output_json": file, "plot": plot}
@@ -161,7 +161,7 @@ def test_several_load_points_in_real_time(benchmark, conversations, tmp_path):
 
 
 def test_systems_take_turns_on_one_model(benchmark, conversations, tmp_path, monkeypatch):
-    """Loaded once, with both tiers; a system finds what its own memory can hold, or nothing."""
+    """The model is loaded once, with both tiers; a system reuses what its own memory can hold, or nothing."""
     file, factories = tmp_path / "points.json", []
 
     class Factory(NullFactory):
@@ -193,7 +193,7 @@ def test_systems_take_turns_on_one_model(benchmark, conversations, tmp_path, mon
 
 @pytest.mark.long
 def test_every_rate_for_every_seed_with_recorded_pauses(benchmark, conversations, tmp_path):
-    """One load for all systems: points differ by seed, and the document says whose arrivals they are."""
+    """All systems get the same load: points differ by seed, and the document names the arrivals."""
     arrivals = tmp_path / "azure.csv"
     times = (0.0, 0.1, 0.2, 2.0, 2.1)
     rows = [f"2023-11-16 18:15:{46 + time_s:.2f},5,5" for time_s in times]
@@ -225,7 +225,7 @@ def test_every_rate_for_every_seed_with_recorded_pauses(benchmark, conversations
 
 
 def test_a_run_without_time_for_a_point_has_failed(benchmark, conversations, tmp_path):
-    """And its documents say which points they lack."""
+    """Its documents list the missing points."""
     file = tmp_path / "points.json"
     flags = conversations | {"rates": "4,6", "max_run_s": 0, "output_json": file, "plot": tmp_path / "a.png"}
     out, document = benchmark(status=1, **flags)
@@ -237,7 +237,7 @@ def test_a_run_without_time_for_a_point_has_failed(benchmark, conversations, tmp
 
 
 def test_a_row_of_every_step(benchmark, conversations, tmp_path):
-    """Its sums are the document's; where there are several load points, or other engines, there is none."""
+    """The table's sums equal the document's; several load points, or other engines, have no table."""
     path = tmp_path / "steps.npz"
     _, document = benchmark(**conversations, step_table=path)
     (point,) = document["results"]["points"]
@@ -255,7 +255,7 @@ def test_a_row_of_every_step(benchmark, conversations, tmp_path):
 
 @pytest.mark.long
 def test_steps_of_a_run_and_the_same_alone(benchmark, conversations):
-    """Without a GPU there is no trace of kernels; plans are recorded, and launched again."""
+    """Without a GPU no kernels are traced; plans are recorded, and launched again."""
     flags = conversations | {"token_buckets": "16,64", "profile_steps": 40, "real": True}
     _, document = benchmark(**flags)
     (point,) = document["results"]["points"]
@@ -313,7 +313,7 @@ def test_live_figures(benchmark, conversations, launch, capsys):
 
 @pytest.mark.parametrize("loop", ["closed", "open"])
 def test_a_turn_that_fails_ends_the_run(benchmark, conversations, monkeypatch, loop):
-    """And users who live in a thread of their own, who would wait for an answer for ever."""
+    """Users in their own thread, who would otherwise wait forever, end as well."""
 
     def fail(self, handle):
         raise StepFailedError("the device is gone")
@@ -326,7 +326,7 @@ def test_a_turn_that_fails_ends_the_run(benchmark, conversations, monkeypatch, l
 
 @pytest.mark.parametrize("when", ["histories", "serving"])
 def test_ctrl_c_ends_the_run_between_steps(benchmark, conversations, monkeypatch, tmp_path, when):
-    """It comes in a step, which goes to its end; points that were done are in the file."""
+    """The interrupt arrives during a step, which is completed; finished points are in the file."""
     runner, steps = load("pensieve_lab.steps.null_runner").NullRunner, []
     fetch = runner.fetch
 
@@ -347,7 +347,7 @@ def test_ctrl_c_ends_the_run_between_steps(benchmark, conversations, monkeypatch
 
 
 def test_users_in_the_servers_own_thread_make_no_run_void(benchmark, monkeypatch):
-    """In a closed loop what they take is a part of what is measured, however many are answered at once."""
+    """In a closed loop their time is part of the measurement, however many are answered at once."""
 
     class SlowClient(script.InlineClient):
         def take(self):
@@ -380,7 +380,7 @@ def test_users_in_the_servers_own_thread_make_no_run_void(benchmark, monkeypatch
         ({"curves": "a.json", "plot": "x.png", "top_ms": "inf"}, "--top_ms is inf"),
         (
             {"plot": "x.png", "seeds": "0,1"},
-            "--plot is 'x.png', but must be left out where .* several --seeds",
+            "--plot is 'x.png', but must be left out with several --seeds",
         ),
         (
             {"plot": "x.png", "arrivals": "poisson,a.csv"},
@@ -412,7 +412,7 @@ def test_users_in_the_servers_own_thread_make_no_run_void(benchmark, monkeypatch
             {"loads": "stateless:2", "system": "pensieve"},
             "--system is .*, but must be left out beside --loads",
         ),
-        ({"loads": "stateless:2,stateless:3", "profile_steps": 3}, "where there are several .*--loads"),
+        ({"loads": "stateless:2,stateless:3", "profile_steps": 3}, "with several .*--loads"),
         ({"system": "transformers"}, "--system is 'transformers', but must be a system that can run here"),
     ],
 )

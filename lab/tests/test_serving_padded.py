@@ -1,4 +1,4 @@
-"""Padded batches as servers: ours, and static ones of a transformers that only looks like it."""
+"""Padded batches as servers: ours, and static ones of a fake transformers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONFIG = EngineConfig(cache=CacheConfig(gpu_pages=4, chunk_tokens=32))
 
 
 def serve(system, *sessions):
-    """All turns, and what came of them; users are answered at once."""
+    """Serve all turns and return the answers; users reply at once."""
     clock = serving_clock.RunClock()
     server = system.start(clock)
     client = serving_client.InlineClient(users(*sessions), serving_client.Prompts(300, 0), clock)
@@ -41,7 +41,7 @@ def serve(system, *sessions):
 
 @pytest.mark.parametrize(("system", "insertion"), [("rebatching", "embed"), ("rebatching-static", "none")])
 def test_turns_join_and_leave(launch, capsys, compilation_cache, system, insertion):
-    """Whole histories are sent, so none of what was computed is found again."""
+    """Whole histories are sent, so nothing is reused."""
     flags = {"num_conversations": 5, "num_turns": 2, "prompt_tokens": 6, "output_tokens": 4}
     memory = {"gpu_pages": 16, "chunk_tokens": 16, "max_context_tokens": 33, "padded_batch": 2}
     memory |= {"padded_lengths": "32", "decode_backend": "auto" if insertion == "embed" else "xla"}
@@ -77,7 +77,7 @@ def test_memory_of_less_than_two_rows():
 
 
 class Ids(list):
-    """A tensor of one dimension or two."""
+    """Fake tensor of one or two dimensions."""
 
     def reshape(self, size):
         assert size == -1
@@ -88,7 +88,7 @@ class Ids(list):
 
 
 class Model:
-    """Answers a row's step k with 10 * (its first id that is no padding) + k."""
+    """Fake model that answers a row's step k with 10 * (its first id other than padding) + k."""
 
     def __init__(self):
         self.calls, self.error, self.gate = [], None, threading.Event()

@@ -1,4 +1,4 @@
-"""The adapters for other servers, on modules that only look like theirs."""
+"""The adapters for other servers, on fake modules."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TINY = preset("llama-tiny")
 
 
 class Calls(list):
-    """Makes functions that note how they were called, and answer what they are told."""
+    """Recorder that makes functions, records their calls, and returns given answers."""
 
     def of(self, name, answer=None):
         def call(*args, **kwargs):
@@ -54,7 +54,7 @@ def module(monkeypatch, name, **values):
 
 
 def serve(system, *sessions):
-    """Two turns of a conversation, and what came of them."""
+    """Serve two turns of a conversation; returns their answers."""
     clock = serving_clock.RunClock()
     prompts = serving_client.Prompts(300, 0)
     server = system.start(clock)
@@ -74,14 +74,14 @@ def serve(system, *sessions):
 
 
 class PagedCache:
-    """Has the first 4 tokens of prompts of 9 and more; what waits is looked up again and again."""
+    """Cache with the first 4 tokens of prompts of 9 and more; waiting requests are looked up repeatedly."""
 
     def search_prefix_match(self, request_id, prompt_ids):
         return 4 if len(prompt_ids) > 8 else 0
 
 
 class Manager:
-    """Answers every request at once, with ids 7, 8, 9, ..."""
+    """Manager that answers every request at once, with ids 7, 8, 9, ..."""
 
     def __init__(self, calls):
         self.calls, self.results, self.running, self.error = calls, [], False, None
@@ -132,7 +132,7 @@ def calls():
 
 @pytest.fixture
 def manager(monkeypatch, calls):
-    """What a fake transformers serves with."""
+    """Install a fake transformers; returns its manager."""
     manager = Manager(calls)
     shape = SimpleNamespace(_attn_implementation="paged|sdpa")
     model = SimpleNamespace(init_continuous_batching=calls.of("init", manager), config=shape)
@@ -217,7 +217,8 @@ def test_transformers_fails(manager):
 
 
 class VllmEngine:
-    """Gives every request a token a step, and finds all but the last block of 16 of its prompt."""
+    """Engine that gives every request a token per step, and has cached all but the last block of 16
+    tokens."""
 
     def __init__(self, calls):
         self.calls, self.running = calls, {}
@@ -299,7 +300,7 @@ def test_vllm_without_a_cache_and_with_host_memory(vllm, calls):
     (_, plain), (_, offload) = calls.named("args")
     assert not plain["enable_prefix_caching"] and offload["model"] == "/model"
     page_bytes = 2 * 32 * 2 * 2 * 32 * 2  # layers, tokens, K and V, heads, width, bytes
-    # As many bytes as ours takes for so many chunks, which are packed: 50 rows for 64.
+    # As many bytes as our engine uses for this many packed chunks: 50 rows for 64.
     assert offload["kv_offloading_size"] * 2**30 == 32 * page_bytes * 50 // 64
     server = system.start(serving_clock.RunClock())
     server.submit(UserTurn("a", 0, 0.0, 0, 2, 3, True, [1, 2]))
@@ -311,7 +312,7 @@ def test_vllm_without_a_cache_and_with_host_memory(vllm, calls):
 
 @pytest.mark.parametrize("prompt_only", [False, True])
 def test_what_vllm_offloads(vllm, calls, prompt_only):
-    """The setting reaches the engine and the document, and the engine's copy of it is its own."""
+    """The setting reaches the engine and the document, and the engine gets its own copy."""
     system = vllm_server.VllmSystem(
         "vllm-offload", "/model", TINY, "bfloat16", CONFIG, offload_prompt_only=prompt_only
     )
@@ -359,7 +360,7 @@ def test_vllm_with_pages_in_8_bits(vllm, calls):
 
 
 def test_an_answer_of_another_length():
-    with pytest.raises(peers.PeerError, match="2 tokens instead of 3"):
+    with pytest.raises(peers.PeerError, match="2 output tokens; it must have 3"):
         peers.check_length(UserTurn("a", 0, 0.0, 0, 2, 3, True), [1, 2])
 
 

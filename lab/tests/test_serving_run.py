@@ -1,4 +1,4 @@
-"""A load point without a model: users, the clock, the window, figures, and what is written of them."""
+"""A load point without a model: users, the clock, the window, figures, and their documents."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Lag, Prompts, Window = serving_client.Lag, serving_client.Prompts, serving_run.W
 
 
 def run_ticks(*sessions, window=None, **options):
-    """Serve sessions in virtual time, a second a step."""
+    """Serve sessions in virtual time, one second per step."""
     ticker = Ticker()
     clock = serving_clock.RunClock(ticker, ticker.sleep)
     server = TickServer(ticker, clock)
@@ -55,7 +55,7 @@ def test_figures_of_a_timeline_made_by_hand():
     assert found["first_token_s"]["mean"] == pytest.approx((1 + 1.5 + 1) / 3)
     assert found["output_token_s"]["mean"] == 1.0
     assert found["gpu_hit_rate"] == 1.0 and found["history_tokens"] == 13
-    # b was due at 1.5, and a second long nobody looked: handed over at 2.
+    # b was due at 1.5, but the loop did not check for a second: handed over at 2.
     assert found["client_lag_s"] == {"p50": 0.0, "p99": pytest.approx(0.49), "max": 0.5}
     assert found["num_steps"] == 7 and found["tokens_per_step"] == 3 and found["swapped_in_bytes"] == 0
     assert found["num_suspensions"] is None and found["host_step_s"] is None
@@ -93,7 +93,7 @@ def test_an_empty_window():
 
 
 def test_which_steps_the_time_went_to():
-    """Steps of a second each take all of the time in which there is something to do."""
+    """Steps of a second each take all the time in which there is work."""
     run, _ = run_ticks(session("a", 14.0, (5, 4)), window=Window(10.0, 20.0, drain_s=5.0))
     found = serving_figures.figures(run, max_lag_s=1.0)
     text = serving_report.tables("x", [{"rate": 2.0, **found}])
@@ -120,8 +120,8 @@ def test_a_run_is_void_if_users_were_late():
     assert not serving_figures.figures(run, max_lag_s=0.021)["void"]
 
 
-def test_a_digest_of_who_comes():
-    """Of when, how much is said and answered, and how long users think; not of the last bits of a time."""
+def test_the_digest_of_sessions():
+    """It covers arrivals, lengths and think times, but not the last bits of a time."""
     first = [session("a", 1.5, (10, 3), (4, 2), think_s=[2.0]), session("b", 2.0, (6, 4))]
     same = [session("a", 1.5 + 1e-12, (10, 3), (4, 2), think_s=[2.0]), session("b", 2, (6, 4))]
     others = (
@@ -138,7 +138,7 @@ def test_a_digest_of_who_comes():
 
 
 def test_bytes_of_kv_state_that_a_system_was_given():
-    """As its configuration says, or as the flags do: in 8 bits other servers' pages have no scales."""
+    """As in its configuration, or in the flags; other servers' 8-bit pages have no scales."""
     model = preset("llama-tiny")
     bytes_of = load("pensieve_lab.serving.kv_memory").kv_bytes
     cache = CacheConfig(gpu_pages=10, kv_dtype="int8")
@@ -156,7 +156,7 @@ def test_bytes_of_kv_state_that_a_system_was_given():
 
 
 class LastPrompt:
-    """Prompts that tell when the `count`-th was asked for."""
+    """Prompts that signal when the `count`-th was asked for."""
 
     def __init__(self, count: int) -> None:
         self.num_left, self.asked = count, threading.Event()
@@ -169,7 +169,7 @@ class LastPrompt:
 
 
 def test_users_never_wait_for_the_server():
-    """While its thread is blocked, as in a long step, four turns fall due and are handed over."""
+    """While the server's thread is blocked, as in a long step, four turns fall due and are handed over."""
     prompts, clock = LastPrompt(4), serving_clock.RunClock()
     due = [session(f"s{i}", 0.01 * i, (3, 2)) for i in range(4)]
     client = serving_client.ThreadedClient(users(*due), prompts, clock)
@@ -248,7 +248,7 @@ def test_the_clock_stands_in_the_past_until_the_run_begins():
 
 
 class ScriptedRunner:
-    """Dispatches in 1 s; steps end 10 s after they could begin."""
+    """Runner whose dispatches take 1 s, and whose steps end 10 s after they could begin."""
 
     transfers, num_compilations = None, 5
 
@@ -274,7 +274,7 @@ class Plan:
 
 
 class ScriptedTransfers:
-    """Every call takes a second; copies are complete when they are asked for."""
+    """Transfers whose calls take a second; copies are complete when asked for."""
 
     def __init__(self, ticker: Ticker) -> None:
         self.ticker, self.ids = ticker, []
@@ -311,7 +311,7 @@ def test_when_steps_begin_and_end():
     third = runner.dispatch(Plan(16, 4))  # done at 113, ends at 130
     runner.fetch(second)
     runner.fetch(third)
-    ticker.now_s += 500.0  # nobody is there
+    ticker.now_s += 500.0  # no turn is running
     runner.fetch(runner.dispatch(Plan(16, 2)))
     assert runner.totals[64] == (1, 10.0, 40) and runner.totals[16] == (3, 30.0, 8)
     assert (runner.host_s, runner.num_host_steps) == (3.0, 1), "idle time is not the host's"
@@ -321,7 +321,7 @@ def test_when_steps_begin_and_end():
 
 
 def test_which_part_of_the_host_a_second_belongs_to(tmp_path):
-    """A step in flight, then one with copies, and another after an idle hour, whose time is nobody's."""
+    """A step in flight, then one with copies, and another after an idle hour, which belongs to no part."""
     ticker = Ticker()
     scripted = ScriptedRunner(ticker)
     scripted.transfers = ScriptedTransfers(ticker)
@@ -374,7 +374,7 @@ def test_which_part_of_the_host_a_second_belongs_to(tmp_path):
     assert figures["schedule"] == 1.5 and serving_figures._host_parts_s({}) is None
 
 
-def test_copies_of_a_reset_runner_are_nobodys():
+def test_copies_of_a_reset_runner_are_not_counted():
     ticker = Ticker()
     timed = serving_steps.TimedTransfers(
         ScriptedTransfers(ticker), load("pensieve_lab.serving.host_parts").HostParts(ticker), ticker
@@ -401,7 +401,7 @@ def write(path, system, *points, benchmark="serving_benchmark", **results):
 
 
 def test_curves_of_several_files(tmp_path):
-    """In the order of the load, so that a curve turns back where a system serves less than before."""
+    """Points are ordered by load, so a curve turns back where a system serves less than before."""
     one, other = tmp_path / "one.json", tmp_path / "other.json"
     write(one, "pensieve", point(4.0, 0.02) | {"rate": 9.0})
     write(one, "pensieve", point(2.0, 0.01), point(9.0, 0.5, void=True))
@@ -417,7 +417,7 @@ def test_curves_of_several_files(tmp_path):
 
 
 def test_curves_by_names_of_their_own(tmp_path):
-    """Two configurations of one system are two curves, and where a model's files lie is no difference."""
+    """Two configurations of one system are two curves; the path of a model's files does not matter."""
     one, other, paged = (tmp_path / name for name in ("one.json", "other.json", "fp8.json"))
     write(one, "vllm", point(2.0, 0.01), options={"model": "/tmp/a"})
     write(other, "vllm", point(4.0, 0.03), options={"model": "/tmp/b"})
@@ -506,7 +506,7 @@ def test_points_may_have_been_looked_at_for_longer(tmp_path):
     ],
 )
 def test_points_of_several_seeds_or_arrivals_are_no_curve(tmp_path, changes, says):
-    """Whether in one document or in several, and of an older one whose seed is among its settings."""
+    """In one document or in several, including an older one whose seed is among its settings."""
     first = point(2.0, 0.01) | {"seed": 0, "arrivals": None, "sessions_digest": "a"}
     other = point(3.0, 0.02) | {"seed": 0, "arrivals": None, "sessions_digest": "c"}
     settings = {"seed": 0, "window_s": 9.0}

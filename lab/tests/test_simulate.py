@@ -1,4 +1,4 @@
-"""The simulator's launcher: figures, tables, the plot, traces, and flags that cannot work."""
+"""The simulator's program: figures, tables, the plot, traces, and invalid flags."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL = {
 
 @pytest.fixture
 def simulate(launch, capsys):
-    """Run it, with `None` for a flag that is left out; gives what it printed and its document."""
+    """Run it, with `None` for a flag that is left out; returns what it printed and its document."""
 
     def simulate(**flags):
         given = {name: value for name, value in (SMALL | flags).items() if value is not None}
@@ -103,7 +103,7 @@ def test_a_saved_trace_is_the_one_it_was_made_from(simulate, tmp_path):
 
 
 def test_costs_that_the_policy_goes_by(launch, monkeypatch):
-    """An engine on an H200 takes the shipped profile; the simulator takes the estimate unless it is told."""
+    """An engine on an H200 uses the shipped profile; the simulator uses the estimate by default."""
     script, ratios = load("simulate"), {}
     monkeypatch.setattr(
         script, "measure_all", lambda profile, trace: ratios.update(found=ratio(profile)) or ()
@@ -184,7 +184,7 @@ def test_refuses_rates_that_are_none(launch):
 
 
 def test_a_recording_that_ends_before_the_run_begins_is_refused(launch, tmp_path):
-    """The run begins in mid-life, half an hour on by default: a short trace gave a table of zeros."""
+    """The run begins in mid-life, half an hour on by default; a short trace gave a table of zeros."""
     path = tmp_path / "short.csv"
     path.write_text("prompt_tokens,output_tokens,time_s\n9,1,0\n9,1,60\n")
     values = {"trace": path, "recorded_arrivals": "true", "progress": "false"}
@@ -193,7 +193,7 @@ def test_a_recording_that_ends_before_the_run_begins_is_refused(launch, tmp_path
 
 
 def test_a_recording_may_begin_at_any_time(simulate, tmp_path):
-    """The end of a long one had nobody in its first minutes, and was said to be too short for a mid-life."""
+    """The end of a long recording had no sessions in its first minutes, and was refused as too short."""
     path = tmp_path / "late.jsonl"
     turns = ({"input_length": 600, "output_length": 20, "hash_ids": [i, i + 1000]} for i in range(30))
     lines = [json.dumps(turn | {"timestamp": 10**8 + 5000 * i}) for i, turn in enumerate(turns)]

@@ -1,4 +1,4 @@
-"""What state would save on somebody's trace: from the file to the table, the picture and the document."""
+"""Savings of a KV cache on a user's trace: from the file to the table, the picture and the document."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUIET = {"progress": "false"}
 
 
 def mooncake_lines(num_sessions=30, seed=0):
-    """Sessions of three turns a few seconds apart, as published: no session column."""
+    """Make sessions of three turns a few seconds apart, as published: without a session column."""
     rng = np.random.default_rng(seed)
     requests = []
     for session in range(num_sessions):
@@ -44,7 +44,7 @@ def mooncake(tmp_path):
 
 @pytest.fixture
 def simulate_serving(launch, capsys):
-    """Run it; gives what it printed and its document."""
+    """Run it; returns what it printed and its document."""
 
     def simulate_serving(**flags):
         assert launch("simulate_serving", shared_llm=False, **QUIET | flags) == 0
@@ -87,7 +87,8 @@ def test_a_file_alone_is_enough(simulate_serving, mooncake, tmp_path):
 
 
 def test_a_part_without_the_longest_conversation_has_memory_for_it(simulate_serving, mooncake):
-    """A context is as long as the trace's longest: an eighth of a small part's state did not hold one."""
+    """A context may be as long as the trace's longest; an eighth of a small part's KV cache did not hold
+    one."""
     lines = [json.loads(line) for line in mooncake.read_text().splitlines()]
     first = min(lines, key=lambda line: line["input_length"])
     long = first | {"input_length": 60_000, "hash_ids": list(range(10**6, 10**6 + 118))}
@@ -101,7 +102,7 @@ def test_a_part_without_the_longest_conversation_has_memory_for_it(simulate_serv
 
 
 def test_a_recording_may_begin_at_any_time(simulate_serving, mooncake):
-    """Of the end of a recording, the time before it was counted: the GPU stood idle, and loads were light."""
+    """For the end of a recording, the time before it counted as idle, and loads were light."""
     _, whole = simulate_serving(trace=mooncake, share=1.0)
     lines = [json.loads(line) for line in mooncake.read_text().splitlines()]
     late = [line | {"timestamp": line["timestamp"] + 100_000_000} for line in lines]
@@ -113,7 +114,7 @@ def test_a_recording_may_begin_at_any_time(simulate_serving, mooncake):
 
 @pytest.mark.parametrize("num_tokens", [2, 33, 100])
 def test_memory_is_chosen_for_short_conversations(simulate_serving, tmp_path, num_tokens):
-    """1.25 contexts of 100 tokens are three whole pages of 32, one too few: nothing was served."""
+    """1.25 contexts of 100 tokens are three whole pages of 32, one too few, so nothing was served."""
     path = tmp_path / "short.csv"
     path.write_text(f"prompt_tokens,output_tokens,time_s\n{num_tokens - 1},1,0\n1,1,1\n")
     _, document = simulate_serving(trace=path)
@@ -138,12 +139,13 @@ def test_how_much_of_the_trace_is_served_is_said_in_words(simulate_serving, moon
 @pytest.mark.parametrize(
     ("slowest_s", "label", "ticks"),
     [
-        (0.05, "ms a token, arrival to last token", [0, 10, 20, 30, 40, 50]),
-        (0.5, "ms a token, arrival to last token (log)", [10, 20, 50, 100, 200, 500]),
+        (0.05, "ms/token, arrival to last token", [0, 10, 20, 30, 40, 50]),
+        (0.5, "ms/token, arrival to last token (log)", [10, 20, 50, 100, 200, 500]),
     ],
 )
 def test_an_axis_is_linear_unless_it_spans_much(tmp_path, monkeypatch, slowest_s, label, ticks):
-    """It was always logarithmic, with one label where latencies are alike. Legends keep off the edge."""
+    """It was always logarithmic, with a single label for similar latencies. Legends stay inside the
+    figure."""
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
@@ -165,7 +167,7 @@ def test_an_axis_is_linear_unless_it_spans_much(tmp_path, monkeypatch, slowest_s
 
 
 def served(*, busy, p99_s=0.02):
-    """A stateless system, and one that finds three quarters of history with either of two memories."""
+    """Make a stateless system, and one that reuses three quarters of history with either of two memories."""
     savings, memory = load("pensieve_lab.simulation.savings"), load("pensieve_lab.simulation.memory")
     latency = {"mean": 0.01, "p50": 0.009, "p90": 0.011, "p99": p99_s}
     figures = {"normalized_latency_s": latency, "device_busy": busy, "num_requests": 9}
@@ -175,7 +177,7 @@ def served(*, busy, p99_s=0.02):
     found = [("stateless", 0, figures)]
     found += [("pensieve", cpu, kept | {"device_busy_s": s}) for cpu, s in ((2, 60.5), (4, 60.0))]
     return [
-        savings.Served(name=name, memory=memory.Memory(10**9, cpu * 10**9), figures=each)
+        savings.SystemResult(name=name, memory=memory.Memory(10**9, cpu * 10**9), figures=each)
         for name, cpu, each in found
     ]
 
@@ -186,12 +188,12 @@ def test_the_advice_says_why_that_memory_and_what_latencies_are_worth():
     assert told.startswith("1 GB device + 2 GB host is the smallest memory that saves nearly as much")
     assert "keeping state saves 75% of the prefilled tokens and 40% of the GPU's time (40 s)" in told
     idle, busy = (savings.load(served(busy=share)[0]) for share in (0.02, 0.6))
-    assert "one GPU busy for 2% of the time: latencies say little here" in idle
+    assert "one GPU busy for 2% of the time: latencies say little at this load" in idle
     assert "one GPU busy for 60% of the time" in busy and "latencies" not in busy
 
 
 def test_tokens_that_save_no_time_are_not_called_lost_histories():
-    """Of short histories all may be found, and steps take as long as without: that was said to be nothing."""
+    """All short histories may be reused while steps take as long as without; that was reported as nothing."""
     savings = load("pensieve_lab.simulation.savings")
     stateless, *kept = served(busy=0.5)
     kept = [dataclasses.replace(one, figures={**one.figures, "device_busy_s": 100.1}) for one in kept]
@@ -269,14 +271,14 @@ def test_refuses(launch, mooncake, flags, says):
 
 @pytest.mark.parametrize("script", ["simulate", "simulate_serving"])
 def test_a_seed_below_0_is_refused_by_name(launch, mooncake, script):
-    """It was a traceback of numpy's."""
+    """It was a traceback of numpy."""
     with pytest.raises(flags.IllegalFlagValueError, match=r"--seed=-1: -1 is not a non-negative integer"):
         launch(script, shared_llm=False, trace=mooncake, seed=-1)
 
 
 def test_says_that_nothing_was_answered_in_time(simulate_serving, mooncake):
     out, document = simulate_serving(trace=mooncake, level_ms=0.001)
-    assert "no part that was tried is answered by the stateless system in 0.001 ms a token" in out
+    assert "the stateless system answers no tried part within 0.001 ms/token" in out
     assert document["results"]["part"]["in_time"] is False
 
 

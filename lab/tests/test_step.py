@@ -1,4 +1,4 @@
-"""Whole steps against their bounds: the arithmetic of bounds and traces, and a small run of all of it."""
+"""Whole steps against their bounds: the arithmetic of bounds and traces, and a small run of everything."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STEPS = {
 
 @pytest.mark.parametrize("name", ["llama-tiny", "opt-tiny"])
 def test_operations(name):
-    """Bytes of weights, activations and state, and two operations for each multiply-add, of every layer."""
+    """Bytes of weights, activations and KV cache, and two operations per multiply-add, of every layer."""
     model = preset(name)
     rows = [row_steps.StepRow(0, 9, 10), row_steps.StepRow(1, 2, 5)]
     token_bytes = 3 * model.num_layers * 2 * model.num_kv_heads * model.head_dim  # 3 for a number
@@ -60,7 +60,7 @@ def test_the_bound_is_what_limits_each_operation():
 
 
 def test_idle_time_of_a_trace():
-    """What lies between kernels that do not overlap."""
+    """Idle time lies between kernels that do not overlap."""
     runs = [("a", 0, 10), ("b", 5, 10), ("a", 20, 10), ("c", 22, 2), ("a", 31, 9)]
     found = device_trace.summary([device_trace.Kernel(*one) for one in runs], num_steps=2)
     assert found["span_s"] == pytest.approx(20e-9) and found["idle_s"] == pytest.approx(3e-9)
@@ -107,7 +107,7 @@ def test_steps(launch, compilation_cache, capsys):
 
 @pytest.mark.long
 def test_decodes_alone(launch, compilation_cache, capsys):
-    """The engine needs a bucket for more than them, which they do not use."""
+    """The engine needs a larger bucket than decodes do, which they do not use."""
     alone = STEPS | {"prompts": "", "mixed": "", "num_serving": 0, "num_layer_groups": 1}
     alone |= {"compilation_cache_dir": compilation_cache}
     launch("benchmark_step", shared_llm=False, **alone)

@@ -1,4 +1,4 @@
-"""The study of balance: its loads, its figures, and its ratios, on runs of a second."""
+"""The study of balance: its loads, figures and ratios, on runs of a second."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def test_refuses_a_trace_that_was_not_given():
     ],
 )
 def test_refuses_before_anything_runs(launch, monkeypatch, tmp_path, values, says):
-    """A seed was a traceback; a trace was missed after loads that are made, a directory after them all."""
+    """A bad seed gave a traceback; a missing trace or directory was reported only after hours of other
+    loads."""
     monkeypatch.setattr(study, "PARTS", dict.fromkeys(parts.PARTS, lambda settings: pytest.fail("it runs")))
     with pytest.raises(ConfigError, match=says):
         launch("study_balance", shared_llm=False, **{"out": tmp_path, "parts": "loads"} | values)

@@ -1,4 +1,4 @@
-"""The launchers that compare tiers and measure copies, at sizes that take a moment; and their arithmetic."""
+"""The programs that compare tiers and measure copies, at small sizes, and their arithmetic."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def last_line(out):
 
 @pytest.mark.long
 def test_variants(launch, compilation_cache, monkeypatch, capsys):
-    """More state is kept, less is recomputed, and the tokens are the same; if not, it fails."""
+    """More KV is kept, less is recomputed, and the tokens are the same; otherwise it fails."""
     flags = LOAD | {"compilation_cache_dir": compilation_cache, "policies": True}
     with optimized():
         assert launch("compare_variants", shared_llm=False, **flags) == 0
@@ -84,7 +84,7 @@ def test_variants(launch, compilation_cache, monkeypatch, capsys):
 
 @pytest.fixture
 def cost_models(monkeypatch):
-    """Cost models of the engines that `compare_variants` starts, in order; they serve nothing.
+    """Record the cost models of the engines that `compare_variants` starts, in order; they serve nothing.
 
     The runner is one of an accelerator, whose costs take one measurement.
     """
@@ -126,7 +126,7 @@ def cost_models(monkeypatch):
     monkeypatch.setattr(engines, "Engine", Engine)
     monkeypatch.setattr(engines, "DeviceTransfers", Transfers)
     monkeypatch.setattr(compare_variants, "probe", lambda *_: estimate.Pace(step_s=1.0, prompt_token_s=1.0))
-    served = workload.Served(seconds=1.0, stats=Counter())
+    served = workload.RoundsResult(seconds=1.0, stats=Counter())
     monkeypatch.setattr(compare_variants, "serve", lambda *_: served)
     yield models
     assert len(measured) == 1
@@ -134,7 +134,7 @@ def cost_models(monkeypatch):
 
 @pytest.mark.parametrize("policy", ["lru", "retention"])
 def test_a_variant_that_needs_costs_evicts_by_measured_ones(launch, cost_models, capsys, policy):
-    """Whether the policy of the others, which is that of the flags, needs them or not."""
+    """The result does not depend on whether the policy of the flags, which the others use, needs costs."""
     launch("compare_variants", shared_llm=False, **LOAD | {"policy": policy, "policies": True})
     variants = last_line(capsys.readouterr().out)["results"]["variants"]
     kinds = {name: one["costs"]["kind"] for name, one in variants.items()}
@@ -151,7 +151,7 @@ def test_a_variant_that_needs_costs_evicts_by_measured_ones(launch, cost_models,
 def test_same_tokens():
     def served(*replies):
         usage = Usage(1, 0, 0, 0, 1, 1)
-        return workload.Served([Output(name, ids, "", "length", usage, 0) for name, ids in replies])
+        return workload.RoundsResult([Output(name, ids, "", "length", usage, 0) for name, ids in replies])
 
     a, b, c = ("a", (1, 2)), ("b", (3,)), ("b", (4,))
     found = compare_variants.same_tokens(
@@ -177,7 +177,7 @@ def test_conversations_longer_than_the_context_are_refused(launch, monkeypatch):
 
 @pytest.mark.long
 def test_swaps(launch, compilation_cache, monkeypatch, capsys):
-    """Everything is measured, and what is measured is what happened."""
+    """Everything is measured, and the measured events really happened."""
     flags = SWAPS | {"compilation_cache_dir": compilation_cache}
     assert launch("benchmark_swaps", shared_llm=False, enforce=False, **flags) == 0
     out = capsys.readouterr().out
@@ -217,7 +217,7 @@ def test_a_flag_that_the_windows_decide_is_refused(launch, monkeypatch):
 
 
 class _Parts:
-    """What `assemble` would give, as far as a report needs it."""
+    """Result of `assemble`, as far as a report needs it."""
 
     config = EngineConfig()
 
@@ -235,7 +235,7 @@ def test_spread():
     assert math.isnan(spread.Spread.of([]).median) and spread.Spread.of([]).as_dict()["median"] is None
 
 
-def test_a_workload_is_the_same_for_everybody():
+def test_a_workload_is_the_same_for_all_engines():
     made = [
         workload.make_workload(
             num_conversations=5, num_turns=3, prompt_tokens=8, output_tokens=4, vocab_size=50, seed=seed

@@ -1,4 +1,4 @@
-"""Measured runs in virtual time: every step is the engine's."""
+"""Measured runs in virtual time: every step equals the engine's."""
 
 from __future__ import annotations
 

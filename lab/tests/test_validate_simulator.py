@@ -1,4 +1,4 @@
-"""The simulator beside measured load points: the same trace and users, and what passes or misses."""
+"""The simulator compared with measured load points: the same trace and users, and the criteria."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEP = {"16": {"num_steps": 90, "mean_s": 0.01, "mean_tokens": 9.0}, "64": {"num
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory) -> str:
-    """Of the tiny model, on a device that takes ten milliseconds a step."""
+    """Make a profile of the tiny model, on a device that takes ten milliseconds per step."""
     directory = profile_module._DIRECTORY
     values = json.loads((directory / f"{profile_names()[-1]}.json").read_text())
     values |= {"model": "llama-tiny", "kv_token_bytes": 2 * 2 * 2 * 32 * 4, "figures": []}
@@ -40,13 +40,13 @@ def profile(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def documents():
-    """What was measured, by its flags: most tests read the same load point, which takes a second or two."""
+    """Cache of measured documents by flags: most tests share a load point, which takes a second or two."""
     return {}
 
 
 @pytest.fixture
 def measured(launch, capsys, monkeypatch, tmp_path, documents):
-    """Measure on engines that compute nothing, or take what was measured so; gives the test a file."""
+    """Measure on engines that compute nothing, or reuse such a document; returns a file for the test."""
 
     def measured(**flags):
         monkeypatch.setattr(load("pensieve_lab.serving.engine_server"), "EngineFactory", NullFactory)
@@ -66,7 +66,7 @@ def measured(launch, capsys, monkeypatch, tmp_path, documents):
 
 @pytest.fixture
 def validate(launch, capsys, profile):
-    """Run it; gives its status, what it printed, and its document's results."""
+    """Run it; returns its status, what it printed, and its document's results."""
 
     def validate(path, **flags):
         given = TRACE | {"documents": path, "profile": profile} | flags
@@ -78,7 +78,7 @@ def validate(launch, capsys, profile):
 
 
 def changed(path, **figures):
-    """A document whose load point says something else."""
+    """Write a document whose load point has other figures."""
     document = json.loads(path.read_text())
     (point,) = document["results"]["points"]
     point |= figures
@@ -89,7 +89,7 @@ def changed(path, **figures):
     "flags", [{}, {"system": "stateless", "unified": "false"}, {"window_s": 0, "num_conversations": 3}]
 )
 def test_what_was_simulated_passes_as_measured(measured, validate, flags):
-    """A device that is as the profile says: every criterion passes; one figure is changed, and one misses."""
+    """On a device that matches the profile every criterion passes; one changed figure misses."""
     path = measured(**flags)
     trace_flags = {name: flags[name] for name in flags.keys() & TRACE.keys()}
     status, out, results = validate(path, **trace_flags)
@@ -152,11 +152,11 @@ def test_buckets_that_took_next_to_no_time_decide_nothing():
     [
         ({"documents": ""}, "--documents is ''"),
         ({"documents": "/nowhere.json"}, "--documents is '/nowhere.json'"),
-        ({"rates": "3"}, "--rates is .* left out: --documents say it"),
+        ({"rates": "3"}, "--rates is .* left out: --documents determine it"),
         ({"seed": 3}, "--seed is 3, but must be left out"),
         (
             {"profile": "h200_opt-13b"},
-            "--profile is 'h200_opt-13b', but must be a device's profile of the model 'llama-tiny'",
+            "--profile is 'h200_opt-13b', but must be a device's profile of 'llama-tiny'",
         ),
         ({"num_conversations": 299}, "--trace is .* the trace of .*measured.json, line 1"),
     ],

@@ -20,7 +20,7 @@ from pensieve_jax.rebatching.config import RebatchingConfig
 from pensieve_lab.experiments.settings import Settings
 from pensieve_lab.rebatching import loads, methods
 from pensieve_lab.rebatching.costs import RingCosts
-from pensieve_lab.rebatching.simulation import Served, simulate
+from pensieve_lab.rebatching.simulation import RebatchingResult, simulate
 
 PROFILE = "h200_llama2-7b"
 _SMALL_SCALE = {"table 1": 1 / 16, "table 2": 1 / 4}
@@ -79,7 +79,7 @@ def load_of(job: Job, *, small: bool) -> loads.Load:
     return loads.table1(job.seed, scale, doubled=job.doubled)
 
 
-def run(job: Job, *, small: bool, records: bool = False) -> Served:
+def run(job: Job, *, small: bool, records: bool = False) -> RebatchingResult:
     """Serve the queries of a job."""
     load = load_of(job, small=small)
     base = RebatchingConfig(
@@ -93,7 +93,7 @@ def run(job: Job, *, small: bool, records: bool = False) -> Served:
     return simulate(config, costs(), load.queries, max_positions=load.max_context_tokens, records=records)
 
 
-def figures(job: Job, served: Served) -> dict[str, Any]:
+def figures(job: Job, served: RebatchingResult) -> dict[str, Any]:
     """Return the job and its figures by the keys of `UNITS`."""
     metrics = served.metrics.as_dict()
     return {

@@ -175,7 +175,7 @@ def _studied(study: Study, file: TraceFile, seed: int, *, small: bool) -> Studie
     longest = max(session.conversation.num_tokens for session in sessions)
     places = dict.fromkeys(_place(share * num_tokens, longest, study.chunk_tokens)
                            for share in study.memory_shares)  # fmt: skip
-    experience = study.learned_state(workload)
+    experience = study.experience(workload)
     return StudiedTrace(study.title, workload, experience, study.chunk_tokens, tuple(places))
 
 

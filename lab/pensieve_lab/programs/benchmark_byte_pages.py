@@ -1,13 +1,14 @@
-"""Times attention over pages in 8 bits: the Hopper kernels in several sizes, Triton's, and bfloat16's.
+"""Times attention over 8-bit pages: the Hopper kernels in several sizes, Triton's kernel, and bfloat16.
 
     python -m pensieve_lab.programs.benchmark_byte_pages --json=byte_pages.json
 
-A shorter relative of `benchmark_kernels.py`, for a device that is had for two minutes: all programs of a case
-are compiled at once on as many threads as there are cores, one executable each. Answers are checked before
+This is a shorter variant of `benchmark_kernels.py` for a device that is available for only two minutes: all
+programs of a case are compiled at once, one executable each, on a thread per core. Answers are checked before
 they are timed: whole against Triton's over the same pages, and one row against the dense reference. `fetch
-alone` is the kernel without its arithmetic, which tells what its copies can do; `kernel alone` is it without
-the launches for prompts and merges. Of prompts, `unconverted` is the kernel whose operands are never written,
-which tells what that costs. The last line is one JSON document. Exit status 1 if an answer is wrong.
+alone` is the kernel without its arithmetic, which shows the speed of its copies; `kernel alone` leaves out
+the
+launches for prompts and merges. For prompts, `unconverted` is the kernel without writing its operands, which
+shows what that costs. The last line is one JSON document. Exit status 1 if an answer is wrong.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ FETCH_ALONE, UNCONVERTED = "fetch alone", "unconverted"
 _DTYPE = "bfloat16"
 _UNROLLED, _ROUNDS = 8, 8
 _DEFAULT = byte_class(8, 128, 2, 3, 256, 264)
-# What is tried, without a class for the others: prompts or decoding.
+# Variants to try, without a size class for the other kind (prompts or decoding).
 _VARIANTS = {
     PROMPTS[0]: (
         byte_prompt_class(128, 64, 3, 1024, 264), byte_prompt_class(128, 128, 2, 1024, 264),
@@ -73,7 +74,7 @@ _VARIANTS = {
 
 
 class Entry(NamedTuple):
-    """A program to compile and time."""
+    """Program to compile and time."""
 
     case: str
     name: str
@@ -87,7 +88,7 @@ def _sizes(*classes: TileClass) -> BlockSizes:
 
 
 def entries_of(case_name: str, kv_dtype: str) -> list[Entry]:
-    """Triton's first: the others' answers are compared with its."""
+    """Make the programs of a case, Triton's first: the others' answers are compared with its answer."""
     case = CASES[case_name]
     inputs = make_inputs(case, _DTYPE, 0, kv_dtype)
     plain = make_inputs(case, _DTYPE, 0)
@@ -108,7 +109,7 @@ def entries_of(case_name: str, kv_dtype: str) -> list[Entry]:
 
 
 def _kernel_alone(name: str, inputs: Inputs, tile_class: TileClass) -> Entry:
-    """The kernel's launch and no other."""
+    """Make an entry of the kernel's launch without the launches around it."""
     spec = make_spec(inputs.case, _DTYPE, MOSAIC, _sizes(tile_class), inputs.kv_dtype)
     kv_lens, _, cu_q_lens, num_seqs = inputs.rows
     tiles = jnp.asarray(build_tiles(spec, cu_q_lens, kv_lens, num_seqs))
@@ -124,7 +125,7 @@ def _kernel_alone(name: str, inputs: Inputs, tile_class: TileClass) -> Entry:
 
 
 def lowered(entry: Entry) -> Any:
-    """Many calls of it in a row, lowered; Python does one at a time."""
+    """Lower many calls in a row, since Python could only launch one at a time."""
     queries = [entry.program.tied[0]] * _UNROLLED
     with contextlib.ExitStack() as patches:
         if entry.name.startswith(FETCH_ALONE):
@@ -140,7 +141,7 @@ def _no_arithmetic(*args: Any, masked: bool) -> list[Any]:
 
 
 def measure(entry: Entry, compiled: Callable[..., Any], answers: dict[str, jax.Array]) -> dict[str, Any]:
-    """Time of one call, and how far its answer is from others."""
+    """Return the time of one call, and the answer's differences from the others'."""
     queries = [jnp.copy(entry.program.tied[0]) for _ in range(_UNROLLED)]
     out = compiled(queries, *entry.program.fixed)[0]
     found: dict[str, Any] = {"case": entry.case, "name": entry.name}
@@ -162,7 +163,7 @@ def measure(entry: Entry, compiled: Callable[..., Any], answers: dict[str, jax.A
 
 
 def main() -> int:
-    """Prints a line for each program, then the document."""
+    """Print a line per program, then the document."""
     began = time.perf_counter()
     results: list[dict[str, Any]] = []
     for case in FLAGS.cases:
@@ -172,13 +173,13 @@ def main() -> int:
             for entry, future in zip(entries, futures, strict=True):
                 try:
                     results.append(measure(entry, future.result(), answers))
-                except KERNEL_ERRORS as error:  # the others have their turn
+                except KERNEL_ERRORS as error:  # continue with the others
                     lines = str(error).splitlines() or [""]
                     failed = {"case": case, "name": entry.name, "is_right": False}
                     results.append(failed | {"error": f"{type(error).__name__}: {lines[0][:300]}"})
                 print(f"{time.perf_counter() - began:6.1f} s", results[-1], flush=True)
         if time.perf_counter() - began > FLAGS.time_limit_s:
-            print("the other cases are left out, for time", file=sys.stderr)
+            print("the other cases are skipped: --time_limit_s is over", file=sys.stderr)
             break
     document = {"kv_dtype": FLAGS.kv_dtype, "measurements": results}
     print_document(json_line("byte_pages", document, units={"us": "us"}, device=device_name()))
@@ -186,11 +187,10 @@ def main() -> int:
 
 
 def define_flags() -> None:
-    """The command line."""
-    flags.DEFINE_list("cases", [MAIN, *PROMPTS, *OTHERS], "Names of cases.")
-    flags.DEFINE_enum("kv_dtype", "int8", KV_DTYPES, "What pages are stored as.")
-    flags.DEFINE_integer("repeats", 5, "Timed calls, of which the median is taken.", lower_bound=1)
-    flags.DEFINE_float("time_limit_s", 80.0, "No case begins after so long.")
+    flags.DEFINE_list("cases", [MAIN, *PROMPTS, *OTHERS], "Cases to time.")
+    flags.DEFINE_enum("kv_dtype", "int8", KV_DTYPES, "Data type of pages.")
+    flags.DEFINE_integer("repeats", 5, "Number of timed calls; the median is reported.", lower_bound=1)
+    flags.DEFINE_float("time_limit_s", 80.0, "Start no case after this many seconds.")
     define_document_flag()
 
 

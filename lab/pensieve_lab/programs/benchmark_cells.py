@@ -1,13 +1,14 @@
-"""What a cell takes on this device by batch size, and what a launch takes the host: figure 2.3 of the thesis.
+"""Times a cell on this device by batch size, and a launch on the host: figure 2.3 of the thesis.
 
     python -m pensieve_lab.programs.benchmark_cells --model=lstm --hidden_size=1024 --plot=cells.png
     python -m pensieve_lab.programs.benchmark_cells --model=tree_lstm --max_batch=64
 
-A launch has one, two or five tasks, one after the other in one program; a task gathers its rows, runs its
-cell and scatters. Beside them stands a step of cuDNN's LSTM, through JAX and through torch where that is
-installed, over a contiguous batch of sentences of 24 words. The second table is of the host alone: requests
-are unfolded, launches formed and their ends noted, with a device that takes no time. The largest batch to
-serve with is the one beyond which throughput grows no more. The last line is one JSON document (see
+A launch has one, two or five tasks, which run in sequence in one program; a task gathers its rows, runs its
+cell and scatters. For comparison, a step of cuDNN's LSTM is timed over a contiguous batch of sentences of 24
+words, through JAX and, if it is installed, through torch. The second table is about the host alone: requests
+are unfolded, launches formed and their ends recorded, with a device that takes no time. The best maximum
+batch
+for serving is the one beyond which throughput stops growing. The last line is one JSON document (see
 `--json`).
 """
 
@@ -32,7 +33,7 @@ from pensieve_lab.experiments.panels import Panel, draw_panels
 
 FLAGS = flags.FLAGS
 _PEER_BATCHES = (64, 512)
-_LOADS = ((1, 1), (100, 8), (1000, 100))  # requests there at a time, and of a submit_many
+_LOADS = ((1, 1), (100, 8), (1000, 100))  # running requests, and requests per submit_many
 _UNITS = {
     **task_times.UNITS,
     **host_costs.UNITS,
@@ -41,7 +42,7 @@ _UNITS = {
 
 
 def time_peers() -> list[dict[str, Any]]:
-    """A row for every peer and batch; none for other models than LSTM."""
+    """Time every peer and batch; return nothing for models other than LSTM."""
     if FLAGS.model != "lstm":
         return []
     jobs = [(peer, size) for peer in peers.available(FLAGS.dtype) for size in _PEER_BATCHES]
@@ -56,7 +57,7 @@ def time_peers() -> list[dict[str, Any]]:
 
 
 def time_host(engine: CellularEngine, model: Model) -> list[dict[str, float]]:
-    """A row for a load of each size."""
+    """Time the host with each load; return a row per load."""
     found = []
     for num_running, num_together in _LOADS:
         requests = model.requests(20 * num_running + 200, FLAGS.seed)
@@ -76,7 +77,7 @@ def time_host(engine: CellularEngine, model: Model) -> list[dict[str, float]]:
 
 
 def show(tasks: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]], host: Sequence[Any]) -> None:
-    """Tables for people."""
+    """Print the measured figures as tables."""
     by_size: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
     for row in tasks:
         by_size.setdefault((row["cell"], row["batch_size"]), {})[row["num_tasks"]] = row
@@ -91,7 +92,7 @@ def show(tasks: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]], host:
     print(table(["cell", "batch", *columns, "dispatch, us", "cells/s"], lines), end="\n\n")
     if steps:
         others = [[one["peer"], one["batch_size"], round(1e6 * one["step_s"], 1)] for one in steps]
-        print(table(["peer", "batch", "us a step"], others), end="\n\n")
+        print(table(["peer", "batch", "us/step"], others), end="\n\n")
     print("The host, with a device that takes no time")
     costs = [
         [
@@ -107,7 +108,7 @@ def show(tasks: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]], host:
 
 
 def panels(tasks: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]) -> list[Panel]:
-    """Time and throughput over batch size, as in figure 2.3."""
+    """Make the panels of time and throughput over batch size, as in figure 2.3."""
     curves: dict[str, list[tuple[float, float]]] = {}
     for row in tasks:
         name = f"{row['cell']}, {row['num_tasks']} in a launch"
@@ -168,10 +169,10 @@ def main() -> int:
 
 def define_flags() -> None:
     define_model_flags()
-    flags.DEFINE_integer("num_rows", 16_384, "Rows of state.", lower_bound=1)
-    flags.DEFINE_string("plot", None, "A PNG: time and throughput over batch size.")
-    flags.DEFINE_string("compilation_cache_dir", None, "Where compiled programs are kept.")
-    flags.DEFINE_boolean("progress", None, "Show bars. Default: on a terminal.")
+    flags.DEFINE_integer("num_rows", 16_384, "Number of state rows.", lower_bound=1)
+    flags.DEFINE_string("plot", None, "PNG file for a plot of time and throughput over batch size.")
+    flags.DEFINE_string("compilation_cache_dir", None, "Directory of the compilation cache.")
+    flags.DEFINE_boolean("progress", None, "Show progress bars. Default: on a terminal.")
     define_document_flag()
 
 

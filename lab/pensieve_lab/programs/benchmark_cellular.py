@@ -1,4 +1,4 @@
-"""Recurrent models in an open loop: cellular batching beside its rivals, latency over throughput.
+"""Recurrent models in an open loop: cellular batching and its baselines, latency over throughput.
 
     python -m pensieve_lab.programs.benchmark_cellular --model=lstm --hidden_size=1024 \\
         --rates=10000,40000,80000
@@ -7,15 +7,19 @@
     python -m pensieve_lab.programs.benchmark_cellular --model=tree_lstm --max_batch=64 \\
         --data=train_shapes.txt --rates=5000
 
-Requests arrive at times of a Poisson process, and latency counts from when each was due. All systems run
-the same programs on the same weights, one after the other, in one process: *cellular* is the engine;
-*padding* fills buckets by length, in turn or the oldest first, or is an LSTM of whole sentences, by cuDNN or,
-where that is not to be had, by a scan; *merging* joins the graphs of 64 requests, as Fold and DyNet do. Every
-run goes on to its last answer: beyond the peak, throughput stays and latency is that of a run of `--seconds`.
-What *padding* and *merging* cost the host, choosing and planning a batch, is part of both, and is told apart.
-Widths of buckets are 10 words; others are among the names of `--systems`. Lengths are drawn like Europarl's,
-and trees like the TreeBank's, unless `--data` has a file of them or `--num_words` says how long all sentences
-are. The last line is one JSON document (see `--json`).
+Requests arrive as a Poisson process, and latency counts from when each was due. All systems run the same
+programs on the same weights, one after the other, in one process. *cellular* is the engine. *padding* fills
+buckets by length, round-robin or oldest first; it can also be an LSTM of whole sentences, by cuDNN or, if
+that
+is missing, by a scan. *merging* joins the graphs of 64 requests, as Fold and DyNet do. Every run continues to
+its
+last answer: beyond the peak, throughput stays and latency is that of a run of `--seconds`. The host time that
+*padding* and *merging* need to choose and plan a batch is part of both, and is also reported separately.
+Widths
+of buckets are 10 words; the names of `--systems` include others. Lengths are drawn like Europarl's, and trees
+like the TreeBank's, unless `--data` has a file of them or `--num_words` gives the length of all sentences.
+The
+last line is one JSON document (see `--json`).
 """
 
 from __future__ import annotations
@@ -44,20 +48,20 @@ from pensieve_lab.experiments.panels import Panel, draw_panels
 
 FLAGS = flags.FLAGS
 _LEAST_REQUESTS, _WARM_UP = 500, 300
-_WHOLE_BATCHES = (1, 8, 32, 64, 128, 256)  # beside the largest
-_CLOSE = 1e-2  # of two ways to compute the same, in float32 or bfloat16
+_WHOLE_BATCHES = (1, 8, 32, 64, 128, 256)  # in addition to the largest
+_CLOSE = 1e-2  # largest difference between two implementations, in float32 or bfloat16
 _COLUMNS = (
     *("system", "rate", "requests/s", "p50, ms", "p90, ms", "p99, ms", "p99 to its launch, ms"),
-    "planning a request, us",
+    "planning, us/request",
 )
 _UNITS = loads.UNITS | {
-    "queueing_s": "from arrival to when the launch with the first cell was given to a device",
-    "planning_s": "of the host, to choose and plan batches of whole requests; for each request",
+    "queueing_s": "seconds from arrival to the launch of its first cell",
+    "planning_s": "host seconds per request to choose and plan batches of whole requests",
 }
 
 
 def chosen_systems() -> list[str]:
-    """Raises ConfigError for names that there are not, and for those that cannot serve the model."""
+    """Parse `--systems`; raises ConfigError for unknown names and for systems that cannot serve the model."""
     if FLAGS.model == "tree_lstm":
         fitting: tuple[str, ...] = systems.TREES
         others: tuple[str, ...] = (systems.IDEAL,)
@@ -78,23 +82,23 @@ def chosen_systems() -> list[str]:
 
 
 def check_rows(model: Model) -> None:
-    """Raises ConfigError where a rival's batch would not fit."""
+    """Raise ConfigError if a baseline's batch would not fit."""
     most = max(one.max_batch for one in model.cells)
     if FLAGS.num_rows < most:
         raise ConfigError("--num_rows", FLAGS.num_rows, f"at least {most}, the largest batch")
 
 
 class Systems:
-    """All that is compared, on the same weights."""
+    """All compared systems, on the same weights."""
 
     def __init__(self, engine: CellularEngine, beginnings: BeginTimes, model: Model) -> None:
-        """Nothing has run; `beginnings` is what observes the engine."""
+        """Take the engine and its observer `beginnings`."""
         self._engine, self._beginnings, self._model = engine, beginnings, model
         self._whole: WholeSentences | None = None
         self._planning = PlanningClock()
 
     def measure(self, name: str, rate: int) -> dict[str, Any]:
-        """A row: a system at a rate."""
+        """Serve one rate with one system; return a row."""
         planning: dict[str, float] = {}
         num = int(max(rate * FLAGS.seconds, _LEAST_REQUESTS))
         requests = self._model.requests(num, FLAGS.seed)
@@ -106,7 +110,7 @@ class Systems:
             name = name.replace(systems.WHOLE, whole.name)
         else:
             while any(worker.num_in_flight for worker in self._engine.workers):
-                self._engine.step()  # what pads a batch may run behind its last answer
+                self._engine.step()  # padding of a batch may still run after its last answer
             self._engine.restart_with(self._planning.around(systems.SYSTEMS[name]))
             self._engine.run(self._model.requests(_WARM_UP, FLAGS.seed + 1))
             self._planning.begin()
@@ -125,14 +129,14 @@ class Systems:
             states = np.array([output.states[0]["h"] for output in expected], np.float32)
             furthest = float(np.abs(self._whole.run(sentences) - states).max())
             if furthest > _CLOSE:
-                raise ConfigError("what cuDNN computes", furthest, f"within {_CLOSE} of what cells compute")
+                raise ConfigError("cuDNN's result", furthest, f"within {_CLOSE} of the cells' result")
         return self._whole
 
 
 def measure(
     engine: CellularEngine, beginnings: BeginTimes, model: Model, names: Sequence[str], rates: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """A row for every system and rate."""
+    """Measure every system at every rate; return a row for each."""
     both = Systems(engine, beginnings, model)
     jobs = [(name, rate) for name in names for rate in rates]
     return [
@@ -142,7 +146,7 @@ def measure(
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """A line each."""
+    """Print a table with a line per row."""
     lines = []
     for row in rows:
         latency = [round(1e3 * row["latency_s"][f"p{one}"], 2) for one in (50, 90, 99)]
@@ -153,7 +157,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def panel(rows: Sequence[dict[str, Any]], title: str) -> Panel:
-    """Latency over throughput."""
+    """Make the panel of latency over throughput."""
     names = dict.fromkeys(row["system"] for row in rows)
     curves = {
         name: [(row["throughput"], 1e3 * row["latency_s"]["p90"]) for row in rows if row["system"] == name]
@@ -161,8 +165,8 @@ def panel(rows: Sequence[dict[str, Any]], title: str) -> Panel:
     }
     return Panel(
         title=title,
-        x_label="requests a second",
-        y_label="90th percentile of latency, ms",
+        x_label="requests/s",
+        y_label="latency, 90th percentile, ms",
         curves=curves,
         y_max=FLAGS.plot_ms,
     )
@@ -211,18 +215,23 @@ def main() -> int:
 
 def define_flags() -> None:
     define_model_flags()
-    flags.DEFINE_list("rates", ["1000", "2000"], "Requests a second.")
-    flags.DEFINE_multi_string("systems", [], "A name. Default: all that serve the model.")
+    flags.DEFINE_list("rates", ["1000", "2000"], "Arrival rates in requests/s.")
+    flags.DEFINE_multi_string(
+        "systems", [], "System to measure; repeat the flag for several. Default: all that serve the model."
+    )
     flags.DEFINE_float(
-        "seconds", 2.0, "Of arrivals at each rate, or as long as 500 requests take to come.", lower_bound=0.01
+        "seconds",
+        2.0,
+        "Seconds of arrivals at each rate; extended to at least 500 requests.",
+        lower_bound=0.01,
     )
     flags.DEFINE_integer("num_devices", 1, "Workers.", lower_bound=1)
-    flags.DEFINE_integer("num_rows", 16_384, "Rows of state on each device.", lower_bound=1)
-    flags.DEFINE_integer("max_num_tasks", 5, "Tasks of a launch.", lower_bound=1)
-    flags.DEFINE_string("plot", None, "A PNG: latency over throughput.")
-    flags.DEFINE_float("plot_ms", 500.0, "Latencies above are cut off.")
-    flags.DEFINE_string("compilation_cache_dir", None, "Where compiled programs are kept.")
-    flags.DEFINE_boolean("progress", None, "Show bars. Default: on a terminal.")
+    flags.DEFINE_integer("num_rows", 16_384, "State rows per device.", lower_bound=1)
+    flags.DEFINE_integer("max_num_tasks", 5, "Maximum number of tasks per launch.", lower_bound=1)
+    flags.DEFINE_string("plot", None, "PNG file for a plot of latency over throughput.")
+    flags.DEFINE_float("plot_ms", 500.0, "Cut off the plot above this latency (ms).")
+    flags.DEFINE_string("compilation_cache_dir", None, "Directory of the compilation cache.")
+    flags.DEFINE_boolean("progress", None, "Show progress bars. Default: on a terminal.")
     define_document_flag()
 
 

@@ -1,12 +1,15 @@
-"""Times products of few rows with a layer's weights: the Hopper kernel in several sizes, and XLA.
+"""Times matrix products of few rows with a layer's weights: the Hopper kernel in several sizes, and XLA.
 
     python -m pensieve_lab.programs.benchmark_decode_matmul --json=decode_matmul.json
 
-Each of a layer's projections (`--model`, a preset) at each of `--rows`. Copies of the weights take turns,
-more of them than a cache holds. Times are those of the kernels alone, as a trace has them, of all kernels
-that a product takes: medians, in microseconds, and beside them the bytes of the weights a second. Answers
-are checked against XLA's. It needs a GPU that the kernel runs on. Before the last line, which is one JSON
-document, stands which program is the fastest. Exit status 1 if an answer is wrong.
+Each projection of a layer (`--model`, a preset) is timed at each of `--rows`. The calls alternate between
+more
+copies of the weights than fit into a cache. Times are those of all kernels of a product, from a trace:
+medians
+in microseconds, with the weights' bytes per second. Answers are checked against XLA's. A GPU that supports
+the
+kernel is needed. The fastest program is printed before the last line, which is one JSON document. Exit status
+1 if an answer is wrong.
 """
 
 from __future__ import annotations
@@ -38,15 +41,15 @@ from pensieve_lab.kernels.timing import KERNEL_ERRORS, compiling
 from pensieve_lab.steps.device_trace import trace_kernels
 
 FLAGS = flags.FLAGS
-_MIN_BYTES = 300_000_000  # of copies of the weights: six times the cache of an H100
-_MAX_COPIES = 64  # those of tiny models stay in the cache
+_MIN_BYTES = 300_000_000  # total size of the weights' copies: six times the cache of an H100
+_MAX_COPIES = 64  # limit for tiny models, whose weights stay in the cache
 _NUM_INPUTS = 4
-# Of sums of some thousand products, and their rounding.
+# For sums of some thousand products with their rounding.
 _TOLERANCE = 2e-2
 
 
 class Projection(NamedTuple):
-    """One of a layer's products."""
+    """Matrix product of a layer."""
 
     name: str
     depth: int
@@ -55,17 +58,17 @@ class Projection(NamedTuple):
 
     @property
     def num_columns(self) -> int:
-        """Of the weights."""
+        """Columns of the weights."""
         return self.width * (1 + self.gated)
 
     @property
     def num_bytes(self) -> int:
-        """Of the weights, in 16 bits."""
+        """Bytes of the weights in 16 bits."""
         return 2 * self.depth * self.num_columns
 
 
 def projections(model: ModelConfig, num_devices: int) -> list[Projection]:
-    """Of a decoder's layer, the part of one of `num_devices`."""
+    """Return the projections of a decoder layer, as one of `num_devices` computes them."""
     heads, kv_heads = (num // num_devices * model.head_dim for num in (model.num_heads, model.num_kv_heads))
     wide, gated = model.intermediate_size // num_devices, model.is_gated
     return [
@@ -77,11 +80,11 @@ def projections(model: ModelConfig, num_devices: int) -> list[Projection]:
 
 
 class Variant(NamedTuple):
-    """One way to compute a product.
+    """Implementation of a product.
 
     Attributes:
-      tile: None: XLA.
-      is_default: whether it is what the kernel takes by itself.
+      tile: tile of the kernel; None means XLA.
+      is_default: whether the kernel chooses this tile by default.
     """
 
     tile: MatmulTile | None = None
@@ -89,20 +92,20 @@ class Variant(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Columns and stages, then the depth of a block if it is not as in most."""
+        """Columns and stages, then the block's depth if it is not the usual one."""
         if self.tile is None:
             return "xla"
         depth = f"k{self.tile.block_k}" * (self.tile.block_k != MatmulTile.block_k)
         return f"{self.tile.columns}x{self.tile.num_stages}{depth}{' (default)' * self.is_default}"
 
     def product(self, *, gated: bool) -> Callable[..., jax.Array]:
-        """Of x and the weights."""
+        """Return the function of x and the weights."""
         backend = "xla" if self.tile is None else "pallas_mosaic_gpu"
         return functools.partial(decode_matmul, gated=gated, backend=backend, tile=self.tile)
 
 
 def variants(what: Projection, num_rows: int) -> list[Variant]:
-    """XLA first, then the default tile, then others that divide it."""
+    """Return XLA, the default tile, and other tiles that divide the product."""
     sizes = (num_rows, what.depth, what.width)
     default = default_tile(*sizes, gated=what.gated)
     tried = dict.fromkeys((*([] if default is None else [default]), *tiles(*sizes, gated=what.gated)))
@@ -110,7 +113,7 @@ def variants(what: Projection, num_rows: int) -> list[Variant]:
 
 
 def measure(what: Projection, num_rows: int, pool: ThreadPoolExecutor) -> list[dict[str, Any]]:
-    """A figure for each variant."""
+    """Measure the variants of a product; return figures for each."""
     copies = min(max(2, -(-_MIN_BYTES // what.num_bytes)), _MAX_COPIES)
     normal = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
     xs = [normal(jax.random.key(i), (num_rows, what.depth)) for i in range(_NUM_INPUTS)]
@@ -126,7 +129,7 @@ def measure(what: Projection, num_rows: int, pool: ThreadPoolExecutor) -> list[d
         figures: dict[str, Any] = {"projection": what.name, "rows": num_rows, "program": variant.label}
         try:
             program = future.result()
-        except KERNEL_ERRORS as error:  # the others have their turn
+        except KERNEL_ERRORS as error:  # continue with the others
             figures |= {"is_right": False, "error": f"{type(error).__name__}: {str(error)[:300]}"}
         else:
             answer = program(xs[0], ws[0]).astype(jnp.float32)
@@ -144,7 +147,7 @@ def _run_all(program: Callable[..., jax.Array], xs: list[jax.Array], ws: list[ja
 
 
 def _time(run_all: Callable[[], None], num_products: int, num_bytes: int) -> dict[str, Any]:
-    """Medians of each kernel of a product, and their sum."""
+    """Return the medians of each kernel of a product, and their sum."""
     run_all()
     durations = defaultdict(list)
     for kernel in trace_kernels(run_all):
@@ -155,7 +158,7 @@ def _time(run_all: Callable[[], None], num_products: int, num_bytes: int) -> dic
 
 
 def fastest(measurements: list[dict[str, Any]]) -> list[str]:
-    """A line for each projection and rows: the fastest of the right ones that were timed."""
+    """Return a line per projection and number of rows with the fastest correct variant."""
     groups = defaultdict(list)
     for one in measurements:
         if one["is_right"] and one["us"]:
@@ -169,7 +172,7 @@ def fastest(measurements: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> int:
-    """Prints a line for each program, the fastest ones, then the document."""
+    """Print a line per program, the fastest ones, then the document."""
     what_is_timed, results = chosen(PRESETS[FLAGS.model]), []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for rows, what in what_is_timed:
@@ -187,7 +190,7 @@ def main() -> int:
 
 
 def chosen(model: ModelConfig) -> list[tuple[int, Projection]]:
-    """Rows and projections, as the flags say; raises ConfigError, also for a device without the kernel."""
+    """Parse rows and projections; raises ConfigError, also if the device does not support the kernel."""
     found = numbers("--rows", FLAGS.rows, at_most=MAX_ROWS)
     if not found or not all(map(has_supported_rows, found)):
         limit = f"1 to 8, or multiples of 8 up to {MAX_ROWS}, one or more"
@@ -203,10 +206,9 @@ def chosen(model: ModelConfig) -> list[tuple[int, Projection]]:
 
 
 def define_flags() -> None:
-    """The command line."""
-    flags.DEFINE_enum("model", "llama2-13b-gqa10", list(PRESETS), "Preset whose projections are timed.")
-    flags.DEFINE_integer("tensor_parallel_size", 1, "Devices that a layer is split over.", lower_bound=1)
-    flags.DEFINE_list("rows", ["128", "32"], "Rows of x: 1 to 8, or multiples of 8 up to 128.")
+    flags.DEFINE_enum("model", "llama2-13b-gqa10", list(PRESETS), "Preset with the projections to time.")
+    flags.DEFINE_integer("tensor_parallel_size", 1, "Number of devices that share a layer.", lower_bound=1)
+    flags.DEFINE_list("rows", ["128", "32"], "Numbers of rows of x: 1 to 8, or multiples of 8 up to 128.")
     define_document_flag()
 
 

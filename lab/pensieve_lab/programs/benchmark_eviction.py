@@ -1,18 +1,22 @@
-"""How long the cache takes to decide who gives way, by order, among thousands of idle conversations.
+"""Times the cache's eviction decisions, by order, among thousands of idle conversations.
 
     python -m pensieve_lab.programs.benchmark_eviction [--num_idle=10000 --policies=retention,learned,lru]
 
 The real cache holds `num_idle` conversations of one to `max_chunks` chunks in a pool for half of those, idle
-for up to an hour after turns of all sizes. Then they come back at random, one every `turn_gap_s` of virtual
-time: what they have lost is set aside again, and every page of it costs a decision and a drop. The order
-`learned` is measured while it follows each of its three orders, with a model that has seen every kind of turn
-return.
-  decision  a chunk gives its page up: found, dropped, its page set aside for another, the order brought up to
-            date (a mean over each admission, so that the first decision after time has passed is in it);
-  turn      what is told of a turn, sent and answered: the log of returns and three shadow caches;
-  fit       the model made anew, with everybody who is idle: once in 32 returns;
-  switch    the first decision after another order is followed, with everybody sorted anew.
-All is CPU time of the one thread that works, so that a busy machine counts for little. Prints a table and one
+for up to an hour after turns of all sizes. Then they return at random, one every `turn_gap_s` of virtual
+time.
+What they have lost is allocated again, and every page of it costs a decision and a drop. The order `learned`
+is
+measured while it follows each of its three orders, with a model that has seen every kind of turn return.
+  decision  a chunk gives up its page: it is found and dropped, its page is allocated to another chunk, and
+  the
+            order is updated (mean over each admission, so it includes the first decision after time has
+            passed);
+  turn      the bookkeeping of a sent and answered turn: the log of returns and three shadow caches;
+  fit       refitting the model with all idle conversations: once in 32 returns;
+  switch    the first decision after another order is followed, with all conversations sorted anew.
+All times are CPU time of the one working thread, so a shared host has little influence. Prints a table and
+one
 JSON document (see `--json`) as the last line.
 """
 
@@ -45,7 +49,7 @@ _LEARNED = "learned"
 
 
 class Costs(NamedTuple):
-    """Microseconds of CPU time; None where an order has nothing to do."""
+    """Microseconds of CPU time; None where an order has no such work."""
 
     decision_us: float
     decision_p99_us: float
@@ -56,15 +60,15 @@ class Costs(NamedTuple):
 
 
 class Crowd:
-    """A cache full of idle conversations.
+    """Cache full of idle conversations.
 
     Attributes:
-      turn_s: of every turn, what was told of it.
-      decision_s: of every decision, its share of its admission.
+      turn_s: time of the bookkeeping of every turn.
+      decision_s: time per decision, as its share of its admission.
     """
 
     def __init__(self, policy: str, followed: str) -> None:
-        """All of them had one turn."""
+        """Give every conversation one turn."""
         self.turn_s: list[float] = []
         self.decision_s: list[float] = []
         self._random = random.Random(0)
@@ -88,13 +92,13 @@ class Crowd:
             self.clock.advance(_IDLE_S / FLAGS.num_idle)
 
     def come_back(self, num_turns: int) -> None:
-        """Conversations return at random."""
+        """Let conversations return at random."""
         for _ in range(num_turns):
             self.clock.advance(FLAGS.turn_gap_s)
             self.turn(self._random.randrange(FLAGS.num_idle))
 
     def turn(self, number: int) -> None:
-        """One turn, from submission to its end, in a pass of its own."""
+        """Take one turn, from submission to its end, in its own scheduling pass."""
         sequence, num_tokens = self._sequences[number], self._lens[number] * _CHUNK_TOKENS
         prompt_tokens = min(self._random.choice(_PROMPT_TOKENS), num_tokens - 1)
         notes = self.cache.turns
@@ -111,7 +115,7 @@ class Crowd:
         self.cache.take_drops()
 
     def admit(self, sequence: CachedSequence, num_tokens: int) -> None:
-        """Set pages aside, timed, and have them computed."""
+        """Allocate pages, timed, and mark them as computed."""
         cache = self.cache
         cache.begin_step()
         cache.enqueue(sequence, 0)
@@ -126,7 +130,7 @@ class Crowd:
         cache.fill(sequence, 0, num_tokens)
 
     def switch_us(self, followed: str) -> float:
-        """A decision while nothing changes, and one after another order is followed: the difference."""
+        """Return the difference between a decision after a change of the followed order and one without."""
         self.cache.turns.begin(experience(followed))
         sequence = self.cache.open("one more")
         self.decision_s.clear()
@@ -135,7 +139,7 @@ class Crowd:
 
 
 def experience(followed: str) -> LearnedState:
-    """Every kind of turn has returned at every time; other orders have lost so much that none is followed."""
+    """Make a state in which every kind of turn has returned, and losses that prevent a change of order."""
     rng = np.random.default_rng(0)
     shape = NUM_BUCKETS, NUM_BINS
     lost_s = tuple(0.0 if name == followed else 1e9 for name in ORDERS)
@@ -145,7 +149,7 @@ def experience(followed: str) -> LearnedState:
 
 
 def fit_us() -> float:
-    """The model with everybody who is idle."""
+    """Time refitting the model with all idle conversations."""
     log, num_fits = ReturnLog(ReturnModel()), 20
     for number in range(FLAGS.num_idle):
         log.left(str(number), number % NUM_BUCKETS, _IDLE_S * number / FLAGS.num_idle)
@@ -156,7 +160,7 @@ def fit_us() -> float:
 
 
 def measure(policy: str, followed: str) -> Costs:
-    """One order, with the garbage of setting up out of the way."""
+    """Measure one order, without garbage collection of the set-up's objects."""
     crowd = Crowd(policy, followed)
     crowd.come_back(FLAGS.num_turns // 4)
     crowd.turn_s.clear()
@@ -188,7 +192,7 @@ def main() -> int:
         for name, costs in found.items()
     ]
     print(table(["order", *Costs._fields], cells))
-    units = {"*_us": "microseconds of CPU time", "num_decisions": "chunks that gave way"}
+    units = {"*_us": "microseconds of CPU time", "num_decisions": "evicted chunks"}
     settings = {name: FLAGS[name].value for name in ("num_idle", "max_chunks", "num_turns", "turn_gap_s")}
     document = {"settings": settings, "orders": {name: costs._asdict() for name, costs in found.items()}}
     print_document(json_line("eviction", document, units=units, device="none (host only, one core)"))
@@ -196,14 +200,13 @@ def main() -> int:
 
 
 def define_flags() -> None:
-    """The command line."""
     flags.DEFINE_integer("num_idle", 10_000, "Idle conversations.", lower_bound=2)
     flags.DEFINE_integer("max_chunks", 128, "Chunks of the longest conversation.", lower_bound=1)
     flags.DEFINE_integer(
-        "num_turns", 2000, "Turns that are measured, after a quarter as many.", lower_bound=4
+        "num_turns", 2000, "Measured turns, after a quarter as many for warm-up.", lower_bound=4
     )
-    flags.DEFINE_float("turn_gap_s", 0.4, "Virtual seconds from turn to turn.", lower_bound=0.0)
-    flags.DEFINE_list("policies", list(POLICIES), f"Orders, among {', '.join(POLICIES)}.")
+    flags.DEFINE_float("turn_gap_s", 0.4, "Virtual seconds between turns.", lower_bound=0.0)
+    flags.DEFINE_list("policies", list(POLICIES), f"Orders to measure, from {', '.join(POLICIES)}.")
     define_document_flag()
 
 

@@ -1,23 +1,25 @@
-"""Times attention on named shapes beside its peers, against what the device can do at best.
+"""Times attention on named shapes, with its baselines, against the device's ceilings.
 
     python -m pensieve_lab.programs.benchmark_kernels --cases=all --backend=all --peers=all \\
         --plot=roofline.png
     python -m pensieve_lab.programs.benchmark_kernels --cases=decode_64x4096_gqa10,prefill_4x2048_gqa10 \\
         --sweep
 
-- Ceilings of this device, measured in the same run; every case's bound is the larger of its bytes at the
-  speed of reading and its operations at the speed of products of matrices.
-- `--backend`: our kernel, by the back ends named, or by all that serve the case here.
-- `--peers`: strawmen in JAX (`jax`: copy_out, rounds, contiguous) and other people's kernels where they can
-  be imported (`torch`: torch_sdpa, torch_cudnn, flashinfer, flash_attention_3). PyTorch is imported for the
-  latter alone and needs memory that JAX leaves it: export XLA_PYTHON_CLIENT_MEM_FRACTION=0.5.
+- Ceilings of this device are measured in the same run. The bound of a case is the larger of its bytes at the
+  read bandwidth and its operations at the speed of matrix products.
+- `--backend`: our kernel, by the named back ends, or by all that serve the case here.
+- `--peers`: simple baselines in JAX (`jax`: copy_out, rounds, contiguous) and other projects' kernels if they
+  can be imported (`torch`: torch_sdpa, torch_cudnn, flashinfer, flash_attention_3). PyTorch is only imported
+  for
+  the latter and needs memory that JAX must leave free: export XLA_PYTHON_CLIENT_MEM_FRACTION=0.5.
 - A batch of decodes and prompts is also timed part by part.
-- `--sweep`: our kernel with many block sizes as well.
+- `--sweep`: also our kernel with many block sizes.
 
-Every answer, peers' too, is checked before it is timed: whole against the `xla` back end, and some tokens
-against the dense reference. Pools are larger than any cache. The last line is one JSON document (see
-`--json`). Exit status 1 if one of our back ends is wrong or fails, 2 for flags that cannot work; peers only
-have it said of them.
+Every answer, also of baselines, is checked before it is timed: whole against the `xla` back end, and some
+tokens against the dense reference. Pools are larger than any cache. The last line is one JSON document (see
+`--json`). Exit status 1 if one of our back ends is wrong or fails, 2 for invalid flags; faults of baselines
+are
+only reported.
 """
 
 from __future__ import annotations
@@ -68,26 +70,26 @@ from pensieve_lab.kernels.torch_peers import check_torch_has_room
 from pensieve_lab.steps.ceilings import Ceilings, measure_ceilings
 
 FLAGS = flags.FLAGS
-# Bytes of the array that is read, rows and columns of the matrices that are multiplied.
+# Bytes of the array that is read, and size of the square matrices that are multiplied.
 _CEILING_SIZES_GPU = (4 << 30, 8192)
 _CEILING_SIZES_ELSEWHERE = (32 << 20, 256)
-# A kernel this much faster than its bound was moved out of the loop that times it.
+# A kernel this much faster than its bound was hoisted out of the timing loop.
 _MAX_SHARE = 1.5
 _PEER_PACKAGES = ("torch", "flashinfer-python", "flash-attn-3", "vllm")
 
 
 class Kernel(NamedTuple):
-    """Something to measure: how it is made ready for a batch."""
+    """Implementation to measure: how it is prepared for a batch."""
 
     name: str
     is_peer: bool
     prepare: Callable[[Inputs], Program]
     blocks: tuple[TileClass, ...] = ()
-    is_tried: bool = False  # by --sweep, beside the sizes that the kernel takes by itself
+    is_tried: bool = False  # a size that only --sweep tries
 
 
 class Checked(NamedTuple):
-    """A batch and its answer; the parts of a mixed one likewise."""
+    """Batch with its reference answer, and the same for the parts of a mixed batch."""
 
     inputs: Inputs
     expected: Expected
@@ -95,14 +97,14 @@ class Checked(NamedTuple):
 
 
 def checked(inputs: Inputs) -> Checked:
-    """Raises MismatchError where the references disagree."""
+    """Compute the reference answers of a batch; raises MismatchError if the references disagree."""
     return Checked(
         inputs, expected_answer(inputs), {name: checked(part) for name, part in parts(inputs).items()}
     )
 
 
 def kernels(case: Case) -> Iterator[Kernel]:
-    """What the flags ask for, ours first."""
+    """Yield the implementations of the flags, ours first."""
 
     def ours(backend: str, blocks: BlockSizes | None = None) -> Kernel:
         def prepare(inputs: Inputs) -> Program:
@@ -123,7 +125,7 @@ def kernels(case: Case) -> Iterator[Kernel]:
 
 
 def measure(kernel: Kernel, batch: Checked, ceilings: Ceilings) -> Result:
-    """One kernel on one case; what stopped it is in the result."""
+    """Measure one implementation on one case; the result holds any failure."""
     work = batch.inputs.work
     found: dict[str, Any] = {"blocks": kernel.blocks, "is_tried": kernel.is_tried}
     try:
@@ -135,27 +137,27 @@ def measure(kernel: Kernel, batch: Checked, ceilings: Ceilings) -> Result:
         else:
             timing = program.time(1e-3 * FLAGS.target_ms, FLAGS.repeats)
             is_possible = timing.seconds > work.seconds(ceilings) / _MAX_SHARE
-            found |= {"timing": timing} if is_possible else {"reason": f"not believed: {timing}"}
+            found |= {"timing": timing} if is_possible else {"reason": f"not plausible: {timing}"}
     except AttentionArgumentError:
         raise
     except ImportError as error:
         found["reason"] = f"not importable: {error}"
     except NotImplementedError as error:
-        found["reason"] = f"left out: {error}"
-    except KERNEL_ERRORS as error:  # the others have their turn
+        found["reason"] = f"skipped: {error}"
+    except KERNEL_ERRORS as error:  # continue with the others
         found["reason"] = f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:150]}"
     return Result(kernel.name, kernel.is_peer, work, work.seconds(ceilings), **found)
 
 
 def measure_parts(kernel: Kernel, batch: Checked, ceilings: Ceilings) -> dict[str, float]:
-    """Times of a mixed batch's parts alone; nothing if one of them has none."""
+    """Return the times of a mixed batch's parts alone; nothing if one of them could not be timed."""
     found = {name: measure(kernel, part, ceilings) for name, part in batch.parts.items()}
     is_whole = all(result.timing is not None for result in found.values())
     return {name: result.seconds for name, result in found.items()} if is_whole else {}
 
 
 def run_case(case: Case, ceilings: Ceilings) -> list[Result]:
-    """Results of a case, each printed at once."""
+    """Measure a case and print each result at once."""
     batch = checked(make_inputs(case, FLAGS.dtype, FLAGS.seed, FLAGS.kv_dtype))
     results = []
     for kernel in kernels(case):
@@ -168,7 +170,7 @@ def run_case(case: Case, ceilings: Ceilings) -> list[Result]:
 
 
 def cases() -> list[Case]:
-    """Those of `--cases`; raises AttentionArgumentError."""
+    """Return the cases of `--cases`; raises AttentionArgumentError for unknown names."""
     default = ["all"] if jax.default_backend() == "gpu" else ["tiny"]
     names = default if FLAGS.cases is None else FLAGS.cases
     names = list(CASES) if names == ["all"] else names
@@ -179,7 +181,7 @@ def cases() -> list[Case]:
 
 
 def check_flags(found: list[Case]) -> None:
-    """Raise, before anything is measured, for flags that cannot work."""
+    """Raise an error for invalid flags before anything is measured."""
     check_backends(FLAGS.backend)
     try:
         re.compile(FLAGS.sweep_matching)
@@ -197,7 +199,7 @@ def check_flags(found: list[Case]) -> None:
 
 
 def main() -> int:
-    """Prints results case by case, then the document."""
+    """Print results case by case, then the document."""
     began = time.perf_counter()
     found = cases()
     check_flags(found)
@@ -207,7 +209,7 @@ def main() -> int:
         num_bytes=num_bytes, matrix_size=matrix_size, dtype=FLAGS.dtype, repeats=FLAGS.repeats
     )
     itemsize = jnp.dtype(FLAGS.dtype).itemsize
-    # Not earlier: JAX takes its memory when it is first used.
+    # Not earlier: JAX allocates its memory on first use.
     check_torch_has_room(chosen_peers(FLAGS.peers), max(case.kv_bytes for case in found) * itemsize // 2)
     stored = "" if FLAGS.kv_dtype is None else f", pages of {FLAGS.kv_dtype}"
     print(f"{device_name()}, {FLAGS.dtype}{stored}; {ceilings_line(ceilings)}\n{HEADER}")
@@ -223,7 +225,7 @@ def main() -> int:
             print(f"error: {error}", file=sys.stderr)
     print(summary(results))
     if left_out:
-        print(f"left out, for time: {', '.join(left_out)}")
+        print(f"skipped because of --time_limit_s: {', '.join(left_out)}")
     if FLAGS.plot is not None:
         title = f"Ragged paged attention, {FLAGS.dtype}, {device_name()}"
         plot_roofline(results, ceilings, title, Path(FLAGS.plot))
@@ -237,14 +239,14 @@ def main() -> int:
         "measurements": [result.as_dict() for result in results],
     }
     print_document(json_line("ragged_paged_attention", document, units=UNITS, device=device_name()))
-    # Block sizes that are only tried may ask for more shared memory than there is.
+    # Block sizes that are only tried may need more shared memory than the device has.
     ours = [result for result in results if not (result.is_peer or result.is_tried)]
     is_right = not num_mismatches and all(result.timing is not None for result in ours)
     return 0 if is_right else EXIT_FAILED
 
 
 def peer_versions() -> dict[str, str]:
-    """Of the packages that peers come from, where they are installed; imports none."""
+    """Return the versions of the installed packages of baselines, without importing them."""
     found = {}
     for package in _PEER_PACKAGES if chosen_peers(FLAGS.peers) else ():
         try:
@@ -255,21 +257,25 @@ def peer_versions() -> dict[str, str]:
 
 
 def define_flags() -> None:
-    """The command line."""
     flags.DEFINE_list("cases", None, "Names, or 'all'; default: all on a GPU, tiny elsewhere.")
-    flags.DEFINE_list("backend", ["auto"], f"What of ours is timed: auto, all, {', '.join(BACKENDS)}.")
-    flags.DEFINE_list("peers", [], f"What is timed beside it: all, jax, torch, {', '.join(PEERS)}.")
-    flags.DEFINE_bool("sweep", False, "Time our kernel with many block sizes, too.")
-    flags.DEFINE_string("sweep_matching", "", "Of those, by a regular expression on what they print as.")
-    flags.DEFINE_string("plot", None, "Where the roofline is drawn, e.g. roofline.png; needs matplotlib.")
-    flags.DEFINE_enum("dtype", "bfloat16", list(TOLERANCE), "Of queries, and of pages.")
-    flags.DEFINE_enum("kv_dtype", None, KV_DTYPES, "What pages are stored as; default: --dtype.")
+    flags.DEFINE_list("backend", ["auto"], f"Our back ends to time: auto, all, {', '.join(BACKENDS)}.")
+    flags.DEFINE_list("peers", [], f"Baselines to time: all, jax, torch, {', '.join(PEERS)}.")
+    flags.DEFINE_bool("sweep", False, "Also time our kernel with many block sizes.")
+    flags.DEFINE_string("sweep_matching", "", "Regular expression on the printed names of --sweep's sizes.")
+    flags.DEFINE_string("plot", None, "File for the roofline plot, e.g. roofline.png; needs matplotlib.")
+    flags.DEFINE_enum("dtype", "bfloat16", list(TOLERANCE), "Data type of queries and pages.")
+    flags.DEFINE_enum("kv_dtype", None, KV_DTYPES, "Data type of pages; default: --dtype.")
     flags.DEFINE_integer("seed", 0, "Seed of pages and values.", lower_bound=0)
-    flags.DEFINE_float("target_ms", 40.0, "Device time of one timed call, about.", lower_bound=0.001)
     flags.DEFINE_float(
-        "time_limit_s", None, "No case begins after so long; the document is whole.", lower_bound=0.0
+        "target_ms", 40.0, "Approximate device time of one timed call (ms).", lower_bound=0.001
     )
-    flags.DEFINE_integer("repeats", 5, "Timed calls, of which the median is taken.", lower_bound=1)
+    flags.DEFINE_float(
+        "time_limit_s",
+        None,
+        "Start no case after this many seconds; the document stays complete.",
+        lower_bound=0.0,
+    )
+    flags.DEFINE_integer("repeats", 5, "Number of timed calls; the median is reported.", lower_bound=1)
     define_document_flag()
 
 

@@ -1,17 +1,19 @@
-"""What packing chunks on their way to host memory costs the device, and what it saves the link.
+"""Cost to the device, and savings on the link, of packing chunks on their way to host memory.
 
     python -m pensieve_lab.programs.benchmark_packing --model=random:llama2-13b-gqa10 --dtype=bfloat16 --trace
     python -m pensieve_lab.programs.benchmark_packing --model=random:llama2-13b-gqa10 --kernels_only
 
-Batches of chunks, as they are and packed, between the pages of one runner and pinned host memory:
-- gathers and scatters by themselves, and with the copies that follow or precede them, several in a row;
-- the same beside decode steps, one batch a step, against the steps alone.
-With `--kernels_only` nothing of this, but one group of layers' pools and the kernels by themselves, cut up in
-several ways (`kernels/packing_variants.py`), in a minute.
+Batches of chunks, plain and packed, move between the pages of one runner and pinned host memory:
+- gathers and scatters alone, and with the copies that follow or precede them, several in a row;
+- the same during decode steps, one batch per step, against the steps alone.
+`--kernels_only` leaves this out. It only times the kernels on one group of layers' pools with several splits
+(`kernels/packing_variants.py`), in a minute.
 
-With `--trace` also what the device did in each, kernel by kernel. Pages hold normal random numbers; before
-anything is timed, every batch goes to the host and back, and must be what it was. Whatever is compared is
-measured in turn, in one process; figures are medians. The last line is one JSON document (see `--json`).
+`--trace` adds the device's activity in each, kernel by kernel. Pages hold normal random numbers. Before
+timing,
+every batch goes to the host and back, and must be unchanged. Compared variants alternate in one process;
+figures
+are medians. The last line is one JSON document (see `--json`).
 """
 
 from __future__ import annotations
@@ -60,11 +62,11 @@ class Batch:
     """Chunks of one form between the first pages of a runner and host memory.
 
     Attributes:
-      storage: what the chunks are.
+      storage: storage format of the chunks.
     """
 
     def __init__(self, parts: Assembled, num_chunks: int, *, packed: bool) -> None:
-        """Compile its copies, and check that they change nothing."""
+        """Compile the copies, and check that they preserve the chunks."""
         runner, config = parts.runner, parts.config
         mesh, num_groups = runner.storage.sharding.mesh, len(runner.storage.groups)
         assert isinstance(mesh, Mesh)
@@ -77,26 +79,26 @@ class Batch:
         self._check()
 
     def gather(self) -> list[jax.Array]:
-        """Pieces in staging, by chunk and group of layers."""
+        """Gather into staging; return the pieces by chunk and group of layers."""
         return [piece for chunk in self._copies.gather(self._pages) for piece in chunk.pieces]
 
     def gather_and_copy(self) -> list[jax.Array]:
-        """The same in pinned host memory."""
+        """Gather and copy to pinned host memory."""
         return copy_arrays(self.gather(), self.storage.host_sharding)
 
     def scatter(self, staged: list[jax.Array]) -> None:
-        """Write what is in staging to the pages that it came from; whoever waits, waits for the pools."""
+        """Write staged pieces back to their pages; wait for the pools to wait for this."""
         targets = self._copies.stage(self._pages)
         num_groups = len(self.storage.groups)
         for group in range(num_groups):
             self._copies.scatter(group, staged[group::num_groups], targets)
 
     def copy_and_scatter(self, pinned: list[jax.Array]) -> None:
-        """The same from pinned host memory."""
+        """Copy from pinned host memory and scatter."""
         self.scatter(copy_arrays(pinned, self.storage.sharding))
 
     def operations(self) -> dict[str, Callable[[], Any]]:
-        """What is timed, by name."""
+        """Return the timed operations by name."""
         staged, pinned = self.gather(), self.gather_and_copy()
         return {
             "gather": self.gather,
@@ -110,7 +112,7 @@ class Batch:
         assert not any(chunk.is_lost for chunk in self._copies.gather(self._pages)), "random numbers overflow"
         self.copy_and_scatter(self.gather_and_copy())
         after = [_bits(read_page(self._runner.pools, page)) for page in self._pages]
-        assert all(map(np.array_equal, before, after)), "a chunk came back as something else"
+        assert all(map(np.array_equal, before, after)), "a chunk changed on its way to the host and back"
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
@@ -118,7 +120,7 @@ def _bits(array: np.ndarray) -> np.ndarray:
 
 
 def sized_config() -> EngineConfig:
-    """The flags' engine with pages for the decodes and for a batch; raises ConfigError."""
+    """Return the flags' engine with pages for the decodes and for a batch; raises ConfigError."""
     refuse_sizes("pack_host")
     config = engine_config()
     chunk, decodes = config.cache.chunk_tokens, FLAGS.num_decodes
@@ -139,14 +141,14 @@ def sized_config() -> EngineConfig:
 
 
 def timed(parts: Assembled, name: str, operation: Callable[[], Any]) -> Timed:
-    """A batch by itself; of scatters in a row only the last one's pools are there to be waited for."""
+    """Time a batch alone; after several scatters only the last one's pools exist to be waited for."""
     if "scatter" not in name:
         return Timed(operation, jax.block_until_ready)
     return Timed(operation, lambda _: jax.block_until_ready(parts.runner.pools))
 
 
 def beside(step: Timed, operation: Callable[[], Any]) -> Timed:
-    """A step behind whose dispatch nothing is waited for, with one batch before it, as an engine has it."""
+    """Time a step with one batch before it, as in an engine, without a wait after the step's dispatch."""
 
     def launch() -> Any:
         moved = operation()
@@ -160,7 +162,7 @@ def beside(step: Timed, operation: Callable[[], Any]) -> Timed:
 
 
 def measure(timed: dict[str, Timed]) -> Figures:
-    """All in turn, several times over; the first of each warms up."""
+    """Measure all in alternation, several times over; the first round warms up."""
     samples: dict[str, list[float]] = {name: [] for name in timed}
     with ProgressBar("batches", shows_progress()) as progress:
         for number in range(FLAGS.num_repeats + 1):
@@ -180,7 +182,7 @@ def measure(timed: dict[str, Timed]) -> Figures:
 
 
 def kernels_only() -> int:
-    """The kernels' times, of the model's pages."""
+    """Time the kernels alone, on the model's pages."""
     model, config = model_limits()[0], engine_config()
     num_pools = -(-model.num_layers // num_layer_groups_on(1, config.runner.num_layer_groups))
     shape = Shape(
@@ -189,7 +191,7 @@ def kernels_only() -> int:
     found = measure_variants(shape, FLAGS.num_repeats)
     print(table(["one group of layers", "kernels, us", "launch, us"], rows_of(found)))
     document = {"model": FLAGS.model, "shape": shape._asdict(), "variants": found}
-    units = {"*_s": "seconds a call, of one group of layers"}
+    units = {"*_s": "seconds per call, for one group of layers"}
     print_document(json_line("packing_kernels", document, units=units, device=device_name()))
     return 0
 
@@ -225,7 +227,7 @@ def main() -> int:
 
 
 def report(parts: Assembled, batches: dict[str, Batch], found: Figures) -> None:
-    """Tables for people, and the JSON line."""
+    """Print the tables and the JSON line."""
     for part, kinds in found.items():
         rows = [
             [name, 1e3 * one["launch_s"]["median"], 1e3 * one["dispatch_s"], 100 * one.get("extra", 0.0)]
@@ -247,14 +249,13 @@ def report(parts: Assembled, batches: dict[str, Batch], found: Figures) -> None:
 
 
 def define_flags() -> None:
-    """The command line."""
-    flags.DEFINE_integer("num_chunks", 16, "Chunks of a batch.", lower_bound=1)
-    flags.DEFINE_integer("num_decodes", 128, "Sequences that decode beside a batch.", lower_bound=1)
-    flags.DEFINE_integer("context_tokens", 1024, "Context of each of them.", lower_bound=1)
-    flags.DEFINE_integer("num_repeats", 7, "Samples of everything.", lower_bound=1)
-    flags.DEFINE_integer("num_launches", 20, "Launches in a row that a sample is of.", lower_bound=1)
-    flags.DEFINE_bool("trace", False, "Trace some of each.")
-    flags.DEFINE_bool("kernels_only", False, "Only the kernels, cut up in several ways.")
+    flags.DEFINE_integer("num_chunks", 16, "Chunks per batch.", lower_bound=1)
+    flags.DEFINE_integer("num_decodes", 128, "Sequences that decode during a batch.", lower_bound=1)
+    flags.DEFINE_integer("context_tokens", 1024, "Context of each decoding sequence.", lower_bound=1)
+    flags.DEFINE_integer("num_repeats", 7, "Number of samples of each figure.", lower_bound=1)
+    flags.DEFINE_integer("num_launches", 20, "Launches per sample.", lower_bound=1)
+    flags.DEFINE_bool("trace", False, "Also trace each operation.")
+    flags.DEFINE_bool("kernels_only", False, "Time only the kernels, with several splits.")
     define_engine_flags(model=TINY_MODEL)
     define_document_flag()
 

@@ -1,4 +1,5 @@
-r"""Padded batches that queries join and leave: tables and figures of the Baton paper, and what it left open.
+r"""Padded batches that queries join and leave: tables and figures of the Baton paper, and further
+measurements.
 
     python -m pensieve_lab.programs.benchmark_rebatching --part=table2 --max_batch=2,4,6,8,10 \
         --plot=figures.png
@@ -9,15 +10,20 @@ r"""Padded batches that queries join and leave: tables and figures of the Baton 
         --seeds=0,1,2 --kv_bytes=1GiB,512MiB
     python -m pensieve_lab.programs.benchmark_rebatching --part=steps --batch=8 --length=8192
 
-*table1* and *table2* serve the paper's sets of queries, all at once: 120 long and short ones, and 30 short
-ones. Methods are settings of one engine on the same weights, memory and prompts: *Benchmark* runs a batch
-until its last query has ended; *PD* computes prompts of similar length together, apart; *Baton* lets queries
-join by vector shaping, and *Baton-PD* by vector embedding. All answer a query when it ends. Steps are beside
-seconds, since steps are what the paper is about. *load* sends queries with a trace's lengths at times of a
-Poisson process, some of them urgent, and tells latencies, of each seed and of all together, and what the
-others lose by preemption. *steps* times single launches beside the bytes that they have to move. Behind each
-run of the others its changes of the ring's shape are done again alone, so that their share of it is known.
-The last line is one JSON document (see `--json`).
+*table1* and *table2* serve the paper's sets of queries, which arrive at once: 120 long and short ones, and 30
+short ones. Methods are settings of one engine on the same weights, memory and prompts. *Benchmark* runs a
+batch
+until its last query has ended. *PD* computes prompts of similar length together, separately from steps.
+*Baton*
+lets queries join by vector shaping, and *Baton-PD* by vector embedding. All return an answer when its query
+ends. Steps are reported beside seconds, since the paper is about steps. *load* sends queries with a trace's
+lengths as a Poisson process, some of them urgent. It reports latencies per seed and pooled, and what
+preemption
+costs the other queries. *steps* times single launches beside the bytes that they have to move. After each run
+of
+the other parts, its changes of the ring's shape are repeated alone, to know their share of the run. The last
+line
+is one JSON document (see `--json`).
 """
 
 from __future__ import annotations
@@ -73,7 +79,7 @@ _LAUNCH_COLUMNS = ("launch", "batch", "length", "ms", "bound, ms", "arithmetic, 
 
 
 def serve_all(names: Sequence[str], every: Sequence[Load]) -> tuple[list[Row], Row]:
-    """A row for every budget, batch size, load and method, and what the device's memory came to."""
+    """Return a row for every budget, batch size, load and method, and the device memory used."""
     rows: list[Row] = []
     context = max(load.max_context_tokens for load in every)
     sizes = [(kv_bytes, batch) for kv_bytes in budgets() for batch in numbers("max_batch")]
@@ -109,12 +115,12 @@ def _order(row: Row, sizes: Sequence[tuple[int, int]], names: Sequence[str]) -> 
 
 
 def _by_runner(names: Sequence[str]) -> Iterator[str]:
-    """Those that share programs one after the other."""
+    """Yield the methods so that those that share programs are consecutive."""
     yield from sorted(names, key=lambda name: methods.METHODS[name]["insertion"] == "shape")
 
 
 def compare(rows: Sequence[Row]) -> None:
-    """Give each row its speed-up over `Benchmark`, where that ran on the same load."""
+    """Add each row's speed-up over `Benchmark`, if that ran on the same load."""
     first = {_place(row): row for row in rows if row["method"] == methods.BENCHMARK}
     for row in rows:
         other = first.get(_place(row))
@@ -127,7 +133,7 @@ def _place(row: Row) -> tuple[int, int, str]:
 
 
 def show_table(rows: Sequence[Row]) -> None:
-    """A line for each."""
+    """Print a line per row of the tables' parts."""
     lines = []
     for row in rows:
         idle = [round(100 * row["idle"][why], 1) for why in ("tail", "waiting", "late")]
@@ -153,7 +159,7 @@ def show_table(rows: Sequence[Row]) -> None:
 
 
 def show_load(rows: Sequence[Row]) -> None:
-    """A line for each."""
+    """Print a line per row of the loads."""
     lines = []
     for row in rows:
         latency = row["latency_s"]
@@ -172,7 +178,7 @@ def show_load(rows: Sequence[Row]) -> None:
 
 
 def show_pooled(rows: Sequence[Row]) -> None:
-    """A line for each."""
+    """Print a line per pooled row."""
     lines = []
     for row in rows:
         cells = [row["method"], row["kv_bytes"] >> 20, row["batch"], row["rate"], len(row["seeds"])]
@@ -190,14 +196,14 @@ def _or_blank(value: float | None) -> float | str:
 
 
 def draw(rows: Sequence[Row]) -> None:
-    """Of the first load."""
+    """Draw the figures of the first load."""
     first = [row for row in rows if row["digest"] == rows[0]["digest"]]
     title = f"{first[0]['load']}, {FLAGS.model}, {device_name()}"
     draw_over_time(first, title, Path(FLAGS.plot))
 
 
 def tables_or_load() -> tuple[Row, dict[str, str]]:
-    """Results and units."""
+    """Run a table or load; return results and units."""
     is_load = FLAGS.part == "load"
     names = methods.chosen(FLAGS.methods, methods.OF_LOADS if is_load else methods.OF_THE_TABLES)
     rows, taken = serve_all(names, loads())
@@ -215,7 +221,7 @@ def tables_or_load() -> tuple[Row, dict[str, str]]:
 
 
 def steps() -> tuple[Row, dict[str, str]]:
-    """Results and units."""
+    """Time the launches; return results and units."""
     model = source_config(resolve_model(FLAGS.model), FLAGS.max_position_embeddings)
     dtype = resolve_dtype(serving_dtype(FLAGS.dtype), model)
     heads = model.num_kv_heads // FLAGS.tensor_parallel_size
@@ -250,7 +256,7 @@ def steps() -> tuple[Row, dict[str, str]]:
     taken = memory(runner, chosen.kv_bytes)
     if taken["peak_bytes_in_use"] is not None:
         over = taken["peak_bytes_in_use"] - taken["weights_bytes"] - taken["kv_bytes"]
-        print(f"peak of device memory: {over:,} bytes beside weights and --kv_bytes")
+        print(f"peak of device memory: {over:,} bytes in addition to weights and --kv_bytes")
     results = {
         "launches": rows,
         "memory": taken,
@@ -265,7 +271,7 @@ def main() -> int:
         check_can_write("--output_json", Path(FLAGS.output_json))
     if FLAGS.plot is not None:
         if FLAGS.part == "steps":
-            raise ConfigError("--plot", FLAGS.plot, "left out for --part=steps, whose times are a table")
+            raise ConfigError("--plot", FLAGS.plot, "left out for --part=steps, which only has a table")
         check_can_plot("--plot", Path(FLAGS.plot))
     found, units = steps() if FLAGS.part == "steps" else tables_or_load()
     settings = {
@@ -278,11 +284,13 @@ def main() -> int:
 
 def define_flags() -> None:
     define_rebatching_flags()
-    flags.DEFINE_multi_string("methods", [], f"Of {'; '.join(methods.METHODS)}.")
-    flags.DEFINE_string("copy_bytes", "64MiB", "Of steps: the array whose copy is timed; 1GiB on a GPU.")
-    flags.DEFINE_integer("matrix_size", 512, "Of steps: of the product that is timed; 8192 on a GPU.")
-    flags.DEFINE_string("output_json", None, "A file to which every run is appended as it is done.")
-    flags.DEFINE_string("plot", None, "A PNG: figures 6 to 8 of the paper.")
+    flags.DEFINE_multi_string("methods", [], f"Method to run, one of {'; '.join(methods.METHODS)}.")
+    flags.DEFINE_string(
+        "copy_bytes", "64MiB", "steps: size of the array whose copy is timed; use 1GiB on a GPU."
+    )
+    flags.DEFINE_integer("matrix_size", 512, "steps: size of the timed matrix product; use 8192 on a GPU.")
+    flags.DEFINE_string("output_json", None, "File to which every finished run is appended.")
+    flags.DEFINE_string("plot", None, "PNG file for figures 6 to 8 of the paper.")
     define_document_flag()
 
 

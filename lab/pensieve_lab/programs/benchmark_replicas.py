@@ -1,17 +1,18 @@
-r"""What a front of replicas costs, and what replicas give, beside the single server on the same machine.
+r"""Cost of a front end with replicas, and their throughput, compared with a single server on the same
+machine.
 
     python -m pensieve_lab.programs.benchmark_replicas \
         --history=postgresql://me@host/database [--replicas=1,2]
         [--serve='--model=random:llama-tiny --dtype=float32 --max_num_running=32']
 
-The systems take turns, `--num_rounds` times: `pensieve serve` by itself, and the same behind Ray Serve with
-so many replicas. `--num_clients` stream completions one after another, each of `--prompt_tokens` random ids
-and `--reply_tokens` of reply, for `--seconds` after `--warm_s`. With 1 replica the difference is the front's
-cost: a hop more for every turn, and messages of at most 20 ms of tokens. With as many replicas as GPUs, and
+The systems alternate, `--num_rounds` times: `pensieve serve` alone, and behind Ray Serve with each number of
+replicas. `--num_clients` stream completions one after another, each of `--prompt_tokens` random ids and
+`--reply_tokens` of reply, for `--seconds` after `--warm_s`. With 1 replica the difference is the front end's
+cost: one more hop per turn, and messages of at most 20 ms of tokens. With as many replicas as GPUs, and
 `--clients_per_replica`, each replica has the load of the single server, so that times per token can be equal.
 
-Processes of clients, front and engines share the processors: on few of them the front's cost is theirs, too.
-Prints a table, and one JSON document (see `--json`) as the last line.
+Clients, front end and engines share the processors, so with few processors the clients and engines also pay
+for the front end. Prints a table, and one JSON document (see `--json`) as the last line.
 """
 
 from __future__ import annotations
@@ -48,17 +49,17 @@ _SETTINGS = (
     *("seconds", "warm_s", "num_rounds"),
 )
 _UNITS = {
-    "tokens_per_s": "tokens of replies, a second; a reply that lasts for a part of the time counts in part",
-    "turns_per_s": "turns, a second, counted likewise from their requests on",
-    "num_turns": "those that ended within the time, whose latencies are told",
+    "tokens_per_s": "reply tokens per second; a reply that lies partly within the time counts in part",
+    "turns_per_s": "turns per second, counted likewise from their requests on",
+    "num_turns": "turns that ended within the time, whose latencies are reported",
     "first_token_ms": "milliseconds from a request to its first event with a token: quantiles",
-    "per_token_ms": "milliseconds from the first token to the last, for each token behind the first: median",
+    "per_token_ms": "milliseconds from the first token to the last, per token after the first: median",
 }
 _SINGLE = "single"
 
 
 class Turn(NamedTuple):
-    """One turn, in readings of `time.perf_counter`."""
+    """Times of one turn, as readings of `time.perf_counter`."""
 
     sent_s: float
     first_s: float
@@ -66,7 +67,7 @@ class Turn(NamedTuple):
 
 
 async def load(host: str, port: int, num_clients: int) -> dict[str, Any]:
-    """What clients saw in the time that is measured."""
+    """Run the clients; return their figures of the measured time."""
     client = HttpClient(host, port)
     draw = np.random.default_rng(0)
     turns: list[Turn] = []
@@ -74,7 +75,7 @@ async def load(host: str, port: int, num_clients: int) -> dict[str, Any]:
     end_s = begin_s + FLAGS.seconds
 
     async def one(number: int) -> None:
-        # Clients that begin together would go on together, and all or none would end within the time.
+        # Clients that start together would stay in phase, and all or none would end within the time.
         await asyncio.sleep(number / num_clients * FLAGS.warm_s / 2)
         while time.perf_counter() < end_s:
             body = {
@@ -95,13 +96,13 @@ async def load(host: str, port: int, num_clients: int) -> dict[str, Any]:
 
 
 def figures(all_turns: Sequence[Turn], begin_s: float, end_s: float) -> dict[str, Any]:
-    """Latencies of the turns that ended within the time, and what all had of it; ConfigError for none."""
+    """Return latencies of the turns that ended within the time, and rates; raises ConfigError if none did."""
     turns = [turn for turn in all_turns if begin_s <= turn.end_s <= end_s]
     if not turns:
         raise ConfigError("--seconds", FLAGS.seconds, "long enough for a turn")
 
     def within(turn_begin_s: float, turn_end_s: float) -> float:
-        """The share of a time that lies in this one; of no time, whether it does."""
+        """Return the share of a turn that lies within the measured time; for an empty turn 0 or 1."""
         if turn_begin_s == turn_end_s:
             return float(begin_s <= turn_end_s <= end_s)
         return max(0.0, min(turn_end_s, end_s) - max(turn_begin_s, begin_s)) / (turn_end_s - turn_begin_s)
@@ -122,7 +123,7 @@ def figures(all_turns: Sequence[Turn], begin_s: float, end_s: float) -> dict[str
 
 
 def measured(replicas: int | None) -> dict[str, Any]:
-    """One system from its start to its end."""
+    """Measure one system from its start to its end."""
     many = [] if replicas is None else [f"--replicas={replicas}"]
     num_clients = FLAGS.num_clients * (replicas or 1) if FLAGS.clients_per_replica else FLAGS.num_clients
     with ServedProcess([f"--history={FLAGS.history}", *shlex.split(FLAGS.serve), *many]) as served:
@@ -136,7 +137,7 @@ def main() -> int:
     rounds: list[dict[str, dict[str, Any]]] = [{} for _ in range(FLAGS.num_rounds)]
     for found in rounds:
         for name, count in systems.items():
-            found[name] = measured(count)  # which takes minutes; the table comes last
+            found[name] = measured(count)  # takes minutes, so it is printed before the table
             print(f"{name}: {json.dumps(found[name])}", file=sys.stderr)
     rows = [
         [
@@ -160,19 +161,18 @@ def main() -> int:
 
 
 def define_flags() -> None:
-    """The command line."""
-    flags.DEFINE_string("history", None, "postgresql://..., which all systems use.")
+    flags.DEFINE_string("history", None, "History of all systems, postgresql://...")
     require("history")
-    flags.DEFINE_list("replicas", ["1"], "How many replicas, system by system.")
+    flags.DEFINE_list("replicas", ["1"], "Numbers of replicas to measure.")
     sizes = "--model=random:llama-tiny --dtype=float32 --max_num_running=32 --gpu_pages=1024 --cpu_pages=64"
     flags.DEFINE_string("serve", sizes, "Flags of `pensieve serve`, for all systems.")
     flags.DEFINE_integer("num_clients", 16, "Clients, each with one turn at a time.", lower_bound=1)
-    flags.DEFINE_bool("clients_per_replica", False, "As many clients for each replica.")
-    flags.DEFINE_integer("prompt_tokens", 32, "Of each turn.", lower_bound=1)
-    flags.DEFINE_integer("reply_tokens", 32, "Of each turn.", lower_bound=1)
-    flags.DEFINE_float("seconds", 20.0, "That are measured of each system.")
+    flags.DEFINE_bool("clients_per_replica", False, "Use --num_clients clients per replica.")
+    flags.DEFINE_integer("prompt_tokens", 32, "Prompt tokens of each turn.", lower_bound=1)
+    flags.DEFINE_integer("reply_tokens", 32, "Reply tokens of each turn.", lower_bound=1)
+    flags.DEFINE_float("seconds", 20.0, "Measured seconds of each system.")
     flags.DEFINE_float("warm_s", 5.0, "Before that.")
-    flags.DEFINE_integer("num_rounds", 1, "How often the systems take turns.", lower_bound=1)
+    flags.DEFINE_integer("num_rounds", 1, "Number of rounds over all systems.", lower_bound=1)
     define_document_flag()
 
 

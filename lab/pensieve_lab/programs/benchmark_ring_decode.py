@@ -1,18 +1,22 @@
-"""Times attention of a padded batch's steps: the kernel that reads each row's own columns beside plain XLA.
+"""Times attention of a padded batch's steps: the kernel that reads each row's own columns, and plain XLA.
 
     python -m pensieve_lab.programs.benchmark_ring_decode --sweep
 
-- Rings of several shapes, with all rows as long as the ring, and with rows of mixed lengths.
-- Ceilings of this device, measured in the same run: reading alone, and copying.
-- `--sweep`: also with other blocks, and then with other numbers of parts in the best block.
+- Rings have several shapes, with all rows as long as the ring, and with rows of mixed lengths.
+- Ceilings of this device, reading alone and copying, are measured in the same run.
+- `--sweep` adds other blocks, and then other numbers of parts in the best block.
 
-Before it is timed, every answer is compared with plain XLA's, which is compared with numpy's about a row; and
-the kernel must not change a bit where free columns hold NaN. What is timed are rounds of several layers whose
-live columns together are larger than any cache. A layer asks what the one before answered, and a round what
-the one before ended with; figures are of one layer. What is faster than reading allows is not believed: the
-kernel must read the live columns, and plain XLA the whole ring. The last line is one JSON document (see
-`--json`). Exit status 1 if something is wrong or fails, but for blocks that are only tried; 2 for flags that
-cannot work. Without a GPU the kernel is interpreted, which says whether it is right, and not how fast.
+Before it is timed, every answer is compared with plain XLA's, which is compared with numpy's for one row. NaN
+in
+free columns must not change a bit of the kernel's answer. A timed round has several layers, whose live
+columns
+together are larger than any cache. A layer's query is the previous layer's answer, and a round starts with
+the
+previous round's result; figures are per layer. A time below the bound of reading is rejected: the kernel must
+read the live columns, and plain XLA the whole ring. The last line is one JSON document (see `--json`). Exit
+status 1 if an answer is wrong or fails, except for blocks that are only tried; 2 for invalid flags. Without a
+GPU
+the kernel is interpreted, which shows whether it is right, but not how fast.
 """
 
 from __future__ import annotations
@@ -46,26 +50,26 @@ from pensieve_lab.kernels.timing import KERNEL_ERRORS, Timing
 from pensieve_lab.steps.ceilings import Ceilings, measure_ceilings
 
 FLAGS = flags.FLAGS
-# Bytes of the array that is read, rows and columns of the matrices that are multiplied.
+# Bytes of the array that is read, and size of the square matrices that are multiplied.
 _CEILING_SIZES_GPU = (4 << 30, 8192)
 _CEILING_SIZES_ELSEWHERE = (32 << 20, 256)
-# What is this much faster than its bound has not read what it must: of a round, caches hold a fifth at most.
+# A time this far below its bound cannot have read all data: caches hold at most a fifth of a round.
 _MAX_SHARE = 1.25
-# block_kv, num_warps, num_stages, whole_loop; of heads of 128 in 16 bits, what shared memory holds.
+# block_kv, num_warps, num_stages, whole_loop; sizes that fit shared memory for 16-bit heads of 128.
 _SWEEP = (
     (32, 4, 4, True), (64, 4, 3, True), (64, 8, 3, True), (128, 4, 2, True), (128, 8, 2, True),
     (128, 4, 3, False), (256, 4, 1, True), (256, 8, 1, True),
 )  # fmt: skip
 _SPLITS = (1, 2, 4, 8, 16, 32)
-_MIN_PART_COLUMNS = 64  # of a row as long as the ring: more parts than that are not tried
+_MIN_PART_COLUMNS = 64  # minimum columns of a part in a full row; limits the number of parts
 UNITS = {
     "time_us": "median microseconds of one layer",
-    "live_bytes": "bytes of keys and values that rows see, of one layer",
-    "ring_bytes": "bytes of all keys and values, of one layer",
-    "live_bound_us": "the least microseconds of one layer, by the ceilings, if live columns are read",
+    "live_bytes": "bytes of keys and values that rows attend to, per layer",
+    "ring_bytes": "bytes of all keys and values, per layer",
+    "live_bound_us": "lower bound in microseconds per layer, by the ceilings, if live columns are read",
     "ring_bound_us": "the same if the whole ring is read, as plain XLA does",
     "gb_per_s": "1e9 live bytes/s",
-    "ring_gb_per_s": "1e9 bytes/s of the whole ring; only what plain XLA does is reading at this speed",
+    "ring_gb_per_s": "1e9 bytes/s of the whole ring; only plain XLA reads all of it",
     "share_of_read": "live bytes/s over the device's bytes/s of reading alone",
     "share_of_copy": "live bytes/s over the device's bytes/s of copying, read and written",
     "xla_over": "time of plain XLA in this run / time",
@@ -79,16 +83,16 @@ _COLUMNS = (
 
 
 class Measured(NamedTuple):
-    """One way to compute a case.
+    """Result of one implementation on one case.
 
     Attributes:
-      case: whose ring.
-      block: the kernel's; None: plain XLA.
-      is_tried: the block is not the one that the kernel takes by itself.
-      itemsize: of a number.
-      num_layers: that a round reads.
-      max_error: difference from plain XLA; None if it did not answer.
-      timing: of a round; None if it did not answer, or wrongly.
+      case: the case.
+      block: block of the kernel; None means plain XLA.
+      is_tried: whether the block differs from the kernel's default.
+      itemsize: bytes per number.
+      num_layers: layers per round.
+      max_error: difference from plain XLA; None if there was no answer.
+      timing: timing of a round; None if the answer was missing or wrong.
       reason: why there is no timing.
     """
 
@@ -103,23 +107,23 @@ class Measured(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of one layer; infinite where there is no timing, so that it sorts last."""
+        """Seconds per layer; infinity without a timing, so that it sorts last."""
         return float("inf") if self.timing is None else self.timing.seconds / self.num_layers
 
     def least_s(self, ceilings: Ceilings, *, whole_ring: bool) -> float:
-        """Of one layer, by the device's ceilings."""
+        """Return the lower bound of one layer, by the device's ceilings."""
         return self.case.work(self.itemsize, whole_ring=whole_ring).seconds(ceilings)
 
     @property
     def label(self) -> str:
-        """Columns an iteration, warps, stages, parts; m: masks in all iterations."""
+        """Columns per iteration, warps, stages, parts; "m" if all iterations are masked."""
         if self.block is None:
             return "xla"
         size, warps, stages, splits, whole = self.block
         return f"{size}w{warps}s{stages}/{splits}{'' if whole else 'm'}"
 
     def as_dict(self, ceilings: Ceilings, xla_s: float) -> dict[str, Any]:
-        """For JSON, and for the line that is printed."""
+        """Return the JSON object, which is also the source of the printed line."""
         found: dict[str, Any] = {
             "case": self.case.name,
             "kernel": "xla" if self.block is None else "pallas_triton",
@@ -152,7 +156,7 @@ class Measured(NamedTuple):
 def measure(
     inputs: RingInputs, block: DecodeBlock | None, expected: jax.Array, ceilings: Ceilings, *, is_tried: bool
 ) -> Measured:
-    """One way on one case; what stopped it is in the result."""
+    """Measure one implementation on one case; the result holds any failure."""
     case, itemsize = inputs.case, inputs.q.dtype.itemsize
     found = Measured(case, block, is_tried, itemsize, len(inputs.layers))
     rounds = RingRounds.of(inputs, block)
@@ -171,18 +175,18 @@ def measure(
         timing = rounds.time(1e-3 * FLAGS.target_ms, FLAGS.repeats)
     except AttentionArgumentError:
         raise
-    except KERNEL_ERRORS as failure:  # the others have their turn
+    except KERNEL_ERRORS as failure:  # continue with the others
         line = (str(failure).splitlines() or [""])[0][:150]
         return found._replace(reason=f"failed: {type(failure).__name__}: {line}")
     least_s = found.num_layers * found.least_s(ceilings, whole_ring=block is None)
     if timing.seconds * _MAX_SHARE <= least_s:
         read = "the whole ring" if block is None else "live columns"
-        return found._replace(reason=f"not believed: reading {read} takes {least_s:.2e} s; {timing}")
+        return found._replace(reason=f"not plausible: reading {read} takes {least_s:.2e} s; {timing}")
     return found._replace(timing=timing)
 
 
 def run_case(case: RingCase, ceilings: Ceilings) -> tuple[list[Measured], list[dict[str, Any]]]:
-    """Plain XLA, the kernel as it is, and with `--sweep` as it could be; each printed at once."""
+    """Measure plain XLA, the kernel, and with `--sweep` other blocks; print each at once."""
     is_small = jax.default_backend() != "gpu"
     inputs = make_inputs(case, FLAGS.dtype, FLAGS.seed, is_small=is_small)
     expected = expected_answer(inputs)
@@ -218,7 +222,7 @@ def run_case(case: RingCase, ceilings: Ceilings) -> tuple[list[Measured], list[d
 
 
 def row_of(found: dict[str, Any]) -> list[object]:
-    """For people, under `_COLUMNS`."""
+    """Format a row under `_COLUMNS`."""
     start = [found["case"], found["label"]]
     if "time_us" not in found:
         return [*start, *[""] * (len(_COLUMNS) - 3), found["reason"]]
@@ -240,7 +244,7 @@ def row_of(found: dict[str, Any]) -> list[object]:
 
 
 def cases() -> list[RingCase]:
-    """Those of `--cases`; raises AttentionArgumentError."""
+    """Return the cases of `--cases`; raises AttentionArgumentError for unknown names."""
     default = LARGE if jax.default_backend() == "gpu" else TINY
     names = list(FLAGS.cases or default)
     unknown = sorted(set(names) - set(CASES))
@@ -250,7 +254,7 @@ def cases() -> list[RingCase]:
 
 
 def main() -> int:
-    """Prints results case by case, then all of them as a table, then the document."""
+    """Print results case by case, then all of them as a table, then the document."""
     began = time.perf_counter()
     found = cases()
     is_gpu = jax.default_backend() == "gpu"
@@ -279,7 +283,7 @@ def main() -> int:
         documents += of_case[1]
     print(table(_COLUMNS, map(row_of, documents)))
     if left_out:
-        print(f"left out, for time: {', '.join(left_out)}")
+        print(f"skipped because of --time_limit_s: {', '.join(left_out)}")
     document = {
         "dtype": FLAGS.dtype,
         "platform": jax.devices()[0].client.platform_version,
@@ -297,18 +301,24 @@ def main() -> int:
 
 
 def define_flags() -> None:
-    """The command line."""
     flags.DEFINE_list(
-        "cases", None, f"Of {', '.join(CASES)}; default: all but tiny ones on a GPU, else those."
+        "cases",
+        None,
+        f"Cases from {', '.join(CASES)}; default: the tiny ones without a GPU, else the others.",
     )
-    flags.DEFINE_bool("sweep", False, "Time the kernel with other blocks and numbers of parts, too.")
-    flags.DEFINE_enum("dtype", "bfloat16", list(TOLERANCE), "Of queries, keys and values.")
+    flags.DEFINE_bool("sweep", False, "Also time the kernel with other blocks and numbers of parts.")
+    flags.DEFINE_enum("dtype", "bfloat16", list(TOLERANCE), "Data type of queries, keys and values.")
     flags.DEFINE_integer("seed", 0, "Seed of values.")
-    flags.DEFINE_float("target_ms", 40.0, "Device time of one timed call, about.", lower_bound=0.001)
     flags.DEFINE_float(
-        "time_limit_s", None, "No case begins after so long; the document is whole.", lower_bound=0.0
+        "target_ms", 40.0, "Approximate device time of one timed call (ms).", lower_bound=0.001
     )
-    flags.DEFINE_integer("repeats", 5, "Timed calls, of which the median is taken.", lower_bound=1)
+    flags.DEFINE_float(
+        "time_limit_s",
+        None,
+        "Start no case after this many seconds; the document stays complete.",
+        lower_bound=0.0,
+    )
+    flags.DEFINE_integer("repeats", 5, "Number of timed calls; the median is reported.", lower_bound=1)
     define_document_flag()
 
 

@@ -1,23 +1,29 @@
-"""How long the host takes to decide and lay out a step, without a device.
+"""Times how long the host takes to schedule and lay out a step, without a device.
 
     python -m pensieve_lab.programs.benchmark_scheduler [--num_running=256 \\
         --versus=../a-checkout-of-another-revision]
 
-The real engine, scheduler, cache, planner and tile builder run over a runner that computes nothing: it
-answers with made-up ids and notes when it was called. `schedule + plan` is what passes from the start of
-`Engine.step` to the dispatch of the step; `tiles` is the share of it that the kernel's tile list takes;
-`finish` is the rest of the step (ids into turns, commits). Three loads:
+The real engine, scheduler, cache, planner and tile builder run on a runner that computes nothing: it returns
+made-up ids and records when it was called. `schedule + plan` is the time from the start of `Engine.step` to
+the
+dispatch of the step; `tiles` is its part for the kernel's tile list; `finish` is the rest of the step (ids
+into
+turns, commits). Three loads:
   decode            every request decodes one token;
-  mixed             replies end and turns of idle conversations arrive all the time, into a pool so small that
-                    the idle ones lose chunks and returning ones recompute;
-  mixed, two tiers  the same with host memory for 40 % of what is idle: chunks go both ways and are dropped.
-All times are CPU time of the one thread that works; the wall clock stands beside them. A load is run in
-`--num_rounds` processes, one after the other, in which every step decides the same. Of a step the least of
-its times counts: what a busy machine adds is never the same. With `--versus` each round is run with the code
-of that checkout as well, in turn, and the document has its times as `before`.
+  mixed             replies end and turns of idle conversations arrive all the time, in a pool so small that
+                    idle conversations lose chunks and returning ones recompute;
+  mixed, two tiers  the same with host memory for 40 % of the idle conversations: chunks move both ways and
+                    are dropped.
+All times are CPU time of the one working thread; wall-clock times are printed beside them. A load runs in
+`--num_rounds` processes, one after the other, in which every step makes the same decisions. The minimum over
+the
+rounds counts for each step, because delays on a shared host vary. With `--versus` each round also runs with
+the
+code of that checkout, in alternation, and the document has its times as `before`.
 Prints a table, which load missed the target, and one JSON document (see `--json`) as the last line.
-`--profile` adds cProfile's hot spots. It reports and does not judge: the exit status is 0 also where the
-target is missed, since that depends on the machine, and 2 for flags that cannot work.
+`--profile` adds cProfile's hot spots. The exit status is 0 even if the target is missed, since that depends
+on
+the machine, and 2 for invalid flags.
 """
 
 from __future__ import annotations
@@ -48,18 +54,18 @@ TARGET_MS = 2.0
 _DECISIONS = ("num_running", "num_drops", "num_copies", "num_rows", "num_tokens")
 _SETTINGS = ("num_running", "context_tokens", "num_idle", "num_steps", "num_rounds", "policy")
 _UNITS = {
-    "*_ms": "milliseconds of CPU time a step (wall_*: of the wall clock), each step's least of all rounds",
+    "*_ms": "milliseconds of CPU time per step (wall_*: wall-clock time); each step's minimum of all rounds",
     "mean_ms, p50_ms, p99_ms, max_ms": "from the start of a step to its dispatch: schedule + plan",
     "host_ms": "mean_ms + finish_ms",
-    "num_rows": "sub-requests a step",
-    "num_tokens": "tokens a step",
-    "num_copies": "copies between the tiers that begin in a step",
+    "num_rows": "sub-requests per step",
+    "num_tokens": "tokens per step",
+    "num_copies": "copies between the tiers that start in a step",
     "times_faster": "before.mean_ms / mean_ms",
 }
 
 
 def one_round(load: str, tree: Path) -> list[Times]:
-    """The steps of one round of a load with the code of a checkout, in a process of its own."""
+    """Run one round of a load with the code of a checkout in its own process; return its steps."""
     done = subprocess.run(
         [sys.executable, __file__, *sys.argv[1:], f"--one_round={load}"],
         env={**os.environ, "PYTHONPATH": str(tree)},
@@ -71,10 +77,10 @@ def one_round(load: str, tree: Path) -> list[Times]:
 
 
 def least(rounds: Sequence[Sequence[Times]]) -> dict[str, np.ndarray]:
-    """By column, every step's least time.
+    """Return every step's minimum by column.
 
     Raises:
-      AssertionError: what was decided differs, so the steps are not the same.
+      AssertionError: decisions differ between rounds, so the steps are not comparable.
     """
     columns: dict[str, np.ndarray] = {}
     for name in Times._fields:
@@ -85,7 +91,7 @@ def least(rounds: Sequence[Sequence[Times]]) -> dict[str, np.ndarray]:
 
 
 def summary(columns: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Mean, median, 99th percentile and worst of schedule + plan, and means of the rest."""
+    """Return mean, median, 99th percentile and maximum of schedule + plan, and means of the rest."""
     left = dict(columns)
     both = left.pop("schedule_plan_ms")
     return {
@@ -100,7 +106,7 @@ def summary(columns: Mapping[str, np.ndarray]) -> dict[str, float]:
 
 
 def measure_all(trees: Sequence[Path]) -> list[dict[str, dict[str, float]]]:
-    """Summaries by load, of each tree; rounds of the trees take turns."""
+    """Return summaries by load of each tree; rounds of the trees alternate."""
     found: list[dict[str, dict[str, float]]] = [{} for _ in trees]
     for load in LOADS:
         rounds: list[list[list[Times]]] = [[] for _ in trees]
@@ -110,20 +116,20 @@ def measure_all(trees: Sequence[Path]) -> list[dict[str, dict[str, float]]]:
         columns = [least(steps) for steps in rounds]
         differing = [n for n in _DECISIONS if any((other[n] != columns[0][n]).any() for other in columns)]
         if differing:
-            print(f"{load}: the two do not decide alike ({', '.join(differing)}): not quite the same steps")
+            print(f"{load}: the two trees decide differently ({', '.join(differing)}), so steps differ")
         for number, steps in enumerate(columns):
             found[number][load] = summary(steps)
     return found
 
 
 def revision_of(tree: Path) -> str:
-    """The commit that a checkout is at."""
+    """Return the commit of a checkout."""
     command = ["git", "-C", str(tree), "rev-parse", "HEAD"]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout.strip()
 
 
 def print_round(load: str) -> None:
-    """What `one_round` reads: one line of JSON."""
+    """Print the round that `one_round` reads as one line of JSON."""
     step = LOADS[load]()
     times = measure(step, FLAGS.num_steps)
     if FLAGS.profile:
@@ -155,7 +161,7 @@ def main() -> int:
     print(table(columns, rows))
     missed = [name for name, values in results.items() if values["mean_ms"] > TARGET_MS]
     outcome = f"missed by {' and '.join(missed)}" if missed else "met"
-    print(f"target: schedule + plan at most {TARGET_MS} ms a step on one core, on average: {outcome}")
+    print(f"target: schedule + plan at most {TARGET_MS} ms per step on one core, on average: {outcome}")
     if FLAGS.versus is not None:
         faster = {name: found[0][name]["mean_ms"] / results[name]["mean_ms"] for name in LOADS}
         results |= {"before": {"revision": revision_of(trees[0]), **found[0]}, "times_faster": faster}
@@ -166,21 +172,18 @@ def main() -> int:
 
 
 def define_flags() -> None:
-    """The command line."""
-    flags.DEFINE_integer("num_running", 256, "Requests in the batch.", lower_bound=1)
+    flags.DEFINE_integer("num_running", 256, "Running requests.", lower_bound=1)
     flags.DEFINE_integer("context_tokens", 2000, "Tokens of each running request.", lower_bound=256)
     flags.DEFINE_integer("num_idle", 1000, "Idle conversations of the mixed loads.", lower_bound=1)
     flags.DEFINE_integer("num_steps", 200, "Steps measured for each load.", lower_bound=1)
-    flags.DEFINE_integer("num_rounds", 5, "How often each load is run.", lower_bound=1)
-    flags.DEFINE_string("versus", None, "Another checkout, to be measured in turn with this one.")
-    flags.DEFINE_enum(
-        "one_round", None, list(LOADS), "Print the times of one round of this load, and no more."
-    )
+    flags.DEFINE_integer("num_rounds", 5, "Number of rounds of each load.", lower_bound=1)
+    flags.DEFINE_string("versus", None, "Another checkout, measured in alternation with this one.")
+    flags.DEFINE_enum("one_round", None, list(LOADS), "Only print the times of one round of this load.")
     flags.DEFINE_enum("model", "llama2-13b-gqa10", list(PRESETS), "Preset whose heads shape the tile list.")
     flags.DEFINE_enum("policy", "retention", POLICIES, "Eviction policy.")
     backends = ["xla", "pallas_triton"]
-    flags.DEFINE_enum("attention_backend", "pallas_triton", backends, "Whose tile list is built.")
-    flags.DEFINE_bool("profile", False, "Profile as many steps again, and print the hot spots.")
+    flags.DEFINE_enum("attention_backend", "pallas_triton", backends, "Back end whose tile list is built.")
+    flags.DEFINE_bool("profile", False, "Profile as many further steps, and print the hot spots.")
     define_document_flag()
 
 

@@ -1,18 +1,19 @@
-"""What the socket between a server's two processes costs, without a device.
+"""Times the socket between a server's two processes, without a device.
 
     python -m pensieve_lab.programs.benchmark_server [--num_running=256]
 
-The real engine runs over a runner that computes nothing, served over a real socket pair; at the other end
-the real client hands deltas to a task for every turn. Both ends take turns in one thread, so that the CPU
-time of each is its own. Replies end and new turns begin all the time, as in a closed loop of clients. Rounds
-have the same steps, and of a step the least of its times counts: what a busy machine adds is never the same.
-  engine     `Engine.submit` and `Engine.step`, which a program without a server takes as well
+The real engine runs on a runner that computes nothing, served over a real socket pair; at the other end the
+real
+client hands deltas to a task per turn. Both ends alternate in one thread, so that the CPU time of each can be
+measured. Replies end and new turns begin all the time, as in a closed loop of clients. Rounds have the same
+steps, and the minimum over the rounds counts for each step, because delays on a shared host vary.
+  engine     `Engine.submit` and `Engine.step`, which a program without a server needs as well
   wire       the rest of the engine's thread: inbox, deltas, encoding, sending
-  front      the client's side, to where each task has its delta
+  front      the client's side, until each task has its delta
   submit     the client's side of one turn, from `submit` to its acceptance, without its deltas
-The target is at most 0.25 ms of the engine's thread a step. Prints a table, and one JSON document (see
-`--json`) as the last line. It reports and does not judge: the exit status is 0 also where the target is
-missed, since that depends on the machine.
+The target is at most 0.25 ms of the engine's thread per step. Prints a table, and one JSON document (see
+`--json`) as the last line. The exit status is 0 even if the target is missed, since that depends on the
+machine.
 """
 
 from __future__ import annotations
@@ -47,19 +48,19 @@ from pensieve_lab.steps.null_runner import NullRunner
 
 FLAGS = flags.FLAGS
 TARGET_MS = 0.25
-_PROMPT_TOKENS, _REPLY_TOKENS = 38, 205  # of a turn in the traces, on average
+_PROMPT_TOKENS, _REPLY_TOKENS = 38, 205  # means of a turn in the traces
 _SETTINGS = ("num_running", "num_steps", "num_rounds", "model")
 _UNITS = {
-    "*_ms": "milliseconds of CPU time a step",
-    "front_us_per_delta": "microseconds of CPU time, event loop and the task that waits included",
-    "submit_us": "microseconds of CPU time a turn",
-    "num_deltas": "deltas a step",
-    "num_begun": "turns begun a step",
+    "*_ms": "milliseconds of CPU time per step",
+    "front_us_per_delta": "microseconds of CPU time, including the event loop and the waiting task",
+    "submit_us": "microseconds of CPU time per turn",
+    "num_deltas": "deltas per step",
+    "num_begun": "turns begun per step",
 }
 
 
 class Times(NamedTuple):
-    """One step, in milliseconds of CPU time, and what it held."""
+    """Times of one step in milliseconds of CPU time, and its contents."""
 
     engine_ms: float
     wire_ms: float
@@ -70,16 +71,14 @@ class Times(NamedTuple):
 
 
 class TimedEngine(Engine):
-    """Knows how long was spent in it since that was last set to 0, by what programs without a server call."""
+    """Engine that adds up the time in `step` and `submit` since its total was last reset."""
 
     spent_s = 0.0
 
     def step(self) -> list[Turn]:
-        """As the engine does."""
         return self._timed(super().step)
 
     def submit(self, specs: Sequence[TurnSpec]) -> list[Turn]:
-        """As the engine does."""
         return self._timed(lambda: super(TimedEngine, self).submit(specs))
 
     def _timed[T](self, work: Callable[[], T]) -> T:
@@ -90,10 +89,10 @@ class TimedEngine(Engine):
 
 
 class Load:
-    """Both ends of a socket, and clients who send another turn when theirs has ended."""
+    """Both ends of a socket, and clients that send a new turn when theirs has ended."""
 
     def __init__(self) -> None:
-        """All clients have sent a turn."""
+        """Let every client send a turn."""
         model = preset(FLAGS.model)
         num_running, context_tokens = FLAGS.num_running, 4 * _REPLY_TOKENS
         config = EngineConfig(
@@ -122,7 +121,7 @@ class Load:
         self.tasks: set[asyncio.Task[None]] = set()
 
     async def measure(self, num_steps: int) -> list[Times]:
-        """Steps, after as many as bring clients out of step with each other."""
+        """Return `num_steps` steps, after a warm-up that desynchronizes the clients."""
         loop = asyncio.get_running_loop()
         numbers = self.numbers
         _, self.connection = await loop.create_unix_connection(
@@ -133,7 +132,7 @@ class Load:
         for number in range(num_steps + 2 * _REPLY_TOKENS):
             if number == 2 * _REPLY_TOKENS:
                 gc.collect()
-                gc.freeze()  # what a server does with its start-up objects
+                gc.freeze()  # as a server does with its start-up objects
             times.append(await self._step())
         for task in self.tasks:
             task.cancel()
@@ -144,7 +143,7 @@ class Load:
         return times[-num_steps:]
 
     async def _client(self) -> None:
-        """A conversation whose turns are one-off requests, for ever."""
+        """Send one-off requests one after the other, without end."""
         while True:
             async for _ in self._submit():
                 self.num_deltas += 1
@@ -164,7 +163,7 @@ class Load:
         start_s = time.thread_time()
         self.server.run_once()
         turned_s = time.thread_time()
-        # What was sent is read, handed out and taken: once around the loop for each.
+        # Reading, dispatching to tasks and the tasks themselves take one round of the event loop each.
         for _ in range(3):
             await asyncio.sleep(0)
         end_s = time.thread_time()
@@ -180,10 +179,10 @@ class Load:
 
 
 def summary(rounds: Sequence[Sequence[Times]]) -> dict[str, Any]:
-    """Means, and the median and 99th percentile of what has a target, each step at its least of all rounds.
+    """Return means, and median and 99th percentile of figures with a target, from each step's minimum.
 
     Raises:
-      AssertionError: rounds differ in what their steps held.
+      AssertionError: rounds differ in the contents of their steps.
     """
     columns = {}
     for name in Times._fields:
@@ -211,7 +210,7 @@ def main() -> int:
     results: Mapping[str, Any] = summary(rounds)
     print(table(list(results), [list(results.values())]))
     is_met = results["wire_ms"] <= TARGET_MS
-    print(f"target: wire at most {TARGET_MS} ms a step, on average: {'met' if is_met else 'missed'}")
+    print(f"target: wire at most {TARGET_MS} ms per step, on average: {'met' if is_met else 'missed'}")
     settings = {name: FLAGS[name].value for name in _SETTINGS}
     document = {"target_ms": TARGET_MS, "target_met": is_met, "settings": settings, **results}
     print_document(json_line("server", document, units=_UNITS, device="none (host only, one core)"))
@@ -219,10 +218,11 @@ def main() -> int:
 
 
 def define_flags() -> None:
-    """The command line."""
     flags.DEFINE_integer("num_running", 256, "Clients, each with one turn at a time.", lower_bound=1)
-    flags.DEFINE_integer("num_steps", 1000, "Steps measured in a round.", lower_bound=1)
-    flags.DEFINE_integer("num_rounds", 5, "Rounds; of a step the least times count.", lower_bound=1)
+    flags.DEFINE_integer("num_steps", 1000, "Measured steps per round.", lower_bound=1)
+    flags.DEFINE_integer(
+        "num_rounds", 5, "Number of rounds; the minimum counts for each step.", lower_bound=1
+    )
     flags.DEFINE_enum("model", "llama2-13b-gqa10", list(PRESETS), "Preset whose heads shape the tile list.")
     define_document_flag()
 

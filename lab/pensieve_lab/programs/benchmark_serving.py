@@ -1,4 +1,4 @@
-r"""How fast conversations are served, in real time: the latency of answers over the load, system by system.
+r"""Serves conversations in real time and reports the latency of answers over the load, system by system.
 
     python -m pensieve_lab.programs.benchmark_serving --model=random:llama2-13b-gqa10 --dtype=bfloat16 \
         --system=pensieve \
@@ -8,33 +8,39 @@ r"""How fast conversations are served, in real time: the latency of answers over
         --curve="others=c.json" --level_ms=18 \
         --plot=curves.png
 
-Open loop: users in a thread of their own send a turn when it is due, whatever the server does: conversations
-begin at random (`--rates`), with the pauses of a recording (`--arrivals`) or as recorded, and turn k + 1
-follows when turn k was answered and its user has thought. The run begins in mid-life (`--mid_life_s`), with
-the histories of its conversations computed before the clock starts. What arrives in the window counts; it
-ends when all of that was answered, or after `--drain_s`. If users were late (99th percentile over
-`--max_client_lag_s`) the run is void, and the exit status 1, as it is where `--max_run_s` left time for no
-load point. Answers have the lengths of the trace, by which nobody is admitted, evicted or served sooner.
+Open loop: users in their own thread send each turn when it is due, whatever the server does. Conversations
+begin
+at random (`--rates`), with the pauses of a recording (`--arrivals`) or as recorded. Turn k + 1 follows when
+turn
+k was answered and its user has thought. The run begins in mid-life (`--mid_life_s`), with the histories of
+its
+conversations computed before the clock starts. Requests that arrive in the window count. The run ends when
+all
+of them were answered, or after `--drain_s`. If users were late (99th percentile over `--max_client_lag_s`)
+the
+run is void and the exit status 1, as it is if `--max_run_s` left no time for any load point. Answers have the
+lengths of the trace, which no system uses to admit, evict or order turns.
 
-Closed loop (`--closed_loop`): `--num_conversations` of `--num_turns` turns at once, the next turn right after
-the answer, and the seconds that all of it takes.
+Closed loop (`--closed_loop`): `--num_conversations` of `--num_turns` turns start at once, each next turn
+follows
+its answer directly, and the total time is reported.
 
-Systems, one to a process (but see `--loads`), on the same memory:
-  pensieve       state in device and host memory (`--policy`, `--noprefetch`, `--noretrieval_priority` and
-                 `--nounified` take parts of it away);
+Systems, one per process (but see `--loads`), on the same memory:
+  pensieve       KV cache in device and host memory (`--policy`, `--noprefetch`, `--noretrieval_priority` and
+                 `--nounified` disable parts of it);
   pensieve-gpu   in device memory alone (the paper's "Pensieve (GPU cache)");
-  stateless      every turn computes its whole history, by the same kernels, batches alike;
-  http           `pensieve`, behind `pensieve serve`: a front and an engine in processes of their own;
+  stateless      every turn computes its whole history, with the same kernels and batching;
+  http           `pensieve`, behind `pensieve serve`: front end and engine in their own processes;
   rebatching     a padded batch of `--padded_batch` rows that turns join and leave (Baton);
   rebatching-static
                  the same engine, whose batches run to their last turn (the Baton paper's "Benchmark");
   transformers   Hugging Face's continuous batching, if it can be imported;
   transformers-static
-                 its `generate`, on batches of up to `--padded_batch` of those who wait, padded on the left;
+                 its `generate`, on batches of up to `--padded_batch` waiting turns, padded on the left;
   vllm, vllm-no-prefix, vllm-offload
                  vLLM, if it can be imported: with its prefix cache, without, and with host memory as well.
 The last line is one JSON document (see `--json`); lab/docs/serving_benchmark.md defines every figure. Ctrl-C
-ends the run after the step; load points that were done are in `--output_json`.
+ends the run after the current step; finished load points are in `--output_json`.
 """
 
 from __future__ import annotations
@@ -100,7 +106,7 @@ _OPEN_FLAGS = (
 
 
 def histories(load: LoadPoint, prompts: Prompts, between_steps: Callable[[], None]) -> Iterator[History]:
-    """Of the conversations that begin in mid-life, in the order of their last answers."""
+    """Yield the histories of conversations that begin in mid-life, in the order of their last answers."""
     begun = (session for session in load.sessions if session.first_turn)
     for session in sorted(begun, key=lambda session: session.last_active_s):
         between_steps()
@@ -118,7 +124,7 @@ def measure(
     max_context_tokens: int,
     between_steps: Callable[[], None],
 ) -> Point:
-    """One load point, the `number`-th of this process: its figures. What `between_steps` raises ends it."""
+    """Measure one load point, the `number`-th of this process; an error of `between_steps` ends it."""
     digest = sessions_digest(load.sessions)
     clock, users = RunClock(), Client(load.sessions, max_context_tokens)
     prompts = Prompts(model.vocab_size, load.seed, number)
@@ -134,7 +140,7 @@ def measure(
     preparation_s = time.perf_counter() - start_s
     num_compilations = server.counters().get("num_compilations")
     gc.collect()
-    gc.freeze()  # models and sessions stay: no need to look at them again and again, for long
+    gc.freeze()  # models and sessions live on, so the collector need not scan them
     profile: Point = {}
 
     def afterwards(go_on: Callable[[], bool]) -> None:
@@ -148,7 +154,7 @@ def measure(
     if FLAGS.step_table is not None:
         assert isinstance(server, EngineServer)
         server.save_steps(Path(FLAGS.step_table))
-    # Where users live in the server's thread, what they take is a part of what is measured.
+    # If users live in the server's thread, their time is part of the measurement.
     max_lag_s = math.inf if FLAGS.closed_loop else FLAGS.max_client_lag_s
     return {
         **load.name,
@@ -164,14 +170,14 @@ def measure(
 
 
 def check_flags() -> None:
-    """Raise ConfigError for what no run can be made of, before anything is loaded."""
+    """Raise ConfigError for invalid flags before anything is loaded."""
     for name in ("warm_up_s", "window_s", "drain_s", "mid_life_s"):
         if not 0 <= getattr(FLAGS, name) < 1e9:
             raise ConfigError(f"--{name}", getattr(FLAGS, name), "a number of seconds from 0 on")
     if not FLAGS.max_client_lag_s > 0:
         raise ConfigError("--max_client_lag_s", FLAGS.max_client_lag_s, "above 0")
     if not FLAGS.stateful:
-        raise ConfigError("--stateful", False, "left out: --system says it")
+        raise ConfigError("--stateful", False, "left out: --system determines it")
     if FLAGS.system not in OURS and FLAGS.gpu_memory_fraction is not None:
         limit = f"left out for --system={FLAGS.system}, which gets as much memory as --gpu_pages says"
         raise ConfigError("--gpu_memory_fraction", FLAGS.gpu_memory_fraction, limit)
@@ -189,7 +195,7 @@ def check_flags() -> None:
     if FLAGS.plot is not None:
         check_can_plot("--plot", Path(FLAGS.plot))
         if not FLAGS.closed_loop and len(all_seeds()) * len(all_arrivals()) > 1:
-            limit = "left out where there are several --seeds or --arrivals, which are no one curve"
+            limit = "left out with several --seeds or --arrivals, which do not form one curve"
             raise ConfigError(
                 "--plot", FLAGS.plot, limit, "lab/pensieve_lab/programs/compare_serving.py --plot draws them"
             )
@@ -198,7 +204,7 @@ def check_flags() -> None:
         _check_step_table(FLAGS.step_table)
     if FLAGS.profile_steps:
         _check_engine_alone("--profile_steps", FLAGS.profile_steps)
-        if FLAGS.closed_loop:  # nobody is left when it ends
+        if FLAGS.closed_loop:  # no users are left when it ends
             raise ConfigError("--profile_steps", FLAGS.profile_steps, "left out beside --closed_loop")
     for name in _OPEN_FLAGS if FLAGS.closed_loop else CLOSED_FLAGS:
         if FLAGS[name].present:
@@ -209,11 +215,11 @@ def check_flags() -> None:
 
 
 def _check_engine_alone(name: str, value: Any) -> None:
-    """Of what is about the steps of one run of this engine in this process."""
+    """Refuse a flag that needs this engine in this process, and a single load point."""
     if FLAGS.system not in ENGINE_SYSTEMS:
         raise ConfigError(name, value, f"left out for --system={FLAGS.system}, whose steps are its own")
     if not FLAGS.closed_loop and len(systems_and_rates()) * len(all_seeds()) * len(all_arrivals()) > 1:
-        raise ConfigError(name, value, "left out where there are several --rates, --loads, seeds or arrivals")
+        raise ConfigError(name, value, "left out with several --rates, --loads, seeds or arrivals")
 
 
 def _check_step_table(path: str) -> None:
@@ -242,8 +248,11 @@ def main() -> int:
     if FLAGS.curves or FLAGS.curve:
         return draw_curves()
     check_flags()
-    if not source_state().tree_is_clean:  # said before minutes of measuring, not after
-        print("No clean commit is known here; check_numbers will refuse this document.", file=sys.stderr)
+    if not source_state().tree_is_clean:  # warn before minutes of measuring
+        print(
+            "The source tree has no clean commit, so check_numbers will refuse this document.",
+            file=sys.stderr,
+        )
     model, max_context_tokens = model_limits()
     trace, loads = closed_loop() if FLAGS.closed_loop else open_loop(max_context_tokens)
     start_s = time.perf_counter()
@@ -264,13 +273,13 @@ def main() -> int:
 
 
 def stop_if_asked(interrupt: Interrupt) -> None:
-    """Raise KeyboardInterrupt here, where no step or thread is half done, and no collector swallows it."""
+    """Raise KeyboardInterrupt between steps, where no thread is half done and no collector swallows it."""
     if interrupt.requested:
         raise KeyboardInterrupt
 
 
 def draw_curves() -> int:
-    """`--curves` and `--curve`: nothing is run."""
+    """Draw `--curves` and `--curve` from files, without a run."""
     if FLAGS.plot is None:
         raise ConfigError("--plot", None, "given beside --curves or --curve: where the curves are drawn")
     check_can_plot("--plot", Path(FLAGS.plot))
@@ -291,32 +300,37 @@ def draw_curves() -> int:
 
 
 def define_flags() -> None:
-    """The command line."""
-    flags.DEFINE_enum("system", "pensieve", SYSTEMS, "What serves; see above.")
-    flags.DEFINE_float("max_client_lag_s", 0.010, "A run is void if users were later (99th percentile).")
-    flags.DEFINE_bool("closed_loop", False, "All conversations at once, next turns right after answers.")
-    flags.DEFINE_string("output_json", None, "File to which every load point is appended as it is done.")
+    flags.DEFINE_enum("system", "pensieve", SYSTEMS, "System that serves; see above.")
+    flags.DEFINE_float(
+        "max_client_lag_s", 0.010, "Seconds of user lag (99th percentile) above which a run is void."
+    )
+    flags.DEFINE_bool(
+        "closed_loop", False, "Start all conversations at once, and send next turns directly after answers."
+    )
+    flags.DEFINE_string("output_json", None, "File to which every finished load point is appended.")
     flags.DEFINE_string(
         "step_table",
         None,
-        "File (.npz) for a row of every step of one load point; see serving/host_parts.py.",
+        "File (.npz) for a table of all steps of one load point; see serving/host_parts.py.",
     )
     flags.DEFINE_integer(
         "profile_steps",
         0,
-        "Let one load point go on for so many steps and trace them, then the same small steps alone.",
+        "Continue one load point for this many traced steps, then trace its commonest steps alone.",
         lower_bound=0,
     )
-    flags.DEFINE_string("plot", None, "Where throughput-latency curves are drawn, e.g. curves.png.")
-    flags.DEFINE_list("curves", [], "Draw --plot from such files, and run nothing.")
-    flags.DEFINE_multi_string("curve", [], "The same: a curve's name and its files, NAME=FILE,FILE.")
-    flags.DEFINE_string("title", None, "Of --curves and --curve, \\n between lines; else model and trace.")
-    flags.DEFINE_float("level_ms", None, "Draw this latency, and say where curves cross it.")
-    flags.DEFINE_float("top_ms", None, "The highest latency that is drawn.")
+    flags.DEFINE_string("plot", None, "File for throughput-latency curves, e.g. curves.png.")
+    flags.DEFINE_list("curves", [], "Draw --plot from these files of --output_json, without a run.")
+    flags.DEFINE_multi_string("curve", [], "Like --curves, with a name for the curve: NAME=FILE,FILE.")
+    flags.DEFINE_string(
+        "title", None, "Title of --curves and --curve, with \\n between lines; default: model and trace."
+    )
+    flags.DEFINE_float("level_ms", None, "Draw a line at this latency, and report where curves cross it.")
+    flags.DEFINE_float("top_ms", None, "Highest latency in the plot.")
     flags.DEFINE_string(
         "transformers_attention",
         "paged|sdpa",
-        "Attention of --system=transformers; plain sdpa is flash attention where it finds one.",
+        "Attention of --system=transformers; plain sdpa becomes flash attention if transformers finds it.",
     )
     flags.DEFINE_bool(
         "vllm_offload_prompt_only",
@@ -324,17 +338,19 @@ def define_flags() -> None:
         "Let --system=vllm-offload copy only prompts to host memory, as vLLM does by default: a reply gets "
         "there one turn late.",
     )
-    flags.DEFINE_integer("padded_batch", 16, "Rows of a padded batch, at most.", lower_bound=1)
-    flags.DEFINE_string("decode_backend", "auto", "Attention of steps of --system=rebatching.")
+    flags.DEFINE_integer("padded_batch", 16, "Maximum rows of a padded batch.", lower_bound=1)
+    flags.DEFINE_string(
+        "decode_backend", "auto", "Attention back end of decode steps of --system=rebatching."
+    )
     flags.DEFINE_list(
         "padded_lengths",
         [],
-        "Lengths of a row of --system=rebatching that programs are compiled for; default: its own choice.",
+        "Row lengths to compile for --system=rebatching; default: its own choice.",
     )
     flags.DEFINE_float(
         "max_run_s",
         math.inf,
-        "Begin no load point after so many seconds, the start included; the document says which it left out.",
+        "Start no load point after this many seconds since the start; the document lists the skipped ones.",
     )
     define_load_flags()
     define_engine_flags(model=TINY_MODEL)

@@ -1,19 +1,21 @@
-"""Whole steps of a model against what the device could do at best, and the engine against its own steps.
+"""Whole steps of a model against the device's ceilings, and the engine against its own bare steps.
 
     python -m pensieve_lab.programs.benchmark_step --model=random:llama2-13b-gqa10 --dtype=bfloat16
 
 - Ceilings of this device, measured in the same run: reading, copying, multiplying.
-- Decode steps, a step of prompt tokens, and both in one step, each launched in a row as the engine would;
-  the bound of each is the sum over its operations of what limits them, memory or arithmetic. And what
-  calling it costs the host while the step before runs.
-- What sampling adds to a step of the first case, by what is asked of it.
-- An engine that decodes, against a bare loop over the same compiled step at the same contexts: tokens a
-  second, and the host's time.
-- With `--trace` what the device did in each of the steps and in the engine, kernel by kernel, and where it
-  stood idle.
+- Decode steps, a step of prompt tokens, and both in one step, each launched back to back as the engine would.
+  The bound of a step is the sum over its operations of their limits, memory or arithmetic. The host time of
+  the
+  call, while the step before runs, is measured too.
+- The time that sampling adds to a step of the first case, by sampling parameters.
+- A decoding engine against a bare loop over the same compiled step at the same contexts: tokens/s, and the
+  host's time.
+- With `--trace` the device's activity in each of the steps and in the engine, kernel by kernel, and its idle
+  times.
 
-Page and bucket sizes follow from the cases asked for. KV state of bare steps is random numbers. Figures are
-medians. The last line is one JSON document (see `--json`).
+Page and bucket sizes follow from the requested cases. The KV cache of bare steps holds random numbers.
+Figures
+are medians. The last line is one JSON document (see `--json`).
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ FLAGS = flags.FLAGS
 Figures = dict[str, Any]
 _BUCKET_STEP = 16
 _NUM_TRACED_STEPS = 5
-_CROWD_PROMPT = 512  # tokens of prompts beside the decodes of an engine whose crowd is still arriving
+_CROWD_PROMPT = 512  # prompt tokens per step while the engine's crowd is still arriving
 _CPU_CEILING_BYTES, _CPU_CEILING_MATRIX = 32 << 20, 256
 _NUM_WINDOWS = 5  # of the engine's steps
 SAMPLERS = {
@@ -67,7 +69,7 @@ SAMPLERS = {
 
 
 def cases() -> dict[str, list[StepRow]]:
-    """Rows by name, as the flags ask for them; raises ConfigError."""
+    """Return the flags' cases as rows by name; raises ConfigError."""
     context = FLAGS.context_tokens
 
     def decode(count: int) -> list[StepRow]:
@@ -84,13 +86,13 @@ def cases() -> dict[str, list[StepRow]]:
             StepRow(count, 0, prompt),
         ]
     if not found:
-        limit = "at least one case, here or in --prompts or --mixed"
+        limit = "at least one case, in --decodes, --prompts or --mixed"
         raise ConfigError("--decodes", ",".join(FLAGS.decodes), limit)
     return found
 
 
 def sized_config(found: dict[str, list[StepRow]]) -> EngineConfig:
-    """The flags' engine with pages and buckets for these cases, and for the crowd."""
+    """Return the flags' engine with pages and buckets for these cases, and for the crowd."""
     refuse_sizes()
     config = engine_config()
     chunk = config.cache.chunk_tokens
@@ -100,7 +102,9 @@ def sized_config(found: dict[str, list[StepRow]]) -> EngineConfig:
         num_tokens |= {FLAGS.num_serving}
         if max(num_tokens) < FLAGS.num_serving + _CROWD_PROMPT:
             num_tokens |= {FLAGS.num_serving + _CROWD_PROMPT}
-    num_tokens |= {max(*num_tokens, num_sequences + chunk)}  # the least that an engine of so many has to have
+    num_tokens |= {
+        max(*num_tokens, num_sequences + chunk)
+    }  # the minimum of an engine with this many sequences
     buckets = sorted({-(-number // _BUCKET_STEP) * _BUCKET_STEP for number in num_tokens})
     longest = max(row.end for rows in found.values() for row in rows)
     if FLAGS.num_serving:
@@ -118,7 +122,7 @@ def sized_config(found: dict[str, list[StepRow]]) -> EngineConfig:
 
 
 def crowd_tokens(max_num_batched_tokens: int) -> int:
-    """The most that a sequence of the crowd decodes, while the others' prompts are computed and after."""
+    """Return the most tokens that a sequence of the crowd decodes, during the others' prompts and after."""
     count = FLAGS.num_serving
     num_prompt_steps = -(-count * FLAGS.context_tokens // (max_num_batched_tokens - count))
     return num_prompt_steps + FLAGS.num_steps + 4 * _NUM_TRACED_STEPS
@@ -127,7 +131,7 @@ def crowd_tokens(max_num_batched_tokens: int) -> int:
 def measure_steps(
     parts: Assembled, steps: RowSteps, found: dict[str, list[StepRow]], ceilings: Ceilings
 ) -> Figures:
-    """Every case in turn, several times over."""
+    """Measure the cases in alternation, several times over."""
     plans = {name: steps.plan(rows, SamplingParams()) for name, rows in found.items()}
     timed = {name: steps.whole(plan) for name, plan in plans.items()}
     samples: dict[str, list[float]] = {name: [] for name in timed}
@@ -164,13 +168,13 @@ def measure_steps(
 
 
 def traced(step: Timed) -> Figures:
-    """What the device does in a step of several in a row; nothing without a GPU."""
+    """Trace one step of several in a row; returns nothing without a GPU."""
     num_launches = _NUM_TRACED_STEPS - 1  # and the one before them
     return summary(trace_kernels(lambda: step.sample_s(num_launches)), _NUM_TRACED_STEPS)
 
 
 def measure_sampling(steps: RowSteps, rows: list[StepRow]) -> Figures:
-    """The same step without a sampler and with one after the other, and what each adds."""
+    """Measure the step without a sampler and with each, and the time that each adds."""
     timed = {"no sampler": steps.layers(steps.plan(rows, SamplingParams()))}
     timed |= {name: steps.whole(steps.plan(rows, sampled)) for name, sampled in SAMPLERS.items()}
     samples: dict[str, list[float]] = {name: [] for name in timed}
@@ -187,7 +191,7 @@ def measure_sampling(steps: RowSteps, rows: list[StepRow]) -> Figures:
 
 @contextlib.contextmanager
 def fetches_timed(parts: Assembled) -> Iterator[list[float]]:
-    """Seconds of every wait for a step's results."""
+    """Collect the seconds of every wait for a step's results."""
     waits: list[float] = []
     fetch = parts.runner.fetch
 
@@ -203,7 +207,7 @@ def fetches_timed(parts: Assembled) -> Iterator[list[float]]:
 
 
 def measure_serving(parts: Assembled, steps: RowSteps) -> Figures:
-    """A crowd that decodes, and a bare loop at the contexts that the crowd had meanwhile."""
+    """Measure a decoding crowd, and a bare loop at the contexts that the crowd had."""
     engine, count = parts.engine, FLAGS.num_serving
     stage = Stage(engine, parts.model_config.vocab_size, chunk_tokens=FLAGS.chunk_tokens, prompt_tokens=1)
     parts.runner.reset()  # an engine counts its steps from 0
@@ -222,7 +226,7 @@ def measure_serving(parts: Assembled, steps: RowSteps) -> Figures:
     contexts = [
         FLAGS.context_tokens + (a + b) // 2 for a, b in zip(first_tokens, stage.crowd_tokens(), strict=True)
     ]
-    assert engine.stats()["num_compilations"] == num_compilations, "something was compiled while serving"
+    assert engine.stats()["num_compilations"] == num_compilations, "a step was compiled while serving"
     found: Figures = {}
     if FLAGS.trace:
         kernels = trace_kernels(lambda: [engine.step() for _ in range(_NUM_TRACED_STEPS)])
@@ -250,7 +254,7 @@ def measure_serving(parts: Assembled, steps: RowSteps) -> Figures:
 
 
 def print_tables(found: Figures) -> None:
-    """What a reader looks at first."""
+    """Print the measured figures as tables."""
     rows = [
         [
             name,
@@ -262,7 +266,7 @@ def print_tables(found: Figures) -> None:
         ]
         for name, one in found["steps"].items()
     ]
-    print(table(["step", "bucket", "median, ms", "bound, ms", "share of the bound", "host, ms"], rows))
+    print(table(["step", "bucket", "median, ms", "bound, ms", "bound / median", "host, ms"], rows))
     rows = [
         [name, 1e3 * one["step_s"]["median"], 100 * one["extra"]] for name, one in found["sampling"].items()
     ]
@@ -274,13 +278,13 @@ def print_tables(found: Figures) -> None:
         print(f"engine / bare loop: {serving['share_of_bare']:.3f}")
         kernels = serving.get("trace", {}).get("kernels_s", {})
         if kernels:
-            print(table(["kernel", "us a step"], [[name[:70], 1e6 * one] for name, one in kernels.items()]))
+            print(table(["kernel", "us/step"], [[name[:70], 1e6 * one] for name, one in kernels.items()]))
 
 
 def main() -> int:
     found_cases = cases()
     config = sized_config(found_cases)
-    model_limits()  # a model that is not there is refused before anything is measured
+    model_limits()  # refuse a missing model before anything is measured
     is_gpu = jax.default_backend() == "gpu"
     dtype = "bfloat16" if serving_dtype(FLAGS.dtype) == "auto" else serving_dtype(FLAGS.dtype)
     ceilings = measure_ceilings(
@@ -305,9 +309,7 @@ def main() -> int:
     if FLAGS.num_serving:
         found["serving"] = measure_serving(parts, steps)
     parts.engine.close()
-    print(
-        table(["ceiling", "10^12 a second"], [[name, 1e-12 * one] for name, one in found["ceilings"].items()])
-    )
+    print(table(["ceiling", "10^12/s"], [[name, 1e-12 * one] for name, one in found["ceilings"].items()]))
     print_tables(found)
     document = {
         "model": FLAGS.model,
@@ -315,24 +317,25 @@ def main() -> int:
         "config": dataclasses.asdict(parts.config),
         **found,
     }
-    units = {"*_s": "seconds", "*_bytes_per_s": "bytes a second", "flop_per_s": "operations a second"}
+    units = {"*_s": "seconds", "*_bytes_per_s": "bytes per second", "flop_per_s": "operations per second"}
     print_document(json_line("steps", document, units=units, device=device_name()))
     return 0
 
 
 def define_flags() -> None:
-    """The command line."""
-    flags.DEFINE_list("decodes", ["128", "1", "32", "180"], "Numbers of sequences in decode steps.")
-    flags.DEFINE_list("prompts", ["2048"], "Tokens of a prompt that is a step by itself.")
-    flags.DEFINE_list("mixed", ["128+512"], "Decodes and prompt tokens of a step that has both.")
-    flags.DEFINE_integer("context_tokens", 1024, "Context of sequences that decode.", lower_bound=1)
-    flags.DEFINE_integer("num_repeats", 7, "Samples of everything.", lower_bound=1)
-    flags.DEFINE_integer("num_launches", 20, "Launches in a row that a sample is of.", lower_bound=1)
-    flags.DEFINE_integer("num_serving", 128, "Sequences that an engine decodes; 0: none.", lower_bound=0)
+    flags.DEFINE_list("decodes", ["128", "1", "32", "180"], "Numbers of sequences of decode steps.")
+    flags.DEFINE_list("prompts", ["2048"], "Prompt lengths of steps with one prompt.")
+    flags.DEFINE_list("mixed", ["128+512"], "Decodes and prompt tokens of steps with both.")
+    flags.DEFINE_integer("context_tokens", 1024, "Context of decoding sequences.", lower_bound=1)
+    flags.DEFINE_integer("num_repeats", 7, "Number of samples of each figure.", lower_bound=1)
+    flags.DEFINE_integer("num_launches", 20, "Launches per sample.", lower_bound=1)
+    flags.DEFINE_integer("num_serving", 128, "Sequences of the decoding engine; 0 skips it.", lower_bound=0)
     flags.DEFINE_integer("num_steps", 100, "Steps of the engine, and of the bare loop.", lower_bound=1)
-    flags.DEFINE_bool("trace", False, "Trace some of the steps, and of the engine's.")
-    flags.DEFINE_integer("ceiling_bytes", 2**32, "Of the array that is read and copied.", lower_bound=2**20)
-    flags.DEFINE_integer("ceiling_matrix", 8192, "Rows and columns of the matrices.", lower_bound=16)
+    flags.DEFINE_bool("trace", False, "Also trace some of the steps, bare and in the engine.")
+    flags.DEFINE_integer(
+        "ceiling_bytes", 2**32, "Size of the array that is read and copied.", lower_bound=2**20
+    )
+    flags.DEFINE_integer("ceiling_matrix", 8192, "Size of the square matrices.", lower_bound=16)
     define_engine_flags(model=TINY_MODEL)
     define_document_flag()
 

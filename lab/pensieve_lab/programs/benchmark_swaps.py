@@ -1,17 +1,18 @@
-"""What moving chunks between the tiers costs the steps around it, on the engine itself.
+"""Cost of moving chunks between the tiers for concurrent steps, on the engine itself.
 
     python -m pensieve_lab.programs.benchmark_swaps --model=random:llama2-13b-gqa10 --dtype=bfloat16
 
-- Bulk copies through the runner's transfers, against pinned ceilings of the same run.
-- The host's seconds for copies of 1 to 64 chunks, by what it does for them.
+- Bulk copies through the runner's transfers, against pinned-memory ceilings of the same run.
+- The host's seconds for copies of 1 to 64 chunks, by kind of call.
 - A history that is swapped in while a crowd decodes, against the same turn with its history on the device.
 - Swap-outs at the rate at which the crowd fills pages, and in bursts.
 - Retrieval priority and prefetch, on and off.
 - An idle engine: the time to the first token with the history swapped in, on the device, and recomputed.
 
-Whatever is compared is measured in turn, in one process; figures are medians. Pages of both tiers and step
-sizes follow from the sizes asked for. The last line is one JSON document (see `--json`); the exit status is 1
-if a target is missed, unless `--noenforce`.
+Compared variants alternate in one process; figures are medians. Pages of both tiers and step sizes follow
+from
+the requested sizes. The last line is one JSON document (see `--json`). The exit status is 1 if a target is
+missed, unless `--noenforce`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _PARTS = ["host", "idle", "beside"]
 
 
 def sized_config() -> EngineConfig:
-    """The flags' engine with room for the crowd, the donors and the returning conversation."""
+    """Return the flags' engine with room for the crowd, the donors and the returning conversation."""
     refuse_sizes("swap_out_fraction")
     config = engine_config()
     chunk_tokens, chunks = config.cache.chunk_tokens, FLAGS.num_chunks
@@ -61,7 +62,7 @@ def sized_config() -> EngineConfig:
         gpu_pages=int((crowd_pages + donor_chunks + 4 * chunks) / 0.85),
         cpu_pages=donor_chunks + 4 * chunks,
         cpu_bytes=None,
-        swap_out_fraction=0.0,  # nothing moves but what is asked for
+        swap_out_fraction=0.0,  # only requested chunks move
     )
     scheduler = dataclasses.replace(
         config.scheduler,
@@ -79,38 +80,38 @@ def sized_config() -> EngineConfig:
 
 
 def num_donors() -> int:
-    """Conversations of `num_chunks` chunks that all windows with swap-outs take."""
+    """Return the number of conversations of `num_chunks` chunks for all windows with swap-outs."""
     rate = FLAGS.num_repeats * FLAGS.num_steps * chunks_per_step()
     bursts = 2 * (FLAGS.num_repeats + 1) * FLAGS.num_chunks
     return -(-(rate + bursts) // FLAGS.num_chunks) + 1
 
 
 def crowd_steps() -> int:
-    """Steps that a crowd decodes for, in the longest of the parts that begin with a fresh one."""
+    """Return the steps that a crowd decodes in the longest part that begins with a fresh one."""
     if "beside" not in FLAGS.parts:
         return 0
     steps, repeats, settling = FLAGS.num_steps, FLAGS.num_repeats, 6
     swap_ins = (repeats + 1) * (2 * (steps + settling) + settling)
     swap_outs = 2 * repeats * (steps + settling)
     ablation = 2 * ((repeats + 1) // 2) * (steps + 3 * settling)
-    # The first of the crowd decode while the last have their prompts computed.
+    # The first of the crowd decode while the prompts of the last are computed.
     joining = FLAGS.num_decodes * FLAGS.context_tokens // (longest_step() - FLAGS.num_decodes) + 1
     return max(swap_ins, swap_outs, ablation) + joining + 2 * settling
 
 
 def longest_step() -> int:
-    """Tokens: the history recomputed at once, and a chunk's worth of room beside the crowd."""
+    """Return the tokens of the longest step: the recomputed history, or the crowd with a chunk's prompt."""
     history = FLAGS.num_chunks * FLAGS.chunk_tokens + FLAGS.prompt_tokens + 16
     return max(history, FLAGS.num_decodes + 1 + FLAGS.chunk_tokens)
 
 
 def chunks_per_step() -> int:
-    """Pages that the crowd fills in a step."""
+    """Return the number of pages that the crowd fills per step."""
     return max(FLAGS.num_decodes // FLAGS.chunk_tokens, 1)
 
 
 def bulk(parts: Assembled) -> Figures:
-    """Bytes a second each way: one large array, arrays like chunks, and chunks through the transfers."""
+    """Return bytes/s in each direction: one large array, arrays like chunks, chunks through the transfers."""
     runner, repeats = parts.runner, FLAGS.num_repeats
     num_bulk = 4 * FLAGS.num_chunks
     found = {
@@ -130,7 +131,7 @@ def bulk(parts: Assembled) -> Figures:
 
 
 def idle_engine(stage: Stage) -> Figures:
-    """First tokens of a turn that nobody else delays."""
+    """Measure first tokens of a turn on an otherwise idle engine."""
     kinds: dict[str, list[Return]] = {"swapped in": [], "on the device": [], "recomputed": []}
     engine = stage.engine
     for _ in range(FLAGS.num_repeats + 1):  # the first of each warms up
@@ -139,7 +140,7 @@ def idle_engine(stage: Stage) -> Figures:
         kinds["on the device"].append(stage.comes_back(0))
         engine.forget_state(RETURNER)
         kinds["recomputed"].append(stage.comes_back(0))
-        # The recomputed history is computed up to its last token, as the first one was.
+        # Recomputing computes the history up to its last token, as the first computation did.
     return {
         name: {
             "first_token_s": Spread.of([one.first_token_s for one in returns[1:]]).as_dict(),
@@ -151,7 +152,7 @@ def idle_engine(stage: Stage) -> Figures:
 
 
 def compared(with_s: list[float], without_s: list[float], num_steps: int) -> Figures:
-    """Of windows in turn: what a window with is longer by."""
+    """Compare alternating windows: by how much a window with copies is longer."""
     extra = Spread.of([a - b for a, b in zip(with_s, without_s, strict=True)])
     step = Spread.of([seconds / num_steps for seconds in without_s])
     return {
@@ -162,13 +163,13 @@ def compared(with_s: list[float], without_s: list[float], num_steps: int) -> Fig
 
 
 def swap_ins(stage: Stage, transfers: DeviceTransfers) -> Figures:
-    """A history that comes back from the CPU tier, against the same one on the device."""
+    """Measure a history that comes back from the CPU tier, against the same one on the device."""
     steps = FLAGS.num_steps
     cold: list[Return] = []
     hot: list[Return] = []
     swapping = {"num_swap_in_copies": 0.0, "swap_dispatch_s": 0.0}
     for number in range(FLAGS.num_repeats + 1):
-        # In turn A B B A, since steps get longer as the crowd's contexts grow; the first two warm up.
+        # The order is A B B A, since steps get longer as the crowd's contexts grow; the first two warm up.
         for is_cold in (True, False) if number % 2 == 0 else (False, True):
             if is_cold:
                 stage.away(pieces=1)
@@ -191,7 +192,7 @@ def swap_ins(stage: Stage, transfers: DeviceTransfers) -> Figures:
 
 
 def swap_outs(stage: Stage, transfers: DeviceTransfers, action: Callable[[int], None]) -> Figures:
-    """Windows of steps that each begin with `action`, of the step's number, against windows without."""
+    """Measure windows whose steps each begin with `action(step number)`, against windows without."""
     steps, repeats = FLAGS.num_steps, FLAGS.num_repeats
     before = transfers.stats()
     with_s: list[float] = []
@@ -208,7 +209,7 @@ def swap_outs(stage: Stage, transfers: DeviceTransfers, action: Callable[[int], 
 
 
 def ablation(stage: Stage, transfers: DeviceTransfers, name: str) -> Figures:
-    """What `name`, retrieval priority or prefetch, changes."""
+    """Measure the effect of `name`, retrieval priority or prefetch."""
     owner = transfers if name == "retrieval_priority" else stage.engine.cache
     returns: dict[bool, list[Return]] = {True: [], False: []}
     for number in range((FLAGS.num_repeats + 1) // 2):
@@ -232,7 +233,7 @@ def ablation(stage: Stage, transfers: DeviceTransfers, name: str) -> Figures:
 
 
 def beside_decoding(stage: Stage, transfers: DeviceTransfers) -> tuple[Figures, Figures]:
-    """Swap-ins and swap-outs while a crowd decodes; and what two switches change."""
+    """Measure swap-ins and swap-outs while a crowd decodes, and the effect of two switches."""
 
     def beside(part: Callable[[], Figures]) -> Figures:
         stage.start_crowd(FLAGS.num_decodes, FLAGS.context_tokens, FLAGS.max_crowd_tokens)
@@ -252,7 +253,7 @@ def beside_decoding(stage: Stage, transfers: DeviceTransfers) -> tuple[Figures, 
 
 
 def targets(found: Figures) -> list[Figures]:
-    """Each with its value and bound; those of parts that were left out are not there."""
+    """Return the targets with values and bounds, without those of skipped parts."""
     rows: list[tuple[str, float, float, bool]] = []
     rates = {name: one["bytes_per_s"] for name, one in found["bulk"].items()}
     for way, rate in rates["transfers"].items():
@@ -297,7 +298,7 @@ def targets(found: Figures) -> list[Figures]:
 
 
 def figures_table(found: Figures) -> str:
-    """Medians in milliseconds, with quartiles."""
+    """Format medians in milliseconds, with quartiles."""
     rows = []
     for part, kinds in found.items():
         for kind, one in kinds.items():
@@ -313,12 +314,12 @@ def figures_table(found: Figures) -> str:
 
 
 def measure(parts: Assembled) -> Figures:
-    """All parts that the flags ask for."""
+    """Measure all parts of the flags."""
     found: Figures = {"bulk": bulk(parts)}
     transfers = parts.runner.transfers
     assert isinstance(transfers, DeviceTransfers)
     if "host" in FLAGS.parts:
-        most = min(FLAGS.max_num_staged_pages, 4 * FLAGS.num_chunks)  # there are slots for as many
+        most = min(FLAGS.max_num_staged_pages, 4 * FLAGS.num_chunks)  # limited by the number of slots
         nums_chunks = [1 << i for i in range(7) if 1 << i <= most]
         found["host"] = host_calls(parts.runner, nums_chunks, FLAGS.num_repeats)
     stage = Stage(
@@ -329,7 +330,7 @@ def measure(parts: Assembled) -> Figures:
     )
     stage.make_history(RETURNER, FLAGS.num_chunks * FLAGS.chunk_tokens)
     gc.collect()
-    gc.freeze()  # what a server does with its start-up objects
+    gc.freeze()  # as a server does with its start-up objects
     if "idle" in FLAGS.parts:
         found["idle engine"] = idle_engine(stage)
     if "beside" in FLAGS.parts:
@@ -344,7 +345,7 @@ def main() -> int:
     config = sized_config()
     needed = crowd_steps()
     if FLAGS.max_crowd_tokens < needed:
-        limit = f"at least {needed}, about as many steps as the windows of one part take"
+        limit = f"at least {needed}, about the steps of the windows of one part"
         raise ConfigError("--max_crowd_tokens", FLAGS.max_crowd_tokens, limit)
     start_s = time.perf_counter()
     parts = open_parts(config)
@@ -367,23 +368,24 @@ def main() -> int:
     units = {
         "*_s": "seconds",
         "*_bytes": "bytes of all devices",
-        "bytes_per_s": "bytes a second, all devices",
+        "bytes_per_s": "bytes per second of all devices",
     }
     print_document(json_line("swaps", document, units=units, device=device_name()))
     return 0 if all(check["met"] for check in checks) or not FLAGS.enforce else EXIT_FAILED
 
 
 def define_flags() -> None:
-    """The command line."""
-    flags.DEFINE_multi_enum("parts", _PARTS, _PARTS, "What to measure beside bulk copies.")
-    flags.DEFINE_integer("num_decodes", 128, "Sequences that decode beside the swaps.", lower_bound=1)
-    flags.DEFINE_integer("context_tokens", 800, "Context that each of them begins with.", lower_bound=1)
-    flags.DEFINE_integer("max_crowd_tokens", 1000, "The most that each of them may add to it.", lower_bound=1)
+    flags.DEFINE_multi_enum("parts", _PARTS, _PARTS, "Parts to measure in addition to bulk copies.")
+    flags.DEFINE_integer("num_decodes", 128, "Sequences that decode during the swaps.", lower_bound=1)
+    flags.DEFINE_integer("context_tokens", 800, "Initial context of each decoding sequence.", lower_bound=1)
     flags.DEFINE_integer(
-        "num_chunks", 62, "Chunks of the history that returns, and of a burst out.", lower_bound=1
+        "max_crowd_tokens", 1000, "Maximum tokens that each of them may decode.", lower_bound=1
+    )
+    flags.DEFINE_integer(
+        "num_chunks", 62, "Chunks of the returning history, and of a burst of swap-outs.", lower_bound=1
     )
     flags.DEFINE_integer("prompt_tokens", 38, "New tokens of the returning turn.", lower_bound=1)
-    flags.DEFINE_integer("num_steps", 8, "Steps of a window.", lower_bound=2)
+    flags.DEFINE_integer("num_steps", 8, "Steps per window.", lower_bound=2)
     flags.DEFINE_integer("num_repeats", 21, "Windows of each kind.", lower_bound=1)
     flags.DEFINE_bool("enforce", True, "Exit with 1 if a target is missed.")
     define_engine_flags(model=TINY_MODEL)

@@ -1,12 +1,14 @@
-"""Every client that people bring, against a server: what works, what is refused by design, what fails.
+"""Checks users' client libraries against a server: what works, what is refused by design, what fails.
 
     python -m pensieve_lab.programs.check_clients --langchain_python=/path/to/python \\
         --open_responses=/path/to/checkout
 
-It starts `pensieve serve` with the model in the package, or takes the one at `--url`, and runs the openai
-client, strict, synchronous and asynchronous; with the flags also langchain-openai in an interpreter that has
-it, and Open Responses' compliance test. All that was answered is then checked against the schemas of OpenAI's
-own API document. The last line is one JSON document (see `--json`); the exit status is 1 if a case fails.
+The program starts `pensieve serve` with the model in the package, or uses the server at `--url`. It runs the
+openai client, strict, synchronous and asynchronous. With the flags it also runs langchain-openai in an
+interpreter that has it, and Open Responses' compliance test. All answers are then checked against the schemas
+of
+OpenAI's own API document. The last line is one JSON document (see `--json`); the exit status is 1 if a case
+fails.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ _SIZES = ("--model=chat", "--dtype=float32", "--gpu_pages=256", "--max_num_runni
 
 @contextlib.contextmanager
 def server() -> Iterator[str]:
-    """The address of the one that was given, or of one for as long as this runs."""
+    """Yield the address of the given server, or of one that runs meanwhile."""
     if FLAGS.url:
         yield FLAGS.url.rstrip("/").removesuffix("/v1")
         return
@@ -50,14 +52,14 @@ def server() -> Iterator[str]:
 
 
 def run_openai(url: str) -> list[Outcome]:
-    """Every case with both clients."""
+    """Run every case with both clients."""
     pairs = list(itertools.product(CASES, (False, True)))
     with tqdm(pairs, desc="openai", disable=None) as bar:
         return [run_case(one, url, is_async=is_async) for one, is_async in bar]
 
 
 def counted(outcomes: Sequence[Outcome]) -> list[tuple[str, str, int, int, int]]:
-    """Client, area, and how many cases passed, were refused by design, and failed."""
+    """Return client, area, and the numbers of passed, refused by design and failed cases."""
     groups = dict.fromkeys((one.client, one.area) for one in outcomes)
     return [
         (
@@ -73,7 +75,7 @@ def counted(outcomes: Sequence[Outcome]) -> list[tuple[str, str, int, int, int]]
 
 
 def measure() -> dict[str, Any]:
-    """Run everything that was asked for."""
+    """Run all requested checks."""
     versions = {"openai": importlib.metadata.version("openai")}
     with server() as address, Recorder(address) as recorder:
         url = f"{recorder.address}/v1"
@@ -118,12 +120,11 @@ def main() -> int:
 
 
 def define_flags() -> None:
-    """The command line."""
-    flags.DEFINE_string("url", None, "A server that runs already; default: one of its own.")
-    flags.DEFINE_string("openapi", str(SCHEMAS), "OpenAI's API document, or the part of it that tests use.")
-    flags.DEFINE_string("langchain_python", None, "An interpreter that has langchain-openai.")
-    flags.DEFINE_string("open_responses", None, "A checkout of github.com/openresponses/openresponses.")
-    flags.DEFINE_string("bun", "bun", "What runs its compliance test.")
+    flags.DEFINE_string("url", None, "Address of a running server; default: start one.")
+    flags.DEFINE_string("openapi", str(SCHEMAS), "OpenAI's API document, or the part that tests use.")
+    flags.DEFINE_string("langchain_python", None, "Python interpreter with langchain-openai.")
+    flags.DEFINE_string("open_responses", None, "Checkout of github.com/openresponses/openresponses.")
+    flags.DEFINE_string("bun", "bun", "Runtime of its compliance test.")
     define_document_flag()
 
 

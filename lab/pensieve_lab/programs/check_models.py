@@ -1,12 +1,13 @@
-"""Every model family against its reference: logits of transformers, and greedy turns that lose their state.
+"""Checks every model family against its reference: logits of transformers, and greedy turns that lose their
+KV.
 
     python -m pensieve_lab.programs.check_models
 
-For each directory in tests/models/golden, in float32: the largest difference between the logits that it
-holds, which transformers computed, and those of the model here; and how many tokens of conversations that
-take turns in pools too small for them are the choice of one dense pass over the whole sequence. The last line
-is one JSON document; exit status 1 if logits differ by more than a target, a token is another than the dense
-one's where that is certain, or no state was lost, so that nothing was shown.
+For each directory in tests/models/golden, in float32, the program reports two figures. One is the largest
+difference between its logits, which transformers computed, and those of the model here. The other is how many
+tokens of conversations that alternate in too small pools are the choice of one dense pass over the whole
+sequence. The last line is one JSON document. Exit status 1 if logits differ by more than a target, a token
+differs from the dense one's where the choice is certain, or no KV was lost, so that the check shows nothing.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ _COLUMNS = {
 }
 _UNITS = {
     "max_logit_difference": "largest of 40 tokens' logits, against transformers in float32",
-    "num_tokens, num_equal_tokens": "greedy tokens served, and of them, those that a dense pass would choose",
-    "num_wrong_tokens": f"of the others, those that logits off by {MIN_MARGIN} would not choose either",
-    "reused_gpu_tokens, swapped_in_tokens, recomputed_tokens": "where the history of the turns was",
+    "num_tokens, num_equal_tokens": "greedy tokens served, and those that a dense pass would choose",
+    "num_wrong_tokens": f"tokens among the others that logits off by {MIN_MARGIN} would not choose either",
+    "reused_gpu_tokens, swapped_in_tokens, recomputed_tokens": "history tokens by where they were",
 }
 
 
-class Served(NamedTuple):
-    """What the engine made of the conversations, and what it had to do for it."""
+class TokenCounts(NamedTuple):
+    """Counts of tokens of the served conversations, and where their histories were."""
 
     num_tokens: int
     num_equal_tokens: int
@@ -67,9 +68,9 @@ class Served(NamedTuple):
 
 
 def engine(source: Path) -> LLM:
-    """One whose device memory holds two conversations, and whose host memory holds one."""
+    """Make an engine whose device memory holds two conversations, and whose host memory holds one."""
     config = EngineConfig(
-        # Of six pages none is kept back, so that a third conversation joins and state has to go.
+        # No page of six is reserved, so a third conversation joins and KV has to be evicted.
         cache=CacheConfig(gpu_pages=6, cpu_pages=3, chunk_tokens=16, reserve_fraction=0.0),
         scheduler=SchedulerConfig(max_num_running=4, max_num_batched_tokens=32, token_buckets=(32,)),
         runner=RunnerConfig(num_layer_groups=1),
@@ -77,12 +78,12 @@ def engine(source: Path) -> LLM:
     return LLM(str(source), dtype="float32", config=config, progress=False)
 
 
-def serve(source: Path, reference: DenseReference, vocab_size: int) -> Served:
-    """All turns of all conversations, judged by teacher-forced passes over what was served."""
+def serve(source: Path, reference: DenseReference, vocab_size: int) -> TokenCounts:
+    """Serve all turns of all conversations, and judge them by teacher-forced dense passes."""
     random = np.random.default_rng(0)
     names = [f"c{number}" for number in range(NUM_CONVERSATIONS)]
     histories: dict[str, list[int]] = {name: [] for name in names}
-    counts = np.zeros(len(Served._fields), int)
+    counts = np.zeros(len(TokenCounts._fields), int)
     with engine(source) as llm:
         for _ in range(NUM_TURNS):
             prompts = random.integers(4, vocab_size, (len(names), PROMPT_TOKENS)).tolist()
@@ -100,11 +101,11 @@ def serve(source: Path, reference: DenseReference, vocab_size: int) -> Served:
                     usage.recomputed_tokens,
                 )
                 histories[name] += [*prompt, *output.token_ids]
-    return Served(*counts.tolist())
+    return TokenCounts(*counts.tolist())
 
 
 def check(variant: str) -> dict[str, Any]:
-    """What is reported of one golden directory."""
+    """Check one golden directory and return its report."""
     source = GOLDEN / variant
     model = load_model(source, dtype="float32", mesh=make_mesh(1))
     with np.load(source / "logits.npz") as golden:
@@ -121,7 +122,7 @@ def check(variant: str) -> dict[str, Any]:
 
 
 def missed_targets(results: Sequence[dict[str, Any]]) -> list[str]:
-    """A sentence for each."""
+    """Return a sentence per missed target."""
     missed = []
     for result in results:
         variant = result["variant"]
@@ -130,16 +131,16 @@ def missed_targets(results: Sequence[dict[str, Any]]) -> list[str]:
         if result["num_wrong_tokens"]:
             missed.append(f"{variant}: {result['num_wrong_tokens']} tokens are not the dense reference's")
         if not min(result["swapped_in_tokens"], result["recomputed_tokens"]):
-            missed.append(f"{variant}: no state was swapped in, or none recomputed")
+            missed.append(f"{variant}: no KV was swapped in, or none was recomputed")
     return missed
 
 
 def main() -> int:
-    """The exit status: 0, or `EXIT_FAILED` if a target is missed."""
+    """Check the models; return 0, or `EXIT_FAILED` if a target is missed."""
     names = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
     for name in FLAGS.variants:
         if name not in names:
-            raise ConfigError("--variants", name, f"of {', '.join(names)}")
+            raise ConfigError("--variants", name, f"one of {', '.join(names)}")
     results = [check(name) for name in FLAGS.variants or names]
     results.sort(key=lambda result: result["family"])
     print(table(list(_COLUMNS.values()), [[result[key] for key in _COLUMNS] for result in results]))
@@ -151,7 +152,7 @@ def main() -> int:
 
 
 def define_flags() -> None:
-    flags.DEFINE_list("variants", [], "Directories of tests/models/golden to check; none: all of them.")
+    flags.DEFINE_list("variants", [], "Directories of tests/models/golden to check; default: all.")
     define_document_flag()
 
 

@@ -1,8 +1,9 @@
-"""Every figure of README.md and of all pages against its document, and every document against its raw data.
+"""Checks every figure of README.md and of all pages against its document, and every document against its
+data.
 
     # exit status 1 if a figure is wrong or has no source
     python -m pensieve_lab.programs.check_numbers
-    # the figures that are of no document, with the reasons
+    # the figures without a document, with the reasons
     python -m pensieve_lab.programs.check_numbers --list_prose
     # each figure of a page with its source
     python -m pensieve_lab.programs.check_numbers --show=README.md
@@ -17,10 +18,11 @@
 `lab/sources/unchecked.toml`.
 
 The documents in lab/results are checked as well: each names a clean commit of this history, and measured
-load points are computed again from their requests. `lab/sources/documents.toml` has the SHA-256 of each
-document; `lab/sources/summary_only.toml` lists the documents from before these rules. Only the git history
-shows that an older document was edited together with its line there, so the check fails without the full
-history unless `--allow_missing_history` is given.
+load points are recomputed from their requests. `lab/sources/documents.toml` has the SHA-256 of each document;
+`lab/sources/summary_only.toml` lists the documents from before these rules. Only the git history shows that
+an
+older document was edited together with its line there, so the check fails without the full history unless
+`--allow_missing_history` is given.
 """
 
 from __future__ import annotations
@@ -57,34 +59,34 @@ SUMMARY_ONLY = "summary_only.toml"
 DOCUMENTS = "documents.toml"
 README = "README.md"
 IN_WORDS = (README, "lab/docs/evaluation.md", "lab/docs/paper_and_we.md")
-"""Pages whose numbers in words are figures everywhere; on others, before the second heading alone."""
+"""Pages on which written-out numbers are figures everywhere; on others only before the second heading."""
 _WHAT_TO_DO = (
     "A wrong digit: correct the page. A new figure: --propose=PAGE drafts an entry for lab/sources. "
     "CONTRIBUTING.md describes both under 'A figure's source'."
 )
-FRONT_PAGE = "front_page"  # the README of the repository; that of the pages is README, too
+FRONT_PAGE = "front_page"  # name of the repository's README; the pages have a README, too
 
 
 class Checked(NamedTuple):
-    """A page whose figures have been looked up, and what is wrong with them."""
+    """Page whose figures have been looked up, and the errors found."""
 
     page: Page
     errors: list[str]
 
 
 def unchecked(lab: Path) -> dict[str, str]:
-    """Pages that are not checked yet, and why."""
+    """Return the pages that are not checked yet, with reasons."""
     path = lab / "sources" / UNCHECKED
     return tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def documents_of(lab: Path) -> Documents:
-    """Those of the pages, and the simulator's profiles as `profiles/...`."""
+    """Return the documents of the pages, with the simulator's profiles as `profiles/...`."""
     return Documents(lab, profiles=PROFILES)
 
 
 def check(lab: Path, readme: Path) -> list[Checked]:
-    """Check README, the product's pages and the laboratory's, but for those that are named as unchecked."""
+    """Check README, the product's and the laboratory's pages, except those named as unchecked."""
     left_out, documents = unchecked(lab), documents_of(lab)
     found = []
     for path in [readme, *sorted(readme.parent.glob("docs/*.md")), *sorted(lab.glob("docs/*.md"))]:
@@ -114,24 +116,24 @@ def read(path: Path, name: str) -> Page:
 
 
 def is_written(name: str) -> bool:
-    """Whether `refresh_pages.py` writes tables of this page."""
+    """Return whether `refresh_pages.py` writes tables of this page."""
     return name in [f"lab/docs/{page}" for page in WRITTEN]
 
 
 def stale_tables(name: str, text: str) -> list[str]:
-    """The tables of a page that are not what `refresh_pages.py` would write."""
+    """Return errors for tables of a page that differ from what `refresh_pages.py` would write."""
     try:
         _, changed = refreshed(text)
     except ConfigError as error:
         return [f"{name}: {error}"]
     return [
-        f"{name}: table {table} is not that of its documents; run pensieve_lab.programs.refresh_pages"
+        f"{name}: table {table} differs from its documents; run pensieve_lab.programs.refresh_pages"
         for table in changed
     ]
 
 
 def coverage(checked: Iterable[Checked]) -> list[str]:
-    """A line for each page: figures, those from documents, and prose."""
+    """Return a line per page with its numbers of figures, of sourced ones, and of prose."""
     lines = [f"{'page':32}{'figures':>9}{'sourced':>9}{'prose':>7}"]
     totals = [0, 0, 0]
     for page, _ in checked:
@@ -144,7 +146,7 @@ def coverage(checked: Iterable[Checked]) -> list[str]:
 
 
 def prose(checked: Iterable[Checked]) -> list[str]:
-    """The figures that are of no document, by page and reason."""
+    """Return the figures without a document, by page and reason."""
     lines = []
     for page, _ in checked:
         by_reason: dict[str, list[str]] = defaultdict(list)
@@ -166,7 +168,7 @@ def sources_of(page: Page) -> list[str]:
 def proposal(page: Page) -> list[str]:
     """Return an entry of prose for each section with figures that lack a source.
 
-    A figure of a document goes into an expression instead; the others need a kind and a reason.
+    A figure of a document belongs in an expression instead; the others need a kind and a reason.
     """
     by_heading: dict[str, list[str]] = defaultdict(list)
     for text, figure in page.figures:
@@ -179,7 +181,7 @@ def proposal(page: Page) -> list[str]:
 
 
 def document_errors(lab: Path, history: History, *, allow_missing_history: bool = False) -> list[str]:
-    """Return what is wrong with the documents in lab/results, or with the history that vouches for them."""
+    """Return the errors of the documents in lab/results, and of the history that vouches for them."""
     folder, sources = lab / "results", lab / "sources"
     rules = read_rules(sources / SUMMARY_ONLY)
     return [
@@ -234,14 +236,13 @@ def main() -> int:
     errors = [error for _, errors in checked for error in errors]
     errors += document_errors(lab, history, allow_missing_history=allowed)
     errors += check_pictures(lab, documents_of(lab))
-    done = "every figure with a source is that of its document; --list_prose lists the others"
+    done = "every figure with a source matches its document; --list_prose lists the others"
     print("\n".join([*errors, _WHAT_TO_DO] if errors else [done]))
     return EXIT_FAILED if errors else 0
 
 
 def define_flags() -> None:
-    """The command line."""
-    flags.DEFINE_bool("list_prose", False, "List the figures that are of no document, with the reasons.")
+    flags.DEFINE_bool("list_prose", False, "List the figures without a document, with the reasons.")
     flags.DEFINE_bool("record_pictures", False, "Write the digests of pictures that were drawn again.")
     flags.DEFINE_bool("record_documents", False, "Write the digests of documents that are new or run again.")
     flags.DEFINE_bool(

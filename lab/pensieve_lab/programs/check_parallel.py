@@ -1,16 +1,19 @@
-"""Whether devices that share a model say what one device says, while state leaves memory and comes back.
+"""Checks that devices that share a model give one device's tokens, while KV leaves memory and comes back.
 
     python -m pensieve_lab.programs.check_parallel --tensor_parallel_size=4 --json=tokens.json
     python -m pensieve_lab.programs.check_parallel --tensor_parallel_size=2 --model=random:opt-tiny
 
-A tiny model in float32 serves the same conversations on one device and on `--tensor_parallel_size`, with two
-tiers that hold a part of them, so that chunks are copied out and back, dropped and computed again. Every
-token of both must be the choice of the dense reference, which has one device and no cache, and the devices'
-tokens must be the one device's: but for ties, which rounding decides. A `random:<preset>` whose KV heads do
-not divide over the devices gets one for each device, with as many query heads to each as before.
+A tiny model in float32 serves the same conversations on one device and on `--tensor_parallel_size`. Its two
+tiers hold only a part of them, so that chunks are copied out and back, dropped and recomputed. Every token of
+both must be the choice of the dense reference, which has one device and no cache, and the devices' tokens
+must
+equal the one device's, except for ties, which rounding decides. A `random:<preset>` whose KV heads do not
+divide
+over the devices gets one per device, with the same number of query heads per KV head.
 
-The last line is one JSON document (see `--json`) that says how often each of that happened. The exit status
-is 1 if a token differs, and if some kind of move did not happen at all.
+The last line is one JSON document (see `--json`) with the number of each kind of move. The exit status is 1
+if
+a token differs, or if some kind of move did not happen at all.
 """
 
 from __future__ import annotations
@@ -38,14 +41,14 @@ from pensieve_jax.commands.report import define_document_flag, device_name, json
 from pensieve_jax.decoding.device.weights import serving_dtype
 from pensieve_jax.device.dense_reference import MIN_MARGIN, DenseReference
 from pensieve_jax.model_source import resolve_model
-from pensieve_lab.serving.rounds import Served, Workload, make_workload, serve
+from pensieve_lab.serving.rounds import RoundsResult, Workload, make_workload, serve
 
 FLAGS = flags.FLAGS
 Figures = dict[str, Any]
 UNITS = {"*_s": "seconds", "*_tokens": "tokens", "*_chunks": "times that a chunk was moved or lost"}
 _RANDOM = "random:"
 _PROMPT_TOKENS, _OUTPUT_TOKENS, _CONCURRENCY = 16, 16, 4
-_GPU_SHARE, _CPU_SHARE = 0.3, 0.3  # of what all conversations fill
+_GPU_SHARE, _CPU_SHARE = 0.3, 0.3  # of the memory that all conversations fill
 _CHUNKS = {
     "num_swapped_out_chunks": "some state was copied out",
     "num_swapped_in_chunks": "some state was copied back",
@@ -62,7 +65,7 @@ class Judged(NamedTuple):
 
 
 def fit_heads(num_devices: int) -> None:
-    """Let `--model` have a KV head for each device, if it is a preset whose heads do not divide."""
+    """Give `--model` a KV head per device, if it is a preset whose heads do not divide."""
     name = FLAGS.model.removeprefix(_RANDOM)
     if not FLAGS.model.startswith(_RANDOM) or name not in PRESETS:
         return
@@ -75,7 +78,7 @@ def fit_heads(num_devices: int) -> None:
 
 
 def sized(config: EngineConfig, workload: Workload, num_devices: int) -> EngineConfig:
-    """Two tiers that hold a part of the workload, on so many devices."""
+    """Return a configuration on `num_devices` with two tiers that hold a part of the workload."""
     chunk_tokens = config.cache.chunk_tokens
     num_pages = -(-workload.num_tokens // chunk_tokens)
     longest = -(-workload.longest_tokens // chunk_tokens)
@@ -93,8 +96,8 @@ def sized(config: EngineConfig, workload: Workload, num_devices: int) -> EngineC
     )
 
 
-def serve_on(config: EngineConfig, workload: Workload) -> tuple[Served, Figures]:
-    """All conversations, and how often what happened to their state."""
+def serve_on(config: EngineConfig, workload: Workload) -> tuple[RoundsResult, Figures]:
+    """Serve all conversations; return the results, and how often each kind of move happened."""
     start_s = time.perf_counter()
     with contextlib.closing(open_parts(config).engine) as engine:
         start_up_s = time.perf_counter() - start_s
@@ -106,8 +109,8 @@ def serve_on(config: EngineConfig, workload: Workload) -> tuple[Served, Figures]
     return served, {"start_up_s": start_up_s, **moved, **told}
 
 
-def replies(served: Served) -> dict[str, list[list[int]]]:
-    """What was said to each conversation, turn by turn."""
+def replies(served: RoundsResult) -> dict[str, list[list[int]]]:
+    """Return the replies of each conversation, turn by turn."""
     found: dict[str, list[list[int]]] = {}
     for output in served.outputs:
         assert output.conversation_id is not None
@@ -116,7 +119,7 @@ def replies(served: Served) -> dict[str, list[list[int]]]:
 
 
 def prompts(workload: Workload) -> dict[str, list[list[int]]]:
-    """What each conversation asks, turn by turn."""
+    """Return the prompts of each conversation, turn by turn."""
     found: dict[str, list[list[int]]] = {}
     for one_round in workload.prompts:
         for name, token_ids in one_round:
@@ -125,12 +128,12 @@ def prompts(workload: Workload) -> dict[str, list[list[int]]]:
 
 
 def whole(asked: list[list[int]], answered: list[list[int]]) -> list[int]:
-    """A conversation's ids in order."""
+    """Return a conversation's ids in order."""
     return [id for pair in zip(asked, answered, strict=True) for part in pair for id in part]
 
 
-def judge(reference: DenseReference, workload: Workload, served: Served) -> Judged:
-    """Replay every turn."""
+def judge(reference: DenseReference, workload: Workload, served: RoundsResult) -> Judged:
+    """Judge every turn by a dense pass."""
     params = SamplingParams(max_tokens=workload.output_tokens, ignore_eos=True)
     said, num_wrong, num_uncertain = replies(served), 0, 0
     for name, asked in prompts(workload).items():
@@ -144,9 +147,9 @@ def judge(reference: DenseReference, workload: Workload, served: Served) -> Judg
 
 
 def different(
-    reference: DenseReference, workload: Workload, one: Served, other: Served
+    reference: DenseReference, workload: Workload, one: RoundsResult, other: RoundsResult
 ) -> tuple[list[str], list[str]]:
-    """Conversations whose tokens differ where the choice was certain, and those that differ from a tie on."""
+    """Return conversations that differ where the choice was certain, and those that differ from a tie on."""
     wrong: list[str] = []
     tied: list[str] = []
     first, second = replies(one), replies(other)
@@ -158,7 +161,7 @@ def different(
 
 
 def dense_reference(workload: Workload) -> DenseReference:
-    """Of the flags' model, on one device; compiled for one length."""
+    """Make the reference of the flags' model on one device, compiled for one length."""
     config = engine_config()
     model = load_model(
         resolve_model(FLAGS.model),
@@ -172,15 +175,13 @@ def dense_reference(workload: Workload) -> DenseReference:
 
 
 def check_flags() -> int:
-    """The number of devices; raises ConfigError for what cannot be checked."""
+    """Return the number of devices; raises ConfigError for flags that cannot be checked."""
     refuse_sizes("max_num_staged_pages", "stateful", "kv_dtype")
     num_devices: int = engine_config().runner.tensor_parallel_size
     if num_devices < 2:
-        raise ConfigError(
-            "--tensor_parallel_size", num_devices, "at least 2: one device is what it is beside"
-        )
+        raise ConfigError("--tensor_parallel_size", num_devices, "at least 2, to be compared with one device")
     if serving_dtype(FLAGS.dtype) != "float32":
-        limit = "float32: in less, rounding decides between tokens"
+        limit = "float32: with less precision, rounding decides between tokens"
         raise ConfigError("--dtype", FLAGS.dtype, limit)
     for name, least in {"num_conversations": 4, "num_turns": 2}.items():
         if getattr(FLAGS, name) < least:
@@ -189,7 +190,7 @@ def check_flags() -> int:
 
 
 def make_prompts() -> Workload:
-    """The flags' conversations; raises ConfigError for those that outgrow the context."""
+    """Make the flags' conversations; raises ConfigError if they exceed the context."""
     model, max_context_tokens = model_limits()
     workload = make_workload(
         num_conversations=FLAGS.num_conversations,
@@ -207,7 +208,7 @@ def make_prompts() -> Workload:
 
 
 def checks(devices: Mapping[str, Figures], judged: Mapping[str, Judged], wrong: list[str]) -> dict[str, bool]:
-    """What must be so, by name."""
+    """Return the checks by name."""
     return {
         "tokens are those of one device": not wrong,
         "tokens are those of the dense reference": not any(one.num_wrong for one in judged.values()),
@@ -222,7 +223,7 @@ def measure(num_devices: int) -> Figures:
     """Serve on one device and on all, and judge both."""
     fit_heads(num_devices)
     workload = make_prompts()
-    served: dict[str, Served] = {}
+    served: dict[str, RoundsResult] = {}
     figures: dict[str, Figures] = {}
     for count in (1, num_devices):
         config = sized(engine_config(), workload, count)
@@ -257,10 +258,9 @@ def main() -> int:
 
 
 def define_flags() -> None:
-    """The command line."""
     flags.DEFINE_integer("num_conversations", 8, "Conversations.")
-    flags.DEFINE_integer("num_turns", 5, "Turns of each.")
-    flags.DEFINE_integer("data_seed", 0, "Of the prompts.", lower_bound=0)
+    flags.DEFINE_integer("num_turns", 5, "Turns of each conversation.")
+    flags.DEFINE_integer("data_seed", 0, "Seed of the prompts.", lower_bound=0)
     define_engine_flags(model=TINY_MODEL)
     FLAGS.set_default("dtype", "float32")
     FLAGS.set_default("chunk_tokens", 16)

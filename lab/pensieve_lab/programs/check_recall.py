@@ -1,20 +1,21 @@
-"""Tell a chat model facts, and ask for them some turns later, wherever their state has been meanwhile.
+"""Tells a chat model facts and asks for them some turns later, wherever their KV cache has been meanwhile.
 
     python -m pensieve_lab.programs.check_recall
     python -m pensieve_lab.programs.check_recall --num_cases=512 --dialogues=sgd_dev.jsonl.gz
 
 Held-out facts are told in the first turn of many conversations and asked for in the last one, three to six
-turns later. The user's side of the talk in between is that of `--dialogues`, or a few lines of ours; the
+turns later. The user's side of the talk in between comes from `--dialogues`, or from a few lines of ours; the
 model answers it. The same conversations are served three times, in float32: with memory for all of them, with
-tiers so small that every return has its state swapped in or recomputed, and with nothing but the question.
-With memory for all, as many more are told and asked in new constructions (sentences built as none of training
-is), twice: in those that were known while training's sentences were written, and in those of the test. They
-have no target. Half of the cases ask for one fact, the others for two at once or for what was corrected; a
-table has the figures of each kind. Greetings with nothing before them are answered as well.
-The last line is one JSON document (see `--json`); exit status 1 if a target is missed: the share of right
-answers, state in the small tiers that was in place, replies that depend on where it was, or the share of
-greetings that are answered with a fact that nobody told. Of two tokens that a dense pass has no farther apart
-than rounding goes either is right: such replies are counted as ties.
+tiers so small that every return has its KV swapped in or recomputed, and with nothing but the question. With
+memory for all, as many more are told and asked in new constructions (sentences built as none of training is),
+twice: in those that were known while training's sentences were written, and in those of the test. They have
+no
+target. Half of the cases ask for one fact, the others for two at once or for a corrected one; a table has the
+figures of each kind. Greetings without a history are answered as well.
+The last line is one JSON document (see `--json`). Exit status 1 if a target is missed: the share of right
+answers, KV in place in the small tiers, replies that depend on the tiers, or the share of greetings that are
+answered with an invented fact. If a dense pass has two tokens no farther apart than rounding goes, either is
+right: such replies count as ties.
 """
 
 from __future__ import annotations
@@ -38,34 +39,34 @@ from pensieve_lab.chat_training.served_recall import ServedCases, serve_cases, s
 from pensieve_lab.chat_training.wordings import Wordings
 
 FLAGS = flags.FLAGS
-# The weights in the package reach 100% of 96 new sentences; the rest is room for four cases.
+# The weights in the package reach 100% of 96 new sentences; the difference allows four wrong cases.
 MIN_RECALL_PERCENT = 95
 MAX_RECALL_PERCENT_WITHOUT_HISTORY = 30
 MAX_INVENTED_PERCENT = 5
 MAX_IN_PLACE_PERCENT = 1  # the last conversations of a run have the memory to themselves
 _UNITS = {
-    "recall_percent": f"greedy answers that hold what was told, {BETWEEN[0]} to {BETWEEN[1]} turns before",
+    "recall_percent": f"greedy answers with the fact, told {BETWEEN[0]} to {BETWEEN[1]} turns before",
     "by_kind": "[recall_percent, number of cases] of each kind of question",
-    "new_constructions, test_constructions": "as ample, in sentences built as none of training is",
+    "new_constructions, test_constructions": "with ample memory, in sentences built as none of training is",
     "num_different": "conversations whose replies differ between ample and small tiers, without ties",
-    "ties": "conversations whose replies differ from two tokens on that tie; max_gap: the farthest that such "
-    "two are apart, in logits of the dense reference",
-    "greetings": "first messages that tell nothing; num_invented: of them, answered with a fact",
-    "num_returns": "turns of conversations that had turns before",
-    "num_swapped_in, num_recomputed, num_in_place": "returns of which some state was, or all of it was",
+    "ties": "conversations whose replies differ only from two tied tokens on; max_gap: the largest distance "
+    "of such tokens, in logits of the dense reference",
+    "greetings": "first messages without a fact; num_invented: those answered with a fact",
+    "num_returns": "turns with a history",
+    "num_swapped_in, num_recomputed, num_in_place": "returns by where the KV was; in_place: all of it",
     "seconds": "from the first request to the last answer",
 }
 
 
 class Timed(NamedTuple):
-    """What was served, and how long it took."""
+    """Served conversations, and how long they took."""
 
     served: ServedCases
     seconds: float
 
 
 def engine(cache: CacheConfig) -> LLM:
-    """One with tiers of these sizes."""
+    """Make an engine with tiers of these sizes."""
     config = EngineConfig(
         cache=cache,
         scheduler=SchedulerConfig(
@@ -79,26 +80,26 @@ def engine(cache: CacheConfig) -> LLM:
 
 
 def serve(llm: LLM, cases: Sequence[RecallCase], *, with_history: bool = True) -> Timed:
-    """All cases, with their history or with the question alone."""
+    """Serve all cases, with their history or with the question alone."""
     began = time.perf_counter()
     served = serve_cases(llm, cases, with_history=with_history, progress=shows_progress())
     return Timed(served, time.perf_counter() - began)
 
 
 class Difference(NamedTuple):
-    """A conversation whose tokens depend on the tiers, and how far the first two are from the best choice."""
+    """Conversation whose tokens depend on the tiers, and how far the first two are from the best choice."""
 
     number: int
     gap: float  # in logits
 
     @property
     def is_tie(self) -> bool:
-        """Whether rounding decides."""
+        """Whether rounding decides between the tokens."""
         return self.gap < MIN_MARGIN
 
 
 def differences(ample: ServedCases, small: ServedCases) -> list[Difference]:
-    """All of them, by the dense reference."""
+    """Return all differences, judged by the dense reference."""
     pairs = list(zip(ample.histories, small.histories, strict=True))
     differing = [number for number, (one, other) in enumerate(pairs) if one != other]
     if not differing:
@@ -108,7 +109,7 @@ def differences(ample: ServedCases, small: ServedCases) -> list[Difference]:
 
 
 def figures(timed: Timed) -> dict[str, Any]:
-    """What is reported of one way to serve the cases."""
+    """Return the report of one way to serve the cases."""
     returns = timed.served.returns
     return {
         "recall_percent": timed.served.recall_percent,
@@ -122,7 +123,7 @@ def figures(timed: Timed) -> dict[str, Any]:
 
 
 def print_tables(results: dict[str, dict[str, Any]]) -> None:
-    """The figures of each way to serve the cases, and their recall by kind of question."""
+    """Print the figures of each way to serve the cases, and their recall by kind of question."""
     columns = [name for name in results["ample"] if name != "by_kind"]
     print(table(["tiers", *columns], [[name, *(row[c] for c in columns)] for name, row in results.items()]))
     kinds = sorted({kind for row in results.values() for kind in row["by_kind"]})
@@ -133,17 +134,19 @@ def print_tables(results: dict[str, dict[str, Any]]) -> None:
 def missed_targets(
     results: dict[str, dict[str, Any]], *, num_different: int, invented_percent: float
 ) -> list[str]:
-    """A sentence for each."""
+    """Return a sentence per missed target."""
     missed = []
     for name in ("ample", "small"):
         if results[name]["recall_percent"] < MIN_RECALL_PERCENT:
             missed.append(f"with {name} tiers fewer than {MIN_RECALL_PERCENT}% of the answers are right")
     if results["alone"]["recall_percent"] >= MAX_RECALL_PERCENT_WITHOUT_HISTORY:
-        missed.append(f"without the history {MAX_RECALL_PERCENT_WITHOUT_HISTORY}% of them or more are right")
+        missed.append(
+            f"without the history {MAX_RECALL_PERCENT_WITHOUT_HISTORY}% of the answers or more are right"
+        )
     small = results["small"]
     if 100 * small["num_in_place"] > MAX_IN_PLACE_PERCENT * small["num_returns"]:
         missed.append(
-            f"more than {MAX_IN_PLACE_PERCENT}% of the returns had all state in place with small tiers: "
+            f"more than {MAX_IN_PLACE_PERCENT}% of the returns had all KV in place with small tiers: "
             "give fewer --gpu_pages"
         )
     if num_different:
@@ -207,21 +210,22 @@ def main() -> int:
 
 
 def define_flags() -> None:
-    """The command line."""
     define_model_flag()
-    flags.DEFINE_string("dialogues", None, "Whose talk stands in between (JSON lines, .gz); default: ours.")
+    flags.DEFINE_string(
+        "dialogues", None, "Dialogues with the talk in between (JSON lines, .gz); default: ours."
+    )
     flags.DEFINE_integer("num_cases", 128, "Conversations.", lower_bound=1)
     flags.DEFINE_integer(
         "num_transcripts",
         0,
-        "Conversations to print, the first with ample tiers and of the test.",
+        "Number of conversations to print, of those with ample tiers and of the test.",
         lower_bound=0,
     )
-    flags.DEFINE_integer("seed", 0, "Of the facts and the talk.", lower_bound=0)
+    flags.DEFINE_integer("seed", 0, "Seed of the facts and the talk.", lower_bound=0)
     flags.DEFINE_integer("max_context_tokens", None, "Longest history + turn; default: the model's.")
-    flags.DEFINE_integer("ample_gpu_pages", 1024, "Pages of device memory where there is enough.")
-    flags.DEFINE_integer("gpu_pages", 32, "Pages of device memory where there is not.")
-    flags.DEFINE_integer("cpu_pages", 120, "Pages of host memory beside them.")
+    flags.DEFINE_integer("ample_gpu_pages", 1024, "Pages of ample device memory.")
+    flags.DEFINE_integer("gpu_pages", 32, "Pages of small device memory.")
+    flags.DEFINE_integer("cpu_pages", 120, "Pages of host memory with it.")
     flags.DEFINE_bool("progress", None, "Show progress bars; default: on a terminal.")
     define_document_flag()
 

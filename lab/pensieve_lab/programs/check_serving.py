@@ -1,12 +1,13 @@
-"""Serve conversations with too few pages, and compare what was served with a dense stateless model.
+"""Serves conversations with too few pages, and compares the results with a dense stateless model.
 
     python -m pensieve_lab.programs.check_serving --model=random:llama2-13b-gqa10 --dtype=bfloat16
 
 Conversations of seeded random ids take their turns together, statefully, in a pool that holds a part of
 them (`--pool_fraction`). Then each whole conversation goes through the dense reference in one teacher-forced
-pass, and the log-probabilities of the emitted tokens are compared. Reported: their differences, tokens a
-second for each turn, memory against weights + pool + 2 GB, and compilations while serving. The last line is
-one JSON document (see `--json`); the exit status is 1 if a target is missed.
+pass, and the log-probabilities of the emitted tokens are compared. The program reports their differences,
+tokens/s of each turn, memory against weights + pool + 2 GB, and compilations while serving. The last line is
+one
+JSON document (see `--json`); the exit status is 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ SLACK_BYTES = 2 * 10**9
 
 
 class ServedConversation(NamedTuple):
-    """One conversation: the prompt ids and the output of every turn."""
+    """Conversation with the prompt ids and the output of every turn."""
 
     prompts: list[list[int]]
     outputs: list[Output]
@@ -48,7 +49,7 @@ class ServedConversation(NamedTuple):
 
 
 def make_prompts(vocab_size: int) -> list[list[list[int]]]:
-    """Seeded random ids, by conversation and turn, of about `prompt_tokens` each."""
+    """Draw random ids by conversation and turn, about `prompt_tokens` each."""
     random = np.random.default_rng(FLAGS.data_seed)
     spread = FLAGS.prompt_tokens // 4
     return [
@@ -65,7 +66,7 @@ def make_prompts(vocab_size: int) -> list[list[list[int]]]:
 def serve(
     llm: LLM, prompts: Sequence[list[list[int]]]
 ) -> tuple[list[ServedConversation], list[dict[str, Any]]]:
-    """All conversations, a turn of each at a time; and a row of figures for each turn."""
+    """Serve all conversations, one turn of each at a time; return them and figures of each turn."""
     params = SamplingParams(max_tokens=FLAGS.output_tokens, ignore_eos=True, logprobs=0)
     served = [ServedConversation(turns, []) for turns in prompts]
     names = [f"conversation-{i}" for i in range(len(prompts))]
@@ -94,7 +95,7 @@ def serve(
 
 
 def compare(served: Sequence[ServedConversation]) -> dict[str, float]:
-    """Differences of the emitted tokens' log-probabilities, and how many are the dense model's choice."""
+    """Return differences of the emitted tokens' log-probabilities, and how many the dense model chooses."""
     config = engine_config()
     mesh = make_mesh(config.runner.tensor_parallel_size)
     model = load_model(
@@ -105,8 +106,9 @@ def compare(served: Sequence[ServedConversation]) -> dict[str, float]:
         max_position_embeddings=config.runner.max_position_embeddings,
     )
     reference = DenseReference(model)
-    # Every sequence is padded to one length, and all behind the shortest first prompt counts as emitted, so
-    # that the reference is compiled once. What follows a token changes nothing before it.
+    # Every sequence is padded to one length, and everything after the shortest first prompt counts as
+    # emitted, so
+    # that the reference is compiled once. Padding after a token does not change its logits.
     longest = max(len(one.token_ids) for one in served)
     num_first = min(len(one.prompts[0]) for one in served)
     params = SamplingParams(max_tokens=longest, ignore_eos=True)
@@ -134,13 +136,13 @@ def compare(served: Sequence[ServedConversation]) -> dict[str, float]:
 
 
 def device_peak_bytes() -> int | None:
-    """The most that was in use on the first device so far; None where it does not say."""
+    """Return the peak memory of the first device so far, or None if it is not reported."""
     peak: int | None = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     return peak
 
 
 def memory(llm: LLM) -> dict[str, Any]:
-    """Bytes per device: what the compiler says, and the peak that the device saw."""
+    """Return bytes per device, as the compiler reports them, and the device's peak."""
     analysis = llm.memory_analysis()
     buckets = analysis["buckets"]
     limit = analysis["weights_bytes"] + analysis["kv_pool_bytes"] + SLACK_BYTES
@@ -161,7 +163,7 @@ def memory(llm: LLM) -> dict[str, Any]:
 
 
 def check_flags() -> None:
-    """Raise ConfigError for sizes that cannot work, and make `--gpu_pages` small where it was not given."""
+    """Raise ConfigError for impossible sizes; choose a small `--gpu_pages` if it was not given."""
     least = {"num_conversations": 1, "num_turns": 1, "output_tokens": 1, "prompt_tokens": 4}
     for name, minimum in least.items():
         value: int = getattr(FLAGS, name)
@@ -177,12 +179,12 @@ def check_flags() -> None:
             "--num_turns",
             FLAGS.num_turns,
             f"few enough for the context of {max_context_tokens} tokens",
-            f"a conversation may come to {tokens} tokens; fewer turns, --prompt_tokens or --output_tokens do",
+            f"a conversation may have {tokens} tokens; lower --num_turns, --prompt_tokens or --output_tokens",
         )
 
 
 def check(results: dict[str, Any]) -> dict[str, bool]:
-    """The targets, by name."""
+    """Return the targets by name, and whether each is met."""
     return {
         f"99th percentile of differences at most {FLAGS.tolerance}": (
             results["logprobs"]["p99_abs_difference"] <= FLAGS.tolerance
@@ -195,7 +197,7 @@ def check(results: dict[str, Any]) -> dict[str, bool]:
 
 
 def measure() -> dict[str, Any]:
-    """Serve, let go of the model, and compare."""
+    """Serve, free the model, and compare."""
     start_s = time.perf_counter()
     with open_llm() as llm:
         start_up_s = time.perf_counter() - start_s
@@ -203,7 +205,7 @@ def measure() -> dict[str, Any]:
         served, turns = serve(llm, make_prompts(llm.model_config.vocab_size))
         stats = llm.stats()
         peaks = {**memory(llm), "start_up_peak_bytes": start_up_peak}
-    del llm  # its weights and pools make room for the reference
+    del llm  # free its weights and pools for the reference
     gc.collect()
     return {
         "model": FLAGS.model,
@@ -236,16 +238,15 @@ def main() -> int:
 
 
 def define_flags() -> None:
-    """The command line."""
     flags.DEFINE_integer("num_conversations", 64, "Conversations.")
-    flags.DEFINE_integer("num_turns", 3, "Turns of each.")
-    flags.DEFINE_integer("prompt_tokens", 38, "Ids of a prompt, give or take a quarter.")
-    flags.DEFINE_integer("output_tokens", 64, "Ids of a reply.")
+    flags.DEFINE_integer("num_turns", 3, "Turns of each conversation.")
+    flags.DEFINE_integer("prompt_tokens", 38, "Tokens of a prompt, plus or minus a quarter.")
+    flags.DEFINE_integer("output_tokens", 64, "Tokens of a reply.")
     flags.DEFINE_float(
-        "pool_fraction", 0.6, "Pages, as a share of what all conversations fill; see --gpu_pages."
+        "pool_fraction", 0.6, "Pages as a share of what all conversations fill; see --gpu_pages."
     )
     flags.DEFINE_float("tolerance", 0.05, "Largest 99th percentile of the differences of log-probabilities.")
-    flags.DEFINE_integer("data_seed", 0, "Of the prompts.", lower_bound=0)
+    flags.DEFINE_integer("data_seed", 0, "Seed of the prompts.", lower_bound=0)
     define_engine_flags()
     define_document_flag()
 

@@ -1,4 +1,4 @@
-r"""Systems side by side on the same loads: how long answers took, from files of the serving benchmark.
+r"""Compares systems on the same loads by the latency of their answers, from files of the serving benchmark.
 
     for system in rebatching stateless transformers; do
       python -m pensieve_lab.programs.benchmark_serving --system=$system --rates=2,5 --seeds=0,1 \
@@ -8,16 +8,16 @@ r"""Systems side by side on the same loads: how long answers took, from files of
         --documents=rebatching.jsonl,stateless.jsonl,transformers.jsonl \
         --plot=compared.png
 
-Points of one load are put side by side. Refused are documents whose points of one load met other arrivals
-(`sessions_digest`), or that are of another model, trace, device or window; of one system, two configurations
-and a load that was measured twice; and systems that were given other memory for KV state on the device
-(`kv_bytes`), unless `--allow_different_memory` says so or a system does not know its own.
+Points of one load are put side by side. The program refuses documents whose points of one load had different
+arrivals (`sessions_digest`), or that differ in model, trace, device or window. For one system it refuses two
+configurations and a load that was measured twice. It also refuses systems with different device memory for
+the
+KV cache (`kv_bytes`), unless `--allow_different_memory` is given or a system does not know its own.
 
-Seeds of a load become one row: medians of their percentiles, and sums of what was answered. Which seeds those
-are is in the row: systems may have served others. Where not all requests were answered when a run ended, its
-latencies are those of all requests, with what was not answered as long as it had been there: at least so
-long. The last line is one JSON document (see `--json`), with what every system and its own documents say of
-configuration, versions, commands and hardware.
+Seeds of a load become one row: medians of their percentiles, and sums of what was answered. The row names its
+seeds, which may differ between systems. If not all requests were answered when a run ended, its latencies
+include the unanswered ones with the time they had waited, so they are lower bounds. The last line is one JSON
+document (see `--json`), with every system's configuration, versions, commands and hardware.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from pensieve_lab.serving.report import COMMON, leaves, no_document, own_fields,
 FLAGS = flags.FLAGS
 Row = dict[str, Any]
 _FLAG = "--documents"
-_ABOUT = ("versions", "revision", "command", "hardware")  # how a document came about
+_ABOUT = ("versions", "revision", "command", "hardware")  # origin of a document
 _FIGURES = (
     *("rate", "seed", "sessions_digest", "void", "seconds", "num_requests", "num_unfinished"),
     *("sent_requests_per_s", "requests_per_s", "output_tokens_per_s"),
@@ -53,43 +53,43 @@ _COLUMNS = (
     *("first p50, s", "first p99, s", "unfinished", "void"),
 )
 _UNITS = {
-    "rate": "conversations that begin in a second",
-    "sent_per_s": "requests that came in a second of the windows of all seeds",
-    "requests_per_s, output_tokens_per_s": "requests, and tokens, of answers that ended in a second of the "
-    "windows of all seeds, whenever their requests came",
-    "latency_s": "seconds from arrival to the last token, of requests that came in a window; of what was not "
-    "answered, until the run ended",
-    "first_token_s": "seconds from arrival to the first token, of those of them that were answered",
-    "p50, p99": "of a load point; of several seeds their median, with lowest and highest",
-    "kv_bytes": "of KV state in device memory, as the system was given; null where only it knows",
-    "left_out": "load points that --max_run_s left no time for",
+    "rate": "conversations that arrive per second",
+    "sent_per_s": "arrivals per second in the windows of all seeds",
+    "requests_per_s, output_tokens_per_s": "answered requests, and their tokens, per second in the windows "
+    "of all seeds, whenever the requests arrived",
+    "latency_s": "seconds from arrival to the last token, of requests that arrived in a window; unanswered "
+    "requests count until the run ended",
+    "first_token_s": "seconds from arrival to the first token, of those that were answered",
+    "p50, p99": "percentiles of a load point; for several seeds their median, minimum and maximum",
+    "kv_bytes": "device memory given to the KV cache; null: known only to the system",
+    "left_out": "load points skipped because of --max_run_s",
 }
 
 
 class Documents:
-    """What files say, each document refused that cannot stand beside those before it.
+    """Contents of files; a document that cannot be compared with earlier ones is refused.
 
     Attributes:
       points: every load point, with its system.
-      common: what all documents have in common, their device among it.
-      systems: by name, what each says of itself, of how its documents came about, and of what they lack.
+      common: fields that all documents share, among them their device.
+      systems: by name, each system's own fields, its documents' origins, and skipped load points.
     """
 
     def __init__(self, *, same_memory: bool) -> None:
-        """None yet; `same_memory`: systems have as many bytes of KV state as others, where both know."""
+        """Start empty; with `same_memory`, systems must have equal `kv_bytes` if both are known."""
         self._same_memory = same_memory
         self.points: list[Row] = []
         self.common: Row = {}
         self.systems: dict[str, Row] = {}
-        self._first: dict[Any, tuple[str, Row]] = {}  # of what must agree: where it was said first
+        self._first: dict[Any, tuple[str, Row]] = {}  # by key, where a value that must agree occurred first
 
     def add(self, where: str, document: Mapping[str, Any]) -> None:
-        """One more; raises ConfigError."""
+        """Add a document; raises ConfigError if it cannot be compared."""
         try:
             results = document["results"]
             system = str(results["system"])
             common = {name: results[name] for name in COMMON}
-            # Seeds are told by points; a made trace, which has the settings', by its digest.
+            # Points name their seeds; a generated trace, which the settings' seed determines, has its digest.
             common["settings"] = {key: one for key, one in common["settings"].items() if key != "seed"}
             common["device"] = document["hardware"]["device"].rpartition(": ")[2]
             own, memory = own_fields(results), {"kv_bytes": results["kv_bytes"]}
@@ -101,7 +101,7 @@ class Documents:
         self._agree(where, "all", leaves(common))
         self._agree(where, f"system {system}", own, "two configurations need two names, or two comparisons")
         if self._same_memory and memory["kv_bytes"] is not None:
-            self._agree(where, "memory", memory, "--allow_different_memory compares them all the same")
+            self._agree(where, "memory", memory, "--allow_different_memory compares them anyway")
         for point in points:
             self._add_point(where, point)
         self.common = self.common or common
@@ -109,7 +109,7 @@ class Documents:
         entry = self.systems.setdefault(system, said | {"documents": [], "left_out": []})
         entry["left_out"] += left_out
         about |= {"environment": document.get("environment"), "file": where.rpartition(", line ")[0]}
-        if about not in entry["documents"]:  # every load point has a line of its own
+        if about not in entry["documents"]:  # every load point has its own line
             entry["documents"].append(about)
 
     def _add_point(self, where: str, point: Row) -> None:
@@ -124,7 +124,7 @@ class Documents:
         self.points.append(point)
 
     def _agree(self, where: str, key: str, said: Row, hint: str = "") -> None:
-        """Raise ConfigError unless the first that spoke of `key` said the same."""
+        """Raise ConfigError unless earlier values of `key` are equal."""
         first_where, first = self._first.setdefault(key, (where, said))
         for name in dict.fromkeys([*first, *said]):
             before, found = (json.dumps(one.get(name)) for one in (first, said))
@@ -134,7 +134,7 @@ class Documents:
 
 
 def _point(system: str, point: Mapping[str, Any]) -> Row:
-    """What is compared of a load point; raises KeyError or TypeError for one that lacks any of it."""
+    """Return the compared figures of a load point; raises KeyError or TypeError if one is missing."""
     arrivals = point["arrivals"]
     found = {name: point[name] for name in _FIGURES}
     for name, figure in _SPREADS.items():
@@ -144,7 +144,7 @@ def _point(system: str, point: Mapping[str, Any]) -> Row:
 
 
 def read(paths: Sequence[Path], *, same_memory: bool) -> Documents:
-    """What files hold; raises ConfigError."""
+    """Read files; raises ConfigError."""
     documents = Documents(same_memory=same_memory)
     for where, document in read_documents(_FLAG, paths):
         documents.add(where, document)
@@ -154,7 +154,7 @@ def read(paths: Sequence[Path], *, same_memory: bool) -> Documents:
 
 
 def rows_of(points: Sequence[Row]) -> list[Row]:
-    """A row for each system and load, loads in the order of their rates, systems as they were given."""
+    """Make a row per system and load, ordered by rate and then in the order of the systems."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for point in points:
         groups.setdefault((point["arrivals"] or "", point["rate"] or 0.0, point["system"]), []).append(point)
@@ -164,7 +164,7 @@ def rows_of(points: Sequence[Row]) -> list[Row]:
 
 
 def _row(alike: Sequence[Row]) -> Row:
-    """Of one system and load."""
+    """Make the row of one system and load."""
     seconds = sum(point["seconds"] for point in alike)
 
     def rate(name: str) -> float:
@@ -184,7 +184,7 @@ def _row(alike: Sequence[Row]) -> Row:
 
 
 def _median(spreads: Sequence[Mapping[str, float] | None]) -> dict[str, dict[str, float]] | None:
-    """Of percentiles of several runs; None where nothing was answered in any."""
+    """Return medians of percentiles of several runs; None if no run answered anything."""
     known = [spread for spread in spreads if spread]
     if not known:
         return None
@@ -196,7 +196,7 @@ def _median(spreads: Sequence[Mapping[str, float] | None]) -> dict[str, dict[str
 
 
 def show(rows: Sequence[Row]) -> None:
-    """A line for each; a dash for what is not known."""
+    """Print a line per row, with a dash for unknown values."""
     lines = []
     for row in rows:
         spreads = [row[name] and row[name][part] for name in _SPREADS for part in _PARTS]
@@ -221,7 +221,7 @@ def main() -> int:
     show(rows)
     for system, said in found.systems.items():
         if said["left_out"]:
-            print(f"{system}: {len(said['left_out'])} load points left out, after --max_run_s")
+            print(f"{system}: {len(said['left_out'])} load points skipped because of --max_run_s")
     if FLAGS.plot is not None:
         title = f"{common['model']}, {common['trace']['name']}, {common['device']}"
         draw(rows, title, Path(FLAGS.plot))
@@ -231,13 +231,12 @@ def main() -> int:
 
 
 def define_flags() -> None:
-    """The command line."""
-    flags.DEFINE_list("documents", None, "Files that --output_json of benchmark_serving.py wrote.")
+    flags.DEFINE_list("documents", None, "Files of benchmark_serving.py --output_json.")
     require("documents")
     flags.DEFINE_bool(
-        "allow_different_memory", False, "Compare systems of different bytes of KV state on the device."
+        "allow_different_memory", False, "Compare systems with different device memory for the KV cache."
     )
-    flags.DEFINE_string("plot", None, "Where latencies over loads are drawn, e.g. compared.png.")
+    flags.DEFINE_string("plot", None, "File for a plot of latencies over loads, e.g. compared.png.")
     define_document_flag()
 
 

@@ -1,17 +1,24 @@
-r"""What keeping state is worth: the same conversations by engines that keep none, some, and more of it.
+r"""Measures the benefit of stored KV: the same conversations by engines that store none, some, and more of
+it.
 
     python -m pensieve_lab.programs.compare_variants --model=random:llama2-13b-gqa10 --dtype=bfloat16 \
         --token_buckets=64,1024
 
-Three variants of one engine, one after the other on one model: *stateless* (`stateful=False`) recomputes the
-history with every turn; *gpu only* (`cpu_pages=0`, the paper's "Pensieve (GPU cache)") recomputes what it had
-to drop; *both tiers* copies to host memory and back. `--policies` adds the other eviction policies on both
-tiers. Every variant serves the same turns, in rounds: a conversation returns when about all the others have
-spoken (`serving/rounds.py`). Memory holds a part of them: `--gpu_fraction` and `--cpu_fraction` of what all
-fill, unless `--gpu_pages` and `--cpu_pages` say it.
+Three variants of one engine run one after the other on one model. *stateless* (`stateful=False`) recomputes
+the
+history in every turn. *gpu only* (`cpu_pages=0`, the paper's "Pensieve (GPU cache)") recomputes what it had
+to
+drop. *both tiers* copies to host memory and back. `--policies` adds the other eviction policies on both
+tiers.
+Every variant serves the same turns, in rounds: a conversation returns when about all the others have had a
+turn
+(`serving/rounds.py`). Memory holds a part of them: `--gpu_fraction` and `--cpu_fraction` of what all fill,
+unless
+`--gpu_pages` and `--cpu_pages` are given.
 
-A probe of a few steps tells how long it will take, and on a terminal a bar how long is left. The last line is
-one JSON document (see `--json`). Exit status 1 if two variants of a float32 engine gave different tokens.
+A probe of a few steps estimates the duration, and on a terminal a bar shows the time left. The last line is
+one
+JSON document (see `--json`). Exit status 1 if two variants of a float32 engine gave different tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +45,7 @@ from pensieve_jax.config import POLICIES
 from pensieve_jax.decoding.device.weights import serving_dtype
 from pensieve_lab.common.engines import EngineFactory, costs_document
 from pensieve_lab.serving.estimate import probe, seconds
-from pensieve_lab.serving.rounds import Served, Workload, make_workload, serve
+from pensieve_lab.serving.rounds import RoundsResult, Workload, make_workload, serve
 
 FLAGS = flags.FLAGS
 COLUMNS = {
@@ -57,7 +64,7 @@ BYTES = {"GB out": "swapped_out_bytes", "GB in": "swapped_in_bytes"}
 
 
 def check_flags() -> None:
-    """Raise ConfigError for sizes that cannot work."""
+    """Raise ConfigError for impossible sizes."""
     for name, minimum in {
         "num_conversations": 1,
         "num_turns": 2,
@@ -75,9 +82,9 @@ def check_flags() -> None:
 
 
 def sizes(config: EngineConfig, workload: Workload, max_context_tokens: int) -> EngineConfig:
-    """Pages as shares of what the workload fills, where they were not given.
+    """Set pages that were not given to shares of what the workload fills.
 
-    Raises ConfigError for conversations that outgrow the context.
+    Raises ConfigError for conversations that exceed the context.
     """
     longest, chunk_tokens = workload.longest_tokens, config.cache.chunk_tokens
     if longest > max_context_tokens:
@@ -85,7 +92,7 @@ def sizes(config: EngineConfig, workload: Workload, max_context_tokens: int) -> 
             "--num_turns",
             FLAGS.num_turns,
             f"few enough for the context of {max_context_tokens} tokens",
-            f"a conversation comes to {longest} tokens; fewer turns, --prompt_tokens or --output_tokens do",
+            f"a conversation has {longest} tokens; lower --num_turns, --prompt_tokens or --output_tokens",
         )
     num_pages = -(-workload.num_tokens // chunk_tokens)
     changes: dict[str, Any] = {}
@@ -97,7 +104,7 @@ def sizes(config: EngineConfig, workload: Workload, max_context_tokens: int) -> 
 
 
 def variants(config: EngineConfig) -> dict[str, EngineConfig]:
-    """What is compared, by name, the poorest first."""
+    """Return the compared configurations by name, in increasing order of memory."""
     cache = config.cache
     no_cpu = dataclasses.replace(config, cache=dataclasses.replace(cache, cpu_pages=0))
     found = {
@@ -113,10 +120,11 @@ def variants(config: EngineConfig) -> dict[str, EngineConfig]:
     return found
 
 
-def same_tokens(served: Mapping[str, Served]) -> dict[str, bool]:
-    """Whether each variant gave the tokens of the first one. Replies are short ids of random weights."""
+def same_tokens(served: Mapping[str, RoundsResult]) -> dict[str, bool]:
+    """Return whether each variant gave the tokens of the first one. Replies are short ids of random
+    weights."""
 
-    def replies(one: Served) -> dict[str | None, list[tuple[int, ...]]]:
+    def replies(one: RoundsResult) -> dict[str | None, list[tuple[int, ...]]]:
         turns: dict[str | None, list[tuple[int, ...]]] = {}
         for output in one.outputs:
             turns.setdefault(output.conversation_id, []).append(output.token_ids)
@@ -127,7 +135,7 @@ def same_tokens(served: Mapping[str, Served]) -> dict[str, bool]:
 
 
 def expectation(num_variants: int, num_turns: int, one_s: tuple[float, float]) -> str:
-    """How long it will take: stateless with all histories computed again, others with some or none."""
+    """Describe how long it will take: stateless recomputes all histories, the others some or none."""
     found_s, computed_s = one_s
     shortest, longest = computed_s + (num_variants - 1) * found_s, num_variants * computed_s
     return (
@@ -137,7 +145,7 @@ def expectation(num_variants: int, num_turns: int, one_s: tuple[float, float]) -
 
 
 def measure() -> tuple[EngineConfig, dict[str, dict[str, Any]], dict[str, bool]]:
-    """The configuration, and by variant its figures and whether its tokens are those of the first."""
+    """Return the configuration and, by variant, its figures and whether its tokens equal the first one's."""
     config = engine_config()
     model, max_context_tokens = model_limits()
     workload = make_workload(
@@ -197,16 +205,15 @@ def main() -> int:
 
 
 def define_flags() -> None:
-    """The command line."""
     flags.DEFINE_integer("num_conversations", 128, "Conversations.")
-    flags.DEFINE_integer("num_turns", 5, "Turns of each.")
-    flags.DEFINE_integer("prompt_tokens", 38, "Ids of a prompt, give or take a quarter.")
-    flags.DEFINE_integer("output_tokens", 128, "Ids of a reply.")
+    flags.DEFINE_integer("num_turns", 5, "Turns of each conversation.")
+    flags.DEFINE_integer("prompt_tokens", 38, "Tokens of a prompt, plus or minus a quarter.")
+    flags.DEFINE_integer("output_tokens", 128, "Tokens of a reply.")
     flags.DEFINE_integer("concurrency", 32, "Turns in the engine at once.")
-    flags.DEFINE_float("gpu_fraction", 0.35, "Device pages, as a share of what all fill; see --gpu_pages.")
-    flags.DEFINE_float("cpu_fraction", 0.5, "Host pages, as a share of what all fill; see --cpu_pages.")
+    flags.DEFINE_float("gpu_fraction", 0.35, "Device pages as a share of what all fill; see --gpu_pages.")
+    flags.DEFINE_float("cpu_fraction", 0.5, "Host pages as a share of what all fill; see --cpu_pages.")
     flags.DEFINE_bool("policies", False, "Run every eviction policy on both tiers.")
-    flags.DEFINE_integer("data_seed", 0, "Of the prompts.", lower_bound=0)
+    flags.DEFINE_integer("data_seed", 0, "Seed of the prompts.", lower_bound=0)
     define_engine_flags()
     define_document_flag()
 

@@ -1,12 +1,13 @@
-"""Cellular batching in a minute: sentences join and leave running batches, cell by cell.
+"""Demo of cellular batching in a minute: sentences join and leave running batches, cell by cell.
 
     python -m pensieve_lab.programs.demo_cells [--plot=cells.png]
 
-A small Seq2Seq model with random weights translates sentences of different lengths that come while others
-are being computed. The first picture has a line for each sentence and a column for each task: `e` where a
-task has its encoder's cell, `d` a decoder's, `.` where it waits. The second is of the same sentences padded
-to equal lengths in batches of whole requests, which is how it is done without cells. At the end each
-sentence is translated alone; the exit status is 1 unless all words are the same.
+A small Seq2Seq model with random weights translates sentences of different lengths that arrive while others
+are
+being computed. The first picture has a line per sentence and a column per task: `e` if the task has its
+encoder's cell, `d` for a decoder's, `.` while it waits. The second shows the same sentences padded to equal
+lengths in batches of whole requests, as without cells. At the end each sentence is translated alone; the exit
+status is 1 unless all words are the same.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pensieve_lab.cells.pictures import draw_tasks
 
 FLAGS = flags.FLAGS
 _MAX_BATCH = 4
-# Of each sentence: before which task it comes, its words, and the words of its translation.
+# Per sentence: the task before which it arrives, its words, and the words of its translation.
 _SENTENCES = (
     *((0, 2, 3), (0, 3, 2), (0, 3, 5), (0, 6, 4), (2, 7, 6), (3, 3, 3), (3, 4, 2), (5, 1, 1)),
     *((9, 2, 6), (12, 5, 3), (14, 3, 3), (15, 2, 2)),
@@ -39,12 +40,12 @@ _VOCAB_SIZE, _FIRST_WORD = 60, 3
 
 
 class Told(NamedTuple):
-    """A run of one system.
+    """Run of one system.
 
     Attributes:
-      lines: of the picture, for each sentence a letter for each task.
-      words: of its translation.
-      waited: tasks from its arrival to its end.
+      lines: lines of the picture, with a letter per task for each sentence.
+      words: words of each translation.
+      waited: tasks from each arrival to its end.
     """
 
     lines: list[str]
@@ -53,10 +54,10 @@ class Told(NamedTuple):
 
 
 class Stage:
-    """An engine of one task at a time, so that time is the number of tasks."""
+    """Engine that runs one task at a time, so that time is the number of tasks."""
 
     def __init__(self, model: Seq2Seq, make_scheduler: Any) -> None:
-        """Compile its programs."""
+        """Compile the engine's programs."""
         self._tasks: list[tuple[str, np.ndarray]] = []
         config = CellularConfig(num_rows=64, max_num_tasks=1, launches_in_flight=1)
         cells = [one._replace(max_batch=_MAX_BATCH, batch_sizes=(_MAX_BATCH,)) for one in model.cells()]
@@ -75,7 +76,7 @@ class Stage:
         self._tasks.append((launch.kind.name[0], serials))
 
     def serve(self, sentences: list[list[int]]) -> Told:
-        """All of them, each at its time."""
+        """Serve all sentences, each at its time."""
         handles: list[CellRequest] = []
         ends: dict[int, int] = {}
         self._tasks.clear()
@@ -100,7 +101,7 @@ def _line(tasks: list[tuple[str, np.ndarray]], serial: int, begin: int, end: int
 
 
 def show(title: str, told: Told) -> None:
-    """The picture, and when answers came."""
+    """Print the picture, and the answers' delays."""
     print(f"\n{title}")
     for number, ((_, source, target), line) in enumerate(zip(_SENTENCES, told.lines, strict=True), start=1):
         print(f"{number:>3} ({source} + {target})  {line}")
@@ -125,15 +126,15 @@ def main() -> int:
         for words, (*_, target) in zip(sentences, _SENTENCES, strict=True)
     ]
     num_equal = sum(a == b == c for a, b, c in zip(told.words, padded.words, alone, strict=True))
-    print(f"\n{num_equal} of {len(alone)} translations are those of the sentence alone")
+    print(f"\n{num_equal} of {len(alone)} translations equal those of the sentence alone")
     if FLAGS.plot is not None:
         draw_tasks({"cell by cell": told.lines, "padded": padded.lines}, Path(FLAGS.plot))
     return 0 if num_equal == len(alone) else EXIT_FAILED
 
 
 def define_flags() -> None:
-    flags.DEFINE_string("plot", None, "A PNG of both pictures.")
-    flags.DEFINE_boolean("progress", None, "Show bars. Default: on a terminal.")
+    flags.DEFINE_string("plot", None, "PNG file for both pictures.")
+    flags.DEFINE_boolean("progress", None, "Show progress bars. Default: on a terminal.")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
-"""Dynamic re-batching in a minute: queries join and leave a padded batch while it runs (Baton).
+"""Demo of dynamic re-batching in a minute: queries join and leave a running padded batch (Baton).
 
     python -m pensieve_lab.programs.demo_rebatching [--plot=rebatching.png]
 
 A small Llama with random weights answers a dozen queries of different lengths in a batch of four rows, three
 times. With *none* a batch runs until its last query has ended. With *shape* a query joins as soon as a row is
-free: its prompt is computed in a step of the whole batch (a small letter), whose other rows are padded to it,
-so that the ring grows. With *embed* its prompt is computed apart and put into the row; nobody is padded. In
-the pictures a line is a row of the batch and a column a step: the letter of the query that gets a token, or
-`.` for a row that is idle; below them is the span, the columns of the ring that are needed. At the end the
-paged engine answers the same prompts; the exit status is 1 unless all answers are the same.
+free. Its prompt is computed in a step of the whole batch (a small letter), whose other rows are padded to it,
+so
+the ring grows. With *embed* its prompt is computed separately and inserted into the row, without padding. In
+the
+pictures a line is a row of the batch and a column a step: the letter of the query that gets a token, or `.`
+for
+an idle row; below them is the span, the columns of the ring that are needed. At the end the paged engine
+answers
+the same prompts; the exit status is 1 unless all answers are the same.
 """
 
 from __future__ import annotations
@@ -32,29 +36,29 @@ FLAGS = flags.FLAGS
 _DTYPE = "float32"
 _MAX_BATCH = 4
 _LENGTHS = (64, 128)
-# Of each query: tokens of its prompt, and of its reply.
+# Per query: tokens of its prompt, and of its reply.
 _QUERIES = (
     *((5, 24), (9, 6), (4, 11), (14, 3), (20, 17), (3, 8)),
     *((7, 30), (25, 5), (6, 9), (11, 14), (4, 4), (8, 12)),
 )
 _SAYS = {
     "none": "a batch runs until its last query has ended",
-    "shape": "a query joins by vector shaping, and others are padded to it",
-    "embed": "a query joins by vector embedding, and nobody is padded",
+    "shape": "a query joins by vector shaping, and the other rows are padded to it",
+    "embed": "a query joins by vector embedding, without padding",
 }
 _COLUMNS = ("insertion", "steps", "idle row-steps", "columns read", "of them live")
 Answers = list[tuple[int, ...]]
 
 
 def queries(vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts and how long replies are."""
+    """Make prompts, and parameters with the lengths of replies."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, vocab_size, num).tolist() for num, _ in _QUERIES]
     return prompts, [SamplingParams(max_tokens=num, ignore_eos=True) for _, num in _QUERIES]
 
 
 def padded(runners: Runners, insertion: str) -> tuple[Album, dict[str, Any], Answers]:
-    """One of the three: its pictures, its counters, and the answers."""
+    """Run one of the three; return its pictures, its counters, and the answers."""
     config = base_config(insertion)
     album = Album()
     prompts, params = queries(runners.model_config.vocab_size)
@@ -67,7 +71,7 @@ def padded(runners: Runners, insertion: str) -> tuple[Album, dict[str, Any], Ans
 
 
 def base_config(insertion: str) -> RebatchingConfig:
-    """Four rows, and more memory than they need."""
+    """Return a configuration of four rows, with more memory than they need."""
     return RebatchingConfig(
         max_batch=_MAX_BATCH,
         kv_bytes=2**26,
@@ -79,7 +83,7 @@ def base_config(insertion: str) -> RebatchingConfig:
 
 
 def paged(vocab_size: int) -> Answers:
-    """What the paged engine answers."""
+    """Return the answers of the paged engine."""
     config = EngineConfig(
         cache=CacheConfig(gpu_pages=64),
         scheduler=SchedulerConfig(max_num_running=8, max_num_batched_tokens=64, token_buckets=(64,)),
@@ -97,11 +101,9 @@ def main() -> int:
     albums: dict[str, Album] = {}
     answers: dict[str, Answers] = {}
     rows = []
+    print("A line is a row of the batch, a column a step. A letter is the query that gets a token, small if")
     print(
-        "A line is a row of the batch, a column a step; a letter is the query that gets a token, small where"
-    )
-    print(
-        "its prompt is the step of all, and a dot is an idle row. Below: columns of the ring that are needed."
+        "the step computes its prompt, and a dot is an idle row. Below: columns of the ring that are needed."
     )
     for insertion, says in _SAYS.items():
         albums[insertion], stats, answers[insertion] = padded(runners, insertion)
@@ -119,9 +121,9 @@ def main() -> int:
 
 
 def define_flags() -> None:
-    flags.DEFINE_string("plot", None, "A PNG of the ring's columns over time, of all three.")
+    flags.DEFINE_string("plot", None, "PNG file with the ring's columns over time for all three.")
     flags.DEFINE_string("compilation_cache_dir", None, COMPILATION_CACHE_HELP)
-    flags.DEFINE_boolean("progress", None, "Show bars. Default: on a terminal.")
+    flags.DEFINE_boolean("progress", None, "Show progress bars. Default: on a terminal.")
 
 
 if __name__ == "__main__":

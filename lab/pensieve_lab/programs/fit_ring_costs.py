@@ -1,13 +1,14 @@
-"""Costs of a ring for the simulator of padded batches, out of measured launches.
+"""Fits the costs of a ring, for the simulator of padded batches, to measured launches.
 
     python -m pensieve_lab.programs.benchmark_rebatching --part=steps ... > steps.json
     python -m pensieve_lab.programs.fit_ring_costs --documents=steps.json --output=h200_llama2-7b.json
 
-`--documents` are of one model on one device, of rings of several shapes where they are to say more: a single
-shape cannot tell columns from weights. What nothing was measured of stays as in `--base`, as does what cannot
-be told apart. `--host_s` and `--fetch_s` are of the serving thread, of which launches say nothing. A table
-shows each launch as it was measured and as the new profile has it. Give the file to
-`pensieve_lab.rebatching.costs.RingCosts.load`, or put it into `lab/pensieve_lab/rebatching/profiles`.
+`--documents` are of one model on one device, preferably with rings of several shapes, since a single shape
+cannot separate columns from weights. Costs that were not measured or cannot be separated stay as in `--base`.
+`--host_s` and `--fetch_s` concern the serving thread, which launches do not show. A table compares each
+measured
+launch with the new profile. Give the file to `pensieve_lab.rebatching.costs.RingCosts.load`, or put it into
+`lab/pensieve_lab/rebatching/profiles`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _DIGITS = 4
 
 
 def document_of(name: str) -> dict[str, Any]:
-    """The JSON document in a file, whose last line it is; raises ConfigError."""
+    """Read the JSON document in a file's last line; raises ConfigError."""
     try:
         lines = Path(name).read_text(encoding="utf-8").strip().splitlines()
         text = "\n".join(lines)
@@ -47,7 +48,7 @@ def document_of(name: str) -> dict[str, Any]:
 
 
 def fitted() -> Fitted:
-    """What the flags ask for."""
+    """Fit the profile of the flags."""
     documents = {name: document_of(name) for name in FLAGS.documents}
     base = RingCosts.load(FLAGS.base)
     for document in documents.values():
@@ -69,7 +70,7 @@ def fitted() -> Fitted:
 
 
 def _rounded(costs: RingCosts) -> RingCosts:
-    """Few digits: more would say more than was measured."""
+    """Round to the few digits that the measurements justify."""
     numbers = {name: value for name, value in vars(costs).items() if isinstance(value, float)}
     return with_numbers(costs, {name: float(f"{value:.{_DIGITS}g}") for name, value in numbers.items()})
 
@@ -91,14 +92,15 @@ def main() -> int:
 
 
 def define_flags() -> None:
-    """The command line."""
-    flags.DEFINE_list("documents", None, "Files with documents of benchmark_rebatching.py --part=steps.")
+    flags.DEFINE_list("documents", None, "Documents of benchmark_rebatching.py --part=steps.")
     require("documents")
-    flags.DEFINE_string("base", "h200_llama2-7b", "The profile that says what was not measured.")
-    flags.DEFINE_string("output", None, "Where the new profile goes.")
+    flags.DEFINE_string("base", "h200_llama2-7b", "Profile with the costs that were not measured.")
+    flags.DEFINE_string("output", None, "File for the new profile.")
     require("output")
-    flags.DEFINE_float("host_s", None, "Of the serving thread for a step.", lower_bound=0.0)
-    flags.DEFINE_float("fetch_s", None, "From the end of a step to its ids on the host.", lower_bound=0.0)
+    flags.DEFINE_float("host_s", None, "Seconds of the serving thread per step.", lower_bound=0.0)
+    flags.DEFINE_float(
+        "fetch_s", None, "Seconds from the end of a step until its ids are on the host.", lower_bound=0.0
+    )
 
 
 if __name__ == "__main__":

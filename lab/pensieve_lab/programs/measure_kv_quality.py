@@ -1,19 +1,22 @@
-"""What storing KV state in 8 bits does to a model's answers, on texts of yours.
+"""Measures how storing the KV cache in 8 bits changes a model's answers, on your texts.
 
     python -m pensieve_lab.programs.measure_kv_quality --text=dialogues.jsonl.gz
     python -m pensieve_lab.programs.measure_kv_quality --model=path/to/model --text=book.txt \\
         --context_tokens=2048
 
-The model runs in float32. Its KV state is stored exactly, in bfloat16, in int8 and e4m3 with a scale for each
-token and KV head, and in e4m3 without scales. Each token's distribution behind its text is held against the
-exact one, and greedy replies against exact ones. Then outliers are planted: weights are changed so that a
-channel of each head is larger, and the function is the same. "int8_balanced" is int8 on weights whose
-channels were brought to like magnitudes.
+The model runs in float32. Its KV cache is stored exactly, in bfloat16, in int8 and e4m3 with a scale for each
+token and KV head, and in e4m3 without scales. Each token's distribution after its text is compared with the
+exact
+one, and greedy replies with exact ones. Then outliers are planted: weights are changed so that a channel of
+each
+head is larger, and the function is the same. "int8_balanced" is int8 on weights whose channels were scaled to
+similar magnitudes.
 
 `--text` is a file of dialogues (.jsonl, .jsonl.gz; a line is {"turns": [["U", text], ["A", text], ...]}),
-which are written in the model's chat template, or of plain text, cut into pieces. Without it the model is
-talked to in lines of ours. The last line is one JSON document (see `--json`); exit status 1 if a planted
-outlier changed the function.
+which
+are formatted with the model's chat template, or of plain text, cut into pieces. Without it, the program uses
+dialogue lines of ours. The last line is one JSON document (see `--json`); exit status 1 if a planted outlier
+changed the function.
 """
 
 from __future__ import annotations
@@ -47,40 +50,41 @@ _NUM_CALIBRATION = 4
 _NUM_THIRDS = 3
 _COLUMNS = {
     "perplexity": "perplexity",
-    "more_nats": "more nats a token",
+    "more_nats": "more nats/token",
     "divergence": "KL from float32",
     "top_equal_percent": "top token equal, %",
     "rms_difference": "rms",
     "max_difference": "largest",
 }
 _UNITS = {
-    "perplexity": "of the texts' tokens, each behind its whole text",
-    "more_nats": "a token, over what float32 KV state needs",
-    "divergence": "KL of a next-token distribution from that with float32 KV state, nats a token",
+    "perplexity": "perplexity of the texts' tokens, each after its whole text",
+    "more_nats": "nats per token more than with a float32 KV cache",
+    "divergence": "KL of a next-token distribution from that with a float32 KV cache, nats per token",
     "top_equal_percent": "tokens whose likeliest next token is the same",
-    "rms_difference, max_difference": "of log-probabilities of the texts' tokens",
+    "rms_difference, max_difference": "differences of log-probabilities of the texts' tokens",
     "interval": "95%, whole texts resampled",
     "thirds": "divergence of three disjoint thirds of the texts",
-    "identical_percent": "greedy replies that are float32's to the end",
-    "until_first_difference_percent": "of a reply, what is float32's before the first token that is not",
-    "magnitudes": "the largest number of a head's largest channel over that of its median channel",
-    "outliers": "a row for each model: part and scale say what was planted, seed in which channels; "
-    "max_logit_difference is with float32 KV state, from the model as it was",
+    "identical_percent": "greedy replies that equal float32's to the end",
+    "until_first_difference_percent": "share of a reply before its first token that differs from float32's",
+    "magnitudes": "maximum of a head's largest channel over that of its median channel",
+    "outliers": "a row per model: part and scale say what was planted, seed in which channels; "
+    "max_logit_difference is with a float32 KV cache, from the original model",
     "mean_outliers": "[mean, smallest, largest] divergence over the seeds",
 }
 
 
 def measured_texts(source: str, model: Model, context_tokens: int) -> list[Text]:
-    """Those to calibrate with, and behind them those to measure; raises ConfigError and a tokenizer's."""
+    """Return texts for calibration, followed by those to measure; raises ConfigError and a tokenizer's
+    errors."""
     texts = load_texts(source, model, _NUM_CALIBRATION + FLAGS.num_texts, context_tokens)
     if len(texts) <= _NUM_CALIBRATION:
         limit = f"a file of more than {_NUM_CALIBRATION} texts of {context_tokens} tokens or less"
-        raise ConfigError("--text", FLAGS.text, limit, "those are only to calibrate with")
+        raise ConfigError("--text", FLAGS.text, limit, "the first {_NUM_CALIBRATION} texts only calibrate")
     return texts
 
 
 def measure(model: Model, texts: Sequence[Text]) -> dict[str, dict[str, Any]]:
-    """Every format over the texts."""
+    """Measure every format over the texts."""
     with tqdm(total=len(texts) * (1 + len(FORMATS)), unit="pass", disable=not shows_progress()) as bar:
         found = compare(Passes(model), texts, FORMATS, bar.update)
     results = {}
@@ -94,7 +98,7 @@ def measure(model: Model, texts: Sequence[Text]) -> dict[str, dict[str, Any]]:
 
 
 def reply(model: Model, texts: Sequence[Text]) -> dict[str, dict[str, float]]:
-    """Greedy replies in every format, against exact ones."""
+    """Compare greedy replies in every format with exact ones."""
     limit = model.config.max_position_embeddings - FLAGS.reply_tokens
     prompts = [ids[:start] for ids, start in texts if 0 < start <= limit][: FLAGS.num_replies]
     if not prompts:
@@ -108,16 +112,16 @@ def reply(model: Model, texts: Sequence[Text]) -> dict[str, dict[str, float]]:
 
 
 def plant(model: Model, sweep: Sweep) -> list[dict[str, Any]]:
-    """The whole sweep."""
+    """Run the whole sweep of planted outliers."""
     with tqdm(total=sweep.num_passes, unit="pass", disable=not shows_progress()) as bar:
         return run_sweep(model, sweep, bar.update)
 
 
 def print_tables(results: dict[str, Any]) -> None:
-    """Figures of each format, of replies, and of planted outliers."""
+    """Print figures of each format, of replies, and of planted outliers."""
     formats, replies = results["formats"], results["replies"]
     rows = [[name, *(formats[name][column] for column in _COLUMNS)] for name in FORMATS]
-    print(f"float32 KV state: perplexity {formats[EXACT]['perplexity']:.4f}")
+    print(f"float32 KV cache: perplexity {formats[EXACT]['perplexity']:.4f}")
     print(table(["stored as", *_COLUMNS.values()], rows))
     if replies:
         print(table(["replies", *replies["int8"]], [[name, *one.values()] for name, one in replies.items()]))
@@ -127,7 +131,7 @@ def print_tables(results: dict[str, Any]) -> None:
 
 
 def _draw(points: Sequence[dict[str, Any]]) -> None:
-    """The picture; for want of it no figures are lost."""
+    """Draw the picture; if that fails, the figures are still reported."""
     try:
         draw(points, f"Planted outliers, {FLAGS.model}", Path(FLAGS.plot))
     except (ImportError, OSError) as error:
@@ -135,7 +139,7 @@ def _draw(points: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    scales = [scale for scale in outlier_scales() if scale != 1]  # the model as it is is measured anyway
+    scales = [scale for scale in outlier_scales() if scale != 1]  # the unchanged model is measured anyway
     if FLAGS.plot:
         check_can_write("--plot", Path(FLAGS.plot))
     source = resolve_model(FLAGS.model)
@@ -172,18 +176,21 @@ def main() -> int:
 
 
 def define_flags() -> None:
-    """The command line."""
     define_model_flag()
-    flags.DEFINE_string("text", None, "Dialogues (.jsonl, .jsonl.gz) or plain text; default: talk of ours.")
+    flags.DEFINE_string("text", None, "Dialogues (.jsonl, .jsonl.gz) or plain text; default: lines of ours.")
     flags.DEFINE_integer("num_texts", 60, "Dialogues, or pieces of a plain text, to measure.", lower_bound=1)
-    flags.DEFINE_integer("context_tokens", 512, "Texts are cut at this length.", lower_bound=16)
-    flags.DEFINE_integer("num_replies", 60, "Texts of which a reply is generated.", lower_bound=0)
-    flags.DEFINE_integer("reply_tokens", 32, "The longest reply.", lower_bound=1)
-    flags.DEFINE_list("outlier_scales", ["4", "16", "64"], "What planted channels are times.")
-    flags.DEFINE_integer("num_outlier_texts", 12, "Texts measured with planted outliers.", lower_bound=1)
-    flags.DEFINE_integer("num_seeds", 3, "Draws of the channels, for each scale.", lower_bound=1)
-    flags.DEFINE_integer("seed", 0, "Of the talk of ours, and of resampling.", lower_bound=0)
-    flags.DEFINE_string("plot", None, "Where outliers are drawn, e.g. kv.png; needs matplotlib.")
+    flags.DEFINE_integer(
+        "context_tokens", 512, "Maximum length of texts, which are cut there.", lower_bound=16
+    )
+    flags.DEFINE_integer("num_replies", 60, "Number of texts for which a reply is generated.", lower_bound=0)
+    flags.DEFINE_integer("reply_tokens", 32, "Maximum length of a reply.", lower_bound=1)
+    flags.DEFINE_list("outlier_scales", ["4", "16", "64"], "Factors of planted channels.")
+    flags.DEFINE_integer(
+        "num_outlier_texts", 12, "Number of texts measured with planted outliers.", lower_bound=1
+    )
+    flags.DEFINE_integer("num_seeds", 3, "Random choices of the channels per scale.", lower_bound=1)
+    flags.DEFINE_integer("seed", 0, "Seed of our lines and of resampling.", lower_bound=0)
+    flags.DEFINE_string("plot", None, "File for a plot of outliers, e.g. kv.png; needs matplotlib.")
     flags.DEFINE_bool("progress", None, "Show progress bars; default: on a terminal.")
     define_document_flag()
 

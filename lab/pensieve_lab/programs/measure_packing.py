@@ -1,11 +1,14 @@
-"""How many numbers of KV state are escapes of the packed form, and which chunks have too many of them.
+"""Measures how many numbers of a KV cache are escapes of the packed form, and which chunks have too many.
 
     python -m pensieve_lab.programs.measure_packing --model=chat --json=packing.json
 
-Counts them in bfloat16 keys and values of a model over texts, as it is and with outliers planted by weights
-of the same function (`kv_quality.channels`), and in normal random numbers of which one channel is larger. A
-*tile* is what a page has of one layer and head row; a chunk is lost if one of its tiles has too many. Without
-`--text` the model is talked to in lines of ours. The last line is one JSON document (see `--json`).
+Counts escapes in bfloat16 keys and values of a model over texts, unchanged and with outliers planted by
+weights
+of the same function (`kv_quality.channels`), and in normal random numbers with one larger channel. A *tile*
+is
+the part of a page in one layer and head row; a chunk is lost if one of its tiles has too many escapes.
+Without
+`--text` the program uses dialogue lines of ours. The last line is one JSON document (see `--json`).
 """
 
 from __future__ import annotations
@@ -37,14 +40,14 @@ FLAGS = flags.FLAGS
 PARTS = ("keys", "values")
 _TILES_AT_ONCE = 500
 UNITS = {
-    "share": "escapes over numbers",
-    "mean, largest": "escapes of a tile",
-    "tiles_lost, chunks_lost": "those with a list that is too short, over all",
+    "share": "escapes / numbers",
+    "mean, largest": "escapes per tile",
+    "tiles_lost, chunks_lost": "share of tiles and chunks with more escapes than their list holds",
 }
 
 
 def counted(tile: PackedTile, counts: Iterable[np.ndarray]) -> dict[str, float]:
-    """Figures of i32[chunks, tiles of a chunk] escapes, piece by piece."""
+    """Return figures of escapes, i32[chunks, tiles of a chunk], given piece by piece."""
     every = np.concatenate(list(counts))
     is_lost = every > tile.num_places
     return {
@@ -59,7 +62,7 @@ def counted(tile: PackedTile, counts: Iterable[np.ndarray]) -> dict[str, float]:
 
 
 def normal_counts(tile: PackedTile, factor: float) -> Iterator[np.ndarray]:
-    """Of single tiles of normal numbers, with one channel `factor` times as large as the others."""
+    """Yield counts of single tiles of normal numbers, with one channel `factor` times as large."""
     rng = np.random.default_rng(FLAGS.seed)
     for _ in range(FLAGS.num_tiles // _TILES_AT_ONCE):
         numbers = rng.standard_normal((_TILES_AT_ONCE, tile.page_size, tile.head_dim), np.float32)
@@ -68,7 +71,7 @@ def normal_counts(tile: PackedTile, factor: float) -> Iterator[np.ndarray]:
 
 
 def model_counts(model: Model, texts: Sequence[np.ndarray], tile: PackedTile) -> Iterator[np.ndarray]:
-    """Of the chunks of texts, the last one of each left out where it is not full."""
+    """Yield counts of the texts' chunks, without incomplete last chunks."""
     structure, leaves = ModelStructure.split(model)
     for ids in texts:
         num_chunks = len(ids) // tile.page_size
@@ -91,10 +94,10 @@ def _model_counts(
 
 
 def tile_of(head_dim: int) -> PackedTile:
-    """Raises ConfigError where there is none."""
+    """Return the packed tile; raises ConfigError if there is none."""
     tile = packed_tile(FLAGS.chunk_tokens, head_dim)
     if tile is None:
-        limit = f"another: heads of {head_dim} are not packed then"
+        limit = f"a size for which heads of {head_dim} can be packed"
         raise ConfigError("--chunk_tokens", FLAGS.chunk_tokens, limit)
     return tile
 
@@ -130,16 +133,17 @@ def main() -> int:
 
 
 def define_flags() -> None:
-    """The command line."""
     define_model_flag()
-    flags.DEFINE_string("text", None, "Dialogues (.jsonl, .jsonl.gz) or plain text; default: talk of ours.")
+    flags.DEFINE_string("text", None, "Dialogues (.jsonl, .jsonl.gz) or plain text; default: lines of ours.")
     flags.DEFINE_integer("num_texts", 30, "Dialogues, or pieces of a plain text.", lower_bound=1)
-    flags.DEFINE_integer("context_tokens", 512, "Texts are cut at this length.", lower_bound=16)
-    flags.DEFINE_integer("chunk_tokens", 32, "Tokens of a page.", lower_bound=1)
-    flags.DEFINE_integer("head_dim", 128, "Of normal random numbers.", lower_bound=1)
-    flags.DEFINE_integer("num_tiles", 4000, "Of normal random numbers, at each factor.", lower_bound=1)
-    flags.DEFINE_list("outlier_scales", ["16", "32", "64", "128", "256"], "What channels are times.")
-    flags.DEFINE_integer("seed", 0, "Of everything that is drawn.", lower_bound=0)
+    flags.DEFINE_integer(
+        "context_tokens", 512, "Maximum length of texts, which are cut there.", lower_bound=16
+    )
+    flags.DEFINE_integer("chunk_tokens", 32, "Tokens per page.", lower_bound=1)
+    flags.DEFINE_integer("head_dim", 128, "Head size of normal random numbers.", lower_bound=1)
+    flags.DEFINE_integer("num_tiles", 4000, "Tiles of normal random numbers per factor.", lower_bound=1)
+    flags.DEFINE_list("outlier_scales", ["16", "32", "64", "128", "256"], "Factors of channels.")
+    flags.DEFINE_integer("seed", 0, "Seed of all random draws.", lower_bound=0)
     flags.DEFINE_bool("progress", None, "Show progress bars; default: on a terminal.")
     define_document_flag()
 

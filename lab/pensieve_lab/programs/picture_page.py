@@ -1,9 +1,10 @@
-"""Pictures of the server's page for the documentation, from a conversation with the model in the package.
+"""Makes pictures of the server's page for the documentation, from a conversation with the packaged model.
 
     python -m pensieve_lab.programs.picture_page --output_dir=docs/page
 
-It starts a server on a free port with a history of its own, drives Debian's `chromium-headless-shell`, and
-ends both. Needs `pip install playwright`.
+The program starts a server on a free port with its own history, drives Debian's `chromium-headless-shell`,
+and
+stops both. Needs `pip install playwright`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,6 @@ def main() -> int:
 
 
 def define_flags() -> None:
-    """The command line."""
     flags.DEFINE_string("output_dir", "docs/page", "Directory of the pictures.")
 
 

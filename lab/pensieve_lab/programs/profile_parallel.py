@@ -1,20 +1,23 @@
-"""Steps of a model that two devices share, by how they add up partial sums and how kernels are launched.
+"""Steps of a model that several devices share, by how partial sums are added up and kernels are launched.
 
     python -m pensieve_lab.programs.profile_parallel --model=random:llama2-70b --num_layers=16 \\
         --dtype=bfloat16
     python -m pensieve_lab.programs.profile_parallel --model=random:llama2-70b --dtype=bfloat16 --traces \\
         --json=out.json
 
-- Sums by themselves, of the rows of each case: many in a row, by the compiler and by our own kernel.
-- Decode steps and a prompt, each launched in a row as the engine would, against the bound of its bytes and
-  operations; and what every device did, on one time line: time by kernel, exchanges, gaps, how far apart the
-  devices came to an exchange, and with `--traces` the last kernels one by one.
+- All-reduces alone, of the rows of each case: many in a row, by the compiler and by our own kernel.
+- Decode steps and a prompt, each launched back to back as the engine would, against the bound of its bytes
+and
+  operations. Every device's activity on one time line: time by kernel, exchanges, gaps, how far apart the
+  devices reached an exchange, and with `--traces` the last kernels one by one.
 - Memory of every device.
 
-Each of `--variants` (`parallel.variants`) is a process of its own, since XLA reads its flags once:
-all of these, one after the other, `--num_rounds` times over, within `--budget_s`. `--num_layers` cuts the
-model, so that a variant takes a minute: time is the layers' but for a fraction that is the same for all. What
-is done so far is in the document (`--json=FILE`) whatever happens later.
+Each of `--variants` (`parallel.variants`) runs in its own process, since XLA reads its flags once. All of
+these
+run one after the other, `--num_rounds` times over, within `--budget_s`. `--num_layers` shortens the model, so
+that a variant takes a minute: the layers take nearly all of the time, and the rest is the same for all
+variants.
+Finished results are in the document (`--json=FILE`) whatever happens later.
 """
 
 from __future__ import annotations
@@ -56,13 +59,13 @@ from pensieve_lab.steps.ceilings import measure_ceilings
 
 FLAGS = flags.FLAGS
 Figures = dict[str, Any]
-UNITS = {"*_s": "seconds", "*_bytes_per_s": "bytes a second", "flop_per_s": "operations a second"}
-_LEAST_S = 30.0  # no variant is begun with less than that
+UNITS = {"*_s": "seconds", "*_bytes_per_s": "bytes per second", "flop_per_s": "operations per second"}
+_LEAST_S = 30.0  # minimum time left to begin a variant
 _RANDOM = "random:"
 
 
 def cut_model() -> None:
-    """Let `--model` have `--num_layers` layers; raises ConfigError."""
+    """Shorten `--model` to `--num_layers` layers; raises ConfigError."""
     if FLAGS.num_layers is None:
         return
     name = FLAGS.model.removeprefix(_RANDOM)
@@ -74,7 +77,7 @@ def cut_model() -> None:
 
 
 def measure() -> Figures:
-    """Everything, in this process, as the flags say."""
+    """Measure everything in this process, as the flags say."""
     cut_model()
     refuse_sizes()
     decodes, prompts = numbers("--decodes", FLAGS.decodes), numbers("--prompts", FLAGS.prompts)
@@ -118,13 +121,13 @@ def measure() -> Figures:
 
 
 def in_rounds(names: list[str], num_rounds: int) -> list[tuple[str, str]]:
-    """All variants by turns, so many times: the name of each, and what it is called in the document."""
+    """Return all variants, `num_rounds` times over: the name of each, and its name in the document."""
     counts = range(1, num_rounds + 1)
     return [(name, name if count == 1 else f"{name}_{count}") for count in counts for name in names]
 
 
 def measure_apart(name: str, variant: Variant, timeout_s: float) -> Figures:
-    """A variant in a process of its own; what went wrong, if it did."""
+    """Measure a variant in its own process; the result holds any failure."""
     xla_flags = " ".join([os.environ.get("XLA_FLAGS", ""), *variant.xla_flags]).strip()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "document.json")
@@ -134,13 +137,13 @@ def measure_apart(name: str, variant: Variant, timeout_s: float) -> Figures:
         ]
         ended = run_apart(command, os.environ | {"XLA_FLAGS": xla_flags}, timeout_s)
         taken = {"wall_s": ended.wall_s, "xla_flags": xla_flags}
-        with contextlib.suppress(OSError, ValueError):  # what it measured counts, however it ended then
+        with contextlib.suppress(OSError, ValueError):  # its results count, whatever its exit status
             return json.loads(path.read_text(encoding="utf-8"))["results"]["variants"][name] | taken
         return taken | {"failed": ended.failed or "wrote no document", "output": ended.output}
 
 
 def print_tables(found: dict[str, Figures]) -> None:
-    """What a reader looks at first: a row for each variant and case."""
+    """Print a row per variant and case."""
     rows = []
     for name, one in found.items():
         if "failed" in one:
@@ -150,7 +153,9 @@ def print_tables(found: dict[str, Figures]) -> None:
                 key.removesuffix("_s"): value["median"] for key, value in sums.items() if key[-2:] == "_s"
             }
             shown = ", ".join(f"{maker} {1e6 * seconds:.1f}" for maker, seconds in makers.items())
-            print(f"{name}: a sum of {size}, us: {shown} {'' if sums.get('is_right', True) else 'WRONG'}")
+            print(
+                f"{name}: all-reduce of {size}, us: {shown} {'' if sums.get('is_right', True) else 'WRONG'}"
+            )
         for case, step in one.get("steps", {}).items():
             exchanges = step["trace"].get("exchanges", {})
             rows.append(
@@ -179,7 +184,7 @@ def main() -> int:
         if not FLAGS.apart:
             found[title] = measure()
         elif left_s < _LEAST_S:
-            found[title] = {"failed": f"not begun: {left_s:.0f} s were left"}
+            found[title] = {"failed": f"not started: {left_s:.0f} s were left"}
         else:
             found[title] = measure_apart(name, VARIANTS[name], min(FLAGS.timeout_s, left_s))
         results = {"model": FLAGS.model, "dtype": FLAGS.dtype, "variants": found}
@@ -194,17 +199,16 @@ def main() -> int:
 
 
 def define_flags() -> None:
-    """The command line."""
-    flags.DEFINE_list("variants", ["default"], f"Of {', '.join(VARIANTS)}.")
-    flags.DEFINE_integer("num_rounds", 1, "All of them by turns, so many times.", lower_bound=1)
-    flags.DEFINE_bool("apart", True, "Each in a process of its own, with its XLA flags.")
-    flags.DEFINE_float("budget_s", 560.0, "Seconds for all of them.", lower_bound=1)
-    flags.DEFINE_float("timeout_s", 280.0, "Seconds for one of them.", lower_bound=1)
+    flags.DEFINE_list("variants", ["default"], f"Variants from {', '.join(VARIANTS)}.")
+    flags.DEFINE_integer("num_rounds", 1, "Number of rounds over all variants.", lower_bound=1)
+    flags.DEFINE_bool("apart", True, "Run each variant in its own process, with its XLA flags.")
+    flags.DEFINE_float("budget_s", 560.0, "Seconds for all variants.", lower_bound=1)
+    flags.DEFINE_float("timeout_s", 280.0, "Seconds for one variant.", lower_bound=1)
     define_case_flags()
     flags.DEFINE_integer("num_layers", None, "Layers of a random:<preset>; default: its own.", lower_bound=1)
     flags.DEFINE_bool("traces", False, "List a step's kernels one by one.")
-    flags.DEFINE_integer("num_events", 400, "Of them, the last of each device.", lower_bound=0)
-    flags.DEFINE_bool("sums_only", False, "No model: sums by themselves.")
+    flags.DEFINE_integer("num_events", 400, "Number of last kernels listed per device.", lower_bound=0)
+    flags.DEFINE_bool("sums_only", False, "Only all-reduces, without a model.")
     define_engine_flags(model=TINY_MODEL)
     FLAGS.set_default("tensor_parallel_size", 2)
     define_document_flag()

@@ -1,11 +1,12 @@
-"""Write tables of pages from the documents in `lab/results`: Paper and we, traces, cells, balance, more.
+"""Writes tables of pages from the documents in `lab/results`: Paper and we, traces, cells, balance, more.
 
     python -m pensieve_lab.programs.refresh_pages           # after new documents were written
     # which tables differ, without writing; fails if any does
     python -m pensieve_lab.programs.refresh_pages --check
 
-A table stands between `<!-- table NAME -->` and `<!-- end -->`. Words around it are left alone: read them
-again where numbers moved.
+A table stands between `<!-- table NAME -->` and `<!-- end -->`. The text around it is not changed: read it
+again
+if numbers have changed.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def refreshed(text: str) -> tuple[str, list[str]]:
-    """A page with its tables written anew, and the names of those that differed; raises ConfigError."""
+    """Rewrite the tables of a page; return it and the names of changed tables; raises ConfigError."""
     changed: list[str] = []
 
     def write(block: re.Match[str]) -> str:
@@ -95,8 +96,7 @@ def main() -> int:
 
 
 def define_flags() -> None:
-    """The command line."""
-    flags.DEFINE_bool("check", False, "Write nothing, and fail where a table is not that of the documents.")
+    flags.DEFINE_bool("check", False, "Write nothing, and fail if a table differs from the documents.")
 
 
 if __name__ == "__main__":

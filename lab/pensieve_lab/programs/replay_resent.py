@@ -1,14 +1,15 @@
-"""Replay chats that are resent whole every turn, and count what of them is found in state.
+"""Replays chats that resend all messages in every turn, and counts the tokens that are reused from the cache.
 
     python -m pensieve_lab.programs.replay_resent --num_conversations=60
 
-Starts `pensieve serve`. Lengths are of the synthetic ShareGPT-like trace, or of `--trace`; text is made of
-words. Every turn sends all messages again, `--concurrency` conversations at a time; a part of the turns edits
-an earlier reply, or asks for the last reply once more. What could be found of a context is what an earlier
-request of the conversation had in common with it: after a plain turn everything but the last sampled token,
-which was never computed. Reported: tokens found in state over tokens that could be found, by what was done,
-and contexts by what they were matched with. The last line is one JSON document (see `--json`); the exit
-status is 1 below `--target`.
+The program starts `pensieve serve`. Lengths are those of the synthetic ShareGPT-like trace, or of `--trace`;
+text
+is made of words. Every turn resends all messages, `--concurrency` conversations at a time. Some turns edit an
+earlier reply, or regenerate the last one. The reusable part of a context is what an earlier request of the
+conversation had in common with it: after a plain turn everything but the last sampled token, which was never
+computed. The report has reused tokens over reusable tokens by kind of turn, and contexts by kind of match.
+The
+last line is one JSON document (see `--json`); the exit status is 1 below `--target`.
 """
 
 from __future__ import annotations
@@ -40,45 +41,44 @@ KINDS = ("resent", "edited", "regenerated")
 
 
 class Replayed:
-    """Tokens by what a turn did: that could be found, and that were."""
+    """Reusable and reused tokens by kind of turn."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
         self.possible: Counter[str] = Counter()
         self.found: Counter[str] = Counter()
         self.recomputed: Counter[str] = Counter()
         self.turns: Counter[str] = Counter()
 
     def count(self, kind: str, possible: int, usage: dict[str, Any]) -> None:
-        """A turn's answer."""
+        """Count the answer of a turn."""
         self.turns[kind] += 1
         self.possible[kind] += possible
-        # Of what could not be found nothing counts, should there be more by accident.
+        # Tokens beyond the reusable ones do not count, even if some match by accident.
         self.found[kind] += min(possible, usage["prompt_tokens_details"]["cached_tokens"])
         self.recomputed[kind] += usage["pensieve"]["recomputed_tokens"]
 
     def fraction(self, kinds: Sequence[str] = KINDS) -> float:
-        """Of what could be found."""
+        """Return reused tokens over reusable tokens."""
         possible = sum(self.possible[kind] for kind in kinds)
         return sum(self.found[kind] for kind in kinds) / possible if possible else 1.0
 
 
 class Conversation:
-    """One client's messages, and how long their contexts were."""
+    """Messages of one client, and the lengths of their contexts."""
 
     def __init__(self, trace: ConversationTrace, seed: int) -> None:
-        """Of these lengths; `seed` is of words and edits."""
+        """Use the trace's lengths; `seed` determines words and edits."""
         self._trace = trace
         self._random = random.Random(seed)
-        # Without seeds, replies differ from run to run, and with them the contexts that are counted.
+        # Without seeds, replies and so the counted contexts would differ from run to run.
         self._reply_seeds = random.Random(f"replies {seed}")
         self._messages: list[dict[str, str]] = []
-        # Of replies behind contexts that are as they were sent: place, and tokens of the context.
+        # Replies whose contexts are unchanged since they were sent: index, and tokens of the context.
         self._replies: list[tuple[int, int]] = []
-        self._num_tokens = 0  # of the latest context with its reply
+        self._num_tokens = 0  # tokens of the latest context with its reply
 
     async def run(self, http: httpx2.AsyncClient, replayed: Replayed) -> None:
-        """All turns that fit into the context."""
+        """Take all turns that fit into the context."""
         for number, turn in enumerate(self._trace.turns):
             kind, possible = self._change() if number else ("first", 0)
             if kind != "regenerated":
@@ -95,7 +95,7 @@ class Conversation:
             self._num_tokens = usage["total_tokens"]
 
     def _change(self) -> tuple[str, int]:
-        """What the user does with what was said, and how much of the context is as it was."""
+        """Change the messages as a user would; return the kind and how many context tokens are unchanged."""
         draw = self._random.random()
         if draw >= FLAGS.edited:
             return "resent", self._num_tokens - 1
@@ -103,7 +103,7 @@ class Conversation:
             self._messages.pop()
             return "regenerated", self._replies.pop()[1] - 1
         index = self._random.randrange(len(self._replies))
-        del self._replies[index + 1 :]  # their contexts are others now
+        del self._replies[index + 1 :]  # their contexts have changed
         place, num_tokens = self._replies[index]
         self._messages[place] = {"role": "assistant", "content": self._text(12)}
         return "edited", num_tokens
@@ -123,7 +123,7 @@ class Conversation:
 
 
 async def replay(address: str, trace: Trace) -> tuple[Replayed, dict[str, int]]:
-    """Everything once; what was found, and contexts by kind of match."""
+    """Replay the trace; return reused tokens, and contexts by kind of match."""
     replayed, places = Replayed(), asyncio.Semaphore(FLAGS.concurrency)
     async with httpx2.AsyncClient(base_url=address, timeout=_PATIENCE_S, trust_env=False) as http:
 
@@ -139,7 +139,7 @@ async def replay(address: str, trace: Trace) -> tuple[Replayed, dict[str, int]]:
 
 
 def read_trace() -> Trace:
-    """The conversations; raises ConfigError and TraceError."""
+    """Return the conversations; raises ConfigError and TraceError."""
     if FLAGS.trace is None:
         return generate_trace(SHAREGPT, num_conversations=FLAGS.num_conversations, seed=FLAGS.data_seed)
     trace, _ = read_trace_file(FLAGS.trace, None, FLAGS.tokenizer)
@@ -179,16 +179,15 @@ def main() -> int:
 
 
 def define_flags() -> None:
-    """The command line."""
     flags.DEFINE_string("trace", None, "File of lengths or texts; default: the synthetic ShareGPT-like one.")
     flags.DEFINE_string("tokenizer", None, TOKENIZER_HELP)
     flags.DEFINE_integer("num_conversations", 60, "Conversations.")
     flags.DEFINE_integer("concurrency", 8, "Conversations at a time.")
-    flags.DEFINE_float("scale", 0.1, "Words for a token of the trace, and tokens of replies.")
-    flags.DEFINE_float("edited", 0.05, "Part of the turns that edits a reply or asks for it once more.")
-    flags.DEFINE_float("target", 0.95, "Least part of the tokens that could be found.")
-    flags.DEFINE_integer("data_seed", 0, "Of lengths, words and edits.", lower_bound=0)
-    flags.DEFINE_string("server_flags", _SERVER, "Of `pensieve serve`.")
+    flags.DEFINE_float("scale", 0.1, "Factor from the trace's tokens to words and to reply tokens.")
+    flags.DEFINE_float("edited", 0.05, "Share of turns that edit or regenerate a reply.")
+    flags.DEFINE_float("target", 0.95, "Minimum share of reused tokens among reusable ones.")
+    flags.DEFINE_integer("data_seed", 0, "Seed of lengths, words and edits.", lower_bound=0)
+    flags.DEFINE_string("server_flags", _SERVER, "Flags of `pensieve serve`.")
     define_document_flag()
 
 

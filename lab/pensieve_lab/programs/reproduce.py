@@ -1,4 +1,4 @@
-"""One figure of the paper, remade: simulated on a profile of a device, or from committed measurements.
+"""Reproduces one figure of a paper: simulated on a device profile, or from committed measurements.
 
     python -m pensieve_lab.programs.reproduce --experiment=fig10b --plot=fig10b.png
     python -m pensieve_lab.programs.reproduce --experiment=traces --traces=mooncake:conversation_trace.jsonl
@@ -7,21 +7,26 @@ Experiments: fig3 and fig4 (single steps), fig10a to fig10d, fig11, fig13 and th
 throughput), fig11-measured and fig12 (open loops, the kernel: from committed measurements), fig14
 (eviction policies), fig15 (think times; the thesis's 3.16 too), fig10b-long (10b after a longer warm-up),
 thesis3.10 (the conversations themselves; 3.11 too), and traces and oracle, which compare eviction
-policies on recorded traces that you have, with each other and with one that knows the future. Scheduler,
-cache and policies are the engine's own under a virtual clock; a step and a copy take what the profile of
-`--device` says: `a100` is the paper's machine, from published figures of the hardware, `h200` goes back
-to measurements. Every point is simulated once for each of `--seeds`, `--num_processes` at a time, and
-kept in `--keep` if that is given; the same seeds give the same figures. `--small` is a version on little
-memory that takes seconds. A flag that changes nothing of an experiment, such as seeds where no workload
-is simulated, is refused. Tables come first, then one JSON document (see `--json`) as the last line.
+policies on your recorded traces, with each other and with one that knows the future. Scheduler, cache and
+policies are the engine's own under a virtual clock. A step and a copy take the time in the profile of
+`--device`:
+`a100` is the paper's machine, from published figures of the hardware, and `h200` is based on measurements.
+Every
+point is simulated once per seed of `--seeds`, `--num_processes` at a time, and stored in `--keep` if that is
+given; the same seeds give the same figures. `--small` is a version on little memory that takes seconds. A
+flag
+that does not affect an experiment, such as seeds without a simulated workload, is refused. Tables come first,
+then one JSON document (see `--json`) as the last line.
 
-Of BatchMaker, the thesis's chapter 2: cells2.3 (a step by batch size), cells2.5 (who is in which task),
-cells2.7, cells2.8 and cells2.11 (LSTM), cells2.9 (queueing), cells2.10 (lengths), cells2.13 (Seq2Seq on
-several devices), cells2.14 and cells2.15 (trees); all under the same virtual clock with the cell times of the
-thesis's V100, and 2.3 beside committed measurements. Figures 2.4, 2.6 and 2.12 are drawings.
+Of BatchMaker, the thesis's chapter 2: cells2.3 (a step by batch size), cells2.5 (which request is in which
+task), cells2.7, cells2.8 and cells2.11 (LSTM), cells2.9 (queueing), cells2.10 (lengths), cells2.13 (Seq2Seq
+on
+several devices), cells2.14 and cells2.15 (trees). All run under the same virtual clock with the cell times of
+the
+thesis's V100, and 2.3 also shows committed measurements. Figures 2.4, 2.6 and 2.12 are drawings.
 
-Of Baton: baton-table1 and baton-table2 (how long its methods take, in steps and seconds), baton6, baton7
-and baton8 (queries, tokens and KV state over time), with the engine's own loop and the costs of
+Of Baton: baton-table1 and baton-table2 (duration of its methods in steps and seconds), baton6, baton7
+and baton8 (queries, tokens and KV cache over time), with the engine's own loop and the costs of
 Llama-2-7B on an H200.
 
 `lab/docs/paper_and_we.md` has the results beside the paper's, and `programs.refresh_pages` writes its tables.
@@ -58,16 +63,16 @@ FLAGS = flags.FLAGS
 
 
 _FLAGS_OF_SOME = ("device", "seeds", "small", "traces", "num_processes", "keep")
-_KEPT = ("seeds", "small")  # in the document, where an experiment goes by them
+_KEPT = ("seeds", "small")  # recorded in the document if the experiment uses them
 
 
 def settings(experiment: Experiment) -> Settings:
-    """What the flags ask for; raises ConfigError, also for flags that the experiment does not go by."""
+    """Parse the flags; raises ConfigError, also for flags that the experiment does not use."""
     for name in _FLAGS_OF_SOME:
         if FLAGS[name].present and name not in experiment.flags:
             value = FLAGS[name].value
             shown = ",".join(value) if isinstance(value, list) else value
-            limit = f"left out: --experiment={experiment.name} does not go by it"
+            limit = f"left out: --experiment={experiment.name} does not use it"
             raise ConfigError(f"--{name}", shown, limit)
     return Settings(
         device=FLAGS.device,
@@ -88,7 +93,7 @@ def _traces() -> tuple[TraceFile, ...]:
 
 
 def report(experiment: Experiment, asked: Settings, findings: Findings) -> None:
-    """Tables for people, the plot, and the JSON line."""
+    """Print the tables, draw the plot, and print the JSON line."""
     for one in findings.tables:
         print(f"{one.title}\n{table(one.columns, one.rows)}", end="\n\n")
     print(f"The paper: {experiment.paper}")
@@ -109,7 +114,7 @@ def report(experiment: Experiment, asked: Settings, findings: Findings) -> None:
 
 
 def _origin(findings: Findings, *, small: bool) -> str:
-    """In words, for whoever looks at a figure alone."""
+    """Describe the figure's origin, for readers who see only the figure."""
     version = ", a small version" if small else ""
     if not findings.profiles:
         return f"{findings.origin}{version}"
@@ -117,7 +122,7 @@ def _origin(findings: Findings, *, small: bool) -> str:
 
 
 def _profiles(findings: Findings, asked: Settings) -> dict[str, Any]:
-    """Where the times of steps and copies are from."""
+    """Return the origin of the times of steps and copies."""
     found = {}
     for name in findings.profiles:
         profile = load_profile(asked.device, name.partition("_")[2])
@@ -139,7 +144,7 @@ def main() -> int:
         check_can_plot("--plot", Path(FLAGS.plot))
     keep = _keep()
     if "small" in experiment.flags and not FLAGS.small and FLAGS.progress is not False:
-        # Not every experiment has points, which a bar would count.
+        # Not every experiment has points for a bar to count.
         print(f"{experiment.name}: this may take minutes; --small takes seconds", file=sys.stderr)
     measured = measure_all(
         experiment.points(asked),
@@ -165,21 +170,22 @@ def _keep() -> Path | None:
 
 
 def define_flags() -> None:
-    """The command line."""
-    flags.DEFINE_enum("experiment", None, list(EXPERIMENTS), "What is remade.")
+    flags.DEFINE_enum("experiment", None, list(EXPERIMENTS), "Figure to reproduce.")
     require("experiment")
-    flags.DEFINE_enum("device", "a100", list(DEVICES), "Whose profiles are simulated.")
-    flags.DEFINE_list("seeds", ["0", "1", "2", "3", "4"], "Of workloads; every point is simulated for each.")
-    flags.DEFINE_bool("small", False, "A version that takes seconds, on little memory.")
-    flags.DEFINE_integer("num_processes", os.cpu_count() or 1, "Points that are simulated at a time.")
+    flags.DEFINE_enum("device", "a100", list(DEVICES), "Device whose profiles are simulated.")
+    flags.DEFINE_list(
+        "seeds", ["0", "1", "2", "3", "4"], "Seeds of workloads; every point is simulated for each."
+    )
+    flags.DEFINE_bool("small", False, "Run a version that takes seconds, on little memory.")
+    flags.DEFINE_integer("num_processes", os.cpu_count() or 1, "Number of points simulated at a time.")
     flags.DEFINE_string(
         "keep",
         None,
-        "A directory for the figures of points: an interrupted run goes on where it stopped. "
+        "Directory for the figures of points: an interrupted run resumes where it stopped. "
         "A point counts as done if trace, code and libraries are the same.",
     )
     flags.DEFINE_list("traces", [], "Recorded traces for --experiment=traces and oracle: FORMAT:FILE, ...")
-    flags.DEFINE_string("plot", None, "Where the figure is drawn, e.g. fig10b.png; needs matplotlib.")
+    flags.DEFINE_string("plot", None, "File for the figure, e.g. fig10b.png; needs matplotlib.")
     flags.DEFINE_bool("progress", None, "Show a progress bar; default: on a terminal.")
     define_document_flag()
 

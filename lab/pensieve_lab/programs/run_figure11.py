@@ -1,30 +1,33 @@
-r"""The paper's Figure 11 on several devices, measured: tokens, steps and open loops, in parts that come back.
+r"""The paper's Figure 11 on several devices, measured: tokens, steps and open loops, in resumable parts.
 
     python -m pensieve_lab.programs.run_figure11 --model=random:llama2-70b --tensor_parallel_size=4 \
         --compilation_cache_dir=compiled --json=llama2-70b.json
     python -m pensieve_lab.programs.run_figure11 --model=random:llama2-70b --tensor_parallel_size=4 --parts= \
         --json=llama2-70b.json --documents=lab/results/h200x4
 
-Parts, each a process of its own, in this order:
-  tokens  check_parallel.py: float32 tokens of a tiny model of the family are one device's and the dense
-          reference's, while state leaves memory and comes back;
+Parts, each in its own process, in this order:
+  tokens  check_parallel.py: float32 tokens of a tiny model of the family equal one device's and the dense
+          reference's, while KV leaves memory and comes back;
   steps   profile_parallel.py: steps of the model, `--decodes` and `--prompts`, and their share of the bound;
-  loops   benchmark_serving.py: open loops of `--loads`, so ordered that each system has a point before one
+  loops   benchmark_serving.py: open loops of `--loads`, ordered so that each system has a point before any
           has two.
-All of them end within `--budget_s`: tokens may take a fifth of it, steps two fifths, loops what is left. What
-takes longer is killed, and the next part begins. The same command again, with the same `--json`, goes on with
-what is missing: parts that are not done, those that failed after the others, and loads without a point, of
-which one that was running when the loops failed comes last. Compiled steps are kept in
-`--compilation_cache_dir`, which may be copied and makes the second call's starts shorter. `--parts` are run,
-the others left as they are.
+All of them end within `--budget_s`: tokens may take a fifth of it, steps two fifths, loops what is left. A
+part
+that takes longer is killed, and the next part begins. The same command with the same `--json` continues with
+what is missing: parts that are not done, then failed parts, and loads without a point. A load that was
+running
+when the loops failed comes last. Compiled steps are stored in `--compilation_cache_dir`, which may be copied
+and
+shortens the starts of the second call. Only `--parts` are run.
 
-Settings of Llama-2-70B and OPT-66B on two and on four devices (memory, users, windows, loads, and variables
-of the environment: `pensieve_lab.parallel.figure11`) are those of lab/results; flags and variables that are
-given go before them.
+Settings of Llama-2-70B and OPT-66B on two and on four devices (memory, users, windows, loads, and environment
+variables: `pensieve_lab.parallel.figure11`) are those of lab/results. Given flags and variables override
+them.
 
-`--json` is written after each part and each load point, and holds each part's own document: a load point is
-one of benchmark_serving. `--documents=lab/results/h200x4` writes each of them as a file, for example
-h200x4_open_llama2-70b_pensieve_2.5.json, for compare_serving.py, validate_simulator.py, and the rows of
+`--json` is written after each part and each load point, and holds each part's own document; the document of a
+load point is one of benchmark_serving. `--documents=lab/results/h200x4` writes each of them as a file, for
+example h200x4_open_llama2-70b_pensieve_2.5.json, for compare_serving.py, validate_simulator.py, and the rows
+of
 `experiments.measured_loops`. The exit status is 1 if tokens differ or a part of this call failed.
 """
 
@@ -65,28 +68,28 @@ from pensieve_lab.parallel.progress import BENCHMARK, DONE, Progress, ran_out_of
 from pensieve_lab.serving.load_points import define_load_flags
 
 FLAGS = flags.FLAGS
-UNITS = {"*_s": "seconds", "documents": "each has units of its own"}
-_SHARES = {TOKENS: 0.2, STEPS: 0.4, LOOPS: 1.0}  # of the budget, at most
-_LEAST_SHARE = 0.05  # no part is begun with less
+UNITS = {"*_s": "seconds", "documents": "each has its own units"}
+_SHARES = {TOKENS: 0.2, STEPS: 0.4, LOOPS: 1.0}  # maximum shares of the budget
+_LEAST_SHARE = 0.05  # minimum share left to begin a part
 
 
 class Call:
-    """One call of this script: what there is so far, and what is left of its time."""
+    """One call of this program: its results so far, and its remaining time."""
 
     def __init__(self, progress: Progress, loads: list[Load]) -> None:
-        """Its time begins."""
+        """Start the call's time."""
         self.progress = progress
         self._loads = loads
         self._start_s = time.monotonic()
 
     @property
     def line(self) -> str:
-        """All so far, as the document."""
+        """Return all results so far as the document."""
         device = ", ".join(self.progress.devices) or "none: nothing was measured"
         return json_line(BENCHMARK, self.progress.results, units=UNITS, device=device)
 
     def run(self, part: str) -> bool:
-        """Run what is missing of a part, and say what came of it; False if it failed."""
+        """Run what is missing of a part, and print its outcome; return False if it failed."""
         missing = self._missing(part)
         is_done = not missing if part == LOOPS else self.progress.parts[part]["state"] == DONE
         if is_done:
@@ -94,7 +97,7 @@ class Call:
             return True
         limit_s = min(_SHARES[part] * FLAGS.budget_s, FLAGS.budget_s - self._taken_s())
         if limit_s < _LEAST_SHARE * FLAGS.budget_s:
-            self._say(part, f"not begun, as {max(limit_s, 0.0):.0f} s were left")
+            self._say(part, f"not started, as {max(limit_s, 0.0):.0f} s were left")
             return True
         with tempfile.TemporaryDirectory() as directory:
             failed = self._try(part, Path(directory, "documents.json"), missing, limit_s)
@@ -104,10 +107,10 @@ class Call:
         return failed is None
 
     def _try(self, part: str, path: Path, missing: list[Load], limit_s: float) -> str | None:
-        """Run its command, whose documents come to `path`; what went wrong, if it did."""
+        """Run the part's command, which writes documents to `path`; return the failure, if any."""
         point_s = FLAGS.warm_up_s + FLAGS.window_s + FLAGS.drain_s
         words = command(part, path, missing, max_run_s=max(limit_s - point_s, 1.0))
-        self._say(part, f"begun, for at most {limit_s:.0f} s: {shlex.join(words[1:])}")
+        self._say(part, f"started, for at most {limit_s:.0f} s: {shlex.join(words[1:])}")
         ended = run_apart(words, environment(os.environ), limit_s, functools.partial(self._keep, part, path))
         if part == LOOPS and ended.status == EXIT_FAILED and ran_out_of_time(path):
             ended = ended._replace(failed=None)
@@ -121,7 +124,7 @@ class Call:
         return self.progress.missing(self._loads) if part == LOOPS else []
 
     def _keep(self, part: str, path: Path) -> None:
-        """Take what a part has written so far, and write it where it stays."""
+        """Take over what a part has written so far, and write it to `--json`."""
         if self.progress.take(part, read_lines(path)):
             self._write()
 
@@ -137,7 +140,7 @@ class Call:
 
 
 def check_flags() -> None:
-    """Raise ConfigError for what no part can be made of, before one is begun."""
+    """Raise ConfigError for invalid flags before a part begins."""
     if unknown := [part for part in FLAGS.parts if part not in PARTS]:
         raise ConfigError("--parts", ",".join(unknown), f"among {', '.join(PARTS)}")
     if FLAGS.documents is not None:
@@ -146,7 +149,7 @@ def check_flags() -> None:
 
 
 def print_tables(progress: Progress) -> None:
-    """What a reader looks at first: each step and each load point, and the state of every part."""
+    """Print each step, each load point, and the state of every part."""
     steps = [
         [name, 1e3 * step["step_s"]["median"], step["share_of_bound"]]
         for document in progress.parts[STEPS]["documents"]
@@ -167,7 +170,7 @@ def print_tables(progress: Progress) -> None:
 
 
 def _milliseconds(point: Mapping[str, Any]) -> object:
-    """A token, on average; a dash where nobody was answered."""
+    """Return the mean ms/token, or a dash if no request was answered."""
     latency = point["normalized_latency_s"]
     return 1e3 * latency["mean"] if latency else "-"
 
@@ -188,11 +191,10 @@ def main() -> int:
 
 
 def define_flags() -> None:
-    """The command line."""
-    flags.DEFINE_list("parts", list(PARTS), "What to run of what is missing.")
-    flags.DEFINE_float("budget_s", 560.0, "Seconds for all of them.", lower_bound=1)
-    flags.DEFINE_string("documents", None, "Write each part's documents as files, whose names begin so.")
-    flags.DEFINE_float("max_client_lag_s", 0.010, "A load point is void if users were later.")
+    flags.DEFINE_list("parts", list(PARTS), "Parts to run if they are missing.")
+    flags.DEFINE_float("budget_s", 560.0, "Seconds for all parts.", lower_bound=1)
+    flags.DEFINE_string("documents", None, "Prefix of file names for each part's documents.")
+    flags.DEFINE_float("max_client_lag_s", 0.010, "Seconds of user lag above which a load point is void.")
     define_case_flags()
     define_load_flags()
     define_engine_flags(model="random:llama2-70b")

@@ -1,12 +1,12 @@
-"""Change the product a little, many times, and see which changes the tests notice.
+"""Makes many small changes to the product, one at a time, and checks which of them the tests detect.
 
     make mutants NUM=300 SEED=7 ROOMS=cache,scheduler
 
 Draws `num` mutants by `seed` from `rooms` (`mutation.drawing`) and runs each against the short tests that
 execute the changed statement, until one fails. The first run records which test executes which line. It takes
 up to twice as long as `make test`, because each test compiles its programs anew. Later runs record only test
-files that changed. Verdicts are stored at once, so a run that was interrupted resumes where it was. All files
-are below `build/mutants`. The report lists survivors with file and line; its last line has the share caught.
+files that changed. Verdicts are stored at once, so an interrupted run resumes where it stopped. All files are
+below `build/mutants`. The report lists survivors with file and line; its last line has the share caught.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ROOMS: Final = [
     "rebatching",
     "model_defs",
 ]
-# Imported once by each worker. None of them starts a thread, which a fork would not take along.
+# Imported once by each worker. None of these modules starts a thread, which a fork would not copy.
 PRELOADED: Final = (
     *("numpy", "jax", "jax.experimental.pallas", "jax.experimental.pallas.triton", "jax.export"),
     *("jax.experimental.pallas.mosaic_gpu", "jax.experimental.pallas.tpu", "flax.nnx", "optax", "hypothesis"),
@@ -53,7 +53,6 @@ PRELOADED: Final = (
 
 
 def define_flags() -> None:
-    """Define the flags of this launcher."""
     flags.DEFINE_list("rooms", ROOMS, "folders of the package, or packages, to draw mutants from")
     flags.DEFINE_integer("num", 100, "how many mutants to draw", lower_bound=1)
     flags.DEFINE_integer("seed", 1, "where the draw begins")

@@ -1,20 +1,24 @@
-"""What the engine would do to a workload on a device that is not here: the real policy under virtual time.
+"""Simulates a workload on a device that is not present: the engine's real policy under virtual time.
 
     python -m pensieve_lab.programs.simulate --think=exponential:20 --rates=2,4,6,8 --plot=curves.png
 
-Scheduler, cache, eviction policies and admission are the engine's own; a step and a copy take as long as a
-profile of the device says (`--profile`: one that comes with the package, or a file). Users send turn k + 1
-when turn k has been answered and they have thought. The run begins in mid-life, warms up for `--warm_up_s`
-and counts for `--window_s`. Systems:
-  pensieve      state in device and host memory;
+Scheduler, cache, eviction policies and admission are the engine's own. A step and a copy take the time in a
+device profile (`--profile`: one of the package, or a file). Users send turn k + 1 when turn k has been
+answered
+and they have thought. The run begins in mid-life, warms up for `--warm_up_s` and counts for `--window_s`.
+Systems:
+  pensieve      KV cache in device and host memory;
   pensieve-gpu  in device memory alone (the paper's "Pensieve (GPU cache)");
   stateless     every turn computes its whole history.
 Every eviction policy of `--policies` is run with each of the first two. `--replicas` engines share the load
-as `--routing` says: `affinity` (a conversation stays where it began), `random` or `least-loaded` (turn by
-turn; what other replicas had answered is computed again). The first of two tables says how the load was
-served, the second where history was found, what moved, and which share of the steps' time was padding; the
-last line is one JSON document (see `--json`). A rate takes some seconds for each system where memory
-suffices, and a minute where it does not: see `--progress`.
+by
+`--routing`: `affinity` (a conversation stays where it began), or `random` or `least-loaded` for each turn,
+which
+recompute what other replicas had answered. The first table shows how the load was served. The second shows
+where
+history was found, what moved, and the share of step time that was padding. The last line is one JSON document
+(see `--json`). A rate takes some seconds per system if memory suffices, and a minute if not: see
+`--progress`.
 """
 
 from __future__ import annotations
@@ -89,14 +93,14 @@ _SETTINGS = (
 
 
 class Variant(NamedTuple):
-    """What is compared: a name, and an engine's configuration."""
+    """Compared variant: a name, and an engine's configuration."""
 
     name: str
     config: EngineConfig
 
 
 def systems(profile: DeviceProfile) -> list[Variant]:
-    """Those of the flags; raises ConfigError."""
+    """Return the variants of the flags; raises ConfigError."""
     unknown = [name for name in FLAGS.systems if name not in SYSTEMS]
     if unknown or not FLAGS.systems:
         raise ConfigError("--systems", ",".join(FLAGS.systems), f"among {', '.join(SYSTEMS)}")
@@ -114,19 +118,19 @@ def systems(profile: DeviceProfile) -> list[Variant]:
 
 
 def engine_config(profile: DeviceProfile) -> EngineConfig:
-    """The engine with both tiers; raises ConfigError."""
+    """Return the engine's configuration with both tiers; raises ConfigError."""
     page_bytes = FLAGS.chunk_tokens * profile.kv_token_bytes
     gpu_bytes = num_bytes("--gpu_bytes", FLAGS.gpu_bytes)
     least_bytes = max(-(-FLAGS.max_context_tokens // FLAGS.chunk_tokens), 2) * page_bytes
     if gpu_bytes < least_bytes:
-        limit = f"at least {least_bytes:,} bytes, the state of one sequence of --max_context_tokens"
+        limit = f"at least {least_bytes:,} bytes, the KV cache of one sequence of --max_context_tokens"
         raise ConfigError("--gpu_bytes", FLAGS.gpu_bytes, limit)
     config = EngineConfig(
         cache=CacheConfig(
             gpu_pages=gpu_bytes // page_bytes,
             cpu_bytes=num_bytes("--cpu_bytes", FLAGS.cpu_bytes),
             chunk_tokens=FLAGS.chunk_tokens,
-        ),  # how state is stored is the profile's business
+        ),  # the profile determines how the KV cache is stored
         scheduler=SchedulerConfig(
             max_num_running=FLAGS.max_num_running,
             max_num_batched_tokens=FLAGS.max_num_batched_tokens,
@@ -140,24 +144,24 @@ def engine_config(profile: DeviceProfile) -> EngineConfig:
 
 
 def stored(profile: DeviceProfile) -> DeviceProfile:
-    """The profile with KV state as `--kv_dtype` and `--pack_host` say; raises ConfigError."""
+    """Return the profile with the KV cache format of `--kv_dtype` and `--pack_host`; raises ConfigError."""
     if not FLAGS.kv_read_rate > 0:
         raise ConfigError("--kv_read_rate", FLAGS.kv_read_rate, "above 0")
     if FLAGS.kv_dtype is None and FLAGS.kv_read_rate != 1:
         raise ConfigError("--kv_read_rate", FLAGS.kv_read_rate, "left out without --kv_dtype")
     if FLAGS.kv_dtype is not None and profile.model not in PRESETS:
-        limit = f"left out for a device profile of {profile.model!r}, which is no preset"
+        limit = f"left out for a device profile of {profile.model!r}, which is not a preset"
         raise ConfigError("--kv_dtype", FLAGS.kv_dtype, limit)
     cache = CacheConfig(chunk_tokens=FLAGS.chunk_tokens, kv_dtype=FLAGS.kv_dtype, pack_host=FLAGS.pack_host)
     return stored_profile(profile, cache, read_rate=FLAGS.kv_read_rate)
 
 
 def cost_model(profile: DeviceProfile) -> CostModel:
-    """What `retention` goes by: a measured profile if given, else the estimate of the profile's model."""
+    """Return the cost model of `retention`: a measured profile if given, else an estimate for the model."""
     if FLAGS.cost_profile not in (None, *_COSTS):
         return MeasuredCostModel(CostProfile.load(FLAGS.cost_profile).points)
     if profile.model not in PRESETS:
-        limit = f"given for a device profile of {profile.model!r}, which is no preset"
+        limit = f"given for a device profile of {profile.model!r}, which is not a preset"
         raise ConfigError("--cost_profile", FLAGS.cost_profile, limit)
     if FLAGS.cost_profile == _SHIPPED:
         return shipped_cost_model(profile)
@@ -173,7 +177,9 @@ def shipped_cost_model(profile: DeviceProfile) -> CostModel:
         chunk_tokens=FLAGS.chunk_tokens,
         kv_dtype=FLAGS.kv_dtype,
     )
-    device = profile.device.removeprefix(f"{profile.num_devices} x ").partition(" (")[0]  # without its links
+    device = profile.device.removeprefix(f"{profile.num_devices} x ").partition(" (")[
+        0
+    ]  # without the description of its links
     costs = shipped_costs(dataclasses.replace(subject, device=device))
     if costs is None:
         limit = "'analytic' or a file: the package has no costs of this model, device, dtype and chunk size"
@@ -182,7 +188,7 @@ def shipped_cost_model(profile: DeviceProfile) -> CostModel:
 
 
 def scenario(profile: DeviceProfile, config: EngineConfig, costs: CostModel) -> Scenario:
-    """What the flags say of a run; raises ConfigError."""
+    """Return the scenario of the flags; raises ConfigError."""
     return Scenario(
         config=config,
         profile=profile,
@@ -198,11 +204,11 @@ def scenario(profile: DeviceProfile, config: EngineConfig, costs: CostModel) -> 
 
 
 def measure(name: str, what: Scenario, who: list[Session], rate: float | None) -> dict[str, Any]:
-    """One run: its figures, and how fast it was simulated."""
+    """Simulate one run; return its figures, and how fast it was simulated."""
     end_s = None if what.window_s is None else what.warm_up_s + what.window_s
     title = name if rate is None else f"{name}, {rate:g}/s"
     gc.collect()
-    gc.freeze()  # sessions stay: no need to look at them again and again
+    gc.freeze()  # sessions live on, so the collector need not scan them
     start_wall_s, start_s = time.perf_counter(), time.process_time()
     with LiveFigures(title, end_s, shown=shows_progress()) as live:
         outcome = simulate(what, who, live.see)
@@ -218,7 +224,7 @@ def measure(name: str, what: Scenario, who: list[Session], rate: float | None) -
 
 
 def measure_all(profile: DeviceProfile, trace: Trace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """System by system, rate by rate."""
+    """Yield results system by system, rate by rate."""
     costs = cost_model(profile)
     run_s = FLAGS.warm_up_s + FLAGS.window_s if FLAGS.window_s else None
     for rate in rates():
@@ -228,7 +234,7 @@ def measure_all(profile: DeviceProfile, trace: Trace) -> Iterator[tuple[str, dic
 
 
 def served_row(name: str, found: dict[str, Any]) -> list[object]:
-    """How fast answers came; a dash for what nothing was measured of."""
+    """Format how fast answers came; a dash stands for missing figures."""
     cells: list[object] = [
         name,
         _rate(found),
@@ -241,7 +247,7 @@ def served_row(name: str, found: dict[str, Any]) -> list[object]:
 
 
 def found_row(name: str, found: dict[str, Any]) -> list[object]:
-    """Where history was, what moved, and how fast that was simulated."""
+    """Format where history was, what moved, and how fast that was simulated."""
     moved = [found[key] / 1e9 for key in ("swapped_out_bytes", "swapped_in_bytes")]
     speed = round(found["simulated_requests"] / max(found["simulation_cpu_s"], 1e-9))
     cells = ("-" if found[key] is None else found[key] for key in _FOUND.values())
@@ -253,7 +259,7 @@ def _rate(found: dict[str, Any]) -> str:
 
 
 def check_flags() -> None:
-    """Raise ConfigError for what no simulation can be made of."""
+    """Raise ConfigError for invalid flags."""
     for name in ("warm_up_s", "window_s", "mid_life_s"):
         if not 0 <= getattr(FLAGS, name) < 1e9:
             raise ConfigError(f"--{name}", getattr(FLAGS, name), "a number of seconds from 0 on")
@@ -264,7 +270,7 @@ def check_flags() -> None:
 def main() -> int:
     check_flags()
     profile = stored(find_profile(FLAGS.profile))
-    systems(profile)  # before the trace is made, which takes longer
+    systems(profile)  # check the flags before the trace is made, which takes longer
     trace = load_trace(FLAGS.max_context_tokens)
     results: dict[str, list[dict[str, Any]]] = {}
     for name, found in measure_all(profile, trace):
@@ -274,7 +280,7 @@ def main() -> int:
 
 
 def report(profile: DeviceProfile, trace: Trace, results: dict[str, list[dict[str, Any]]]) -> None:
-    """Tables for people, the plot, and the JSON line."""
+    """Print the tables, draw the plot, and print the JSON line."""
     spreads = [f"{name} {part}" for name, key in _SPREADS.items() for part in _PARTS[key]]
     pairs = [(name, one) for name, found in results.items() for one in found]
     print(table(["system", "rate", *_SERVED, *spreads], [served_row(*pair) for pair in pairs]), end="\n\n")
@@ -295,44 +301,43 @@ def report(profile: DeviceProfile, trace: Trace, results: dict[str, list[dict[st
 
 
 def define_flags() -> None:
-    """The command line."""
     flags.DEFINE_string("profile", "h200_llama2-13b-gqa10", profile_help())
-    flags.DEFINE_list("systems", list(SYSTEMS), f"Among {', '.join(SYSTEMS)}.")
+    flags.DEFINE_list("systems", list(SYSTEMS), f"Systems, among {', '.join(SYSTEMS)}.")
     flags.DEFINE_list("policies", ["retention"], f"Eviction policies, among {', '.join(POLICIES)}.")
     flags.DEFINE_string(
         "cost_profile",
         None,
-        "Costs of recomputing: analytic (the default), shipped (those of the package, as an engine on such a "
-        "device takes them), or a file of profile_costs.py.",
+        "Costs of recomputing: analytic (the default), shipped (the package's, as an engine on such a "
+        "device uses them), or a file of profile_costs.py.",
     )
-    flags.DEFINE_enum(
-        "kv_dtype", None, KV_DTYPES, "What KV state is stored as; default: the profile's dtype."
-    )
+    flags.DEFINE_enum("kv_dtype", None, KV_DTYPES, "Data type of the KV cache; default: the profile's dtype.")
     flags.DEFINE_float(
-        "kv_read_rate", 1.0, "With --kv_dtype: bytes of it that steps read in a second, over the profile's."
+        "kv_read_rate", 1.0, "With --kv_dtype: ratio of the read bandwidth of steps to the profile's."
     )
     flags.DEFINE_bool(
-        "pack_host", None, "Pack chunks in host memory and on the way there; default: where the engine would."
+        "pack_host", None, "Pack chunks in host memory and in transit; default: as the engine would."
     )
-    flags.DEFINE_string("gpu_bytes", "40GB", "Device memory for KV state, of each replica.")
-    flags.DEFINE_string("cpu_bytes", "60GB", "Host memory for it, of each replica.")
-    flags.DEFINE_integer("chunk_tokens", 32, "Tokens of a page: 16, 32 or 64.")
-    flags.DEFINE_integer("max_num_running", 256, "Requests in the batch at once.")
-    flags.DEFINE_integer("max_num_batched_tokens", 2048, "Query tokens of a step.")
+    flags.DEFINE_string("gpu_bytes", "40GB", "Device memory for the KV cache of each replica.")
+    flags.DEFINE_string("cpu_bytes", "60GB", "Host memory for the KV cache of each replica.")
+    flags.DEFINE_integer("chunk_tokens", 32, "Tokens per page: 16, 32 or 64.")
+    flags.DEFINE_integer("max_num_running", 256, "Maximum running requests.")
+    flags.DEFINE_integer("max_num_batched_tokens", 2048, "Maximum query tokens per step.")
     flags.DEFINE_integer(
         "prompt_steps",
         SchedulerConfig.prompt_steps,
-        "Steps over which prompts beside decodes are spread; 0: none.",
+        "Steps over which prompts are spread while others decode; 0 disables this.",
     )
     flags.DEFINE_integer("max_num_buckets", NUM_BUCKETS_GPU, "Step sizes.")
     flags.DEFINE_bool("unified", True, "Prompts and decodes share steps; --nounified pauses decodes instead.")
-    flags.DEFINE_integer("max_context_tokens", 16_384, "Longest history + turn.")
-    flags.DEFINE_integer("replicas", 1, "Engines, each on a device of its own.")
-    flags.DEFINE_enum("routing", "affinity", sorted(ROUTERS), "Which replica a turn goes to.")
-    flags.DEFINE_float("warm_up_s", 60.0, "Virtual seconds before anything counts.")
-    flags.DEFINE_float("window_s", 150.0, "Virtual seconds that count; 0 serves the trace to its end.")
-    flags.DEFINE_bool("stretches", True, "Advance uneventful stretches at once; the results are the same.")
-    flags.DEFINE_string("plot", None, "Where the curves are drawn, e.g. curves.png; needs matplotlib.")
+    flags.DEFINE_integer("max_context_tokens", 16_384, "Maximum tokens of history and turn.")
+    flags.DEFINE_integer("replicas", 1, "Number of engines, each on its own device.")
+    flags.DEFINE_enum("routing", "affinity", sorted(ROUTERS), "Rule that chooses the replica of a turn.")
+    flags.DEFINE_float("warm_up_s", 60.0, "Virtual seconds before the measured window.")
+    flags.DEFINE_float(
+        "window_s", 150.0, "Virtual seconds of the measured window; 0 serves the trace to its end."
+    )
+    flags.DEFINE_bool("stretches", True, "Simulate uneventful stretches faster, with the same results.")
+    flags.DEFINE_string("plot", None, "File for a plot of the curves, e.g. curves.png; needs matplotlib.")
     flags.DEFINE_bool("progress", None, "Show a progress bar; default: on a terminal.")
     define_session_flags()
     define_document_flag()

@@ -1,20 +1,25 @@
-"""What would keeping state save on your trace? Serves it with and without, on a GPU that is only simulated.
+"""Simulates what storing the KV cache would save on your trace, by serving it with and without on one GPU.
 
     python -m pensieve_lab.programs.simulate_serving --trace=conversation_trace.jsonl
 
 reads BurstGPT's CSV, Mooncake's JSON lines, a directory of kv-cache-tester's sessions, ShareGPT, UltraChat
-and more (docs/formats.md has the list); which it is shows in its fields. It then serves one GPU's part of the
-trace by three systems: `stateless` computes every history anew, `pensieve-gpu` keeps state in device memory
-alone, `pensieve` in device and host memory, of several sizes. A table says what each computed, how long
-answers took, where histories were found, and what that saves; `--plot` draws it; the last line is one JSON
+and more (docs/formats.md has the list); the format is guessed from the fields. It then serves one GPU's part
+of
+the trace by three systems: `stateless` recomputes every history, `pensieve-gpu` keeps the KV cache in device
+memory alone, and `pensieve` in device and host memory, of several sizes. A table shows what each computed,
+how
+long answers took, where histories were found, and what that saves. `--plot` draws it. The last line is one
+JSON
 document (see `--json`).
 
-What is not given is chosen, and said. The part is as many conversations as the stateless system answers in
-`--level_ms` a token on average (`--share`, or `--rate` where the trace has no arrivals), of at most about
-`--max_turns` turns; if even a few take longer, that is said. The device's memory is an eighth of their state,
-at most the 40 GB of the paper, and the host's 1, 2 and 4 times that. Scheduler, cache and eviction order are
-the engine's own, in virtual time: a step and a copy take what `--profile` says. `programs.simulate` sweeps
-loads, policies and replicas.
+Settings that are not given are chosen and printed. The part has as many conversations as the stateless system
+answers within `--level_ms` per token on average (`--share`, or `--rate` if the trace has no arrivals), of at
+most
+about `--max_turns` turns. If even a few conversations take longer, that is printed. The device's memory is an
+eighth of their KV cache, at most the 40 GB of the paper, and the host's 1, 2 and 4 times that. Scheduler,
+cache
+and eviction order are the engine's own, in virtual time: a step and a copy take the time in `--profile`.
+`programs.simulate` sweeps loads, policies and replicas.
 """
 
 from __future__ import annotations
@@ -40,33 +45,33 @@ from pensieve_lab.experiments.recompute import cost_model
 from pensieve_lab.simulation.memory import Memory, device_bytes, gigabytes, host_bytes, state_tokens
 from pensieve_lab.simulation.part import Part, Sampler, fitting_part
 from pensieve_lab.simulation.picture import draw_savings
-from pensieve_lab.simulation.savings import UNITS, Served, answer, load, savings_table
+from pensieve_lab.simulation.savings import UNITS, SystemResult, answer, load, savings_table
 from pensieve_lab.simulator import DeviceProfile, Scenario, figures, simulate
 from pensieve_lab.workload import FORMATS, Session, Trace, cap_context, from_first_arrival
 from pensieve_lab.workload import UNITS as SIMULATOR_UNITS
 
 FLAGS = flags.FLAGS
-_LONG_CONTEXT_TOKENS = 16_384  # from here on pages are larger
+_LONG_CONTEXT_TOKENS = 16_384  # context from which pages are larger
 _SETTINGS = ("level_ms", "time_scale", "seed", "policy", "max_context_tokens", "max_turns")
 
 
 class Servers:
-    """Systems on one device, that serve sessions.
+    """Systems on one simulated device.
 
     Attributes:
-      max_context_tokens: that a conversation may have.
-      chunk_tokens: of a page.
+      max_context_tokens: maximum context of a conversation.
+      chunk_tokens: tokens per page.
     """
 
     def __init__(self, profile: DeviceProfile, max_context_tokens: int) -> None:
-        """Of contexts up to so many tokens."""
+        """Set up systems for contexts of up to `max_context_tokens`."""
         self._profile = profile
         self.max_context_tokens = max_context_tokens
         self.chunk_tokens = 32 if max_context_tokens <= _LONG_CONTEXT_TOKENS else 64
         self._costs = cost_model(profile, self.chunk_tokens, max_context_tokens)
 
-    def serve(self, name: str, memory: Memory, sessions: Sequence[Session], title: str) -> Served:
-        """Until the last answer; raises ConfigError for memory that does not hold one context."""
+    def serve(self, name: str, memory: Memory, sessions: Sequence[Session], title: str) -> SystemResult:
+        """Serve until the last answer; raises ConfigError for memory that does not hold one context."""
         config = self._config(name, memory)
         scenario = Scenario(
             config=config,
@@ -77,7 +82,7 @@ class Servers:
         num_turns = sum(len(session.conversation.turns) for session in sessions)
         with tqdm(desc=title, total=num_turns, unit="turn", disable=not shows_progress(), leave=False) as bar:
             outcome = simulate(scenario, sessions, lambda answer: bar.update() and None)
-        return Served(name=name, memory=memory, figures=figures(outcome, num_replicas=1))
+        return SystemResult(name=name, memory=memory, figures=figures(outcome, num_replicas=1))
 
     def _config(self, name: str, memory: Memory) -> EngineConfig:
         page_bytes = self.chunk_tokens * self._profile.kv_token_bytes
@@ -98,7 +103,7 @@ class Servers:
 
 
 def find_part(trace: Trace, servers: Servers, token_bytes: int) -> Part:
-    """That of the flags, or one that fits; raises ConfigError or a workload's error."""
+    """Return the part of the flags, or one that fits; raises ConfigError or a workload's error."""
     sampler = Sampler(trace=from_first_arrival(trace), time_scale=FLAGS.time_scale, seed=FLAGS.seed)
     if FLAGS.rate is None and not sampler.has_arrivals and FLAGS.share is not None:
         raise ConfigError("--rate", None, "given beside --share, for a trace without arrivals")
@@ -113,8 +118,8 @@ def find_part(trace: Trace, servers: Servers, token_bytes: int) -> Part:
     return fitting_part(sampler, FLAGS.max_turns, 1e-3 * FLAGS.level_ms, latency_s)
 
 
-def measure(servers: Servers, part: Part, token_bytes: int) -> Iterator[Served]:
-    """Stateless, the device alone, and both tiers from the least memory on."""
+def measure(servers: Servers, part: Part, token_bytes: int) -> Iterator[SystemResult]:
+    """Yield the stateless system, the device alone, and both tiers from the smallest memory on."""
     gpu_bytes = _gpu_bytes(part.sessions, token_bytes, servers)
     hosts = [num_bytes("--cpu_bytes", text) for text in FLAGS.cpu_bytes] or host_bytes(gpu_bytes)
     systems = [(STATELESS, 0), (PENSIEVE_GPU, 0), *((PENSIEVE, cpu_bytes) for cpu_bytes in hosts)]
@@ -130,7 +135,7 @@ def _gpu_bytes(sessions: Sequence[Session], token_bytes: int, servers: Servers) 
 
 
 def described(trace: Trace, format: str, part: Part, token_bytes: int) -> str:
-    """What is served of what, in a few lines."""
+    """Describe the served part of the trace in a few lines."""
     sessions = part.sessions
     num_turns = sum(len(session.conversation.turns) for session in sessions)
     tokens = state_tokens(sessions)
@@ -141,13 +146,13 @@ def described(trace: Trace, format: str, part: Part, token_bytes: int) -> str:
     times = "" if FLAGS.time_scale == 1 else f", all times x {FLAGS.time_scale:g}"
     whole = f"{len(trace.conversations):,} conversations, {trace.num_turns:,} turns"
     overloaded = (
-        f"\nno part that was tried is answered by the stateless system in {FLAGS.level_ms:g} ms a token; "
+        f"\nthe stateless system answers no tried part within {FLAGS.level_ms:g} ms/token; "
         "this is the smallest of them"
     )
     return (
         f"{trace.name}, read as {format}: {whole}\n"
         f"served: {conversations}, {num_turns:,} turns, which come to "
-        f"{tokens:,} tokens of state ({gigabytes(tokens * token_bytes)})\n"
+        f"{tokens:,} tokens of KV cache ({gigabytes(tokens * token_bytes)})\n"
         f"they begin {arrivals}; pauses are {pauses}{times}{overloaded if part.in_time is False else ''}"
     )
 
@@ -180,9 +185,14 @@ def main() -> int:
 
 
 def report(
-    profile: DeviceProfile, trace: Trace, format: str, part: Part, served: Sequence[Served], plot: Path | None
+    profile: DeviceProfile,
+    trace: Trace,
+    format: str,
+    part: Part,
+    served: Sequence[SystemResult],
+    plot: Path | None,
 ) -> None:
-    """The table and the answer for people, the picture, and the JSON line."""
+    """Print the table and the answer, draw the picture, and print the JSON line."""
     stateless = served[0]
     device = f"simulated: {profile.device}, {profile.model}, profile {profile.source}"
     print(savings_table(served), end="\n\n")
@@ -206,23 +216,26 @@ def report(
 
 
 def define_flags() -> None:
-    """The command line."""
-    flags.DEFINE_string("trace", None, "The file; of kv-cache-tester the directory.")
+    flags.DEFINE_string("trace", None, "Trace file; for kv-cache-tester the directory.")
     require("trace")
-    flags.DEFINE_enum("trace_format", None, FORMATS, "What it is; default: guessed from its fields.")
+    flags.DEFINE_enum("trace_format", None, FORMATS, "Format of the trace; default: guessed from its fields.")
     flags.DEFINE_string("tokenizer", WORDS, TOKENIZER_HELP)
     flags.DEFINE_string("profile", "h200_llama2-13b-gqa10", profile_help())
-    flags.DEFINE_string("gpu_bytes", None, "Device memory for KV state, e.g. 40GB; default: chosen.")
-    flags.DEFINE_list("cpu_bytes", [], "Host memory for it, sizes with commas; default: chosen.")
-    flags.DEFINE_float("share", None, "Of the conversations; default: what fits --level_ms.")
-    flags.DEFINE_float("rate", None, "Conversations that begin in a second; default: as recorded, or chosen.")
-    flags.DEFINE_float("level_ms", 100.0, "Mean ms a token that the stateless system may take.")
-    flags.DEFINE_integer("max_turns", 2000, "Of the part, about, unless --share is given.")
-    flags.DEFINE_float("time_scale", 1.0, "Multiplies recorded arrivals and pauses.")
-    flags.DEFINE_enum("policy", CacheConfig().policy, POLICIES, "Whose chunks leave first.")
-    flags.DEFINE_integer("max_context_tokens", 131_072, "Conversations end before they outgrow it.")
-    flags.DEFINE_integer("seed", 0, "Of everything that is drawn.", lower_bound=0)
-    flags.DEFINE_string("plot", None, "Where the picture goes, e.g. savings.png; needs matplotlib.")
+    flags.DEFINE_string("gpu_bytes", None, "Device memory for the KV cache, e.g. 40GB; default: chosen.")
+    flags.DEFINE_list(
+        "cpu_bytes", [], "Host memory sizes for the KV cache, separated by commas; default: chosen."
+    )
+    flags.DEFINE_float("share", None, "Share of the conversations; default: what fits --level_ms.")
+    flags.DEFINE_float("rate", None, "Conversations per second; default: as recorded, or chosen.")
+    flags.DEFINE_float("level_ms", 100.0, "Maximum mean ms/token of the stateless system.")
+    flags.DEFINE_integer("max_turns", 2000, "Approximate maximum turns of the part, unless --share is given.")
+    flags.DEFINE_float("time_scale", 1.0, "Factor of recorded arrivals and pauses.")
+    flags.DEFINE_enum("policy", CacheConfig().policy, POLICIES, "Eviction policy.")
+    flags.DEFINE_integer(
+        "max_context_tokens", 131_072, "Maximum context; conversations end before they exceed it."
+    )
+    flags.DEFINE_integer("seed", 0, "Seed of all random draws.", lower_bound=0)
+    flags.DEFINE_string("plot", None, "File for the picture, e.g. savings.png; needs matplotlib.")
     flags.DEFINE_bool("progress", None, "Show progress bars; default: on a terminal.")
     define_document_flag()
 

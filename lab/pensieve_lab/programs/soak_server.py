@@ -1,13 +1,16 @@
-"""Many clients of every kind for an hour, and whether the server is then as it was.
+"""Soak test: many clients of every kind for an hour, and a check that the server's resources do not grow.
 
     python -m pensieve_lab.programs.soak_server --minutes=60 --output_dir=soak
 
-Starts `pensieve serve` with a history of its own and has clients use Responses, Conversations, Chat
-Completions and Completions: streams, forks, edits, responses in the background, cancels, and leaving without
-a word. Every `--sample_s` it samples memory, threads and descriptors of both processes and the sizes of all
-tables of ids. Reported: the first value of each, its medians in the second and the last third, and the last;
-written to the directory: `samples.json` after every sample, and `soak.png`. The last line is one JSON
-document (see `--json`). The exit status is 1 if something grew, or did not go back when the clients had gone.
+Starts `pensieve serve` with its own history and lets clients use Responses, Conversations, Chat Completions
+and
+Completions: streams, forks, edits, responses in the background, cancels, and disconnects. Every `--sample_s`
+it
+samples memory, threads and descriptors of both processes and the sizes of all tables of ids. The report has
+the
+first value of each, its medians in the second and the last third, and the last. The directory gets
+`samples.json` after every sample, and `soak.png`. The last line is one JSON document (see `--json`). The exit
+status is 1 if a figure grew, or did not return to its base value when the clients had left.
 """
 
 from __future__ import annotations
@@ -43,10 +46,10 @@ _SMALL = (
 
 
 class Soak:
-    """One run against one server."""
+    """Soak run against one server."""
 
     def __init__(self, server: ServedProcess, history: Path) -> None:
-        """Of a server that is ready, and the file of its history."""
+        """Take a server that is ready, and the file of its history."""
         self._server = server
         self._history = history
         self._began_s = time.monotonic()
@@ -55,7 +58,7 @@ class Soak:
         self.left_over: dict[str, float] = {}
 
     async def run(self) -> None:
-        """Clients, samples, and what is left when the clients have gone."""
+        """Run clients and samples, and record what is left when the clients have gone."""
         ending = asyncio.Event()
         async with httpx2.AsyncClient(base_url=self._server.address, timeout=60.0, trust_env=False) as http:
             async with asyncio.TaskGroup() as group:
@@ -77,7 +80,7 @@ class Soak:
     async def _sample(self, http: httpx2.AsyncClient) -> None:
         figures = await self._figures(http)
         self.samples.add(self._minutes(), figures)
-        with contextlib.suppress(FileNotFoundError):  # of a history without a log
+        with contextlib.suppress(FileNotFoundError):  # a history may have no write-ahead log
             wal = self._history.with_name(self._history.name + "-wal")
             self.samples.series.setdefault("history_mb", [0.0] * len(self.samples.minutes))[-1] = round(
                 (self._history.stat().st_size + wal.stat().st_size) / 1e6, 2
@@ -103,7 +106,7 @@ class Soak:
         }
 
     async def _settle(self, http: httpx2.AsyncClient) -> None:
-        """Wait until nothing is in flight; what still is after a while is left over."""
+        """Wait until nothing is in flight; what remains after `_SETTLED_S` is recorded as left over."""
         deadline_s = time.monotonic() + _SETTLED_S
         while True:
             figures = await self._figures(http)
@@ -129,7 +132,7 @@ def main() -> int:
 
 
 def report(soak: Soak, growing: dict[str, str], directory: Path | None) -> int:
-    """Print everything; the exit status."""
+    """Print the report; return the exit status."""
     summary = soak.samples.summary()
     columns = ["", "first", "second_third", "last_third", "largest", "last"]
     print(table(columns, [[name, *row.values()] for name, row in summary.items()]))
@@ -156,14 +159,15 @@ def report(soak: Soak, growing: dict[str, str], directory: Path | None) -> int:
 
 
 def define_flags() -> None:
-    """The command line."""
-    flags.DEFINE_integer("num_clients", 50, "Clients at a time.")
-    flags.DEFINE_float("minutes", 60.0, "How long clients ask.")
+    flags.DEFINE_integer("num_clients", 50, "Number of concurrent clients.")
+    flags.DEFINE_float("minutes", 60.0, "Minutes that clients run.")
     flags.DEFINE_float("pause_s", 5.0, "A client's mean pause between two requests.")
-    flags.DEFINE_float("sample_s", 60.0, "Between two samples.")
-    flags.DEFINE_integer("seed", 0, "Of what clients do.")
-    flags.DEFINE_string("output_dir", None, "Directory of samples.json and soak.png; default: none are kept.")
-    flags.DEFINE_string("server_flags", _SMALL, "Of `pensieve serve`.")
+    flags.DEFINE_float("sample_s", 60.0, "Seconds between two samples.")
+    flags.DEFINE_integer("seed", 0, "Seed of the clients' actions.")
+    flags.DEFINE_string(
+        "output_dir", None, "Directory of samples.json and soak.png; default: neither is written."
+    )
+    flags.DEFINE_string("server_flags", _SMALL, "Flags of `pensieve serve`.")
     define_document_flag()
 
 

@@ -1,19 +1,20 @@
-"""Which of many replicas should serve a turn: rules beside each other on simulated fleets.
+"""Compares rules that choose one of many replicas for a turn, on simulated fleets.
 
     python -m pensieve_lab.programs.study_balance --out=lab/results \\
         --traces=mooncake:mooncake_conversation.jsonl.gz,\
 agent-sessions:agent_sessions.jsonl.gz,burstgpt:burstgpt_sessions.jsonl
 
 Each part of `--parts` writes one document, `balance_<part>.json`:
-  tuning   parameters of the rules, on loads and seeds that nothing else is reported of;
+  tuning   parameters of the rules, on loads and seeds that are used for nothing else;
   loads    all rules but the last on five loads at two levels, eight replicas;
-  named    the last rule on the same;
-  fronts   old loads, and several fronts;
+  named    the last rule on the same loads;
+  fronts   outdated loads, and several front ends;
   changes  a replica dies, is drained, or joins;
   sizes    up to 256 replicas;
-  outline  the outline of a replica that the other parts use, beside the engine's own scheduler;
+  outline  the simplified replica that the other parts use, compared with the engine's own scheduler;
   engine   the same on the load with the largest gain, for longer.
-`programs.refresh_pages` makes the tables of lab/docs/balance.md of them, and `--plot=DIRECTORY` its pictures.
+`programs.refresh_pages` makes the tables of lab/docs/balance.md from them, and `--plot=DIRECTORY` its
+pictures.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ FLAGS = flags.FLAGS
 
 
 def files() -> dict[str, Path]:
-    """By format, all that the parts go by; raises ConfigError, before hours of other loads."""
+    """Return the trace files of all parts by format; raises ConfigError before hours of other loads."""
     found = {}
     for word in FLAGS.traces:
         kind, colon, path = word.partition(":")
@@ -75,13 +76,12 @@ def main() -> int:
 
 
 def define_flags() -> None:
-    """The command line."""
-    flags.DEFINE_list("parts", list(PARTS), f"Among {', '.join(PARTS)}; empty: only the pictures.")
+    flags.DEFINE_list("parts", list(PARTS), f"Parts, among {', '.join(PARTS)}; empty: only the pictures.")
     flags.DEFINE_list("traces", [], "FORMAT:FILE of mooncake, agent-sessions and burstgpt.")
-    flags.DEFINE_list("seeds", ["0", "1", "2", "3", "4"], "Of all that is drawn.")
-    flags.DEFINE_string("out", "lab/results", "Where the documents are written.")
-    flags.DEFINE_string("plot", None, "Where pictures are drawn, e.g. lab/docs/balance; needs matplotlib.")
-    flags.DEFINE_bool("talk", True, "Say what every run came to.")
+    flags.DEFINE_list("seeds", ["0", "1", "2", "3", "4"], "Seeds of all random draws.")
+    flags.DEFINE_string("out", "lab/results", "Directory for the documents.")
+    flags.DEFINE_string("plot", None, "Directory for the pictures, e.g. lab/docs/balance; needs matplotlib.")
+    flags.DEFINE_bool("talk", True, "Print the result of every run.")
 
 
 if __name__ == "__main__":

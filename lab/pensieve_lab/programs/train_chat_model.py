@@ -1,22 +1,26 @@
-"""Train the small chat model: a Llama with its own tokenizer, of dialogues and of facts to remember.
+"""Trains the small chat model, a Llama with its own tokenizer, on dialogues and on facts to remember.
 
     python -m pensieve_lab.programs.train_chat_model --work_dir=chat-model \\
         --task_dialogues=sgd_train.jsonl.gz \\
         --assistant_dialogues=oasst_seed.jsonl.gz --dev_dialogues=sgd_dev.jsonl.gz
 
 On one H200 the defaults take a few minutes. The dialogue files are JSON lines of
-{"turns": [["U", text], ["S", text], ...]}; any letter but U is the assistant. From them and from generated
-conversations in which facts are told and later asked for, a byte-level BPE vocabulary is learned and the
-project's own Llama is trained, by the forward pass that serves it, on the token ids that `LLM.chat` sends.
-Recorded dialogues are seen a few times, since a model of this size learns them by heart otherwise; every
-conversation around facts is a new one.
+{"turns": [["U", text], ["S", text], ...]}; any letter but U is the assistant. The program learns a byte-level
+BPE vocabulary from them and from generated conversations in which facts are told and later asked for. It
+trains
+the project's own Llama, with the forward pass that serves it, on the token ids that `LLM.chat` sends.
+Recorded
+dialogues are used a few times only, since a model of this size would memorize them; every conversation around
+facts is a new one.
 
-`--work_dir` takes
-  model/         an ordinary Hugging Face directory, for `LLM(...)` and everything else that reads one
-  checkpoints/   Orbax; the same command goes on from the newest, and says which flag differs if it is another
+`--work_dir` gets
+  model/         a Hugging Face directory, for `LLM(...)` and every other reader of that format
+  checkpoints/   Orbax; the same command resumes from the newest, and names any flag that differs
   settings.json  the flags of the training
-While it trains, and at its end, it measures whether history matters: the loss of recorded replies from the
-fourth turn on, and recall of facts whose values and sentences training never saw (once in constructions that
+During training and at its end, the program measures whether history matters: the loss of recorded replies
+from
+the fourth turn on, and recall of facts whose values and sentences training never saw (once in constructions
+that
 it knows, twice in new ones; see lab/docs/chat_model.md), each with the history and without. The last line is
 one JSON document (see `--json`).
 
@@ -61,8 +65,8 @@ from pensieve_lab.chat_training.wordings import Wordings
 
 FLAGS = flags.FLAGS
 HEAD_DIM = 64
-_INITIAL_DEVIATION = 0.04  # of weights; 0.02 is made for models several times as wide
-_MAX_FEED_WORKERS = 6  # two keep up with an H200 if nobody else is on their cores
+_INITIAL_DEVIATION = 0.04  # of weights; the usual 0.02 suits models several times as wide
+_MAX_FEED_WORKERS = 6  # two keep up with an H200 on otherwise idle cores
 _SETS = {
     "new sentences": Wordings.NEW_SENTENCES,
     "new constructions": Wordings.NEW_CONSTRUCTIONS,
@@ -74,11 +78,11 @@ _UNRECORDED_FLAGS = (
 )
 _UNITS = {
     "history_loss": f"nats per token of recorded replies from turn {FIRST_TURN} on",
-    "history_reduction_percent": "how much lower the loss is with the history than without",
-    "recall_percent": f"greedy answers that hold what was told, {BETWEEN[0]} to {BETWEEN[1]} turns before; "
-    "of new sentences, of new constructions (built as none of training is), and of those of the test",
+    "history_reduction_percent": "reduction of the loss by the history",
+    "recall_percent": f"greedy answers with the fact, told {BETWEEN[0]} to {BETWEEN[1]} turns before; for "
+    "new sentences, new constructions (built as none of training is), and those of the test",
     "recall_by_kind": "with the history: [percent, number of cases] of each kind of question",
-    "tokens_per_s": "of training, padding left out; the median of the log lines",
+    "tokens_per_s": "training tokens per second without padding; median of the log lines",
     "weights_bytes": "size of model.safetensors",
     "seconds": "from the start of this process to the end of the last evaluation",
 }
@@ -93,19 +97,19 @@ class Dialogues(NamedTuple):
 
 
 def read_files() -> Dialogues:
-    """Raises ConfigError naming the flag of a file that cannot be used."""
+    """Read the dialogue files; raises ConfigError naming the flag of a file that cannot be used."""
     names = ("task_dialogues", "assistant_dialogues", "dev_dialogues")
     return Dialogues(*(read_dialogues(f"--{name}", getattr(FLAGS, name)) for name in names))
 
 
 def make_tokenizer(directory: Path, dialogues: Dialogues, *, is_there: bool) -> Tokenizer:
-    """That of an interrupted training, or a new one, in either case as the engine reads it.
+    """Load the tokenizer of an interrupted training, or learn a new one, as the engine reads it.
 
     Raises ConfigError naming --work_dir if an interrupted training has lost it.
     """
     missing = [name for name in FILES if not (directory / name).is_file()]
     if is_there and missing:
-        hint = "the training there cannot go on without its tokenizer; take an empty directory"
+        hint = "the training there cannot resume without its tokenizer; use an empty directory"
         raise ConfigError("--work_dir", FLAGS.work_dir, f"one that has model/{missing[0]}", hint)
     if not is_there:
         texts = vocabulary_texts(dialogues.tasks, dialogues.assistants)
@@ -117,7 +121,7 @@ def make_tokenizer(directory: Path, dialogues: Dialogues, *, is_there: bool) -> 
 
 
 def model_config(tokenizer: Tokenizer) -> ModelConfig:
-    """The model that the flags describe; raises UnsupportedModelError."""
+    """Return the configuration of the flags' model; raises UnsupportedModelError."""
     assert tokenizer.eos_id is not None
     return ModelConfig(
         architecture="llama",
@@ -138,7 +142,7 @@ def model_config(tokenizer: Tokenizer) -> ModelConfig:
 
 
 def make_feed(tokenizer: Tokenizer, dialogues: Dialogues) -> Feed:
-    """What is trained on; raises ConfigError."""
+    """Make the training data; raises ConfigError."""
     encoder = ConversationEncoder(tokenizer, user_weight=FLAGS.user_weight)
     weights = Weights(fact=FLAGS.fact_weight, talk=FLAGS.talk_weight)
     corpus = Corpus(encoder, dialogues.tasks, dialogues.assistants, weights)
@@ -159,7 +163,7 @@ def make_feed(tokenizer: Tokenizer, dialogues: Dialogues) -> Feed:
 
 
 def make_evaluation(network: Network, tokenizer: Tokenizer, dialogues: Sequence[Conversation]) -> Evaluation:
-    """On dialogues, and facts told among them, that are not trained on."""
+    """Make the evaluation on dialogues, and facts told among them, that are not trained on."""
     cases = {
         name: recall_cases(FLAGS.num_recall_cases, dialogues, FLAGS.seed, wordings)
         for name, wordings in _SETS.items()
@@ -176,7 +180,7 @@ def train_by_flags(
     feed: Feed,
     evaluation: Evaluation,
 ) -> TrainingResult:
-    """Until the last step or Ctrl-C."""
+    """Train until the last step or Ctrl-C."""
 
     def evaluate(num_steps: int, parameters: Parameters) -> None:
         show(num_steps, evaluation(parameters))
@@ -202,7 +206,7 @@ def train_by_flags(
 
 
 def show(num_steps: int, figures: Figures) -> None:
-    """A table of what was measured."""
+    """Print a table of the measured figures."""
     compared = [figures.history_loss, *figures.recall_percent.values()]
     rows = [
         ["with history", *(one.with_history for one in compared)],
@@ -218,7 +222,7 @@ def show(num_steps: int, figures: Figures) -> None:
 def report(
     trained: TrainingResult, figures: Figures, config: ModelConfig, weights_bytes: int, began: float
 ) -> str:
-    """The last line."""
+    """Return the JSON line."""
     rates = sorted(rate for _, _, rate in trained.log)
     loss = figures.history_loss
     results = {
@@ -238,7 +242,7 @@ def report(
 
 
 def recorded_flags() -> dict[str, Any]:
-    """What makes a training the one it is."""
+    """Return the flags that identify a training."""
     return {
         flag.name: flag.value
         for flag in FLAGS.get_key_flags_for_module(sys.modules[__name__])
@@ -270,10 +274,10 @@ def main() -> int:
     feed = make_feed(tokenizer, dialogues)
     print(f"{num_parameters(config):,} parameters; ready to train after {time.perf_counter() - began:.0f} s")
     sys.stdout.flush()
-    record_settings(directory, recorded_flags())  # not before: flags that were refused may be corrected
+    record_settings(directory, recorded_flags())  # only now, so that refused flags can be corrected
     trained = train_by_flags(directory, network, optimizer, config, feed, evaluation)
     if trained.num_steps < FLAGS.num_steps:
-        print(f"interrupted after step {trained.num_steps}; the same command goes on", file=sys.stderr)
+        print(f"interrupted after step {trained.num_steps}; the same command resumes it", file=sys.stderr)
         return EXIT_INTERRUPTED
     weights_bytes = export_model(model_directory, config, trained.state.parameters)
     figures = evaluation(trained.state.parameters)
@@ -283,10 +287,9 @@ def main() -> int:
 
 
 def define_flags() -> None:
-    """The command line."""
     flags.DEFINE_string("work_dir", None, "Directory of the training; made if missing.")
     flags.DEFINE_string("task_dialogues", None, "Dialogues to train on (JSON lines, .gz).")
-    flags.DEFINE_string("assistant_dialogues", None, "More of them, of another kind.")
+    flags.DEFINE_string("assistant_dialogues", None, "More dialogues to train on, of another kind.")
     flags.DEFINE_string("dev_dialogues", None, "Dialogues to evaluate on.")
     require("work_dir", "task_dialogues", "assistant_dialogues", "dev_dialogues")
     _define_model_flags()
@@ -295,12 +298,12 @@ def define_flags() -> None:
     flags.DEFINE_integer("log_steps", 50, "Steps between lines, or updates of the bar.", lower_bound=1)
     flags.DEFINE_integer("checkpoint_steps", 500, "Steps between checkpoints.", lower_bound=1)
     flags.DEFINE_integer(
-        "evaluation_steps", 1000, "Steps between evaluations; there is one at the end.", lower_bound=1
+        "evaluation_steps", 1000, "Steps between evaluations; one follows at the end.", lower_bound=1
     )
     flags.DEFINE_integer(
         "feed_workers",
         min(_MAX_FEED_WORKERS, (os.cpu_count() or 1) // 2),
-        "Processes that make batches; 0: this one does.",
+        "Processes that make batches; 0 makes them in this one.",
         lower_bound=0,
     )
     flags.DEFINE_bool("progress", None, "Show progress bars; default: on a terminal.")
@@ -313,27 +316,31 @@ def _define_model_flags() -> None:
     flags.DEFINE_integer("num_heads", 4, f"Query heads of {HEAD_DIM} dimensions.", lower_bound=1)
     flags.DEFINE_integer("num_kv_heads", 2, "Key and value heads.", lower_bound=1)
     flags.DEFINE_integer("intermediate_size", 704, "Width of the MLP.", lower_bound=1)
-    flags.DEFINE_integer("vocab_size", 4096, "Most ids of the tokenizer.", lower_bound=MIN_VOCAB_SIZE)
+    flags.DEFINE_integer(
+        "vocab_size", 4096, "Maximum vocabulary size of the tokenizer.", lower_bound=MIN_VOCAB_SIZE
+    )
     flags.DEFINE_integer("context_tokens", 1024, "Positions, and the length of a row.", lower_bound=2)
 
 
 def _define_training_flags() -> None:
-    flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "What the model computes in.")
-    flags.DEFINE_integer("seed", 0, "Of data, order and first weights.", lower_bound=0)
+    flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "Data type of the model's computation.")
+    flags.DEFINE_integer("seed", 0, "Seed of data, order and first weights.", lower_bound=0)
     flags.DEFINE_integer("num_steps", 4000, "Training steps.", lower_bound=1)
     flags.DEFINE_integer("num_rows", 64, "Rows of a batch.", lower_bound=1)
     flags.DEFINE_float("learning_rate", 2e-3, "The highest.", lower_bound=0.0)
     flags.DEFINE_integer("warmup_steps", 100, "Steps until then.", lower_bound=0)
-    flags.DEFINE_float("weight_decay", 0.3, "Of AdamW; against learning dialogues by heart.", lower_bound=0.0)
+    flags.DEFINE_float(
+        "weight_decay", 0.3, "Weight decay of AdamW; prevents memorizing dialogues.", lower_bound=0.0
+    )
     flags.DEFINE_integer(
         "recorded_per_step",
         18,
-        "Recorded dialogues of a step; facts and talk around them fill the rest.",
+        "Recorded dialogues per step; facts and talk around them fill the rest.",
         lower_bound=0,
     )
-    flags.DEFINE_float("fact_weight", 2.0, "What replies about facts count.", lower_bound=0.0)
-    flags.DEFINE_float("talk_weight", 0.05, "What talk around facts counts.", lower_bound=0.0)
-    flags.DEFINE_float("user_weight", 0.1, "What a token of a prompt counts.", lower_bound=0.0)
+    flags.DEFINE_float("fact_weight", 2.0, "Loss weight of replies about facts.", lower_bound=0.0)
+    flags.DEFINE_float("talk_weight", 0.05, "Loss weight of talk around facts.", lower_bound=0.0)
+    flags.DEFINE_float("user_weight", 0.1, "Loss weight of prompt tokens.", lower_bound=0.0)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""How far the simulator of padded batches is from measured runs: the same queries, settings and steps.
+"""Compares the simulator of padded batches with measured runs: the same queries, settings and steps.
 
     python -m pensieve_lab.programs.validate_ring_costs --documents=lab/results/h200_rebatching_table2.json
 
 `--documents` are of benchmark_rebatching.py, table1 or table2. Each point is simulated with the costs of
-`--profile`; steps must be the same, seconds tell the error. Settings that a document does not have
-(`--prefill_batch`, `--prefill_tokens`) are given. The last line is one JSON document (see `--json`).
+`--profile`; steps must be the same, and seconds show the error. Flags give the settings that documents do not
+have (`--prefill_batch`, `--prefill_tokens`). The last line is one JSON document (see `--json`).
 """
 
 from __future__ import annotations
@@ -27,15 +27,18 @@ from pensieve_lab.rebatching.simulation import simulate
 
 FLAGS = flags.FLAGS
 _COLUMNS = ("load", "batch", "method", "steps", "simulated", "seconds", "simulated, s", "error, %")
-_UNITS = {"seconds": "from the first arrival to the last answer", "error": "of simulated seconds, a share"}
+_UNITS = {
+    "seconds": "from the first arrival to the last answer",
+    "error": "relative error of simulated seconds",
+}
 
 
 def read(name: str) -> dict[str, Any]:
-    """The results of a document; raises ConfigError."""
+    """Read the results of a document; raises ConfigError."""
     try:
         results: dict[str, Any] = json.loads(Path(name).read_text(encoding="utf-8"))["results"]
         if results["part"] not in ("table1", "table2"):
-            raise ConfigError("--documents", name, "of --part=table1 or table2")
+            raise ConfigError("--documents", name, "documents of --part=table1 or table2")
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -44,17 +47,17 @@ def read(name: str) -> dict[str, Any]:
 
 
 def load_of(results: dict[str, Any], seed: int) -> loads.Load:
-    """The queries of a point."""
+    """Make the queries of a point."""
     if results["part"] == "table2":
         return loads.table2(seed, results["length_scale"])
     return loads.table1(seed, results["length_scale"], doubled=results["doubled"])
 
 
 def simulated(results: dict[str, Any], point: dict[str, Any], costs: RingCosts) -> dict[str, Any]:
-    """A measured point beside the same in virtual time."""
+    """Simulate a measured point; return both results."""
     load = load_of(results, point["seed"])
     if load.digest != point["digest"]:
-        raise ConfigError("--documents", point["load"], "of the queries that this version makes")
+        raise ConfigError("--documents", point["load"], "a document with the queries that this version makes")
     base = RebatchingConfig(
         max_batch=point["batch"],
         kv_bytes=point.get("kv_bytes") or num_bytes("--kv_bytes", results["kv_bytes"]),
@@ -97,8 +100,8 @@ def define_flags() -> None:
     flags.DEFINE_list("documents", None, "Measured runs.")
     require("documents")
     flags.DEFINE_string("profile", "h200_llama2-7b", "Costs: a file, or the name of one in the package.")
-    flags.DEFINE_integer("prefill_batch", 4, "As the runs had it.", lower_bound=1)
-    flags.DEFINE_integer("prefill_tokens", 4096, "As the runs had it.", lower_bound=32)
+    flags.DEFINE_integer("prefill_batch", 4, "Value of the measured runs.", lower_bound=1)
+    flags.DEFINE_integer("prefill_tokens", 4096, "Value of the measured runs.", lower_bound=32)
     define_document_flag()
 
 

@@ -1,19 +1,23 @@
-"""What the simulator makes of load points that were measured, figure by figure, and if that is close enough.
+"""Compares simulated load points with measured ones, figure by figure, and checks whether they are close
+enough.
 
     python -m pensieve_lab.programs.validate_simulator --documents=pensieve.json \\
         --profile=h200_llama2-13b-gqa10
 
 `--documents` are files of benchmark_serving's `--output_json`: open loops of this project's own systems. Each
-load point is simulated with the trace, users, window, memory, buckets and policy that it was measured with.
-The trace is made (or read) again: flags of it that were given there are given here as well, and its digest
-must be the document's. Kernels are launched by the thread that launched them then. Criteria:
+load point is simulated with the trace, users, window, memory, buckets and policy of its measurement. The
+trace
+is made (or read) again: the benchmark's flags of the trace must be given here as well, and its digest must
+equal
+the document's. Kernels are launched by the same thread as in the measurement. Criteria:
   mean step time of buckets with 1% of the steps' time     within 10%
   over the knee (under 95% of what was sent is served, or
   a first token takes over a second on the average)        requests/s within 10%
   elsewhere                                                mean normalized latency within 10%
   hit rates of both tiers                                  within 3 points
-The other figures help to see why. Void points are left out; those that the profile was fitted with are
-marked. The last line is one JSON document (see `--json`); the exit status is 1 if a criterion is missed.
+The other figures help to explain differences. Void points are left out; points that the profile was fitted
+with
+are marked. The last line is one JSON document (see `--json`); the exit status is 1 if a criterion is missed.
 """
 
 from __future__ import annotations
@@ -49,7 +53,7 @@ FLAGS = flags.FLAGS
 _OPEN_LOOP = "open loop"
 _USERS = ("think", "time_scale", "mid_life_s", "recorded_arrivals", "seed")
 _RANDOM = "random:"
-_UNPACKED = {"pack_host": False}  # documents that do not say it are of before there was packing
+_UNPACKED = {"pack_host": False}  # documents without this field are older than packing
 _SUMMARY = (
     *("ms/token mean", "ms/token p50", "ms/token p90", "ms/token p99", "ttft ms mean"),
     *("requests/s", "gpu hits", "cpu hits"),
@@ -57,10 +61,10 @@ _SUMMARY = (
 
 
 class Measured(NamedTuple):
-    """A load point, where it stands, and what its document says of how it was measured.
+    """Load point, its place in a file, and its document's record of the measurement.
 
     Attributes:
-      launches: whose thread launched the kernels, as profiles name it: "jaxlib" or "engine".
+      launches: the thread that launched the kernels, as in profiles: "jaxlib" or "engine".
     """
 
     where: str
@@ -76,15 +80,15 @@ class Measured(NamedTuple):
 
     @property
     def file(self) -> str:
-        """The document's name."""
+        """File name of the document."""
         return Path(self.where.rpartition(", line ")[0]).name
 
 
 def measured_points() -> Iterator[Measured]:
-    """Those of `--documents` that are not void; raises ConfigError for what no simulation can be made of."""
+    """Yield the valid points of `--documents`; raises ConfigError for those that cannot be simulated."""
     for where, found in read_documents("--documents", [Path(name) for name in FLAGS.documents]):
         results = found["results"]
-        # Older documents have no environment: they are of before kernels were launched by another thread.
+        # Older documents have no environment: they predate launches by another thread.
         launches = "jaxlib" if found.get("environment", {}).get(VARIABLE) == "1" else "engine"
         if results.get("loop") != _OPEN_LOOP or "config" not in results:
             limit = "files of open loops, of this project's own systems"
@@ -96,11 +100,11 @@ def measured_points() -> Iterator[Measured]:
 
 
 def simulate_point(measured: Measured, profile: DeviceProfile) -> dict[str, Any]:
-    """The same load point under virtual time: figures by the definitions of measured ones."""
+    """Simulate a load point under virtual time; return figures defined like the measured ones."""
     results = measured.results
     model_name = results["model"].removeprefix(_RANDOM)
     if model_name != profile.model:
-        limit = f"a device's profile of the model {model_name!r}, which {measured.where} is of"
+        limit = f"a device's profile of {model_name!r}, the model of {measured.where}"
         raise ConfigError("--profile", FLAGS.profile, limit, f"this one is of {profile.model!r}")
     config = engine_config(measured)
     model = source_config(resolve_model(results["model"]), config.runner.max_position_embeddings)
@@ -129,7 +133,8 @@ def simulate_point(measured: Measured, profile: DeviceProfile) -> dict[str, Any]
 
 
 def _figures(outcome: Outcome, answers: Sequence[Answer], window: Window) -> dict[str, Any]:
-    """As the benchmark's: latencies and hits of requests that arrived in the window, drain included."""
+    """Return the benchmark's figures: latencies and hits of requests that arrived in the window, with
+    drain."""
     arrived = [answer for answer in answers if window.has(answer.turn.arrival_s)]
     ended = [answer for answer in answers if window.has(answer.end_s)]
     found = figures(outcome, num_replicas=1)
@@ -137,7 +142,7 @@ def _figures(outcome: Outcome, answers: Sequence[Answer], window: Window) -> dic
 
 
 def engine_config(measured: Measured) -> EngineConfig:
-    """What the document says; raises ConfigError where that is of another version of this project."""
+    """Return the document's configuration; raises ConfigError if another version of this project wrote it."""
     values = measured.results["config"]
     try:
         scheduler = dict(values["scheduler"])
@@ -155,7 +160,7 @@ def engine_config(measured: Measured) -> EngineConfig:
 
 
 def _costs(cache: Mapping[str, Any]) -> dict[str, str]:
-    """`cost_profile` as it is written now: None was the analytic estimate, and there were no `costs`."""
+    """Return `cost_profile` in its present form: in old documents None meant the analytic estimate."""
     return {"cost_profile": cache.get("cost_profile") or "analytic"}
 
 
@@ -170,7 +175,7 @@ def cost_model(measured: Measured, config: EngineConfig, model: ModelConfig) -> 
 
 
 def users(measured: Measured, max_context_tokens: int) -> tuple[Trace, Window, list[Session]]:
-    """The trace, what counts of the run, and who comes; raises ConfigError for another trace."""
+    """Return the trace, the window, and the sessions; raises ConfigError for another trace."""
     settings, rate = measured.results["settings"], measured.point["rate"]
     for name in _USERS:
         FLAGS[name].value = settings[name]
@@ -188,12 +193,12 @@ def users(measured: Measured, max_context_tokens: int) -> tuple[Trace, Window, l
 
 
 def check_flags() -> None:
-    """Raise ConfigError for flags that the documents answer, and for none of these."""
+    """Raise ConfigError for flags that the documents determine, and for missing documents."""
     if not FLAGS.documents:
         raise ConfigError("--documents", "", "at least one file")
     for name in ("rates", *_USERS):
         if FLAGS[name].present:
-            raise ConfigError(f"--{name}", FLAGS[name].value, "left out: --documents say it")
+            raise ConfigError(f"--{name}", FLAGS[name].value, "left out: --documents determine it")
 
 
 def main() -> int:
@@ -218,7 +223,7 @@ def main() -> int:
 
 
 def report(measured: Measured, compared: Sequence[Criterion]) -> str:
-    """A load point for people."""
+    """Format a load point as text."""
     where = "over the knee" if is_over_the_knee(measured.point) else "not over the knee"
     rows = [
         [
@@ -235,7 +240,7 @@ def report(measured: Measured, compared: Sequence[Criterion]) -> str:
 
 
 def summary(documents: Sequence[Mapping[str, Any]]) -> str:
-    """All load points for people: what was measured, and how far off the simulator is, in percent."""
+    """Format all load points: measured figures, and the simulator's differences in percent."""
     rows = []
     for point in documents:
         found = {one["figure"]: one for one in point["criteria"]}
@@ -256,7 +261,7 @@ def summary(documents: Sequence[Mapping[str, Any]]) -> str:
 def document(
     measured: Measured, simulated: Mapping[str, Any], compared: Sequence[Criterion], profile: DeviceProfile
 ) -> dict[str, Any]:
-    """A load point for files."""
+    """Return a load point as a JSON object."""
     return {
         "system": measured.results["system"],
         "rate": measured.point["rate"],
@@ -270,8 +275,7 @@ def document(
 
 
 def define_flags() -> None:
-    """The command line."""
-    flags.DEFINE_list("documents", [], "Files that benchmark_serving's --output_json wrote.")
+    flags.DEFINE_list("documents", [], "Files of benchmark_serving's --output_json.")
     flags.DEFINE_string("profile", "h200_llama2-13b-gqa10", profile_help())
     flags.DEFINE_bool("progress", None, "Show a progress bar; default: on a terminal.")
     define_session_flags()

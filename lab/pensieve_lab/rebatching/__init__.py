@@ -1,1 +1,1 @@
-"""Parts of the benchmarks and the demonstration of padded batches that queries join and leave (Baton)."""
+"""Parts of the benchmarks and the demo of Baton: padded batches that queries join and leave."""

@@ -1,10 +1,11 @@
-"""What launches cost on a device: a few physical coefficients of a model, from a JSON file.
+"""Launch costs on a device: a few physical coefficients per model, read from a JSON file.
 
-Owns: the coefficients, what they mean, and how they make up the time of each launch.
+Owns: the coefficients, their meaning, and the time of each launch that they predict.
 Does not know: who launches what, or when.
 
-A profile is of one model on one device. `source` says whether its coefficients were fitted to measurements or
-derived from published figures of the hardware, and `provenance` from which.
+A profile belongs to one model on one device. `source` says whether its coefficients were fitted to
+measurements or derived from published figures of the hardware, and `provenance` names the measurements or
+figures.
 """
 
 from __future__ import annotations
@@ -30,26 +31,29 @@ _DIRECTORY = Path(__file__).parent / "profiles"
 
 @dataclass(frozen=True, kw_only=True)
 class RingCosts:
-    """A model on a device; a "column" is one of one row, keys and values of all layers.
+    """Cost profile of a model on a device.
+
+    A "column" holds one token's keys and values of all layers in one row of the ring.
 
     Attributes:
-      model, device, dtype: what it is a profile of; the model as `random:` presets name it.
+      model, device, dtype: what was profiled; the model has its `random:` preset's name.
       source: "measured", or "derived" from published figures of the hardware.
-      provenance: where the figures come from, by keyword.
-      token_bytes: KV state of one token.
-      weights_s: reading every weight once, which the smallest program does as well.
-      column_s: reading a column.
-      step_s: everything else of a program that computes tokens, whatever its size.
-      token_s: arithmetic of the dense layers for one token, padding included.
-      pair_s: attention of a prompt, for a token that attends to one key.
-      shaped_pair_s: the same in a shaped step, whose scores go through memory.
-      insert_s, insert_column_s: an insertion, and what it takes for each column of the ring's row, all of
-        which are written.
-      take_column_s: taking a column out of the ring.
-      relayout_column_s: a column of the ring behind a change of its shape.
-      copy_bytes_per_s: of the link between device and host memory.
-      host_s: of the serving thread, for each program that samples.
-      fetch_s: from the end of a program to its ids on the host.
+      provenance: origin of the figures, by keyword.
+      token_bytes: KV cache bytes per token.
+      weights_s: time to read every weight once, which even the smallest program does.
+      column_s: time to read a column.
+      step_s: fixed time of a program that computes tokens.
+      token_s: time of the dense layers' arithmetic per token, padding included.
+      pair_s: time of prompt attention per query-key pair.
+      shaped_pair_s: time per pair in a shaped step, whose scores go through memory.
+      insert_s, insert_column_s: fixed time of an insertion, and time per column of the ring's row; all
+      columns
+        are written.
+      take_column_s: time to take a column out of the ring.
+      relayout_column_s: time per column of the new ring when its shape changes.
+      copy_bytes_per_s: bandwidth of the link between device and host memory.
+      host_s: time of the serving thread per program that samples.
+      fetch_s: time from the end of a program until its ids are on the host.
     """
 
     model: str
@@ -72,55 +76,55 @@ class RingCosts:
     host_s: float
     fetch_s: float
 
-    # Seconds on the device
+    # Predicted device seconds
 
     def decode_of(self, shape: RingShape) -> float:
-        """A step in which every row takes a token and reads the whole ring."""
+        """Return the time of a step in which every row decodes a token and reads the whole ring."""
         return self._dense_of(shape.batch) + self.column_s * shape.batch * shape.length
 
     def prefill_of(self, num_rows: int, length: int) -> float:
-        """Prompts of a padded length; each token attends to those before it."""
+        """Return the time to prefill prompts of a padded length with causal attention."""
         return self._dense_of(num_rows * length) + self.pair_s * num_rows * length * (length + 1) / 2
 
     def shaped_of(self, shape: RingShape, length: int) -> float:
-        """A step in which every row takes so many tokens, most of them padding."""
+        """Return the time of a step in which every row takes `length` tokens, most of them padding."""
         num_tokens = shape.batch * length
         return self._dense_of(num_tokens) + self.shaped_pair_s * num_tokens * shape.length
 
     def insert_of(self, shape: RingShape) -> float:
-        """A row put into the ring."""
+        """Return the time to insert a row into the ring."""
         return self.insert_s + self.insert_column_s * shape.length
 
     def take_of(self, length: int) -> float:
-        """A row taken out of it."""
+        """Return the time to take a row of `length` columns out of the ring."""
         return self.take_column_s * length
 
     def resize_of(self, shape: RingShape, *, moves: bool) -> float:
-        """A ring of this shape: what was in it is moved, or zeros are written, as fast as read."""
+        """Return the time to make a ring of this shape; zeros are written as fast as columns are read."""
         return (self.relayout_column_s if moves else self.column_s) * shape.batch * shape.length
 
     def copy_of(self, length: int) -> float:
-        """A row to host memory or back, beside programs."""
+        """Return the time to copy a row to host memory or back; copies run beside programs."""
         return length * self.token_bytes / self.copy_bytes_per_s
 
     def _dense_of(self, num_tokens: int) -> float:
-        """All but attention: reading weights and arithmetic overlap."""
+        """Return the time of everything but attention; reading weights overlaps with arithmetic."""
         return self.step_s + max(self.weights_s, self.token_s * num_tokens)
 
     # Files
 
     @classmethod
     def load(cls, name: str | Path) -> Self:
-        """Read a profile: a path, or the name of one that comes with the package (see `costs_names`).
+        """Read a profile from a path, or by the name of one in the package (see `costs_names`).
 
         Raises:
-          ConfigError: it cannot be read, or says what no device does.
+          ConfigError: the file cannot be read, or a value is invalid.
         """
         path = _DIRECTORY / f"{name}.json" if str(name) in costs_names() else Path(name)
         return cls(**_checked(str(name), _read(str(name), path)))
 
     def as_document(self) -> dict[str, Any]:
-        """What `load` reads, as JSON's types."""
+        """Return the profile as a JSON object that `load` can read."""
         return {"format": FORMAT, **dataclasses.asdict(self)}
 
 
@@ -129,11 +133,11 @@ NUMBERS = tuple(
     for field in dataclasses.fields(RingCosts)
     if field.name not in (*_TEXTS, "source", "provenance")
 )
-"""The coefficients."""
+"""Names of the coefficients."""
 
 
 def costs_names() -> list[str]:
-    """Profiles that come with the package."""
+    """List the profiles in the package."""
     return sorted(path.stem for path in _DIRECTORY.glob("*.json"))
 
 
@@ -152,7 +156,7 @@ def _read(name: str, path: Path) -> dict[str, Any]:
 
 
 def _checked(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `RingCosts`."""
+    """Validate a document and return the arguments of `RingCosts`."""
 
     def refuse(limit: str, found: object) -> ConfigError:
         return ConfigError(_FIELD, name, limit, f"found {found!r:.60}")

@@ -1,4 +1,4 @@
-"""Figures 6 to 8 of the Baton paper: what a run has done, over time.
+"""Figures 6 to 8 of the Baton paper: progress of runs over time.
 
 Owns: the picture. Does not know: what ran, or how it was measured.
 """
@@ -11,17 +11,17 @@ from typing import Any
 
 _QUANTITIES = (
     ("completed", "figure 6: queries completed", 1.0),
-    ("output_tokens", "figure 7: tokens of replies", 1.0),
-    ("allocated_bytes", "figure 8: MB of KV state, allocated", 1e-6),
-    ("spanned_bytes", "figure 8: MB of KV state, spanned", 1e-6),
+    ("output_tokens", "figure 7: output tokens", 1.0),
+    ("allocated_bytes", "figure 8: MB of KV cache, allocated", 1e-6),
+    ("spanned_bytes", "figure 8: MB of KV cache, spanned", 1e-6),
 )
 _INCHES, _DOTS_PER_INCH = (4.2, 3.0), 100
 
 
 def draw_over_time(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
-    """A row of panels for each quantity, a panel for each batch size, a curve for each method.
+    """Draw a row of panels per quantity, a panel per batch size, and a curve per method.
 
-    Raises OSError.
+    Raises OSError if the file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -37,7 +37,7 @@ def draw_over_time(rows: Sequence[Mapping[str, Any]], title: str, path: Path) ->
                 if row["batch"] == batch:
                     series = row["series"]
                     values = [factor * value for value in series[key]]
-                    # What is there stays until the next step.
+                    # Values hold until the next step.
                     axes.step(series["time_s"], values, where="post", label=row["method"], linewidth=1.1)
             axes.set_xlim(left=0)
             axes.set_ylim(bottom=0)

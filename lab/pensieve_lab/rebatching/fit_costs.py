@@ -1,11 +1,11 @@
-"""Costs of a ring out of measured launches.
+"""Fits a ring's cost profile to measured launches.
 
-Owns: which launch says which coefficient, and what is kept where nothing was measured.
+Owns: which launch determines which coefficient, and which coefficients of the base profile are kept.
 Does not know: how launches are timed (`launch_times`), or who simulates with the result.
 
 Each coefficient is fitted alone, by least squares of relative errors, so that a short launch counts as much
-as a long one. What one document cannot tell apart keeps the share that it has in the profile one begins with:
-a single shape's decode says how long its columns take only if its weights are known.
+as a long one. If a document cannot separate two coefficients, they keep their proportion in the base profile.
+For example, decode steps of a single shape determine the column time only if the weights' time is known.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from pensieve_lab.rebatching.costs import NUMBERS, RingCosts
 
 DECODE, PREFILL, INSERT, TAKE = "decode", "prefill", "insert a row", "take a row out"
 COPIES = ("park a row", "bring a row back")
-RESIZE = "from "  # one shape to another
+RESIZE = "from "  # prefix of "from SHAPE to SHAPE"
 
 _COEFFICIENTS = tuple(name for name in NUMBERS if name.endswith("_s"))
 
 
 class Row(NamedTuple):
-    """A measured launch.
+    """Measured launch.
 
     Attributes:
-      launch: its name, as `launch_times` has it.
-      batch, length: of it; of a prefill the prompts, of a row that is moved its own.
-      ring: the shape of the ring that it was measured with.
-      took_s: median.
-      num_bytes: that it had to move.
+      launch: name of the launch in `launch_times`.
+      batch, length: size of the launch; prompts of a prefill, 1 and the row's length of a move.
+      ring: shape of the ring during the measurement.
+      took_s: median time.
+      num_bytes: bytes that it had to move.
     """
 
     launch: str
@@ -47,11 +47,11 @@ class Row(NamedTuple):
 
 
 class Fitted(NamedTuple):
-    """A profile, and what it says of what was measured.
+    """Fitted profile and the measurements behind it.
 
     Attributes:
       costs: the profile.
-      kept: coefficients that nothing was measured of.
+      kept: coefficients without a measurement, taken from the base profile.
       rows: measured launches.
     """
 
@@ -61,10 +61,10 @@ class Fitted(NamedTuple):
 
 
 def rows_of(document: Mapping[str, Any]) -> list[Row]:
-    """Launches of a document of `benchmark_rebatching.py --part=steps`.
+    """Extract the launches from a document of `benchmark_rebatching.py --part=steps`.
 
     Raises:
-      ConfigError: there is no decode in it, which says how large the ring was.
+      ConfigError: the document has no decode launch, which tells the size of the ring.
     """
     found = list(_launches(document.get("results", {})))
     rings = [RingShape(one["batch"], one["length"]) for one in found if one["launch"] == DECODE]
@@ -72,7 +72,7 @@ def rows_of(document: Mapping[str, Any]) -> list[Row]:
         raise ConfigError(
             "--documents", sorted(document), "documents of benchmark_rebatching.py --part=steps"
         )
-    ring = max(rings, key=lambda shape: shape.length)  # rows are moved in and out of the longest
+    ring = max(rings, key=lambda shape: shape.length)  # rows were moved in and out of the longest ring
     return [
         Row(one["launch"], one["batch"], one["length"], ring, one["launch_s"], one["bound_bytes"])
         for one in found
@@ -81,7 +81,7 @@ def rows_of(document: Mapping[str, Any]) -> list[Row]:
 
 
 def _launches(part: Any) -> Iterator[Mapping[str, Any]]:
-    """Wherever they stand in a document."""
+    """Yield the launches at any depth of a document."""
     if isinstance(part, dict) and {"launch", "launch_s", "batch", "length", "bound_bytes"} <= set(part):
         yield part
     elif isinstance(part, dict | list):
@@ -90,12 +90,12 @@ def _launches(part: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def fit(base: RingCosts, rows: Sequence[Row], provenance: Mapping[str, str]) -> Fitted:
-    """A profile of these launches.
+    """Fit a profile to launches.
 
     Args:
-      base: what is taken where nothing was measured.
-      rows: of one model on one device.
-      provenance: of the rows; words on what is kept of `base` are added.
+      base: profile whose coefficients are kept where nothing was measured.
+      rows: launches of one model on one device.
+      provenance: origin of the rows; the origin of what is kept of `base` is added.
     """
     found: dict[str, float] = {}
     by = {name: [row for row in rows if row.launch == name] for name in (DECODE, PREFILL, INSERT, TAKE)}
@@ -116,13 +116,13 @@ def fit(base: RingCosts, rows: Sequence[Row], provenance: Mapping[str, str]) -> 
 
 
 def with_numbers(costs: RingCosts, numbers: Mapping[str, float]) -> RingCosts:
-    """The same but for some coefficients."""
+    """Return a copy with some coefficients replaced."""
     changes: dict[str, Any] = dict(numbers)
     return dataclasses.replace(costs, **changes)
 
 
 def predicted_s(costs: RingCosts, row: Row) -> float:
-    """What a profile says of a launch."""
+    """Return the time that a profile predicts for a launch."""
     shape = RingShape(row.batch, row.length)
     match row.launch:
         case "decode":
@@ -140,7 +140,7 @@ def predicted_s(costs: RingCosts, row: Row) -> float:
 
 
 def _decode(base: RingCosts, rows: Sequence[Row]) -> dict[str, float]:
-    """Columns, and what is there whatever their number: first weights, and the rest of it is the step's."""
+    """Fit the column time and the fixed time; weights get their base time first, the step the rest."""
     if not rows:
         return {}
     points = [(row.batch * row.length, row.took_s) for row in rows]
@@ -155,7 +155,7 @@ def _decode(base: RingCosts, rows: Sequence[Row]) -> dict[str, float]:
 
 
 def _prefill(base: RingCosts, rows: Sequence[Row]) -> dict[str, float]:
-    """Tokens and pairs of prompts that are long enough for arithmetic to take longer than weights."""
+    """Fit token and pair times to prompts so long that arithmetic takes longer than reading weights."""
     long = [row for row in rows if base.token_s * row.batch * row.length > base.weights_s]
     if not long:
         return {}
@@ -164,7 +164,7 @@ def _prefill(base: RingCosts, rows: Sequence[Row]) -> dict[str, float]:
         [[row.batch * row.length, row.batch * row.length * (row.length + 1) / 2] for row in long]
     )
     rest_s = took_s - base.step_s
-    if len(long) == 1:  # in the shares that they had
+    if len(long) == 1:  # keep the proportion of the base profile
         factor = float(rest_s[0] / (terms[0] @ [base.token_s, base.pair_s]))
         return {"token_s": factor * base.token_s, "pair_s": factor * base.pair_s}
     (token_s, pair_s), *_ = np.linalg.lstsq(terms / took_s[:, None], rest_s / took_s, rcond=None)
@@ -174,7 +174,7 @@ def _prefill(base: RingCosts, rows: Sequence[Row]) -> dict[str, float]:
 
 
 def _insert(base: RingCosts, rows: Sequence[Row]) -> dict[str, float]:
-    """A line over lengths of the ring, whose whole row is written whatever is inserted."""
+    """Fit a line over lengths of the ring; an insertion writes the whole row, whatever it inserts."""
     if not rows:
         return {}
     points = [(row.ring.length, row.took_s) for row in rows]
@@ -190,13 +190,13 @@ def _insert(base: RingCosts, rows: Sequence[Row]) -> dict[str, float]:
 
 
 def _slope(points: Iterable[tuple[float, float]]) -> float:
-    """Of a line through the origin, by relative errors; 0 at least."""
+    """Return the slope of a line through the origin, at least 0, by least squares of relative errors."""
     ratios = [(num / took_s) for num, took_s in points if took_s > 0]
     return float(sum(ratios) / sum(one * one for one in ratios)) if ratios else 0.0
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Its value at 0 and its slope, by relative errors."""
+    """Return intercept and slope of a line, by least squares of relative errors."""
     took_s = np.array([one for _, one in points])
     terms = np.array([[1.0, num] for num, _ in points]) / took_s[:, None]
     (at_zero, slope), *_ = np.linalg.lstsq(terms, np.ones(len(points)), rcond=None)

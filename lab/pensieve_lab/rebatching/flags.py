@@ -1,6 +1,6 @@
-"""Flags of the benchmark of padded batches, and what they mean.
+"""Flags of the benchmark of padded batches.
 
-Owns: their names, help and checks, and the way from them to a configuration and to loads.
+Owns: their names, help and checks, and how they become a configuration and loads.
 Does not know: what is measured.
 """
 
@@ -26,59 +26,67 @@ FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
 _PARTS = ("table1", "table2", "load", "steps")
 _CONTEXT_OF_TRACES = 2048
-_LEAST_LENGTH = 4 * 32  # of `--part=steps`, so that quarters of it are lengths of rows
+_LEAST_LENGTH = 4 * 32  # minimum of `--part=steps`: a quarter must be a valid row length
 
 
 def define_rebatching_flags() -> None:
-    """All but `--methods` and `--json`."""
-    flags.DEFINE_enum("part", "table2", _PARTS, "What is measured; see above.")
+    """Define all flags except `--methods` and `--json`."""
+    flags.DEFINE_enum("part", "table2", _PARTS, "Part of the benchmark to run; see above.")
     define_model_flag(TINY_MODEL)
-    flags.DEFINE_enum("dtype", "auto", ["auto", "float32", "bfloat16", "float16"], "Of weights and KV state.")
-    flags.DEFINE_list("max_batch", ["4"], "Rows of the batch; several are measured one after the other.")
+    flags.DEFINE_enum(
+        "dtype", "auto", ["auto", "float32", "bfloat16", "float16"], "Data type of weights and KV cache."
+    )
+    flags.DEFINE_list("max_batch", ["4"], "Batch sizes (rows), measured one after the other.")
     flags.DEFINE_string(
         "kv_bytes",
         None,
-        "All KV state on the device; several, with commas between them, are measured one after the other. "
-        "Default: 1GiB; of steps, what they need.",
+        "Device memory for the KV cache; sizes separated by commas are measured one after the other. "
+        "Default: 1GiB; with --part=steps, the minimum.",
     )
-    flags.DEFINE_string("host_bytes", "4GiB", "Host memory for rows that wait.")
-    flags.DEFINE_list("lengths", [], "Lengths of the ring that are compiled; default: see RebatchingConfig.")
-    flags.DEFINE_float("length_scale", 1.0, "Multiplies all lengths of a load.", lower_bound=1e-6)
-    flags.DEFINE_boolean("doubled", False, "Of table1: lengths as in the first row of the paper's Table 1.")
-    flags.DEFINE_list("seeds", ["0"], "Of lengths, order, arrivals and prompts.")
-    flags.DEFINE_list("rates", ["2"], "Of load: queries that come in a second.")
-    flags.DEFINE_float("seconds", 5.0, "Of load: for which they come.", lower_bound=0.01)
-    flags.DEFINE_float("share_urgent", 0.05, "Of load: so many queries have priority 1.", lower_bound=0.0)
-    flags.DEFINE_string("trace", None, "Of load: a file of lengths, e.g. ShareGPT's.")
-    flags.DEFINE_string("trace_format", "lengths", "What --trace is.")
-    flags.DEFINE_integer("batch", 4, "Of steps: rows of the ring.", lower_bound=1)
-    flags.DEFINE_integer("length", 512, "Of steps: its columns.", lower_bound=_LEAST_LENGTH)
-    help = "Of the longest query. Default: of the load; of a trace, 2048, and longer queries are left out."
+    flags.DEFINE_string("host_bytes", "4GiB", "Host memory for parked rows.")
+    flags.DEFINE_list("lengths", [], "Ring lengths to compile. Default: see RebatchingConfig.")
+    flags.DEFINE_float("length_scale", 1.0, "Factor of all lengths of a load.", lower_bound=1e-6)
+    flags.DEFINE_boolean(
+        "doubled", False, "table1: double the lengths, as in the first row of the paper's Table 1."
+    )
+    flags.DEFINE_list("seeds", ["0"], "Seeds of lengths, order, arrivals and prompts.")
+    flags.DEFINE_list("rates", ["2"], "load: arrivals per second.")
+    flags.DEFINE_float("seconds", 5.0, "load: duration of the arrivals.", lower_bound=0.01)
+    flags.DEFINE_float("share_urgent", 0.05, "load: share of queries with priority 1.", lower_bound=0.0)
+    flags.DEFINE_string("trace", None, "load: file of lengths, e.g. ShareGPT's.")
+    flags.DEFINE_string("trace_format", "lengths", "Format of --trace.")
+    flags.DEFINE_integer("batch", 4, "steps: rows of the ring.", lower_bound=1)
+    flags.DEFINE_integer("length", 512, "steps: columns of the ring.", lower_bound=_LEAST_LENGTH)
+    help = "Longest context. Default: that of the load; 2048 for a trace, whose longer queries are left out."
     flags.DEFINE_integer("max_context_tokens", None, help, lower_bound=2)
     flags.DEFINE_integer(
-        "max_position_embeddings", None, "More positions than the model says.", lower_bound=2
+        "max_position_embeddings", None, "Override of the model's number of positions.", lower_bound=2
     )
-    flags.DEFINE_integer("prefill_batch", 4, "Prompts that one program computes at most.", lower_bound=1)
-    flags.DEFINE_integer("prefill_tokens", 4096, "Tokens of a program of several prompts.", lower_bound=32)
-    flags.DEFINE_integer("tensor_parallel_size", 1, "Devices that share every layer.", lower_bound=1)
-    flags.DEFINE_string("attention_backend", "auto", "What computes attention of prompts.")
-    flags.DEFINE_string("decode_backend", "auto", "What computes attention of steps.")
+    flags.DEFINE_integer("prefill_batch", 4, "Maximum number of prompts per prefill program.", lower_bound=1)
+    flags.DEFINE_integer(
+        "prefill_tokens", 4096, "Maximum tokens of a program with several prompts.", lower_bound=32
+    )
+    flags.DEFINE_integer(
+        "tensor_parallel_size", 1, "Number of devices that share every layer.", lower_bound=1
+    )
+    flags.DEFINE_string("attention_backend", "auto", "Attention back end of prompts.")
+    flags.DEFINE_string("decode_backend", "auto", "Attention back end of decode steps.")
     flags.DEFINE_string("compilation_cache_dir", None, COMPILATION_CACHE_HELP)
-    flags.DEFINE_boolean("progress", None, "Show bars. Default: on a terminal.")
+    flags.DEFINE_boolean("progress", None, "Show progress bars. Default: on a terminal.")
 
 
 def numbers(flag: str, at_least: int = 1) -> list[int]:
-    """A flag's whole numbers; raises ConfigError for others."""
+    """Parse a flag of whole numbers; raises ConfigError for other values."""
     return [int(one) for one in _values(flag, int, at_least)]
 
 
 def rates() -> list[float]:
-    """What `--rates` says; raises ConfigError."""
+    """Parse `--rates`; raises ConfigError."""
     return _values("rates", float, 1e-6)
 
 
 def loads() -> list[Load]:
-    """What the flags describe, for every seed, and of `--part=load` for every rate; raises ConfigError."""
+    """Make a load per seed, and with `--part=load` per rate and seed; raises ConfigError."""
     seeds = numbers("seeds", 0)
     if FLAGS.part == "table1":
         return [table1(seed, FLAGS.length_scale, doubled=FLAGS.doubled) for seed in seeds]
@@ -101,12 +109,12 @@ def loads() -> list[Load]:
 
 
 def budgets() -> list[int]:
-    """What `--kv_bytes` says for tables and loads; raises ConfigError."""
+    """Parse `--kv_bytes` for tables and loads; raises ConfigError."""
     return [num_bytes("--kv_bytes", word) for word in (FLAGS.kv_bytes or "1GiB").split(",")]
 
 
 def config(max_batch: int, kv_bytes: int, max_context_tokens: int) -> RebatchingConfig:
-    """Of tables and loads, before a method changes it; raises ConfigError."""
+    """Return the base configuration of tables and loads, before a method changes it; raises ConfigError."""
     return _config(
         max_batch=max_batch,
         kv_bytes=kv_bytes,
@@ -116,7 +124,7 @@ def config(max_batch: int, kv_bytes: int, max_context_tokens: int) -> Rebatching
 
 
 def steps_config(token_bytes: int) -> RebatchingConfig:
-    """Of `--part=steps`: rings of `--length` and of half and a quarter of it, all of `--batch` rows."""
+    """Return the configuration of `--part=steps`: rings of `--length`, a half and a quarter of it."""
     length = FLAGS.length
     if length % _LEAST_LENGTH:
         raise ConfigError("--length", length, f"a multiple of {_LEAST_LENGTH}")
@@ -159,6 +167,6 @@ def _values(flag: str, kind: Callable[[str], float], at_least: float) -> list[fl
     except ValueError:
         found = []
     if not found or min(found) < at_least:
-        limit = f"numbers of at least {at_least:g}, with commas between them"
+        limit = f"numbers of at least {at_least:g} separated by commas"
         raise ConfigError(f"--{flag}", ",".join(words), limit)
     return found

@@ -1,9 +1,9 @@
-"""What launches of a padded batch take on the device, each beside the bytes that it has to move.
+"""Device times of a padded batch's launches, each with the bytes that it has to move.
 
 Owns: the launches that are timed, through the runner that engines use, and their bounds.
-Does not know: flags, or who waits for them.
+Does not know: flags, or the report.
 
-What consumes a row is timed behind what makes one, and that one's time is taken off.
+A launch that consumes a row is timed after the launch that makes one, whose time is subtracted.
 """
 
 from __future__ import annotations
@@ -40,13 +40,12 @@ from pensieve_lab.steps.bounds import bound_s, operations
 from pensieve_lab.steps.ceilings import Ceilings
 
 UNITS = {
-    "launch_s": "seconds of one launch, of several in a row; median of samples",
-    "bound_bytes": "that it has to move, read and written: decode: weights, and keys and values of all "
-    "columns of all rows; prefill: weights, and its rows; the others: what is moved, twice, but one way over "
-    "the link",
+    "launch_s": "seconds per launch of several back-to-back launches; median of samples",
+    "bound_bytes": "bytes read and written; decode: weights, and keys and values of all columns of all rows; "
+    "prefill: weights, and its rows; others: the moved bytes, twice on the device and once over the link",
     "bound_s": "bound_bytes at the bandwidth of a copy on the device, or over its link to the host",
-    "arithmetic_s": "of a prefill: every operation at the speed of what limits it, padding included",
-    "share_of_bound": "the larger bound over launch_s",
+    "arithmetic_s": "prefill only: time of all operations at their roofline limits, padding included",
+    "share_of_bound": "larger of bound_s and arithmetic_s, over launch_s",
 }
 _SAMPLES, _LAUNCHES, _WARM_UPS = 5, 8, 1
 _MOMENT_S = 0.3
@@ -54,7 +53,8 @@ _SERIAL = 1
 
 
 class Copies(NamedTuple):
-    """Bytes a second: of a copy on the device, read and written, and over its link, one way."""
+    """Bandwidths in bytes/s: of a copy on the device (read plus written), and over the host link per
+    direction."""
 
     on_device: float
     to_host: float
@@ -62,14 +62,14 @@ class Copies(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """What is timed.
+    """Timed launch.
 
     Attributes:
-      name, batch, length: what it is; the length of what is moved.
+      name, batch, length: kind and size of the launch; a move has the length of its row.
       launch_s: seconds of each sample.
-      num_bytes: that have to be moved.
-      bytes_per_s: how fast they could be.
-      arithmetic_s: at best, where arithmetic counts.
+      num_bytes: bytes that have to be moved.
+      bytes_per_s: bandwidth of the bound.
+      arithmetic_s: arithmetic bound of a prefill, else 0.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Launched(NamedTuple):
     arithmetic_s: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """By the names of `UNITS`."""
+        """Return the figures by the names of `UNITS`."""
         median_s, at_least_s = statistics.median(self.launch_s), self.num_bytes / self.bytes_per_s
         return {
             "launch": self.name,
@@ -97,14 +97,14 @@ class Launched(NamedTuple):
 
 
 class LaunchTimes:
-    """Of one runner, at its longest ring.
+    """Launch times of one runner, measured with its longest ring.
 
     Attributes:
-      copies: bandwidths that bounds are made of.
+      copies: bandwidths of the bounds.
     """
 
     def __init__(self, runner: DeviceRunner, ceilings: Ceilings) -> None:
-        """Measure the link to the host; `ceilings` are of the same device."""
+        """Measure the host link; `ceilings` must be of the same device."""
         self._runner, self._ceilings = runner, ceilings
         self._shapes = runner.ring_shapes.shapes
         self._shape = self._shapes[-1]
@@ -112,7 +112,7 @@ class LaunchTimes:
         self.copies = Copies(ceilings.copy_bytes_per_s, *self._link())
 
     def measure(self) -> Iterator[Launched]:
-        """All of them, one after the other."""
+        """Time every kind of launch in sequence."""
         fill(self._runner, self._shape)
         yield self._decode()
         for length in lengths_up_to(self._shapes, self._shape.length):
@@ -135,7 +135,7 @@ class LaunchTimes:
         return self._launched("decode", batch, length, _samples(timed), num_bytes)
 
     def _rows(self, length: int) -> Iterator[Launched]:
-        """Out of the ring, to host memory and back, and into it."""
+        """Time a row out of the ring, to host memory and back, and into the ring."""
         runner, row_bytes = self._runner, length * self._token_bytes
         out = Suspend(_SERIAL, 0, np.arange(length, dtype=np.int32), length)
         into = Insert(_SERIAL, 0, 0, length, 0)
@@ -159,7 +159,7 @@ class LaunchTimes:
         yield from self._through_host(out, into, statistics.median(insert_s))
 
     def _behind_a_step(self) -> None:
-        """Whatever was launched has run, for a step behind it has; a row by itself cannot be waited for."""
+        """Wait for all launches by fetching a step after them; a row alone cannot be waited for."""
         decode = Decode(PackedStep(self._runner.layout).words, SamplerMode(), ())
         self._runner.fetch(self._runner.launch(decode))
 
@@ -210,7 +210,7 @@ class LaunchTimes:
         return self._launched("prefill", num_rows, length, samples, num_bytes)._replace(arithmetic_s=least_s)
 
     def _resize(self, old: RingShape, new: RingShape) -> Launched:
-        """What is moved is all of the old ring, as far as it fits."""
+        """Time a change of shape; the bytes count the old ring, truncated or repeated to the new batch."""
         rows = np.arange(new.batch, dtype=np.int32) % old.batch
         columns = np.full(new.length, -1, np.int32)
         columns[: old.length] = np.arange(old.length)
@@ -232,7 +232,7 @@ class LaunchTimes:
         return Launched(name, batch, length, launch_s, num_bytes, self.copies.on_device)
 
     def _link(self) -> tuple[float, float]:
-        """Bytes a second of one large array to the host and back."""
+        """Return the host link's bandwidth in bytes/s for one large array, out and back."""
         storage = self._runner.storage
         row = storage.row(self._shape.length)
         array = jax.numpy.zeros(row.shape, row.dtype, device=row.sharding)
@@ -250,7 +250,7 @@ class LaunchTimes:
 
 
 def _query(num_tokens: int) -> Query:
-    """Somebody whose next token is sampled greedily."""
+    """Make a query whose next token is sampled greedily."""
     return Query(
         _SERIAL,
         [0] * num_tokens,
@@ -264,14 +264,14 @@ def _query(num_tokens: int) -> Query:
 
 
 def _samples(timed: Timed) -> list[float]:
-    """Seconds a launch, of as many in a row as take a moment."""
+    """Return seconds per launch; the number of launches in a row is limited to about `_MOMENT_S`."""
     pilot_s = min(timed.once_s() for _ in range(1 + _WARM_UPS))
     num_launches = max(1, min(_LAUNCHES, int(_MOMENT_S / pilot_s)))
     return [timed.sample_s(num_launches) for _ in range(_SAMPLES)]
 
 
 def _in_a_row(launch: Callable[[], None], settle: Callable[[], Any]) -> list[float]:
-    """Seconds a launch of what nobody can wait for but by `settle`, with a share of that."""
+    """Return seconds per launch of launches that only `settle` can wait for; its time is included."""
 
     def several() -> None:
         for _ in range(_LAUNCHES):

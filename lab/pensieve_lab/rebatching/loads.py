@@ -1,10 +1,11 @@
-"""Loads of padded batches: which queries come when, by numbers alone.
+"""Loads of padded batches: arrivals and lengths of queries.
 
-Owns: the two sets of queries of the Baton paper, Poisson arrivals of recorded lengths, the digest by which
-runs of several systems are known to have served the same, and the ids of prompts.
-Does not know: who serves them, or how long that takes.
+Owns: the two sets of queries of the Baton paper, Poisson arrivals with recorded lengths, the digest that
+shows
+that several systems served the same load, and the ids of prompts.
+Does not know: what serves a load, or how long that takes.
 
-The paper gives words; a word is 1.33 tokens here.
+The paper gives lengths in words; a word counts as 1.33 tokens here.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ _LONG_WORDS, _LONG_SPREAD = 4000, 0.1  # "around 4,000"
 _SHORT_WORDS = (24, 400)  # "a few dozen to 400"
 _TABLE2_WORDS = (24, 200)
 _TABLE1_QUERIES, _TABLE2_QUERIES = 120, 30
-_OF_PROMPTS = 1  # beside a seed: ids of prompts are drawn apart from lengths
+_OF_PROMPTS = 1  # second part of a seed, so that ids and lengths have separate streams
 _OF_LENGTHS, _OF_ARRIVALS, _OF_PRIORITIES = 2, 3, 4
 
 
 class LoadQuery(NamedTuple):
-    """One query.
+    """Query of a load.
 
     Attributes:
-      prompt_tokens, output_tokens: how long; a reply ends by its length alone.
-      arrival_s: since the start of the run.
+      prompt_tokens, output_tokens: lengths; only its length ends a reply.
+      arrival_s: seconds since the start of the run.
       priority: higher is more urgent.
     """
 
@@ -45,19 +46,19 @@ class LoadQuery(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and reply."""
+        """Prompt and output tokens."""
         return self.prompt_tokens + self.output_tokens
 
 
 @dataclass(frozen=True)
 class Load:
-    """Queries in the order of their arrival.
+    """Queries in order of arrival.
 
     Attributes:
-      name: what it is, for reports; not part of the digest.
-      seed: of the prompts' ids.
-      queries: all of them.
-      rate: queries a second of a Poisson process; None: all at once.
+      name: name for reports; not part of the digest.
+      seed: seed of the prompts' ids.
+      queries: all queries.
+      rate: queries per second of a Poisson process; None if all arrive at once.
     """
 
     name: str
@@ -67,7 +68,7 @@ class Load:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256, in hex, over seed and numbers: equal digests are equal loads."""
+        """SHA-256 in hex over seed and numbers; equal digests mean equal loads."""
         lines = [
             f"{one.prompt_tokens},{one.output_tokens},{one.arrival_s!r},{one.priority}"
             for one in self.queries
@@ -76,27 +77,27 @@ class Load:
 
     @property
     def max_context_tokens(self) -> int:
-        """Prompt and reply of the longest query."""
+        """Prompt and output tokens of the longest query."""
         return max(one.num_tokens for one in self.queries)
 
     @property
     def output_tokens(self) -> int:
-        """Of all replies."""
+        """Total tokens of all replies."""
         return sum(one.output_tokens for one in self.queries)
 
     def prompts(self, vocab_size: int) -> list[list[int]]:
-        """Ids of every prompt, the same for every system."""
+        """Draw the ids of every prompt; they are the same for every system."""
         rng = np.random.default_rng([self.seed, _OF_PROMPTS])
         return [rng.integers(0, vocab_size, one.prompt_tokens).tolist() for one in self.queries]
 
 
 def table1(seed: int, length_scale: float = 1.0, *, doubled: bool = False) -> Load:
-    """The paper's set (1): long prompt and short reply, the opposite, and both short, as 1 : 1 : 2.
+    """Make the paper's set (1): long prompt and short reply, the opposite, and both short, as 1 : 1 : 2.
 
     Args:
-      seed: of lengths and order.
-      length_scale: multiplies every length, so that a run takes minutes instead of hours.
-      doubled: as in the first row of the paper's Table 1, every length is twice as long.
+      seed: seed of lengths and order.
+      length_scale: factor of every length, so that a run takes minutes instead of hours.
+      doubled: double every length, as in the first row of the paper's Table 1.
     """
     rng = np.random.default_rng([seed, _OF_LENGTHS])
     factor = length_scale * (2 if doubled else 1)
@@ -112,7 +113,7 @@ def table1(seed: int, length_scale: float = 1.0, *, doubled: bool = False) -> Lo
 
 
 def table2(seed: int, length_scale: float = 1.0) -> Load:
-    """The paper's set (2): prompts and replies are all short."""
+    """Make the paper's set (2): prompts and replies are all short."""
     rng = np.random.default_rng([seed, _OF_LENGTHS])
     words = [_draw(rng, (_TABLE2_WORDS, _TABLE2_WORDS)) for _ in range(_TABLE2_QUERIES)]
     queries = tuple(LoadQuery(*(_tokens(one, length_scale) for one in pair)) for pair in words)
@@ -129,19 +130,18 @@ def poisson(
     length_scale: float = 1.0,
     max_context_tokens: int | None = None,
 ) -> Load:
-    """Queries with the lengths of a trace's turns, at times of a Poisson process.
+    """Make queries with the lengths of a trace's turns and Poisson arrivals.
 
-    With one seed, another rate moves the arrivals of the same queries, and a shorter run is the beginning of
-    a longer one.
+    With the same seed, another rate only moves the arrivals, and a shorter load is a prefix of a longer one.
 
     Args:
-      trace: every turn with what was said before it is a query.
-      rate: arrivals a second.
-      seconds: for which they come; there is one query at least.
-      seed: of all that is drawn.
-      share_urgent: so many have priority 1, the others 0.
-      length_scale: multiplies every length.
-      max_context_tokens: longer queries are left out; None leaves none out.
+      trace: every turn with its history is a query.
+      rate: arrivals per second.
+      seconds: duration of the arrivals; there is at least one query.
+      seed: seed of all random draws.
+      share_urgent: share of queries with priority 1; the others have 0.
+      length_scale: factor of every length.
+      max_context_tokens: longer queries are left out; None keeps all.
 
     Raises:
       ConfigError: no query is short enough.
@@ -177,7 +177,7 @@ def _lengths_of(trace: Trace, factor: float, most: int | None) -> list[tuple[int
 
 
 def _draw(rng: np.random.Generator, ranges: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    """Words, each uniform in its range, ends included."""
+    """Draw word counts, each uniform in its closed range."""
     return tuple(int(rng.integers(low, high + 1)) for low, high in ranges)
 
 

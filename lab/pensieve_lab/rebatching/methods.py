@@ -1,10 +1,10 @@
-"""The methods of the Baton paper by name, each a setting of one engine.
+"""The methods of the Baton paper by name, as settings of one engine.
 
-Owns: the names, what each changes of a configuration, and how long a ring each may grow.
+Owns: the names, the configuration of each, and the maximum ring length of each.
 Does not know: models, loads or devices.
 
-Vector shaping leaves holes, so its rows take more columns than they have tokens: it may have twice as many as
-the longest query, where the budget has room for them. The others never need more than that query.
+Vector shaping leaves holes, so a row needs more columns than it has tokens. Its ring may be twice as long as
+the longest query if the budget has room. The other methods never need more columns than that query's tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _AMPLE_BYTES = 2**62
 
 
 def chosen(names: Sequence[str], default: Sequence[str]) -> list[str]:
-    """What `--methods` says; raises ConfigError for names that there are not."""
+    """Parse `--methods`; raises ConfigError for unknown names."""
     for name in names:
         if name not in METHODS:
             raise ConfigError("--methods", name, f"one of: {'; '.join(METHODS)}")
@@ -41,11 +41,12 @@ def chosen(names: Sequence[str], default: Sequence[str]) -> list[str]:
 
 
 def config_of(name: str, base: RebatchingConfig) -> RebatchingConfig:
-    """The settings of a method; `base` says `max_context_tokens`, and everything else."""
+    """Return the configuration of a method; everything else is as in `base`."""
     config = dataclasses.replace(base, **METHODS[name])
     if config.insertion != "shape" or config.lengths is not None or config.max_context_tokens is None:
         return config
-    # As lengths, of which the budget may leave out the longest; a context must fit.
+    # The ring lengths of one context come first: the budget may leave out longer ones, but a context must
+    # fit.
     num_tokens = _COLUMNS_OF_SHAPING * config.max_context_tokens
     lengths = lengths_for(config, config.max_context_tokens)
     longer = [one for one in lengths_for(config, num_tokens) if one > lengths[-1]]
@@ -53,13 +54,16 @@ def config_of(name: str, base: RebatchingConfig) -> RebatchingConfig:
 
 
 def lengths_for(config: RebatchingConfig, num_tokens: int) -> list[int]:
-    """The lengths of a ring that an engine chooses by itself for contexts of so many tokens."""
+    """Return the ring lengths that an engine chooses by default for contexts of `num_tokens`."""
     ample = dataclasses.replace(config, kv_bytes=_AMPLE_BYTES, max_context_tokens=num_tokens, lengths=None)
     return [shape.length for shape in RingShapes(ample, 1, num_tokens).shapes]
 
 
 def runner_config(config: RebatchingConfig) -> RebatchingConfig:
-    """What a runner is compiled for: equal ones can share it. Only shaping needs programs of its own."""
+    """Return the settings that compiled programs depend on; only shaping needs programs of its own.
+
+    Configurations with equal results can share a runner.
+    """
     is_shaped = config.insertion == "shape"
     return dataclasses.replace(
         config,

@@ -1,6 +1,6 @@
-"""What queries do in a padded batch, step by step: as text, and as a picture of the ring's columns.
+"""Steps of a padded batch, as text and as a picture of the ring's columns.
 
-Owns: what is noted of a step, and the drawing.
+Owns: what is recorded of a step, and the drawing.
 Does not know: methods, models, or what is compared.
 """
 
@@ -17,18 +17,18 @@ from pensieve_jax.rebatching.metrics import StepSeen
 from pensieve_jax.rebatching.query import KVLocation
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_EVERY = 10  # steps between two numbers of the line of spans
+_EVERY = 10  # steps between two numbers in the text line of spans
 _FREE, _ENDED = (1.0, 1.0, 1.0), (0.8, 0.8, 0.8)
 _INCHES, _PIXELS_AN_INCH = (5.5, 6.5), 100
 
 
 class Step(NamedTuple):
-    """One of the ring.
+    """Step of the ring.
 
     Attributes:
-      letters: for each row that of the query which got a token, small if its prompt was computed in the step.
-      span, length: columns from the first that is needed, and columns in all.
-      columns: for each row that is held, (row, query or -1 for one that has ended, places of its tokens).
+      letters: per row, the letter of the query that got a token; lower case if the step computed its prompt.
+      span, length: columns from the first that is needed to the cursor, and all columns.
+      columns: per occupied row, (row, query index or -1 if it has ended, columns of its tokens).
     """
 
     letters: str
@@ -38,18 +38,17 @@ class Step(NamedTuple):
 
 
 class Album:
-    """Steps of one engine, as its observer; queries are numbered in the order of their submission.
+    """Steps of one engine, recorded as its observer; queries are numbered in order of submission.
 
     Attributes:
-      steps: so far.
+      steps: steps so far.
     """
 
     def __init__(self) -> None:
-        """Empty."""
         self.steps: list[Step] = []
 
     def observe(self, step: StepSeen) -> None:
-        """See `metrics.StepSeen`."""
+        """Record the decode and shaped launches of a step."""
         ring = step.ring
         for launch in step.launches:
             if not isinstance(launch, Decode | Shape):
@@ -67,7 +66,7 @@ class Album:
             self.steps.append(Step("".join(letters), ring.span, ring.shape.length, columns))
 
     def lines(self) -> list[str]:
-        """A line for each row of the batch, and one of spans."""
+        """Return a text line per row of the batch, and one of spans."""
         num_rows = max(len(step.letters) for step in self.steps)
         rows = [
             f"row {row}  " + "".join(step.letters.ljust(num_rows)[row] for step in self.steps)
@@ -78,9 +77,9 @@ class Album:
 
 
 def draw_columns(albums: Mapping[str, Album], path: Path) -> None:
-    """Albums side by side: rows of the batch one above the other, a column of the ring a line of pixels.
+    """Draw albums side by side: batch rows stacked, one line of pixels per column of the ring.
 
-    Raises OSError.
+    Raises OSError if the file cannot be written.
     """
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -104,7 +103,7 @@ def draw_columns(albums: Mapping[str, Album], path: Path) -> None:
         axes.set_title(f"{title}: {len(album.steps)} steps", fontsize=10)
         axes.set_xlabel("step")
         axes.set_ylabel(f"row of the batch, {length} columns of the ring each")
-    figure.suptitle("A colour for each query, grey for one that has ended; white is free, or padding")
+    figure.suptitle("One colour per query; grey: its query has ended; white: free or padding")
     figure.savefig(path, dpi=_PIXELS_AN_INCH)
 
 

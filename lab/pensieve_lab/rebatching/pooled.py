@@ -1,7 +1,7 @@
-"""Loads of several seeds as one: latencies of all their queries, and what preemption takes from the others.
+"""Loads of several seeds pooled: latencies of all queries, and the cost of preemption to low-priority ones.
 
 Owns: what is pooled, and the comparison query by query.
-Does not know: how a run came about.
+Does not know: how a run was measured.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from pensieve_lab.rebatching.methods import BATON_PD, PREEMPTIVE
 from pensieve_lab.rebatching.real_time import spread
 
 UNITS = {
-    "pooled": "queries of all seeds together: latencies as of points; lost: what those of priority 0 have "
-    "more with preemption than the same queries without, on the average and at most, seconds and share of "
-    "their latency, and the share of them that are answered later",
+    "pooled": "queries of all seeds together; latencies as in points; lost: extra latency with preemption of "
+    "the same queries of priority 0, as mean and maximum in seconds, as share of their mean latency, and the "
+    "share of them that end later",
 }
 Row = Mapping[str, Any]
 _ALIKE = ("kv_bytes", "batch", "rate", "method")
 
 
 def pooled(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """A row for all seeds of what else is alike, in the order of the rows."""
+    """Pool the rows that differ only in their seed, in the order of the rows."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[name] for name in _ALIKE), []).append(row)
@@ -50,7 +50,7 @@ def pooled(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def _lost(
     groups: Mapping[tuple[Any, ...], Sequence[Row]], place: tuple[Any, ...], alike: Sequence[Row]
 ) -> dict[str, float] | None:
-    """Of those who gave way; None but for preemption that ran beside the same without."""
+    """Return the latency that preempted queries lose, or None without a baseline run of the same loads."""
     without = groups.get((*place[:-1], BATON_PD))
     if place[-1] != PREEMPTIVE or without is None:
         return None
@@ -70,7 +70,7 @@ def _lost(
 
 
 def _of_queries(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Priorities, latencies and times to the first token, of every query of every row."""
+    """Concatenate priorities, latencies and times to first token of all queries."""
     names = ("priority", "latency_s", "first_token_s")
     priority, latency_s, first_s = (
         np.concatenate([np.asarray(row["queries"][name]) for row in rows]) for name in names

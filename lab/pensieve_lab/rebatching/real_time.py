@@ -1,10 +1,10 @@
-"""A load on an engine of padded batches, in real time, and the figures that are kept of it.
+"""Serves a load on an engine of padded batches in real time.
 
-Owns: when queries are sent, what is noted of each and of every step, and the figures' names.
-Does not know: methods, flags, or what figures are compared.
+Owns: when queries are sent, what is recorded of each query and step, and the figures' names.
+Does not know: methods, flags, or which figures are compared.
 
-One thread sends and steps, as a server's would. Latency counts from when a query was due, so a loop that is
-late is charged for it. Replies have the lengths of the load: nothing else ends them.
+One thread submits and steps, as in a server. Latency counts from when a query was due, so a late loop is
+charged for its delay. Only their lengths end replies.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from pensieve_lab.rebatching.relayouts import Relayouts
 from pensieve_lab.rebatching.runners import peak_bytes
 
 UNITS = {
-    "seconds": "from the first arrival's zero to the last answer",
+    "seconds": "from the start of the run to the last answer",
     "latency_s": "of a query, from when it was due to its last token",
     "first_token_s": "from when it was due to its first token",
-    "tokens_per_s": "of replies",
-    "idle": "shares of row-steps: tail: nobody waited; waiting: somebody did; late: its query had ended",
-    "read_over_live": "columns that attention reads by its layout, over those that hold a token of their row",
-    "series": "over time, seconds: queries completed, tokens of replies computed, bytes of KV state that are "
-    "allocated, and of the columns between the first token of the batch and its cursor, of rows in use",
-    "batch, length": "of the ring",
-    "queries": "in the order of their arrival, what each was like",
+    "tokens_per_s": "output tokens per second",
+    "idle": "shares of row-steps; tail: queue empty; waiting: queue not empty; late: its query had ended",
+    "read_over_live": "columns that attention reads, over columns that hold a token",
+    "series": "over time in seconds: completed queries, output tokens, allocated KV cache bytes, and bytes "
+    "of the columns between the first token of the batch and its cursor, of occupied rows",
+    "batch, length": "shape of the ring",
+    "queries": "priority and times of each query, in order of arrival",
     **relayouts.UNITS,
 }
 _MAX_POINTS = 200
 _PERCENTILES = (50, 90, 99)
 _MAX_SLEEP_S = 0.05
-_DIGITS = 5  # of seconds
+_DIGITS = 5  # decimals of seconds
 
 
 class _Seen:
-    """What an engine does, as its observer."""
+    """Records an engine's steps as its observer."""
 
     def __init__(self, token_bytes: int) -> None:
         self._token_bytes = token_bytes
@@ -55,15 +55,15 @@ class _Seen:
         self.rows: list[tuple[float, int, int, int, int]] = []  # time, completed, tokens, allocated, spanned
         self.shapes: set[tuple[int, int]] = set()
         self.relayouts = Relayouts()
-        self.silent: set[Query] = set()  # begun, and no token has come
+        self.silent: set[Query] = set()  # prefilled queries without a token yet
         self._num_completed = self._num_tokens = 0
 
     def now_s(self) -> float:
-        """Since the start of the run."""
+        """Return the seconds since the start of the run."""
         return time.perf_counter() - self.zero_s
 
     def observe(self, step: StepSeen) -> None:
-        """See `metrics.StepSeen`."""
+        """Record tokens, completions, memory and changes of shape of a step."""
         for launch in step.launches:
             if isinstance(launch, Prefill | Shape | Decode):
                 self._num_tokens += len(launch.samples)
@@ -80,29 +80,31 @@ class _Seen:
 def serve(
     runner: DeviceRunner, config: RebatchingConfig, load: Load, prompts: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
-    """All of the load to its last answer; figures by the names of `UNITS`.
+    """Serve a load to its last answer; return figures by the names of `UNITS`.
 
     Args:
-      runner: warm; what it holds is lost.
-      config: the engine's, of which `runner` is.
-      load: who comes when.
-      prompts: the ids of each query.
+      runner: warm runner; its contents are lost.
+      config: configuration of the engine, for which `runner` was compiled.
+      load: queries and their arrivals.
+      prompts: ids of each query.
 
     Raises:
-      PensieveError: a query failed, its reply is too short, or KV state was over the budget.
+      PensieveError: a query failed, a reply was too short, or the KV cache exceeded the budget.
     """
     runner.reset(())
     seen = _Seen(runner.storage.token_bytes)
     with RebatchingEngine(runner, config, observe=seen.observe) as engine:
         gc.collect()
-        gc.freeze()  # models and programs stay: no need to look at them again and again
+        gc.freeze()  # models and programs live on, so the collector need not scan them
         try:
             first_s, end_s = _run(engine, seen, load, prompts)
         finally:
             gc.unfreeze()
         stats = engine.stats()
     if stats["max_kv_bytes"] > config.kv_bytes:
-        raise PensieveError(f"{stats['max_kv_bytes']:,} bytes of KV state exceed {config.kv_bytes:,}.")
+        raise PensieveError(
+            f"The KV cache took {stats['max_kv_bytes']:,} bytes; at most {config.kv_bytes:,} fit."
+        )
     found = _figures(load, seen, stats, first_s, end_s) | {"peak_bytes_in_use": peak_bytes()}
     return found | {"relayouts": seen.relayouts.replay(runner, found["seconds"])}
 
@@ -110,7 +112,7 @@ def serve(
 def _run(
     engine: RebatchingEngine, seen: _Seen, load: Load, prompts: Sequence[Sequence[int]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """When the first and the last token of each query came."""
+    """Serve the load; return when the first and the last token of each query came."""
     places: dict[Query, int] = {}
     num = len(load.queries)
     first_s, end_s = np.full(num, np.nan), np.full(num, np.nan)
@@ -141,7 +143,7 @@ def _run(
 
 def _check(query: Query, num_tokens: int) -> None:
     if (found := len(query.result().token_ids)) != num_tokens:
-        raise PensieveError(f"A query was answered with {found} tokens instead of {num_tokens}.")
+        raise PensieveError(f"A reply has {found} tokens; it must have {num_tokens}.")
 
 
 def _figures(
@@ -178,7 +180,7 @@ def _figures(
 
 
 def spread(values: np.ndarray) -> dict[str, float]:
-    """Mean and percentiles."""
+    """Return mean and percentiles."""
     shares = np.percentile(values, _PERCENTILES).tolist()
     return {"mean": float(values.mean())} | {
         f"p{one}": share for one, share in zip(_PERCENTILES, shares, strict=True)
@@ -186,7 +188,7 @@ def spread(values: np.ndarray) -> dict[str, float]:
 
 
 def _thinned(rows: Sequence[tuple[float, int, int, int, int]]) -> dict[str, list[float]]:
-    """Some of the steps, the first and the last among them."""
+    """Keep at most `_MAX_POINTS` steps, including the first and the last."""
     kept = sorted({round(place) for place in np.linspace(0, len(rows) - 1, _MAX_POINTS)})
     names = ("time_s", "completed", "output_tokens", "allocated_bytes", "spanned_bytes")
     columns = zip(*(rows[place] for place in kept), strict=True)

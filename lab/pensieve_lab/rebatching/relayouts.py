@@ -1,11 +1,11 @@
-"""What the changes of a ring's shape took in a run: noted while it runs, and done again alone behind it.
+"""Cost of changes of a ring's shape: recorded during a run, and timed alone after it.
 
-Owns: which changes are noted, and their seconds.
+Owns: which changes are recorded, and their seconds.
 Does not know: loads, methods, or what else a run does.
 
-In a run a change is hidden among other launches, so it is timed alone: the ring of before is filled with
-random numbers, and the same change is launched and waited for. Of many alike some are timed, and each counts
-as their median.
+During a run other launches hide a change, so it is timed alone. The old ring is filled with random numbers,
+and the same change is launched and waited for. Some changes of each kind are timed; all count as their
+median.
 """
 
 from __future__ import annotations
@@ -24,30 +24,29 @@ from pensieve_jax.rebatching.ring_shapes import RingShape
 from pensieve_lab.rebatching.rings import fill
 
 UNITS = {
-    "relayouts": "changes of the ring's shape, each kind timed alone behind the run: how many there were, "
-    "seconds of one (median of some), and seconds of all of them over those of the run; a new ring is empty",
+    "relayouts": "changes of the ring's shape, each kind timed alone after the run: count, seconds of one "
+    "(median of some), and seconds of all as a share of the run; a new ring is empty",
 }
-_MOST_TIMED = 3  # of a kind
+_MOST_TIMED = 3  # changes timed per kind
 type _Kind = tuple[RingShape | None, RingShape]
 
 
 class Relayouts:
-    """Of one run, from a ring that is not there yet."""
+    """Recorded changes of one run, which starts without a ring."""
 
     def __init__(self) -> None:
-        """None so far."""
         self._shape: RingShape | None = None
         self._seen: list[tuple[RingShape | None, Resize]] = []
 
     def see(self, launches: Sequence[Launch]) -> None:
-        """Note those among a step's launches."""
+        """Record the changes of shape among a step's launches."""
         for launch in launches:
             if isinstance(launch, Resize):
                 self._seen.append((None if launch.relayout is None else self._shape, launch))
                 self._shape = launch.shape
 
     def replay(self, runner: DeviceRunner, run_s: float) -> dict[str, Any]:
-        """Do them again on the runner, which loses what it holds; see `UNITS`."""
+        """Time the changes again on the runner, whose contents are lost; see `UNITS`."""
         kinds: dict[_Kind, list[Resize]] = {}
         for old, launch in self._seen:
             kinds.setdefault((old, launch.shape), []).append(launch)
@@ -63,7 +62,7 @@ class Relayouts:
 
 
 def _timed(runner: DeviceRunner, kind: _Kind, launches: Sequence[Resize]) -> dict[str, Any]:
-    """Some of one kind; the first is done once before, so that nobody pays for what is only done once."""
+    """Time some changes of one kind; an untimed first launch takes the one-off costs."""
     old, new = kind
     seconds = []
     for launch in itertools.chain(launches[:1], launches[:_MOST_TIMED]):

@@ -1,6 +1,6 @@
-"""Rings of random numbers, since a device reads zeros faster than anything else.
+"""Rings of random numbers for timing, since a device reads zeros faster than other data.
 
-Owns: how one is made in place of a runner's own, without more memory than it takes: all rows are alike.
+Owns: replacing a runner's ring in place, without more memory than the ring; all rows are alike.
 Does not know: what is timed on it.
 """
 
@@ -17,7 +17,7 @@ from pensieve_jax.rebatching.ring_shapes import RingShape
 
 
 def fill(runner: DeviceRunner, shape: RingShape) -> None:
-    """A ring of this shape with random numbers in it, there when this returns."""
+    """Give the runner a ring of this shape with random numbers, and wait for it."""
     runner.launch(Resize(shape, None))
     ring = runner.ring
     assert ring is not None

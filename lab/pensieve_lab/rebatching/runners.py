@@ -1,6 +1,6 @@
-"""Runners of one model: its weights are loaded once, and programs are compiled for each kind of ring.
+"""Runners of one model: weights are loaded once, and programs are compiled for each kind of ring.
 
-Owns: the model, which runner can be used again, and what is said of the device's memory and of back ends.
+Owns: the model, reuse of runners, and the report of device memory and back ends.
 Does not know: methods, loads, or what is measured.
 """
 
@@ -22,27 +22,27 @@ from pensieve_jax.runtime.compilation import keep_compilations_in
 from pensieve_lab.rebatching.methods import runner_config
 
 MEMORY_UNITS = {
-    "peak_bytes_in_use": "of the first device, the most since the process began, other runners included",
-    "peak_before_runs_bytes": "the same behind the start, which runs every program once",
-    "kv_bytes": "the budget",
-    "max_kv_bytes": "the most that the ring and rows beside it took in any run, by the engine's own count; "
-    "no run may exceed the budget",
-    "layer_bytes": "keys of one layer of the largest ring: what is there twice while its shape changes",
-    "temporary_bytes": "of each kind of program the most that one needs beside what it reads and gives",
-    "attention_backend, decode_backend": "what computed attention of prompts and of steps, and why that",
+    "peak_bytes_in_use": "peak of the first device since the process began, other runners included",
+    "peak_before_runs_bytes": "peak after the warm-up, which runs every program once",
+    "kv_bytes": "budget of the KV cache",
+    "max_kv_bytes": "largest KV cache (ring and rows beside it) of any run by the engine's own count; "
+    "it must not exceed the budget",
+    "layer_bytes": "keys of one layer of the largest ring, which exist twice while its shape changes",
+    "temporary_bytes": "largest temporary memory of each kind of program, without inputs and outputs",
+    "attention_backend, decode_backend": "attention back ends of prompts and of decode steps, and why",
 }
 _PROGRAMS = ("decode", "shape", "prefill", "insert", "take_row", "relayout", "choose")
 
 
 class Runners:
-    """Of one model.
+    """Runners of one model.
 
     Attributes:
-      model_config: what the model is.
+      model_config: configuration of the model.
     """
 
     def __init__(self, model: str | Path, dtype: str, config: RebatchingConfig, *, progress: bool) -> None:
-        """Load the weights; `config` says how, and of it other configurations may change all else.
+        """Load the weights; `config` says how. Configurations of runners may differ in all other fields.
 
         Raises:
           ConfigError, model_defs.ModelError: see `PaddedLLM`.
@@ -62,11 +62,11 @@ class Runners:
             progress=progress,
         )
         self._dtype = resolve_dtype(serving_dtype(dtype), self.model_config)
-        # The last of each kind, with what it was compiled for.
+        # By whether it is shaped, the latest runner and the configuration that it was compiled for.
         self._kept: dict[bool, tuple[RebatchingConfig, DeviceRunner]] = {}
 
     def runner(self, config: RebatchingConfig) -> DeviceRunner:
-        """One that is warm and empty, for an engine of `config`; what ran on it before is lost."""
+        """Return a warm, empty runner for an engine of `config`; an earlier runner of its kind is reset."""
         wanted = runner_config(config)
         is_shaped = wanted.insertion == "shape"
         kept = self._kept.get(is_shaped)
@@ -83,10 +83,7 @@ class Runners:
 
 
 def memory(runner: DeviceRunner, kv_bytes: int) -> dict[str, Any]:
-    """The most that the process ever took of the first device, where it tells, beside what was meant.
-
-    And by which back ends.
-    """
+    """Return the back ends, and the process's peak memory of the first device beside the planned memory."""
     return {
         **runner.backends.describe(),
         "peak_bytes_in_use": peak_bytes(),
@@ -98,18 +95,18 @@ def memory(runner: DeviceRunner, kv_bytes: int) -> dict[str, Any]:
 
 
 def peak_bytes() -> int | None:
-    """The most that the process ever took of the first device, where it tells."""
+    """Return the process's peak memory of the first device, or None if the device does not report it."""
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
 def _layer_bytes(runner: DeviceRunner, shape: RingShape) -> int:
-    """Keys, or values, of one layer on one device: what is there twice while the ring changes."""
+    """Return the bytes of one layer's keys on one device, which exist twice while the ring changes."""
     num_columns = shape.batch * shape.length
     return num_columns * runner.storage.token_bytes // (2 * runner.storage.model.num_layers)
 
 
 def _temporary_bytes(runner: DeviceRunner) -> dict[str, int | None]:
-    """Of each kind of program the most that one needs beside what it reads and gives; None: not told."""
+    """Return the largest temporary memory per kind of program; None if it is not reported."""
     found: dict[str, int | None] = {}
     for name in _PROGRAMS:
         programs = getattr(runner.programs, name).values()
@@ -123,5 +120,5 @@ def _temporary_bytes(runner: DeviceRunner) -> dict[str, int | None]:
 def _temporaries(program: Any) -> int | None:
     try:
         return getattr(program.memory_analysis(), "temp_size_in_bytes", None)
-    except jax.errors.JaxRuntimeError:  # of an executable that was read from a file, where they cannot tell
+    except jax.errors.JaxRuntimeError:  # an executable that was loaded from a file reports no memory
         return None

@@ -1,7 +1,7 @@
-"""An engine in virtual time: the same queries, policy and launches, which take as long as a profile says.
+"""Runs an engine in virtual time: real queries, policy and launches, whose times come from a cost profile.
 
-Owns: when queries arrive, and what is noted of each and of every step.
-Does not know: JAX, or who joins when: that is the engine's own loop and scheduler.
+Owns: when queries arrive, and what is recorded of each query and step.
+Does not know: JAX, or who joins when: the engine's own loop and scheduler decide that.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from pensieve_lab.rebatching.costs import RingCosts
 from pensieve_lab.rebatching.virtual_runner import VirtualRunner
 
 
-class Asked(Protocol):
-    """A query, by its numbers."""
+class SimulatedQuery(Protocol):
+    """Query to simulate, described by its numbers."""
 
     @property
     def prompt_tokens(self) -> int:
-        """Of the prompt."""
+        """Length of the prompt."""
         ...
 
     @property
     def output_tokens(self) -> int:
-        """Of the reply, which ends by its length alone."""
+        """Length of the reply, which nothing else ends."""
         ...
 
     @property
     def arrival_s(self) -> float:
-        """When it comes, since the start."""
+        """Arrival in seconds since the start."""
         ...
 
     @property
     def priority(self) -> int:
-        """Higher is more urgent."""
+        """Priority; higher is more urgent."""
         ...
 
 
 @dataclass(frozen=True)
 class Series:
-    """What was there behind each step.
+    """State after each step.
 
     Attributes:
       time_s: f64[n].
-      completed, tokens: i64[n], queries that were answered and tokens that had come.
-      kv_bytes: i64[n], of device memory: the ring, and rows beside it.
-      span_bytes: i64[n], what the ring needed of that: columns up to the cursor, of rows that somebody held.
+      completed, tokens: i64[n], answered queries and tokens so far.
+      kv_bytes: i64[n], device memory of the ring and of rows beside it.
+      span_bytes: i64[n], the part of it that the ring needs: columns up to the cursor, of occupied rows.
     """
 
     time_s: np.ndarray
@@ -67,14 +67,14 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Served:
-    """What a run was like; arrays have an entry for each query, in the order in which they were given.
+class RebatchingResult:
+    """Result of a simulation; arrays have an entry per query, in the order given.
 
     Attributes:
-      arrival_s, first_s, end_s: when it came, and when its first token and its last were there.
-      series: behind each step; None if not asked for.
-      metrics: the engine's.
-      device_s: for which the device computed.
+      arrival_s, first_s, end_s: times of arrival, first token and last token.
+      series: state after each step; None if not asked for.
+      metrics: the engine's metrics.
+      device_s: busy time of the device.
     """
 
     arrival_s: np.ndarray
@@ -86,12 +86,12 @@ class Served:
 
     @property
     def completion_s(self) -> float:
-        """When the last one was answered."""
+        """Time of the last answer."""
         return float(self.end_s.max())
 
 
 class _Recorder:
-    """Notes a line of a `Series` for each step."""
+    """Records a row of a `Series` for each step."""
 
     def __init__(self, runner: VirtualRunner, clock: VirtualClock, token_bytes: int, then: Observe) -> None:
         self._runner, self._clock, self._token_bytes, self._then = runner, clock, token_bytes, then
@@ -99,7 +99,7 @@ class _Recorder:
         self._lines: list[tuple[float, int, int, int, int]] = []
 
     def see(self, seen: StepSeen) -> None:
-        """A step was launched, and one before it has come."""
+        """Record a launched step and the results that arrived with it."""
         self._num_completed += len(seen.ended)
         span_bytes = seen.ring.span * seen.ring.num_held * self._token_bytes
         line = (self._clock.now(), self._num_completed, self._runner.num_tokens, seen.kv_bytes, span_bytes)
@@ -107,7 +107,7 @@ class _Recorder:
         self._then(seen)
 
     def series(self) -> Series:
-        """All lines."""
+        """Return all rows."""
         time_s, *counts = zip(*self._lines, strict=True)
         return Series(np.array(time_s), *(np.array(one, np.int64) for one in counts))
 
@@ -115,25 +115,25 @@ class _Recorder:
 def simulate(
     config: RebatchingConfig,
     costs: RingCosts,
-    queries: Sequence[Asked],
+    queries: Sequence[SimulatedQuery],
     *,
     max_positions: int,
     records: bool = False,
     observe: Observe = unobserved,
-) -> Served:
-    """Serve queries that arrive in rising order, to the end of the last.
+) -> RebatchingResult:
+    """Serve queries, which must be sorted by arrival, until the last is answered.
 
     Args:
-      config: of the engine.
-      costs: of the model on the device; its `token_bytes` and `config` give the shapes of the ring.
-      queries: with when they arrive.
-      max_positions: the model's.
-      records: give `Served.series`.
-      observe: told of every step, as by an engine.
+      config: configuration of the engine.
+      costs: profile of the model on the device; its `token_bytes` and `config` determine the ring's shapes.
+      queries: queries with their arrivals.
+      max_positions: positions of the model.
+      records: whether to record `RebatchingResult.series`.
+      observe: observer of every step, as of an engine.
 
     Raises:
       ConfigError: the budget holds no ring.
-      ContextLengthError: a query is too long for it.
+      ContextLengthError: a query is too long for the ring.
     """
     ring_shapes = RingShapes(config, costs.token_bytes, max_positions)
     most = min(ring_shapes.max_context_tokens, max_positions)
@@ -158,11 +158,11 @@ def simulate(
         assert runner.num_calls > num_calls, "nothing runs, so time stands still"
     first_s = np.array([runner.first_s[index] for index in range(len(waiting))])
     series = recorder.series() if recorder else None
-    return Served(np.array(arrival_s), first_s, end_s, series, loop.metrics, runner.device_s)
+    return RebatchingResult(np.array(arrival_s), first_s, end_s, series, loop.metrics, runner.device_s)
 
 
-def _query(serial: int, asked: Asked, max_context_tokens: int) -> Query:
-    """Ids are zeros; the reply ends by its length."""
+def _query(serial: int, asked: SimulatedQuery, max_context_tokens: int) -> Query:
+    """Make a query with zeros as ids, which only its length ends."""
     num_tokens = asked.prompt_tokens + asked.output_tokens
     if num_tokens > max_context_tokens:
         limit = f"at most {max_context_tokens}, prompt and reply"

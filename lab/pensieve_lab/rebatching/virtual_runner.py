@@ -1,6 +1,6 @@
-"""A device in virtual time: what is launched only takes as long as a profile says.
+"""A device in virtual time: launches compute nothing and take as long as a cost profile says.
 
-Owns: the clock, program order, copies beside programs, and what the serving thread waits for.
+Owns: the clock, program order, copies that overlap with programs, and what the serving thread waits for.
 Does not know: queries, or who launches what.
 """
 
@@ -33,12 +33,12 @@ from pensieve_lab.rebatching.costs import RingCosts
 
 @dataclass(slots=True)
 class _Row:
-    """A row beside the ring.
+    """Row outside the ring.
 
     Attributes:
-      length: in columns.
-      ready_s: when it may be read in device memory.
-      left_s: when host memory has it; infinity if it is not on its way there.
+      length: columns.
+      ready_s: when it can be read in device memory.
+      left_s: when host memory has it; infinity if no copy was started.
     """
 
     length: int
@@ -48,12 +48,12 @@ class _Row:
 
 @dataclass(slots=True)
 class Flight:
-    """A program that samples, once launched: `Runner`'s handle.
+    """Handle of a launched program that samples.
 
     Attributes:
-      end_s: on the device.
-      serials: whose first token it may be.
-      num_tokens: that it samples for somebody.
+      end_s: when the device finishes it.
+      serials: queries whose first token it may sample.
+      num_tokens: tokens that it samples for queries.
     """
 
     end_s: float
@@ -62,19 +62,19 @@ class Flight:
 
 
 class VirtualRunner:
-    """See `rebatching.runner.Runner`: programs run one by one in program order, copies beside them.
+    """`rebatching.runner.Runner` in virtual time: programs run in program order, and copies overlap with
+    them.
 
-    The link takes one copy at a time, whichever way it goes.
+    The link carries one copy at a time, in either direction.
 
     Attributes:
-      first_s: when the first token of each query was on the host, by serial.
-      num_tokens: that were fetched.
-      device_s: for which the device has computed, or is going to.
+      first_s: when the first token of each query reached the host, by serial.
+      num_tokens: tokens fetched.
+      device_s: device time of all launches so far.
       num_calls: launches and fetches.
     """
 
     def __init__(self, costs: RingCosts, clock: VirtualClock, max_batch: int) -> None:
-        """Nothing has run."""
         self._costs, self._clock = costs, clock
         self._decode_s = lru_cache(maxsize=None)(costs.decode_of)
         none = np.zeros((max_batch, 0))
@@ -88,7 +88,6 @@ class VirtualRunner:
         self._rows: dict[int, _Row] = {}
 
     def launch(self, launch: Launch) -> Flight | None:
-        """See `Runner`."""
         self.num_calls += 1
         match launch:
             case Decode():
@@ -120,7 +119,7 @@ class VirtualRunner:
         return None
 
     def fetch(self, handle: Flight) -> StepResult:
-        """See `Runner`: the clock goes on to where its ids are on the host."""
+        """Advance the clock until the ids are on the host, and return a result of zeros."""
         self._clock.advance_to(handle.end_s + self._costs.fetch_s)
         self.num_calls += 1
         self.num_tokens += handle.num_tokens
@@ -129,27 +128,25 @@ class VirtualRunner:
         return self._result
 
     def has_left(self, serial: int) -> bool:
-        """See `Runner`."""
         row = self._rows.get(serial)
         return row is not None and row.left_s <= self._clock.now()
 
     def reset(self, kept: Collection[int]) -> None:
-        """See `Runner`."""
         self._rows = {serial: row for serial, row in self._rows.items() if serial in kept}
 
     def _samples(self, took_s: float, serials: tuple[int, ...], num_tokens: int) -> Flight:
-        """A program of a step, for which the serving thread has to do something."""
+        """Launch a program that samples, which also costs time of the serving thread."""
         self._clock.advance(self._costs.host_s)
         return Flight(self._run(took_s), serials, num_tokens)
 
     def _run(self, took_s: float, ready_s: float = 0.0) -> float:
-        """The device computes for so long, not before `ready_s`; returns when that ends."""
+        """Occupy the device for `took_s`, not before `ready_s`; return the end."""
         self._free_s = max(self._free_s, self._clock.now(), ready_s) + took_s
         self.device_s += took_s
         return self._free_s
 
     def _copy(self, row: _Row, ready_s: float) -> float:
-        """A row crosses the link; returns when it is there."""
+        """Copy a row over the link; return the end."""
         begin_s = max(self._link_free_s, self._clock.now(), ready_s)
         self._link_free_s = begin_s + self._costs.copy_of(row.length)
         return self._link_free_s
@@ -162,7 +159,7 @@ class VirtualRunner:
             self._clock.advance_to(row.left_s)
 
     def _resize(self, launch: Resize) -> None:
-        """What is moved is moved layer by layer, for which the serving thread waits."""
+        """Change the shape; the serving thread waits while contents are moved layer by layer."""
         self._shape, moves = launch.shape, launch.relayout is not None
         end_s = self._run(self._costs.resize_of(launch.shape, moves=moves))
         if moves:

@@ -1,1 +1,1 @@
-"""What launchers that serve load are made of: systems, users, runs, reports."""
+"""Parts of the serving benchmarks: systems, users, runs, reports."""

@@ -1,7 +1,8 @@
-"""Users in real time: they send their turns when these are due, whatever the server does.
+"""Users in real time, who send each turn when it is due, whatever the server does.
 
-Owns: the thread that users live in, the token ids they send, and how late they were.
-Does not know: servers. Who sends which turn when is `pensieve_lab.workload.Client`, the simulator's users.
+Owns: the users' thread, the token ids they send, and how late they were.
+Does not know: servers, or who sends which turn when (`pensieve_lab.workload.Client`, shared with the
+simulator).
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ import numpy as np
 from pensieve_lab.serving.clock import RunClock
 from pensieve_lab.workload import Answer, Client, UserTurn
 
-_FIRST_ID = 3  # those before it are special in most vocabularies
-_MAX_WAIT_S = 1.0  # after which it is asked whether the thread still lives
+_FIRST_ID = 3  # smaller ids are special tokens in most vocabularies
+_MAX_WAIT_S = 1.0  # interval between checks that the thread is alive
 
 
 class Prompts:
-    """Token ids of what is said: a function of seed, conversation and turn, the same for every system."""
+    """Token ids of prompts, a function of seed, conversation and turn; the same for every system."""
 
     def __init__(self, vocab_size: int, *seed: int) -> None:
-        """Ids below `vocab_size`, none of the first few."""
+        """Draw ids from 3 to `vocab_size` - 1."""
         self._vocab_size = vocab_size
         self._seed = seed
 
     def of_turn(self, turn: UserTurn) -> list[int]:
-        """What a turn adds to its conversation."""
+        """Return the ids that a turn adds to its conversation."""
         return self._draw(turn.conversation_id, turn.turn_index, turn.prompt_tokens)
 
     def of_history(self, conversation_id: str, num_tokens: int) -> list[int]:
-        """What was said before the run, answers included."""
+        """Return the ids of a conversation's history before the run, answers included."""
         return self._draw(conversation_id, 0, num_tokens)
 
     def _draw(self, conversation_id: str, index: int, num_tokens: int) -> list[int]:
@@ -45,62 +46,61 @@ class Prompts:
 
 
 class Lag(NamedTuple):
-    """A turn that was due at `due_s`, and how long after it was handed over."""
+    """Turn that was due at `due_s` and was handed over `lag_s` later."""
 
     due_s: float
     lag_s: float
 
 
 class ServingClient(Protocol):
-    """What a server is driven by, from one thread; users are active while it is entered.
+    """Source of a server's turns, used from one thread; users are active while it is entered.
 
     Attributes:
-      lags: of every turn that was handed over.
+      lags: lag of every turn that was handed over.
     """
 
     lags: list[Lag]
 
     @property
     def num_refused(self) -> int:
-        """Sessions that ended early, because their next turn exceeds the context."""
+        """Sessions that ended early because their next turn exceeded the context."""
         ...
 
     @property
     def done(self) -> bool:
-        """Every turn was taken and answered."""
+        """Whether every turn was taken and answered."""
         ...
 
     def take(self) -> list[UserTurn]:
-        """What was sent since the last call; never waits."""
+        """Return the turns sent since the last call, without waiting."""
         ...
 
     def wait(self, until_s: float) -> None:
-        """Block until something was sent, all is done, or it is `until_s`; it may return early."""
+        """Block until a turn was sent, all is done, or `until_s` has passed; it may return early."""
         ...
 
     def answer(self, answer: Answer) -> None:
-        """Tell a user."""
+        """Give an answer to its user."""
         ...
 
     def __enter__(self) -> Self:
-        """The run's clock has started."""
+        """Activate the users; the run's clock must have started."""
         ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing more is sent."""
+        """Deactivate the users, who send nothing more."""
         ...
 
 
 class InlineClient:
-    """Users without a thread of their own: for closed loops, and for tests in virtual time.
+    """Users without a thread of their own, for closed loops and for tests in virtual time.
 
-    What falls due during a step is sent after it. In a closed loop nothing does: turns follow from answers.
+    A turn that falls due during a step is sent after it. In a closed loop no turn does: turns follow answers.
     """
 
     def __init__(self, users: Client, prompts: Prompts, clock: RunClock) -> None:
-        """Nothing sent."""
         self.lags: list[Lag] = []
         self._users = users
         self._prompts = prompts
@@ -109,16 +109,13 @@ class InlineClient:
 
     @property
     def num_refused(self) -> int:
-        """See `ServingClient`."""
         return self._users.num_refused
 
     @property
     def done(self) -> bool:
-        """See `ServingClient`."""
         return not self._num_unanswered and math.isinf(self._users.next_s)
 
     def take(self) -> list[UserTurn]:
-        """See `ServingClient`."""
         found = []
         while self._users.next_s <= self._clock.now():
             turn = self._users.take()
@@ -129,54 +126,49 @@ class InlineClient:
         return found
 
     def wait(self, until_s: float) -> None:
-        """See `ServingClient`."""
         self._clock.sleep_until(min(self._users.next_s, until_s))
 
     def answer(self, answer: Answer) -> None:
-        """See `ServingClient`."""
         self._num_unanswered -= 1
         self._users.receive(answer)
 
     def __enter__(self) -> Self:
-        """See `ServingClient`."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """See `ServingClient`."""
+        """Do nothing: there is no thread to stop."""
 
 
 class ThreadedClient:
-    """Users in a thread of their own, who never wait for the server: for open loops.
+    """Users in their own thread, who never wait for the server, for open loops.
 
-    The thread sleeps until a turn is due or an answer comes. Both ways go through queues that nobody holds
-    for long, so neither thread waits for the other but for the interpreter.
+    The thread sleeps until a turn is due or an answer arrives. Both directions use queues, so the threads
+    share
+    nothing but the interpreter lock.
     """
 
     def __init__(self, users: Client, prompts: Prompts, clock: RunClock) -> None:
-        """Nothing sent."""
         self.lags: list[Lag] = []
         self._users = users
         self._prompts = prompts
         self._clock = clock
-        self._sent: queue.SimpleQueue[UserTurn | None] = queue.SimpleQueue()  # None: there will be no more
+        self._sent: queue.SimpleQueue[UserTurn | None] = queue.SimpleQueue()  # None: no more turns
         self._answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()  # None: stop
         self._ready: list[UserTurn] = []
         self._done = False
 
     @property
     def num_refused(self) -> int:
-        """See `ServingClient`."""
         return self._users.num_refused
 
     @property
     def done(self) -> bool:
-        """See `ServingClient`."""
         return self._done and not self._ready
 
     def take(self) -> list[UserTurn]:
-        """See `ServingClient`; raises what ended the thread before its time."""
+        """Return the turns sent since the last call; raises the error that ended the users' thread early."""
         found, self._ready = self._ready, []
         while not self._sent.empty():
             self._note(self._sent.get(), found)
@@ -184,7 +176,6 @@ class ThreadedClient:
         return found
 
     def wait(self, until_s: float) -> None:
-        """See `ServingClient`."""
         left_s = until_s - self._clock.now()
         if left_s <= 0 or self._done:
             return
@@ -194,11 +185,9 @@ class ThreadedClient:
             self._check_thread()
 
     def answer(self, answer: Answer) -> None:
-        """See `ServingClient`."""
         self._answers.put(answer)
 
     def __enter__(self) -> Self:
-        """See `ServingClient`."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="users")
         self._thread = self._pool.submit(self._live)
         return self
@@ -206,7 +195,7 @@ class ThreadedClient:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """See `ServingClient`."""
+        """End the users' thread and wait for it."""
         self._answers.put(None)
         self._pool.shutdown()
 
@@ -221,7 +210,7 @@ class ThreadedClient:
             self._thread.result()
 
     def _live(self) -> None:
-        """The thread: send what is due, sleep until the next turn is due, and listen meanwhile."""
+        """Send what is due, and wait for the next turn's time or an answer; runs in the thread."""
         users, clock, num_unanswered = self._users, self._clock, 0
         while num_unanswered or not math.isinf(users.next_s):
             while users.next_s <= clock.now():

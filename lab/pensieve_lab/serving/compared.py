@@ -1,6 +1,6 @@
-"""Draws systems side by side: median and tail of latencies over the load.
+"""Draws systems side by side: median and tail latencies over the load.
 
-Owns: the picture, and what it has room for. Does not know: where figures come from, or files of documents.
+Owns: the picture and its limits. Does not know: where the figures come from, or files of documents.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pensieve_jax import ConfigError
 
 
 class _Panel(NamedTuple):
-    """A figure, and whether requests that were not answered are in it, as long as they had been there."""
+    """Panel of one figure; with `is_at_least`, unanswered requests count with the time they had waited."""
 
     name: str
     part: str
@@ -24,20 +24,21 @@ class _Panel(NamedTuple):
 _PANELS = (
     _Panel("latency_s", "p50", "latency, median, s", True),
     _Panel("latency_s", "p99", "latency, 99th percentile, s", True),
-    _Panel("first_token_s", "p99", "first token of what was answered,\n99th percentile, s", False),
+    _Panel("first_token_s", "p99", "first token of answered requests,\n99th percentile, s", False),
 )
 _INCHES, _DOTS_PER_INCH = (4.2, 3.6), 100
-_LEGEND_COLUMNS, _LEGEND_INCHES = 5, 0.2  # below all panels, and what a line of it takes
-_LINES = ("-", "--", ":", "-.")  # kinds of arrivals
-_NUM_COLORS = 10  # systems
-_HOLLOW = "hollow: not all were answered, at least so high"
+_LEGEND_COLUMNS, _LEGEND_INCHES = 5, 0.2  # legend below all panels, and the height of its rows
+_LINES = ("-", "--", ":", "-.")  # one per kind of arrivals
+_NUM_COLORS = 10  # one per system
+_HOLLOW = "hollow: lower bound, not all requests were answered"
 
 
 def draw(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
-    """A panel for each figure, a curve for each system and kind of arrivals; bars are the seeds' extremes.
+    """Draw a panel per figure and a curve per system and kind of arrivals; bars span the seeds.
 
-    What was not answered makes a point hollow where it is at least so high. Raises ConfigError for rows that
-    cannot be told apart or have no rate, and where the file cannot be written.
+    A point is hollow if unanswered requests make its value a lower bound. Raises ConfigError for rows that
+    have
+    no rate or cannot be told apart, and if the file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -58,7 +59,7 @@ def draw(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
             color, line = f"C{systems.index(system)}", _LINES[kinds.index(kind)]
             _draw_curve(axes, panel, of_curve, line, color, label)
         axes.set_yscale("log")
-        axes.set_xlabel("conversations that begin in a second")
+        axes.set_xlabel("conversations per second")
         axes.set_ylabel(panel.label)
         axes.grid(alpha=0.3)
     named = figure.axes[0].get_legend_handles_labels()
@@ -92,9 +93,9 @@ def _check(
     rows: Sequence[Mapping[str, Any]], systems: Sequence[str], kinds: Sequence[str | None], path: Path
 ) -> None:
     if any(row["rate"] is None for row in rows):
-        limit = "left out where conversations begin as recorded or all at once: there is no rate to draw over"
+        limit = "left out for recorded or simultaneous arrivals, which have no rate to draw over"
         raise ConfigError("--plot", str(path), limit)
     for what, names, most in (("kinds of arrivals", kinds, len(_LINES)), ("systems", systems, _NUM_COLORS)):
         if len(names) > most:
-            limit = f"a picture of at most {most} {what}, which one can tell apart"
+            limit = f"a picture of at most {most} {what}, so that they can be told apart"
             raise ConfigError("--plot", str(path), limit, f"found {len(names)}; give it fewer --documents")

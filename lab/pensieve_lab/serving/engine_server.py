@@ -1,6 +1,6 @@
-"""This project's engine as a server of a benchmark: with both tiers, with one, and without state.
+"""This project's engine as a benchmark server: with both tiers, with one, and without state.
 
-Owns: the names of ablations, when tokens are seen, and how conversations come into an engine before a run.
+Owns: the labels of ablations, when tokens are seen, and how conversations enter an engine before a run.
 Does not know: users, rates or figures, or what the systems are (`systems`).
 """
 
@@ -31,7 +31,7 @@ from pensieve_lab.workload import Answer, History, Steps, UserTurn
 
 
 def label(name: str, config: EngineConfig) -> str:
-    """A system's name with what was changed of it."""
+    """Return a system's name with its changed settings."""
     cache = config.cache
     changes = {
         f"{cache.policy} eviction": config.stateful and cache.policy != "retention",
@@ -43,12 +43,12 @@ def label(name: str, config: EngineConfig) -> str:
 
 
 class EngineServer:
-    """A `Server` on an engine; `clock` is of the run."""
+    """`Server` on an engine of this process; `clock` is the run's clock."""
 
     def __init__(
         self, engine: Engine, runner: TimedRunner, store: HistoryStore, config: EngineConfig, clock: RunClock
     ) -> None:
-        """`runner`, `store` and `clock` are the engine's."""
+        """Take the engine, and the `runner`, `store` and `clock` that it uses."""
         self._engine = engine
         self._runner = runner
         self._store = store
@@ -60,18 +60,16 @@ class EngineServer:
 
     @property
     def num_unfinished(self) -> int:
-        """See `Server`."""
         return len(self._turns)
 
     @property
     def has_unfinished(self) -> bool:
-        """See `Server`."""
         return self._engine.has_unfinished
 
     def remember(self, histories: Iterable[History]) -> None:
-        """See `Server`: each history is a turn with a reply of one token, computed in bulk as any other.
+        """Compute each history as a turn with a reply of one token, in bulk like other turns.
 
-        What memory is too small for leaves it as it would. A stateless engine needs the ids only.
+        If memory is too small, the cache evicts as usual. A stateless engine only needs the ids.
         """
         if not self._config.stateful:
             self._store.commit([_record(history) for history in histories])
@@ -87,7 +85,6 @@ class EngineServer:
             self._step_in_the_past(running)
 
     def submit(self, turn: UserTurn) -> None:
-        """See `Server`."""
         params = SamplingParams(max_tokens=turn.output_tokens, ignore_eos=True)
         (submitted,) = self._engine.submit([TurnSpec(turn.token_ids, params, turn.conversation_id)])
         self._runner.parts.work["submitted"] += 1
@@ -95,7 +92,6 @@ class EngineServer:
         self._silent.add(submitted)
 
     def step(self, until_s: float) -> list[Answer]:
-        """See `Server`."""
         parts = self._runner.parts
         parts.lap("users" if self._runner.in_flight else IDLE)
         ended = self._engine.step()
@@ -108,7 +104,6 @@ class EngineServer:
         return [self._answer(turn, now_s) for turn in ended]
 
     def counters(self) -> Mapping[str, float]:
-        """See `Server`."""
         runner = self._runner
         return {
             **self._engine.stats(),
@@ -122,19 +117,18 @@ class EngineServer:
         }
 
     def steps(self) -> Steps:
-        """See `Server`."""
         return self._runner.totals
 
     def save_steps(self, path: Path) -> None:
-        """Write a row of every step since the start; see `HostParts.save`."""
+        """Write a row for every step since the start; see `HostParts.save`."""
         self._runner.parts.save(path)
 
     def recording(self, plans: list[StepPlan]) -> contextlib.AbstractContextManager[None]:
-        """Every plan that is launched meanwhile goes into `plans`."""
+        """Append every plan that is launched within the context to `plans`."""
         return self._runner.recording(plans)
 
     def give_up(self) -> tuple[ModelRunner, EngineConfig, int]:
-        """Close the engine; the runner that it leaves, with empty pools, its configuration and vocabulary."""
+        """Close the engine; return its runner with empty pools, its configuration and its vocabulary size."""
         vocab_size = self._engine.limits.vocab_size
         self._engine.close()
         runner = self._runner.inner
@@ -143,7 +137,7 @@ class EngineServer:
         return runner, self._config, vocab_size
 
     def _step_in_the_past(self, running: dict[Turn, History]) -> None:
-        """A step at the time at which the next turn ended; they end in the order of their arrival."""
+        """Step at the time when the next history ended; histories end in order of arrival."""
         if running:
             self.clock.go_to(next(iter(running.values())).last_active_s)
         for turn in self._engine.step():
@@ -159,31 +153,31 @@ class EngineServer:
             *(usage.reused_gpu_tokens, usage.swapped_in_tokens),
             *(usage.recomputed_tokens, usage.prefilled_tokens),
         )
-        assert sum(read) == sent.num_history_tokens + sent.prompt_tokens, "another history than the trace's"
+        assert sum(read) == sent.num_history_tokens + sent.prompt_tokens, "the history is not the trace's"
         return Answer(sent, 0, self._first_token_s.pop(turn), now_s, usage)
 
 
 class EngineSystem:
-    """One model and its compiled steps, for one load point after the other.
+    """One model and its compiled steps, for successive load points.
 
     Attributes:
-      label: of reports.
-      config: with both tiers' sizes in pages.
+      label: label of reports.
+      config: configuration, with both tiers' sizes in pages.
     """
 
     def __init__(self, name: str, config: EngineConfig, factory: EngineFactory | None = None) -> None:
-        """Load and compile, unless another system's `factory` has; raises PensieveError or ModelError."""
+        """Load and compile, or reuse another system's `factory`; raises PensieveError or ModelError."""
         self._factory = factory or EngineFactory(config)
         self.config = config if factory else self._factory.config
         self._costs = self._factory.costs_of(self.config)
         self.label = label(name, config)
 
     def sibling(self, name: str) -> EngineSystem:
-        """Another of the paper's systems on the same model and pages, to be served in turn with this one."""
+        """Make another of the paper's systems on the same model and pages; one of them serves at a time."""
         return EngineSystem(name, system_config(name, self.config), self._factory)
 
     def start(self, clock: RunClock) -> EngineServer:
-        """An engine without conversations; the one before is closed, and its turns are cancelled."""
+        """Start an engine without conversations; the previous one is closed and its turns are cancelled."""
         store = SQLiteHistoryStore(None, fingerprint="a benchmark")
         runners: list[TimedRunner] = []
 
@@ -195,15 +189,13 @@ class EngineSystem:
         return EngineServer(engine, runners[0], store, self.config, clock)
 
     def describe(self) -> dict[str, Any]:
-        """What a report says of it."""
+        """Return the configuration and costs for a report."""
         return {"config": dataclasses.asdict(self.config), "costs": costs_document(self._costs)}
 
     def device_name(self) -> str:
-        """See `System`."""
         return device_name()
 
     def close(self) -> None:
-        """Close the engine."""
         self._factory.close()
 
 

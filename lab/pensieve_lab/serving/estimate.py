@@ -1,7 +1,7 @@
-"""How long serving a workload will take, before it starts: from a probe of a few steps.
+"""Estimates how long serving a workload will take, from a probe of a few steps.
 
-Owns: the probe, and the arithmetic from its times to those of the whole.
-Does not know: variants or tiers; it says what everything found and nothing found would take.
+Owns: the probe, and the extrapolation from its times to the whole workload.
+Does not know: variants or tiers; it gives the times for a hit rate of 100% and of 0%.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _PROBE_TOKENS = 8
 
 
 class Pace(NamedTuple):
-    """What a probe showed: seconds of a step that decodes, and of a token of a prompt."""
+    """Result of a probe: seconds per decode step, and per prompt token."""
 
     step_s: float
     prompt_token_s: float
 
 
 def probe(engine: Engine, workload: Workload, concurrency: int) -> Pace:
-    """Serve the beginnings of the first turns; the engine has their conversations then."""
+    """Serve the beginnings of the first turns; the engine keeps their conversations."""
     params = SamplingParams(max_tokens=_PROBE_TOKENS, ignore_eos=True)
     first = workload.prompts[0][:concurrency]
     start_s = time.perf_counter()
@@ -42,7 +42,7 @@ def probe(engine: Engine, workload: Workload, concurrency: int) -> Pace:
 
 
 def seconds(workload: Workload, concurrency: int, pace: Pace) -> tuple[float, float]:
-    """What serving takes where every history is found, and where all of them are computed again."""
+    """Return the serving time if every history is reused, and if all of them are recomputed."""
     num_turns = sum(map(len, workload.prompts))
     lengths: dict[str, int] = {}
     num_prompt = num_history = 0

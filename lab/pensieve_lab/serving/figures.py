@@ -1,8 +1,8 @@
-"""What is reported of a load point.
+"""Figures reported for a load point.
 
 Owns: the figures of a measured run and their units, and when a run is void. Latencies, throughput and hit
 rates are defined in `pensieve_lab.workload.figures`, for simulated and measured runs alike.
-Does not know: how a run came about, tables or files.
+Does not know: how a run was measured, tables or files.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from pensieve_lab.workload import answer_figures, step_figures, throughput
 
 UNITS = ANSWER_UNITS | {
     "*_s": "seconds",
-    "seconds": "of the window, or until the last answer where there is none",
-    "rate": "conversations that begin in a second; null: as recorded, or all at once",
-    "sessions_digest": "SHA-256 of who came when, with how many tokens; see serving/load_points.py",
-    "kv_bytes": "of KV state in device memory, as the system was given; null where only it knows",
-    "left_out": "load points that --max_run_s left no time for; told by the last document of a run",
-    "latency_s": "seconds from arrival to the last token, of what was answered",
-    "latency_at_least_s": "the same with what was not answered, until the run ended",
+    "seconds": "length of the window, or until the last answer if it has no end",
+    "rate": "conversations that arrive per second; null: as recorded, or all at once",
+    "sessions_digest": "SHA-256 of arrivals and lengths; see serving/load_points.py",
+    "kv_bytes": "device memory given to the KV cache; null: known only to the system",
+    "left_out": "load points skipped because of --max_run_s; in the last document of a run",
+    "latency_s": "seconds from arrival to the last token, of answered requests",
+    "latency_at_least_s": "the same, with unanswered requests until the end of the run",
     "client_lag_s": "seconds from when a turn was due until its user handed it over",
-    "normalized_latency_of_ended_s": "as normalized_latency_s, of answers that ended in the window",
-    "host_step_s": "seconds of the host from a step's ids to the end of the next dispatch, a step in flight",
-    "host_cpu_step_s": "seconds of CPU of the serving thread, per step",
-    "dispatch_step_s": "seconds of the host within a step's dispatch: programs, copies that begin with it",
+    "normalized_latency_of_ended_s": "normalized_latency_s of answers that ended in the window",
+    "host_step_s": "host seconds from a step's ids to the end of the next dispatch, with a step in flight",
+    "host_cpu_step_s": "CPU seconds of the serving thread per step",
+    "dispatch_step_s": "host seconds within a step's dispatch: programs, and copies that start with it",
     "device_wait_s": "seconds blocked until a step's ids came",
-    "num_late_steps": "steps whose ids were on the host when asked for: the device may have waited for it",
-    "host_parts_s": "host_step_s part by part, users between steps included; see serving/host_parts.py",
-    "host_steps_by_ms": "how many steps kept the host for so many whole milliseconds; the last: or more",
-    "swap_out_copy_s, swap_in_copy_s": "mean seconds from asking for a chunk's copy until it is complete",
+    "num_late_steps": "steps whose ids were already on the host when asked for: the device may have waited",
+    "host_parts_s": "host_step_s by part, including users between steps; see serving/host_parts.py",
+    "host_steps_by_ms": "number of steps by whole milliseconds of host time; the last: that or longer",
+    "swap_out_copy_s, swap_in_copy_s": "mean seconds from the request of a chunk's copy to its completion",
 }
-"""For the JSON line of a report."""
+"""Units of the JSON line of a report."""
 COUNTERS = (
     "num_steps",
     "num_suspensions",
@@ -56,7 +56,7 @@ COUNTERS = (
 
 
 def figures(run: Run, max_lag_s: float) -> dict[str, Any]:
-    """By name; see `UNITS`. Values of nothing, or that the server does not know, are None."""
+    """Return figures by the names of `UNITS`; figures without data, or unknown to the server, are None."""
     window = run.window
     arrived = [answer for answer in run.answers if window.has(answer.turn.arrival_s)]
     ended = [answer for answer in run.answers if window.has(answer.end_s)]
@@ -99,7 +99,7 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def _lag(run: Run) -> dict[str, float] | None:
-    """Of turns that were due in the window."""
+    """Return the lags of turns that were due in the window."""
     lags = [lag.lag_s for lag in run.lags if run.window.has(lag.due_s)]
     if not lags:
         return None
@@ -108,14 +108,14 @@ def _lag(run: Run) -> dict[str, float] | None:
 
 
 def _host_parts_s(counters: Mapping[str, float]) -> dict[str, float] | None:
-    """Mean seconds of each part of steps that followed others."""
+    """Return mean seconds of each part, of steps that followed others."""
     if not counters.get("num_host_steps"):
         return None
     return {part: counters[f"host_{part}_s"] / counters["num_host_steps"] for part in PARTS}
 
 
 def _host_steps_by_ms(counters: Mapping[str, float]) -> dict[str, int] | None:
-    """Of the milliseconds that occurred."""
+    """Return the number of steps by milliseconds, without empty entries."""
     if not counters.get("num_host_steps"):
         return None
     counts = {ms: int(counters[f"host_steps_of_{ms}_ms"]) for ms in range(MAX_MS + 1)}

@@ -1,9 +1,9 @@
-"""Where the serving thread's time goes: part by part of every step, as it serves.
+"""A breakdown of the serving thread's time: the parts of every step, measured while it serves.
 
-Owns: the parts, their sums, how long whole steps kept the host, and a table with a row for every step.
+Owns: the parts, their sums, the host time of whole steps, and a table with a row for every step.
 Does not know: engines.
 
-Every moment of the thread belongs to one part: each `lap` gives the time since the one before to its part.
+Every moment of the thread belongs to one part: each `lap` adds the time since the previous lap to its part.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from typing import NamedTuple
 import numpy as np
 
 PARTS = ("finish", "users", "complete", "schedule", "copies", "plan", "dispatch")
-"""Of the host's work for a step, in their order, from the ids of an earlier step on: giving ids to turns and
-settling those that end; what arrived; what copies have ended; the scheduler; starting copies; the plan with
-its tiles; the launch, with the copies that begin with it."""
-WAIT, IDLE = "wait", "idle"  # for ids; for anybody to serve
-MAX_MS = 32  # of the histogram's last whole millisecond; longer ones count there
+"""Parts of the host's work for a step in order, from the ids of an earlier step on: give ids to turns and
+settle
+those that end; users; completed copies; the scheduler; starting copies; the plan with its tiles; the launch
+with
+the copies that start with it."""
+WAIT, IDLE = "wait", "idle"  # waiting for ids; waiting for a turn
+MAX_MS = 32  # last bin of the histogram, which includes longer steps
 
 
 class StepWork(NamedTuple):
-    """What a step was given: query tokens padded and not, rows, those of one token, and chunks.
+    """Work of a step: its bucket, query tokens, rows, rows of one token, and chunks.
 
-    `chunks_out` and `chunks_in` were asked for before it, it waits for `expedited`, and `ended` copies were
-    named as complete. `submitted` and `answered` are turns since the step before.
+    `chunks_out` and `chunks_in` were asked for before the step, it waits for `expedited`, and `ended` copies
+    were reported as complete. `submitted` and `answered` count turns since the previous step.
     """
 
     bucket: int = 0
@@ -43,20 +45,20 @@ class StepWork(NamedTuple):
 
 
 COLUMNS = ("time_s", "follows", f"{WAIT}_s", f"{IDLE}_s", *(f"{part}_s" for part in PARTS), *StepWork._fields)
-"""Of the table: when the step's launch ended; whether a step was in flight then, so that the host's time
-counts; the parts, in seconds; the work."""
+"""Columns of the table: when the step's launch ended; whether a step was in flight then, so that the host's
+time counts; the parts in seconds; the work."""
 
 
 class HostParts:
-    """A stopwatch with laps, and what is being collected for the next step.
+    """Stopwatch with laps, and the work collected for the next step.
 
     Attributes:
-      work: of the next step, by the names of `StepWork`.
-      seconds: by part, of steps that followed others.
+      work: work of the next step, by the names of `StepWork`.
+      seconds: time by part, of steps that followed others.
     """
 
     def __init__(self, timer: Callable[[], float] = time.perf_counter) -> None:
-        """It runs. `timer` counts seconds from any origin."""
+        """Start. `timer` counts seconds from any origin."""
         self.work = dict.fromkeys(StepWork._fields, 0)
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self._timer = timer
@@ -66,13 +68,13 @@ class HostParts:
         self._rows: list[tuple[float, ...]] = []
 
     def lap(self, part: str) -> None:
-        """What passed since the last lap was `part`'s."""
+        """Add the time since the last lap to `part`."""
         now_s = self._timer()
         self._laps[part] += now_s - self._last_s
         self._last_s = now_s
 
     def launched(self, *, follows: bool) -> None:
-        """A step was launched; `follows`: while another was in flight, beside which the host worked."""
+        """Record a launched step; `follows` if another step was in flight, so that the host's time counts."""
         laps = self._laps
         self._rows.append((self._last_s, float(follows), *laps.values(), *self.work.values()))
         if follows:
@@ -85,7 +87,7 @@ class HostParts:
         self.work = dict.fromkeys(self.work, 0)
 
     def counters(self) -> dict[str, float]:
-        """Since the start: seconds of parts, and steps by whole milliseconds of the host."""
+        """Return seconds of parts, and steps by whole milliseconds of the host, since the start."""
         parts = {f"host_{part}_s": seconds for part, seconds in self.seconds.items()}
         return parts | {f"host_steps_of_{ms}_ms": count for ms, count in enumerate(self._by_ms)}
 

@@ -1,10 +1,10 @@
-"""Clients of a completions API: streams on kept connections, each turn behind the one before by its id.
+"""A client of a completions API: streams on keep-alive connections; each turn names its predecessor's id.
 
-Owns: connections, and what a benchmark reads of a stream: when its first token came, and its last events.
+Owns: connections, and what a benchmark reads of a stream: the time of its first token, and its last events.
 Does not know: which server answers, users, or figures.
 
-One thread with an event loop of its own. Events in the middle of a stream are counted, not parsed: a client
-that looks at every delta costs more than the server that sends it.
+It runs in one thread with its own event loop. Events in the middle of a stream are counted, not parsed: a
+client that parses every delta uses more CPU than the server that sends it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ import httptools
 from pensieve_jax import PensieveError
 
 _EVENT_END = b"\n\n"
-_KEPT = 3  # events that are parsed, from the end: usage, and [DONE]
-_KEPT_BYTES = 8_192  # more than they come to
+_KEPT = 3  # number of last events that are parsed, among them usage and [DONE]
+_KEPT_BYTES = 8_192  # more than their size
 
 
 class HttpError(PensieveError):
-    """A server refused a turn, or its stream ended too soon."""
+    """The server refused a turn, or its stream ended too soon."""
 
 
 class RequestTiming(NamedTuple):
-    """What came of a request.
+    """Timing of a request.
 
     Attributes:
-      first_s, end_s: readings of `time.perf_counter` when the first event with a token and the end came.
-      events: how many.
-      last: the last events, parsed; of an answer that is no stream, the whole.
+      first_s, end_s: readings of `time.perf_counter` at the first event with a token and at the end.
+      events: number of events.
+      last: last events, parsed; the whole answer if it was not streamed.
     """
 
     first_s: float
@@ -44,7 +44,7 @@ class RequestTiming(NamedTuple):
 
 
 class _Connection(asyncio.Protocol):
-    """One request at a time."""
+    """Connection with one request at a time."""
 
     def __init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
@@ -66,7 +66,7 @@ class _Connection(asyncio.Protocol):
         self.usable = False
         self._fail(HttpError("The connection ended before its answer did."))
 
-    # What the parser calls.
+    # Callbacks of the parser
 
     def on_message_begin(self) -> None:
         self._body.clear()
@@ -112,16 +112,15 @@ class _Connection(asyncio.Protocol):
 
 
 class HttpClient:
-    """Requests to one server; used within one event loop."""
+    """HTTP client of one server, used within one event loop."""
 
     def __init__(self, host: str, port: int) -> None:
-        """No connection yet."""
         self._host, self._port = host, port
         self._idle: list[_Connection] = []
         self._all: list[_Connection] = []
 
     async def post(self, path: str, body: dict[str, Any]) -> RequestTiming:
-        """Send a request and wait for the whole of its answer; raises HttpError."""
+        """Send a request and wait for its whole answer; raises HttpError."""
         content = json.dumps(body, separators=(",", ":")).encode()
         head = (
             f"POST {path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nContent-Type: application/json\r\n"
@@ -134,7 +133,7 @@ class HttpClient:
         return told
 
     async def get(self, path: str) -> RequestTiming:
-        """As `post`, without a body."""
+        """Send a request without a body; otherwise like `post`."""
         connection = await self._connection()
         told = await connection.ask(
             f"GET {path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n\r\n".encode()
@@ -144,7 +143,6 @@ class HttpClient:
         return told
 
     async def close(self) -> None:
-        """End every connection."""
         for connection in self._all:
             connection.close()
 

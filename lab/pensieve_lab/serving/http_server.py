@@ -1,11 +1,12 @@
-"""This project's server as a server of a benchmark: the same engine, behind HTTP and in processes of its own.
+"""`pensieve serve` as a benchmark server: the same engine, behind HTTP and in its own processes.
 
-Owns: starting `pensieve serve` with the flags of the run, the clients' event loop, and what its answers tell.
+Owns: starting the server with the flags of the run, the clients' event loop, and reading its answers.
 Does not know: users or figures.
 
-A turn is a streamed completion of token ids that goes on from the one before by its id, so that it differs
-from a turn of the engine in this process by the wire alone. Histories of before the run are computed in the
-order of their last answers, and are as old as their computation: the server has the wall's clock.
+A turn is a streamed completion of token ids that continues its predecessor's id, so only the transport
+differs
+from a turn of the in-process engine. Histories from before the run are computed in the order of their last
+answers. They are as old as their computation, because the server uses the wall clock.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from pensieve_lab.serving.served import ServedProcess
 from pensieve_lab.workload import Answer, History, Steps, UserTurn
 
 FLAGS = flags.FLAGS
-_PATIENCE_S = 0.002  # of a step in which nothing ends: what users send waits for so long at most
-# Of `Usage`, by what the server calls it.
+_PATIENCE_S = 0.002  # longest wait for answers, by which new turns may be delayed
+# Fields of `Usage`, by the server's names.
 _SOURCES = {
     "prompt_tokens": "new_tokens",
     "reused_gpu_tokens": "gpu_tokens",
@@ -40,10 +41,10 @@ _SOURCES = {
 
 
 class HttpServer:
-    """A `Server` over a socket."""
+    """`Server` over a socket."""
 
     def __init__(self, served: ServedProcess, clock: RunClock, max_in_flight: int) -> None:
-        """A server that is ready."""
+        """Take a server that is ready."""
         self._served = served
         self.clock = clock
         self._max_in_flight = max_in_flight
@@ -57,16 +58,14 @@ class HttpServer:
 
     @property
     def num_unfinished(self) -> int:
-        """See `Server`."""
         return self._num_unfinished
 
     @property
     def has_unfinished(self) -> bool:
-        """See `Server`."""
         return self._num_unfinished > 0
 
     def remember(self, histories: Iterable[History]) -> None:
-        """See `Server`: every history is read once, with an answer of one token."""
+        """Send every history once, with an answer of one token."""
         running: list[tuple[str, Future[RequestTiming]]] = []
         for history in histories:
             if len(running) >= self._max_in_flight:
@@ -77,13 +76,12 @@ class HttpServer:
             self._remembered(*one)
 
     def submit(self, turn: UserTurn) -> None:
-        """See `Server`."""
         self._num_unfinished += 1
         asked = self._ask(turn.conversation_id, turn.token_ids, turn.output_tokens)
         self._start(self._answered(turn, asked))
 
     def step(self, until_s: float) -> list[Answer]:
-        """See `Server`: wait for a moment; returns what was answered in it."""
+        """Wait up to `_PATIENCE_S` and return the answers of that time."""
         ended = []
         try:
             ended.append(self._ended.get(timeout=_PATIENCE_S))
@@ -93,15 +91,14 @@ class HttpServer:
             return [self._answer(turn, told) for turn, told in ended]
 
     def counters(self) -> Mapping[str, float]:
-        """See `Server`."""
         return {name: value for name, value in self._stats().items() if isinstance(value, int | float)}
 
     def steps(self) -> Steps:
-        """See `Server`: not told over the wire."""
+        """Return nothing: the server does not report steps."""
         return {}
 
     def close(self) -> None:
-        """End the server, and what it was doing."""
+        """Stop the server and its running turns."""
         self._start(self._client.close()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -110,7 +107,7 @@ class HttpServer:
 
     @property
     def device(self) -> str:
-        """The kind of its device."""
+        """Platform and kind of its device."""
         device = self._stats()["device"]
         return f"{device['platform']}: {device['kind']}"
 
@@ -133,7 +130,7 @@ class HttpServer:
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
-            "store": True,  # as the engine in this process keeps its turns
+            "store": True,  # the in-process engine stores its turns as well
         }
         if conversation_id in self._last:
             body["previous_response_id"] = self._last[conversation_id]
@@ -156,51 +153,51 @@ class HttpServer:
         sources = {name: last["usage"]["pensieve"][theirs] for name, theirs in _SOURCES.items()}
         usage = Usage(**sources, output_tokens=last["usage"]["completion_tokens"])
         if usage.output_tokens != turn.output_tokens:
-            raise HttpError(f"{usage.output_tokens} tokens came, and {turn.output_tokens} were asked for.")
+            raise HttpError(f"A reply has {usage.output_tokens} tokens; {turn.output_tokens} were requested.")
         self._last[turn.conversation_id] = last["id"]
         return Answer(turn, 0, self.clock.at(told.first_s), self.clock.at(told.end_s), usage)
 
 
 class HttpSystem:
-    """A server for one load point after the other, started anew for each: it has no conversations then.
+    """A server per load point, started anew so that it has no conversations.
 
     Attributes:
-      label: of reports.
+      label: label of reports.
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        """Nothing started; `config` is what the flags say, which the server is given as they are."""
+        """Start nothing yet; `config` must match the flags, which the server gets unchanged."""
         self.label = HTTP
         self._config = config
         self._server: HttpServer | None = None
 
     def start(self, clock: RunClock) -> HttpServer:
-        """A server that is ready; raises ServerEndedError if it does not become so."""
+        """Start a server and wait until it is ready; raises ServerEndedError if it ends before."""
         self.close()
         served = ServedProcess(_engine_flags())
         self._server = HttpServer(served, clock, self._config.scheduler.max_num_running)
         return self._server
 
     def describe(self) -> dict[str, Any]:
-        """What a report says of it."""
+        """Return what a report says of the server."""
         return {"server": "pensieve serve, front and engine in processes of their own"}
 
     def device_name(self) -> str:
-        """The kind of the device, as the server told when it started."""
-        assert self._server is not None, "no server was started"
+        """Return platform and kind of the device, as the server reports it."""
+        assert self._server is not None, "start a server first"
         return self._server.device
 
     def close(self) -> None:
-        """End the server that runs."""
+        """Stop the running server, if any."""
         if self._server is not None:
             self._server.close()
             self._server = None
 
 
 def _engine_flags() -> list[str]:
-    """The flags of the engine that this command was given, as it was given them.
+    """Return the engine's flags as this command was given them.
 
-    A server has host memory by default; here it has what the engine beside it has.
+    The server's default includes host memory, so `--cpu_pages=0` comes first to match the engine's default.
     """
     named = [FLAGS[name] for name in engine_flag_names()]
     return ["--cpu_pages=0", *(flag.serialize() for flag in named if flag.present and flag.serialize())]

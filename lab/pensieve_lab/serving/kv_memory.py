@@ -1,7 +1,7 @@
-"""How many bytes of KV state in device memory a system of the serving benchmark was given.
+"""The device memory for the KV cache that a system of the serving benchmark was given, in bytes.
 
-Owns: the way from what a system tells of itself, or else from the flags, to bytes that can be compared.
-Does not know: how a system spends them, or host memory, which some systems have and others do not.
+Owns: the conversion of a system's description, or else of the flags, into comparable bytes.
+Does not know: how a system spends them, or host memory, which only some systems use.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pensieve_jax.device.kv_storage import chunk_bytes
 def kv_bytes(
     described: Mapping[str, Any], model: ModelConfig, dtype: str, cache: CacheConfig, *, is_ours: bool
 ) -> int | None:
-    """All devices together; None where only the system knows.
+    """Return the bytes on all devices together, or None if only the system knows.
 
     Args:
-      described: what the system's `describe` gave.
-      model: whose KV state it is.
-      dtype: as of `--dtype`.
-      cache: of the flags, whose pages a system without a configuration of ours gets.
-      is_ours: its pages in 8 bits hold scales as well; others' hold the numbers alone.
+      described: result of the system's `describe`.
+      model: model of the KV cache.
+      dtype: value of `--dtype`.
+      cache: cache settings of the flags, whose pages a system without our configuration gets.
+      is_ours: whether 8-bit pages include scales, as ours do; other systems' pages hold the numbers alone.
     """
     config = described.get("config")
     if config is not None and "kv_bytes" in config:

@@ -1,6 +1,6 @@
-"""Draws latency over throughput, a curve for each system (the paper's Figure 10).
+"""Draws latency over throughput, a curve per system (the paper's Figure 10).
 
-Owns: the picture, and saying what of it is cut off. Does not know: where figures come from.
+Owns: the picture, and the note on what is cut off. Does not know: where the figures come from.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Point(NamedTuple):
-    """One load: requests answered in a second, and seconds per output token."""
+    """Load point: requests answered per second, and seconds per output token."""
 
     requests_per_s: float
     mean_s: float
@@ -19,11 +19,11 @@ class Point(NamedTuple):
 
 
 class View(NamedTuple):
-    """How curves are looked at.
+    """View of the curves.
 
     Attributes:
-      level_s: draw a line at this latency.
-      top_s: the highest latency that is drawn; None is ten times the lowest, and no more than there is.
+      level_s: latency of a horizontal line; None draws none.
+      top_s: highest latency drawn; None means ten times the lowest, limited to the data.
     """
 
     level_s: float | None = None
@@ -31,7 +31,7 @@ class View(NamedTuple):
 
 
 def plot_latency(curves: Mapping[str, Sequence[Point]], title: str, path: Path, view: View) -> None:
-    """Means and 90th percentiles of the normalized latency, by name of the curve; raises OSError."""
+    """Draw mean and 90th percentile of the normalized latency per named curve; raises OSError."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -46,7 +46,7 @@ def plot_latency(curves: Mapping[str, Sequence[Point]], title: str, path: Path, 
         axes.plot(throughput, tail, ":", color=line.get_color(), linewidth=1)
     if view.level_s is not None:
         axes.axhline(1e3 * view.level_s, color="gray", linewidth=0.8, linestyle="--")
-    axes.set_xlabel("requests answered a second")
+    axes.set_xlabel("requests answered per second")
     axes.set_ylabel("milliseconds per output token\nmean (dotted: 90th percentile)")
     axes.set_ylim(0, top_ms)
     axes.set_xlim(left=0)
@@ -57,10 +57,11 @@ def plot_latency(curves: Mapping[str, Sequence[Point]], title: str, path: Path, 
 
 
 def _top_ms(curves: Mapping[str, Sequence[Point]], view: View) -> float:
-    """The upper end of the axis.
+    """Return the upper end of the axis.
 
-    Over the knee latencies grow with the run: what matters is where they begin to. So ten times the lowest
-    latency is seen, the lowest of every curve in any case, and no more than there is.
+    Over the knee latencies grow with the length of the run, so only where they begin to grow matters. The
+    axis
+    shows ten times the lowest latency, at least the lowest of every curve, and no more than the data.
     """
     if view.top_s is not None:
         return 1e3 * view.top_s
@@ -71,7 +72,7 @@ def _top_ms(curves: Mapping[str, Sequence[Point]], view: View) -> float:
 
 
 def _cut_off(curves: Mapping[str, Sequence[Point]], top_ms: float) -> str | None:
-    """What lies above the axis, in words; None where nothing does."""
+    """Describe the points above the axis; None if there are none."""
     points = [point for curve in curves.values() for point in curve]
     num_means = sum(1e3 * point.mean_s > top_ms for point in points)
     num_tails = sum(1e3 * point.p90_s > top_ms for point in points)

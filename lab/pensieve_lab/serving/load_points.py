@@ -1,9 +1,8 @@
-"""The load points of the serving benchmark: who comes when, for all arrivals, seeds and rates of its flags.
+"""The load points of the serving benchmark, for all arrivals, seeds and rates of its flags.
 
-Owns: their flags, those of sessions among them, the way from flags to sessions and windows, which system
-serves whom, and the digest by which two runs are known to have met the same.
-Does not know: what a system is. The flags
-are those of whoever calls.
+Owns: their flags, including those of sessions, the conversion of flags to sessions and windows, which system
+serves which load, and the digest that shows that two runs served the same load.
+Does not know: what a system is. The caller parses the flags.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from pensieve_lab.workload import ConversationTrace, Session, Trace, TurnTrace
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
 _POISSON = "poisson"
-_DIGITS = 6  # of seconds in a digest: two machines' logarithms may differ in the last bit
+_DIGITS = 6  # decimals of seconds in a digest: logarithms may differ in the last bit between machines
 
 
 class LoadPoint(NamedTuple):
-    """One load point: conversations that begin in a second (None: as recorded, or at once), and who comes.
+    """Load point: `rate` conversations arrive per second (None: as recorded, or at once), on `system`.
 
-    `arrivals` is the file whose pauses they have; None for others. `system` is what serves them.
+    `arrivals` is the file whose pauses between arrivals are used; None for Poisson arrivals.
     """
 
     system: str
@@ -43,14 +42,14 @@ class LoadPoint(NamedTuple):
 
     @property
     def name(self) -> Mapping[str, Any]:
-        """What it is called in documents."""
+        """Rate, seed and arrivals, which identify it in documents."""
         return {"rate": self.rate, "seed": self.seed, "arrivals": self.arrivals}
 
 
 def sessions_digest(sessions: Iterable[Session]) -> str:
-    """SHA-256, in hex, over who comes when, says how much, is answered how much, and thinks how long.
+    """Return SHA-256 in hex over arrivals, lengths of prompts and answers, and think times.
 
-    Equal digests are equal loads, to the microsecond, whatever the files they came from are called.
+    Equal digests mean equal loads to the microsecond, whatever their files are called.
     """
     digest = hashlib.sha256()
     for session in sessions:
@@ -63,7 +62,7 @@ def sessions_digest(sessions: Iterable[Session]) -> str:
 
 
 def closed_loop() -> tuple[Trace, list[LoadPoint]]:
-    """Conversations of one shape, all at once, whose users do not think."""
+    """Make equal conversations that start at once and whose users do not think."""
     turns = (TurnTrace(FLAGS.prompt_tokens, FLAGS.output_tokens),) * FLAGS.num_turns
     count = FLAGS.num_conversations
     conversations = tuple(ConversationTrace(f"conversation-{i}", turns) for i in range(count))
@@ -75,7 +74,7 @@ def closed_loop() -> tuple[Trace, list[LoadPoint]]:
 
 
 def open_loop(max_context_tokens: int) -> tuple[Trace, list[LoadPoint]]:
-    """The trace of the flags, for all arrivals, seeds, systems and rates of theirs.
+    """Make the load points of the flags' trace for all arrivals, seeds, systems and rates.
 
     Raises ConfigError or a workload's error.
     """
@@ -95,7 +94,7 @@ def open_loop(max_context_tokens: int) -> tuple[Trace, list[LoadPoint]]:
 
 
 def systems_and_rates() -> list[tuple[str, float | None]]:
-    """What is served by which system, one after the other; raises ConfigError."""
+    """Return the systems and rates to serve in sequence; raises ConfigError."""
     if not FLAGS.loads:
         return [(FLAGS.system, rate) for rate in rates()]
     for name in ("system", "rates", "recorded_arrivals"):
@@ -105,7 +104,7 @@ def systems_and_rates() -> list[tuple[str, float | None]]:
 
 
 def named_loads() -> list[tuple[str, float]]:
-    """What `--loads` says; raises ConfigError."""
+    """Parse `--loads`; raises ConfigError."""
     found: list[tuple[str, float]] = []
     for word in FLAGS.loads:
         name, _, text = word.partition(":")
@@ -121,7 +120,7 @@ def named_loads() -> list[tuple[str, float]]:
 
 
 def all_arrivals() -> list[str | None]:
-    """What `--arrivals` says, None for a Poisson process; raises ConfigError."""
+    """Parse `--arrivals`, with None for a Poisson process; raises ConfigError."""
     words = FLAGS.arrivals
     if not words or (FLAGS["arrivals"].present and FLAGS.recorded_arrivals):
         limit = f"{_POISSON} or files, and left out beside --recorded_arrivals"
@@ -130,7 +129,7 @@ def all_arrivals() -> list[str | None]:
 
 
 def all_seeds() -> list[int]:
-    """What `--seeds` says, or `--seed` alone; raises ConfigError."""
+    """Parse `--seeds`, or use `--seed` alone; raises ConfigError."""
     words = FLAGS.seeds or [str(FLAGS.seed)]
     if not all(word.isdecimal() for word in words):
         raise ConfigError("--seeds", ",".join(words), "numbers from 0 on, with commas between them")
@@ -138,20 +137,20 @@ def all_seeds() -> list[int]:
 
 
 def define_load_flags() -> None:
-    """Of open loops and closed ones."""
-    flags.DEFINE_float("warm_up_s", 60.0, "Seconds before anything counts.")
-    flags.DEFINE_float("window_s", 150.0, "Seconds whose arrivals count; 0 serves the trace to its end.")
-    flags.DEFINE_float("drain_s", 60.0, "Seconds after the window in which its last requests may end.")
-    flags.DEFINE_integer("num_turns", 5, "Turns of each conversation of a closed loop.")
-    flags.DEFINE_integer("prompt_tokens", 38, "New tokens of a turn of a closed loop.")
-    flags.DEFINE_integer("output_tokens", 205, "Tokens of an answer of a closed loop.")
+    """Define the flags of open and closed loops."""
+    flags.DEFINE_float("warm_up_s", 60.0, "Seconds before the measured window.")
+    flags.DEFINE_float("window_s", 150.0, "Seconds of the measured window; 0 serves the trace to its end.")
+    flags.DEFINE_float("drain_s", 60.0, "Seconds after the window for its last requests to end.")
+    flags.DEFINE_integer("num_turns", 5, "Closed loop: turns of each conversation.")
+    flags.DEFINE_integer("prompt_tokens", 38, "Closed loop: new prompt tokens of each turn.")
+    flags.DEFINE_integer("output_tokens", 205, "Closed loop: tokens of each answer.")
     flags.DEFINE_list(
         "loads",
         [],
-        "SYSTEM:RATE, in place of --system and --rates: several of this engine's systems take turns on one "
+        "SYSTEM:RATE, in place of --system and --rates: several of this engine's systems alternate on one "
         "model, which is loaded once, and on the same pages, e.g. stateless:0.8,pensieve:0.8,pensieve:2.",
     )
-    flags.DEFINE_list("seeds", [], "Of who comes, in place of --seed: every rate is served for each of them.")
+    flags.DEFINE_list("seeds", [], "Seeds of sessions, in place of --seed; each rate is served with each.")
     flags.DEFINE_list(
         "arrivals",
         [_POISSON],

@@ -1,12 +1,13 @@
-"""What the device does in steps of a run, kernel by kernel, and in the same steps alone.
+"""A profile of a run's steps, kernel by kernel, and of the same steps alone.
 
-Owns: which of a trace's kernels are of steps of the bucket that most steps had, how steps are told apart, and
-the same plans launched again in a row, on pages of random numbers, with nothing beside them.
-Does not know: how a run goes on, or how a trace is read (`steps.device_trace`).
+Owns: which kernels of a trace belong to steps of the most frequent bucket, how steps are told apart, and
+repeating the same plans back to back. Repeated plans run alone, on pages of random numbers.
+Does not know: how a run continues, or how a trace is read (`steps.device_trace`).
 
-An executable's kernels carry its number in the trace. A step begins with the executable that embeds its
-tokens, of which every bucket has its own, and ends with its last, the sampler; that of the layers may run
-several times between.
+A trace gives each kernel the number of its executable. A step begins with the executable that embeds its
+tokens, which differs between buckets, and ends with the last, the sampler. The executable of the layers may
+run
+several times in between.
 """
 
 from __future__ import annotations
@@ -22,40 +23,40 @@ from pensieve_lab.serving.engine_server import EngineServer
 from pensieve_lab.steps.device_trace import Activity, Kernel, seconds_by_kernel, summary, trace_activity
 
 UNITS = {
-    "profile": "steps of the bucket that most had, of those launched behind the run, traced: seconds a step, "
-    "in the loop and alone; span_s: from a step's first kernel to its last; idle_s: of it, without one of "
-    "its kernels, so that pages moved between its groups of layers count as well; "
-    "to_next_s: from there to the next step's first, where that follows at once; query_tokens, kv_tokens: "
-    "means; beside_copies: of the loop's steps, those that a copy between memories lay beside",
+    "profile": "traced steps of the most frequent bucket, launched after the run: seconds per step, in the "
+    "loop and alone; span_s: from a step's first kernel to its last; idle_s: part of it without one of its "
+    "kernels, so pages moved between its groups of layers count as idle; to_next_s: from there to the next "
+    "step's first kernel, if that step follows at once; query_tokens, kv_tokens: means; beside_copies: steps "
+    "of the loop that overlap with a copy between memories",
 }
 
 
 class TracedStep(NamedTuple):
-    """A step of a trace: its kernels, and how long the device then waited for the next, if that followed."""
+    """Step of a trace: its kernels, and the device's wait for the next step, if that followed at once."""
 
     kernels: list[Kernel]
     to_next_ns: float | None
 
     @property
     def start_ns(self) -> float:
-        """Of its first kernel."""
+        """Start of its first kernel."""
         return self.kernels[0].start_ns
 
     @property
     def end_ns(self) -> float:
-        """Of the last that ended."""
+        """Latest end of its kernels."""
         return max(kernel.start_ns + kernel.duration_ns for kernel in self.kernels)
 
 
 def profile_loop(server: EngineServer, go_on: Callable[[], bool], num_steps: int) -> dict[str, Any]:
-    """Traces `num_steps` more steps of a run, gives the run up, and traces those of its commonest size alone.
+    """Trace `num_steps` more steps of a run, give up the run, and trace those of the commonest bucket alone.
 
-    Latencies of requests that were not answered before mean nothing afterwards.
+    Latencies of requests that were unanswered before are meaningless afterwards.
 
     Args:
-      server: whose engine it is.
-      go_on: lets the run go on by a step, or by whatever waits for one; False when it is over.
-      num_steps: of any size.
+      server: server of the run.
+      go_on: continues the run by a step or a wait; returns False when the run is over.
+      num_steps: number of steps, of any bucket.
     """
     plans: list[StepPlan] = []
 
@@ -81,7 +82,7 @@ def profile_loop(server: EngineServer, go_on: Callable[[], bool], num_steps: int
         for launch, handle in zip(launches, handles, strict=True):
             launch.wait(handle)
 
-    alone()  # what a first launch takes is nobody's
+    alone()  # warm-up: the first launch has one-off costs
     by_itself = trace_activity(alone)
     found |= {
         "query_tokens": sum(int(plan.cu_q_lens[-1]) for plan in common) / len(common),
@@ -97,25 +98,25 @@ def profile_loop(server: EngineServer, go_on: Callable[[], bool], num_steps: int
 
 
 def step_programs(kernels: Sequence[Kernel]) -> tuple[int, frozenset[int]] | None:
-    """The executable that ran first, and all that ran, of a trace of steps of one kind; None without."""
+    """Return the executable that ran first, and all that ran, in a trace of equal steps; None if none ran."""
     ran = [kernel.program for kernel in kernels if kernel.program is not None]
     return (ran[0], frozenset(ran)) if ran else None
 
 
 def split_steps(kernels: Sequence[Kernel], first: int, programs: frozenset[int]) -> list[TracedStep]:
-    """The steps of a trace that begin with the executable `first`, whole ones only.
+    """Return the whole steps of a trace that begin with the executable `first`.
 
     Args:
-      kernels: by their starts; the first and the last step may have been cut and are left out.
-      first: the executable that a step begins with.
-      programs: those of a step, which is over when all have run; what runs between them is not of it. A
-        kernel without a program is of the one before.
+      kernels: kernels sorted by start; the first and the last step may be cut off and are left out.
+      first: executable that begins a step.
+      programs: executables of a step, which ends when all have run; other kernels between them are ignored. A
+        kernel without a program belongs to the previous kernel's program.
     """
     runs: list[list[int]] = []
-    missing: set[int] = set()  # what the step has not come to yet
+    missing: set[int] = set()  # executables that the step has not run yet
     is_open = False
-    last_program: int | None = None  # of the trace
-    own_program: int | None = None  # of the step
+    last_program: int | None = None  # latest in the trace
+    own_program: int | None = None  # latest of the step
     for index, kernel in enumerate(kernels):
         program = last_program if kernel.program is None else kernel.program
         is_new = program != own_program or program != last_program
@@ -139,7 +140,7 @@ def split_steps(kernels: Sequence[Kernel], first: int, programs: frozenset[int])
 
 
 def figures(steps: Sequence[TracedStep], copies: Sequence[Activity]) -> dict[str, Any]:
-    """Means over steps, of all and of those beside copies; see UNITS."""
+    """Return means over all steps, and separately over steps with and without copies; see `UNITS`."""
     if not steps:
         return {"num_traced": 0}
     is_beside = [any(_overlap(step, copy) > 0 for copy in copies) for step in steps]

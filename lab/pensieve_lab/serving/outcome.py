@@ -1,6 +1,6 @@
-"""What came of the load points of a run of the serving benchmark, system by system, and how it is told.
+"""Results of the load points of a serving benchmark, system by system, and their report.
 
-Owns: lines on the way, tables, the picture, and the JSON documents, with all that their figures depend on.
+Owns: progress lines, tables, the picture, and the JSON documents with all settings that figures depend on.
 Does not know: how a load point is measured.
 """
 
@@ -36,18 +36,18 @@ _SETTINGS = {
 
 
 class Outcome:
-    """Load points that were measured, by system, and what is told of them."""
+    """Measured load points by system, and their report."""
 
     def __init__(
         self, systems: Mapping[str, System], model: ModelConfig, trace: Trace, start_up_s: float
     ) -> None:
-        """`start_up_s`: seconds until they could be served."""
+        """Start without points; `start_up_s` is the time until the systems could serve."""
         self._systems, self._model, self._trace, self._start_up_s = systems, model, trace, start_up_s
         self._points: dict[str, list[Point]] = {name: [] for name in systems}
         self._left_out: dict[str, list[LoadPoint]] = {name: [] for name in systems}
 
     def add(self, load: LoadPoint, point: Point) -> None:
-        """Tell of a load point, and append it to `--output_json`."""
+        """Print a load point's result, and append it to `--output_json`."""
         self._points[load.system].append(point)
         if FLAGS.output_json is not None:
             append_line(Path(FLAGS.output_json), self._line([self._results(load.system, [point])]))
@@ -59,7 +59,8 @@ class Outcome:
             print(f"VOID: users were {1e3 * late_s:.1f} ms late (99th percentile)", flush=True)
 
     def leave_out(self, loads: Sequence[LoadPoint]) -> None:
-        """Tell of those that no time was left for; in `--output_json` they are lines without points."""
+        """Report load points that were skipped for lack of time; `--output_json` gets lines without
+        points."""
         print(f"{len(loads)} load points left out, after --max_run_s", flush=True)
         for load in loads:
             self._left_out[load.system].append(load)
@@ -68,7 +69,7 @@ class Outcome:
                 append_line(Path(FLAGS.output_json), self._line([self._results(name, [], left_out)]))
 
     def report(self) -> None:
-        """Tables, the picture and the JSON document."""
+        """Print tables, picture and JSON document."""
         labels = {name: system.label for name, system in self._systems.items()}
         print("\n\n".join(tables(labels[name], points) for name, points in self._points.items()))
         print(f"{self._trace.name}, {self._trace.digest[:12]}")
@@ -81,14 +82,14 @@ class Outcome:
 
     @property
     def has_failed(self) -> bool:
-        """There is no load point, or a void one."""
+        """Whether no load point was measured, or a void one."""
         points = [point for points in self._points.values() for point in points]
         return not points or any(point["void"] for point in points)
 
     def _results(
         self, name: str, points: Sequence[Point], left_out: Sequence[LoadPoint] = ()
     ) -> dict[str, Any]:
-        """Load points of a system with all that they depend on, and those that no time was left for."""
+        """Return load points of a system with the settings that they depend on, and the skipped ones."""
         system = self._systems[name]
         described, cache = system.describe(), engine_config().cache
         loop = "closed loop" if FLAGS.closed_loop else "open loop"
@@ -107,7 +108,7 @@ class Outcome:
         }
 
     def _line(self, results: Sequence[dict[str, Any]]) -> str:
-        """As a JSON line; of several systems, what each was."""
+        """Format results as a JSON line."""
         units = UNITS | REQUEST_UNITS | (PROFILE_UNITS if FLAGS.profile_steps else {})
         told: dict[str, Any] = results[0] if len(results) == 1 else {"systems": results}
         return json_line(BENCHMARK, told, units=units, device=self._device_name())

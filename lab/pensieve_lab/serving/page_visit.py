@@ -1,7 +1,7 @@
-"""A visit to the server's page with a browser: what a person does there, and what it shows then.
+"""A browser visit to the server's page: what a person does there, and what the page then shows.
 
 Owns: the browser, and how the page's parts are found.
-Does not know: which server, or what should be seen.
+Does not know: which server it visits, or what should be seen.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, sync_playwright
 
-BROWSER = "/usr/bin/chromium-headless-shell"  # Debian's, of the package of that name
+BROWSER = "/usr/bin/chromium-headless-shell"  # from Debian's package of that name
 _PATIENCE_MS = 30_000
 _COUNT = re.compile(r"(\d+) (device and host|device|host|on its way|dropped)")
 
 
 class Visit:
-    """One page in one browser.
+    """Page in a browser.
 
     Attributes:
-      page: playwright's.
-      complaints: what the browser said against the page: errors, and what its policy kept from loading.
+      page: playwright's page.
+      complaints: errors and warnings of the browser, including what its policy blocked.
     """
 
     def __init__(self, page: Page, address: str) -> None:
-        """Open the page and wait until it knows its model."""
+        """Open the page and wait until it shows its model."""
         self.page = page
         self.complaints: list[str] = []
         page.set_default_timeout(_PATIENCE_MS)
@@ -38,20 +38,20 @@ class Visit:
 
     @property
     def replies(self) -> Locator:
-        """Replies on the page that have ended."""
+        """Finished replies on the page."""
         return self.page.locator("article.reply", has=self.page.locator(".told"))
 
     @property
     def sibling_before(self) -> Locator:
-        """Of each message with siblings, the button that shows the one before."""
+        """Buttons of messages with siblings that show the previous sibling."""
         return self.page.get_by_role("button", name="Previous version")
 
     def texts(self) -> list[str]:
-        """What stands on the page, message by message."""
+        """Return the texts of all messages on the page."""
         return self.page.locator("article .text").all_inner_texts()
 
     def accounts(self) -> list[str]:
-        """Where the tokens of each turn came from, in the page's words."""
+        """Return the page's words on where the tokens of each turn came from."""
         return self.page.locator("article .told").all_inner_texts()
 
     def say(self, text: str) -> None:
@@ -62,12 +62,12 @@ class Visit:
         self._wait_for_replies(count + 1)
 
     def again(self, index: int) -> None:
-        """Have the reply `index` said again, which is a fork, and wait for it."""
+        """Regenerate the reply `index`, which forks the conversation, and wait for it."""
         self.replies.nth(index).get_by_role("button", name="Again").click()
         self._wait_for_replies(index + 1)
 
     def edit(self, index: int, text: str) -> None:
-        """Send message `index` in other words, which is a fork, and wait for its reply."""
+        """Edit message `index`, which forks the conversation, and wait for its reply."""
         message = self.page.locator("article.user").nth(index)
         message.get_by_role("button", name="Edit").click()
         message.locator("textarea").fill(text)
@@ -75,24 +75,24 @@ class Visit:
         self._wait_for_replies(index + 1)
 
     def press(self, button: str) -> None:
-        """Press a button of the page by its name."""
+        """Press a button by its name."""
         self.page.get_by_role("button", name=button, exact=True).click()
 
     def hold_streams(self) -> None:
-        """From here on no reply comes, until `release_streams`."""
+        """Hold back replies until `release_streams`."""
         self.page.route("**/v1/responses", lambda route: None)
 
     def release_streams(self) -> None:
-        """Replies come again."""
+        """Let replies through again."""
         self.page.unroute("**/v1/responses")
 
     def chunks(self) -> dict[str, int]:
-        """Chunks by where they are, as the map says to those who cannot see it."""
+        """Return the number of chunks by place, from the map's label for screen readers."""
         told = self.page.get_attribute("#chunks", "aria-label") or ""
         return {name: int(count) for count, name in _COUNT.findall(told)}
 
     def wait_for_chunks(self, name: str, *, at_least: int = 1) -> None:
-        """Until the map shows so many chunks there."""
+        """Wait until the map shows at least `at_least` chunks in a place."""
         self.page.wait_for_function(
             "([name, least]) => [...document.querySelectorAll('#legend li')].some(row => "
             "row.textContent.startsWith(name + ' ') && Number(row.querySelector('b').textContent) >= least)",
@@ -100,27 +100,26 @@ class Visit:
         )
 
     def wait_for_map(self) -> None:
-        """Until the server has told its map."""
+        """Wait until the server has sent its map."""
         self.page.locator("#totals", has_text="pages free").wait_for(state="attached")
 
     def wait_for_no_state(self) -> None:
-        """Until the map shows no chunk in either tier, nor on its way."""
+        """Wait until the map shows no chunk in either tier nor in transit."""
         self.page.wait_for_function(
             "() => [...document.querySelectorAll('#legend li b')].slice(0, 4).every(b => b.innerText === '0')"
         )
 
     def wait_for_frame(self) -> None:
-        """Until the map shows the branch of the turn that stands last on the page."""
+        """Wait until the map shows the branch of the last turn on the page."""
         self.page.locator("#chunks[data-framed=true]").wait_for()
 
     def picture(self, path: Path) -> None:
-        """Keep what is seen."""
         self.page.screenshot(path=path)
 
     def _wait_for_replies(self, count: int) -> None:
         self.page.locator("#send").wait_for()  # hidden while a reply comes
         self.replies.nth(count - 1).wait_for()
-        assert self.replies.count() == count, "replies behind the one that was asked for"
+        assert self.replies.count() == count, "there are replies after the requested one"
 
     def _hear(self, message: ConsoleMessage) -> None:
         if message.type in ("error", "warning"):
@@ -129,9 +128,9 @@ class Visit:
 
 @contextmanager
 def browsing() -> Iterator[Browser]:
-    """A browser for several visits: starting one takes longer than most of them do.
+    """Open a browser for several visits: starting one takes longer than most visits.
 
-    Raises playwright's errors where there is no browser.
+    Raises playwright's errors if the browser is missing.
     """
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
@@ -145,13 +144,13 @@ def browsing() -> Iterator[Browser]:
 def visiting(
     address: str, *, browser: Browser | None = None, dark: bool = False, size: tuple[int, int] = (1280, 760)
 ) -> Iterator[Visit]:
-    """A window of so many pixels at the page, which shares neither storage nor cookies with other visits.
+    """Open a window with the page; it shares neither storage nor cookies with other visits.
 
     Args:
-      address: of the server.
-      browser: that of `browsing`; None starts one for this visit.
-      dark: what the page is told that people like.
-      size: of the window.
+      address: address of the server.
+      browser: browser from `browsing`; None starts one for this visit.
+      dark: whether the page is told that the user prefers dark colours.
+      size: width and height of the window in pixels.
     """
     width, height = size
     with nullcontext(browser) if browser is not None else browsing() as there:

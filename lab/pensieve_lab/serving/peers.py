@@ -1,8 +1,8 @@
-"""What servers that keep no conversations have in common: a client sends them the whole history every turn.
+"""Common parts of servers that store no conversations: their client sends the whole history every turn.
 
-Owns: transcripts, where such a server's tokens came from, models described as Hugging Face does, and the
-refusal where a server is not installed.
-Does not know: any server.
+Owns: transcripts, the usage accounting of such servers, models described as Hugging Face configurations, and
+the error if a server is not installed.
+Does not know: any particular server.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pensieve_lab.workload import UserTurn
 
 
 class PeerError(PensieveError):
-    """Another server failed, or gave an answer of another length than it was asked for."""
+    """Another server failed, or its answer has the wrong length."""
 
 
 def import_peer(system: str, name: str) -> ModuleType:
-    """A module that may not be installed; raises ConfigError."""
+    """Import a module that may not be installed; raises ConfigError."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -32,28 +32,27 @@ def import_peer(system: str, name: str) -> ModuleType:
 
 
 class Transcripts:
-    """All that was said in every conversation, as its client remembers it."""
+    """Token ids of every conversation, as its client remembers them."""
 
     def __init__(self) -> None:
-        """Nothing."""
         self._token_ids: dict[str, list[int]] = {}
 
     def add(self, conversation_id: str, token_ids: Sequence[int]) -> list[int]:
-        """Go on with these; returns a copy of the whole."""
+        """Append ids to a conversation; return a copy of the whole transcript."""
         transcript = self._token_ids.setdefault(conversation_id, [])
         transcript += token_ids
         return list(transcript)
 
 
 def check_length(turn: UserTurn, output_ids: list[int]) -> None:
-    """Raise PeerError unless the answer is as long as it must be."""
+    """Raise PeerError unless the answer has the requested length."""
     if len(output_ids) != turn.output_tokens:
         what = f"turn {turn.turn_index} of {turn.conversation_id!r}"
-        raise PeerError(f"{what} was answered with {len(output_ids)} tokens instead of {turn.output_tokens}.")
+        raise PeerError(f"{what} has {len(output_ids)} output tokens; it must have {turn.output_tokens}.")
 
 
 def usage(turn: UserTurn, num_found: int) -> Usage:
-    """The accounting of a server that found the first `num_found` tokens of history and prompt in memory.
+    """Return the usage of a server that had the first `num_found` tokens of history and prompt in memory.
 
     The last token of the history was never computed, as in our own engine's accounting.
     """
@@ -70,7 +69,7 @@ def usage(turn: UserTurn, num_found: int) -> Usage:
 
 
 def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """config.json of a preset; raises ConfigError for a shape that config.json has no words for."""
+    """Return config.json of a preset; raises ConfigError for a shape that config.json cannot describe."""
     try:
         return described(config) | {"torch_dtype": dtype}
     except UnsupportedModelError as error:

@@ -1,9 +1,9 @@
-"""A padded batch as a server of a benchmark: turns join and leave it (Baton), or it runs to its end.
+"""A padded batch as a benchmark server: turns join and leave it (Baton), or each batch runs to its end.
 
 Owns: its set-up with the same memory and model, when tokens are seen, and reading its results.
 Does not know: users or figures.
 
-It keeps no conversations: every turn sends its whole history.
+It stores no conversations: every turn sends its whole history.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ SYSTEMS: Mapping[str, Mapping[str, str]] = {
     "rebatching": {},
     "rebatching-static": {"insertion": "none", "prefill": "together"},
 }
-"""By name, what of a configuration each changes: Baton-PD, and the paper's Benchmark on the same engine."""
+"""Configuration changes by name: Baton-PD, and the paper's Benchmark on the same engine."""
 
 
 class RebatchingServer:
-    """A `Server` on a `RebatchingEngine`; `clock` is of the run."""
+    """`Server` on a `RebatchingEngine`; `clock` is the run's clock."""
 
     def __init__(self, engine: RebatchingEngine, clock: RunClock) -> None:
-        """Nothing has been said."""
         self._engine = engine
         self.clock = clock
         self._transcripts = Transcripts()
@@ -45,21 +44,18 @@ class RebatchingServer:
 
     @property
     def num_unfinished(self) -> int:
-        """See `Server`."""
         return len(self._turns)
 
     @property
     def has_unfinished(self) -> bool:
-        """See `Server`."""
         return bool(self._turns)
 
     def remember(self, histories: Iterable[History]) -> None:
-        """See `Server`: the client remembers."""
+        """Keep the histories in the client's transcripts; the server stores none."""
         for history in histories:
             self._transcripts.add(history.conversation_id, history.token_ids)
 
     def submit(self, turn: UserTurn) -> None:
-        """See `Server`."""
         transcript = self._transcripts.add(turn.conversation_id, turn.token_ids)
         params = SamplingParams(max_tokens=turn.output_tokens, ignore_eos=True)
         query = self._engine.submit(transcript, params)
@@ -67,7 +63,6 @@ class RebatchingServer:
         self._silent.add(query)
 
     def step(self, until_s: float) -> list[Answer]:
-        """See `Server`."""
         ended = self._engine.step()
         now_s = self.clock.now()
         for query in [query for query in self._silent if query.token_ids or query.done]:
@@ -76,11 +71,10 @@ class RebatchingServer:
         return [self._answer(query, now_s) for query in ended]
 
     def counters(self) -> Mapping[str, float]:
-        """See `Server`."""
         return self._engine.stats()
 
     def steps(self) -> Steps:
-        """See `Server`: nothing is known."""
+        """Return nothing: the engine does not report steps."""
         return {}
 
     def _answer(self, query: Query, now_s: float) -> Answer:
@@ -92,10 +86,10 @@ class RebatchingServer:
 
 
 class RebatchingSystem:
-    """One model and its compiled programs, for one load point after the other.
+    """One model and its compiled programs, for successive load points.
 
     Attributes:
-      label: of reports.
+      label: label of reports.
     """
 
     def __init__(
@@ -115,15 +109,14 @@ class RebatchingSystem:
 
         Args:
           name: one of `SYSTEMS`.
-          source: as of `--model`.
-          model: its shape.
+          source: value of `--model`.
+          model: configuration of the model.
           dtype: "auto", "float32", "bfloat16" or "float16".
-          config: says how much memory it gets, and of the device what both engines know.
+          config: memory sizes, and the device settings that both engines share.
           max_batch: rows of the padded batch.
-          lengths: of a row, that programs are compiled for; None is what the engine chooses.
-          decode_backend: what computes attention of steps; a part of the label, unless it is the engine's
-            choice.
-          progress: whether there are bars.
+          lengths: row lengths that programs are compiled for; None lets the engine choose.
+          decode_backend: attention back end of decode steps; part of the label unless "auto".
+          progress: whether to show progress bars.
         """
         self.label = name if decode_backend == "auto" else f"{name}, {decode_backend}"
         cache, runner = config.cache, config.runner
@@ -134,7 +127,7 @@ class RebatchingSystem:
             raise ConfigError("--gpu_pages", cache.gpu_pages, limit, f"--max_context_tokens is {context}")
         kv_dtype = resolve_dtype(dtype, model)
         page_bytes = chunk_bytes(model, cache.chunk_tokens, kv_dtype)
-        slot = slot_bytes(model, cache, kv_dtype)  # what pages of ours take there
+        slot = slot_bytes(model, cache, kv_dtype)  # size of one of our pages in host memory
         self._config = RebatchingConfig(
             max_batch=max_batch,
             kv_bytes=cache.gpu_pages * page_bytes // runner.tensor_parallel_size,
@@ -150,26 +143,24 @@ class RebatchingSystem:
             **SYSTEMS[name],  # type: ignore[arg-type]
         )
         self._runners = Runners(source, dtype, self._config, progress=progress)
-        # Compiled as a part of the start.
+        # Compile now, as part of the start-up time.
         self._described = self._runners.runner(self._config).backends.describe()
         self._engine: RebatchingEngine | None = None
 
     def start(self, clock: RunClock) -> RebatchingServer:
-        """An engine without queries; the one before is closed."""
+        """Start an engine without queries; the previous one is closed."""
         self.close()
         self._engine = RebatchingEngine(self._runners.runner(self._config), self._config)
         return RebatchingServer(self._engine, clock)
 
     def describe(self) -> dict[str, Any]:
-        """What a report says of it."""
+        """Return the configuration and back ends for a report."""
         return {"config": dataclasses.asdict(self._config), **self._described}
 
     def device_name(self) -> str:
-        """See `System`."""
         return device_name()
 
     def close(self) -> None:
-        """Close the engine."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()

@@ -1,6 +1,6 @@
-"""Load points for people and for files: tables, JSON lines, and the curves of several systems.
+"""Reports of load points: tables, JSON lines, and the curves of several systems.
 
-Owns: columns, what a file of points holds, reading it back, and which points may be drawn together.
+Owns: columns, the contents of a file of points, reading it back, and which points may be drawn together.
 Does not know: how points are measured.
 """
 
@@ -17,12 +17,12 @@ from pensieve_lab.common.crossing import crossing_at
 from pensieve_lab.serving.latency_plot import Point, View, plot_latency
 
 BENCHMARK = "serving_benchmark"
-COMMON = ("model", "dtype", "trace", "loop", "settings")  # of all systems that are compared
-_OWN = (*COMMON, "system", "config", "options")  # of all points of one curve
-# What may differ: how long a point was looked at, and where another server was given the model's files.
+COMMON = ("model", "dtype", "trace", "loop", "settings")  # must be equal in all compared systems
+_OWN = (*COMMON, "system", "config", "options")  # must be equal in all points of one curve
+# What may differ: the windows of a point, and where another server was given the model's files.
 _WINDOW = ("warm_up_s", "window_s", "drain_s")
 _MAY_DIFFER = {"settings": _WINDOW, "options": ("model",)}
-_OF_RUNS = ("system", "points", "left_out", "start_up_s")  # of a document, not of its system
+_OF_RUNS = ("system", "points", "left_out", "start_up_s")  # fields of the document, not of its system
 _SERVED = {
     "sent/s": "sent_requests_per_s",
     "requests/s": "requests_per_s",
@@ -54,9 +54,9 @@ _STEP_COLUMNS = ("system", "rate", "bucket", "steps", "ms/step", "tokens/step", 
 
 
 def tables(system: str, points: Sequence[Mapping[str, Any]]) -> str:
-    """How the load was served; where history was found, and what it took; which steps the time went to.
+    """Format tables of the load and latencies, of cache hits and costs, and of the time by step bucket.
 
-    A dash stands for what is not known.
+    A dash stands for an unknown figure.
     """
     spreads = [f"{name} {part}" for name, (_, parts) in _SPREADS.items() for part in parts]
     served = table(["system", "rate", *_SERVED, *spreads], [_served_row(system, point) for point in points])
@@ -77,7 +77,7 @@ def _found_row(system: str, point: Mapping[str, Any]) -> list[object]:
 
 
 def _step_rows(system: str, point: Mapping[str, Any]) -> list[list[object]]:
-    """Steps by bucket, and what is left of the time: nothing to do, or the host alone was busy."""
+    """Return a row per step bucket, and one for the rest: no work, or only the host was busy."""
     rows: list[list[object]] = []
     left_s = seconds = point["seconds"]
     for bucket, steps in point["steps"].items():
@@ -103,7 +103,7 @@ def _cell(value: float | None, factor: float) -> object:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a document to a file; raises ConfigError where that cannot be."""
+    """Append a document to a file; raises ConfigError if it cannot be written."""
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
@@ -113,14 +113,14 @@ def append_line(path: Path, line: str) -> None:
 
 
 class Curves(NamedTuple):
-    """What is drawn: what it is of, in words, and the points of every curve, by rate."""
+    """Curves to draw: their title, and the points of every curve by rate."""
 
     title: str
     by_name: dict[str, list[Point]]
 
 
 class Named(NamedTuple):
-    """Files of one curve, and what it is called; None calls each point after its system."""
+    """Files of one curve and its name; None names each point after its system."""
 
     flag: str
     name: str | None
@@ -128,7 +128,7 @@ class Named(NamedTuple):
 
 
 def named_curve(text: str) -> Named:
-    """What `--curve` says, a name and files: "NAME=FILE,FILE"; raises ConfigError."""
+    """Parse `--curve` as "NAME=FILE,FILE"; raises ConfigError."""
     name, _, files = text.rpartition("=")
     if not name or not files:
         raise ConfigError("--curve", text, "a name, an equals sign, and files with commas between them")
@@ -136,10 +136,10 @@ def named_curve(text: str) -> Named:
 
 
 def read_curves(curves: Sequence[Named]) -> Curves:
-    """What files of `append_line` hold; void points are left out, and windows may differ in length.
+    """Read files of `append_line`; void points are left out, and windows may differ in length.
 
-    Raises ConfigError for a file that is no such file, for points that are of different models, traces,
-    users, seeds, arrivals or, within a curve, systems or configurations, and without a point that counts.
+    Raises ConfigError for other files, if no point counts, and for points that differ in model, trace, users,
+    seeds or arrivals or, within a curve, in system or configuration.
     """
     found: dict[str, list[tuple[float, Point]]] = {}
     first: dict[str, tuple[str, Mapping[str, Any]]] = {}
@@ -165,9 +165,9 @@ def read_curves(curves: Sequence[Named]) -> Curves:
 
 
 def at_level(curves: Mapping[str, Sequence[Point]], level_s: float) -> dict[str, float | None]:
-    """Requests a second at which straight lines between a curve's means first exceed the level.
+    """Return the requests/s at which each curve's mean, interpolated linearly, first exceeds the level.
 
-    None for a curve that does not cross it: all of its points are below, or all are above.
+    A curve that does not cross it has None: all of its points are below, or all are above.
     """
     return {
         name: crossing_at(level_s, [(point.requests_per_s, point.mean_s) for point in points])
@@ -176,15 +176,15 @@ def at_level(curves: Mapping[str, Sequence[Point]], level_s: float) -> dict[str,
 
 
 def read_results(flag: str, paths: Sequence[Path]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """As `read_documents`, of each the results."""
+    """Yield where a document stands and its results; see `read_documents`."""
     for where, document in read_documents(flag, paths):
         yield where, document["results"]
 
 
 def read_documents(flag: str, paths: Sequence[Path]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Document by document of files of `append_line`: where it stands, and what it holds.
+    """Yield where each document of files of `append_line` stands, and the document.
 
-    Raises ConfigError, which names `flag`, for a file that is no such file.
+    Raises ConfigError, which names `flag`, for other files.
     """
     for path in paths:
         for number, text in enumerate(_lines(flag, path), start=1):
@@ -201,7 +201,7 @@ def read_documents(flag: str, paths: Sequence[Path]) -> Iterator[tuple[str, Mapp
 
 
 def draw(curves: Mapping[str, Sequence[Point]], title: str, path: Path, view: View | None = None) -> None:
-    """The paper's throughput-latency curves; raises ConfigError where the file cannot be written."""
+    """Draw the paper's throughput-latency curves; raises ConfigError if the file cannot be written."""
     try:
         plot_latency(curves, title, path, view or View())
     except OSError as error:
@@ -210,7 +210,7 @@ def draw(curves: Mapping[str, Sequence[Point]], title: str, path: Path, view: Vi
 
 
 def curve(points: Sequence[Mapping[str, Any]]) -> list[Point]:
-    """What is drawn of load points, simulated ones too: those that answered something and are not void."""
+    """Return the points to draw of measured or simulated load points: answered and not void."""
     return [
         Point(point["requests_per_s"], *(point["normalized_latency_s"][part] for part in ("mean", "p90")))
         for point in points
@@ -226,7 +226,7 @@ def _lines(flag: str, path: Path) -> list[str]:
 
 
 def _drawn(flag: str, where: str, results: Mapping[str, Any]) -> list[tuple[float, Point]]:
-    """The points of a document that are drawn, by rate."""
+    """Return the points of a document that are drawn, with their rates."""
     try:
         return [(point["rate"] or 0.0, drawn) for point in results["points"] for drawn in curve([point])]
     except (KeyError, TypeError) as error:
@@ -234,18 +234,18 @@ def _drawn(flag: str, where: str, results: Mapping[str, Any]) -> list[tuple[floa
 
 
 def no_document(flag: str, where: str, error: Exception) -> ConfigError:
-    """What is raised for a file of something else, or of before a field was written."""
+    """Make the error for a file of another kind, or one written before a field existed."""
     found = f"it has no {error}" if isinstance(error, KeyError) else f"found {error}"
     return ConfigError(flag, where, "files that --output_json wrote", found)
 
 
 def own_fields(results: Mapping[str, Any]) -> dict[str, Any]:
-    """What a document says of its system, by dotted names, as far as all of the system's must say it."""
+    """Return a document's fields of its system by dotted names, without those that may differ."""
     return leaves({name: _compared(results, name) for name in results if name not in (*COMMON, *_OF_RUNS)})
 
 
 def leaves(value: Any, name: str = "") -> dict[str, Any]:
-    """What is in mappings of mappings, by dotted names that begin with `name`."""
+    """Flatten nested mappings into dotted names that begin with `name`."""
     if not isinstance(value, Mapping):
         return {name: value}
     parts = [leaves(part, f"{name}.{key}" if name else key) for key, part in value.items()]
@@ -255,14 +255,14 @@ def leaves(value: Any, name: str = "") -> dict[str, Any]:
 def _check_loads(
     flag: str, where: str, results: Mapping[str, Any], loads: dict[Any, tuple[str, Any]]
 ) -> None:
-    """Refuse points of other seeds or arrivals than those before, which `loads` is for; void ones may be."""
+    """Refuse points of other seeds or arrivals than earlier ones in `loads`; void points are ignored."""
     settings = results.get("settings")
     if not isinstance(settings, dict):
         settings = {}
     for point in results["points"]:
         if point.get("void"):
             continue
-        # Documents of before there were several seeds have one, beside the other settings.
+        # Documents written before several seeds were possible have one among the other settings.
         seed, arrivals = point.get("seed", settings.get("seed")), point.get("arrivals")
         said: dict[Any, str] = {"of": f"seed {seed}, arrivals {arrivals or 'poisson'}"}
         window = tuple(settings.get(name) for name in _WINDOW)
@@ -289,7 +289,7 @@ def _check_alike(
 
 
 def _compared(results: Mapping[str, Any], name: str) -> Any:
-    """A part of a document, as far as it must be that of the others."""
+    """Return the part of a document that must equal the others'."""
     part = _that_matters(results.get(name))
     if name in _MAY_DIFFER and isinstance(part, dict):
         return {key: value for key, value in part.items() if key not in _MAY_DIFFER[name]}
@@ -297,7 +297,7 @@ def _compared(results: Mapping[str, Any], name: str) -> Any:
 
 
 def _that_matters(part: Any) -> Any:
-    """Without where programs are kept, and, of one device, how devices sum."""
+    """Drop the compilation cache's path, and the all-reduce of a single device."""
     if not isinstance(part, dict):
         return part
     dropped = {"compilation_cache_dir", *(["all_reduce"] if part.get("tensor_parallel_size") == 1 else [])}

@@ -1,10 +1,11 @@
-"""The requests of a load point, one row each, from which its latencies and rates can be computed again.
+"""The requests of a load point, one row each, from which its latencies and rates can be recomputed.
 
 Owns: the columns, and their compressed form inside a JSON document.
 Does not know: figures.
 
-The array is a part of the document, not a file beside it: load points are appended to one file, cut apart and
-put together again, and a companion file is lost on the way.
+The array is part of the document, not a separate file: load points are appended to one file, split and
+merged,
+and a companion file would get lost.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ COLUMNS = (
     *("history_tokens", "prompt_tokens", "output_tokens"),
     *("reused_gpu_tokens", "swapped_in_tokens", "recomputed_tokens", "prefilled_tokens", "wasted_tokens"),
 )
-"""One array each, with a row for every answer of the run and for every request of its window without one.
+"""Columns, one array each. There is a row for every answer of the run and every unanswered request of its
+window.
 Conversations are numbered by their first row. Times are whole microseconds of the run, rounded down, so that
 a request stays on its side of the window's edges. An unanswered request has the times -1, the output tokens
-that it asked for, and 0 in the columns behind them."""
+that it asked for, and 0 in the columns after them."""
 LAGS = ("lag_due_us", "lag_us")
-"""When each turn was due, and how much later its user handed it over, in two arrays."""
+"""When each turn was due, and how much later its user handed it over, as two arrays."""
 END = "run_end_us"
 UNITS = {
     "requests": "a compressed .npz in base64 with its SHA-256; see serving/request_table.py",
@@ -40,7 +42,7 @@ UNITS = {
 
 
 def request_table(run: Run) -> dict[str, str]:
-    """Return the requests of a run as a document holds them."""
+    """Return the requests of a run in a document's form."""
     numbers: dict[str, int] = {}
     rows = [_answered(answer, numbers) for answer in run.answers]
     rows += [_unanswered(turn, numbers) for turn in run.unfinished]
@@ -53,7 +55,7 @@ def request_table(run: Run) -> dict[str, str]:
 
 
 def packed(arrays: Mapping[str, Any]) -> dict[str, str]:
-    """Return arrays as a document holds them."""
+    """Return arrays in a document's form."""
     file = io.BytesIO()
     np.savez_compressed(file, **arrays)
     content = file.getvalue()

@@ -1,10 +1,11 @@
-"""Conversations of seeded random ids in a closed loop, and what serving them showed.
+"""A closed loop over conversations of seeded random ids, and the result of serving them.
 
-Owns: who speaks when, and the times of it. Does not know: tiers or policies; an engine is given.
+Owns: the order of turns, and their times. Does not know: tiers or policies; the caller gives the engine.
 
-Turns come in rounds: everybody's first one, everybody's second one, each round in an order of its own, with a
-fixed number of turns in the engine. So a conversation returns after about all the others have spoken, which
-is the think time that pushes it out of memory too small for all.
+Turns come in rounds: all first turns, then all second turns, each round in its own order, with a fixed number
+of turns in the engine. So a conversation returns after about all others have had a turn. That is the think
+time
+that evicts it from memory that is too small for all.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ HISTORY_SOURCES = ("reused_gpu_tokens", "swapped_in_tokens", "recomputed_tokens"
 
 
 class Workload(NamedTuple):
-    """What is said; the same for every engine that is compared.
+    """Prompts of all conversations; the same for every engine that is compared.
 
     Attributes:
       prompts: by round, (conversation id, token ids) in the order of arrival.
-      output_tokens: of every reply.
+      output_tokens: tokens of every reply.
     """
 
     prompts: list[list[tuple[str, list[int]]]]
@@ -40,12 +41,12 @@ class Workload(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Prompts and replies of all conversations."""
+        """Prompt and reply tokens of all conversations."""
         return sum(len(ids) + self.output_tokens for one_round in self.prompts for _, ids in one_round)
 
     @property
     def longest_tokens(self) -> int:
-        """Tokens of the longest conversation."""
+        """Length of the longest conversation."""
         lengths: dict[str, int] = {}
         for one_round in self.prompts:
             for name, ids in one_round:
@@ -62,7 +63,7 @@ def make_workload(
     vocab_size: int,
     seed: int,
 ) -> Workload:
-    """Prompts of `prompt_tokens` ids, give or take a quarter."""
+    """Draw prompts of `prompt_tokens` ids, plus or minus a quarter."""
     random = np.random.default_rng(seed)
     spread = prompt_tokens // 4
     rounds = []
@@ -79,16 +80,16 @@ def make_workload(
 
 
 @dataclass
-class Served:
-    """What serving a workload showed.
+class RoundsResult:
+    """Result of serving a workload.
 
     Attributes:
-      outputs: of all turns.
+      outputs: outputs of all turns.
       step_s: wall time between the ends of steps.
-      step_moves: what was started to move with each of them or the one before; see `MOVES`.
-      first_token_s: from the submission of a turn to its first token, of returning turns.
-      seconds: from the first submission to the last reply.
-      stats: how the engine's counters changed.
+      step_moves: direction of the copies started with each step or the one before; see `MOVES`.
+      first_token_s: time from submission to first token of each returning turn.
+      seconds: time from the first submission to the last reply.
+      stats: changes of the engine's counters.
     """
 
     outputs: list[Output] = field(default_factory=list)
@@ -99,7 +100,7 @@ class Served:
     stats: dict[str, int | float] = field(default_factory=dict)
 
     def figures(self) -> dict[str, Any]:
-        """Totals and rates, units in the names."""
+        """Return totals and rates, with units in the names."""
         totals = {name: sum(getattr(o.usage, name) for o in self.outputs) for name in HISTORY_SOURCES}
         history = max(sum(totals.values()), 1)
         num_output = sum(output.usage.output_tokens for output in self.outputs)
@@ -133,7 +134,7 @@ class Served:
 
 
 class _Movements:
-    """Which way chunks move with a step, from the engine's counters."""
+    """Direction in which chunks move with a step, from the engine's counters."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -145,7 +146,7 @@ class _Movements:
         return [stats["swapped_in_bytes"], stats["swapped_out_bytes"]]
 
     def after_step(self) -> str:
-        """One of `MOVES`."""
+        """Return one of `MOVES`."""
         counts = self._read()
         now = [new > old for new, old in zip(counts, self._counts, strict=True)]
         moved_in, moved_out = (a or b for a, b in zip(now, self._before, strict=True))
@@ -155,12 +156,12 @@ class _Movements:
 
 def serve(
     engine: Engine, workload: Workload, concurrency: int, ended_turn: Callable[[], object] = lambda: None
-) -> Served:
-    """Run everything with `concurrency` turns in the engine; raises what a turn failed with.
+) -> RoundsResult:
+    """Serve a workload with `concurrency` turns in the engine; raises a failed turn's error.
 
     `ended_turn` is called as each turn ends.
     """
-    served = Served()
+    served = RoundsResult()
     params = SamplingParams(max_tokens=workload.output_tokens, ignore_eos=True)
     pending = deque(
         (index, name, ids) for index, one_round in enumerate(workload.prompts) for name, ids in one_round

@@ -1,9 +1,9 @@
-"""One load point: a client drives a server, and what was seen of it.
+"""One load point: a client drives a server, and the run is recorded.
 
-Owns: what is done between steps, which part of a run counts, and when it ends.
-Does not know: what serves (`Server` is a protocol), what figures are made of a run (`figures`).
+Owns: what happens between steps, which part of a run counts, and when it ends.
+Does not know: which server serves (`Server` is a protocol), or the figures of a run (`figures`).
 
-The server runs in the calling thread. What was sent is handed to it between steps, as a front end would.
+The server runs in the calling thread. New turns are handed to it between steps, as a front end would.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from pensieve_lab.serving.client import Lag, ServingClient
 from pensieve_lab.serving.clock import RunClock
 from pensieve_lab.workload import Answer, Server, Steps, UserTurn, add_steps
 
-# What is due at the very end of the window is handed over by then: ten times the lag that makes a run void.
+# The run stays open this long after the window, so that its last turns are handed over: ten times a void lag.
 _LATE_S = 0.1
 
 
 class System(Protocol):
-    """What is measured: a model that is loaded once, and served from the start at every load point.
+    """Measured system: a model that is loaded once, and a server that starts anew for every load point.
 
     Attributes:
-      label: its name in reports.
+      label: name in reports.
     """
 
     label: str
 
     def start(self, clock: RunClock) -> Server:
-        """A server that knows no conversations; the one before is given up, with what it was doing."""
+        """Start a server without conversations; the previous one is given up with its running turns."""
         ...
 
     def describe(self) -> dict[str, Any]:
-        """What a report says of it: configuration, versions."""
+        """Return configuration and versions for a report."""
         ...
 
     def device_name(self) -> str:
-        """The kind of its device."""
+        """Return the kind of its device."""
         ...
 
     def close(self) -> None:
@@ -48,9 +48,9 @@ class System(Protocol):
 
 
 class Window(NamedTuple):
-    """Which part of a run counts: requests that arrive from `start_s` to `end_s`.
+    """Part of a run that counts: requests that arrive from `start_s` to `end_s`.
 
-    After `end_s` users go on, so that its last requests meet the same load, for at most `drain_s`.
+    After `end_s` users continue for at most `drain_s`, so that the last requests meet the same load.
     """
 
     start_s: float = 0.0
@@ -58,12 +58,12 @@ class Window(NamedTuple):
     drain_s: float = math.inf
 
     def has(self, time_s: float) -> bool:
-        """`time_s` is within."""
+        """Return whether `time_s` is within the window."""
         return self.start_s <= time_s < self.end_s
 
 
 class Reading(NamedTuple):
-    """A server's counters at one time."""
+    """Counters of a server at one time."""
 
     counters: Mapping[str, float]
     steps: Steps
@@ -71,16 +71,16 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What was seen.
+    """Record of a run.
 
     Attributes:
-      window: what counts of it.
-      answers: all, in the order of their ends.
-      unfinished: requests that arrived in the window and were not answered.
+      window: part that counts.
+      answers: all answers, in the order of their ends.
+      unfinished: unanswered requests that arrived in the window.
       num_refused: sessions that ended early because they had outgrown the context.
-      lags: of all turns.
-      counters, steps: how they changed within the window.
-      end_s: when it was over.
+      lags: lags of all turns.
+      counters, steps: changes within the window.
+      end_s: end of the run.
     """
 
     window: Window
@@ -94,12 +94,12 @@ class Run:
 
     @property
     def unfinished_s(self) -> list[float]:
-        """How long each unanswered request of the window had waited when the run ended."""
+        """Times that the unanswered requests of the window had waited at the end of the run."""
         return [self.end_s - turn.arrival_s for turn in self.unfinished]
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that arrived in the window and were not answered."""
+        """Number of unanswered requests that arrived in the window."""
         return len(self.unfinished)
 
 
@@ -112,13 +112,13 @@ def serve(
     between_steps: Callable[[], None] = lambda: None,
     afterwards: Callable[[Callable[[], bool]], None] = lambda _: None,
 ) -> Run:
-    """Start the clock, and serve until all of the window is answered, or for as long as that may take.
+    """Start the clock, and serve until the whole window is answered or its drain time is over.
 
-    `afterwards` is called when all of the run has been seen and the users are still there, with a function
-    that lets it go on by a step, or until somebody sends something; that answers False when nobody will.
+    `afterwards` is called at the end of the run while the users still exist. Its argument is a function that
+    continues the run by a step, or until a user sends a turn; it returns False when no turn will come.
 
-    Raises PensieveError for a turn that failed, and whatever `between_steps` raises, which is called at least
-    once a second while there is nothing to do.
+    Raises PensieveError for a failed turn, and any error of `between_steps`. That is called at least once a
+    second while there is nothing to do.
     """
     readings: list[Reading] = []
     edges_s = (window.start_s, window.end_s)
@@ -152,11 +152,11 @@ def serve(
 
 
 class _Loop:
-    """A server and its users, turn by turn.
+    """Server and users of a run, turn by turn.
 
     Attributes:
-      answers: all, in the order of their ends.
-      unanswered: requests of the window without an answer.
+      answers: all answers, in the order of their ends.
+      unanswered: unanswered requests of the window.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class _Loop:
         self._window, self._on_answer = window, on_answer
 
     def go_on(self) -> bool:
-        """A step, or a wait for whoever sends something next; False when nobody will."""
+        """Step, or wait for a user to send a turn; return False when no turn will come."""
         for turn in self._client.take():
             self._server.submit(turn)
             if self._window.has(turn.arrival_s):
@@ -196,6 +196,6 @@ def _read(server: Server) -> Reading:
 
 
 def _next_edge_s(now_s: float, window: Window) -> float:
-    """When an idle loop must look again, though nothing was sent."""
+    """Return when an idle loop must wake up even if no turn was sent."""
     edges_s = (window.start_s, window.end_s, window.end_s + min(_LATE_S, window.drain_s))
     return min((edge_s for edge_s in edges_s if edge_s > now_s), default=math.inf)

@@ -1,7 +1,7 @@
-"""`pensieve serve` as a process of a script: started, waited for, ended.
+"""`pensieve serve` as a child process of a script.
 
-Owns: the process and the address that it tells.
-Does not know: what is asked of it.
+Owns: the process and its address.
+Does not know: what is requested of it.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from pensieve_jax import PensieveError
 
 _LAUNCHER = "from pensieve_jax.commands.main import main; main()"
 _ADDRESS = re.compile(r"http://(?P<host>[^:/]+):(?P<port>\d+)")
-_DRAIN_S = 1  # for turns that still run at the end: nobody waits for them
+_DRAIN_S = 1  # the results of turns that still run at the end are not needed
 _STOP_S = 60.0
 
 
 class ServerEndedError(PensieveError):
-    """A server ended before it was ready."""
+    """The server ended before it was ready."""
 
 
 class ServedProcess:
-    """A server from its start until `close`; a context manager.
+    """Server process until `close`; a context manager.
 
     Attributes:
-      host, port: where it listens.
+      host, port: address that it listens on.
     """
 
     def __init__(self, flags: Sequence[str]) -> None:
-        """Start it on a free port and wait until it is ready; raises ServerEndedError."""
+        """Start the server on a free port and wait until it is ready; raises ServerEndedError."""
         command = [sys.executable, "-c", _LAUNCHER, "serve", "--port=0", f"--drain_s={_DRAIN_S}", *flags]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             self.host, self.port = self._wait()
-        except BaseException:  # Ctrl-C as well: nobody holds it who could end it
+        except BaseException:  # Ctrl-C as well: no caller has the object yet to close it
             self.close()
             raise
 
     @property
     def address(self) -> str:
-        """For clients."""
+        """Base URL of the server."""
         return f"http://{self.host}:{self.port}"
 
     def close(self) -> None:
-        """End it with what it was doing; a second call does nothing. One that does not end is killed."""
+        """Stop the server; a second call does nothing. A server that does not stop in time is killed."""
         if self.process.poll() is None:
             self.process.terminate()
         try:
@@ -71,11 +71,9 @@ class ServedProcess:
         )
 
     def __enter__(self) -> Self:
-        """The server itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End it."""
         self.close()

@@ -1,12 +1,14 @@
-"""Hugging Face transformers' `generate` as a server of a benchmark: static batches, padded on the left.
+"""Hugging Face transformers' `generate` as a benchmark server: static batches, padded on the left.
 
-Owns: which turns make a batch, its padding, and when each of its answers is there.
+Owns: which turns form a batch, its padding, and when each answer is complete.
 Does not know: users or figures.
 
-It is the rival of the Baton paper ("Benchmark"): what waits becomes a batch when the one before has ended,
-and that one goes on to its last token. As in section 5.1 of the paper, an answer is told when its own tokens
-are there, by a streamer, and its row idles from then on. `generate` runs in a thread of its own. Written for
-transformers 5.17, whose model configuration would name an end of sequence if none was said.
+It is the baseline of the Baton paper ("Benchmark"): waiting turns become a batch when the previous batch has
+ended, and a batch runs to its last token. As in section 5.1 of the paper, an answer counts as complete when
+its
+own tokens are there, as a streamer reports; its row then idles. `generate` runs in its own thread. Written
+for
+transformers 5.17, whose model configuration would supply an end of sequence if none was given.
 """
 
 from __future__ import annotations
@@ -27,19 +29,19 @@ from pensieve_lab.serving.peers import PeerError, Transcripts, check_length, hf_
 from pensieve_lab.workload import Answer, History, Steps, UserTurn
 
 SYSTEM = "transformers-static"
-_POLL_S = 0.005  # as of `transformers_server`
-_NO_ID = -1  # an end of sequence that never comes
+_POLL_S = 0.005  # as in `transformers_server`
+_NO_ID = -1  # an end-of-sequence id that is never sampled
 _PADDING_ID = 0
 _WARM_UP_IDS = [3] * 8
 _RANDOM = "random:"
 
 
 class _Stopped(Exception):
-    """Nobody waits for the rest of a batch."""
+    """The rest of a batch is no longer needed."""
 
 
 class _Told(NamedTuple):
-    """What a batch's thread says: ids of every row at a time, or how it ended."""
+    """Report of a batch's thread: ids of every row at a time, or how the batch ended."""
 
     ids: list[int] | None = None
     time_s: float = 0.0
@@ -47,14 +49,14 @@ class _Told(NamedTuple):
 
 
 class _Streamer:
-    """What `generate` gives its tokens to: the prompts first, then a token of every row, step by step."""
+    """Streamer of `generate`: receives the prompts first, then a token of every row per step."""
 
     def __init__(self, told: queue.Queue[_Told], stopped: threading.Event) -> None:
         self._told, self._stopped = told, stopped
         self._has_prompts = False
 
     def put(self, value: Any) -> None:
-        """A step's tokens, in host memory."""
+        """Report a step's tokens, which are in host memory."""
         if self._stopped.is_set():
             raise _Stopped
         if not self._has_prompts:
@@ -63,24 +65,24 @@ class _Streamer:
         self._told.put(_Told(value.reshape(-1).tolist(), time.perf_counter()))
 
     def end(self) -> None:
-        """The last step was told."""
+        """Do nothing: the last step was reported."""
 
 
 class Batch:
     """Prompts in one call of `generate`, which runs in a thread."""
 
     def __init__(self, model: Any, torch: Any, config: Any, prompts: Sequence[Sequence[int]]) -> None:
-        """Begin. `config` is the call's `GenerationConfig`."""
+        """Start generating. `config` is the call's `GenerationConfig`."""
         self._told: queue.Queue[_Told] = queue.Queue()
         self._stopped = threading.Event()
         ids, mask = padded_left(prompts)
         self._pool = ThreadPoolExecutor(1, "static batch")
         self._running = self._pool.submit(self._run, model, torch, config, ids, mask)
-        # What it raised is for whoever waits.
+        # Pass an error on to the caller of `told`.
         self._running.add_done_callback(lambda ended: self._told.put(_Told(error=ended.exception())))
 
     def told(self, timeout_s: float) -> list[_Told]:
-        """What has come, after some seconds at most."""
+        """Return the reports that have come, after waiting `timeout_s` at most for the first."""
         found = []
         try:
             found.append(self._told.get(timeout=timeout_s))
@@ -90,7 +92,7 @@ class Batch:
             return found
 
     def stop(self) -> None:
-        """End it with its next token."""
+        """Stop the batch at its next token."""
         self._stopped.set()
         self._pool.shutdown()
 
@@ -105,10 +107,10 @@ class Batch:
 
 
 class StaticServer:
-    """A `Server` on one batch after the other."""
+    """`Server` that runs one batch after the other."""
 
     def __init__(self, begin: Any, max_batch: int, max_tokens: int, clock: RunClock) -> None:
-        """`begin`: makes a `Batch` of prompts and a number of tokens; see `StaticSystem` for the limits."""
+        """Start without turns; `begin` makes a `Batch` of prompts and a number of tokens."""
         self._begin, self._max_batch, self._max_tokens = begin, max_batch, max_tokens
         self.clock = clock
         self._transcripts = Transcripts()
@@ -120,25 +122,21 @@ class StaticServer:
 
     @property
     def num_unfinished(self) -> int:
-        """See `Server`."""
         return len(self._waiting) + sum(turn is not None for turn in self._rows)
 
     @property
     def has_unfinished(self) -> bool:
-        """See `Server`."""
         return bool(self.num_unfinished)
 
     def remember(self, histories: Iterable[History]) -> None:
-        """See `Server`: the client remembers."""
+        """Keep the histories in the client's transcripts; the server stores none."""
         for history in histories:
             self._transcripts.add(history.conversation_id, history.token_ids)
 
     def submit(self, turn: UserTurn) -> None:
-        """See `Server`."""
         self._waiting.append((turn, self._transcripts.add(turn.conversation_id, turn.token_ids)))
 
     def step(self, until_s: float) -> list[Answer]:
-        """See `Server`."""
         if self._batch is None:
             self._begin_batch()
         assert self._batch is not None
@@ -151,20 +149,20 @@ class StaticServer:
         return answers
 
     def counters(self) -> Mapping[str, float]:
-        """See `Server`: nothing is known."""
+        """Return nothing: transformers reports no counters."""
         return {}
 
     def steps(self) -> Steps:
-        """See `Server`: nothing is known."""
+        """Return nothing: transformers reports no steps."""
         return {}
 
     def stop(self) -> None:
-        """Give up what runs."""
+        """Stop the running batch."""
         if self._batch is not None:
             self._batch.stop()
 
     def _begin_batch(self) -> None:
-        """Of those who wait, in order, as many as there are rows and memory for."""
+        """Start a batch of waiting turns in order, as many as rows and memory allow."""
         turns: list[UserTurn] = []
         prompts: list[list[int]] = []
         num_prompt = num_output = 0
@@ -181,7 +179,7 @@ class StaticServer:
         self._batch = self._begin(prompts, max(turn.output_tokens for turn in turns))
 
     def _see(self, ids: Sequence[int], now_s: float) -> list[Answer]:
-        """A token of every row; those whose last it is are answered."""
+        """Take a token of every row; return the answers that it completes."""
         answers = []
         for row, (turn, one) in enumerate(zip(self._rows, ids, strict=True)):
             if turn is None:
@@ -206,10 +204,10 @@ class StaticServer:
 
 
 class StaticSystem:
-    """One model, for one load point after the other.
+    """One model, for successive load points.
 
     Attributes:
-      label: of reports.
+      label: label of reports.
     """
 
     def __init__(
@@ -222,15 +220,15 @@ class StaticSystem:
         *,
         max_batch: int,
     ) -> None:
-        """Load the model, or make one of random weights; raises ConfigError where that cannot be imported.
+        """Load the model, or make one of random weights; raises ConfigError if transformers is missing.
 
         Args:
-          source: as of `--model`, resolved.
-          model: its shape.
+          source: resolved value of `--model`.
+          model: configuration of the model.
           dtype: "float32", "bfloat16" or "float16".
-          config: `cache` says how much memory it gets: rows times tokens, padding included.
-          attention: as of `TransformersSystem`; what it names of paged attention is left out.
-          max_batch: rows of a batch at most.
+          config: `cache` sets its memory, as rows times tokens with padding.
+          attention: as in `TransformersSystem`; a "paged|" prefix is removed.
+          max_batch: maximum rows of a batch.
         """
         self.label = SYSTEM
         self._torch = import_peer(self.label, "torch")
@@ -253,7 +251,7 @@ class StaticSystem:
         self._model.eval()
 
     def start(self, clock: RunClock) -> StaticServer:
-        """No batch runs; what one before was at is given up."""
+        """Warm up, and start a server without a batch; the previous one is stopped."""
         self.close()
         warm_up = self._begin([_WARM_UP_IDS], 2)
         ended = False
@@ -266,7 +264,7 @@ class StaticSystem:
         return self._server
 
     def describe(self) -> dict[str, Any]:
-        """What a report says of it."""
+        """Return versions and settings for a report."""
         return {
             "transformers": self._transformers.__version__,
             "torch": self._torch.__version__,
@@ -276,11 +274,11 @@ class StaticSystem:
         }
 
     def device_name(self) -> str:
-        """The kind of the device, for reports."""
+        """Return the kind of the device for reports."""
         return f"cuda: {self._torch.cuda.get_device_name(0)}" if self._device == "cuda" else "cpu"
 
     def close(self) -> None:
-        """End the batch that runs."""
+        """Stop the running batch."""
         server, self._server = self._server, None
         if server is not None:
             server.stop()
@@ -293,7 +291,7 @@ class StaticSystem:
 
 
 def padded_left(prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[int]]]:
-    """Ids and mask of prompts that all end in the last column."""
+    """Return ids and mask of prompts that all end in the last column."""
     width = max(map(len, prompts))
     gaps = [width - len(prompt) for prompt in prompts]
     ids = [[_PADDING_ID] * gap + list(prompt) for gap, prompt in zip(gaps, prompts, strict=True)]

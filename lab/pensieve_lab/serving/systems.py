@@ -1,6 +1,6 @@
-"""The systems that conversations are served by, by the names of `--system`.
+"""The systems that can serve conversations, by the names of `--system`.
 
-Owns: which there are, and how each is opened from the flags of a benchmark.
+Owns: the list of systems, and how each is opened from the flags of a benchmark.
 Does not know: what is measured of them.
 """
 
@@ -31,31 +31,32 @@ __all__ = ["ENGINE_SYSTEMS", "OURS", "STORES_IN_8_BITS", "SYSTEMS", "VLLM_OFFLOA
 
 FLAGS = flags.FLAGS
 OURS = (*ENGINE_SYSTEMS, HTTP)
-"""The engine of conversations, in this process or behind its server."""
+"""This project's engine, in this process or behind its server."""
 STORES_IN_8_BITS = (*OURS, *VLLM_SYSTEMS)
 SYSTEMS = (*OURS, *REBATCHING_SYSTEMS, "transformers", STATIC_SYSTEM, *VLLM_SYSTEMS)
 
 
 def open_systems(model: ModelConfig, names: Set[str]) -> Mapping[str, System]:
-    """Load what is named; several systems are the engine's own, and share what is loaded.
+    """Open systems; several must all be of this engine, and share model and pages.
 
-    Of those one serves at a time: what starts one closes the others' engine. Raises ConfigError,
-    PensieveError or ModelError.
+    They serve one at a time: starting one closes the engine of the others. Raises ConfigError, PensieveError
+    or
+    ModelError.
     """
     if len(names) == 1:
         return {name: open_system(name, model) for name in names}
-    first, *others = (name for name in ENGINE_SYSTEMS if name in names)  # in the order of their memory
+    first, *others = (name for name in ENGINE_SYSTEMS if name in names)  # by memory size
     system = EngineSystem(first, system_config(first, engine_config()))
     return {first: system} | {name: system.sibling(name) for name in others}
 
 
 def open_system(name: str, model: ModelConfig) -> System:
-    """Load what is named; raises ConfigError, PensieveError or ModelError."""
+    """Open a system; raises ConfigError, PensieveError or ModelError."""
     config = engine_config()
     if name in ENGINE_SYSTEMS:
         return EngineSystem(name, system_config(name, config))
     if name == HTTP:
-        # Imported late: nobody else needs the packages of the server.
+        # Imported late: other systems do not need the server's packages.
         from pensieve_lab.serving.http_server import HttpSystem
 
         return HttpSystem(system_config(PENSIEVE, config))
@@ -83,7 +84,7 @@ def open_system(name: str, model: ModelConfig) -> System:
 
 
 def _padded_lengths() -> tuple[int, ...] | None:
-    """What `--padded_lengths` says; the engine's configuration has the limits."""
+    """Parse `--padded_lengths`; the engine's configuration checks the limits."""
     words = FLAGS.padded_lengths
     if not all(word.isdecimal() for word in words):
         raise ConfigError("--padded_lengths", ",".join(words), "numbers with commas between them")

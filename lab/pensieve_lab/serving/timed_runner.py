@@ -1,6 +1,6 @@
-"""When steps and copies began and ended: a runner and its transfers, timed around another one's.
+"""A runner and transfers that time the steps and copies of another runner.
 
-Owns: what counts as a step's wall time, as the host's, and as waiting for the device; how long copies take.
+Owns: what counts as wall time of a step, as host time, and as waiting for the device; how long copies take.
 Does not know: what a step computes.
 """
 
@@ -20,29 +20,29 @@ from pensieve_jax.scheduler import PlanLayout, StepPlan, StepResult
 from pensieve_lab.serving.host_parts import WAIT, HostParts
 from pensieve_lab.workload import StepLog, Steps
 
-_READY_S = 1e-4  # a fetch that is shorter found its ids on the host
+_READY_S = 1e-4  # a shorter fetch found its ids on the host already
 
 
 class TimedRunner:
-    """Passes everything on to `runner`.
+    """Wrapper that forwards to `runner` and records times.
 
-    A step's time is that of `StepLog`, from when its dispatch begins. While steps follow one another the host
-    works from a fetch to the next dispatch, beside the step that was dispatched before.
+    A step's time is that of `StepLog`, from the start of its dispatch. While steps follow one another, the
+    host works from a fetch to the next dispatch, concurrently with the step dispatched before.
 
     Attributes:
       layouts, transfers: the runner's.
-      host_s: from fetches to the dispatches that followed, while a step was in flight.
+      host_s: time from fetches to the following dispatches, while a step was in flight.
       num_host_steps: dispatches that `host_s` counts.
-      dispatch_s: within dispatches, copies of chunks that begin with them included; the launches of kernels
-        are not, where jaxlib makes them in a thread of its own.
-      device_wait_s: blocked in fetches.
-      num_late_steps: fetches whose ids were there already: the device may have waited for the host.
-      parts: of the host's time.
-      inner: the runner.
+      dispatch_s: time within dispatches, including copies of chunks that start with them; kernel launches are
+        excluded if jaxlib makes them in its own thread.
+      device_wait_s: time blocked in fetches.
+      num_late_steps: fetches whose ids were already there: the device may have waited for the host.
+      parts: breakdown of the host's time.
+      inner: the wrapped runner.
     """
 
     def __init__(self, runner: Runner, timer: Callable[[], float] = time.perf_counter) -> None:
-        """`timer` counts seconds from any origin."""
+        """Wrap `runner`; `timer` counts seconds from any origin."""
         self.layouts: Mapping[int, PlanLayout] = runner.layouts
         self.parts = HostParts(timer)
         self.timed_transfers = TimedTransfers(runner.transfers, self.parts, timer)
@@ -56,7 +56,7 @@ class TimedRunner:
 
     @contextlib.contextmanager
     def recording(self, plans: list[StepPlan]) -> Iterator[None]:
-        """Every plan that is dispatched meanwhile goes into `plans`."""
+        """Append every plan that is dispatched within the context to `plans`."""
         self._recorded = plans
         try:
             yield
@@ -65,29 +65,25 @@ class TimedRunner:
 
     @property
     def totals(self) -> Steps:
-        """Of fetched steps, by bucket."""
+        """Totals of fetched steps by bucket."""
         return self._steps.totals
 
     @property
     def in_flight(self) -> bool:
-        """A step was dispatched and not fetched."""
+        """Whether a dispatched step was not fetched yet."""
         return self._steps.first_begun_s is not None
 
     @property
     def num_compilations(self) -> int:
-        """See `Runner`."""
         return self.inner.num_compilations
 
     def fill_tiles(self, plan: StepPlan) -> None:
-        """See `Runner`."""
         self.inner.fill_tiles(plan)
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """See `Runner`."""
         self.inner.warm_up(progress)
 
     def dispatch(self, plan: StepPlan) -> Any:
-        """See `Runner`."""
         self.parts.lap("plan")
         if self._recorded is not None:
             self._recorded.append(plan)
@@ -107,8 +103,7 @@ class TimedRunner:
         return handle
 
     def fetch(self, handle: Any) -> StepResult:
-        """See `Runner`."""
-        self.parts.lap("finish")  # of nothing: right after a launch
+        self.parts.lap("finish")  # empty if it follows a launch directly
         asked_s = self._timer()
         result = self.inner.fetch(handle)
         now_s = self._timer()
@@ -119,26 +114,24 @@ class TimedRunner:
         return result
 
     def reset(self) -> None:
-        """See `Runner`."""
         self._steps.forget()
         self.timed_transfers.forget()
         self.inner.reset()
 
     def memory_analysis(self) -> dict[str, Any]:
-        """See `Runner`."""
         return self.inner.memory_analysis()
 
 
 class TimedTransfers:
-    """Passes everything on to `transfers`.
+    """Wrapper that forwards to `transfers` and records times.
 
     Attributes:
-      out_s, in_s: from when copies were asked for until they were named as complete or expedited, together.
-      num_out, num_in: such copies.
+      out_s, in_s: total time from the request of copies until they were reported complete or expedited.
+      num_out, num_in: number of these copies.
     """
 
     def __init__(self, transfers: Transfers, parts: HostParts, timer: Callable[[], float]) -> None:
-        """`parts` has the host's time for them as "complete" and "copies"."""
+        """Wrap `transfers`; `parts` gets the host's time for them as "complete" and "copies"."""
         self.out_s = self.in_s = 0.0
         self.num_out = self.num_in = 0
         self._transfers = transfers
@@ -148,27 +141,23 @@ class TimedTransfers:
         self._asked_in_s: dict[int, float] = {}
 
     def swap_out(self, copies: Sequence[ChunkCopy]) -> None:
-        """See `Transfers`."""
         self._parts.lap("schedule")
         self._parts.work["chunks_out"] += len(copies)
         self._asked_out_s |= dict.fromkeys((copy.copy_id for copy in copies), self._timer())
         self._transfers.swap_out(copies)
 
     def swap_in(self, copies: Sequence[ChunkCopy]) -> None:
-        """See `Transfers`."""
         self._parts.work["chunks_in"] += len(copies)
         self._asked_in_s |= dict.fromkeys((copy.copy_id for copy in copies), self._timer())
         self._transfers.swap_in(copies)
 
     def expedite(self, copy_ids: Collection[int]) -> None:
-        """See `Transfers`."""
         self._transfers.expedite(copy_ids)
         self._parts.work["expedited"] += len(copy_ids)
         self._end(copy_ids)
         self._parts.lap("copies")
 
     def completed(self) -> Ended:
-        """See `Transfers`."""
         ended = self._transfers.completed()
         for copy_ids in ended:
             self._parts.work["ended"] += len(copy_ids)
@@ -177,12 +166,11 @@ class TimedTransfers:
         return ended
 
     def wait(self) -> None:
-        """See `Transfers`."""
         self._transfers.wait()
         self._parts.lap(WAIT)
 
     def stats(self) -> dict[str, int | float]:
-        """See `Transfers`; and the copies' own times."""
+        """Return the transfers' counters and the copies' times."""
         return {
             **self._transfers.stats(),
             "swap_out_s": self.out_s,
@@ -192,7 +180,7 @@ class TimedTransfers:
         }
 
     def forget(self) -> None:
-        """Copies that are in flight will not be named."""
+        """Forget copies in flight, which will not be reported complete."""
         self._asked_out_s.clear()
         self._asked_in_s.clear()
 

@@ -1,10 +1,10 @@
-"""Hugging Face transformers' continuous batching as a server of a benchmark (written for transformers 5.17).
+"""Hugging Face transformers' continuous batching as a benchmark server (written for transformers 5.17).
 
 Owns: its set-up with the same memory, batch and model, and reading its results.
 Does not know: users or figures.
 
-Every turn sends its whole history. What requests left in memory is found again by its tokens, in whole blocks
-from the beginning on, until other requests need the room.
+Every turn sends its whole history. A request reuses cached blocks whose tokens match its prompt from the
+beginning on, as long as other requests have not evicted them.
 """
 
 from __future__ import annotations
@@ -18,38 +18,36 @@ from pensieve_lab.serving.clock import RunClock
 from pensieve_lab.serving.peers import PeerError, Transcripts, check_length, hf_config, import_peer, usage
 from pensieve_lab.workload import Answer, History, Steps, UserTurn
 
-_POLL_S = 0.005  # a third of a step of the models meant here; it decides how soon new turns are handed over
-_NO_ID = -1  # its word for an end of sequence that never comes
+_POLL_S = 0.005  # a third of a step of typical models; bounds the delay of new turns
+_NO_ID = -1  # an end-of-sequence id that is never sampled
 _WARM_UP_IDS = [3] * 8
-_BLOCK_TOKENS = 256  # its default, which some of its attention back ends need
+_BLOCK_TOKENS = 256  # transformers' default, required by some of its attention back ends
 _RANDOM = "random:"
 
 
 class TransformersServer:
-    """A `Server` on a running `ContinuousBatchingManager`, which has a thread of its own."""
+    """`Server` on a running `ContinuousBatchingManager`, which has its own thread."""
 
     def __init__(self, manager: Any, clock: RunClock) -> None:
-        """Stamps of the manager are readings of the timer that `clock` counts by."""
+        """Take the manager, whose timestamps use the same timer as `clock`."""
         self._manager = manager
         self.clock = clock
         self._transcripts = Transcripts()
         self._turns: dict[str, UserTurn] = {}
         self._num_requests = 0
-        self._num_found: dict[str, int] = {}  # tokens that the cache had of a request's prompt
+        self._num_found: dict[str, int] = {}  # cached tokens of a request's prompt
         self._note_what_is_found(manager.batch_processor.cache)
 
     @property
     def num_unfinished(self) -> int:
-        """See `Server`."""
         return len(self._turns)
 
     @property
     def has_unfinished(self) -> bool:
-        """See `Server`."""
         return bool(self._turns)
 
     def remember(self, histories: Iterable[History]) -> None:
-        """See `Server`: the client remembers, and every history is read once."""
+        """Send every history once; the client keeps the transcripts."""
         num_left = 0
         for history in histories:
             self._transcripts.add(history.conversation_id, history.token_ids)
@@ -59,30 +57,28 @@ class TransformersServer:
             num_left -= len(self._results())
 
     def submit(self, turn: UserTurn) -> None:
-        """See `Server`."""
         transcript = self._transcripts.add(turn.conversation_id, turn.token_ids)
         request_id = self._add(transcript, turn.output_tokens)
         self._turns[request_id] = turn
 
     def step(self, until_s: float) -> list[Answer]:
-        """See `Server`."""
         return [self._answer(result) for result in self._results()]
 
     def counters(self) -> Mapping[str, float]:
-        """See `Server`: nothing is known."""
+        """Return nothing: transformers reports no counters."""
         return {}
 
     def steps(self) -> Steps:
-        """See `Server`: nothing is known."""
+        """Return nothing: transformers reports no steps."""
         return {}
 
     def _note_what_is_found(self, cache: Any) -> None:
-        """From here on note what `cache` has of prompts, which no result says. Its thread calls."""
+        """Record the cache hits of prompts, which results do not report; the cache's thread calls this."""
         search = cache.search_prefix_match
 
         def noted(request_id: str, prompt_ids: list[int]) -> int:
             num_tokens: int = search(request_id, prompt_ids)
-            if num_tokens:  # a request that waits is looked up again; one that was evicted finds its answer
+            if num_tokens:  # only the first lookup counts: an evicted request would also match its own answer
                 self._num_found.setdefault(request_id, num_tokens)
             return num_tokens
 
@@ -101,7 +97,7 @@ class TransformersServer:
         return request_id
 
     def _results(self) -> list[Any]:
-        """What has ended, after some milliseconds at most; raises PeerError for what failed."""
+        """Wait at most `_POLL_S` for finished results; raises PeerError if one failed."""
         results = []
         result = self._manager.get_result(timeout=_POLL_S)
         while result is not None:
@@ -123,24 +119,25 @@ class TransformersServer:
 
 
 class TransformersSystem:
-    """One model; a manager for each load point.
+    """One model, with a manager per load point.
 
     Attributes:
-      label: of reports.
+      label: label of reports.
     """
 
     def __init__(
         self, source: str, model: ModelConfig, dtype: str, config: EngineConfig, attention: str
     ) -> None:
-        """Load the model, or make one of random weights; raises ConfigError where that cannot be imported.
+        """Load the model, or make one of random weights; raises ConfigError if transformers is missing.
 
         Args:
-          source: as of `--model`, resolved.
-          model: its shape.
+          source: resolved value of `--model`.
+          model: configuration of the model.
           dtype: "float32", "bfloat16" or "float16".
-          config: `cache` and `scheduler` say how much memory and how large a batch it gets.
-          attention: what computes attention, e.g. "flash_attention_2", or "paged|sdpa"; plain "sdpa" is
-            replaced by flash attention where transformers finds one, or believes that it can fetch one.
+          config: `cache` and `scheduler` set its memory and batch size.
+          attention: attention implementation, e.g. "flash_attention_2", or "paged|sdpa". Transformers
+          replaces
+            plain "sdpa" by flash attention if it finds it, or believes that it can download it.
         """
         self.label = "transformers"
         self._torch = import_peer(self.label, "torch")
@@ -159,7 +156,7 @@ class TransformersSystem:
             self._model = causal.from_pretrained(source, device_map=self._device, **options)
 
     def start(self, clock: RunClock) -> TransformersServer:
-        """A manager with an empty cache; the one before is stopped."""
+        """Start a manager with an empty cache; the previous one is stopped."""
         self.close()
         generation = import_peer(self.label, "transformers.generation")
         cache, scheduler = self._config.cache, self._config.scheduler
@@ -173,7 +170,7 @@ class TransformersSystem:
             ),
         )
         self._manager.warmup()
-        # Batching asynchronously it needs a request to begin with.
+        # Asynchronous batching needs a request to begin with.
         self._manager.add_request(_WARM_UP_IDS, request_id="warm-up", max_new_tokens=2, eos_token_id=_NO_ID)
         self._manager.start()
         while self._manager.get_result(timeout=_POLL_S) is None:
@@ -182,7 +179,7 @@ class TransformersSystem:
         return TransformersServer(self._manager, clock)
 
     def describe(self) -> dict[str, Any]:
-        """What a report says of it."""
+        """Return versions and settings for a report."""
         return {
             "transformers": self._transformers.__version__,
             "torch": self._torch.__version__,
@@ -190,11 +187,11 @@ class TransformersSystem:
         }
 
     def device_name(self) -> str:
-        """The kind of the device, for reports."""
+        """Return the kind of the device for reports."""
         return f"cuda: {self._torch.cuda.get_device_name(0)}" if self._device == "cuda" else "cpu"
 
     def close(self) -> None:
-        """Stop the manager, if one runs; what it has not answered it gives up."""
+        """Stop the manager, if one runs, and drop its unanswered requests."""
         manager, self._manager = self._manager, None
         if manager is not None:
             manager.stop(block=True, timeout=10, hard_stop=True)

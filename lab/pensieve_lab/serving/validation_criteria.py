@@ -4,8 +4,8 @@ Owns: the figures that are compared, the limits, and when a load point is over t
 Does not know: where either side comes from.
 
 Over the knee latencies grow for as long as a run lasts, so throughput counts there, and latency elsewhere.
-Users slow down with the server, since they wait for answers: where all that is sent is served in the end,
-turns that wait for a second say that it is over the knee.
+Users wait for answers and so slow down with the server. If everything that is sent is served in the end, a
+mean wait of a second for the first token shows that the point is over the knee.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ MAX_STEP_DIFFERENCE = 0.10
 MAX_THROUGHPUT_DIFFERENCE = 0.10
 MAX_LATENCY_DIFFERENCE = 0.10
 MAX_HIT_RATE_DIFFERENCE = 0.03
-_KNEE_SHARE = 0.95  # of what was sent; a window's edges move less than that
-_KNEE_WAIT_S = 1.0  # until the first token, on the average
-_MIN_STEP_SHARE = 0.01  # of the time in steps: buckets with less are shown, and decide nothing
+_KNEE_SHARE = 0.95  # of what was sent; requests at the window's edges make less difference than that
+_KNEE_WAIT_S = 1.0  # mean time to first token
+_MIN_STEP_SHARE = 0.01  # of the time in steps; buckets with less are only shown
 _RELATIVE, _POINTS = "relative", "points"
 _SPREADS = {"ms/token": "normalized_latency_s", "ttft ms": "first_token_s", "tpot ms": "output_token_s"}
 _PARTS = ("mean", "p50", "p90", "p99")
@@ -37,13 +37,13 @@ Figures = Mapping[str, Any]
 
 
 class Criterion(NamedTuple):
-    """One figure of a load point.
+    """Comparison of one figure of a load point.
 
     Attributes:
-      figure: its name.
-      measured, simulated: None where there was nothing to measure.
-      difference: of the simulated one, as a share of the measured one, or for hit rates as it is.
-      limit: the largest difference that passes; None where the figure is only shown.
+      figure: name of the figure.
+      measured, simulated: values; None if there was nothing to measure.
+      difference: simulated minus measured, relative to the measured value except for hit rates.
+      limit: largest difference that passes; None if the figure is only shown.
     """
 
     figure: str
@@ -54,21 +54,21 @@ class Criterion(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Pass, miss, or a dash for what decides nothing."""
+        """Pass, miss, or a dash for a figure that is only shown."""
         if self.limit is None:
             return "-"
         return "pass" if self.difference is not None and abs(self.difference) <= self.limit else "MISS"
 
 
 def is_over_the_knee(measured: Figures) -> bool:
-    """Clearly less was served than was sent, or turns wait for long before they begin."""
+    """Return whether clearly less was served than sent, or turns wait long for their first token."""
     sent, first = measured["sent_requests_per_s"], measured["first_token_s"]
     is_late = first is not None and first["mean"] > _KNEE_WAIT_S
     return bool(sent) and (is_late or measured["requests_per_s"] < _KNEE_SHARE * sent)
 
 
 def criteria(measured: Figures, simulated: Figures) -> list[Criterion]:
-    """Of one load point: what decides first, then what helps to see why."""
+    """Compare a load point: first the figures that decide, then those that help to explain."""
     over = is_over_the_knee(measured)
     found = [
         _compare(
@@ -95,12 +95,12 @@ def criteria(measured: Figures, simulated: Figures) -> list[Criterion]:
 
 
 def missed(points: Sequence[Sequence[Criterion]]) -> int:
-    """How many criteria were missed."""
+    """Count the missed criteria."""
     return sum(one.verdict == "MISS" for point in points for one in point)
 
 
 def _step_criteria(measured: Mapping[str, Figures], simulated: Mapping[str, Figures]) -> Iterator[Criterion]:
-    """Mean step times, and what was in the steps, bucket by bucket."""
+    """Compare step times and contents bucket by bucket."""
     seconds = sum(one["num_steps"] * one["mean_s"] for one in measured.values())
     for bucket, one in measured.items():
         other: Figures = simulated.get(bucket, {})

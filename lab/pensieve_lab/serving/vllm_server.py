@@ -1,4 +1,4 @@
-"""vLLM (0.26 and 0.33) as a server of a benchmark: its prefix cache on, off, or with host memory.
+"""vLLM (0.26 and 0.33) as a benchmark server: prefix cache on, off, or with host memory.
 
 Owns: its set-up with the same memory, batch and model, and reading its results.
 Does not know: users or figures.
@@ -27,7 +27,7 @@ from pensieve_lab.workload import Answer, History, Steps, UserTurn
 OFFLOAD = "vllm-offload"
 SYSTEMS = ("vllm", "vllm-no-prefix", OFFLOAD)
 _RANDOM = "random:"
-_KV_DTYPES = {None: "auto", "float8_e4m3fn": "fp8"}  # its names of ours
+_KV_DTYPES = {None: "auto", "float8_e4m3fn": "fp8"}  # vLLM's names of our types
 _NUM_RESETS, _RESET_PAUSE_S = (
     20,
     0.1,
@@ -35,7 +35,7 @@ _NUM_RESETS, _RESET_PAUSE_S = (
 
 
 class _Request:
-    """A turn that was submitted, and what came of it."""
+    """Submitted turn and its results."""
 
     def __init__(self, turn: UserTurn) -> None:
         self.turn = turn
@@ -45,10 +45,10 @@ class _Request:
 
 
 class VllmServer:
-    """A `Server` on an `LLMEngine`, stepped as ours is."""
+    """`Server` on an `LLMEngine`, stepped like our engine."""
 
     def __init__(self, engine: Any, params: Any, clock: RunClock, *, has_cache: bool) -> None:
-        """`params`: makes sampling parameters for a number of tokens."""
+        """Take the engine; `params` makes sampling parameters for a number of tokens."""
         self._engine = engine
         self._params = params
         self.clock = clock
@@ -59,16 +59,14 @@ class VllmServer:
 
     @property
     def num_unfinished(self) -> int:
-        """See `Server`."""
         return len(self._requests)
 
     @property
     def has_unfinished(self) -> bool:
-        """See `Server`."""
         return bool(self._requests)
 
     def remember(self, histories: Iterable[History]) -> None:
-        """See `Server`: the client remembers, and where there is a cache every history is read once."""
+        """Keep the transcripts, and with a prefix cache send every history once."""
         for history in histories:
             self._transcripts.add(history.conversation_id, history.token_ids)
             if self._has_cache:
@@ -77,13 +75,11 @@ class VllmServer:
             self._engine.step()
 
     def submit(self, turn: UserTurn) -> None:
-        """See `Server`."""
         transcript = self._transcripts.add(turn.conversation_id, turn.token_ids)
         request_id = self._add(transcript, turn.output_tokens)
         self._requests[request_id] = _Request(turn)
 
     def step(self, until_s: float) -> list[Answer]:
-        """See `Server`."""
         outputs, now_s = self._engine.step(), self.clock.now()
         answers = []
         for output in outputs:
@@ -97,15 +93,15 @@ class VllmServer:
         return answers
 
     def counters(self) -> Mapping[str, float]:
-        """See `Server`: nothing is known."""
+        """Return nothing: vLLM reports no counters."""
         return {}
 
     def steps(self) -> Steps:
-        """See `Server`: nothing is known."""
+        """Return nothing: vLLM reports no steps."""
         return {}
 
     def cancel(self) -> None:
-        """End what runs."""
+        """Cancel all running requests."""
         if self._requests:
             self._engine.abort_request(list(self._requests))
             self._requests.clear()
@@ -125,10 +121,10 @@ class VllmServer:
 
 
 class VllmSystem:
-    """One engine, with an emptied prefix cache for each load point.
+    """One engine, whose prefix cache is emptied for each load point.
 
     Attributes:
-      label: of reports.
+      label: label of reports.
     """
 
     def __init__(
@@ -145,15 +141,15 @@ class VllmSystem:
 
         Args:
           name: one of `SYSTEMS`.
-          source: as of `--model`, resolved.
-          model: its shape.
+          source: resolved value of `--model`.
+          model: configuration of the model.
           dtype: "float32", "bfloat16" or "float16".
-          config: `cache` and `scheduler` say how much memory and how large a batch it gets.
-          offload_prompt_only: vLLM's own default, by which a reply reaches host memory one turn late, as a
-            part of the next prompt.
+          config: `cache` and `scheduler` set its memory and batch size.
+          offload_prompt_only: vLLM's own default, by which a reply reaches host memory one turn late, as part
+            of the next prompt.
 
-        Raises ConfigError where vllm cannot be imported, there is no host memory to offload to, or it has no
-        such pages.
+        Raises ConfigError if vllm cannot be imported, there is no host memory to offload to, or vLLM does not
+        support the data type of the pages.
         """
         self.label = f"{name}, prompts only" if name == OFFLOAD and offload_prompt_only else name
         self._has_host = name == OFFLOAD
@@ -177,7 +173,7 @@ class VllmSystem:
             "tensor_parallel_size": config.runner.tensor_parallel_size,
         }
         if self._has_host:
-            slot = slot_bytes(model, cache, resolve_dtype(dtype, model))  # what our pages there take
+            slot = slot_bytes(model, cache, resolve_dtype(dtype, model))  # our page size in host memory
             cpu_bytes = cache.cpu_bytes or cache.cpu_pages * slot
             if not cpu_bytes:
                 raise ConfigError("--cpu_bytes", cache.cpu_bytes, "given, or --cpu_pages, for vllm-offload")
@@ -216,12 +212,12 @@ class VllmSystem:
         return {"vllm": self._vllm.__version__, "torch": torch.__version__, "options": self._options}
 
     def device_name(self) -> str:
-        """The kind of the device, for reports."""
+        """Return the kind of the device for reports."""
         torch = import_peer(self.label, "torch")
         return f"cuda: {torch.cuda.get_device_name(0)}"
 
     def close(self) -> None:
-        """Cancel what runs, and end the engine's process, for which this one would wait for ever."""
+        """Cancel running requests, and shut down the engine's process, which exit would wait for forever."""
         self._cancel()
         self._engine.engine_core.shutdown()
 
@@ -234,7 +230,7 @@ class VllmSystem:
         return options
 
     def _empty(self) -> None:
-        """Forget what was cached. Without `reset_connector`, host memory stays full."""
+        """Empty the caches. Without `reset_connector`, host memory would stay full."""
         for _ in range(_NUM_RESETS):
             is_empty = self._engine.reset_prefix_cache(
                 reset_running_requests=False, reset_connector=self._has_host

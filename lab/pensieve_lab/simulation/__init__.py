@@ -1,1 +1,2 @@
-"""What `simulate_serving.py` stands on: one part of a trace, memory to try, what is saved, a picture."""
+"""Parts of `simulate_serving.py`: sampling a trace, choosing memory sizes, measuring savings, drawing
+them."""

@@ -1,6 +1,6 @@
-"""Memory to try a trace with: between sizes at which everything is lost and at which everything stays.
+"""Memory sizes to simulate a trace with, from one that keeps almost nothing to one that keeps everything.
 
-Owns: the choice of sizes, and how they read.
+Owns: the choice of sizes, and how they are printed.
 Does not know: engines.
 """
 
@@ -11,42 +11,43 @@ from typing import NamedTuple
 
 from pensieve_lab.workload import Session
 
-_GPU_BYTES = 40_000_000_000  # for KV state, as in the paper; a trace may need less
-_GPU_SHARE = 1 / 8  # of the state of all conversations
-_LEAST_CONTEXTS = 1.25  # of the longest, which a part of the trace need not hold
-_LEAST_PAGES = 2  # of any engine
+_GPU_BYTES = 40_000_000_000  # for the KV cache, as in the paper; the upper limit
+_GPU_SHARE = 1 / 8  # of the KV cache of all conversations
+_LEAST_CONTEXTS = 1.25  # of the longest context, which a sampled part may not contain
+_LEAST_PAGES = 2  # the minimum of any engine
 _HOST_TIMES_GPU = (1, 2, 4)
 
 
 class Memory(NamedTuple):
-    """For KV state, in bytes."""
+    """Device and host memory for the KV cache, in bytes."""
 
     gpu_bytes: int
     cpu_bytes: int
 
     def __str__(self) -> str:
-        """As in tables."""
         host = f" + {gigabytes(self.cpu_bytes)} host" if self.cpu_bytes else ""
         return f"{gigabytes(self.gpu_bytes)} device{host}"
 
 
 def gigabytes(num_bytes: float) -> str:
-    """With two digits where they are few."""
+    """Format a size in GB, with two significant digits below 10 GB."""
     size = num_bytes / 1e9
     return f"{size:,.0f} GB" if size >= 10 else f"{size:.2g} GB"
 
 
 def state_tokens(sessions: Sequence[Session]) -> int:
-    """Of all conversations, when everything has been said."""
+    """Return the tokens of all finished conversations."""
     return sum(session.conversation.num_tokens for session in sessions)
 
 
 def device_bytes(
     sessions: Sequence[Session], token_bytes: int, max_context_tokens: int, page_tokens: int
 ) -> int:
-    """What the paper's machine has, or an eighth of all state if that is less, for a context at least.
+    """Choose the device memory for the KV cache of a trace.
 
-    A context takes whole pages of `page_tokens`, which of a short one are more than its share.
+    It is the smaller of the paper's 40 GB and an eighth of the trace's KV cache, but at least 1.25 of the
+    longest context. A context occupies whole pages of `page_tokens`, so a short one needs more than its
+    share.
     """
     num_pages = max(-(-max_context_tokens // page_tokens), _LEAST_PAGES)
     least = max(_LEAST_CONTEXTS * max_context_tokens, num_pages * page_tokens)
@@ -55,11 +56,11 @@ def device_bytes(
 
 
 def host_bytes(gpu_bytes: int) -> list[int]:
-    """As much as the device has, and multiples."""
+    """Return the host memory sizes to try: multiples of the device memory."""
     return [times * gpu_bytes for times in _HOST_TIMES_GPU]
 
 
 def _rounded(num_bytes: float) -> int:
-    """Up, to two digits."""
+    """Round up to two significant digits."""
     magnitude = 10 ** max(len(str(int(num_bytes))) - 2, 0)
     return -(-int(num_bytes) // magnitude) * magnitude

@@ -1,11 +1,12 @@
-"""One GPU's part of a trace: as many of its conversations as a stateless server answers in time.
+"""The part of a trace for one GPU: as many conversations as a stateless server answers in time.
 
-Owns: which conversations are served, when they begin, and how the part is found.
-Does not know: what serves it beyond how long answers took.
+Owns: which conversations are served, when they begin, and the search for the part.
+Does not know: the server, except for its mean latency.
 
-A load that the slowest system keeps up with lets all of them be compared: past it, latencies say how long
-the trace was. A trace with arrivals is thinned, as a router that keeps conversations in their place would;
-one without them begins at random times, as often as it may.
+If the slowest system keeps up with a load, all systems can be compared on it. Beyond that load, latencies
+only measure the length of the trace. A trace with arrivals is thinned, as a router with session affinity
+would
+do. A trace without them gets Poisson arrivals at the highest rate that is in time.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ import numpy as np
 
 from pensieve_lab.workload import ExponentialThink, RecordedThink, Session, Trace, make_sessions
 
-_NEAR_ENOUGH = 0.6  # of the level
+_NEAR_ENOUGH = 0.6  # stop the search at this share of the latency level
 _MAX_TRIES = 7
 _FIRST_RATE_PER_S, _MAX_RATE_PER_S = 1.0, 1000.0
 _OTHERWISE_THINK_S = 60.0
 
 type Latency = Callable[[Sequence[Session]], float]
-"""Mean seconds a token that the stateless system takes to serve these."""
+"""Return the mean latency per token (s) of the stateless system for these sessions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What is served.
+    """Conversations to serve.
 
     Attributes:
-      share: of the conversations of the trace.
-      rate_per_s: of conversations; None as recorded.
-      has_pauses: every pause between turns was recorded; otherwise missing ones are drawn.
+      share: share of the trace's conversations.
+      rate_per_s: conversations that arrive per second; None if arrivals are as recorded.
+      has_pauses: whether every pause between turns was recorded; missing pauses are drawn.
       sessions: in order of arrival.
-      in_time: they were answered within the level that was asked for; None if none was.
+      in_time: whether they were answered within the latency level; None if no level was given.
     """
 
     share: float
@@ -47,18 +48,18 @@ class Part:
 
     @property
     def of_all(self) -> str:
-        """As in "all of" a trace, and "12% of" it."""
+        """Quantity for a sentence: "all of" or "12% of" a trace."""
         return "all of" if self.share == 1 else f"{100 * self.share:.3g}% of"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """Parts of a trace of any size, each within the larger.
+    """Sampler of parts of a trace. With one seed, a smaller part is a subset of a larger one.
 
     Attributes:
-      trace: all of it.
-      time_scale: multiplies recorded arrivals and pauses.
-      seed: of the draws.
+      trace: the whole trace.
+      time_scale: factor of recorded arrivals and pauses.
+      seed: seed of all random draws.
     """
 
     trace: Trace
@@ -67,11 +68,11 @@ class Sampler:
 
     @property
     def has_arrivals(self) -> bool:
-        """Of every conversation."""
+        """Whether the arrival of every conversation was recorded."""
         return all(one.arrival_s is not None for one in self.trace.conversations)
 
     def part(self, share: float, rate_per_s: float | None) -> Part:
-        """Raises a workload's error."""
+        """Draw a share of the conversations; raises the workload's error if the trace cannot be replayed."""
         conversations = self.trace.conversations
         num_drawn = max(round(share * len(conversations)), 1)
         drawn = np.random.default_rng(self.seed).permutation(len(conversations))[:num_drawn]
@@ -93,15 +94,16 @@ class Sampler:
         )
 
     def share_of_turns(self, max_turns: int) -> float:
-        """Of the conversations that have about so many turns."""
+        """Return the share of conversations that has about `max_turns` turns."""
         return min(1.0, max_turns / self.trace.num_turns)
 
 
 def fitting_part(sampler: Sampler, max_turns: int, level_s: float, latency_s: Latency) -> Part:
-    """The largest part of at most about `max_turns` that is answered within `level_s` a token, or nearly.
+    """Find the largest part of about `max_turns` turns at most that is answered within `level_s` a token.
 
-    Found by serving parts, between one that was answered in time and one that was not: shares of a trace
-    with arrivals, else rates. If none is in time it is the smallest that was tried, which says so.
+    The search bisects between a part that was in time and one that was not. It varies the share of a trace
+    with arrivals, else the arrival rate, and stops near the level. If no part is in time, the smallest part
+    that was tried is returned, with `in_time` False.
     """
     largest = sampler.share_of_turns(max_turns)
     most = largest if sampler.has_arrivals else _MAX_RATE_PER_S

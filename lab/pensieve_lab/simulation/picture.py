@@ -1,6 +1,6 @@
-"""The picture of what state saves: tokens computed, time a token, and where histories were found.
+"""The picture of savings: prefilled tokens, latency per token, and where histories were found.
 
-Owns: the picture. Does not know: how the figures came about.
+Owns: the picture. Does not know: how the figures were measured.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pensieve_lab.simulation.savings import Served
+from pensieve_lab.simulation.savings import SystemResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _INCHES_OF_PANEL, _INCHES_OF_SYSTEM, _INCHES_BESIDE = 3.9, 0.62, 1.6
 _DOTS_PER_INCH = 110
-_WIDE = 10  # times: from here on an axis is logarithmic
+_WIDE = 10  # ratio of largest to smallest value from which the axis is logarithmic
 _LATENCIES = {"p50": "o", "p90": "s", "p99": "^"}
-# Tone and hatch, so that they can be told apart without colour.
+# Tone and hatch tell the parts apart without colour.
 _HISTORY = (
     ("on the device", "#20638f", ""),
     ("on the host", "#8fbfdc", "///"),
@@ -26,8 +26,8 @@ _HISTORY = (
 )
 
 
-def draw_savings(served: Sequence[Served], title: str, path: Path) -> None:
-    """A row for each system in three panels; raises OSError."""
+def draw_savings(served: Sequence[SystemResult], title: str, path: Path) -> None:
+    """Draw three panels with a row per system; raises OSError if the file cannot be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -71,10 +71,10 @@ def draw_savings(served: Sequence[Served], title: str, path: Path) -> None:
 
 
 def _scale(latency: Axes, values_ms: Sequence[float]) -> None:
-    """From 0, unless the smallest values would lie on one another."""
+    """Start the axis at 0, or use a logarithmic axis if the smallest values would overlap."""
     from matplotlib.ticker import LogLocator
 
-    label = "ms a token, arrival to last token"
+    label = "ms/token, arrival to last token"
     if max(values_ms) < _WIDE * min(values_ms):
         latency.set_xlim(0, 1.1 * max(values_ms))
         latency.set_xlabel(label)
@@ -86,6 +86,6 @@ def _scale(latency: Axes, values_ms: Sequence[float]) -> None:
     latency.set_xlabel(f"{label} (log)")
 
 
-def _history(one: Served) -> tuple[float, float, float]:
+def _history(one: SystemResult) -> tuple[float, float, float]:
     on_gpu, on_cpu = one.found
     return on_gpu, on_cpu, max(1 - on_gpu - on_cpu, 0.0)

@@ -1,7 +1,7 @@
-"""What state saved: systems beside the stateless one, for people and for programs.
+"""Savings of systems that keep state, compared with the stateless system, as text and as JSON.
 
 Owns: the figures that are compared, and the table.
-Does not know: how they came about.
+Does not know: how they were measured.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from pensieve_jax.commands.report import table
 from pensieve_lab.simulation.memory import Memory
 
 UNITS = {
-    "gpu_bytes": "device memory for KV state",
-    "cpu_bytes": "host memory for it",
-    "computed_tokens": "prompts and histories that were prefilled, again after suspensions too",
-    "saved_prefill_share": "of computed_tokens of the stateless system",
-    "saved_gpu_s": "seconds of steps of the stateless system that this one did not need",
+    "gpu_bytes": "device memory for the KV cache",
+    "cpu_bytes": "host memory for the KV cache",
+    "computed_tokens": "prefilled tokens of prompts and histories, again after a suspension too",
+    "saved_prefill_share": "share of the stateless system's computed_tokens",
+    "saved_gpu_s": "device seconds less than the stateless system",
     "saved_gpu_share": "saved_gpu_s / device_busy_s of the stateless system",
-    "share": "of the conversations of the trace: one GPU's part",
-    "in_time": "whether the stateless system answers them within level_ms; null: nobody asked",
-    "rate_per_s": "conversations that begin in a second; null: as recorded",
+    "share": "share of the trace's conversations that one GPU serves",
+    "in_time": "whether the stateless system answers them within level_ms; null: not asked for",
+    "rate_per_s": "conversations that arrive per second; null: as recorded",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Served:
-    """One system.
+class SystemResult:
+    """Result of one system.
 
     Attributes:
-      name: of it.
-      memory: for KV state.
-      figures: as `pensieve_lab.simulator.figures` has them.
+      name: name of the system.
+      memory: memory for its KV cache.
+      figures: figures as in `pensieve_lab.simulator.figures`.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Served:
 
     @property
     def label(self) -> str:
-        """For the picture."""
+        """Label of its row in the picture."""
         return f"{self.name}\n{self.memory}"
 
     @property
@@ -52,11 +52,11 @@ class Served:
 
     @property
     def computed_tokens(self) -> int:
-        """Prefilled: what is new, what was lost of histories, and what suspensions lost."""
+        """Prefilled tokens: new ones, recomputed history, and work lost to suspensions."""
         return sum(self.figures[name] for name in ("prefilled_tokens", "recomputed_tokens", "wasted_tokens"))
 
-    def saved(self, stateless: Served) -> dict[str, float]:
-        """By name; see `UNITS`."""
+    def saved(self, stateless: SystemResult) -> dict[str, float]:
+        """Return the savings against the stateless system by the names of `UNITS`."""
         mine, theirs = self.figures, stateless.figures
         gpu_s = theirs["device_busy_s"] - mine["device_busy_s"]
         return {
@@ -65,8 +65,8 @@ class Served:
             "saved_gpu_share": gpu_s / max(theirs["device_busy_s"], 1e-9),
         }
 
-    def as_dict(self, stateless: Served) -> dict[str, Any]:
-        """For JSON."""
+    def as_dict(self, stateless: SystemResult) -> dict[str, Any]:
+        """Return all figures as a JSON object."""
         memory = {"gpu_bytes": self.memory.gpu_bytes, "cpu_bytes": self.memory.cpu_bytes}
         computed = {"computed_tokens": self.computed_tokens}
         return {"system": self.name, **memory, **computed, **self.saved(stateless), **self.figures}
@@ -81,12 +81,12 @@ COLUMNS = (
 )
 
 
-def savings_table(served: Sequence[Served]) -> str:
-    """A row for each; the first is the stateless one."""
+def savings_table(served: Sequence[SystemResult]) -> str:
+    """Format a row per system; the first system must be the stateless one."""
     return table(COLUMNS, [_row(one, served[0]) for one in served])
 
 
-def _row(one: Served, stateless: Served) -> list[object]:
+def _row(one: SystemResult, stateless: SystemResult) -> list[object]:
     figures, saved = one.figures, one.saved(stateless)
     latency, first = figures["normalized_latency_s"], figures["first_token_s"]
     return [
@@ -99,8 +99,8 @@ def _row(one: Served, stateless: Served) -> list[object]:
     ]
 
 
-def answer(served: Sequence[Served]) -> str:
-    """In a sentence: of those that save most, or nearly, the one with the least memory."""
+def answer(served: Sequence[SystemResult]) -> str:
+    """Describe in a sentence the smallest memory whose savings are within 3% of the largest."""
     stateless = served[0]
     most_s = max(one.saved(stateless)["saved_gpu_s"] for one in served)
     best = next(one for one in served if one.saved(stateless)["saved_gpu_s"] >= _NEARLY * most_s)
@@ -116,8 +116,8 @@ def answer(served: Sequence[Served]) -> str:
     )
 
 
-def _nothing(served: Sequence[Served]) -> str:
-    """Why no system needs less of the GPU's time; tokens may be saved all the same."""
+def _nothing(served: Sequence[SystemResult]) -> str:
+    """Explain that no system saves GPU time; some may still save prefilled tokens."""
     stateless = served[0]
     shares = [one.saved(stateless)["saved_prefill_share"] for one in served]
     if not max(shares) > 0:
@@ -129,11 +129,11 @@ def _nothing(served: Sequence[Served]) -> str:
     )
 
 
-def load(stateless: Served) -> str:
-    """In a sentence: how busy the stateless system was, and whether latencies can tell systems apart."""
+def load(stateless: SystemResult) -> str:
+    """Describe how busy the stateless system was, and whether latencies can tell the systems apart."""
     share = stateless.figures["device_busy"]
     busy = f"{share:.0%}" if share >= 0.005 else "under 1%"
     if share < _MOSTLY_IDLE:
-        told = "latencies say little here, prefilled tokens count"
+        told = "latencies say little at this load, so compare prefilled tokens"
         return f"Without state this load keeps one GPU busy for {busy} of the time: {told}."
     return f"Without state this load keeps one GPU busy for {busy} of the time until the last answer."

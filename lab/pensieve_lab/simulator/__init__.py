@@ -1,8 +1,8 @@
-"""The real scheduler, cache and policies under a virtual clock, on a device that is only a few coefficients.
+"""Simulator of serving: the real scheduler, cache and policies under a virtual clock, on a modelled device.
 
 Owns: device profiles, the time of steps and copies, replicas and routing.
-Does not know: jax, tokens, models. Decisions are the engine's own code; this package decides nothing. Who
-sends what and what is reported is `pensieve_lab.workload`'s.
+Does not know: jax, tokens, models. The engine's own code makes all decisions. Users and figures belong to
+`pensieve_lab.workload`.
 """
 
 from pensieve_lab.simulator.figures import figures

@@ -1,6 +1,6 @@
 """Virtual time: the host's clock, and when the device will be free.
 
-Owns: the two times that everything in a simulation is placed on.
+Owns: the two times that order everything in a simulation.
 Does not know: what takes the time.
 """
 
@@ -10,22 +10,22 @@ from pensieve_jax.core.clock import VirtualClock
 
 
 class Timeline(VirtualClock):
-    """One machine's time: the host's as a `Clock` for the cache, and its device's.
+    """Time of one machine: the host's, as a `Clock` for the cache, and its device's.
 
     Attributes:
-      device_free_s: when everything that was dispatched to the device will have ended.
+      device_free_s: when all work dispatched to the device will have ended.
     """
 
     def __init__(self, start_s: float = 0.0) -> None:
-        """At `start_s`, with an idle device."""
+        """Start at `start_s` with an idle device."""
         super().__init__(start_s)
         self.device_free_s = start_s
 
     def use_device(self, seconds: float) -> None:
-        """The device computes for `seconds` behind everything that was dispatched, not before now."""
+        """Occupy the device for `seconds` after everything dispatched before, not before now."""
         self.device_free_s = max(self._now_s, self.device_free_s) + seconds
 
     def occupy_device(self, until_s: float) -> None:
-        """What is dispatched to the device from here on begins no earlier than `until_s`."""
+        """Let later work on the device begin no earlier than `until_s`."""
         if until_s > self.device_free_s:
             self.device_free_s = until_s

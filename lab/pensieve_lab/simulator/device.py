@@ -1,7 +1,6 @@
-"""A device that computes nothing and takes its time, and the host that feeds it.
+"""A device that computes nothing but takes time, and the host that feeds it.
 
-Owns: how long the host is busy with a step; when a step that was dispatched runs, and when its ids are on the
-host.
+Owns: how long a step keeps the host busy, when a dispatched step runs, and when its ids reach the host.
 Does not know: what a step computes, or who waits for it.
 """
 
@@ -16,14 +15,14 @@ from pensieve_lab.workload.step_totals import StepLog
 
 
 class SimulatedDevice:
-    """One device (or several that work as one), and the host that feeds it.
+    """One device, or several that work as one, and its host.
 
     Attributes:
-      busy_s: time that steps took, so far.
-      num_padded_tokens: query tokens that steps were padded with.
-      padding_s: time of `busy_s` that they took.
-      host_s: of the host, for steps.
-      steps: as a clock of the host would see them.
+      busy_s: total time of steps.
+      num_padded_tokens: padding tokens of steps.
+      padding_s: part of `busy_s` that the padding took.
+      host_s: host time for steps.
+      steps: steps as a clock of the host would see them.
     """
 
     def __init__(
@@ -33,14 +32,14 @@ class SimulatedDevice:
         timeline: Timeline,
         transfers: SimulatedTransfers,
     ) -> None:
-        """Idle. `buckets`: the padded step sizes."""
+        """Start idle. `buckets`: the padded step sizes."""
         self._step_time = StepTime(profile.step, buckets)
         self._buckets = buckets
         self._host, self._fetch_s = profile.host, profile.fetch_s
         self._heat = ThermalModel(profile.step.hot_s)
         self._is_launching = profile.launches == "engine"
         self._num_turns = 0  # since the last step
-        self._num_chunks = 0  # asked for before the last step
+        self._num_chunks = 0  # requested before the last step
         self._timeline = timeline
         self._transfers = transfers
         self.busy_s = 0.0
@@ -49,11 +48,11 @@ class SimulatedDevice:
         self.steps = StepLog(buckets, timeline.now())
 
     def submit(self) -> None:
-        """A turn came."""
+        """Count a new turn, which costs the host time with the next step."""
         self._num_turns += 1
 
     def dispatch(self, load: StepLoad) -> float:
-        """Launch a step behind everything that was dispatched; returns when it will have ended."""
+        """Launch a step after everything dispatched before; return its end."""
         timeline, host = self._timeline, self._host
         self._transfers.before_dispatch()
         timeline.advance(self._work_s(load))
@@ -66,7 +65,7 @@ class SimulatedDevice:
         self.busy_s += seconds
         self.num_padded_tokens += bucket - load.num_tokens
         self.padding_s += self._step_time.padding_s(load.num_tokens)
-        # The device computes what has been launched while the rest is being launched.
+        # The device starts on launched kernels while the host launches the rest.
         launch_s = host.launch_beside_copies_s if self._transfers.is_moving() else host.launch_s
         begin_s = max(timeline.now(), timeline.device_free_s)
         end_s = max(begin_s + seconds, timeline.now() + launch_s)
@@ -77,7 +76,7 @@ class SimulatedDevice:
         return end_s
 
     def _work_s(self, load: StepLoad) -> float:
-        """What the host does for a step before it is launched."""
+        """Return the host time of a step before its launch."""
         host, num_chunks = self._host, self._transfers.num_chunks
         seconds = host.step_s + host.row_s * load.num_rows
         seconds += host.turn_s * self._num_turns + host.chunk_s * (num_chunks - self._num_chunks)

@@ -1,10 +1,10 @@
-"""The order of virtual time: users, servers, and what happens to servers.
+"""The order of virtual time: users, servers, and events of servers.
 
 Owns: what happens next.
 Does not know: how turns are routed, how a server serves, or what is reported.
 
-A server takes the turns that were sent by the time at which its loop comes round. The one that is furthest
-behind goes first, so a turn meets every server as it is when the turn is sent, give or take a step.
+A server takes the turns that were sent by the time its loop comes round. The server that is furthest behind
+goes first, so each turn meets every server in its state at the time of sending, to within a step.
 """
 
 from __future__ import annotations
@@ -19,25 +19,24 @@ from pensieve_lab.workload.turns import Answer, UserTurn
 
 
 class EventQueue:
-    """What happens to servers, by its times."""
+    """Future events of servers, ordered by time."""
 
     def __init__(self) -> None:
-        """Nothing will."""
         self._due: list[tuple[float, int, Callable[[], Iterable[int]]]] = []
         self._num_added = 0
 
     def add(self, at_s: float, happen: Callable[[], Iterable[int]]) -> None:
-        """At a time; `happen` returns the indices of the servers that were given turns."""
+        """Schedule an event; `happen` returns the indices of the servers that it gave turns to."""
         self._num_added += 1
         heapq.heappush(self._due, (at_s, self._num_added, happen))
 
     @property
     def next_s(self) -> float:
-        """When something happens; infinite if nothing does."""
+        """Time of the next event; infinity if there is none."""
         return self._due[0][0] if self._due else math.inf
 
     def take(self) -> Callable[[], Iterable[int]]:
-        """What happens next."""
+        """Remove and return the next event."""
         return heapq.heappop(self._due)[2]
 
 
@@ -50,10 +49,10 @@ def drive(
     agenda: EventQueue | None = None,
     settle: Callable[[Answer], Answer] = lambda answer: answer,
 ) -> Iterator[Answer]:
-    """Serve until every turn is answered, or every clock has reached `until_s`; yields answers as they come.
+    """Serve until every turn is answered, or every clock has reached `until_s`; yield answers as they come.
 
-    `send` gives a turn to a server and returns its index; `settle` sees every answer before its user does.
-    Servers may be added and exchanged by what is on the agenda. It can be called again, to go on.
+    `send` gives a turn to a server and returns its index. `settle` sees every answer before its user does.
+    Events of the agenda may add and replace servers. `drive` can be called again to continue.
     """
     agenda = agenda or EventQueue()
     queue = _Queue(servers)
@@ -79,7 +78,7 @@ def drive(
 
 
 class _Queue:
-    """Servers that have something to do, by their clocks, the first of equal ones first."""
+    """Servers with work, ordered by clock and then index."""
 
     def __init__(self, servers: Sequence[Server]) -> None:
         self._servers = servers
@@ -87,22 +86,22 @@ class _Queue:
         heapq.heapify(self._heap)
 
     def add(self, index: int) -> None:
-        """It may have something to do."""
+        """Add a server if it has work."""
         if self._servers[index].has_unfinished:
             heapq.heappush(self._heap, (self._servers[index].clock.now(), index))
 
     def first(self) -> int | None:
-        """The index of the one that is furthest behind."""
+        """Return the index of the server that is furthest behind."""
         heap, servers = self._heap, self._servers
         while heap:
             time_s, index = heap[0]
             if servers[index].has_unfinished and servers[index].clock.now() == time_s:
                 return index
-            heapq.heappop(heap)  # its time has changed, and it stands here again
+            heapq.heappop(heap)  # outdated: its time has changed, and a newer entry exists
         return None
 
     def pop_and_next_s(self) -> float:
-        """Take out the first one, wherever it stands; returns the clock of the next."""
+        """Remove all entries of the first server; return the clock of the next."""
         _, index = self._heap[0]
         while self._heap and self._heap[0][1] == index:
             heapq.heappop(self._heap)

@@ -1,6 +1,6 @@
-"""What is reported of a simulated run: as `workload.figures` has it, and what only a simulation knows.
+"""Figures of a simulated run: those of `workload.figures`, and those that only a simulation knows.
 
-Owns: what a simulation adds to those figures. Does not know: tables or files.
+Owns: the figures that a simulation adds. Does not know: tables or files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _COUNTERS = (
 
 
 def figures(outcome: Outcome, num_replicas: int) -> dict[str, Any]:
-    """By name; see `UNITS`. Values of nothing are None."""
+    """Return figures by the names of `UNITS`; figures without data are None."""
     answers, counters, seconds = outcome.answers, outcome.counters, outcome.seconds
     return {
         "num_requests": len(answers),
@@ -41,6 +41,6 @@ def figures(outcome: Outcome, num_replicas: int) -> dict[str, Any]:
         if counters["device_busy_s"]
         else None,
         "device_busy_s": counters["device_busy_s"],
-        # Steps count when they are dispatched, so a little more than all of the time may be busy.
+        # Steps count when they are dispatched, so the sum may slightly exceed the time.
         "device_busy": min(counters["device_busy_s"] / (seconds * num_replicas), 1.0) if seconds else None,
     }

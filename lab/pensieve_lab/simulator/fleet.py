@@ -1,7 +1,7 @@
-"""Replicas that come, go and die, behind fronts that know of their loads what they were last told.
+"""Replicas that join, leave and die, behind front ends that know outdated loads.
 
-Owns: who is a member, what is lost with a replica, fronts with old loads, and what of it is counted.
-Does not know: rules (`pensieve_jax.balance`), or what happens next (`driving`).
+Owns: membership, what is lost with a replica, front ends with old loads, and the counts of both.
+Does not know: routing rules (`pensieve_jax.balance`), or what happens next (`driving`).
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ from pensieve_lab.workload.turns import Answer, UserTurn
 
 
 class MemberClock(Clock, Protocol):
-    """Time that can be passed over."""
+    """Clock that can be advanced."""
 
     def advance_to(self, time_s: float) -> None:
-        """It is no earlier than this."""
+        """Advance to `time_s`, unless that has passed."""
         ...
 
 
 class Member(Server, Protocol):
-    """A server that tells what it has to do."""
+    """Server that reports its load."""
 
     @property
     def clock(self) -> MemberClock:
-        """See `Server`."""
+        """Clock of the server."""
         ...
 
     @property
     def load(self) -> Load:
-        """What there is to do."""
+        """Load of the server."""
         ...
 
     @property
     def unanswered(self) -> Sequence[UserTurn]:
-        """Turns that were submitted and not answered."""
+        """Submitted turns without an answer."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something that happens to the fleet.
+    """Change of the fleet.
 
     Attributes:
-      at_s: when.
+      at_s: time of the change.
       kind: "death" loses all state and all running turns, which are sent again; "leave" takes no new turns
-        and ends those that run; "join" is a new replica.
-      name: of whom; a replica that joins under the name of one that is gone has its place on the ring.
+        and finishes those that run; "join" is a new replica.
+      name: the replica. One that joins under the name of a former replica gets its place on the hash ring.
     """
 
     at_s: float
@@ -69,13 +69,13 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Fronts:
-    """Who sends turns on.
+    """Front ends, which route turns.
 
     Attributes:
-      count: of fronts, each with a memory of its own.
-      sticky: a root always comes by the same front; else any one.
-      staleness_s: loads are between this and twice this old, but for what a front itself has sent since.
-      detection_s: a death is seen, and running turns are sent again, so much later.
+      count: number of front ends, each with its own memory.
+      sticky: whether a root always uses the same front end; otherwise each turn uses a random one.
+      staleness_s: loads are between this and twice this old, except for turns that a front end itself sent.
+      detection_s: delay until a death is noticed and running turns are sent again.
     """
 
     count: int = 4
@@ -86,17 +86,17 @@ class Fronts:
 
 @dataclass(slots=True)
 class _Front:
-    """A front: its rule, and what it has sent since the loads it knows of, with its times."""
+    """Front end: its rule, and the turns it has sent since the loads it knows, with their times."""
 
     policy: Policy
     sent: deque[tuple[float, str, IncomingTurn, int]] = field(default_factory=deque)
 
 
 class Fleet:
-    """Replicas and fronts.
+    """Replicas and front ends.
 
     Attributes:
-      num_moved: turns with a history that were served elsewhere than the turn before.
+      num_moved: turns with a history that were served by another replica than the turn before.
       num_resent: turns that were lost with a replica and sent again.
     """
 
@@ -111,7 +111,8 @@ class Fleet:
         seed: int = 0,
         start_s: float = 0.0,
     ) -> None:
-        """`make` makes a replica of a number at a time, `make_policy` a front's rule."""
+        """Start the fleet. `make` makes a replica from a number and a time, `make_policy` a front end's
+        rule."""
         self._make = make
         self._fronts = fronts or Fronts()
         self._senders = [_Front(make_policy()) for _ in range(self._fronts.count)]
@@ -128,13 +129,14 @@ class Fleet:
         self._known: tuple[float, dict[str, Load]] | None = None
         self._coming: tuple[float, dict[str, Load]] | None = None
         self._places: dict[str, int] = {}
-        self._roots: dict[str, str] = {}  # of conversations whose root was given a name
+        self._roots: dict[str, str] = {}  # conversations whose root was renamed by the rule
         self._resent: dict[tuple[str, int], UserTurn] = {}
         self.num_moved = self.num_resent = 0
         self._tell()
 
     def place(self, sessions: Sequence[Session]) -> None:
-        """Have the states of sessions that began before the run where the rule would; time is 0 then."""
+        """Give the KV cache of sessions from before the run to the replicas that the rule chooses; go to time
+        0."""
         known = sorted((s for s in sessions if s.first_turn), key=lambda session: session.last_active_s)
         for session in known:
             conversation = session.conversation
@@ -148,17 +150,17 @@ class Fleet:
             server.clock.advance_to(0.0)
 
     def serve(self, client: Client, until_s: float) -> Iterator[Answer]:
-        """Go on until then; see `drive`."""
+        """Continue until `until_s`; see `drive`."""
         return drive(
             client, self.servers, self._send, until_s=until_s, agenda=self._agenda, settle=self._settle
         )
 
     def name_of(self, index: int) -> str:
-        """Of a replica, by its number."""
+        """Return the name of a replica by its number."""
         return self._names[index]
 
     def loads(self) -> dict[str, Load]:
-        """Of all members, as they are; of one whose death was not seen yet, as it was."""
+        """Return the current loads of all members; one whose death was not noticed has its last load."""
         dead = self._dead
         return {
             name: dead[index][0] if index in dead else self.servers[index].load
@@ -172,7 +174,7 @@ class Fleet:
         front = self._sender(given)
         loads = self._seen_by(front, turn.arrival_s)
         if not turn.num_history_tokens and (root := front.policy.name(asked, loads)) != given:
-            self._roots[turn.conversation_id] = root  # its ids say so from now on
+            self._roots[turn.conversation_id] = root  # its ids carry this root from now on
             asked = asked._replace(root=root)
         index = self._open[front.policy.choose(asked, loads, turn.arrival_s)]
         before = self._places.get(turn.conversation_id)
@@ -195,7 +197,7 @@ class Fleet:
         return self._senders[self._random.randrange(len(self._senders))]
 
     def _seen_by(self, front: _Front, now_s: float) -> Mapping[str, Load]:
-        """Loads as last reported, and what this front has sent since."""
+        """Return the loads as last reported plus the turns that this front end has sent since."""
         time_s, reported = self._reported(now_s)
         while front.sent and front.sent[0][0] < time_s:
             front.sent.popleft()
@@ -232,20 +234,20 @@ class Fleet:
         return []
 
     def _die(self, change: Change) -> list[int]:
-        """Until it is seen, turns go on being sent there, unless another replica takes the name."""
+        """Kill a replica; until that is noticed, turns are still sent there, unless it was replaced."""
         index = self._open[change.name]
-        if index in self._dead:  # already, and the turns that it had are kept
+        if index in self._dead:  # already dead; its lost turns are recorded
             return []
         server = self.servers[index]
         self._dead[index] = server.load, list(server.unanswered)
-        self.servers[index] = self._make(index, change.at_s)  # which nobody gives anything to do
+        self.servers[index] = self._make(index, change.at_s)  # placeholder without turns
         seen_s = change.at_s + self._fronts.detection_s
         self._agenda.add(seen_s, lambda: self._see_death(index, seen_s))
         return []
 
     def _see_death(self, index: int, now_s: float) -> list[int]:
         _, lost = self._dead.pop(index)
-        if self._open.get(self._names[index]) == index:  # it has not left meanwhile, or come back as another
+        if self._open.get(self._names[index]) == index:  # it has neither left nor been replaced meanwhile
             del self._open[self._names[index]]
             self._tell()
         return [self._send_again(turn, now_s) for turn in lost]
@@ -262,7 +264,7 @@ class Fleet:
         self._open[name] = len(self.servers) - 1
 
     def _tell(self) -> None:
-        """Fronts learn at once who is a member; a new one has no load."""
+        """Update the members of all front ends at once; a new member has no load."""
         self._known = self._coming = None
         for front in self._senders:
             front.policy.set_members(self._open)

@@ -1,10 +1,11 @@
-"""What a device needs for a step and for a copy: a few physical coefficients, from a JSON file.
+"""Device profiles: a few physical coefficients of steps and copies, read from a JSON file.
 
-Owns: the coefficients, what they mean, where they come from, and the measurements that they must reproduce.
+Owns: the coefficients, their meaning and origin, and the measurements that they must reproduce.
 Does not know: how they make up the time of a step (`step_time`) or of a copy (`transfers`).
 
-A profile is of one model on one device. `source` says whether its coefficients were fitted to measurements,
-which the file then names with what it took them from, or derived from published figures of the hardware.
+A profile belongs to one model on one device. `source` says whether its coefficients were fitted to
+measurements,
+which the file then names together with what was taken from them, or derived from published hardware figures.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pensieve_jax.core.errors import ConfigError
 
 SOURCES = ("measured", "derived")
 LAUNCHES = ("jaxlib", "engine")
-"""Whose thread launches a step's kernels; see `runtime.asynchronous_launches`."""
+"""Threads that may launch a step's kernels; see `runtime.asynchronous_launches`."""
 
 _FORMAT = "pensieve device profile, version 2"
 _FIELD = "device_profile"
@@ -31,21 +32,22 @@ _DIRECTORY = Path(__file__).parent / "profiles"
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """Coefficients of a step's time on the device; all layers together.
+    """Coefficients of a step's time on the device, for all layers together.
 
     Attributes:
-      weight_read_s: reading every weight once, which the smallest step does as well.
-      token_s: arithmetic of the dense layers for one padded token, by a device that has rested.
-      hot_share: how much longer that takes where arithmetic has been going on for long: under products a
-        device lowers its clock.
-      hot_s: after how long that is so for 63%, and after how long without products it is forgotten for 63%.
-      overlap: p of the smooth maximum (a**p + b**p)**(1/p) of reading weights and arithmetic: the two
-        overlap, but less than wholly where neither is much longer.
-      kv_read_s: reading the KV state of one token.
-      pair_s: arithmetic of one query token that attends to one key.
-      span_s: per token of the longest context: what is serial in attention, and shows where rows are few.
-      step_s: everything else of a step, whatever its size.
-      padded_token_s: everything else, for one padded token.
+      weight_read_s: time to read every weight once, which even the smallest step does.
+      token_s: time of the dense layers' arithmetic per padded token, on a rested device.
+      hot_share: relative slowdown after sustained arithmetic: a device lowers its clock under matrix
+      products.
+      hot_s: time constant of this heating, and of cooling without products (63% after `hot_s`).
+      overlap: p of the smooth maximum (a**p + b**p)**(1/p) of reading weights and arithmetic. The two
+      overlap,
+        but not fully if they take about as long.
+      kv_read_s: time to read the KV cache of one token.
+      pair_s: time of attention arithmetic per query-key pair.
+      span_s: time per token of the longest context: the serial part of attention, visible with few rows.
+      step_s: fixed time of everything else in a step.
+      padded_token_s: time of everything else per padded token.
     """
 
     weight_read_s: float
@@ -62,16 +64,16 @@ class StepCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class HostCosts:
-    """Coefficients of what the serving thread does for a step; all but the last before its launch.
+    """Coefficients of the serving thread's time for a step; all but the last two apply before its launch.
 
     Attributes:
-      step_s: of every step: scheduler, plan, ids into turns.
-      row_s: of each row of the step.
-      turn_s: of each turn that came since the step before: its prompt, its answer, its user.
-      chunk_s: of each chunk that is to be copied, either way: gather or scatter, copy, end.
-      launch_s: launching the kernels, while the device computes those that are launched. The thread does it
-        itself, or has the time for other things while a thread of jaxlib's does.
-      launch_beside_copies_s: the same while chunks are on their way.
+      step_s: time per step: scheduler, plan, giving ids to turns.
+      row_s: time per row of the step.
+      turn_s: time per turn since the previous step: its prompt, its answer, its user.
+      chunk_s: time per chunk to copy in either direction: gather or scatter, copy, completion.
+      launch_s: time to launch the kernels, while the device runs those already launched. The thread does this
+        itself, or is free for other work if a thread of jaxlib does it.
+      launch_beside_copies_s: the same while chunks are being copied.
     """
 
     step_s: float
@@ -84,11 +86,11 @@ class HostCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkCosts:
-    """One direction between device and pinned host memory.
+    """Costs of one direction between device and pinned host memory.
 
     Attributes:
-      bytes_per_s: of chunks, one after the other.
-      latency_s: from the start of a copy to its first byte, where the link was idle.
+      bytes_per_s: bandwidth for successive chunks.
+      latency_s: time from the start of a copy to its first byte on an idle link.
     """
 
     bytes_per_s: float
@@ -97,14 +99,14 @@ class LinkCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class StepFigure:
-    """A measured step, which a profile must reproduce.
+    """Measured step that a profile must reproduce.
 
     Attributes:
-      what: in words, with where it is from.
+      what: description and origin.
       bucket_tokens: padded query tokens.
-      rows: (how many, query tokens, context tokens at the row's end) of rows that are alike.
+      rows: groups of equal rows: (number of rows, query tokens, context tokens at the row's end).
       measured_s: time on the device.
-      tolerance: the largest difference, as a share of `measured_s`.
+      tolerance: largest difference as a share of `measured_s`.
     """
 
     what: str
@@ -116,24 +118,24 @@ class StepFigure:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceProfile:
-    """A model on a device.
+    """Profile of a model on a device.
 
     Attributes:
-      model, device, dtype: what it is a profile of; the model as `random:` presets name it.
+      model, device, dtype: what was profiled; the model has its `random:` preset's name.
       source: "measured", or "derived" from published figures of the hardware.
-      provenance: where the figures come from, by keyword: versions, commands, papers, reasoning.
-      kv_token_bytes: KV state of one token, all layers.
-      step: of a step on the device.
-      to_device, to_host: of copies between tiers.
-      both_ways_share: of its bandwidth that a copy has left while one runs in the other direction.
-      page_copy_byte_s: of the device, for a byte that is gathered from pages or scattered to them.
-      hosts: of the serving thread, by whose thread launches kernels (`LAUNCHES`); "jaxlib" at least.
-      launches: the one that counts.
-      fetch_s: from the end of a step on the device to its ids on the host.
-      fitted_runs: names of result documents of served runs, with which coefficients were fitted.
+      provenance: origin of the figures by keyword: versions, commands, papers, reasoning.
+      kv_token_bytes: KV cache bytes per token, all layers.
+      step: costs of a step on the device.
+      to_device, to_host: costs of copies between tiers.
+      both_ways_share: share of its bandwidth that a copy keeps while one runs in the other direction.
+      page_copy_byte_s: device time per byte gathered from pages or scattered to them.
+      hosts: costs of the serving thread by the launching thread (`LAUNCHES`); "jaxlib" is required.
+      launches: launching thread in use.
+      fetch_s: time from the end of a step on the device until its ids are on the host.
+      fitted_runs: names of result documents of served runs that were used for fitting.
       figures: measured steps.
-      num_devices: that share weights, KV state and copies; always 1 in files.
-      host_share: of a chunk's bytes, those that it takes in host memory and on the way; always 1 in files.
+      num_devices: devices that share weights, KV cache and copies; always 1 in files.
+      host_share: share of a chunk's bytes that it takes in host memory and in transit; always 1 in files.
     """
 
     model: str
@@ -156,52 +158,51 @@ class DeviceProfile:
     host_share: float = 1.0
 
     def host_chunk_bytes(self, chunk_tokens: int) -> int:
-        """Bytes of a chunk in host memory and on the way there, all devices together."""
+        """Return the bytes of a chunk in host memory and in transit, over all devices."""
         return round(chunk_tokens * self.kv_token_bytes * self.host_share)
 
     @property
     def host(self) -> HostCosts:
-        """Of the serving thread, as kernels are launched."""
+        """Costs of the serving thread with the launching thread in use."""
         return self.hosts[self.launches]
 
     def launching(self, thread: str) -> Self:
-        """The same with kernels launched by a thread of `LAUNCHES`; raises ConfigError without its costs."""
+        """Return a copy whose kernels are launched by `thread`; raises ConfigError if its costs are
+        missing."""
         if thread not in self.hosts:
-            raise ConfigError(
-                "launches", thread, f"one that the profile has a host of: {', '.join(self.hosts)}"
-            )
+            raise ConfigError("launches", thread, f"one of the profile's hosts: {', '.join(self.hosts)}")
         return dataclasses.replace(self, launches=thread)
 
     def keeping(self, kv_token_bytes: int, *, rate: float = 1.0) -> Self:
-        """The same with a token's KV state in so many bytes; steps read `rate` times the bytes a second."""
+        """Return a copy with another KV cache size per token; steps read `rate` times the bytes/s."""
         kv_read_s = self.step.kv_read_s * kv_token_bytes / self.kv_token_bytes / rate
         step = dataclasses.replace(self.step, kv_read_s=kv_read_s)
         return dataclasses.replace(self, kv_token_bytes=kv_token_bytes, step=step)
 
     @classmethod
     def load(cls, name: str | Path) -> Self:
-        """Read a profile: a path, or the name of one that comes with the package (see `profile_names`).
+        """Read a profile from a path, or by the name of one in the package (see `profile_names`).
 
         Raises:
-          ConfigError: it cannot be read, or says what no device does.
+          ConfigError: the file cannot be read, or a value is invalid.
         """
         path = _DIRECTORY / f"{name}.json" if str(name) in profile_names() else Path(name)
         return cls(**_Reader(str(name), path).profile())
 
 
 def profile_names() -> list[str]:
-    """Profiles that come with the package."""
+    """List the profiles in the package."""
     return sorted(path.stem for path in _DIRECTORY.glob("*.json"))
 
 
 class _Reader:
-    """One file, and what is wrong with it."""
+    """Reader of one file, which reports what is wrong with it."""
 
     def __init__(self, name: str, path: Path) -> None:
         self._name, self._path = name, path
 
     def profile(self) -> dict[str, Any]:
-        """Arguments of a `DeviceProfile`."""
+        """Return the arguments of a `DeviceProfile`."""
         values = self._json()
         source = values.get("source")
         if source not in SOURCES:
@@ -306,7 +307,7 @@ class _Reader:
         return found
 
     def _number(self, values: Mapping[str, Any], name: str, *, above: float | None = None) -> float:
-        """A finite number from 0 on, or above `above`."""
+        """Return a finite number of at least 0, or above `above`."""
         found: Any = values.get(name)
         is_number = isinstance(found, int | float) and not isinstance(found, bool)
         if not is_number or not 0 <= found < math.inf or (above is not None and found <= above):

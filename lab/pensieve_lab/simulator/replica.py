@@ -1,7 +1,8 @@
-"""One serving engine under virtual time: the real scheduler and cache, a device that only takes time.
+"""One serving engine under virtual time: the real scheduler and cache with a simulated device.
 
-Owns: what takes the place of ids, histories and a device around the engine's own loop (`engine.loop`), so
-that the same turns lead to the same decisions; stretches of steps that need no scheduler.
+Owns: the substitutes for ids, histories and a device around the engine's own loop (`engine.loop`), so that
+the
+same turns lead to the same decisions; and decode runs, which skip the scheduler.
 Does not know: clients, other replicas, or what turns are for.
 """
 
@@ -29,13 +30,13 @@ from pensieve_lab.workload.server import History
 from pensieve_lab.workload.step_totals import Steps
 from pensieve_lab.workload.turns import Answer, UserTurn
 
-_TOKEN_ID = 0  # of every prompt: nobody reads them
+_TOKEN_ID = 0  # placeholder; the simulation reads no ids
 _NOBODY: list[Request] = []
 
 
 @dataclass(slots=True)
 class _Served:
-    """A turn that was submitted, what it missed then, and when its first token came."""
+    """Submitted turn, the tokens that it had to compute then, and the time of its first token."""
 
     turn: UserTurn
     compute_tokens: int
@@ -44,7 +45,7 @@ class _Served:
 
 @dataclass(slots=True)
 class _Step:
-    """A step: what it computes, who gets a first or a last token, how many get one, and when it ends."""
+    """Step: its load, requests that get a first or last token, the number that get a token, and its end."""
 
     load: StepLoad
     first: list[Request]
@@ -54,12 +55,12 @@ class _Step:
 
 
 class Replica:
-    """A `Server` of turns in virtual time.
+    """`Server` of turns in virtual time.
 
     Attributes:
-      number: among its like.
-      clock: its time, and its device's.
-      cache: where the state of conversations is.
+      number: index among the replicas.
+      clock: time of its host and device.
+      cache: cache manager of the conversations' chunks.
     """
 
     def __init__(
@@ -74,10 +75,10 @@ class Replica:
         observe: Observe | None = None,
         experience: LearnedState | None = None,
     ) -> None:
-        """Idle. `config.cache.cpu_bytes` must be turned into pages.
+        """Start idle. `config.cache.cpu_bytes` must be converted to pages.
 
-        `stretches` False asks the scheduler for every step, which takes longer and changes nothing else.
-        `observe` sees every decision; see `Observe`. An order that learns goes on from `learned_state`.
+        `stretches` False calls the scheduler for every step, which is slower and changes nothing else.
+        `observe` sees every decision; see `Observe`. A learning order continues from `learned_state`.
         """
         self.number = number
         self.clock = Timeline(start_s)
@@ -117,18 +118,18 @@ class Replica:
 
     @property
     def num_unfinished(self) -> int:
-        """Turns that were submitted and not answered."""
+        """Submitted turns without an answer."""
         return len(self._turns)
 
     @property
     def has_unfinished(self) -> bool:
-        """A turn has no answer yet, or a step is in flight."""
+        """Whether a turn has no answer yet or a step is in flight."""
         return bool(self._turns) or self._loop.in_flight is not None
 
     def submit(self, turn: UserTurn) -> None:
-        """Queue a turn of a conversation that none is running of; its history may be known or not.
+        """Queue a turn of a conversation without a running turn; its history may be cached or not.
 
-        It takes what it does from the time on at which it was sent, if nothing else is going on.
+        An idle replica first advances its clock to the turn's arrival.
         """
         if not self.has_unfinished:
             self.clock.advance_to(turn.arrival_s)
@@ -156,16 +157,16 @@ class Replica:
 
     @property
     def load(self) -> Load:
-        """What there is to do."""
+        """Load for routing: turns, tokens to compute and context tokens."""
         return Load(len(self._turns), self._compute_tokens, self._context_tokens)
 
     @property
     def unanswered(self) -> list[UserTurn]:
-        """Turns that were submitted and not answered, in that order."""
+        """Unanswered turns in the order of submission."""
         return [served.turn for served in self._turns.values()]
 
     def _missing_tokens(self, turn: UserTurn) -> int:
-        """What has to be computed for a turn, as its conversation is now."""
+        """Return the tokens that a turn must compute with the current cache contents."""
         sequence = self._sequences[turn.conversation_id]
         num_kept = (
             len(sequence.chunks) - sequence.num_by_class[EvictionClass.ABSENT]
@@ -173,9 +174,9 @@ class Replica:
         return turn.prompt_tokens + max(turn.num_history_tokens - num_kept, 0)
 
     def remember(self, histories: Iterable[History]) -> None:
-        """Have the state of conversations, as if computed and left at their times; in no other time.
+        """Cache histories as if computed and left at their times, without using other time.
 
-        What gives way to it is moved or dropped as the cache decides. For the start of a run.
+        The cache moves or drops what must give way, as usual. Meant for the start of a run.
         """
         for history in histories:
             self.clock.advance_to(min(history.last_active_s, 0.0))
@@ -197,16 +198,16 @@ class Replica:
         cache.take_drops()
 
     def step(self, until_s: float) -> list[Answer]:
-        """Go on by a step, or by several while the clock is before `until_s` and nobody is answered.
+        """Do a step, or several while the clock is before `until_s` and no turn is answered.
 
-        A step is scheduled and dispatched, then the one before is awaited; returns what that one answered.
+        A step is scheduled and dispatched, then the previous one is awaited; its answers are returned.
         """
         if self._advance(until_s):
             return []
         return self._finish(self._loop.step(lambda output: self._launch(self._look_at(output.grants))))
 
     def counters(self) -> dict[str, int | float]:
-        """Counters since the start, named as those of `Engine.stats`, and the device's."""
+        """Return counters since the start, named like those of `Engine.stats`, and the device's."""
         return {
             **self._stats.as_dict(),
             **self.cache.stats(),
@@ -218,7 +219,7 @@ class Replica:
         }
 
     def steps(self) -> Steps:
-        """Steps since the start, by bucket."""
+        """Return the steps since the start, by bucket."""
         return self._device.steps.totals
 
     def check_integrity(self) -> None:
@@ -232,7 +233,7 @@ class Replica:
         return sequence
 
     def _advance(self, until_s: float) -> bool:
-        """Do steps that need no scheduler, if the next one is one; False if it is not."""
+        """Do steps that need no scheduler; return False if the next step needs it."""
         if self._stretch is None and self._can_stretch():
             self._stretch = DecodeRun(self._config, self._loop.scheduler, self.cache)
         stretch, has_advanced = self._stretch, False
@@ -252,7 +253,7 @@ class Replica:
         return has_advanced
 
     def _can_stretch(self) -> bool:
-        """Every running request got a token in the latest step, and none its last."""
+        """Return whether the latest step gave every running request a token that was not its last."""
         latest, num_running = self._loop.in_flight, len(self._loop.scheduler.running)
         if not self._stretches or latest is None or latest.last or latest.num_samples != num_running:
             return False
@@ -276,7 +277,7 @@ class Replica:
         return step
 
     def _finish(self, step: _Step | None) -> list[Answer]:
-        """Wait for a step's ids, and settle the turns that end with them."""
+        """Wait for a step's ids, and settle the turns that end with it."""
         if step is None:
             return []
         self._device.fetch(step.end_s)
@@ -292,7 +293,7 @@ class Replica:
         return answers
 
     def _settle(self, request: Request, now_s: float) -> Answer:
-        """A turn was answered."""
+        """Settle an answered turn and return its answer."""
         served = self._turns.pop(request)
         usage = request.usage(request.num_output_tokens)
         self._loop.settle(request, usage)
@@ -301,7 +302,7 @@ class Replica:
         return Answer(served.turn, self.number, served.first_token_s, now_s, usage)
 
     def _forget_stateless(self) -> None:
-        """Forget conversations without state, now and then, so that it costs little."""
+        """Forget conversations without KV cache in periodic sweeps, so that the cost stays small."""
         if not self._sweep.is_due(len(self._sequences)):
             return
         for conversation_id, sequence in list(self._sequences.items()):

@@ -1,6 +1,6 @@
-"""Which replica a turn goes to.
+"""Rules that choose the replica of a turn.
 
-Owns: three rules. Does not know: what a replica has of a conversation.
+Owns: three rules. Does not know: what a replica has cached of a conversation.
 """
 
 from __future__ import annotations
@@ -14,27 +14,26 @@ from pensieve_lab.workload.server import Server
 
 
 class Router(Protocol):
-    """Chooses replicas, by index."""
+    """Rule that chooses replicas by index."""
 
     def choose(self, conversation_id: str, replicas: Sequence[Server]) -> int:
-        """Which of them serves the next turn of a conversation."""
+        """Return the replica that serves the next turn of a conversation."""
         ...
 
     def place(self, conversation_id: str, replicas: Sequence[Server]) -> int:
-        """Which of them has the state of a conversation that began before the run."""
+        """Return the replica that holds the KV cache of a conversation from before the run."""
         ...
 
 
 class AffinityRouter:
-    """A conversation stays where it began: with the replica where the fewest conversations had begun."""
+    """Keeps a conversation where it began: on the replica where the fewest conversations had begun."""
 
     def __init__(self, seed: int) -> None:
-        """No conversation has begun; nothing is drawn."""
+        """Start without conversations; the seed is not used."""
         self._homes: dict[str, int] = {}
         self._num_homes: Counter[int] = Counter()
 
     def choose(self, conversation_id: str, replicas: Sequence[Server]) -> int:
-        """See `Router`."""
         home = self._homes.get(conversation_id)
         if home is None:
             home = min(range(len(replicas)), key=self._num_homes.__getitem__)
@@ -46,27 +45,25 @@ class AffinityRouter:
 
 
 class RandomRouter:
-    """Any replica, turn by turn."""
+    """Chooses a random replica for every turn."""
 
     def __init__(self, seed: int) -> None:
-        """Draws are of this seed."""
+        """Seed the random choices."""
         self._random = random.Random(seed)
 
     def choose(self, conversation_id: str, replicas: Sequence[Server]) -> int:
-        """See `Router`."""
         return self._random.randrange(len(replicas))
 
     place = choose
 
 
 class LeastLoadedRouter(RandomRouter):
-    """The replica with the fewest unanswered turns, the first of them where several have as few.
+    """Chooses the replica with the fewest unanswered turns, the first one among equals.
 
-    What was served before the run may be anywhere.
+    The KV cache of a conversation from before the run is on a random replica.
     """
 
     def choose(self, conversation_id: str, replicas: Sequence[Server]) -> int:
-        """See `Router`."""
         return min(range(len(replicas)), key=lambda index: replicas[index].num_unfinished)
 
 
@@ -75,4 +72,4 @@ ROUTERS: dict[str, Callable[[int], Router]] = {
     "random": RandomRouter,
     "least-loaded": LeastLoadedRouter,
 }
-"""By the names that people choose them by; each is made with a seed."""
+"""Rules by name, each made with a seed."""

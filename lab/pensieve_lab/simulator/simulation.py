@@ -1,6 +1,6 @@
-"""A run: users, a router and replicas, in the order of virtual time.
+"""A simulated run of users, a router and replicas, in the order of virtual time.
 
-Owns: what a run is made of, and which part of it counts.
+Owns: the parts of a run, and which part of it counts.
 Does not know: what happens next (`driving`), how a replica serves, or what is reported (`figures`).
 """
 
@@ -27,18 +27,18 @@ from pensieve_lab.workload.turns import Answer, UserTurn
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """What is simulated.
+    """Settings of a simulation.
 
     Attributes:
-      config: of every replica; `cache.cpu_bytes` must be turned into pages.
-      profile: of every replica's device.
-      cost_model: what the retention policy goes by.
-      max_context_tokens: history + turn.
-      num_replicas, routing: how many, and which one a turn goes to: a key of `ROUTERS`.
-      seed: of the routing.
-      warm_up_s: virtual time before anything counts.
-      window_s: how long it counts; None goes on until every turn is answered.
-      drain_s: virtual time after the window, while users go on: late answers, which only `on_answer` sees.
+      config: configuration of every replica; `cache.cpu_bytes` must be converted to pages.
+      profile: profile of every replica's device.
+      cost_model: cost model of the retention policy.
+      max_context_tokens: longest history plus turn.
+      num_replicas, routing: number of replicas, and the key in `ROUTERS` of the routing rule.
+      seed: seed of the routing.
+      warm_up_s: virtual time before the measured window.
+      window_s: length of the window; None means until every turn is answered.
+      drain_s: virtual time after the window, while users continue; only `on_answer` sees its answers.
       stretches: see `Replica`.
     """
 
@@ -55,7 +55,7 @@ class Scenario:
     stretches: bool = True
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for what cannot be simulated."""
+        """Raise ConfigError for settings that cannot be simulated."""
         if self.num_replicas < 1:
             raise ConfigError("num_replicas", self.num_replicas, "at least 1")
         if self.routing not in ROUTERS:
@@ -70,16 +70,16 @@ class Scenario:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a run showed, in the part of it that counts.
+    """Result of a run within its window.
 
     Attributes:
-      answers: that were completed.
-      counters: how `Replica.counters` changed, all replicas together.
-      steps: how `Replica.steps` changed, likewise.
-      seconds: of virtual time.
-      num_unfinished: turns that were sent and not answered at its end.
+      answers: completed answers.
+      counters: changes of `Replica.counters`, summed over the replicas.
+      steps: changes of `Replica.steps`, likewise.
+      seconds: virtual time of the window.
+      num_unfinished: unanswered turns at its end.
       num_refused: sessions that ended early because they had outgrown the context, warm-up included.
-      experience: of all replicas together, at its end; None for an order that does not learn.
+      experience: merged learned state of the replicas at its end; None for an order that does not learn.
     """
 
     answers: Sequence[Answer]
@@ -98,10 +98,10 @@ def simulate(
     *,
     experience: LearnedState | None = None,
 ) -> Outcome:
-    """Serve sessions; those in mid-life find their history where it would be.
+    """Serve sessions; sessions from before the run find their history where it would be.
 
-    `on_answer` sees every answer, those of the warm-up and of the drain included. An order that learns goes
-    on from `learned_state`.
+    `on_answer` sees every answer, including those of the warm-up and of the drain. A learning eviction order
+    continues from `learned_state`.
     """
     router = ROUTERS[scenario.routing](scenario.seed)
     client = Client(sessions, scenario.max_context_tokens)
@@ -175,7 +175,7 @@ def _experience(replicas: Sequence[Replica], given: LearnedState | None) -> Lear
 
 
 def _place(session: Session, replicas: Sequence[Replica], router: Router) -> None:
-    """Have the state of a session that began before the run, as of when its last answer ended."""
+    """Cache the history of a session from before the run, as of the end of its last answer."""
     conversation_id = session.conversation.conversation_id
     history = History(conversation_id, session.num_history_tokens, session.last_active_s)
     replicas[router.place(conversation_id, replicas)].remember([history])

@@ -1,12 +1,15 @@
-"""A replica in outline: no scheduler, no pages, dozens of times as fast as `Replica`, for large fleets.
+"""A simplified replica for large fleets: no scheduler, no pages, dozens of times as fast as `Replica`.
 
-Owns: a model of what the engine does with turns, at the level of turns:
-  prompts    in the order in which they came, as many tokens a step as a step takes beside the decodes;
-  decodes    a token each step; a step takes what `StepTime` says of its tokens and contexts;
-  memory     contexts of running turns are on the device, and who does not fit waits; what is idle has the
-             rest of both tiers, and what was used least recently gives way, from its leading end.
-Not in it: pages, copies' time but for a first token that waits for its own, suspensions, orders but LRU,
-reading ahead. How near it comes to `Replica` is on the page about balance.
+Owns: a model of the engine at the level of turns:
+  prompts    in order of arrival; each step takes as many of their tokens as it has room for beside the
+  decodes;
+  decodes    a token per step; a step takes the time that `StepTime` gives for its tokens and contexts;
+  memory     contexts of running turns are on the device, and a turn that does not fit waits; idle
+  conversations
+             use the rest of both tiers, and the least recently used ones are evicted, from their beginning.
+It leaves out pages, suspensions, orders other than LRU, prefetching, and the time of copies, except that a
+first
+token waits for its own. The page about balance says how close it comes to `Replica`.
 Does not know: routing.
 """
 
@@ -28,21 +31,21 @@ from pensieve_lab.workload.server import History
 from pensieve_lab.workload.step_totals import Steps
 from pensieve_lab.workload.turns import Answer, UserTurn
 
-_OWN_SHARE = 0.75  # of the device, that holds what the host has no copy of; fitted to two runs of `Replica`
-_GROWTH_SHARE = 0.02  # of the device, that is left for answers to grow into when a turn joins
+_OWN_SHARE = 0.75  # device share of tokens without a host copy; fitted to two runs of `Replica`
+_GROWTH_SHARE = 0.02  # share of the device that is reserved for growing answers when a turn joins
 
 
 @dataclass(slots=True, eq=False)
 class _Served:
-    """A turn on its way.
+    """Turn in progress.
 
     Attributes:
-      turn: as it was submitted.
-      reported: what it was said to miss, and its context, in `load`.
-      left: tokens that are still to be computed.
-      kept, on_host: of its history, tokens that were found, and those of them in host memory.
-      context: tokens of its own on the device.
-      end: the number of the step that makes its last token.
+      turn: submitted turn.
+      reported: tokens to compute that it adds to `load`.
+      left: tokens still to compute.
+      kept, on_host: reused tokens of its history, and those of them in host memory.
+      context: its own tokens on the device.
+      end: number of the step that makes its last token.
     """
 
     turn: UserTurn
@@ -57,7 +60,7 @@ class _Served:
 
 @dataclass(slots=True)
 class _Block:
-    """Steps alike: when they begin, how many, how long each, and the prompt tokens of each."""
+    """Block of equal steps: begin, number, duration of each, and prompt tokens of each."""
 
     begin_s: float
     num_steps: int
@@ -70,7 +73,7 @@ class _Block:
 
 
 class _Clock:
-    """Says when something will next have happened; of an idle one, when it became idle."""
+    """Time of the replica's next event; when idle, the time at which it became idle."""
 
     def __init__(self, now_s: float) -> None:
         self.now_s = now_s
@@ -83,12 +86,12 @@ class _Clock:
 
 
 class FluidReplica:
-    """A `Server` of turns in virtual time; see the module."""
+    """`Server` of turns in virtual time, modelled as described in the module docstring."""
 
     def __init__(
         self, config: EngineConfig, profile: DeviceProfile, *, number: int = 0, start_s: float = 0.0
     ) -> None:
-        """Idle. `config.cache.cpu_bytes` must be turned into pages."""
+        """Start idle. `config.cache.cpu_bytes` must be converted to pages."""
         self.number = number
         self.clock = _Clock(start_s)
         cache, scheduler = config.cache, config.scheduler
@@ -109,8 +112,8 @@ class FluidReplica:
         self._decoding: list[tuple[float, int, _Served]] = []
         self._num_pushed = 0
         self._done_steps = 0
-        self._used = 0  # tokens on the device of those that run
-        self._prompt_used = self._left = 0  # of `prompts`: those tokens, and what is to be computed
+        self._used = 0  # device tokens of running turns
+        self._prompt_used = self._left = 0  # of `_prompts`: device tokens, and tokens to compute
         self._longest = 0
         self._block: _Block | None = None
         self._compute_tokens = self._context_tokens = 0
@@ -118,32 +121,28 @@ class FluidReplica:
 
     @property
     def has_unfinished(self) -> bool:
-        """See `Server`."""
         return self._block is not None
 
     @property
     def num_unfinished(self) -> int:
-        """See `Server`."""
         return len(self._waiting) + len(self._prompts) + len(self._decoding)
 
     @property
     def load(self) -> Load:
-        """What there is to do."""
+        """Load for routing: turns, tokens to compute and context tokens."""
         return Load(self.num_unfinished, self._compute_tokens, self._context_tokens)
 
     @property
     def unanswered(self) -> list[UserTurn]:
-        """Turns that were submitted and not answered."""
+        """Submitted turns without an answer."""
         decoding = (served for _, _, served in self._decoding)
         return [served.turn for served in (*decoding, *self._prompts, *self._waiting)]
 
     def remember(self, histories: Iterable[History]) -> None:
-        """See `Server`."""
         for history in histories:
             self._leave(history.conversation_id, history.num_tokens - 1)
 
     def submit(self, turn: UserTurn) -> None:
-        """See `Server`."""
         num_known = min(self._idle.get(turn.conversation_id, 0), max(turn.num_history_tokens - 1, 0))
         served = _Served(turn, turn.prompt_tokens + turn.num_history_tokens - num_known)
         self._compute_tokens += served.reported
@@ -155,7 +154,6 @@ class FluidReplica:
             self._cut(turn.arrival_s)
 
     def step(self, until_s: float) -> list[Answer]:
-        """See `Server`."""
         while (block := self._block) is not None:
             answers = self._finish(block)
             self._begin(block.end_s)
@@ -164,15 +162,15 @@ class FluidReplica:
         return []
 
     def counters(self) -> dict[str, float]:
-        """See `Server`."""
         return {"num_steps": self._done_steps, "device_busy_s": self._busy_s}
 
     def steps(self) -> Steps:
-        """See `Server`; not known."""
+        """Return nothing: steps are not counted by bucket."""
         return {}
 
     def _cut(self, arrival_s: float) -> None:
-        """Somebody came while all decode: the step that runs and the one behind it are on their way."""
+        """Shorten a block of decodes when a turn arrives; the running step and the next are already
+        launched."""
         block = self._block
         assert block is not None
         num_steps = math.ceil((arrival_s - block.begin_s) / block.step_s) + 1
@@ -181,7 +179,7 @@ class FluidReplica:
             self.clock.now_s = block.end_s
 
     def _begin(self, now_s: float) -> None:
-        """Plan what happens from now on, if anything does."""
+        """Plan the next block of steps, if there is work."""
         self._admit()
         num_decoding = len(self._decoding)
         self.clock.now_s = now_s
@@ -233,7 +231,7 @@ class FluidReplica:
         self._trim()
 
     def _finish(self, block: _Block) -> list[Answer]:
-        """The steps of a block are done."""
+        """Apply the steps of a finished block, and return its answers."""
         num_steps = block.num_steps
         self._done_steps += num_steps
         self._busy_s += num_steps * block.step_s
@@ -259,7 +257,7 @@ class FluidReplica:
         return answers
 
     def _decode(self, served: _Served, now_s: float) -> None:
-        """The first token is there, once what was in host memory is."""
+        """Start decoding; the first token waits for the history's copy from host memory."""
         turn = served.turn
         self._compute_tokens -= served.reported
         computed = served.context - served.kept
@@ -292,7 +290,7 @@ class FluidReplica:
         self._trim()
 
     def _trim(self) -> None:
-        """What was used least recently gives way."""
+        """Evict the least recently used tokens that exceed the memory."""
         excess = self._idle_tokens + self._used - self._all_tokens
         while excess > 0 and self._idle:
             conversation_id, num_tokens = next(iter(self._idle.items()))

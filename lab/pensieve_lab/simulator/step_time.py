@@ -1,13 +1,14 @@
-"""How long a step takes on the device.
+"""The time of a step on the device.
 
-Owns: the model of a step's time, and of the heat that products leave. Three parts follow one another through
-the layers, so they add up:
+Owns: the model of a step's time, and of the heat from matrix products. Three parts run in sequence in each
+layer, so they add up:
   dense      reading all weights, or arithmetic for every padded token, whichever is longer (a smooth
              maximum); arithmetic takes longer on a device that is hot from it;
-  attention  for every row reading its KV state or arithmetic for its pairs of query and key, whichever is
-             longer; all rows together no less than what is serial in the longest context;
+  attention  per row, reading its KV cache or arithmetic for its query-key pairs, whichever is longer; all
+  rows
+             together take at least the serial time of the longest context;
   the rest   a constant, and a share for every padded token: norms, rotations, writing KV, sampling.
-Does not know: requests, pages, or what comes before and after a step.
+Does not know: requests, pages, or what precedes and follows a step.
 """
 
 from __future__ import annotations
@@ -19,25 +20,24 @@ from pensieve_lab.simulator.profile import StepCosts
 
 
 class StepLoad:
-    """What a step computes, as far as it takes time.
+    """Load of a step, as far as its time depends on it.
 
     Attributes:
       num_tokens: query tokens of all rows.
-      num_single_kv: context tokens of all rows of one query token together.
+      num_single_kv: total context tokens of all rows with one query token.
       rows: (query tokens, context tokens) of the other rows.
       longest_kv: context tokens of the longest row.
-      num_rows: of either kind.
+      num_rows: rows of both kinds.
     """
 
     __slots__ = ("longest_kv", "num_rows", "num_single_kv", "num_tokens", "rows")
 
     def __init__(self) -> None:
-        """Nothing."""
         self.num_tokens = self.num_single_kv = self.longest_kv = self.num_rows = 0
         self.rows: list[tuple[int, int]] = []
 
     def add(self, q_len: int, kv_len: int) -> None:
-        """One more row: its query tokens, and the context tokens at its end."""
+        """Add a row with its query tokens, and the context tokens at its end."""
         self.num_rows += 1
         self.num_tokens += q_len
         if kv_len > self.longest_kv:
@@ -48,25 +48,26 @@ class StepLoad:
             self.rows.append((q_len, kv_len))
 
     def lengthen(self) -> None:
-        """The same rows of one query token each, one token further on."""
+        """Advance all rows, which must have one query token each, by one token."""
         self.num_single_kv += self.num_tokens
         self.longest_kv += 1
 
 
 class ThermalModel:
-    """How hot a device is from products, between 0 and 1; it follows what steps do within `hot_s`."""
+    """Heat of a device from matrix products, between 0 and 1, which follows the load with time constant
+    `hot_s`."""
 
     def __init__(self, hot_s: float) -> None:
-        """Rested. Nothing is ever felt where `hot_s` is 0."""
+        """Start rested; with `hot_s` 0 the heat stays 0."""
         self._hot_s = hot_s
         self._heat = 0.0
 
     def rest(self, seconds: float) -> None:
-        """The device stood idle."""
+        """Cool while the device is idle."""
         self._follow(0.0, seconds)
 
     def step(self, seconds: float, *, is_heating: bool) -> float:
-        """A step of about so long; returns the mean heat during it."""
+        """Follow a step of about this duration; return the mean heat during it."""
         return self._follow(float(is_heating), seconds)
 
     def _follow(self, target: float, seconds: float) -> float:
@@ -79,10 +80,10 @@ class ThermalModel:
 
 
 class StepTime:
-    """Seconds of a step, by its load."""
+    """Duration of a step as a function of its load."""
 
     def __init__(self, costs: StepCosts, buckets: tuple[int, ...]) -> None:
-        """`buckets`: the padded step sizes, ascending."""
+        """Precompute the times of `buckets`, the padded step sizes in ascending order."""
         self._costs = costs
         self._buckets = buckets
         self._dense_and_rest_s = {bucket: self._of_bucket(bucket) for bucket in buckets}
@@ -90,10 +91,11 @@ class StepTime:
         self._padding_s: dict[int, float] = {}
 
     def seconds(self, load: StepLoad, heat: float | None = None) -> float:
-        """Time on the device; `IndexError` for more tokens than the largest bucket holds.
+        """Return the time on the device; raises IndexError if the load exceeds the largest bucket.
 
-        `heat` is 0 for a device that has rested and 1 for one that computes such steps without end; None: as
-        of many such steps in a row.
+        `heat` is 0 for a rested device and 1 for one that runs such steps continuously. None assumes many
+        such
+        steps in a row.
         """
         bucket = bucket_for(self._buckets, load.num_tokens)
         if heat is None:
@@ -101,14 +103,15 @@ class StepTime:
         return self._dense_and_rest_s[bucket] + heat * self._hot_s[bucket] + self._attention_s(load)
 
     def is_heating(self, num_tokens: int) -> bool:
-        """Whether arithmetic, not reading weights, is what a step of so many padded tokens waits for."""
+        """Return whether a step of `num_tokens` padded tokens is limited by arithmetic, not by reading
+        weights."""
         return self._costs.token_s * num_tokens > self._costs.weight_read_s
 
     def padding_s(self, num_tokens: int) -> float:
-        """What a step of `num_tokens` would take less in a bucket of exactly that size.
+        """Return the time that a step of `num_tokens` would save in a bucket of exactly that size.
 
-        On a device that has rested. Attention's part is the same: rows, pages and tiles beyond those in use
-        cost nothing.
+        The device is assumed to be rested. Attention does not change: unused rows, pages and tiles cost
+        nothing.
         """
         seconds = self._padding_s.get(num_tokens)
         if seconds is None:

@@ -1,13 +1,13 @@
-"""Steps that need no scheduler: everybody running decodes one token, and nobody joins, leaves or gives way.
+"""Decode runs: steps in which every running request decodes one token and no request joins, leaves or yields.
 
-Owns: what such a step changes, without looking at every request. The cache is asked for the few that begin a
-page and, as in every step, for copies ahead of time; all lengths are brought up to date at the end.
+Owns: the effects of such a step without visiting every request. The cache is asked for pages of the few
+requests that begin one and, as in every step, for copies ahead of time; all lengths are updated at the end.
 Does not know: devices, transfers, or time.
-That its steps are the scheduler's own is what `lab/tests/simulator/test_stretch.py` shows.
+`lab/tests/simulator/test_stretch.py` shows that these steps equal the scheduler's.
 
-A stretch begins after a step in which every running request sampled a token that is not its last. It goes on
-as long as the oldest waiting request cannot join and there are pages for all that begin one, both of which is
-said only when it is certain. Its last step is the one that grants some request's last token.
+A run begins after a step in which every running request sampled a token that is not its last. It continues as
+long as the oldest waiting request certainly cannot join and there are certainly pages for all requests that
+begin one. Its last step is the one that grants some request's last token.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _WITH_PAGE = (EvictionClass.DIRTY, EvictionClass.CLEAN, EvictionClass.ARRIVING)
 
 
 class DecodeRun:
-    """A stretch in progress.
+    """Decode run in progress.
 
-    While it lasts, requests and sequences are as they were when it began; `end` makes good for it.
+    Requests and sequences keep their state from its beginning until `end` updates them.
 
     Attributes:
-      running: the requests, by arrival.
-      load: what the next step computes.
+      running: requests by arrival.
+      load: load of the next step.
       num_steps: steps done.
-      num_steps_left: steps until one has granted a request's last token.
+      num_steps_left: steps until one grants a request's last token.
     """
 
     def __init__(self, config: EngineConfig, scheduler: Scheduler, cache: CacheManager) -> None:
-        """Every running request misses its last token alone."""
+        """Start a run; every running request must lack the KV of only its last token."""
         self.running = tuple(scheduler.running)
         self._config = config
         self._scheduler = scheduler
@@ -53,16 +53,16 @@ class DecodeRun:
         self.num_steps_left = min(left)
 
     def can_go_on(self) -> bool:
-        """The scheduler's next step would be the stretch's."""
+        """Return whether the scheduler's next step would be a step of this run."""
         if not self.num_steps_left or not is_blocked(self._config, self._scheduler, self._cache):
             return False
         num_pages = len(self._beginners[self.num_steps % self._cache.chunk_tokens])
         return not num_pages or num_pages <= self._cache.num_available()
 
     def step(self, *, with_grants: bool) -> SchedulerOutput | None:
-        """What the scheduler would do now and answer; without its grants unless they are asked for.
+        """Do the scheduler's next step; return its output, with grants only if asked for.
 
-        None stands for an answer with nothing but grants.
+        None stands for an output with nothing but grants.
         """
         cache, done = self._cache, self.num_steps
         cache.begin_step()
@@ -90,13 +90,13 @@ class DecodeRun:
         )
 
     def last(self) -> list[Request]:
-        """The requests whose last token the latest step granted."""
+        """Return the requests whose last token the latest step granted."""
         if self.num_steps_left:
             return []
         return [r for r in self.running if len(r.token_ids) + self.num_steps == r.max_total_tokens]
 
     def end(self) -> None:
-        """Bring every request up to date; nobody reads the ids."""
+        """Update every request with placeholder ids, which are never read."""
         if not self.num_steps:
             return
         for request in self.running:
@@ -112,9 +112,9 @@ class DecodeRun:
 
 
 def is_blocked(config: EngineConfig, scheduler: Scheduler, cache: CacheManager) -> bool:
-    """Certainly nobody can join the running requests in the next step.
+    """Return whether certainly no waiting request can join in the next step.
 
-    Pages that the step takes only make it harder, so what is short now is short then.
+    The pages that the step takes only make joining harder, so a shortage now is a shortage then.
     """
     if not scheduler.waiting or len(scheduler.running) >= config.scheduler.max_num_running:
         return True

@@ -1,13 +1,14 @@
-"""Copies between tiers that take as long as a profile says, and complete when the engine's would.
+"""Copies between tiers that take the profile's time, and complete when the engine's would.
 
-Owns: when a copy starts, when it ends, and when the cache hears of it.
+Owns: when a copy starts, when it ends, and when the cache is notified.
 Does not know: pages, slots, or why a chunk moves.
 
-What the rules come to: a copy waits for the computation that was dispatched before it, so it runs beside the
-next step. In each direction copies follow one another in order. A copy to the device is named as complete
-when the step beside which it started has been dispatched; for what is left of it, the step after that waits.
-A copy to the host is named when it has ended. Copies to the device go first: while one is on its way, copies
-to the host are held back, for some steps and until others need their room in staging.
+The rules: a copy waits for the computation dispatched before it, so it runs beside the next step. In each
+direction copies run one after the other in order. A copy to the device is reported complete when the step
+beside
+which it started has been dispatched; the step after that waits for the rest of it. A copy to the host is
+reported when it has ended. Copies to the device have priority: while one is in flight, copies to the host are
+held back, for some steps at most and until others need their staging room.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ _NOTHING = Ended([])
 
 
 class _Moving:
-    """A copy that was asked for.
+    """Requested copy.
 
     Attributes:
-      start_step: steps that had been dispatched when it was started, or gathered.
-      end_s: when its last byte arrives; infinite before it is started.
+      start_step: number of dispatched steps when it was started, or gathered.
+      end_s: arrival of its last byte; infinity before it is started.
     """
 
     __slots__ = ("copy_id", "end_s", "start_step")
@@ -41,11 +42,11 @@ class _Moving:
 
 
 class _Link:
-    """One direction.
+    """One direction of the link.
 
     Attributes:
-      free_s: when its last copy ends.
-      num_copies: started so far.
+      free_s: end of its last copy.
+      num_copies: copies started so far.
     """
 
     def __init__(self, costs: LinkCosts, chunk_bytes: int, both_ways_share: float) -> None:
@@ -56,7 +57,7 @@ class _Link:
         self.num_copies = 0
 
     def carry(self, batch: Iterable[_Moving], ready_s: float, other: _Link) -> None:
-        """Copy chunks one after the other from `ready_s` on, or behind what is on the link already."""
+        """Copy chunks in sequence from `ready_s` on, after those already on the link."""
         if ready_s > self.free_s:
             self.free_s = ready_s + self._latency_s
         for moving in batch:
@@ -66,10 +67,10 @@ class _Link:
 
 
 class SimulatedTransfers:
-    """A `Transfers` that moves nothing.
+    """`Transfers` that move nothing but take time.
 
     Attributes:
-      num_chunks: that were to be copied so far, either way.
+      num_chunks: copies requested so far in both directions.
     """
 
     def __init__(
@@ -81,9 +82,9 @@ class SimulatedTransfers:
         max_num_staged: int,
         retrieval_priority: bool,
     ) -> None:
-        """Nothing in flight; at most `max_num_staged` chunks will be, each way.
+        """Start with nothing in flight; at most `max_num_staged` chunks are staged in each direction.
 
-        `chunk_bytes`: of a chunk outside the device's pages.
+        `chunk_bytes`: size of a chunk outside the device's pages.
         """
         self._timeline = timeline
         self._chunk_bytes = chunk_bytes
@@ -98,15 +99,15 @@ class SimulatedTransfers:
         self.num_chunks = 0
         self._num_steps = 0
         self._stall_s = 0.0
-        self._outgoing: deque[_Moving] = deque()  # in the order of their gathers
-        self._held: list[_Moving] = []  # those of them that are not started
+        self._outgoing: deque[_Moving] = deque()  # in the order of gathering
+        self._held: list[_Moving] = []  # part of `_outgoing` that is not started
         self._queued: deque[_Moving] = deque()
-        self._staged: deque[_Moving] = deque()  # started, to be read by a later step
+        self._staged: deque[_Moving] = deque()  # started; a later step reads them
         self._num_expedited = 0
         self._done: list[int] = []
 
     def swap_out(self, copies: Sequence[ChunkCopy]) -> None:
-        """See `Transfers`; the clock moves on where staging is full."""
+        """Gather copies to the host; the clock advances if staging is full."""
         self.num_chunks += len(copies)
         self._finish_out()
         fits = len(self._outgoing) + len(copies) <= self._max_num_staged
@@ -121,7 +122,7 @@ class SimulatedTransfers:
                 self._start_out()
 
     def swap_in(self, copies: Sequence[ChunkCopy]) -> None:
-        """See `Transfers`; what was gathered starts now, unless it is held back."""
+        """Queue copies to the device; gathered copies to the host start now, unless they are held back."""
         self.num_chunks += len(copies)
         self._queued.extend(_Moving(copy.copy_id, self._num_steps) for copy in copies)
         if not self._held:
@@ -130,7 +131,6 @@ class SimulatedTransfers:
             self._start_out()
 
     def expedite(self, copy_ids: Collection[int]) -> None:
-        """See `Transfers`."""
         if not copy_ids:
             return
         wanted = set(copy_ids)
@@ -140,18 +140,18 @@ class SimulatedTransfers:
         self._staged = deque(moving for moving in self._staged if moving.copy_id not in wanted)
         self._start_in(waiting)
         self._num_expedited = len(waiting) + len(started)
-        assert self._num_expedited == len(wanted), "a copy is expedited that is not on its way"
+        assert self._num_expedited == len(wanted), "an expedited copy is not in flight"
         self._await_on_device([*started, *waiting])
 
     def before_dispatch(self) -> None:
-        """A step is about to be dispatched: copies that were asked for start, beside it."""
+        """Start the requested copies, which run beside the step that is about to be dispatched."""
         if self._queued:
             self._start_queued()
         self._num_expedited = 0
         self._num_steps += 1
 
     def completed(self) -> Ended:
-        """See `Transfers`; every chunk can be packed."""
+        """Report completed copies; every chunk can be packed."""
         if not self._outgoing and not self._staged and not self._done:
             return _NOTHING
         self._finish_out()
@@ -164,11 +164,11 @@ class SimulatedTransfers:
         return Ended(done + [moving.copy_id for moving in landed])
 
     def is_moving(self) -> bool:
-        """A copy is on its way, or starts when the device has done what was dispatched."""
+        """Return whether a copy is in flight, or starts after the work that was dispatched."""
         return max(self._in.free_s, self._out.free_s) > self._timeline.now()
 
     def wait(self) -> None:
-        """See `Transfers`; the clock moves on."""
+        """Advance the clock until a copy is complete."""
         if self._done:
             return
         self._start_queued()
@@ -179,7 +179,7 @@ class SimulatedTransfers:
         self._stall_until(moving[min(len(moving), self._window) - 1].end_s)
 
     def stats(self) -> dict[str, int | float]:
-        """See `Transfers`; the host's time for copies is a part of `HostCosts`."""
+        """Return the counters; the host's time for copies is part of `HostCosts`."""
         return {
             "swapped_out_bytes": self._out.num_copies * self._chunk_bytes,
             "swapped_in_bytes": self._in.num_copies * self._chunk_bytes,
@@ -196,7 +196,7 @@ class SimulatedTransfers:
         return bool(self._held) and self._num_steps - self._held[0].start_step >= MAX_HELD_STEPS
 
     def _ready_s(self) -> float:
-        """When a copy can begin: computation that was dispatched before it comes first."""
+        """Return when a copy can begin: after the computation dispatched before it."""
         return max(self._timeline.now(), self._timeline.device_free_s)
 
     def _start_in(self, batch: Sequence[_Moving]) -> None:
@@ -232,13 +232,13 @@ class SimulatedTransfers:
             self._done.append(outgoing.popleft().copy_id)
 
     def _await_on_device(self, batch: Sequence[_Moving]) -> None:
-        """Computation that is dispatched from here on begins when these have arrived."""
+        """Let later computation begin after these copies have arrived."""
         if batch:
             self._timeline.occupy_device(batch[-1].end_s)
             self._use_device(len(batch))
 
     def _use_device(self, num_chunks: int) -> None:
-        """Gathers and scatters take their turn among the steps."""
+        """Run gathers or scatters on the device, in order with the steps."""
         if num_chunks and self._page_copy_s:
             self._timeline.use_device(num_chunks * self._page_copy_s)
 

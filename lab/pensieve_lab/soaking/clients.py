@@ -1,10 +1,11 @@
-"""Clients of every kind, who mostly do as the API's pages say, and sometimes leave without a word.
+"""Soak clients, which mostly follow the API's documentation and sometimes disconnect without notice.
 
-Owns: what a client does from its first request to its last, and what of that is counted.
+Owns: what a client does from its first request to its last, and what is counted.
 Does not know: the server's process, or what is sampled of it.
 
-Who ends a conversation deletes what it made, as far as it knows its name: what somebody left before its name
-came stays in the history, as in any server.
+A client that ends a conversation deletes what it created and knows the id of. If it disconnected before it
+got
+an id, the object stays in the history, as with any server.
 """
 
 from __future__ import annotations
@@ -66,18 +67,18 @@ _WORDS = [
     "berkeley",
 ]
 _PATIENCE_S = 120.0
-_AS_EXPECTED = (200, 404, 409, 429, 503)  # 404: deleted by nobody else but the fork's own sibling
+_AS_EXPECTED = (200, 404, 409, 429, 503)  # 404: a sibling fork deleted it
 
 
 class UnexpectedAnswerError(Exception):
-    """The server answered what it should not."""
+    """The server sent an unexpected status or broke off a stream."""
 
 
 class SoakClient:
-    """One client, with a connection of its own."""
+    """Client with its own connection."""
 
     def __init__(self, address: str, seed: int, *, pause_s: float, counts: Counter[str]) -> None:
-        """Of a server; `pause_s` is the mean pause between two requests."""
+        """Connect to `address`; `pause_s` is the mean pause between two requests."""
         self._random = random.Random(seed)
         self._pause_s = pause_s
         self._counts = counts
@@ -88,16 +89,16 @@ class SoakClient:
         )
 
     async def run(self, until: asyncio.Event) -> None:
-        """One thing after another until told to end."""
+        """Run random scenarios until `until` is set."""
         async with self._http:
             while not until.is_set():
                 await self._random.choice(self._kinds)()
                 await self._pause()
 
-    # What clients do
+    # Scenarios
 
     async def _responses(self) -> None:
-        """A tree of responses: chains, and forks behind an earlier one."""
+        """Build a tree of responses: chains, and forks from an earlier response."""
         known: list[str] = []
         for _ in range(self._random.randint(1, 5)):
             body: dict[str, Any] = {"input": self._text(), **self._sampling("max_output_tokens")}
@@ -113,7 +114,7 @@ class SoakClient:
             await self._send("DELETE", f"/v1/responses/{response_id}")
 
     async def _conversation(self) -> None:
-        """A conversation by its id; an item is taken out before it ends."""
+        """Take turns by conversation id; sometimes delete an item before the conversation."""
         made = await self._send("POST", "/v1/conversations", {"metadata": {"of": "soak"}})
         if made is None:
             return
@@ -133,7 +134,7 @@ class SoakClient:
             await self._send("DELETE", f"/v1/responses/{response_id}")
 
     async def _chat(self) -> None:
-        """Somebody who sends everything again each time, and now and then edits what was said."""
+        """Send all messages again in each request, and sometimes edit the last one."""
         messages: list[dict[str, Any]] = []
         for _ in range(self._random.randint(1, 5)):
             if len(messages) >= 2 and self._random.random() < 0.2:
@@ -149,13 +150,13 @@ class SoakClient:
             await self._pause()
 
     async def _completions(self) -> None:
-        """A prompt on its own."""
+        """Complete a single prompt."""
         await self._ask(
             "/v1/completions", {"prompt": self._text(), **self._sampling("max_tokens")}, "completions"
         )
 
     async def _background(self) -> None:
-        """A response in the background: asked for again, cancelled, or replayed."""
+        """Create a background response, then cancel it, replay its stream, or neither; then delete it."""
         body = {"input": self._text(), "background": True, **self._sampling("max_output_tokens")}
         body["stream"] = False
         said = await self._send("POST", "/v1/responses", body)
@@ -174,7 +175,7 @@ class SoakClient:
         await self._send("DELETE", where)
 
     async def _others(self) -> None:
-        """What costs no turn, and mistakes."""
+        """Send requests that need no engine turn, and an invalid one."""
         await self._send("GET", "/v1/models")
         await self._send("GET", "/v1/responses/resp_" + "0" * 32)
         await self._send("POST", "/v1/responses/input_tokens", {"input": self._text()})
@@ -183,10 +184,10 @@ class SoakClient:
         if answer.status_code != 400:
             raise UnexpectedAnswerError(f"input 5: {answer.status_code} {answer.text[:200]}")
 
-    # How they do it
+    # Requests
 
     async def _ask(self, path: str, body: dict[str, Any], kind: str) -> dict[str, Any] | None:
-        """A turn, whole or as a stream: its id and text; None where this client left, or was refused."""
+        """Send a turn, streamed or not; return its id and text, or None if it was abandoned or refused."""
         leave_s = self._random.expovariate(1 / 0.3) if self._random.random() < 0.15 else None
         try:
             async with asyncio.timeout(leave_s):
@@ -203,7 +204,7 @@ class SoakClient:
         return said
 
     async def _send(self, method: str, path: str, body: Any = None) -> dict[str, Any] | None:
-        """The answer; None for one that says later, or no longer."""
+        """Send a request; return its answer, or None for an expected status other than 200."""
         answer = await self._http.request(method, path, json=body)
         if answer.status_code not in _AS_EXPECTED:
             raise UnexpectedAnswerError(f"{method} {path} {body}: {answer.status_code} {answer.text[:500]}")
@@ -212,7 +213,7 @@ class SoakClient:
         return found if answer.status_code == 200 else None
 
     async def _stream(self, method: str, path: str, body: Any) -> dict[str, Any] | None:
-        """What a stream said, to its end, or until this client has had enough."""
+        """Read a stream to its end; return None if this client abandons it or it was refused."""
         has_enough = self._random.random() < 0.1
         async with self._http.stream(method, path, json=body) as answer:
             if answer.status_code not in _AS_EXPECTED:
@@ -235,7 +236,7 @@ class SoakClient:
                     self._counts["left streams"] += 1
                     return None
         if not has_ended:
-            raise UnexpectedAnswerError(f"{method} {path} {body}: the stream broke off behind {text!r}")
+            raise UnexpectedAnswerError(f"{method} {path} {body}: the stream broke off after {text!r}")
         self._counts["streams"] += 1
         return {"id": response_id, "text": text}
 

@@ -1,6 +1,6 @@
-"""Draws what was sampled of a server over time.
+"""The plot of a server's sampled figures over time.
 
-Owns: the picture. Does not know: where figures come from.
+Owns: the picture. Does not know: where the figures come from.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PANELS = {
 
 
 def plot_samples(samples: Samples, title: str, path: Path) -> None:
-    """A panel for each kind of figure, over minutes; raises OSError."""
+    """Draw a panel over minutes for each kind of figure; raises OSError if the file cannot be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""What is sampled of a server while it is busy, and whether that grows.
+"""Samples of a busy server's resources, and the check that they do not grow.
 
 Owns: the figures of a sample, where they come from, and what counts as growth.
 Does not know: what clients do.
@@ -23,9 +23,9 @@ _ENGINE_TABLES = (
 
 
 class Slack(NamedTuple):
-    """A series grows if the largest of its last third exceeds the largest before by more than both.
+    """Growth that is allowed: the maximum of the last third may exceed the earlier one by the larger of both.
 
-    Not medians: tables that follow the load go up and down with a machine that others use too.
+    Maxima, not medians: tables follow the load, which varies on a shared host.
     """
 
     ratio: float
@@ -34,7 +34,7 @@ class Slack(NamedTuple):
 
 _SLACKS = {
     "rss_mb": Slack(1.05, 4.0),
-    "threads": Slack(1.0, NUM_THREADS),  # the front's for long work start when they are first needed
+    "threads": Slack(1.0, NUM_THREADS),  # the front end starts its worker threads on first use
     "descriptors": Slack(1.1, 12.0),
 }
 _TABLES_SLACK = Slack(1.25, 20.0)
@@ -42,20 +42,20 @@ _TABLES_SLACK = Slack(1.25, 20.0)
 
 @dataclass
 class Samples:
-    """Figures by name, all of the same length; `minutes` says when."""
+    """Series of figures by name, all as long as `minutes`, the times of the samples."""
 
     minutes: list[float] = field(default_factory=list)
     series: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, minutes: float, figures: Mapping[str, float]) -> None:
-        """A sample; names that come later begin with zeros."""
+        """Add a sample; a name that is new gets zeros for the earlier samples."""
         num_before = len(self.minutes)
         self.minutes.append(round(minutes, 2))
         for name in {**self.series, **figures}:
             self.series.setdefault(name, [0.0] * num_before).append(figures.get(name, 0.0))
 
     def growing(self) -> dict[str, str]:
-        """The series that grow, and by how much; nothing before there are samples for it."""
+        """Return the series that grow and a description of the growth."""
         found = {}
         for name, values in sorted(self.series.items()):
             slack = next((s for end, s in _SLACKS.items() if name.endswith(end)), _TABLES_SLACK)
@@ -66,7 +66,7 @@ class Samples:
         return found
 
     def summary(self) -> dict[str, dict[str, float]]:
-        """First, median of the second and of the last third, largest and last value of every series."""
+        """Return first value, medians of the second and last third, maximum and last value of each series."""
         return {
             name: {
                 "first": values[0],
@@ -80,7 +80,7 @@ class Samples:
 
 
 def process_figures(name: str, pid: int) -> dict[str, float]:
-    """Resident memory in MB, threads and descriptors of a process, under its name; raises OSError."""
+    """Return resident memory (MB), threads and descriptors of a process; raises OSError if it is gone."""
     process = Path("/proc") / str(pid)
     resident = int((process / "statm").read_text().split()[1]) * _PAGE_BYTES
     return {
@@ -91,7 +91,7 @@ def process_figures(name: str, pid: int) -> dict[str, float]:
 
 
 def child_of(pid: int) -> int:
-    """The one child of the server's front: the engine's process; raises ValueError where it has none."""
+    """Return the engine process, the only child of the front end; raises ValueError if there is none."""
     for thread in (Path("/proc") / str(pid) / "task").iterdir():
         children = (thread / "children").read_text().split()
         if children:
@@ -100,12 +100,12 @@ def child_of(pid: int) -> int:
 
 
 def table_figures(stats: Mapping[str, Any]) -> dict[str, float]:
-    """Of an answer of /v1/pensieve/stats: how many rows every table of ids has."""
+    """Return the number of rows of each table of ids, from an answer of /v1/pensieve/stats."""
     engine = {f"engine_{name.removeprefix('num_')}": float(stats[name]) for name in _ENGINE_TABLES}
     return {**{f"front_{name}": float(rows) for name, rows in stats["tables"].items()}, **engine}
 
 
 def _thirds(values: Sequence[float]) -> tuple[float, float]:
-    """Medians of the second and of the last third."""
+    """Return the medians of the second and of the last third."""
     third = max(1, len(values) // 3)
     return statistics.median(values[third : 2 * third] or values), statistics.median(values[-third:])

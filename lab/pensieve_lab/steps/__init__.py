@@ -1,1 +1,1 @@
-"""What the launchers that time steps, copies and the host are made of."""
+"""Parts of the programs that time steps, copies and the host."""

@@ -1,4 +1,4 @@
-"""How fast a step can be at best: every operation at the speed of what limits it, memory or arithmetic.
+"""Lower bounds of a step's time: every operation at the limit of memory bandwidth or arithmetic (roofline).
 
 Owns: what a step's operations read, write and multiply. Does not know: kernels, padding or devices.
 
@@ -16,14 +16,14 @@ from pensieve_lab.steps.ceilings import Ceilings
 
 
 class Operation(NamedTuple):
-    """Of all layers, on one device."""
+    """Bytes and floating-point operations of one operation in all layers, on one device."""
 
     name: str
     num_bytes: int
     flop: int
 
     def seconds(self, ceilings: Ceilings) -> float:
-        """At best."""
+        """Return the time at the device's ceilings."""
         return max(self.num_bytes / ceilings.read_bytes_per_s, self.flop / ceilings.flop_per_s)
 
 
@@ -36,10 +36,10 @@ def operations(
     kv_token_bytes: float,
     num_devices: int,
 ) -> list[Operation]:
-    """What a step of these rows has to do, of which `num_samples` tokens get logits.
+    """Return the operations of a step with these rows, where `num_samples` tokens get logits.
 
-    Weights and activations are numbers of `bytes_per_number`, KV state takes `kv_token_bytes` a token, over
-    all layers; devices share all of it evenly.
+    Weights and activations take `bytes_per_number` each, and the KV cache `kv_token_bytes` per token over all
+    layers. Devices share all of it evenly.
     """
     num_tokens = sum(row.end - row.begin for row in rows)
     width, heads = model.hidden_size, model.num_heads * model.head_dim
@@ -61,14 +61,14 @@ def operations(
 
 
 def bound_s(found: Sequence[Operation], ceilings: Ceilings) -> float:
-    """One operation after the other."""
+    """Return the sum of the operations' bounds, since they run in sequence."""
     return sum(one.seconds(ceilings) for one in found)
 
 
 def _product(
     name: str, num_rows: int, num_in: int, num_out: int, count: int, bytes_per_number: int
 ) -> Operation:
-    """`count` products of activations [num_rows, num_in] with weights [num_in, num_out]."""
+    """Make `count` products of activations [num_rows, num_in] with weights [num_in, num_out]."""
     numbers = num_in * num_out + num_rows * (num_in + num_out)
     is_any = num_rows > 0
     return Operation(
@@ -79,12 +79,12 @@ def _product(
 def _attention(
     model: ModelConfig, rows: Sequence[StepRow], bytes_per_number: int, kv_token_bytes: float
 ) -> Operation:
-    """Causal; every row reads the state of its context once."""
+    """Make the causal attention of all rows; every row reads the KV cache of its context once."""
     num_kept, numbers, pairs = 0, 0, 0
     for row in rows:
         num_tokens = row.end - row.begin
         num_kept += row.end
-        numbers += 2 * num_tokens * model.num_heads * model.head_dim  # queries and answers
+        numbers += 2 * num_tokens * model.num_heads * model.head_dim  # queries and outputs
         pairs += (row.begin + 1 + row.end) * num_tokens // 2
     flop = 4 * pairs * model.num_heads * model.head_dim
     num_bytes = round(num_kept * kv_token_bytes) + model.num_layers * numbers * bytes_per_number

@@ -1,4 +1,4 @@
-"""How fast chunks move between device and pinned host memory, with nothing else going on.
+"""Copy rates of chunks between device and pinned host memory on an idle machine.
 
 Owns: the machine's ceilings (one large array, and batches of arrays like chunks), and the same bytes through
 a runner's transfers. Does not know: engines.
@@ -25,20 +25,20 @@ WAYS = ("to host", "to device")
 
 
 class BothWays(NamedTuple):
-    """Seconds of the same bytes to the host and back, all devices together."""
+    """Times of copying the same bytes to the host and back, all devices together."""
 
     num_bytes: int
     to_host_s: Spread
     to_device_s: Spread
 
     def bytes_per_s(self) -> dict[str, float]:
-        """Median rates, by way."""
+        """Return the median rates by direction."""
         medians = self.to_host_s.median, self.to_device_s.median
         return {way: self.num_bytes / seconds for way, seconds in zip(WAYS, medians, strict=True)}
 
 
 def large_array(runner: ModelRunner, num_bytes: int, repeats: int) -> BothWays:
-    """One array of `num_bytes`, split over the devices."""
+    """Time one array of `num_bytes`, split over the devices."""
     mesh = runner.storage.sharding.mesh
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
     num_elements = num_bytes // 4 // len(mesh.devices.flat) * len(mesh.devices.flat)
@@ -48,7 +48,7 @@ def large_array(runner: ModelRunner, num_bytes: int, repeats: int) -> BothWays:
 
 
 def chunk_arrays(runner: ModelRunner, num_chunks: int, repeats: int) -> BothWays:
-    """As many arrays as `num_chunks` chunks are, in one call each way."""
+    """Time the arrays of `num_chunks` chunks, in one call per direction."""
     storage = runner.storage
     shapes = [storage.chunk_shape(group) for group in range(len(storage.groups))]
     arrays = [
@@ -78,7 +78,8 @@ def _both_ways(
 
 
 def through_transfers(runner: ModelRunner, num_chunks: int, repeats: int) -> BothWays:
-    """Pages 1 to `num_chunks` to as many slots and back, by `runner.transfers`; no engine may be at work."""
+    """Time pages 1 to `num_chunks` to as many slots and back by `runner.transfers`; no engine may use
+    them."""
     transfers = runner.transfers
     ids = itertools.count()
     out: list[float] = []
@@ -96,7 +97,7 @@ def through_transfers(runner: ModelRunner, num_chunks: int, repeats: int) -> Bot
 def _move_all(
     runner: ModelRunner, move: Callable[[Sequence[ChunkCopy]], None], copies: list[ChunkCopy]
 ) -> None:
-    """Until the last copy is complete and has taken effect; as fast as they can be staged."""
+    """Start all copies at once, and wait until the last is complete and has taken effect."""
     transfers = runner.transfers
     left = {copy.copy_id for copy in copies}
     move(copies)

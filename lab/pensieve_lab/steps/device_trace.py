@@ -1,4 +1,4 @@
-"""What a GPU did, kernel by kernel, while something ran: from the profiler's own trace.
+"""Kernels and copies of GPUs during a call, from the profiler's trace.
 
 Owns: reading the trace. Does not know: what ran.
 """
@@ -20,13 +20,13 @@ _DEVICE = "/device:GPU:"
 
 
 class Kernel(NamedTuple):
-    """One run of a kernel; nanoseconds.
+    """Run of a kernel, in nanoseconds.
 
     Attributes:
-      name: the kernel's.
-      start_ns: from any origin.
-      duration_ns: from start to end.
-      program: the number of the executable that it belongs to, where the trace says so.
+      name: name of the kernel.
+      start_ns: start, from any origin.
+      duration_ns: time from start to end.
+      program: number of its executable; None if the trace does not say.
     """
 
     name: str
@@ -36,21 +36,21 @@ class Kernel(NamedTuple):
 
 
 class Activity(NamedTuple):
-    """Something from one nanosecond to another."""
+    """Interval of activity, in nanoseconds."""
 
     start_ns: float
     end_ns: float
 
 
 class Trace(NamedTuple):
-    """What a GPU did, each in the order of its starts; empty without one."""
+    """Kernels and copies of a GPU, each sorted by start; empty without a GPU."""
 
     kernels: list[Kernel]
     copies: list[Activity]  # between memories
 
 
 def trace_devices(run: Callable[[], Any]) -> dict[int, Trace]:
-    """Kernels, and copies between memories, while `run` ran: of every GPU by its number, on one time line."""
+    """Trace `run`; return kernels and copies between memories by GPU number, on one time line."""
     found: dict[int, Trace] = {}
     with tempfile.TemporaryDirectory() as directory:
         with jax.profiler.trace(directory):
@@ -74,12 +74,12 @@ def _trace(plane: Any) -> Trace:
 
 
 def trace_activity(run: Callable[[], Any]) -> Trace:
-    """The same of the first GPU alone."""
+    """Trace `run` on the first GPU alone."""
     return trace_devices(run).get(0, Trace([], []))
 
 
 def trace_kernels(run: Callable[[], Any]) -> list[Kernel]:
-    """Kernels alone; see `trace_activity`."""
+    """Trace the kernels of `run` on the first GPU."""
     return trace_activity(run).kernels
 
 
@@ -89,7 +89,7 @@ def _kernel(event: Any) -> Kernel:
 
 
 def summary(kernels: list[Kernel], num_steps: int) -> dict[str, Any]:
-    """Seconds a step: from first to last kernel, busy, idle; the longest gap; time by kernel."""
+    """Return seconds per step (span, busy, idle), the longest gap, and seconds by kernel."""
     if not kernels:
         return {}
     ends, gaps = float(kernels[0].start_ns), []
@@ -107,7 +107,7 @@ def summary(kernels: list[Kernel], num_steps: int) -> dict[str, Any]:
 
 
 def seconds_by_kernel(kernels: Iterable[Kernel], num_steps: int) -> dict[str, float]:
-    """Seconds a step of the kernels that take longest in all, by name."""
+    """Return seconds per step by name, of the kernels with the largest totals."""
     by_name: dict[str, float] = defaultdict(float)
     for kernel in kernels:
         by_name[kernel.name] += kernel.duration_ns

@@ -1,6 +1,6 @@
-"""What the host pays for copies of chunks: its seconds within the calls, by how many chunks they move.
+"""Host time of the calls that copy chunks, by the number of chunks.
 
-Owns: the calls, of a runner's transfers, in the order in which an engine makes them.
+Owns: the calls to a runner's transfers, in the order in which an engine makes them.
 Does not know: engines, or how long copies take.
 """
 
@@ -22,9 +22,9 @@ _NUM_WARM_UPS = 2
 
 
 def host_calls(runner: ModelRunner, nums_chunks: Sequence[int], repeats: int) -> dict[str, dict[str, Any]]:
-    """Spreads by number of chunks: what a swap-out takes to start and to end, a swap-in to start and to land.
+    """Return spreads by number of chunks: host time to start and end a swap-out, to start and land a swap-in.
 
-    No engine may be at work; pages and slots up to the largest number are overwritten.
+    No engine may use the runner; pages and slots up to the largest number are overwritten.
     """
     return {f"{number} chunks": _calls(runner, number, repeats) for number in nums_chunks}
 
@@ -55,7 +55,7 @@ def _calls(runner: ModelRunner, num_chunks: int, repeats: int) -> dict[str, Any]
             samples.setdefault(name, []).append(0.0)
         outs, ins = copies(), copies()
         timed("swap_out_s", transfers.swap_out, outs)
-        timed("swap_out_s", transfers.swap_in, [])  # what was gathered is copied here
+        timed("swap_out_s", transfers.swap_in, [])  # this call copies what was gathered
         end("swap_out_end_s", outs)
         transfers.swap_out([])
         timed("swap_in_s", transfers.swap_in, ins)

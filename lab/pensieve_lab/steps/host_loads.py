@@ -1,7 +1,7 @@
-"""Loads that keep a scheduler busy, over a runner that computes nothing, stepped one by one.
+"""Loads that keep a scheduler busy, on a runner that computes nothing, one step at a time.
 
-Owns: an engine of the real parts, the conversations that it serves, and how long each of its steps took the
-host. Time in the engine goes by steps, so that two versions of the code decide about the same.
+Owns: an engine of the real parts, its conversations, and the host time of each step. The engine's clock
+advances by a constant per step, so that two versions of the code make the same decisions.
 Does not know: what is done with the times.
 """
 
@@ -27,13 +27,13 @@ from pensieve_jax.history import SQLiteHistoryStore
 from pensieve_lab.steps.null_runner import NullRunner
 
 FLAGS = flags.FLAGS
-_PROMPT_TOKENS, _REPLY_TOKENS = 38, 205  # of a turn in the traces, on average
-_STEP_S = 0.02  # by the engine's clock
+_PROMPT_TOKENS, _REPLY_TOKENS = 38, 205  # means of a turn in the traces
+_STEP_S = 0.02  # on the engine's clock
 _COPIES = ("num_swapped_out_chunks", "num_swapped_in_chunks")
 
 
 class Times(NamedTuple):
-    """One step: milliseconds of CPU time, unless it says wall, and what it held."""
+    """Times of one step in milliseconds of CPU time, except `wall_ms`, and its contents."""
 
     schedule_plan_ms: float
     wall_ms: float
@@ -47,10 +47,10 @@ class Times(NamedTuple):
 
 
 class HostLoad:
-    """An engine with conversations of given lengths, ready to be measured."""
+    """Engine with conversations of given lengths."""
 
     def __init__(self, *, gpu_pages: int, num_idle: int, cpu_pages: int = 0) -> None:
-        """An idle engine."""
+        """Make an idle engine."""
         model = preset(FLAGS.model)
         num_running, context_tokens = FLAGS.num_running, 2 * FLAGS.context_tokens
         config = EngineConfig(
@@ -69,10 +69,10 @@ class HostLoad:
         self.engine = Engine(self.runner, config, limits, store, cost_model=cost_model, clock=self.clock)
         self.random = np.random.default_rng(0)
         self.idle = [f"idle-{i}" for i in range(num_idle)]
-        self._turns: set[Turn] = set()  # in progress: somebody has to hold them
+        self._turns: set[Turn] = set()  # in progress; the engine itself holds no reference
 
     def submit(self, names: Sequence[str], prompt_lens: Sequence[int], reply_lens: Sequence[int]) -> None:
-        """One turn each, of random ids."""
+        """Submit one turn of random ids per name."""
         self._turns.update(
             self.engine.submit(
                 [
@@ -87,7 +87,7 @@ class HostLoad:
         )
 
     def step(self) -> tuple[Times, list[Turn]]:
-        """One step of the engine, timed."""
+        """Time one step of the engine; return its times and the turns that ended."""
         self.clock.advance(_STEP_S)
         before = self.engine.stats()
         start_wall_s, start_s = time.perf_counter(), time.thread_time()
@@ -117,7 +117,7 @@ class HostLoad:
             self.step()
 
     def fill_idle(self) -> None:
-        """One turn of each idle conversation, so that there is history to lose."""
+        """Take one turn of each idle conversation, so that there is history to evict."""
         for start in range(0, len(self.idle), FLAGS.num_running):
             names = self.idle[start : start + FLAGS.num_running]
             self.submit(names, [FLAGS.context_tokens - _REPLY_TOKENS] * len(names), [1] * len(names))
@@ -126,7 +126,7 @@ class HostLoad:
 
 
 def decode_load() -> Callable[[], Times]:
-    """Requests that all decode; the pool is ample."""
+    """Make a load of decoding requests in an ample pool."""
     num_pages = FLAGS.num_running * (2 * FLAGS.context_tokens // 32 + 1)
     load = HostLoad(gpu_pages=num_pages, num_idle=0)
     load.fill_running()
@@ -134,7 +134,7 @@ def decode_load() -> Callable[[], Times]:
 
 
 def mixed_load(*, cpu_share: float = 0.0) -> Callable[[], Times]:
-    """Turns end and begin, in a pool for the running requests and half of the idle conversations.
+    """Make a load in which turns end and begin, in a pool for the running requests and half of the idle ones.
 
     Host memory holds `cpu_share` of the idle conversations.
     """
@@ -170,7 +170,7 @@ LOADS: Mapping[str, Callable[[], Callable[[], Times]]] = {
 
 
 def measure(step: Callable[[], Times], num_steps: int) -> list[Times]:
-    """Times of `num_steps` steps, with the garbage of setting up out of the way."""
+    """Time `num_steps` steps, without the garbage collection of the set-up's objects."""
     gc.collect()
-    gc.freeze()  # what a server does with its start-up objects
+    gc.freeze()  # as a server does with its start-up objects
     return [step() for _ in range(num_steps)]

@@ -1,7 +1,7 @@
-"""A runner that computes nothing, for measuring what the host does.
+"""A runner that computes nothing, for measuring the host's work.
 
-Owns: answers of made-up ids, and the times at which it was called. Does not know: models beyond the shapes of
-their heads.
+Owns: made-up ids, and the times at which it was called. Does not know: models, except the shapes of their
+heads.
 """
 
 from __future__ import annotations
@@ -32,50 +32,49 @@ class NullTransfers:
     """`Transfers` that move nothing: every copy is complete one step later."""
 
     def __init__(self) -> None:
-        """Nothing in flight."""
         self._in_flight: list[int] = []
 
     def swap_out(self, copies: Sequence[ChunkCopy]) -> None:
-        """Note the ids."""
+        """Record the ids of the copies."""
         self._in_flight += (copy.copy_id for copy in copies)
 
     swap_in = swap_out
 
     def expedite(self, copy_ids: Collection[int]) -> None:
-        """They are complete."""
+        """Complete these copies now."""
         if copy_ids:
             self._in_flight = [copy_id for copy_id in self._in_flight if copy_id not in set(copy_ids)]
 
     def completed(self) -> Ended:
-        """All that was started."""
+        """Return all copies since the last call as complete."""
         done, self._in_flight = self._in_flight, []
         return Ended(done)
 
     def wait(self) -> None:
-        """Everything is complete already."""
+        """Return at once: every copy is complete already."""
 
     def reset(self) -> None:
-        """Forget the ids."""
+        """Forget the copies in flight."""
         self._in_flight = []
 
     def stats(self) -> dict[str, int | float]:
-        """Nothing was moved."""
+        """Return no counters, because nothing moves."""
         return {}
 
 
 class NullRunner:
-    """A `Runner` without a device: made-up ids, and the times at which it was called.
+    """`Runner` without a device, which makes up ids and records when it was called.
 
     Attributes:
-      layouts: as the real runner makes them for this model.
-      transfers: complete at once.
-      dispatch_s, dispatch_wall_s: when the last step was dispatched, in CPU time and by the wall clock.
-      tiles_s: how long its tile list took.
-      num_rows, num_tokens: of the last step.
+      layouts: layouts that the real runner makes for this model.
+      transfers: transfers that complete at once.
+      dispatch_s, dispatch_wall_s: time of the last dispatch, as CPU time and by the wall clock.
+      tiles_s: CPU time of its tile list.
+      num_rows, num_tokens: size of the last step.
     """
 
     def __init__(self, config: EngineConfig, model: ModelConfig, context_tokens: int, backend: str) -> None:
-        """Layouts and tile specs for heads of this model."""
+        """Make layouts and tile specs for the heads of this model."""
         self._specs: dict[int, TileSpec] = {}
         layouts: dict[int, PlanLayout] = {}
         for bucket in token_buckets(config.scheduler):
@@ -100,30 +99,30 @@ class NullRunner:
         self.num_rows = self.num_tokens = 0
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Nothing to compile."""
+        """Do nothing: there is nothing to compile."""
 
     def reset(self) -> None:
-        """Nothing to lose but the ids of copies."""
+        """Forget the ids of copies."""
         self._transfers.reset()
 
     def memory_analysis(self) -> dict[str, Any]:
-        """Nothing is held."""
+        """Return nothing, because no memory is used."""
         return {}
 
     def fill_tiles(self, plan: StepPlan) -> None:
-        """As the real runner does."""
+        """Build the tile list as the real runner does, and time it."""
         start_s = time.thread_time()
         spec = self._specs[plan.layout.num_tokens]
         build_tiles(spec, plan.cu_q_lens, plan.kv_lens, int(plan.num_rows[0]), out=plan.tiles)
         self.tiles_s = time.thread_time() - start_s
 
     def dispatch(self, plan: StepPlan) -> int:
-        """Note the time."""
+        """Record the time and size of the step."""
         self.dispatch_s, self.dispatch_wall_s = time.thread_time(), time.perf_counter()
         self.num_rows, self.num_tokens = int(plan.num_rows[0]), int(plan.cu_q_lens[-1])
         return plan.layout.max_num_samples
 
     def fetch(self, handle: int) -> StepResult:
-        """Any ids do."""
+        """Return made-up ids and log probabilities."""
         nothing = np.zeros((handle, 8), np.int32)
         return StepResult(nothing[:, 0] + 7, np.zeros(handle, np.float32), nothing, nothing.view(np.float32))

@@ -1,7 +1,7 @@
-"""Windows of an engine's life in which chunks move, and the same windows without.
+"""Windows of an engine's steps during which chunks move, and equal windows without movement.
 
-Owns: a crowd of conversations that decode all the time, one that returns again and again, donors whose state
-is pushed out, and the clock around a number of steps. Does not know: targets, or how figures are shown.
+Owns: a crowd of conversations that decode all the time, one that returns repeatedly, donors whose chunks are
+pushed out, and timing a number of steps. Does not know: targets, or how figures are shown.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ RETURNER = "returner"
 
 @dataclass(frozen=True)
 class Return:
-    """A turn of a conversation that came back, and was taken back.
+    """Turn of a conversation that came back; the turn was cancelled afterwards.
 
     Attributes:
-      window_s: from its submission, over the steps of the window.
+      window_s: time from its submission over the steps of the window.
       num_steps: calls of `step` until its first token.
-      first_token_s: time until then.
-      swapped_in_tokens, recomputed_tokens: of its history.
+      first_token_s: time until its first token.
+      swapped_in_tokens, recomputed_tokens: tokens of its history.
     """
 
     window_s: float
@@ -41,33 +41,32 @@ class Return:
 
 
 class Stage:
-    """One engine with conversations of seeded random ids."""
+    """Engine with conversations of seeded random ids."""
 
     def __init__(self, engine: Engine, vocab_size: int, *, chunk_tokens: int, prompt_tokens: int) -> None:
-        """No conversations yet."""
         self.engine = engine
         self._random = np.random.default_rng(0)
         self._vocab_size = vocab_size
         self._chunk_tokens = chunk_tokens
         self._prompt_tokens = prompt_tokens
         self._crowd: list[Turn] = []
-        self._donors: dict[str, int] = {}  # chunks that are left of each
+        self._donors: dict[str, int] = {}  # chunks left of each
 
-    # Setting up
+    # Set-up
 
     def make_history(self, name: str, num_tokens: int) -> None:
-        """A conversation whose `num_tokens` tokens all have KV state."""
+        """Make a conversation whose `num_tokens` tokens are all in the KV cache."""
         self._run([TurnSpec(self._ids(num_tokens), SamplingParams(max_tokens=1, ignore_eos=True), name)])
         self.engine.truncate(name, num_tokens)
 
     def make_donors(self, num_donors: int, num_chunks: int) -> None:
-        """Idle conversations with `num_chunks` chunks each, to be pushed out."""
+        """Make idle conversations with `num_chunks` chunks each, to be pushed out."""
         for i in range(num_donors):
             self.make_history(f"donor-{i}", num_chunks * self._chunk_tokens)
             self._donors[f"donor-{i}"] = num_chunks
 
     def start_crowd(self, num_turns: int, context_tokens: int, max_tokens: int) -> None:
-        """Let `num_turns` conversations decode until `end_crowd`."""
+        """Start `num_turns` conversations that decode until `end_crowd`."""
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         specs = [TurnSpec(self._ids(context_tokens), params, f"crowd-{i}") for i in range(num_turns)]
         self._crowd = self.engine.submit(specs)
@@ -75,22 +74,22 @@ class Stage:
             self.engine.step()
 
     def crowd_tokens(self) -> list[int]:
-        """Tokens that each of the crowd's turns has decoded."""
+        """Return the tokens that each turn of the crowd has decoded."""
         return [len(turn.token_ids) for turn in self._crowd]
 
     def end_crowd(self) -> None:
-        """Take the crowd's turns back."""
+        """Cancel the crowd's turns."""
         for turn in self._crowd:
-            assert not turn.done, "a reply of the crowd came to its end"
+            assert not turn.done, "a reply of the crowd has ended"
             self.engine.cancel(turn)
         self._crowd = []
         while self.engine.has_unfinished:
             self.engine.step()
 
-    # What happens in windows
+    # Events within windows
 
     def push_out(self, num_chunks: int) -> None:
-        """Send so many of the donors' chunks to the host with the next step."""
+        """Send `num_chunks` of the donors' chunks to the host with the next step."""
         while num_chunks:
             name = next(iter(self._donors))
             count = min(num_chunks, self._donors[name])
@@ -101,14 +100,14 @@ class Stage:
             num_chunks -= count
 
     def settle(self) -> None:
-        """Step until no copy is in flight, and steps follow each other as usual."""
+        """Step until no copy is in flight and steps follow each other as usual."""
         for _ in range(_NUM_SETTLING_STEPS):
             self.engine.step()
         while any(self.engine.census()[state] for state in _IN_FLIGHT):
             self.engine.step()
 
     def window(self, num_steps: int, before_step: Callable[[int], None]) -> float:
-        """Seconds of so many steps; `before_step` is called with the number of each."""
+        """Return the seconds of `num_steps` steps; `before_step` is called with the number of each."""
         self.settle()
         start_s = time.perf_counter()
         for number in range(num_steps):
@@ -124,7 +123,7 @@ class Stage:
             self.settle()
 
     def comes_back(self, num_steps: int, *, begin: Callable[[], None] | None = None) -> Return:
-        """Submit a turn of the returning conversation, do the steps of a window, and take the turn back."""
+        """Submit a turn of the returning conversation, do the steps of a window, and cancel the turn."""
         self.settle()
         start_s = time.perf_counter()
         if begin is not None:
@@ -140,7 +139,7 @@ class Stage:
         return self._take_back(turn, window_s, *first)
 
     def comes_back_to_a_full_batch(self, num_blocking_tokens: int) -> Return:
-        """The same behind another turn that has the last place; the clock starts when that one has ended."""
+        """Let a turn return behind one that has the last place; the clock starts when that one has ended."""
         self.settle()
         params = SamplingParams(max_tokens=num_blocking_tokens, ignore_eos=True)
         (blocker,) = self.engine.submit([TurnSpec([3], params, None)])
@@ -156,7 +155,7 @@ class Stage:
         return self._take_back(turn, seconds, num_steps, seconds)
 
     def submit_return(self) -> Turn:
-        """A turn of the returning conversation that goes on until it is taken back."""
+        """Submit a turn of the returning conversation that runs until it is cancelled."""
         params = SamplingParams(max_tokens=10**6, ignore_eos=True)
         (turn,) = self.engine.submit([TurnSpec(self._ids(self._prompt_tokens), params, RETURNER)])
         return turn

@@ -1,7 +1,7 @@
-"""Workloads: conversations from public traces or made to measure, who sends them when, and what came of it.
+"""Workloads: conversations from public traces or a generator, their users, and the figures of a run.
 
 Owns: the trace type, readers of public formats, the synthetic generator, arrivals and think times; users,
-their turns and the answers, and how a run is counted, whether it was measured or simulated.
+their turns and the answers, and the figures of a run, measured or simulated.
 Does not know: jax, engines or models.
 """
 

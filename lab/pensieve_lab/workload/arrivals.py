@@ -1,9 +1,10 @@
-"""Sessions: which conversation starts when, and how long its user thinks before each turn.
+"""Sessions: when each conversation starts, and how long its user thinks before each turn.
 
-Owns: `Session`, Poisson and recorded arrivals, recorded ones at another rate, and the start of conversations
+Owns: `Session`, Poisson and recorded arrivals, recorded arrivals rescaled to a rate, and starting
+conversations
 in mid-life.
-Does not know: engines or clocks. Who drives a session sends its turn k+1 `think_s[k]` seconds after the
-answer of turn k has ended, whenever that is.
+Does not know: engines or clocks. The driver of a session sends turn k+1 `think_s[k]` seconds after the end of
+the answer of turn k.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from pensieve_lab.workload.trace import ConversationTrace, Trace, unused_id
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One user's visit: a conversation, when it starts, and the pauses in it.
+    """Visit of one user: a conversation, its start, and the pauses in it.
 
     Attributes:
       conversation: all turns, those before `first_turn` included. Its id is unique among the sessions.
       arrival_s: when turn `first_turn` is sent, in seconds since the start of the run.
-      think_s: `len(conversation.turns) - 1` values; think_s[k] lies between the end of answer k and the
+      think_s: `len(conversation.turns) - 1` values; think_s[k] is the time between the end of answer k and
+      the
         arrival of turn k + 1.
       first_turn: index of the first turn that is sent. Above 0 the session starts in mid-life: the turns
         before it were served before the run, and their `num_history_tokens` tokens may be in the cache,
@@ -53,12 +55,13 @@ class Session:
 
     @property
     def num_history_tokens(self) -> int:
-        """Tokens that were said before the session begins; 0 unless it starts in mid-life."""
+        """Tokens of the turns before the session begins; 0 unless it starts in mid-life."""
         return self.conversation.num_history_tokens(self.first_turn)
 
     @property
     def last_active_s(self) -> float:
-        """When the answer before `first_turn` ended, below 0 for before the run; `arrival_s` without one."""
+        """End of the answer before `first_turn`, negative before the run; `arrival_s` without such an
+        answer."""
         return self.arrival_s - (self.think_s[self.first_turn - 1] if self.first_turn else 0.0)
 
 
@@ -73,28 +76,28 @@ def make_sessions(
     num_sessions: int | None = None,
     duration_s: float | None = None,
 ) -> list[Session]:
-    """Sessions in order of arrival; the same arguments give the same sessions.
+    """Make sessions in order of arrival; the same arguments give the same sessions.
 
-    Arrivals, think times and the order of conversations are drawn apart: with one seed, another rate moves
-    the arrivals of the same sessions with the same think times, and a shorter run is the beginning of a
+    Arrivals, think times and the order of conversations have separate random streams. With one seed, another
+    rate moves the arrivals of the same sessions with the same think times, and a shorter run is a prefix of a
     longer one.
 
     Args:
-      trace: where the conversations are from, in random order. All are used before one is used again, from
-        then on under an id that ends in "@2", "@3" and so on.
-      rate_per_s: Poisson arrivals of so many sessions a second, as in the paper's evaluation.
-      recorded: arrivals as recorded in this trace instead. `trace` itself: each conversation at its own
-        time. Another one: its arrivals only. Beside `rate_per_s`, of any trace only the pauses between
-        arrivals, in their order from one that is drawn on and round again, all multiplied alike so that their
-        mean is that rate's: bursts stay as they were.
-      think: how long users think.
-      seed: of everything that is drawn.
-      time_scale: multiplies every arrival and think time; 0.1 makes time run tenfold.
-      num_sessions: at most so many; None is every recorded arrival, or, of arrivals at a rate without a
-        `duration_s`, one for each conversation of the trace.
+      trace: source of the conversations, in random order. All are used before one is used again; from then on
+        its id ends in "@2", "@3" and so on.
+      rate_per_s: rate of Poisson arrivals in sessions per second, as in the paper's evaluation.
+      recorded: trace whose recorded arrivals are used instead. `trace` itself: each conversation at its own
+        time. Another trace: its arrivals only. With `rate_per_s`, only the pauses between the arrivals of
+        either are used, cyclically from a random one on, scaled so that their mean gives that rate. Bursts
+        keep their shape.
+      think: distribution of think times.
+      seed: seed of all random draws.
+      time_scale: factor of every arrival and think time; 0.1 makes time run ten times as fast.
+      num_sessions: maximum number of sessions. None means every recorded arrival or, for arrivals at a rate
+        without `duration_s`, one session per conversation of the trace.
       duration_s: only sessions that arrive before this time of the run, after scaling.
 
-    Raises WorkloadError for impossible or contradicting arguments, or a time that was not recorded.
+    Raises WorkloadError for impossible or contradictory arguments, or a time that was not recorded.
     """
     _check_arguments(trace, time_scale, num_sessions, duration_s)
     check_count("seed", seed, at_least=0)
@@ -113,17 +116,18 @@ def make_sessions(
 
 
 def start_mid_life(sessions: Sequence[Session], *, at_s: float, token_s: float) -> list[Session]:
-    """The sessions as they are met by a run that begins at `at_s`: in a steady state from its first minute.
+    """Start sessions as a run that begins at `at_s` finds them: in a steady state from its first minute.
 
-    Of what began before, the turns that were sent by then are history, and the session goes on with the
-    next; what has no further turn is gone. `at_s` should be many times the life of a conversation.
+    For sessions that began before, the turns sent by then become history, and the session continues with its
+    next turn. Sessions without a further turn are dropped. `at_s` should be many times the length of a
+    conversation.
 
     Args:
-      sessions: from time 0 on, in order of arrival, none in mid-life yet.
-      at_s: when the run begins; it is the new time 0.
-      token_s: seconds that an answer took per token, which decides how far a conversation had come by then.
+      sessions: sessions from time 0 on, in order of arrival, none in mid-life.
+      at_s: beginning of the run, which becomes time 0.
+      token_s: seconds per output token, which determine how far a conversation had come by then.
 
-    Raises WorkloadError for a negative time, or a session that starts in mid-life already.
+    Raises WorkloadError for a negative time, or a session that already starts in mid-life.
     """
     check_time("at_s", at_s)
     check_time("token_s", token_s)
@@ -184,7 +188,7 @@ def _poisson_times(rate_per_s: float, rng: np.random.Generator) -> Iterator[floa
 
 
 def _rescaled_times(recorded: Trace, rate_per_s: float, rng: np.random.Generator) -> Iterator[float]:
-    """A recording's pauses, from one that is drawn on, for ever."""
+    """Yield arrivals from a recording's scaled pauses, cyclically from a random one on."""
     recorded_s = np.array([time_s for time_s, _ in _recorded_arrivals(recorded)])
     pauses_s = np.diff(recorded_s)
     if not pauses_s.sum() > 0:
@@ -205,7 +209,7 @@ def _recorded_arrivals(trace: Trace) -> list[tuple[float, ConversationTrace]]:
 
 
 def _shuffled(trace: Trace, rng: np.random.Generator) -> Iterator[ConversationTrace]:
-    """All conversations in a random order, then all in another one under further ids, for ever."""
+    """Yield all conversations in a random order, then again in other orders under new ids, without end."""
     ids = {conversation.conversation_id for conversation in trace.conversations}
     for use in itertools.count(1):
         for index in rng.permutation(len(trace.conversations)).tolist():

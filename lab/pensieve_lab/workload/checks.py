@@ -1,7 +1,7 @@
-"""What counts, times and factors of a workload may be.
+"""Checks of the counts, times and factors of a workload.
 
 Owns: the checks and their wording.
-Does not know: where a value comes from; what comes out of a file is checked by `rows`, which knows the line.
+Does not know: where a value comes from. `rows` checks values from files, since it knows the line.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _MAX: Final = sys.float_info.max
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """An int or a float, finite, and no bool."""
+    """Return whether `value` is a finite int or float, but not a bool."""
     # An int may be too large for a float, and comparisons with NaN are false.
     return isinstance(value, int | float) and not isinstance(value, bool) and -_MAX <= value <= _MAX
 
 
 def is_count(value: object, at_least: int) -> TypeGuard[int]:
-    """An int of at least `at_least`, and no bool."""
+    """Return whether `value` is an int of at least `at_least`, but not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
 
 

@@ -1,4 +1,4 @@
-"""Users: who sends which turn when.
+"""Simulated users: when each turn is sent.
 
 Owns: sessions in progress, and the rule that turn k + 1 is sent when turn k has been answered and its user
 has thought. Arrivals never wait for the engine.
@@ -16,15 +16,15 @@ from pensieve_lab.workload.turns import Answer, UserTurn
 
 
 class Client:
-    """Sessions in progress.
+    """Users with their sessions in progress.
 
     Attributes:
       num_sent: turns that were taken.
-      num_refused: sessions that ended early, because their next turn exceeds the context.
+      num_refused: sessions that ended early because their next turn exceeded the context.
     """
 
     def __init__(self, sessions: Iterable[Session], max_context_tokens: int) -> None:
-        """Nothing sent. No turn is sent that would leave no room for an answer in the context."""
+        """Schedule the first turns. A turn that leaves no room for an answer in the context is not sent."""
         self._max_context_tokens = max_context_tokens
         self._sessions: dict[str, Session] = {}
         self._due: list[tuple[float, int, UserTurn]] = []
@@ -37,16 +37,16 @@ class Client:
 
     @property
     def next_s(self) -> float:
-        """When the next turn is sent; infinite where that depends on answers, or there is none."""
+        """When the next turn is sent; infinity if that depends on answers or no turn is left."""
         return self._due[0][0] if self._due else math.inf
 
     def take(self) -> UserTurn:
-        """The turn that is sent next; equal times go by the order in which they were set."""
+        """Return the next turn; turns at equal times keep the order in which they were scheduled."""
         self.num_sent += 1
         return heapq.heappop(self._due)[2]
 
     def receive(self, answer: Answer) -> None:
-        """The user of an answer begins to think."""
+        """Let the user of an answer begin to think."""
         turn = answer.turn
         session = self._sessions[turn.conversation_id]
         if turn.is_last:

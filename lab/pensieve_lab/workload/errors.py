@@ -1,4 +1,4 @@
-"""What a caller of the workload package can do wrong, and what a trace file can have wrong with it.
+"""Errors of the workload package: wrong arguments, and faults in a trace file.
 
 Owns: the two error classes of this package.
 Does not know: any format.
@@ -12,20 +12,20 @@ from pensieve_jax.core.errors import InvalidFieldError, PensieveError
 
 
 class WorkloadError(InvalidFieldError):
-    """A length, time, rate or option that cannot be part of a workload."""
+    """Length, time, rate or option that cannot be part of a workload."""
 
 
 class TraceError(PensieveError, ValueError):
-    """A file that is not a trace of the format it was read as.
+    """File that does not have the expected trace format.
 
     Attributes:
       path: the file.
-      line: where in it, from 1; None where the file as a whole is at fault.
-      reason: what is wrong there: the field, its value and what it must be.
+      line: line of the fault, from 1; None if it concerns the whole file.
+      reason: description of the fault: the field, its value and what it must be.
     """
 
     def __init__(self, path: str | Path, line: int | None, reason: str) -> None:
-        """`reason` is a clause without a full stop."""
+        """Make the message; `reason` is a clause without a full stop."""
         self.path = Path(path)
         self.line = line
         self.reason = reason

@@ -1,7 +1,7 @@
-"""What is reported of a run.
+"""Figures of a run.
 
-Owns: the definitions. A turn counts where it was answered within the part of the run that counts; its latency
-runs from its arrival, so waiting for the engine's loop is part of it.
+Owns: the definitions. A turn counts if it was answered within the measured part of the run. Its latency runs
+from its arrival, so waiting for the engine's loop is part of it.
 Does not know: where answers come from, tables or files.
 """
 
@@ -19,21 +19,22 @@ UNITS = {
     "*_per_s": "1/second",
     "*_tokens": "tokens",
     "*_bytes": "bytes",
-    "*_rate": "share of the history tokens of returning turns that a tier had",
+    "*_rate": "share of the history tokens of returning turns that were reused from a tier",
     "normalized_latency_s": "seconds from arrival to the last token, per output token",
     "first_token_s": "seconds from arrival to the first token",
     "output_token_s": "seconds per output token after the first",
-    "wasted_tokens": "computed once more because their request was suspended",
+    "wasted_tokens": "tokens computed again because their request was suspended",
     "steps": "by bucket (padded query tokens): steps, mean wall seconds and mean query tokens",
     "device_busy_s": "seconds of steps, all replicas together",
-    "device_busy": "share of the time in which steps ran, mean over replicas",
-    "padding_share_of_step_time": "time of steps that padding to the bucket took / time of steps",
+    "device_busy": "share of time during which steps ran, mean over replicas",
+    "padding_share_of_step_time": "share of step time spent on padding to the bucket",
 }
-"""For the JSON line of a report."""
+"""Units of the JSON line of a report."""
 
 
 def throughput(answers: Sequence[Answer], seconds: float) -> dict[str, float | None]:
-    """What was answered in a second, of `answers` that came within `seconds`; None for no time."""
+    """Return requests and output tokens per second of `answers`, which came within `seconds`; None for 0
+    s."""
     num_output = sum(answer.usage.output_tokens for answer in answers)
     return {
         "requests_per_s": len(answers) / seconds if seconds else None,
@@ -42,7 +43,7 @@ def throughput(answers: Sequence[Answer], seconds: float) -> dict[str, float | N
 
 
 def answer_figures(answers: Sequence[Answer]) -> dict[str, Any]:
-    """How long these answers took, and where their tokens came from; see `UNITS`."""
+    """Return latencies of the answers, and where their tokens came from; see `UNITS`."""
     several = [answer for answer in answers if answer.usage.output_tokens > 1]
     return {
         "normalized_latency_s": _spread([_latency_s(a) / a.usage.output_tokens for a in answers]),
@@ -55,7 +56,7 @@ def answer_figures(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def _tokens(answers: Sequence[Answer]) -> dict[str, float | int]:
-    """Where tokens came from, of the turns that were answered."""
+    """Count the tokens of answered turns by where they came from."""
     usages = [answer.usage for answer in answers]
     returning = [answer.usage for answer in answers if answer.turn.num_history_tokens]
     on_gpu = sum(usage.reused_gpu_tokens for usage in returning)
@@ -77,7 +78,7 @@ def _latency_s(answer: Answer) -> float:
 
 
 def _spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Mean and percentiles."""
+    """Return mean and percentiles."""
     if not values:
         return None
     p50, p90, p99 = np.percentile(values, [50, 90, 99]).tolist()

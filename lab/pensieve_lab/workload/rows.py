@@ -1,7 +1,7 @@
-"""Files of rows: JSON lines, JSON arrays and CSV, plain or compressed, each row with the line that it is on.
+"""Files of rows: JSON lines, JSON arrays and CSV, plain or compressed. Each row knows its line.
 
-Owns: opening by name (`.gz`), decoding, and the typed access to a row's fields whose errors name the file,
-the line, the field and its limit.
+Owns: opening by name (`.gz`), decoding, and typed access to a row's fields, whose errors name the file, the
+line, the field and its limit.
 Does not know: any trace format.
 """
 
@@ -26,14 +26,14 @@ _WHITESPACE = re.compile(r"\s*")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One JSON object or CSV row of a file.
+    """JSON object or CSV row of a file.
 
     Attributes:
       path: the file.
-      line: where the row begins, from 1.
-      values: its fields by name; further ones than are asked for are ignored.
-      prefix: what stands before the names in errors, for example "turns[2]." in a nested row.
-      texts: of a CSV row, its fields as they stand in the file; empty for JSON, which has types.
+      line: line where the row begins, from 1.
+      values: fields by name; fields that are not asked for are ignored.
+      prefix: prefix of names in errors, for example "turns[2]." in a nested row.
+      texts: fields of a CSV row as written in the file; empty for JSON, which has types.
     """
 
     path: Path
@@ -43,7 +43,7 @@ class Row:
     texts: Mapping[str, str] = field(default_factory=dict)
 
     def error(self, name: str, limit: str) -> TraceError:
-        """What to raise for field `name`; `limit` completes "must be"."""
+        """Make the error for field `name`; `limit` completes "must be"."""
         named = self.prefix + name
         if name not in self.values:
             return TraceError(self.path, self.line, f"{named} is missing, but must be {limit}")
@@ -52,111 +52,110 @@ class Row:
         return TraceError(self.path, self.line, f"{named} is {shown}, but must be {limit}")
 
     def has(self, name: str) -> bool:
-        """Whether the field is there and not null."""
+        """Return whether the field is present and not null."""
         return self.values.get(name) is not None
 
     def name_of(self, *names: str) -> str:
-        """The first of several spellings of one field that the row has; the first of all if it has none."""
+        """Return the first of several spellings of a field that the row has, or the first spelling."""
         return next((name for name in names if name in self.values), names[0])
 
     def count(self, name: str, at_least: int = 1) -> int:
-        """A field that must be an int of at least `at_least`."""
+        """Return a field that must be an int of at least `at_least`."""
         value = self.values.get(name)
         if not is_count(value, at_least):
             raise self.error(name, f"an int of at least {at_least}")
         return value
 
     def time(self, name: str) -> float:
-        """A field that must be a finite number, 0 or more, in the unit that the format gives it."""
+        """Return a field that must be a finite number, 0 or more, in the format's unit."""
         value = self.values.get(name)
         if not is_number(value) or value < 0:
             raise self.error(name, "a finite number, 0 or more")
         return float(value)
 
     def optional_time(self, name: str) -> float | None:
-        """The same for a field that may be absent or null."""
+        """Return a time field that may be absent or null."""
         return self.time(name) if self.has(name) else None
 
     def text(self, name: str) -> str:
-        """A field that must be a string; it may be empty."""
+        """Return a field that must be a string, which may be empty."""
         value = self.values.get(name)
         if not isinstance(value, str):
             raise self.error(name, "a string")
         return value
 
     def identifier(self, name: str) -> str:
-        """A field that must be a non-empty string or an int, as a string; of a CSV row as it stands there."""
-        # An id that looks like a number is none: 007 and 7 are two, and 12e5 may be hexadecimal.
+        """Return an id, a non-empty string or an int, as a string; a CSV field as written."""
+        # An id that looks like a number is not one: 007 and 7 are different, and 12e5 may be hexadecimal.
         value = self.texts.get(name, self.values.get(name))
         if isinstance(value, str | int) and not isinstance(value, bool) and value != "":
             return str(value)
         raise self.error(name, "a non-empty string or an int")
 
     def items(self, name: str, at_least: int = 0) -> list[object]:
-        """A field that must be a list of at least so many items."""
+        """Return a field that must be a list of at least `at_least` items."""
         value = self.values.get(name)
         if not isinstance(value, list) or len(value) < at_least:
             raise self.error(name, f"a list of at least {at_least} items" if at_least else "a list")
         return value
 
     def rows(self, name: str, at_least: int = 0) -> Iterator[Row]:
-        """A field that must be a list of objects, each as a row of its own."""
+        """Yield the objects of a field, which must be a list of objects, as rows."""
         for index, value in enumerate(self.items(name, at_least)):
             if not isinstance(value, dict):
-                raise self.error(name, f"a list of objects; item {index} is none")
+                raise self.error(name, f"a list of objects; item {index} is not an object")
             yield Row(self.path, self.line, value, f"{self.prefix}{name}[{index}].")
 
 
 class UniqueIds:
-    """The ids that a file has given so far, each with its line."""
+    """Ids found in a file so far, each with its line."""
 
     def __init__(self) -> None:
-        """No id yet."""
         self._lines: dict[str, int] = {}
 
     def has(self, identifier: str) -> bool:
-        """Whether it has been there."""
+        """Return whether the id was found before."""
         return identifier in self._lines
 
     def add(self, row: Row, name: str) -> str:
-        """The identifier in a field, which must not have been there before."""
+        """Return the id in a field; raises TraceError if it was found before."""
         identifier = row.identifier(name)
         if identifier in self._lines:
-            raise row.error(name, f"unique in the file; it is on line {self._lines[identifier]} too")
+            raise row.error(name, f"unique in the file; line {self._lines[identifier]} has it too")
         self._lines[identifier] = row.line
         return identifier
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file, as an archive if its name ends in `.gz`; equal texts make equal files of either kind."""
+    """Write a file, compressed if its name ends in `.gz`; equal texts make equal files."""
     data = text.encode()
-    # An archive holds the time of its making unless told otherwise.
+    # By default an archive contains its creation time.
     path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
 
 
 def first_line(path: Path) -> str:
-    """The first line that is not blank, stripped; empty for a file without one."""
+    """Return the first line that is not blank, stripped; empty if there is no such line."""
     return next(filter(None, (line.strip() for line in text_lines(path))), "")
 
 
 def text_lines(path: Path) -> Iterator[str]:
-    """The lines of a file as text, one in memory at a time; TraceError names the line that is not UTF-8."""
+    """Yield the lines of a file without loading it whole; TraceError names a line that is not UTF-8."""
     with _open(path) as file:
         yield from (_decode(path, data, line) for line, data in enumerate(file, start=1))
 
 
 def read_json(path: Path) -> Iterator[Row]:
-    """The objects of a file, however they lie there: in one array, one on a line, or one over many lines."""
+    """Yield the objects of a file: one array, one object per line, or one object over several lines."""
     first = first_line(path)
     if first.startswith("["):
         return read_json_array(path)
-    if first == "{":  # as whoever indents JSON begins an object
+    if first == "{":  # the first line of an indented object
         return _read_json_object(path)
     return read_json_lines(path)
 
 
 def read_json_lines(path: Path) -> Iterator[Row]:
-    """A JSON object on every line that is not blank, one line in memory at a time."""
+    """Yield the JSON object of every line that is not blank, without loading the file whole."""
     for line, text in enumerate(text_lines(path), start=1):
         if not text.strip():
             continue
@@ -168,7 +167,7 @@ def read_json_lines(path: Path) -> Iterator[Row]:
 
 
 def read_json_array(path: Path) -> Iterator[Row]:
-    """The objects of one JSON array, decoded one by one: such files have hundreds of megabytes."""
+    """Yield the objects of one JSON array, decoded one by one: such files have hundreds of megabytes."""
     text = _read_text(path)
     decoder = json.JSONDecoder()
     position = _skip_whitespace(text, 0)
@@ -195,9 +194,9 @@ def read_json_array(path: Path) -> Iterator[Row]:
 
 
 def read_csv(path: Path) -> Iterator[Row]:
-    """The rows under a header line, one in memory at a time: such files have millions.
+    """Yield the rows under a header line without loading the file whole: such files have millions of rows.
 
-    Values that read as numbers are numbers, empty ones None, all others strings; ids stay as they stand.
+    Values that parse as numbers become numbers, empty values None, all others strings; ids stay as written.
     """
     reader = csv.reader(text_lines(path))
     try:
@@ -217,7 +216,7 @@ def read_csv(path: Path) -> Iterator[Row]:
 
 @contextmanager
 def _open(path: Path) -> Iterator[BinaryIO]:
-    """The file's bytes, decompressed; iterating them ends lines at line feeds and nowhere else."""
+    """Open a file and decompress it if needed; iteration ends lines only at line feeds."""
     if path.suffix != ".gz":
         with path.open("rb") as file:
             yield file
@@ -245,14 +244,14 @@ def _read_text(path: Path) -> str:
 
 def _decode(path: Path, data: bytes, line: int) -> str:
     try:
-        return data.decode("utf-8-sig")  # some editors begin a file with a mark
+        return data.decode("utf-8-sig")  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:
         line += data.count(b"\n", 0, error.start)
         raise TraceError(path, line, f"is not UTF-8 ({error.reason})") from error
 
 
 def _not_json(path: Path, line: int, error: Exception) -> TraceError:
-    # Not the error's own text, which counts lines in its own way.
+    # The error's own text is not used, because it counts lines differently.
     where = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else f"{error}"
     return TraceError(path, line, f"is not JSON ({where})")
 

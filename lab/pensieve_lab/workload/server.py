@@ -1,7 +1,7 @@
-"""What a run of a workload asks of whatever serves it.
+"""The interface that a run of a workload needs from a server.
 
-Owns: the `Server` protocol, and what a server may be told before a run. Engines, other servers and simulated
-replicas implement it; a second engine enters a benchmark by doing so.
+Owns: the `Server` protocol, and the histories that a server gets before a run. Engines, other servers and
+simulated replicas implement the protocol; a new engine enters a benchmark by doing so.
 Does not know: who sends turns (`client`), or what is made of the answers (`figures`).
 """
 
@@ -16,13 +16,13 @@ from pensieve_lab.workload.turns import Answer, UserTurn
 
 
 class History(NamedTuple):
-    """What was said in a conversation before the run.
+    """Conversation from before the run.
 
     Attributes:
-      conversation_id: whose.
-      num_tokens: of it.
-      last_active_s: when its last answer ended, at most 0.
-      token_ids: what was said; empty for servers that take time only.
+      conversation_id: id of the conversation.
+      num_tokens: length of the conversation.
+      last_active_s: end of its last answer, at most 0.
+      token_ids: its ids; empty for simulated servers.
     """
 
     conversation_id: str
@@ -32,46 +32,46 @@ class History(NamedTuple):
 
 
 class Server(Protocol):
-    """Serves turns, driven from one thread.
+    """Server of turns, driven from one thread.
 
     Attributes:
-      clock: the time that turns arrive and answers end by.
+      clock: clock of arrivals and ends of answers.
     """
 
     @property
     def clock(self) -> Clock:
-        """See the attributes; implementations may give one of their own kind."""
+        """Clock of arrivals and ends of answers; implementations may narrow the type."""
         ...
 
     @property
     def has_unfinished(self) -> bool:
-        """There is something to step for."""
+        """Whether there is work for `step`."""
         ...
 
     @property
     def num_unfinished(self) -> int:
-        """Turns that were submitted and not answered."""
+        """Number of submitted turns without an answer."""
         ...
 
     def remember(self, histories: Iterable[History]) -> None:
-        """Have had these conversations, in the order of their ends; before the run."""
+        """Take over these conversations, in the order of their ends, before the run."""
         ...
 
     def submit(self, turn: UserTurn) -> None:
-        """Queue a turn of a conversation that none is running of."""
+        """Queue a turn of a conversation without a running turn."""
         ...
 
     def step(self, until_s: float) -> list[Answer]:
-        """Go on for a step, or for several while the clock is before `until_s`; returns what was answered.
+        """Do a step, or several while the clock is before `until_s`; return the answers.
 
-        Raises PensieveError for a turn that failed.
+        Raises PensieveError for a failed turn.
         """
         ...
 
     def counters(self) -> Mapping[str, float]:
-        """Numbers that only grow, as of `Engine.stats`; whatever is known."""
+        """Return the known counters, which only grow, named as in `Engine.stats`."""
         ...
 
     def steps(self) -> Steps:
-        """Steps so far by bucket; empty where that is not known."""
+        """Return the steps so far by bucket; empty if unknown."""
         ...

@@ -1,6 +1,6 @@
-"""How many steps there were of one size, and how long they took together.
+"""Number and total duration of steps by size.
 
-Owns: from when to when a step counts, the sums, and the means that are reported of them.
+Owns: when a step's time begins and ends, the sums, and the means that are reported.
 Does not know: whether the steps were simulated or measured.
 """
 
@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 
 class StepTotals(NamedTuple):
-    """Steps of one bucket: how many, their wall time in seconds, and their query tokens."""
+    """Steps of one bucket: their number, total wall time in seconds, and total query tokens."""
 
     num_steps: int = 0
     seconds: float = 0.0
     num_tokens: int = 0
 
     def plus(self, other: StepTotals, sign: int = 1) -> StepTotals:
-        """Sums, or differences."""
+        """Return the sums, or with sign -1 the differences."""
         return StepTotals(
             self.num_steps + sign * other.num_steps,
             self.seconds + sign * other.seconds,
@@ -28,11 +28,11 @@ class StepTotals(NamedTuple):
 
 
 type Steps = Mapping[int, StepTotals]
-"""By bucket: padded query tokens."""
+"""Totals by bucket (padded query tokens)."""
 
 
 class _Launched(NamedTuple):
-    """A step whose ids have not been fetched."""
+    """Step whose ids have not been fetched."""
 
     bucket: int
     num_tokens: int
@@ -40,52 +40,52 @@ class _Launched(NamedTuple):
 
 
 class StepLog:
-    """Steps as they are launched and fetched, in this order.
+    """Log of steps as they are launched and fetched, in this order.
 
     A step's time runs from its launch, or from the end of the step before if that was later, until its ids
     are on the host.
 
     Attributes:
-      totals: of fetched steps, by bucket.
-      fetched_s: when the last one was fetched.
+      totals: totals of fetched steps by bucket.
+      fetched_s: time of the last fetch.
     """
 
     def __init__(self, buckets: Iterable[int], start_s: float = 0.0) -> None:
-        """No steps; none is known to have ended after `start_s`."""
+        """Start without steps; `start_s` counts as the end of the step before."""
         self.totals = {bucket: StepTotals() for bucket in buckets}
         self.fetched_s = start_s
         self._in_flight: deque[_Launched] = deque()
 
     @property
     def first_begun_s(self) -> float | None:
-        """When the oldest step that was not fetched was launched; None: there is none."""
+        """Launch of the oldest step that was not fetched; None if there is no such step."""
         return self._in_flight[0].begun_s if self._in_flight else None
 
     def launch(self, bucket: int, num_tokens: int, begun_s: float) -> None:
-        """A step of so many query tokens was launched."""
+        """Record the launch of a step with `num_tokens` query tokens."""
         self._in_flight.append(_Launched(bucket, num_tokens, begun_s))
 
     def fetch(self, now_s: float) -> None:
-        """The ids of the oldest one are on the host."""
+        """Record that the ids of the oldest step are on the host."""
         step = self._in_flight.popleft()
         seconds = now_s - max(self.fetched_s, step.begun_s)
         self.totals[step.bucket] = self.totals[step.bucket].plus(StepTotals(1, seconds, step.num_tokens))
         self.fetched_s = now_s
 
     def forget(self) -> None:
-        """What was launched and not fetched never will be."""
+        """Forget launched steps, which will never be fetched."""
         self._in_flight.clear()
 
 
 def add_steps(steps: Steps, others: Steps, sign: int = 1) -> dict[int, StepTotals]:
-    """Sums bucket by bucket, or differences."""
+    """Return the sums bucket by bucket, or with sign -1 the differences."""
     none = StepTotals()
     buckets = sorted(steps.keys() | others.keys())
     return {bucket: steps.get(bucket, none).plus(others.get(bucket, none), sign) for bucket in buckets}
 
 
 def step_figures(steps: Steps) -> dict[str, dict[str, float]]:
-    """By bucket, of those that had any: steps, mean wall seconds and mean query tokens."""
+    """Return number of steps, mean wall seconds and mean query tokens by bucket, without empty buckets."""
     return {
         str(bucket): {
             "num_steps": total.num_steps,

@@ -1,10 +1,11 @@
-"""Requests of recurrent models: sentences, pairs of sentences, and trees, by their shapes.
+"""Requests of recurrent models: shapes of sentences, pairs of sentences, and trees.
 
-Owns: lengths like those of Europarl, and readers of people's own files.
+Owns: lengths distributed like Europarl's, and readers of users' own files.
 Does not know: words, models, or when requests arrive.
 
-The thesis samples WMT-15's Europarl, German and English, and trees of Stanford's TreeBank (section 2.7.1). Of
-the former it tells a mean of 24 words, at most 330, and that 99% are shorter than 100 (section 2.7.3).
+The thesis samples WMT-15's Europarl, German and English, and trees of Stanford's TreeBank (section 2.7.1).
+For
+the former it gives a mean of 24 words, a maximum of 330, and 99% below 100 (section 2.7.3).
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from pensieve_lab.workload.errors import TraceError, WorkloadError
 from pensieve_lab.workload.rows import text_lines
 
 MAX_WORDS = 330
-_MU, _SIGMA = 2.914, 0.727  # of the logarithm: a mean of 23.9, 99.0% below 100
-_PAIR_MU, _PAIR_SIGMA = -0.053, 0.258  # of the logarithm of German to English words, in 10,000 pairs of WMT
+_MU, _SIGMA = 2.914, 0.727  # of the logarithm; they give a mean of 23.9 and 99.0% below 100
+_PAIR_MU, _PAIR_SIGMA = -0.053, 0.258  # log of the German/English word ratio, in 10,000 pairs of WMT
 
-# Of the 8,544 trees of the TreeBank's training part.
+# From the 8,544 trees of the TreeBank's training part.
 _LEAVES_MEAN, _LEAVES_SPREAD, _MOST_LEAVES, _SHARE_OF_ONE = 19.0, 9.6, 52, 0.55
 
-# A label is a number with a space behind it. Words may be numbers, too, and have spaces that do not break.
+# A label is a number followed by a space. Words may be numbers, too, and contain non-breaking spaces.
 _LABEL = re.compile(r"\(\d+[ \t]")
 _PIECE = re.compile(r"(?P<word>\(\d+[ \t]+[^() \t]+[ \t]*\))|(?P<begin>\(\d+[ \t]+(?=\())|(?P<end>\))|[ \t]+")
 
 
 @dataclass(frozen=True)
 class SentencePairs:
-    """Lengths in words.
+    """Lengths of sentence pairs in words.
 
     Attributes:
       source: i64[n], such as German.
@@ -50,11 +51,11 @@ class SentencePairs:
 
 @dataclass(frozen=True)
 class TreeShape:
-    """A binary tree: leaves are numbers from 0, in the order of their words, inner nodes follow.
+    """Binary tree: leaves are numbered from 0 in the order of their words, and inner nodes follow.
 
     Attributes:
-      num_leaves: words.
-      children: i64[inner nodes, 2]; each is below the number of its own node, and the last node is the root.
+      num_leaves: number of words.
+      children: i64[inner nodes, 2]; each child has a smaller number than its node. The last node is the root.
     """
 
     num_leaves: int
@@ -62,12 +63,12 @@ class TreeShape:
 
 
 def europarl_like(num: int, *, seed: int, at_most: int = MAX_WORDS) -> SentencePairs:
-    """Pairs: targets as long as Europarl's English sentences, sources as long as German ones of these.
+    """Draw pairs: targets as long as Europarl's English sentences, sources as long as their German versions.
 
     Args:
-      num: how many.
-      seed: of all that is drawn.
-      at_most: longer ones are drawn again, as the thesis samples for figure 2.11.
+      num: number of pairs.
+      seed: seed of all random draws.
+      at_most: maximum length; longer targets are drawn again, as the thesis samples for figure 2.11.
     """
     check_count("num", num, at_least=1)
     check_count("at_most", at_most, at_least=1)
@@ -88,9 +89,9 @@ def _drawn(rng: np.random.Generator, num: int, at_most: int) -> np.ndarray:
 
 
 def treebank_like(num: int, *, seed: int) -> list[TreeShape]:
-    """Trees as large and deep as the TreeBank's: 19.1 words in the mean, at most 52, 10 deep with 19 words.
+    """Draw trees as large and deep as the TreeBank's: mean 19.1 words, at most 52, depth 10 with 19 words.
 
-    A node's left part has one word in 55% of the cases, else any number of them.
+    The left part of a node has one word in 55% of the cases, else a uniform number of words.
     """
     check_count("num", num, at_least=1)
     check_count("seed", seed, at_least=0)
@@ -100,7 +101,7 @@ def treebank_like(num: int, *, seed: int) -> list[TreeShape]:
 
 
 def _drawn_tree(rng: np.random.Generator, num_leaves: int) -> TreeShape:
-    """Parts are split from the top; an inner node's number is known once both of its own are."""
+    """Split parts from the top; an inner node gets its number after both of its children."""
     todo: list[tuple[int, int] | None] = [(0, num_leaves)]  # parts as ranges of words; None ends a node
     done: list[int] = []
     children = []
@@ -120,10 +121,11 @@ def _drawn_tree(rng: np.random.Generator, num_leaves: int) -> TreeShape:
 
 
 def read_pairs(path: Path) -> SentencePairs:
-    """Lengths from a CSV of two columns of counts of words, as the OpenNMT sample has them.
+    """Read lengths from a CSV of two columns of word counts, as in the OpenNMT sample.
 
-    A first line of names is no pair: columns whose names hold "en" and "de" are German, the source, and
-    English, whichever is first; others are source and target. A length of 0 is taken as 1.
+    A first line of names is skipped. If the names hold "en" and then "de", the columns are English and
+    German,
+    and German is the source; otherwise they are source and target. A length of 0 counts as 1.
 
     Raises:
       TraceError: a row is not two counts.
@@ -148,10 +150,10 @@ def read_pairs(path: Path) -> SentencePairs:
 
 
 def read_parallel_text(source: Path, target: Path) -> SentencePairs:
-    """Lengths of the lines of two files of sentences, such as Europarl's; words are what spaces separate.
+    """Read the lengths of the lines of two files of sentences, such as Europarl's; spaces separate words.
 
     Raises:
-      TraceError: one has more lines than the other, or neither has any.
+      TraceError: one file has more lines than the other, or both are empty.
     """
     lengths: list[list[int]] = [[], []]
     lines = itertools.zip_longest(text_lines(source), text_lines(target))
@@ -166,12 +168,12 @@ def read_parallel_text(source: Path, target: Path) -> SentencePairs:
 
 
 def read_trees(path: Path) -> list[TreeShape]:
-    """Binary trees, a line each: `((w,w),w)`, or the TreeBank's own `(3 (2 It) (4 (2 's) (3 good)))`.
+    """Read binary trees, one per line: `((w,w),w)`, or the TreeBank's own `(3 (2 It) (4 (2 's) (3 good)))`.
 
     A line has labels if it begins with a parenthesis, a number and a space.
 
     Raises:
-      TraceError: a line is no binary tree, or there is none.
+      TraceError: a line is not a binary tree, or the file has no trees.
     """
     lines = enumerate(text_lines(path), start=1)
     trees = [_tree(path, number, line.strip()) for number, line in lines if line.strip()]
@@ -181,19 +183,20 @@ def read_trees(path: Path) -> list[TreeShape]:
 
 
 def complete_tree(num_leaves: int) -> TreeShape:
-    """Of a power of two of leaves, as in figure 2.15.
+    """Make the complete tree of a power of two of leaves, as in figure 2.15.
 
     Raises:
-      WorkloadError: it is none.
+      WorkloadError: `num_leaves` is not a power of two.
     """
     if num_leaves < 1 or num_leaves & (num_leaves - 1):
         raise WorkloadError("num_leaves", num_leaves, "a power of two")
-    inner = np.arange(num_leaves - 1)  # node i of these reads the pair of nodes that come next
+    inner = np.arange(num_leaves - 1)  # inner node i takes the next pair of nodes as children
     return TreeShape(num_leaves, np.stack([2 * inner, 2 * inner + 1], axis=1))
 
 
 def _tree(path: Path, number: int, line: str) -> TreeShape:
-    """Without recursion, since parses may be deep. A node is a leaf's number, or -1 minus an inner one's."""
+    """Parse without recursion, since trees may be deep. A node is a leaf's number, or -1 minus an inner
+    one's."""
     open_nodes: list[list[int]] = [[]]
     num_leaves, children = 0, []
     pieces = _labelled if _LABEL.match(line) else _unlabelled
@@ -218,7 +221,7 @@ def _tree(path: Path, number: int, line: str) -> TreeShape:
 
 
 def _unlabelled(path: Path, number: int, line: str) -> Iterator[str]:
-    """Parentheses and words of `((w,w),w)`."""
+    """Yield parentheses and words of `((w,w),w)`."""
     before = ","
     for piece in re.findall(r"[(),]|[^(),\s]+", line):
         if (piece in (",", ")")) == (before in ("(", ",")):
@@ -229,7 +232,7 @@ def _unlabelled(path: Path, number: int, line: str) -> Iterator[str]:
 
 
 def _labelled(path: Path, number: int, line: str) -> Iterator[str]:
-    """Parentheses of inner nodes, and words, of the TreeBank's form. A word may have commas in it."""
+    """Yield inner nodes' parentheses and words of the TreeBank's form. A word may contain commas."""
     place = 0
     while place < len(line):
         piece = _PIECE.match(line, place)

@@ -1,7 +1,7 @@
-"""What a trace is like, in a few numbers.
+"""Summary statistics of a trace.
 
 Owns: the statistics that reports show of a workload.
-Does not know: where the trace is from.
+Does not know: where the trace comes from.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class TraceSummary:
-    """The statistics of a trace; `dataclasses.asdict` makes them JSON.
+    """Statistics of a trace; `dataclasses.asdict` makes them JSON.
 
     Attributes:
-      digest: of the trace.
-      turns: per conversation.
+      digest: digest of the trace.
+      turns: turns per conversation.
       prompt_tokens: new tokens of a turn.
-      follow_up_prompt_tokens: the same without first turns; None where all conversations have one turn.
-      output_tokens: of a turn.
-      input_tokens: history and prompt of a turn: what a stateless server reads for it.
-      gap_s: recorded times from arrival to arrival; None where there are none.
-      think_s: recorded times from answer to arrival; None where there are none.
+      follow_up_prompt_tokens: new tokens of turns other than the first; None without such turns.
+      output_tokens: output tokens of a turn.
+      input_tokens: history and prompt of a turn, which a stateless server reads.
+      gap_s: recorded times from arrival to arrival; None if none was recorded.
+      think_s: recorded times from answer to arrival; None if none was recorded.
     """
 
     name: str
@@ -55,7 +55,7 @@ class TraceSummary:
 
 
 def summarize(trace: Trace) -> TraceSummary:
-    """The statistics of all turns of a trace."""
+    """Compute the statistics of all turns of a trace."""
     turns = [turn for conversation in trace.conversations for turn in conversation.turns]
     follow_ups = [turn for conversation in trace.conversations for turn in conversation.turns[1:]]
     input_tokens: list[int] = []
@@ -80,7 +80,7 @@ def summarize(trace: Trace) -> TraceSummary:
 
 
 def _distribution(values: Iterable[float | None]) -> Distribution | None:
-    """None for no values; those that were not recorded do not count."""
+    """Summarize the values that are not None; return None if there are no values."""
     known = np.array([value for value in values if value is not None], dtype=np.float64)
     if not known.size:
         return None

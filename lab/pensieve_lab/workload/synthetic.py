@@ -1,10 +1,11 @@
-"""Conversations made to measure: turns and lengths of given means, for the paper's two datasets.
+"""Synthetic conversations: turns and lengths of given means, for the paper's two datasets.
 
 Owns: the shapes of ShareGPT and UltraChat after the paper's Table 2, and drawing conversations of a shape.
 Does not know: arrivals, think times or texts.
 
-The means are the paper's. It gives no spreads, so those are ours: everything is lognormal, rounded to whole
-turns and tokens, and wide for ShareGPT, whose users are people, narrow for UltraChat, which models wrote.
+The means are the paper's. It gives no spreads, so we chose them. All distributions are lognormal, rounded to
+whole turns and tokens: wide for ShareGPT, whose users are people, and narrow for UltraChat, which models
+wrote.
 """
 
 from __future__ import annotations
@@ -25,37 +26,37 @@ from pensieve_lab.workload.trace import ConversationTrace, Trace, TurnTrace
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A lognormal distribution over whole numbers from 1.
+    """Lognormal distribution over whole numbers from 1.
 
     Attributes:
-      mean: of the whole numbers, above 1.
-      sigma: standard deviation of the logarithm before rounding: how heavy the tail is.
+      mean: mean of the whole numbers, above 1.
+      sigma: standard deviation of the logarithm before rounding, which sets the weight of the tail.
     """
 
     mean: float
     sigma: float
 
     def __post_init__(self) -> None:
-        """Raise WorkloadError for a mean that whole numbers from 1 cannot have, or no spread."""
+        """Raise WorkloadError for a mean of at most 1, or no spread."""
         check_positive("sigma", self.sigma)
         check_positive("mean", self.mean)
         if self.mean <= 1:
-            raise WorkloadError("mean", self.mean, "above 1, the least length there is")
+            raise WorkloadError("mean", self.mean, "above 1, the smallest length")
 
     def draw(self, rng: np.random.Generator, count: int, at_most: int) -> NDArray[np.int64]:
-        """`count` independent lengths from 1 to `at_most`, of this mean if `at_most` is well above it."""
+        """Draw `count` lengths from 1 to `at_most`; they have this mean if `at_most` is well above it."""
         logarithms = rng.normal(_fit_mu(self.mean, self.sigma, at_most), self.sigma, size=count)
-        # Limited before it is exponentiated, so that a far tail cannot overflow.
+        # The logarithm is limited first, so that a far tail cannot overflow.
         drawn = np.rint(np.exp(np.minimum(logarithms, math.log(at_most))))
         return np.maximum(drawn, 1).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class ConversationShape:
-    """What the conversations of a dataset are like.
+    """Distributions of a dataset's conversations.
 
     Attributes:
-      name: of the dataset.
+      name: name of the dataset.
       turns: turns of a conversation.
       prompt_tokens: new tokens of a turn.
       output_tokens: tokens of an answer.
@@ -85,12 +86,13 @@ SHAPES: Final = {shape.name: shape for shape in (SHAREGPT, ULTRACHAT)}
 def generate_trace(
     shape: ConversationShape, *, num_conversations: int, seed: int, max_context_tokens: int = 16_384
 ) -> Trace:
-    """Conversations of a shape, none longer than `max_context_tokens`, which is the paper's cap.
+    """Draw conversations of a shape of at most `max_context_tokens`; the default is the paper's limit.
 
     A conversation ends with the last turn that fits; a first turn that does not fit is shortened. The means
-    are those of the shape as long as few conversations reach the cap. The same arguments give the same trace.
+    are those of the shape as long as few conversations reach the limit. The same arguments give the same
+    trace.
 
-    Raises WorkloadError for counts that cannot be, or a seed below 0.
+    Raises WorkloadError for invalid counts, or a seed below 0.
     """
     check_count("num_conversations", num_conversations)
     check_count("max_context_tokens", max_context_tokens, at_least=2)
@@ -127,7 +129,7 @@ def _fitting_turns(lengths: list[tuple[int, int]], max_context_tokens: int) -> t
 
 @lru_cache
 def _fit_mu(mean: float, sigma: float, at_most: int) -> float:
-    """The mean of the logarithm for which the rounded and limited lengths have the given mean, or nearly."""
+    """Find the mean of the logarithm for which the rounded and limited lengths have about the given mean."""
     low, high = -10.0 * sigma, math.log(mean) + sigma
     for _ in range(40):
         middle = (low + high) / 2
@@ -139,7 +141,7 @@ def _fit_mu(mean: float, sigma: float, at_most: int) -> float:
 
 
 def _mean_length(mu: float, sigma: float, at_most: int) -> float:
-    """E[min(max(round(exp(N(mu, sigma))), 1), at_most)], as a sum over the chances to exceed each length."""
+    """Return E[min(max(round(exp(N(mu, sigma))), 1), at_most)], summed over P(length exceeded)."""
     scale = sigma * math.sqrt(2)
     exceeding = (math.erfc((math.log(length + 0.5) - mu) / scale) for length in range(1, at_most))
     return 1 + sum(itertools.takewhile(lambda chance: chance > 1e-9, exceeding)) / 2

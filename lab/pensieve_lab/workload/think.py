@@ -1,4 +1,4 @@
-"""How long users think between an answer and their next turn.
+"""Think times of users, between an answer and their next turn.
 
 Owns: the distributions of think times, and how recorded ones are used.
 Does not know: arrivals, or how long answers take: a think time starts when the answer has ended.
@@ -17,10 +17,11 @@ from pensieve_lab.workload.trace import ConversationTrace
 
 
 class ThinkTime(Protocol):
-    """Think times of a conversation; draws only from the generator that it is given."""
+    """Distribution of a conversation's think times, which uses only the generator that it is given."""
 
     def draw(self, conversation: ConversationTrace, rng: np.random.Generator) -> tuple[float, ...]:
-        """Seconds before each turn but the first: `len(conversation.turns) - 1` values, 0 or more."""
+        """Draw the seconds before each turn but the first: `len(conversation.turns) - 1` values, 0 or
+        more."""
         ...
 
 
@@ -31,50 +32,50 @@ class ExponentialThink:
     mean_s: float = 60.0
 
     def __post_init__(self) -> None:
-        """Raise WorkloadError for a negative mean; 0 is a user who answers at once."""
+        """Raise WorkloadError for a negative mean; 0 is a user who replies at once."""
         check_time("mean_s", self.mean_s)
 
     def draw(self, conversation: ConversationTrace, rng: np.random.Generator) -> tuple[float, ...]:
-        """See ThinkTime."""
         return tuple(rng.exponential(self.mean_s, size=len(conversation.turns) - 1).tolist())
 
 
 @dataclass(frozen=True, slots=True)
 class LognormalThink:
-    """Independent lognormal think times: exp(N(mu, sigma)) seconds, of median exp(mu).
+    """Independent lognormal think times: exp(N(mu, sigma)) seconds, with median exp(mu).
 
-    The gaps of real chats are near mu=5.21, sigma=1.75 (BurstGPT), far heavier than an exponential.
+    The gaps of real chats are near mu=5.21, sigma=1.75 (BurstGPT), with a far heavier tail than an
+    exponential.
     """
 
     mu: float
     sigma: float
 
     def __post_init__(self) -> None:
-        """Raise WorkloadError for a sigma that is not above 0 or a mu that is no number."""
+        """Raise WorkloadError for a sigma that is not above 0 or a mu that is not a number."""
         if not is_number(self.mu):
             raise WorkloadError("mu", self.mu, "a finite number: the logarithm of the median in seconds")
         check_positive("sigma", self.sigma)
 
     def draw(self, conversation: ConversationTrace, rng: np.random.Generator) -> tuple[float, ...]:
-        """See ThinkTime."""
         return tuple(rng.lognormal(self.mu, self.sigma, size=len(conversation.turns) - 1).tolist())
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedThink:
-    """Think times as recorded: `think_s` of the turn, else its `gap_s`, else drawn from `otherwise`.
+    """Recorded think times: `think_s` of the turn, else its `gap_s`, else drawn from `otherwise`.
 
-    A gap is taken whole. It runs from arrival to arrival and so contains the answer of the recorded service,
-    whose duration is not known: sessions replayed by gaps think too long by one answer.
+    A gap is used unchanged. It runs from arrival to arrival, so it includes the recorded service's answer,
+    whose
+    duration is unknown. Sessions replayed by gaps therefore think too long by one answer.
 
     Attributes:
-      otherwise: for turns without either; None makes such a turn an error.
+      otherwise: distribution for turns without either; None makes such a turn an error.
     """
 
     otherwise: ThinkTime | None = None
 
     def draw(self, conversation: ConversationTrace, rng: np.random.Generator) -> tuple[float, ...]:
-        """See ThinkTime. Raises WorkloadError for a turn without a recorded time where none may be drawn."""
+        """Return the recorded times; raises WorkloadError for a missing time without `otherwise`."""
         recorded = [turn.gap_s if turn.think_s is None else turn.think_s for turn in conversation.turns[1:]]
         drawn: tuple[float, ...] | None = None
         think: list[float] = []

@@ -1,7 +1,7 @@
-"""A workload as values: conversations of turns, each so many tokens in and so many tokens out.
+"""A workload as values: conversations of turns, each with its prompt and output tokens.
 
-Owns: the one trace type that every reader and generator makes and every benchmark and the simulator takes,
-its digest, and its file: the one trace file that all systems of a benchmark are fed from.
+Owns: the trace type that all readers and generators make and all benchmarks and the simulator use. Owns its
+digest and its file format, which feeds all systems of a benchmark.
 Does not know: token ids or texts, other formats (`readers`), when sessions start (`arrivals`), any engine.
 
 A conversation only grows: turn k is sent on top of everything that was said before it. A recorded session
@@ -27,15 +27,15 @@ _FILE_FORMAT: Final = "pensieve-trace-1"
 
 @dataclass(frozen=True, slots=True)
 class TurnTrace:
-    """One turn: what the user adds to the conversation, and how long the answer is.
+    """Turn: what the user adds to the conversation, and how long the answer is.
 
     Attributes:
-      prompt_tokens: new tokens of this turn, the history not included; at least 1.
+      prompt_tokens: new tokens of this turn, without the history; at least 1.
       output_tokens: tokens of the answer; at least 1.
       gap_s: recorded seconds from the arrival of the turn before to the arrival of this one; None for a
-        first turn, and where it was not recorded.
-      think_s: recorded seconds from the end of the answer before to the arrival of this turn; None where it
-        was not recorded and must be drawn.
+        first turn, and if it was not recorded.
+      think_s: recorded seconds from the end of the answer before to the arrival of this turn; None if it was
+        not recorded and must be drawn.
     """
 
     prompt_tokens: int
@@ -54,21 +54,21 @@ class TurnTrace:
 
     @property
     def num_tokens(self) -> int:
-        """What the turn adds to the context of its conversation."""
+        """Tokens that the turn adds to its conversation."""
         return self.prompt_tokens + self.output_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ConversationTrace:
-    """Turns that build on one another.
+    """Conversation of turns that build on one another.
 
     Attributes:
-      conversation_id: unique in its trace.
-      turns: in the order in which they are sent; at least one.
-      arrival_s: recorded time of the first turn, in seconds since the start of the trace; None where it was
-        not recorded.
-      session_id: of the session that a recording holds as several conversations, this one among them, as
-        forks and sub-agents are; None if it is the whole of its own.
+      conversation_id: id, unique in its trace.
+      turns: turns in the order in which they are sent; at least one.
+      arrival_s: recorded time of the first turn, in seconds since the start of the trace; None if it was not
+        recorded.
+      session_id: session of several conversations that this one is part of, as forks and sub-agents are; None
+        if it is a whole session.
     """
 
     conversation_id: str
@@ -89,33 +89,34 @@ class ConversationTrace:
 
     @property
     def root_id(self) -> str:
-        """The session's; the conversation's own if it is no part of one."""
+        """Id of the session, or of the conversation if it is a whole session."""
         return self.session_id or self.conversation_id
 
     @property
     def num_tokens(self) -> int:
-        """Length of the context when everything has been said."""
+        """Length of the finished conversation."""
         return self.num_history_tokens(len(self.turns))
 
     def num_history_tokens(self, turn_index: int) -> int:
-        """Length of the context that turn `turn_index` is sent on top of: all that was said before it."""
+        """Return the length of the history that turn `turn_index` builds on."""
         return sum(turn.num_tokens for turn in self.turns[:turn_index])
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A set of conversations, recorded or made.
+    """Set of recorded or generated conversations.
 
     Attributes:
-      name: where it comes from, for reports; not part of the digest.
-      conversations: of ids that differ. Their order belongs to the digest, since seeded draws go by it.
+      name: origin, for reports; not part of the digest.
+      conversations: conversations with unique ids. Their order is part of the digest, since seeded draws
+        depend on it.
     """
 
     name: str
     conversations: tuple[ConversationTrace, ...]
 
     def __post_init__(self) -> None:
-        """Raise WorkloadError for two conversations of one id."""
+        """Raise WorkloadError for two conversations with one id."""
         seen: set[str] = set()
         for conversation in self.conversations:
             if conversation.conversation_id in seen:
@@ -124,12 +125,12 @@ class Trace:
 
     @property
     def num_turns(self) -> int:
-        """Turns of all conversations together."""
+        """Total turns of all conversations."""
         return sum(len(conversation.turns) for conversation in self.conversations)
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256, in hex, over the lines of the trace's file: equal digests are equal workloads."""
+        """SHA-256 in hex over the lines of the trace's file; equal digests mean equal workloads."""
         digest = hashlib.sha256()
         for line in self._lines():
             digest.update(line.encode())
@@ -147,7 +148,7 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
-        """Read what `save` wrote. Raises TraceError for anything else, one lost or altered line included."""
+        """Read a file of `save`; raises TraceError for other files, and for lost or altered lines."""
         path = Path(path)
         rows = read_json_lines(path)
         header = next(rows, None)
@@ -169,7 +170,7 @@ class Trace:
 
 
 def unused_id(conversation_id: str, taken: Container[str | int], mark: str) -> str:
-    """An id that was made, with as many of `mark` behind it as it takes to be none of those `taken`."""
+    """Append `mark` to a generated id until it is not among those `taken`."""
     while conversation_id in taken:
         conversation_id += mark
     return conversation_id
@@ -187,7 +188,7 @@ def _to_json(conversation: ConversationTrace) -> dict[str, object]:
 
 
 def _times(**times: float | None) -> dict[str, float]:
-    # 5 and 5.0, 0.0 and -0.0 are equal: one spelling each, or equal traces would differ in digest.
+    # 5 and 5.0, and 0.0 and -0.0, are equal; they get one spelling so that equal traces have equal digests.
     return {name: float(time_s) + 0.0 for name, time_s in times.items() if time_s is not None}
 
 

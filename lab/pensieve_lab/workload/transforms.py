@@ -1,6 +1,6 @@
-"""Traces made from traces: fitted to a context length, or a part of one.
+"""Traces derived from traces: cut to a context length, or reduced to a part.
 
-Owns: how a trace is cut to what a model can serve or an experiment wants.
+Owns: how a trace is cut to what a model can serve or an experiment needs.
 Does not know: formats, arrivals or engines.
 """
 
@@ -16,25 +16,25 @@ from pensieve_lab.workload.trace import ConversationTrace, Trace, TurnTrace
 
 
 def cap_context(trace: Trace, max_context_tokens: int) -> Trace:
-    """Conversations up to the turn that would outgrow the context; without those whose first turn does."""
+    """Cut conversations before the turn that exceeds the context; drop those whose first turn does."""
     check_count("max_context_tokens", max_context_tokens, at_least=2)
     capped = (_cap(conversation, max_context_tokens) for conversation in trace.conversations)
     return Trace(trace.name, tuple(conversation for conversation in capped if conversation is not None))
 
 
 def with_min_turns(trace: Trace, min_turns: int) -> Trace:
-    """The conversations of at least so many turns."""
+    """Keep the conversations of at least `min_turns` turns."""
     check_count("min_turns", min_turns)
     long = (conversation for conversation in trace.conversations if len(conversation.turns) >= min_turns)
     return Trace(trace.name, tuple(long))
 
 
 def split_by_session(trace: Trace) -> tuple[Trace, Trace]:
-    """(the half that parameters may be chosen on, the half that is held out), the same for whoever asks.
+    """Split into the half for choosing parameters and the held-out half; the result is always the same.
 
-    The rule: a session is held out if the first byte of the SHA-256 of its id is odd. What a reader cut one
-    session into, its forks and its sub-agents stay together: they have the id of their root. No draw and no
-    order of the file is in it: a session that is added moves none.
+    A session is held out if the first byte of the SHA-256 of its id is odd. The forks and sub-agents of a
+    session stay together, because they have the id of their root. The rule uses neither random draws nor the
+    order of the file, so an added session moves no other.
     """
     held_out = [_is_held_out(conversation.root_id) for conversation in trace.conversations]
     pairs = list(zip(trace.conversations, held_out, strict=True))
@@ -43,9 +43,9 @@ def split_by_session(trace: Trace) -> tuple[Trace, Trace]:
 
 
 def between(trace: Trace, begin_s: float, end_s: float) -> Trace:
-    """The conversations that begin within these recorded times, up to their last turn before `end_s`.
+    """Keep the conversations that begin within these recorded times, up to their last turn before `end_s`.
 
-    As a recording from `begin_s` to `end_s` would have them; `begin_s` becomes 0.
+    The result equals a recording from `begin_s` to `end_s`; `begin_s` becomes time 0.
     """
     check_time("begin_s", begin_s)
     check_positive("end_s - begin_s", end_s - begin_s)
@@ -54,7 +54,7 @@ def between(trace: Trace, begin_s: float, end_s: float) -> Trace:
 
 
 def from_first_arrival(trace: Trace) -> Trace:
-    """The same as a recording that began with its first conversation; without recorded arrivals as it is."""
+    """Shift arrivals so that the first conversation begins at 0; without recorded arrivals change nothing."""
     arrivals_s = [one.arrival_s for one in trace.conversations if one.arrival_s is not None]
     begin_s = min(arrivals_s, default=0.0)
     moved = (

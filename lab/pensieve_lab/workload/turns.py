@@ -1,4 +1,4 @@
-"""A turn on its way through a run, and what is known of it when it has been answered.
+"""A turn during a run, and its answer.
 
 Owns: `UserTurn`, which the client makes and a server serves; `Answer`, its outcome.
 Does not know: queues, devices, or sessions as a whole.
@@ -14,18 +14,18 @@ from pensieve_jax.core.outputs import Usage
 
 @dataclass(eq=False, slots=True)
 class UserTurn:
-    """One turn of one conversation, as it is sent.
+    """Turn of a conversation, as it is sent.
 
     Attributes:
-      conversation_id: whose.
-      turn_index: of the conversation, from 0.
+      conversation_id: id of the conversation.
+      turn_index: index in the conversation, from 0.
       arrival_s: when it is sent.
-      num_history_tokens: what was said before it.
-      prompt_tokens: what it adds.
-      output_tokens: length of the answer, which no scheduler is told.
-      is_last: nothing follows it.
-      token_ids: what it says, as long as `prompt_tokens`; empty for servers that take time only.
-      root_id: of the conversation's session; empty for one that is the whole of its own.
+      num_history_tokens: length of the conversation before it.
+      prompt_tokens: tokens that it adds.
+      output_tokens: length of the answer; the scheduler does not know it.
+      is_last: whether it is the last turn of its conversation.
+      token_ids: ids of the prompt, `prompt_tokens` of them; empty for simulated servers.
+      root_id: id of the conversation's session; empty if the conversation is a whole session.
     """
 
     conversation_id: str
@@ -41,12 +41,12 @@ class UserTurn:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A turn that was answered.
+    """Answer to a turn.
 
     Attributes:
-      turn: as it was sent.
-      replica: who answered it.
-      first_token_s, end_s: when its first and its last token were on the host.
+      turn: the turn as it was sent.
+      replica: replica that answered it.
+      first_token_s, end_s: when its first and its last token reached the host.
       usage: where its tokens came from.
     """
 

@@ -1,4 +1,4 @@
-"""Rivals compute the same, in batches of whole requests; in virtual time they are what the thesis says."""
+"""Baselines compute the same, in batches of whole requests; in virtual time they match the thesis."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ RIVALS = {
 
 
 def is_chain(drawn: Drawn) -> bool:
-    """Of one after the other, which are returned at their ends alone."""
+    """Return whether the model is a chain of cells whose requests return at their ends alone."""
     return all(node.inputs[0] == (i - 1 if i else None) for i, node in enumerate(drawn.nodes)) and (
         not drawn.returned or drawn.returned == [len(drawn.nodes) - 1]
     )
@@ -83,7 +83,7 @@ def test_rivals_compute_the_same(name, num_workers):
 
 
 def test_figure_2_5_by_graphs():
-    """Requests 1 to 4 end at 5, the length of the longest; 5 to 8 at 12."""
+    """Requests 1 to 4 end at 5, the length of the longest; 5 to 8 end at 12."""
     told = load("pensieve_lab.cells.timeline").run(functools.partial(Padding, width=100, oldest_first=True))
     assert told.end_s.tolist() == [5, 5, 5, 5, 12, 12, 12, 12]
 
@@ -153,7 +153,7 @@ def test_a_fixed_graph_runs_cell_by_cell():
 
 @pytest.mark.parametrize("seed", range(12))
 def test_merging_is_what_it_says(seed):
-    """Heights by recursion; an operator is all that is ready of the type that lies lowest."""
+    """Heights are computed by recursion; an operator is all ready cells of the type that lies lowest."""
     rng = np.random.default_rng(seed)
     types = CellTypes(make_cells(dict.fromkeys(NAMES, 4)))
     processor = RequestProcessor(types, CellularConfig(num_rows=500), GraphMerging)
@@ -187,14 +187,14 @@ def test_merging_is_what_it_says(seed):
 
 
 def batches_of_four(**options):
-    """A processor whose batches have one launch each, and what a launch of it tells."""
+    """Make a processor whose batches have one launch each."""
     types = CellTypes([Cell(STEP, "step", 4)])
     make = functools.partial(Padding, oldest_first=True)
     return RequestProcessor(types, CellularConfig(num_rows=50, **options), make)
 
 
 def end(processor, launch):
-    """Serials of the requests that are told by it."""
+    """Complete a launch; return the serials of the requests that it ends."""
     ended = processor.completed(Done(launch, states=[{} for _ in launch.reads]))
     return [one.serial for one in processor.scheduler.reportable(ended)]
 
@@ -204,7 +204,7 @@ def serials(processor, launch):
 
 
 def test_the_next_batch_is_planned_while_one_runs():
-    """One batch ahead, and no more: it would be chosen too early."""
+    """Only one batch is planned ahead, since an earlier choice would miss later requests."""
     processor = batches_of_four()
     processor.submit_many([2, 1, 2, 2] + [1] * 8, chain)
     first, second = processor.scheduler.schedule(0), processor.scheduler.schedule(0)
@@ -230,7 +230,7 @@ def test_merging_plans_ahead_too():
     assert [end(processor, launch) for launch in launches[:2]] == [[1, 0], [2, 3]]
 
 
-def test_a_batch_does_not_run_who_has_the_ids_of_one_that_was_cancelled():
+def test_a_batch_does_not_run_a_request_with_the_ids_of_a_cancelled_one():
     processor = batches_of_four(max_num_tasks=1)
     (cancelled,) = processor.submit_many([3], chain)
     processor.submit_many([3], chain)
@@ -242,7 +242,7 @@ def test_a_batch_does_not_run_who_has_the_ids_of_one_that_was_cancelled():
     assert not processor.handles and not processor.admission.request_ids
 
 
-def test_those_who_wait_are_served_if_all_before_them_were_cancelled():
+def test_waiting_requests_are_served_if_all_before_them_were_cancelled():
     processor = batches_of_four()
     handles = processor.submit_many([1] * 5, chain)
     assert all(processor.cancel(one) for one in handles[:4])
@@ -250,7 +250,7 @@ def test_those_who_wait_are_served_if_all_before_them_were_cancelled():
 
 
 def run(processor):
-    """One launch after the other, to the end."""
+    """Yield launches and complete them in sequence until none is left."""
     while (launch := processor.scheduler.schedule(0)) is not None:
         yield launch
         end(processor, launch)

@@ -1,4 +1,4 @@
-"""The policy in virtual time: figure 2.5 as its prose says, and the thesis' device."""
+"""The policy in virtual time: figure 2.5 as its text says, and the thesis's device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.launching import load
 
 
 def test_figure_2_5():
-    """Four at a time, a cell a unit of time; requests 5 to 8 come while 1 to 4 run."""
+    """Four cells at a time, a time unit per cell; requests 5 to 8 come while 1 to 4 run."""
     told = load("pensieve_lab.cells.timeline").run(CellScheduler)
     # Two tasks of requests 1 to 4; at 2 request 1 has left and 5 joins; at 3 requests 2 and 3 leave, for 6
     # and 7.
@@ -57,7 +57,7 @@ def serve(lengths, arrivals):
 
 
 def test_a_decoder_that_follows_without_a_word():
-    """Released at submission, it is launched behind its encoder; released at completion, a launch later."""
+    """Released at submission, it is launched after its encoder; released at completion, a launch later."""
     module = {"encoder": Step(), "decoder": Step()}
     types = CellTypes([Cell(one, name, 4) for name, one in module.items()])
 
@@ -81,7 +81,8 @@ def test_a_decoder_that_follows_without_a_word():
 def test_a_type_that_is_never_full_waits_no_longer_than_it_is_told(
     tie_break, priority, max_skips, least_s, most_s
 ):
-    """Whatever its priority: line 5 of Algorithm 1 looks at full batches first, which two others have."""
+    """Its priority does not matter: line 5 of Algorithm 1 prefers full batches, which two other types
+    have."""
     module = {"busy": Step(), "also": Step(), "rare": Step()}
     ranks = {"busy": 2, "also": 1, "rare": priority}
     types = CellTypes([Cell(one, name, 4, priority=ranks[name]) for name, one in module.items()])

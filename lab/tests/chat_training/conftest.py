@@ -18,7 +18,7 @@ def talks():
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory, talks):
-    """A model directory with a tokenizer."""
+    """Write a model directory with a tokenizer."""
     path = tmp_path_factory.mktemp("model")
     save_tokenizer(learn_tokenizer(vocabulary_texts(talks, []), VOCAB_SIZE), path, 256)
     return path
@@ -60,7 +60,7 @@ def network(config):
 
 @pytest.fixture(scope="module")
 def optimizer():
-    """One for all tests: a step is compiled for its optimizer."""
+    """Share one optimizer among all tests, since a step is compiled for its optimizer."""
     return make_optimizer(learning_rate=1e-2, warmup_steps=2, num_steps=40, weight_decay=0.1)
 
 

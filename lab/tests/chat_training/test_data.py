@@ -57,7 +57,8 @@ def test_markers_are_special_and_every_digit_is_a_token(tokenizer):
 
 
 def chat_ids(tokenizer, conversation):
-    """What a conversation is in the engine: for each turn what `chat` sends, then the reply and its end."""
+    """Return a conversation's ids in the engine: for each turn what `chat` sends, then the reply and its
+    end."""
     chat_format, ids, earlier = ChatFormat(tokenizer), [], []
     for index, (user, reply) in enumerate(conversation.exchanges):
         messages = [{"role": "user", "content": user}]

@@ -1,4 +1,4 @@
-"""The chat model's training: what is told, asked and greeted, and what only the tests do."""
+"""The chat model's training: what is told, asked and greeted, and what is reserved for the tests."""
 
 import functools
 import itertools
@@ -81,14 +81,15 @@ def longest_piece(text):
 
 
 def answered_values(reply):
-    """The values that a reply about one or two facts gives ("You are a group of ..." is no name)."""
+    """Return the values that a reply about one or two facts gives ("You are a group of ..." is not a
+    name)."""
     for pattern in answer_patterns():
         yield from pattern.findall(reply)
 
 
 @functools.cache
 def answer_patterns():
-    """More of them than `re` keeps compiled."""
+    """Compile the patterns once, since there are more than `re` caches."""
     found = []
     for template in sorted({text for kind in KINDS for text in kind.answers}):
         before, _, after = template.removesuffix(".").partition("{}")
@@ -111,7 +112,7 @@ def test_no_pattern_or_frame_makes_a_held_out_question():
 
 
 def alternatives(pattern):
-    """Every sentence that a pattern stands for."""
+    """Return every sentence that a pattern matches."""
     parts = re.split(r"\(([^()]*)\)", pattern)
     choices = [part.split("|") if index % 2 else [part] for index, part in enumerate(parts)]
     return map("".join, itertools.product(*choices))
@@ -131,14 +132,14 @@ def test_no_four_words_of_the_test_s_constructions_stand_in_training():
 
 
 def runs(text):
-    """Every four words in a row, none of them across a field."""
+    """Return every four consecutive words, none of them across a field."""
     for piece in re.split(r"\{+\w*\}+", text):
         words = re.findall(r"[a-z']+", piece.lower())
         yield from zip(words, words[1:], words[2:], words[3:], strict=False)
 
 
 def told_by(kind, wordings):
-    """Every sentence that may tell it, with ~ left out."""
+    """Return every sentence that may tell the kind of fact, with ~ left out."""
     tells = [text.replace("~", "") for text in held_out_wordings(kind.tells)]
     if wordings is Wordings.NEW_SENTENCES:
         return tells

@@ -1,4 +1,4 @@
-"""The chat model's training: steps, what is measured, and that LLM serves what comes out."""
+"""The chat model's training: steps, measurements, and that LLM serves the result."""
 
 import json
 import random
@@ -28,7 +28,7 @@ from pensieve_lab.chat_training.wordings import Wordings
 
 @pytest.fixture
 def run_training(feed, network, config, optimizer):
-    """Train to `num_steps` in a directory; `stop_after` asks for an end after so many, an even number."""
+    """Train to `num_steps` in a directory; `stop_after` asks for a stop after an even number of steps."""
 
     def run_training(directory, num_steps, *, stop_after=None, state=None):
         stopping = SimpleNamespace(requested=False)
@@ -55,7 +55,7 @@ def run_training(feed, network, config, optimizer):
 
 @pytest.fixture(scope="module")
 def feed(encoder, talks):
-    """Of eight dialogues alone."""
+    """Make a feed of only eight dialogues."""
     examples = [encoder.encode(talk, [1.0] * len(talk.exchanges)) for talk in talks]
     size = {"recorded_per_step": 0, "num_rows": 2, "row_len": 128, "seed": 0}
     return Feed(examples, lambda rng: rng.choice(examples), **size)
@@ -156,7 +156,7 @@ def test_what_is_exported_is_the_trained_model(config, network, parameters, tmp_
 
 @pytest.fixture
 def train_tiny(launch, tmp_path, talks):
-    """Run the script for a tiny model in `tmp_path / "work"`; more flags by name."""
+    """Run the program for a tiny model in `tmp_path / "work"`, with additional flags by name."""
     dialogues = write_dialogues(tmp_path / "talk.jsonl", talks)
     model = {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 32}
     sizes = {"vocab_size": VOCAB_SIZE, "context_tokens": 640, "num_rows": 2, "recorded_per_step": 2}
@@ -203,7 +203,7 @@ def test_a_training_that_lost_its_tokenizer_does_not_go_on_with_another(train_ti
 
 
 def check_served(model):
-    """Chat sends the ids that training made of the same messages."""
+    """Check that chat sends the ids that training made of the same messages."""
     encoder = ConversationEncoder(load_tokenizer(model), user_weight=0.0)
     scheduler = SchedulerConfig(max_num_running=2, max_num_batched_tokens=64, token_buckets=(64,))
     engine = EngineConfig(cache=CacheConfig(gpu_pages=16), scheduler=scheduler)

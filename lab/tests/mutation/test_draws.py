@@ -1,4 +1,4 @@
-"""Which mutants there are, and which of them a seed draws; these need the extra `mutants`."""
+"""Possible mutants, and those that a seed draws; these tests need the extra `mutants`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if __name__ == "__main__":
 
 
 def changes(text, file="one.py"):
-    """Each line with what it may become."""
+    """Return each line with its possible replacements."""
     made = [make_mutant(candidate, text) for candidate in find_candidates(file, text)]
     return [(mutant.before.strip(), mutant.after.strip()) for mutant in made if mutant is not None]
 

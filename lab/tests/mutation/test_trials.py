@@ -1,4 +1,4 @@
-"""A toy project's mutants meet its tests, in real workers."""
+"""A toy project's mutants are run against its tests, in real workers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_lines_of_started_processes_count(coverage):
 
 @pytest.mark.parametrize("line", ["    return 6", "    return 7"], ids=["stored", "jitted"])
 def test_each_test_traces_its_programs_anew(project, pool, coverage, line):
-    """A program that another test or an earlier recording compiled would be loaded without a trace."""
+    """A program compiled by another test or an earlier recording would be loaded without a trace."""
     file = "tests/toy/test_programs.py"
     tests = {"test_programs", "test_programs_again"}
     assert names(coverage, line, toy.PROGRAMS) == tests
@@ -114,7 +114,7 @@ def test_a_mutant_that_cannot_be_imported_is_killed(verdict):
 
 
 def test_a_mutant_that_keeps_pytest_from_starting_is_killed(tmp_path):
-    """It once survived, as no test had failed: a plugin of the tests could not be imported."""
+    """Such a mutant survived because no test had failed: a plugin of the tests could not be imported."""
     project = toy.make(tmp_path)
     (project / "conftest.py").write_text("import toy.limits\n")
     text = toy.mutant("import sys", "import nothing_of_this_name").text
@@ -140,7 +140,8 @@ def test_a_mutant_that_no_test_executes_survives(verdict):
 
 
 def test_a_mutant_of_a_module_without_executed_functions_meets_the_closest_tests(coverage, verdict):
-    """It once survived untested: a module's statements run when pytest imports the test file, in no test."""
+    """Such a mutant survived untested: a module's statements run in no test, but when pytest imports the
+    file."""
     assert names(coverage, "MOST = 3", toy.CONSTANTS) == set()
     found = verdict("MOST = 3", "MOST = 4", file=toy.CONSTANTS)
     assert (found.outcome, found.test) == ("killed", "tests/toy/test_constants.py::test_most")

@@ -1,4 +1,4 @@
-"""What is stored and printed of a run, and what a person may add."""
+"""What is stored and printed of a run, and the manual list of equivalent mutants."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def test_double():
 
 
 def make(root: Path) -> Path:
-    """Write the project and have git know it."""
+    """Write the project and commit it to a git repository."""
     for name, text in FILES.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -154,7 +154,7 @@ def make(root: Path) -> Path:
 
 
 def mutant(before: str, after: str, function: str = "", file: str = SOURCE) -> Mutant:
-    """Replace a line of a source file by another."""
+    """Make a mutant that replaces a line of a source file by another."""
     text = FILES[file]
     line = text.splitlines().index(before) + 1
     changed = text.replace(f"{before}\n", f"{after}\n")

@@ -1,4 +1,4 @@
-"""Virtual time: decisions are the engine's, and times add up."""
+"""Virtual time: decisions equal the engine's, and times add up."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.rebatching.fake_runner import FakeRunner
 _ZEROS = np.zeros(1, np.int32)
 
 
-class Asked(NamedTuple):
+class SimulatedQuery(NamedTuple):
     prompt_tokens: int
     output_tokens: int
     arrival_s: float = 0.0
@@ -46,16 +46,16 @@ class Asked(NamedTuple):
 
 
 def costs(**changes: float) -> RingCosts:
-    """Everything is free, but for what is said."""
+    """Make costs that are zero except for the given ones."""
     free = {name: 0.0 for name in NUMBERS} | {"token_bytes": 10, "copy_bytes_per_s": math.inf}
     texts = {"model": "", "device": "", "dtype": "", "source": "derived", "provenance": {}}
     return RingCosts(**{**texts, **free, **changes})  # type: ignore[arg-type]
 
 
-def load(seed: int, num: int = 24) -> list[Asked]:
+def load(seed: int, num: int = 24) -> list[SimulatedQuery]:
     rng = np.random.default_rng(seed)
     return [
-        Asked(int(rng.integers(1, 100)), int(rng.integers(1, 80)), priority=int(rng.integers(0, 2)))
+        SimulatedQuery(int(rng.integers(1, 100)), int(rng.integers(1, 80)), priority=int(rng.integers(0, 2)))
         for _ in range(num)
     ]
 
@@ -70,7 +70,7 @@ METHODS: list[dict[str, Any]] = [
 
 
 def _told(seen: list[list[str]], step: StepSeen) -> None:
-    """Each launch by its kind and its numbers, but for ids, which are not the engine's decision."""
+    """Record each launch by its kind and numbers, except ids, which the engine does not decide."""
     seen.append(
         [
             f"{type(launch).__name__} "
@@ -124,10 +124,10 @@ def test_it_decides_as_an_engine_does(method, seed):
 
 
 def test_times_add_up():
-    """A ring is made, a prompt computed, its row put in, and two steps follow."""
+    """A ring is made, a prompt computed, its row inserted, and two steps follow."""
     config = RebatchingConfig(max_batch=1, kv_bytes=10**5, lengths=(64,))
     priced = costs(weights_s=1.0, column_s=0.01, insert_s=0.5, insert_column_s=0.001, fetch_s=0.25)
-    served = simulate(config, priced, [Asked(20, 3, arrival_s=7.0)], max_positions=64, records=True)
+    served = simulate(config, priced, [SimulatedQuery(20, 3, arrival_s=7.0)], max_positions=64, records=True)
     ring_s, prefill_s, insert_s, step_s = 0.64, 1.0, 0.5 + 0.064, 1.64
     assert served.first_s == pytest.approx(7 + ring_s + prefill_s + 0.25)
     assert served.end_s == pytest.approx(7 + ring_s + prefill_s + insert_s + 2 * step_s + 0.25)
@@ -141,7 +141,7 @@ def test_times_add_up():
 
 def test_the_serving_thread_takes_time_too():
     config = RebatchingConfig(max_batch=1, kv_bytes=10**5, lengths=(64,))
-    served = simulate(config, costs(host_s=10.0, fetch_s=0.25), [Asked(20, 3)], max_positions=64)
+    served = simulate(config, costs(host_s=10.0, fetch_s=0.25), [SimulatedQuery(20, 3)], max_positions=64)
     assert served.end_s == pytest.approx(3 * 10.0 + 0.25)
 
 
@@ -196,7 +196,7 @@ def test_moving_a_ring_is_waited_for():
     """Layer by layer, as the device's runner does."""
     config = RebatchingConfig(max_batch=2, kv_bytes=10**5, lengths=(32, 64))
     priced = costs(relayout_column_s=1.0)
-    served = simulate(config, priced, [Asked(20, 30)], max_positions=64)
+    served = simulate(config, priced, [SimulatedQuery(20, 30)], max_positions=64)
     assert served.metrics.num_resizes == 2 and served.completion_s == 2 * 64.0
     clock = VirtualClock()
     runner = VirtualRunner(dataclasses.replace(priced, column_s=1.0), clock, 2)
@@ -207,16 +207,22 @@ def test_moving_a_ring_is_waited_for():
 
 
 def test_time_never_goes_back():
-    """Who comes while the last token of another is on its way is seen behind that."""
+    """A query that arrives while another's last token is fetched is seen after it."""
     config = RebatchingConfig(max_batch=1, kv_bytes=10**5, lengths=(64,))
     priced = costs(weights_s=1.0, fetch_s=0.25)
-    served = simulate(config, priced, [Asked(20, 3), Asked(20, 1, arrival_s=3.0)], max_positions=64)
+    served = simulate(
+        config, priced, [SimulatedQuery(20, 3), SimulatedQuery(20, 1, arrival_s=3.0)], max_positions=64
+    )
     assert served.end_s.tolist() == [3.25, 4.5]
 
 
-def test_who_comes_late_is_served_late_and_the_urgent_first():
+def test_late_queries_are_served_late_and_urgent_ones_first():
     config = RebatchingConfig(max_batch=1, kv_bytes=10**5, lengths=(64,), preemptive=True)
-    asked = [Asked(20, 30), Asked(20, 5, arrival_s=10.5, priority=1), Asked(20, 2, arrival_s=1000.0)]
+    asked = [
+        SimulatedQuery(20, 30),
+        SimulatedQuery(20, 5, arrival_s=10.5, priority=1),
+        SimulatedQuery(20, 2, arrival_s=1000.0),
+    ]
     served = simulate(config, costs(weights_s=1.0), asked, max_positions=64)
     assert served.metrics.num_suspensions == 1
     assert served.end_s[1] < 20 < served.end_s[0]
@@ -247,10 +253,10 @@ def test_little_memory_and_slow_copies_end_all_the_same(seed):
 
 
 @pytest.mark.parametrize("rows_of_room", [1, 2, 4])
-def test_nobody_is_sent_away_who_is_served_next(rows_of_room):
-    """Prompts are computed ahead as far as there is room, and no row leaves that would come back at once."""
+def test_a_query_that_is_served_next_is_not_suspended(rows_of_room):
+    """Prompts are computed ahead as far as there is room, and no row leaves only to return at once."""
     rng = np.random.default_rng(5)
-    asked = [Asked(int(rng.integers(33, 60)), int(rng.integers(5, 30))) for _ in range(60)]
+    asked = [SimulatedQuery(int(rng.integers(33, 60)), int(rng.integers(5, 30))) for _ in range(60)]
     config = RebatchingConfig(max_batch=4, kv_bytes=(4 + rows_of_room) * 96 * 10, lengths=(64, 96))
     parks: list[Park] = []
 
@@ -262,10 +268,10 @@ def test_nobody_is_sent_away_who_is_served_next(rows_of_room):
     assert sum(park.waits for park in parks) <= 2  # where the ring becomes longer, its room shorter
 
 
-def test_who_is_too_long_is_refused():
+def test_a_query_that_is_too_long_is_refused():
     config = RebatchingConfig(max_batch=1, kv_bytes=10**5, lengths=(64,))
     with pytest.raises(ContextLengthError, match=r"queries\[1\] is '66 tokens', but must be at most 65"):
-        simulate(config, costs(), [Asked(1, 1), Asked(33, 33)], max_positions=100)
+        simulate(config, costs(), [SimulatedQuery(1, 1), SimulatedQuery(33, 33)], max_positions=100)
 
 
 @pytest.mark.parametrize("name", costs_names())
@@ -290,7 +296,7 @@ def test_profiles_of_the_package_can_be_read(name, tmp_path):
         ({"fetch_s": None}, "'fetch_s' from 0 on"),
     ],
 )
-def test_what_no_device_does_is_refused(changes, words, tmp_path):
+def test_invalid_costs_are_refused(changes, words, tmp_path):
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(RingCosts.load(costs_names()[0]).as_document() | changes))
     with pytest.raises(ConfigError, match=words):

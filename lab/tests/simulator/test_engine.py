@@ -1,4 +1,4 @@
-"""The simulator decides what the engine decides: one trace through both, on one kind of clock."""
+"""The simulator decides what the engine decides: both serve one trace on the same kind of clock."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class TimedTransfers(FakeTransfers):
 
 
 class TimedRunner(FakeRunner):
-    """The fake runner, whose steps take as long as simulated ones."""
+    """Fake runner whose steps take as long as simulated ones."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config, MAX_CONTEXT_TOKENS)
@@ -102,7 +102,7 @@ class TimedRunner(FakeRunner):
 
 
 class EngineServer:
-    """A real engine, as the simulation's loop drives replicas."""
+    """Real engine, driven like a simulated replica."""
 
     def __init__(self, config: EngineConfig, experience: LearnedState | None) -> None:
         self.seen = Seen()
@@ -175,7 +175,7 @@ QUICK = "retention", "experienced", "tight", "gpu", "stateless"
     ],
 )
 def test_same_decisions_answers_and_times(name, seed):
-    """And, by the fake runner, no step read anything that had not arrived."""
+    """The fake runner also shows that no step read anything that had not arrived."""
     config, sessions = CONFIGS[name], make_sessions(seed)
     experience = experience_of(seed) if name == "experienced" else None
     engine = EngineServer(config, experience).serve(sessions)

@@ -1,4 +1,5 @@
-"""Fleets: whoever dies, leaves or joins, every turn is answered once; the outline beside the real replica."""
+"""Fleets: every turn is answered once despite deaths and changes; the simplified replica matches the real
+one."""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ def test_turns_sent_before_a_death_is_seen_are_sent_again():
 
 @pytest.mark.parametrize("then", ["join", "leave", "death"])
 def test_a_replica_that_died_may_change_before_its_death_is_seen(then):
-    """It begins anew under its name, leaves, or dies as it begins: all that it had is sent again, once."""
+    """It restarts under its name, leaves, or dies at its start; all its turns are sent again, once."""
     sessions = make_sessions(5, num_sessions=40, gap_s=0.1)
     changes = [Change(1.0, "death", "r1"), Change(1.5, then, "r1")]
     fronts = Fronts(detection_s=1.0)
@@ -114,7 +115,7 @@ def test_a_replica_that_died_may_change_before_its_death_is_seen(then):
     assert ("r1" in served) == (then == "join")
 
 
-def test_who_leaves_answers_what_it_has_and_gets_nothing_new():
+def test_a_leaving_replica_answers_its_turns_and_gets_no_new_ones():
     one = [session("a", (20, 200), (10, 10), think_s=0.5)]
     first = answered(Fleet(outline, ConsistentHash, NAMES), one)[0][0]
     name = NAMES[first.replica]
@@ -150,7 +151,7 @@ def test_mid_life_state_is_where_the_rule_would_have_it():
 
 
 def test_an_outline_is_near_the_real_one():
-    """A lonely turn to some milliseconds, few to a tenth; a crowd, with copies, to two fifths."""
+    """A single turn agrees to some milliseconds, a few to a tenth; a crowd, with copies, to two fifths."""
     (lonely,) = simulate(scenario(), [session("a", (20, 50))]).answers
     (drawn,), _ = answered(Fleet(outline, ConsistentHash, ["r0"]), [session("a", (20, 50))])
     assert drawn.usage == lonely.usage
@@ -165,7 +166,7 @@ def test_an_outline_is_near_the_real_one():
 
 @pytest.mark.parametrize(("number", "lost"), [(2, 200), (3, 40), (4, 0)])
 def test_what_does_not_fit_is_lost_oldest_first_from_its_leading_end(number, lost):
-    """Eight histories of 200 tokens, for 480 on the host and 480 that only the device has: 640 are lost."""
+    """Eight histories of 200 tokens, for 480 on the host and 480 only on the device: 640 are lost."""
     sessions = [
         session(f"c{n}", (100, 101), (10, 10), arrival_s=50.0 + n, think_s=60.0, first_turn=1)
         for n in range(8)

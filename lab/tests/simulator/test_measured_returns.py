@@ -1,10 +1,11 @@
-"""Whole returns of a conversation, as `lab/results/h200_swaps_before_groups.json` measured them.
+"""Whole returns of a conversation, as measured in `lab/results/h200_swaps_before_groups.json`.
 
-That was with one group of layers and the Triton kernel for prompts, as the profile's single steps were, and
-with kernels launched by the engine's thread.
+The measurement used one group of layers and the Triton kernel for prompts, like the profile's single steps,
+and
+the engine's thread launched the kernels.
 
-The profile was fitted to single steps and copies. What scheduling, copies and look-ahead make of them is not
-fitted to anything.
+The profile was fitted to single steps and copies. The effects of scheduling, copies and look-ahead were not
+fitted.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ NUM_HISTORY, NUM_NEW = 1984, 38
 
 
 def first_token_s(where: str, *, num_decoding: int = 0) -> float:
-    """From the submission of a returning turn to its first token, in an engine that decodes others."""
+    """Return the time from a returning turn's submission to its first token, while others decode."""
     replica = Replica(
         CONFIG, PROFILE.launching("engine"), AnalyticCostModel(32, num_weights=1e10, attention_width=204800)
     )
@@ -62,5 +63,5 @@ def test_idle_engine(where, measured_s):
 
 @pytest.mark.parametrize(("where", "measured_s"), [("device", 30.9e-3), ("host", 46.7e-3)])
 def test_beside_128_decodes(where, measured_s):
-    """From the device it takes two steps, from the host one more."""
+    """With history on the device it takes two steps, on the host one more."""
     assert first_token_s(where, num_decoding=128) == pytest.approx(measured_s, rel=0.1)

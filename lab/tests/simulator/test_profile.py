@@ -1,4 +1,4 @@
-"""Profiles: the measurements that they must reproduce, what a step's time does, and files that are none."""
+"""Profiles: the measurements that they must reproduce, the effects on a step's time, and invalid files."""
 
 from __future__ import annotations
 
@@ -97,18 +97,16 @@ def test_rows_of_either_kind_are_counted():
     assert load.num_rows == 3
 
 
-def test_whose_thread_launches_kernels_is_asked_for():
+def test_the_launching_thread_selects_the_host_costs():
     assert H200.launches == "jaxlib" and H200.host == H200.hosts["jaxlib"]
     older = H200.launching("engine")
     assert older.host == H200.hosts["engine"] and older.launches == "engine"
-    with pytest.raises(
-        ConfigError, match="launches is 'engine', but must be one that the profile has a host"
-    ):
+    with pytest.raises(ConfigError, match="launches is 'engine', but must be one of the profile's hosts"):
         DeviceProfile.load("a100_opt-13b").launching("engine")
 
 
 def test_state_may_take_fewer_bytes():
-    """Steps read it by the byte, at a speed of its own; all else stays."""
+    """Steps read the KV cache by the byte, at its own speed; everything else is unchanged."""
     profile = DeviceProfile.load("h200_llama2-13b-gqa10")
     half = profile.keeping(profile.kv_token_bytes // 2)
     assert half.kv_token_bytes == profile.kv_token_bytes // 2

@@ -1,4 +1,4 @@
-"""Users, routing, replicas, mid-life starts and what is reported."""
+"""Users, routing, replicas, mid-life starts and reported figures."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_conversations_end_where_the_context_does():
 
 
 def test_a_lonely_turn_takes_what_the_profile_says():
-    """A prompt of 20 tokens and 5 of a reply: the host before the first step, and five steps behind it."""
+    """A prompt of 20 tokens and a reply of 5: the host time before the first step, and five steps."""
     (answer,) = simulate(scenario(), [session("a", (20, 5), arrival_s=3.0)]).answers
     assert answer.usage == Usage(20, 0, 0, 0, 20, 5)
     begun_s = 3 + HOST_S
@@ -120,7 +120,7 @@ def test_mid_life_finds_what_was_said_before():
 
 
 def test_mid_life_beyond_memory_moves_and_drops_as_the_cache_decides():
-    """Twelve histories of 140 tokens, for 640 on the device and 480 on the host: the oldest lost most."""
+    """Twelve histories of 140 tokens, for 640 on the device and 480 on the host: the oldest lose most."""
     sessions = [
         session(f"c{i}", (60, 80), (10, 10), arrival_s=100.0 - i, think_s=200.0 - 2 * i, first_turn=1)
         for i in range(12)  # c11 was the last to be active, and returns first
@@ -144,7 +144,7 @@ def test_a_window_counts_what_was_answered_in_it():
 
 
 def test_steps_by_bucket():
-    """Of a lonely turn: a step for its prompt, and one of a token for each token that follows."""
+    """A single turn takes a step for its prompt, and a step of one token for each following token."""
     outcome = simulate(scenario(), [session("a", (20, 5))])
     (answer,), steps = outcome.answers, {b: t for b, t in outcome.steps.items() if t.num_steps}
     assert sum(total.num_steps for total in steps.values()) == outcome.counters["num_steps"] == 5
@@ -205,7 +205,7 @@ def test_refuses(field, value):
 
 
 def test_forgets_conversations_without_state():
-    """Thousands of conversations that ended leave nothing behind."""
+    """Thousands of ended conversations leave nothing behind."""
     replica = Replica(small_config(), PROFILE, COSTS)
     for number in range(600):
         replica.clock.advance(1.0)

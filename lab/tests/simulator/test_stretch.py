@@ -1,4 +1,4 @@
-"""Advancing stretches is stepping: the same decisions, answers, times and counters."""
+"""Decode runs equal single steps: the same decisions, answers, times and counters."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_equals_stepping(name, seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_equals_stepping_in_an_order_that_has_learned(seed):
-    """Idle time goes from bin to bin while a stretch lasts."""
+    """Idle time moves between bins during a run."""
     config, sessions = CONFIGS["learned"], make_sessions(seed, think_s=3.0)
     experience = experience_of(seed)
     seen = [
@@ -52,12 +52,12 @@ def test_equals_stepping_in_an_order_that_has_learned(seed):
 
 @pytest.mark.parametrize("gap_s", [0.01, 2.0])
 def test_equals_stepping_crowded_and_lonely(gap_s):
-    """A queue all the time, or one conversation at a time."""
+    """Turns queue all the time, or come one conversation at a time."""
     check_equal(CONFIGS["retention"], make_sessions(7, gap_s=gap_s))
 
 
-def test_equals_stepping_when_nobody_looks():
-    """Grants are made for observers alone, and nothing else hangs on that."""
+def test_equals_stepping_without_an_observer():
+    """Grants are made only for observers, and nothing else depends on them."""
     config, sessions = CONFIGS["tight"], make_sessions(11)
     seen = [serve(config, sessions, stretches=stretches, observed=False) for stretches in (False, True)]
     assert seen[0].plain_answers() == seen[1].plain_answers() and seen[0].stats == seen[1].stats

@@ -1,4 +1,4 @@
-"""When copies start, end and are named, computed by hand: a chunk takes 1 s, the latency is a quarter."""
+"""Starts, ends and reports of copies, computed by hand: a chunk takes 1 s, the latency is a quarter."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SLOW = dataclasses.replace(
 
 
 class Machine:
-    """Transfers, and a device whose steps take 10 s and its host 1 s for each."""
+    """Transfers, a device whose steps take 10 s, and a host that takes 1 s per step."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Machine:
         self.device = SimulatedDevice(profile, (16,), self.timeline, self.transfers)
 
     def swap_out(self, out: list[ChunkCopy]) -> None:
-        """As in every step: then it is known what is swapped in, here nothing."""
+        """Swap out, then swap in nothing, as every step does both."""
         self.transfers.swap_out(out)
         self.transfers.swap_in([])
 
@@ -64,7 +64,7 @@ class Machine:
 
 
 def costs(launches: str = "jaxlib", **values: float) -> DeviceProfile:
-    """A host whose every step takes a second, and what is said."""
+    """Make a profile whose host takes a second per step, with the given values."""
     host = dataclasses.replace(HOST, **values)
     return dataclasses.replace(SLOW, hosts={"jaxlib": host, "engine": host}, launches=launches)
 
@@ -99,7 +99,7 @@ def test_the_host_takes_what_rows_turns_and_chunks_ask_for():
 
 
 def test_a_device_that_waits_begins_with_the_first_kernel_and_ends_after_the_last():
-    """Whoever launches; the engine's thread can do nothing else meanwhile."""
+    """This holds for either launching thread; the engine's thread can do nothing else meanwhile."""
     for launches, busy_s in (("jaxlib", 1.0), ("engine", 5.0)):
         machine = Machine(profile=costs(launches, launch_s=4.0))
         assert machine.dispatch() == 11.0 and machine.timeline.now() == busy_s
@@ -121,7 +121,7 @@ def test_launches_take_longer_beside_copies():
 
 
 def test_products_take_longer_on_a_device_that_is_hot_from_them():
-    """A fifth longer in the long run; the time constant is three steps' time."""
+    """A fifth longer in the long run; the time constant is the time of three steps."""
     step = dataclasses.replace(STEP, weight_read_s=0.0, token_s=1.0, hot_share=0.2, hot_s=30.0)
     machine = Machine(profile=dataclasses.replace(SLOW, step=step))
     ends = [machine.dispatch() for _ in range(40)]
@@ -142,7 +142,7 @@ def test_a_host_that_is_late_makes_the_device_wait_and_the_step_before_look_long
 
 
 def test_gathers_and_scatters_take_their_turn_among_the_steps():
-    """Chunks of 8 bytes, an eighth of a second a byte of the device."""
+    """Chunks have 8 bytes, and the device takes an eighth of a second per byte."""
     machine = Machine(profile=dataclasses.replace(SLOW, page_copy_byte_s=0.125))
     machine.swap_out(copies(1, 2))
     assert machine.dispatch() == 2.0 + 10.0, "two gathers from second 0 on, the launch at second 1"
@@ -203,7 +203,7 @@ def test_what_starts_beside_a_step_is_bounded_by_its_bytes(monkeypatch):
 
 
 def test_several_devices_are_bounded_by_a_devices_share(monkeypatch):
-    """Chunks of 8 bytes, 4 of them on each device: of 25 bytes beside a step there are six chunks."""
+    """Chunks of 8 bytes, 4 of them on each device: 25 bytes beside a step are six chunks."""
     monkeypatch.setattr(transfers, "_BYTES_BESIDE_STEP", 25)
     machine = Machine(max_num_staged=20, num_devices=2)
     machine.transfers.swap_in(copies(*range(1, 11)))
@@ -212,7 +212,7 @@ def test_several_devices_are_bounded_by_a_devices_share(monkeypatch):
 
 
 def test_several_devices_stage_by_a_devices_share():
-    """Of chunks of 26 MB one device stages 64, the least; four devices have 6.6 MB of each, and stage 128."""
+    """One device stages 64 chunks of 26 MB, the minimum; four devices have 6.6 MB of each, and stage 128."""
     large = dataclasses.replace(PROFILE, kv_token_bytes=819_200)
     config = EngineConfig(cache=CacheConfig(gpu_pages=100, cpu_pages=100))
     costs = AnalyticCostModel(32, num_weights=1e3, attention_width=1e3)
@@ -251,7 +251,7 @@ def test_expediting_what_has_started_already():
     machine.transfers.expedite([2, 3])
     assert machine.dispatch() == 12.25 + 10  # copy 3 begins at 11
     assert machine.transfers.completed().arrived == [1]
-    with pytest.raises(AssertionError, match="not on its way"):
+    with pytest.raises(AssertionError, match="not in flight"):
         machine.transfers.expedite([2])
 
 
@@ -302,7 +302,7 @@ def test_copies_to_the_device_of_the_same_pass_go_first():
     assert machine.transfers.completed().arrived == []
 
 
-def test_nothing_is_held_back_for_ever():
+def test_no_copy_is_held_back_forever():
     machine = Machine(max_num_staged=16)
     machine.swap_out(copies(99))  # starts at once
     machine.transfers.swap_in(copies(1))

@@ -15,12 +15,12 @@ from pensieve_lab.workload import Answer, Client, ConversationTrace, Session, Tu
 
 PROFILE = DeviceProfile.load("h200_llama2-13b-gqa10")
 MAX_CONTEXT_TOKENS = 400
-# Attention makes up all of the cost, as in a long context, so that there are as many holes as there can be.
+# Attention makes up all of the cost, as in a long context, so that there are as many holes as possible.
 COSTS = AnalyticCostModel(16, num_weights=0, attention_width=1)
 
 
 def small_config(*, stateful: bool = True, max_num_running: int = 6, **cache: Any) -> EngineConfig:
-    """Room for a few conversations, with chunks of 16 tokens."""
+    """Make a configuration with room for a few conversations, with chunks of 16 tokens."""
     sizes: dict[str, Any] = {"gpu_pages": 40, "cpu_pages": 30, "chunk_tokens": 16}
     return EngineConfig(
         stateful=stateful,
@@ -38,7 +38,7 @@ def small_config(*, stateful: bool = True, max_num_running: int = 6, **cache: An
 def make_sessions(
     seed: int, *, num_sessions: int = 24, gap_s: float = 0.3, think_s: float = 1.0
 ) -> list[Session]:
-    """Conversations of a few turns, some of which outgrow the context."""
+    """Make conversations of a few turns; some exceed the context."""
     rng = random.Random(seed)
     sessions, arrival_s = [], 0.0
     for number in range(num_sessions):
@@ -53,7 +53,7 @@ def make_sessions(
 
 
 def plain(output: SchedulerOutput) -> tuple[Any, ...]:
-    """A decision without the objects of the engine that made it."""
+    """Convert a decision to plain values, without the engine's objects."""
     return (
         [(g.request.conversation.conversation_id, g.start, g.end, g.samples) for g in output.grants],
         output.num_tokens,
@@ -68,7 +68,7 @@ def plain(output: SchedulerOutput) -> tuple[Any, ...]:
 
 @dataclasses.dataclass
 class Seen:
-    """What a run decided and answered."""
+    """Decisions and answers of a run."""
 
     outputs: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
     answers: list[Answer] = dataclasses.field(default_factory=list)
@@ -86,7 +86,7 @@ def serve(
     observed: bool = True,
     experience: LearnedState | None = None,
 ) -> Seen:
-    """All of it on one replica."""
+    """Serve all sessions on one replica."""
     seen = Seen()
 
     def observe(output: SchedulerOutput) -> None:

@@ -103,7 +103,7 @@ def test_every_conversation_is_used_before_one_is_used_again():
     assert [i.removesuffix("@2") for i in ids[10:20]] != ids[:10]
 
 
-def test_an_id_that_looks_like_a_second_use_is_nobody_elses():
+def test_an_id_that_looks_like_a_second_use_stays_unique():
     """Two sessions had one id, and one of them was lost."""
     trace = Trace("t", (conversation("a", (1, 1)), conversation("a@2", (1, 1))))
     sessions = make_sessions(trace, rate_per_s=1, think=THINK, seed=0, num_sessions=8)

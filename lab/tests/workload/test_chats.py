@@ -1,4 +1,4 @@
-"""Readers of texts: five formats of one conversation, and what they make of files as they are."""
+"""Readers of texts: one conversation in five formats, and files with irregular content."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ texts = st.lists(st.sampled_from(["w", ""]), max_size=4).map(" ".join)
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_token_is_made_up_and_none_between_prompt_and_answer_is_lost(tmp_path, format, messages):
-    """Whatever the order of speakers: compared with a count over the messages from the end."""
+    """For any order of speakers, the result is compared with a count over the messages from the end."""
     served = [("user", "p"), ("assistant", "a")]
     trace = read(write_chats(tmp_path / "chats.json", format, served, messages), format)
     turns = lengths_of(trace)[1] if len(trace.conversations) == 2 else []
@@ -117,7 +117,7 @@ def test_a_truncated_file_is_refused_with_the_line(tmp_path, format):
         ("sharegpt", [{"id": "a"}], "conversations is missing, but must be a list"),
         ("sharegpt", [{"conversations": [{"from": "human"}]}], r"conversations[0].value is missing"),
         ("sharegpt", [{"conversations": [{"from": "me", "value": ""}]}], "from is 'me', but must be one of"),
-        ("sharegpt", [{"conversations": ["hi"]}], "must be a list of objects; item 0 is none"),
+        ("sharegpt", [{"conversations": ["hi"]}], "must be a list of objects; item 0 is not an object"),
         ("sharegpt", [to_format("sharegpt", "", CHAT)], "id is '', but must be a non-empty string or an int"),
         ("vllm", [{"id": "a", "messages": [{"role": "user", "content": 3}]}], r"messages[0].content is 3"),
         ("vllm", [{"id": "a", "messages": [{"role": "user", "content": [{"type": "text"}]}]}],
@@ -138,13 +138,13 @@ def test_fields_that_are_wrong_are_named(tmp_path, format, content, reason):
         (
             "ultrachat",
             {"id": 1, "data": ["a", 2]},
-            "data is ['a', 2], but must be a list of strings; item 1 is none",
+            "data is ['a', 2], but must be a list of strings; item 1 is not a string",
         ),
         ("ultrachat", {"id": 1, "data": "a"}, "must be a list"),
         ("openai", {"messages": [{"content": "a"}]}, "messages[0].role is missing, but must be a string"),
         ("openai", {"messages": [{"role": "assistant", "content": None}]}, "messages[0].content is None"),
-        ("dialogues", {"id": 1, "turns": [["U", "a"], ["X", "b"]]}, "item 1 is none"),
-        ("dialogues", {"id": 1, "turns": [["U", "a", "b"]]}, "item 0 is none"),
+        ("dialogues", {"id": 1, "turns": [["U", "a"], ["X", "b"]]}, "item 1 is not"),
+        ("dialogues", {"id": 1, "turns": [["U", "a", "b"]]}, "item 0 is not"),
     ],
 )
 def test_lines_that_are_wrong_are_named(tmp_path, format, line, reason):

@@ -1,4 +1,4 @@
-"""Readers of lengths: logs of requests that are linked to conversations, sessions, and requests alone."""
+"""Readers of lengths: logs of requests that are linked to conversations, sessions, and single requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pensieve_lab.workload.readers.chains import LoggedRequest, chain_requests
 
 
 def chain(*requests):
-    """Conversations of (time, input, output, parent) tuples whose ids are their numbers."""
+    """Chain (time, input, output, parent) tuples whose ids are their numbers."""
     logged = (
         LoggedRequest(str(index), time_s, inputs, outputs, None if parent is None else str(parent))
         for index, (time_s, inputs, outputs, parent) in enumerate(requests)
@@ -51,7 +51,7 @@ def test_a_request_is_continued_once():
 
 
 def test_a_fork_is_of_the_session_that_it_forks_from():
-    """However it came to be, and whatever it forks from: the half that it lies in goes by this."""
+    """This holds for every cause of a fork: the split into halves depends on the session."""
     root, edited, again, cut, other = chain(
         (0, 100, 20, None), (1, 150, 10, 0), (2, 160, 10, 0), (3, 170, 10, 0), (4, 90, 5, 1), (5, 9, 9, None)
     )
@@ -242,7 +242,7 @@ def test_a_row_without_an_id_is_no_turn_of_a_conversation_of_that_number(tmp_pat
 
 
 def test_lengths_by_the_wall_clock_arrive_from_the_earliest_on(tmp_path):
-    """Seconds since 1970 were arrivals: a run of ten minutes had nobody, and a GPU stood idle for decades."""
+    """Seconds since 1970 were used as arrivals: a run of ten minutes had no users, and the GPU was idle."""
     rows = ["b,1,2,1700000009", "a,3,4,1700000000", "a,5,6,1700000004"]
     text = "\n".join(["conversation_id,prompt_tokens,output_tokens,time_s", *rows])
     trace = read_trace(write(tmp_path / "l.csv", text), format="lengths")
@@ -272,7 +272,7 @@ GOOD = {
         ("mooncake", mooncake(5, 10, 10, ["a"]), "hash_ids is ['a'], but must be a list of ints"),
         ("mooncake", {"timestamp": 5, "input_length": 9, "output_length": 9}, "hash_ids is missing"),
         ("mooncake", mooncake(5, 10, 10, []) | {"parent_line": -2}, "parent_line is -2"),
-        ("bailian", bailian(1, -1, 6), "chat_id is 1, but must be unique in the file; it is on line 1 too"),
+        ("bailian", bailian(1, -1, 6), "chat_id is 1, but must be unique in the file; line 1 has it too"),
         ("bailian", bailian(2, None, 6), "parent_chat_id is None"),
         ("bailian", bailian(2, 1, "6"), "timestamp is '6'"),
         ("bailian", bailian(2, 1, 6, outputs=-1), "output_length is -1"),
@@ -295,7 +295,7 @@ GOOD = {
         (
             "lengths",
             {"conversation_id": "x", "prompt_tokens": 1, "output_tokens": 1},
-            "conversation_id is 'x', but must be another one than the id of a row of all turns",
+            "conversation_id is 'x', but must be different from the id of a row with all turns",
         ),
     ],
 )

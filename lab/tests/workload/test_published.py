@@ -35,7 +35,7 @@ def test_burstgpt_requests_hold_the_rounds_before_them(tmp_path, name):
             burst_row("19440110.0", "1722ac82-0a46", 43, 906, 446),
             burst_row("19440161.0", "d5983bf9-4b48", 2, 36, 29),
             burst_row("19440301.0", "1722ac82-0a46", 10, 906 + 446 + 279, 282),
-            burst_row("19440303.0", "1722ac82-0a46", 1, 50, 7),  # nobody knows what was left out here
+            burst_row("19440303.0", "1722ac82-0a46", 1, 50, 7),  # what was left out here is unknown
         ),
     )
     first, second = read_trace(path, format=guess_format(path)).conversations
@@ -75,7 +75,7 @@ def test_burstgpts_first_files_have_no_sessions(tmp_path):
 
 
 def published(request, hashes):
-    """An agent's request with its blocks instead of how many were kept."""
+    """Make an agent's request with its blocks instead of the number of kept ones."""
     return {name: value for name, value in request.items() if name != "hash_keep"} | {"hash_ids": hashes}
 
 

@@ -1,4 +1,4 @@
-"""Files of rows: which line a row is on, and which line an error is."""
+"""Files of rows: the line of a row, and the line of an error."""
 
 from __future__ import annotations
 

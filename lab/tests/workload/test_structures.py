@@ -1,4 +1,4 @@
-"""Shapes of requests of recurrent models: lengths, and what people's files hold."""
+"""Shapes of requests of recurrent models: lengths, and the contents of users' files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pensieve_lab.workload.structures import (
 
 
 def test_lengths_are_what_the_thesis_says_of_europarl():
-    """A mean of 24, 99% below 100, none beyond 330 (section 2.7.3)."""
+    """The mean is 24, 99% are below 100, and none exceeds 330 (section 2.7.3)."""
     pairs = europarl_like(100_000, seed=3)
     assert pairs.target.mean() == pytest.approx(24, abs=0.3)
     assert (pairs.target < 100).mean() == pytest.approx(0.99, abs=0.002)
@@ -90,7 +90,8 @@ def test_trees(tmp_path):
     ],
 )
 def test_words_and_labels_are_told_apart_by_what_is_between(tmp_path, line, num_leaves, children):
-    """A label is a number and a space; commas separate what has none, and are words of what has."""
+    """A label is a number and a space; commas separate nodes without labels, and are words in labelled
+    ones."""
     path = tmp_path / "trees.txt"
     path.write_text(f"{line}\n", encoding="utf-8")
     (tree,) = read_trees(path)
@@ -139,7 +140,7 @@ def test_complete_trees():
 
 
 def test_trees_are_as_large_and_as_deep_as_the_treebanks():
-    """Of its training part: 19.1 leaves in the mean, at most 52; 10.1 deep with 19 leaves."""
+    """The training part has 19.1 leaves on average, at most 52, and depth 10.1 with 19 leaves."""
     trees = treebank_like(3000, seed=1)
     sizes = np.array([tree.num_leaves for tree in trees])
     assert sizes.mean() == pytest.approx(19.1, abs=0.6) and sizes.max() <= 52
@@ -177,7 +178,7 @@ def _of_two(path):
     ],
 )
 def test_what_is_no_text_is_refused_by_file(tmp_path, read, name, data, says):
-    """It was a traceback of a codec, of gzip, or of numpy, which drew from nothing."""
+    """It was a traceback of a codec, of gzip, or of numpy, which drew from an empty array."""
     path = tmp_path / name
     path.write_bytes(data if read is not read_trees else data.replace(b"4,5", b"(a,b)"))
     with pytest.raises(TraceError, match=rf"{name}.*{says}"):
@@ -192,7 +193,7 @@ def test_lines_that_end_in_returns_alone_are_no_csv(tmp_path):
 
 
 def test_a_mark_at_the_beginning_is_no_part_of_a_count(tmp_path):
-    """Spreadsheets write one before a CSV in UTF-8: the first pair was refused."""
+    """Spreadsheets write a byte order mark before a CSV in UTF-8: the first pair was refused."""
     path = tmp_path / "pairs.csv"
     path.write_bytes(b"\xef\xbb\xbf12,13\r\n5,6\r\n")
     assert read_pairs(path).source.tolist() == [12, 5]

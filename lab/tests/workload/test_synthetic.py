@@ -1,4 +1,4 @@
-"""The generator: the paper's means, its cap, heavy tails, seeds."""
+"""The generator: the paper's means, its limit, heavy tails, seeds."""
 
 from __future__ import annotations
 

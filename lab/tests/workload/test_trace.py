@@ -149,7 +149,7 @@ def saved(tmp_path):
             "turns[1].output_tokens is 0",
         ),
         (lambda text: text.replace('"gap_s": 5.0', '"gap_s": NaN'), 2, "turns[1].gap_s is nan"),
-        (lambda text: text.replace('"b"', '"a"'), 3, "unique in the file; it is on line 2 too"),
+        (lambda text: text.replace('"b"', '"a"'), 3, "unique in the file; line 2 has it too"),
         (lambda text: text[:-20], 3, "is not JSON"),
     ],
 )

@@ -48,7 +48,7 @@ def test_a_split_is_of_all_and_of_nothing_twice(trace):
 
 
 def test_a_split_goes_by_the_session_and_by_nothing_else():
-    """Pinned: results of other days were taken on this half."""
+    """The result is pinned: earlier results were measured on this half."""
     names = [f"session {number}" for number in range(2000)]
     whole = Trace("t", tuple(conversation(name, (1, 1)) for name in names))
     _, held_out = split_by_session(whole)

@@ -70,9 +70,7 @@ class Padding(GraphBatching):
         is_last = np.diff(parts.sub_request, append=-1) != 0
         behind = np.where(is_last, NONE, np.arange(1, len(is_last) + 1))
         # a single node is a chain, whatever its inputs
-        is_no_chain = parts.is_irregular & (
-            parts.sub_num_nodes > 1
-        )
+        is_no_chain = parts.is_irregular & (parts.sub_num_nodes > 1)
         wrong = np.flatnonzero(is_no_chain | (parts.sub_consumer != behind))
         if len(wrong):
             place = int(parts.sub_request[wrong[0]])

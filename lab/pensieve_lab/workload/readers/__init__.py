@@ -1,7 +1,7 @@
-"""Public workload files as traces.
+"""Readers of public workload files.
 
 Owns: the list of formats and the one function that reads them all.
-Does not know: any format's fields; each family has a module.
+Does not know: any format's fields; each family of formats has a module.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _LENGTH_READERS: Final[dict[str, _LengthReader]] = {
     "lengths": read_lengths,
 }
 _OWN_FORMAT: Final = "pensieve"
-_BURSTGPT: Final = "burstgpt"  # of lengths, and rows are left out
+_BURSTGPT: Final = "burstgpt"  # a format of lengths whose reader leaves rows out
 
 FORMATS: Final = (_OWN_FORMAT, *_TEXT_READERS, *_LENGTH_READERS, _BURSTGPT)
-"""What `read_trace` takes as `format`; "pensieve" is what `Trace.save` writes."""
+"""Values of `format` in `read_trace`; "pensieve" is the format of `Trace.save`."""
 TEXT_FORMATS: Final = tuple(_TEXT_READERS)
-"""Those whose files hold texts, which somebody has to measure."""
+"""Formats whose files hold texts, which need a `count_tokens`."""
 
 __all__ = [
     "FORMATS",
@@ -72,16 +72,16 @@ def read_trace(
     count_tokens: CountTokens | None = None,
     on_skip: OnSkip | None = None,
 ) -> Trace:
-    """A trace file as a trace; `.gz` files are decompressed.
+    """Read a trace file; `.gz` files are decompressed.
 
     Args:
-      path: the file; of "agent-sessions" also a directory of them.
-      format: one of FORMATS; `guess_format` tells which, by a file's content.
-      count_tokens: measures a text; needed by the formats of texts, unused by those of lengths.
-      on_skip: called with file, line and reason for what is left out: each conversation of texts in which
-        nothing can be served, and each kind of rows that belong to no session.
+      path: the file; for "agent-sessions" also a directory of files.
+      format: one of FORMATS; `guess_format` determines it from a file's content.
+      count_tokens: counts the tokens of a text; required by formats of texts, unused by formats of lengths.
+      on_skip: called with file, line and reason for what is left out: each conversation of texts without an
+        answered prompt, and each kind of rows that belong to no session.
 
-    Raises TraceError for a file that is not of that format or holds no conversation, WorkloadError for an
+    Raises TraceError for a file that does not have the format or holds no conversation, WorkloadError for an
     unknown format or a missing `count_tokens`, OSError for a file that cannot be opened.
     """
     path = Path(path)

@@ -1,6 +1,6 @@
 """Reader of coding-agent sessions (kv-cache-tester): JSON of sessions, each a list of requests.
 
-Owns: this format, sub-agents included, and the judgement of which request continues the one before.
+Owns: this format, including sub-agents, and the decision which request continues the one before.
 Does not know: how requests become turns (`chains`).
 """
 
@@ -16,20 +16,24 @@ from pensieve_lab.workload.readers.chains import LoggedRequest, chain_requests
 from pensieve_lab.workload.rows import Row, UniqueIds, read_json
 from pensieve_lab.workload.trace import ConversationTrace
 
-# A service moves a few blocks at an input's end even while a session just goes on; a history that was
+# A service moves a few blocks at an input's end even while a session just continues; a history that was
 # compacted or rewritten loses far more. Of 38,130 requests 97.1% keep all, 1.0% this much, 1.9% less.
 _MIN_KEPT_FRACTION: Final = 0.9
 
 
 def read_agent_sessions(path: Path) -> Iterator[ConversationTrace]:
-    """`{"id", "block_size", "requests": [{"t", "in", "out", "hash_ids", "think_time", "api_time", ...}]}`.
+    """Read `{"id", "block_size", "requests": [{"t", "in", "out", "hash_ids", "think_time", "api_time",
+    ...}]}`.
 
-    As published: a directory of files of one session each; or one of them, or sessions in an array or one on
-    a line. `hash_keep`, the blocks that an input shares with the one before, may stand in place of
-    `hash_ids`. Two requests in a row with the same input are one that was asked for again: the second
-    answer counts, from the arrival of the first. Times count from the start of each session, so no arrivals
-    are known. A session is several conversations if its history was rewritten, and a sub-agent's requests
-    are one of their own.
+    The path is a directory of files of one session each, as published, or one file of a session, an array of
+    sessions, or one session per line. `hash_keep`, the number of blocks that an input shares with the one
+    before, may replace `hash_ids`. Two consecutive requests with the same input are a retry: the second
+    answer
+    counts, from the arrival of the first. Times count from the start of each session, so arrivals are
+    unknown.
+    A session becomes several conversations if its history was rewritten, and the requests of a sub-agent
+    become
+    a conversation of their own.
     """
     ids = UniqueIds()
     for file in _files(path):
@@ -51,7 +55,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _request_lists(session: Row, session_id: str) -> Iterator[tuple[str, list[Row]]]:
-    """The session's own requests, then those of each sub-agent, under names that differ."""
+    """Yield the session's own requests, then those of each sub-agent, under different names."""
     own: list[Row] = []
     nested: list[tuple[str, list[Row]]] = []
     for index, row in enumerate(session.rows("requests", at_least=1)):
@@ -77,10 +81,10 @@ def _requests(rows: list[Row], name: str, block_tokens: int) -> Iterator[LoggedR
             request_id=f"{name}:{asked.index}",
             time_s=time_s,
             input_tokens=row.count("in"),
-            # An answer that was cut off before its first token has cost its input, so it is not left out.
+            # An answer that was cut off before its first token still cost its input, so it stays.
             output_tokens=max(row.count("out", at_least=0), 1),
             parent_id=parent.request_id if parent is not None and keeps else None,
-            # Recorded since the last end that was known: wrong behind a request whose end was not.
+            # Recorded since the last known end, so it is wrong after a request without a known end.
             think_s=first.optional_time("think_time") if parent_end_known else None,
         )
         parent_end_known = row.has("api_time")
@@ -89,7 +93,7 @@ def _requests(rows: list[Row], name: str, block_tokens: int) -> Iterator[LoggedR
 
 @dataclass(slots=True)
 class _Asked:
-    """An input, however often it was asked for in a row: its number, its requests, what it kept."""
+    """Input with its consecutive requests: its index, first and last request, and blocks kept from before."""
 
     index: int
     first: Row
@@ -117,6 +121,6 @@ def _distinct(rows: list[Row]) -> Iterator[_Asked]:
 
 
 def _num_common(one: list[object], other: list[object]) -> int:
-    """Length of the common beginning."""
+    """Return the length of the common prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -1,7 +1,7 @@
-"""Reader of the Qwen-Bailian traces: JSON lines of requests that name the request before them.
+"""Reader of the Qwen-Bailian traces: JSON lines of requests that name their parent request.
 
 Owns: this format.
-Does not know: how requests become turns (`chains`); the hashes of blocks are not needed for it.
+Does not know: how requests become turns (`chains`); the hashes of blocks are not needed.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pensieve_lab.workload.trace import ConversationTrace
 
 
 def read_bailian(path: Path) -> Iterator[ConversationTrace]:
-    """`{"chat_id", "parent_chat_id" (-1: none), "timestamp" (s), "input_length", "output_length", ...}`.
+    """Read `{"chat_id", "parent_chat_id" (-1: none), "timestamp" (s), "input_length", "output_length", ...}`.
 
-    A request whose parent lies before the trace's beginning begins a conversation here, of all its input.
+    A request whose parent lies before the trace's beginning begins a conversation with all of its input.
     """
-    # In order of arrival, which the published files are but for ties; sorting is stable.
+    # Sort by arrival; the published files are sorted except for ties, which a stable sort keeps.
     requests = sorted(_requests(path), key=lambda request: request.time_s)
     return chain_requests(requests)
 

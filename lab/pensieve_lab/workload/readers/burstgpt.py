@@ -1,6 +1,6 @@
-"""Reader of BurstGPT: its CSV as published, and JSON lines of sessions that were made of it.
+"""Reader of BurstGPT: its CSV as published, and JSON lines of sessions derived from it.
 
-Owns: both formats, and what of a request of the published file is new.
+Owns: both formats, and which tokens of a request in the published file are new.
 Does not know: how gaps become think times (`think`).
 """
 
@@ -16,21 +16,23 @@ from pensieve_lab.workload.rows import Row, UniqueIds, first_line, read_csv, rea
 from pensieve_lab.workload.trace import ConversationTrace, TurnTrace
 
 _SESSION: Final = "Session ID"
-# The service that was recorded sent this many rounds with each request, and forgot what lay before them.
+# The recorded service sent this many rounds with each request, and dropped earlier ones.
 _ROUNDS_SENT: Final = 4
 
 
 def read_burstgpt(path: Path, on_skip: Callable[[TraceError], None] | None) -> Iterator[ConversationTrace]:
-    """The published CSV, or `{"session", "start_s", "turns": [{"gap_s", "new_tokens", "output_tokens"}]}`.
+    """Read the published CSV, or `{"session", "start_s", "turns": [{"gap_s", "new_tokens",
+    "output_tokens"}]}`.
 
-    CSV: `Timestamp` (s), `Request tokens`, `Response tokens`, and in the third file `Session ID` and
-    `Elapsed time` (s, of the answer) as well. Files without sessions are conversations of one turn each. Of
-    a file with sessions, rows without one (its API log) are left out, as nothing says what they continue;
-    so are failed requests, whose response has no token. A request held the last four rounds of its session:
-    its new tokens are those that these do not explain, and at least 1.
+    CSV: `Timestamp` (s), `Request tokens`, `Response tokens`, and in the third file also `Session ID` and
+    `Elapsed time` (s, of the answer). Rows of files without sessions become conversations of one turn. In a
+    file
+    with sessions, rows without a session (its API log) are left out, because their context is unknown. Failed
+    requests, whose response has no token, are left out too. A request holds the last four rounds of its
+    session: its new tokens are those beyond these rounds, at least 1.
 
     JSON: a gap runs from arrival to arrival, null for a first turn. Turns marked as an anomaly, whose new
-    tokens could not be recovered from the logged context, are taken as they stand.
+    tokens could not be recovered from the logged context, are used as they are.
 
     `on_skip` is called once for each kind of rows that were left out.
     """
@@ -54,7 +56,7 @@ def _turn(row: Row, index: int) -> TurnTrace:
 
 @dataclass(slots=True)
 class _Session:
-    """In the making; `last_s` and `last_elapsed_s` are of its latest request."""
+    """Session under construction; `last_s` and `last_elapsed_s` are of its latest request."""
 
     start_s: float
     last_s: float

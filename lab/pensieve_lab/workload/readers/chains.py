@@ -1,12 +1,14 @@
-"""Logs of requests as conversations: which request continues which, and what is new in it.
+"""Conversion of request logs to conversations: which request continues which, and what is new in it.
 
-Owns: the step from whole inputs, as a stateless service logs them, to turns that only add to their history.
+Owns: the conversion of whole inputs, as a stateless service logs them, to turns that only add to their
+history.
 Does not know: file formats.
 
-The context of a conversation here is the sum of its prompts and answers, and a request's prompt is its
-recorded input minus that. Where a service left part of an answer out of the next input (its thinking, for
-example), our context runs ahead of the recorded one; the next prompts are shorter by that much, and at
-least 1 token.
+The context of a conversation is the sum of its prompts and answers, and a request's prompt is its recorded
+input minus that context. If a service left part of an answer out of the next input (its thinking, for
+example),
+our context is longer than the recorded one. The next prompts are shorter by the difference, but at least 1
+token.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ from pensieve_lab.workload.trace import ConversationTrace, TurnTrace
 
 @dataclass(frozen=True, slots=True)
 class LoggedRequest:
-    """One request of a stateless service.
+    """Request of a stateless service.
 
     Attributes:
-      request_id: unique in its log.
-      time_s: when it arrived.
-      input_tokens: all of its input, history included.
-      output_tokens: its answer.
-      parent_id: the request whose input and answer it begins with; None if it begins a conversation.
+      request_id: id, unique in its log.
+      time_s: arrival.
+      input_tokens: tokens of its whole input, history included.
+      output_tokens: tokens of its answer.
+      parent_id: request whose input and answer it begins with; None if it begins a conversation.
       think_s: recorded time between the answer of its parent and its arrival, if any.
     """
 
@@ -40,7 +42,7 @@ class LoggedRequest:
 
 @dataclass(slots=True)
 class _Chain:
-    """A conversation in the making, from its first request to the one that was added last."""
+    """Conversation under construction, with its first request and its latest."""
 
     first: LoggedRequest
     last: LoggedRequest
@@ -60,16 +62,17 @@ class _Chain:
 def chain_requests(
     requests: Iterable[LoggedRequest], *, has_arrivals: bool = True, session_id: str | None = None
 ) -> Iterator[ConversationTrace]:
-    """Conversations by their parents, each named after its first request, in order of those.
+    """Yield conversations formed by parents, each named after its first request, in the order of those.
 
-    `requests` come in order of time. A request begins a conversation of its own if its parent is not among
-    those before it, was continued already (a prompt edited, an answer generated anew), or had the longer
-    input (its history was cut). `has_arrivals` tells whether times count from a start that all share.
-    `session_id` is of the session that all are of; otherwise those that go back to one request, itself in the
-    log or not, are of one session, named after it.
+    `requests` must be in order of time. A request begins a new conversation if its parent is not among the
+    earlier requests, was continued already (an edited prompt, a regenerated answer), or had a longer input (a
+    cut history). `has_arrivals` says whether all times count from the same start. `session_id` is the session
+    of
+    all conversations. If it is None, those that descend from one request, which may be missing from the log,
+    form a session that is named after it.
     """
     chains: list[_Chain] = []
-    roots: dict[str, str] = {}  # of every request so far
+    roots: dict[str, str] = {}  # root of every request so far
     open_chains: dict[str, _Chain] = {}  # by the id of their last request
     for request in requests:
         chain = open_chains.get(request.parent_id) if request.parent_id is not None else None

@@ -1,12 +1,12 @@
 """Readers of chats as texts: ShareGPT, UltraChat, OpenAI-style messages (vLLM's benchmark too), dialogues.
 
-Owns: these file formats, each of which may be a JSON array or JSON lines, and how a list of messages becomes
+Owns: these file formats, each of which may be a JSON array or JSON lines, and the conversion of messages to
 turns.
-Does not know: tokenizers; texts are measured by the `count_tokens` that the caller gives.
+Does not know: tokenizers; the caller's `count_tokens` counts the tokens of texts.
 
-A turn's prompt is everything between two answers: user, system and tool messages together. What a chat
-template puts around a message is not counted unless `count_tokens` does. Public files hold conversations
-that cannot be served (empty, or without an answer to a prompt): these are left out, and `on_skip` is told.
+A turn's prompt is everything between two answers: user, system and tool messages together. Tokens that a chat
+template adds to a message are not counted unless `count_tokens` does. Public files hold conversations that
+cannot be served (empty, or without an answer to a prompt). They are left out and reported to `on_skip`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ type CountTokens = Callable[[str], int]
 type OnSkip = Callable[[TraceError], None]
 type Conversations = Iterator[ConversationTrace]
 type Message = tuple[bool, str]
-"""Whether it is an answer, and its text."""
+"""Whether the message is an answer, and its text."""
 
 
 def count_words(text: str) -> int:
-    """Words and punctuation marks, for want of a tokenizer; of English 0.87 to 0.98 of GPT-2's tokens."""
+    """Count words and punctuation marks without a tokenizer: 0.87 to 0.98 of GPT-2's tokens for English."""
     return len(_WORDS_AND_MARKS.findall(text))
 
 
-# Whether a speaker is the one that answers. Those of ShareGPT are what the public dumps contain.
+# Whether a speaker gives the answers. ShareGPT's speakers are those of the public dumps.
 _SHAREGPT_SPEAKERS: Final = {"human": False, "user": False, "system": False, "tool": False} | dict.fromkeys(
     ("gpt", "chatgpt", "assistant", "model", "bing", "bard"), True
 )
@@ -52,26 +52,26 @@ _DIALOGUE_SPEAKERS: Final = {"U": False, "A": True, "S": True}
 def read_sharegpt(
     path: Path, count_tokens: CountTokens, on_skip: OnSkip | None
 ) -> Iterator[ConversationTrace]:
-    """`{"id", "conversations": [{"from": "human" | "gpt" ..., "value": text}]}`."""
+    """Read `{"id", "conversations": [{"from": "human" | "gpt" ..., "value": text}]}`."""
     return _read(read_json(path), _sharegpt_messages, count_tokens, on_skip)
 
 
 def read_ultrachat(
     path: Path, count_tokens: CountTokens, on_skip: OnSkip | None
 ) -> Iterator[ConversationTrace]:
-    """`{"id", "data": [prompt, answer, prompt, ...]}`."""
+    """Read `{"id", "data": [prompt, answer, prompt, ...]}`."""
     return _read(read_json(path), _ultrachat_messages, count_tokens, on_skip)
 
 
 def read_openai(path: Path, count_tokens: CountTokens, on_skip: OnSkip | None) -> Conversations:
-    """`{"messages": [{"role", "content"}]}`; an `id` is taken if there is one."""
+    """Read `{"messages": [{"role", "content"}]}`, with an optional `id`."""
     return _read(read_json(path), _openai_messages, count_tokens, on_skip)
 
 
 def read_dialogues(
     path: Path, count_tokens: CountTokens, on_skip: OnSkip | None
 ) -> Iterator[ConversationTrace]:
-    """`{"id", "turns": [["U", text], ["A" | "S", text], ...]}`."""
+    """Read `{"id", "turns": [["U", text], ["A" | "S", text], ...]}`."""
     return _read(read_json(path), _dialogue_messages, count_tokens, on_skip)
 
 
@@ -89,17 +89,17 @@ def _read(
             if on_skip is not None:
                 on_skip(TraceError(row.path, row.line, "has no prompt with an answer to it"))
             continue
-        # Public files give some ids twice, or none: the line stands in, and repeats are numbered.
+        # Public files repeat or omit some ids: a missing id becomes the line, and repeats are numbered.
         conversation_id = row.identifier("id") if row.has("id") else f"line {row.line}"
         num_uses[conversation_id] = uses = num_uses.get(conversation_id, 0) + 1
-        # One may be taken by a name that was made, or by an id that looks like one.
+        # The name may already exist as a generated name, or as an id that looks like one.
         name = unused_id(conversation_id if uses == 1 else f"{conversation_id}#{uses}", names, "#")
         names.add(name)
         yield ConversationTrace(name, turns)
 
 
 def _turns(messages: Iterable[Message], count_tokens: CountTokens) -> tuple[TurnTrace, ...]:
-    """Messages as turns; an answer to nothing at the beginning and prompts without an answer fall away."""
+    """Convert messages to turns; a leading answer without a prompt and unanswered prompts are dropped."""
     lengths: list[tuple[int, int]] = []
     prompt_tokens = 0
     for is_answer, text in messages:
@@ -109,7 +109,7 @@ def _turns(messages: Iterable[Message], count_tokens: CountTokens) -> tuple[Turn
         elif num_tokens and prompt_tokens:
             lengths.append((prompt_tokens, num_tokens))
             prompt_tokens = 0
-        elif lengths:  # the answer goes on in a second message, or this one is empty
+        elif lengths:  # the answer continues in a second message, or this one is empty
             lengths[-1] = (lengths[-1][0], lengths[-1][1] + num_tokens)
     return tuple(TurnTrace(prompt, output) for prompt, output in lengths)
 
@@ -122,7 +122,7 @@ def _sharegpt_messages(row: Row) -> Iterator[Message]:
 def _ultrachat_messages(row: Row) -> Iterator[Message]:
     for index, text in enumerate(row.items("data")):
         if not isinstance(text, str):
-            raise row.error("data", f"a list of strings; item {index} is none")
+            raise row.error("data", f"a list of strings; item {index} is not a string")
         yield index % 2 == 1, text
 
 
@@ -132,7 +132,7 @@ def _openai_messages(row: Row) -> Iterator[Message]:
 
 
 def _openai_text(message: Row) -> str:
-    """Content as text: a string, a list of parts, or null beside tool calls, which count as their JSON."""
+    """Return the content as text: a string, a list of parts, or null beside tool calls (counted as JSON)."""
     calls = json.dumps(message.values["tool_calls"]) if message.has("tool_calls") else ""
     content = message.values.get("content")
     if isinstance(content, list):
@@ -150,7 +150,7 @@ def _dialogue_messages(row: Row) -> Iterator[Message]:
             case [str(speaker), str(text)] if speaker in _DIALOGUE_SPEAKERS:
                 yield _DIALOGUE_SPEAKERS[speaker], text
             case _:
-                raise row.error("turns", f"{limit}; item {index} is none")
+                raise row.error("turns", f"{limit}; item {index} is not")
 
 
 def _is_answer(message: Row, field: str, speakers: Mapping[str, bool]) -> bool:

@@ -1,7 +1,7 @@
-"""Which format a file is of, by its content.
+"""Guesses the format of a file from its content.
 
-Owns: the fields that tell formats apart.
-Does not know: how any of them is read, or whether the rest of a file is of that format.
+Owns: the fields that distinguish formats.
+Does not know: how any format is read, or whether the rest of a file has that format.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 from pensieve_lab.workload.errors import TraceError
 from pensieve_lab.workload.rows import first_line, read_json
 
-# In this order: the first that fits. Fields of the first object, or of a CSV header.
+# Fields of the first object or CSV header; the first entry that fits decides.
 _FIELDS: Final = (
     ("pensieve", {"format", "digest", "num_conversations"}),
     ("bailian", {"chat_id", "parent_chat_id", "input_length"}),
@@ -32,7 +32,7 @@ _FIELDS: Final = (
 
 
 def guess_format(path: str | Path) -> str:
-    """A key of `FORMATS`; raises TraceError where nothing fits, OSError for a file that cannot be opened."""
+    """Return a key of `FORMATS`; raises TraceError if nothing fits, OSError if the file cannot be opened."""
     path = Path(path)
     if path.is_dir():
         return "agent-sessions"
@@ -50,7 +50,7 @@ def guess_format(path: str | Path) -> str:
 
 
 def _of_turns(values: Mapping[str, object]) -> str | None:
-    """Pairs of a speaker and a text, or of lengths."""
+    """Distinguish pairs of a speaker and a text from pairs of lengths."""
     match values.get("turns"):
         case [[str(), str()], *_]:
             return "dialogues"

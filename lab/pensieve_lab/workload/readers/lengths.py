@@ -1,6 +1,6 @@
-"""Reader of lengths: how many tokens each turn has, and nothing else unless it was recorded.
+"""Reader of lengths: the tokens of each turn, and times if they were recorded.
 
-Owns: this format, as CSV and as JSON; it is what becomes of a ShareGPT or UltraChat that somebody counted.
+Owns: this format, as CSV and as JSON, such as token counts of ShareGPT or UltraChat.
 Does not know: texts (`chats` counts them itself).
 """
 
@@ -21,7 +21,7 @@ _OUTPUT: Final = ("output_tokens", "num_decode_tokens")
 
 @dataclass(slots=True)
 class _Conversation:
-    """In the making, from rows that need not lie together."""
+    """Conversation under construction, from rows that need not be adjacent."""
 
     first_s: float | None = None
     last_s: float | None = None
@@ -29,37 +29,36 @@ class _Conversation:
 
 
 def read_lengths(path: Path) -> Iterator[ConversationTrace]:
-    """CSV, JSON lines or a JSON array, in one of two shapes.
+    """Read CSV, JSON lines or a JSON array, in one of two forms.
 
-    A row for each turn: `prompt_tokens,output_tokens` (the new ones of the turn), and where they are known
-    `conversation_id`, whose rows are its turns in their order, and `time_s`, when the turn arrived, by any
-    clock: arrivals count from the earliest. Without an id a row is a conversation of one turn; so are the
+    A row per turn has `prompt_tokens,output_tokens` (the new ones of the turn). Optional fields are
+    `conversation_id`, whose rows are its turns in order, and `time_s`, the turn's arrival by any clock;
+    arrivals count from the earliest. A row without an id is a conversation of one turn. This covers the
     ShareGPT lengths of Sarathi-Serve, which call their columns `num_prefill_tokens,num_decode_tokens` and
-    hold the history in the first.
+    include the history in the first.
 
-    Or, in JSON, an object for each conversation: `{"turns": [[prompt, output], ...]}`, with an `id` or
-    without.
+    A JSON object per conversation has `{"turns": [[prompt, output], ...]}`, with or without an `id`.
     """
     is_json = first_line(path)[:1] in ("{", "[")
     rows = read_json(path) if is_json else read_csv(path)
-    found: dict[str | int, _Conversation] = {}  # by id, or by the place in the file
+    found: dict[str | int, _Conversation] = {}  # by id, or by index in the file
     ids = UniqueIds()
     for index, row in enumerate(rows):
         if "turns" in row.values:
             name = ids.add(row, "id") if row.has("id") else None
             if name in found:
-                raise row.error("id", "unique in the file; rows of single turns have it too")
+                raise row.error("id", "unique in the file; rows of single turns use it too")
             found[index if name is None else name] = _Conversation(turns=list(_pairs(row)))
         else:
             name = row.identifier("conversation_id") if row.has("conversation_id") else None
             if name is not None and ids.has(name):
-                raise row.error("conversation_id", "another one than the id of a row of all turns")
+                raise row.error("conversation_id", "different from the id of a row with all turns")
             _add(found.setdefault(index if name is None else name, _Conversation()), row)
     times_s = (one.first_s for one in found.values() if one.first_s is not None)
     start_s = min(times_s, default=0.0)
     for key, one in found.items():
         arrival_s = None if one.first_s is None else one.first_s - start_s
-        # An id may look like a place, and is none.
+        # An index must not equal an id that looks like one.
         name = key if isinstance(key, str) else unused_id(str(key), found, "#")
         yield ConversationTrace(name, tuple(one.turns), arrival_s)
 
@@ -85,5 +84,5 @@ def _pairs(row: Row) -> Iterator[TurnTrace]:
                 yield TurnTrace(prompt, output)
             case _:
                 raise row.error(
-                    "turns", f"a list of [prompt, output], ints of at least 1; item {index} is none"
+                    "turns", f"a list of [prompt, output], ints of at least 1; item {index} is not"
                 )

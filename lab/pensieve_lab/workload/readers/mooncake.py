@@ -1,6 +1,6 @@
 """Reader of Mooncake's traces: JSON lines of requests with the hashes of their blocks of 512 input tokens.
 
-Owns: both spellings of the format, and finding conversations by hashes where the file does not name parents.
+Owns: both spellings of the format, and finding conversations by hashes if the file does not name parents.
 Does not know: how requests become turns (`chains`).
 """
 
@@ -15,18 +15,19 @@ from pensieve_lab.workload.rows import Row, UniqueIds, read_json_lines
 from pensieve_lab.workload.trace import ConversationTrace
 
 _BLOCK_TOKENS: Final = 512
-# The first block of most inputs is one system prompt: one block in common is no history.
+# The first block of most inputs is a common system prompt, so one common block is not a history.
 _MIN_COMMON_BLOCKS: Final = 2
 
 
 def read_mooncake(path: Path) -> Iterator[ConversationTrace]:
-    """The published `{"timestamp" (ms), "input_length", "output_length", "hash_ids"}`.
+    """Read the published `{"timestamp" (ms), "input_length", "output_length", "hash_ids"}`.
 
-    Also with the names `timestamp_ms`, `input_tokens`, `output_tokens`, and with `line`, the request's number
-    in the file that a sample was taken from, and `parent_line`, the number of the request that it continues,
-    or -1. Without these, a request continues the one with the longest input whose full blocks its own input
-    begins with, the latest of several; a block's hash stands for all that precedes it as well. Such
-    links are likely, not certain; none is found to an input of less than two full blocks.
+    The names `timestamp_ms`, `input_tokens`, `output_tokens` are also accepted, together with `line`, the
+    request's number in the file that a sample was taken from, and `parent_line`, the number of the request
+    that
+    it continues, or -1. Without these, a request continues the one with the longest input whose full blocks
+    its own input begins with, the latest of several; a block's hash covers everything before it as well. Such
+    links are likely, not certain. An input of less than two full blocks gets no successor.
     """
     return chain_requests(_requests(path))
 
