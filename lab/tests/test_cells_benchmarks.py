@@ -41,6 +41,7 @@ def few(monkeypatch):
     monkeypatch.setattr(module, "_WARM_UP", 3)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize(
     ("model", "flags", "expected"),

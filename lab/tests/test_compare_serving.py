@@ -196,6 +196,7 @@ def rows(*names, arrivals=(None,), unfinished=0):
     return [{"system": name, "arrivals": kind, **row} for name in names for kind in arrivals]
 
 
+@pytest.mark.long
 def test_what_a_picture_has_no_room_for(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "compared.png"

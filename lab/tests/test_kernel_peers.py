@@ -63,6 +63,7 @@ def dense(inputs):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in ("all", "ragged") else pytest.mark.long) for name in BATCHES],
@@ -203,6 +204,7 @@ def fails(q):
     raise ValueError("too much\nof it")
 
 
+@pytest.mark.long
 def test_a_peer_that_is_wrong_is_not_timed(launch, small, capsys):
     """A wrong baseline does not change the exit status."""
     small("copy_out", is_wrong)

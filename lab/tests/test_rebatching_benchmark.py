@@ -117,6 +117,7 @@ def test_several_seeds_and_budgets_are_told_together(benchmark, tmp_path):
     assert len(file.read_text().splitlines()) == len(points), "each as it is done"
 
 
+@pytest.mark.long
 def test_a_load_tells_the_urgent_apart(benchmark, tmp_path):
     trace = tmp_path / "lengths.csv"
     trace.write_text("num_prefill_tokens,num_decode_tokens\n9,12\n5,8\n300,9\n")

@@ -62,6 +62,7 @@ def test_by_batch_size_beside_the_paper(reproduce, tmp_path):
     assert plot.stat().st_size > 1000
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("experiment", ["baton6", "baton7", "baton8"])
 def test_over_time(reproduce, tmp_path, experiment):
     plot = tmp_path / "curves.png"

@@ -68,6 +68,7 @@ def by_series(results):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("experiment", "seeds"),
     [

@@ -71,6 +71,7 @@ def conversations(tmp_path) -> dict[str, str]:
     return OPEN | {"trace": str(tmp_path / "turns.jsonl")}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "system",
     ["pensieve", *(pytest.param(one, marks=pytest.mark.long) for one in ("pensieve-gpu", "stateless"))],

@@ -39,6 +39,7 @@ def serve(system, *sessions):
 # Ours
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("system", "insertion"), [("rebatching", "embed"), ("rebatching-static", "none")])
 def test_turns_join_and_leave(launch, capsys, compilation_cache, system, insertion):
     """Whole histories are sent, so nothing is reused."""

@@ -101,6 +101,7 @@ def test_a_part_without_the_longest_conversation_has_memory_for_it(simulate_serv
     assert "served: 9.68% of them: 3 conversations, 9 turns" in out, "the long one is not among them"
 
 
+@pytest.mark.long
 def test_a_recording_may_begin_at_any_time(simulate_serving, mooncake):
     """For the end of a recording, the time before it counted as idle, and loads were light."""
     _, whole = simulate_serving(trace=mooncake, share=1.0)

@@ -85,6 +85,7 @@ def changed(path, **figures):
     path.write_text(json.dumps(document) + "\n")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "flags", [{}, {"system": "stateless", "unified": "false"}, {"window_s": 0, "num_conversations": 3}]
 )

@@ -123,6 +123,7 @@ class Attend(nnx.Module):
         return {"m": m, "best": wide.argmax(axis=-1).astype(jnp.int32), "score": wide.max(axis=-1)}
 
 
+@pytest.mark.long
 def test_a_cell_may_have_two_kinds_of_input_and_emit_two_fields() -> None:
     """Every word is a leaf of immediates alone; above them is a cell with another kind of state."""
     rngs = nnx.Rngs(0)

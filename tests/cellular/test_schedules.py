@@ -98,14 +98,14 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("num", [8, pytest.param(enough(20, 100), marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("num", [enough(20, 100)])
 @pytest.mark.parametrize("name", MODELS)
 def test_bitwise_with_one_batch_size(name: str, num: int) -> None:
     """Rows of a product do not depend on other rows of the same shape, so other requests change no bit.
 
     This holds on a CPU. For a GPU, XLA tunes programs of one, two and five tasks separately, so one batch
-    size may
-    use several kernels, and other requests determine which one a request runs in.
+    size may use several kernels, and other requests determine which one a request runs in.
     """
     bench = Bench(MODELS[name](), (4,))
     check(bench, num, exact=IS_CPU)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 from pensieve_jax.history import TurnRecord, open_store
 from tests.commands.starts import start_all
 from tests.launching import ROOT
@@ -19,6 +21,7 @@ def pensieve_history(*commands):
     return list(start_all(starts, root=ROOT, environment=ENVIRONMENT).values())
 
 
+@pytest.mark.long
 def test_a_copy_to_postgres_and_one_that_is_refused(tmp_path, postgres):
     path, url = tmp_path / "chats.sqlite", postgres.url(user=f"locked:{PASSWORD}")
     with open_store(path, fingerprint="f") as store:

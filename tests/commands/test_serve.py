@@ -161,6 +161,7 @@ def test_origins_that_browsers_send_are_taken(origin: str) -> None:
     assert ServerSettings(cors_origin=(origin,)).cors_origin == (origin,)
 
 
+@pytest.mark.long
 def test_an_engines_refusal_is_reported_in_a_line() -> None:
     command = [sys.executable, "-W", "ignore", "scripts/serve.py", "--model=/no/such/model", "--port=0"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)

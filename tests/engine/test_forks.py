@@ -158,6 +158,7 @@ def test_the_shared_chunks_are_as_recent_as_the_fork() -> None:
     harness.check_empty()
 
 
+@pytest.mark.long
 def test_only_the_latest_forks_of_a_template_stay_in_memory() -> None:
     """Each new fork uses the template's KV cache, so no other conversation's end frees the forks."""
     harness = Harness(small_config(gpu_pages=60))

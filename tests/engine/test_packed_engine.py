@@ -44,6 +44,7 @@ def talk(config: EngineConfig) -> tuple[list[Any], dict[str, Any], dict[str, Any
         return outputs, llm.stats(), llm.describe()["cache"]
 
 
+@pytest.mark.long
 def test_packed_kv_cache_gives_identical_results(compilation_cache: str) -> None:
     """Histories came back from host memory, in 26 of 32 bytes; tokens and log-probabilities are equal."""
     packed, stats, cache = talk(config_of(compilation_cache))

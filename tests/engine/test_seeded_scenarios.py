@@ -50,6 +50,7 @@ def test_a_scenario_that_once_failed_passes(seed: int):
     run_scenario(random_scenario(seed))
 
 
+@pytest.mark.long
 def test_seeded_scenarios_cover_all_events():
     """Every event of a history happens often, and every turn equals the reference."""
     num_turns, totals = 0, Counter()

@@ -71,6 +71,7 @@ def check_scenarios(judge, seeds, record_property):
     assert len(judge.uncertain) <= max(1, allowed * num_turns)
 
 
+@pytest.mark.long
 def test_random_scenarios_equal_the_dense_reference(record_property):
     """Swapped, dropped, recomputed, suspended, cancelled, failed: the tokens equal one device's."""
     check_scenarios(bench(), SOME, record_property)

@@ -94,7 +94,8 @@ def test_a_head_that_moves_without_a_comparison_is_detected(replicas, monkeypatc
         test_exactly_one_of_two_continuations_of_a_head_wins(replicas)
 
 
-@pytest.mark.parametrize("number", [400, pytest.param(enough(1200, 5000), marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [enough(1200, 5000)])
 def test_two_processes_lose_and_double_no_turn(url, replicas, number, record_property):
     command = [sys.executable, "-c", PROGRAM, url, "alice", str(number)]
     children = [
@@ -143,6 +144,7 @@ def test_exactly_one_of_two_responses_to_one_version_is_stored(replicas, url):
     assert num_turns(replicas[0]) == 60
 
 
+@pytest.mark.long
 def test_items_that_two_clients_append_are_all_stored_in_some_order(replicas):
     begin_conversation(replicas[0])
 
@@ -167,6 +169,7 @@ def test_items_that_two_clients_append_are_all_stored_in_some_order(replicas):
     assert sorted(item_id for (item_id,) in rows) == sorted(won[0] + won[1])
 
 
+@pytest.mark.long
 def test_a_turn_and_the_removal_of_its_parent(replicas):
     """Either the turn is stored with its parent, or it is refused: no path ever lacks a turn."""
     outcomes = set()
@@ -359,7 +362,8 @@ class Load:
             self.problems.append(error)
 
 
-@pytest.mark.parametrize("num_times", [3, pytest.param(enough(5, 20), marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("num_times", [enough(5, 20)])
 def test_postgres_stops_and_starts_under_load(postgres, url, num_times, record_property):
     """Errors are typed, no acknowledged commit is lost, and service continues."""
     rng = np.random.default_rng(new_seed())

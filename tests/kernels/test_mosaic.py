@@ -61,7 +61,7 @@ pytestmark = pytest.mark.usefixtures("checked_interpreter")
             marks=pytest.mark.long,
         ),
         pytest.param(ROWS, Heads(14, 2, 64), 32, *SPARE_HEADS, marks=pytest.mark.long),
-        (FEW_ROWS, Heads(6, 2, 64), 32, *SPARE_HEADS),
+        pytest.param(FEW_ROWS, Heads(6, 2, 64), 32, *SPARE_HEADS, marks=pytest.mark.long),
         # With 128 and 22 tokens the second range leaves a warpgroup without tokens, over up to four blocks.
         # 64 tokens fill the first warpgroup exactly; with 70 the second has six.
         pytest.param(

@@ -126,8 +126,16 @@ def test_unsupported_arguments_are_refused(classes: tuple[TileClass, ...], chang
     [
         (Heads(40, 10, 128), 32, "int8", None),
         pytest.param(Heads(16, 1, 128), 64, "float8_e4m3fn", None, marks=pytest.mark.long),
-        (Heads(40, 40, 128), 64, "int8", (byte_class(8, 64, 3, 3, 256, 396),)),
-        (Heads(40, 8, 128), 32, "float8_e4m3fn", (byte_class(8, 128, 1, 6, 256, 132),)),
+        pytest.param(
+            Heads(40, 40, 128), 64, "int8", (byte_class(8, 64, 3, 3, 256, 396),), marks=pytest.mark.long
+        ),
+        pytest.param(
+            Heads(40, 8, 128),
+            32,
+            "float8_e4m3fn",
+            (byte_class(8, 128, 1, 6, 256, 132),),
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["default", "group16", "three_pairs", "one_pair"],
 )

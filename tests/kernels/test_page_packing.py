@@ -157,6 +157,7 @@ def check_cut(cut, size, interpret):
         np.testing.assert_array_equal(bits(np.stack(back)[:, page]), bits(pools[:, page]))
 
 
+@pytest.mark.long
 def test_several_launches_of_other_sizes():
     check_cut(Launches(512, 2), (16, 2, 64), interpret=True)
 

@@ -54,7 +54,12 @@ def lowered(num_layers: int, backend: str, num_devices: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("backend", "num_devices"), [("pallas_triton", 1), ("pallas_triton", 2), ("pallas_mosaic_gpu", 1)]
+    ("backend", "num_devices"),
+    [
+        ("pallas_triton", 1),
+        pytest.param("pallas_triton", 2, marks=pytest.mark.long),
+        ("pallas_mosaic_gpu", 1),
+    ],
 )
 def test_kernels_are_lowered_once_for_all_layers(backend, num_devices):
     """A start lowers some two dozen programs sequentially, each of many layers."""

@@ -57,6 +57,7 @@ def test_logits_are_those_of_plain_xla(name: str, request: pytest.FixtureRequest
     assert calls == ([True] * 4 if name == "opt_post_norm" else [False, True, True, True])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.long), "opt"])
 def test_several_devices(name: str, request: pytest.FixtureRequest) -> None:
     expected = logits_of(CONFIGS[name])

@@ -53,6 +53,7 @@ def interpreted(monkeypatch):
     programs.decode.clear_cache()  # it was traced with the kernel
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lengths", [(64,), pytest.param((32, 64), marks=pytest.mark.long)])
 def test_answers_equal_a_dense_models(lengths, interpreted):
     """Queries join a running batch, make it longer, and preempt; the back end is reported."""

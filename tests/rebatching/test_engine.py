@@ -222,6 +222,7 @@ def test_each_program_is_reported_as_it_is_compiled(llm, monkeypatch):
     assert calls == [(number, len(names), name) for number, name in enumerate(names, start=1)]
 
 
+@pytest.mark.long
 def test_two_devices_equal_one(llm):
     """Heads are split over the mesh; tokens are those of one device."""
     assert jax.device_count() >= 2

@@ -137,6 +137,7 @@ def test_an_engine_requests_its_host_memory(monkeypatch, sizes):
     assert asked == [sizes.get("cpu_bytes", 10**10 * page) + 100 * page]
 
 
+@pytest.mark.long
 def test_the_limit_is_set_before_jax_is_used():
     """Runs in its own process, since this one has already used JAX."""
     code = """

@@ -51,6 +51,7 @@ def test_the_text_of_a_fatal_error_is_not_logged() -> None:
     assert (last["level"], last["error"]["kind"]) == ("critical", "builtins.RuntimeError")
 
 
+@pytest.mark.long
 def test_the_text_of_a_startup_error_is_printed() -> None:
     """No prompt exists yet, and the operator needs the cause."""
     status, log = _ended(FAIL + "command.serve.engine_config = fail")

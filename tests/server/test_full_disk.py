@@ -68,11 +68,12 @@ def rows(history: Path) -> dict[str, int]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("breaks", "mends"),
     [
         ("PRAGMA max_page_count = 1", "PRAGMA max_page_count = 1000000"),  # at least the current size
-        pytest.param("PRAGMA query_only = 1", "PRAGMA query_only = 0", marks=pytest.mark.long),
+        ("PRAGMA query_only = 1", "PRAGMA query_only = 0"),
     ],
     ids=["full", "read-only"],
 )

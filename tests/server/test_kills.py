@@ -11,7 +11,8 @@ from tests.seeds import enough, new_seed
 from tests.server.faults.kills import scenario
 
 
-@pytest.mark.parametrize("num_deaths", [2, pytest.param(enough(5, 8), marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("num_deaths", [enough(5, 8)])
 def test_no_turn_is_lost_or_doubled(tmp_path, num_deaths):
     figures = scenario(tmp_path, new_seed(), num_deaths, num_clients=6)
     print(figures)

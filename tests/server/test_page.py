@@ -42,6 +42,7 @@ def visit(server, browser):
 
 pytestmark = [
     pytest.mark.browser,
+    pytest.mark.long,
     pytest.mark.skipif(not Path(BROWSER).exists(), reason=f"{BROWSER} is not installed"),
     pytest.mark.skipif(os.environ.get("JAX_PLATFORMS") != "cpu", reason="a server of its own, on a CPU"),
 ]
@@ -120,7 +121,6 @@ def test_edits_and_regenerations_are_forks_that_can_be_reopened(visit):
     assert visit.texts()[0] == FIRST and len(visit.texts()) == 2
 
 
-@pytest.mark.long
 def test_conversations_are_listed_and_reopened(visit):
     visit.say("Can you find me some jazz?")
     said = visit.texts()
@@ -155,7 +155,6 @@ def test_a_model_cannot_write_into_the_page(visit):
     assert visit.page.title() == "Pensieve"
 
 
-@pytest.mark.long
 def test_a_refusal_is_shown_and_the_message_returns_to_the_composer(visit):
     visit.page.locator("summary").click()
     visit.page.fill("#max-tokens", "0")
@@ -171,7 +170,7 @@ def test_a_refusal_is_shown_and_the_message_returns_to_the_composer(visit):
 
 @pytest.mark.parametrize(
     ("width", "height"),
-    [(1024, 768), *(pytest.param(*size, marks=pytest.mark.long) for size in ((400, 780), (1440, 900)))],
+    [(1024, 768), (400, 780), (1440, 900)],
 )
 def test_messages_and_composer_are_visible_at_any_window_size(visit, width, height):
     visit.page.set_viewport_size({"width": width, "height": height})
@@ -204,7 +203,6 @@ def test_messages_and_composer_are_visible_at_any_window_size(visit, width, heig
     assert visit.texts() == []
 
 
-@pytest.mark.long
 def test_the_list_is_grouped_by_day_and_loads_more(visit):
     list_many(visit, 100)
     reload(visit)
@@ -241,7 +239,6 @@ def test_a_system_message_stays_with_its_conversation_after_a_reload(visit):
     assert visit.page.input_value("#instructions") == system, "what was typed before a first turn"
 
 
-@pytest.mark.long
 def test_a_reload_shows_the_same_branch_with_the_same_settings(visit):
     visit.page.locator("summary").click()
     visit.page.fill("#max-tokens", "7")
@@ -261,7 +258,6 @@ def test_a_reload_shows_the_same_branch_with_the_same_settings(visit):
     assert visit.texts() == said
 
 
-@pytest.mark.long
 def test_an_unknown_address_is_reported(visit):
     visit.page.evaluate("() => { location.hash = 'f'.repeat(32); }")
     told_of(visit, "There is no conversation")
@@ -281,7 +277,6 @@ def test_a_stopped_reply_leaves_its_message(visit):
     visit.release_streams()
 
 
-@pytest.mark.long
 def test_the_page_works_with_the_keyboard_alone(visit):
     list_many(visit, 100)
     reload(visit)
@@ -320,7 +315,6 @@ def test_dropped_chunks_are_shown_as_dropped_cells_of_their_row(visit):
     visit.page.locator("#chunks[data-framed=true]").wait_for()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_map_uses_the_colours_of_its_legend(visit, scheme):
     visit.page.emulate_media(color_scheme=scheme)
@@ -346,7 +340,6 @@ def test_the_map_uses_the_colours_of_its_legend(visit, scheme):
     assert legend and set(legend) <= set(drawn)
 
 
-@pytest.mark.long
 def test_a_click_on_the_map_opens_the_conversation(visit):
     visit.say("Can you find me some jazz?")
     said = visit.texts()
@@ -357,7 +350,6 @@ def test_a_click_on_the_map_opens_the_conversation(visit):
     assert visit.texts() == said
 
 
-@pytest.mark.long
 def test_without_a_key_the_page_asks_for_one(visit):
     def guard(route):
         if route.request.headers.get("authorization") == "Bearer mine":
@@ -381,7 +373,6 @@ def test_without_a_key_the_page_asks_for_one(visit):
     visit.complaints.clear()
 
 
-@pytest.mark.long
 def test_a_killed_engine_is_reported_until_it_is_back(visit, server):
     visit.say(FIRST)
     said = visit.texts()

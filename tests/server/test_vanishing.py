@@ -123,7 +123,8 @@ def settled(server: FaultyServer, before: dict[str, Any]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("num_clients", [12, pytest.param(enough(80, 300), marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("num_clients", [enough(80, 300)])
 def test_disconnected_clients_leave_nothing_behind(tmp_path, num_clients):
     draw = random.Random(new_seed())
 

@@ -41,6 +41,7 @@ def is_chain(drawn: Drawn) -> bool:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RIVALS)
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_rivals_compute_the_same(name, num_workers):

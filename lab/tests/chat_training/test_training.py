@@ -71,6 +71,7 @@ def test_a_training_that_was_interrupted_ends_as_if_it_had_not_been(run_training
     assert not np.array_equal(*(one.state.parameters["embed.table"] for one in (first, straight)))
 
 
+@pytest.mark.long
 def test_the_loss_falls_and_the_step_is_compiled_once(run_training, tmp_path):
     num_compiled = train_step._cache_size()
     log = run_training(tmp_path, 40).log

@@ -166,6 +166,7 @@ CONFIGS = {
 QUICK = "retention", "experienced", "tight", "gpu", "stateless"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "seed"),
     [

@@ -246,6 +246,7 @@ def possible_ids(logits, rows, margin, mode=EVERYTHING):
     return np.asarray(_compiled_possible(mode)(logits, rows, margin=np.float32(margin)))
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),

@@ -43,7 +43,7 @@ def ended(bench, copies):
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
-@pytest.mark.parametrize("layer", [0, MODEL.num_layers - 1])
+@pytest.mark.parametrize("layer", [0, pytest.param(MODEL.num_layers - 1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("head", [0, NUM_HEADS - 1])
 def test_a_chunk_that_cannot_be_packed_is_lost_and_others_arrive(num_devices, layer, head):
     """Any group of layers, and any device, may have it; its slot holds nothing."""

@@ -102,6 +102,7 @@ def test_the_engine_process_ignores_ctrl_c_and_sigterm(world: World) -> None:
     assert len(output.token_ids) == 12
 
 
+@pytest.mark.long
 def test_a_killed_engine_is_restarted_and_continues_from_the_history(world: World, llm: LLM) -> None:
     async def work() -> None:
         engine = world.engine

@@ -70,6 +70,7 @@ def test_a_startup_failure_is_reported_with_its_message() -> None:
     assert ended.returncode == 1 and ended.stderr.endswith(f"RuntimeError: {SECRET}\n")
 
 
+@pytest.mark.long
 def test_closing_its_own_socket_is_not_mistaken_for_the_front_ends_end() -> None:
     """The thread that watches the front end stops before the error is reported, however long that takes."""
     serve = """

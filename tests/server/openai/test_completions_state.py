@@ -17,6 +17,8 @@ PROMPT = "Tell me about the weather in San Jose, and where to eat there in the e
 FIXED = {"model": "chat", "temperature": 0, "max_tokens": 20}
 EVERY_ID = {"return_token_ids": True, "ignore_eos": True}
 
+pytestmark = pytest.mark.long  # a server with keys of its own
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, compilation_cache) -> Iterator[ServedProcess]:
@@ -45,7 +47,6 @@ def ids_of(completion: Any) -> list[int]:
     return found
 
 
-@pytest.mark.long
 def test_the_returned_ids_are_the_sampled_ones_and_the_next_turn_continues_them(ann, compilation_cache):
     first = complete(ann, PROMPT)
     second = complete(ann, [7, 8, 9], previous=first.id)

@@ -98,6 +98,7 @@ def test_a_background_response_runs_on_one_server(postgres, soon):
         assert [turn.turn_id for turn in other.engine.turns] == [left.removeprefix("resp_")]
 
 
+@pytest.mark.long
 def test_a_background_response_survives_a_restart_of_postgres(postgres, soon):
     """The engine could not commit its turn, and the outcome is unknown: it runs again."""
 

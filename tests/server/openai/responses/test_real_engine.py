@@ -59,7 +59,7 @@ def replies(compilation_cache: str) -> list[str]:
         ]
 
 
-@pytest.mark.long  # two starts of the chat model beside a third; `test_completions_state` has one
+@pytest.mark.long  # two starts of the chat model beside a third
 def test_state_is_found_by_id_by_messages_and_after_a_restart(tmp_path, compilation_cache, replies):
     path = tmp_path / "history.sqlite"
     with RealServer(path, compilation_cache) as server, server.client() as client:
