@@ -53,7 +53,7 @@ def server(tmp_path):
 
 def use(server) -> None:
     server.harness.services.history = server.slow
-    server.responses._repeats._history = server.slow
+    server.responses._idempotency._history = server.slow
     server.harness.services.resolver.index._source._reader = server.slow
 
 
