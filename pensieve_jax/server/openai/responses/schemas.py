@@ -216,7 +216,7 @@ def echo_of(body: CreateResponse, model: str, temperature: float, top_p: float) 
     return echo
 
 
-class ContentPart(Body, kw_only=True):
+class ResponseContentPart(Body, kw_only=True):
     """A content part of a message."""
 
     UNSUPPORTED = {"prompt_cache_breakpoint": ()}  # noqa: RUF012 - a ClassVar of the base class
@@ -276,7 +276,7 @@ def _parse_item(value: Any, at: str) -> tuple[Item | ItemReference, tuple[str, .
     check_num_items(message.content, f"{at}.content")
     texts, more = [], list(ignored)
     for index, raw in enumerate(message.content):
-        part, unknown = convert(raw, ContentPart, f"{at}.content[{index}]")
+        part, unknown = convert(raw, ResponseContentPart, f"{at}.content[{index}]")
         texts.append(_text_of(part, f"{at}.content[{index}]"))
         more += unknown
     return stored_item(message.role, texts), tuple(more)
@@ -290,7 +290,7 @@ def is_reference(value: Any) -> bool:
     return kind == "item_reference" or (kind is None and "id" in value and "role" not in value)
 
 
-def _text_of(part: ContentPart, at: str) -> str:
+def _text_of(part: ResponseContentPart, at: str) -> str:
     if part.type in _PARTS_WITHOUT_TEXT:
         raise unsupported(f"{at}.type", f"the model reads text, not {part.type}")
     if part.type == "refusal" and part.refusal is not None:
