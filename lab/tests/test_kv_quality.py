@@ -190,7 +190,7 @@ def plain(tmp_path, num_characters):
 def test_the_document_has_every_format(launch, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(
         "pensieve_lab.kv_quality.replies._AT_ONCE", 8
-    )  # of five texts: more rows are nobody's
+    )  # five texts; the other rows are padding
     flags = {"text": plain(tmp_path, 900), "context_tokens": 100, "num_seeds": 1, "reply_tokens": 5}
     picture = tmp_path / "kv.png"
     status = launch(

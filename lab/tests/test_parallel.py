@@ -48,7 +48,7 @@ def test_what_runs_beside_an_exchange():
     beside = [Kernel("gemm", start, 4) for start in (0, 8, 14, 18, 30)]
     found = time_lines.time_line({0: [*beside[:2], Kernel("all-reduce", 10, 10), *beside[2:]]}, 1, 0)
     assert found["devices"]["0"]["computed_beside_s"] == pytest.approx((2 + 4 + 2) * 1e-9)
-    assert found["exchanges"] == {"counts": [1]}, "one device meets nobody"
+    assert found["exchanges"] == {"counts": [1]}, "one device waits for no other"
     assert found["events"] == {"names": [], "rows": {"0": []}}, "none are asked for"
 
 

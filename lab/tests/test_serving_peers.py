@@ -97,7 +97,7 @@ class Manager:
         return self.running
 
     def stop(self, *, block, timeout, hard_stop):
-        assert block and timeout and hard_stop, "nobody waits for what is left"
+        assert block and timeout and hard_stop, "stop must not wait for unfinished requests"
         self.running = False
 
     def add_request(self, input_ids, *, request_id, max_new_tokens, eos_token_id, record_timestamps=False):

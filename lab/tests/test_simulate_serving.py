@@ -241,7 +241,7 @@ def test_the_part_is_the_largest_that_is_answered_in_time():
     assert 0.6 * 300 <= len(found.sessions) <= 300 and found.in_time is True
     never = part.fitting_part(sampler, 2000, 0.3, lambda sessions: 0.4)
     assert never.in_time is False and len(never.sessions) < 10, "the least that was tried"
-    assert sampler.part(0.5, None).in_time is None, "nobody asked"
+    assert sampler.part(0.5, None).in_time is None, "no request was made"
     assert part.fitting_part(sampler, 200, 0.3, latency_s).share == 0.1, "no more turns than were asked for"
     smaller, larger = (
         {session.conversation.conversation_id for session in sampler.part(share, None).sessions}

@@ -39,7 +39,7 @@ MERGE_ROWS = tl.constexpr(block_sizes.MERGE_ROWS)
 MAX_NUM_SPLITS = tl.constexpr(block_sizes.MAX_NUM_SPLITS)
 MERGE_PARTS = tl.constexpr(8)  # loaded together: the merge is bound by latency
 # The maximum of a row that has seen no key. It is finite, and above the -inf of a hidden key. So weights of
-# hidden keys are exactly zero even in a part of which a row sees nothing.
+# hidden keys are exactly zero even in a part where a row sees no key.
 LEAST = tl.constexpr(-1e30)
 
 

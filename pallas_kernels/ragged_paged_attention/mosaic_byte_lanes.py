@@ -18,7 +18,7 @@ With lane = 4 g + t (g < 8, t < 4), keys counted within the warp's part of a blo
 | K | keys 16 i + p(g) and + 8, the same elements: two chunks of 16 bytes, a word for each step |
 | S^T, P^T | keys 16 i + 8 h + p(g), queries 2 t + e |
 | P^T as operand B | keys 16 i + 8 h + p(2 t + e), query g: a transposition of 8 x 8 within the warp |
-| V^T | the same keys, elements 16 g ... 16 g + 15, of which 2 j and 2 j + 1 in product j |
+| V^T | the same keys, elements 16 g ... 16 g + 15; product j has 2 j and 2 j + 1 |
 | O^T | elements 16 g + 2 j + h, queries 2 t + e |
 
 A key and its value are adjacent, in pages and in shared memory. This is swizzled by 128 bytes, so rows four

@@ -125,7 +125,7 @@ class TileSpec:
 
 
 def result_shapes(spec: TileSpec, q: jax.Array) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Describe the outputs of the kernels of all classes, each of which writes its own rows.
+    """Describe the outputs of the kernels of all classes; each kernel writes its own rows.
 
     They are results like `q`, and for parts of split ranges the partial results f32[num_partial_rows,
     head_dim] and their log-sum-exps in base 2, f32[num_partial_rows].

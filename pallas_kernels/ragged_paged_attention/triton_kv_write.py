@@ -3,7 +3,7 @@
 Owns: one kernel. Does not know: which sequence a page belongs to. Called by: `kv_write`.
 Upstream has deprecated this back end, so nothing outside this file imports from it.
 
-XLA needs a reduction and three scatters per layer, each of which takes longer to launch than to run.
+XLA needs a reduction and three scatters per layer, and each takes longer to launch than to run.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Graph(NodeWriter):
         until: int | None = None,
         **immediates: Sequence[int] | np.ndarray,
     ) -> range:
-        """Add a chain of nodes, each of which reads the one before it; return their ids.
+        """Add a chain of nodes; each reads the one before it. Return their ids.
 
         Args:
           cell: a cell with one input.

@@ -160,7 +160,7 @@ def test_truncate_frees_whole_chunks_past_the_cut(num_tokens):
     cache.manager.truncate(sequence, num_tokens)
     assert sequence.num_kv_tokens == min(num_tokens, 64)
     assert len(sequence.chunks) == -(-min(num_tokens, 64) // CHUNK)
-    assert cache.take_drops() == [], "nobody took them"
+    assert cache.take_drops() == [], "drops are left that no call took"
     cache.check()
 
 

@@ -94,7 +94,7 @@ def test_a_split_prefix_is_merged_when_the_last_running_user_is_cut():
     cache.manager.release(one)
     cache.manager.truncate(one, CHUNK)
     cache.manager.truncate(one, 0)
-    assert prefix.trunk is not None, "its first chunk is a trunk's while somebody runs with it"
+    assert prefix.trunk is not None, "its first chunk is a trunk's while a conversation runs with it"
     cache.manager.truncate(two, 0)
     assert prefix.trunk is None and len(prefix.chunks) == 2 and not prefix.users
     cache.check()

@@ -105,6 +105,6 @@ class FakeWorker:
         assert (written[0][is_used] < self._num_rows).all(), "the initial state was overwritten"
         assert len(np.unique(written[0])) == len(written[0]), "a row was written twice in a task"
         for one in values:
-            assert (one[is_used] != POISON).all(), "a row was read that nobody wrote"
+            assert (one[is_used] != POISON).all(), "a row was read that no task wrote"
         self.rows[kind.state_kind][written[0][is_used]] = result[is_used]
         return token(result)

@@ -87,7 +87,7 @@ def _check_nodes(processor: RequestProcessor) -> None:
     assert (uses[alive] == nodes.uses[ids][alive]).all(), "uses are miscounted"
     submitted = begun & alive
     is_kept = nodes.row[ids] >= 0
-    assert (is_kept == (submitted & (uses > 0)))[alive].all(), "a row is kept for nobody, or gone"
+    assert (is_kept == (submitted & (uses > 0)))[alive].all(), "a row is held without a user, or lost"
 
 
 def _check_subgraphs(processor: RequestProcessor) -> None:

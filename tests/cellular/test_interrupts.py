@@ -123,7 +123,7 @@ def test_requests_that_were_submitted_just_before_an_interrupt_are_cancelled(eng
         engine.run([[1, 2], [3] * 7])
     assert sys.gettrace() is None
     engine.run([[4]])
-    assert not engine.stats()["num_running"], "requests are left that nobody holds"
+    assert not engine.stats()["num_running"], "requests are left that no caller holds"
 
 
 def test_an_interrupted_run_is_cancelled(engine: CellularEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_an_interrupted_run_is_cancelled(engine: CellularEngine, monkeypatch: py
         engine.run([[1] * 500] * 20)
     monkeypatch.undo()
     before = engine.stats()["num_running"] + engine.stats()["num_waiting"]
-    assert before == 1, "requests are left that nobody holds"
+    assert before == 1, "requests are left that no caller holds"
     while not mine.done:
         engine.step()
     assert int(mine.result().states[0]["sum"]) == 50

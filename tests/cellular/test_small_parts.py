@@ -91,7 +91,7 @@ def test_rows_are_promised_in_order_up_to_the_last():
     needed = np.array([[2, 1], [3, 1], [0, 4], [0, 1]])
     assert budget.num_fitting(needed) == 2 and not budget.promised.any()
     assert budget.admit(needed) == 2 and budget.promised.tolist() == [5, 2]
-    assert budget.admit(needed[2:]) == 0, "nobody passes one that does not fit"
+    assert budget.admit(needed[2:]) == 0, "no request passes one that does not fit"
     assert budget.admit(needed[3:]) == 1 and budget.promised.tolist() == [5, 3]
     budget.end(needed[:1])
     assert budget.promised.tolist() == [3, 2]

@@ -39,7 +39,7 @@ class World:
         self.num_recoveries += 1
 
     def change(self) -> Result:
-        assert not self.is_half, "nobody made good what was interrupted, or two change at a time"
+        assert not self.is_half, "an interrupted change was not repaired, or two run at a time"
         self.is_half = True
         root_of("a line to be interrupted at")
         self.is_half = False

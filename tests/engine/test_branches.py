@@ -50,7 +50,7 @@ def test_a_turn_after_an_earlier_one_forks():
     (other,) = trees.send(first, 10, seed=3)
     assert other.turn.origin == TurnOrigin("forked", 48)
     trees.settle(other)
-    assert usage_of(other) == (48, 10), "three chunks, the last of which the other branch has filled"
+    assert usage_of(other) == (48, 10), "three chunks; the other branch has filled the last one"
     assert trees.engine.stats()["num_live_conversations"] == 2
 
 

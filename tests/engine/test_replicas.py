@@ -41,7 +41,7 @@ def test_a_conversation_moves_to_the_other_engine_and_back(replicas):
         harness.engine.check_integrity()
     assert len(said(one)) == 50
     output = other.turn("a", 4, seed=9, max_tokens=2)
-    assert output.usage.recomputed_tokens == 0, "what nobody else has changed is used again"
+    assert output.usage.recomputed_tokens == 0, "an unchanged conversation is reused"
 
 
 def test_one_of_two_simultaneous_turns_is_refused_and_can_be_repeated(replicas):

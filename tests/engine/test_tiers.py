@@ -105,7 +105,7 @@ def test_other_turns_continue_while_a_history_is_copied_in():
         assert not harness.scheduled[-1].expedited
     harness.engine.cancel(runs)
     harness.step()
-    assert len(harness.scheduled[-1].expedited) == 4, "nobody else is left to compute"
+    assert len(harness.scheduled[-1].expedited) == 4, "no other request is left to compute"
     assert harness.run(turn)[0].token_ids == harness.expected(facts)
     harness.check_empty()
 

@@ -288,7 +288,7 @@ class FakeRunner:
 def _extend(entries: np.ndarray, place: int, position: int, token_id: int, seen: np.ndarray) -> int:
     """Write a token's entries at `place` after those at the places `seen`; return the last layer's total."""
     before = entries[:, seen]
-    assert not (before == POISON_64).any(), "a step reads what nobody wrote"
+    assert not (before == POISON_64).any(), "a step reads columns that no step wrote"
     below, own = 0, []
     for total in before.sum(1, dtype=np.uint64).tolist():
         own.append(mix(position, token_id, below))

@@ -113,7 +113,7 @@ class Scenario:
         self._step()
         self._step()
         assert not self.loop.scheduler.ring.num_held and not self.loop.scheduler.parked.sizes
-        assert not self.runner.rows, "rows are left that nobody takes"
+        assert not self.runner.rows, "rows are left that no query takes"
         self.totals.update(
             {
                 name: int(num)

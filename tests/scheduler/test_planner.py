@@ -119,7 +119,7 @@ def _ids(count):
 
 @st.composite
 def outputs(draw):
-    """Draw a step of up to four requests, each with one or two rows, the last of which may sample."""
+    """Draw a step of up to four requests, each with one or two rows; its last row may sample."""
     pages, grants = draw(st.permutations(range(1, NUM_PAGES))), []
     for number in range(draw(st.integers(1, 4))):
         request = draw(requests(number, pages))

@@ -84,4 +84,4 @@ def test_no_request_starves(prompt_steps, prompts, holes, buckets, with_decodes)
             scheduler.waiting
         ):
             return
-    raise AssertionError("somebody was not served")
+    raise AssertionError("a request was not served")

@@ -99,7 +99,7 @@ def test_a_new_request_has_no_computed_tokens():
 
 
 def request_of(num_tokens: int, sequence: Any) -> Request:
-    """Return a turn after a history of which all tokens but the last were computed once."""
+    """Return a turn after a history; all of its tokens but the last were computed once."""
     conversation = Conversation("a", token_ids=list(range(num_tokens)))
     conversation.num_history_tokens, conversation.num_computed_tokens = num_tokens - 1, num_tokens - 1
     options: dict[str, Any] = {"seed": 0, "ending_ids": (), "max_context_tokens": 2 * num_tokens}

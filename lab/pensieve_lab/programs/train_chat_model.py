@@ -89,7 +89,7 @@ _UNITS = {
 
 
 class Dialogues(NamedTuple):
-    """The files."""
+    """Recorded dialogues of each file."""
 
     tasks: list[Conversation]
     assistants: list[Conversation]

@@ -74,7 +74,7 @@ class Measured(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of tables."""
+        """Name of the setting in tables: its system and rate."""
         rate = "recorded" if self.point["rate"] is None else f"{self.point['rate']:g}/s"
         return f"{self.results['system']}, {rate}"
 

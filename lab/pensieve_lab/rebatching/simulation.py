@@ -107,7 +107,7 @@ class _Recorder:
         self._then(seen)
 
     def series(self) -> Series:
-        """Return all rows."""
+        """Return the recorded counts over time, an array for each."""
         time_s, *counts = zip(*self._lines, strict=True)
         return Series(np.array(time_s), *(np.array(one, np.int64) for one in counts))
 

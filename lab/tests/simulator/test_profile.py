@@ -73,7 +73,7 @@ def test_heat_follows_what_steps_do():
     heat.rest(2.0)
     assert heat.step(1e-9, is_heating=True) == pytest.approx(math.exp(-1.0))
     heat.rest(-5.0)
-    assert heat.step(1e-9, is_heating=True) == pytest.approx(math.exp(-1.0)), "nobody rested"
+    assert heat.step(1e-9, is_heating=True) == pytest.approx(math.exp(-1.0)), "the device did not rest"
     assert ThermalModel(0.0).step(3.0, is_heating=True) == 0.0
 
 

@@ -162,7 +162,7 @@ def test_the_drain_changes_nothing_of_the_window():
     drained = simulate(scenario(warm_up_s=2.0, window_s=1.5, drain_s=3.0), sessions, seen.append)
     assert drained.counters == plain.counters and drained.steps == plain.steps
     assert [answer.end_s for answer in drained.answers] == [answer.end_s for answer in plain.answers]
-    assert sum(answer.end_s > 3.7 for answer in seen) > 0, "whom nothing else shows"
+    assert sum(answer.end_s > 3.7 for answer in seen) > 0, "no answer ended after 3.7 s"
     steps = simulate(scenario(), sessions).steps
     assert all(0 <= drained.steps[bucket].num_steps <= steps[bucket].num_steps for bucket in steps)
 

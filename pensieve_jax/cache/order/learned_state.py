@@ -29,7 +29,7 @@ class LearnedState:
     Attributes:
       returns: number of returns by bucket and bin of idle time: f64[NUM_BUCKETS, NUM_BINS].
       exposure_s: seconds that conversations spent idle by bucket and bin: f64[NUM_BUCKETS, NUM_BINS].
-      followed: the order in use, one of `policies.ORDERS`.
+      selected: the order in use, one of `policies.ORDERS`.
       losses: losses that the policy selector compares, in the order of `ORDERS`.
     """
 

@@ -187,7 +187,7 @@ def test_a_ghost_cache_does_not_keep_conversations_without_own_blocks():
     ghost.left("more", 5, **common)
     assert ghost.returned("big") == 5 and ghost.num_held == 25
     ghost.left("none", 2, num_shared=2, bucket=1, now_s=201.0)
-    assert ghost.num_held == 20, "it asks nobody for room, but room is made"
+    assert ghost.num_held == 20, "a ghost makes its own room"
 
 
 def insured(model: ReturnModel, followed: str, num_tokens: int) -> PolicySelector:

@@ -360,7 +360,7 @@ def test_a_long_conversation_is_deleted_in_batches(store, reader, monkeypatch):
         store.apply(delete)
         row, items = reader.all_items("ann", "conv_1")
         assert [item.item_id for item in items][: 7 - num_gone] == left[num_gone:]
-        assert row.version == version + 1, "whoever read it before finds that it has changed"
+        assert row.version == version + 1, "an earlier reader finds that it has changed"
         query = "SELECT head_turn FROM conversations WHERE conversation_id = 'conv_1'"
         assert store._connection.execute(query).fetchone()[0] is None
     store.apply(delete)

@@ -1,7 +1,6 @@
 """Readers of chats as texts: ShareGPT, UltraChat, OpenAI-style messages (vLLM's benchmark too), dialogues.
 
-Owns: these file formats, each of which may be a JSON array or JSON lines, and the conversion of messages to
-turns.
+Owns: these file formats (each as a JSON array or as JSON lines), and the conversion of messages to turns.
 Does not know: tokenizers; the caller's `count_tokens` counts the tokens of texts.
 
 A turn's prompt is everything between two answers: user, system and tool messages together. Tokens that a chat
