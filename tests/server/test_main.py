@@ -32,7 +32,7 @@ from pensieve_jax.server.main import (
     serve,
 )
 from tests.engine.harness import Harness
-from tests.server.engine_process.fakes import TIMEOUT_S, FakeLives, ThreadLife, spec
+from tests.server.engine_process.fakes import TIMEOUT_S, FakeLives, ThreadHandle, spec
 
 LONG = 1500
 
@@ -232,7 +232,7 @@ def test_a_signal_during_the_start_ends_it() -> None:
         gate.wait(TIMEOUT_S)
 
     class Lives(FakeLives):
-        async def begin(self) -> ThreadLife:
+        async def begin(self) -> ThreadHandle:
             life = await super().begin()
             kill = life.kill
             life.kill = lambda: (gate.set(), kill())

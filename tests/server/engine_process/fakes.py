@@ -66,7 +66,7 @@ type Parts = tuple[Engine, Tokenizer | None, EngineInfo]
 """Server and engine of one thread."""
 
 
-class ThreadLife:
+class ThreadHandle:
     """An engine in a thread of this process, which shares the GIL with the event loop."""
 
     def __init__(self, make: Callable[[], Parts]) -> None:
@@ -105,11 +105,11 @@ class FakeLives:
         self.path = path
         self.config = config
         self.harnesses: list[Harness] = []
-        self.lives: list[ThreadLife] = []
+        self.lives: list[ThreadHandle] = []
         self.prepare: Callable[[Harness], None] = lambda harness: None
 
     async def begin(self) -> EngineHandle:
-        life = ThreadLife(self._make)
+        life = ThreadHandle(self._make)
         self.lives.append(life)
         return life
 
