@@ -75,7 +75,7 @@ class HostPool:
                 raise self._refusal(
                     f"less: the runtime could pin {taken:,} of {self._num_bytes:,} bytes of host memory",
                     f"on GPUs it pins at most {os.environ.get(VARIABLE, OWN_LIMIT_GB)} GB here. Set the "
-                    f"environment variable {VARIABLE} to 1.2 times the bytes needed before the process "
+                    f"environment variable {VARIABLE} to 1.2 times the GiB needed before the process "
                     f"starts. The runtime reported: {in_a_line(error)}",
                 ) from error
             taken += num_chunks * storage.slot_bytes
