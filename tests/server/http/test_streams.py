@@ -212,7 +212,7 @@ def test_a_client_that_stalls_and_leaves_ends_its_stream_once():
                 finally:
                     writer = _Writer(send, Events(Source().events(), stall_timeout_s=1.0), open_)
                     writer._write_began_s = float("-inf")
-                    writer._look()
+                    writer._check_timer()
                     await _close_on_disconnect(leave, open_)
                     writer.stop()
 
@@ -242,7 +242,7 @@ def test_a_write_may_wait_for_the_stall_timeout(waited_s, is_over):
             assert writer._period_s == 0.5, "four looks in the shorter of the two times"
             writer._loop = timer = FakeTimer()
             writer._write_began_s = timer.now_s - waited_s
-            writer._look()
+            writer._check_timer()
             assert (open_.when() is not None) == is_over
             assert timer.delays_s == ([] if is_over else [0.5])
             writer.stop()
@@ -263,7 +263,7 @@ def test_a_comment_comes_after_the_heartbeat(silent_s, is_broken):
             writer = _Writer(send, Events(Source().events(), heartbeat_s=4.0, stall_timeout_s=8.0), open_)
             writer._loop = timer = FakeTimer()
             writer._last_write_s = timer.now_s - silent_s
-            writer._look()
+            writer._check_timer()
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             assert len(written) == is_broken and timer.delays_s == [1.0]
