@@ -267,11 +267,7 @@ def branches_stay_in_the_index(patch):
 
 
 def all_of_a_context_is_found(patch):
-    patch.setattr(
-        BranchTable,
-        "_longest",
-        lambda self, owner, context: self._chunks.longest(owner, context) or (None, 0),
-    )
+    patch.setattr(BranchTable, "longest", lambda self, owner, context: self._chunks.longest(owner, context))
 
 
 def what_is_in_memory_only_has_durable_turns(patch):
