@@ -187,8 +187,9 @@ def draw_turn() -> str:
 
     parts = []
     for number, lane in enumerate(LANES):
-        x = margin + number * lane_width
-        parts.append(_text(x, 26, lane, 'font-size="14" font-weight="bold" fill="#374151"'))
+        parts.append(
+            _text(margin + number * lane_width, 26, lane, 'font-size="14" font-weight="bold" fill="#374151"')
+        )
     for source, target, words in FLOWS:
         (x, y), (to_x, to_y) = corner(STAGES[source]), corner(STAGES[target])
         if x == to_x:
@@ -228,8 +229,11 @@ def draw_chunk() -> str:
 
     parts = []
     for number, title in enumerate(COLUMNS):
-        x = margin + number * column_width
-        parts.append(_text(x, 28, title, 'font-size="14" font-weight="bold" fill="#374151"'))
+        parts.append(
+            _text(
+                margin + number * column_width, 28, title, 'font-size="14" font-weight="bold" fill="#374151"'
+            )
+        )
     events: dict[tuple[ChunkState, ChunkState], list[Event]] = {}
     for (state, event), target in TRANSITIONS.items():
         events.setdefault((state, target), []).append(event)
@@ -275,10 +279,10 @@ def _transition(state: ChunkState, target: ChunkState, words: str, corner: Point
     middle, half = _BOX_WIDTH / 2, _BOX_HEIGHT / 2
     if target is ChunkState.DROPPED:
         # Only the lowest row reaches the box at the bottom; others show that they can be dropped.
-        begin = (x + _BOX_WIDTH - 22, y + _BOX_HEIGHT)
-        end = to_y if ROW_OF[state] == 2 else begin[1] + 26
-        yield _arrow([begin, (begin[0], end)], color=_RED, marker="d")
-        yield _label(begin[0] + 6, begin[1] + 18, words, "start", _RED)
+        drop_x, begin_y = x + _BOX_WIDTH - 22, y + _BOX_HEIGHT
+        end_y = to_y if ROW_OF[state] == 2 else begin_y + 26
+        yield _arrow([(drop_x, begin_y), (drop_x, end_y)], color=_RED, marker="d")
+        yield _label(drop_x + 6, begin_y + 18, words, "start", _RED)
     elif state is ChunkState.DROPPED:
         yield _arrow([(to_x + 30, y), (to_x + 30, to_y + _BOX_HEIGHT)])
         yield _label(to_x + 36, (y + to_y + _BOX_HEIGHT) / 2 + 4, words, "start")
