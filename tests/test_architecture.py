@@ -42,6 +42,7 @@ ROOMS_WITHOUT_JAX = (
 )
 
 architecture = load("scripts.dev.draw_architecture")
+lives = load("scripts.dev.draw_lives")
 
 
 def sources(*folders: str) -> list[Path]:
@@ -100,6 +101,12 @@ def test_the_diagram_matches_the_code():
     assert architecture.PICTURE.read_text("utf-8") == architecture.draw(rooms), (
         "run scripts/dev/draw_architecture.py, and see whether docs/architecture.md still says what it shows"
     )
+
+
+def test_the_pictures_of_turn_and_chunk_match_the_code():
+    assert [stage.path for stage in lives.STAGES.values() if not (ROOT / stage.path).exists()] == []
+    for path, picture in ((lives.TURN, lives.draw_turn()), (lives.CHUNK, lives.draw_chunk())):
+        assert path.read_text("utf-8") == picture, "run scripts/dev/draw_lives.py"
 
 
 def test_mutual_imports_of_rooms_are_found():
