@@ -109,15 +109,15 @@ def test_routes_and_limits_of_the_page_match_the_server() -> None:
     assert set(re.findall(r"^\| `(/\w+)` \|", page, re.M)) <= paths
     settings = ServerSettings()
     for words in (
-        f"(`--max_turns_per_key`); none without keys | {settings.max_in_flight_per_key} |",
-        f"| waiting for a place | {settings.queue_timeout_s:g} s |",
-        f"| a request's line and header fields | {MAX_HEAD_BYTES >> 10} KiB, within {HEAD_S:g} s of",
+        f"(`--max_turns_per_key`); no limit without keys | {settings.max_in_flight_per_key} |",
+        f"| time in the queue | {settings.queue_timeout_s:g} s |",
+        f"| request line and header fields | {MAX_HEAD_BYTES >> 10} KiB, within {HEAD_S:g} s |",
         f"| a body | {MAX_BODY_BYTES >> 20} MiB, within {settings.body_timeout_s:g} s |",
-        f"| a client that takes nothing of its stream | {settings.stall_timeout_s:g} s |",
+        f"| a client that reads nothing of its stream | {settings.stall_timeout_s:g} s |",
         f"| a silent stream | {settings.heartbeat_s:g} s |",
     ):
         assert words in page
-    assert settings.queue_per_running == 2, "the page says twice as many"
+    assert settings.queue_per_running == 2, "the page says twice `max_num_running`"
 
 
 def test_nginx_always_passes_the_servers_name() -> None:
